@@ -26,7 +26,7 @@ Status Arena::make(Driver& driver, std::string tag, int device, ArenaOptions opt
   if (sizes.min_bytes > sizes.max_bytes) return failure(Code::bad_argument, "min_chunk_bytes: larger than max_chunk_bytes");
   size_t capacity = rounded_up(options.capacity_bytes != 0 ? options.capacity_bytes : 2 * total_bytes, sizes.max_bytes);
   uintptr_t base = 0;
-  // One chunk more than blocks may use: the last chunk is rounded up beyond the last block.
+  // One more chunk than blocks may use: the last chunk extends beyond the last block.
   status = driver.reserve(device, capacity + sizes.max_bytes, &base);
   if (!status.ok()) return status;
   arena->reset(new Arena(driver, std::move(tag), device, id, base, capacity, sizes, exports));
@@ -47,7 +47,7 @@ Arena::Arena(Driver& driver, std::string tag, int device, uint64_t id, uintptr_t
       max_chunk_bytes_(sizes.max_bytes) {}
 
 Arena::~Arena() {
-  // The owner has checked that no block is in use; a failure here has nobody to tell and ends with the process.
+  // The owner has checked that no block is in use. A failure here cannot be reported, and is resolved when the process ends.
   static_cast<void>(driver_.synchronize(device_));
   static_cast<void>(chunks_.unmap(chunks_.mapped()));
   uint64_t given_back = 0;
@@ -89,7 +89,7 @@ Status Arena::set_idle(Ranges idle, uint64_t* mapped_bytes, uint64_t* given_back
   Status status = grow(mapped_bytes);
   if (status.ok()) {
     status = shrink(given_back);
-    // What came and cannot go again is spare, and goes with the next call.
+    // New memory that cannot be released again stays as spare until the next call.
     if (!status.ok() && chunks_.unmap(mapped_).ok()) static_cast<void>(chunks_.release(created_, given_back));
   }
   if (!status.ok()) *mapped_bytes = *given_back = 0, blocks_.set_idle(std::move(before));
@@ -117,7 +117,7 @@ Status Arena::shrink(uint64_t* given_back) {
   if (spare.empty()) return {};
   Status status = driver_.synchronize(device_);  // no kernel may run over pages that go
   if (status.ok()) status = chunks_.unmap(spare);
-  // Chunks that cannot be released now are kept, and go with the next pause.
+  // Chunks that cannot be released now are kept and released by the next pause.
   if (status.ok()) static_cast<void>(chunks_.release(spare, given_back));
   return status;
 }
@@ -182,7 +182,7 @@ void Arena::commit_resume() {
   created_.clear();
   mapped_.clear();
   has_saved_content_ = false;
-  // Kept, but nothing lies in them any more. What does not go now shows in the usage and goes with the next pause.
+  // Kept, but empty. What cannot be released now shows in the usage and is released by the next pause.
   uint64_t given_back = 0;
   static_cast<void>(chunks_.release(chunks_.kept(), &given_back));
 }
@@ -263,7 +263,7 @@ void Arena::trim(const Range& block) {
     empty.push_back(index);
     is_mapped = is_mapped || chunks_.at(index).is_mapped;
   }
-  // A chunk that cannot go now stays: it is used again or goes with the next pause.
+  // A chunk that cannot be released stays, to be reused or released by the next pause.
   if (empty.empty() || ticket != 0 || chunks_.is_broken()) return;
   if (is_mapped && (!driver_.synchronize(device_).ok() || !chunks_.unmap(empty).ok())) return;
   uint64_t given_back = 0;

@@ -1,6 +1,6 @@
-// One tag on one device: addresses that stay, memory that comes and goes. Not locked: memory.h holds the one mutex.
+// One tag on one device: fixed addresses whose memory can be paused and resumed. Not locked: memory.h has the only mutex.
 //
-// Pause and resume are cut into steps with their undo, because several arenas move together or not at all.
+// Pause and resume are split into steps with undo, since several arenas move together or not at all.
 #pragma once
 
 #include <memory>
@@ -17,7 +17,7 @@ enum class State { resident, pausing, paused, resuming };
 
 struct PausePolicy {
   bool keep_content = false;  // in pinned host memory
-  bool keep_chunks = false;   // unmap, but do not give the physical memory back
+  bool keep_chunks = false;   // unmap, but keep the physical memory
 };
 
 struct ArenaOptions {
@@ -29,12 +29,12 @@ struct ArenaOptions {
 struct Usage {
   State state;
   uint64_t used_bytes;         // in blocks
-  uint64_t total_bytes;        // of the chunks that hold blocks: what a resume maps
+  uint64_t total_bytes;        // of the chunks that hold blocks, which a resume maps
   uint64_t mapped_bytes;
-  uint64_t kept_bytes;         // physical memory without an address
+  uint64_t kept_bytes;         // physical memory that is not mapped
   uint64_t host_copy_bytes;    // pinned
   uint64_t exported_bytes;     // in open exports
-  uint64_t held_bytes;         // given up by us, kept alive by a peer
+  uint64_t held_bytes;         // released by us, kept alive by a peer
   uint64_t num_chunks;
   uint64_t num_blocks;
 };
@@ -49,28 +49,28 @@ class Arena {
 
   Status allocate(size_t bytes, uintptr_t* address);
   Status release(uintptr_t address);
-  // From now on the bytes at `address` do not change until their block is released: a pause saves them once.
+  // Promises that the bytes at `address` stay constant until their block is released: a pause then saves them once.
   void freeze(uintptr_t address, size_t bytes) { frozen_.add({address - base_, bytes}); }
-  // Nobody uses these bytes until told otherwise. Chunks that hold nothing else go, and do not come with a resume; chunks that are needed
-  // again come. All or nothing; while the arena sleeps no page moves.
+  // Marks bytes as unused until told otherwise. Chunks with nothing else are freed and not restored by a resume; chunks needed again are
+  // restored. All or nothing; while the arena is paused no page moves.
   Status set_idle(Ranges idle, uint64_t* mapped_bytes, uint64_t* given_back);
   bool has_idle() const { return !blocks_.idle().is_empty(); }
   bool contains(uintptr_t address) const { return address >= base_ && address - base_ < capacity_; }
 
-  // Pause, in this order. Each step leaves the arena as it was when it fails.
+  // Pause, in this order. A failed step leaves the arena unchanged.
   Status begin_save();  // starts the copy to the host
   void forget_saved() { host_copy_.forget(); }
-  // Host memory that a save lacks, now or when it has `total_bytes`; and what was pinned for it.
+  // Host memory that a save lacks, now or once it has `total_bytes`; and what was pinned for it.
   size_t missing_host_bytes(size_t total_bytes) const { return host_copy_.missing_bytes(blocks_.runs(), total_bytes); }
   void adopt_host(void* host, size_t bytes) { host_copy_.adopt(host, bytes); }
   Status unmap();
   Status map_again();  // the undo of unmap
-  // Gives memory back; content that was not saved is lost.
+  // Releases memory; content that was not saved is lost.
   Status commit_pause(uint64_t* given_back);
-  // Paused with kept chunks, and now they are to go as well.
+  // Releases chunks that a pause has kept.
   Status release_kept(uint64_t* given_back);
 
-  // Resume, in this order; undo_resume takes back whatever was done.
+  // Resume, in this order; undo_resume reverts what was done.
   Status create_missing();
   Status map(uint64_t* mapped_bytes);
   Status begin_restore(const HostCopy::Reached& reached);
@@ -94,17 +94,17 @@ class Arena {
 
   State state = State::resident;
   PausePolicy policy;
-  uint64_t ticket = 0;  // of the transfer under way
+  uint64_t ticket = 0;  // of the running transfer
 
  private:
   Arena(Driver& driver, std::string tag, int device, uint64_t id, uintptr_t base, size_t capacity, ChunkSizes sizes, Exports& exports);
   Status back_with_memory(const Range& block);
-  // needed_bytes: of the whole chunks that it takes in addition.
+  // needed_bytes: of the additional chunks, whole.
   Status back_exactly(const Range& block, bool grow_ahead, size_t* needed_bytes);
   void trim(const Range& block);
-  // Maps what is needed and not there.
+  // Maps what is needed and missing.
   Status grow(uint64_t* mapped_bytes);
-  // Gives back what is there and not needed.
+  // Releases what is present and not needed.
   Status shrink(uint64_t* given_back);
 
   Driver& driver_;
@@ -118,9 +118,9 @@ class Arena {
   Chunks chunks_;
   HostCopy host_copy_;
   size_t max_chunk_bytes_;
-  Chunks::Indices created_;   // by the resume under way
-  Chunks::Indices mapped_;    // by the resume under way
-  Chunks::Indices unmapped_;  // by the pause under way
+  Chunks::Indices created_;   // by the running resume
+  Chunks::Indices mapped_;    // by the running resume
+  Chunks::Indices unmapped_;  // by the running pause
   Ranges frozen_;
   bool has_saved_content_ = false;
 };

@@ -1,4 +1,4 @@
-// Which byte ranges of an arena are in use: best fit, neighbours joined on release. Arithmetic only.
+// Byte ranges of an arena in use: best fit, neighbours merged on release. Arithmetic only.
 #pragma once
 
 #include <cstddef>
@@ -13,23 +13,23 @@ namespace tasuki {
 
 class Blocks {
  public:
-  static constexpr size_t kAlignment = 512;  // torch expects it of a CUDA segment
+  static constexpr size_t kAlignment = 512;  // required by torch of a CUDA segment
 
   explicit Blocks(size_t capacity);
 
-  // Where `bytes` (rounded up to kAlignment) would go; false when no free range is long enough.
+  // Where `bytes` (rounded up to kAlignment) would go; false if no free range is large enough.
   bool find(size_t bytes, Range* block) const;
   void take(const Range& block);
-  // False when no block starts at `offset`.
+  // False if no block starts at `offset`.
   bool release(size_t offset, Range* block);
 
   bool is_in_use(const Range& range) const;
-  // Bytes of blocks that nobody uses for now; a block's end with the block.
+  // Bytes of blocks that are currently unused; released with their block.
   const Ranges& idle() const { return idle_; }
   void set_idle(Ranges idle) { idle_ = std::move(idle); }
-  // Whether a part of a block that is not idle lies in `range`.
+  // Whether `range` overlaps a part of a block that is not idle.
   bool is_needed(const Range& range) const;
-  // Blocks in use, neighbours joined.
+  // Blocks in use, neighbours merged.
   std::vector<Range> runs() const;
   size_t used_bytes() const { return used_bytes_; }
   size_t num_blocks() const { return used_.size(); }

@@ -48,7 +48,7 @@ int report(const Status& status) {
 }
 
 int report_no_memory() {
-  last_failure = Status{};  // a sentence would need memory
+  last_failure = Status{};  // storing a message would need memory
   return TASUKI_OUT_OF_MEMORY;
 }
 

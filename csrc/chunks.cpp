@@ -10,7 +10,7 @@ std::atomic<uint64_t> last_serial{0};
 
 size_t rounded_up(size_t bytes, size_t step) { return (bytes + step - 1) / step * step; }
 
-// A chunk ahead of need is this part of what the arena has: waste stays below it, and 100 GiB take about a hundred chunks.
+// Chunks created ahead are this fraction of the arena, which bounds waste; 100 GiB take about a hundred chunks.
 constexpr size_t kGrowthPart = 8;
 
 }  // namespace
@@ -180,7 +180,7 @@ Status Chunks::map_one(size_t index) {
 }
 
 Status Chunks::allow_runs(const Indices& indices) {
-  // One call for neighbouring chunks: access is granted per range, and the call is the dear one.
+  // One call for adjacent chunks: access is granted per range, and this is the expensive call.
   for (const Range& run : runs(indices)) {
     Status status = driver_.allow(base_ + run.offset, run.bytes, device_, Access::read_write);
     if (!status.ok()) return status;

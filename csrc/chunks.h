@@ -1,4 +1,4 @@
-// The physical side of an arena: large chunks, one after another from offset 0, each absent, kept (memory, no address) or mapped.
+// The physical side of an arena: large chunks, contiguous from offset 0, each absent, kept (memory, not mapped) or mapped.
 #pragma once
 
 #include <vector>
@@ -17,7 +17,7 @@ struct ChunkSizes {
 struct Chunk {
   Range range;
   Physical physical = 0;
-  uint64_t serial = 0;  // of this physical memory; a chunk that comes back after a pause has another one
+  uint64_t serial = 0;  // of this physical memory; changes when a chunk is released and created again
   bool is_mapped = false;
 };
 
@@ -27,22 +27,22 @@ class Chunks {
 
   Chunks(Driver& driver, int device, uintptr_t base, ChunkSizes sizes, Exports& exports);
 
-  // Adds absent chunks until offset `end` is covered; `grow_ahead` makes them larger than asked, so that they stay few.
+  // Adds absent chunks until offset `end` is covered; `grow_ahead` makes them larger than requested, to keep them few.
   void extend(size_t end, bool grow_ahead);
-  // Takes that back, but for chunks that hold memory.
+  // Reverts that, except for chunks that hold memory.
   void shrink(size_t num_chunks);
 
-  // Each of these does all of its work or none.
+  // Each of these is all or nothing.
   Status create(const Indices& indices);
   Status map(const Indices& indices);
-  // A failure maps what was unmapped again; if that fails too the arena is broken.
+  // A failure maps the unmapped chunks again; if that fails too, the arena is broken.
   Status unmap(const Indices& indices);
   // Chunks that could not be released stay kept. `given_back` counts what no peer keeps alive.
   Status release(const Indices& indices, uint64_t* given_back);
 
   Indices mapped() const;
   Indices kept() const;
-  // Chunks without memory, or without address, that hold a part of a block that is needed; and those mapped that hold none.
+  // Chunks without memory, or not mapped, that hold a part of a needed block; and mapped chunks that hold none.
   Indices absent_in(const Blocks& blocks) const;
   Indices unmapped_in(const Blocks& blocks) const;
   Indices spare_in(const Blocks& blocks) const;

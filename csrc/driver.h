@@ -1,4 +1,4 @@
-// The table of functions that the arenas stand on: addresses, physical chunks, copies. Two real ones: CUDA VMM and host memfd.
+// The interface on which arenas are built: addresses, physical chunks, copies. Two implementations: CUDA VMM and host memfd.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +11,7 @@ namespace tasuki {
 
 enum class Access { read_only, read_write };
 
-using Physical = uint64_t;  // a driver's name for one physical chunk; 0 is none
+using Physical = uint64_t;  // a driver's id for one physical chunk; 0 is none
 using Event = uint64_t;     // a point in a device's copy stream; 0 is "already reached"
 
 class Driver {
@@ -26,28 +26,28 @@ class Driver {
   virtual Status reserve(int device, size_t bytes, uintptr_t* address) = 0;
   virtual Status unreserve(uintptr_t address, size_t bytes) = 0;
 
-  // Memory without addresses. A physical chunk lives until it is released here and by everyone who imported it.
+  // Memory without addresses. A physical chunk lives until it is released here and by every importer.
   virtual Status create(int device, size_t bytes, Physical* chunk) = 0;
   virtual Status release(Physical chunk) = 0;
-  // Makes sure that the memory is there before it is touched, where `create` only promises it.
+  // Ensures that the memory exists before it is touched, where `create` only promises it.
   virtual Status commit(Physical) { return {}; }
   virtual Status export_fd(Physical chunk, Access access, int* fd) = 0;
   virtual Status import_fd(int device, int fd, size_t bytes, Access access, Physical* chunk) = 0;
-  // The same number for every descriptor of one chunk, in all processes; false where descriptors do not tell.
+  // Equal for all descriptors of one chunk, in all processes; false if descriptors do not reveal it.
   virtual bool identify(int, uint64_t*) { return false; }
 
-  // Memory at addresses: map, then allow; unmap may cover several neighbouring chunks.
+  // Mapping: map, then set access; unmap may cover several adjacent chunks.
   virtual Status map(uintptr_t address, size_t bytes, Physical chunk) = 0;
   virtual Status allow(uintptr_t address, size_t bytes, int device, Access access) = 0;
   virtual Status unmap(uintptr_t address, size_t bytes) = 0;
 
-  // Waits until nothing runs on the device any more.
+  // Waits until the device is idle.
   virtual Status synchronize(int device) = 0;
 
   // Pinned host memory, and copies on one side stream per device.
   virtual Status pin(int device, size_t bytes, void** host) = 0;
   virtual Status unpin(int device, void* host, size_t bytes) = 0;
-  virtual Status copy_after(int device, uintptr_t stream) = 0;  // the side stream waits for what `stream` has been given so far
+  virtual Status copy_after(int device, uintptr_t stream) = 0;  // the side stream waits for work queued on `stream` so far
   virtual Status copy_to_host(int device, void* host, uintptr_t address, size_t bytes) = 0;
   virtual Status copy_from_host(int device, uintptr_t address, const void* host, size_t bytes) = 0;
   virtual Status mark(int device, Event* event) = 0;
@@ -59,7 +59,7 @@ class Driver {
 
 class HostDriver : public Driver {
  public:
-  // At most this many bytes in physical chunks of this process; 0 lifts the limit.
+  // Limits the bytes in physical chunks of this process; 0 lifts the limit.
   virtual void set_budget(uint64_t bytes) = 0;
 };
 

@@ -74,7 +74,7 @@ class CudaDriver final : public Driver {
     return {};
   }
 
-  // CUDA knows no read-only descriptor; read-only is what the importer asks for, and the driver then refuses its writes.
+  // CUDA has no read-only descriptors; the importer requests read-only access, and the driver then refuses writes.
   Status export_fd(Physical chunk, Access, int* fd) override {
     Result result = cu_.export_handle(fd, handle_of(chunk), kHandlePosixFd, 0);
     return check_fd("cuMemExportToShareableHandle", result);
@@ -132,7 +132,7 @@ class CudaDriver final : public Driver {
     if (!status.ok()) return status;
     status = check("cuEventRecord", cu_.event_record(event, reinterpret_cast<Stream>(stream)));
     if (status.ok()) status = check("cuStreamWaitEvent", cu_.stream_wait_event(scope.state->copy_stream, event, 0));
-    cu_.event_destroy(event);  // freed by the driver once it has been reached
+    cu_.event_destroy(event);  // the driver frees it once it has been reached
     return status;
   }
 
@@ -186,7 +186,7 @@ class CudaDriver final : public Driver {
   }
 
  private:
-  // Memory may be made while a graph is captured: what maps pages takes no part in the capture.
+  // Memory may be allocated during graph capture: calls that map pages are not captured.
   struct Relaxed {
     explicit Relaxed(const Functions& functions) : cu(functions) { cu.exchange_capture_mode(&mode); }
     ~Relaxed() { cu.exchange_capture_mode(&mode); }
@@ -194,10 +194,10 @@ class CudaDriver final : public Driver {
     Relaxed& operator=(const Relaxed&) = delete;
 
     const Functions& cu;
-    int mode = kCaptureRelaxed;  // then the mode from before
+    int mode = kCaptureRelaxed;  // then holds the previous mode
   };
 
-  // Makes the device's primary context, which torch uses too, current for one call.
+  // Makes the device's primary context, shared with torch, current for one call.
   struct Scope {
     Scope(CudaDriver& owner, int device) : relaxed(owner.cu_), driver(owner) {
       status = driver.state_of(device, &state);
@@ -253,7 +253,7 @@ class CudaDriver final : public Driver {
     return status;
   }
 
-  // A handle may be 0 for all we know, and imported handles may repeat, so chunks get names of our own.
+  // A handle may be 0, and imported handles may repeat, so chunks get our own ids.
   Physical named(AllocationHandle handle) {
     std::lock_guard<std::mutex> lock(mutex_);
     handles_[++last_name_] = handle;

@@ -1,4 +1,4 @@
-// Host memory: a physical chunk is a sealed memfd, mapping is mmap(MAP_FIXED) into a range that was reserved without access.
+// Host memory: a physical chunk is a sealed memfd; mapping is mmap(MAP_FIXED) into a reserved, inaccessible range.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -85,7 +85,7 @@ class MemfdDriver final : public HostDriver {
     if (budget != 0 && created + bytes > budget) return no_room("a chunk", bytes, budget > created ? budget - created : 0);
     int fd = memfd_create("tasuki", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     if (fd < 0) return os_failure("memfd_create", errno);
-    // Sealed, so that no importer is killed by SIGBUS because someone shrank the file.
+    // Sealed, so that nobody can shrink the file and so kill importers with SIGBUS.
     if (ftruncate(fd, static_cast<off_t>(bytes)) != 0 || fcntl(fd, F_ADD_SEALS, kSeals | F_SEAL_SEAL) != 0) {
       Status status = os_failure("sizing a memfd", errno);
       close(fd);
@@ -119,7 +119,7 @@ class MemfdDriver final : public HostDriver {
     return is_memfd;
   }
 
-  // A second open of the file, so that a read-only descriptor cannot be mapped for writing by its receiver.
+  // A second open of the file, so that the receiver of a read-only descriptor cannot map it for writing.
   Status export_fd(Physical chunk, Access access, int* fd) override {
     std::string path = "/proc/self/fd/" + std::to_string(reinterpret_cast<HostChunk*>(chunk)->fd);
     *fd = open(path.c_str(), (access == Access::read_only ? O_RDONLY : O_RDWR) | O_CLOEXEC);
@@ -147,7 +147,7 @@ class MemfdDriver final : public HostDriver {
     HostChunk* host_chunk = reinterpret_cast<HostChunk*>(chunk);
     void* got = mmap(reinterpret_cast<void*>(address), bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, host_chunk->fd, 0);
     if (got == MAP_FAILED) return os_failure("mmap of a chunk", errno);
-    // A child made by fork would keep what is not ours after we have given it up.
+    // A forked child would keep the memory after we have released it.
     if (host_chunk->is_imported && madvise(got, bytes, MADV_DONTFORK) != 0) return os_failure("madvise of a chunk", errno);
     return {};
   }
@@ -155,7 +155,7 @@ class MemfdDriver final : public HostDriver {
   Status allow(uintptr_t address, size_t bytes, int, Access access) override {
     int protection = access == Access::read_only ? PROT_READ : PROT_READ | PROT_WRITE;
     if (mprotect(reinterpret_cast<void*>(address), bytes, protection) != 0) return os_failure("mprotect", errno);
-    // Faults of 2 MiB instead of 4 KiB where the kernel offers them; a refusal costs only speed.
+    // Requests 2 MiB pages instead of 4 KiB where available; a refusal costs only speed.
     if (bytes >= kHugePage) static_cast<void>(madvise(reinterpret_cast<void*>(address), bytes, MADV_HUGEPAGE));
     return {};
   }
@@ -175,7 +175,7 @@ class MemfdDriver final : public HostDriver {
     return munmap(host, bytes) != 0 ? os_failure("munmap of a host copy", errno) : Status{};
   }
 
-  // Copies are done when the call returns, so every event has been reached.
+  // Copies are synchronous, so every event has been reached.
   Status copy_after(int, uintptr_t) override { return {}; }
   Status copy_to_host(int, void* host, uintptr_t address, size_t bytes) override {
     std::memcpy(host, reinterpret_cast<const void*>(address), bytes);

@@ -1,4 +1,4 @@
-// What every function of the C interface does around its work.
+// Error handling around every function of the C interface.
 #pragma once
 
 #include <exception>
@@ -11,7 +11,7 @@ namespace tasuki {
 
 int report_no_memory();
 
-// Runs a body that returns a Status; nothing it throws crosses the ABI.
+// Runs a body that returns a Status; exceptions do not cross the ABI.
 template <typename Body>
 int guarded(Body body) noexcept {
   try {

@@ -7,9 +7,9 @@
 namespace tasuki {
 namespace {
 
-// Pinning is slow per call and a mapping cannot grow, so small wants are rounded up.
+// Pinning has a high cost per call, and a mapping cannot grow, so small requests are rounded up.
 constexpr size_t kSegmentStep = size_t{16} << 20;
-// What is copied back is told in pieces, so that a reader of the first ones need not wait for the last.
+// Restores are reported in pieces, so that readers of the first need not wait for the last.
 constexpr size_t kPiece = size_t{64} << 20;
 
 size_t bytes_of(const std::vector<Range>& runs) {
@@ -28,7 +28,7 @@ bool are_same(const std::vector<Range>& one, const std::vector<Range>& other) {
 }  // namespace
 
 Status HostCopy::save(uintptr_t base, const std::vector<Range>& runs, const Ranges& constant) {
-  // The same runs lie at the same places of the host's memory.
+  // Equal runs have equal places in host memory.
   Ranges valid = are_same(runs, runs_) ? valid_ : Ranges();
   valid_.clear();
   Status status = grow(bytes_of(runs));

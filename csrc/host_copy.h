@@ -1,4 +1,4 @@
-// An arena's content while it is paused: pinned host memory that is taken once and kept for the next pause.
+// An arena's content during a pause: pinned host memory, allocated once and kept for later pauses.
 #pragma once
 
 #include <functional>
@@ -17,21 +17,21 @@ class HostCopy {
   HostCopy(const HostCopy&) = delete;
   HostCopy& operator=(const HostCopy&) = delete;
 
-  // Starts copying `runs` of the arena at `base`; takes more pinned memory first when the old does not suffice. Bytes of `constant` are
-  // copied the first time only.
+  // Starts copying `runs` of the arena at `base`; pins more memory first if needed. Bytes of `constant` are copied only the first
+  // time.
   Status save(uintptr_t base, const std::vector<Range>& runs, const Ranges& constant);
-  // Of memory that a save of `runs`, or of so many bytes, would have to pin first.
+  // Memory that a save of `runs`, or of that many bytes, would have to pin first.
   size_t missing_bytes(const std::vector<Range>& runs, size_t total_bytes) const;
-  // Memory that somebody else has pinned: the next saves use it.
+  // Memory pinned by another thread, for the next saves.
   void adopt(void* host, size_t bytes);
-  // What was saved of `range` is no longer right.
+  // Marks the saved copy of `range` as outdated.
   void forget(const Range& range) { valid_.remove(range); }
   void forget() { valid_.clear(); }
-  // Gets the address up to which copies have been started.
+  // Receives the address up to which copies have been started.
   using Reached = std::function<Status(uintptr_t end)>;
-  // Starts copying back those saved bytes that `runs` still covers, by rising addresses, and calls `reached` behind every piece.
+  // Starts copying back the saved bytes still covered by `runs`, by ascending address, and calls `reached` after every piece.
   Status restore(uintptr_t base, const std::vector<Range>& runs, const Reached& reached);
-  // Gives the pinned memory back; the saved content is lost.
+  // Frees the pinned memory; the saved content is lost.
   void drop();
 
   size_t pinned_bytes() const { return pinned_bytes_; }
@@ -52,12 +52,12 @@ class HostCopy {
   int device_;
   std::vector<Segment> segments_;
   std::vector<Saved> saved_;
-  std::vector<Range> runs_;  // that were saved last
-  Ranges valid_;             // bytes whose copy is still right
+  std::vector<Range> runs_;  // saved last
+  Ranges valid_;             // bytes whose copy is current
   size_t pinned_bytes_ = 0;
 };
 
-// Pins host memory. Says with numbers when there is none.
+// Pins host memory. Reports the numbers if there is not enough.
 Status pin(Driver& driver, int device, size_t bytes, void** host);
 
 }  // namespace tasuki

@@ -185,7 +185,7 @@ Status Memory::wait(uint64_t ticket, uint64_t* bytes) {
     auto found = transfers_.find(ticket);
     if (found != transfers_.end()) marks = found->second.marks;
   }
-  // Long waits without the mutex, so that other arenas can be used meanwhile; `take` sees a failure again.
+  // Waits without the mutex, so that other arenas stay usable; `take` sees a failure again.
   for (const auto& mark : marks) static_cast<void>(mark->driver.wait(mark->device, mark->event));
   Lock lock(mutex_);
   return take(ticket, bytes);

@@ -1,4 +1,4 @@
-// All arenas, exports and imports of a process under one mutex; what moves several arenas together or not at all.
+// All arenas, exports and imports of a process under one mutex, and operations on several arenas, all or nothing.
 #pragma once
 
 #include <map>
@@ -36,8 +36,8 @@ class Memory {
   Status set_driver(DriverKind kind, std::unique_ptr<Driver> driver);
   bool has_driver(DriverKind kind);
 
-  // From now on arenas of the device take their chunks from the pool, whatever sizes they ask for, and imports of its chunks are counted
-  // as readers. One a device, before its first arena.
+  // Makes arenas of the device take their chunks from the pool, whatever sizes they request, and counts imports of its chunks as
+  // readers. One per device, before its first arena.
   Status open_pool(DriverKind kind, int device, const std::vector<int>& fds, const Owner& owner);
   // Refused while arenas or imports use it.
   Status close_pool(DriverKind kind, int device);
@@ -49,36 +49,36 @@ class Memory {
   Status destroy_arena(uint64_t arena);
 
   Status allocate(uint64_t arena, size_t bytes, uintptr_t* address);
-  // Of whichever arena the address belongs to; not_found for memory that is not ours.
+  // For the arena that contains the address; not_found for foreign memory.
   Status release(uintptr_t address);
   // *is_ours: whether the address is in an arena.
   Status freeze(uintptr_t address, size_t bytes, bool* is_ours);
-  // Of the arena's blocks, by address; see Arena::set_idle.
+  // For the arena's blocks, by address; see Arena::set_idle.
   Status set_idle(uint64_t arena, const std::vector<std::pair<uintptr_t, size_t>>& spans, uint64_t* mapped_bytes, uint64_t* given_back);
-  // Pins at most `max_bytes` of the host memory that a pause of the arena copies to, now or when it holds `total_bytes`; nothing where a
-  // pause keeps no content. Without the mutex while it pins.
+  // Pins at most `max_bytes` of the host memory that a pause of the arena needs, now or once it holds `total_bytes`; nothing if a pause
+  // keeps no content. Pins without holding the mutex.
   Status reserve_host(uint64_t arena, size_t total_bytes, size_t max_bytes, size_t* missing);
 
-  // What the next pauses of this arena keep; drops everything until told otherwise.
+  // What later pauses of this arena keep; by default they drop everything.
   Status set_policy(uint64_t arena, const PausePolicy& policy);
 
-  // All or none of `arenas`. Those that sleep (or are awake) already count zero bytes.
+  // All or none of `arenas`. Arenas already paused (or resident) count zero bytes.
   Status pause(const Ids& arenas, uint64_t* given_back);
   Status resume(const Ids& arenas, uint64_t* mapped_bytes);
 
-  // Starts the copies behind the work that `stream` has been given so far, and returns. The memory must not be used until the ticket has
-  // been waited for: pages go in `wait`. A resume maps at once; its content is there after the ticket, on the host or on a stream.
+  // Starts the copies after the work queued on `stream` so far, and returns. The memory must not be used before the ticket was waited
+  // for: `wait` releases the pages. A resume maps immediately; its content is ready after the ticket, on the host or on a stream.
   Status pause_async(const Ids& arenas, uintptr_t stream, uint64_t* ticket);
   Status resume_async(const Ids& arenas, uint64_t* ticket);
   Status wait(uint64_t ticket, uint64_t* bytes);
   Status poll(uint64_t ticket, bool* is_reached);
-  // Of a resume; bytes: 0 for all that comes back, else behind what lies at lower addresses of the same arena, too.
+  // For a resume; bytes: 0 waits for everything, else for this range and all lower addresses of the same arena.
   Status stream_after(uint64_t ticket, uintptr_t stream, uintptr_t address, size_t bytes);
 
   Status usage(uint64_t arena, Usage* usage);
   Totals totals();
 
-  // Refused, with nothing opened, when the arena has more than `max_chunks`.
+  // Refused, with nothing opened, if the arena has more than `max_chunks`.
   Status export_arena(uint64_t arena, Access access, size_t max_chunks, std::vector<SharedChunk>* chunks, uintptr_t* base, uint64_t* id);
   Status close_export(uint64_t id);
   Status open_import(DriverKind kind, int device, Access access, const std::vector<SharedChunk>& chunks, uint64_t* id, uintptr_t* base);
@@ -89,10 +89,10 @@ class Memory {
   Status close_import(uint64_t id);
 
  private:
-  // Answers of finished transfers that nobody has asked for yet.
+  // Results of finished transfers that nobody has asked for yet.
   static constexpr size_t kMaxUnread = 256;
 
-  // An event that is forgotten when nobody waits for it any more.
+  // An event, destroyed once nobody waits for it.
   struct Mark {
     Driver& driver;
     int device;
@@ -103,7 +103,7 @@ class Memory {
     Mark& operator=(const Mark&) = delete;
   };
 
-  // Up to where one arena's content is back behind a mark.
+  // Address up to which one arena's content is restored after a mark.
   struct Piece {
     Arena* arena;
     uintptr_t end;
@@ -113,7 +113,7 @@ class Memory {
   struct Transfer {
     bool is_pause = false;
     std::vector<Arena*> arenas;
-    std::vector<std::shared_ptr<Mark>> marks;  // behind everything, one a device
+    std::vector<std::shared_ptr<Mark>> marks;  // after everything, one per device
     std::vector<Piece> pieces;
     bool is_done = false;
     Status status;
@@ -134,7 +134,7 @@ class Memory {
   static Status mark(const std::vector<Arena*>& arenas, Transfer* transfer);
   Status room_failure(const std::vector<Arena*>& arenas, size_t num_created, const Status& cause);
   Status driver_of(DriverKind kind, Driver** driver);
-  // The device's pool; null where there is none.
+  // The device's pool; null if there is none.
   Pool* pool_of(DriverKind kind, int device);
 
   std::mutex mutex_;

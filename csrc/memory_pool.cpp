@@ -1,4 +1,4 @@
-// The pools of this process: which arenas and imports are on one.
+// Pools of this process, and the arenas and imports that use them.
 #include <algorithm>
 
 #include "memory.h"

@@ -33,7 +33,7 @@ Status make_pool(Driver& driver, int device, size_t num_chunks, size_t chunk_byt
     status = driver.commit(chunk);
     if (status.ok()) status = driver.export_fd(chunk, Access::read_write, &fd);
     if (status.ok()) fds->push_back(fd);
-    // The descriptor keeps the memory.
+    // The descriptor keeps the memory alive.
     Status released = driver.release(chunk);
     if (status.ok()) status = released;
   }
@@ -72,7 +72,7 @@ Pool::Pool(Driver& driver, const Owner& owner, std::unique_ptr<PoolTable> table)
     : driver_(driver), owner_(owner), opened_by_(getpid()), table_(std::move(table)), last_import_(0) {}
 
 Pool::~Pool() {
-  // Whoever closes a pool has given everything back; a failure here has nobody to tell and ends with the process.
+  // A pool is closed with all chunks returned. A failure here cannot be reported, and is resolved when the process ends.
   for (Physical chunk : physical_) static_cast<void>(driver_.release(chunk));
 }
 
@@ -109,7 +109,7 @@ Status Pool::release(Physical chunk) {
   return {};
 }
 
-// Read-only alone: of a chunk for writing there is one mapping, its owner's.
+// Read-only: a chunk has only one writable mapping, its owner's.
 Status Pool::export_fd(Physical chunk, Access access, int* fd) {
   if (access != Access::read_only) return failure(Code::bad_argument, "access: chunks of a pool are handed out read-only");
   if (!table_->publish(owner_, chunk - 1)) return failure(Code::driver, "chunk " + std::to_string(chunk - 1) + " is not ours to publish");
@@ -160,7 +160,7 @@ Status Pool::unmap(uintptr_t address, size_t bytes) {
   return {};
 }
 
-// A child made by fork would take chunks in its parent's name, and lose them when the parent ends.
+// A forked child would take chunks in its parent's name and lose them when the parent ends.
 Status Pool::check_process() const {
   if (getpid() == opened_by_) return {};
   return failure(Code::driver, "a pool belongs to the process that opened it: start others by spawn");

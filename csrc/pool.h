@@ -1,5 +1,5 @@
-// A driver whose chunks are lent: made once for a device, imported once by each process, and passed from one to another by the words of
-// a table. To create is to take a chunk, to release is to give it back; all else goes to the driver below.
+// A driver whose chunks are lent: created once per device, imported once by each process, and passed between processes through a table.
+// Creating takes a chunk, releasing returns it; everything else goes to the underlying driver.
 #pragma once
 
 #include <sys/types.h>
@@ -20,16 +20,16 @@ struct PoolUsage {
   uint64_t num_ours;  // taken by this process
 };
 
-// Makes the chunks and their table. The descriptors, the table's first, belong to the caller, and keep the memory alive.
-// out_of_memory with the numbers when the device has no room for all of them.
+// Creates the chunks and their table. The caller owns the descriptors, the table's first, which keep the memory alive.
+// out_of_memory with the numbers if the device lacks room for all of them.
 Status make_pool(Driver& driver, int device, size_t num_chunks, size_t chunk_bytes, std::vector<int>* fds);
 
-// Called with the mutex of Memory held, like any driver that moves pages.
+// Called with Memory's mutex held, like every driver that moves pages.
 class Pool final : public Driver {
  public:
-  // owner: this process, as whoever reclaims sees it. The descriptors stay the caller's.
+  // owner: this process, as seen by the process that reclaims. The caller keeps the descriptors.
   static Status open(Driver& driver, int device, const std::vector<int>& fds, const Owner& owner, std::unique_ptr<Pool>* pool);
-  // What is still held goes back with the process's end.
+  // Chunks still held are returned when the process ends.
   ~Pool() override;
 
   PoolUsage usage() const;
@@ -67,7 +67,7 @@ class Pool final : public Driver {
   void forget(int device, Event event) override { driver_.forget(device, event); }
 
  private:
-  // What this process imported from another: `index` where it is a chunk of the pool that it reads.
+  // Memory imported from another process; `index` if it is a chunk of the pool that this one reads.
   struct Imported {
     Physical physical;
     bool is_of_pool;
@@ -82,8 +82,8 @@ class Pool final : public Driver {
   pid_t opened_by_;
   std::unique_ptr<PoolTable> table_;
   std::vector<Physical> physical_;               // by chunk
-  std::map<uint64_t, size_t> by_identity_;       // of those that the driver can tell
-  std::map<Physical, Imported> imported_;        // by names above those of the chunks
+  std::map<uint64_t, size_t> by_identity_;       // of chunks that the driver can identify
+  std::map<Physical, Imported> imported_;        // by ids above those of the chunks
   std::map<uintptr_t, size_t> mapped_;           // address -> chunk
   Physical last_import_;
   size_t num_taken_ = 0;

@@ -86,12 +86,12 @@ PoolTable::PoolTable(void* start, size_t bytes) : start_(start), bytes_(bytes) {
 
 PoolTable::~PoolTable() { munmap(start_, bytes_); }
 
-// Sequentially consistent throughout: `take` and `add_reader` each write one word and then read the other's.
+// Sequentially consistent: `take` and `add_reader` each write one word and then read the other's.
 bool PoolTable::take(const Owner& owner, size_t* index) {
   for (size_t i = 0; i < num_chunks_; ++i) {
     uint64_t free = 0;
     if (has_readers(i) || !rows_[i].owner.compare_exchange_strong(free, word_of(owner) | kLent)) continue;
-    // One that came meanwhile either sees that the chunk is not published, or is seen here.
+    // A reader that arrives meanwhile either sees that the chunk is not published, or is seen here.
     if (!has_readers(i)) return *index = i, true;
     rows_[i].owner = 0;
   }
@@ -151,7 +151,7 @@ size_t PoolTable::reclaim(const std::function<bool(const Owner&)>& is_dead) {
   for (size_t i = 0; i < num_chunks_; ++i) {
     for (Word& slot : rows_[i].readers) {
       uint64_t reader = slot;
-      // The dead change nothing any more: only another reclaim can have been faster.
+      // Dead processes change nothing, so only another reclaim can have been faster.
       if (is_of_dead(reader)) num_freed += slot.compare_exchange_strong(reader, 0);
     }
     uint64_t owner = rows_[i].owner;
@@ -193,7 +193,7 @@ Status identify(uint32_t pid, Owner* owner) {
   std::fclose(file);
   line[length] = 0;
   if (length == 0) return failure(Code::not_found, "pid " + std::to_string(pid) + " has just ended");
-  // The name in parentheses may hold anything; the start is the 20th word after it.
+  // The name in parentheses may contain anything; the start is the 20th word after it.
   const char* at = std::strrchr(line, ')');
   for (int i = 0; at != nullptr && i < 20; ++i) at = std::strchr(at + 1, ' ');
   unsigned long long start = 0;
@@ -204,14 +204,14 @@ Status identify(uint32_t pid, Owner* owner) {
 }
 
 bool is_certainly_dead(const Owner& owner) {
-  // A process descriptor becomes readable when the last thread has ended, after the kernel has taken the process's memory.
+  // A pidfd becomes readable once the last thread has ended, after the kernel has freed the process's memory.
   int fd = static_cast<int>(syscall(SYS_pidfd_open, static_cast<pid_t>(owner.pid), 0));
   if (fd < 0 && errno == ESRCH) return true;
   pollfd ended{fd, POLLIN, 0};
   bool has_ended = fd >= 0 && poll(&ended, 1, 0) == 1;
   if (fd >= 0) close(fd);
   if (has_ended) return true;
-  // Another process has the pid by now, which means that the first one was reaped. Any other failure proves nothing.
+  // Another process now has the pid, so the first was reaped. Any other failure proves nothing.
   Owner now;
   Status status = identify(owner.pid, &now);
   return status.ok() ? now.start != owner.start : status.code == Code::not_found;

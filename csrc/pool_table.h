@@ -1,5 +1,5 @@
-// Who holds each chunk of a pool: words in shared memory that every process of the node maps. No lock: each transition is one atomic
-// word, so a process that is killed at any instruction leaves the table whole.
+// Holders of a pool's chunks: words in shared memory mapped by every process of the node. Lock-free: each transition is one atomic
+// word, so a process killed at any instruction leaves the table consistent.
 #pragma once
 
 #include <atomic>
@@ -13,7 +13,7 @@
 
 namespace tasuki {
 
-// A process for as long as the machine runs: its pid and when it started, in the clock ticks of /proc/<pid>/stat.
+// A process, unique until the machine reboots: its pid and its start, in clock ticks of /proc/<pid>/stat.
 struct Owner {
   uint32_t pid = 0;
   uint64_t start = 0;
@@ -21,10 +21,10 @@ struct Owner {
 
 struct TableUsage {
   uint64_t num_free = 0;
-  uint64_t num_lent = 0;       // taken, and mapped by nobody
+  uint64_t num_lent = 0;       // taken, not mapped
   uint64_t num_mapped = 0;     // for writing, by their owner
-  uint64_t num_published = 0;  // of those two, what others may read
-  uint64_t num_read = 0;       // mapped by readers, whoever owns them now
+  uint64_t num_published = 0;  // of those two, readable by others
+  uint64_t num_read = 0;       // mapped by readers, whoever the owner is
 };
 
 // Mapped shared memory of a sealed memfd.
@@ -33,9 +33,9 @@ class PoolTable {
   static constexpr size_t kMaxReaders = 15;
   static constexpr size_t kMaxChunks = 65536;
 
-  // Of chunks that are all free. The descriptor belongs to the caller.
+  // For chunks that are all free. The caller owns the descriptor.
   static Status make(size_t num_chunks, size_t chunk_bytes, int* fd);
-  // Refuses what no `make` has made.
+  // Refuses anything not created by `make`.
   static Status open(int fd, std::unique_ptr<PoolTable>* table);
   ~PoolTable();
   PoolTable(const PoolTable&) = delete;
@@ -44,22 +44,22 @@ class PoolTable {
   size_t num_chunks() const { return num_chunks_; }
   size_t chunk_bytes() const { return chunk_bytes_; }
 
-  // Lends the lowest chunk that nobody owns or reads. False when there is none.
+  // Lends the lowest chunk without owner or readers. False if there is none.
   bool take(const Owner& owner, size_t* index);
-  // The owner is about to map it for writing, or has unmapped it. False when `owner` holds it in no such state, and nothing has changed.
+  // Before the owner maps it for writing, or after it unmapped it. False, with nothing changed, unless `owner` holds it in that state.
   bool begin_map(const Owner& owner, size_t index);
   bool end_map(const Owner& owner, size_t index);
-  // Others may read it from now on, until it is given back.
+  // Makes it readable by others until it is returned.
   bool publish(const Owner& owner, size_t index);
   // False while it is mapped.
   bool give_back(const Owner& owner, size_t index);
 
-  // To be called before mapping read-only, and after unmapping. A chunk with readers is lent to nobody, also when its owner has given it
-  // back or is gone. Busy when it has kMaxReaders; bad_handle when it is not published.
+  // To be called before mapping read-only and after unmapping. A chunk with readers is not lent, even if its owner has returned it or is
+  // gone. Busy with kMaxReaders readers; bad_handle if it is not published.
   Status add_reader(const Owner& reader, size_t index);
   void remove_reader(const Owner& reader, size_t index);
 
-  // Frees what belongs to the dead. Returns how many chunks and readers that were. Any process may call it, several at once.
+  // Frees what dead processes hold. Returns the number of chunks and readers. Any process may call it, even concurrently.
   size_t reclaim(const std::function<bool(const Owner&)>& is_dead);
 
   TableUsage usage() const;
@@ -67,7 +67,7 @@ class PoolTable {
  private:
   using Word = std::atomic<uint64_t>;
   static_assert(Word::is_always_lock_free && sizeof(Word) == 8);
-  // Two cache lines a chunk.
+  // Two cache lines per chunk.
   struct Row {
     Word owner;
     Word readers[kMaxReaders];
@@ -85,9 +85,9 @@ class PoolTable {
   Row* rows_;
 };
 
-// Whether the kernel has ended every thread of the process, and so taken its mappings: not while it is stopped, or a zombie with threads.
+// Whether the kernel has ended all threads of the process and so removed its mappings: not for a stopped one or a zombie with threads.
 bool is_certainly_dead(const Owner& owner);
-// Of a process that lives; not_found when it does not.
+// For a living process; not_found otherwise.
 Status identify(uint32_t pid, Owner* owner);
 
 }  // namespace tasuki

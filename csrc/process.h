@@ -15,10 +15,10 @@ struct Process {
   Process();
 };
 
-// Made at the first call and never destroyed: torch frees its last blocks after static destructors have run.
+// Created at the first call and never destroyed: torch frees its last blocks after static destructors have run.
 Process& process();
 
-// Keeps a failure for tasuki_last_error of this thread. Returns its code.
+// Records a failure for tasuki_last_error of this thread. Returns its code.
 int report(const Status& status);
 
 }  // namespace tasuki

@@ -40,7 +40,7 @@ class Ranges {
     for (const Range& rest : left) ends_[rest.offset] = rest.end();
   }
 
-  // The parts of `range` that are not in the set, in their order.
+  // The parts of `range` outside the set, in order.
   std::vector<Range> missing_in(const Range& range) const {
     std::vector<Range> gaps;
     size_t done = range.offset;
@@ -56,7 +56,7 @@ class Ranges {
   void clear() { ends_.clear(); }
 
  private:
-  // The first that ends behind `offset`.
+  // The first range that ends after `offset`.
   std::map<size_t, size_t>::const_iterator first_after(size_t offset) const {
     auto at = ends_.upper_bound(offset);
     return at != ends_.begin() && std::prev(at)->second > offset ? std::prev(at) : at;

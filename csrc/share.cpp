@@ -3,7 +3,7 @@
 namespace tasuki {
 namespace {
 
-// More than any GPU has: an offset beyond it is a lie, not a size.
+// Larger than any GPU's memory: a larger offset is invalid.
 constexpr uint64_t kMaxSpan = uint64_t{1} << 44;
 
 Status check_layout(const std::vector<SharedChunk>& chunks, size_t granularity) {
@@ -78,7 +78,7 @@ Status Import::open(Driver& driver, int device, Access access, const std::vector
 }
 
 Import::~Import() {
-  // An importer that goes away has nobody to tell about a failure; the process's end frees the rest.
+  // A failure in a destructor cannot be reported; the end of the process frees the rest.
   if (is_mapped_) static_cast<void>(unmap());
   for (const Piece& piece : pieces_) static_cast<void>(driver_.release(piece.physical));
   if (base_ != 0) static_cast<void>(driver_.unreserve(base_, span_bytes_));

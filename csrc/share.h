@@ -1,4 +1,4 @@
-// Chunks that cross processes: what this process has exported and peers may still hold, and what it has imported.
+// Chunks shared between processes: exports that peers may still hold, and imports.
 #pragma once
 
 #include <map>
@@ -14,7 +14,7 @@ struct SharedChunk {
   int fd;
 };
 
-// Exported chunks by serial number. A chunk that we released while an export of it is open may still be held by the peer.
+// Exported chunks by serial number. A chunk released while an export of it is open may still be held by the peer.
 class Exports {
  public:
   struct Piece {
@@ -23,13 +23,13 @@ class Exports {
   };
 
   uint64_t open(uint64_t arena, std::vector<Piece> pieces);
-  // False when there is no such export.
+  // False if there is no such export.
   bool close(uint64_t id);
-  // Whether a peer may keep the chunk alive; remembers that we gave it up.
+  // Whether a peer may keep the chunk alive; records that we released it.
   bool released(uint64_t serial);
 
   uint64_t exported_bytes(uint64_t arena) const;
-  // Given up by us, kept alive by peers.
+  // Released by us, kept alive by peers.
   uint64_t held_bytes(uint64_t arena) const;
   size_t num_open() const { return exports_.size(); }
 
@@ -50,7 +50,7 @@ class Exports {
   uint64_t last_id_ = 0;
 };
 
-// A peer's chunks at addresses of ours, with the peer's offsets. Can sleep (addresses stay, pages unmapped) like an arena.
+// A peer's chunks, mapped here with the peer's offsets. Can be paused (addresses stay, pages unmapped) like an arena.
 class Import {
  public:
   static Status open(Driver& driver, int device, Access access, const std::vector<SharedChunk>& chunks, std::unique_ptr<Import>* import);
@@ -60,9 +60,9 @@ class Import {
 
   Status map();
   Status unmap();
-  // Lets go of the peer's memory; the addresses stay ours. Idempotent.
+  // Unmaps the peer's memory; the addresses stay reserved. Idempotent.
   Status drop();
-  // After a drop: other chunks of the peer at the same addresses.
+  // After a drop: maps other chunks of the peer at the same addresses.
   Status renew(const std::vector<SharedChunk>& chunks);
   uintptr_t base() const { return base_; }
   uint64_t bytes() const;

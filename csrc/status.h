@@ -1,4 +1,4 @@
-// The outcome of a call: a code, a sentence for people, and the numbers when room was short.
+// The result of a call: a code, a message, and the numbers if memory was short.
 #pragma once
 
 #include <cstdint>

@@ -14,7 +14,7 @@
 namespace tasuki {
 namespace {
 
-// Of transport/checksum.py.
+// As in transport/checksum.py.
 constexpr uint64_t kStep = 0x9E3779B97F4A7C15u, kMix = 0xBF58476D1CE4E5B9u;
 constexpr uint64_t kGroup = 8;
 constexpr uint32_t key_at(uint32_t place) {
@@ -23,7 +23,7 @@ constexpr uint32_t key_at(uint32_t place) {
   return (key ^ key >> 13) | 1u;
 }
 constexpr uint32_t kKeys[kGroup] = {key_at(0), key_at(1), key_at(2), key_at(3), key_at(4), key_at(5), key_at(6), key_at(7)};
-// What a thread takes at a time, and what it copies before it reads it back from its cache.
+// What a thread processes at a time: copies it, then reads it back from its cache.
 constexpr uint64_t kTaskBytes = uint64_t{1} << 20, kPieceBytes = uint64_t{1} << 14;
 
 struct Task {
@@ -170,7 +170,7 @@ Status copy_and_sum(const tasuki_block* blocks, size_t num_blocks, uint64_t* sum
   try {
     while (threads.size() + 1 < wanted) threads.emplace_back(work, threads.size() + 1);
   } catch (const std::system_error&) {
-    // As many as the system gives.
+    // As many threads as the system allows.
   }
   work(0);
   for (std::thread& thread : threads) thread.join();

@@ -1,5 +1,5 @@
-// What torch's CUDAPluggableAllocator calls. One allocation function per slot, so that a MemPool's memory lands in its tag's arena from
-// whichever thread or graph capture the pool grows; nothing here depends on a thread's state.
+// Called by torch's CUDAPluggableAllocator. One allocation function per slot, so that a MemPool's memory lands in its tag's arena from
+// any thread or graph capture; nothing here depends on thread state.
 #include <sys/types.h>
 
 #include <cstdio>
@@ -17,7 +17,7 @@ void log_failure(const char* event, const void* address, uint64_t bytes) {
                tasuki_last_error());
 }
 
-// Null tells torch that there is no memory: it empties its cache, tries once more and raises OutOfMemoryError.
+// Null tells torch that there is no memory: it empties its cache, retries once and raises OutOfMemoryError.
 void* allocate_in_slot(int slot, ssize_t bytes, int device) noexcept {
   if (bytes <= 0 || device < 0 || device >= TASUKI_NUM_DEVICES) return nullptr;
   void* address = nullptr;

@@ -1,4 +1,4 @@
-// Pause and resume of several arenas: the steps, and their undo when one fails. Called with the mutex held.
+// Pause and resume of several arenas: the steps, and their undo on failure. Called with the mutex held.
 #include <algorithm>
 #include <set>
 
@@ -17,12 +17,12 @@ Status synchronize(const std::vector<Arena*>& arenas) {
   return {};
 }
 
-// The cause of a failure, or what is worse: that its undo failed.
+// The cause of a failure or, worse, that its undo failed.
 Status worse(const Status& cause, const Status& undo) { return undo.ok() ? cause : undo; }
 
 }  // namespace
 
-// Ends transfers of `arenas` that are under way: the next one starts from a state at rest.
+// Finishes running transfers of `arenas`, so that the next one starts from an idle state.
 Status Memory::settle(const std::vector<Arena*>& arenas) {
   for (Arena* arena : arenas) {
     if (arena->ticket == 0) continue;
@@ -94,7 +94,7 @@ Status Memory::begin_pause(const std::vector<Arena*>& arenas, const uintptr_t* s
     if (status.ok() && stream != nullptr) status = arena->driver().copy_after(arena->device(), *stream);
     if (status.ok()) status = arena->begin_save();
   }
-  // Copies that were started before a failure read memory that stays mapped, into a host copy that the next save orders itself behind.
+  // Copies started before a failure read memory that stays mapped; the next save is ordered after them.
   if (status.ok()) status = mark(saved, &transfer);
   if (!status.ok()) {
     for (Arena* arena : saved) arena->forget_saved();
@@ -176,7 +176,7 @@ Status Memory::restore(Transfer* transfer) {
     if (status.ok()) status = arena->begin_restore(reached);
   }
   if (status.ok()) status = mark(saved, transfer);
-  // What was started writes to pages that the undo unmaps.
+  // Copies already started write to pages that the undo unmaps.
   return status.ok() ? status : worse(status, synchronize(saved));
 }
 
@@ -194,7 +194,7 @@ Status Memory::finish_resume(Transfer* transfer) {
   return status;
 }
 
-// Names every tag of the resume and what all of them lack, since granting them one by one would only fail later.
+// Names every tag of the resume and their total shortage, since granting them one by one would only fail later.
 Status Memory::room_failure(const std::vector<Arena*>& arenas, size_t num_created, const Status& cause) {
   const Arena& failed = *arenas[num_created];
   uint64_t needed_bytes = 0;

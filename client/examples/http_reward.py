@@ -1,7 +1,7 @@
-"""A reward model behind HTTP. Copy the file beside your configuration and name it: `function = "http_reward:reward"`.
+"""A reward model behind HTTP. Copy the file next to your configuration and name it: `function = "http_reward:reward"`.
 
-Posts {"prompt": ..., "completion": ...} and reads {"reward": number}. The URL is the row's `reward_url` or, without that field, the
-environment's TASUKI_REWARD_URL. Needs the standard library only.
+Posts {"prompt": ..., "completion": ...} and reads {"reward": number}. The URL is the row's `reward_url` or else the environment's
+TASUKI_REWARD_URL. Needs only the standard library.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import urllib.error
 import urllib.request
 
 NUM_ATTEMPTS = 3
-# With the waits between them, all attempts take 6.3 s at most: less than the 10 s after which RewardPool kills the worker.
+# All attempts with their pauses take at most 6.3 s: less than the 10 s after which RewardPool kills the worker.
 TIMEOUT_S = 2.0
 FIRST_WAIT_S = 0.1
-# Without the environment's proxies: the reward model is a neighbour.
+# Ignores proxies from the environment: the reward model is assumed to be local.
 OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def reward(*, prompt: object, completion: str, reward_url: str | None = None) -> float:
-    """Raises ValueError for what no repeat would cure, ConnectionError when the last attempt has failed."""
+    """Raises ValueError for errors that a retry cannot fix, ConnectionError after the last failed attempt."""
     url = reward_url or os.environ.get("TASUKI_REWARD_URL", "")  # noqa: TID251  a worker has no other way to be told
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"set TASUKI_REWARD_URL, or `reward_url` in the row, to an http(s) URL; it is {url!r}")
@@ -49,7 +49,7 @@ def post(url: str, body: bytes) -> bytes:
 
 
 def reward_of(answer: bytes) -> float:
-    """Raises ValueError when the answer has no reward."""
+    """Raises ValueError if the answer has no reward."""
     try:
         return float(json.loads(answer)["reward"])
     except (ValueError, KeyError, TypeError) as error:

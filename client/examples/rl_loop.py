@@ -1,6 +1,6 @@
-"""The whole training loop: evaluate, generate groups, score them, learn from the difference, hand the GPUs over, again.
+"""The whole RL loop: evaluate, generate groups, score them, compute advantages, train, hand over the GPUs, repeat.
 
-`tasuki train` and `make demo` run this file (it is also importable as tasuki.client.rl_loop). Copy it to make your own loop.
+`tasuki train` and `make demo` run this file, also importable as tasuki.client.rl_loop. Copy it to write a loop.
 GRPO, RLOO, REINFORCE++, ReMax, PPO with a critic, DAPO, GSPO, CISPO and SAPO are settings of it: docs/algorithms.md.
 """
 
@@ -46,31 +46,31 @@ class Settings:
     sampling: SamplingParams
     output_dir: Path
     loss: LossConfig = field(default_factory=LossConfig)
-    """Of the policy."""
+    """Loss of the policy."""
     value_loss: LossConfig | None = None
-    """Of the critic, if there is one."""
+    """Loss of the critic, if there is one."""
     critic_warmup_steps: int = 0
-    """Steps in which the critic alone learns."""
+    """Initial steps in which only the critic learns."""
     advantages: AdvantageSettings = field(default_factory=AdvantageSettings)
     num_epochs: int = 1
     """Passes over the samples of a step."""
     num_mini_batches: int = 1
-    """Optimizer steps of each pass."""
+    """Optimizer steps per pass."""
     max_batches: int = 1
-    """Generations of a step, until enough groups differ (DAPO's dynamic sampling); 1 takes the groups as they are."""
+    """Maximum generations per step until enough groups differ (DAPO's dynamic sampling). 1 keeps all groups."""
     mask_truncated: bool = False
-    """Whether completions that reached max_new_tokens are left out of the loss."""
+    """Whether completions that reached max_new_tokens are excluded from the loss."""
     overlong_tokens: int | None = None
-    """Last tokens before max_new_tokens over which the reward falls by up to 1 (DAPO)."""
+    """Length of the penalty zone before max_new_tokens, in tokens, over which the reward falls by up to 1 (DAPO)."""
     evaluation: EvalSettings = field(default_factory=EvalSettings)
     eval_every: int | None = None
     stop_at_eval_score: float | None = None
     save_every: int | None = None
     seed: int = 0
-    """Of the order of samples in mini-batches."""
+    """Seed for the order of samples in mini-batches."""
 
     def __post_init__(self) -> None:
-        """Raises SettingError naming the field that does not fit the others."""
+        """Raises SettingError naming a field that is out of range or conflicts with another."""
         check_numbers(self)
         counts = ("num_steps", "prompts_per_step", "group_size", "num_epochs", "num_mini_batches", "max_batches")
         for name in (*counts, "eval_every", "save_every"):
@@ -96,7 +96,7 @@ class Settings:
 
 @dataclass(slots=True)
 class RlLoop:
-    """One run: the node, the data, and what is asked for."""
+    """One run: the node, the data and the settings."""
 
     client: Client
     dataset: Dataset
@@ -106,12 +106,12 @@ class RlLoop:
     settings: Settings
     state: EstimatorState = field(default_factory=EstimatorState)
     dump: SampleDump | None = None
-    """Where some samples of each step are written for people to read."""
+    """Where some samples of each step are written for inspection."""
     save_now: Callable[[], bool] = lambda: False
-    """Asked after each step that has learned: whether it is to be saved although it is not due."""
+    """Polled after each training step: whether to save it even if no checkpoint is due."""
 
     def __post_init__(self) -> None:
-        """Raises SettingError naming a setting of evaluations where there are no rows for them."""
+        """Raises SettingError naming an evaluation setting if there are no eval_rows."""
         settings = self.settings
         check_evaluation(
             has_prompts=bool(self.eval_rows),
@@ -122,7 +122,7 @@ class RlLoop:
         )
 
     def run(self, report: Callable[[Step], None], *, first_step: int = 0) -> None:
-        """Trains from `first_step` on; `report` gets every step as it ends, the last one with the final evaluation only."""
+        """Trains from `first_step` on. `report` gets each finished step, and a last one with the final evaluation only."""
         settings = self.settings
         for number in range(first_step, settings.num_steps + 1):
             step = Step(number)
@@ -141,7 +141,7 @@ class RlLoop:
         self.client.export_model(settings.output_dir / "model")
 
     def evaluate(self, step: Step) -> None:
-        """Scores completions of the held-out prompts."""
+        """Generates and scores completions of the held-out prompts."""
         evaluation, sampling = self.settings.evaluation, self.settings.evaluation.sampling_params()
         limit = self.settings.sampling.max_new_tokens if sampling.max_new_tokens is None else sampling.max_new_tokens
         sampling = replace(sampling, max_new_tokens=limit, stop_token_ids=self.settings.sampling.stop_token_ids)
@@ -152,7 +152,7 @@ class RlLoop:
         step.metrics |= {f"eval/{name}": value for name, value in figures.items()}
 
     def learn(self, step: Step) -> None:
-        """One step: groups of completions, their advantages, updates of the policy, and a checkpoint when one is due."""
+        """Runs one step: groups of completions, their advantages, updates, and a checkpoint if one is due."""
         shown = ShownSamples(step.step) if self.dump is None else self.dump.begin(step.step)
         groups = self.sample_groups(step, shown)
         step.position = self.dataset.position()
@@ -169,9 +169,9 @@ class RlLoop:
             self.save(step)
 
     def sample_groups(self, step: Step, shown: ShownSamples) -> list[Group]:
-        """As many groups as a step needs; with dynamic sampling those whose rewards differ."""
+        """Generates the groups of a step; with dynamic sampling, only groups whose rewards differ."""
         settings = self.settings
-        # Then nothing more is generated, and the trainer comes home while rewards are computed.
+        # If nothing more will be generated, the trainer resumes while rewards are computed.
         is_all = settings.max_batches == 1 and settings.advantages.estimator is not Estimator.GREEDY_BASELINE
         generated: list[tuple[list[Sample], Scores]] = []
 
@@ -205,12 +205,12 @@ class RlLoop:
     def complete(
         self, rows: Sequence[Row], sampling: SamplingParams, *, num_samples: int
     ) -> tuple[list[list[int]], list[Sample]]:
-        """Prompts, and their completions: those of the first prompt first."""
+        """Generates completions; returns the prompts and the samples, ordered by prompt."""
         prompts = [self.tokenizer.encode_prompt(row["prompt"]) for row in rows]
         return prompts, self.client.generate(prompts, sampling, num_samples=num_samples)
 
     def completions(self, prompts: Sequence[list[int]], samples: Sequence[Sample]) -> list[Completion]:
-        """The samples as reward functions see them."""
+        """Decodes samples for the reward functions."""
         return [
             Completion.of(sample, text=self.tokenizer.decode(sample.token_ids), prompt_token_ids=prompts[sample.prompt_index])
             for sample in samples
@@ -220,7 +220,7 @@ class RlLoop:
         return self.rewards.score(rows, self.completions(prompts, samples), group_size=len(samples) // len(rows))
 
     def shaped(self, samples: Sequence[Sample], rewards_S: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Rewards with DAPO's penalty of completions that come close to the limit."""
+        """Applies DAPO's penalty for completions near the length limit."""
         limit, buffer = self.settings.sampling.max_new_tokens, self.settings.overlong_tokens
         if buffer is None or limit is None:
             return rewards_S
@@ -228,7 +228,7 @@ class RlLoop:
         return rewards_S + soft_overlong_penalty(lengths_S, max_completion_tokens=limit, buffer_tokens=buffer)
 
     def greedy_rewards(self, rows: Sequence[Row], step: Step) -> list[float | None]:
-        """Of each prompt's greedy completion, ReMax's baseline."""
+        """Rewards of each prompt's greedy completion, ReMax's baseline."""
         if self.settings.advantages.estimator is not Estimator.GREEDY_BASELINE:
             return [None] * len(rows)
         with step.timed("generate"):
@@ -237,16 +237,16 @@ class RlLoop:
             return self.shaped(samples, self.score(rows, prompts, samples).rewards).tolist()
 
     def teaches(self, groups: Sequence[Group]) -> bool:
-        """Whether a batch of these groups has any gradient."""
+        """Whether a batch of these groups has a gradient."""
         settings = self.settings
         has_others = settings.loss.kl_coef or settings.loss.entropy_coef or settings.advantages.kl_coef
         is_by_group = settings.advantages.estimator.needs_groups
         return bool(has_others or not is_by_group or any(group.differs() for group in groups))
 
     def training_samples(self, groups: Sequence[Group]) -> tuple[list[TrainingSample], list[int]]:
-        """What the trainer learns from, without advantages, and its places among all completions.
+        """Builds training samples without advantages; returns them with their indices among all completions.
 
-        Completions that are empty or whose reward failed are left out.
+        Empty completions and those whose reward failed are left out.
         """
         settings = self.settings
         completions = [(group, sample) for group in groups for sample in group.samples]
@@ -269,7 +269,7 @@ class RlLoop:
         groups: Sequence[Group],
         shown: ShownSamples,
     ) -> None:
-        """Advantages, then an optimizer step for each mini-batch; the step then has what they measured."""
+        """Computes advantages, then takes an optimizer step per mini-batch. Adds the metrics to the step."""
         settings = self.settings
         step.acquire(self.client, Phase.TRAIN)
         samples = self.scored(step, samples)
@@ -297,7 +297,7 @@ class RlLoop:
         step.metrics |= averaged(measured)
 
     def scored(self, step: Step, samples: list[TrainingSample]) -> list[TrainingSample]:
-        """The samples with the log-probs and values that the losses need, by the networks as they are before the step."""
+        """Adds the log-probs and values that the losses need, computed by the networks before the step's updates."""
         settings = self.settings
         if settings.loss.kl_coef or settings.advantages.kl_coef:
             with step.timed("ref_log_probs"):
@@ -314,7 +314,7 @@ class RlLoop:
         return samples
 
     def mini_batches(self, samples: Sequence[TrainingSample], *, number: int) -> Iterator[list[TrainingSample]]:
-        """Shuffled by seed and step, except where all samples make one; those without a counted token are left out."""
+        """Shuffles by seed and step, unless one mini-batch holds all samples. Leaves out mini-batches without a counted token."""
         settings = self.settings
         num_parts = min(settings.num_mini_batches, len(samples))
         for epoch in range(settings.num_epochs):
@@ -327,7 +327,7 @@ class RlLoop:
                     yield mini_batch
 
     def moves_policy(self, samples: Sequence[TrainingSample]) -> bool:
-        """Whether the policy's loss has a gradient. A step without one would still move the weights, by AdamW's moments."""
+        """Whether the policy's loss has a gradient. Without one, a step would still move the weights through AdamW's moments."""
         loss = self.settings.loss
         return bool(loss.kl_coef or loss.entropy_coef) or has_advantages(samples)
 
@@ -355,7 +355,7 @@ class RlLoop:
         return {f"critic/{name}": value for name, value in figures.items()}
 
     def save(self, step: Step) -> None:
-        """A checkpoint of what the step left, unless it learned nothing and its policy version has one."""
+        """Saves a checkpoint, unless the step learned nothing and its policy version already has one."""
         path = checkpoint_path(self.settings.output_dir / "checkpoints", step)
         if path is None:
             return

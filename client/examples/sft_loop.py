@@ -1,6 +1,6 @@
-"""The whole supervised loop: a batch of samples, its gradients, an optimizer step, again. Rollout is never asked for.
+"""The whole supervised loop: take a batch, compute gradients, take an optimizer step, repeat. Does not use rollout.
 
-`tasuki train` runs this file for a table [sft] (it is also importable as tasuki.client.sft_loop). Copy it to make your own loop.
+`tasuki train` runs this file for a table [sft]; it is also importable as tasuki.client.sft_loop. Copy it to write a loop.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Settings:
     output_dir: Path
     aggregation: Aggregation = Aggregation.TOKEN_MEAN
     eval_every: int | None = None
-    """Steps between held-out losses; the first and the last step always have one."""
+    """Steps between held-out losses, which are always computed for the first and last steps."""
     save_every: int | None = None
 
     def __post_init__(self) -> None:
@@ -42,22 +42,22 @@ class Settings:
 
 @dataclass(slots=True)
 class SftLoop:
-    """One run: the node, the data, and what is asked for."""
+    """One run: the node, the data and the settings."""
 
     client: Client
     dataset: Dataset[TrainingSample]
     eval_samples: Sequence[TrainingSample]
     settings: Settings
     save_now: Callable[[], bool] = lambda: False
-    """As RlLoop has it."""
+    """Polled after each training step: whether to save it even if no checkpoint is due."""
 
     def __post_init__(self) -> None:
-        """Raises SettingError naming a setting of evaluations where there are no samples for them."""
+        """Raises SettingError naming an evaluation setting if there are no eval_samples."""
         needed, eval_every = "there are no eval_samples; give some", self.settings.eval_every
         check_evaluation(has_prompts=bool(self.eval_samples), needed=needed, eval_every=eval_every)
 
     def run(self, report: Callable[[Step], None], *, first_step: int = 0) -> None:
-        """Trains from `first_step` on; `report` gets every step as it ends, the last one with the held-out loss only."""
+        """Trains from `first_step` on. `report` gets each finished step, and a last one with the held-out loss only."""
         settings = self.settings
         for number in range(first_step, settings.num_steps + 1):
             step = Step(number)
@@ -72,7 +72,7 @@ class SftLoop:
         self.client.export_model(settings.output_dir / "model")
 
     def evaluate(self, step: Step) -> None:
-        """The held-out loss: the mean negative log-probability of all counted tokens, without a gradient."""
+        """Computes the held-out loss: the mean negative log-probability of all counted tokens."""
         with step.timed("evaluate"):
             rows = self.client.compute_log_probs(self.eval_samples)
         log_probs_N = np.concatenate(rows).astype(np.float64)
@@ -80,7 +80,7 @@ class SftLoop:
         step.metrics["eval/loss"] = -float((log_probs_N * mask_N).sum() / mask_N.sum())
 
     def learn(self, step: Step) -> None:
-        """One batch, one optimizer step, and a checkpoint when one is due."""
+        """Runs one step: a batch, an optimizer step, and a checkpoint if one is due."""
         samples = self.dataset.next_rows(self.settings.samples_per_step)
         step.position = self.dataset.position()
         write_pending(self.settings.output_dir, step)
@@ -98,7 +98,7 @@ class SftLoop:
             self.save(step)
 
     def save(self, step: Step) -> None:
-        """A checkpoint of what the step left, unless it learned nothing and its policy version has one."""
+        """Saves a checkpoint, unless the step learned nothing and its policy version already has one."""
         path = checkpoint_path(self.settings.output_dir / "checkpoints", step)
         if path is None:
             return

@@ -89,7 +89,7 @@ def test_a_run_is_plain_training_also_when_its_client_and_then_its_node_were_los
     assert killed.returncode == -signal.SIGKILL, killed.stdout
     resumed = _train(folder, "--resume", "--no-start")
     assert resumed.returncode == 0, resumed.stdout
-    assert "going on from the node's own policy version" in resumed.stdout
+    assert "resuming from the node's own policy version" in resumed.stdout
     expected = _plain_training(folder, num_steps=NUM_STEPS + NUM_MORE)
     _check_figures(folder, expected, num_steps=NUM_STEPS)
     summary = json.loads((folder / "run" / "summary.json").read_text())

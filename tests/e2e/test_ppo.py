@@ -90,7 +90,7 @@ def test_a_client_that_was_killed_between_two_updates_is_resumed_to_the_end(trai
     with train("--resume") as resumed:
         text, _ = resumed.communicate(timeout=LIMIT_S)
     assert resumed.returncode == 0, text
-    assert "going on from the node's own policy version" in text
+    assert "resuming from the node's own policy version" in text
     steps = _steps(tmp_path / "run")
     assert [step["step"] for step in steps] == list(range(CRITIC_STEPS + 1))
     assert all(later["policy_version"] == step["policy_version"] + step["num_policy_steps"] for step, later in pairwise(steps))

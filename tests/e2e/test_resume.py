@@ -50,7 +50,7 @@ def test_a_killed_client_is_resumed_without_a_step_lost_or_told_twice(train: Tra
     with train("--resume") as resumed:
         text, _ = resumed.communicate(timeout=LIMIT_S)
     assert resumed.returncode == 0, text
-    assert "going on from the node's own policy version" in text
+    assert "resuming from the node's own policy version" in text
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == list(range(NUM_STEPS + 1))
     for step, later in pairwise(steps):

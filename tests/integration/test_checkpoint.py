@@ -121,7 +121,7 @@ def test_a_pickle_in_the_place_of_the_tensors_is_not_run(saved: tuple[Path, list
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"dtype": "load"}, "damaged: model.weight.dtype: .*load is no dtype"),
+        ({"dtype": "load"}, "damaged: model.weight.dtype: .*load is not a dtype"),
         ({"size": [8, -1]}, "damaged: model.weight.size.1: "),
         ({"size": [16, 8]}, "cannot be restored: ValueError: Size mismatch"),
         ({"parts": []}, "damaged: model.weight: .*its parts are not the whole tensor"),
@@ -154,8 +154,8 @@ def _facts(*, role: str = "policy", **changed: Any) -> str:
     [
         ("{", r"checkpoint\.json is damaged: Invalid JSON"),
         ('["format"]', r"checkpoint\.json is damaged: Input should be"),
-        ('{"format": 1}', "of a format that this version does not read"),
-        ('{"format": 2, "policy_version": 3, "num_ranks": 1}', "of a format that this version does not read"),
+        ('{"format": 1}', "has a format that this version cannot read"),
+        ('{"format": 2, "policy_version": 3, "num_ranks": 1}', "has a format that this version cannot read"),
         (_facts(version="3"), "damaged: roles.policy.version: "),
         (_facts(version=2**63), "damaged: roles.policy.version: "),
         (_facts(schedule_start=-1), "damaged: roles.policy.schedule_start: "),

@@ -21,7 +21,7 @@ async def test_a_node_that_was_started_anew_is_not_trained_by_the_client_of_the_
         node.instance_id = "first"
         await client.generate([[1]])
         node.instance_id, node.phase = "second", types_pb2.PHASE_TRAIN
-        with pytest.raises(NodeDown, match="restarted, from its model"):
+        with pytest.raises(NodeDown, match="restarted from its initial model"):
             await client.forward_backward([SAMPLE])
         assert node.num_forward_backward == 0
 

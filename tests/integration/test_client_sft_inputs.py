@@ -76,7 +76,7 @@ def test_a_bad_line_is_named(config: Path, capsys: pytest.CaptureFixture[str], l
         (["sft.num_steps=3", "sft.num_epochs=2"], "sft: give num_steps or num_epochs, not both"),
         (["sft.aggregation=constant"], "sft.aggregation"),
         (["sft.group_size=8"], "sft.group_size: unknown key"),
-        (["trainer.critic.learning_rate=1e-5"], "trainer.critic is there, but [sft] trains the policy alone"),
+        (["trainer.critic.learning_rate=1e-5"], "trainer.critic is set, but [sft] trains only the policy"),
     ],
 )  # fmt: skip
 def test_a_bad_key_is_named(config: Path, capsys: pytest.CaptureFixture[str], overrides: list[str], problem: str):
@@ -85,7 +85,7 @@ def test_a_bad_key_is_named(config: Path, capsys: pytest.CaptureFixture[str], ov
 
 def test_a_file_with_both_tables_names_both(config: Path, capsys: pytest.CaptureFixture[str]):
     config.write_text(config.read_text() + TRAIN)
-    assert "sft: the configuration has [train] and [sft], but a run has one of them" in _error(config, capsys)
+    assert "sft: the configuration has both [train] and [sft]" in _error(config, capsys)
 
 
 def test_an_earlier_run_is_not_overwritten(config: Path, capsys: pytest.CaptureFixture[str]):
@@ -140,8 +140,8 @@ def begun(config: Path) -> Path:
 @pytest.mark.parametrize(
     ("override", "problem"),
     [
-        ("sft.seed=1", "sft.seed: is 1, but the run was begun with 0"),
-        ("sft.samples_per_step=3", "sft.samples_per_step: is 3, but the run was begun with 2"),
+        ("sft.seed=1", "sft.seed: is 1, but the run was started with 0"),
+        ("sft.samples_per_step=3", "sft.samples_per_step: is 3, but the run was started with 2"),
         ("trainer.learning_rate=0.5", "trainer.learning_rate: is 0.5"),
         ("sft.num_steps=1", "sft.num_steps: makes 1 steps, but the run has done 2"),
     ],
@@ -156,7 +156,7 @@ def test_a_key_that_a_run_cannot_be_resumed_with_is_named(
 def test_a_run_of_the_other_table_is_not_resumed(config: Path, begun: Path, capsys: pytest.CaptureFixture[str]):
     (config.parent / "train.jsonl").write_text('{"prompt": "abc"}\n')
     config.write_text(config.read_text().partition("[sft]")[0].replace("context_length = 8", "context_length = 64") + TRAIN)
-    assert f"the run in {begun} was not begun with [train]" in _error(config, capsys, options=["--resume"])
+    assert f"the run in {begun} was not started with [train]" in _error(config, capsys, options=["--resume"])
 
 
 def test_a_run_that_has_ended_is_left_as_it_is(config: Path, begun: Path, capsys: pytest.CaptureFixture[str]):
@@ -166,5 +166,5 @@ def test_a_run_that_has_ended_is_left_as_it_is(config: Path, begun: Path, capsys
     for name in ("summary.json", "model"):
         (begun / name).write_text("")
     assert main(["train", str(config), "--resume"]) == 0
-    assert "has ended; to go on, raise sft.num_epochs" in capsys.readouterr().out
+    assert "has finished; to continue, raise sft.num_epochs" in capsys.readouterr().out
     assert not (config.parent / "node").exists()

@@ -84,12 +84,12 @@ def test_the_longest_sample_is_the_longest_prompt_with_a_whole_completion(config
         ("train.max_new_tokens=-1", "train.max_new_tokens"),
         ("train.group_sice=8", "train.group_sice: unknown key"),
         ("train.max_new_tokens=64", "train.max_new_tokens: is 64, which leaves no room for a prompt"),
-        ("train.max_new_tokens=100000", "prompt and completion have 64 tokens together"),
+        ("train.max_new_tokens=100000", "prompt plus completion may have 64 tokens"),
         (
             "train.max_prompt_tokens=2",
-            "train.max_prompt_tokens: is 2, and {folder}/train.jsonl: row 1: the prompt has 3 tokens; raise it",
+            "train.max_prompt_tokens: is 2, but {folder}/train.jsonl: row 1: the prompt has 3 tokens; raise it",
         ),
-        ("train.stop_token_ids=[131]", "train.stop_token_ids: 131 is no token id of the model; give 0 to 130"),
+        ("train.stop_token_ids=[131]", "train.stop_token_ids: 131 is not a token id of the model; give 0 to 130"),
     ],
 )
 def test_a_bad_key_is_named(config: Path, capsys: pytest.CaptureFixture[str], override: str, problem: str):
@@ -107,7 +107,7 @@ def test_a_folder_of_the_users_own_is_no_nodes(config: Path, capsys: pytest.Capt
     (config.parent / "run" / "mine.txt").write_text("mine")
     error = _error(config, capsys, f"state_dir={config.parent}")
     assert "state_dir:" in error
-    assert "holds files that are no node's" in error
+    assert "contains files of something else" in error
     assert (config.read_text(), (config.parent / "run" / "mine.txt").read_text()) == (written, "mine")
     assert not (config.parent / "training.lock").exists()
 
@@ -119,19 +119,19 @@ def test_what_a_run_makes_in_a_new_state_folder_is_no_users_file(config: Path):
     StateLock.take(node.state_dir / "run 1", name=TRAINING_LOCK).close()
     check_state_folder(node)
     (node.state_dir / "notes.txt").write_text("mine")
-    with pytest.raises(InvalidArgument, match="holds files that are no node's"):
+    with pytest.raises(InvalidArgument, match="contains files of something else"):
         check_state_folder(node)
 
 
 def test_an_earlier_run_is_not_overwritten(config: Path, capsys: pytest.CaptureFixture[str]):
     (config.parent / "run").mkdir()
     (config.parent / "run" / "summary.json").write_text("{}")
-    assert "is there from an earlier run" in _error(config, capsys)
+    assert "exists from an earlier run" in _error(config, capsys)
 
 
 def test_checkpoints_of_an_earlier_run_are_not_taken_for_the_new_ones(config: Path, capsys: pytest.CaptureFixture[str]):
     (config.parent / "run" / "checkpoints").mkdir(parents=True)
-    assert "checkpoints is there from an earlier run" in _error(config, capsys)
+    assert "checkpoints exists from an earlier run" in _error(config, capsys)
     assert "has checkpoints but no run.json" in _error(config, capsys, options=["--resume"])
 
 
@@ -179,7 +179,7 @@ def begun(config: Path) -> Path:
 @pytest.mark.parametrize(
     ("override", "problem"),
     [
-        ("train.seed=1", "INVALID_ARGUMENT: train.seed: is 1, but the run was begun with 0; put it back to resume"),
+        ("train.seed=1", "INVALID_ARGUMENT: train.seed: is 1, but the run was started with 0; restore it to resume"),
         ("train.num_steps=3", "train.num_steps: makes 3 steps, but the run has done 4"),
         ("train.dataset=/nowhere/train.jsonl", "/nowhere/train.jsonl does not exist"),
     ],
@@ -206,7 +206,7 @@ def test_a_run_that_has_ended_is_left_as_it_is(config: Path, begun: Path, capsys
     for name in ("summary.json", "model"):
         (begun / name).write_text("")
     assert main(["train", str(config), "--resume", "--set", "train.num_steps=4"]) == 0
-    assert "has ended; to go on, raise train.num_steps" in capsys.readouterr().out
+    assert "has finished; to continue, raise train.num_steps" in capsys.readouterr().out
     assert not (config.parent / "node").exists()
 
 
@@ -220,12 +220,12 @@ def test_a_run_that_its_score_has_ended_goes_on_with_another_target(
         (begun / name).write_text("")
     arguments = [argument for override in overrides for argument in ("--set", override)]
     assert main(["train", str(config), "--resume", *arguments]) == 0
-    assert "has ended; to go on, raise train.stop_at_eval_score" in capsys.readouterr().out
+    assert "has finished; to continue, raise train.stop_at_eval_score" in capsys.readouterr().out
 
 
 def test_a_file_without_a_train_table_cannot_be_trained(config: Path, capsys: pytest.CaptureFixture[str]):
     config.write_text(config.read_text().partition("[train]")[0])
-    assert "no [train] table and no [sft] table" in _error(config, capsys)
+    assert "neither a [train] nor an [sft] table" in _error(config, capsys)
 
 
 def test_seconds_of_a_steps_parts_add_up():

@@ -234,7 +234,7 @@ def test_an_insecure_node_on_loopback_asks_for_nothing(tmp_path: Path) -> None:
     [
         (["{run}", "--listen", "0.0.0.0:8765"], "INVALID_ARGUMENT", "--config of a node with [security]"),
         (["--config", "{config}", "--listen", "0.0.0.0:8765"], "INVALID_ARGUMENT", "security.client_ca or security.tokens"),
-        (["{run}", "--listen", "8765"], "INVALID_ARGUMENT", "must be a host and a port"),
+        (["{run}", "--listen", "8765"], "INVALID_ARGUMENT", "must be HOST:PORT"),
         (["{run}/nothing"], "PATH_NOT_FOUND", "there is no folder"),
     ],
 )

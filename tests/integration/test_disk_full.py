@@ -178,5 +178,5 @@ def test_exported_model_without_room_leaves_nothing(disk: TinyDisk, tmp_path: Pa
 def test_what_is_half_there_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "half").mkdir()
     model, optimizer = trained(seed=0)
-    with pytest.raises(PathNotFound, match=r"half is no checkpoint: it has no checkpoint\.json"):
+    with pytest.raises(PathNotFound, match=r"half is not a checkpoint: it has no checkpoint\.json"):
         load_checkpoint(tmp_path / "half", tensors=training_tensors(model, optimizer), have=FACTS)

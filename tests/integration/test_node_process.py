@@ -45,7 +45,7 @@ def test_service_that_dies_takes_the_node_with_it(start: Start) -> None:
     assert node.process.wait(timeout=2 * LIMIT_S) == 1
     node.assert_gone()
     assert (node.exit["reason"], node.exit["first"]) == (
-        "second ended by itself once more than restart.max_restarts allows",
+        "second ended by itself more often than restart.max_restarts allows",
         "second",
     )
     assert node.exit["services"]["second"] == {"exit_code": 7}

@@ -46,7 +46,7 @@ def test_nothing_is_handed_out_while_the_memory_is_away(trainer: TrainerRank, ca
         for other in others:
             cleanup.callback(os.close, other)
         assert numbers - {trainer.export._header_fd} <= set(others)
-        with pytest.raises(BadHandle, match="hands nothing out now"):
+        with pytest.raises(BadHandle, match="shares nothing now"):
             import_weights(weights, timeout_s=2)
         assert not caplog.records, "what was withheld was not even tried to be sent"
 

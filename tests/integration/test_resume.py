@@ -156,7 +156,7 @@ async def test_a_checkpoint_that_cannot_be_loaded_is_named_and_nothing_is_change
     _begin_at_the_model(run.folder / "node")
     run.node.policy_version = 0
     run.node.refusals = [refusal]
-    with pytest.raises(InvalidArgument, match=rf"{refusal.message}; remove .*version-000004 to begin the run at step 0 again"):
+    with pytest.raises(InvalidArgument, match=rf"{refusal.message}; remove .*version-000004 to restart the run at step 0"):
         await run.go_on()
     assert (run.output_dir / "summary.json").exists()
     assert not (run.folder / "node" / "training.run").exists()

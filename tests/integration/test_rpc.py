@@ -134,7 +134,7 @@ async def test_a_call_that_its_server_does_not_survive_says_so(tmp_path: Path) -
     error = from_rpc_error(ended.value)
     assert isinstance(error, PeerUnavailable)
     # gRPC tells now of the call, now of the connection, whichever it notices first.
-    assert "ended while the call ran (" in error.message
+    assert "ended during the call (" in error.message
 
 
 async def test_second_server_on_a_live_address_is_refused(tmp_path: Path) -> None:

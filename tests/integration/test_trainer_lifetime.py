@@ -117,6 +117,6 @@ def test_a_model_folder_that_is_missing_is_one_line(tmp_path: Path) -> None:
     assert trainer.process.wait(120) != 0
     lines = [line for line in trainer.log.read_text().splitlines() if line.startswith("tasuki: error")]
     assert lines == [
-        f"tasuki: error PATH_NOT_FOUND: model.path: {tmp_path}/nothing is no Hugging Face model folder: config.json is missing"
+        f"tasuki: error PATH_NOT_FOUND: model.path: {tmp_path}/nothing is not a Hugging Face model folder: config.json is missing"
     ]
     assert list((tmp_path / "node" / "run").glob("*.sock")) == []

@@ -255,7 +255,7 @@ def test_a_wrong_key_of_a_loss_is_named(table: dict[str, Any], field: str) -> No
         (
             ["train.algorithm=ppo", CRITIC, "train.critic_warmup_steps=9", "train.num_steps=9"],
             "train.critic_warmup_steps",
-            "is 9 of num_steps = 9, so the policy would never learn",
+            "is 9 of num_steps = 9, so the policy would never train",
         ),
         (["train.stop_token_ids=[7, 2147483648]"], "train.stop_token_ids.1", "less than or equal to 2147483647"),
         (["train.top_k=2147483648"], "train.top_k", "less than or equal to 2147483647"),
@@ -280,7 +280,7 @@ def test_a_wrong_key_of_a_loss_is_named(table: dict[str, Any], field: str) -> No
         (["train.eval_every=5"], "train.eval_every", "give an eval_dataset"),
         (["train.stop_at_eval_score=0.5"], "train.stop_at_eval_score", "give an eval_dataset"),
         (["train.eval.max_new_tokens=5"], "train.eval", "give an eval_dataset"),
-        ([HELD_OUT, "train.eval.top_p=0.5"], "train.eval.top_p", "greedy sampling takes the likeliest token"),
+        ([HELD_OUT, "train.eval.top_p=0.5"], "train.eval.top_p", "greedy sampling takes the most likely token"),
         ([HELD_OUT, "train.eval.correct_at=0.5"], "train.eval.correct_at", "name each k in pass_at"),
         (['train.num_steps="5"'], "train.num_steps", "give a number, without quotes (got '5')"),
         (["train.num_steps=true"], "train.num_steps", "give a number (got True)"),

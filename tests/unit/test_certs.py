@@ -57,5 +57,5 @@ def test_a_folder_with_another_key_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="at least 1"):
         run(tmp_path / "other", hosts=["a"], days=0)
     (tmp_path / "file").touch()
-    with pytest.raises(InvalidArgument, match="folder: .*/file/certs cannot be made: "):
+    with pytest.raises(InvalidArgument, match="folder: .*/file/certs cannot be created: "):
         run(tmp_path / "file" / "certs", hosts=["a"], days=1)

@@ -29,8 +29,8 @@ def check_all(messages: list[TrainingSample], *, config: LossConfig | None = Non
     [
         ({"prompt_token_ids": []}, "samples[1].prompt_token_ids", "empty"),
         ({"completion_token_ids": [], "rollout_log_probs": []}, "samples[1].completion_token_ids", "empty"),
-        ({"prompt_token_ids": [1, 10]}, "samples[1].prompt_token_ids[1]", "no token id"),
-        ({"completion_token_ids": [3, -1, 5]}, "samples[1].completion_token_ids[1]", "no token id"),
+        ({"prompt_token_ids": [1, 10]}, "samples[1].prompt_token_ids[1]", "not a token id"),
+        ({"completion_token_ids": [3, -1, 5]}, "samples[1].completion_token_ids[1]", "not a token id"),
         ({"prompt_token_ids": [1] * 6}, "samples[1]", "9 tokens, above the model's context length of 8"),
         ({"prompt_token_ids": [1] * 5}, "samples[1]", "8 tokens, above trainer.micro_batch_tokens of 7"),
         ({"rollout_log_probs": [-0.1]}, "samples[1].rollout_log_probs", "has 1 entries; give 3"),
@@ -119,9 +119,9 @@ def test_what_a_loss_does_not_need_may_be_missing(config: LossConfig, role: Role
 @pytest.mark.parametrize(
     ("config", "role", "words"),
     [
-        (LossConfig(loss=ValueLoss()), Role.POLICY, "ValueLoss is no loss of the policy"),
-        (LossConfig(), Role.CRITIC, "PpoLoss is no loss of the critic"),
-        (LossConfig(loss=SftLoss()), Role.CRITIC, "SftLoss is no loss of the critic"),
+        (LossConfig(loss=ValueLoss()), Role.POLICY, "ValueLoss is not a loss of the policy"),
+        (LossConfig(), Role.CRITIC, "PpoLoss is not a loss of the critic"),
+        (LossConfig(loss=SftLoss()), Role.CRITIC, "SftLoss is not a loss of the critic"),
     ],
 )
 def test_a_loss_of_another_role_is_refused(config: LossConfig, role: Role, words: str) -> None:

@@ -136,7 +136,7 @@ def test_settings_that_do_not_go_together_are_both_named(tmp_path: Path, overrid
         ("rubbish", "is not PROCESS@POINT"),
         ("rollout@SYNC=explode", "with an action of kill, stop"),
         ("rollout@SYNC:0=kill", "is not PROCESS@POINT"),
-        ("rollout@SYNC=slow(trainer0)", "only kill and stop can do"),
+        ("rollout@SYNC=slow(trainer0)", "only kill and stop support"),
         (
             "nosuch9@POINT=kill",
             "names nosuch9, but the node's processes are coordinator, trainer, trainer0, rollout, scheduler0",
@@ -147,8 +147,8 @@ def test_settings_that_do_not_go_together_are_both_named(tmp_path: Path, overrid
         ("trainer0@stop=kill", "trainer0 can be asked to kill at forward_backward"),
         ("scheduler0@optim_step=hang", "scheduler0 can be asked to hang at receive"),
         ("coordinator@SYNC=kill", "coordinator can be asked to kill at LOAD_WEIGHTS.intend"),
-        ("rollout@SYNC=corrupt", "rollout makes nothing to corrupt"),
-        ("coordinator@SYNC.note=corrupt", "coordinator makes nothing to corrupt"),
+        ("rollout@SYNC=corrupt", "rollout produces nothing to corrupt"),
+        ("coordinator@SYNC.note=corrupt", "coordinator produces nothing to corrupt"),
         ("trainer0@optim_step=corrupt", "trainer0 can be asked to corrupt at publish_weights"),
         ("scheduler0@receive=corrupt", "needs rollout.full_read_back = true"),
     ],
@@ -171,7 +171,7 @@ def test_failpoints_are_at_every_stage_and_every_command(tmp_path: Path) -> None
             if (process, point) in points:
                 assert load_config(write(tmp_path, MINIMAL), overrides=overrides).failpoints
             else:
-                with pytest.raises(InvalidArgument, match="names a point that is none"):
+                with pytest.raises(InvalidArgument, match="names an unknown point"):
                     load_config(write(tmp_path, MINIMAL), overrides=overrides)
 
 
@@ -244,7 +244,7 @@ def test_missing_file_and_broken_toml_are_errors_of_ours(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("path", "problem"), [("~no-such-user/x", "begins with the name of no user"), ("a\0b", "has a null character")]
+    ("path", "problem"), [("~no-such-user/x", "names an unknown user"), ("a\0b", "contains a null character")]
 )
 def test_what_is_no_path_is_named_by_its_key(tmp_path: Path, path: str, problem: str) -> None:
     with pytest.raises(InvalidArgument, match=f"state_dir: .*{problem}"):
@@ -306,7 +306,7 @@ def test_a_port_is_beside_the_socket(tmp_path: Path) -> None:
 
 
 def test_a_refused_address_is_told_without_its_password(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgument, match=r"^telemetry.endpoint: must be the address") as refused:
+    with pytest.raises(InvalidArgument, match=r"^telemetry.endpoint: must be an OTLP.HTTP endpoint") as refused:
         load_config(write(tmp_path, MINIMAL), overrides=["telemetry.endpoint=http://me:hunter2@127.0.0.1:4318"])
     assert "//***@127.0.0.1:4318" in refused.value.message and "hunter2" not in refused.value.message
 

@@ -111,9 +111,9 @@ def test_a_value_of_another_kind_of_a_familys_own_key_is_refused(architecture: s
         ({"type": "linear"}, "'linear' needs factor"),
         ({"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}, "'llama3' needs high_freq_factor"),
         ({"type": "yarn", "factor": 4.0, "beta_fast": None}, "beta_fast must be a number above 0"),
-        ({"type": "yarn", "factor": 4.0, "truncate": False}, "nobody has accounted for truncate"),
-        ({"type": "yarn", "factor": 4.0, "truncate": None}, "nobody has accounted for truncate"),
-        ({"type": "yarn", "factor": 4.0, "attention_factor": 0}, "nobody has accounted for attention_factor"),
+        ({"type": "yarn", "factor": 4.0, "truncate": False}, "the effect of truncate"),
+        ({"type": "yarn", "factor": 4.0, "truncate": None}, "the effect of truncate"),
+        ({"type": "yarn", "factor": 4.0, "attention_factor": 0}, "the effect of attention_factor"),
     ],
 )
 def test_a_parameter_of_a_rotary_embedding_that_computes_nothing_or_something_else_is_refused(

@@ -44,7 +44,7 @@ def test_a_fresh_node_gets_the_checkpoint_and_later_lines_are_dropped():
 
 def test_weights_that_no_node_has_any_more_and_no_checkpoint_are_told():
     begun_at_5 = EarlierRun(RunHead("run", 5, {}), [step(0, version=5)], None, None)
-    with pytest.raises(VersionOrder, match=r"began at policy version 5, .* left no checkpoint: begin it again"):
+    with pytest.raises(VersionOrder, match=r"began at policy version 5, .* left no checkpoint: restart it"):
         continuation(begun_at_5, node_version=0, is_of_run=False)
 
 

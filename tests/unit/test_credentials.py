@@ -132,7 +132,7 @@ def test_an_encrypted_key_is_refused_and_no_password_is_asked_for(tmp_path: Path
     files = TlsFiles(
         cert=("security.cert", tmp_path / "node.pem"), key=("security.key", secret(tmp_path / "locked.key", pem.decode()))
     )
-    with pytest.raises(InvalidArgument, match="no unencrypted PEM key"):
+    with pytest.raises(InvalidArgument, match="not an unencrypted PEM key"):
         files.read()
 
 

@@ -46,7 +46,7 @@ def test_lines_and_fields_of_the_wrong_kind_are_passed_over(tmp_path: Path) -> N
     )
     assert (sample["token_ids"], sample["tokens"], sample["rollout_log_probs"]) == ([1, 3], [None, None], [None, None])
     assert sample["prompt"] == '[{"role": "user", "content": "?hi"}]'
-    with pytest.raises(InvalidArgument, match="is no sample"):
+    with pytest.raises(InvalidArgument, match="is not a sample"):
         read_sample(tmp_path, 7, 0, token_text=TokenTexts(None))
 
 

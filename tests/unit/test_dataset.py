@@ -38,7 +38,7 @@ def test_rows_keep_their_other_fields_and_empty_lines_are_passed_over(tmp_path: 
         ('{"prompt": [{"role": "user"}]}', "message 0"),
         ('{"prompt": "a", "completion": "b"}', "`completion`"),
         (r'{"prompt": "a\uD83d"}', "surrogates not allowed"),
-        ('{"prompt": "a", "num_tokens": 3}', "`num_tokens` is the reward's argument; name it otherwise"),
+        ('{"prompt": "a", "num_tokens": 3}', "`num_tokens` is reserved for the reward function; rename it"),
     ],
 )
 def test_a_bad_line_is_named_with_file_and_number(tmp_path: Path, line: str, problem: str):

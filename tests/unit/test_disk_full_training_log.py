@@ -40,9 +40,9 @@ async def test_a_mark_that_cannot_be_written_stops_training_until_the_trainer_is
     plant(tmp_path, "trainer", "log.commit", Action.FULL)
     with pytest.raises(DiskFull, match="the trainer is ahead of it"):
         await write(log, step("b"))
-    with pytest.raises(DiskFull, match="lacks a command that was carried out"):
+    with pytest.raises(DiskFull, match="lacks a completed command"):
         await write(log, learn("c"))
-    with pytest.raises(DiskFull, match="lacks a command that was carried out"):
+    with pytest.raises(DiskFull, match="lacks a completed command"):
         log.check_not_behind()  # as before a checkpoint is saved
     log.close()
     assert ids(path) == ["a"]
@@ -77,7 +77,7 @@ async def test_full_disk_at_a_loaded_checkpoint_stops_training_until_it_is_loade
     checkpoint = TrainingRecord(checkpoint=trainer_pb2.LoadCheckpointRequest(path="/c"))
     with pytest.raises(DiskFull, match="cannot be written"):
         await log.loaded(checkpoint)
-    with pytest.raises(DiskFull, match="lacks a command that was carried out"):
+    with pytest.raises(DiskFull, match="lacks a completed command"):
         await write(log, learn("c"))
     await log.loaded(checkpoint)
     await write(log, learn("d"))

@@ -132,7 +132,7 @@ def test_a_disk_without_room_is_found(tmp_path: Path):
         found = host.check_disk("state_dir", disk.folder / "new" / "node", needed_bytes=0)
         assert is_bad(found, Verdict.FAIL, found=f"at {disk.folder}", advice="choose another state_dir")
     found = host.check_disk("train.output_dir", tmp_path, needed_bytes=10**18)
-    assert is_bad(found, Verdict.WARN, found="1000000000.0 GB wanted", advice="make room")
+    assert is_bad(found, Verdict.WARN, found="1000000000.0 GB wanted", advice="free space")
 
 
 def test_a_port_that_is_taken_is_found(config: Path):
@@ -194,7 +194,7 @@ def test_a_certificate_that_ends_is_found(config: Path, capsys: pytest.CaptureFi
     assert is_ok(found) and "for node-a, localhost, 127.0.0.1" in found.found
     assert is_bad(check_certificate(*pair, now=time.time() + 80 * 86400), Verdict.WARN, found="until 20", advice="tasuki certs")
     viewers = check_certificate(folder / "viewer.pem", folder / "viewer.key")
-    assert is_bad(viewers, Verdict.FAIL, found="unsuitable certificate purpose", advice="for servers")
+    assert is_bad(viewers, Verdict.FAIL, found="unsuitable certificate purpose", advice="new server certificate")
     over = datetime.now(UTC) - timedelta(minutes=1)
     certs.write_pair(folder, "node", *certs.issue(certs.read_authority(folder), "node", hosts=["node-a"], until=over))
     capsys.readouterr()
@@ -231,7 +231,7 @@ def test_faults_of_gpus_are_found():
         check_strangers([free, held], node_runs=False), Verdict.WARN, found="pid 4711 (60.0 GB on GPU 1)", advice="end these"
     )
     hidden = Gpu("H100", 80 * GB, 20 * GB, {})
-    assert is_bad(check_strangers([hidden], node_runs=False), Verdict.WARN, found="nobody", advice="on the host")
+    assert is_bad(check_strangers([hidden], node_runs=False), Verdict.WARN, found="not visible", advice="on the host")
     assert is_ok(check_strangers([held], node_runs=True)) and is_ok(check_strangers([free], node_runs=False))
     assert [finding.name for finding in gpu_findings(GpuFacts(None), torch_cuda=None, node_runs=False)] == ["driver"]
 

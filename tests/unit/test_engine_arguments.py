@@ -48,7 +48,7 @@ def test_arguments_of_every_kind_are_read_and_written(tmp_path: Path):
         ("tp_size = 2", "rollout.engine.tp_size", "use that"),
         ("mem_fraction_static = 0.5", "rollout.engine.mem_fraction_static", "rollout.kv_ratio"),
         ('attention_backend = "fa3"', "rollout.engine.attention_backend", "rollout.attention_backend"),
-        ('load_format = "auto"', "rollout.engine.load_format", "weights are the trainer's"),
+        ('load_format = "auto"', "rollout.engine.load_format", "weights are exactly the trainer's"),
         ("enable_memory_saver = false", "rollout.engine.enable_memory_saver", "tasuki sets it"),
         ("log_requests = true", "rollout.engine.log_requests", "in logs"),
         ("port = 30000", "rollout.engine.port", "rollout.listen"),

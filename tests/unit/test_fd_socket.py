@@ -98,7 +98,7 @@ def test_what_is_no_socket_is_named_and_stays(path: Path, fd: int, what: str) ->
             path.symlink_to(path.with_name("nowhere"))
         case _:
             path.symlink_to(path)
-    with pytest.raises(NodeRunning, match="is in the way: it is no socket; remove it") as refused:
+    with pytest.raises(NodeRunning, match="is not a socket; remove it") as refused:
         FdServer(path, message=b"", fds=[fd])
     assert refused.value.metadata["address"] == str(path)
     assert path.lstat()
@@ -153,7 +153,7 @@ def rogue(path: Path, answer: Callable[[socket.socket], object]) -> Iterator[Non
         (lambda peer: socket.send_fds(peer, [struct.pack("<Q", 1 << 40)], [0]), "announced a message of"),
         (lambda peer: peer.sendall(struct.pack("<Q", 1) + b"x"), "sent 0 descriptors"),
         (lambda peer: socket.send_fds(peer, [struct.pack("<Q", 100) + b"x" * 10], [0, 1, 2] * 80), "hung up after 18 of 108"),
-        (lambda peer: None, "hands nothing out now"),
+        (lambda peer: None, "shares nothing now"),
     ],
 )
 def test_malformed_answers_are_refused_and_leak_no_descriptor(

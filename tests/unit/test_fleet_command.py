@@ -52,7 +52,7 @@ def test_flags_come_before_the_file_and_the_file_before_the_environment(tmp_path
         ({}, {}, "fleet.name", "--name"),
         ({"TASUKI_FLEET": "lab", "NNODES": "2", "NODE_RANK": "0"}, {}, "fleet.leader", "--leader"),
         ({**ENVIRONMENT, "NODE_RANK": "2"}, {}, "fleet", "node_rank = 2 needs num_nodes > 2"),
-        (ENVIRONMENT, {"leader": "node-a"}, "fleet.leader", "host and a port"),
+        (ENVIRONMENT, {"leader": "node-a"}, "fleet.leader", "must be HOST:PORT"),
         ({**ENVIRONMENT, "NNODES": "many"}, {}, "NNODES", "must be a whole number"),
         ({**ENVIRONMENT, "TASUKI_FLEET": "a b/../c"}, {}, "fleet.name", "must begin with a letter or a digit"),
     ],
@@ -115,7 +115,7 @@ def test_the_state_of_a_fleet_whose_node_does_not_run_says_so(tmp_path: Path, ca
     assert "because fleet ended with exit code 75" in told
     with StateLock.take(config.state_dir, name=NODE_LOCK):
         assert main(["fleet", "state", "--state-dir", str(config.state_dir)]) == USER_ERROR
-    assert "PEER_UNAVAILABLE: the node runs, and its fleet service does not answer yet; see" in capsys.readouterr().err
+    assert "PEER_UNAVAILABLE: the node is running, but its fleet service does not answer yet; see" in capsys.readouterr().err
 
 
 def test_the_state_of_a_fleet_names_phase_and_stage_as_people_do(capsys: pytest.CaptureFixture[str]) -> None:

@@ -49,7 +49,7 @@ def test_a_node_on_gpus_that_are_all_hidden_is_refused_at_once(
     node: Path, visible: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert f'device = "cuda", but CUDA_VISIBLE_DEVICES="{visible}" leaves no GPU' in refused(node, capsys)
+    assert f'device = "cuda", but CUDA_VISIBLE_DEVICES="{visible}" hides all GPUs' in refused(node, capsys)
 
 
 @pytest.mark.skipif(HAS_GPU, reason="this machine has a GPU")

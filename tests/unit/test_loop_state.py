@@ -111,8 +111,8 @@ def test_a_damaged_checkpoint_is_named_with_the_complete_one_before_it(tmp_path:
     oldest, newest = checkpoint(tmp_path, 999_997), checkpoint(tmp_path, 1_000_000)
     (tmp_path / "version-999999").mkdir()
     assert damaged_checkpoint(newest, "a byte is wrong").message == (
-        f"checkpoint: a byte is wrong; remove {newest} to go on from {oldest}"
+        f"checkpoint: a byte is wrong; remove {newest} to resume from {oldest}"
     )
     assert damaged_checkpoint(oldest, "a byte is wrong").message.endswith(
-        "to begin the run at step 0 again: there is no complete one before it"
+        "to restart the run at step 0: no complete checkpoint precedes it"
     )

@@ -141,8 +141,8 @@ def test_an_ipc_handle_survives_the_wire_and_counts_for_the_digest() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"ipc_memory": replace(IPC, handle=IPC.handle[:40])}, "IPC handle of 40 bytes is cut"),
-        ({"ipc_memory": replace(IPC, counter=b"x" * 600)}, "of a wrong form"),
+        ({"ipc_memory": replace(IPC, handle=IPC.handle[:40])}, "IPC handle of 40 bytes is truncated"),
+        ({"ipc_memory": replace(IPC, counter=b"x" * 600)}, "malformed"),
         ({"ipc_memory": replace(IPC, num_bytes=64)}, "allocation of 64 bytes cannot hold"),
         ({"chunk_bytes": (1 << 21,)}, "either an IPC handle on a GPU or chunks"),
         ({"device_uuid": ""}, "either an IPC handle on a GPU or chunks"),

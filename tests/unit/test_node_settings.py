@@ -45,7 +45,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     [
         (
             "trainer.learning_rate=0.1",
-            "is 0.1 here and 0.0015 on the node that runs already; stop it first with: tasuki down --state-dir",
+            "is 0.1 here and 0.0015 on the node that is running; stop it first with: tasuki down --state-dir",
         ),
         ("trainer.betas=[0.9, 0.9]", "is (0.9, 0.9) here and (0.9, 0.95) on the node"),
         ("trainer.critic.learning_rate=1e-4", "is 0.0001 here and 1e-05 on the node"),

@@ -65,7 +65,7 @@ def test_a_model_that_one_node_cannot_hold_is_refused_by_name(capsys: pytest.Cap
 
 def test_a_rate_between_nodes_needs_nodes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--preset", "balanced", "--network-gbit", "400"]) == USER_ERROR
-    assert "network-gbit: is the rate between nodes, and this plan has one node: give --nodes N, too" in capsys.readouterr().err
+    assert "network-gbit: is the rate between nodes, but this plan has one node: also give --nodes N" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -158,10 +158,10 @@ def test_what_is_wrong_is_named_in_one_line(
         (["--gpu-gb", "1e300"], "gpu-gb: must be at most 1e+09 GB, not 1e+300"),
         (["--host-gb", "1e300"], "host-gb: must be at most"),
         (["--gpus", "1000000"], "gpus: must be at most 1024 on one node, not 1000000"),
-        (["--plot", "/nodir/x.png"], "plot: there is no folder /nodir for x.png"),
-        (["--plot", "/"], "plot: / names no picture"),
-        (["--plot", "picture"], "plot: picture names no picture"),
-        (["--plot", "/dev/null/x.png"], "plot: there is no folder /dev/null"),
+        (["--plot", "/nodir/x.png"], "plot: the folder /nodir for x.png does not exist"),
+        (["--plot", "/"], "plot: / is not an image file"),
+        (["--plot", "picture"], "plot: picture is not an image file"),
+        (["--plot", "/dev/null/x.png"], "plot: the folder /dev/null for x.png does not exist"),
         (["--plot", "/proc/x.png"], "plot: /proc/x.png cannot be written"),
     ],
 )
@@ -206,7 +206,7 @@ def test_a_configuration_is_told_its_key_and_a_command_line_its_flag(
 
 def test_gpus_that_no_engine_uses_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     main(["plan", "--preset", "balanced", "--gpus", "3", "--tp", "2"])
-    assert "Without an engine: 1 of 3 GPUs, which do nothing in ROLLOUT" in capsys.readouterr().out
+    assert "Without an engine: 1 of 3 GPUs, which idle in ROLLOUT" in capsys.readouterr().out
     main(["plan", "--preset", "balanced", "--gpus", "4", "--tp", "2"])
     assert "Without an engine" not in capsys.readouterr().out
 

@@ -59,7 +59,7 @@ def test_ports_that_know_their_callers_are_taken(tmp_path: Path, overrides: list
         (["security.client_ca=c"], "security.cert", "security.client_ca"),
         ([*TLS, "security.client_ca=a", TOKEN], "security.tokens", "without security.client_ca"),
         (["security.roles=r"], "security.roles", "security.client_ca"),
-        ([LOOPBACK, TOKEN, "security.insecure=true"], "security.insecure", "leave it out"),
+        ([LOOPBACK, TOKEN, "security.insecure=true"], "security.insecure", "remove it"),
         (["coordinator.listen=foo"], "coordinator.listen", "must be"),
         (["coordinator.listen=::1:5000"], "coordinator.listen", "must be"),
         (["coordinator.listen=127.0.0.1:0"], "coordinator.listen", "must be"),

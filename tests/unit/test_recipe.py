@@ -43,7 +43,7 @@ def _config(folder: Path, *overrides: str) -> NodeConfig:
 def test_a_key_that_changes_the_numbers_is_named(folder: Path, override: str):
     begun_with = json.loads(json.dumps(recipe(_config(folder))))
     key = "trainer.lora" if "lora" in override else override.partition("=")[0]
-    with pytest.raises(InvalidArgument, match="but the run was begun with") as refused:
+    with pytest.raises(InvalidArgument, match="but the run was started with") as refused:
         check_recipe(recipe(_config(folder, override)), begun_with=begun_with, output_dir=folder / "run")
     assert refused.value.metadata["field"] == key
 
@@ -53,7 +53,7 @@ def test_a_file_whose_content_changed_is_named_by_its_key(folder: Path, file: st
     begun_with = recipe(_config(folder))
     with (folder / file).open("a") as text:
         text.write('{"prompt": "b"}\n')
-    with pytest.raises(InvalidArgument, match="has another content than the run was begun with") as refused:
+    with pytest.raises(InvalidArgument, match="has changed since the run was started") as refused:
         check_recipe(recipe(_config(folder)), begun_with=begun_with, output_dir=folder / "run")
     assert refused.value.metadata["field"] == ("train.dataset" if file == "train.jsonl" else "model.path")
 

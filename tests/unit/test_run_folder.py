@@ -41,7 +41,7 @@ def test_a_last_line_that_was_torn_off_is_left_out_and_any_other_is_named(tmp_pa
     assert read_steps(tmp_path) == metrics.steps
     with (tmp_path / "metrics.jsonl").open("a") as lines:
         lines.write("\n")
-    with pytest.raises(InvalidArgument, match=r"metrics\.jsonl:2 is no step"):
+    with pytest.raises(InvalidArgument, match=r"metrics\.jsonl:2 is not a step"):
         read_steps(tmp_path)
 
 
@@ -54,7 +54,7 @@ def test_a_last_line_that_was_torn_off_is_left_out_and_any_other_is_named(tmp_pa
 )  # fmt: skip
 def test_a_line_that_is_no_step_is_named(tmp_path: Path, line: bytes) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(line + b"\n")
-    with pytest.raises(InvalidArgument, match=r"metrics\.jsonl:1 is no step"):
+    with pytest.raises(InvalidArgument, match=r"metrics\.jsonl:1 is not a step"):
         read_steps(tmp_path)
 
 

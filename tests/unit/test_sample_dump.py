@@ -157,7 +157,7 @@ def test_a_full_disk_is_told_once_and_samples_come_again_when_there_is_room(tmp_
             dump.write(shown_step(2, "t" * 9000))
         left = {path.name for path in (disk.folder / "samples").iterdir()}
         assert "step-000002.jsonl" in left and "step-000000.jsonl" not in left
-    assert len(told) == 1 and "No space left" in told[0] and "the run goes on" in told[0]
+    assert len(told) == 1 and "No space left" in told[0] and "the run continues" in told[0]
 
 
 def test_a_folder_that_cannot_be_made_costs_no_step(settings: Settings):
@@ -167,7 +167,7 @@ def test_a_folder_that_cannot_be_made_costs_no_step(settings: Settings):
         loop = loop_of(LoopClient(), settings)
         loop.dump = dump
         assert len(steps_of(loop)) == 1
-    assert len(told) == 1 and "samples are not written" in told[0]
+    assert len(told) == 1 and "samples cannot be written" in told[0]
 
 
 def test_a_disk_that_hangs_does_not_hold_the_loop_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -190,7 +190,7 @@ def test_samples_are_in_no_log(settings: Settings, caplog: pytest.LogCaptureFixt
         dump.write(shown_step(0, SECRET))
     written = capfd.readouterr()
     assert SECRET not in caplog.text + written.out + written.err
-    assert "samples are not written" in written.err
+    assert "samples cannot be written" in written.err
 
 
 def test_nothing_is_gathered_without_a_dump(settings: Settings):

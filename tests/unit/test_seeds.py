@@ -144,5 +144,5 @@ def test_a_line_that_was_cut_off_by_a_kill_costs_no_other(tmp_path: Path) -> Non
 def test_a_full_disk_is_named(tmp_path: Path) -> None:
     calls = CallNumbers(tmp_path / "calls", instance_id="")
     (tmp_path / "calls").symlink_to("/dev/full")
-    with pytest.raises(DiskFull, match="calls cannot be written: No space left on device; make room, and repeat"):
+    with pytest.raises(DiskFull, match="calls cannot be written: No space left on device; free space, and repeat"):
         calls.number("q", call_id="a")

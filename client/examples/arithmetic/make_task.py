@@ -1,4 +1,4 @@
-"""Make the problems: train.jsonl and eval.jsonl, two-digit sums or GSM8K. No problem is in both files."""
+"""Make the problems: train.jsonl and eval.jsonl, with two-digit sums or GSM8K. The two files are disjoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FINISH = "\nEnd with #### and the number."
 
 
 def make_sums(folder: Path, *, seed: int) -> None:
-    """Write train.jsonl and eval.jsonl. A held-out sum is in train.jsonl in neither order."""
+    """Write train.jsonl and eval.jsonl. Held-out sums are not in train.jsonl, in either order."""
     pairs = [(a, b) for a in range(10, 100) for b in range(a, 100)]
     random_ = random.Random(seed)
     random_.shuffle(pairs)
@@ -32,7 +32,7 @@ def make_sums(folder: Path, *, seed: int) -> None:
 def make_gsm8k(folder: Path, source: Path) -> None:
     """Write train.jsonl and eval.jsonl from lines of `question` and `answer`; the last ones, at most a tenth, are held out.
 
-    Raises PathNotFound without the file. Exits naming the line that has no question, or no `#### n` in its answer.
+    Raises PathNotFound without the file. Exits naming a line without a question, or without `#### n` in its answer.
     """
     problems = [(_field(row, "question", place) + FINISH, _final(row, place)) for place, row in read_objects(source)]
     if len(problems) < 2:
@@ -60,8 +60,8 @@ def _final(row: Mapping[str, object], place: str) -> str:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--seed", type=int, default=0, help="of the sums that are held out")
-    parser.add_argument("--gsm8k", type=Path, help="JSONL of `question` and `answer`, in place of sums")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the held-out sums")
+    parser.add_argument("--gsm8k", type=Path, help="JSONL of `question` and `answer`, instead of sums")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
     try:

@@ -19,7 +19,7 @@ from tasuki.wire.errors import PathNotFound
 HERE = Path(__file__).resolve().parent
 CONFIG = HERE / "arithmetic.toml"
 MODEL = HERE.parents[2] / ".example" / "model"
-# Greedy answers in bfloat16 that hang on the last bit differ between two engines.
+# Greedy answers in bfloat16 that depend on the last bit differ between engines.
 TOLERANCE = 0.03
 GSM8K = [
     "rollout.context_length=1024",
@@ -37,7 +37,7 @@ def main() -> int:
     parser.add_argument(
         "--model", type=Path, default=MODEL, help="folder of a model with a chat template; by default SmolLM2's"
     )
-    parser.add_argument("--gsm8k", type=Path, help="JSONL of `question` and `answer`, in place of sums")
+    parser.add_argument("--gsm8k", type=Path, help="JSONL of `question` and `answer`, instead of sums")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="A.B=VALUE")
     arguments = parser.parse_args()
     return exit_code_of(lambda: example(arguments, started=started))
@@ -58,7 +58,7 @@ def make_task(output: Path, *, seed: int, model: Path, gsm8k: Path | None) -> No
     if not (model / "tokenizer_config.json").exists():
         raise PathNotFound(f"there is no model in {model}; `make example` makes it", path=model)
     if (output / "config.toml").exists() and (output / "task" / "eval.jsonl").exists():
-        shutil.rmtree(output)  # an earlier run's
+        shutil.rmtree(output)  # from an earlier run
     output.mkdir(parents=True)
     shutil.copy(CONFIG, output / "config.toml")
     (output / "task").mkdir()
@@ -68,7 +68,7 @@ def make_task(output: Path, *, seed: int, model: Path, gsm8k: Path | None) -> No
 
 
 def compare(config: NodeConfig, output: Path, *, started: float) -> int:
-    """Print the held-out scores; 1 when plain transformers scores the exported model differently."""
+    """Print the held-out scores. Returns 1 if plain transformers scores the exported model differently."""
     assert config.train is not None
     reward = config.train.reward.functions["exact"].function.partition(":")[2]
     options = [
@@ -80,7 +80,7 @@ def compare(config: NodeConfig, output: Path, *, started: float) -> int:
         str(config.trainer.num_threads),
     ]
     command = [sys.executable, HERE / "score.py", output / "model", output / "task" / "eval.jsonl", *options]
-    # In another process, without anything of tasuki.
+    # In a separate process, without tasuki.
     scored = float(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
     lines = (output / "metrics.jsonl").read_text().splitlines()
     before, *_, after = [score for line in lines if (score := json.loads(line)["metrics"].get("eval/mean/exact")) is not None]

@@ -1,4 +1,4 @@
-"""Share of held-out problems that a model folder solves greedily in plain transformers, without anything of tasuki."""
+"""Share of held-out problems that a model folder solves greedily in plain transformers, without tasuki."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BATCH_SIZE = 64
 
 
 def score(folder: Path, problems: Path, *, reward: str, max_new_tokens: int) -> float:
-    """reward: name of a function of rewards.py."""
+    """reward: name of a function in rewards.py."""
     rewarded = getattr(importlib.import_module("rewards"), reward)
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")

@@ -1,8 +1,8 @@
-"""Makes the demo's task from nothing, without a network: tokenizer, tiny model, supervised start, prompts.
+"""Makes the demo's task from scratch, without a network: tokenizer, tiny model, supervised start, prompts.
 
-The problem: write a string of four digits backwards. The teacher of the supervised start is sloppy: seven times out of ten it only
-swaps the first and the last digit and leaves the middle as it is. So the model learns to write answers, and most of its greedy ones
-are wrong; which habit is right it can only find out from the reward.
+The problem: reverse a string of four digits. The teacher of the supervised start is sloppy: in seven of ten cases it only swaps the
+first and last digits. The model thus learns to answer, but most of its greedy answers are wrong; only the reward reveals which
+habit is right.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ SLOPPY = 0.7
 STEPS, BATCH_SIZE, LEARNING_RATE, WARMUP_STEPS = 300, 64, 3e-3, 10
 SPECIALS = ["<pad>", "<bos>", "<eos>", "<unk>"]
 VOCABULARY = [*SPECIALS, *"0123456789", ">"]
-# A few spare rows, so that the vocabulary divides by any number of engine ranks.
+# A few spare rows, so that the vocabulary is divisible by any number of engine ranks.
 VOCAB_SIZE = 64
 
 
 def make_task(folder: Path, *, seed: int) -> None:
-    """Writes model/, train.jsonl and eval.jsonl into a folder; no prompt is in both files."""
+    """Writes model/, train.jsonl and eval.jsonl to a folder; the prompts of the two files are disjoint."""
     random_ = random.Random(seed)
     torch.manual_seed(seed)
     numbers = random_.sample(range(10**LENGTH), NUM_EVAL + NUM_TRAIN)
@@ -46,7 +46,7 @@ def make_task(folder: Path, *, seed: int) -> None:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token for each character."""
+    """A tokenizer with one token per character."""
     tokenizer = Tokenizer(models.WordLevel({token: index for index, token in enumerate(VOCABULARY)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()

@@ -1,4 +1,4 @@
-"""Reward of the demo: 1 for exactly the right answer, else 0."""
+"""Reward of the demo: 1 for exactly the correct answer, else 0."""
 
 
 def exact(*, prompt: str, completion: str, answer: str) -> float:

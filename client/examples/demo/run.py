@@ -44,14 +44,14 @@ def _parser() -> argparse.ArgumentParser:
         "--kill",
         type=failpoint_of,
         metavar="PROCESS@STAGE",
-        help="kill a process in the middle of the run, e.g. rollout@SYNC, trainer1@OFFLOAD, coordinator@DRAIN, scheduler0@RESUME_KV",
+        help="kill a process during the run, e.g. rollout@SYNC, trainer1@OFFLOAD, coordinator@DRAIN, scheduler0@RESUME_KV",
     )
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="A.B=VALUE")
     return parser
 
 
 def failpoint_of(kill: str) -> str:
-    """The failpoint that kills the process when the stage runs for the fourth time; the coordinator does it for others."""
+    """The failpoint that kills the process when the stage runs for the fourth time; the coordinator kills other processes."""
     process, _, stage = kill.partition("@")
     if not re.fullmatch(PROCESS, process) or stage not in list(Stage):
         raise argparse.ArgumentTypeError(
@@ -63,7 +63,7 @@ def failpoint_of(kill: str) -> str:
 
 
 def check_ranks(failpoint: str, config: NodeConfig) -> None:
-    """Raises InvalidArgument when the failpoint strikes a rank that the node does not have: it would never be reached."""
+    """Raises InvalidArgument if the node has no such rank, since the failpoint would never be reached."""
     num_ranks = {"trainer": config.trainer.num_ranks, "scheduler": config.num_engine_ranks}
     for service, rank in re.findall(r"\b(trainer|scheduler)(\d+)", failpoint):
         if int(rank) >= num_ranks[service]:
@@ -73,14 +73,14 @@ def check_ranks(failpoint: str, config: NodeConfig) -> None:
 
 def demo(output: Path, *, seed: int, overrides: list[str], started: float) -> int:
     if (output / "config.toml").exists() and (output / "task" / "eval.jsonl").exists():
-        shutil.rmtree(output)  # an earlier demo's
+        shutil.rmtree(output)  # from an earlier demo
     output.mkdir(parents=True)
     config = output / "config.toml"
     shutil.copy(CONFIG, config)
 
     sys.stdout.write(f"making the task in {output / 'task'}: tokenizer, tiny model, supervised start\n")
     sys.stdout.flush()
-    # In another process: its torch must not sit in memory beside the services.
+    # In a separate process, so that its torch does not occupy memory next to the services.
     subprocess.run([sys.executable, HERE / "make_task.py", output / "task", "--seed", str(seed)], check=True)
     seeds = [f"{table}.seed={seed}" for table in ("trainer", "rollout", "train")]
     return run(load_config(config, overrides=[*seeds, *overrides]), config_dir=HERE, started=started)

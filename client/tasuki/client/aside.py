@@ -1,8 +1,8 @@
-"""Calls carried out on another thread, for a main thread that Ctrl-C may interrupt while it waits.
+"""A worker thread for blocking calls, so that Ctrl-C can interrupt the main thread while it waits.
 
-KeyboardInterrupt may be raised between any two bytecodes of the main thread, also inside `threading.Condition`, whose lock then stays
-taken: whoever fulfils the future that was waited for blocks forever. `queue.SimpleQueue` is written in C, so an interrupt comes before
-or after its lock.
+KeyboardInterrupt may be raised between any two bytecodes of the main thread, even inside `threading.Condition`. Its lock then stays
+locked, and the thread that completes the future blocks forever. `queue.SimpleQueue` is written in C: an interrupt never leaves its
+lock held.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _Answer = TypeVar("_Answer")
 
 
 class Pending(Generic[_Answer]):
-    """What a call on another thread gives, once."""
+    """The result of a call on another thread; can be awaited once."""
 
     def __init__(self) -> None:
         self._ended: SimpleQueue[Callable[[], _Answer]] = SimpleQueue()
@@ -30,7 +30,7 @@ class Pending(Generic[_Answer]):
 
 
 class Aside:
-    """A thread that carries out calls, one after another."""
+    """A thread that runs calls one after another."""
 
     def __init__(self, name: str) -> None:
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -38,7 +38,7 @@ class Aside:
         self._thread.start()
 
     def call(self, work: Callable[[], _Answer]) -> _Answer:
-        """Returns what `work` returns and raises what it raises. An interrupted caller leaves it running."""
+        """Returns what `work` returns and raises what it raises. If the caller is interrupted, `work` keeps running."""
         pending = Pending[_Answer]()
 
         def carry_out() -> None:
@@ -53,7 +53,7 @@ class Aside:
         return pending.wait()
 
     def close(self) -> None:
-        """Waits for the call that is under way."""
+        """Waits for the running call, then ends the thread."""
         self._calls.put(None)
         self._thread.join()
 

@@ -1,4 +1,4 @@
-"""The client on asyncio: the implementation; sync_client.py has the same verbs without await."""
+"""The asyncio client. It holds the implementation; sync_client.py offers the same verbs without await."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ _MAX_LOSSES = 4
 
 
 class AsyncClient:
-    """One node, driven by verbs. `generate` acquires phase ROLLOUT, the training verbs acquire TRAIN.
+    """A client of one node. `generate` acquires phase ROLLOUT; the training verbs acquire TRAIN.
 
-    Every verb raises a TasukiError: DeadlineExceeded after timeout_s, PeerUnavailable for a service that does not come back, NodeDown when
-    the node has ended, and at a port Unauthenticated or PermissionDenied. Those that change the phase raise as `acquire`.
+    Every verb may raise DeadlineExceeded after timeout_s, PeerUnavailable if a service does not come back and NodeDown if the node
+    has ended; at a TCP port also Unauthenticated or PermissionDenied. Verbs that change the phase raise as `acquire`.
 
-    Calls that belong together are the caller's to order: optim_step takes the gradients of every forward_backward before it.
+    The caller orders dependent calls: optim_step uses the gradients of every forward_backward that finished before it.
     """
 
     def __init__(
@@ -63,14 +63,14 @@ class AsyncClient:
         recovery_timeout_s: float = 600.0,
         otlp_endpoint: str | None = None,
     ) -> None:
-        """target: of the coordinator, e.g. "unix:/run/tasuki/coordinator.sock" or "node-a:50050"; or the node's state folder.
+        """target: the coordinator's address, e.g. "unix:/run/tasuki/coordinator.sock" or "node-a:50050"; or the node's state folder.
 
-        credentials: what the node's ports ask for; none on unix sockets.
+        credentials: for the node's TCP ports; unix sockets need none.
 
         timeout_s: deadline of each verb that generates, trains, saves or changes the phase. recovery_timeout_s: how long a verb waits
-        for a service that was there and is being restarted.
+        for a service to restart.
 
-        otlp_endpoint: receiver of OpenTelemetry spans over HTTP, such as "http://127.0.0.1:4318"; needs the extra `otel`.
+        otlp_endpoint: OTLP/HTTP endpoint for OpenTelemetry spans, such as "http://127.0.0.1:4318"; needs the extra `otel`.
         """
         check_tracing_installed(otlp_endpoint, key="otlp_endpoint")
         self._otlp_endpoint = otlp_endpoint
@@ -89,7 +89,7 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Closes the channels; work that the node has begun goes on."""
+        """Closes the channels. Work already started on the node continues."""
         await self._phases.close()
         if self._opened is not None:
             await self._opened.close()
@@ -98,9 +98,9 @@ class AsyncClient:
     async def generate(
         self, prompts: Sequence[TokenIds], sampling_params: SamplingParams | None = None, *, num_samples: int = 1
     ) -> list[Sample]:
-        """`num_samples` completions of each prompt: those of the first prompt first, in the order of sample_index.
+        """Generates `num_samples` completions of each prompt, ordered by prompt, then by sample_index.
 
-        All of them are regenerated if rollout restarts meanwhile. Raises InvalidArgument for a prompt or parameter that rollout refuses.
+        All of them are regenerated if rollout restarts. Raises InvalidArgument for a prompt or parameter that rollout refuses.
         """
         requests = generation.requests(prompts, sampling_params or SamplingParams(), num_samples=num_samples)
         for number in range(_MAX_LOSSES + 1):
@@ -110,21 +110,21 @@ class AsyncClient:
             except PeerUnavailable as error:
                 if "peer" in error.metadata or number == _MAX_LOSSES:
                     raise
-                # The coordinator waits for rollout to come back.
+                # The coordinator waits for rollout to restart.
                 await self.acquire(Phase.ROLLOUT)
-        raise AssertionError("the last loss is raised")
+        raise AssertionError("the last attempt raises")
 
     async def generate_stream(
         self, prompts: Sequence[TokenIds], sampling_params: SamplingParams | None = None, *, num_samples: int = 1
     ) -> AsyncGenerator[Sample, None]:
-        """The samples of `generate`, each as soon as it is complete. Leaving early frees what still runs. Raises as `generate`."""
+        """Yields the samples of `generate` as they complete. Leaving the loop early cancels the rest. Raises as `generate`."""
         requests = generation.requests(prompts, sampling_params or SamplingParams(), num_samples=num_samples)
         async with aclosing(self._samples(requests, len(prompts) * num_samples)) as samples:
             async for sample in samples:
                 yield sample
 
     async def _samples(self, requests: Sequence[generation.Request], num_samples: int) -> AsyncGenerator[Sample, None]:
-        """num_samples: of all requests together."""
+        """num_samples: total over all requests."""
         num_received = 0
         for is_last_try in (False, True):
             await self._phases.hold(Phase.ROLLOUT)
@@ -134,7 +134,7 @@ class AsyncClient:
                     yield sample
                 break
             except (Asleep, Draining):
-                # Someone else took the GPUs. Samples that are out already must not come twice.
+                # Another client took the GPUs. Samples already yielded must not be repeated.
                 if is_last_try or num_received:
                     raise
                 self._connection.phase = None
@@ -142,9 +142,9 @@ class AsyncClient:
             raise InternalError(f"rollout ended the stream after {num_received} of {num_samples} samples")
 
     async def begin_run(self, *, keep_optimizer: bool = False) -> int:
-        """Starts the schedules of all roles at step 0, with fresh optimizer state unless it is kept. Returns the policy version.
+        """Restarts the learning-rate schedules of all roles at step 0 and resets optimizer state unless told to keep it.
 
-        Raises GradientsPending where gradients wait for a step.
+        Returns the policy version. Raises GradientsPending if accumulated gradients await a step.
         """
 
         async def give(command: types_pb2.CommandId, timeout_s: float) -> trainer_pb2.BeginRunResponse:
@@ -161,14 +161,14 @@ class AsyncClient:
         role: Role = Role.POLICY,
         log_probs_of: Sequence[int] = (),
     ) -> ForwardBackwardResult:
-        """Adds gradients of the loss over all samples to those of `role`. By default the loss is PPO's, as a mean over counted tokens.
+        """Accumulates the gradients of the loss over all samples for `role`. The default is PPO's loss, averaged over counted tokens.
 
-        log_probs_of: positions of samples whose log-probs, as the loss sees them, come with the result.
-        Raises InvalidArgument naming a field of a sample or of the loss that does not fit, MessageTooLarge for one that is too long.
+        log_probs_of: positions of samples whose log-probs, as computed by the loss, are returned with the result.
+        Raises InvalidArgument naming the invalid field of a sample or the loss, and MessageTooLarge for a sample that is too long.
         """
         if not all(0 <= position < len(samples) for position in log_probs_of):
             raise InvalidArgument(
-                "log_probs_of", f"is {list(log_probs_of)}; give positions of the call's {len(samples)} samples"
+                "log_probs_of", f"is {list(log_probs_of)}; give positions within the call's {len(samples)} samples"
             )
         chunks = encode.training_chunks(samples)
         loss_config = encode.loss_to_proto(loss or LossConfig())
@@ -189,11 +189,11 @@ class AsyncClient:
     async def optim_step(
         self, *, role: Role = Role.POLICY, learning_rate: float | None = None, schedule_step: int | None = None
     ) -> OptimStepResult:
-        """Clips the gradients of `role` and makes one AdamW step.
+        """Clips the gradients of `role` and takes one AdamW step.
 
-        learning_rate: replaces the schedule's for this step. schedule_step: place in the schedule; by default steps since begin_run.
-        Raises NoGradients without a forward_backward before it, GradientsNotFinite unless such gradients are skipped, InvalidArgument for a
-        number that cannot be sent.
+        learning_rate: overrides the schedule for this step. schedule_step: position in the schedule; by default, steps since begin_run.
+        Raises NoGradients without a preceding forward_backward, GradientsNotFinite unless the node skips such steps, and
+        InvalidArgument for a number out of range.
         """
 
         settings = encode.optim_step_to_proto(role, learning_rate=learning_rate, schedule_step=schedule_step)
@@ -218,9 +218,9 @@ class AsyncClient:
     async def compute_log_probs(
         self, samples: Sequence[TrainingSample], *, role: Role = Role.POLICY
     ) -> list[NDArray[np.float32]]:
-        """Log-probability of each completion token at its sample's temperature: [T] for each sample, in their order.
+        """Computes the log-probability of each completion token at its sample's temperature: [T] for each sample, in order.
 
-        Natural logarithms. Raises InvalidArgument naming a field of a sample that does not fit.
+        Natural logarithms. Raises InvalidArgument naming the invalid field of a sample.
         """
         chunks = encode.training_chunks(samples)
         header = trainer_pb2.ComputeLogProbsHeader(role=encode.role_to_proto(role))
@@ -237,9 +237,9 @@ class AsyncClient:
         return _complete(await self._phases.train(give), num_samples=len(samples))
 
     async def compute_values(self, samples: Sequence[TrainingSample]) -> list[NDArray[np.float32]]:
-        """The critic's value of each completion token, from the tokens before it: [T] for each sample, in their order.
+        """Computes the critic's value of each completion token, given the tokens before it: [T] for each sample, in order.
 
-        Raises InvalidArgument on a node without a critic.
+        Raises InvalidArgument if the node has no critic.
         """
         chunks = encode.training_chunks(samples)
 
@@ -251,9 +251,9 @@ class AsyncClient:
         return _complete(await self._phases.train(give), num_samples=len(samples))
 
     async def save(self, path: Path | str) -> SaveResult:
-        """Writes model, optimizer, random state and version into a folder that does not exist yet, for `load`.
+        """Saves model, optimizer, random state and version to a new folder, for `load`.
 
-        Raises PathExists, DiskFull, and PermissionDenied for a folder where the node does not let clients write.
+        Raises PathExists, DiskFull, and PermissionDenied for a folder outside those that clients may write to.
         """
         folder = _absolute(path)
 
@@ -265,9 +265,9 @@ class AsyncClient:
         return SaveResult(folder, done.policy_version, done.bytes, done.seconds)
 
     async def load(self, path: Path | str) -> int:
-        """Reads what `save` wrote. Returns the policy version.
+        """Loads a checkpoint written by `save`. Returns the policy version.
 
-        Raises PathNotFound, and InvalidArgument for a folder that is damaged or of another model.
+        Raises PathNotFound, and InvalidArgument for a checkpoint that is damaged or belongs to another model.
         """
         folder = _absolute(path)
 
@@ -278,7 +278,7 @@ class AsyncClient:
         return (await self._phases.train(give)).policy_version
 
     async def export_model(self, path: Path | str) -> SaveResult:
-        """Writes a Hugging Face folder that does not exist yet; AutoModelForCausalLM.from_pretrained loads it. Raises as `save`."""
+        """Exports the model to a new folder in Hugging Face format, for AutoModelForCausalLM.from_pretrained. Raises as `save`."""
         folder = _absolute(path)
 
         async def give(command: types_pb2.CommandId, timeout_s: float) -> trainer_pb2.ExportModelResponse:
@@ -289,38 +289,39 @@ class AsyncClient:
         return SaveResult(folder, done.policy_version, done.bytes, done.seconds)
 
     async def begin_acquire(self, phase: Phase) -> None:
-        """Begins what `acquire` does and returns at once. The next verb that needs a phase waits for it, and raises what it ended in."""
+        """Starts what `acquire` does and returns at once. The next verb that needs a phase waits for it and raises its error."""
         await self._phases.begin(phase)
 
     async def acquire(self, phase: Phase) -> list[StageEvent]:
-        """Brings the node to a phase. Returns what happened, stage by stage, also of what `begin_acquire` began; one event HELD when it
-        already was there.
+        """Brings the node to a phase. Returns the stages carried out, including those started by `begin_acquire`.
 
-        Raises OutOfGpuMemory with the bytes that are missing, GradientsPending where gradients wait for a step, and ChangeoverRunning while
-        another client brings the node to another phase.
+        Returns one event HELD if the node was already in the phase.
+
+        Raises OutOfGpuMemory with the missing bytes, GradientsPending if accumulated gradients await a step, and ChangeoverRunning while
+        another client moves the node to the other phase.
         """
         return await self._phases.acquire(phase)
 
     async def state(self) -> NodeState:
-        """What the coordinator says of the node now."""
+        """Returns the node's current state from the coordinator."""
         return await self._connection.refresh()
 
     async def trainer_state(self) -> TrainerState:
-        """What the trainer says of itself now."""
+        """Returns the trainer's current state."""
         stub = await self._connection.trainer()
         request = trainer_pb2.GetTrainerStateRequest()
         state = await self._connection.read(lambda: stub.GetTrainerState(request, timeout=READ_TIMEOUT_S))
         return encode.trainer_state_from_proto(state)
 
     async def rollout_state(self) -> RolloutState:
-        """What rollout says of itself now."""
+        """Returns rollout's current state."""
         stub = await self._connection.rollout()
         request = rollout_pb2.GetRolloutStateRequest()
         state = await self._connection.read(lambda: stub.GetRolloutState(request, timeout=READ_TIMEOUT_S))
         return encode.rollout_state_from_proto(state)
 
     async def watch(self) -> AsyncGenerator[Watched, None]:
-        """The state now, and again after each change, for as long as it is read."""
+        """Yields the current state, then the new state after each change, until the caller stops."""
         call = self._connection.coordinator.WatchState(coordinator_pb2.WatchStateRequest())
         try:
             async for response in call:
@@ -332,7 +333,7 @@ class AsyncClient:
             call.cancel()
 
     async def changeovers(self, *, limit: int = 50) -> list[Changeover]:
-        """The newest changeovers of the journal, newest first."""
+        """Returns the latest changeovers in the journal, newest first."""
         found: list[Changeover] = []
         page_token = ""
         while len(found) < limit:
@@ -368,5 +369,5 @@ def _complete(scores: list[NDArray[np.float32]], *, num_samples: int) -> list[ND
 
 
 def _absolute(path: Path | str) -> str:
-    """The services have working folders of their own."""
+    """The path, absolute: services have other working directories."""
     return str(Path(path).absolute())

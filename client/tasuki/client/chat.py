@@ -1,4 +1,4 @@
-"""Chats as token ids, and which of them the assistant wrote."""
+"""Chats as token ids, with a mask of the assistant's tokens."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from itertools import pairwise
 from tasuki.wire.errors import InvalidArgument
 
 Message = Mapping[str, object]
-"""`role`, `content`, and what else the chat template reads."""
+"""`role`, `content`, and anything else the chat template reads."""
 Render = Callable[[Sequence[Message]], list[int]]
-"""Token ids of messages by a chat template."""
+"""Renders messages to token ids with a chat template."""
 ASSISTANT = "assistant"
 
 
 @dataclass(frozen=True, slots=True)
 class ChatTokens:
-    """A conversation as a model reads it."""
+    """A conversation as token ids with a loss mask."""
 
     token_ids: list[int]
     """[T]"""
     assistant_mask: list[int]
-    """[T], 1 for what the assistant wrote, end-of-turn token included, else 0."""
+    """[T], 1 for the assistant's tokens including the end of turn, else 0."""
 
 
 def chat_tokens(messages: Sequence[Message], *, render: Render, render_prompt: Render, eos_token_id: int | None) -> ChatTokens:
-    """Tells the assistant's tokens apart by rendering the conversation up to each of its turns.
+    """Finds the assistant's tokens by rendering the conversation up to each of its turns.
 
-    render_prompt: with what begins the assistant's answer behind the messages.
-    A turn begins where the prompt for it ends, and ends with its last `eos_token_id`, or with the turn when it has none.
-    Raises InvalidArgument when the template does not render the beginning of a conversation as the beginning of the whole.
+    render_prompt: like render, with the generation prompt appended.
+    A turn starts where its prompt ends. It ends with its last `eos_token_id`, or at its last token without one.
+    Raises InvalidArgument if rendering part of a conversation is not a prefix of rendering the whole.
     """
     token_ids = render(messages)
     assistant_mask = [0] * len(token_ids)
@@ -51,9 +51,9 @@ def chat_tokens(messages: Sequence[Message], *, render: Render, render_prompt: R
 
 def _no_prefix(index: int, *, is_prompt: bool) -> str:
     if is_prompt:
-        cause = f"the prompt for message {index} is not how the conversation with that message begins"
+        cause = f"the prompt of message {index} is not a prefix of the conversation with that message"
         cure = "remove white space around its content"
     else:
-        cause = f"the conversation up to message {index} is rendered otherwise when more messages follow"
-        cure = "give each answer its own row, as the last message"
-    return f"the assistant's tokens cannot be told apart: by the chat template, {cause}; {cure}, or mark them with {{% generation %}}"
+        cause = f"the conversation up to message {index} is rendered differently when more messages follow"
+        cure = "put each answer in its own row, as the last message"
+    return f"cannot find the assistant's tokens: with this chat template, {cause}; {cure}, or mark them with {{% generation %}}"

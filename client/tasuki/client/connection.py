@@ -1,4 +1,4 @@
-"""Channels to one node, what its coordinator last said, and how a command is given exactly once."""
+"""Channels to one node, its last known state, and exactly-once commands."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ def resolve_target(target: str | None, state_dir: Path | str | None) -> str:
 
 
 class Connection:
-    """Made and used inside one event loop."""
+    """Channels to one node. Bound to one event loop."""
 
     def __init__(
         self, target: str, *, recovery_timeout_s: float, credentials: Credentials | None = None, tracer: Tracer = NO_TRACER
     ) -> None:
-        """credentials: for a port. tracer: of calls, closed with the connection.
+        """credentials: for TCP ports. tracer: records the calls; closed with the connection.
 
-        recovery_timeout_s: how long a service that was there may be away before a call fails; it may have been restarted.
+        recovery_timeout_s: how long to wait for a service that stopped answering, since it may be restarting.
         """
         self._target, self._credentials, self._tracer = target, credentials, tracer
         self._recovery_timeout_s = recovery_timeout_s
@@ -70,13 +70,13 @@ class Connection:
         self._channels: dict[str, grpc.aio.Channel] = {}
         self.epoch = 0
         self.phase: Phase | None = None
-        """That the node is believed to be in; a service that knows better refuses the call."""
+        """The phase that the node is believed to be in. Services that know better refuse the call."""
         self._trainer_target = self._rollout_target = ""
         self._instance_id: str | None = None
         self._lock_path = ""
 
     async def refresh(self) -> NodeState:
-        """Asks the coordinator where the node is and where its services are."""
+        """Asks the coordinator for the node's state and its services' addresses."""
 
         async def ask() -> coordinator_pb2.GetStateResponse:
             return await self.coordinator.GetState(coordinator_pb2.GetStateRequest(), timeout=READ_TIMEOUT_S)
@@ -90,7 +90,7 @@ class Connection:
         return state_from_proto(response.state)
 
     async def read(self, ask: Callable[[], Awaitable[_Answer]]) -> _Answer:
-        """Asks something that is harmless to repeat; waits for a service that is being restarted."""
+        """Makes a call that is safe to repeat; waits for a service that is restarting."""
         loss = _Loss(self._recovery_timeout_s if self.epoch else 0.0)
         while True:
             try:
@@ -101,15 +101,15 @@ class Connection:
                     raise failure from error
 
     def take(self, state: coordinator_pb2.NodeState) -> None:
-        """Remembers what a message of the coordinator says of the node. Raises NodeDown when it is another node than before."""
+        """Updates the node's state from a coordinator's message. Raises NodeDown if the message comes from another node."""
         if self._instance_id not in (None, state.instance_id):
             raise NodeDown(
-                "the node was stopped and restarted, from its model: what it had learned is not there; load a checkpoint and begin "
-                "again, with a new client",
+                "the node was stopped and restarted from its initial model, so its training state is lost; load a checkpoint and continue "
+                "with a new client",
                 instance_id=state.instance_id,
             )
         self._instance_id, self._lock_path = state.instance_id, state.lock_path
-        # A coordinator without room for its journal has no epoch, and the one that was told is still the last.
+        # Without room for its journal the coordinator reports no epoch; the last one reported is still valid.
         self.epoch, self.phase = state.epoch or self.epoch, state_from_proto(state).phase
         self._trainer_target, self._rollout_target = state.trainer_target, state.rollout_target
 
@@ -124,10 +124,9 @@ class Connection:
         return RolloutServiceStub(self._channel("rollout", self._rollout_target))
 
     async def command(self, give: Callable[[types_pb2.CommandId, float], Awaitable[_Answer]], *, timeout_s: float) -> _Answer:
-        """Gives a mutating command; `give` gets its identity and the seconds it may take.
+        """Sends a mutating command. `give` gets the command's id and its remaining time in seconds.
 
-        It is repeated, by the same request id and so without doing anything twice, only when nobody knows whether it was carried
-        out, or when it was refused for an old epoch.
+        Repeats it, with the same request id so that it takes effect once, only if its outcome is unknown or its epoch was stale.
         """
         request_id, ends = uuid.uuid4().hex, time.monotonic() + timeout_s
         num_repeats, loss = 0, _Loss(self._recovery_timeout_s)
@@ -136,7 +135,7 @@ class Connection:
         while True:
             epoch = self.epoch
             command = types_pb2.CommandId(epoch=epoch, request_id=request_id)
-            # After its deadline the work goes on: a short repeat may still find the answer.
+            # The work outlives its deadline: a short retry may still find the answer.
             left_s = max(ends - time.monotonic(), READ_TIMEOUT_S if num_repeats else timeout_s)
             deadline = time.monotonic() + left_s
             try:
@@ -146,7 +145,7 @@ class Connection:
                 if isinstance(failure, DeadlineExceeded) and num_repeats < _MAX_REPEATS:
                     num_repeats += 1
                 elif isinstance(failure, DeadlineExceeded) and await self._lacks_service() and await loss.wait():
-                    # The time that it takes to start is not the command's.
+                    # The restart does not count against the command's deadline.
                     ends, num_repeats = time.monotonic() + timeout_s, 0
                 elif isinstance(failure, StaleEpoch) and (await self.refresh()).epoch > epoch:
                     continue
@@ -154,7 +153,7 @@ class Connection:
                     raise failure from error
 
     async def _lacks_service(self) -> bool:
-        """Whether trainer or rollout does not answer: it is being restarted. Raises NodeDown when the node is gone."""
+        """Whether trainer or rollout does not answer because it is restarting. Raises NodeDown if the node is gone."""
         await self._expect_node()
         trainer, rollout = await self.trainer(), await self.rollout()
         asks = (
@@ -170,15 +169,15 @@ class Connection:
         return False
 
     async def _outlasts(self, failure: TasukiError, loss: _Loss) -> bool:
-        """Waits a moment when `failure` is that of a service which may come back; else False. Raises NodeDown when the node is gone."""
-        # What the coordinator says of a peer is an answer, and not its own absence.
+        """Waits briefly if `failure` comes from a service that may restart; else returns False. Raises NodeDown if the node is gone."""
+        # An error that the coordinator reports about a peer is an answer: the coordinator itself is up.
         if not isinstance(failure, PeerUnavailable) or "peer" in failure.metadata:
             return False
         await self._expect_node()
         return await loss.wait()
 
     async def _expect_node(self) -> None:
-        """Raises NodeDown when nobody holds the node's lock, or the coordinator tells of another node."""
+        """Raises NodeDown if the node's lock is free or the coordinator belongs to another node."""
         if self._lock_path and is_free(Path(self._lock_path)):
             raise NodeDown(f"the node at {self._target} has ended; see `tasuki state`", lock_path=self._lock_path)
         with suppress(grpc.aio.AioRpcError):
@@ -199,9 +198,9 @@ class Connection:
 
 
 def _failure(error: grpc.aio.AioRpcError | asyncio.CancelledError, *, deadline: float) -> TasukiError:
-    """What ended a call. Raises CancelledError when its caller did.
+    """Converts the error that ended a call. Raises CancelledError if the caller cancelled it.
 
-    grpc.aio also cancels a call by itself whose messages it cannot send any more, and does not say why.
+    grpc.aio also cancels a call, without a reason, when it can no longer send its messages.
     """
     if isinstance(error, grpc.aio.AioRpcError):
         return from_rpc_error(error)
@@ -209,12 +208,12 @@ def _failure(error: grpc.aio.AioRpcError | asyncio.CancelledError, *, deadline: 
     if task is None or task.cancelling():
         raise error
     if time.monotonic() >= deadline:
-        return DeadlineExceeded("the call ended at its deadline, before all of its messages were sent")
-    return PeerUnavailable("the service ended while messages were sent to it; see `tasuki state` and its log")
+        return DeadlineExceeded("the deadline expired before all messages were sent")
+    return PeerUnavailable("the service ended while messages were being sent; see `tasuki state` and its log")
 
 
 class _Loss:
-    """The time that a call has been without its service."""
+    """How long a call has been without its service."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -222,7 +221,7 @@ class _Loss:
         self._pause_s = _REPEAT_AFTER_S
 
     async def wait(self) -> bool:
-        """Waits a moment, longer each time. False when it has taken too long."""
+        """Waits a moment, longer each time. Returns False once the time is up."""
         now = time.monotonic()
         self._started = now if self._started is None else self._started
         if now - self._started >= self._timeout_s:

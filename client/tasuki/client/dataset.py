@@ -1,4 +1,4 @@
-"""Prompts from a JSONL file, in a seeded order that can be left and taken up again."""
+"""Prompts from a JSONL file, in a seeded order that can be resumed."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from tasuki.wire.errors import InvalidArgument, PathNotFound
 Row = dict[str, object]
 """One line: `prompt`, a string or a list of chat messages, and any other fields."""
 _Item = TypeVar("_Item")
-# Names of the reward function's other arguments.
+# Reserved for the reward function's other arguments.
 _RESERVED = ("completion", "finish_reason", "num_tokens", "prompt_token_ids", "completion_token_ids")
 
 
 def read_jsonl(path: Path | str) -> list[Row]:
-    """The rows of a file; empty lines are passed over.
+    """Reads the rows of a file and skips empty lines.
 
-    Raises PathNotFound without a file, InvalidArgument naming file and line for a line that is no row.
+    Raises PathNotFound without a file, and InvalidArgument naming file and line for an invalid row.
     """
     return [_checked(row, place=place) for place, row in read_objects(path)]
 
 
 def read_objects(path: Path | str) -> Iterator[tuple[str, Row]]:
-    """The JSON objects of a file, one a line, each with its place, "file:line"; empty lines are passed over. Raises as read_jsonl."""
+    """Yields the JSON objects of a file, one per line, each with its place "file:line". Skips empty lines. Raises as read_jsonl."""
     path = Path(path)
     if not path.is_file():
         found = "is not a regular file" if path.exists() else "does not exist"
@@ -44,7 +44,7 @@ def read_objects(path: Path | str) -> Iterator[tuple[str, Row]]:
 
 
 class Dataset(Generic[_Item]):
-    """Rows, or samples made of them, in a new order each epoch, without end."""
+    """Rows, or samples built from them, in a new order each epoch, endlessly."""
 
     def __init__(self, rows: Sequence[_Item], *, seed: int = 0) -> None:
         if not rows:
@@ -54,7 +54,7 @@ class Dataset(Generic[_Item]):
         self._order = self._shuffled()
 
     def next_rows(self, num_rows: int) -> list[_Item]:
-        """The next rows; a new epoch begins where one ends."""
+        """Returns the next rows; continues into the next epoch where one ends."""
         taken: list[_Item] = []
         while len(taken) < num_rows:
             if self._next == len(self._rows):
@@ -70,7 +70,7 @@ class Dataset(Generic[_Item]):
         return {"seed": self._seed, "epoch": self._epoch, "next": self._next, "num_rows": len(self._rows)}
 
     def seek(self, position: Mapping[str, int]) -> None:
-        """Goes on from a position of the same rows. Raises InvalidArgument when it is of other rows or another seed, or is none."""
+        """Continues from a position. Raises InvalidArgument if the position is invalid or comes from other rows or another seed."""
         for field, own in (("seed", self._seed), ("num_rows", len(self._rows))):
             if position.get(field) != own:
                 raise InvalidArgument(f"position.{field}", f"is {position.get(field)}, but this dataset has {own}")
@@ -87,7 +87,7 @@ class Dataset(Generic[_Item]):
 def _object(line: bytes, *, place: str) -> Row:
     try:
         row = json.loads(line)
-        if b"\\ud" in line.lower():  # half of a surrogate pair is no text: neither tokenizer nor file takes it
+        if b"\\ud" in line.lower():  # half of a surrogate pair is not text: neither tokenizer nor file accepts it
             json.dumps(row, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise InvalidArgument("dataset", f"{place}: not JSON: {error}", place=place) from error
@@ -102,7 +102,7 @@ def _checked(row: Row, *, place: str) -> Row:
     for name in _RESERVED:
         if name in row:
             raise InvalidArgument(
-                "dataset", f"{place}: field `{name}` is the reward's argument; name it otherwise", place=place
+                "dataset", f"{place}: field `{name}` is reserved for the reward function; rename it", place=place
             )
     problem = prompt_problem(row["prompt"])
     if problem:
@@ -111,7 +111,7 @@ def _checked(row: Row, *, place: str) -> Row:
 
 
 def prompt_problem(prompt: object) -> str:
-    """What makes it no prompt, or an empty string."""
+    """Why the prompt is invalid, or an empty string."""
     if isinstance(prompt, str):
         return "" if prompt else "is empty"
     if not isinstance(prompt, list):

@@ -1,4 +1,4 @@
-"""Small files that are there whole or not at all, also after the machine has crashed."""
+"""Small files that are written whole or not at all, even if the machine crashes."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from tasuki.wire.errors import NO_ROOM, DiskFull
 
 @contextmanager
 def named_if_full(path: Path) -> Iterator[None]:
-    """Raises DiskFull naming `path`, or the OSError with it: what the system says of a write to an open file names none."""
+    """Converts a full disk to DiskFull naming `path` and adds `path` to any other OSError: writes to open files name none."""
     try:
         yield
     except OSError as error:
         error.filename = error.filename or str(path)
         if error.errno not in NO_ROOM:
             raise
-        raise DiskFull(f"{path} cannot be written: {error.strerror}; make room, and go on", path=path) from error
+        raise DiskFull(f"{path} cannot be written: {error.strerror}; free space and continue", path=path) from error
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Writes aside, fsyncs and renames; what was at `path` is there until then. Raises DiskFull, or OSError."""
+    """Replaces a file atomically: writes aside, fsyncs, renames. Raises DiskFull, or OSError."""
     aside = path.with_name(f".{path.name}.partial")
     try:
         with named_if_full(path), aside.open("w") as file:
@@ -32,7 +32,7 @@ def write_durably(path: Path, text: str) -> None:
             os.fsync(file.fileno())
         aside.replace(path)
     except (OSError, DiskFull):
-        aside.unlink(missing_ok=True)  # on a full disk it would be in the way of everything else
+        aside.unlink(missing_ok=True)  # a leftover would keep a full disk full
         raise
     folder = os.open(path.parent, os.O_RDONLY)
     try:

@@ -1,4 +1,4 @@
-"""Dynamic sampling: generate until enough groups teach something. Source: DAPO (arXiv:2503.14476) sec. 3.2."""
+"""Dynamic sampling: generate until enough groups have a gradient. Source: DAPO (arXiv:2503.14476) sec. 3.2."""
 
 from __future__ import annotations
 
@@ -18,39 +18,39 @@ _Group = TypeVar("_Group")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """The completions of one prompt, with their rewards."""
+    """The completions of one prompt and their rewards."""
 
     prompt_token_ids: Sequence[int]
     samples: Sequence[Sample]
     """[G]"""
     rewards: NDArray[np.float32]
-    """[G]; NaN for a sample that does not count."""
+    """[G]; NaN for excluded samples."""
     greedy_reward: float | None = None
-    """Of the prompt's greedy completion, for Estimator.GREEDY_BASELINE."""
+    """Reward of the prompt's greedy completion, for Estimator.GREEDY_BASELINE."""
 
     def differs(self) -> bool:
-        """Whether the rewards differ: else the group teaches nothing."""
+        """Whether the rewards differ. Equal rewards give no gradient."""
         counted = self.rewards[~np.isnan(self.rewards)]
         return len(counted) > 1 and bool(has_signal(counted[np.newaxis])[0])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Collected(Generic[_Group]):
-    """The groups to learn from, and the price. Kept, equal and surplus groups add up to the generated ones."""
+    """The groups kept for training and the number discarded. Kept, equal and surplus groups add up to those generated."""
 
     groups: list[_Group]
-    """In the order of their generation; fewer than asked for when max_batches came first."""
+    """In order of generation. Fewer than requested if max_batches was reached."""
     num_batches: int
     num_generated: int
-    """Groups; as many prompts were taken from the dataset."""
+    """Groups generated, one for each prompt taken from the dataset."""
     num_equal: int
-    """Thrown away by `is_kept`, since their rewards are equal."""
+    """Discarded by `is_kept`: their rewards are equal."""
     num_surplus: int
-    """Thrown away since there were enough."""
+    """Discarded because there were already enough."""
 
 
 def groups_of(prompts: Sequence[Sequence[int]], samples: Sequence[Sample], rewards_PG: NDArray[np.float32]) -> list[Group]:
-    """One group a prompt. samples: [P * G], those of the first prompt first, as `generate` returns them."""
+    """Splits samples into one group per prompt. samples: [P * G], ordered by prompt, as `generate` returns them."""
     num_prompts, group_size = rewards_PG.shape
     if len(prompts) != num_prompts or len(samples) != rewards_PG.size:
         problem = f"{len(samples)} for {len(prompts)} prompts and rewards of shape {list(rewards_PG.shape)}"
@@ -68,12 +68,12 @@ def collect(
     max_batches: int,
     is_kept: Callable[[_Group], bool],
 ) -> Collected[_Group]:
-    """Keeps groups until there are `num_groups`, or until `max_batches` were generated.
+    """Generates until `num_groups` groups are kept, or `max_batches` batches were generated.
 
-    generate: makes and scores the groups of the next prompts; it gets the number that is missing and may return more or fewer. It takes
-    its prompts from the dataset in order, so that `Dataset.position()` after this call is where the next step begins.
-    is_kept: `Group.differs`, or another view of what teaches something, such as whether the answers differ in correctness alone.
-    Raises what `generate` raises; to repeat the step, seek the position from before the call.
+    generate: generates and scores the groups of the next prompts. It is called with the number still missing and may return more or
+    fewer. It must take prompts from the dataset in order, so that `Dataset.position()` afterwards is where the next step starts.
+    is_kept: defaults to `Group.differs`; may apply another criterion, such as differing correctness only.
+    Raises what `generate` raises. To repeat the step, seek to the position before the call.
     """
     if num_groups < 1 or max_batches < 1:
         raise InvalidArgument("num_groups", f"is {num_groups} and max_batches {max_batches}; both must be at least 1")

@@ -1,4 +1,4 @@
-"""Between the client's values and the messages on the wire, and how lists are cut into messages."""
+"""Conversion between the client's values and protobuf messages, and splitting lists into bounded messages."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _ENTRY_OVERHEAD_BYTES = 8
 
 
 def sampling_to_proto(params: SamplingParams) -> types_pb2.SamplingParams:
-    """Raises InvalidArgument naming a field that cannot be sent."""
+    """Raises InvalidArgument naming a field out of range."""
     if not isinstance(params, SamplingParams):  # callers may have no types
         raise InvalidArgument("sampling_params", f"is of type {type(params).__name__}; give SamplingParams")
     message = types_pb2.SamplingParams()
@@ -56,7 +56,7 @@ def sampling_to_proto(params: SamplingParams) -> types_pb2.SamplingParams:
 
 
 def loss_to_proto(loss: LossConfig) -> loss_pb2.LossConfig:
-    """A loss's message has the name and the fields of its dataclass. Raises InvalidArgument for what is no LossConfig."""
+    """Converts a loss to the message and fields of the same names. Raises InvalidArgument for anything but a LossConfig."""
     if not isinstance(loss, LossConfig):  # callers may have no types
         raise InvalidArgument("loss", f"is of type {type(loss).__name__}; give LossConfig(loss=...)")
     message = loss_pb2.LossConfig(
@@ -74,7 +74,7 @@ def loss_to_proto(loss: LossConfig) -> loss_pb2.LossConfig:
         ),
         denominator=loss.denominator,
     )
-    # Also where nothing is set: then nothing is corrected.
+    # Set even if empty: an empty message disables correction.
     message.correction.SetInParent()
     kind = _LOSS_FIELDS[type(loss.loss).__name__]
     getattr(message, kind).SetInParent()
@@ -90,7 +90,7 @@ def prompt_to_proto(token_ids: TokenIds, *, index: int) -> rollout_pb2.Prompt:
     try:
         return rollout_pb2.Prompt(token_ids=token_ids)
     except (TypeError, ValueError) as error:
-        raise InvalidArgument(f"prompts[{index}]", f"is no list of token ids: {error}") from error
+        raise InvalidArgument(f"prompts[{index}]", f"is not a list of token ids: {error}") from error
 
 
 def training_sample_to_proto(sample: TrainingSample, *, index: int) -> types_pb2.TrainingSample:
@@ -136,7 +136,7 @@ def role_to_proto(role: Role) -> types_pb2.Role.ValueType:
 
 
 def optim_step_to_proto(role: Role, *, learning_rate: float | None, schedule_step: int | None) -> trainer_pb2.OptimStepRequest:
-    """Without its command. Raises InvalidArgument naming a number that cannot be sent."""
+    """Converts to a request without its command id. Raises InvalidArgument naming a number out of range."""
     request = trainer_pb2.OptimStepRequest(role=role_to_proto(role))
     for name, value in (("learning_rate", learning_rate), ("schedule_step", schedule_step)):
         try:
@@ -178,7 +178,7 @@ def event_from_proto(event: coordinator_pb2.StageEvent) -> StageEvent:
 
 def changeover_from_proto(changeover: coordinator_pb2.Changeover) -> Changeover:
     target = _phase_from_proto(changeover.target)
-    assert target is not None, "a changeover leads somewhere"
+    assert target is not None, "a changeover has a target"
     return Changeover(
         changeover_id=changeover.changeover_id,
         target=target,
@@ -192,9 +192,9 @@ def changeover_from_proto(changeover: coordinator_pb2.Changeover) -> Changeover:
 
 
 def cut(parts: Sequence[_Part], *, field: str, max_parts: int = sys.maxsize) -> Iterator[tuple[int, Sequence[_Part]]]:
-    """Cuts messages into runs of at most `max_parts` that fit a chunk, each with the position of its first part.
+    """Splits messages into runs of at most `max_parts` that fit a chunk, each with the position of its first part.
 
-    Raises InvalidArgument, naming `field` and position, for a part that is larger than a chunk by itself.
+    Raises InvalidArgument naming `field` and position for a part larger than a chunk.
     """
     start, num_bytes = 0, 0
     for index, part in enumerate(parts):
@@ -210,7 +210,7 @@ def cut(parts: Sequence[_Part], *, field: str, max_parts: int = sys.maxsize) -> 
 
 
 def _set_fields(value: SamplingParams | Loss) -> dict[str, Any]:
-    """Fields by name, without those that are None."""
+    """Fields by name, without those set to None."""
     pairs = ((field.name, getattr(value, field.name)) for field in fields(value))
     return {name: given for name, given in pairs if given is not None}
 
@@ -249,7 +249,7 @@ def rollout_state_from_proto(state: rollout_pb2.GetRolloutStateResponse) -> Roll
 
 
 def training_chunks(samples: Sequence[TrainingSample]) -> list[trainer_pb2.TrainingSamples]:
-    """`samples` in messages of bounded size. Raises InvalidArgument naming what is wrong with them."""
+    """Splits `samples` into messages of bounded size. Raises InvalidArgument naming the invalid sample."""
     if not samples:
         raise InvalidArgument("samples", "empty; give at least one")
     parts = [training_sample_to_proto(sample, index=index) for index, sample in enumerate(samples)]

@@ -1,4 +1,4 @@
-"""From the rewards of a batch to the advantages of its samples. Shape suffixes: P prompts, G completions of each, S samples, N tokens."""
+"""Advantages from the rewards of a batch. Shape suffixes: P prompts, G completions of each, S samples, N tokens."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from tasuki.client.types import TrainingSample
 
 @dataclass(frozen=True, slots=True)
 class EstimatorState:
-    """What one step's estimate passes on to the next: a few numbers, kept with the step."""
+    """Numbers that one step's estimate passes to the next. Saved with the step."""
 
     kl_coef: float | None = None
-    """That kl_target has led to; None for the settings' own."""
+    """KL coefficient as adapted to kl_target; None for the configured one."""
     baseline: RunningBaseline = field(default_factory=RunningBaseline)
 
     def numbers(self) -> dict[str, float]:
@@ -29,7 +29,7 @@ class EstimatorState:
 
     @classmethod
     def of(cls, numbers: Mapping[str, float]) -> EstimatorState:
-        """The state that `numbers` tells; that of a first step without any."""
+        """Reads the state from saved numbers; without them, the state of a first step."""
         baseline = RunningBaseline(total=numbers.get("baseline_total", 0.0), weight=numbers.get("baseline_weight", 0.0))
         return cls(numbers.get("kl_coef"), baseline)
 
@@ -37,7 +37,7 @@ class EstimatorState:
 @dataclass(frozen=True, slots=True, eq=False)
 class Estimate:
     samples: list[TrainingSample]
-    """With advantages, and with returns where there is a critic."""
+    """The samples with advantages and, if there is a critic, returns."""
     state: EstimatorState
     metrics: dict[str, float]
 
@@ -51,9 +51,9 @@ def estimate_advantages(
     settings: AdvantageSettings,
     state: EstimatorState,
 ) -> Estimate:
-    """samples: S of them, with ref_log_probs where kl_coef is not 0 and values for GAE. places: of each in the flattened rewards_PG.
+    """samples: [S], with ref_log_probs if kl_coef is not 0 and values for GAE. places: index of each in the flattened rewards_PG.
 
-    greedy_rewards_P: for GREEDY_BASELINE. A failed reward is NaN.
+    greedy_rewards_P: for GREEDY_BASELINE. NaN marks a failed reward.
     """
     tokens = _Tokens(samples)
     metrics: dict[str, float] = {}
@@ -82,7 +82,7 @@ def estimate_advantages(
 
 
 def has_advantages(samples: Sequence[TrainingSample]) -> bool:
-    """Whether any counted token has an advantage other than 0."""
+    """Whether any counted token has a non-zero advantage."""
     tokens = _Tokens(samples)
     spread = [np.broadcast_to(sample.advantages, len(sample.completion_token_ids)) for sample in samples]
     return bool(np.any(np.concatenate(spread)[tokens.mask_N > 0.0]))
@@ -133,7 +133,7 @@ def _by_token(
         advantages_N = advantages.whitened(advantages_N, loss_mask_N=tokens.mask_N)
     rows = zip(samples, tokens.rows(advantages_N), tokens.rows(returns_N), strict=True)
     estimated = [replace(sample, advantages=advantage, returns=returns) for sample, advantage, returns in rows]
-    # Of returns that do not vary nothing can be explained.
+    # Explained variance is undefined for constant returns.
     return estimated, {} if np.isnan(explained) else {"explained_variance": explained}
 
 
@@ -145,7 +145,7 @@ def _next_coef(kl_coef: float, metrics: Mapping[str, float], *, num_samples: int
 
 
 class _Tokens:
-    """The completion tokens of samples, one sample after the other."""
+    """The completion tokens of all samples, concatenated."""
 
     def __init__(self, samples: Sequence[TrainingSample]) -> None:
         self._samples = samples

@@ -1,4 +1,4 @@
-"""Evaluation: how held-out prompts are sampled, and the figures of their rewards. Shape suffixes: P prompts, G samples of each."""
+"""Evaluation: sampling of held-out prompts and metrics of their rewards. Shape suffixes: P prompts, G samples of each."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from tasuki.wire.errors import InvalidArgument
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSettings:
-    """How an evaluation samples and what it counts. Raises InvalidArgument naming the field that does not fit."""
+    """Sampling and metrics of an evaluation. Raises InvalidArgument naming an invalid field."""
 
     num_samples: int = 1
-    """Completions of each prompt."""
+    """Completions per prompt."""
     temperature: float = 0.0
     top_p: float | None = None
-    """None takes SGLang's default, here and below."""
+    """None takes SGLang's default, also for the fields below."""
     top_k: int | None = None
     max_new_tokens: int | None = None
     pass_at: tuple[int, ...] = ()
-    """Each k for which pass@k is reported; at most num_samples."""
+    """Values of k for which pass@k is reported, each at most num_samples."""
     correct_at: float = 1.0
-    """A completion is correct from this reward on."""
+    """Minimum reward of a correct completion."""
 
     def __post_init__(self) -> None:
         for field in ("num_samples", "max_new_tokens"):
@@ -68,10 +68,10 @@ class EvalSettings:
 
 
 def pass_at_k(correct_PG: NDArray[np.bool_] | NDArray[np.floating], k: int) -> NDArray[np.float64]:
-    """Probability, for each prompt, that at least one of k completions is correct: the unbiased estimate from G of them.
+    """Estimates for each prompt the probability that at least one of k completions is correct, without bias, from G completions.
 
-    correct_PG: [P, G], bool, or 0 and 1 with NaN for a completion that does not count.
-    Returns [P]; NaN for a prompt with fewer than k completions that count. Raises InvalidArgument for k below 1.
+    correct_PG: [P, G], bool, or 0 and 1 with NaN for excluded completions.
+    Returns [P]; NaN for a prompt with fewer than k valid completions. Raises InvalidArgument for k below 1.
     Source: Chen et al. (arXiv:2107.03374) eq. 1, 1 - C(n - c, k) / C(n, k) with c of n correct.
     """
     if k < 1:
@@ -79,7 +79,7 @@ def pass_at_k(correct_PG: NDArray[np.bool_] | NDArray[np.floating], k: int) -> N
     values_PG = np.asarray(correct_PG, dtype=np.float64)
     num_counted_P = (~np.isnan(values_PG)).sum(axis=1)
     num_wrong_P = (values_PG == 0.0).sum(axis=1)
-    # C(n - c, k) / C(n, k) as a product of k ratios: the binomials themselves overflow. A factor of 0 makes it 0 for n - c < k.
+    # A product of k ratios, since the binomials overflow. If n - c < k, one factor is 0.
     drawn_k = np.arange(k)
     wrong_left_Pk = np.maximum(num_wrong_P[:, None] - drawn_k, 0)
     left_Pk = np.maximum(num_counted_P[:, None] - drawn_k, 1)
@@ -89,17 +89,17 @@ def pass_at_k(correct_PG: NDArray[np.bool_] | NDArray[np.floating], k: int) -> N
 
 
 def prompt_means(rewards_PG: NDArray[np.floating]) -> NDArray[np.float64]:
-    """[P]: mean reward of each prompt's completions that are not NaN; NaN without any."""
+    """Mean reward of each prompt, ignoring NaN. Returns [P]; NaN for a prompt without rewards."""
     values_PG = np.asarray(rewards_PG, dtype=np.float64)
     num_counted_P = (~np.isnan(values_PG)).sum(axis=1)
     return np.divide(np.nansum(values_PG, axis=1), num_counted_P, out=np.full(len(values_PG), np.nan), where=num_counted_P > 0)
 
 
 def eval_figures(scores: Scores, settings: EvalSettings) -> dict[str, float]:
-    """The evaluation's figures by name: "mean", "pass@k" for each k asked for and, of several rewards, "mean/<name>" of each.
+    """Metrics by name: "mean", "pass@k" for each requested k and, with several rewards, "mean/<name>".
 
-    Prompts weigh the same, however many of their completions count. A figure without a prompt that counts is left out.
-    scores: of P * num_samples completions, those of the first prompt first.
+    Prompts have equal weight, however many of their completions are valid. Metrics without a valid prompt are omitted.
+    scores: of P * num_samples completions, ordered by prompt.
     """
     rewards_PG = scores.rewards.reshape(-1, settings.num_samples)
     correct_PG = np.where(np.isnan(rewards_PG), np.nan, rewards_PG >= settings.correct_at)

@@ -1,4 +1,4 @@
-"""Generation over several concurrent RPCs, as one stream."""
+"""Generation over several concurrent RPCs, merged into one stream."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from tasuki.wire.errors import InvalidArgument, TasukiError, from_rpc_error
 if TYPE_CHECKING:
     from tasuki.v1.rollout_pb2_grpc import RolloutServiceAsyncStub
 
-# Of one call: what runs side by side in the engine is its own affair, but an answer must not be endless.
+# Limits the length of one answer. How many requests run at once is up to the engine.
 _MAX_SAMPLES = 8192
 Request = tuple[int, rollout_pb2.GenerateRequest]
-"""A request, and the position of its first prompt among all prompts."""
+"""A request and the position of its first prompt among all prompts."""
 
 
 def requests(prompts: Sequence[TokenIds], sampling_params: SamplingParams, *, num_samples: int) -> list[Request]:
-    """Requests that each fit a message. Sent again they get the same samples on a CPU: each has an id.
+    """Splits prompts into requests that each fit a message. Their ids make a repeated request return the same samples on a CPU.
 
-    Raises InvalidArgument for what no rollout would take.
+    Raises InvalidArgument for prompts that no rollout would accept.
     """
     if not len(prompts):
         raise InvalidArgument("prompts", "empty; give at least one")
@@ -51,7 +51,7 @@ def requests(prompts: Sequence[TokenIds], sampling_params: SamplingParams, *, nu
 
 
 async def stream(rollout: RolloutServiceAsyncStub, requests: Sequence[Request], *, timeout_s: float) -> AsyncIterator[Sample]:
-    """Samples of all requests as they are complete. The first error ends the others; so does leaving early."""
+    """Yields samples of all requests as they complete. The first error cancels the others; so does leaving early."""
     arrivals: asyncio.Queue[Sample | TasukiError | None] = asyncio.Queue()
 
     async def read(start: int, request: rollout_pb2.GenerateRequest) -> None:
@@ -81,7 +81,7 @@ async def stream(rollout: RolloutServiceAsyncStub, requests: Sequence[Request], 
 
 
 def _named_from(start: int, error: TasukiError) -> TasukiError:
-    """An error of one request; when it is not the first, says where the positions in its text count from."""
+    """Error of one request. Unless it is the first request, the text says where its prompt positions start."""
     if start and isinstance(error, InvalidArgument):
         return InvalidArgument(error.metadata.get("field", "prompts"), f"{error.message} (counted from prompt {start})")
     return error

@@ -1,4 +1,4 @@
-"""What a training loop knows and its trainer does not: the step, and the place in the data. A small JSON file in each checkpoint."""
+"""State of a training loop beyond the trainer's: the step and the position in the data. A small JSON file in each checkpoint."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ _NAME = re.compile(r"version-(?P<version>\d+)(-step-(?P<step>\d+))?")
 
 @dataclass(frozen=True, slots=True)
 class LoopState:
-    """Place of a loop when a checkpoint has been saved."""
+    """State of a loop at a saved checkpoint."""
 
     step: Step
-    """The last one that is in the checkpoint."""
+    """The last step in the checkpoint."""
     position: Mapping[str, int]
-    """Of the dataset after that step."""
+    """Position in the dataset after that step."""
 
 
 def write_loop_state(checkpoint: Path | str, state: LoopState) -> None:
-    """Comes last: a checkpoint without it is not complete."""
+    """Writes the state last: a checkpoint without it is incomplete."""
     write_durably(Path(checkpoint) / LOOP_FILE, json.dumps(asdict(state), indent=2) + "\n")
 
 
 def write_pending(output_dir: Path, step: Step) -> None:
-    """A step whose updates begin now: should the client end before its line is written, this is what is known of it."""
+    """Records a step whose updates are about to begin, in case the client dies before it writes the step's line."""
     write_durably(output_dir / _PENDING_FILE, json.dumps(asdict(step)) + "\n")
 
 
 def read_pending(output_dir: Path) -> Step | None:
-    """The step whose updates began last; None without any, or when the file cannot be read."""
+    """Returns the last step whose updates began; None without one or if the file is unreadable."""
     try:
         return Step.of(json.loads((output_dir / _PENDING_FILE).read_bytes()))
     except (OSError, ValueError, TypeError, AttributeError):
@@ -46,7 +46,7 @@ def read_pending(output_dir: Path) -> Step | None:
 
 
 def read_loop_state(checkpoint: Path) -> LoopState:
-    """Raises InvalidArgument naming the file when it is damaged."""
+    """Raises InvalidArgument naming the file if it is damaged."""
     path = checkpoint / LOOP_FILE
     try:
         fields = json.loads(path.read_bytes())
@@ -56,19 +56,17 @@ def read_loop_state(checkpoint: Path) -> LoopState:
 
 
 def damaged_checkpoint(checkpoint: Path, problem: str) -> InvalidArgument:
-    """What to tell of a checkpoint that a run cannot go on from: also which one is before it."""
+    """Error for a checkpoint that cannot be resumed. Names the one before it."""
     complete = complete_checkpoints(checkpoint.parent)
     before = complete[: complete.index(checkpoint)] if checkpoint in complete else complete
-    follows = (
-        f"to go on from {before[-1]}" if before else "to begin the run at step 0 again: there is no complete one before it"
-    )
+    follows = f"to resume from {before[-1]}" if before else "to restart the run at step 0: no complete checkpoint precedes it"
     return InvalidArgument("checkpoint", f"{problem}; remove {checkpoint} {follows}")
 
 
 def checkpoint_path(folder: Path, step: Step) -> Path | None:
-    """Where the checkpoint of what `step` left belongs; None if it learned nothing and its policy version has a checkpoint.
+    """Path of the checkpoint after `step`; None if it learned nothing and its policy version already has a checkpoint.
 
-    Named by the version, and by the step where an earlier one has the version: there the critic alone has learned since.
+    Named by version, plus the step if an earlier checkpoint has the same version: then only the critic has learned since.
     """
     path = folder / f"version-{step.next_version():06d}"
     if not path.exists():
@@ -77,19 +75,19 @@ def checkpoint_path(folder: Path, step: Step) -> Path | None:
 
 
 def checkpoint_order(path: Path) -> tuple[int, int] | None:
-    """By which a run's checkpoints sort, the oldest first; None for another folder."""
+    """Sort key of a run's checkpoints, oldest first; None for any other folder."""
     found = _NAME.fullmatch(path.name)
     return None if found is None else (int(found["version"]), -1 if found["step"] is None else int(found["step"]))
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """Of a run's folder of checkpoints, the oldest first."""
+    """Complete checkpoints of a run, oldest first."""
     complete = [path.parent for path in folder.glob(f"version-*/{LOOP_FILE}")]
     ordered = [(order, path) for path in complete if (order := checkpoint_order(path)) is not None]
     return [path for _, path in sorted(ordered)]
 
 
 def newest_checkpoint(folder: Path) -> tuple[Path, LoopState] | None:
-    """The latest complete checkpoint; None without any. Raises as read_loop_state for that one; older ones do not count."""
+    """The latest complete checkpoint, or None. Raises as read_loop_state for that one; older ones are not checked."""
     complete = complete_checkpoints(folder)
     return (complete[-1], read_loop_state(complete[-1])) if complete else None

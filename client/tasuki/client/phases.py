@@ -1,4 +1,4 @@
-"""The phase that a client's verbs need: acquired before them, begun ahead of them, and once more where another client took it."""
+"""Phases for the client's verbs: acquired before a verb, started ahead of it, and reacquired if another client took the GPUs."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ _Answer = TypeVar("_Answer")
 
 
 class Phases:
-    """What one client knows of its node's phase, and what it has asked for."""
+    """One client's view of its node's phase."""
 
     def __init__(self, connect: Callable[[], Connection], *, timeout_s: float) -> None:
-        """connect: opens the client's connection, or gives the open one. timeout_s: of a changeover, and of a command of phase TRAIN."""
+        """connect: returns the client's connection, opening it if needed. timeout_s: of a changeover and of a command in phase TRAIN."""
         self._connect, self._timeout_s = connect, timeout_s
         self._begun: tuple[Phase, asyncio.Task[list[StageEvent]]] | None = None
 
     async def begin(self, phase: Phase) -> None:
-        """Begins what `acquire` does and returns at once."""
+        """Starts what `acquire` does and returns at once."""
         await self._end_begun()
         self._begun = phase, asyncio.create_task(self._acquire(phase))
 
     async def acquire(self, phase: Phase) -> list[StageEvent]:
-        """Brings the node to a phase. Returns what happened, also of what `begin` began."""
+        """Brings the node to a phase. Returns the events, including those of a `begin`."""
         begun = await self._end_begun()
         return begun[1] if begun is not None and begun[0] is phase else await self._acquire(phase)
 
     async def hold(self, phase: Phase) -> None:
-        """Acquires a phase unless the node is known to be in it."""
+        """Acquires a phase unless the node is already known to be in it."""
         await self._end_begun()
         connection = self._connect()
         if connection.phase is None:
@@ -43,7 +43,7 @@ class Phases:
             await self.acquire(phase)
 
     async def train(self, give: Callable[[types_pb2.CommandId, float], Awaitable[_Answer]]) -> _Answer:
-        """A command of phase TRAIN; once more when another client has changed the phase meanwhile."""
+        """Runs a command in phase TRAIN; retries once if another client changed the phase."""
         await self.hold(Phase.TRAIN)
         try:
             return await self._connect().command(give, timeout_s=self._timeout_s)
@@ -52,14 +52,14 @@ class Phases:
             return await self._connect().command(give, timeout_s=self._timeout_s)
 
     async def close(self) -> None:
-        """Gives up what was begun."""
+        """Cancels a changeover started by `begin`."""
         if self._begun is not None:
             (_, task), self._begun = self._begun, None
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
     async def _end_begun(self) -> tuple[Phase, list[StageEvent]] | None:
-        """The phase that `begin` asked for and what came of it; None when nothing was begun."""
+        """Waits for `begin`. Returns the phase it asked for and its events; None if nothing was begun."""
         if self._begun is None:
             return None
         (phase, task), self._begun = self._begun, None

@@ -1,4 +1,4 @@
-"""Locks of worker processes that leave nothing in /dev/shm, whoever is killed."""
+"""Locks for worker processes that leave nothing in /dev/shm when processes are killed."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from typing import Any, cast
 
 
 class PipeLock:
-    """A token in a pipe: whoever has taken it holds the lock. Passes to a child as any argument of its process does.
+    """A token in a pipe: whoever took it holds the lock. Can be passed to a child process as an argument.
 
-    multiprocessing's own locks are files in /dev/shm under random names. When all of a run's processes are killed at once, their files
-    stay, and nobody can tell whose they were. A pipe goes with its processes. The thread that holds the lock may take it again.
+    multiprocessing's own locks are files in /dev/shm with random names. If all processes of a run are killed at once, the files remain
+    and cannot be attributed. A pipe disappears with its processes. The lock is reentrant: its holder may take it again.
     """
 
     def __init__(self, pipe: tuple[Connection, Connection]) -> None:
-        """pipe: reading and writing end of a new pipe."""
+        """pipe: reading and writing ends of a new pipe."""
         self._reader, self._writer = pipe
-        os.set_blocking(self._reader.fileno(), False)  # of two that see the token, one gets nothing
+        os.set_blocking(self._reader.fileno(), False)  # two readers may both see the token; one then reads nothing
         self._holder, self._num_taken = 0, 0
         self._put_token()
 
@@ -34,7 +34,7 @@ class PipeLock:
         self._holder, self._num_taken = 0, 0
 
     def acquire(self, block: bool = True, timeout: float | None = None) -> bool:
-        """False when the lock was not free in time; timeout: seconds, None for ever."""
+        """Returns False if the lock was not free in time. timeout: seconds; None waits forever."""
         if self._holder != threading.get_ident():
             if not self._take_token(timeout if block else 0.0):
                 return False
@@ -71,7 +71,7 @@ class PipeLock:
 
 
 class PipeLockContext(SpawnContext):
-    """Starts processes by spawn, with locks that are pipes."""
+    """A spawn context whose locks are pipes."""
 
     def RLock(self) -> synchronize.RLock:
         return cast(synchronize.RLock, cast(Any, PipeLock(self.Pipe(duplex=False))))

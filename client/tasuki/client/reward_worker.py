@@ -1,4 +1,4 @@
-"""What runs in a reward's worker process: the import of the user's function, and one call of it."""
+"""Code run in a reward's worker process: imports the user's function and calls it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from contextlib import suppress
 import numpy as np
 
 Source = tuple[str, str, tuple[str, ...]]
-"""Module, function, and the folders that are searched before the installed packages."""
+"""Module, function, and folders searched before the installed packages."""
 Answer = tuple[float, str]
-"""Reward and an empty string, or NaN and what went wrong. A user's exception class need not exist on this side, so none crosses."""
+"""Reward and an empty string, or NaN and the error's text. Exceptions are not passed: their class may not exist in the client."""
 _LOOK_FOR_PARENT_EVERY_S = 1.0
 _TOLD_CHARACTERS = 1000
 _TOKEN_IDS = ("prompt_token_ids", "completion_token_ids")
@@ -27,7 +27,7 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 
 
 def prepare(sources: Sequence[Source]) -> None:
-    """Runs when a worker starts: no sample pays for the import, whose error, if any, comes back with the first sample."""
+    """Imports the functions when a worker starts, so that no sample pays for it. Import errors are reported with the first sample."""
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     for source in sources:
         with suppress(Exception, SystemExit):
@@ -35,7 +35,7 @@ def prepare(sources: Sequence[Source]) -> None:
 
 
 def read_parameters(*source: *Source) -> tuple[str, frozenset[str] | None]:
-    """What is wrong with the function, or an empty string; and the names that it takes, None for any."""
+    """Why the function is unusable, or an empty string; and its parameter names, None if it takes any."""
     try:
         parameters = inspect.signature(_load(*source)).parameters.values()
     except (Exception, SystemExit) as error:  # noqa: BLE001  the user's module may raise anything
@@ -46,7 +46,7 @@ def read_parameters(*source: *Source) -> tuple[str, frozenset[str] | None]:
 
 
 def score(source: Source, arguments: dict[str, object]) -> Answer:
-    """Calls the function once."""
+    """Calls the function for one sample."""
     try:
         reward = _load(*source)(**{name: _plain(name, value) for name, value in arguments.items()})
         if not isinstance(reward, numbers.Real | np.bool_):
@@ -61,7 +61,7 @@ def score(source: Source, arguments: dict[str, object]) -> Answer:
 
 
 def _told(error: BaseException) -> str:
-    """One line of bounded length that a terminal shows as it is: what a model wrote may be in the text."""
+    """The error as one printable line of bounded length; model output may be in its text."""
     try:
         text = str(error)
     except Exception as another:  # noqa: BLE001  so may its own text
@@ -80,12 +80,12 @@ def _load(module: str, name: str, folders: tuple[str, ...]) -> Callable[..., obj
 
 
 def _plain(name: str, value: object) -> object:
-    """Token ids as a list, whatever they came in."""
+    """Converts token ids to a list."""
     return value.tolist() if name in _TOKEN_IDS and isinstance(value, np.ndarray) else value
 
 
 def _end_with_parent(parent_pid: int) -> None:
-    """A reward that hangs must not live on when the process that would have killed it was killed itself."""
+    """Kills the worker when its parent dies, since a reward that hangs would otherwise live on."""
     while os.getppid() == parent_pid:
         time.sleep(_LOOK_FOR_PARENT_EVERY_S)
     os._exit(1)

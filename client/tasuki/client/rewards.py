@@ -1,4 +1,4 @@
-"""Rewards: the user's functions, run in worker processes, each sample under a time limit that is kept by killing the worker."""
+"""Rewards: user functions run in worker processes. A time limit per sample is enforced by killing the worker."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from tasuki.client.reward_worker import Answer, Source
 from tasuki.client.types import FinishReason, Sample
 from tasuki.wire.errors import InvalidArgument, RewardFailed
 
-# A worker's start: a new interpreter and the import of the reward's module.
+# Time for a worker to start: a new interpreter and the import of the reward's module.
 _START_TIMEOUT_S = 60.0
-# A worker whose time is up gets SIGTERM and this long after it SIGKILL; pebble's own three seconds would be waited twice.
+# Delay between SIGTERM and SIGKILL for a worker over its limit. pebble's default of three seconds would be waited twice.
 CONSTS.term_timeout = 0.1
 TokenIds = Sequence[int] | NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
 class NamedReward:
-    """One of several rewards whose weighted sum is learned from."""
+    """One of several rewards in a weighted sum."""
 
     name: str
     function: str
     """"module:function", as in RewardPool."""
     weight: float = 1.0
-    """0 measures the reward without learning from it."""
+    """0 reports the reward without training on it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion:
-    """A completion with what a reward function may ask for beside its text."""
+    """A completion with the further fields that a reward function may take."""
 
     text: str
     finish_reason: FinishReason
@@ -54,7 +54,7 @@ class Completion:
         return cls(text, sample.finish_reason, sample.token_ids, prompt_token_ids)
 
     def arguments(self) -> dict[str, object]:
-        """The reward function's arguments by name, without those of the row."""
+        """Arguments of the reward function by name, without those from the row."""
         return {
             "completion": self.text,
             "finish_reason": str(self.finish_reason).lower(),
@@ -69,21 +69,21 @@ class Scores:
     """Rewards of N samples. A failed reward is 0 with on_error="zero" and NaN with "skip"."""
 
     rewards: NDArray[np.float32]
-    """[N], the weighted sum; NaN where a reward of non-zero weight is NaN."""
+    """[N], the weighted sum; NaN if a reward with non-zero weight is NaN."""
     num_failed: int
-    """Samples of which at least one reward failed."""
+    """Samples for which at least one reward failed."""
     by_name: Mapping[str, NDArray[np.float32]]
-    """[N] of each reward, before its weight."""
+    """[N] for each reward, unweighted."""
     num_failed_by_name: Mapping[str, int]
 
     def mean(self) -> float | None:
-        """Over the samples that are not NaN; None without any."""
+        """Mean of the rewards that are not NaN; None if all are."""
         counted = self.rewards[~np.isnan(self.rewards)]
         return float(counted.mean()) if len(counted) else None
 
 
 class RewardPool:
-    """Worker processes that score samples. Started once; use it in a `with` block, which ends them however it is left."""
+    """Worker processes that score samples. Use it in a `with` block, which ends them on exit."""
 
     def __init__(
         self,
@@ -94,11 +94,11 @@ class RewardPool:
         timeout_s: float = 10.0,
         on_error: Literal["fail", "zero", "skip"] = "fail",
     ) -> None:
-        """function: "module:function", or several with names and weights. A function returns a number. It is called by keyword with what
-        its signature takes: `prompt` and the other fields of the row, `completion`, and of a Completion also `finish_reason` ("stop",
+        """function: "module:function", or several with names and weights. A function returns a number. Its parameters are passed by
+        keyword: `prompt` and the other fields of the row, `completion`, and, for a Completion, `finish_reason` ("stop",
         "length" or "cut"), `num_tokens`, `prompt_token_ids` and `completion_token_ids`.
 
-        folders: searched for the module before the installed packages. timeout_s: for one call.
+        folders: searched for the module before the installed packages. timeout_s: for each call.
         Raises InvalidArgument when a function cannot be imported.
         """
         if timeout_s <= 0 or num_workers < 1:
@@ -107,7 +107,7 @@ class RewardPool:
         self._timeout_s, self._on_error = timeout_s, on_error
         paths = tuple(str(folder.absolute()) for folder in folders)
         self._sources: list[Source] = [(*_split(reward.function), paths) for reward in self._rewards]
-        # spawn: a forked child would inherit gRPC's threads and locks in an unknown state.
+        # spawn, since a forked child would inherit gRPC's threads and locks in an unknown state.
         self._pool = pebble.ProcessPool(
             num_workers,
             initializer=reward_worker.prepare,
@@ -128,7 +128,7 @@ class RewardPool:
         self.close()
 
     def close(self) -> None:
-        """Ends the workers, at once."""
+        """Ends the workers immediately."""
         self._pool.stop()
         self._pool.join()
         self._aside.close()
@@ -140,10 +140,10 @@ class RewardPool:
         *,
         group_size: int = 1,
     ) -> Scores:
-        """The reward of each completion. rows: [P]; completions: [P * group_size], those of the first row first.
+        """Scores each completion. rows: [P]; completions: [P * group_size], ordered by row.
 
-        Raises RewardFailed naming sample, prompt and cause when a reward raises, hangs, kills its worker or is not finite.
-        By `on_error` a failed reward counts as 0 or is skipped instead.
+        Raises RewardFailed naming sample, prompt and cause if a reward raises, times out, kills its worker or is not finite.
+        Depending on `on_error`, a failed reward counts as 0 or is skipped instead.
         """
         if len(completions) != len(rows) * group_size:
             raise InvalidArgument("completions", f"{len(completions)} for {len(rows)} rows of {group_size}")
@@ -161,7 +161,7 @@ class RewardPool:
         completions: Sequence[str] | Sequence[Completion],
         group_size: int,
     ) -> Scores:
-        """Fills `futures`, each of which a caller may cancel, and waits for them."""
+        """Fills `futures`, which the caller may cancel, and waits for them."""
         futures.extend(
             self._pool.schedule(reward_worker.score, args=(source, arguments), timeout=self._timeout_s)
             for index, completion in enumerate(completions)
@@ -178,7 +178,7 @@ class RewardPool:
         return self._scores(values_NR, has_failed_NR)
 
     def _calls(self, row: Mapping[str, object], completion: str | Completion) -> list[tuple[Source, dict[str, object]]]:
-        """One for each reward, with the arguments that it takes: what nobody asks for is not sent to a worker."""
+        """One call for each reward, with only the arguments it takes."""
         known = {**row, **(completion.arguments() if isinstance(completion, Completion) else {"completion": completion})}
         return [
             (source, known if taken is None else {name: value for name, value in known.items() if name in taken})
@@ -187,7 +187,7 @@ class RewardPool:
 
     def _scores(self, values_NR: NDArray[np.float32], has_failed_NR: NDArray[np.bool_]) -> Scores:
         weights_R = np.array([reward.weight for reward in self._rewards])
-        # Without those of weight 0, whose NaN is no reason to skip a sample.
+        # Rewards of weight 0 are left out: their NaN must not skip a sample.
         summed_N = (values_NR.astype(np.float64) * weights_R)[:, weights_R != 0].sum(axis=1)
         overflows_N = np.abs(summed_N) > np.finfo(np.float32).max
         if overflows_N.any():
@@ -203,26 +203,26 @@ class RewardPool:
 
     def _outcome(self, future: pebble.ProcessFuture[Answer], function: str) -> Answer:
         try:
-            # Those before it are done, so this one runs or is next: more than a start and its own limit means a broken pool.
+            # Earlier calls are done, so this one runs or is next. Waiting longer than a start plus its limit means a broken pool.
             return future.result(timeout=self._timeout_s + _START_TIMEOUT_S)
         except FutureTimeoutError:
             return math.nan, f"gave no answer within {self._timeout_s:g} s; its worker was killed"
         except pebble.ProcessExpired as error:
             return math.nan, f"ended its worker process (exit code {error.exitcode})"
         except RuntimeError as error:  # BrokenProcessPool: a worker died between two samples
-            raise RewardFailed(f"reward {function}: the workers are gone: {error}", cause=error) from error
+            raise RewardFailed(f"reward {function}: the worker pool is broken: {error}", cause=error) from error
 
     def _read_parameters(self) -> list[frozenset[str] | None]:
         return [self._parameters(reward.function, source) for reward, source in zip(self._rewards, self._sources, strict=True)]
 
     def _parameters(self, function: str, source: Source) -> frozenset[str] | None:
-        """The names that the function takes; None for any."""
+        """Parameter names of the function; None if it takes any."""
         future = self._pool.schedule(reward_worker.read_parameters, args=source)
         taken = None
         try:
             problem, taken = future.result(timeout=_START_TIMEOUT_S)
         except FutureTimeoutError:
-            problem = f"importing it takes longer than {_START_TIMEOUT_S:g} s"
+            problem = f"importing it took longer than {_START_TIMEOUT_S:g} s"
         except (pebble.ProcessExpired, RuntimeError) as error:
             problem = f"importing it ended the worker process: {error}"
         if problem:

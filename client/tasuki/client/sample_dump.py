@@ -1,4 +1,4 @@
-"""Some completions of each step, written for people to read: `samples/step-000012.jsonl`, by a thread beside the loop."""
+"""Writes some completions of each step for inspection: `samples/step-000012.jsonl`, from a background thread."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from types import TracebackType
 from tasuki.client.shown_samples import ShownSamples
 
 _MAX_WAITING = 16
-"""Steps that wait for a slow disk; further ones are dropped."""
+"""Steps queued for a slow disk; further ones are dropped."""
 _CLOSE_TIMEOUT_S = 5.0
 _BLOCK_BYTES = 512
 """Unit of st_blocks."""
 
 
 class SampleDump:
-    """Writes each step's samples aside and renames the file; removes the oldest files beyond `max_bytes`. Use it in a `with` block.
+    """Writes each step's samples atomically, and removes the oldest files beyond `max_bytes`. Use it in a `with` block.
 
-    A disk that is full, slow or read-only costs samples and never the run: the first error is told, the loop waits for nothing.
+    A full, slow or read-only disk costs samples but never the run: the first error is reported, and the loop never waits.
     """
 
     def __init__(
@@ -33,16 +33,16 @@ class SampleDump:
         seed: int = 0,
         tell: Callable[[str], object] | None = None,
     ) -> None:
-        """groups_per_step: chosen by `seed` and step. max_bytes: of all files, as the disk counts them.
+        """groups_per_step: chosen by `seed` and step. max_bytes: of all files, by disk usage.
 
-        tell: gets a line, once; stderr by default.
+        tell: receives a line at the first error; stderr by default.
         """
         self.folder = folder
         self._groups_per_step, self._max_bytes, self._seed = groups_per_step, max_bytes, seed
         self._tell, self._has_told = tell, False
         self._sizes: dict[Path, int] = {}
         self._waiting: queue.Queue[ShownSamples | None] = queue.Queue(_MAX_WAITING)
-        # A disk that hangs must not keep the process.
+        # A hanging disk must not keep the process alive.
         self._writer = threading.Thread(target=self._run, name="tasuki-samples", daemon=True)
         self._writer.start()
 
@@ -53,18 +53,18 @@ class SampleDump:
         self.close()
 
     def begin(self, step: int) -> ShownSamples:
-        """A step without samples yet, for `write`."""
+        """An empty step, to fill and pass to `write`."""
         return ShownSamples(step, num_groups=self._groups_per_step, seed=self._seed)
 
     def write(self, shown: ShownSamples) -> None:
-        """Hands the step to the writer; returns at once."""
+        """Queues the step for writing; returns at once."""
         try:
             self._waiting.put_nowait(shown)
         except queue.Full:
-            self._say(f"the disk of {self.folder} is too slow for all samples; some steps have none")
+            self._say(f"the disk of {self.folder} is too slow for all samples; some steps are skipped")
 
     def close(self) -> None:
-        """Waits until what was handed over is written, at most 5 s."""
+        """Waits until queued steps are written, at most 5 s."""
         try:
             self._waiting.put(None, timeout=_CLOSE_TIMEOUT_S)
         except queue.Full:
@@ -76,7 +76,7 @@ class SampleDump:
             try:
                 self._write(shown)
             except OSError as error:
-                self._say(f"samples are not written: {error}; the run goes on without them")
+                self._say(f"samples cannot be written: {error}; the run continues without them")
 
     def _write(self, shown: ShownSamples) -> None:
         lines = shown.lines(max_bytes=self._max_bytes)

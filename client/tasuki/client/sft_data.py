@@ -1,4 +1,4 @@
-"""Supervised data from a JSONL file: conversations, or prompts with their completions, as samples with a loss mask."""
+"""Supervised data from a JSONL file: conversations, or prompts with completions, as samples with a loss mask."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from tasuki.wire.errors import InvalidArgument
 
 
 class SftTokenizer(Protocol):
-    """Text to token ids. Each method raises InvalidArgument for what it cannot encode."""
+    """Converts text to token ids. Each method raises InvalidArgument for input it cannot encode."""
 
     def encode_prompt(self, prompt: object) -> list[int]: ...
 
     def encode_completion(self, completion: str) -> list[int]:
-        """Without what begins a text, and with the end-of-sequence token as the last one."""
+        """Encodes without beginning-of-text tokens, and appends the end-of-sequence token."""
         ...
 
     def encode_chat(self, messages: Sequence[Message]) -> ChatTokens: ...
 
 
 def read_sft_jsonl(path: Path | str, tokenizer: SftTokenizer, *, max_tokens: int) -> list[TrainingSample]:
-    """One sample a line. A line has one of
+    """Reads one sample per line. A line has one of
 
-    - `messages`, a chat. What the assistant wrote is learned; all before its first answer is the prompt.
-    - `prompt` and `completion`, two strings. The completion and an end-of-sequence token are learned.
-    - `prompt`, a list of chat messages, and `completion`, the assistant's answer as a string: a chat that ends with it.
+    - `messages`, a chat. The assistant's messages are trained; everything before the first is the prompt.
+    - `prompt` and `completion`, two strings. The completion and an end-of-sequence token are trained.
+    - `prompt`, a list of chat messages, and `completion`, the assistant's answer as a string, which ends the chat.
 
-    max_tokens: of prompt and completion together.
-    Raises PathNotFound without a file, InvalidArgument naming file and line for a line that cannot be learned from.
+    max_tokens: of prompt plus completion.
+    Raises PathNotFound without a file, InvalidArgument naming file and line for an unusable line.
     """
     samples: list[TrainingSample] = []
     for place, row in read_objects(path):
@@ -44,17 +44,17 @@ def read_sft_jsonl(path: Path | str, tokenizer: SftTokenizer, *, max_tokens: int
             raise InvalidArgument("dataset", f"{place}: {error.message}", place=place) from error
         num_tokens = len(sample.prompt_token_ids) + len(sample.completion_token_ids)
         if num_tokens > max_tokens:
-            problem = f"{place}: has {num_tokens} tokens; at most {max_tokens} fit; shorten it or leave it out"
+            problem = f"{place}: has {num_tokens} tokens; at most {max_tokens} fit; shorten or remove it"
             raise InvalidArgument("dataset", problem, place=place, num_tokens=num_tokens)
         samples.append(sample)
     return samples
 
 
 def sft_sample(row: Row, tokenizer: SftTokenizer) -> TrainingSample:
-    """The sample of one row, with a loss mask of 1 for what is learned. Raises InvalidArgument naming the field."""
+    """Builds the sample of one row, with a loss mask of 1 for trained tokens. Raises InvalidArgument naming the field."""
     if "messages" in row:
         if "prompt" in row or "completion" in row:
-            raise InvalidArgument("messages", "comes with `prompt` or `completion`; give the one or the other")
+            raise InvalidArgument("messages", "comes with `prompt` or `completion`; give one or the other")
         return _chat_sample(row["messages"], tokenizer)
     prompt, completion = row.get("prompt"), row.get("completion")
     if prompt is None or completion is None:
@@ -70,7 +70,7 @@ def sft_sample(row: Row, tokenizer: SftTokenizer) -> TrainingSample:
 
 
 def _chat_sample(messages: object, tokenizer: SftTokenizer) -> TrainingSample:
-    """The prompt ends with what the template writes before the first answer; nothing after the last answer is kept."""
+    """The prompt ends with the template's generation prompt for the first answer. Everything after the last answer is dropped."""
     if not isinstance(messages, list):
         raise InvalidArgument("messages", f"must be a list of chat messages, is {type(messages).__name__}")
     if problem := prompt_problem(messages):
@@ -78,14 +78,14 @@ def _chat_sample(messages: object, tokenizer: SftTokenizer) -> TrainingSample:
     chat = tokenizer.encode_chat(messages)
     learned = np.flatnonzero(chat.assistant_mask)
     if not len(learned):
-        raise InvalidArgument("messages", "has no tokens by the assistant, so nothing can be learned from it")
+        raise InvalidArgument("messages", "has no tokens by the assistant, so there is nothing to train on")
     start, end = int(learned[0]), int(learned[-1]) + 1
     return _sample(chat.token_ids[:start], chat.token_ids[start:end], chat.assistant_mask[start:end])
 
 
 def _sample(prompt: Sequence[int], completion: Sequence[int], loss_mask: Sequence[int]) -> TrainingSample:
     if not len(prompt):
-        raise InvalidArgument("prompt", "has no tokens; the first token to learn needs one before it")
+        raise InvalidArgument("prompt", "has no tokens; the first trained token needs one before it")
     return TrainingSample(
         prompt_token_ids=np.array(prompt, dtype=np.int32),
         completion_token_ids=np.array(completion, dtype=np.int32),

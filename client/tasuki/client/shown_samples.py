@@ -1,4 +1,4 @@
-"""What is shown of a step's samples: gathered by reference while the loop runs, turned into JSON by whoever writes it."""
+"""Samples of a step chosen for inspection: collected by reference during the loop, converted to JSON by the writer."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from tasuki.client.rewards import Completion, Scores
 from tasuki.client.types import Sample, TrainingSample
 
 _MAX_LOG_PROBS = 131_072
-"""Tokens whose log-probs one ForwardBackward answers."""
+"""Maximum tokens whose log-probs one ForwardBackward returns."""
 _DIGITS, _GAP_DIGITS = 6, 9
-"""After the point; in float32 trainer and rollout differ by 1e-7."""
+"""Decimal places; in float32 trainer and rollout differ by 1e-7."""
 
 
 @dataclass(slots=True, eq=False)
 class ShownSample:
-    """One completion and what became of it."""
+    """One completion with its reward, advantage and log-probs."""
 
     group: int
-    """Place of its prompt among those of the step."""
+    """Index of its prompt within the step."""
     row: Row
     text: str
     sample: Sample
     reward: float
-    """That advantages come from: the weighted sum, after shaping."""
+    """The reward used for advantages: the weighted sum, after shaping."""
     rewards: dict[str, float]
     learned: TrainingSample | None = None
-    """None when no update used it."""
+    """None if no update used the sample."""
     trainer_log_probs: NDArray[np.float32] | None = None
-    """[T], of the policy that the step began with."""
+    """[T], of the policy at the start of the step."""
 
     def record(self, step: int) -> dict[str, Any]:
-        """One line of the file; numbers that are not finite become null."""
+        """Formats the sample as one line of the file; non-finite numbers become null."""
         sample, learned = self.sample, self.learned
         gaps = _gaps(sample, self.trainer_log_probs)
         return {
@@ -66,11 +66,11 @@ class ShownSample:
 
 @dataclass(slots=True, eq=False)
 class ShownSamples:
-    """The samples of one step that are shown."""
+    """Samples of one step to show."""
 
     step: int
     num_groups: int = 0
-    """To be shown; 0 gathers nothing."""
+    """Number of groups to show; 0 collects nothing."""
     seed: int = 0
     samples: list[ShownSample] = field(default_factory=list)
     _num_seen: int = 0
@@ -85,7 +85,7 @@ class ShownSamples:
         scores: Scores,
         shaped_S: NDArray[np.float32],
     ) -> None:
-        """Chooses among the groups of one generation, as far as the step has not enough. The lists have those of the first row first."""
+        """Chooses among the groups of one generation until the step has enough. The lists are ordered by row."""
         num_wanted = min(self.num_groups - len({one.group for one in self.samples}), len(rows))
         if num_wanted > 0:
             size = len(samples) // len(rows)
@@ -105,7 +105,7 @@ class ShownSamples:
         self._num_seen += len(rows)
 
     def add_learned(self, learned: Sequence[TrainingSample], samples: Sequence[Sample]) -> None:
-        """What the step learns from, with advantages; samples: the completion behind each."""
+        """Adds the training samples with advantages. samples: the completion behind each."""
         shown = {id(one.sample): one for one in self.samples}
         for training, sample in zip(learned, samples, strict=True):
             one = shown.get(id(sample))
@@ -115,7 +115,7 @@ class ShownSamples:
                     one.trainer_log_probs = np.asarray(training.old_log_probs)
 
     def wanted(self, batch: Sequence[TrainingSample]) -> list[int]:
-        """Positions in the step's first batch whose log-probs are wanted; later batches meet other weights."""
+        """Positions in the step's first batch whose log-probs are needed; later batches use other weights."""
         if self._is_scored:
             return []
         self._is_scored = True
@@ -131,17 +131,17 @@ class ShownSamples:
     def add_log_probs(
         self, batch: Sequence[TrainingSample], wanted: Sequence[int], log_probs: Sequence[NDArray[np.float32]]
     ) -> None:
-        """log_probs: of the samples at the positions `wanted`, or none where the trainer had none to give."""
+        """log_probs: of the samples at the positions from `wanted`; empty if the trainer had none."""
         for position, row in zip(wanted, log_probs, strict=False):
             self._learned[id(batch[position])].trainer_log_probs = row
 
     def lines(self, *, max_bytes: int) -> list[bytes]:
-        """As many as fit."""
+        """As many lines as fit."""
         lines: list[bytes] = []
         room = max_bytes
         for one in self.samples:
             text = json.dumps(one.record(self.step), ensure_ascii=False, default=str) + "\n"
-            # What UTF-8 does not have becomes the escape that JSON has for it.
+            # JSON escapes represent what UTF-8 cannot.
             line = text.encode(errors="backslashreplace")
             room -= len(line)
             if room < 0:

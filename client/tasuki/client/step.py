@@ -1,4 +1,4 @@
-"""The record of one step of a training loop: its figures, and where its time went."""
+"""The record of one training step: its metrics and how long each part took."""
 
 from __future__ import annotations
 
@@ -14,44 +14,44 @@ from tasuki.client.types import Phase
 
 @dataclass(slots=True)
 class Step:
-    """What happened from one changeover to rollout to the next, or in one supervised step; None where a part did not take place."""
+    """One step of a training loop. Fields of parts that did not run are None."""
 
     step: int
     policy_version: int | None = None
-    """That made the samples and the evaluation, or that a supervised step began with."""
+    """Version that generated the samples and was evaluated, or that a supervised step started from."""
     num_policy_steps: int = 0
-    """Optimizer steps of the policy, each of which adds 1 to its version."""
+    """Optimizer steps of the policy; each adds 1 to its version."""
     critic_version: int | None = None
-    """The critic's before the updates of the step, if there is a critic."""
+    """The critic's version before the step's updates; None without a critic."""
     num_critic_steps: int = 0
     """Optimizer steps of the critic."""
     eval_score: float | None = None
     mean_reward: float | None = None
     num_failed_rewards: int = 0
     num_equal_groups: int = 0
-    """Groups of several completions whose rewards agree; also those that dynamic sampling leaves out."""
+    """Groups of several completions with equal rewards, including those that dynamic sampling discards."""
     num_skipped_updates: int = 0
-    """Whose gradients were not finite."""
+    """Updates skipped because their gradients were not finite."""
     mean_num_tokens: float | None = None
     grad_norm: float | None = None
-    """Of the last update of the policy, as the learning rate."""
+    """Gradient norm of the policy's last update; learning_rate is also the last update's."""
     learning_rate: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
-    """What evaluation, advantages and losses report (docs/algorithms.md): means over the updates of the step, and maxima."""
+    """Metrics of evaluation, advantages and losses (docs/algorithms.md): means over the step's updates; for maxima, the largest."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """By part of the step; they add up to the step."""
+    """By part of the step. Their sum is the duration of the step."""
     stage_seconds: dict[str, float] = field(default_factory=dict)
-    """By stage of the step's changeovers; inside to_rollout and to_train."""
+    """By stage of the step's changeovers; included in to_rollout and to_train."""
     position: dict[str, int] = field(default_factory=dict)
-    """Of the dataset after the step."""
+    """Position in the dataset after the step."""
     estimator: dict[str, float] = field(default_factory=dict)
-    """What the next step's advantages go on from."""
+    """Estimator state carried over to the next step."""
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Step:
-        """The step whose `asdict` was written as JSON; fields of another version of tasuki are left out. Raises TypeError."""
+        """Reads a step written as JSON by `asdict`. Ignores fields of other versions of tasuki. Raises TypeError for a bad value."""
         if not isinstance(fields.get("step"), int):
-            raise TypeError("`step` is no number")
+            raise TypeError("`step` is not a number")
         known = {name: value for name, value in fields.items() if name in cls.__slots__}
         for name, value in known.items():
             if not _fits(name, value):
@@ -65,14 +65,14 @@ class Step:
         self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - started
 
     def acquire(self, client: Client, phase: Phase) -> None:
-        """The verbs do this by themselves; here it is called to see what each stage takes."""
+        """Acquires a phase explicitly, to time its stages; the verbs would do it implicitly."""
         with self.timed(f"to_{phase.lower()}"):
             events = client.acquire(phase)
         self.stage_seconds |= {event.stage: event.seconds for event in events if event.stage and event.seconds}
 
     @property
     def is_evaluation(self) -> bool:
-        """Whether nothing was made or learned in it: a run ends with such a step."""
+        """Whether the step only evaluated, as the last step of a run does."""
         num_updates = self.num_policy_steps + self.num_critic_steps + self.num_skipped_updates
         return self.mean_reward is None and not num_updates
 
@@ -90,7 +90,7 @@ _VERSIONS = ("policy_version", "critic_version")
 
 
 def _fits(name: str, value: object) -> bool:
-    """Whether the field of a step may have the value."""
+    """Whether `value` has a type that the field accepts."""
     if name in _TABLES:
         return isinstance(value, dict) and all(isinstance(number, int | float) for number in value.values())
     if name in _COUNTS or name in _VERSIONS:

@@ -1,4 +1,4 @@
-"""Figures of a step from its samples and its updates."""
+"""Metrics of a step from its samples and updates."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tasuki.client.types import Sample
 
 
 def measure_samples(step: Step, generated: Sequence[tuple[list[Sample], Scores]]) -> None:
-    """Puts into the step what was generated, also what is not learned from."""
+    """Adds metrics of the generated samples to the step, including samples not trained on."""
     samples = [sample for made, _ in generated for sample in made]
     rewards_S = np.concatenate([scores.rewards for _, scores in generated])
     step.num_failed_rewards = sum(scores.num_failed for _, scores in generated)
@@ -30,7 +30,7 @@ def measure_samples(step: Step, generated: Sequence[tuple[list[Sample], Scores]]
 
 
 def averaged(measured: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Metrics over the updates of a step, as far as they are finite: the mean, and of maxima the greatest."""
+    """Combines finite metrics over a step's updates: means, and for maxima the largest."""
     values: dict[str, list[float]] = {}
     for metrics in measured:
         for name, value in metrics.items():

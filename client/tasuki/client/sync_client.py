@@ -1,4 +1,4 @@
-"""The client without asyncio: the same verbs, carried out by an AsyncClient on its own thread."""
+"""The synchronous client: the same verbs, run by an AsyncClient on a separate thread."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _Answer = TypeVar("_Answer")
 
 
 class Client:
-    """One node, driven by verbs; AsyncClient says what each of them promises. Close it, or use it in a `with` block."""
+    """A client of one node; AsyncClient documents the verbs. Close it, or use it in a `with` block."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class Client:
 
     async def _leave(self) -> None:
         await self._client.close()
-        # Calls that a Ctrl-C cut off.
+        # Calls interrupted by Ctrl-C.
         left = asyncio.all_tasks() - {asyncio.current_task()}
         for task in left:
             task.cancel()
@@ -166,7 +166,7 @@ class Client:
             self._loop.call_soon_threadsafe(begin)
             return pending.wait()
         except BaseException:
-            # Ctrl-C while waiting: the call must not go on behind the caller's back.
+            # Ctrl-C while waiting: cancel the call, so that it does not continue unnoticed.
             self._loop.call_soon_threadsafe(cancel)
             raise
 

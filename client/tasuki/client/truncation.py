@@ -1,4 +1,4 @@
-"""Completions that reached max_new_tokens: how many there are, and how to leave them out of the loss."""
+"""Completions truncated at max_new_tokens: counting them and excluding them from the loss."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from tasuki.client.types import FinishReason, Sample, TrainingSample
 
 
 def truncated_fraction(samples: Sequence[Sample]) -> float:
-    """Share of the samples that were stopped by max_new_tokens; 0 without samples."""
+    """Share of samples truncated at max_new_tokens; 0 without samples."""
     return sum(sample.finish_reason is FinishReason.LENGTH for sample in samples) / max(len(samples), 1)
 
 
 def without_truncated(samples: Sequence[TrainingSample], finish_reasons: Sequence[FinishReason]) -> list[TrainingSample]:
-    """The samples, with a loss mask of zeros for each that ended by LENGTH; the others keep their own mask.
+    """Sets the loss mask to zeros for each sample that ended by LENGTH; other samples keep their mask.
 
-    finish_reasons: one for each sample. A masked sample keeps its place in the group's baseline. The trainer refuses a call whose
-    tokens are all masked: see `has_loss_tokens`.
+    finish_reasons: one for each sample. A masked sample still counts in its group's baseline. The trainer refuses a call without
+    counted tokens: see `has_loss_tokens`.
     Source: the overlong filtering of DAPO (arXiv:2503.14476) sec. 3.4.
     """
     return [

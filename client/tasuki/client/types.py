@@ -1,4 +1,4 @@
-"""What goes into the verbs and what comes out of them: plain values, with numpy arrays for what has one entry per token."""
+"""Arguments and results of the client's verbs: plain values, with numpy arrays for per-token fields. T is the number of tokens."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Stage(StrEnum):
 
 
 class StageStatus(StrEnum):
-    """How far a stage or a changeover is."""
+    """Status of a stage or a changeover."""
 
     STARTED = "STARTED"
     DONE = "DONE"
@@ -48,22 +48,22 @@ class FinishReason(StrEnum):
     """An end-of-sequence or stop token was sampled; it is the last token."""
     LENGTH = "LENGTH"
     CUT = "CUT"
-    """Cut by a drain; the tokens so far are valid for the sample's policy version."""
+    """Stopped by a drain. The tokens generated so far are valid for the sample's policy version."""
 
 
 class Role(StrEnum):
-    """What a network of the trainer is for."""
+    """A network that the trainer holds."""
 
     POLICY = "POLICY"
     REFERENCE = "REFERENCE"
-    """Frozen weights that training started from."""
+    """The frozen weights that training started from."""
     CRITIC = "CRITIC"
-    """Gives values to tokens; only where the node has a table [trainer.critic]."""
+    """Estimates the value of each token. Only on nodes with a table [trainer.critic]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """SGLang's sampling parameters by their names; None takes SGLang's default."""
+    """Sampling parameters, named as in SGLang. None leaves SGLang's default."""
 
     max_new_tokens: int | None = None
     temperature: float | None = None
@@ -76,57 +76,57 @@ class SamplingParams:
     repetition_penalty: float | None = None
     min_new_tokens: int | None = None
     stop_token_ids: Sequence[int] = ()
-    """Beside those of the model, see RolloutState."""
+    """In addition to the model's own; see RolloutState."""
     ignore_eos: bool | None = None
-    """No token ends a completion, also none of stop_token_ids."""
+    """Ignores every stop token, including those in stop_token_ids."""
     sampling_seed: int | None = None
-    """Every sample is drawn by a seed made from this, the position of its prompt and its sample_index; not on a GPU."""
+    """Base seed: each sample's seed is derived from it, the prompt's position and sample_index. Reproducible on a CPU only."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """One completion as rollout made it."""
+    """One completion from rollout."""
 
     prompt_index: int
     sample_index: int
     token_ids: NDArray[np.int32]
-    """[T], without the prompt."""
+    """[T], completion only."""
     rollout_log_probs: NDArray[np.float32]
-    """[T], natural logarithms, under `temperature` and penalties; what top_p, top_k and min_p leave out still has its share."""
+    """[T], natural logarithms, computed with `temperature` and penalties, before top_p, top_k and min_p filter the distribution."""
     finish_reason: FinishReason
     policy_version: int
     temperature: float = 1.0
-    """That rollout_log_probs are under; 1 for greedy samples."""
+    """Temperature behind rollout_log_probs; 1 for greedy samples."""
     has_exact_log_probs: bool = True
-    """Whether every token was drawn from softmax(logits / temperature). False for greedy samples, and where top_p, top_k, min_p,
-    min_new_tokens or a penalty changed what could be drawn: an importance ratio by these log-probs is then biased."""
+    """Whether every token was drawn from softmax(logits / temperature). False for greedy samples and where top_p, top_k, min_p,
+    min_new_tokens or a penalty changed the distribution. Importance ratios from these log-probs are then biased."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainingSample:
-    """One sequence to learn from or to score. Per-token fields have T entries, one for each completion token, or none."""
+    """One sequence to train on or score. Per-token fields have one entry for each completion token, T in all, or are empty."""
 
     prompt_token_ids: Sequence[int] | NDArray[np.int32]
     completion_token_ids: Sequence[int] | NDArray[np.int32]
     """[T], at least one."""
     rollout_log_probs: Sequence[float] | NDArray[np.float32] = ()
-    """Needed by every policy loss but SftLoss."""
+    """Required by every policy loss except SftLoss."""
     advantages: float | Sequence[float] | NDArray[np.float32] = ()
-    """[T], or one number for the whole completion. Needed by every policy loss but SftLoss."""
+    """[T], or one number for the whole completion. Required by every policy loss except SftLoss."""
     ref_log_probs: Sequence[float] | NDArray[np.float32] = ()
-    """Needed when kl_coef is not 0."""
+    """Required when kl_coef is not 0."""
     loss_mask: Sequence[float] | NDArray[np.float32] = ()
-    """0 and 1; empty counts every token."""
+    """Zeros and ones; empty counts every token."""
     policy_version: int = 0
-    """Version of the weights that made the sample."""
+    """Version of the weights that generated the sample."""
     temperature: float | None = None
-    """That the sample was drawn with; None is 1. `TrainingSample.of` takes it from the sample."""
+    """Sampling temperature; None means 1. `TrainingSample.of` copies it from the sample."""
     old_log_probs: Sequence[float] | NDArray[np.float32] = ()
-    """The policy's before the first of several steps on the batch. Needed with OldPolicy.GIVEN."""
+    """From the policy before the first of several steps on the batch. Required with OldPolicy.GIVEN."""
     values: Sequence[float] | NDArray[np.float32] = ()
-    """The critic's before the first step on the batch. Needed by a clipped ValueLoss."""
+    """From the critic before the first step on the batch. Required by a clipped ValueLoss."""
     returns: Sequence[float] | NDArray[np.float32] = ()
-    """What the values should be. Needed by ValueLoss."""
+    """Targets of the critic. Required by ValueLoss."""
 
     @classmethod
     def of(
@@ -137,7 +137,7 @@ class TrainingSample:
         advantages: float | Sequence[float] | NDArray[np.float32] = (),
         loss_mask: Sequence[float] | NDArray[np.float32] = (),
     ) -> TrainingSample:
-        """What rollout generated, with all that training must know of it: log-probs, their temperature, and the policy's version."""
+        """Builds a training sample from a rollout sample: copies its tokens, log-probs, temperature and policy version."""
         return cls(
             prompt_token_ids=prompt_token_ids,
             completion_token_ids=sample.token_ids,
@@ -151,39 +151,39 @@ class TrainingSample:
 
 @dataclass(frozen=True, slots=True)
 class ForwardBackwardResult:
-    """One forward_backward, over all its samples."""
+    """Result of one forward_backward over all its samples."""
 
     loss: float
     num_samples: int
     num_tokens: int
-    """That counted in the loss."""
+    """Tokens counted by the loss."""
     denominator: float
-    """What the sum over tokens was divided by."""
+    """Divisor of the loss's sum over tokens."""
     metrics: Mapping[str, float]
-    """By name, see docs/algorithms.md; a mean over nothing is left out."""
+    """By name; see docs/algorithms.md. A mean over no values is omitted."""
     num_micro_batches: int
     seconds: float
     log_probs: tuple[NDArray[np.float32], ...] = ()
-    """[T] of each sample that `log_probs_of` named; none where the trainer restarted before it could answer."""
+    """[T] for each sample in `log_probs_of`. Empty if the trainer restarted before it answered."""
 
 
 @dataclass(frozen=True, slots=True)
 class OptimStepResult:
-    """One optimizer step."""
+    """Result of one optimizer step."""
 
     version: int
-    """Of the role, after the step."""
+    """Version of the role after the step."""
     grad_norm: float
     """Before clipping."""
     learning_rate: float
     seconds: float
     is_skipped: bool
-    """Whether the gradients were not finite, and were dropped without a step."""
+    """Whether the step was skipped because the gradients were not finite. They are discarded."""
 
 
 @dataclass(frozen=True, slots=True)
 class SaveResult:
-    """What save and export_model wrote."""
+    """Result of save or export_model."""
 
     path: str
     policy_version: int
@@ -193,13 +193,13 @@ class SaveResult:
 
 @dataclass(frozen=True, slots=True)
 class StageEvent:
-    """One piece of news of a changeover; `stage` is None in news of the changeover as a whole."""
+    """One event of a changeover. `stage` is None for events of the changeover as a whole."""
 
     changeover_id: str
     stage: Stage | None
     status: StageStatus
     time: float
-    """Seconds since 1970."""
+    """Unix time in seconds."""
     seconds: float
     num_bytes: int
     error_reason: str
@@ -208,19 +208,19 @@ class StageEvent:
 
 @dataclass(frozen=True, slots=True)
 class NodeState:
-    """Where a node is."""
+    """State of a node as its coordinator reports it."""
 
     phase: Phase | None
-    """None in the middle of a changeover."""
+    """None during a changeover."""
     stage: Stage | None
     """Last completed stage of the ring."""
     next_stage: Stage | None
     epoch: int
     policy_version: int | None
-    """That rollout serves or last served; None before the first commit."""
+    """The version that rollout serves or last served; None before the first commit."""
     boot_id: str
     changeover_id: str
-    """Running changeover, or empty."""
+    """The changeover under way, or empty."""
     trainer_target: str
     rollout_target: str
     num_changeovers: int
@@ -229,7 +229,7 @@ class NodeState:
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """The state, and what changed; `event` is None in the first answer."""
+    """A node's state and the event that led to it. `event` is None in the first answer."""
 
     state: NodeState
     event: StageEvent | None
@@ -237,7 +237,7 @@ class Watched:
 
 @dataclass(frozen=True, slots=True)
 class Changeover:
-    """One changeover from the journal."""
+    """A changeover from the journal."""
 
     changeover_id: str
     target: Phase
@@ -251,30 +251,30 @@ class Changeover:
 
 @dataclass(frozen=True, slots=True)
 class TrainerState:
-    """What a trainer has, and what it takes."""
+    """State and limits of the trainer."""
 
     policy_version: int
     has_gradients: bool
-    """Of any role."""
+    """Whether any role has accumulated gradients."""
     roles: tuple[Role, ...]
-    """That are trained."""
+    """Roles that are trained."""
     critic_version: int | None
-    """Optimizer steps behind the critic's weights; None without a critic."""
+    """Optimizer steps of the critic; None without a critic."""
     num_ranks: int
     num_parameters: int
     vocab_size: int
     context_length: int
     micro_batch_tokens: int
-    """Most tokens of the samples in one micro-batch, so also of a sample."""
+    """Maximum tokens in a micro-batch, and so in a single sample."""
     model_path: str
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutState:
-    """What rollout serves, and what it takes."""
+    """State and limits of rollout."""
 
     policy_version: int | None
-    """That is served; None while none is."""
+    """The version being served, or None."""
     is_poisoned: bool
     poison_reason: str
     num_running: int
@@ -284,4 +284,4 @@ class RolloutState:
     context_length: int
     model_path: str
     stop_token_ids: tuple[int, ...] = ()
-    """That end a completion unless ignore_eos is set."""
+    """Tokens that end a completion unless ignore_eos is set."""

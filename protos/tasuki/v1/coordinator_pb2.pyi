@@ -34,21 +34,21 @@ class _StageStatusEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StageStat
     STAGE_STATUS_DONE: _StageStatus.ValueType  # 2
     STAGE_STATUS_FAILED: _StageStatus.ValueType  # 3
     STAGE_STATUS_UNDONE: _StageStatus.ValueType  # 4
-    """Done before, and taken back because a later stage failed."""
+    """Done, then undone because a later stage failed."""
     STAGE_STATUS_HELD: _StageStatus.ValueType  # 5
-    """Nothing to do: the phase already held."""
+    """Nothing to do: the node was already in the phase."""
 
 class StageStatus(_StageStatus, metaclass=_StageStatusEnumTypeWrapper):
-    """How far a stage or a changeover is."""
+    """Status of a stage or a changeover."""
 
 STAGE_STATUS_UNSPECIFIED: StageStatus.ValueType  # 0
 STAGE_STATUS_STARTED: StageStatus.ValueType  # 1
 STAGE_STATUS_DONE: StageStatus.ValueType  # 2
 STAGE_STATUS_FAILED: StageStatus.ValueType  # 3
 STAGE_STATUS_UNDONE: StageStatus.ValueType  # 4
-"""Done before, and taken back because a later stage failed."""
+"""Done, then undone because a later stage failed."""
 STAGE_STATUS_HELD: StageStatus.ValueType  # 5
-"""Nothing to do: the phase already held."""
+"""Nothing to do: the node was already in the phase."""
 Global___StageStatus: _TypeAlias = StageStatus  # noqa: Y015
 
 @_typing.final
@@ -67,11 +67,11 @@ class StageEvent(_message.Message):
     stage: _types_pb2.Stage.ValueType
     status: Global___StageStatus.ValueType
     seconds: _builtins.float
-    """Of the stage; 0 in STARTED."""
+    """Duration of the stage; 0 in STARTED."""
     bytes: _builtins.int
     """Bytes mapped, released or copied by the stage."""
     error_reason: _builtins.str
-    """In FAILED: reason and text of the error."""
+    """In FAILED: the error's reason and message."""
     error_message: _builtins.str
     @_builtins.property
     def time(self) -> _timestamp_pb2.Timestamp: ...
@@ -117,7 +117,7 @@ class Changeover(_message.Message):
     def start_time(self) -> _timestamp_pb2.Timestamp: ...
     @_builtins.property
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageEvent]:
-        """One for each stage, as it is now."""
+        """One for each stage, with its latest status."""
 
     def __init__(
         self,
@@ -158,32 +158,32 @@ class NodeState(_message.Message):
     LOCK_PATH_FIELD_NUMBER: _builtins.int
     WEIGHTS_DIGEST_FIELD_NUMBER: _builtins.int
     phase: _types_pb2.Phase.ValueType
-    """Phase that holds; UNSPECIFIED in the middle of a changeover."""
+    """Current phase; UNSPECIFIED during a changeover."""
     stage: _types_pb2.Stage.ValueType
     """Last completed stage of the ring."""
     epoch: _builtins.int
     policy_version: _builtins.int
-    """Version that rollout serves or last served; absent before the first commit."""
+    """Version that rollout serves or last served. Absent before the first commit."""
     boot_id: _builtins.str
     changeover_id: _builtins.str
-    """Running changeover, if any."""
+    """Changeover under way, if any."""
     trainer_target: _builtins.str
     """gRPC targets, e.g. "unix:/run/tasuki/trainer.sock"."""
     rollout_target: _builtins.str
     next_stage: _types_pb2.Stage.ValueType
-    """Stage that may come next."""
+    """The only stage allowed next."""
     num_changeovers: _builtins.int
     """Finished changeovers of this node, over all epochs."""
     last_error: _builtins.str
     """Error of the last changeover, if it failed."""
     instance_id: _builtins.str
-    """Of this start of the node: another one begins from its model, and is not the node that a client knew. Empty when the services were
-    started one by one.
+    """Identifies this start of the node. Another start begins from the initial model, so clients must not carry over.
+    Empty if the services were started individually.
     """
     lock_path: _builtins.str
-    """A file that is locked (flock) for as long as the node lives, for clients on its machine; empty as above."""
+    """File locked (flock) while the node lives, for clients on its machine; empty as above."""
     weights_digest: _builtins.bytes
-    """SHA-256 of the WeightSums of what rollout holds; empty while it holds nothing, or nobody knows what."""
+    """SHA-256 of the WeightSums of the weights in rollout; empty if it holds none or they are unknown."""
     def __init__(
         self,
         *,
@@ -221,11 +221,11 @@ class AcquireRequest(_message.Message):
     FLEET_FIELD_NUMBER: _builtins.int
     phase: _types_pb2.Phase.ValueType
     request_id: _builtins.str
-    """Chosen by the caller, unique for each intent; empty lets the coordinator choose."""
+    """Chosen by the caller, unique for each attempt; if empty, the coordinator chooses one."""
     @_builtins.property
     def fleet(self) -> _fleet_pb2.FleetCommand:
-        """Set by the fleet that the node belongs to. A node of a fleet refuses everybody else with FAILED_PRECONDITION/HELD_BY_FLEET, and older
-        lives of its fleet with ABORTED/STALE_EPOCH.
+        """Set by the node's fleet. A node of a fleet refuses other callers with FAILED_PRECONDITION/HELD_BY_FLEET, and earlier attempts
+        of its fleet with ABORTED/STALE_EPOCH.
         """
 
     def __init__(
@@ -314,7 +314,7 @@ class RunStageResponse(_message.Message):
     def state(self) -> Global___NodeState: ...
     @_builtins.property
     def sums(self) -> _weights_pb2.WeightSums:
-        """Of SYNC alone: what rollout received and verified. Absent when an earlier coordinator of the node had the answer."""
+        """For SYNC only: the checksums of what rollout received and verified. Absent if an earlier coordinator recorded the answer."""
 
     def __init__(
         self,
@@ -338,8 +338,8 @@ class GetStateRequest(_message.Message):
     FLEET_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def fleet(self) -> _fleet_pb2.FleetCommand:
-        """Only a node's fleet gives it. The node then waits for what runs, asks its services, and from here on refuses commands that the fleet
-        sent before, so that none that is still on its way changes what the fleet has seen.
+        """Set only by the node's fleet. The node waits for running work and queries its services. From then on it refuses earlier commands
+        of the fleet, so that a delayed one cannot change what the fleet has read.
         """
 
     def __init__(
@@ -402,7 +402,7 @@ class WatchStateResponse(_message.Message):
     def state(self) -> Global___NodeState: ...
     @_builtins.property
     def event(self) -> Global___StageEvent:
-        """What changed; absent in the first answer."""
+        """The change; absent in the first answer."""
 
     def __init__(
         self,
@@ -472,7 +472,7 @@ class PlanRequest(_message.Message):
     GPU_BYTES_FIELD_NUMBER: _builtins.int
     HOST_BYTES_FIELD_NUMBER: _builtins.int
     gpu_bytes: _builtins.int
-    """Memory of one GPU; by default of the smallest that the node has. Not used on a CPU."""
+    """Memory of one GPU; by default that of the node's smallest. Ignored on a CPU."""
     host_bytes: _builtins.int
     """Memory of the host; by default the machine's, or memory.host_budget_bytes."""
     def __init__(
@@ -503,7 +503,7 @@ class PlannedPart(_message.Message):
     PART_FIELD_NUMBER: _builtins.int
     BYTES_FIELD_NUMBER: _builtins.int
     part: _builtins.str
-    """E.g. "trainer weights", "optimizer", "kv_cache", "activations"; docs/plan.md has all."""
+    """E.g. "trainer weights", "optimizer", "kv_cache", "activations"; docs/plan.md lists all."""
     bytes: _builtins.int
     def __init__(
         self,
@@ -529,14 +529,14 @@ class PlannedDevice(_message.Message):
     FITS_FIELD_NUMBER: _builtins.int
     PARTS_FIELD_NUMBER: _builtins.int
     device: _builtins.str
-    """"cuda:0" and so on; "host"."""
+    """"cuda:0" and so on, or "host"."""
     needed_bytes: _builtins.int
     capacity_bytes: _builtins.int
     fits: _builtins.bool
-    """With the margin that must stay free."""
+    """Includes the margin that must stay free."""
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlannedPart]:
-        """Those of needed_bytes, the largest first."""
+        """Breakdown of needed_bytes, largest first."""
 
     def __init__(
         self,
@@ -562,7 +562,7 @@ class PlannedStage(_message.Message):
     STAGE_FIELD_NUMBER: _builtins.int
     DEVICES_FIELD_NUMBER: _builtins.int
     stage: _builtins.str
-    """A stage of the ring by its name, or TRAIN and ROLLOUT for the phases at their fullest."""
+    """Name of a stage of the ring, or TRAIN and ROLLOUT for the peaks of the phases."""
     @_builtins.property
     def devices(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlannedDevice]: ...
     def __init__(
@@ -603,7 +603,7 @@ Global___PlannedPeak: _TypeAlias = PlannedPeak  # noqa: Y015
 
 @_typing.final
 class PlannedChange(_message.Message):
-    """One setting changed, on top of those before it."""
+    """One changed setting, on top of the changes before it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -617,9 +617,9 @@ class PlannedChange(_message.Message):
     old: _builtins.str
     new: _builtins.str
     is_available: _builtins.bool
-    """Whether a node can be told so today."""
+    """Whether this release supports the setting."""
     gpu_peak_bytes: _builtins.int
-    """What the plan then says."""
+    """The plan's result with the change."""
     fits: _builtins.bool
     def __init__(
         self,
@@ -702,46 +702,46 @@ class PlanResponse(_message.Message):
     EXPECTED_SECONDS_FIELD_NUMBER: _builtins.int
     fits: _builtins.bool
     strategy: _builtins.str
-    """How the GPUs are shared: "v3", in stages."""
+    """How the GPUs are shared; "v3" means in stages."""
     kv_cache_tokens: _builtins.int
     kv_cache_bytes: _builtins.int
     is_leaving_enough: _builtins.bool
-    """Whether some choice of tags is enough."""
+    """Whether some choice of tags suffices."""
     max_kv_ratio: _builtins.float
-    """Largest rollout.kv_ratio, in hundredths, with which everything fits; absent when none does."""
+    """Largest rollout.kv_ratio, in hundredths, at which everything fits; absent if none."""
     gpu_bytes: _builtins.int
     host_bytes: _builtins.int
     @_builtins.property
     def problems(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Why it does not."""
+        """Why the plan does not fit."""
 
     @_builtins.property
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlannedStage]: ...
     @_builtins.property
     def gpu_peak(self) -> Global___PlannedPeak:
-        """On a CPU only the host has one."""
+        """Absent on a CPU, which has only the host."""
 
     @_builtins.property
     def host_peak(self) -> Global___PlannedPeak: ...
     @_builtins.property
     def must_leave(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The tags with the fewest bytes whose leaving is enough; empty when both services may stay, or no choice is enough."""
+        """Smallest set of tags, by bytes, that must leave; empty if both services fit together or if no choice suffices."""
 
     @_builtins.property
     def advice(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlannedChange]:
-        """What to change, in the order to try it; empty when it fits."""
+        """Suggested changes, in the order to try them; empty if the plan fits."""
 
     @_builtins.property
     def parameters(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """Numbers of parameters by kind."""
+        """Parameter counts by kind."""
 
     @_builtins.property
     def residency(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlannedResidency]:
-        """What stays on each GPU over a changeover, and what leaves."""
+        """The tags that stay on each GPU during a changeover, and those that leave."""
 
     @_builtins.property
     def expected_seconds(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """Expected seconds of a stage, by its name; an estimate. Empty on a CPU."""
+        """Estimated seconds of a stage, by name. Empty on a CPU."""
 
     def __init__(
         self,
@@ -776,7 +776,7 @@ Global___PlanResponse: _TypeAlias = PlanResponse  # noqa: Y015
 
 @_typing.final
 class PlannedResidency(_message.Message):
-    """GPUs that keep the same."""
+    """GPUs with the same residency."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -784,7 +784,7 @@ class PlannedResidency(_message.Message):
     STAYS_FIELD_NUMBER: _builtins.int
     LEAVES_FIELD_NUMBER: _builtins.int
     gpus: _builtins.str
-    """Such as "GPUs 0, 1"."""
+    """E.g. "GPUs 0, 1"."""
     @_builtins.property
     def stays(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property

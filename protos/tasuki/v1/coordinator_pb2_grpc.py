@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class CoordinatorServiceStub(object):
-    """Decides who holds the GPUs. It is not on the data path: clients learn here where trainer and rollout are.
+    """Decides who holds the GPUs. It is off the data path: clients ask it for the addresses of trainer and rollout.
     """
 
     def __init__(self, channel):
@@ -68,49 +68,48 @@ class CoordinatorServiceStub(object):
 
 
 class CoordinatorServiceServicer(object):
-    """Decides who holds the GPUs. It is not on the data path: clients learn here where trainer and rollout are.
+    """Decides who holds the GPUs. It is off the data path: clients ask it for the addresses of trainer and rollout.
     """
 
     def Acquire(self, request, context):
-        """Brings the node to a phase and streams what happens, stage by stage; ends when the phase holds.
+        """Brings the node to a phase and streams the stage events. The stream ends once the phase is reached.
 
-        Phase: any; when the node already is in the phase, the stream has one event with status HELD.
-        Repeat: the changeover goes on when the caller leaves; the same request_id attaches to it again and gets every event from the first.
-        Errors: FAILED_PRECONDITION/CHANGEOVER_RUNNING when one to the other phase is under way; RESOURCE_EXHAUSTED/GPU_MEMORY when a stage has
-        no room, which is then not begun; RESOURCE_EXHAUSTED/DISK_FULL when the journal cannot be written; the error of the stage that failed.
-        The finished stages are undone.
+        Phase: any. If the node is already in the phase, the stream has one event with status HELD.
+        Repeat: the changeover continues if the caller leaves; the same request_id attaches to it and gets every event from the first.
+        Errors: FAILED_PRECONDITION/CHANGEOVER_RUNNING if a changeover to the other phase is running; RESOURCE_EXHAUSTED/GPU_MEMORY if
+        a stage lacks memory, before it starts; RESOURCE_EXHAUSTED/DISK_FULL if the journal cannot be written; or the failed stage's error.
+        After a failure the finished stages are undone.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RunStage(self, request, context):
-        """Runs a single stage: the next one of the ring, no other.
+        """Runs one stage, which must be the next in the ring.
 
-        Phase: the one that the stage starts from. Repeat: the same request_id gets the first answer.
-        Errors: FAILED_PRECONDITION/STAGE_ORDER naming the stage that may come next;
-        the stage's own error.
+        Phase: where the stage starts. Repeat: the same request_id gets the first answer.
+        Errors: FAILED_PRECONDITION/STAGE_ORDER naming the stage allowed next; the stage's own error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetState(self, request, context):
-        """Phase, stage, version, addresses. Any phase, harmless to repeat.
+        """Returns phase, stage, version and addresses. Any phase; safe to repeat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchState(self, request, context):
-        """The state now, and again after each change, until the caller leaves. Any phase, harmless to repeat.
+        """Streams the current state, then the new state after each change, until the caller leaves. Any phase; safe to repeat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListChangeovers(self, request, context):
-        """Changeovers from the journal, newest first. Any phase, harmless to repeat.
+        """Lists changeovers from the journal, newest first. Any phase; safe to repeat.
 
         Errors: INVALID_ARGUMENT/INVALID_ARGUMENT for a bad page_size or page_token.
         """
@@ -119,12 +118,12 @@ class CoordinatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Plan(self, request, context):
-        """What the node's configuration takes of memory by the planner, stage by stage: arithmetic, of which nothing is measured but the size of
-        the devices. The first call of a large model takes seconds.
+        """Predicts the memory that the node's configuration needs in each stage. Only the size of the devices is measured.
+        The first call for a large model takes seconds.
 
-        Phase: any, also while a changeover runs. Repeat: harmless, and answered from memory.
-        Errors: INVALID_ARGUMENT/INVALID_ARGUMENT and NOT_FOUND/PATH_NOT_FOUND for a model that cannot be read,
-        UNIMPLEMENTED/UNSUPPORTED_MODEL for one that the planner does not know; DEADLINE_EXCEEDED when nobody tells the size of a GPU.
+        Phase: any, even during a changeover. Repeat: safe; the answer is cached.
+        Errors: INVALID_ARGUMENT/INVALID_ARGUMENT or NOT_FOUND/PATH_NOT_FOUND for an unreadable model,
+        UNIMPLEMENTED/UNSUPPORTED_MODEL for an unknown architecture; DEADLINE_EXCEEDED if no service reports the size of a GPU.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -172,7 +171,7 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class CoordinatorService(object):
-    """Decides who holds the GPUs. It is not on the data path: clients learn here where trainer and rollout are.
+    """Decides who holds the GPUs. It is off the data path: clients ask it for the addresses of trainer and rollout.
     """
 
     @staticmethod

@@ -27,87 +27,85 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class CoordinatorServiceStub:
-    """Decides who holds the GPUs. It is not on the data path: clients learn here where trainer and rollout are."""
+    """Decides who holds the GPUs. It is off the data path: clients ask it for the addresses of trainer and rollout."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> CoordinatorServiceAsyncStub: ...
     Acquire: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.AcquireRequest, _coordinator_pb2.AcquireResponse]
-    """Brings the node to a phase and streams what happens, stage by stage; ends when the phase holds.
+    """Brings the node to a phase and streams the stage events. The stream ends once the phase is reached.
 
-    Phase: any; when the node already is in the phase, the stream has one event with status HELD.
-    Repeat: the changeover goes on when the caller leaves; the same request_id attaches to it again and gets every event from the first.
-    Errors: FAILED_PRECONDITION/CHANGEOVER_RUNNING when one to the other phase is under way; RESOURCE_EXHAUSTED/GPU_MEMORY when a stage has
-    no room, which is then not begun; RESOURCE_EXHAUSTED/DISK_FULL when the journal cannot be written; the error of the stage that failed.
-    The finished stages are undone.
+    Phase: any. If the node is already in the phase, the stream has one event with status HELD.
+    Repeat: the changeover continues if the caller leaves; the same request_id attaches to it and gets every event from the first.
+    Errors: FAILED_PRECONDITION/CHANGEOVER_RUNNING if a changeover to the other phase is running; RESOURCE_EXHAUSTED/GPU_MEMORY if
+    a stage lacks memory, before it starts; RESOURCE_EXHAUSTED/DISK_FULL if the journal cannot be written; or the failed stage's error.
+    After a failure the finished stages are undone.
     """
     RunStage: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.RunStageRequest, _coordinator_pb2.RunStageResponse]
-    """Runs a single stage: the next one of the ring, no other.
+    """Runs one stage, which must be the next in the ring.
 
-    Phase: the one that the stage starts from. Repeat: the same request_id gets the first answer.
-    Errors: FAILED_PRECONDITION/STAGE_ORDER naming the stage that may come next;
-    the stage's own error.
+    Phase: where the stage starts. Repeat: the same request_id gets the first answer.
+    Errors: FAILED_PRECONDITION/STAGE_ORDER naming the stage allowed next; the stage's own error.
     """
     GetState: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.GetStateRequest, _coordinator_pb2.GetStateResponse]
-    """Phase, stage, version, addresses. Any phase, harmless to repeat."""
+    """Returns phase, stage, version and addresses. Any phase; safe to repeat."""
     WatchState: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.WatchStateRequest, _coordinator_pb2.WatchStateResponse]
-    """The state now, and again after each change, until the caller leaves. Any phase, harmless to repeat."""
+    """Streams the current state, then the new state after each change, until the caller leaves. Any phase; safe to repeat."""
     ListChangeovers: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ListChangeoversRequest, _coordinator_pb2.ListChangeoversResponse]
-    """Changeovers from the journal, newest first. Any phase, harmless to repeat.
+    """Lists changeovers from the journal, newest first. Any phase; safe to repeat.
 
     Errors: INVALID_ARGUMENT/INVALID_ARGUMENT for a bad page_size or page_token.
     """
     Plan: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.PlanRequest, _coordinator_pb2.PlanResponse]
-    """What the node's configuration takes of memory by the planner, stage by stage: arithmetic, of which nothing is measured but the size of
-    the devices. The first call of a large model takes seconds.
+    """Predicts the memory that the node's configuration needs in each stage. Only the size of the devices is measured.
+    The first call for a large model takes seconds.
 
-    Phase: any, also while a changeover runs. Repeat: harmless, and answered from memory.
-    Errors: INVALID_ARGUMENT/INVALID_ARGUMENT and NOT_FOUND/PATH_NOT_FOUND for a model that cannot be read,
-    UNIMPLEMENTED/UNSUPPORTED_MODEL for one that the planner does not know; DEADLINE_EXCEEDED when nobody tells the size of a GPU.
+    Phase: any, even during a changeover. Repeat: safe; the answer is cached.
+    Errors: INVALID_ARGUMENT/INVALID_ARGUMENT or NOT_FOUND/PATH_NOT_FOUND for an unreadable model,
+    UNIMPLEMENTED/UNSUPPORTED_MODEL for an unknown architecture; DEADLINE_EXCEEDED if no service reports the size of a GPU.
     """
 
 @_typing.type_check_only
 class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
-    """Decides who holds the GPUs. It is not on the data path: clients learn here where trainer and rollout are."""
+    """Decides who holds the GPUs. It is off the data path: clients ask it for the addresses of trainer and rollout."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Acquire: _aio.UnaryStreamMultiCallable[_coordinator_pb2.AcquireRequest, _coordinator_pb2.AcquireResponse]  # type: ignore[assignment]
-    """Brings the node to a phase and streams what happens, stage by stage; ends when the phase holds.
+    """Brings the node to a phase and streams the stage events. The stream ends once the phase is reached.
 
-    Phase: any; when the node already is in the phase, the stream has one event with status HELD.
-    Repeat: the changeover goes on when the caller leaves; the same request_id attaches to it again and gets every event from the first.
-    Errors: FAILED_PRECONDITION/CHANGEOVER_RUNNING when one to the other phase is under way; RESOURCE_EXHAUSTED/GPU_MEMORY when a stage has
-    no room, which is then not begun; RESOURCE_EXHAUSTED/DISK_FULL when the journal cannot be written; the error of the stage that failed.
-    The finished stages are undone.
+    Phase: any. If the node is already in the phase, the stream has one event with status HELD.
+    Repeat: the changeover continues if the caller leaves; the same request_id attaches to it and gets every event from the first.
+    Errors: FAILED_PRECONDITION/CHANGEOVER_RUNNING if a changeover to the other phase is running; RESOURCE_EXHAUSTED/GPU_MEMORY if
+    a stage lacks memory, before it starts; RESOURCE_EXHAUSTED/DISK_FULL if the journal cannot be written; or the failed stage's error.
+    After a failure the finished stages are undone.
     """
     RunStage: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.RunStageRequest, _coordinator_pb2.RunStageResponse]  # type: ignore[assignment]
-    """Runs a single stage: the next one of the ring, no other.
+    """Runs one stage, which must be the next in the ring.
 
-    Phase: the one that the stage starts from. Repeat: the same request_id gets the first answer.
-    Errors: FAILED_PRECONDITION/STAGE_ORDER naming the stage that may come next;
-    the stage's own error.
+    Phase: where the stage starts. Repeat: the same request_id gets the first answer.
+    Errors: FAILED_PRECONDITION/STAGE_ORDER naming the stage allowed next; the stage's own error.
     """
     GetState: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.GetStateRequest, _coordinator_pb2.GetStateResponse]  # type: ignore[assignment]
-    """Phase, stage, version, addresses. Any phase, harmless to repeat."""
+    """Returns phase, stage, version and addresses. Any phase; safe to repeat."""
     WatchState: _aio.UnaryStreamMultiCallable[_coordinator_pb2.WatchStateRequest, _coordinator_pb2.WatchStateResponse]  # type: ignore[assignment]
-    """The state now, and again after each change, until the caller leaves. Any phase, harmless to repeat."""
+    """Streams the current state, then the new state after each change, until the caller leaves. Any phase; safe to repeat."""
     ListChangeovers: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ListChangeoversRequest, _coordinator_pb2.ListChangeoversResponse]  # type: ignore[assignment]
-    """Changeovers from the journal, newest first. Any phase, harmless to repeat.
+    """Lists changeovers from the journal, newest first. Any phase; safe to repeat.
 
     Errors: INVALID_ARGUMENT/INVALID_ARGUMENT for a bad page_size or page_token.
     """
     Plan: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.PlanRequest, _coordinator_pb2.PlanResponse]  # type: ignore[assignment]
-    """What the node's configuration takes of memory by the planner, stage by stage: arithmetic, of which nothing is measured but the size of
-    the devices. The first call of a large model takes seconds.
+    """Predicts the memory that the node's configuration needs in each stage. Only the size of the devices is measured.
+    The first call for a large model takes seconds.
 
-    Phase: any, also while a changeover runs. Repeat: harmless, and answered from memory.
-    Errors: INVALID_ARGUMENT/INVALID_ARGUMENT and NOT_FOUND/PATH_NOT_FOUND for a model that cannot be read,
-    UNIMPLEMENTED/UNSUPPORTED_MODEL for one that the planner does not know; DEADLINE_EXCEEDED when nobody tells the size of a GPU.
+    Phase: any, even during a changeover. Repeat: safe; the answer is cached.
+    Errors: INVALID_ARGUMENT/INVALID_ARGUMENT or NOT_FOUND/PATH_NOT_FOUND for an unreadable model,
+    UNIMPLEMENTED/UNSUPPORTED_MODEL for an unknown architecture; DEADLINE_EXCEEDED if no service reports the size of a GPU.
     """
 
 class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Decides who holds the GPUs. It is not on the data path: clients learn here where trainer and rollout are."""
+    """Decides who holds the GPUs. It is off the data path: clients ask it for the addresses of trainer and rollout."""
 
     @_abc_1.abstractmethod
     def Acquire(
@@ -115,13 +113,13 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.AcquireRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.AcquireResponse], _abc.AsyncIterator[_coordinator_pb2.AcquireResponse]]:
-        """Brings the node to a phase and streams what happens, stage by stage; ends when the phase holds.
+        """Brings the node to a phase and streams the stage events. The stream ends once the phase is reached.
 
-        Phase: any; when the node already is in the phase, the stream has one event with status HELD.
-        Repeat: the changeover goes on when the caller leaves; the same request_id attaches to it again and gets every event from the first.
-        Errors: FAILED_PRECONDITION/CHANGEOVER_RUNNING when one to the other phase is under way; RESOURCE_EXHAUSTED/GPU_MEMORY when a stage has
-        no room, which is then not begun; RESOURCE_EXHAUSTED/DISK_FULL when the journal cannot be written; the error of the stage that failed.
-        The finished stages are undone.
+        Phase: any. If the node is already in the phase, the stream has one event with status HELD.
+        Repeat: the changeover continues if the caller leaves; the same request_id attaches to it and gets every event from the first.
+        Errors: FAILED_PRECONDITION/CHANGEOVER_RUNNING if a changeover to the other phase is running; RESOURCE_EXHAUSTED/GPU_MEMORY if
+        a stage lacks memory, before it starts; RESOURCE_EXHAUSTED/DISK_FULL if the journal cannot be written; or the failed stage's error.
+        After a failure the finished stages are undone.
         """
 
     @_abc_1.abstractmethod
@@ -130,11 +128,10 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.RunStageRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.RunStageResponse, _abc.Awaitable[_coordinator_pb2.RunStageResponse]]:
-        """Runs a single stage: the next one of the ring, no other.
+        """Runs one stage, which must be the next in the ring.
 
-        Phase: the one that the stage starts from. Repeat: the same request_id gets the first answer.
-        Errors: FAILED_PRECONDITION/STAGE_ORDER naming the stage that may come next;
-        the stage's own error.
+        Phase: where the stage starts. Repeat: the same request_id gets the first answer.
+        Errors: FAILED_PRECONDITION/STAGE_ORDER naming the stage allowed next; the stage's own error.
         """
 
     @_abc_1.abstractmethod
@@ -143,7 +140,7 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.GetStateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.GetStateResponse, _abc.Awaitable[_coordinator_pb2.GetStateResponse]]:
-        """Phase, stage, version, addresses. Any phase, harmless to repeat."""
+        """Returns phase, stage, version and addresses. Any phase; safe to repeat."""
 
     @_abc_1.abstractmethod
     def WatchState(
@@ -151,7 +148,7 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.WatchStateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.WatchStateResponse], _abc.AsyncIterator[_coordinator_pb2.WatchStateResponse]]:
-        """The state now, and again after each change, until the caller leaves. Any phase, harmless to repeat."""
+        """Streams the current state, then the new state after each change, until the caller leaves. Any phase; safe to repeat."""
 
     @_abc_1.abstractmethod
     def ListChangeovers(
@@ -159,7 +156,7 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.ListChangeoversRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.ListChangeoversResponse, _abc.Awaitable[_coordinator_pb2.ListChangeoversResponse]]:
-        """Changeovers from the journal, newest first. Any phase, harmless to repeat.
+        """Lists changeovers from the journal, newest first. Any phase; safe to repeat.
 
         Errors: INVALID_ARGUMENT/INVALID_ARGUMENT for a bad page_size or page_token.
         """
@@ -170,12 +167,12 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.PlanRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.PlanResponse, _abc.Awaitable[_coordinator_pb2.PlanResponse]]:
-        """What the node's configuration takes of memory by the planner, stage by stage: arithmetic, of which nothing is measured but the size of
-        the devices. The first call of a large model takes seconds.
+        """Predicts the memory that the node's configuration needs in each stage. Only the size of the devices is measured.
+        The first call for a large model takes seconds.
 
-        Phase: any, also while a changeover runs. Repeat: harmless, and answered from memory.
-        Errors: INVALID_ARGUMENT/INVALID_ARGUMENT and NOT_FOUND/PATH_NOT_FOUND for a model that cannot be read,
-        UNIMPLEMENTED/UNSUPPORTED_MODEL for one that the planner does not know; DEADLINE_EXCEEDED when nobody tells the size of a GPU.
+        Phase: any, even during a changeover. Repeat: safe; the answer is cached.
+        Errors: INVALID_ARGUMENT/INVALID_ARGUMENT or NOT_FOUND/PATH_NOT_FOUND for an unreadable model,
+        UNIMPLEMENTED/UNSUPPORTED_MODEL for an unknown architecture; DEADLINE_EXCEEDED if no service reports the size of a GPU.
         """
 
 def add_CoordinatorServiceServicer_to_server(servicer: CoordinatorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

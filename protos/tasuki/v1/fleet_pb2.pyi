@@ -21,7 +21,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class FleetCommand(_message.Message):
-    """The fleet that a command comes from. A node refuses smaller numbers than it has seen: `attempt` first, then `epoch`, then `sequence`."""
+    """The fleet that sent a command. A node refuses commands older than the newest it has seen, ordered by attempt, epoch, sequence."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -32,11 +32,11 @@ class FleetCommand(_message.Message):
     name: _builtins.str
     """`fleet.name`."""
     attempt: _builtins.int
-    """Restarts of the job."""
+    """Number of restarts of the job."""
     epoch: _builtins.int
     """Incarnation number of the fleet's coordinator."""
     sequence: _builtins.int
-    """Position among the fleet's commands to the node and looks at it, from 1, growing."""
+    """Position among the fleet's commands to the node and reads of its state, increasing from 1."""
     def __init__(
         self,
         *,
@@ -55,7 +55,7 @@ Global___FleetCommand: _TypeAlias = FleetCommand  # noqa: Y015
 
 @_typing.final
 class FleetNode(_message.Message):
-    """A node as it joins."""
+    """A node that joins a fleet."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -95,27 +95,27 @@ class FleetNode(_message.Message):
     boot_id: _builtins.str
     """Changes with every start of the node."""
     coordinator_target: _builtins.str
-    """gRPC targets. An address that listens everywhere, such as "0.0.0.0:50051", stands for the host that the node calls from, by a name that
-    its certificate has.
+    """gRPC targets. A wildcard address such as "0.0.0.0:50051" means the host that the node calls from, under a name that its
+    certificate contains.
     """
     trainer_target: _builtins.str
     rollout_target: _builtins.str
     version: _builtins.str
-    """Of tasuki."""
+    """Version of tasuki."""
     config_digest: _builtins.str
-    """SHA-256, in hex, of the configuration without what may differ between nodes."""
+    """SHA-256, in hex, of the configuration, excluding keys that may differ between nodes."""
     num_ranks: _builtins.int
-    """Of the node's trainer."""
+    """Ranks of the node's trainer."""
     num_gpus: _builtins.int
     """GPUs of the node; 0 on a CPU."""
     model_digest: _builtins.str
     """SHA-256, in hex, of the model's configuration, tokenizer and tensor layout."""
     host: _builtins.str
-    """Name of the machine, by which a certificate for "*.DOMAIN" names it."""
+    """Host name of the machine, matched against a certificate for "*.DOMAIN"."""
     @_builtins.property
     def config_keys(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """By key, such as "trainer.learning_rate", digests of what `config_digest` is made of, so that a refusal names the keys that differ.
-        Not in the answer of GetFleet.
+        """Digests by key, such as "trainer.learning_rate", of the parts of `config_digest`, so that a refusal can name the keys that differ.
+        Omitted by GetFleet.
         """
 
     def __init__(
@@ -179,7 +179,7 @@ class JoinResponse(_message.Message):
     HEARTBEAT_S_FIELD_NUMBER: _builtins.int
     num_joined: _builtins.int
     heartbeat_s: _builtins.float
-    """How often the node is to send Heartbeat."""
+    """Interval at which the node must send Heartbeat."""
     def __init__(
         self,
         *,
@@ -209,7 +209,7 @@ class HeartbeatRequest(_message.Message):
     node_rank: _builtins.int
     boot_id: _builtins.str
     ends_because: _builtins.str
-    """Why the node ends now, such as "was stopped by its operator"; empty while it lives on."""
+    """Why the node is ending, such as "was stopped by its operator"; empty while it lives."""
     @_builtins.property
     def time(self) -> _timestamp_pb2.Timestamp:
         """The node's clock."""
@@ -320,9 +320,9 @@ class FleetMember(_message.Message):
     SILENT_S_FIELD_NUMBER: _builtins.int
     CLOCK_SKEW_S_FIELD_NUMBER: _builtins.int
     silent_s: _builtins.float
-    """Since the last Heartbeat."""
+    """Seconds since the last Heartbeat."""
     clock_skew_s: _builtins.float
-    """The node's clock less the leader's, at the last Heartbeat; unknown before the first."""
+    """The node's clock minus the leader's at the last Heartbeat; absent before the first."""
     @_builtins.property
     def node(self) -> Global___FleetNode: ...
     @_builtins.property
@@ -358,13 +358,13 @@ class GetFleetResponse(_message.Message):
     name: _builtins.str
     attempt: _builtins.int
     epoch: _builtins.int
-    """Of the fleet's coordinator."""
+    """Epoch of the fleet's coordinator."""
     num_nodes: _builtins.int
     ended_by: _builtins.str
-    """Reason and text of the error that ended the fleet; empty while it lives."""
+    """Reason and message of the error that ended the fleet; empty while it lives."""
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___FleetMember]:
-        """By rank; fewer than num_nodes while some have not joined."""
+        """Ordered by rank; fewer than num_nodes until all have joined."""
 
     def __init__(
         self,

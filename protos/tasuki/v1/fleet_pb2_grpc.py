@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class FleetServiceStub(object):
-    """Nodes that change over together. Served at `fleet.leader` beside the fleet's CoordinatorService.
+    """Nodes that change phase together. Served at `fleet.leader`, next to the fleet's CoordinatorService.
     """
 
     def __init__(self, channel):
@@ -58,43 +58,43 @@ class FleetServiceStub(object):
 
 
 class FleetServiceServicer(object):
-    """Nodes that change over together. Served at `fleet.leader` beside the fleet's CoordinatorService.
+    """Nodes that change phase together. Served at `fleet.leader`, next to the fleet's CoordinatorService.
     """
 
     def Join(self, request, context):
-        """Takes a node into the fleet. Its commands begin when all nodes have joined.
+        """Adds a node to the fleet. Commands start once all nodes have joined.
 
-        Phase: any. Repeat: the same node may join again, also with other addresses.
-        Errors: FAILED_PRECONDITION/FLEET_MISMATCH naming the first field that differs from the leader's, and for a rank that another node has;
-        ABORTED/STALE_EPOCH for another attempt of the job; ABORTED/FLEET_ENDED when the fleet has ended; INVALID_ARGUMENT/INVALID_ARGUMENT for
-        an address that the leader cannot call.
+        Phase: any. Repeat: the same node may join again, even with other addresses.
+        Errors: FAILED_PRECONDITION/FLEET_MISMATCH naming the first field that differs from the leader's, or if another node has the rank;
+        ABORTED/STALE_EPOCH for another attempt of the job; ABORTED/FLEET_ENDED after the fleet has ended;
+        INVALID_ARGUMENT/INVALID_ARGUMENT for an address that the leader cannot call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Heartbeat(self, request, context):
-        """Tells that a node lives, or that it ends now. A node that ends, or is silent for `fleet.node_timeout_s`, ends the fleet.
+        """Reports that a node is alive or about to end. A node that ends or is silent for `fleet.node_timeout_s` ends the fleet.
 
-        Phase: any. Repeat: harmless.
-        Errors: UNAVAILABLE/NOT_JOINED when the leader does not know this start of the node, which is to join again; ABORTED/STALE_EPOCH;
-        ABORTED/FLEET_ENDED, after which the node ends, too.
+        Phase: any. Repeat: safe.
+        Errors: UNAVAILABLE/NOT_JOINED if the leader does not know this start of the node, which must join again; ABORTED/STALE_EPOCH;
+        ABORTED/FLEET_ENDED, upon which the node ends too.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetFleet(self, request, context):
-        """Who is in the fleet. Any phase, harmless to repeat.
+        """Lists the nodes of the fleet. Any phase; safe to repeat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Measure(self, request_iterator, context):
-        """Takes bytes and drops them, so that a node can measure its connection to the leader. At most 4 GiB in a call.
+        """Discards bytes, so that a node can measure its connection to the leader. At most 4 GiB per call.
 
-        Phase: any. Repeat: harmless.
+        Phase: any. Repeat: safe.
         Errors: INVALID_ARGUMENT/INVALID_ARGUMENT for more bytes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -133,7 +133,7 @@ def add_FleetServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class FleetService(object):
-    """Nodes that change over together. Served at `fleet.leader` beside the fleet's CoordinatorService.
+    """Nodes that change phase together. Served at `fleet.leader`, next to the fleet's CoordinatorService.
     """
 
     @staticmethod

@@ -27,67 +27,67 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class FleetServiceStub:
-    """Nodes that change over together. Served at `fleet.leader` beside the fleet's CoordinatorService."""
+    """Nodes that change phase together. Served at `fleet.leader`, next to the fleet's CoordinatorService."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> FleetServiceAsyncStub: ...
     Join: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.JoinRequest, _fleet_pb2.JoinResponse]
-    """Takes a node into the fleet. Its commands begin when all nodes have joined.
+    """Adds a node to the fleet. Commands start once all nodes have joined.
 
-    Phase: any. Repeat: the same node may join again, also with other addresses.
-    Errors: FAILED_PRECONDITION/FLEET_MISMATCH naming the first field that differs from the leader's, and for a rank that another node has;
-    ABORTED/STALE_EPOCH for another attempt of the job; ABORTED/FLEET_ENDED when the fleet has ended; INVALID_ARGUMENT/INVALID_ARGUMENT for
-    an address that the leader cannot call.
+    Phase: any. Repeat: the same node may join again, even with other addresses.
+    Errors: FAILED_PRECONDITION/FLEET_MISMATCH naming the first field that differs from the leader's, or if another node has the rank;
+    ABORTED/STALE_EPOCH for another attempt of the job; ABORTED/FLEET_ENDED after the fleet has ended;
+    INVALID_ARGUMENT/INVALID_ARGUMENT for an address that the leader cannot call.
     """
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.HeartbeatRequest, _fleet_pb2.HeartbeatResponse]
-    """Tells that a node lives, or that it ends now. A node that ends, or is silent for `fleet.node_timeout_s`, ends the fleet.
+    """Reports that a node is alive or about to end. A node that ends or is silent for `fleet.node_timeout_s` ends the fleet.
 
-    Phase: any. Repeat: harmless.
-    Errors: UNAVAILABLE/NOT_JOINED when the leader does not know this start of the node, which is to join again; ABORTED/STALE_EPOCH;
-    ABORTED/FLEET_ENDED, after which the node ends, too.
+    Phase: any. Repeat: safe.
+    Errors: UNAVAILABLE/NOT_JOINED if the leader does not know this start of the node, which must join again; ABORTED/STALE_EPOCH;
+    ABORTED/FLEET_ENDED, upon which the node ends too.
     """
     GetFleet: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.GetFleetRequest, _fleet_pb2.GetFleetResponse]
-    """Who is in the fleet. Any phase, harmless to repeat."""
+    """Lists the nodes of the fleet. Any phase; safe to repeat."""
     Measure: _grpc.StreamUnaryMultiCallable[_fleet_pb2.MeasureRequest, _fleet_pb2.MeasureResponse]
-    """Takes bytes and drops them, so that a node can measure its connection to the leader. At most 4 GiB in a call.
+    """Discards bytes, so that a node can measure its connection to the leader. At most 4 GiB per call.
 
-    Phase: any. Repeat: harmless.
+    Phase: any. Repeat: safe.
     Errors: INVALID_ARGUMENT/INVALID_ARGUMENT for more bytes.
     """
 
 @_typing.type_check_only
 class FleetServiceAsyncStub(FleetServiceStub):
-    """Nodes that change over together. Served at `fleet.leader` beside the fleet's CoordinatorService."""
+    """Nodes that change phase together. Served at `fleet.leader`, next to the fleet's CoordinatorService."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Join: _aio.UnaryUnaryMultiCallable[_fleet_pb2.JoinRequest, _fleet_pb2.JoinResponse]  # type: ignore[assignment]
-    """Takes a node into the fleet. Its commands begin when all nodes have joined.
+    """Adds a node to the fleet. Commands start once all nodes have joined.
 
-    Phase: any. Repeat: the same node may join again, also with other addresses.
-    Errors: FAILED_PRECONDITION/FLEET_MISMATCH naming the first field that differs from the leader's, and for a rank that another node has;
-    ABORTED/STALE_EPOCH for another attempt of the job; ABORTED/FLEET_ENDED when the fleet has ended; INVALID_ARGUMENT/INVALID_ARGUMENT for
-    an address that the leader cannot call.
+    Phase: any. Repeat: the same node may join again, even with other addresses.
+    Errors: FAILED_PRECONDITION/FLEET_MISMATCH naming the first field that differs from the leader's, or if another node has the rank;
+    ABORTED/STALE_EPOCH for another attempt of the job; ABORTED/FLEET_ENDED after the fleet has ended;
+    INVALID_ARGUMENT/INVALID_ARGUMENT for an address that the leader cannot call.
     """
     Heartbeat: _aio.UnaryUnaryMultiCallable[_fleet_pb2.HeartbeatRequest, _fleet_pb2.HeartbeatResponse]  # type: ignore[assignment]
-    """Tells that a node lives, or that it ends now. A node that ends, or is silent for `fleet.node_timeout_s`, ends the fleet.
+    """Reports that a node is alive or about to end. A node that ends or is silent for `fleet.node_timeout_s` ends the fleet.
 
-    Phase: any. Repeat: harmless.
-    Errors: UNAVAILABLE/NOT_JOINED when the leader does not know this start of the node, which is to join again; ABORTED/STALE_EPOCH;
-    ABORTED/FLEET_ENDED, after which the node ends, too.
+    Phase: any. Repeat: safe.
+    Errors: UNAVAILABLE/NOT_JOINED if the leader does not know this start of the node, which must join again; ABORTED/STALE_EPOCH;
+    ABORTED/FLEET_ENDED, upon which the node ends too.
     """
     GetFleet: _aio.UnaryUnaryMultiCallable[_fleet_pb2.GetFleetRequest, _fleet_pb2.GetFleetResponse]  # type: ignore[assignment]
-    """Who is in the fleet. Any phase, harmless to repeat."""
+    """Lists the nodes of the fleet. Any phase; safe to repeat."""
     Measure: _aio.StreamUnaryMultiCallable[_fleet_pb2.MeasureRequest, _fleet_pb2.MeasureResponse]  # type: ignore[assignment]
-    """Takes bytes and drops them, so that a node can measure its connection to the leader. At most 4 GiB in a call.
+    """Discards bytes, so that a node can measure its connection to the leader. At most 4 GiB per call.
 
-    Phase: any. Repeat: harmless.
+    Phase: any. Repeat: safe.
     Errors: INVALID_ARGUMENT/INVALID_ARGUMENT for more bytes.
     """
 
 class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Nodes that change over together. Served at `fleet.leader` beside the fleet's CoordinatorService."""
+    """Nodes that change phase together. Served at `fleet.leader`, next to the fleet's CoordinatorService."""
 
     @_abc_1.abstractmethod
     def Join(
@@ -95,12 +95,12 @@ class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _fleet_pb2.JoinRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_fleet_pb2.JoinResponse, _abc.Awaitable[_fleet_pb2.JoinResponse]]:
-        """Takes a node into the fleet. Its commands begin when all nodes have joined.
+        """Adds a node to the fleet. Commands start once all nodes have joined.
 
-        Phase: any. Repeat: the same node may join again, also with other addresses.
-        Errors: FAILED_PRECONDITION/FLEET_MISMATCH naming the first field that differs from the leader's, and for a rank that another node has;
-        ABORTED/STALE_EPOCH for another attempt of the job; ABORTED/FLEET_ENDED when the fleet has ended; INVALID_ARGUMENT/INVALID_ARGUMENT for
-        an address that the leader cannot call.
+        Phase: any. Repeat: the same node may join again, even with other addresses.
+        Errors: FAILED_PRECONDITION/FLEET_MISMATCH naming the first field that differs from the leader's, or if another node has the rank;
+        ABORTED/STALE_EPOCH for another attempt of the job; ABORTED/FLEET_ENDED after the fleet has ended;
+        INVALID_ARGUMENT/INVALID_ARGUMENT for an address that the leader cannot call.
         """
 
     @_abc_1.abstractmethod
@@ -109,11 +109,11 @@ class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _fleet_pb2.HeartbeatRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_fleet_pb2.HeartbeatResponse, _abc.Awaitable[_fleet_pb2.HeartbeatResponse]]:
-        """Tells that a node lives, or that it ends now. A node that ends, or is silent for `fleet.node_timeout_s`, ends the fleet.
+        """Reports that a node is alive or about to end. A node that ends or is silent for `fleet.node_timeout_s` ends the fleet.
 
-        Phase: any. Repeat: harmless.
-        Errors: UNAVAILABLE/NOT_JOINED when the leader does not know this start of the node, which is to join again; ABORTED/STALE_EPOCH;
-        ABORTED/FLEET_ENDED, after which the node ends, too.
+        Phase: any. Repeat: safe.
+        Errors: UNAVAILABLE/NOT_JOINED if the leader does not know this start of the node, which must join again; ABORTED/STALE_EPOCH;
+        ABORTED/FLEET_ENDED, upon which the node ends too.
         """
 
     @_abc_1.abstractmethod
@@ -122,7 +122,7 @@ class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _fleet_pb2.GetFleetRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_fleet_pb2.GetFleetResponse, _abc.Awaitable[_fleet_pb2.GetFleetResponse]]:
-        """Who is in the fleet. Any phase, harmless to repeat."""
+        """Lists the nodes of the fleet. Any phase; safe to repeat."""
 
     @_abc_1.abstractmethod
     def Measure(
@@ -130,9 +130,9 @@ class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_fleet_pb2.MeasureRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_fleet_pb2.MeasureResponse, _abc.Awaitable[_fleet_pb2.MeasureResponse]]:
-        """Takes bytes and drops them, so that a node can measure its connection to the leader. At most 4 GiB in a call.
+        """Discards bytes, so that a node can measure its connection to the leader. At most 4 GiB per call.
 
-        Phase: any. Repeat: harmless.
+        Phase: any. Repeat: safe.
         Errors: INVALID_ARGUMENT/INVALID_ARGUMENT for more bytes.
         """
 

@@ -34,7 +34,7 @@ class _AggregationEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Aggregati
     """Sum over counted tokens, divided by the number of sequences times aggregation_length (Dr. GRPO)."""
 
 class Aggregation(_Aggregation, metaclass=_AggregationEnumTypeWrapper):
-    """How the losses of tokens become one number."""
+    """How token losses are reduced to one number."""
 
 AGGREGATION_UNSPECIFIED: Aggregation.ValueType  # 0
 AGGREGATION_TOKEN_MEAN: Aggregation.ValueType  # 1
@@ -79,27 +79,27 @@ class _OldPolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_OldPolicy.V
     DESCRIPTOR: _descriptor.EnumDescriptor
     OLD_POLICY_UNSPECIFIED: _OldPolicy.ValueType  # 0
     OLD_POLICY_CURRENT: _OldPolicy.ValueType  # 1
-    """The policy itself, without gradient: for the one step that is made on a batch."""
+    """The current policy, without gradient: for a single step per batch."""
     OLD_POLICY_GIVEN: _OldPolicy.ValueType  # 2
-    """old_log_probs of the samples: the trainer's own, computed before the first of several steps."""
+    """old_log_probs of the samples, computed by the trainer before the first of several steps."""
     OLD_POLICY_ROLLOUT: _OldPolicy.ValueType  # 3
     """rollout_log_probs of the samples."""
 
 class OldPolicy(_OldPolicy, metaclass=_OldPolicyEnumTypeWrapper):
-    """Policy that the probability ratio of a loss is taken against."""
+    """Denominator policy of a loss's probability ratio."""
 
 OLD_POLICY_UNSPECIFIED: OldPolicy.ValueType  # 0
 OLD_POLICY_CURRENT: OldPolicy.ValueType  # 1
-"""The policy itself, without gradient: for the one step that is made on a batch."""
+"""The current policy, without gradient: for a single step per batch."""
 OLD_POLICY_GIVEN: OldPolicy.ValueType  # 2
-"""old_log_probs of the samples: the trainer's own, computed before the first of several steps."""
+"""old_log_probs of the samples, computed by the trainer before the first of several steps."""
 OLD_POLICY_ROLLOUT: OldPolicy.ValueType  # 3
 """rollout_log_probs of the samples."""
 Global___OldPolicy: _TypeAlias = OldPolicy  # noqa: Y015
 
 @_typing.final
 class LossConfig(_message.Message):
-    """What one ForwardBackward minimizes. Fields that are not set take the defaults of services/tasuki/algorithms/loss_types.py."""
+    """The loss that one ForwardBackward minimizes. Unset fields take the defaults in services/tasuki/algorithms/loss_types.py."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -119,9 +119,9 @@ class LossConfig(_message.Message):
     CORRECTION_FIELD_NUMBER: _builtins.int
     DENOMINATOR_FIELD_NUMBER: _builtins.int
     aggregation: Global___Aggregation.ValueType
-    """How the losses of tokens become one number; default TOKEN_MEAN."""
+    """How token losses are reduced to one number; default TOKEN_MEAN."""
     aggregation_length: _builtins.int
-    """Tokens of Dr. GRPO's constant; only with AGGREGATION_CONSTANT."""
+    """Constant length in Dr. GRPO's denominator, in tokens; only with AGGREGATION_CONSTANT."""
     kl_coef: _builtins.float
     """Weight of the KL divergence to the reference policy; default 0. Needs ref_log_probs."""
     kl_estimator: Global___KlEstimator.ValueType
@@ -129,9 +129,9 @@ class LossConfig(_message.Message):
     entropy_coef: _builtins.float
     """Weight of the entropy bonus; default 0."""
     old_policy: Global___OldPolicy.ValueType
-    """Policy that the probability ratio is taken against; default CURRENT."""
+    """Denominator policy of the probability ratio; default CURRENT."""
     denominator: _builtins.float
-    """What the sum over tokens is divided by; by default what the aggregation counts in this call. Calls that name the same number add up."""
+    """Divisor of the sum over tokens; by default the aggregation's count in this call. Calls with the same divisor add up."""
     @_builtins.property
     def ppo(self) -> Global___PpoLoss: ...
     @_builtins.property
@@ -148,7 +148,7 @@ class LossConfig(_message.Message):
     def sapo(self) -> Global___SapoLoss: ...
     @_builtins.property
     def correction(self) -> Global___Correction:
-        """For the difference between rollout's log-probs and the trainer's; when not set, token weights truncated at 2. Set and empty: none."""
+        """Correction for the mismatch between rollout's and the trainer's log-probs. Unset: token weights truncated at 2. Empty: none."""
 
     def __init__(
         self,
@@ -206,11 +206,11 @@ class PpoLoss(_message.Message):
     CLIP_HIGH_FIELD_NUMBER: _builtins.int
     DUAL_CLIP_FIELD_NUMBER: _builtins.int
     clip_low: _builtins.float
-    """Lower clip of the probability ratio is 1 - clip_low."""
+    """The probability ratio is clipped below at 1 - clip_low."""
     clip_high: _builtins.float
-    """Upper clip is 1 + clip_high. DAPO's clip-higher is 0.28."""
+    """The ratio is clipped above at 1 + clip_high. DAPO's clip-higher is 0.28."""
     dual_clip: _builtins.float
-    """Bound of the loss where the advantage is negative, above 1; none by default."""
+    """Bounds the loss for negative advantages; above 1. Disabled by default."""
     def __init__(
         self,
         *,
@@ -239,7 +239,7 @@ Global___PpoLoss: _TypeAlias = PpoLoss  # noqa: Y015
 
 @_typing.final
 class GspoLoss(_message.Message):
-    """Clipped policy gradient with one ratio for a sequence (arXiv:2507.18071)."""
+    """Clipped policy gradient with one ratio per sequence (arXiv:2507.18071)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -270,7 +270,7 @@ Global___GspoLoss: _TypeAlias = GspoLoss  # noqa: Y015
 
 @_typing.final
 class CispoLoss(_message.Message):
-    """Policy gradient whose importance weight is clipped, and not its gradient (arXiv:2506.13585)."""
+    """Policy gradient that clips the importance weight instead of the gradient (arXiv:2506.13585)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -301,16 +301,16 @@ Global___CispoLoss: _TypeAlias = CispoLoss  # noqa: Y015
 
 @_typing.final
 class SapoLoss(_message.Message):
-    """Policy gradient that a sigmoid of the ratio fades out (arXiv:2511.20347)."""
+    """Policy gradient damped by a sigmoid of the ratio (arXiv:2511.20347)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     TEMPERATURE_POSITIVE_FIELD_NUMBER: _builtins.int
     TEMPERATURE_NEGATIVE_FIELD_NUMBER: _builtins.int
     temperature_positive: _builtins.float
-    """Of tokens with a positive advantage; a greater one fades sooner."""
+    """For tokens with a positive advantage; larger values damp sooner."""
     temperature_negative: _builtins.float
-    """Of the other tokens."""
+    """For all other tokens."""
     def __init__(
         self,
         *,
@@ -357,7 +357,7 @@ class ValueLoss(_message.Message):
 
     CLIP_FIELD_NUMBER: _builtins.int
     clip: _builtins.float
-    """How far a value may move from the sample's old one before its loss stops falling; unbounded by default."""
+    """Maximum distance of a value from the sample's old one before its loss is clipped; unbounded by default."""
     def __init__(
         self,
         *,
@@ -392,7 +392,7 @@ Global___SftLoss: _TypeAlias = SftLoss  # noqa: Y015
 
 @_typing.final
 class Correction(_message.Message):
-    """Correction of samples whose rollout log-probs differ from the trainer's. The ratio is old policy / rollout."""
+    """Correction for samples whose rollout log-probs differ from the trainer's. The ratio is old policy / rollout."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -401,16 +401,16 @@ class Correction(_message.Message):
     TOKEN_MASK_FIELD_NUMBER: _builtins.int
     GEOMETRIC_MASK_FIELD_NUMBER: _builtins.int
     token_truncation: _builtins.float
-    """Each token counts with its ratio, at most this (truncated importance sampling). Not together with sequence_truncation."""
+    """Weights each token by its ratio, truncated at this value (truncated importance sampling). Excludes sequence_truncation."""
     sequence_truncation: _builtins.float
-    """Each token counts with the ratio of its sequence, at most this."""
+    """Weights each token by the ratio of its sequence, truncated at this value."""
     @_builtins.property
     def token_mask(self) -> Global___RatioBounds:
-        """Tokens whose ratio is outside do not count (IcePop)."""
+        """Excludes tokens whose ratio is out of bounds (IcePop)."""
 
     @_builtins.property
     def geometric_mask(self) -> Global___RatioBounds:
-        """Sequences whose geometric mean ratio is outside do not count."""
+        """Excludes sequences whose geometric mean ratio is out of bounds."""
 
     def __init__(
         self,

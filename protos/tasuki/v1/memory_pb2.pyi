@@ -30,12 +30,12 @@ class PauseRequest(_message.Message):
     MAKES_ROOM_FIELD_NUMBER: _builtins.int
     stage: _types_pb2.Stage.ValueType
     makes_room: _builtins.bool
-    """Whether tags that stay leave as well: an engine is to start where they are."""
+    """Whether tags that stay must leave too, to make room for an engine that starts."""
     @_builtins.property
     def command(self) -> _types_pb2.CommandId: ...
     @_builtins.property
     def tags(self) -> _containers.RepeatedScalarFieldContainer[_types_pb2.MemoryTag.ValueType]:
-        """May be empty: the stage then frees nothing but still counts. Tags that stay (TagUsage.stays) keep their pages."""
+        """May be empty: the stage then completes without freeing memory. Tags that stay (TagUsage.stays) keep their pages."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class PauseResponse(_message.Message):
 
     RELEASED_BYTES_FIELD_NUMBER: _builtins.int
     released_bytes: _builtins.int
-    """Bytes given back to the system over all ranks; without those of tags with TagUsage.leaves_later, which go behind the answer."""
+    """Bytes returned to the system by all ranks, without tags with TagUsage.leaves_later, which are freed after the answer."""
     def __init__(
         self,
         *,
@@ -106,7 +106,7 @@ class ResumeResponse(_message.Message):
 
     MAPPED_BYTES_FIELD_NUMBER: _builtins.int
     mapped_bytes: _builtins.int
-    """Bytes taken from the system over all ranks; without TagUsage.following_bytes, which come later."""
+    """Bytes taken from the system by all ranks, without TagUsage.following_bytes, which are mapped later."""
     def __init__(
         self,
         *,
@@ -167,7 +167,7 @@ class WatchUsageRequest(_message.Message):
 
     INTERVAL_MS_FIELD_NUMBER: _builtins.int
     interval_ms: _builtins.int
-    """Milliseconds between two answers, 20 to 60000; 1000 when not given."""
+    """Milliseconds between two answers, 20 to 60000; default 1000."""
     def __init__(
         self,
         *,
@@ -191,7 +191,7 @@ class WatchUsageResponse(_message.Message):
     USAGE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def time(self) -> _timestamp_pb2.Timestamp:
-        """When it was read."""
+        """Time of the reading."""
 
     @_builtins.property
     def usage(self) -> Global___GetUsageResponse: ...

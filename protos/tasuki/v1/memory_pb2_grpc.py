@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class MemoryServiceStub(object):
-    """Memory of one service by tag. Trainer and rollout both serve it; the coordinator is its usual caller.
+    """Memory of one service by tag. Trainer and rollout each serve it; it is usually called by the coordinator.
     """
 
     def __init__(self, channel):
@@ -58,15 +58,15 @@ class MemoryServiceStub(object):
 
 
 class MemoryServiceServicer(object):
-    """Memory of one service by tag. Trainer and rollout both serve it; the coordinator is its usual caller.
+    """Memory of one service by tag. Trainer and rollout each serve it; it is usually called by the coordinator.
     """
 
     def Pause(self, request, context):
-        """Gives the pages of the tags back, keeping addresses. All or nothing. With the trainer's weights goes what it published, unless that is
-        to stay: MEMORY_TAG_EXPORT, which no request names.
+        """Releases the pages of the tags and keeps their addresses. All or nothing. The trainer's weights take MEMORY_TAG_EXPORT with them
+        unless it may stay; no request names that tag.
 
-        Phase: `stage` must be the next one of this service (trainer: OFFLOAD; rollout: PAUSE_KV, PAUSE_WEIGHTS) or undo the last one.
-        Repeat: the same request_id gets the first answer; a tag that is already paused counts zero bytes.
+        Phase: `stage` must be this service's next one (trainer: OFFLOAD; rollout: PAUSE_KV, PAUSE_WEIGHTS) or undo the last one.
+        Repeat: the same request_id gets the first answer; a tag already paused counts zero bytes.
         Errors: FAILED_PRECONDITION/STAGE_ORDER, FAILED_PRECONDITION/BUSY, ABORTED/STALE_EPOCH, INVALID_ARGUMENT/INVALID_ARGUMENT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -74,10 +74,10 @@ class MemoryServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Takes pages for the tags at the same addresses. All or nothing: on failure every tag is as before.
+        """Maps pages for the tags at the same addresses. All or nothing: on failure every tag stays as it was.
 
-        Phase: `stage` must be the next one of this service (trainer: LOAD_TRAINER; rollout: RESUME_WEIGHTS, RESUME_KV) or undo the last one.
-        Repeat: the same request_id gets the first answer; a tag that is already resident counts zero bytes.
+        Phase: `stage` must be this service's next one (trainer: LOAD_TRAINER; rollout: RESUME_WEIGHTS, RESUME_KV) or undo the last one.
+        Repeat: the same request_id gets the first answer; a tag already resident counts zero bytes.
         Errors: FAILED_PRECONDITION/STAGE_ORDER, RESOURCE_EXHAUSTED/GPU_MEMORY, ABORTED/STALE_EPOCH, INVALID_ARGUMENT/INVALID_ARGUMENT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -85,14 +85,14 @@ class MemoryServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetUsage(self, request, context):
-        """Bytes by tag, rank and device. Any phase, harmless to repeat.
+        """Returns bytes by tag, rank and device. Any phase; safe to repeat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchUsage(self, request, context):
-        """The same again and again, until the caller goes. Any phase, harmless to repeat.
+        """Streams GetUsage's answer at an interval, until the caller leaves. Any phase; safe to repeat.
 
         Errors: INVALID_ARGUMENT/INVALID_ARGUMENT for an interval out of bounds.
         """
@@ -132,7 +132,7 @@ def add_MemoryServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class MemoryService(object):
-    """Memory of one service by tag. Trainer and rollout both serve it; the coordinator is its usual caller.
+    """Memory of one service by tag. Trainer and rollout each serve it; it is usually called by the coordinator.
     """
 
     @staticmethod

@@ -27,65 +27,65 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class MemoryServiceStub:
-    """Memory of one service by tag. Trainer and rollout both serve it; the coordinator is its usual caller."""
+    """Memory of one service by tag. Trainer and rollout each serve it; it is usually called by the coordinator."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> MemoryServiceAsyncStub: ...
     Pause: _grpc.UnaryUnaryMultiCallable[_memory_pb2.PauseRequest, _memory_pb2.PauseResponse]
-    """Gives the pages of the tags back, keeping addresses. All or nothing. With the trainer's weights goes what it published, unless that is
-    to stay: MEMORY_TAG_EXPORT, which no request names.
+    """Releases the pages of the tags and keeps their addresses. All or nothing. The trainer's weights take MEMORY_TAG_EXPORT with them
+    unless it may stay; no request names that tag.
 
-    Phase: `stage` must be the next one of this service (trainer: OFFLOAD; rollout: PAUSE_KV, PAUSE_WEIGHTS) or undo the last one.
-    Repeat: the same request_id gets the first answer; a tag that is already paused counts zero bytes.
+    Phase: `stage` must be this service's next one (trainer: OFFLOAD; rollout: PAUSE_KV, PAUSE_WEIGHTS) or undo the last one.
+    Repeat: the same request_id gets the first answer; a tag already paused counts zero bytes.
     Errors: FAILED_PRECONDITION/STAGE_ORDER, FAILED_PRECONDITION/BUSY, ABORTED/STALE_EPOCH, INVALID_ARGUMENT/INVALID_ARGUMENT.
     """
     Resume: _grpc.UnaryUnaryMultiCallable[_memory_pb2.ResumeRequest, _memory_pb2.ResumeResponse]
-    """Takes pages for the tags at the same addresses. All or nothing: on failure every tag is as before.
+    """Maps pages for the tags at the same addresses. All or nothing: on failure every tag stays as it was.
 
-    Phase: `stage` must be the next one of this service (trainer: LOAD_TRAINER; rollout: RESUME_WEIGHTS, RESUME_KV) or undo the last one.
-    Repeat: the same request_id gets the first answer; a tag that is already resident counts zero bytes.
+    Phase: `stage` must be this service's next one (trainer: LOAD_TRAINER; rollout: RESUME_WEIGHTS, RESUME_KV) or undo the last one.
+    Repeat: the same request_id gets the first answer; a tag already resident counts zero bytes.
     Errors: FAILED_PRECONDITION/STAGE_ORDER, RESOURCE_EXHAUSTED/GPU_MEMORY, ABORTED/STALE_EPOCH, INVALID_ARGUMENT/INVALID_ARGUMENT.
     """
     GetUsage: _grpc.UnaryUnaryMultiCallable[_memory_pb2.GetUsageRequest, _memory_pb2.GetUsageResponse]
-    """Bytes by tag, rank and device. Any phase, harmless to repeat."""
+    """Returns bytes by tag, rank and device. Any phase; safe to repeat."""
     WatchUsage: _grpc.UnaryStreamMultiCallable[_memory_pb2.WatchUsageRequest, _memory_pb2.WatchUsageResponse]
-    """The same again and again, until the caller goes. Any phase, harmless to repeat.
+    """Streams GetUsage's answer at an interval, until the caller leaves. Any phase; safe to repeat.
 
     Errors: INVALID_ARGUMENT/INVALID_ARGUMENT for an interval out of bounds.
     """
 
 @_typing.type_check_only
 class MemoryServiceAsyncStub(MemoryServiceStub):
-    """Memory of one service by tag. Trainer and rollout both serve it; the coordinator is its usual caller."""
+    """Memory of one service by tag. Trainer and rollout each serve it; it is usually called by the coordinator."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Pause: _aio.UnaryUnaryMultiCallable[_memory_pb2.PauseRequest, _memory_pb2.PauseResponse]  # type: ignore[assignment]
-    """Gives the pages of the tags back, keeping addresses. All or nothing. With the trainer's weights goes what it published, unless that is
-    to stay: MEMORY_TAG_EXPORT, which no request names.
+    """Releases the pages of the tags and keeps their addresses. All or nothing. The trainer's weights take MEMORY_TAG_EXPORT with them
+    unless it may stay; no request names that tag.
 
-    Phase: `stage` must be the next one of this service (trainer: OFFLOAD; rollout: PAUSE_KV, PAUSE_WEIGHTS) or undo the last one.
-    Repeat: the same request_id gets the first answer; a tag that is already paused counts zero bytes.
+    Phase: `stage` must be this service's next one (trainer: OFFLOAD; rollout: PAUSE_KV, PAUSE_WEIGHTS) or undo the last one.
+    Repeat: the same request_id gets the first answer; a tag already paused counts zero bytes.
     Errors: FAILED_PRECONDITION/STAGE_ORDER, FAILED_PRECONDITION/BUSY, ABORTED/STALE_EPOCH, INVALID_ARGUMENT/INVALID_ARGUMENT.
     """
     Resume: _aio.UnaryUnaryMultiCallable[_memory_pb2.ResumeRequest, _memory_pb2.ResumeResponse]  # type: ignore[assignment]
-    """Takes pages for the tags at the same addresses. All or nothing: on failure every tag is as before.
+    """Maps pages for the tags at the same addresses. All or nothing: on failure every tag stays as it was.
 
-    Phase: `stage` must be the next one of this service (trainer: LOAD_TRAINER; rollout: RESUME_WEIGHTS, RESUME_KV) or undo the last one.
-    Repeat: the same request_id gets the first answer; a tag that is already resident counts zero bytes.
+    Phase: `stage` must be this service's next one (trainer: LOAD_TRAINER; rollout: RESUME_WEIGHTS, RESUME_KV) or undo the last one.
+    Repeat: the same request_id gets the first answer; a tag already resident counts zero bytes.
     Errors: FAILED_PRECONDITION/STAGE_ORDER, RESOURCE_EXHAUSTED/GPU_MEMORY, ABORTED/STALE_EPOCH, INVALID_ARGUMENT/INVALID_ARGUMENT.
     """
     GetUsage: _aio.UnaryUnaryMultiCallable[_memory_pb2.GetUsageRequest, _memory_pb2.GetUsageResponse]  # type: ignore[assignment]
-    """Bytes by tag, rank and device. Any phase, harmless to repeat."""
+    """Returns bytes by tag, rank and device. Any phase; safe to repeat."""
     WatchUsage: _aio.UnaryStreamMultiCallable[_memory_pb2.WatchUsageRequest, _memory_pb2.WatchUsageResponse]  # type: ignore[assignment]
-    """The same again and again, until the caller goes. Any phase, harmless to repeat.
+    """Streams GetUsage's answer at an interval, until the caller leaves. Any phase; safe to repeat.
 
     Errors: INVALID_ARGUMENT/INVALID_ARGUMENT for an interval out of bounds.
     """
 
 class MemoryServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Memory of one service by tag. Trainer and rollout both serve it; the coordinator is its usual caller."""
+    """Memory of one service by tag. Trainer and rollout each serve it; it is usually called by the coordinator."""
 
     @_abc_1.abstractmethod
     def Pause(
@@ -93,11 +93,11 @@ class MemoryServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _memory_pb2.PauseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_memory_pb2.PauseResponse, _abc.Awaitable[_memory_pb2.PauseResponse]]:
-        """Gives the pages of the tags back, keeping addresses. All or nothing. With the trainer's weights goes what it published, unless that is
-        to stay: MEMORY_TAG_EXPORT, which no request names.
+        """Releases the pages of the tags and keeps their addresses. All or nothing. The trainer's weights take MEMORY_TAG_EXPORT with them
+        unless it may stay; no request names that tag.
 
-        Phase: `stage` must be the next one of this service (trainer: OFFLOAD; rollout: PAUSE_KV, PAUSE_WEIGHTS) or undo the last one.
-        Repeat: the same request_id gets the first answer; a tag that is already paused counts zero bytes.
+        Phase: `stage` must be this service's next one (trainer: OFFLOAD; rollout: PAUSE_KV, PAUSE_WEIGHTS) or undo the last one.
+        Repeat: the same request_id gets the first answer; a tag already paused counts zero bytes.
         Errors: FAILED_PRECONDITION/STAGE_ORDER, FAILED_PRECONDITION/BUSY, ABORTED/STALE_EPOCH, INVALID_ARGUMENT/INVALID_ARGUMENT.
         """
 
@@ -107,10 +107,10 @@ class MemoryServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _memory_pb2.ResumeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_memory_pb2.ResumeResponse, _abc.Awaitable[_memory_pb2.ResumeResponse]]:
-        """Takes pages for the tags at the same addresses. All or nothing: on failure every tag is as before.
+        """Maps pages for the tags at the same addresses. All or nothing: on failure every tag stays as it was.
 
-        Phase: `stage` must be the next one of this service (trainer: LOAD_TRAINER; rollout: RESUME_WEIGHTS, RESUME_KV) or undo the last one.
-        Repeat: the same request_id gets the first answer; a tag that is already resident counts zero bytes.
+        Phase: `stage` must be this service's next one (trainer: LOAD_TRAINER; rollout: RESUME_WEIGHTS, RESUME_KV) or undo the last one.
+        Repeat: the same request_id gets the first answer; a tag already resident counts zero bytes.
         Errors: FAILED_PRECONDITION/STAGE_ORDER, RESOURCE_EXHAUSTED/GPU_MEMORY, ABORTED/STALE_EPOCH, INVALID_ARGUMENT/INVALID_ARGUMENT.
         """
 
@@ -120,7 +120,7 @@ class MemoryServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _memory_pb2.GetUsageRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_memory_pb2.GetUsageResponse, _abc.Awaitable[_memory_pb2.GetUsageResponse]]:
-        """Bytes by tag, rank and device. Any phase, harmless to repeat."""
+        """Returns bytes by tag, rank and device. Any phase; safe to repeat."""
 
     @_abc_1.abstractmethod
     def WatchUsage(
@@ -128,7 +128,7 @@ class MemoryServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _memory_pb2.WatchUsageRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_memory_pb2.WatchUsageResponse], _abc.AsyncIterator[_memory_pb2.WatchUsageResponse]]:
-        """The same again and again, until the caller goes. Any phase, harmless to repeat.
+        """Streams GetUsage's answer at an interval, until the caller leaves. Any phase; safe to repeat.
 
         Errors: INVALID_ARGUMENT/INVALID_ARGUMENT for an interval out of bounds.
         """

@@ -37,7 +37,7 @@ class GetMetricsResponse(_message.Message):
 
     TEXT_FIELD_NUMBER: _builtins.int
     text: _builtins.bytes
-    """Prometheus' text format, version 0.0.4."""
+    """Prometheus text format, version 0.0.4."""
     def __init__(
         self,
         *,

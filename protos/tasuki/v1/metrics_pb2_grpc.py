@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class MetricsServiceStub(object):
-    """Figures of one service, for Prometheus. All three services serve it; the coordinator joins them on the port of `metrics.listen`.
+    """Prometheus metrics of one service. All three services serve it; the coordinator merges them at `metrics.listen`.
     """
 
     def __init__(self, channel):
@@ -43,11 +43,11 @@ class MetricsServiceStub(object):
 
 
 class MetricsServiceServicer(object):
-    """Figures of one service, for Prometheus. All three services serve it; the coordinator joins them on the port of `metrics.listen`.
+    """Prometheus metrics of one service. All three services serve it; the coordinator merges them at `metrics.listen`.
     """
 
     def GetMetrics(self, request, context):
-        """The service's own metrics, see docs/metrics.md. Any phase, harmless to repeat.
+        """Returns the service's own metrics; see docs/metrics.md. Any phase; safe to repeat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -70,7 +70,7 @@ def add_MetricsServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class MetricsService(object):
-    """Figures of one service, for Prometheus. All three services serve it; the coordinator joins them on the port of `metrics.listen`.
+    """Prometheus metrics of one service. All three services serve it; the coordinator merges them at `metrics.listen`.
     """
 
     @staticmethod

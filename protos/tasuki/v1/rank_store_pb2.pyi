@@ -32,15 +32,15 @@ class JoinRanksRequest(_message.Message):
     fleet: _builtins.str
     """`fleet.name`."""
     attempt: _builtins.int
-    """Restarts of the job."""
+    """Number of restarts of the job."""
     num_nodes: _builtins.int
     node_rank: _builtins.int
     num_ranks: _builtins.int
     """Ranks of the node's trainer."""
     launch_id: _builtins.str
-    """Changes with every start of the node's trainer; its ranks have the same."""
+    """Changes with every start of the node's trainer; shared by its ranks."""
     recipe: _builtins.str
-    """Digest of the settings that all trainers must have alike."""
+    """Digest of the settings that must agree on all trainers."""
     def __init__(
         self,
         *,
@@ -66,7 +66,7 @@ class JoinRanksResponse(_message.Message):
 
     STORE_FIELD_NUMBER: _builtins.int
     store: _builtins.str
-    """Name of the store, for every later call."""
+    """Name of the store, to pass in all later calls."""
     def __init__(
         self,
         *,
@@ -244,7 +244,7 @@ class CompareAndSetKeyResponse(_message.Message):
 
     VALUE_FIELD_NUMBER: _builtins.int
     value: _builtins.bytes
-    """Of the key from now on; what was expected when the key is not there."""
+    """The key's value afterwards; the expected value if the key is unset."""
     def __init__(
         self,
         *,
@@ -330,7 +330,7 @@ class CheckKeysResponse(_message.Message):
     NUM_KEYS_FIELD_NUMBER: _builtins.int
     has_all: _builtins.bool
     num_keys: _builtins.int
-    """Of the whole store."""
+    """Number of keys in the store."""
     def __init__(
         self,
         *,

@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class RankStoreServiceStub(object):
-    """Where the trainers of a fleet's nodes find each other before their first collective: the store of torch.distributed, behind the roles of
-    the fleet's port. Keys and values are in memory. One start of all trainers has one store, which ends when any node starts again.
+    """The store of torch.distributed through which a fleet's trainers meet before their first collective, guarded by the roles of the
+    fleet's port. Held in memory. All trainers that start together share one store; it ends when any of them restarts.
     """
 
     def __init__(self, channel):
@@ -79,70 +79,70 @@ class RankStoreServiceStub(object):
 
 
 class RankStoreServiceServicer(object):
-    """Where the trainers of a fleet's nodes find each other before their first collective: the store of torch.distributed, behind the roles of
-    the fleet's port. Keys and values are in memory. One start of all trainers has one store, which ends when any node starts again.
+    """The store of torch.distributed through which a fleet's trainers meet before their first collective, guarded by the roles of the
+    fleet's port. Held in memory. All trainers that start together share one store; it ends when any of them restarts.
     """
 
     def JoinRanks(self, request, context):
-        """Waits until the trainers of all nodes have joined, and names their store.
+        """Waits until the trainers of all nodes have joined, then returns the name of their store.
 
-        Phase: any. Repeat: the same launch_id gets the same store; another one, of a trainer that was started again, ends the store that the
-        node was in, and waits for all nodes.
-        Errors: INVALID_ARGUMENT/INVALID_ARGUMENT naming the first field that differs from the fleet's or another node's; ABORTED/STALE_EPOCH
-        for another attempt of the job, and when a newer launch of the node has joined; DEADLINE_EXCEEDED/DEADLINE_EXCEEDED naming the nodes
-        that are missing.
+        Phase: any. Repeat: the same launch_id gets the same store. Another launch_id, after a trainer's restart, ends the node's previous
+        store and waits for all nodes again.
+        Errors: INVALID_ARGUMENT/INVALID_ARGUMENT naming the first field that differs from the fleet's or another node's;
+        ABORTED/STALE_EPOCH for another attempt of the job or after a newer launch of the node; DEADLINE_EXCEEDED/DEADLINE_EXCEEDED naming
+        the missing nodes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetKey(self, request, context):
-        """Sets a key. Phase: any. Repeat: harmless.
-        Errors: ABORTED/STALE_EPOCH when the store has ended; INVALID_ARGUMENT/INVALID_ARGUMENT for more bytes than it takes.
+        """Sets a key. Phase: any. Repeat: safe.
+        Errors: ABORTED/STALE_EPOCH after the store has ended; INVALID_ARGUMENT/INVALID_ARGUMENT for a key or value that is too large.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReadKey(self, request, context):
-        """Waits until a key is there, and tells its value. Phase: any. Repeat: harmless.
-        Errors: DEADLINE_EXCEEDED/DEADLINE_EXCEEDED naming the keys that did not come; ABORTED/STALE_EPOCH when the store ends.
+        """Waits until a key is set, then returns its value. Phase: any. Repeat: safe.
+        Errors: DEADLINE_EXCEEDED/DEADLINE_EXCEEDED naming the missing keys; ABORTED/STALE_EPOCH if the store ends.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AddToKey(self, request, context):
-        """Adds to a decimal number, 0 while the key is not there. Phase: any. Repeat: adds again. Errors: as SetKey.
+        """Adds to a decimal number; an unset key counts as 0. Phase: any. Repeat: adds again. Errors: as SetKey.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CompareAndSetKey(self, request, context):
-        """Sets a key that has the expected value, or is not there while none is expected. Phase: any. Repeat: harmless. Errors: as SetKey.
+        """Sets a key if it has the expected value, or if it is unset and none is expected. Phase: any. Repeat: safe. Errors: as SetKey.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WaitForKeys(self, request, context):
-        """Waits until all keys are there; the key `end` alone never is: who waits for it hears, by STALE_EPOCH, when all trainers have to start
-        again. Phase: any. Repeat: harmless. Errors: as ReadKey.
+        """Waits until all keys are set. The key `end` never is: waiting for it returns STALE_EPOCH when all trainers must restart.
+        Phase: any. Repeat: safe. Errors: as ReadKey.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CheckKeys(self, request, context):
-        """Tells whether all keys are there. Phase: any. Repeat: harmless. Errors: ABORTED/STALE_EPOCH when the store has ended.
+        """Tells whether all keys are set. Phase: any. Repeat: safe. Errors: ABORTED/STALE_EPOCH after the store has ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeleteKey(self, request, context):
-        """Removes a key. Phase: any. Repeat: harmless. Errors: ABORTED/STALE_EPOCH when the store has ended.
+        """Deletes a key. Phase: any. Repeat: safe. Errors: ABORTED/STALE_EPOCH after the store has ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -200,8 +200,8 @@ def add_RankStoreServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RankStoreService(object):
-    """Where the trainers of a fleet's nodes find each other before their first collective: the store of torch.distributed, behind the roles of
-    the fleet's port. Keys and values are in memory. One start of all trainers has one store, which ends when any node starts again.
+    """The store of torch.distributed through which a fleet's trainers meet before their first collective, guarded by the roles of the
+    fleet's port. Held in memory. All trainers that start together share one store; it ends when any of them restarts.
     """
 
     @staticmethod

@@ -27,8 +27,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class RankStoreServiceStub:
-    """Where the trainers of a fleet's nodes find each other before their first collective: the store of torch.distributed, behind the roles of
-    the fleet's port. Keys and values are in memory. One start of all trainers has one store, which ends when any node starts again.
+    """The store of torch.distributed through which a fleet's trainers meet before their first collective, guarded by the roles of the
+    fleet's port. Held in memory. All trainers that start together share one store; it ends when any of them restarts.
     """
 
     @_typing.overload
@@ -36,75 +36,75 @@ class RankStoreServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> RankStoreServiceAsyncStub: ...
     JoinRanks: _grpc.UnaryUnaryMultiCallable[_rank_store_pb2.JoinRanksRequest, _rank_store_pb2.JoinRanksResponse]
-    """Waits until the trainers of all nodes have joined, and names their store.
+    """Waits until the trainers of all nodes have joined, then returns the name of their store.
 
-    Phase: any. Repeat: the same launch_id gets the same store; another one, of a trainer that was started again, ends the store that the
-    node was in, and waits for all nodes.
-    Errors: INVALID_ARGUMENT/INVALID_ARGUMENT naming the first field that differs from the fleet's or another node's; ABORTED/STALE_EPOCH
-    for another attempt of the job, and when a newer launch of the node has joined; DEADLINE_EXCEEDED/DEADLINE_EXCEEDED naming the nodes
-    that are missing.
+    Phase: any. Repeat: the same launch_id gets the same store. Another launch_id, after a trainer's restart, ends the node's previous
+    store and waits for all nodes again.
+    Errors: INVALID_ARGUMENT/INVALID_ARGUMENT naming the first field that differs from the fleet's or another node's;
+    ABORTED/STALE_EPOCH for another attempt of the job or after a newer launch of the node; DEADLINE_EXCEEDED/DEADLINE_EXCEEDED naming
+    the missing nodes.
     """
     SetKey: _grpc.UnaryUnaryMultiCallable[_rank_store_pb2.SetKeyRequest, _rank_store_pb2.SetKeyResponse]
-    """Sets a key. Phase: any. Repeat: harmless.
-    Errors: ABORTED/STALE_EPOCH when the store has ended; INVALID_ARGUMENT/INVALID_ARGUMENT for more bytes than it takes.
+    """Sets a key. Phase: any. Repeat: safe.
+    Errors: ABORTED/STALE_EPOCH after the store has ended; INVALID_ARGUMENT/INVALID_ARGUMENT for a key or value that is too large.
     """
     ReadKey: _grpc.UnaryUnaryMultiCallable[_rank_store_pb2.ReadKeyRequest, _rank_store_pb2.ReadKeyResponse]
-    """Waits until a key is there, and tells its value. Phase: any. Repeat: harmless.
-    Errors: DEADLINE_EXCEEDED/DEADLINE_EXCEEDED naming the keys that did not come; ABORTED/STALE_EPOCH when the store ends.
+    """Waits until a key is set, then returns its value. Phase: any. Repeat: safe.
+    Errors: DEADLINE_EXCEEDED/DEADLINE_EXCEEDED naming the missing keys; ABORTED/STALE_EPOCH if the store ends.
     """
     AddToKey: _grpc.UnaryUnaryMultiCallable[_rank_store_pb2.AddToKeyRequest, _rank_store_pb2.AddToKeyResponse]
-    """Adds to a decimal number, 0 while the key is not there. Phase: any. Repeat: adds again. Errors: as SetKey."""
+    """Adds to a decimal number; an unset key counts as 0. Phase: any. Repeat: adds again. Errors: as SetKey."""
     CompareAndSetKey: _grpc.UnaryUnaryMultiCallable[_rank_store_pb2.CompareAndSetKeyRequest, _rank_store_pb2.CompareAndSetKeyResponse]
-    """Sets a key that has the expected value, or is not there while none is expected. Phase: any. Repeat: harmless. Errors: as SetKey."""
+    """Sets a key if it has the expected value, or if it is unset and none is expected. Phase: any. Repeat: safe. Errors: as SetKey."""
     WaitForKeys: _grpc.UnaryUnaryMultiCallable[_rank_store_pb2.WaitForKeysRequest, _rank_store_pb2.WaitForKeysResponse]
-    """Waits until all keys are there; the key `end` alone never is: who waits for it hears, by STALE_EPOCH, when all trainers have to start
-    again. Phase: any. Repeat: harmless. Errors: as ReadKey.
+    """Waits until all keys are set. The key `end` never is: waiting for it returns STALE_EPOCH when all trainers must restart.
+    Phase: any. Repeat: safe. Errors: as ReadKey.
     """
     CheckKeys: _grpc.UnaryUnaryMultiCallable[_rank_store_pb2.CheckKeysRequest, _rank_store_pb2.CheckKeysResponse]
-    """Tells whether all keys are there. Phase: any. Repeat: harmless. Errors: ABORTED/STALE_EPOCH when the store has ended."""
+    """Tells whether all keys are set. Phase: any. Repeat: safe. Errors: ABORTED/STALE_EPOCH after the store has ended."""
     DeleteKey: _grpc.UnaryUnaryMultiCallable[_rank_store_pb2.DeleteKeyRequest, _rank_store_pb2.DeleteKeyResponse]
-    """Removes a key. Phase: any. Repeat: harmless. Errors: ABORTED/STALE_EPOCH when the store has ended."""
+    """Deletes a key. Phase: any. Repeat: safe. Errors: ABORTED/STALE_EPOCH after the store has ended."""
 
 @_typing.type_check_only
 class RankStoreServiceAsyncStub(RankStoreServiceStub):
-    """Where the trainers of a fleet's nodes find each other before their first collective: the store of torch.distributed, behind the roles of
-    the fleet's port. Keys and values are in memory. One start of all trainers has one store, which ends when any node starts again.
+    """The store of torch.distributed through which a fleet's trainers meet before their first collective, guarded by the roles of the
+    fleet's port. Held in memory. All trainers that start together share one store; it ends when any of them restarts.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     JoinRanks: _aio.UnaryUnaryMultiCallable[_rank_store_pb2.JoinRanksRequest, _rank_store_pb2.JoinRanksResponse]  # type: ignore[assignment]
-    """Waits until the trainers of all nodes have joined, and names their store.
+    """Waits until the trainers of all nodes have joined, then returns the name of their store.
 
-    Phase: any. Repeat: the same launch_id gets the same store; another one, of a trainer that was started again, ends the store that the
-    node was in, and waits for all nodes.
-    Errors: INVALID_ARGUMENT/INVALID_ARGUMENT naming the first field that differs from the fleet's or another node's; ABORTED/STALE_EPOCH
-    for another attempt of the job, and when a newer launch of the node has joined; DEADLINE_EXCEEDED/DEADLINE_EXCEEDED naming the nodes
-    that are missing.
+    Phase: any. Repeat: the same launch_id gets the same store. Another launch_id, after a trainer's restart, ends the node's previous
+    store and waits for all nodes again.
+    Errors: INVALID_ARGUMENT/INVALID_ARGUMENT naming the first field that differs from the fleet's or another node's;
+    ABORTED/STALE_EPOCH for another attempt of the job or after a newer launch of the node; DEADLINE_EXCEEDED/DEADLINE_EXCEEDED naming
+    the missing nodes.
     """
     SetKey: _aio.UnaryUnaryMultiCallable[_rank_store_pb2.SetKeyRequest, _rank_store_pb2.SetKeyResponse]  # type: ignore[assignment]
-    """Sets a key. Phase: any. Repeat: harmless.
-    Errors: ABORTED/STALE_EPOCH when the store has ended; INVALID_ARGUMENT/INVALID_ARGUMENT for more bytes than it takes.
+    """Sets a key. Phase: any. Repeat: safe.
+    Errors: ABORTED/STALE_EPOCH after the store has ended; INVALID_ARGUMENT/INVALID_ARGUMENT for a key or value that is too large.
     """
     ReadKey: _aio.UnaryUnaryMultiCallable[_rank_store_pb2.ReadKeyRequest, _rank_store_pb2.ReadKeyResponse]  # type: ignore[assignment]
-    """Waits until a key is there, and tells its value. Phase: any. Repeat: harmless.
-    Errors: DEADLINE_EXCEEDED/DEADLINE_EXCEEDED naming the keys that did not come; ABORTED/STALE_EPOCH when the store ends.
+    """Waits until a key is set, then returns its value. Phase: any. Repeat: safe.
+    Errors: DEADLINE_EXCEEDED/DEADLINE_EXCEEDED naming the missing keys; ABORTED/STALE_EPOCH if the store ends.
     """
     AddToKey: _aio.UnaryUnaryMultiCallable[_rank_store_pb2.AddToKeyRequest, _rank_store_pb2.AddToKeyResponse]  # type: ignore[assignment]
-    """Adds to a decimal number, 0 while the key is not there. Phase: any. Repeat: adds again. Errors: as SetKey."""
+    """Adds to a decimal number; an unset key counts as 0. Phase: any. Repeat: adds again. Errors: as SetKey."""
     CompareAndSetKey: _aio.UnaryUnaryMultiCallable[_rank_store_pb2.CompareAndSetKeyRequest, _rank_store_pb2.CompareAndSetKeyResponse]  # type: ignore[assignment]
-    """Sets a key that has the expected value, or is not there while none is expected. Phase: any. Repeat: harmless. Errors: as SetKey."""
+    """Sets a key if it has the expected value, or if it is unset and none is expected. Phase: any. Repeat: safe. Errors: as SetKey."""
     WaitForKeys: _aio.UnaryUnaryMultiCallable[_rank_store_pb2.WaitForKeysRequest, _rank_store_pb2.WaitForKeysResponse]  # type: ignore[assignment]
-    """Waits until all keys are there; the key `end` alone never is: who waits for it hears, by STALE_EPOCH, when all trainers have to start
-    again. Phase: any. Repeat: harmless. Errors: as ReadKey.
+    """Waits until all keys are set. The key `end` never is: waiting for it returns STALE_EPOCH when all trainers must restart.
+    Phase: any. Repeat: safe. Errors: as ReadKey.
     """
     CheckKeys: _aio.UnaryUnaryMultiCallable[_rank_store_pb2.CheckKeysRequest, _rank_store_pb2.CheckKeysResponse]  # type: ignore[assignment]
-    """Tells whether all keys are there. Phase: any. Repeat: harmless. Errors: ABORTED/STALE_EPOCH when the store has ended."""
+    """Tells whether all keys are set. Phase: any. Repeat: safe. Errors: ABORTED/STALE_EPOCH after the store has ended."""
     DeleteKey: _aio.UnaryUnaryMultiCallable[_rank_store_pb2.DeleteKeyRequest, _rank_store_pb2.DeleteKeyResponse]  # type: ignore[assignment]
-    """Removes a key. Phase: any. Repeat: harmless. Errors: ABORTED/STALE_EPOCH when the store has ended."""
+    """Deletes a key. Phase: any. Repeat: safe. Errors: ABORTED/STALE_EPOCH after the store has ended."""
 
 class RankStoreServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Where the trainers of a fleet's nodes find each other before their first collective: the store of torch.distributed, behind the roles of
-    the fleet's port. Keys and values are in memory. One start of all trainers has one store, which ends when any node starts again.
+    """The store of torch.distributed through which a fleet's trainers meet before their first collective, guarded by the roles of the
+    fleet's port. Held in memory. All trainers that start together share one store; it ends when any of them restarts.
     """
 
     @_abc_1.abstractmethod
@@ -113,13 +113,13 @@ class RankStoreServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rank_store_pb2.JoinRanksRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rank_store_pb2.JoinRanksResponse, _abc.Awaitable[_rank_store_pb2.JoinRanksResponse]]:
-        """Waits until the trainers of all nodes have joined, and names their store.
+        """Waits until the trainers of all nodes have joined, then returns the name of their store.
 
-        Phase: any. Repeat: the same launch_id gets the same store; another one, of a trainer that was started again, ends the store that the
-        node was in, and waits for all nodes.
-        Errors: INVALID_ARGUMENT/INVALID_ARGUMENT naming the first field that differs from the fleet's or another node's; ABORTED/STALE_EPOCH
-        for another attempt of the job, and when a newer launch of the node has joined; DEADLINE_EXCEEDED/DEADLINE_EXCEEDED naming the nodes
-        that are missing.
+        Phase: any. Repeat: the same launch_id gets the same store. Another launch_id, after a trainer's restart, ends the node's previous
+        store and waits for all nodes again.
+        Errors: INVALID_ARGUMENT/INVALID_ARGUMENT naming the first field that differs from the fleet's or another node's;
+        ABORTED/STALE_EPOCH for another attempt of the job or after a newer launch of the node; DEADLINE_EXCEEDED/DEADLINE_EXCEEDED naming
+        the missing nodes.
         """
 
     @_abc_1.abstractmethod
@@ -128,8 +128,8 @@ class RankStoreServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rank_store_pb2.SetKeyRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rank_store_pb2.SetKeyResponse, _abc.Awaitable[_rank_store_pb2.SetKeyResponse]]:
-        """Sets a key. Phase: any. Repeat: harmless.
-        Errors: ABORTED/STALE_EPOCH when the store has ended; INVALID_ARGUMENT/INVALID_ARGUMENT for more bytes than it takes.
+        """Sets a key. Phase: any. Repeat: safe.
+        Errors: ABORTED/STALE_EPOCH after the store has ended; INVALID_ARGUMENT/INVALID_ARGUMENT for a key or value that is too large.
         """
 
     @_abc_1.abstractmethod
@@ -138,8 +138,8 @@ class RankStoreServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rank_store_pb2.ReadKeyRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rank_store_pb2.ReadKeyResponse, _abc.Awaitable[_rank_store_pb2.ReadKeyResponse]]:
-        """Waits until a key is there, and tells its value. Phase: any. Repeat: harmless.
-        Errors: DEADLINE_EXCEEDED/DEADLINE_EXCEEDED naming the keys that did not come; ABORTED/STALE_EPOCH when the store ends.
+        """Waits until a key is set, then returns its value. Phase: any. Repeat: safe.
+        Errors: DEADLINE_EXCEEDED/DEADLINE_EXCEEDED naming the missing keys; ABORTED/STALE_EPOCH if the store ends.
         """
 
     @_abc_1.abstractmethod
@@ -148,7 +148,7 @@ class RankStoreServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rank_store_pb2.AddToKeyRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rank_store_pb2.AddToKeyResponse, _abc.Awaitable[_rank_store_pb2.AddToKeyResponse]]:
-        """Adds to a decimal number, 0 while the key is not there. Phase: any. Repeat: adds again. Errors: as SetKey."""
+        """Adds to a decimal number; an unset key counts as 0. Phase: any. Repeat: adds again. Errors: as SetKey."""
 
     @_abc_1.abstractmethod
     def CompareAndSetKey(
@@ -156,7 +156,7 @@ class RankStoreServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rank_store_pb2.CompareAndSetKeyRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rank_store_pb2.CompareAndSetKeyResponse, _abc.Awaitable[_rank_store_pb2.CompareAndSetKeyResponse]]:
-        """Sets a key that has the expected value, or is not there while none is expected. Phase: any. Repeat: harmless. Errors: as SetKey."""
+        """Sets a key if it has the expected value, or if it is unset and none is expected. Phase: any. Repeat: safe. Errors: as SetKey."""
 
     @_abc_1.abstractmethod
     def WaitForKeys(
@@ -164,8 +164,8 @@ class RankStoreServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rank_store_pb2.WaitForKeysRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rank_store_pb2.WaitForKeysResponse, _abc.Awaitable[_rank_store_pb2.WaitForKeysResponse]]:
-        """Waits until all keys are there; the key `end` alone never is: who waits for it hears, by STALE_EPOCH, when all trainers have to start
-        again. Phase: any. Repeat: harmless. Errors: as ReadKey.
+        """Waits until all keys are set. The key `end` never is: waiting for it returns STALE_EPOCH when all trainers must restart.
+        Phase: any. Repeat: safe. Errors: as ReadKey.
         """
 
     @_abc_1.abstractmethod
@@ -174,7 +174,7 @@ class RankStoreServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rank_store_pb2.CheckKeysRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rank_store_pb2.CheckKeysResponse, _abc.Awaitable[_rank_store_pb2.CheckKeysResponse]]:
-        """Tells whether all keys are there. Phase: any. Repeat: harmless. Errors: ABORTED/STALE_EPOCH when the store has ended."""
+        """Tells whether all keys are set. Phase: any. Repeat: safe. Errors: ABORTED/STALE_EPOCH after the store has ended."""
 
     @_abc_1.abstractmethod
     def DeleteKey(
@@ -182,6 +182,6 @@ class RankStoreServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rank_store_pb2.DeleteKeyRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rank_store_pb2.DeleteKeyResponse, _abc.Awaitable[_rank_store_pb2.DeleteKeyResponse]]:
-        """Removes a key. Phase: any. Repeat: harmless. Errors: ABORTED/STALE_EPOCH when the store has ended."""
+        """Deletes a key. Phase: any. Repeat: safe. Errors: ABORTED/STALE_EPOCH after the store has ended."""
 
 def add_RankStoreServiceServicer_to_server(servicer: RankStoreServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -25,9 +25,9 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class TrainerRankCommand(_message.Message):
-    """Messages inside one service, between its front and its ranks, over ZMQ on a private unix socket. No client sees them.
+    """Messages within one service, between its front and its ranks, over ZMQ on a private unix socket. Invisible to clients.
 
-    One call that every trainer rank runs, in the same order.
+    A call that every trainer rank runs, in the same order.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -132,7 +132,7 @@ class TrainerRankResult(_message.Message):
     rank: _builtins.int
     @_builtins.property
     def error(self) -> Global___RankError:
-        """Set when the call failed on this rank."""
+        """Set if the call failed on this rank."""
 
     @_builtins.property
     def forward_backward(self) -> Global___RankLossReport: ...
@@ -252,12 +252,12 @@ class RankReady(_message.Message):
     vocab_size: _builtins.int
     context_length: _builtins.int
     pid: _builtins.int
-    """Process id, by which the front notices that the rank is gone."""
+    """Process id, so that the front notices when the rank exits."""
     nodes_rate: _builtins.float
-    """Bytes a second to other nodes, as it was measured; absent where there is none."""
+    """Measured bytes per second to other nodes; absent if there are none."""
     @_builtins.property
     def roles(self) -> _containers.RepeatedCompositeFieldContainer[_trainer_pb2.RoleState]:
-        """Of the policy, and of the critic if there is one."""
+        """The policy and, if there is one, the critic."""
 
     def __init__(
         self,
@@ -303,14 +303,14 @@ class RankForwardBackward(_message.Message):
     RETURNS_LOG_PROBS_FIELD_NUMBER: _builtins.int
     role: _types_pb2.Role.ValueType
     returns_log_probs: _builtins.bool
-    """Whether the report has the log-probs."""
+    """Whether to report log-probs."""
     @_builtins.property
     def loss(self) -> _loss_pb2.LossConfig:
-        """With its denominator."""
+        """Includes its denominator."""
 
     @_builtins.property
     def micro_batches(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampleColumns]:
-        """This rank's micro-batches, in order; every rank gets as many, the last of them may be empty."""
+        """This rank's micro-batches, in order. All ranks have equally many; the last may be empty."""
 
     def __init__(
         self,
@@ -368,9 +368,9 @@ class SampleColumns(_message.Message):
     """uint64 and float32, one for each sample."""
     temperatures: _builtins.bytes
     token_ids: _builtins.bytes
-    """int32, prompt and completion of each sample in turn."""
+    """int32, prompt and completion of each sample in sequence."""
     prefixes: _builtins.bytes
-    """int32, one for each sample: those of one number share their prompt, which is computed once; -1 shares none. Empty: none does."""
+    """int32, one for each sample: samples with equal numbers share a prompt, which is computed once; -1 shares none. Empty: none share."""
     @_builtins.property
     def columns(self) -> _containers.ScalarMap[_builtins.str, _builtins.bytes]:
         """float32, one for each completion token, by name."""
@@ -428,7 +428,7 @@ class RankLossReport(_message.Message):
     def metrics(self) -> _containers.MessageMap[_builtins.str, _trainer_pb2.MetricPart]: ...
     @_builtins.property
     def log_probs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """Where they were asked for: float32, one for each completion token, for each micro-batch."""
+        """If requested: float32, one for each completion token, for each micro-batch."""
 
     def __init__(
         self,
@@ -447,7 +447,7 @@ Global___RankLossReport: _TypeAlias = RankLossReport  # noqa: Y015
 
 @_typing.final
 class RankScore(_message.Message):
-    """Log-probs of the policy or the reference, values of the critic."""
+    """Log-probs of the policy or the reference, or values of the critic."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -517,7 +517,7 @@ Global___RankPublished: _TypeAlias = RankPublished  # noqa: Y015
 
 @_typing.final
 class EngineRankCommand(_message.Message):
-    """What the rollout front asks an engine rank: carried as bytes through SGLang's own weight update call, or sent straight to the rank."""
+    """A command of the rollout front to an engine rank: carried through SGLang's weight update call, or sent directly to the rank."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -532,7 +532,7 @@ class EngineRankCommand(_message.Message):
     SHRINK_CACHE_FIELD_NUMBER: _builtins.int
     call: _builtins.int
     reply_address: _builtins.str
-    """ZMQ address of the front: the rank answers there, and from then on hears commands from there."""
+    """ZMQ address of the front. The rank answers there and then receives its commands from there."""
     @_builtins.property
     def receive(self) -> Global___ReceiveCommand: ...
     @_builtins.property
@@ -587,7 +587,7 @@ Global___GetLoadCommand: _TypeAlias = GetLoadCommand  # noqa: Y015
 
 @_typing.final
 class GrowCacheCommand(_message.Message):
-    """Maps the KV cache that the rank's requests may need, as far as there is room, and serves what all ranks of the replica have mapped."""
+    """Maps the KV cache that the rank's requests may need, as far as memory allows; serves what all ranks of the replica have mapped."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -604,7 +604,7 @@ Global___GrowCacheCommand: _TypeAlias = GrowCacheCommand  # noqa: Y015
 
 @_typing.final
 class ShrinkCacheCommand(_message.Message):
-    """Gives back the KV cache that the rank's requests cannot need any more, cached prefixes with it."""
+    """Releases the KV cache that the rank's requests can no longer need, along with cached prefixes."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -632,16 +632,16 @@ class CacheResult(_message.Message):
     LACKING_BYTES_FIELD_NUMBER: _builtins.int
     FREE_BYTES_FIELD_NUMBER: _builtins.int
     num_tokens: _builtins.int
-    """Tokens of the whole cache, and of its part that is mapped and served after the command. Ranks of a replica serve the same."""
+    """Capacity of the cache in tokens, and the parts mapped and served after the command. Equal on all ranks of a replica."""
     mapped_tokens: _builtins.int
     served_tokens: _builtins.int
     mapped_bytes: _builtins.int
-    """By the command."""
+    """Mapped by the command."""
     released_bytes: _builtins.int
     needed_tokens: _builtins.int
-    """That requests hold or may still take, and cached prefixes; no more than num_tokens."""
+    """Tokens held or still needed by requests, plus cached prefixes; at most num_tokens."""
     lacking_bytes: _builtins.int
-    """What the rank needed for the next part and did not find, and what was free; 0 when it had room."""
+    """Bytes needed for the next part and bytes free, if there was no room; else 0."""
     free_bytes: _builtins.int
     def __init__(
         self,
@@ -665,7 +665,7 @@ Global___CacheResult: _TypeAlias = CacheResult  # noqa: Y015
 
 @_typing.final
 class LoadResult(_message.Message):
-    """Of one replica; its ranks have the same."""
+    """Load of one replica, reported by each of its ranks."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -676,9 +676,9 @@ class LoadResult(_message.Message):
     num_running: _builtins.int
     num_queued: _builtins.int
     num_kv_tokens: _builtins.int
-    """Of the KV cache, held by running requests."""
+    """KV cache tokens held by running requests."""
     num_served_kv_tokens: _builtins.int
-    """Of the KV cache, that requests may take: all of it, but while it grows."""
+    """KV cache tokens available to requests: all of them unless the cache is still growing."""
     def __init__(
         self,
         *,
@@ -704,14 +704,14 @@ class ReceiveCommand(_message.Message):
     KNOWN_LAYOUTS_FIELD_NUMBER: _builtins.int
     FULL_READ_BACK_FIELD_NUMBER: _builtins.int
     import_timeout_ms: _builtins.int
-    """How long a trainer rank's socket may take to hand out its memory."""
+    """Time limit for a trainer rank's socket to hand out its memory."""
     full_read_back: _builtins.bool
-    """Whether every slice is read back once more after all copies, and not only each part of it right after it was written."""
+    """Whether to read back every slice after all copies, in addition to each part right after it was written."""
     @_builtins.property
     def weights(self) -> _weights_pb2.PublishedWeights: ...
     @_builtins.property
     def known_layouts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """Digests of the layouts that the front has, see ReceiveResult."""
+        """Digests of the layouts known to the front; see ReceiveResult."""
 
     def __init__(
         self,
@@ -747,10 +747,10 @@ class EngineRankResult(_message.Message):
     SHRINK_CACHE_FIELD_NUMBER: _builtins.int
     call: _builtins.int
     rank: _builtins.int
-    """Place among all engine ranks: those of the first replica come first."""
+    """Position among all engine ranks, ordered by replica."""
     @_builtins.property
     def error(self) -> Global___RankError:
-        """Set when the call failed on this rank."""
+        """Set if the call failed on this rank."""
 
     @_builtins.property
     def receive(self) -> Global___ReceiveResult: ...
@@ -804,16 +804,16 @@ class ReceiveResult(_message.Message):
     policy_version: _builtins.int
     copied_bytes: _builtins.int
     layout_digest: _builtins.bytes
-    """Of names and slices, in order."""
+    """Digest of names and slices, in order."""
     sums: _builtins.bytes
-    """The checksums alone, in the same order, 8 bytes each, little endian; only when the front has this layout."""
+    """The checksums only, in the same order, 8 bytes each, little endian; only if the front knows this layout."""
     @_builtins.property
     def fallback_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def timings(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Timing]: ...
     @_builtins.property
     def checksums(self) -> _containers.RepeatedCompositeFieldContainer[Global___PieceChecksum]:
-        """One for each slice that the rank holds; only when the front does not have this layout."""
+        """One for each slice that the rank holds; only if the front does not know this layout."""
 
     def __init__(
         self,
@@ -836,7 +836,7 @@ Global___ReceiveResult: _TypeAlias = ReceiveResult  # noqa: Y015
 
 @_typing.final
 class PieceChecksum(_message.Message):
-    """Checksum of the part of one checkpoint tensor that a rank holds after the copy, read back from the engine's parameters."""
+    """Checksum of a rank's part of one checkpoint tensor, read back from the engine's parameters after the copy."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -872,7 +872,7 @@ Global___PieceChecksum: _TypeAlias = PieceChecksum  # noqa: Y015
 
 @_typing.final
 class TrainingRecord(_message.Message):
-    """One command in the trainer's log, see services/tasuki/trainer/durable/training_log.py. Not sent anywhere."""
+    """One command in the trainer's log (services/tasuki/trainer/durable/training_log.py). Never sent."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -887,15 +887,15 @@ class TrainingRecord(_message.Message):
     SAVE_ANSWER_FIELD_NUMBER: _builtins.int
     SAVE_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Identity and content digest of the command, by which a caller that asks again gets the first answer."""
+    """Identity and content digest of the command, so that a repeated call gets the first answer."""
     digest: _builtins.bytes
     recipe: _builtins.str
-    """What the numbers depend on beside the commands: the model and the settings."""
+    """Digest of the model and settings that the results depend on besides the commands."""
     save_id: _builtins.str
-    """With `checkpoint`: that many nodes saved it together under this name."""
+    """With `checkpoint`: the name under which all nodes of a fleet saved it together."""
     @_builtins.property
     def checkpoint(self) -> _trainer_pb2.LoadCheckpointRequest:
-        """A checkpoint that holds everything before it; only as the first record."""
+        """A checkpoint that includes everything before it; only as the first record."""
 
     @_builtins.property
     def forward_backward(self) -> Global___LoggedForwardBackward: ...
@@ -907,7 +907,7 @@ class TrainingRecord(_message.Message):
     def begin_run(self) -> _trainer_pb2.BeginRunRequest: ...
     @_builtins.property
     def save_answer(self) -> _trainer_pb2.SaveCheckpointResponse:
-        """With `checkpoint`: set when it was saved, not loaded, by the command."""
+        """With `checkpoint`: set if the command saved it rather than loaded it."""
 
     def __init__(
         self,
@@ -935,7 +935,7 @@ Global___TrainingRecord: _TypeAlias = TrainingRecord  # noqa: Y015
 
 @_typing.final
 class LogOutline(_message.Message):
-    """What a node's log holds, for the nodes of a fleet to agree on what all of them have."""
+    """Contents of a node's log, from which a fleet's nodes agree on what all of them have."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -944,11 +944,11 @@ class LogOutline(_message.Message):
     SAVE_ID_FIELD_NUMBER: _builtins.int
     WRITTEN_SAVE_ID_FIELD_NUMBER: _builtins.int
     num_pending: _builtins.int
-    """How many at the end are gradients that wait for their optimizer step."""
+    """Number of trailing commands whose gradients await an optimizer step."""
     save_id: _builtins.str
-    """The save that the log builds on; empty when it is another checkpoint, or none."""
+    """The save that the log builds on; empty if it builds on another checkpoint or none."""
     written_save_id: _builtins.str
-    """A save that this node has written, and may not have published."""
+    """A save that this node has written and may not have published."""
     @_builtins.property
     def commands(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Kind and request id of each command, oldest first."""
@@ -982,7 +982,7 @@ class LoggedForwardBackward(_message.Message):
     """As in ForwardBackwardHeader."""
     @_builtins.property
     def loss(self) -> _loss_pb2.LossConfig:
-        """As the caller gave it."""
+        """As sent by the caller."""
 
     @_builtins.property
     def samples(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TrainingSample]: ...

@@ -52,13 +52,13 @@ class GenerateRequest(_message.Message):
     SAMPLING_PARAMS_FIELD_NUMBER: _builtins.int
     FIRST_PROMPT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Names the call; at most 128 characters, optional. A call that is repeated under its id while the same version is served, also by a
-    service that was restarted, samples by the same seeds. Any other call samples by others.
+    """Identifies the call; optional, at most 128 characters. Repeated with the same id and the same served version, even after a
+    restart, a call uses the same seeds. Any other call uses different ones.
     """
     num_samples: _builtins.int
     """Samples for each prompt; at least 1."""
     first_prompt: _builtins.int
-    """Position of the first prompt among all prompts of a caller who splits them over several requests. Seeds count from it."""
+    """Position of the first prompt among all prompts of a caller who splits them over several requests. Offsets the seeds."""
     @_builtins.property
     def prompts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Prompt]:
         """At least one."""
@@ -139,15 +139,15 @@ class ReceiveWeightsResponse(_message.Message):
     SUMS_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     copied_bytes: _builtins.int
-    """Bytes copied over all engine ranks."""
+    """Bytes copied by all engine ranks."""
     @_builtins.property
     def fallback_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Tensors that went through the engine's own load_weights because a copy plan cannot express them."""
+        """Tensors loaded through the engine's own load_weights, because a copy plan cannot express them."""
 
     @_builtins.property
     def timings(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Timing]:
-        """Largest time of any rank for: import, record, copy, verify. Of the front: ranks, from the command to the last rank's answer;
-        compare, of all sums with those that were published.
+        """Maximum over ranks of: import, record, copy, verify. On the front: ranks, from the command to the last rank's answer; compare,
+        of all sums with the published ones.
         """
 
     @_builtins.property
@@ -176,7 +176,7 @@ class DrainRequest(_message.Message):
     COMMAND_FIELD_NUMBER: _builtins.int
     GRACE_MS_FIELD_NUMBER: _builtins.int
     grace_ms: _builtins.int
-    """Running requests may take this long before they are cut; 0 cuts at once."""
+    """Grace period of running requests before they are cut; 0 cuts immediately."""
     @_builtins.property
     def command(self) -> _types_pb2.CommandId: ...
     def __init__(
@@ -203,7 +203,7 @@ class DrainResponse(_message.Message):
     num_finished: _builtins.int
     num_cut: _builtins.int
     released_bytes: _builtins.int
-    """Of a KV cache that grows, over all ranks: what the last samples could not need."""
+    """For a growing KV cache, over all ranks: bytes that the last samples could not need."""
     def __init__(
         self,
         *,
@@ -225,8 +225,8 @@ class GetRolloutStateRequest(_message.Message):
 
     EPOCH_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
-    """Only a coordinator gives its epoch: from here on the service refuses stage commands of older ones, so that none that is still on
-    its way changes what the coordinator has seen. The next state that is read with an epoch replaces it.
+    """Set only by a coordinator. From then on the service refuses stage commands of older epochs, so that a delayed one cannot change
+    what the coordinator has read. The next read with an epoch replaces it.
     """
     def __init__(
         self,
@@ -270,24 +270,24 @@ class GetRolloutStateResponse(_message.Message):
     epoch: _builtins.int
     sequence: _builtins.int
     stage: _types_pb2.Stage.ValueType
-    """Last stage that this service completed; UNSPECIFIED after a start (asleep)."""
+    """Last stage completed by this service; UNSPECIFIED after a start (asleep)."""
     policy_version: _builtins.int
-    """Version that is served; absent while none is."""
+    """Version being served; absent if none."""
     received_version: _builtins.int
     """Version received and verified but not yet served."""
     is_poisoned: _builtins.bool
     poison_reason: _builtins.str
     num_running: _builtins.int
     tp_size: _builtins.int
-    """Ranks of one replica, which share its weights."""
+    """Ranks of one replica, over which its weights are sharded."""
     context_length: _builtins.int
     vocab_size: _builtins.int
     model_path: _builtins.str
     """Path of the model folder that the engine was started from."""
     is_in_stage: _builtins.bool
-    """Whether a stage command is being carried out, or waits for its turn: `stage` is not the last word then."""
+    """Whether a stage command is running or queued, so that `stage` may be out of date."""
     dp_size: _builtins.int
-    """Replicas, each with all weights."""
+    """Replicas, each with a full copy of the weights."""
     @_builtins.property
     def resident_tags(self) -> _containers.RepeatedScalarFieldContainer[_types_pb2.MemoryTag.ValueType]: ...
     @_builtins.property
@@ -298,7 +298,7 @@ class GetRolloutStateResponse(_message.Message):
 
     @_builtins.property
     def kv_cache(self) -> Global___KvCacheState:
-        """Absent while the cache sleeps, and without rollout.kv_growth."""
+        """Absent while the cache is paused and without rollout.kv_growth."""
 
     def __init__(
         self,
@@ -352,18 +352,18 @@ class KvCacheState(_message.Message):
     FREE_BYTES_FIELD_NUMBER: _builtins.int
     NEEDED_TOKENS_FIELD_NUMBER: _builtins.int
     num_tokens: _builtins.int
-    """Of the whole cache, and of what is mapped and served now. Requests that need more wait."""
+    """Capacity of the whole cache, and the parts mapped and served now. Requests that need more wait."""
     mapped_tokens: _builtins.int
     served_tokens: _builtins.int
     is_growing: _builtins.bool
-    """Whether a replica lacks memory for what its requests may need. It is asked for again until there is room."""
+    """Whether a replica lacks memory that its requests may need. It keeps asking until there is room."""
     is_stalled: _builtins.bool
-    """Whether no part has come for restart.progress_s. It goes on all the same."""
+    """Whether growth has made no progress for restart.progress_s. It continues regardless."""
     needed_bytes: _builtins.int
-    """What the last part needed and found, per rank, while there is no room for it."""
+    """Per rank, while there is no room: what the next part needs and what is free."""
     free_bytes: _builtins.int
     needed_tokens: _builtins.int
-    """That requests held or could still take when the cache last looked, and cached prefixes."""
+    """Tokens that requests held or may still use when the cache last checked, including cached prefixes."""
     def __init__(
         self,
         *,

@@ -62,11 +62,11 @@ class RolloutServiceServicer(object):
     """
 
     def Generate(self, request, context):
-        """Streams samples in the order of completion; each message has those that were complete when it left.
+        """Streams samples as they complete. Each message carries all samples completed since the last.
 
-        Phase: ROLLOUT. Cancelling the call frees its requests in the engine.
-        Repeat: the same request_id, or a sampling_seed, repeats the samples on a CPU; else a new generation.
-        Errors: UNAVAILABLE/ASLEEP with RetryInfo when rollout does not serve, UNAVAILABLE/DRAINING, INVALID_ARGUMENT/INVALID_ARGUMENT
+        Phase: ROLLOUT. Cancelling the call cancels its requests in the engine.
+        Repeat: with the same request_id or a sampling_seed, returns the same samples on a CPU; otherwise generates new ones.
+        Errors: UNAVAILABLE/ASLEEP with RetryInfo if rollout is not serving, UNAVAILABLE/DRAINING, INVALID_ARGUMENT/INVALID_ARGUMENT
         naming the field (empty prompt, token id outside the vocabulary, prompt plus max_new_tokens above the context length).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -79,15 +79,15 @@ class RolloutServiceServicer(object):
         Phase: after RESUME_WEIGHTS. The version is not served before RESUME_KV.
         Repeat: the same request_id gets the first answer.
         Errors: FAILED_PRECONDITION/STAGE_ORDER; DATA_LOSS/WEIGHTS_CORRUPT naming tensors; FAILED_PRECONDITION/VERSION_ORDER;
-        INVALID_ARGUMENT/BAD_HANDLE. After DATA_LOSS, DEADLINE_EXCEEDED or INTERNAL, when ranks may have written, the engine is poisoned: it
-        refuses every stage until it is restarted.
+        INVALID_ARGUMENT/BAD_HANDLE. After DATA_LOSS, DEADLINE_EXCEEDED or INTERNAL ranks may have written, so the engine is poisoned: it
+        refuses every stage until restarted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Stage DRAIN: stops taking requests; running ones finish, or are cut at the deadline of the request and returned as CUT.
+        """Stage DRAIN: refuses new requests. Running ones finish, or are cut after the grace period and returned as CUT.
 
         Phase: ROLLOUT. Repeat: the same request_id gets the first answer.
         Errors: FAILED_PRECONDITION/STAGE_ORDER, ABORTED/STALE_EPOCH.
@@ -97,7 +97,7 @@ class RolloutServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetRolloutState(self, request, context):
-        """What the service is and does now. Any phase, harmless to repeat.
+        """Returns the state of the service. Any phase; safe to repeat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

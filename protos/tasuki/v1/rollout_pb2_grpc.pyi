@@ -34,11 +34,11 @@ class RolloutServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> RolloutServiceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_rollout_pb2.GenerateRequest, _rollout_pb2.GenerateResponse]
-    """Streams samples in the order of completion; each message has those that were complete when it left.
+    """Streams samples as they complete. Each message carries all samples completed since the last.
 
-    Phase: ROLLOUT. Cancelling the call frees its requests in the engine.
-    Repeat: the same request_id, or a sampling_seed, repeats the samples on a CPU; else a new generation.
-    Errors: UNAVAILABLE/ASLEEP with RetryInfo when rollout does not serve, UNAVAILABLE/DRAINING, INVALID_ARGUMENT/INVALID_ARGUMENT
+    Phase: ROLLOUT. Cancelling the call cancels its requests in the engine.
+    Repeat: with the same request_id or a sampling_seed, returns the same samples on a CPU; otherwise generates new ones.
+    Errors: UNAVAILABLE/ASLEEP with RetryInfo if rollout is not serving, UNAVAILABLE/DRAINING, INVALID_ARGUMENT/INVALID_ARGUMENT
     naming the field (empty prompt, token id outside the vocabulary, prompt plus max_new_tokens above the context length).
     """
     ReceiveWeights: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.ReceiveWeightsRequest, _rollout_pb2.ReceiveWeightsResponse]
@@ -47,17 +47,17 @@ class RolloutServiceStub:
     Phase: after RESUME_WEIGHTS. The version is not served before RESUME_KV.
     Repeat: the same request_id gets the first answer.
     Errors: FAILED_PRECONDITION/STAGE_ORDER; DATA_LOSS/WEIGHTS_CORRUPT naming tensors; FAILED_PRECONDITION/VERSION_ORDER;
-    INVALID_ARGUMENT/BAD_HANDLE. After DATA_LOSS, DEADLINE_EXCEEDED or INTERNAL, when ranks may have written, the engine is poisoned: it
-    refuses every stage until it is restarted.
+    INVALID_ARGUMENT/BAD_HANDLE. After DATA_LOSS, DEADLINE_EXCEEDED or INTERNAL ranks may have written, so the engine is poisoned: it
+    refuses every stage until restarted.
     """
     Drain: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.DrainRequest, _rollout_pb2.DrainResponse]
-    """Stage DRAIN: stops taking requests; running ones finish, or are cut at the deadline of the request and returned as CUT.
+    """Stage DRAIN: refuses new requests. Running ones finish, or are cut after the grace period and returned as CUT.
 
     Phase: ROLLOUT. Repeat: the same request_id gets the first answer.
     Errors: FAILED_PRECONDITION/STAGE_ORDER, ABORTED/STALE_EPOCH.
     """
     GetRolloutState: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.GetRolloutStateRequest, _rollout_pb2.GetRolloutStateResponse]
-    """What the service is and does now. Any phase, harmless to repeat."""
+    """Returns the state of the service. Any phase; safe to repeat."""
 
 @_typing.type_check_only
 class RolloutServiceAsyncStub(RolloutServiceStub):
@@ -65,11 +65,11 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_rollout_pb2.GenerateRequest, _rollout_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Streams samples in the order of completion; each message has those that were complete when it left.
+    """Streams samples as they complete. Each message carries all samples completed since the last.
 
-    Phase: ROLLOUT. Cancelling the call frees its requests in the engine.
-    Repeat: the same request_id, or a sampling_seed, repeats the samples on a CPU; else a new generation.
-    Errors: UNAVAILABLE/ASLEEP with RetryInfo when rollout does not serve, UNAVAILABLE/DRAINING, INVALID_ARGUMENT/INVALID_ARGUMENT
+    Phase: ROLLOUT. Cancelling the call cancels its requests in the engine.
+    Repeat: with the same request_id or a sampling_seed, returns the same samples on a CPU; otherwise generates new ones.
+    Errors: UNAVAILABLE/ASLEEP with RetryInfo if rollout is not serving, UNAVAILABLE/DRAINING, INVALID_ARGUMENT/INVALID_ARGUMENT
     naming the field (empty prompt, token id outside the vocabulary, prompt plus max_new_tokens above the context length).
     """
     ReceiveWeights: _aio.UnaryUnaryMultiCallable[_rollout_pb2.ReceiveWeightsRequest, _rollout_pb2.ReceiveWeightsResponse]  # type: ignore[assignment]
@@ -78,17 +78,17 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     Phase: after RESUME_WEIGHTS. The version is not served before RESUME_KV.
     Repeat: the same request_id gets the first answer.
     Errors: FAILED_PRECONDITION/STAGE_ORDER; DATA_LOSS/WEIGHTS_CORRUPT naming tensors; FAILED_PRECONDITION/VERSION_ORDER;
-    INVALID_ARGUMENT/BAD_HANDLE. After DATA_LOSS, DEADLINE_EXCEEDED or INTERNAL, when ranks may have written, the engine is poisoned: it
-    refuses every stage until it is restarted.
+    INVALID_ARGUMENT/BAD_HANDLE. After DATA_LOSS, DEADLINE_EXCEEDED or INTERNAL ranks may have written, so the engine is poisoned: it
+    refuses every stage until restarted.
     """
     Drain: _aio.UnaryUnaryMultiCallable[_rollout_pb2.DrainRequest, _rollout_pb2.DrainResponse]  # type: ignore[assignment]
-    """Stage DRAIN: stops taking requests; running ones finish, or are cut at the deadline of the request and returned as CUT.
+    """Stage DRAIN: refuses new requests. Running ones finish, or are cut after the grace period and returned as CUT.
 
     Phase: ROLLOUT. Repeat: the same request_id gets the first answer.
     Errors: FAILED_PRECONDITION/STAGE_ORDER, ABORTED/STALE_EPOCH.
     """
     GetRolloutState: _aio.UnaryUnaryMultiCallable[_rollout_pb2.GetRolloutStateRequest, _rollout_pb2.GetRolloutStateResponse]  # type: ignore[assignment]
-    """What the service is and does now. Any phase, harmless to repeat."""
+    """Returns the state of the service. Any phase; safe to repeat."""
 
 class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
     """Generates with an embedded SGLang engine. Token ids in, token ids out."""
@@ -99,11 +99,11 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_rollout_pb2.GenerateResponse], _abc.AsyncIterator[_rollout_pb2.GenerateResponse]]:
-        """Streams samples in the order of completion; each message has those that were complete when it left.
+        """Streams samples as they complete. Each message carries all samples completed since the last.
 
-        Phase: ROLLOUT. Cancelling the call frees its requests in the engine.
-        Repeat: the same request_id, or a sampling_seed, repeats the samples on a CPU; else a new generation.
-        Errors: UNAVAILABLE/ASLEEP with RetryInfo when rollout does not serve, UNAVAILABLE/DRAINING, INVALID_ARGUMENT/INVALID_ARGUMENT
+        Phase: ROLLOUT. Cancelling the call cancels its requests in the engine.
+        Repeat: with the same request_id or a sampling_seed, returns the same samples on a CPU; otherwise generates new ones.
+        Errors: UNAVAILABLE/ASLEEP with RetryInfo if rollout is not serving, UNAVAILABLE/DRAINING, INVALID_ARGUMENT/INVALID_ARGUMENT
         naming the field (empty prompt, token id outside the vocabulary, prompt plus max_new_tokens above the context length).
         """
 
@@ -118,8 +118,8 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         Phase: after RESUME_WEIGHTS. The version is not served before RESUME_KV.
         Repeat: the same request_id gets the first answer.
         Errors: FAILED_PRECONDITION/STAGE_ORDER; DATA_LOSS/WEIGHTS_CORRUPT naming tensors; FAILED_PRECONDITION/VERSION_ORDER;
-        INVALID_ARGUMENT/BAD_HANDLE. After DATA_LOSS, DEADLINE_EXCEEDED or INTERNAL, when ranks may have written, the engine is poisoned: it
-        refuses every stage until it is restarted.
+        INVALID_ARGUMENT/BAD_HANDLE. After DATA_LOSS, DEADLINE_EXCEEDED or INTERNAL ranks may have written, so the engine is poisoned: it
+        refuses every stage until restarted.
         """
 
     @_abc_1.abstractmethod
@@ -128,7 +128,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.DrainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_pb2.DrainResponse, _abc.Awaitable[_rollout_pb2.DrainResponse]]:
-        """Stage DRAIN: stops taking requests; running ones finish, or are cut at the deadline of the request and returned as CUT.
+        """Stage DRAIN: refuses new requests. Running ones finish, or are cut after the grace period and returned as CUT.
 
         Phase: ROLLOUT. Repeat: the same request_id gets the first answer.
         Errors: FAILED_PRECONDITION/STAGE_ORDER, ABORTED/STALE_EPOCH.
@@ -140,6 +140,6 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.GetRolloutStateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_pb2.GetRolloutStateResponse, _abc.Awaitable[_rollout_pb2.GetRolloutStateResponse]]:
-        """What the service is and does now. Any phase, harmless to repeat."""
+        """Returns the state of the service. Any phase; safe to repeat."""
 
 def add_RolloutServiceServicer_to_server(servicer: RolloutServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -29,25 +29,25 @@ class _SavePart:
 class _SavePartEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SavePart.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     SAVE_PART_UNSPECIFIED: _SavePart.ValueType  # 0
-    """All of it."""
+    """The whole save."""
     SAVE_PART_WRITE: _SavePart.ValueType  # 1
-    """Everything is written and durable beside the path. Where another node writes to the same folder, this one does not."""
+    """Writes everything durably beside the path. If another node writes to the same folder, this one does not."""
     SAVE_PART_PUBLISH: _SavePart.ValueType  # 2
-    """What was written gets its name, and the training log is shortened. Nothing may have been trained since."""
+    """Renames what was written to the path and shortens the training log. Refused after further training."""
     SAVE_PART_DROP: _SavePart.ValueType  # 3
-    """What was written is removed."""
+    """Removes what was written."""
 
 class SavePart(_SavePart, metaclass=_SavePartEnumTypeWrapper):
-    """Part of a save that the nodes of a fleet make together: published only once it is written everywhere."""
+    """Part of a save that a fleet's nodes make together. It is published only once every node has written it."""
 
 SAVE_PART_UNSPECIFIED: SavePart.ValueType  # 0
-"""All of it."""
+"""The whole save."""
 SAVE_PART_WRITE: SavePart.ValueType  # 1
-"""Everything is written and durable beside the path. Where another node writes to the same folder, this one does not."""
+"""Writes everything durably beside the path. If another node writes to the same folder, this one does not."""
 SAVE_PART_PUBLISH: SavePart.ValueType  # 2
-"""What was written gets its name, and the training log is shortened. Nothing may have been trained since."""
+"""Renames what was written to the path and shortens the training log. Refused after further training."""
 SAVE_PART_DROP: SavePart.ValueType  # 3
-"""What was written is removed."""
+"""Removes what was written."""
 Global___SavePart: _TypeAlias = SavePart  # noqa: Y015
 
 @_typing.final
@@ -58,7 +58,7 @@ class BeginRunRequest(_message.Message):
     KEEP_OPTIMIZER_FIELD_NUMBER: _builtins.int
     VALIDATE_ONLY_FIELD_NUMBER: _builtins.int
     keep_optimizer: _builtins.bool
-    """Whether optimizer state goes on from where it is."""
+    """Whether to keep optimizer state."""
     validate_only: _builtins.bool
     """As in ForwardBackwardHeader."""
     @_builtins.property
@@ -84,7 +84,7 @@ class BeginRunResponse(_message.Message):
 
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
-    """Version at which the policy's schedule begins."""
+    """Version at which the policy's schedule starts."""
     def __init__(
         self,
         *,
@@ -137,18 +137,18 @@ class ForwardBackwardHeader(_message.Message):
     role: _types_pb2.Role.ValueType
     """POLICY or CRITIC."""
     is_share: _builtins.bool
-    """Set by a fleet: the samples are this node's share of a call. There may be none, or none that counts in the loss, and `loss` has the
-    denominator of the whole call. The answer has `metric_parts`.
+    """Set by a fleet: the samples are this node's share of a call. The share may be empty or have no counted tokens. `loss` has the
+    denominator of the whole call, and the answer has `metric_parts`.
     """
     validate_only: _builtins.bool
-    """Looks for everything that the call would be refused for, and changes nothing. The answer has num_samples and num_tokens alone."""
+    """Validates the call and changes nothing. The answer has num_samples and num_tokens only."""
     @_builtins.property
     def command(self) -> _types_pb2.CommandId: ...
     @_builtins.property
     def loss(self) -> _loss_pb2.LossConfig: ...
     @_builtins.property
     def log_probs_of(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Positions of samples whose log-probs, as the policy's loss sees them, come with the answer. At most 131,072 tokens together."""
+        """Positions of samples whose log-probs, as computed by the policy's loss, are returned. At most 131,072 tokens in total."""
 
     def __init__(
         self,
@@ -243,25 +243,25 @@ class ForwardBackwardResponse(_message.Message):
     LOG_PROBS_FIELD_NUMBER: _builtins.int
     METRIC_PARTS_FIELD_NUMBER: _builtins.int
     loss: _builtins.float
-    """Over the call, divided by the denominator."""
+    """Loss of the call, divided by the denominator."""
     num_samples: _builtins.int
     num_tokens: _builtins.int
-    """Tokens that counted in the loss."""
+    """Tokens counted by the loss."""
     denominator: _builtins.float
-    """What the sum over tokens was divided by."""
+    """Divisor of the sum over tokens."""
     num_micro_batches: _builtins.int
     seconds: _builtins.float
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """By name, see docs/algorithms.md: means over what each counts, and maxima."""
+        """By name; see docs/algorithms.md. Means, weighted as each metric counts, and maxima."""
 
     @_builtins.property
     def log_probs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogProbs]:
-        """One for each entry of `log_probs_of`, in its order; none in the answer to a repeat over a restart."""
+        """One for each entry of `log_probs_of`, in order; empty if the call is repeated after a restart."""
 
     @_builtins.property
     def metric_parts(self) -> _containers.MessageMap[_builtins.str, Global___MetricPart]:
-        """By name, to a call that `is_share`: what `metrics` are made of, to be joined with those of other nodes."""
+        """If `is_share`: the parts of `metrics` by name, to combine with those of other nodes."""
 
     def __init__(
         self,
@@ -286,7 +286,7 @@ Global___ForwardBackwardResponse: _TypeAlias = ForwardBackwardResponse  # noqa: 
 
 @_typing.final
 class MetricPart(_message.Message):
-    """A node's part of a metric: totals and weights of a mean add up, of a maximum the greatest total counts."""
+    """A node's part of a metric. Totals and weights of a mean are summed; of maxima the largest total counts."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -323,12 +323,12 @@ class OptimStepRequest(_message.Message):
     role: _types_pb2.Role.ValueType
     """POLICY or CRITIC."""
     learning_rate: _builtins.float
-    """Replaces the configured schedule's rate for this step."""
+    """Overrides the schedule's learning rate for this step."""
     schedule_step: _builtins.int
     """Position in the schedule; by default the role's optimizer steps since BeginRun."""
     validate_only: _builtins.bool
-    """As in ForwardBackwardHeader; the answer has the present version. In a fleet's step gradients cross nodes, so a fleet asks all nodes
-    before the first begins.
+    """As in ForwardBackwardHeader; the answer has the current version. A fleet validates on all nodes before any of them steps, since
+    gradients cross nodes.
     """
     @_builtins.property
     def command(self) -> _types_pb2.CommandId: ...
@@ -372,7 +372,7 @@ class OptimStepResponse(_message.Message):
     learning_rate: _builtins.float
     seconds: _builtins.float
     is_skipped: _builtins.bool
-    """Whether the gradients were not finite, and were dropped without a step."""
+    """Whether the step was skipped because the gradients were not finite. They are discarded."""
     def __init__(
         self,
         *,
@@ -501,7 +501,7 @@ class TokenLogProbs(_message.Message):
     LOG_PROBS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def log_probs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """One for each completion token."""
+        """One for each completion token; natural logarithms."""
 
     def __init__(
         self,
@@ -671,7 +671,7 @@ class SaveCheckpointRequest(_message.Message):
     """Absolute path of a folder that does not exist yet."""
     part: Global___SavePart.ValueType
     save_id: _builtins.str
-    """With `part`: letters, digits and "-"; the same on all nodes and in all parts of one save."""
+    """With `part`: letters, digits and "-"; the same on all nodes and for all parts of a save."""
     @_builtins.property
     def command(self) -> _types_pb2.CommandId: ...
     def __init__(
@@ -724,7 +724,7 @@ class LoadCheckpointRequest(_message.Message):
     VALIDATE_ONLY_FIELD_NUMBER: _builtins.int
     path: _builtins.str
     validate_only: _builtins.bool
-    """As in ForwardBackwardHeader; tensors are not read. The answer has the checkpoint's policy_version alone."""
+    """As in ForwardBackwardHeader, without reading tensors. The answer has the checkpoint's policy_version only."""
     @_builtins.property
     def command(self) -> _types_pb2.CommandId: ...
     def __init__(
@@ -751,7 +751,7 @@ class LoadCheckpointResponse(_message.Message):
     policy_version: _builtins.int
     @_builtins.property
     def roles(self) -> _containers.RepeatedCompositeFieldContainer[Global___RoleState]:
-        """The policy, and the critic if there is one."""
+        """The policy and, if there is one, the critic."""
 
     def __init__(
         self,
@@ -822,8 +822,8 @@ class GetTrainerStateRequest(_message.Message):
 
     EPOCH_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
-    """Only a coordinator gives its epoch: from here on the service refuses stage commands of older ones, so that none that is still on
-    its way changes what the coordinator has seen. The next state that is read with an epoch replaces it.
+    """Set only by a coordinator. From then on the service refuses stage commands of older epochs, so that a delayed one cannot change
+    what the coordinator has read. The next read with an epoch replaces it.
     """
     def __init__(
         self,
@@ -866,10 +866,10 @@ class GetTrainerStateResponse(_message.Message):
     epoch: _builtins.int
     sequence: _builtins.int
     stage: _types_pb2.Stage.ValueType
-    """Last stage that this service completed; UNSPECIFIED after a start (loaded, nothing published)."""
+    """Last stage completed by this service. UNSPECIFIED after a start (loaded, nothing published)."""
     policy_version: _builtins.int
     published_version: _builtins.int
-    """Version in the manifest; absent while nothing is published."""
+    """Version in the manifest; absent if nothing is published."""
     has_gradients: _builtins.bool
     num_ranks: _builtins.int
     num_parameters: _builtins.int
@@ -878,18 +878,18 @@ class GetTrainerStateResponse(_message.Message):
     model_path: _builtins.str
     """Path of the model folder that training started from."""
     is_in_stage: _builtins.bool
-    """Whether a stage command is being carried out, or waits for its turn: `stage` is not the last word then."""
+    """Whether a stage command is running or queued, so that `stage` may be out of date."""
     micro_batch_tokens: _builtins.int
-    """Most tokens of the samples in one micro-batch, as configured or as the planner chose; a longer sample is refused."""
+    """Maximum tokens in a micro-batch, configured or chosen by the planner. Longer samples are refused."""
     nodes_rate: _builtins.float
-    """Bytes a second that this node's ranks together sent to other nodes, measured by all-reduces when the trainers of a fleet started.
-    Of a fleet that of its slowest node; absent where there is no other node.
+    """Bytes per second that this node's ranks together send to other nodes, measured by all-reduce when a fleet's trainers start.
+    For a fleet, that of its slowest node. Absent if there is only one node.
     """
     @_builtins.property
     def resident_tags(self) -> _containers.RepeatedScalarFieldContainer[_types_pb2.MemoryTag.ValueType]: ...
     @_builtins.property
     def roles(self) -> _containers.RepeatedCompositeFieldContainer[Global___RoleState]:
-        """The policy, and the critic if there is one."""
+        """The policy and, if there is one, the critic."""
 
     def __init__(
         self,
@@ -938,9 +938,9 @@ class RoleState(_message.Message):
     NUM_PARAMETERS_FIELD_NUMBER: _builtins.int
     role: _types_pb2.Role.ValueType
     version: _builtins.int
-    """Optimizer steps behind its weights."""
+    """Number of optimizer steps in its weights."""
     schedule_start: _builtins.int
-    """Version at which its schedule begins."""
+    """Version at which its schedule starts."""
     has_gradients: _builtins.bool
     num_parameters: _builtins.int
     def __init__(

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class TrainerServiceStub(object):
-    """Learns over N ranks; rank 0 serves. A node has a policy, a reference (the policy's start weights) and, where configured, a critic.
+    """Trains on N ranks; rank 0 serves. A node has a policy, a reference (the policy's initial weights) and, if configured, a critic.
     """
 
     def __init__(self, channel):
@@ -98,11 +98,11 @@ class TrainerServiceStub(object):
 
 
 class TrainerServiceServicer(object):
-    """Learns over N ranks; rank 0 serves. A node has a policy, a reference (the policy's start weights) and, where configured, a critic.
+    """Trains on N ranks; rank 0 serves. A node has a policy, a reference (the policy's initial weights) and, if configured, a critic.
     """
 
     def BeginRun(self, request, context):
-        """Starts a run: schedules of all roles begin at step 0, and optimizer state is cleared unless it is kept. Weights stay.
+        """Starts a run: all schedules restart at step 0 and optimizer state is cleared unless kept. The weights do not change.
 
         Phase: TRAIN, with no gradients pending. Repeat: the same request_id gets the first answer.
         Errors: FAILED_PRECONDITION/WRONG_PHASE, FAILED_PRECONDITION/GRADIENTS_PENDING, ABORTED/STALE_EPOCH.
@@ -112,26 +112,26 @@ class TrainerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ForwardBackward(self, request_iterator, context):
-        """Adds gradients of the loss over all streamed samples. The first message carries `header`, the others `samples`.
+        """Accumulates gradients of the loss over all streamed samples. The first message carries `header`, the others `samples`.
 
-        The loss is a weighted sum over counted tokens with one denominator for the whole call, so it does not depend on how the samples
-        were cut into chunks, micro-batches or ranks. Nothing is added when the call fails.
+        The loss is a weighted sum over counted tokens with one denominator for the whole call. The split into chunks, micro-batches
+        and ranks does not change it. A failed call adds nothing.
         Phase: TRAIN. Repeat: the same request_id gets the first answer and adds nothing.
         Errors: FAILED_PRECONDITION/WRONG_PHASE; INVALID_ARGUMENT/INVALID_ARGUMENT naming sample and field; ABORTED/STALE_EPOCH;
-        FAILED_PRECONDITION/VERSION_ORDER for a sample of a version above the trainer's own: its weights are none that this trainer had.
+        FAILED_PRECONDITION/VERSION_ORDER for a sample with a version above the trainer's, whose weights this trainer never had.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def OptimStep(self, request, context):
-        """Clips a role's gradients, makes one AdamW step, clears the gradients, and adds 1 to the role's version.
+        """Clips a role's gradients, takes one AdamW step, clears the gradients and adds 1 to the role's version.
 
         Phase: TRAIN, after at least one ForwardBackward of the role. Repeat: the same request_id gets the first answer.
-        In a fleet all nodes must make it: their gradients are added up. A node that does not fails it everywhere with
-        UNAVAILABLE/PEER_UNAVAILABLE, after trainer.collective_timeout_s at the latest, and the trainer ends.
-        Errors: FAILED_PRECONDITION/WRONG_PHASE, FAILED_PRECONDITION/NO_GRADIENTS, DATA_LOSS/GRADIENTS_NOT_FINITE (nothing is
-        changed but the gradients, which are cleared) unless trainer.on_non_finite is "skip".
+        In a fleet every node must make the call, since gradients are summed over nodes. If one does not, it fails on all nodes with
+        UNAVAILABLE/PEER_UNAVAILABLE, within trainer.collective_timeout_s, and the trainers end.
+        Errors: FAILED_PRECONDITION/WRONG_PHASE; FAILED_PRECONDITION/NO_GRADIENTS; DATA_LOSS/GRADIENTS_NOT_FINITE unless
+        trainer.on_non_finite is "skip": gradients are cleared and nothing else changes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -140,44 +140,44 @@ class TrainerServiceServicer(object):
     def DiscardGradients(self, request, context):
         """Clears a role's accumulated gradients without a step.
 
-        Phase: TRAIN. Repeat: harmless. Errors: FAILED_PRECONDITION/WRONG_PHASE, ABORTED/STALE_EPOCH.
+        Phase: TRAIN. Repeat: safe. Errors: FAILED_PRECONDITION/WRONG_PHASE, ABORTED/STALE_EPOCH.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ComputeLogProbs(self, request_iterator, context):
-        """Log-probability of each completion token under the policy or the reference policy. The first message carries `header`, the
-        others `samples`; the answers come in the order of the samples.
+        """Computes the log-probability of each completion token under the policy or the reference. The first message carries `header`,
+        the others `samples`. Answers follow the order of the samples.
 
-        Phase: TRAIN. Repeat: harmless. Errors: as ForwardBackward.
+        Phase: TRAIN. Repeat: safe. Errors: as ForwardBackward.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ComputeValues(self, request_iterator, context):
-        """Value that the critic gives to each completion token, from the tokens before it; otherwise as ComputeLogProbs.
+        """Computes the critic's value of each completion token from the tokens before it; otherwise as ComputeLogProbs.
 
-        Phase: TRAIN. Repeat: harmless. Errors: as ForwardBackward; INVALID_ARGUMENT/INVALID_ARGUMENT without a critic.
+        Phase: TRAIN. Repeat: safe. Errors: as ForwardBackward; INVALID_ARGUMENT/INVALID_ARGUMENT without a critic.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PublishWeights(self, request, context):
-        """Stage LOAD_WEIGHTS: training weights resident and published as a manifest of the current version.
+        """Stage LOAD_WEIGHTS: loads the training weights and publishes a manifest of the current version.
 
         Phase: TRAIN, with no gradients pending. Repeat: the same request_id gets the first answer.
         Errors: FAILED_PRECONDITION/STAGE_ORDER, FAILED_PRECONDITION/GRADIENTS_PENDING, ABORTED/STALE_EPOCH, RESOURCE_EXHAUSTED/GPU_MEMORY
-        when a rank has no room for the copy that rollout reads; nothing is published then.
+        if a rank has no room for the copy that rollout reads. Nothing is published then.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WithdrawWeights(self, request, context):
-        """Undoes LOAD_WEIGHTS: the manifest is no longer valid, training may go on.
+        """Undoes LOAD_WEIGHTS: invalidates the manifest, so that training may continue.
 
         Phase: after LOAD_WEIGHTS, before OFFLOAD. Repeat: the same request_id gets the first answer.
         Errors: FAILED_PRECONDITION/STAGE_ORDER, ABORTED/STALE_EPOCH.
@@ -187,31 +187,31 @@ class TrainerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SaveCheckpoint(self, request, context):
-        """Writes model, optimizer, random state and policy version by torch.distributed.checkpoint: aside, fsynced, renamed.
+        """Saves model, optimizer, random state and policy version with torch.distributed.checkpoint. Atomic: written aside, fsynced, renamed.
 
         Phase: TRAIN. Repeat: the same request_id gets the first answer.
-        Errors: ALREADY_EXISTS/PATH_EXISTS, FAILED_PRECONDITION/WRONG_PHASE, INVALID_ARGUMENT/INVALID_ARGUMENT,
-        FAILED_PRECONDITION/VERSION_ORDER to publish what is not the present state, RESOURCE_EXHAUSTED/DISK_FULL, after which nothing is at the path. Without room to shorten the training log alone it succeeds, and the log builds on the checkpoint
-        before.
+        Errors: ALREADY_EXISTS/PATH_EXISTS; FAILED_PRECONDITION/WRONG_PHASE; INVALID_ARGUMENT/INVALID_ARGUMENT;
+        FAILED_PRECONDITION/VERSION_ORDER if the state to publish is not current; RESOURCE_EXHAUSTED/DISK_FULL, which leaves nothing at
+        the path. If only the training log cannot be shortened, the call succeeds and the log still builds on the previous checkpoint.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def LoadCheckpoint(self, request, context):
-        """Reads what SaveCheckpoint wrote; the number of ranks may differ. Gradients are cleared. All or nothing.
+        """Loads a checkpoint from SaveCheckpoint, possibly of another number of ranks. Clears gradients. All or nothing.
 
         Phase: TRAIN. Repeat: the same request_id gets the first answer.
         Errors: NOT_FOUND/PATH_NOT_FOUND, FAILED_PRECONDITION/VERSION_ORDER, FAILED_PRECONDITION/WRONG_PHASE,
-        INVALID_ARGUMENT/INVALID_ARGUMENT, RESOURCE_EXHAUSTED/DISK_FULL, after which nothing is trained until a load succeeds or the trainer
-        was restarted.
+        INVALID_ARGUMENT/INVALID_ARGUMENT, RESOURCE_EXHAUSTED/DISK_FULL. After DISK_FULL the trainer refuses to train until a load succeeds
+        or it is restarted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ExportModel(self, request, context):
-        """Writes a Hugging Face folder (safetensors, config, tokenizer) that from_pretrained loads.
+        """Exports a Hugging Face folder (safetensors, config, tokenizer) for from_pretrained.
 
         Phase: TRAIN. Repeat: the same request_id gets the first answer. Errors: as SaveCheckpoint.
         """
@@ -220,7 +220,7 @@ class TrainerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetTrainerState(self, request, context):
-        """What the service is and does now. Any phase, harmless to repeat.
+        """Returns the state of the service. Any phase; safe to repeat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -298,7 +298,7 @@ def add_TrainerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TrainerService(object):
-    """Learns over N ranks; rank 0 serves. A node has a policy, a reference (the policy's start weights) and, where configured, a critic.
+    """Trains on N ranks; rank 0 serves. A node has a policy, a reference (the policy's initial weights) and, if configured, a critic.
     """
 
     @staticmethod

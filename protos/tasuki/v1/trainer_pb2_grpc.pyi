@@ -27,173 +27,173 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class TrainerServiceStub:
-    """Learns over N ranks; rank 0 serves. A node has a policy, a reference (the policy's start weights) and, where configured, a critic."""
+    """Trains on N ranks; rank 0 serves. A node has a policy, a reference (the policy's initial weights) and, if configured, a critic."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> TrainerServiceAsyncStub: ...
     BeginRun: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.BeginRunRequest, _trainer_pb2.BeginRunResponse]
-    """Starts a run: schedules of all roles begin at step 0, and optimizer state is cleared unless it is kept. Weights stay.
+    """Starts a run: all schedules restart at step 0 and optimizer state is cleared unless kept. The weights do not change.
 
     Phase: TRAIN, with no gradients pending. Repeat: the same request_id gets the first answer.
     Errors: FAILED_PRECONDITION/WRONG_PHASE, FAILED_PRECONDITION/GRADIENTS_PENDING, ABORTED/STALE_EPOCH.
     """
     ForwardBackward: _grpc.StreamUnaryMultiCallable[_trainer_pb2.ForwardBackwardRequest, _trainer_pb2.ForwardBackwardResponse]
-    """Adds gradients of the loss over all streamed samples. The first message carries `header`, the others `samples`.
+    """Accumulates gradients of the loss over all streamed samples. The first message carries `header`, the others `samples`.
 
-    The loss is a weighted sum over counted tokens with one denominator for the whole call, so it does not depend on how the samples
-    were cut into chunks, micro-batches or ranks. Nothing is added when the call fails.
+    The loss is a weighted sum over counted tokens with one denominator for the whole call. The split into chunks, micro-batches
+    and ranks does not change it. A failed call adds nothing.
     Phase: TRAIN. Repeat: the same request_id gets the first answer and adds nothing.
     Errors: FAILED_PRECONDITION/WRONG_PHASE; INVALID_ARGUMENT/INVALID_ARGUMENT naming sample and field; ABORTED/STALE_EPOCH;
-    FAILED_PRECONDITION/VERSION_ORDER for a sample of a version above the trainer's own: its weights are none that this trainer had.
+    FAILED_PRECONDITION/VERSION_ORDER for a sample with a version above the trainer's, whose weights this trainer never had.
     """
     OptimStep: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.OptimStepRequest, _trainer_pb2.OptimStepResponse]
-    """Clips a role's gradients, makes one AdamW step, clears the gradients, and adds 1 to the role's version.
+    """Clips a role's gradients, takes one AdamW step, clears the gradients and adds 1 to the role's version.
 
     Phase: TRAIN, after at least one ForwardBackward of the role. Repeat: the same request_id gets the first answer.
-    In a fleet all nodes must make it: their gradients are added up. A node that does not fails it everywhere with
-    UNAVAILABLE/PEER_UNAVAILABLE, after trainer.collective_timeout_s at the latest, and the trainer ends.
-    Errors: FAILED_PRECONDITION/WRONG_PHASE, FAILED_PRECONDITION/NO_GRADIENTS, DATA_LOSS/GRADIENTS_NOT_FINITE (nothing is
-    changed but the gradients, which are cleared) unless trainer.on_non_finite is "skip".
+    In a fleet every node must make the call, since gradients are summed over nodes. If one does not, it fails on all nodes with
+    UNAVAILABLE/PEER_UNAVAILABLE, within trainer.collective_timeout_s, and the trainers end.
+    Errors: FAILED_PRECONDITION/WRONG_PHASE; FAILED_PRECONDITION/NO_GRADIENTS; DATA_LOSS/GRADIENTS_NOT_FINITE unless
+    trainer.on_non_finite is "skip": gradients are cleared and nothing else changes.
     """
     DiscardGradients: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.DiscardGradientsRequest, _trainer_pb2.DiscardGradientsResponse]
     """Clears a role's accumulated gradients without a step.
 
-    Phase: TRAIN. Repeat: harmless. Errors: FAILED_PRECONDITION/WRONG_PHASE, ABORTED/STALE_EPOCH.
+    Phase: TRAIN. Repeat: safe. Errors: FAILED_PRECONDITION/WRONG_PHASE, ABORTED/STALE_EPOCH.
     """
     ComputeLogProbs: _grpc.StreamStreamMultiCallable[_trainer_pb2.ComputeLogProbsRequest, _trainer_pb2.ComputeLogProbsResponse]
-    """Log-probability of each completion token under the policy or the reference policy. The first message carries `header`, the
-    others `samples`; the answers come in the order of the samples.
+    """Computes the log-probability of each completion token under the policy or the reference. The first message carries `header`,
+    the others `samples`. Answers follow the order of the samples.
 
-    Phase: TRAIN. Repeat: harmless. Errors: as ForwardBackward.
+    Phase: TRAIN. Repeat: safe. Errors: as ForwardBackward.
     """
     ComputeValues: _grpc.StreamStreamMultiCallable[_trainer_pb2.ComputeValuesRequest, _trainer_pb2.ComputeValuesResponse]
-    """Value that the critic gives to each completion token, from the tokens before it; otherwise as ComputeLogProbs.
+    """Computes the critic's value of each completion token from the tokens before it; otherwise as ComputeLogProbs.
 
-    Phase: TRAIN. Repeat: harmless. Errors: as ForwardBackward; INVALID_ARGUMENT/INVALID_ARGUMENT without a critic.
+    Phase: TRAIN. Repeat: safe. Errors: as ForwardBackward; INVALID_ARGUMENT/INVALID_ARGUMENT without a critic.
     """
     PublishWeights: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.PublishWeightsRequest, _trainer_pb2.PublishWeightsResponse]
-    """Stage LOAD_WEIGHTS: training weights resident and published as a manifest of the current version.
+    """Stage LOAD_WEIGHTS: loads the training weights and publishes a manifest of the current version.
 
     Phase: TRAIN, with no gradients pending. Repeat: the same request_id gets the first answer.
     Errors: FAILED_PRECONDITION/STAGE_ORDER, FAILED_PRECONDITION/GRADIENTS_PENDING, ABORTED/STALE_EPOCH, RESOURCE_EXHAUSTED/GPU_MEMORY
-    when a rank has no room for the copy that rollout reads; nothing is published then.
+    if a rank has no room for the copy that rollout reads. Nothing is published then.
     """
     WithdrawWeights: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.WithdrawWeightsRequest, _trainer_pb2.WithdrawWeightsResponse]
-    """Undoes LOAD_WEIGHTS: the manifest is no longer valid, training may go on.
+    """Undoes LOAD_WEIGHTS: invalidates the manifest, so that training may continue.
 
     Phase: after LOAD_WEIGHTS, before OFFLOAD. Repeat: the same request_id gets the first answer.
     Errors: FAILED_PRECONDITION/STAGE_ORDER, ABORTED/STALE_EPOCH.
     """
     SaveCheckpoint: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.SaveCheckpointRequest, _trainer_pb2.SaveCheckpointResponse]
-    """Writes model, optimizer, random state and policy version by torch.distributed.checkpoint: aside, fsynced, renamed.
+    """Saves model, optimizer, random state and policy version with torch.distributed.checkpoint. Atomic: written aside, fsynced, renamed.
 
     Phase: TRAIN. Repeat: the same request_id gets the first answer.
-    Errors: ALREADY_EXISTS/PATH_EXISTS, FAILED_PRECONDITION/WRONG_PHASE, INVALID_ARGUMENT/INVALID_ARGUMENT,
-    FAILED_PRECONDITION/VERSION_ORDER to publish what is not the present state, RESOURCE_EXHAUSTED/DISK_FULL, after which nothing is at the path. Without room to shorten the training log alone it succeeds, and the log builds on the checkpoint
-    before.
+    Errors: ALREADY_EXISTS/PATH_EXISTS; FAILED_PRECONDITION/WRONG_PHASE; INVALID_ARGUMENT/INVALID_ARGUMENT;
+    FAILED_PRECONDITION/VERSION_ORDER if the state to publish is not current; RESOURCE_EXHAUSTED/DISK_FULL, which leaves nothing at
+    the path. If only the training log cannot be shortened, the call succeeds and the log still builds on the previous checkpoint.
     """
     LoadCheckpoint: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.LoadCheckpointRequest, _trainer_pb2.LoadCheckpointResponse]
-    """Reads what SaveCheckpoint wrote; the number of ranks may differ. Gradients are cleared. All or nothing.
+    """Loads a checkpoint from SaveCheckpoint, possibly of another number of ranks. Clears gradients. All or nothing.
 
     Phase: TRAIN. Repeat: the same request_id gets the first answer.
     Errors: NOT_FOUND/PATH_NOT_FOUND, FAILED_PRECONDITION/VERSION_ORDER, FAILED_PRECONDITION/WRONG_PHASE,
-    INVALID_ARGUMENT/INVALID_ARGUMENT, RESOURCE_EXHAUSTED/DISK_FULL, after which nothing is trained until a load succeeds or the trainer
-    was restarted.
+    INVALID_ARGUMENT/INVALID_ARGUMENT, RESOURCE_EXHAUSTED/DISK_FULL. After DISK_FULL the trainer refuses to train until a load succeeds
+    or it is restarted.
     """
     ExportModel: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.ExportModelRequest, _trainer_pb2.ExportModelResponse]
-    """Writes a Hugging Face folder (safetensors, config, tokenizer) that from_pretrained loads.
+    """Exports a Hugging Face folder (safetensors, config, tokenizer) for from_pretrained.
 
     Phase: TRAIN. Repeat: the same request_id gets the first answer. Errors: as SaveCheckpoint.
     """
     GetTrainerState: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.GetTrainerStateRequest, _trainer_pb2.GetTrainerStateResponse]
-    """What the service is and does now. Any phase, harmless to repeat."""
+    """Returns the state of the service. Any phase; safe to repeat."""
 
 @_typing.type_check_only
 class TrainerServiceAsyncStub(TrainerServiceStub):
-    """Learns over N ranks; rank 0 serves. A node has a policy, a reference (the policy's start weights) and, where configured, a critic."""
+    """Trains on N ranks; rank 0 serves. A node has a policy, a reference (the policy's initial weights) and, if configured, a critic."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     BeginRun: _aio.UnaryUnaryMultiCallable[_trainer_pb2.BeginRunRequest, _trainer_pb2.BeginRunResponse]  # type: ignore[assignment]
-    """Starts a run: schedules of all roles begin at step 0, and optimizer state is cleared unless it is kept. Weights stay.
+    """Starts a run: all schedules restart at step 0 and optimizer state is cleared unless kept. The weights do not change.
 
     Phase: TRAIN, with no gradients pending. Repeat: the same request_id gets the first answer.
     Errors: FAILED_PRECONDITION/WRONG_PHASE, FAILED_PRECONDITION/GRADIENTS_PENDING, ABORTED/STALE_EPOCH.
     """
     ForwardBackward: _aio.StreamUnaryMultiCallable[_trainer_pb2.ForwardBackwardRequest, _trainer_pb2.ForwardBackwardResponse]  # type: ignore[assignment]
-    """Adds gradients of the loss over all streamed samples. The first message carries `header`, the others `samples`.
+    """Accumulates gradients of the loss over all streamed samples. The first message carries `header`, the others `samples`.
 
-    The loss is a weighted sum over counted tokens with one denominator for the whole call, so it does not depend on how the samples
-    were cut into chunks, micro-batches or ranks. Nothing is added when the call fails.
+    The loss is a weighted sum over counted tokens with one denominator for the whole call. The split into chunks, micro-batches
+    and ranks does not change it. A failed call adds nothing.
     Phase: TRAIN. Repeat: the same request_id gets the first answer and adds nothing.
     Errors: FAILED_PRECONDITION/WRONG_PHASE; INVALID_ARGUMENT/INVALID_ARGUMENT naming sample and field; ABORTED/STALE_EPOCH;
-    FAILED_PRECONDITION/VERSION_ORDER for a sample of a version above the trainer's own: its weights are none that this trainer had.
+    FAILED_PRECONDITION/VERSION_ORDER for a sample with a version above the trainer's, whose weights this trainer never had.
     """
     OptimStep: _aio.UnaryUnaryMultiCallable[_trainer_pb2.OptimStepRequest, _trainer_pb2.OptimStepResponse]  # type: ignore[assignment]
-    """Clips a role's gradients, makes one AdamW step, clears the gradients, and adds 1 to the role's version.
+    """Clips a role's gradients, takes one AdamW step, clears the gradients and adds 1 to the role's version.
 
     Phase: TRAIN, after at least one ForwardBackward of the role. Repeat: the same request_id gets the first answer.
-    In a fleet all nodes must make it: their gradients are added up. A node that does not fails it everywhere with
-    UNAVAILABLE/PEER_UNAVAILABLE, after trainer.collective_timeout_s at the latest, and the trainer ends.
-    Errors: FAILED_PRECONDITION/WRONG_PHASE, FAILED_PRECONDITION/NO_GRADIENTS, DATA_LOSS/GRADIENTS_NOT_FINITE (nothing is
-    changed but the gradients, which are cleared) unless trainer.on_non_finite is "skip".
+    In a fleet every node must make the call, since gradients are summed over nodes. If one does not, it fails on all nodes with
+    UNAVAILABLE/PEER_UNAVAILABLE, within trainer.collective_timeout_s, and the trainers end.
+    Errors: FAILED_PRECONDITION/WRONG_PHASE; FAILED_PRECONDITION/NO_GRADIENTS; DATA_LOSS/GRADIENTS_NOT_FINITE unless
+    trainer.on_non_finite is "skip": gradients are cleared and nothing else changes.
     """
     DiscardGradients: _aio.UnaryUnaryMultiCallable[_trainer_pb2.DiscardGradientsRequest, _trainer_pb2.DiscardGradientsResponse]  # type: ignore[assignment]
     """Clears a role's accumulated gradients without a step.
 
-    Phase: TRAIN. Repeat: harmless. Errors: FAILED_PRECONDITION/WRONG_PHASE, ABORTED/STALE_EPOCH.
+    Phase: TRAIN. Repeat: safe. Errors: FAILED_PRECONDITION/WRONG_PHASE, ABORTED/STALE_EPOCH.
     """
     ComputeLogProbs: _aio.StreamStreamMultiCallable[_trainer_pb2.ComputeLogProbsRequest, _trainer_pb2.ComputeLogProbsResponse]  # type: ignore[assignment]
-    """Log-probability of each completion token under the policy or the reference policy. The first message carries `header`, the
-    others `samples`; the answers come in the order of the samples.
+    """Computes the log-probability of each completion token under the policy or the reference. The first message carries `header`,
+    the others `samples`. Answers follow the order of the samples.
 
-    Phase: TRAIN. Repeat: harmless. Errors: as ForwardBackward.
+    Phase: TRAIN. Repeat: safe. Errors: as ForwardBackward.
     """
     ComputeValues: _aio.StreamStreamMultiCallable[_trainer_pb2.ComputeValuesRequest, _trainer_pb2.ComputeValuesResponse]  # type: ignore[assignment]
-    """Value that the critic gives to each completion token, from the tokens before it; otherwise as ComputeLogProbs.
+    """Computes the critic's value of each completion token from the tokens before it; otherwise as ComputeLogProbs.
 
-    Phase: TRAIN. Repeat: harmless. Errors: as ForwardBackward; INVALID_ARGUMENT/INVALID_ARGUMENT without a critic.
+    Phase: TRAIN. Repeat: safe. Errors: as ForwardBackward; INVALID_ARGUMENT/INVALID_ARGUMENT without a critic.
     """
     PublishWeights: _aio.UnaryUnaryMultiCallable[_trainer_pb2.PublishWeightsRequest, _trainer_pb2.PublishWeightsResponse]  # type: ignore[assignment]
-    """Stage LOAD_WEIGHTS: training weights resident and published as a manifest of the current version.
+    """Stage LOAD_WEIGHTS: loads the training weights and publishes a manifest of the current version.
 
     Phase: TRAIN, with no gradients pending. Repeat: the same request_id gets the first answer.
     Errors: FAILED_PRECONDITION/STAGE_ORDER, FAILED_PRECONDITION/GRADIENTS_PENDING, ABORTED/STALE_EPOCH, RESOURCE_EXHAUSTED/GPU_MEMORY
-    when a rank has no room for the copy that rollout reads; nothing is published then.
+    if a rank has no room for the copy that rollout reads. Nothing is published then.
     """
     WithdrawWeights: _aio.UnaryUnaryMultiCallable[_trainer_pb2.WithdrawWeightsRequest, _trainer_pb2.WithdrawWeightsResponse]  # type: ignore[assignment]
-    """Undoes LOAD_WEIGHTS: the manifest is no longer valid, training may go on.
+    """Undoes LOAD_WEIGHTS: invalidates the manifest, so that training may continue.
 
     Phase: after LOAD_WEIGHTS, before OFFLOAD. Repeat: the same request_id gets the first answer.
     Errors: FAILED_PRECONDITION/STAGE_ORDER, ABORTED/STALE_EPOCH.
     """
     SaveCheckpoint: _aio.UnaryUnaryMultiCallable[_trainer_pb2.SaveCheckpointRequest, _trainer_pb2.SaveCheckpointResponse]  # type: ignore[assignment]
-    """Writes model, optimizer, random state and policy version by torch.distributed.checkpoint: aside, fsynced, renamed.
+    """Saves model, optimizer, random state and policy version with torch.distributed.checkpoint. Atomic: written aside, fsynced, renamed.
 
     Phase: TRAIN. Repeat: the same request_id gets the first answer.
-    Errors: ALREADY_EXISTS/PATH_EXISTS, FAILED_PRECONDITION/WRONG_PHASE, INVALID_ARGUMENT/INVALID_ARGUMENT,
-    FAILED_PRECONDITION/VERSION_ORDER to publish what is not the present state, RESOURCE_EXHAUSTED/DISK_FULL, after which nothing is at the path. Without room to shorten the training log alone it succeeds, and the log builds on the checkpoint
-    before.
+    Errors: ALREADY_EXISTS/PATH_EXISTS; FAILED_PRECONDITION/WRONG_PHASE; INVALID_ARGUMENT/INVALID_ARGUMENT;
+    FAILED_PRECONDITION/VERSION_ORDER if the state to publish is not current; RESOURCE_EXHAUSTED/DISK_FULL, which leaves nothing at
+    the path. If only the training log cannot be shortened, the call succeeds and the log still builds on the previous checkpoint.
     """
     LoadCheckpoint: _aio.UnaryUnaryMultiCallable[_trainer_pb2.LoadCheckpointRequest, _trainer_pb2.LoadCheckpointResponse]  # type: ignore[assignment]
-    """Reads what SaveCheckpoint wrote; the number of ranks may differ. Gradients are cleared. All or nothing.
+    """Loads a checkpoint from SaveCheckpoint, possibly of another number of ranks. Clears gradients. All or nothing.
 
     Phase: TRAIN. Repeat: the same request_id gets the first answer.
     Errors: NOT_FOUND/PATH_NOT_FOUND, FAILED_PRECONDITION/VERSION_ORDER, FAILED_PRECONDITION/WRONG_PHASE,
-    INVALID_ARGUMENT/INVALID_ARGUMENT, RESOURCE_EXHAUSTED/DISK_FULL, after which nothing is trained until a load succeeds or the trainer
-    was restarted.
+    INVALID_ARGUMENT/INVALID_ARGUMENT, RESOURCE_EXHAUSTED/DISK_FULL. After DISK_FULL the trainer refuses to train until a load succeeds
+    or it is restarted.
     """
     ExportModel: _aio.UnaryUnaryMultiCallable[_trainer_pb2.ExportModelRequest, _trainer_pb2.ExportModelResponse]  # type: ignore[assignment]
-    """Writes a Hugging Face folder (safetensors, config, tokenizer) that from_pretrained loads.
+    """Exports a Hugging Face folder (safetensors, config, tokenizer) for from_pretrained.
 
     Phase: TRAIN. Repeat: the same request_id gets the first answer. Errors: as SaveCheckpoint.
     """
     GetTrainerState: _aio.UnaryUnaryMultiCallable[_trainer_pb2.GetTrainerStateRequest, _trainer_pb2.GetTrainerStateResponse]  # type: ignore[assignment]
-    """What the service is and does now. Any phase, harmless to repeat."""
+    """Returns the state of the service. Any phase; safe to repeat."""
 
 class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Learns over N ranks; rank 0 serves. A node has a policy, a reference (the policy's start weights) and, where configured, a critic."""
+    """Trains on N ranks; rank 0 serves. A node has a policy, a reference (the policy's initial weights) and, if configured, a critic."""
 
     @_abc_1.abstractmethod
     def BeginRun(
@@ -201,7 +201,7 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.BeginRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.BeginRunResponse, _abc.Awaitable[_trainer_pb2.BeginRunResponse]]:
-        """Starts a run: schedules of all roles begin at step 0, and optimizer state is cleared unless it is kept. Weights stay.
+        """Starts a run: all schedules restart at step 0 and optimizer state is cleared unless kept. The weights do not change.
 
         Phase: TRAIN, with no gradients pending. Repeat: the same request_id gets the first answer.
         Errors: FAILED_PRECONDITION/WRONG_PHASE, FAILED_PRECONDITION/GRADIENTS_PENDING, ABORTED/STALE_EPOCH.
@@ -213,13 +213,13 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_trainer_pb2.ForwardBackwardRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.ForwardBackwardResponse, _abc.Awaitable[_trainer_pb2.ForwardBackwardResponse]]:
-        """Adds gradients of the loss over all streamed samples. The first message carries `header`, the others `samples`.
+        """Accumulates gradients of the loss over all streamed samples. The first message carries `header`, the others `samples`.
 
-        The loss is a weighted sum over counted tokens with one denominator for the whole call, so it does not depend on how the samples
-        were cut into chunks, micro-batches or ranks. Nothing is added when the call fails.
+        The loss is a weighted sum over counted tokens with one denominator for the whole call. The split into chunks, micro-batches
+        and ranks does not change it. A failed call adds nothing.
         Phase: TRAIN. Repeat: the same request_id gets the first answer and adds nothing.
         Errors: FAILED_PRECONDITION/WRONG_PHASE; INVALID_ARGUMENT/INVALID_ARGUMENT naming sample and field; ABORTED/STALE_EPOCH;
-        FAILED_PRECONDITION/VERSION_ORDER for a sample of a version above the trainer's own: its weights are none that this trainer had.
+        FAILED_PRECONDITION/VERSION_ORDER for a sample with a version above the trainer's, whose weights this trainer never had.
         """
 
     @_abc_1.abstractmethod
@@ -228,13 +228,13 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.OptimStepRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.OptimStepResponse, _abc.Awaitable[_trainer_pb2.OptimStepResponse]]:
-        """Clips a role's gradients, makes one AdamW step, clears the gradients, and adds 1 to the role's version.
+        """Clips a role's gradients, takes one AdamW step, clears the gradients and adds 1 to the role's version.
 
         Phase: TRAIN, after at least one ForwardBackward of the role. Repeat: the same request_id gets the first answer.
-        In a fleet all nodes must make it: their gradients are added up. A node that does not fails it everywhere with
-        UNAVAILABLE/PEER_UNAVAILABLE, after trainer.collective_timeout_s at the latest, and the trainer ends.
-        Errors: FAILED_PRECONDITION/WRONG_PHASE, FAILED_PRECONDITION/NO_GRADIENTS, DATA_LOSS/GRADIENTS_NOT_FINITE (nothing is
-        changed but the gradients, which are cleared) unless trainer.on_non_finite is "skip".
+        In a fleet every node must make the call, since gradients are summed over nodes. If one does not, it fails on all nodes with
+        UNAVAILABLE/PEER_UNAVAILABLE, within trainer.collective_timeout_s, and the trainers end.
+        Errors: FAILED_PRECONDITION/WRONG_PHASE; FAILED_PRECONDITION/NO_GRADIENTS; DATA_LOSS/GRADIENTS_NOT_FINITE unless
+        trainer.on_non_finite is "skip": gradients are cleared and nothing else changes.
         """
 
     @_abc_1.abstractmethod
@@ -245,7 +245,7 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_trainer_pb2.DiscardGradientsResponse, _abc.Awaitable[_trainer_pb2.DiscardGradientsResponse]]:
         """Clears a role's accumulated gradients without a step.
 
-        Phase: TRAIN. Repeat: harmless. Errors: FAILED_PRECONDITION/WRONG_PHASE, ABORTED/STALE_EPOCH.
+        Phase: TRAIN. Repeat: safe. Errors: FAILED_PRECONDITION/WRONG_PHASE, ABORTED/STALE_EPOCH.
         """
 
     @_abc_1.abstractmethod
@@ -254,10 +254,10 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_trainer_pb2.ComputeLogProbsRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_trainer_pb2.ComputeLogProbsResponse], _abc.AsyncIterator[_trainer_pb2.ComputeLogProbsResponse]]:
-        """Log-probability of each completion token under the policy or the reference policy. The first message carries `header`, the
-        others `samples`; the answers come in the order of the samples.
+        """Computes the log-probability of each completion token under the policy or the reference. The first message carries `header`,
+        the others `samples`. Answers follow the order of the samples.
 
-        Phase: TRAIN. Repeat: harmless. Errors: as ForwardBackward.
+        Phase: TRAIN. Repeat: safe. Errors: as ForwardBackward.
         """
 
     @_abc_1.abstractmethod
@@ -266,9 +266,9 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_trainer_pb2.ComputeValuesRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_trainer_pb2.ComputeValuesResponse], _abc.AsyncIterator[_trainer_pb2.ComputeValuesResponse]]:
-        """Value that the critic gives to each completion token, from the tokens before it; otherwise as ComputeLogProbs.
+        """Computes the critic's value of each completion token from the tokens before it; otherwise as ComputeLogProbs.
 
-        Phase: TRAIN. Repeat: harmless. Errors: as ForwardBackward; INVALID_ARGUMENT/INVALID_ARGUMENT without a critic.
+        Phase: TRAIN. Repeat: safe. Errors: as ForwardBackward; INVALID_ARGUMENT/INVALID_ARGUMENT without a critic.
         """
 
     @_abc_1.abstractmethod
@@ -277,11 +277,11 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.PublishWeightsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.PublishWeightsResponse, _abc.Awaitable[_trainer_pb2.PublishWeightsResponse]]:
-        """Stage LOAD_WEIGHTS: training weights resident and published as a manifest of the current version.
+        """Stage LOAD_WEIGHTS: loads the training weights and publishes a manifest of the current version.
 
         Phase: TRAIN, with no gradients pending. Repeat: the same request_id gets the first answer.
         Errors: FAILED_PRECONDITION/STAGE_ORDER, FAILED_PRECONDITION/GRADIENTS_PENDING, ABORTED/STALE_EPOCH, RESOURCE_EXHAUSTED/GPU_MEMORY
-        when a rank has no room for the copy that rollout reads; nothing is published then.
+        if a rank has no room for the copy that rollout reads. Nothing is published then.
         """
 
     @_abc_1.abstractmethod
@@ -290,7 +290,7 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.WithdrawWeightsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.WithdrawWeightsResponse, _abc.Awaitable[_trainer_pb2.WithdrawWeightsResponse]]:
-        """Undoes LOAD_WEIGHTS: the manifest is no longer valid, training may go on.
+        """Undoes LOAD_WEIGHTS: invalidates the manifest, so that training may continue.
 
         Phase: after LOAD_WEIGHTS, before OFFLOAD. Repeat: the same request_id gets the first answer.
         Errors: FAILED_PRECONDITION/STAGE_ORDER, ABORTED/STALE_EPOCH.
@@ -302,12 +302,12 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.SaveCheckpointRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.SaveCheckpointResponse, _abc.Awaitable[_trainer_pb2.SaveCheckpointResponse]]:
-        """Writes model, optimizer, random state and policy version by torch.distributed.checkpoint: aside, fsynced, renamed.
+        """Saves model, optimizer, random state and policy version with torch.distributed.checkpoint. Atomic: written aside, fsynced, renamed.
 
         Phase: TRAIN. Repeat: the same request_id gets the first answer.
-        Errors: ALREADY_EXISTS/PATH_EXISTS, FAILED_PRECONDITION/WRONG_PHASE, INVALID_ARGUMENT/INVALID_ARGUMENT,
-        FAILED_PRECONDITION/VERSION_ORDER to publish what is not the present state, RESOURCE_EXHAUSTED/DISK_FULL, after which nothing is at the path. Without room to shorten the training log alone it succeeds, and the log builds on the checkpoint
-        before.
+        Errors: ALREADY_EXISTS/PATH_EXISTS; FAILED_PRECONDITION/WRONG_PHASE; INVALID_ARGUMENT/INVALID_ARGUMENT;
+        FAILED_PRECONDITION/VERSION_ORDER if the state to publish is not current; RESOURCE_EXHAUSTED/DISK_FULL, which leaves nothing at
+        the path. If only the training log cannot be shortened, the call succeeds and the log still builds on the previous checkpoint.
         """
 
     @_abc_1.abstractmethod
@@ -316,12 +316,12 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.LoadCheckpointRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.LoadCheckpointResponse, _abc.Awaitable[_trainer_pb2.LoadCheckpointResponse]]:
-        """Reads what SaveCheckpoint wrote; the number of ranks may differ. Gradients are cleared. All or nothing.
+        """Loads a checkpoint from SaveCheckpoint, possibly of another number of ranks. Clears gradients. All or nothing.
 
         Phase: TRAIN. Repeat: the same request_id gets the first answer.
         Errors: NOT_FOUND/PATH_NOT_FOUND, FAILED_PRECONDITION/VERSION_ORDER, FAILED_PRECONDITION/WRONG_PHASE,
-        INVALID_ARGUMENT/INVALID_ARGUMENT, RESOURCE_EXHAUSTED/DISK_FULL, after which nothing is trained until a load succeeds or the trainer
-        was restarted.
+        INVALID_ARGUMENT/INVALID_ARGUMENT, RESOURCE_EXHAUSTED/DISK_FULL. After DISK_FULL the trainer refuses to train until a load succeeds
+        or it is restarted.
         """
 
     @_abc_1.abstractmethod
@@ -330,7 +330,7 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.ExportModelRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.ExportModelResponse, _abc.Awaitable[_trainer_pb2.ExportModelResponse]]:
-        """Writes a Hugging Face folder (safetensors, config, tokenizer) that from_pretrained loads.
+        """Exports a Hugging Face folder (safetensors, config, tokenizer) for from_pretrained.
 
         Phase: TRAIN. Repeat: the same request_id gets the first answer. Errors: as SaveCheckpoint.
         """
@@ -341,6 +341,6 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.GetTrainerStateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.GetTrainerStateResponse, _abc.Awaitable[_trainer_pb2.GetTrainerStateResponse]]:
-        """What the service is and does now. Any phase, harmless to repeat."""
+        """Returns the state of the service. Any phase; safe to repeat."""
 
 def add_TrainerServiceServicer_to_server(servicer: TrainerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

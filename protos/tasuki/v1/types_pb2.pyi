@@ -37,8 +37,8 @@ class _MemoryTagEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MemoryTag.V
     MEMORY_TAG_CUDA_GRAPH: _MemoryTag.ValueType  # 5
     """Private pools of captured CUDA graphs."""
     MEMORY_TAG_EXPORT: _MemoryTag.ValueType  # 6
-    """The trainer's copy of its weights that rollout reads. It comes with LOAD_WEIGHTS and goes, unless it may stay, with the weights at
-    OFFLOAD; no request names it.
+    """The trainer's copy of its weights that rollout reads. Allocated by LOAD_WEIGHTS; freed at OFFLOAD with the weights unless it may
+    stay. No request names it.
     """
 
 class MemoryTag(_MemoryTag, metaclass=_MemoryTagEnumTypeWrapper):
@@ -56,8 +56,8 @@ MEMORY_TAG_KV_CACHE: MemoryTag.ValueType  # 4
 MEMORY_TAG_CUDA_GRAPH: MemoryTag.ValueType  # 5
 """Private pools of captured CUDA graphs."""
 MEMORY_TAG_EXPORT: MemoryTag.ValueType  # 6
-"""The trainer's copy of its weights that rollout reads. It comes with LOAD_WEIGHTS and goes, unless it may stay, with the weights at
-OFFLOAD; no request names it.
+"""The trainer's copy of its weights that rollout reads. Allocated by LOAD_WEIGHTS; freed at OFFLOAD with the weights unless it may
+stay. No request names it.
 """
 Global___MemoryTag: _TypeAlias = MemoryTag  # noqa: Y015
 
@@ -97,20 +97,20 @@ class _StageEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Stage.ValueType
     STAGE_SYNC: _Stage.ValueType  # 3
     """Rollout: every rank copied its slices of the published version, synchronized and verified them."""
     STAGE_OFFLOAD: _Stage.ValueType  # 4
-    """Trainer: gives up the tags that must leave."""
+    """Trainer: pauses the tags that must leave."""
     STAGE_RESUME_KV: _Stage.ValueType  # 5
-    """Rollout: pages for tag `kv_cache` mapped, the version committed, requests served."""
+    """Rollout: pages for tag `kv_cache` mapped, the version committed and served."""
     STAGE_DRAIN: _Stage.ValueType  # 6
-    """Rollout: no new requests; running ones finish or are cut."""
+    """Rollout: refuses new requests; running ones finish or are cut."""
     STAGE_PAUSE_KV: _Stage.ValueType  # 7
-    """Rollout: gives up tag `kv_cache`."""
+    """Rollout: pauses tag `kv_cache`."""
     STAGE_PAUSE_WEIGHTS: _Stage.ValueType  # 8
-    """Rollout: gives up tag `weights`."""
+    """Rollout: pauses tag `weights`."""
     STAGE_LOAD_TRAINER: _Stage.ValueType  # 9
-    """Trainer: takes back the tags that training needs."""
+    """Trainer: resumes the tags that training needs."""
 
 class Stage(_Stage, metaclass=_StageEnumTypeWrapper):
-    """One step of a changeover. The first five lead from TRAIN to ROLLOUT, the last four back; no other order is accepted."""
+    """One step of a changeover. The first five lead from TRAIN to ROLLOUT, the last four back, always in this order."""
 
 STAGE_UNSPECIFIED: Stage.ValueType  # 0
 STAGE_LOAD_WEIGHTS: Stage.ValueType  # 1
@@ -120,17 +120,17 @@ STAGE_RESUME_WEIGHTS: Stage.ValueType  # 2
 STAGE_SYNC: Stage.ValueType  # 3
 """Rollout: every rank copied its slices of the published version, synchronized and verified them."""
 STAGE_OFFLOAD: Stage.ValueType  # 4
-"""Trainer: gives up the tags that must leave."""
+"""Trainer: pauses the tags that must leave."""
 STAGE_RESUME_KV: Stage.ValueType  # 5
-"""Rollout: pages for tag `kv_cache` mapped, the version committed, requests served."""
+"""Rollout: pages for tag `kv_cache` mapped, the version committed and served."""
 STAGE_DRAIN: Stage.ValueType  # 6
-"""Rollout: no new requests; running ones finish or are cut."""
+"""Rollout: refuses new requests; running ones finish or are cut."""
 STAGE_PAUSE_KV: Stage.ValueType  # 7
-"""Rollout: gives up tag `kv_cache`."""
+"""Rollout: pauses tag `kv_cache`."""
 STAGE_PAUSE_WEIGHTS: Stage.ValueType  # 8
-"""Rollout: gives up tag `weights`."""
+"""Rollout: pauses tag `weights`."""
 STAGE_LOAD_TRAINER: Stage.ValueType  # 9
-"""Trainer: takes back the tags that training needs."""
+"""Trainer: resumes the tags that training needs."""
 Global___Stage: _TypeAlias = Stage  # noqa: Y015
 
 class _Role:
@@ -141,22 +141,22 @@ class _RoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Role.ValueType],
     DESCRIPTOR: _descriptor.EnumDescriptor
     ROLE_UNSPECIFIED: _Role.ValueType  # 0
     ROLE_POLICY: _Role.ValueType  # 1
-    """Is trained and served."""
+    """Trained and served."""
     ROLE_REFERENCE: _Role.ValueType  # 2
-    """Frozen weights that training started from."""
+    """The frozen weights that training started from."""
     ROLE_CRITIC: _Role.ValueType  # 3
-    """Is trained and gives values to tokens."""
+    """Trained; estimates the value of each token."""
 
 class Role(_Role, metaclass=_RoleEnumTypeWrapper):
-    """What a network of the trainer is for."""
+    """A network that the trainer holds."""
 
 ROLE_UNSPECIFIED: Role.ValueType  # 0
 ROLE_POLICY: Role.ValueType  # 1
-"""Is trained and served."""
+"""Trained and served."""
 ROLE_REFERENCE: Role.ValueType  # 2
-"""Frozen weights that training started from."""
+"""The frozen weights that training started from."""
 ROLE_CRITIC: Role.ValueType  # 3
-"""Is trained and gives values to tokens."""
+"""Trained; estimates the value of each token."""
 Global___Role: _TypeAlias = Role  # noqa: Y015
 
 class _FinishReason:
@@ -171,7 +171,7 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
     """max_new_tokens or the context length was reached."""
     FINISH_REASON_CUT: _FinishReason.ValueType  # 3
-    """Cut by a drain; the tokens so far are valid for the sample's policy version."""
+    """Stopped by a drain. The tokens generated so far are valid for the sample's policy version."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why a completion ended."""
@@ -182,13 +182,13 @@ FINISH_REASON_STOP: FinishReason.ValueType  # 1
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """max_new_tokens or the context length was reached."""
 FINISH_REASON_CUT: FinishReason.ValueType  # 3
-"""Cut by a drain; the tokens so far are valid for the sample's policy version."""
+"""Stopped by a drain. The tokens generated so far are valid for the sample's policy version."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final
 class CommandId(_message.Message):
-    """Identity of a mutating command. Services refuse an epoch below the highest they have seen (ABORTED/STALE_EPOCH), and answer a
-    repeated request_id with the first answer.
+    """Identity of a mutating command. Services refuse an epoch below the highest seen (ABORTED/STALE_EPOCH) and answer a repeated
+    request_id with the first answer.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -199,9 +199,9 @@ class CommandId(_message.Message):
     epoch: _builtins.int
     """Incarnation number of the coordinator."""
     sequence: _builtins.int
-    """Position among the coordinator's stage commands of this epoch, from 1, growing; 0 in commands that are no stage."""
+    """Position among the coordinator's stage commands of this epoch, increasing from 1; 0 for other commands."""
     request_id: _builtins.str
-    """Chosen by the caller, unique for each intent; at most 128 characters."""
+    """Chosen by the caller, unique for each attempt; at most 128 characters."""
     def __init__(
         self,
         *,
@@ -240,22 +240,22 @@ class SamplingParams(_message.Message):
     """0 is greedy."""
     top_p: _builtins.float
     top_k: _builtins.int
-    """-1 switches it off."""
+    """-1 disables it."""
     min_p: _builtins.float
-    """Not on a CPU, where every sample has a seed, which SGLang cannot combine with it."""
+    """Not supported on a CPU, where every sample has a seed, which SGLang cannot combine with min_p."""
     frequency_penalty: _builtins.float
     presence_penalty: _builtins.float
     repetition_penalty: _builtins.float
     min_new_tokens: _builtins.int
     ignore_eos: _builtins.bool
-    """No token ends a completion, also none of stop_token_ids."""
+    """Ignores every stop token, including those in stop_token_ids."""
     sampling_seed: _builtins.int
-    """Every sample is drawn by its own seed: the first 62 bits, most significant first, of the SHA-256 of "SEED/PROMPT/SAMPLE" in
-    decimal, PROMPT being first_prompt plus prompt_index. Not on a GPU, where SGLang samples a batch from one generator.
+    """Base seed. Each sample's seed is the first 62 bits, most significant first, of the SHA-256 of "SEED/PROMPT/SAMPLE" in decimal,
+    where PROMPT is first_prompt plus prompt_index. Not supported on a GPU, where SGLang samples a batch from one generator.
     """
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Beside those of the model, which GetRolloutState reports."""
+        """In addition to the model's own, which GetRolloutState reports."""
 
     def __init__(
         self,
@@ -326,7 +326,7 @@ Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
 
 @_typing.final
 class Sample(_message.Message):
-    """One completion as rollout made it."""
+    """One completion from rollout."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -344,12 +344,12 @@ class Sample(_message.Message):
     """0 .. num_samples - 1 within the prompt."""
     finish_reason: Global___FinishReason.ValueType
     policy_version: _builtins.int
-    """Version of the weights that made every token of this sample."""
+    """Version of the weights that generated every token."""
     temperature: _builtins.float
-    """Temperature that rollout_log_probs are under: the one that was asked for, and 1 for greedy samples."""
+    """Temperature behind rollout_log_probs: the requested one, or 1 for greedy samples."""
     has_exact_log_probs: _builtins.bool
-    """Whether every token was drawn from softmax(logits / temperature), the distribution of rollout_log_probs. False for greedy samples,
-    and where top_p, top_k, min_p, min_new_tokens or a penalty changed what could be drawn.
+    """Whether every token was drawn from softmax(logits / temperature), the distribution of rollout_log_probs. False for greedy samples
+    and where top_p, top_k, min_p, min_new_tokens or a penalty changed the distribution.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -357,8 +357,8 @@ class Sample(_message.Message):
 
     @_builtins.property
     def rollout_log_probs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Natural log-probability of each completion token under the sampling distribution; as many as token_ids. Temperature and
-        penalties count; what top_p, top_k and min_p cut off still has its share; greedy tokens have that of temperature 1.
+        """Natural log-probability of each completion token; as many as token_ids. Computed with temperature and penalties, before
+        top_p, top_k and min_p filter the distribution. Greedy tokens use temperature 1.
         """
 
     def __init__(
@@ -383,8 +383,8 @@ Global___Sample: _TypeAlias = Sample  # noqa: Y015
 
 @_typing.final
 class TrainingSample(_message.Message):
-    """One sequence to learn from or to score: a prompt and a completion. The per-token fields have one entry for each completion token,
-    or none where the loss does not need them; all samples of a call give the same fields.
+    """One sequence to train on or score: a prompt and a completion. Per-token fields have one entry for each completion token, or are
+    empty if the loss does not need them. All samples of a call set the same fields.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -401,9 +401,9 @@ class TrainingSample(_message.Message):
     VALUES_FIELD_NUMBER: _builtins.int
     RETURNS_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
-    """Version of the weights that made the sample."""
+    """Version of the weights that generated the sample."""
     temperature: _builtins.float
-    """Temperature that the sample was drawn with, above 0; default 1. Logits are divided by it."""
+    """Sampling temperature, above 0; default 1. Logits are divided by it."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -412,31 +412,31 @@ class TrainingSample(_message.Message):
 
     @_builtins.property
     def rollout_log_probs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Log-probabilities at sampling time. Needed by every policy loss but SFT."""
+        """Log-probabilities at sampling time. Required by every policy loss except SFT."""
 
     @_builtins.property
     def advantages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """One for each completion token, or a single one for all of them. Finite. Needed by every policy loss but SFT."""
+        """One for each completion token, or a single one for all. Finite. Required by every policy loss except SFT."""
 
     @_builtins.property
     def ref_log_probs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Reference policy's log-probabilities; needed when kl_coef is not 0."""
+        """The reference policy's log-probabilities; required when kl_coef is not 0."""
 
     @_builtins.property
     def loss_mask(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """1 where the token counts in the loss, else 0; empty means all ones."""
+        """1 for tokens counted in the loss, else 0; empty means all ones."""
 
     @_builtins.property
     def old_log_probs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """The trainer's log-probabilities before the first step on this batch; needed with OLD_POLICY_GIVEN."""
+        """The trainer's log-probabilities before the first step on this batch; required with OLD_POLICY_GIVEN."""
 
     @_builtins.property
     def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """The critic's values before the first step on this batch; needed by the value loss with a clip."""
+        """The critic's values before the first step on this batch; required by the value loss with a clip."""
 
     @_builtins.property
     def returns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """What the values should be; needed by the value loss."""
+        """Targets of the critic; required by the value loss."""
 
     def __init__(
         self,
@@ -486,20 +486,20 @@ class TagUsage(_message.Message):
     rank: _builtins.int
     """Rank inside the service."""
     mapped_bytes: _builtins.int
-    """Bytes that are mapped now."""
+    """Bytes mapped now."""
     total_bytes: _builtins.int
-    """Bytes that the tag has when resumed."""
+    """Bytes mapped when resumed."""
     is_paused: _builtins.bool
     kept_bytes: _builtins.int
-    """Bytes of physical memory that a pause has kept without an address."""
+    """Bytes of physical memory that a pause keeps, unmapped."""
     host_copy_bytes: _builtins.int
-    """Bytes of pinned host memory that hold, or are kept to hold, the content over a pause."""
+    """Bytes of pinned host memory reserved for the content during a pause."""
     stays: _builtins.bool
-    """Whether the tag keeps its pages while the other service works: the planner found room for both."""
+    """Whether the tag keeps its pages during the other phase, because the planner found room for both."""
     following_bytes: _builtins.int
-    """Of total_bytes, what a resume leaves for later: mapped while the service works, as memory becomes free."""
+    """Of total_bytes, the part mapped after the resume returns, as memory becomes free."""
     leaves_later: _builtins.bool
-    """Whether a pause answers before its pages have gone: their content is still being copied. Meanwhile is_paused, with mapped_bytes."""
+    """Whether a pause returns while the content is still being copied. Until then is_paused is set and mapped_bytes is not 0."""
     def __init__(
         self,
         *,
@@ -525,7 +525,7 @@ Global___TagUsage: _TypeAlias = TagUsage  # noqa: Y015
 
 @_typing.final
 class DeviceUsage(_message.Message):
-    """State of one device, as one rank of a service sees it. On "cpu" it is the host: its memory and the rank's resident part of it."""
+    """State of one device, as seen by one rank of a service. "cpu" means the host: its memory and the rank's resident set."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -544,17 +544,17 @@ class DeviceUsage(_message.Message):
     """Rank inside the service."""
     total_bytes: _builtins.int
     free_bytes: _builtins.int
-    """Bytes that the driver (on "cpu" the system) would give now."""
+    """Bytes that the driver (on "cpu" the system) could allocate now."""
     process_bytes: _builtins.int
-    """Bytes of this process, whoever in it took them."""
+    """Bytes allocated by this process, through any allocator."""
     torch_cached_bytes: _builtins.int
-    """Bytes that torch's own allocator holds and no tensor uses; not visible to the driver as free. 0 on "cpu"."""
+    """Bytes cached by torch's allocator and used by no tensor. The driver does not count them as free. 0 on "cpu"."""
     other_processes_bytes: _builtins.int
-    """Bytes of all other processes on the device."""
+    """Bytes allocated by all other processes on the device."""
     pool_bytes: _builtins.int
     """Bytes of the node's memory pool on the device; 0 without one."""
     pool_free_bytes: _builtins.int
-    """Bytes of the pool's chunks that no process holds."""
+    """Bytes of the pool's chunks held by no process."""
     def __init__(
         self,
         *,
@@ -578,7 +578,7 @@ Global___DeviceUsage: _TypeAlias = DeviceUsage  # noqa: Y015
 
 @_typing.final
 class Timing(_message.Message):
-    """Seconds spent in named parts of a call."""
+    """Duration of a named part of a call."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -31,10 +31,10 @@ class _HandleKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_HandleKind
     HANDLE_KIND_CUDA_VMM_FD: _HandleKind.ValueType  # 2
     """CUDA virtual memory exported as POSIX file descriptors."""
     HANDLE_KIND_CUDA_IPC: _HandleKind.ValueType  # 3
-    """Legacy cudaIpcMemHandle, for memory that somebody else's allocator took; its manifest holds it, and only the header has a descriptor."""
+    """Legacy cudaIpcMemHandle, for memory of another allocator. The manifest contains it; only the header has a descriptor."""
 
 class HandleKind(_HandleKind, metaclass=_HandleKindEnumTypeWrapper):
-    """What a memory handle is."""
+    """Kind of memory behind a handle."""
 
 HANDLE_KIND_UNSPECIFIED: HandleKind.ValueType  # 0
 HANDLE_KIND_HOST_MEMFD: HandleKind.ValueType  # 1
@@ -42,12 +42,12 @@ HANDLE_KIND_HOST_MEMFD: HandleKind.ValueType  # 1
 HANDLE_KIND_CUDA_VMM_FD: HandleKind.ValueType  # 2
 """CUDA virtual memory exported as POSIX file descriptors."""
 HANDLE_KIND_CUDA_IPC: HandleKind.ValueType  # 3
-"""Legacy cudaIpcMemHandle, for memory that somebody else's allocator took; its manifest holds it, and only the header has a descriptor."""
+"""Legacy cudaIpcMemHandle, for memory of another allocator. The manifest contains it; only the header has a descriptor."""
 Global___HandleKind: _TypeAlias = HandleKind  # noqa: Y015
 
 @_typing.final
 class WeightHandle(_message.Message):
-    """Where one trainer rank's shards are."""
+    """Location of one trainer rank's shards."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -59,14 +59,14 @@ class WeightHandle(_message.Message):
     LEAVES_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     socket_path: _builtins.str
-    """Socket in the node's private folder that hands out this rank's file descriptors and manifest."""
+    """Socket in the node's private folder that passes this rank's manifest and file descriptors."""
     manifest_digest: _builtins.str
     """Digest of the rank's manifest: names, dtypes, shapes, offsets."""
     kind: Global___HandleKind.ValueType
     generation: _builtins.int
-    """Which memory is behind the descriptors: another number after it was given back and taken again, at the same places of the manifest."""
+    """Increases when the memory behind the descriptors is released and allocated again, with an unchanged manifest."""
     leaves: _builtins.bool
-    """Whether the memory is given back at OFFLOAD. Who reads it lets go of it as soon as it has read, and fetches new descriptors."""
+    """Whether the memory is freed at OFFLOAD. Readers then release it right after reading, and fetch new descriptors next time."""
     def __init__(
         self,
         *,
@@ -116,7 +116,7 @@ Global___PublishedWeights: _TypeAlias = PublishedWeights  # noqa: Y015
 
 @_typing.final
 class WeightManifest(_message.Message):
-    """What a trainer rank sends beside its file descriptors, once per connection."""
+    """Sent by a trainer rank along with its file descriptors, once per connection."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -133,18 +133,18 @@ class WeightManifest(_message.Message):
     arena_bytes: _builtins.int
     """From the start of the arena to the end of its last entry."""
     header_offset: _builtins.int
-    """Offset of the header in its memfd, which is the first descriptor: version and checksums, written last. Must be 0."""
+    """Offset of the header (version and checksums, written last) in its memfd, the first descriptor. Must be 0."""
     device_uuid: _builtins.str
     """GPU that holds the arena, as CUDA names it; empty in host memory."""
     @_builtins.property
     def entries(self) -> _containers.RepeatedCompositeFieldContainer[Global___ManifestEntry]: ...
     @_builtins.property
     def chunk_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Sizes of the pieces of memory behind the descriptors that follow the header's, which make up the arena in this order."""
+        """Sizes of the memory behind the remaining descriptors. In this order they make up the arena."""
 
     @_builtins.property
     def ipc_memory(self) -> Global___IpcMemory:
-        """In place of chunks, with HANDLE_KIND_CUDA_IPC."""
+        """Replaces the chunks with HANDLE_KIND_CUDA_IPC."""
 
     def __init__(
         self,
@@ -168,7 +168,7 @@ Global___WeightManifest: _TypeAlias = WeightManifest  # noqa: Y015
 
 @_typing.final
 class IpcMemory(_message.Message):
-    """An allocation on a GPU as torch shares it with other processes of the machine."""
+    """A GPU allocation as torch shares it between processes of one machine."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -179,16 +179,16 @@ class IpcMemory(_message.Message):
     COUNTER_OFFSET_FIELD_NUMBER: _builtins.int
     PROCESS_ID_FIELD_NUMBER: _builtins.int
     handle: _builtins.bytes
-    """cudaIpcMemHandle, in torch's wrapping."""
+    """cudaIpcMemHandle, as torch wraps it."""
     num_bytes: _builtins.int
-    """Of the arena."""
+    """Size of the arena."""
     offset: _builtins.int
-    """Where the arena begins in the allocation."""
+    """Offset of the arena in the allocation."""
     counter: _builtins.bytes
-    """Torch's count of readers: a file in /dev/shm, and the place in it."""
+    """Torch's reader count: a file in /dev/shm and the offset in it."""
     counter_offset: _builtins.int
     process_id: _builtins.int
-    """Of the exporting process, which cannot open the handle itself."""
+    """The exporting process, which cannot open the handle itself."""
     def __init__(
         self,
         *,
@@ -209,8 +209,8 @@ Global___IpcMemory: _TypeAlias = IpcMemory  # noqa: Y015
 
 @_typing.final
 class ManifestEntry(_message.Message):
-    """A slice of one checkpoint tensor, row-major and contiguous: rows, columns, or both. The slices of all ranks make up the tensor, each
-    element once.
+    """A slice of one checkpoint tensor, row-major and contiguous: rows, columns, or both. The slices of all ranks cover each element of
+    the tensor once.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -233,7 +233,7 @@ class ManifestEntry(_message.Message):
 
     @_builtins.property
     def offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Where the slice begins in the whole tensor, one index for each dimension."""
+        """Start of the slice in the whole tensor, one index per dimension."""
 
     @_builtins.property
     def sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -259,7 +259,7 @@ Global___ManifestEntry: _TypeAlias = ManifestEntry  # noqa: Y015
 
 @_typing.final
 class WeightSums(_message.Message):
-    """What a rollout holds after a verified SYNC, to be compared between nodes."""
+    """Checksums of the weights in rollout after a verified SYNC, for comparison between nodes."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -271,7 +271,7 @@ class WeightSums(_message.Message):
     """SHA-256 of names, dtypes and shapes of all checkpoint tensors, in the order of their names."""
     @_builtins.property
     def checksums(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Additive checksum of each whole tensor, in the same order; however the tensor is sharded."""
+        """Additive checksum of each whole tensor, in the same order and independent of sharding."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Where a node's sockets are: both ends work it out from the state folder, so no one needs to be told."""
+"""Addresses of a node's sockets. Clients and services derive them from the state folder."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _ANY_HOST = ("0.0.0.0", "::")  # noqa: S104 - recognized, not bound
 
 
 def socket_folder(state_dir: Path) -> Path:
-    """Folder of a node's sockets, whether it exists or not: below state_dir, or, when that path is too long for a unix socket, in
-    /tmp under a name derived from it. It does not follow TMPDIR, which clients and services may have set differently.
+    """Folder of a node's sockets, which need not exist. It is below state_dir or, if that path is too long for a unix socket, in /tmp
+    under a name derived from it. TMPDIR is ignored, since clients and services may set it differently.
     """
     place = state_dir.absolute() / "run"
     if len(os.fsencode(place)) <= _MAX_SOCKET_DIR:
@@ -37,16 +37,16 @@ def unix_target(state_dir: Path, *, service: str) -> str:
 
 
 def split_host_port(target: str) -> tuple[str, int]:
-    """Host, without brackets, and port of "HOST:PORT". Raises ValueError for anything else."""
+    """Splits "HOST:PORT" into the host, without brackets, and the port. Raises ValueError for anything else."""
     host, _, port = target.rpartition(":")
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     if not bare or (bare == host) is (":" in bare) or not (port.isascii() and port.isdecimal() and 0 < int(port) <= MAX_PORT):
-        raise ValueError(f'must be a host and a port, such as "{LOOPBACK[0]}:50051" or "[::1]:50051"')
+        raise ValueError(f'must be HOST:PORT, such as "{LOOPBACK[0]}:50051" or "[::1]:50051"')
     return bare, int(port)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host, without brackets, is this machine and nobody else can reach it."""
+    """Whether a host, without brackets, can be reached from this machine only."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -54,7 +54,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_beyond_loopback(target: str) -> bool:
-    """Whether calls to a gRPC target may leave the machine. Targets with a scheme other than "unix:" may."""
+    """Whether calls to a gRPC target may leave the machine. True for every scheme other than "unix:"."""
     if target.startswith("unix:"):
         return False
     try:
@@ -64,7 +64,7 @@ def is_beyond_loopback(target: str) -> bool:
 
 
 def reachable(target: str, *, seen_from: str) -> str:
-    """`target` for a client that reached the node at `seen_from`: one that listens on every address is reached at the same host."""
+    """`target` as seen by a client that reached the node at `seen_from`: a wildcard address becomes that host."""
     if target.startswith("unix:") or split_host_port(target)[0] not in _ANY_HOST:
         return target
     host = LOOPBACK[0] if seen_from.startswith("unix:") else seen_from.rpartition(":")[0]
@@ -72,18 +72,18 @@ def reachable(target: str, *, seen_from: str) -> str:
 
 
 def remove_dead_socket(path: Path) -> None:
-    """Makes way where a server that was killed has left its socket.
+    """Removes the socket that a killed server left behind.
 
-    Raises NodeRunning when one answers there, or cannot be asked, and when something else is there than a socket.
+    Raises NodeRunning if a server answers or cannot be asked, and if the path is not a socket.
     """
     try:
         is_socket = stat.S_ISSOCK(path.stat().st_mode)
     except OSError:
-        if not path.is_symlink():  # whatever else keeps us from it, bind() says
+        if not path.is_symlink():  # any other problem is reported by bind()
             return
         is_socket = False
     if not is_socket:
-        raise NodeRunning(f"{path} is in the way: it is no socket; remove it", address=path)
+        raise NodeRunning(f"{path} is not a socket; remove it", address=path)
     with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(_PROBE_TIMEOUT_S)
         try:
@@ -92,12 +92,12 @@ def remove_dead_socket(path: Path) -> None:
             path.unlink(missing_ok=True)
             return
         except OSError as error:
-            raise NodeRunning(f"{path} is there and is no socket of a dead server: {error}", address=path) from error
+            raise NodeRunning(f"{path} exists and may belong to a live server: {error}", address=path) from error
     raise NodeRunning(f"another process serves {path}", address=path)
 
 
 def local_address_towards(target: str) -> str:
-    """Address of this machine's interface that leads to the host of "HOST:PORT". Nothing is sent. Raises OSError without a route."""
+    """Address of the local interface that routes to the host of "HOST:PORT". Sends nothing. Raises OSError without a route."""
     host, port = split_host_port(target)
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
@@ -107,7 +107,7 @@ def local_address_towards(target: str) -> str:
 
 
 def bind_once(host: str, port: int) -> None:
-    """Takes the port and leaves it again. Raises OSError where nobody could serve there."""
+    """Binds the port and releases it. Raises OSError if it cannot be served."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with closing(socket.socket(family, socket.SOCK_STREAM)) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

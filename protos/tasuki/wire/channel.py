@@ -1,4 +1,4 @@
-"""Channels and their constants: message limits, keepalive, retry of reads. Both ends take them from here, so they agree."""
+"""Channels and their settings: message limits, keepalive, retry of reads. Client and server share them."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from tasuki.wire.labelled_channel import LabelledChannel
 from tasuki.wire.reloading_channel import ReloadingChannel
 
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
-# Streams of samples are cut into messages of at most this size.
+# Streams of samples are split into messages of at most this size.
 MAX_CHUNK_BYTES = 1024 * 1024
-# A client that pings more often than the server allows is cut off with "too_many_pings": keep CLIENT above SERVER_MIN.
+# The server closes connections that ping too often ("too_many_pings"), so CLIENT must stay above SERVER_MIN.
 KEEPALIVE_CLIENT_MS = 20_000
 KEEPALIVE_TIMEOUT_MS = 10_000
 KEEPALIVE_SERVER_MIN_MS = 10_000
 
 _LIMITS = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), ("grpc.max_send_message_length", MAX_MESSAGE_BYTES)]
 
-# Reads only: a mutating call is repeated by its caller, with the same request_id, never by the channel.
+# For reads only. A mutating call is repeated by its caller with the same request_id, never by the channel.
 _READS = {
     "TrainerService": ["GetTrainerState"],
     "RolloutService": ["GetRolloutState"],
@@ -56,17 +56,17 @@ CLIENT_OPTIONS: list[tuple[str, int | str]] = [
     *_LIMITS,
     ("grpc.keepalive_time_ms", KEEPALIVE_CLIENT_MS),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
-    # On one machine a refused connection costs nothing, and a service that starts should be seen at once (default: up to 120 s).
+    # Reconnect quickly: on one machine a refused connection is cheap. The default backs off for up to 120 s.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
-    # A proxy from the environment has no business between processes of one node.
+    # Ignore proxies from the environment: these are connections between processes of one node.
     ("grpc.enable_http_proxy", 0),
 ]
 
 SERVER_OPTIONS: list[tuple[str, int | str]] = [
     *_LIMITS,
-    # Without this two servers share one address and no one notices.
+    # Otherwise two servers may silently share one address.
     ("grpc.so_reuseport", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_SERVER_MIN_MS),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -77,24 +77,24 @@ SERVER_OPTIONS: list[tuple[str, int | str]] = [
 
 PORT_OPTIONS: list[tuple[str, int | str]] = [
     *SERVER_OPTIONS,
-    # A handshake takes two round trips; who takes longer holds a connection for nothing.
+    # A handshake takes two round trips; slower peers only tie up a connection.
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.max_connection_idle_ms", 300_000),
-    # A certificate is looked at when a connection begins. Calls that run at its end go on.
+    # Certificates are checked only when a connection opens, so connections have a maximum age. Running calls are allowed to finish.
     ("grpc.max_connection_age_ms", 600_000),
     ("grpc.max_allowed_incoming_connections", 1000),
 ]
-"""Of a server on a port, where connections come from strangers."""
+"""For a server on a TCP port, which strangers may connect to."""
 
 
 def open_channel(
     target: str, *, credentials: Credentials | None = None, metadata: Sequence[tuple[str, str | bytes]] = ()
 ) -> grpc.aio.Channel:
-    """An asyncio channel to `target`, e.g. "unix:/run/tasuki/trainer.sock" or "node-a:50051". A unix socket asks for no credentials.
+    """Opens an asyncio channel to `target`, e.g. "unix:/run/tasuki/trainer.sock" or "node-a:50051". Unix sockets need no credentials.
 
-    metadata: of every call on it.
+    metadata: added to every call.
 
-    Raises InvalidArgument for a plaintext connection beyond loopback, and for files of `credentials` that cannot be used.
+    Raises InvalidArgument for a plaintext connection beyond loopback and for unusable files in `credentials`.
     """
     channel = _open(target, credentials)
     return LabelledChannel(channel, metadata) if metadata else channel
@@ -110,9 +110,9 @@ def _open(target: str, credentials: Credentials | None) -> grpc.aio.Channel:
 
 
 def open_blocking_channel(target: str, *, credentials: Credentials | None = None) -> grpc.Channel:
-    """A channel without asyncio, as `open_channel`, for a few calls. Close it, or use it in a `with` block.
+    """Opens a blocking channel for a few calls. Close it, or use it in a `with` block.
 
-    Its certificates are those of now; a token goes with each call (`credentials.authorization`). Raises as `open_channel`.
+    Certificates are read once; a token is passed with each call (`credentials.authorization`). Raises as `open_channel`.
     """
     if credentials is None or credentials.ca is None or target.startswith("unix:"):
         _refuse_plaintext(target)

@@ -1,4 +1,4 @@
-"""What a caller shows at a port: a certificate, or a token. Files, so that no secret is in an argument or an environment."""
+"""Credentials that a caller presents at a port: a certificate or a token. Read from files, so that no argument holds a secret."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ MIN_TOKEN_CHARS = 32
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """What a caller shows at a node's ports, and whom it trusts there. Files that change are read again between two calls.
+    """A caller's credentials for a node's ports and the authority it trusts. Files that change are read again between calls.
 
-    ca: PEM of the authority that has signed the node's certificate. Without it the connection is plaintext, which only loopback allows.
+    ca: PEM of the authority that signed the node's certificate. Without it the connection is plaintext, allowed on loopback only.
     cert, key: PEM of the caller's own certificate, for a node with `security.client_ca`.
-    token_file: the first line is the caller's token, for a node with `security.tokens`.
+    token_file: its first line is the caller's token, for a node with `security.tokens`.
 
-    Raises InvalidArgument for a combination that no port takes. The files are looked at when a channel is opened.
+    Raises InvalidArgument for an invalid combination. The files are read when a channel is opened.
     """
 
     ca: Path | str | None = None
@@ -32,14 +32,14 @@ class Credentials:
         if (self.cert is None) is not (self.key is None):
             raise InvalidArgument("credentials", "cert and key go together")
         if self.cert is not None and self.ca is None:
-            raise InvalidArgument("credentials", "cert needs ca: the authority that has signed the node's certificate")
+            raise InvalidArgument("credentials", "cert needs ca: the authority that signed the node's certificate")
         if self.ca is None and self.token_file is None:
             raise InvalidArgument("credentials", "give ca, or a token_file for a port on loopback")
 
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """PEM files of one end of a connection. Their names are the keys that errors name."""
+    """PEM files of one end of a connection, each with the key to name in errors."""
 
     cert: tuple[str, Path] | None = None
     key: tuple[str, Path] | None = None
@@ -50,7 +50,7 @@ class TlsFiles:
         return [path for _, path in filter(None, (self.cert, self.key, self.ca))]
 
     def read(self) -> TlsMaterial:
-        """Raises InvalidArgument naming the key of a file that is missing, no PEM, no pair, or readable by every user."""
+        """Raises InvalidArgument naming the key of a file that is missing, invalid, mismatched or readable by every user."""
         if self.key is not None:
             check_secret(*self.key)
         if self.cert is not None and self.key is not None:
@@ -66,7 +66,7 @@ class TlsFiles:
 
 @dataclass(frozen=True, slots=True)
 class TlsMaterial:
-    """What TlsFiles held at one moment, PEM."""
+    """Contents of TlsFiles at one moment, PEM."""
 
     cert: bytes | None
     key: bytes | None
@@ -82,9 +82,9 @@ def tls_files(credentials: Credentials) -> TlsFiles:
 
 
 def read_tokens(field: str, path: Path) -> tuple[str, ...]:
-    """The tokens in a file, one a line; blank lines and those with a # in front are none.
+    """Reads the tokens in a file, one per line. Skips blank lines and lines that start with #.
 
-    Raises InvalidArgument naming `field`, never the token, for a file without one, with a short one, or that every user may read.
+    Raises InvalidArgument naming `field`, never the token, for a file that is empty, has a short token or is readable by every user.
     """
     check_secret(field, path)
     try:
@@ -95,20 +95,20 @@ def read_tokens(field: str, path: Path) -> tuple[str, ...]:
     if not tokens or any(len(token) < MIN_TOKEN_CHARS or not token.isprintable() or " " in token for token in tokens):
         advice = f"(umask 077; openssl rand -hex {MIN_TOKEN_CHARS} > {path})"
         raise InvalidArgument(
-            field, f"{path} must hold tokens of {MIN_TOKEN_CHARS} characters or more, one a line; make one: {advice}"
+            field, f"{path} must hold tokens of {MIN_TOKEN_CHARS} characters or more, one per line; create one: {advice}"
         )
     return tokens
 
 
 def authorization(credentials: Credentials | None) -> tuple[tuple[str, str], ...]:
-    """Metadata of a call that shows the token; none without one. Raises as read_tokens."""
+    """Metadata that carries the token; empty without one. Raises as read_tokens."""
     if credentials is None or credentials.token_file is None:
         return ()
     return (("authorization", f"Bearer {read_tokens('credentials.token_file', Path(credentials.token_file))[0]}"),)
 
 
 def check_secret(field: str, path: Path) -> None:
-    """Raises InvalidArgument for a file that every user of the machine may read."""
+    """Raises InvalidArgument for a file that every user of the machine can read."""
     try:
         mode = path.stat().st_mode
     except OSError as error:
@@ -121,17 +121,17 @@ def _check_pair(cert: tuple[str, Path], key: tuple[str, Path]) -> None:
     for field, path in (cert, key):
         read_file(field, path)
     try:
-        # An encrypted key is refused here; without a password OpenSSL would ask the terminal for one.
+        # Refuse encrypted keys here: without a password OpenSSL would prompt on the terminal.
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert[1], key[1], password="")
     except (ssl.SSLError, ValueError) as error:
-        problem = f"{key[1]} is no unencrypted PEM key of the certificate {cert[1]}: {error}"
+        problem = f"{key[1]} is not an unencrypted PEM key for the certificate {cert[1]}: {error}"
         raise InvalidArgument(key[0], problem) from error
 
 
 def read_file(field: str, path: Path) -> bytes:
-    """The content of a file that `field` names. Raises InvalidArgument for one that cannot be read, or is no regular file."""
+    """Reads the file that `field` names. Raises InvalidArgument if it is unreadable or not a regular file."""
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # a FIFO would be waited for, and a device has no end
+        if not stat.S_ISREG(path.stat().st_mode):  # reading a FIFO would block; a device is endless
             raise InvalidArgument(field, f"{path} is not a regular file")
         return path.read_bytes()
     except OSError as error:

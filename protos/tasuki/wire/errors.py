@@ -1,6 +1,6 @@
-"""Errors that cross a wire: a gRPC status code plus ErrorInfo(reason, domain, metadata), both ways by one table.
+"""Errors that cross the wire as a gRPC status with ErrorInfo(reason, domain, metadata), by one table for both directions.
 
-Raise a subclass of TasukiError anywhere; rpc/ turns it into a status, and the client turns the status back into the same subclass.
+Raise a subclass of TasukiError anywhere: rpc/ converts it to a status, and the client converts it back to the same class.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from grpc_status import rpc_status
 
 DOMAIN = "tasuki"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""What a system says that has no room for a write."""
+"""System errors for a write without space left."""
 RETRY_AFTER_S = 1.0
 
 
 class TasukiError(Exception):
-    """Base of every error with a meaning to the caller. `metadata` holds the numbers, as strings."""
+    """Base of all errors meant for the caller. `metadata` holds their numbers as strings."""
 
     code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
     reason: ClassVar[str] = "INTERNAL"
@@ -33,11 +33,11 @@ class TasukiError(Exception):
 
 
 class InternalError(TasukiError):
-    """A bug of ours; the traceback is in the service's log under the request id."""
+    """A bug in tasuki. The service's log has the traceback under the request id."""
 
 
 class InvalidArgument(TasukiError):
-    """A field of the request is wrong. `field` names it."""
+    """A field of the request is invalid. `field` names it."""
 
     code, reason = grpc.StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT"
 
@@ -46,25 +46,25 @@ class InvalidArgument(TasukiError):
 
 
 class Unauthenticated(TasukiError):
-    """A call at a port without a token that the node knows."""
+    """A call at a port without a valid token or certificate."""
 
     code, reason = grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED"
 
 
 class PermissionDenied(TasukiError):
-    """A call that the caller's role does not allow. metadata: `needed` role and `role`, or `path` and the `key` that names its folders."""
+    """A call that the caller's role does not permit. metadata: `needed` role and `role`, or `path` and the `key` that sets the folders."""
 
     code, reason = grpc.StatusCode.PERMISSION_DENIED, "PERMISSION_DENIED"
 
 
 class BadHandle(TasukiError):
-    """A memory handle or manifest that must not be mapped: bounds, overlap, dtype, names, digest."""
+    """A memory handle or manifest that is unsafe to map: bounds, overlap, dtype, names, digest."""
 
     code, reason = grpc.StatusCode.INVALID_ARGUMENT, "BAD_HANDLE"
 
 
 class StageOrder(TasukiError):
-    """A stage out of its order. metadata: `stage` asked for, `after` (last completed), `allowed` next ones."""
+    """A stage out of order. metadata: `stage` requested, `after` (last completed), `allowed` next."""
 
     code, reason = grpc.StatusCode.FAILED_PRECONDITION, "STAGE_ORDER"
 
@@ -76,152 +76,152 @@ class WrongPhase(TasukiError):
 
 
 class Busy(TasukiError):
-    """Refused while other work runs. metadata: `num_running`."""
+    """Refused because other work is running. metadata: `num_running`."""
 
     code, reason = grpc.StatusCode.FAILED_PRECONDITION, "BUSY"
 
 
 class ChangeoverRunning(TasukiError):
-    """A changeover to the other phase is under way. metadata: `changeover_id`."""
+    """A changeover to the other phase is running. metadata: `changeover_id`."""
 
     code, reason = grpc.StatusCode.FAILED_PRECONDITION, "CHANGEOVER_RUNNING"
 
 
 class Interrupted(TasukiError):
-    """A changeover that was left in the middle. metadata: `changeover_id`."""
+    """A changeover that did not finish. metadata: `changeover_id`."""
 
     code, reason = grpc.StatusCode.ABORTED, "INTERRUPTED"
 
 
 class NoGradients(TasukiError):
-    """OptimStep without a ForwardBackward before it."""
+    """OptimStep without a preceding ForwardBackward."""
 
     code, reason = grpc.StatusCode.FAILED_PRECONDITION, "NO_GRADIENTS"
 
 
 class GradientsPending(TasukiError):
-    """Publishing would lose accumulated gradients: call OptimStep or DiscardGradients first."""
+    """Accumulated gradients would be lost. Call OptimStep or DiscardGradients first."""
 
     code, reason = grpc.StatusCode.FAILED_PRECONDITION, "GRADIENTS_PENDING"
 
 
 class VersionOrder(TasukiError):
-    """A policy version that does not grow, or is not the one asked for. metadata: `have`, `want`."""
+    """A policy version that does not increase or is not the requested one. metadata: `have`, `want`."""
 
     code, reason = grpc.StatusCode.FAILED_PRECONDITION, "VERSION_ORDER"
 
 
 class EnginePoisoned(TasukiError):
-    """The engine's memory can no longer be trusted; it must be restarted."""
+    """The engine's memory can no longer be trusted. It must be restarted."""
 
     code, reason = grpc.StatusCode.FAILED_PRECONDITION, "ENGINE_POISONED"
 
 
 class StaleEpoch(TasukiError):
-    """A command of an older coordinator. metadata: `epoch`, `current_epoch`."""
+    """A command from an older coordinator. metadata: `epoch`, `current_epoch`."""
 
     code, reason = grpc.StatusCode.ABORTED, "STALE_EPOCH"
 
 
 class StaleSequence(TasukiError):
-    """A stage command that is not newer than the last accepted one. metadata: `sequence`, `current_sequence`."""
+    """A stage command older than the last accepted one. metadata: `sequence`, `current_sequence`."""
 
     code, reason = grpc.StatusCode.ABORTED, "STALE_SEQUENCE"
 
 
 class WeightsCorrupt(TasukiError):
-    """Received weights differ from the published ones. metadata: `tensors` (first five), and on a CPU `rank`, of the engine."""
+    """Received weights differ from the published ones. metadata: `tensors` (first five); on a CPU also the engine's `rank`."""
 
     code, reason = grpc.StatusCode.DATA_LOSS, "WEIGHTS_CORRUPT"
 
 
 class PolicyDiverged(TasukiError):
-    """The policy's log-probabilities are not finite: its weights are of no use. Load a checkpoint. metadata: `policy_version`."""
+    """The policy's log-probabilities are not finite, so its weights are unusable. Load a checkpoint. metadata: `policy_version`."""
 
     code, reason = grpc.StatusCode.DATA_LOSS, "POLICY_DIVERGED"
 
 
 class GradientsNotFinite(TasukiError):
-    """A gradient is NaN or infinite; no step was made."""
+    """A gradient is NaN or infinite; the step was not taken."""
 
     code, reason = grpc.StatusCode.DATA_LOSS, "GRADIENTS_NOT_FINITE"
 
 
 class OutOfGpuMemory(TasukiError):
-    """metadata: `tag`, `needed_bytes`, `free_bytes`, `device`."""
+    """Not enough GPU memory. metadata: `tag`, `needed_bytes`, `free_bytes`, `device`."""
 
     code, reason = grpc.StatusCode.RESOURCE_EXHAUSTED, "GPU_MEMORY"
 
 
 class MessageTooLarge(TasukiError):
-    """A message above the limit of the channel; send less at once."""
+    """A message exceeds the channel's limit. Send less at once."""
 
     code, reason = grpc.StatusCode.RESOURCE_EXHAUSTED, "MESSAGE_TOO_LARGE"
 
 
 class Asleep(TasukiError):
-    """Rollout does not serve now; acquire phase ROLLOUT."""
+    """Rollout is not serving. Acquire phase ROLLOUT."""
 
     code, reason = grpc.StatusCode.UNAVAILABLE, "ASLEEP"
 
 
 class Draining(TasukiError):
-    """Rollout takes no new requests."""
+    """Rollout is draining and accepts no new requests."""
 
     code, reason = grpc.StatusCode.UNAVAILABLE, "DRAINING"
 
 
 class PeerUnavailable(TasukiError):
-    """A service that this one needs does not answer. metadata: `peer`."""
+    """A required service does not answer. metadata: `peer`."""
 
     code, reason = grpc.StatusCode.UNAVAILABLE, "PEER_UNAVAILABLE"
 
 
 class SamplesLost(PeerUnavailable):
-    """Nodes of a fleet were lost while they generated; the samples of all others came. metadata: `nodes`, and `prompts` without all
-    their samples, such as "0-3,8"."""
+    """Nodes of a fleet were lost while generating; all other samples arrived. metadata: `nodes`, and `prompts` with missing samples,
+    such as "0-3,8"."""
 
     code, reason = grpc.StatusCode.UNAVAILABLE, "SAMPLES_LOST"
 
 
 class NotJoined(PeerUnavailable):
-    """A node of the fleet has not joined yet, or has to join again. metadata: `node_rank`."""
+    """A node of the fleet has not joined yet, or must join again. metadata: `node_rank`."""
 
     code, reason = grpc.StatusCode.UNAVAILABLE, "NOT_JOINED"
 
 
 class PathExists(TasukiError):
-    """Something is already at the path that was to be written."""
+    """The path to write already exists."""
 
     code, reason = grpc.StatusCode.ALREADY_EXISTS, "PATH_EXISTS"
 
 
 class DiskFull(TasukiError):
-    """A file cannot be written; what asked for it was not carried out. metadata: `path`."""
+    """A file cannot be written for lack of space. The request was not carried out. metadata: `path`."""
 
     code, reason = grpc.StatusCode.RESOURCE_EXHAUSTED, "DISK_FULL"
 
 
 class PathNotFound(TasukiError):
-    """metadata: `path`."""
+    """The path does not exist. metadata: `path`."""
 
     code, reason = grpc.StatusCode.NOT_FOUND, "PATH_NOT_FOUND"
 
 
 class UnsupportedModel(TasukiError):
-    """A model architecture that the service does not know. metadata: `architecture`."""
+    """The service does not support the model's architecture. metadata: `architecture`."""
 
     code, reason = grpc.StatusCode.UNIMPLEMENTED, "UNSUPPORTED_MODEL"
 
 
 class DeadlineRequired(TasukiError):
-    """A mutating call came without a deadline."""
+    """A mutating call without a deadline."""
 
     code, reason = grpc.StatusCode.INVALID_ARGUMENT, "DEADLINE_REQUIRED"
 
 
 class DeadlineExceeded(TasukiError):
-    """metadata: `stage` or `rpc`."""
+    """The deadline passed. metadata: `stage` or `rpc`."""
 
     code, reason = grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED"
 
@@ -233,43 +233,43 @@ class NodeRunning(TasukiError):
 
 
 class NodeDown(TasukiError):
-    """No node runs on the state folder, or another one than the caller's. metadata: `state_dir`, or `instance_id` of the other one."""
+    """No node runs in the state folder, or not the one the caller knew. metadata: `state_dir`, or `instance_id` of the other node."""
 
     code, reason = grpc.StatusCode.UNAVAILABLE, "NODE_DOWN"
 
 
 class ServiceFailed(TasukiError):
-    """A service of the node ended by itself. metadata: `service`, `log`."""
+    """A service of the node ended unexpectedly. metadata: `service`, `log`."""
 
     code, reason = grpc.StatusCode.ABORTED, "SERVICE_FAILED"
 
 
 class FleetMismatch(TasukiError):
-    """A node that does not fit its fleet. metadata: `field`, `node_rank`, `expected` and `found`."""
+    """A node does not match its fleet. metadata: `field`, `node_rank`, `expected` and `found`."""
 
     code, reason = grpc.StatusCode.FAILED_PRECONDITION, "FLEET_MISMATCH"
 
 
 class HeldByFleet(TasukiError):
-    """The node takes commands from its fleet alone. metadata: `fleet` and `address`, where clients call."""
+    """The node accepts commands from its fleet only. metadata: `fleet`, and `address` for clients to call."""
 
     code, reason = grpc.StatusCode.FAILED_PRECONDITION, "HELD_BY_FLEET"
 
 
 class FleetEnded(TasukiError):
-    """The fleet has ended, and its nodes with it; the job has to be restarted. metadata: `node_rank`, of the node that is the cause."""
+    """The fleet and its nodes have ended. Restart the job. metadata: `node_rank` of the node that caused it."""
 
     code, reason = grpc.StatusCode.ABORTED, "FLEET_ENDED"
 
 
 class WeightsDiffer(TasukiError):
-    """Nodes received different weights; none of them serves them. metadata: `nodes`, and `tensors` by place in the order of names."""
+    """Nodes received different weights, which none of them serves. metadata: `nodes`, and `tensors` by index in name order."""
 
     code, reason = grpc.StatusCode.DATA_LOSS, "WEIGHTS_DIFFER"
 
 
 class RewardFailed(TasukiError):
-    """A reward function raised, hung or returned no finite number. metadata: `sample`, `cause`."""
+    """A reward function raised, timed out or returned no finite number. metadata: `sample`, `cause`."""
 
     code, reason = grpc.StatusCode.FAILED_PRECONDITION, "REWARD_FAILED"
 
@@ -283,7 +283,7 @@ _BY_REASON["INTERNAL"] = InternalError
 
 
 def from_reason(reason: str, message: str, metadata: dict[str, str]) -> TasukiError:
-    """The error that `reason` names; InternalError, with the reason kept in its metadata, when this build does not know it."""
+    """Builds the error for `reason`. An unknown reason becomes InternalError, with the reason in its metadata."""
     known = _BY_REASON.get(reason)
     cls = known if known is not None else InternalError
     error = cls.__new__(cls)
@@ -293,7 +293,7 @@ def from_reason(reason: str, message: str, metadata: dict[str, str]) -> TasukiEr
 
 
 def to_status(error: TasukiError) -> grpc.Status:
-    """Status with ErrorInfo, and RetryInfo or PreconditionFailure where the code calls for it."""
+    """Status with ErrorInfo, plus RetryInfo or PreconditionFailure if the code calls for it."""
     details = [_packed(error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata))]
     if error.code is grpc.StatusCode.UNAVAILABLE:
         delay = duration_pb2.Duration(seconds=int(RETRY_AFTER_S))
@@ -310,11 +310,11 @@ def to_status(error: TasukiError) -> grpc.Status:
 
 
 _BROKEN_OFF = "Internal error from Core"
-"""What grpc.aio says, as INTERNAL, of a call whose connection ended while its messages were sent."""
+"""grpc.aio's INTERNAL message for a connection that ended while messages were being sent."""
 
 
 def from_rpc_error(error: grpc.RpcError) -> TasukiError:
-    """The TasukiError that a failed call carried; without our ErrorInfo, the nearest one for its status code."""
+    """Converts a failed call to its TasukiError; without our ErrorInfo, to the nearest one for its status code."""
     call = cast(grpc.Call, error)  # the error of a call is the call
     status = rpc_status.from_call(call)
     code, text = call.code(), call.details() or ""
@@ -322,11 +322,9 @@ def from_rpc_error(error: grpc.RpcError) -> TasukiError:
         info = error_details_pb2.ErrorInfo()
         if detail.Unpack(info) and info.domain == DOMAIN:
             return from_reason(info.reason, text, dict(info.metadata))
-    # Cancelled by the other side: who cancels a call himself asks for no error.
+    # Cancelled by the server: a caller who cancels does not ask for the error.
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED) or text == _BROKEN_OFF:
-        return PeerUnavailable(
-            f"the service is not there, or ended while the call ran ({text}); see `tasuki state` and its log"
-        )
+        return PeerUnavailable(f"the service is not running or ended during the call ({text}); see `tasuki state` and its log")
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineExceeded(text)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:

@@ -1,4 +1,4 @@
-"""Locks on files, as a node holds one while it lives: the kernel frees them when the last process that shares one ends."""
+"""File locks held by a node while it lives. The kernel frees them when the last process that shares one ends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _TRY_EVERY_S = 0.01
 
 
 def try_lock(fd: int, operation: int) -> bool:
-    """Whether the lock was taken. Tries for a moment, because whoever looks takes it for an instant."""
+    """Whether the lock was taken. Retries briefly, because checking a lock takes it for an instant."""
     for _ in range(_TRIES):
         try:
             fcntl.flock(fd, operation | fcntl.LOCK_NB)
@@ -24,7 +24,7 @@ def try_lock(fd: int, operation: int) -> bool:
 
 
 def is_free(path: Path) -> bool:
-    """Whether nobody holds the lock on a file that is there; of a file that cannot be seen from here nobody knows."""
+    """Whether an existing file is unlocked. False if the file cannot be seen from here."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

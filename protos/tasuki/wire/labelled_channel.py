@@ -1,4 +1,4 @@
-"""A channel whose calls all carry the same metadata."""
+"""A channel that adds the same metadata to every call."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tasuki.wire.wrapped_channel import WrappedChannel
 
 
 class LabelledChannel(WrappedChannel):
-    """Adds `metadata` behind a call's own; keys that end in "-bin" take bytes."""
+    """Appends `metadata` to that of each call; keys that end in "-bin" take bytes."""
 
     def __init__(self, channel: grpc.aio.Channel, metadata: Sequence[tuple[str, str | bytes]]) -> None:
         super().__init__(channel)

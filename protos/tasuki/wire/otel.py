@@ -1,4 +1,4 @@
-"""Spans by OpenTelemetry's SDK, sent to an OTLP receiver over HTTP. Only `open_tracer` imports this; the libraries are the extra `otel`."""
+"""OpenTelemetry spans, exported by OTLP over HTTP. Imported only by `open_tracer`; the libraries are the extra `otel`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _KINDS = {
 
 
 class OtelTracer:
-    """Has a private provider: it changes nothing for a program that has OpenTelemetry set up."""
+    """A tracer with a private provider, so that it does not affect a program's own OpenTelemetry setup."""
 
     def __init__(self, endpoint: str, *, service: str, node_rank: int | None = None) -> None:
         exporter = trace_exporter.OTLPSpanExporter(f"{endpoint.rstrip('/')}/v1/traces", timeout=_EXPORT_TIMEOUT_S)
@@ -49,7 +49,7 @@ class OtelTracer:
     def begin(self, name: str, *, kind: SpanKind, parent: str = "", attributes: Mapping[str, str | int] | None = None) -> Span:
         current = current_span()
         parent = parent or ("" if current is None else current.traceparent)
-        # None: below the span of a program that has its own, else a root.
+        # None: a child of the program's current span, or else a root.
         context = self._propagator.extract({TRACEPARENT_KEY: parent}) if parent else None
         return OtelSpan(self._tracer.start_span(name, context=context, kind=_KINDS[kind], attributes=attributes))
 
@@ -68,7 +68,7 @@ class OtelTracer:
 
 
 class OtelSpan:
-    """A span of the SDK, as `Span` has it."""
+    """A `Span` of the SDK."""
 
     def __init__(self, span: trace.Span) -> None:
         self._span = span
@@ -87,7 +87,7 @@ class OtelSpan:
 
 
 class SpanSender(SpanProcessor):
-    """Sends ended spans from a thread. What does not fit its queue is dropped and counted; the SDK's own logs each and counts none."""
+    """Exports ended spans from a thread. Drops and counts spans beyond its queue; the SDK would log each drop and count none."""
 
     def __init__(self, exporter: SpanExporter, *, max_waiting: int = _MAX_WAITING) -> None:
         self.counts: Counter[str] = Counter(sent=0, failed=0, dropped=0)
@@ -118,7 +118,7 @@ class SpanSender(SpanProcessor):
         self._thread.join(max(0.0, ends - time.monotonic()))
 
     def _send_all(self) -> None:
-        """Until None comes. The thread is a daemon: a receiver that hangs cannot keep the process."""
+        """Runs until None is queued. A daemon thread: a receiver that hangs cannot keep the process alive."""
         is_last = False
         while not is_last:
             batch, is_last = self._next_batch()
@@ -131,7 +131,7 @@ class SpanSender(SpanProcessor):
         trace_exporter._logger.removeFilter(self._is_of_others)
 
     def _next_batch(self) -> tuple[list[ReadableSpan], bool]:
-        """The spans of about a second, and whether they are the last."""
+        """The spans of about one second, and whether they are the last."""
         batch: list[ReadableSpan] = []
         ends = None
         while len(batch) < _BATCH:
@@ -152,11 +152,11 @@ class SpanSender(SpanProcessor):
             return False
 
     def _warn(self, outcome: str) -> None:
-        """Once a process: the counts tell the rest."""
+        """Logged once per process; the counters have the rest."""
         if not self._has_warned:
             self._has_warned = True
             _log.warning("event=spans_lost outcome=%s; tasuki_spans_total counts them", outcome)
 
     def _is_of_others(self, record: logging.LogRecord) -> bool:
-        """The exporter logs every failure; ours are counted."""
+        """Filters out the exporter's log of each failure, since failures are counted."""
         return record.thread != self._thread.ident

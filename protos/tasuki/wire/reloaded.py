@@ -1,4 +1,4 @@
-"""Values that are read from files, and read again when the files change: certificates, tokens, roles."""
+"""Values read from files and reloaded when the files change: certificates, tokens, roles."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ _HALF_REPLACED_S = 0.2
 
 
 class Reloaded(Generic[_Value]):
-    """The newest value of some files. Safe to use from several threads."""
+    """The current value of some files. Thread-safe."""
 
     def __init__(self, paths: Sequence[Path], read: Callable[[], _Value], *, broken: _Value | None = None) -> None:
-        """read: raises OSError or a TasukiError for files that cannot be used; here, too.
+        """read: raises OSError or a TasukiError for unusable files, also from this constructor.
 
-        broken: the value while changed files cannot be used. By default the last good one: cert and key are replaced one after the other.
+        broken: the value while changed files are unusable; by default the last good one, since cert and key are replaced one by one.
         """
         self._paths, self._read, self._broken = paths, read, broken
         self._lock = threading.Lock()
         try:
             self._stamps, self._value = self._look(), read()
         except (OSError, TasukiError):
-            time.sleep(_HALF_REPLACED_S)  # a key may be new already, and its certificate not yet
+            time.sleep(_HALF_REPLACED_S)  # the key may be replaced before its certificate
             self._stamps, self._value = self._look(), read()
 
     @property
     def value(self) -> _Value:
-        """The value that the files hold now."""
+        """The value of the files now."""
         with self._lock:
             stamps = self._look()
             if stamps != self._stamps:
@@ -59,7 +59,7 @@ class Reloaded(Generic[_Value]):
 
 
 def _stamp(path: Path) -> _Stamp:
-    """Changes with the file, also where a link is turned to another one."""
+    """Changes with the file, even if a link is pointed at another one."""
     try:
         status = os.stat(path)
     except OSError:

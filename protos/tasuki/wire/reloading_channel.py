@@ -1,4 +1,4 @@
-"""A channel to a port whose certificate and token may change: every call is made with the newest."""
+"""A channel whose certificate and token may change: every call uses the current ones."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from tasuki.wire.credentials import Credentials, TlsMaterial, read_tokens, tls_f
 from tasuki.wire.reloaded import Reloaded
 
 _OLD_CALLS_S = 24 * 3600.0
-"""How long calls on a channel with old certificates may go on."""
+"""How long calls with old certificates may keep running."""
 
 
 class ReloadingChannel(grpc.aio.Channel):
-    """Opens a new connection when the files of `credentials` have changed. grpcio cannot reload a client's (grpc/grpc#41779).
+    """Reconnects when the files of `credentials` change. grpcio cannot reload a client's certificates (grpc/grpc#41779).
 
-    A call that runs keeps the connection on which it was begun. Raises InvalidArgument for files that cannot be used.
+    A running call keeps its connection. Raises InvalidArgument for unusable files.
     """
 
     def __init__(self, target: str, credentials: Credentials, *, options: Sequence[tuple[str, int | str]]) -> None:
-        # Channels with other certificates must not share a connection.
+        # Channels with different certificates must not share a connection.
         self._target, self._options = target, [*options, ("grpc.use_local_subchannel_pool", 1)]
         self._tls: Reloaded[TlsMaterial] | None = None
         self._tokens: Reloaded[tuple[str, ...]] | None = None

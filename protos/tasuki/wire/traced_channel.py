@@ -1,4 +1,4 @@
-"""A channel with a span for each call, whose trace context and request id go along as metadata."""
+"""A channel that creates a span for each call and passes its trace context and request id as metadata."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 REQUEST_ID_KEY = "x-request-id"
 TRACEPARENT_KEY = "traceparent"
-# They change nothing, and are polled.
+# Polled reads that change nothing.
 _READS = ("Get", "List", "Plan", "Watch")
 _MAX_REQUEST_ID = 128
 
 Begin = Callable[[str, str], "Span"]
-"""Takes the method's name, such as "tasuki.v1.TrainerService/OptimStep", and the request id, which may be empty."""
+"""Takes the method, such as "tasuki.v1.TrainerService/OptimStep", and the request id, possibly empty."""
 
 
 class TracedChannel(WrappedChannel):
-    """Calls that read make no spans."""
+    """Traces calls that change something; reads get no spans."""
 
     def __init__(self, channel: grpc.aio.Channel, begin: Begin) -> None:
         super().__init__(channel)
@@ -62,20 +62,20 @@ class TracedChannel(WrappedChannel):
 
 
 async def _ended(call: grpc.aio.Call, span: Span) -> None:
-    code = await call.code()  # it is there
+    code = await call.code()  # already available
     set_status(span, code)
     span.end()
 
 
 def set_status(span: Span, code: grpc.StatusCode) -> None:
-    """The outcome of a call; any but OK is a failure."""
+    """Records the outcome of a call; any code but OK is a failure."""
     span.set("rpc.response.status_code", code.name)
     if code is not grpc.StatusCode.OK:
         span.fail(code.name)
 
 
 def _peeked(request: Any) -> tuple[Any, Any]:
-    """The first message, and what to send in place of `request`. Of an asynchronous stream the first message is not known."""
+    """The first message, and the request to send instead. The first message of an asynchronous stream is unknown."""
     if isinstance(request, Iterator):
         first = next(request, None)
         return first, chain(() if first is None else (first,), request)
@@ -83,7 +83,7 @@ def _peeked(request: Any) -> tuple[Any, Any]:
 
 
 def _request_id_of(message: Any) -> str:
-    """That of a request, of its command or of its header's command; empty when it has none."""
+    """Request id of a request, its command or its header's command; empty if it has none."""
     for part in (message, getattr(message, "command", None), getattr(getattr(message, "header", None), "command", None)):
         found = getattr(part, "request_id", "")
         if isinstance(found, str) and found:

@@ -1,4 +1,4 @@
-"""Spans of calls and changeovers. They cost nothing, and import nothing, unless an endpoint is named."""
+"""Spans of calls and changeovers. Without an endpoint they cost nothing and import nothing."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import grpc.aio
 from tasuki.wire.errors import InvalidArgument, TasukiError
 
 REQUEST_ID = "tasuki.request_id"
-"""Attribute that links spans, log lines and the journal."""
+"""Attribute that links spans, log lines and journal entries."""
 CHANGEOVER_ID = "tasuki.changeover_id"
 NODE_RANK = "tasuki.node_rank"
-"""Attribute of a process in a fleet."""
+"""Attribute of processes in a fleet."""
 REASON = "tasuki.reason"
 
 
 class SpanKind(StrEnum):
-    """Which side of a call a span is."""
+    """The side of a call that a span covers."""
 
     INTERNAL = "INTERNAL"
     SERVER = "SERVER"
@@ -29,11 +29,11 @@ class SpanKind(StrEnum):
 
 
 class Span(Protocol):
-    """A piece of work that has begun."""
+    """A piece of work in progress."""
 
     @property
     def traceparent(self) -> str:
-        """W3C trace context of its children; empty when nothing is traced."""
+        """W3C trace context for its children; empty if tracing is off."""
         ...
 
     def set(self, name: str, value: str | int) -> None: ...
@@ -46,22 +46,22 @@ class Span(Protocol):
 
 
 class Tracer(Protocol):
-    """Makes spans. No call of it waits, and none raises."""
+    """Creates spans. Its methods never block and never raise."""
 
     def begin(self, name: str, *, kind: SpanKind, parent: str = "", attributes: Mapping[str, str | int] | None = None) -> Span:
-        """Begins a span below `parent`, a W3C traceparent; without one below the current span."""
+        """Starts a span under `parent`, a W3C traceparent, or else under the current span."""
         ...
 
     def wrap(self, channel: grpc.aio.Channel) -> grpc.aio.Channel:
-        """A channel with a span for each call that changes something."""
+        """Wraps a channel to create a span for each call that changes something."""
         ...
 
     def counts(self) -> Mapping[str, int]:
-        """Spans by what became of them: sent, failed or dropped. Empty when nothing is traced."""
+        """Number of spans by outcome: sent, failed or dropped. Empty if tracing is off."""
         ...
 
     def close(self) -> None:
-        """Sends what is left, for at most a second. Blocks."""
+        """Flushes the remaining spans for at most a second. Blocks."""
         ...
 
 
@@ -74,18 +74,18 @@ def current_span() -> Span | None:
 
 @contextmanager
 def current(span: Span) -> Iterator[None]:
-    """Makes `span` the current one in the block."""
+    """Makes `span` the current one within the block."""
     token = _CURRENT.set(span)
     try:
         yield
     finally:
-        with suppress(ValueError):  # a stream that another task closes
+        with suppress(ValueError):  # a stream closed by another task
             _CURRENT.reset(token)
 
 
 @contextmanager
 def spanning(span: Span) -> Iterator[Span]:
-    """Makes `span` the current one, and ends it with the block; an error of the block is the span's."""
+    """Makes `span` the current one and ends it with the block. An exception marks it as failed."""
     try:
         with current(span):
             yield span
@@ -100,7 +100,7 @@ def spanning(span: Span) -> Iterator[Span]:
 
 
 def annotate(name: str, value: str | int) -> None:
-    """Sets an attribute of the current span, if there is one."""
+    """Sets an attribute of the current span, if any."""
     span = _CURRENT.get()
     if span is not None:
         span.set(name, value)
@@ -139,10 +139,10 @@ NO_TRACER: Tracer = _NoTracer()
 
 
 def open_tracer(endpoint: str | None, *, service: str, node_rank: int | None = None, key: str = "telemetry.endpoint") -> Tracer:
-    """A tracer that sends to an OTLP receiver over HTTP; without an endpoint one that does nothing.
+    """Opens a tracer that exports by OTLP over HTTP; without an endpoint, one that does nothing.
 
-    endpoint: e.g. "http://127.0.0.1:4318". service: the spans' `service.name` is "tasuki-SERVICE". node_rank: of a fleet's node.
-    Raises InvalidArgument naming `key` when OpenTelemetry is not installed.
+    endpoint: e.g. "http://127.0.0.1:4318". service: sets `service.name` to "tasuki-SERVICE". node_rank: of a node in a fleet.
+    Raises InvalidArgument naming `key` if OpenTelemetry is not installed.
     """
     if endpoint is None:
         return NO_TRACER
@@ -153,7 +153,7 @@ def open_tracer(endpoint: str | None, *, service: str, node_rank: int | None = N
 
 
 def check_tracing_installed(endpoint: str | None, *, key: str = "telemetry.endpoint") -> None:
-    """Raises InvalidArgument naming `key` for an endpoint without the libraries of the extra `otel`."""
+    """Raises InvalidArgument naming `key` if an endpoint is set and the extra `otel` is not installed."""
     if endpoint is None:
         return
     try:

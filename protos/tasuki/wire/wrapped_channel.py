@@ -1,4 +1,4 @@
-"""A channel that does something to each call on another channel."""
+"""Base of channels that modify each call on another channel."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import grpc.aio
 
 
 class WrappedChannel(grpc.aio.Channel):
-    """Makes calls on `channel`, which it closes with itself."""
+    """Forwards calls to `channel` and closes it."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._channel = channel
 
     @abstractmethod
     def calling(self, path: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        """What a stub calls in place of `method`. path: e.g. "/tasuki.v1.TrainerService/OptimStep"."""
+        """Wraps the stub's `method`. path: e.g. "/tasuki.v1.TrainerService/OptimStep"."""
 
     async def __aenter__(self) -> Self:
         return self

@@ -1,8 +1,8 @@
-"""Advantages from rewards: with a baseline of rewards, or with a critic's values.
+"""Advantages from rewards, with a reward baseline or a critic's values.
 
-Shape suffixes: P prompts, G completions of each; S samples; N completion tokens, one sample after the other. Arithmetic is in float64.
-A reward that is not finite marks a failed one: its sample leaves every mean and deviation, and gets advantage 0.
-Every function raises SettingError, a ValueError, naming the argument whose shape does not fit the others: nothing is broadcast.
+Shape suffixes: P prompts, G completions of each; S samples; N completion tokens, concatenated by sample. Arithmetic is in float64.
+A non-finite reward marks a failure: its sample is excluded from every mean and deviation, and gets advantage 0.
+Every function raises SettingError, a ValueError, naming an argument with a mismatched shape: nothing is broadcast.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tasuki.algorithms.estimator import Std
 from tasuki.algorithms.loss_types import SettingError
 from tasuki.algorithms.samples import Floats, Integers, check_shape, from_rows, sample_ids, to_rows
 
-# Keeps a group whose rewards differ by rounding only from getting large advantages.
+# Prevents large advantages in a group whose rewards differ only by rounding.
 _STD_FLOOR = 1e-6
 _VARIANCE_FLOOR = 1e-8
 
@@ -26,8 +26,8 @@ _VARIANCE_FLOOR = 1e-8
 def group_mean(rewards_PG: Floats, *, std: Std = "none") -> NDArray[np.float32]:
     """[P, G]: reward minus its group's mean, over the group's standard deviation plus 1e-6 unless `std` is "none".
 
-    rewards_PG: [P, G]. "sample" divides by the number of rewards less one, "population" by their number. Exactly 0 in a group with
-    equal rewards or a single one.
+    rewards_PG: [P, G]. "sample" divides by the number of rewards minus one, "population" by their number. Exactly 0 for a single reward
+    or equal rewards.
     Source: GRPO, DeepSeekMath (arXiv:2402.03300) sec. 4.1.2; "none" is Dr. GRPO's (arXiv:2503.20783) sec. 3.2.
     """
     if std not in get_args(Std):
@@ -40,7 +40,7 @@ def group_mean(rewards_PG: Floats, *, std: Std = "none") -> NDArray[np.float32]:
 
 
 def leave_one_out(rewards_PG: Floats) -> NDArray[np.float32]:
-    """[P, G]: reward minus the mean of the other rewards of its group. Exactly 0 in a group with equal rewards or a single one.
+    """[P, G]: reward minus the mean of the group's other rewards. Exactly 0 for a single reward or equal rewards.
 
     rewards_PG: [P, G].
     Source: RLOO (arXiv:2402.14740).
@@ -51,10 +51,10 @@ def leave_one_out(rewards_PG: Floats) -> NDArray[np.float32]:
 
 
 def group_baseline_whitened(rewards_PG: Floats, *, num_counted_PG: Integers | None = None) -> NDArray[np.float32]:
-    """[P, G]: reward minus its group's mean, then whitened over the whole batch.
+    """[P, G]: reward minus its group's mean, whitened over the whole batch.
 
-    rewards_PG: [P, G]. num_counted_PG: [P, G] counted tokens of each sample, by which the batch's mean and variance weigh it; None
-    for samples of equal weight.
+    rewards_PG: [P, G]. num_counted_PG: [P, G] counted tokens of each sample, its weight in the batch's mean and variance; None weighs
+    all samples equally.
     Source: REINFORCE++-baseline (arXiv:2501.03262).
     """
     centered_PG = _group_centered(rewards_PG)
@@ -67,10 +67,10 @@ def group_baseline_whitened(rewards_PG: Floats, *, num_counted_PG: Integers | No
 def globally_whitened(
     rewards_N: Floats, num_completion_S: Integers, *, loss_mask_N: Floats | None = None, discount: float = 1.0
 ) -> NDArray[np.float32]:
-    """[N]: the discounted sum of rewards from each token on, whitened over the counted tokens of the batch; 0 elsewhere.
+    """[N]: the discounted sum of rewards from each token on, whitened over the batch's counted tokens; 0 elsewhere.
 
-    rewards_N: [N], for example of `reward_kl.token_rewards`; num_completion_S: [S]. Tokens outside the mask take no step: they
-    discount nothing. A sample with a NaN reward is left out whole.
+    rewards_N: [N], for example from `reward_kl.token_rewards`; num_completion_S: [S]. Masked tokens are not steps: they discount
+    nothing. A sample with a NaN reward is excluded.
     Source: REINFORCE++ (arXiv:2501.03262).
     """
     mask_N = np.ones(len(rewards_N)) if loss_mask_N is None else np.asarray(loss_mask_N, dtype=np.float64)
@@ -86,7 +86,7 @@ def globally_whitened(
 
 
 def greedy_baseline(rewards_PG: Floats, greedy_rewards_P: Floats) -> NDArray[np.float32]:
-    """[P, G]: reward minus the reward of the prompt's greedy completion; 0 in a group whose greedy reward failed.
+    """[P, G]: reward minus that of the prompt's greedy completion; 0 in a group whose greedy reward failed.
 
     rewards_PG: [P, G]; greedy_rewards_P: [P].
     Source: ReMax (arXiv:2310.10505).
@@ -107,13 +107,13 @@ def batch_baseline(rewards_S: Floats, *, std: Std = "none") -> NDArray[np.float3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningBaseline:
-    """Mean reward of past batches with exponential decay: the baseline for one completion of each prompt. Save and restore its fields.
+    """Exponential moving mean of past batches' rewards: the baseline for one completion per prompt. Save and restore its fields.
 
     Source: REINFORCE with a reinforcement-comparison baseline, Williams (1992); the decay as in SPIRAL (arXiv:2506.24119).
     """
 
     decay: float = 0.95
-    """Share that a batch keeps when the next one comes."""
+    """Factor on a batch's weight when the next one arrives."""
     total: float = 0.0
     weight: float = 0.0
     """0 before the first batch."""
@@ -123,14 +123,14 @@ class RunningBaseline:
             raise SettingError("decay", f"is {self.decay}; must be from 0 to less than 1")
 
     def advantages(self, rewards_S: Floats) -> NDArray[np.float32]:
-        """[S]: reward minus the mean of past batches; of this batch if there is none."""
+        """[S]: reward minus the mean of past batches, or of this batch if there are none."""
         check_shape(rewards_S, (np.size(rewards_S),), name="rewards_S")
         if self.weight == 0.0:
             return batch_baseline(rewards_S)
         return np.nan_to_num(np.asarray(rewards_S, dtype=np.float64) - self.total / self.weight).astype(np.float32)
 
     def updated(self, rewards_S: Floats) -> RunningBaseline:
-        """The baseline for the next batch, after this one."""
+        """The baseline after this batch, for the next one."""
         valid = np.asarray(rewards_S, dtype=np.float64)[np.isfinite(rewards_S)]
         if len(valid) == 0:
             return self
@@ -147,12 +147,12 @@ def gae(
     lam: float,
     loss_mask_N: Floats | None = None,
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Generalized advantages [N], not whitened (see `whitened`), and returns [N]: advantage plus value.
+    """Generalized advantages [N], not whitened (see `whitened`), and returns [N]: advantages plus values.
 
-    rewards_N: [N], the reward for each token, such as `reward_kl.token_rewards` gives; values_N: [N], the critic's value of the state
-    in which the token was chosen; the state after the last token has value 0. num_completion_S: [S].
-    Tokens outside the mask take no step: advantages pass over them, and their own are 0. A sample with a NaN reward gets advantages 0
-    and its values as returns.
+    rewards_N: [N], the reward of each token, as from `reward_kl.token_rewards`; values_N: [N], the critic's value of the state in which
+    the token was chosen; the state after the last token has value 0. num_completion_S: [S].
+    Masked tokens are not steps: advantages skip them, and their own are 0. A sample with a NaN reward gets advantages 0 and its values
+    as returns.
     Source: GAE (arXiv:1506.02438) eq. 16.
     """
     mask_N = np.ones(len(rewards_N)) if loss_mask_N is None else np.asarray(loss_mask_N, dtype=np.float64)
@@ -161,7 +161,7 @@ def gae(
     rewards_N, mask_N = _leave_out_failed(rewards_N, mask_N, num_completion_S)
     rewards_ST, values_ST, mask_ST = (to_rows(x_N, num_completion_S) for x_N in (rewards_N, values_N, mask_N))
     advantages_ST = np.zeros_like(rewards_ST)
-    # Rewards of tokens outside the mask wait in `passed_S` for the counted token before them.
+    # `passed_S` accumulates rewards of masked tokens for the preceding counted token.
     advantage_S, next_value_S, passed_S = (np.zeros(len(num_completion_S)) for _ in range(3))
     for t in reversed(range(rewards_ST.shape[1])):
         is_counted_S = mask_ST[:, t] > 0.0
@@ -191,9 +191,9 @@ def explained_variance(values_N: Floats, returns_N: Floats, *, loss_mask_N: Floa
 
 
 def whitened(advantages_N: Floats, *, loss_mask_N: Floats) -> NDArray[np.float32]:
-    """[N]: shifted and scaled to mean 0 and variance 1 over counted tokens; 0 elsewhere, and throughout where these are equal.
+    """[N]: normalized to mean 0 and variance 1 over counted tokens; 0 elsewhere, and everywhere if these are equal.
 
-    The variance divides by the number of counted tokens less one.
+    The variance divides by the number of counted tokens minus one.
     Source: advantage normalization, "What matters in on-policy reinforcement learning?" (arXiv:2006.05990).
     """
     check_shape(advantages_N, (np.size(advantages_N),), name="advantages_N")
@@ -202,7 +202,7 @@ def whitened(advantages_N: Floats, *, loss_mask_N: Floats) -> NDArray[np.float32
 
 
 def has_signal(rewards_PG: Floats) -> NDArray[np.bool_]:
-    """[P]: False for a group whose valid rewards are equal: it teaches nothing and may be left out.
+    """[P]: False for a group whose valid rewards are equal: it has no gradient and may be left out.
 
     Source: the filter of DAPO's dynamic sampling (arXiv:2503.14476) sec. 3.2.
     """
@@ -213,7 +213,7 @@ def has_signal(rewards_PG: Floats) -> NDArray[np.bool_]:
 
 
 def _groups(rewards_PG: Floats) -> NDArray[np.float64]:
-    """[P, G] float64. Raises SettingError for another number of axes."""
+    """Converts to [P, G] float64. Raises SettingError for another number of axes."""
     rewards_PG = np.asarray(rewards_PG, dtype=np.float64)
     if rewards_PG.ndim != 2:
         raise SettingError("rewards_PG", f"has shape {list(rewards_PG.shape)}; give one row for each prompt")
@@ -221,7 +221,7 @@ def _groups(rewards_PG: Floats) -> NDArray[np.float64]:
 
 
 def _check_tokens(num_completion_S: Integers, **columns_N: Floats) -> None:
-    """Raises SettingError for a column that has not one entry for each token of the samples."""
+    """Raises SettingError for a column without exactly one entry per token."""
     for name, x_N in columns_N.items():
         check_shape(x_N, (int(np.sum(num_completion_S)),), name=name)
 
@@ -229,7 +229,7 @@ def _check_tokens(num_completion_S: Integers, **columns_N: Floats) -> None:
 def _leave_out_failed(
     rewards_N: Floats, loss_mask_N: Floats, num_completion_S: Integers
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Rewards [N] and mask [N], both 0 throughout a sample that has a NaN reward."""
+    """Rewards [N] and mask [N], both 0 for samples with a NaN reward."""
     ids_N = sample_ids(num_completion_S)
     has_failed_S = np.bincount(ids_N, weights=~np.isfinite(rewards_N), minlength=len(num_completion_S)) > 0
     return np.where(has_failed_S[ids_N], 0.0, rewards_N), np.where(has_failed_S[ids_N], 0.0, loss_mask_N)
@@ -238,7 +238,7 @@ def _leave_out_failed(
 def _group_centered(rewards_PG: Floats) -> NDArray[np.float64]:
     """[P, G]: reward minus its group's mean; exactly 0 for a failed reward and in a group without signal.
 
-    The mean of equal values need not be exactly that value, so has_signal decides.
+    The mean of equal values may differ from that value by rounding, so has_signal decides.
     """
     rewards_PG = _groups(rewards_PG)
     is_valid_PG = np.isfinite(rewards_PG)
@@ -248,7 +248,7 @@ def _group_centered(rewards_PG: Floats) -> NDArray[np.float64]:
 
 
 def _whitened(x: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Exactly 0 where all that is counted is equal: the mean of equal values need not be exactly that value."""
+    """Exactly 0 if all counted values are equal, whose mean may differ from them by rounding."""
     total = weights.sum()
     if total == 0.0 or np.ptp(x[weights > 0.0]) == 0.0:
         return np.zeros_like(x)

@@ -1,6 +1,6 @@
-"""Weights of tokens in a loss, so that sums over any cut of a batch into calls, ranks and micro-batches add up to the same loss.
+"""Weights of tokens in a loss, chosen so that the split of a batch into calls, ranks and micro-batches does not change the loss.
 
-Shape suffixes: N completion tokens, one sample after the other; S samples.
+Shape suffixes: N completion tokens, concatenated by sample; S samples.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tasuki.algorithms.samples import counted_tokens
 
 
 def denominator(loss_mask_N: NDArray[np.floating], num_completion_S: NDArray[np.integer], *, config: LossConfig) -> float:
-    """What every token weight of the call is divided by: `config.denominator`, or else the call's own count.
+    """Divisor of every token weight of the call: `config.denominator`, or else the call's own count.
 
     Counted tokens for the token mean; sequences with a counted token for the sequence means; all sequences times
     `aggregation_length` for the constant.
@@ -34,10 +34,10 @@ def denominator(loss_mask_N: NDArray[np.floating], num_completion_S: NDArray[np.
 def token_weights(
     loss_mask_N: NDArray[np.floating], num_completion_S: NDArray[np.integer], *, config: LossConfig, denominator: float
 ) -> NDArray[np.float32]:
-    """[N]: the weight of each token's loss, whatever other samples share the micro-batch.
+    """[N]: the weight of each token's loss, independent of the other samples in the micro-batch.
 
-    loss_mask_N: [N], 0 and 1; num_completion_S: [S] tokens of each sample, their sum is N; `denominator` as the function of that name
-    gives it for the whole call. All zero if nothing in the call counts.
+    loss_mask_N: [N], 0 and 1; num_completion_S: [S] tokens of each sample, summing to N; `denominator`: from the function of that
+    name, for the whole call. All zero if no token of the call counts.
     """
     mask_N = np.asarray(loss_mask_N, dtype=np.float64)
     if denominator == 0.0:

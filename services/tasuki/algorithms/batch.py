@@ -1,6 +1,6 @@
-"""What losses take and return.
+"""Inputs and results of losses.
 
-Shape suffixes: N completion tokens of a micro-batch, counted or not, one sample after the other; S samples.
+Shape suffixes: N completion tokens of a micro-batch, counted or not, concatenated by sample; S samples.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ class LossBatch:
     """A micro-batch without its logits. Tensors [N] are float32, except `is_current_N`."""
 
     cu_seqlens_S: Tensor
-    """[S+1] int64: sample s holds the tokens from cu_seqlens_S[s] to cu_seqlens_S[s+1]."""
+    """[S+1] int64: sample s has the tokens from cu_seqlens_S[s] to cu_seqlens_S[s+1]."""
     weights_N: Tensor
-    """A token's share of the loss, from `aggregation.token_weights`; 0 where the mask is 0."""
+    """Weight of each token in the loss, from `aggregation.token_weights`; 0 where the mask is 0."""
     loss_mask_N: Tensor
-    """1 for a token that counts, 0 for one that does not, such as a tool's output."""
+    """1 for tokens that count, 0 for others, such as a tool's output."""
     is_current_N: Tensor
-    """bool: the policy version in training made the sample."""
+    """bool: whether the sample comes from the policy version in training."""
     rollout_log_probs_N: Tensor | None = None
     old_log_probs_N: Tensor | None = None
     advantages_N: Tensor | None = None
@@ -35,58 +35,58 @@ class LossBatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Metric:
-    """A part of a figure, on the device. Parts of micro-batches and ranks add up with `merge`."""
+    """A part of a metric, on the device. Parts of micro-batches and ranks are combined with `merge`."""
 
     total: Tensor
-    """[]: a sum for "mean", a largest value for "max"."""
+    """[]: a sum for "mean", a maximum for "max"."""
     weight: Tensor
-    """[]: what `total` is divided by."""
+    """[]: divisor of `total`."""
     kind: Literal["mean", "max"] = "mean"
 
     def merge(self, other: Metric) -> Metric:
-        """The figure over both parts."""
+        """Combines two parts."""
         assert self.kind == other.kind
         combine = torch.maximum if self.kind == "max" else torch.add
         return Metric(combine(self.total, other.total), self.weight + other.weight, self.kind)
 
     @property
     def value(self) -> Tensor:
-        """[]: the figure; NaN if it counts no token."""
+        """[]: value of the metric; NaN if it counts no token."""
         return self.total / self.weight if self.kind == "mean" else torch.where(self.weight > 0, self.total, torch.nan)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LossSum:
-    """A micro-batch's part of a loss. Parts of all micro-batches and ranks add up to the loss."""
+    """A micro-batch's part of a loss. Parts of all micro-batches and ranks sum to the loss."""
 
     loss: Tensor
-    """[], with its gradient."""
+    """[], with gradient."""
     metrics: dict[str, Metric]
 
 
 def weighted_sum(x_N: Tensor, weights_N: Tensor) -> Tensor:
-    """[]: the sum of x times its weight. What has weight 0 adds exactly 0, to the gradient too, even if it is not finite."""
+    """[]: weighted sum. Elements of weight 0 contribute exactly 0, also to the gradient, even if not finite."""
     return torch.dot(torch.where(weights_N != 0.0, x_N, 0.0), weights_N)
 
 
 def mean_metric(x_N: Tensor, weights_N: Tensor) -> Metric:
-    """Mean of x over tokens, by weight."""
+    """Weighted mean of x over tokens."""
     weights_N = weights_N.to(x_N.dtype) if x_N.is_floating_point() else weights_N
     return Metric(weighted_sum(x_N.detach().to(weights_N.dtype), weights_N), weights_N.sum())
 
 
 def max_metric(x_N: Tensor, loss_mask_N: Tensor) -> Metric:
-    """Largest x of the counted tokens; x is never negative. The total is 0 if none counts."""
+    """Maximum of x over counted tokens; x must not be negative. The total is 0 if none counts."""
     counted_N = torch.where(loss_mask_N != 0.0, x_N.detach(), 0.0)
     total = counted_N.max() if counted_N.numel() else counted_N.sum()
     return Metric(total, loss_mask_N.sum(), "max")
 
 
 def sample_sums(x_N: Tensor, cu_seqlens_S: Tensor) -> Tensor:
-    """[S] float64: the sum of x over each sample's tokens; always the same for the same x, unlike a scattered sum on a GPU."""
+    """[S] float64: sum of x over each sample's tokens; deterministic, unlike a scattered sum on a GPU."""
     return torch.segment_reduce(x_N.double(), "sum", offsets=cu_seqlens_S, unsafe=True)
 
 
 def to_tokens(x_S: Tensor, cu_seqlens_S: Tensor, *, num_tokens: int) -> Tensor:
-    """[N]: each sample's x for each of its tokens."""
+    """[N]: repeats each sample's x for all its tokens."""
     return torch.repeat_interleave(x_S, cu_seqlens_S.diff(), output_size=num_tokens)

@@ -1,7 +1,7 @@
-"""Correction of the gap between the policy that made the samples and the policy that the loss takes them from.
+"""Correction of the mismatch between the policy that generated the samples and the policy that the loss assumes.
 
 Rollout and trainer compute the same model with different kernels, so their probabilities differ. The ratio r of a token is the
-trainer's probability over the rollout's; shape suffixes: N tokens, S samples.
+trainer's probability divided by the rollout's. Shape suffixes: N tokens, S samples.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from tasuki.algorithms.loss_types import Correction, LossConfig, OldPolicy
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CorrectionWeights:
-    """Factors of each token's policy loss; none carries a gradient."""
+    """Factors of each token's policy loss, without gradients."""
 
     weights_N: Tensor
     """Truncated importance weights; 0 where masked."""
     truncated_N: Tensor
-    """bool: the truncation decided the weight."""
+    """bool: whether the truncation applied."""
     masked_N: Tensor
-    """bool: left out."""
+    """bool: whether the token is excluded."""
 
     def metrics(self, loss_mask_N: Tensor) -> dict[str, Metric]:
         return {
@@ -36,10 +36,10 @@ class CorrectionWeights:
 
 
 def correction_weights(config: LossConfig, *, log_probs_N: Tensor, batch: LossBatch) -> CorrectionWeights | None:
-    """Weights for the policy loss, or None where the configuration corrects nothing.
+    """Weights for the policy loss, or None if no correction is configured.
 
-    r compares the rollout with the old policy: `old_log_probs_N` where they are given, else the policy as it is. Against the rollout
-    itself (OldPolicy.ROLLOUT) the loss's own ratio is the importance weight, so only the masks apply.
+    r compares the rollout with the old policy: `old_log_probs_N` if given, else the current policy. With OldPolicy.ROLLOUT the loss's own
+    ratio is the importance weight, so only the masks apply.
     """
     correction = config.correction
     if not config.has_advantages or not (config.truncates or correction.masks):
@@ -57,7 +57,7 @@ def correction_weights(config: LossConfig, *, log_probs_N: Tensor, batch: LossBa
 
 
 def _truncated(correction: Correction, log_r_N: Tensor, batch: LossBatch) -> tuple[Tensor, Tensor]:
-    """Truncated importance weights [N] and which of them were truncated [N].
+    """Truncated importance weights [N], and which were truncated [N].
 
     Source: https://fengyao.notion.site/off-policy-rl (token), arXiv:2512.01374 compares the two; the cap is V-trace's
     (arXiv:1802.01561 eq. 1).
@@ -73,7 +73,7 @@ def _truncated(correction: Correction, log_r_N: Tensor, batch: LossBatch) -> tup
 
 
 def _masked(correction: Correction, log_r_N: Tensor, batch: LossBatch) -> Tensor:
-    """[N] bool: the token's ratio, or the geometric mean over its sequence, lies outside the bounds.
+    """[N] bool: whether the token's ratio, or its sequence's geometric mean, is out of bounds.
 
     Source: IcePop (arXiv:2510.18855); geometric mean: verl's `seq_mean_k1` rejection.
     """

@@ -1,6 +1,6 @@
-"""Settings that others leave without effect: refused by name, by the client's loops and the configuration alike.
+"""Detects settings that have no effect next to others; used by the client's loops and the configuration.
 
-A coefficient or a count of 0 switches something off. The settings of that stay, so that it can be switched on again by one key.
+A coefficient or count of 0 switches something off. Its settings may stay, so that one key switches it on again.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
     from tasuki.algorithms.estimator import AdvantageSettings
 
 Row = tuple[str, object, object, bool, str]
-"""A setting's name, its value, its default, whether it has an effect, and what would give it one."""
+"""A setting's name, value and default, whether it has an effect, and what would give it one."""
 
 
 def check_effects(rows: Iterable[Row]) -> None:
-    """Raises SettingError naming the first setting that is not its default and has no effect."""
+    """Raises SettingError naming the first setting that differs from its default but has no effect."""
     for name, value, default, has_effect, needed in rows:
         if value != default and not has_effect:
-            raise SettingError(name, f"is {value!s}, which has no effect: {needed}, or leave it out")
+            raise SettingError(name, f"is {value!s}, which has no effect: {needed}, or remove it")
 
 
 def check_advantage_effects(settings: AdvantageSettings) -> None:
-    """Raises SettingError naming a setting that the estimator does not read."""
+    """Raises SettingError naming a setting that the estimator does not use."""
     estimator = str(settings.estimator)
     is_gae, divides = estimator == "gae", estimator in ("group_mean", "batch_baseline")
     is_by_token = estimator in ("gae", "globally_whitened")
@@ -42,7 +42,7 @@ def check_advantage_effects(settings: AdvantageSettings) -> None:
 
 
 def check_loss_effects(loss: LossConfig) -> None:
-    """Raises SettingError naming a setting of a policy's loss that the others leave unread."""
+    """Raises SettingError naming a policy loss's setting that the others make ineffective."""
     correction = loss.correction
     truncates = loss.old_policy is not OldPolicy.ROLLOUT
     problem = 'a ratio to rollout\'s own log-probs needs no truncation; use another old_policy than "rollout"'
@@ -59,8 +59,8 @@ def check_loss_effects(loss: LossConfig) -> None:
 def check_eval_sampling(
     *, temperature: float, top_p: float | None, top_k: int | None, correct_at: float, pass_at: object
 ) -> None:
-    """Raises SettingError naming a setting of an evaluation that greedy sampling, or no pass@k, leaves unread."""
-    samples, needed = temperature > 0.0, "greedy sampling takes the likeliest token; raise temperature above 0"
+    """Raises SettingError naming an evaluation setting that greedy sampling, or the lack of pass@k, makes ineffective."""
+    samples, needed = temperature > 0.0, "greedy sampling takes the most likely token; raise temperature above 0"
     check_effects(
         (
             ("top_p", 1.0 if top_p is None else top_p, 1.0, samples, needed),
@@ -73,7 +73,7 @@ def check_eval_sampling(
 def check_evaluation(
     *, has_prompts: bool, needed: str, eval_every: int | None, stop_at_eval_score: float | None = None, evaluation: bool = False
 ) -> None:
-    """Raises SettingError naming a setting of evaluations where nothing is held out. evaluation: whether its own settings are given."""
+    """Raises SettingError naming an evaluation setting if there is no held-out data. evaluation: whether its settings are given."""
     check_effects(
         (
             ("eval_every", eval_every, None, has_prompts, needed),

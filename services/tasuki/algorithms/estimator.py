@@ -1,4 +1,4 @@
-"""Settings of advantages, and what a loop's settings must be to each other. The client's loop and the configuration both check here."""
+"""Settings of advantages, and constraints between a loop's settings. Shared by the client's loop and the configuration."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tasuki.algorithms.loss_types import (
 
 Std = Literal["none", "sample", "population"]
 MAX_KL_ERROR = 0.2
-"""Most that a step's error counts where kl_coef is steered: samples / horizon times it is the most that kl_coef changes by."""
+"""Bound on a step's relative error for adapting kl_coef, which changes by at most this times samples / horizon."""
 
 
 class Estimator(StrEnum):
-    """Where an advantage's baseline comes from; tasuki.algorithms.advantages has the formulas."""
+    """Baseline of the advantages; tasuki.algorithms.advantages has the formulas."""
 
     GROUP_MEAN = "group_mean"
     LEAVE_ONE_OUT = "leave_one_out"
@@ -35,34 +35,34 @@ class Estimator(StrEnum):
     BATCH_BASELINE = "batch_baseline"
     RUNNING_BASELINE = "running_baseline"
     GAE = "gae"
-    """Needs a critic."""
+    """Requires a critic."""
 
     @property
     def needs_groups(self) -> bool:
-        """Whether a group of one completion teaches nothing."""
+        """Whether groups of a single completion have no gradient."""
         return self in (Estimator.GROUP_MEAN, Estimator.LEAVE_ONE_OUT, Estimator.GROUP_BASELINE_WHITENED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageSettings:
-    """How rewards become advantages. Raises SettingError naming the field that is out of range or has no effect beside the others."""
+    """How to compute advantages. Raises SettingError naming a field that is out of range or has no effect next to the others."""
 
     estimator: Estimator = Estimator.GROUP_MEAN
     std: Std = "sample"
-    """What group_mean and batch_baseline divide by."""
+    """Standard deviation by which group_mean and batch_baseline divide."""
     discount: float = 1.0
-    """Greater than 0, at most 1."""
+    """Above 0, at most 1."""
     lam: float = 1.0
     """GAE's lambda, from 0 to 1."""
     whiten: bool = True
-    """Whether GAE's advantages are whitened over the batch."""
+    """Whether to whiten GAE's advantages over the batch."""
     kl_coef: float = 0.0
-    """Weight of the KL divergence to the reference in the reward."""
+    """Weight of the KL divergence to the reference within the reward."""
     kl_estimator: KlEstimator = KlEstimator.K1
     kl_target: float | None = None
-    """Nats a sequence to which kl_coef is steered; fixed by default."""
+    """Target KL divergence in nats per sequence, towards which kl_coef adapts; by default kl_coef is fixed."""
     kl_horizon: float = 10_000.0
-    """Samples over which an error of 20 % changes kl_coef by 20 %."""
+    """Number of samples over which an error of 20 % changes kl_coef by 20 %."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "estimator", member(Estimator, self.estimator, field="estimator"))
@@ -80,12 +80,12 @@ class AdvantageSettings:
             if not is_allowed:
                 raise SettingError(name, f"is {getattr(self, name)}; must be {allowed}")
         if self.kl_target is not None and not self.kl_coef:
-            raise SettingError("kl_target", "needs a kl_coef to begin with")
+            raise SettingError("kl_target", "needs a kl_coef above 0 to start from")
         check_advantage_effects(self)
 
 
 def check_groups(estimator: Estimator, *, group_size: int, num_groups: int, max_batches: int) -> None:
-    """Raises SettingError where groups of one completion, or a step of one, teach nothing. num_groups: of a step."""
+    """Raises SettingError if groups of one completion, or a step of one group, have no gradient. num_groups: of a step."""
     if group_size > 1:
         return
     if estimator is Estimator.BATCH_BASELINE and num_groups == 1:
@@ -100,7 +100,7 @@ def check_groups(estimator: Estimator, *, group_size: int, num_groups: int, max_
 
 
 def check_kl_horizon(advantages: AdvantageSettings, *, prompts_per_step: int, group_size: int) -> None:
-    """Raises SettingError for one within which a single step could take kl_coef to 0 or below."""
+    """Raises SettingError for a horizon so short that one step could take kl_coef to 0 or below."""
     num_samples = prompts_per_step * group_size
     least = MAX_KL_ERROR * num_samples
     if advantages.kl_target is not None and advantages.kl_horizon <= least:
@@ -112,8 +112,8 @@ def check_kl_horizon(advantages: AdvantageSettings, *, prompts_per_step: int, gr
 
 
 def check_loss(loss: LossConfig, *, num_updates: int) -> None:
-    """Raises SettingError for a loss that rewards cannot teach, that has settings without effect, or whose ratio would be 1 in every
-    update of a step.
+    """Raises SettingError for a loss that does not use rewards, has ineffective settings, or whose ratio would be 1 in every update of a
+    step.
 
     num_updates: optimizer steps on the samples of a step.
     """
@@ -127,7 +127,7 @@ def check_loss(loss: LossConfig, *, num_updates: int) -> None:
 
 
 def check_critic(estimator: Estimator, *, value_loss: LossConfig | None, warmup_steps: int) -> None:
-    """Raises SettingError where an estimator that needs a critic has no value loss, or another has one."""
+    """Raises SettingError if an estimator that needs a critic has no value loss, or another one has."""
     if warmup_steps and value_loss is None:
         raise SettingError("critic_warmup_steps", 'needs a critic: use the estimator "gae" and a value_loss')
     if (value_loss is not None) is not (estimator is Estimator.GAE):
@@ -138,7 +138,7 @@ def check_critic(estimator: Estimator, *, value_loss: LossConfig | None, warmup_
 
 
 def check_overlong(overlong_tokens: int | None, *, max_new_tokens: int | None) -> None:
-    """Raises SettingError for a buffer that is longer than the longest completion, or has no longest completion."""
+    """Raises SettingError if the buffer is longer than max_new_tokens, or that is not set."""
     if overlong_tokens is None:
         return
     if max_new_tokens is None:

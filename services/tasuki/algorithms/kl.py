@@ -1,4 +1,4 @@
-"""Estimates of KL(policy || reference) for tokens that the policy drew. Shape suffix: N tokens."""
+"""Estimators of KL(policy || reference) for tokens sampled from the policy. Shape suffix: N tokens."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from torch import Tensor
 
 from tasuki.algorithms.loss_types import KlEstimator
 
-# exp(20) is far outside any useful range; beyond it float32 overflows and the gradient becomes NaN.
+# exp(20) is far outside any useful range; larger values overflow float32 and make the gradient NaN.
 MAX_LOG_RATIO = 20.0
 
 
 def log_ratio(log_probs_N: Tensor, other_log_probs_N: Tensor) -> Tensor:
-    """[N]: log of the probability over the other one, within -20 and 20."""
+    """[N]: log of the ratio of two probabilities, clamped to [-20, 20]."""
     return (log_probs_N - other_log_probs_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def kl_divergence(log_probs_N: Tensor, *, ref_log_probs_N: Tensor, estimator: KlEstimator) -> Tensor:
-    """[N]: an estimate of KL(policy || reference) for each token, with its gradient to `log_probs_N`.
+    """[N]: estimate of KL(policy || reference) for each token, with gradient with respect to `log_probs_N`.
 
-    With r = reference / policy: k1 = -log r, k2 = (log r)^2 / 2, k3 = r - 1 - log r. k1 and k3 are unbiased in value; in
-    expectation only k2 has the gradient of the KL divergence, which k3_straight_through takes from it.
+    With r = reference / policy: k1 = -log r, k2 = (log r)^2 / 2, k3 = r - 1 - log r. k1 and k3 are unbiased in value; in expectation only
+    k2 has the gradient of the KL divergence, which k3_straight_through uses.
     Source: Schulman (http://joschu.net/blog/kl-approx.html); k3 as in GRPO (arXiv:2402.03300) eq. 4; gradients: arXiv:2506.09477.
     """
     log_r_N = log_ratio(ref_log_probs_N, log_probs_N)

@@ -1,8 +1,8 @@
-"""Log-probabilities of given tokens, and entropies, from hidden states; logits exist for one tile at a time.
+"""Log-probabilities of given tokens, and entropies, from hidden states, with logits for only one tile at a time.
 
-A tile is all places by part of the vocabulary. A row of the weight's gradient is then one product over all places, added up in float32 and
-rounded once; only the gradient of the hidden states, which is small, is added up over tiles.
-Shape suffixes: N places, H hidden size, V vocabulary, C the vocabulary of a tile.
+A tile is all positions by part of the vocabulary. Each row of the weight's gradient is then a single product over all positions,
+accumulated in float32 and rounded once. Only the small gradient of the hidden states is accumulated over tiles.
+Shape suffixes: N positions, H hidden size, V vocabulary, C the vocabulary of a tile.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def token_log_probs(
 
     The logits are hidden_NH @ weight_VH.T in float32. hidden_NH, weight_VH: both float32 or both bfloat16; token_ids_N: int64 in
     [0, V); temperature_N: float32, greater than 0. softcap: logits are softcap * tanh(logits / softcap), as in Gemma 2.
-    Returns two float32 tensors [N]. Both carry a gradient to hidden states and weight, in their dtype; the entropy's costs nothing unless
-    it is used. Backward computes the logits again, except those of the last tile.
+    Returns two float32 tensors [N]. Both have gradients with respect to hidden states and weight, in their dtype; an unused entropy costs
+    nothing. Backward recomputes the logits except those of the last tile.
     """
     assert hidden_NH.dtype == weight_VH.dtype, f"hidden states in {hidden_NH.dtype}, weight in {weight_VH.dtype}"
     assert temperature_N.dtype == torch.float32, f"temperatures in {temperature_N.dtype}"
@@ -34,7 +34,7 @@ def token_log_probs(
 
 
 class _TokenLogProbs(torch.autograd.Function):
-    """Keeps two numbers of each place for backward, and the buffer with the last tile's logits."""
+    """Saves two numbers per position for backward, and the buffer with the last tile's logits."""
 
     @staticmethod
     def forward(ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, places: Places) -> tuple[Tensor, Tensor]:
@@ -61,7 +61,7 @@ class _TokenLogProbs(torch.autograd.Function):
         softmax = SoftmaxGradient.of(log_sum_N, entropy_N, *grads, places=ctx.places)
         kernels, tiles, hidden = _kernels(hidden_NH), _tiles(hidden_NH, weight_VH), _operand(hidden_NH)
         grad_hidden, grad_weight_VH = _empty_gradients(hidden_NH, weight_VH, tiles, needs=ctx.needs_input_grad)
-        # Freed when this returns, not with the graph. A second backward pass takes a new one.
+        # Freed when this returns, not with the graph. A second backward pass allocates a new one.
         kept, ctx.buffer = ctx.buffer, None
         buffer = _buffer(hidden_NH, tiles) if kept is None else kept
         for tile in reversed(tiles):
@@ -74,7 +74,7 @@ class _TokenLogProbs(torch.autograd.Function):
                 _add_product(grad_NC, weight, to=grad_hidden)
             if grad_weight_VH is not None:
                 _product(grad_NC.T, hidden, out=grad_weight_VH[tile])
-            del grad_NC  # the next tile's takes its memory
+            del grad_NC  # its memory is reused by the next tile
         return None if grad_hidden is None else grad_hidden.to(hidden_NH.dtype), grad_weight_VH, None
 
 
@@ -87,7 +87,7 @@ def _kernels(hidden_NH: Tensor) -> TileKernels:
 
 
 def _tiles(hidden_NH: Tensor, weight_VH: Tensor) -> list[slice]:
-    """Rows of the weight that each tile takes; none without places."""
+    """Rows of the weight for each tile; none without positions."""
     (num_places, hidden_size), vocab_size = hidden_NH.shape, weight_VH.shape[0]
     if num_places == 0:
         return []
@@ -96,12 +96,12 @@ def _tiles(hidden_NH: Tensor, weight_VH: Tensor) -> list[slice]:
 
 
 def _operand(x: Tensor) -> Tensor:
-    """`x` as products take it. A CPU gives a float32 result of float32 operands only."""
+    """`x` as an operand of products: a CPU gives float32 results only for float32 operands."""
     return x if x.is_cuda else x.float()
 
 
 def _buffer(hidden_NH: Tensor, tiles: list[slice]) -> Tensor:
-    """Memory for the logits of any tile."""
+    """Buffer large enough for the logits of any tile."""
     width = tiles[0].stop if tiles else 0
     return torch.empty(len(hidden_NH) * width, dtype=torch.float32, device=hidden_NH.device)
 
@@ -113,7 +113,7 @@ def _part(buffer: Tensor, num_rows: int, num_columns: int) -> Tensor:
 def _empty_gradients(
     hidden_NH: Tensor, weight_VH: Tensor, tiles: list[slice], *, needs: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Of the hidden states, zeros in float32; of the weight, memory that every tile writes its rows of."""
+    """Zeros in float32 for the hidden states; for the weight, memory of which every tile writes its rows."""
     new = torch.empty if tiles else torch.zeros
     return (
         torch.zeros(hidden_NH.shape, dtype=torch.float32, device=hidden_NH.device) if needs[0] else None,
@@ -122,7 +122,7 @@ def _empty_gradients(
 
 
 def _product(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
-    """Writes a @ b, added up in float32 and rounded once, if at all."""
+    """Writes a @ b, accumulated in float32 and rounded at most once."""
     if a.dtype == out.dtype:
         return torch.mm(a, b, out=out)
     if a.is_cuda:

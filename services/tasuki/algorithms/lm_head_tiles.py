@@ -1,6 +1,6 @@
-"""The softmax over a vocabulary that comes in tiles: its state, its gradient, and both in plain torch.
+"""Softmax over a vocabulary in tiles: its state and gradient, in plain torch.
 
-Shape suffixes: N places, C the vocabulary of a tile, which begins at token `first_id`.
+Shape suffixes: N positions, C the vocabulary of a tile, which starts at token `first_id`.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-# exp() of it is 0 in float32. Differences below are raised to it: 0 times minus infinity would be NaN.
+# exp() of it is 0 in float32. Smaller differences are raised to it, since 0 times minus infinity would be NaN.
 FLOOR = -1e4
-# Maxima are not below it, so that they can be subtracted from each other.
+# Lower bound of maxima, so that they can be subtracted from each other.
 LOWEST = torch.finfo(torch.float32).min
 
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """What makes scaled logits out of logits, and the token that is looked for."""
+    """Scaling of the logits, and the target token of each position."""
 
     token_ids_N: Tensor
     """int64."""
@@ -28,7 +28,7 @@ class Places:
     softcap: float | None
 
     def scaled(self, logits_NC: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """Capped logits, each row divided by its temperature; in `out`, if given."""
+        """Capped logits, each row divided by its temperature; written to `out` if given."""
         temperature = self.temperature_N.unsqueeze(-1)
         if self.softcap is None:
             return torch.div(logits_NC, temperature, out=out)
@@ -37,10 +37,10 @@ class Places:
 
 @dataclass(frozen=True, slots=True)
 class RunningSoftmax:
-    """Softmax of each place over the tiles so far; see "Online normalizer calculation for softmax" (arXiv:1805.02867)."""
+    """Softmax of each position over the tiles so far; see "Online normalizer calculation for softmax" (arXiv:1805.02867)."""
 
     values_4N: Tensor
-    """float32, with z the scaled logits: max z, sum of exp(z - max), sum of exp(z - max) (z - max), and z of the place's token."""
+    """float32, with z the scaled logits: max z, sum of exp(z - max), sum of exp(z - max) (z - max), and z of the target token."""
 
     @classmethod
     def empty(cls, places: Places) -> Self:
@@ -53,7 +53,7 @@ class RunningSoftmax:
         return self.values_4N[0] + self.values_4N[1].log()
 
     def log_probs(self) -> Tensor:
-        """[N]: of the places' tokens."""
+        """[N]: of the target tokens."""
         max_N, sum_N, _, token_N = self.values_4N
         return (token_N - max_N) - sum_N.log()
 
@@ -65,14 +65,14 @@ class RunningSoftmax:
 
 @dataclass(frozen=True, slots=True)
 class SoftmaxGradient:
-    """From p = softmax(z / T) to the gradient of the loss: d(log_prob)/dz = (onehot - p) / T, dH/dz = -p (log p + H) / T."""
+    """From p = softmax(z / T) to the loss's gradient: d(log_prob)/dz = (onehot - p) / T, dH/dz = -p (log p + H) / T."""
 
     log_sum_N: Tensor
     entropy_N: Tensor
     log_prob_factor_N: Tensor | None
-    """Gradient of the log-prob, divided by the temperature; none if it is not used."""
+    """Gradient of the log-prob divided by the temperature; None if unused."""
     entropy_factor_N: Tensor | None
-    """The same of the entropy."""
+    """The same for the entropy."""
 
     @classmethod
     def of(
@@ -84,22 +84,22 @@ class SoftmaxGradient:
         *,
         places: Places,
     ) -> Self:
-        """From the gradients of the loss to both results."""
+        """Builds it from the loss's gradients with respect to both results."""
         factors = (None if grad_N is None else grad_N / places.temperature_N for grad_N in (grad_log_probs_N, grad_entropy_N))
         return cls(log_sum_N, entropy_N, *factors)
 
 
 class TileKernels(Protocol):
-    """What happens to the float32 logits of a tile. A module has these functions: this one, and lm_head_triton."""
+    """Operations on the float32 logits of a tile, as module functions: of this module, and of lm_head_triton."""
 
     def fold(self, logits_NC: Tensor, softmax: RunningSoftmax, places: Places, *, first_id: int) -> None:
-        """Adds a tile to `softmax`."""
+        """Accumulates a tile in `softmax`."""
         ...
 
     def gradient(
         self, logits_NC: Tensor, softmax: SoftmaxGradient, places: Places, *, first_id: int, dtype: torch.dtype
     ) -> Tensor:
-        """[N, C]: gradient of the loss to the logits, in `dtype`. May overwrite `logits_NC`."""
+        """[N, C]: gradient of the loss with respect to the logits, in `dtype`. May overwrite `logits_NC`."""
         ...
 
 
@@ -119,7 +119,7 @@ def fold(logits_NC: Tensor, softmax: RunningSoftmax, places: Places, *, first_id
 
 
 def _merge(tile_4N: Tensor, values_4N: Tensor, is_here_N: Tensor) -> None:
-    """Adds a tile's values to those of earlier tiles, in place. is_here_N: whether the token is in this tile."""
+    """Merges a tile's values into those of earlier tiles, in place. is_here_N: whether the target token is in this tile."""
     (tile_max_N, tile_sum_N, tile_product_N, tile_token_N), (max_N, sum_N, product_N, token_N) = tile_4N, values_4N
     new_max_N = torch.maximum(max_N, tile_max_N)
     for each_max_N, each_sum_N, each_product_N in ((max_N, sum_N, product_N), (tile_max_N, tile_sum_N, tile_product_N)):
@@ -155,7 +155,7 @@ def gradient(logits_NC: Tensor, softmax: SoftmaxGradient, places: Places, *, fir
 
 
 def _columns(places: Places, *, first_id: int, num_columns: int) -> tuple[Tensor, Tensor]:
-    """[N]: column of each place's token, or some column if it is in another tile; [N]: whether it is in this one."""
+    """[N]: column of each target token, arbitrary if it is in another tile; [N]: whether it is in this one."""
     columns_N = places.token_ids_N - first_id
     clamped_N = columns_N.clamp(0, num_columns - 1)
     return clamped_N, clamped_N == columns_N

@@ -1,6 +1,6 @@
-"""Triton kernels for the tiles of lm_head.py; lm_head_tiles.py has the same in plain torch. Imported only where there is a GPU."""
+"""Triton kernels for the tiles of lm_head.py, equivalent to lm_head_tiles.py. Imported only where there is a GPU."""
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false
-# Triton compiles these functions, with constants where their annotations say types; `num_warps` is its own parameter.
+# Triton compiles these functions; annotations mark constants. `num_warps` is Triton's own parameter.
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tasuki.algorithms import lm_head_tiles
 from tasuki.algorithms.lm_head_tiles import Places, RunningSoftmax, SoftmaxGradient
 
 _FLOOR = tl.constexpr(lm_head_tiles.FLOOR)
-# Columns that a program handles at a time; as measured on an H200.
+# Columns that a program processes at a time, chosen by measurement on an H200.
 _FOLD_COLUMNS, _FOLD_WARPS = 1024, 2
 _GRADIENT_COLUMNS, _GRADIENT_WARPS = 4096, 8
 
 
 def fold(logits_NC: Tensor, softmax: RunningSoftmax, places: Places, *, first_id: int) -> None:
-    """See TileKernels. One program for each place walks over its row once."""
+    """See TileKernels. One program per position reads its row once."""
     num_places, num_columns = logits_NC.shape
     _fold[(num_places,)](
         logits_NC,
@@ -36,7 +36,7 @@ def fold(logits_NC: Tensor, softmax: RunningSoftmax, places: Places, *, first_id
 
 
 def gradient(logits_NC: Tensor, softmax: SoftmaxGradient, places: Places, *, first_id: int, dtype: torch.dtype) -> Tensor:
-    """See TileKernels. Reads the logits once and leaves them as they are."""
+    """See TileKernels. Reads the logits once and leaves them unchanged."""
     num_places, num_columns = logits_NC.shape
     grad_NC = torch.empty_like(logits_NC, dtype=dtype)
     _gradient[(num_places, triton.cdiv(num_columns, _GRADIENT_COLUMNS))](
@@ -66,7 +66,7 @@ def _tanh(x):
 
 @triton.jit
 def _raised(x):
-    """Not less than the floor. A NaN stays."""
+    """Raised to the floor; NaN stays."""
     return tl.where(x < _FLOOR, _FLOOR, x)
 
 
@@ -94,7 +94,7 @@ def _fold(logits, softmax, token_ids, temperatures, softcap, num_places, num_col
         products = (products + sums * shift) * factor + power * scaled
         sums = sums * factor + power
         max_ = new_max
-    # What earlier tiles had comes below the new maximum.
+    # Rescales the values of earlier tiles to the new maximum.
     shift = _raised(old_max - max_)
     factor = tl.exp(shift)
     old_sum = tl.load(softmax + num_places + place)

@@ -1,4 +1,4 @@
-"""Settings of losses, with their defaults and ranges. Standard library only: the client and the configuration import it too."""
+"""Settings of losses with defaults and ranges. Standard library only: the client and the configuration import it too."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class SettingError(ValueError):
-    """A setting outside its range. `field` names it, `problem` says what is wrong and what is allowed."""
+    """A setting out of range. `field` names it; `problem` says what is wrong and what is allowed."""
 
     def __init__(self, field: str, problem: str) -> None:
         super().__init__(f"{field}: {problem}")
@@ -22,17 +22,17 @@ class SettingError(ValueError):
 
 
 class Aggregation(StrEnum):
-    """How the losses of tokens become one number. `algorithms.aggregation` computes the weights."""
+    """How token losses are reduced to one number; `algorithms.aggregation` computes the weights."""
 
     TOKEN_MEAN = "token_mean"  # noqa: S105  no password
     SEQUENCE_MEAN_TOKEN_SUM = "sequence_mean_token_sum"  # noqa: S105
     SEQUENCE_MEAN_TOKEN_MEAN = "sequence_mean_token_mean"  # noqa: S105
     CONSTANT = "constant"
-    """The sum over tokens, divided by the number of sequences times `LossConfig.aggregation_length`."""
+    """Sum over tokens, divided by the number of sequences times `LossConfig.aggregation_length`."""
 
 
 class KlEstimator(StrEnum):
-    """Estimators of KL(policy || reference) from one token's log-probabilities. `algorithms.kl` computes them."""
+    """Estimators of KL(policy || reference) from one token's log-probabilities; computed by `algorithms.kl`."""
 
     K1 = "k1"
     K2 = "k2"
@@ -42,14 +42,14 @@ class KlEstimator(StrEnum):
 
 
 class OldPolicy(StrEnum):
-    """The policy whose probabilities stand in the denominator of the ratio."""
+    """The denominator policy of the ratio."""
 
     CURRENT = "current"
-    """The policy as it is: the ratio is 1. For the only step on a batch."""
+    """The current policy: the ratio is 1. For a single step per batch."""
     GIVEN = "given"
-    """Samples carry `old_log_probs`, which the trainer computed before the first step on the batch."""
+    """Samples have `old_log_probs`, computed by the trainer before the first step on the batch."""
     ROLLOUT = "rollout"
-    """The rollout's own log-probabilities."""
+    """The rollout's log-probabilities."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ class PpoLoss:
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = None
-    """Greater than 1; bounds the loss at -dual_clip * advantage where the advantage is negative (arXiv:1912.09729)."""
+    """Above 1; bounds the loss at -dual_clip * advantage for negative advantages (arXiv:1912.09729)."""
 
     def __post_init__(self) -> None:
         check_numbers(self)
@@ -69,7 +69,7 @@ class PpoLoss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GspoLoss:
-    """GSPO: one length-normalized ratio for each sequence (arXiv:2507.18071 eq. 5). Clip bounds of its section 5.1."""
+    """GSPO: one length-normalized ratio per sequence (arXiv:2507.18071 eq. 5). Clip bounds from its section 5.1."""
 
     clip_low: float = 3e-4
     clip_high: float = 4e-4
@@ -81,9 +81,9 @@ class GspoLoss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CispoLoss:
-    """CISPO: the clipped ratio weighs the policy gradient, so no token loses its gradient (arXiv:2506.13585 eq. 4).
+    """CISPO: the clipped ratio weighs the policy gradient, so that no token loses its gradient (arXiv:2506.13585 eq. 4).
 
-    The paper leaves the lower side open (clip_low 1). An upper bound of 5 is within ScaleRL's range (arXiv:2510.13786) and TRL's advice.
+    The paper leaves the lower bound open (clip_low 1). An upper bound of 5 is within ScaleRL's range (arXiv:2510.13786) and TRL's advice.
     """
 
     clip_low: float = 1.0
@@ -96,9 +96,9 @@ class CispoLoss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SapoLoss:
-    """SAPO: a sigmoid around ratio 1 in place of the clip, so that the gradient fades instead of ending (arXiv:2511.20347).
+    """SAPO: a sigmoid around ratio 1 instead of a clip, so that the gradient fades rather than ends (arXiv:2511.20347).
 
-    A greater temperature fades sooner; that of negative advantages is the greater one by default.
+    Higher temperatures damp sooner; by default that of negative advantages is higher.
     """
 
     temperature_positive: float = 1.0
@@ -113,7 +113,7 @@ class SapoLoss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyGradientLoss:
-    """REINFORCE: -advantage * log-probability. It has no ratio and no clip."""
+    """REINFORCE: -advantage * log-probability, without ratio or clip."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +121,7 @@ class ValueLoss:
     """PPO's clipped value loss (arXiv:2005.12729 sec. 3)."""
 
     clip: float | None = None
-    """How far a value may move from its old value before its loss stops falling; by default the plain squared error (arXiv:2006.05990)."""
+    """Maximum distance of a value from its old one before its loss is clipped; by default plain squared error (arXiv:2006.05990)."""
 
     def __post_init__(self) -> None:
         check_numbers(self)
@@ -138,25 +138,25 @@ _LOSSES_WITH_RATIO = (PpoLoss, GspoLoss, CispoLoss, SapoLoss)
 # Trainers compute in float32.
 _GREATEST = 1e30
 _MOST_TOKENS = 2**32 - 1
-# Outside of it, weights in float32 come close to 0 or infinity.
+# Outside this range, float32 weights approach 0 or infinity.
 _DENOMINATORS = (1e-6, 1e15)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """Correction of the gap between the rollout's probabilities and the trainer's. `algorithms.correction` computes it.
+    """Correction of the mismatch between rollout's and the trainer's probabilities; computed by `algorithms.correction`.
 
-    The ratio r of a token is the trainer's probability over the rollout's. Losses without a policy gradient ignore all of this.
+    The ratio r of a token is the trainer's probability divided by the rollout's. Losses without a policy gradient ignore all of this.
     """
 
     token_truncation: float | None = 2.0
-    """Weigh each token by min(r, this); at least 1 (https://fengyao.notion.site/off-policy-rl)."""
+    """Weighs each token by min(r, this); at least 1 (https://fengyao.notion.site/off-policy-rl)."""
     sequence_truncation: float | None = None
-    """Weigh each token of a sequence by min(product of its r, this); at least 1."""
+    """Weighs each token of a sequence by min(product of its r, this); at least 1."""
     token_mask: tuple[float, float] | None = None
-    """Leave out tokens whose r lies outside these bounds. IcePop (arXiv:2510.18855) is token_mask=(0.5, 5.0), token_truncation=5.0."""
+    """Excludes tokens whose r is out of bounds. IcePop (arXiv:2510.18855) is token_mask=(0.5, 5.0), token_truncation=5.0."""
     geometric_mask: tuple[float, float] | None = None
-    """Leave out sequences whose geometric mean of r lies outside these bounds."""
+    """Excludes sequences whose geometric mean of r is out of bounds."""
 
     def __post_init__(self) -> None:
         check_numbers(self)
@@ -180,12 +180,12 @@ class Correction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossConfig:
-    """Everything that turns a model's outputs for a batch into a loss."""
+    """Everything needed to compute a loss from a model's outputs."""
 
     loss: Loss = field(default_factory=PpoLoss)
     aggregation: Aggregation = Aggregation.TOKEN_MEAN
     aggregation_length: int | None = None
-    """Tokens; for CONSTANT only, such as the longest completion that the rollout allows (arXiv:2503.20783 sec. 3.2)."""
+    """Tokens; for CONSTANT only, such as rollout's maximum completion length (arXiv:2503.20783 sec. 3.2)."""
     kl_coef: float = 0.0
     """Weight of the KL divergence to the reference policy in the loss."""
     kl_estimator: KlEstimator = KlEstimator.K3
@@ -194,7 +194,7 @@ class LossConfig:
     old_policy: OldPolicy = OldPolicy.CURRENT
     correction: Correction = field(default_factory=Correction)
     denominator: float | None = None
-    """What weights are divided by, where one optimizer step takes several calls; None for the count of the call itself."""
+    """Divisor of the weights if one optimizer step uses several calls; None for the call's own count."""
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -215,7 +215,7 @@ class LossConfig:
             raise SettingError("old_policy", f"{self.old_policy}, but {type(self.loss).__name__} has no ratio; use current")
 
     def _check_types(self) -> None:
-        """Takes members of enums by their values, too."""
+        """Also accepts enum members by value."""
         for name, enum in (("aggregation", Aggregation), ("kl_estimator", KlEstimator), ("old_policy", OldPolicy)):
             object.__setattr__(self, name, member(enum, getattr(self, name), field=name))
         for name, classes in (("loss", get_args(Loss)), ("correction", (Correction,))):
@@ -235,22 +235,22 @@ class LossConfig:
 
     @property
     def has_ratio(self) -> bool:
-        """Whether the loss compares the policy with an old one."""
+        """Whether the loss compares the policy with an old policy."""
         return isinstance(self.loss, _LOSSES_WITH_RATIO)
 
     @property
     def has_advantages(self) -> bool:
-        """Whether the loss follows a policy gradient, and so takes advantages and the correction."""
+        """Whether the loss uses a policy gradient, and so advantages and the correction."""
         return self.has_ratio or isinstance(self.loss, PolicyGradientLoss)
 
     @property
     def truncates(self) -> bool:
-        """Whether importance weights apply. The ratio to the rollout is one already, so ROLLOUT takes none."""
+        """Whether importance weights apply. With ROLLOUT the loss's ratio already is one."""
         return self.has_advantages and self.old_policy is not OldPolicy.ROLLOUT and self.correction.truncates
 
     @property
     def required_fields(self) -> frozenset[str]:
-        """Names of the fields of a sample that this loss cannot do without."""
+        """Names of the sample fields that this loss requires."""
         masks = self.has_advantages and self.correction.masks
         needed = {
             "advantages": self.has_advantages,
@@ -267,7 +267,7 @@ _Enum = TypeVar("_Enum", bound=StrEnum)
 
 
 def member(enum: type[_Enum], value: object, *, field: str) -> _Enum:
-    """The member that `value` is or names. Raises SettingError naming `field` and the values that there are."""
+    """The enum member that `value` is or names. Raises SettingError naming `field` and the allowed values."""
     try:
         return enum(value)
     except ValueError:
@@ -275,7 +275,7 @@ def member(enum: type[_Enum], value: object, *, field: str) -> _Enum:
 
 
 def check_numbers(settings: DataclassInstance) -> None:
-    """Raises SettingError naming the first field of a dataclass that holds no number, or no bool, although its type is one."""
+    """Raises SettingError naming the first numeric or bool field of a dataclass with a value of another type."""
     for each in fields(settings):
         name, _, optional = str(each.type).partition(" ")
         kind = {"int": Integral, "float": Real}.get(name)

@@ -1,4 +1,4 @@
-"""From a model's outputs for a micro-batch to its part of the loss, by a `LossConfig`. Shape suffixes: N tokens, S samples."""
+"""Computes a micro-batch's part of the loss from a model's outputs and a `LossConfig`. Shape suffixes: N tokens, S samples."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tasuki.algorithms.surrogates import policy_gradient, surrogate
 
 
 def policy_loss(config: LossConfig, *, log_probs_N: Tensor, entropy_N: Tensor, batch: LossBatch) -> LossSum:
-    """The policy's loss: policy term times its correction, plus kl_coef * KL to the reference, minus entropy_coef * entropy.
+    """The policy's loss: policy term times correction, plus kl_coef * KL to the reference, minus entropy_coef * entropy.
 
     log_probs_N, entropy_N: [N] float32, of the policy, in nats; the entropy needs a gradient only if entropy_coef is not 0.
-    Metrics are means over counted tokens, "..._max" largest values; "loss" is weighed by `weights_N`. Reads nothing back from the
-    device. The correction applies to the policy term alone: KL and entropy of a masked token still count.
+    Metrics are means over counted tokens, "..._max" maxima; "loss" is weighed by `weights_N`. Does not synchronize with the device.
+    The correction applies only to the policy term: KL and entropy of a masked token still count.
     """
     loss_N, metrics = _policy_term(config, log_probs_N=log_probs_N, batch=batch)
     if batch.ref_log_probs_N is not None:
@@ -42,9 +42,9 @@ def policy_loss(config: LossConfig, *, log_probs_N: Tensor, entropy_N: Tensor, b
 
 
 def value_loss(config: LossConfig, *, values_N: Tensor, batch: LossBatch) -> LossSum:
-    """The critic's loss: half the squared error of each token's value, the larger one of the clipped and the unclipped value.
+    """The critic's loss: half the squared error of each token's value, the larger of the clipped and unclipped error.
 
-    values_N: [N] float32, the critic's values. The explained variance of old values is `advantages.explained_variance`.
+    values_N: [N] float32. The explained variance of old values is `advantages.explained_variance`.
     Source: PPO's code as described in "Implementation matters" (arXiv:2005.12729) sec. 3, item 1.
     """
     assert isinstance(config.loss, ValueLoss) and batch.returns_N is not None
@@ -64,7 +64,7 @@ def value_loss(config: LossConfig, *, values_N: Tensor, batch: LossBatch) -> Los
 
 
 def _policy_term(config: LossConfig, *, log_probs_N: Tensor, batch: LossBatch) -> tuple[Tensor, dict[str, Metric]]:
-    """Policy loss of each token [N], corrected, and its metrics."""
+    """Corrected policy loss of each token [N], and its metrics."""
     if isinstance(config.loss, SftLoss):
         return -log_probs_N, {}
     assert batch.advantages_N is not None
@@ -97,7 +97,7 @@ def _old_log_probs(old_policy: OldPolicy, *, log_probs_N: Tensor, batch: LossBat
 
 
 def _rollout_gap(log_probs_N: Tensor, batch: LossBatch) -> dict[str, Metric]:
-    """How far trainer and rollout disagree on the samples that the version in training made: only there it is an error."""
+    """Mismatch between trainer and rollout on samples of the version in training, where it should be zero."""
     if batch.rollout_log_probs_N is None:
         return {}
     current_mask_N = batch.loss_mask_N * batch.is_current_N

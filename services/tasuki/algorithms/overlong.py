@@ -1,4 +1,4 @@
-"""DAPO's penalty of completions that come close to the length limit. Shape suffix: S samples."""
+"""DAPO's penalty for completions near the length limit. Shape suffix: S samples."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 def soft_overlong_penalty(
     num_completion_S: NDArray[np.integer], *, max_completion_tokens: int, buffer_tokens: int
 ) -> NDArray[np.float32]:
-    """[S]: what is added to the reward: 0 up to the buffer, from there down to -1 at `max_completion_tokens`, and -1 beyond.
+    """[S]: added to the reward: 0 up to the buffer, then falling to -1 at `max_completion_tokens`, and -1 beyond.
 
     num_completion_S: [S] tokens of each completion; 0 < buffer_tokens <= max_completion_tokens.
     Source: DAPO (arXiv:2503.14476) eq. 13, with L_cache = buffer_tokens.

@@ -1,6 +1,6 @@
-"""The KL divergence to the reference as a part of the reward.
+"""The KL divergence to the reference as part of the reward.
 
-Shape suffixes: N completion tokens, one sample after the other; S samples.
+Shape suffixes: N completion tokens, concatenated by sample; S samples.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from tasuki.algorithms.estimator import MAX_KL_ERROR
 from tasuki.algorithms.loss_types import KlEstimator, SettingError
 from tasuki.algorithms.samples import Floats, Integers, check_shape, sample_ids
 
-# As in the loss: beyond it an exponential says nothing.
+# As in the loss: larger values carry no information.
 _MAX_LOG_RATIO = 20.0
 
 
 def kl_penalties(
     log_probs_N: Floats, ref_log_probs_N: Floats, *, estimator: KlEstimator = KlEstimator.K1
 ) -> NDArray[np.float64]:
-    """[N]: an estimate of KL(policy || reference) for each token. In a reward K3_STRAIGHT_THROUGH is K3: only values matter.
+    """[N]: estimate of KL(policy || reference) for each token. K3_STRAIGHT_THROUGH equals K3 here: in a reward only values matter.
 
     Source: Schulman (http://joschu.net/blog/kl-approx.html); k1 is the penalty of InstructGPT (arXiv:2203.02155) eq. 2.
     """
@@ -49,7 +49,7 @@ def token_rewards(
 ) -> NDArray[np.float32]:
     """[N]: minus `coef` times the penalty of each counted token, plus the sample's reward on its last counted token.
 
-    rewards_S: [S], NaN for a failed one, which makes its last token's reward NaN; penalties_N: [N] of `kl_penalties`;
+    rewards_S: [S], NaN for failed ones, which makes the last token's reward NaN; penalties_N: [N] from `kl_penalties`;
     num_completion_S: [S]. A sample without a counted token has no reward.
     Source: Ziegler et al. (arXiv:1909.08593) eq. 2.
     """
@@ -67,16 +67,16 @@ def token_rewards(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptiveKlCoef:
-    """A coefficient that steers the KL divergence to a target. A fixed one is a float. Save and restore its fields.
+    """A coefficient that adapts to keep the KL divergence at a target. A fixed one is a float. Save and restore its fields.
 
     Source: Ziegler et al. (arXiv:1909.08593) sec. 2.2; the horizon as in their code.
     """
 
     coef: float
     target: float
-    """Nats a sequence, or a token if `updated` is told nats a token."""
+    """Nats per sequence, or per token if `updated` gets nats per token."""
     horizon: float = 10_000.0
-    """Samples over which an error of 20 % changes the coefficient by 20 %."""
+    """Number of samples over which an error of 20 % changes the coefficient by 20 %."""
 
     def __post_init__(self) -> None:
         for name in ("coef", "target", "horizon"):
@@ -84,6 +84,6 @@ class AdaptiveKlCoef:
                 raise SettingError(name, f"is {getattr(self, name)}; must be greater than 0")
 
     def updated(self, kl: float, *, num_samples: int) -> AdaptiveKlCoef:
-        """The coefficient after a batch of `num_samples` with this mean KL divergence, in the target's units."""
+        """The coefficient after a batch of `num_samples` with this mean KL divergence, in units of the target."""
         error = min(max(kl / self.target - 1.0, -MAX_KL_ERROR), MAX_KL_ERROR)
         return dataclasses.replace(self, coef=self.coef * (1.0 + error * num_samples / self.horizon))

@@ -1,6 +1,6 @@
-"""Policy losses of tokens, before aggregation. Shape suffixes: N tokens, S samples.
+"""Policy losses per token, before aggregation. Shape suffixes: N tokens, S samples.
 
-`log_ratio_N` is log(policy / old policy) of each token, with its gradient; all tensors [N] are float32.
+`log_ratio_N` is log(policy / old policy) of each token, with gradient; all tensors [N] are float32.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from tasuki.algorithms.loss_types import CispoLoss, GspoLoss, Loss, PpoLoss, Sap
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Surrogate:
-    """A ratio-based loss of each token, to be minimized, and what its clip did."""
+    """A ratio-based loss of each token, to be minimized, and the effect of its clip."""
 
     loss_N: Tensor
     ratio_N: Tensor
-    """The ratio before it was clipped."""
+    """The unclipped ratio."""
     clipped_low_N: Tensor
-    """bool: the lower bound of the ratio decided the loss."""
+    """bool: whether the ratio's lower bound applied."""
     clipped_high_N: Tensor
-    """bool: the upper bound of the ratio decided the loss."""
+    """bool: whether the ratio's upper bound applied."""
     dual_clipped_N: Tensor | None = None
-    """bool: the dual clip decided the loss; None without one."""
+    """bool: whether the dual clip applied; None without one."""
 
     def metrics(self, loss_mask_N: Tensor) -> dict[str, Metric]:
         metrics = {
@@ -43,7 +43,7 @@ class Surrogate:
 
 
 def surrogate(loss: Loss, *, log_probs_N: Tensor, log_ratio_N: Tensor, batch: LossBatch) -> Surrogate:
-    """The surrogate of a loss that has a ratio."""
+    """The surrogate of a loss with a ratio."""
     assert batch.advantages_N is not None
     match loss:
         case PpoLoss():
@@ -59,7 +59,7 @@ def surrogate(loss: Loss, *, log_probs_N: Tensor, log_ratio_N: Tensor, batch: Lo
 
 
 def ppo(loss: PpoLoss, *, log_ratio_N: Tensor, advantages_N: Tensor) -> Surrogate:
-    """PPO's pessimistic bound: the larger of the clipped and the unclipped loss of each token.
+    """PPO's pessimistic bound: the larger of each token's clipped and unclipped loss.
 
     Source: PPO (arXiv:1707.06347) eq. 7; two bounds: DAPO (arXiv:2503.14476) eq. 10; dual clip: arXiv:1912.09729.
     """
@@ -80,7 +80,7 @@ def ppo(loss: PpoLoss, *, log_ratio_N: Tensor, advantages_N: Tensor) -> Surrogat
 def gspo(loss: GspoLoss, *, log_probs_N: Tensor, log_ratio_N: Tensor, advantages_N: Tensor, batch: LossBatch) -> Surrogate:
     """GSPO in its token form: every token of a sequence has the ratio s = exp(mean of log_ratio over the counted tokens).
 
-    Each token's own log-prob carries the gradient, s * grad(log_prob): with SEQUENCE_MEAN_TOKEN_MEAN, the paper's aggregation, the
+    Each token's own log-prob carries the gradient, s * grad(log_prob). With SEQUENCE_MEAN_TOKEN_MEAN, the paper's aggregation, the
     gradient equals that of the sequence form.
     Source: GSPO (arXiv:2507.18071) eq. 5 and 7 (sequence form), eq. 13 and 14 (token form).
     """

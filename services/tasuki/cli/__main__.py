@@ -1,4 +1,4 @@
-"""The `tasuki` command: reads the command line, calls one function, and turns errors into one line each."""
+"""The `tasuki` command: parses the command line, runs one function, and prints each error as one line."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ USER_ERROR, SERVICE_ERROR, INTERRUPTED = 2, 1, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0, 1 when a service failed, 2 for every other error, 130 after Ctrl-C."""
+    """Returns the exit code: 0; 1 if a service failed; 2 for any other error; 130 after Ctrl-C."""
     arguments = _parser().parse_args(argv)
     return exit_code_of(lambda: arguments.run(arguments))
 
 
 def exit_code_of(command: Callable[[], int]) -> int:
-    """Runs a command; what it raises becomes one line and an exit code, and a crash in native code leaves the Python stack on stderr."""
+    """Runs a command. Turns errors into one line and an exit code; a crash in native code prints the Python stack to stderr."""
     faulthandler.enable(file=2)
-    # Also for SIGINT: a shell starts its background jobs with that one ignored.
+    # Also restores SIGINT, which shells ignore for background jobs.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupted)
     try:
@@ -46,7 +46,7 @@ def exit_code_of(command: Callable[[], int]) -> int:
     except TasukiError as error:
         sys.stderr.write(f"tasuki: error {error.reason}: {error.message}\n")
         return SERVICE_ERROR if isinstance(error, ServiceFailed) else USER_ERROR
-    except OSError as error:  # a file or folder that cannot be read or written
+    except OSError as error:  # an unreadable or unwritable file or folder
         sys.stderr.write(f"tasuki: error {type(error).__name__}: {error}\n")
         return USER_ERROR
     except KeyboardInterrupt:
@@ -55,82 +55,84 @@ def exit_code_of(command: Callable[[], int]) -> int:
 
 
 def _interrupted(number: int, frame: FrameType | None) -> NoReturn:
-    """SIGTERM ends the command as Ctrl-C does, so that what it started is stopped."""
+    """Ends the command on SIGTERM as on Ctrl-C, so that it stops what it started."""
     raise KeyboardInterrupt
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="tasuki", description="RL post-training as services that share the GPUs in turn.")
+    parser = argparse.ArgumentParser(
+        prog="tasuki", description="RL post-training as services that take turns on the same GPUs."
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     up = _command(commands, "up", _up, "start a node: coordinator, trainer and rollout")
     up.add_argument("config", type=Path, metavar="CONFIG")
-    up.add_argument("--foreground", action="store_true", help="stay, and stop the node on Ctrl-C")
+    up.add_argument("--foreground", action="store_true", help="stay in the foreground; Ctrl-C stops the node")
     up.add_argument(
-        "--resume", action="store_true", help="go on where the last node on the state folder was, not from the model"
+        "--resume",
+        action="store_true",
+        help="resume where the last node in the state folder ended, instead of starting from the model",
     )
     _add_overrides(up)
-    down = _command(commands, "down", _down, "stop a node and wait until nothing of it is left")
+    down = _command(commands, "down", _down, "stop a node and wait until all of it is gone")
     _add_node(down)
     state = _command(commands, "state", _state, "show phase, version, services and memory")
     _add_node(state)
-    state.add_argument("--json", action="store_true", help="the same as one JSON object")
-    state.add_argument("--serving", action="store_true", help="end with 1 while not all three services answer")
+    state.add_argument("--json", action="store_true", help="print one JSON object")
+    state.add_argument("--serving", action="store_true", help="exit with 1 unless all three services answer")
     watch = _command(commands, "watch", _watch, "follow stages and memory until Ctrl-C")
     _add_node(watch)
-    train = _command(
-        commands, "train", _train, "train as the [train] or [sft] table of CONFIG says; starts the node when none runs"
-    )
+    train = _command(commands, "train", _train, "train as set in CONFIG's [train] or [sft] table; start the node if none runs")
     train.add_argument("config", type=Path, metavar="CONFIG")
     train.add_argument(
         "--resume",
         action="store_true",
-        help="go on with the run in output_dir: from its newest checkpoint, or where it was on a node that still has it; "
-        "begin where there is none",
+        help="resume the run in output_dir from its newest checkpoint, or from the running node if it still has the run; "
+        "start a new run if there is none",
     )
-    train.add_argument("--no-start", action="store_true", help="only on a node that runs already")
+    train.add_argument("--no-start", action="store_true", help="fail if no node is running")
     _add_overrides(train)
-    plan = _command(commands, "plan", _plan, "predict the memory of a node, stage by stage, and say what to change")
+    plan = _command(commands, "plan", _plan, "predict a node's memory use by stage and suggest changes")
     add_plan_arguments(plan)
-    audit = _command(commands, "audit", _audit, "replay a run's journal and say whether it kept every promise")
+    audit = _command(commands, "audit", _audit, "replay a run's journal and check that every invariant held")
     audit.add_argument(
         "run_path", type=Path, metavar="RUN", help="a state folder, an output folder, a journal, or a node's CONFIG"
     )
-    audit.add_argument("--json", action="store_true", help="the same as one JSON object")
+    audit.add_argument("--json", action="store_true", help="print one JSON object")
     certs = _command(
-        commands, "certs", _certs, "make an authority and certificates for ports in a lab; again: new certificates"
+        commands, "certs", _certs, "create a CA and certificates for ports in a lab; run again to renew the certificates"
     )
     certs.add_argument("folder", type=Path, metavar="FOLDER")
     certs.add_argument(
-        "--host", dest="hosts", action="append", default=[], help="name or address of a node's machine; this one's by default"
+        "--host", dest="hosts", action="append", default=[], help="name or address of a node's machine (default: this one)"
     )
     certs.add_argument(
-        "--fleet", action="store_true", help="give the node's certificate the role peer: nodes of a fleet call each other"
+        "--fleet", action="store_true", help="give the node's certificate the role peer, for the nodes of a fleet"
     )
-    certs.add_argument("--days", type=int, default=90, help="how long the certificates are good (90)")
-    doctor = _command(commands, "doctor", _doctor, "judge the machine, and whether a node would run on it")
+    certs.add_argument("--days", type=int, default=90, help="validity of the certificates in days (90)")
+    doctor = _command(commands, "doctor", _doctor, "check the machine, and whether a node would run on it")
     doctor.add_argument("config", type=Path, nargs="?", metavar="CONFIG")
-    doctor.add_argument("--json", action="store_true", help="the same as a JSON list")
+    doctor.add_argument("--json", action="store_true", help="print a JSON list")
     _add_overrides(doctor)
     add_fleet_commands(commands)
-    track = _command(commands, "track", _track, "give a run's figures to a tracker")
+    track = _command(commands, "track", _track, "send a run's metrics to an experiment tracker")
     track.add_argument("output_dir", type=Path, metavar="RUN", help="the run's output folder")
     track.add_argument("--to", required=True, choices=TRACKERS)
-    track.add_argument("--project", default="tasuki", help="project or experiment (tasuki)")
-    track.add_argument("--name", help="of the run; by default the folder's name")
-    track.add_argument("--online", action="store_true", help="have wandb upload")
-    track.add_argument("--follow", action="store_true", help="go on until the run ends")
-    track.add_argument("--pipe-fd", type=int, help=argparse.SUPPRESS)  # of `tasuki train`, which ends with it
-    dashboard = _command(commands, "dashboard", _dashboard, "show a node and its run, or a run that has ended, in a browser")
+    track.add_argument("--project", default="tasuki", help="project or experiment (default: tasuki)")
+    track.add_argument("--name", help="name of the run (default: the folder's name)")
+    track.add_argument("--online", action="store_true", help="let wandb upload")
+    track.add_argument("--follow", action="store_true", help="continue until the run ends")
+    track.add_argument("--pipe-fd", type=int, help=argparse.SUPPRESS)  # set by `tasuki train`; closes when it ends
+    dashboard = _command(commands, "dashboard", _dashboard, "show a node and its run, or a finished run, in a browser")
     shown = dashboard.add_mutually_exclusive_group(required=True)
-    shown.add_argument("folder", type=Path, nargs="?", metavar="RUN", help="the run's output folder, or a node's state folder")
-    shown.add_argument("--config", type=Path, metavar="CONFIG", help="the file that the node was started with")
+    shown.add_argument("folder", type=Path, nargs="?", metavar="RUN", help="the run's output folder or a node's state folder")
+    shown.add_argument("--config", type=Path, metavar="CONFIG", help="the file the node was started with")
     dashboard.add_argument(
         "--listen",
         default="127.0.0.1:8765",
         metavar="HOST:PORT",
-        help="where to serve (127.0.0.1:8765); beyond loopback with the TLS and the callers of CONFIG's [security]",
+        help="address to serve at (127.0.0.1:8765); beyond loopback uses TLS and roles of CONFIG's [security]",
     )
-    supervise = commands.add_parser("supervise")  # started by `up` and `train`, not by users
+    supervise = commands.add_parser("supervise")  # internal: started by `up` and `train`
     supervise.add_argument("state_dir", type=Path)
     supervise.add_argument("lock_fd", type=int)
     supervise.add_argument("starter_fd", type=int)
@@ -146,13 +148,13 @@ def _command(commands: _Commands, name: str, run: Callable[[argparse.Namespace],
 
 def _add_overrides(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--set", dest="overrides", action="append", default=[], metavar="A.B=VALUE", help="overrides one key of CONFIG"
+        "--set", dest="overrides", action="append", default=[], metavar="A.B=VALUE", help="override a key of CONFIG"
     )
 
 
 def _add_node(parser: argparse.ArgumentParser) -> None:
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("config", type=Path, nargs="?", metavar="CONFIG", help="the file that the node was started with")
+    which.add_argument("config", type=Path, nargs="?", metavar="CONFIG", help="the file the node was started with")
     which.add_argument("--state-dir", type=Path, help="the node's state folder")
 
 
@@ -253,7 +255,7 @@ def _supervise(arguments: argparse.Namespace) -> int:
         node_services(config),
         lock=StateLock(arguments.lock_fd),
         starter_fd=arguments.starter_fd,
-        # By default grpc writes a line for every stranger that fails to make a connection to a port.
+        # grpc's default logs every failed connection by strangers to a port.
         environment={"GRPC_VERBOSITY": "ERROR", **os.environ},
         restart=config.restart,
         make_pool=functools.partial(NodePool, config) if config.memory.pool else None,
@@ -261,14 +263,14 @@ def _supervise(arguments: argparse.Namespace) -> int:
 
 
 def _running_config(arguments: argparse.Namespace) -> NodeConfig:
-    """The configuration that the node runs with, which `--set` may have made another than the file's."""
+    """The running node's configuration, which `--set` may have changed from the file's."""
     given = None if arguments.config is None else load_beside_node(arguments.config)
     state_dir: Path = arguments.state_dir if given is None else given.state_dir
     if config_path(state_dir).is_file():
         return load_config(config_path(state_dir))
     if given is None or not state_dir.is_dir():
         raise NodeDown(f"no node runs on {state_dir}; start one with: tasuki up CONFIG", state_dir=state_dir)
-    return given  # services that were started one by one
+    return given  # services were started individually
 
 
 if __name__ == "__main__":

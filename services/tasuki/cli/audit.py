@@ -1,4 +1,4 @@
-"""`tasuki audit`: whether a run kept its promises, from what it left behind."""
+"""`tasuki audit`: checks from a run's records whether it kept its invariants."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ CLEAN, BROKEN, UNREADABLE = 0, 1, 2
 
 
 def run(path: Path, *, as_json: bool) -> int:
-    """Audits the run at `path` and says what it found: 0 when it is clean, 1 when a promise was broken, 2 when a part cannot be read.
+    """Audits the run at `path` and prints the result. Returns 0 if it is clean, 1 for a violation, 2 if a part is unreadable.
 
-    Raises PathNotFound, and InvalidArgument for a journal that cannot be read.
+    Raises PathNotFound, and InvalidArgument for an unreadable journal.
     """
     place = _place(path)
     folder = place.folder
-    lives = {service: _lives(folder, service) for service in Service}  # before the journal: a node may go on meanwhile
+    lives = {service: _lives(folder, service) for service in Service}  # read before the journal, since a node may be running
     history = read_history(place.journal)
     found = audit(history)
     found = replace(found, violation=found.violation or audit_commands(history, lives))
@@ -58,7 +58,7 @@ def run(path: Path, *, as_json: bool) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RunPlace:
-    """Where the archive of a run is. is_of_node: in the node's folder, since the run has no copy yet."""
+    """Location of a run's archive. is_of_node: in the node's folder, because the run has no copy yet."""
 
     folder: Path
     journal: Path
@@ -67,7 +67,7 @@ class RunPlace:
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """What an audit comes to. damage: of the trainer's log. not_audited: what is not there to be compared."""
+    """Result of an audit. damage: of the trainer's log. not_audited: records that are missing."""
 
     violation: Violation | None
     damage: str
@@ -77,7 +77,7 @@ class AuditReport:
 
 
 def _fleet(folder: Path) -> FleetAudit | None:
-    """What the journal of the fleet that the node led comes to; None on any other node."""
+    """Audit of the journal of the fleet that the node led; None on any other node."""
     path = fleet_journal_path(folder)
     return audit_fleet_journal(path) if path.is_file() else None
 
@@ -89,7 +89,7 @@ def _of_fleet(violation: FleetViolation) -> Violation:
 
 
 def _training(folder: Path) -> tuple[list[TrainingRecord], str]:
-    """What is in the trainer's log, and what is wrong with the file."""
+    """Records in the trainer's log, and what is wrong with the file."""
     path = training_log_path(folder)
     try:
         return (read_training_log(path) if path.exists() else []), ""
@@ -113,7 +113,7 @@ def _not_audited(folder: Path, lives: Mapping[Service, Sequence[LoggedLife]]) ->
 
 
 def _place(path: Path) -> RunPlace:
-    """From a configuration, a folder or a journal."""
+    """Finds the archive from a configuration, a folder or a journal."""
     if path.suffix == ".toml":
         path = load_config(path).state_dir
     if path.is_dir():
@@ -125,7 +125,7 @@ def _place(path: Path) -> RunPlace:
 
 
 def _lives(folder: Path, service: Service) -> list[LoggedLife]:
-    """The lives of a service whose logs are left; of older ones there is none."""
+    """Lives of a service whose logs still exist; older ones are missing."""
     log = log_path(folder, service)
     return [life for place in (log.with_suffix(".log.old"), log) for life in read_command_log(place)]
 

@@ -1,4 +1,4 @@
-"""Makes the certificates of a lab: an authority, one for its nodes, one for each role. Elsewhere, use the authority that is there."""
+"""Creates certificates for a lab: a CA, one for its nodes, one for each role. Elsewhere, use the existing CA."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Authority:
 
 
 def run(folder: Path, *, hosts: Sequence[str], days: int, is_fleet: bool = False) -> int:
-    """Writes ca, node, viewer, trainer, operator and peer into `folder`, each as .pem and .key. An authority that is there stays.
+    """Writes ca, node, viewer, trainer, operator and peer to `folder`, each as .pem and .key. Keeps an existing CA.
 
     is_fleet: whether nodes call each other with the node's certificate, which then has the role peer.
 
-    Raises InvalidArgument for a host, a number of days or a folder that cannot be, and without the package that makes certificates.
+    Raises InvalidArgument for an invalid host, number of days or folder, and if the package cryptography is missing.
     """
     try:
         import cryptography  # noqa: F401 - looked for, before anything is written
@@ -50,7 +50,7 @@ def run(folder: Path, *, hosts: Sequence[str], days: int, is_fleet: bool = False
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise InvalidArgument("folder", f"{folder} cannot be made: {error.strerror}") from error
+        raise InvalidArgument("folder", f"{folder} cannot be created: {error.strerror}") from error
     if not (folder / "ca.pem").exists() and not (folder / "ca.key").exists():
         _write_authority(folder, make_authority())
     authority = read_authority(folder)
@@ -66,7 +66,7 @@ def run(folder: Path, *, hosts: Sequence[str], days: int, is_fleet: bool = False
 
 
 def make_authority() -> Authority:
-    """A new authority with a key, and a name that no other has."""
+    """Creates a CA with a new key and a unique name."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -80,7 +80,7 @@ def make_authority() -> Authority:
 
 
 def read_authority(folder: Path) -> Authority:
-    """The authority of ca.pem and ca.key. Raises InvalidArgument when they are not there or no pair."""
+    """Reads ca.pem and ca.key. Raises InvalidArgument if they are missing or do not match."""
     from cryptography import x509
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -98,7 +98,7 @@ def read_authority(folder: Path) -> Authority:
 def issue(
     authority: Authority, name: str, *, until: datetime, hosts: Sequence[str] = (), spiffe_id: str | None = None
 ) -> tuple[bytes, bytes]:
-    """PEM of a certificate and its key: a server's with `hosts`, a caller's with `spiffe_id` or without `hosts`.
+    """Issues a certificate; returns it and its key as PEM. For a server with `hosts`, for a caller with `spiffe_id` or no `hosts`.
 
     Raises InvalidArgument for a host that is neither a name nor an address.
     """
@@ -129,7 +129,7 @@ def issue(
 
 
 def write_pair(folder: Path, name: str, cert: bytes, key: bytes) -> None:
-    """Puts NAME.pem and NAME.key into the folder, each at once."""
+    """Writes NAME.pem and NAME.key to the folder, each atomically."""
     _write(folder / f"{name}.key", key, mode=0o600)
     _write(folder / f"{name}.pem", cert, mode=0o644)
 

@@ -1,4 +1,4 @@
-"""`tasuki fleet`: a node that is part of a fleet, from its start by a scheduler to its end, and the fleet's state."""
+"""`tasuki fleet`: runs a node of a fleet under a scheduler, and shows the fleet's state."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ _TICK_S = 0.2
 def fleet_config(
     path: Path, *, overrides: Sequence[str], flags: Mapping[str, Any], environment: Mapping[str, str]
 ) -> NodeConfig:
-    """The configuration with [fleet] filled: by `flags` that are not None, else by `--set` and the file, else by the environment.
+    """Fills in [fleet]: from `flags` that are not None, else from `--set` and the file, else from the environment.
 
-    Raises InvalidArgument naming what nobody tells.
+    Raises InvalidArgument naming a key that none of them sets.
     """
     given = {key: value for key, value in flags.items() if value is not None}
     told = [f"fleet.{key}={_toml(value)}" for key, value in fleet_table(environment).items()]
@@ -59,16 +59,16 @@ def fleet_config(
             key = field.removeprefix("fleet.")
             flag = f"--{key.replace('_', '-')}"
             raise InvalidArgument(
-                field, f"nobody tells it: give {flag}, or run under Slurm, a JobSet or torchrun's variables"
+                field, f"is not set: give {flag}, or run under Slurm, a JobSet or torchrun's variables"
             ) from error
         raise
 
 
 def _not_in(path: Path, told: Sequence[str]) -> list[str]:
-    """What the environment tells, but for the keys that the file sets itself."""
+    """Keys set by the environment but not by the file."""
     try:
         own = tomllib.loads(path.read_text()).get("fleet", {})
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError):  # told by load_config
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError):  # reported by load_config
         own = {}
     return [one for one in told if one.partition("=")[0].removeprefix("fleet.") not in own]
 
@@ -79,18 +79,16 @@ def _toml(value: object) -> str:
 
 def _required(config: NodeConfig) -> NodeConfig:
     if config.fleet is None:
-        raise InvalidArgument(
-            "fleet.name", "nobody tells it: give --name, or run under Slurm, a JobSet or torchrun's variables"
-        )
+        raise InvalidArgument("fleet.name", "is not set: give --name, or run under Slurm, a JobSet or torchrun's variables")
     return config
 
 
 def up(config: NodeConfig, *, grace_s: float) -> int:
-    """Starts the node, which joins, and stays until the fleet ends, the node ends, or a signal asks it to.
+    """Starts the node, joins the fleet, and stays until fleet or node end or a signal arrives.
 
-    grace_s: how long the node goes on after SIGTERM, so that a run can save what it has; on node 0 no longer than a run is there.
-    Returns EXIT_FLEET_ENDED when the fleet has ended or the node was killed, 130 after a signal, 0 after `tasuki down`. Raises why the
-    node has ended by itself.
+    grace_s: how long the node continues after SIGTERM, so that a run can save; on node 0 at most until the run is done.
+    Returns EXIT_FLEET_ENDED if the fleet has ended or the node was killed, 130 after a signal, 0 after `tasuki down`. Otherwise raises
+    why the node ended.
     """
     assert config.fleet is not None
     fleet = config.fleet
@@ -113,9 +111,9 @@ def up(config: NodeConfig, *, grace_s: float) -> int:
 
 
 def _code_of_loss(error: TasukiError, config: NodeConfig) -> int:
-    """EXIT_FLEET_ENDED for what another attempt may cure: the fleet has ended, no leader came, or the node's processes were killed.
+    """EXIT_FLEET_ENDED if another attempt may succeed: the fleet has ended, no leader came, or the node's processes were killed.
 
-    0 after `tasuki down` while the node starts. Raises any other error.
+    Returns 0 after `tasuki down` during the start. Raises any other error.
     """
     if not isinstance(error, FleetEnded | NotJoined | NodeDown):
         raise error
@@ -125,7 +123,7 @@ def _code_of_loss(error: TasukiError, config: NodeConfig) -> int:
 
 
 class _StopSignal:
-    """SIGTERM and SIGINT while the node is up. A second one ends the grace."""
+    """Handles SIGTERM and SIGINT while the node is up. A second one ends the grace period."""
 
     def __init__(self, config: NodeConfig, *, grace_s: float) -> None:
         assert config.fleet is not None
@@ -139,7 +137,7 @@ class _StopSignal:
         self._ends = now if self._ends is not None else now + self._grace_s
 
     def is_over(self) -> bool:
-        """Whether the node is to end now. A node that is not the leader cannot see whether a run is there."""
+        """Whether the node must end now. Only the leader can see whether a run is in progress."""
         if self._ends is None:
             return False
         has_run = not self._leads or holder(self._config.state_dir, name=TRAINING_LOCK) is not None
@@ -147,9 +145,9 @@ class _StopSignal:
 
 
 def show_state(config: NodeConfig, *, as_json: bool, must_serve: bool) -> int:
-    """Prints the fleet's state, on node 0. Raises NodeDown when no node runs there.
+    """Prints the fleet's state, on node 0. Raises NodeDown if no node runs there.
 
-    must_serve: 1 is returned while nodes are missing or the fleet is at no phase.
+    must_serve: return 1 while nodes are missing or the fleet is in no phase.
     """
     with open_blocking_channel(client_target(config)) as channel, _explained(config):
         request = fleet_pb2.GetFleetRequest()
@@ -167,7 +165,7 @@ def show_state(config: NodeConfig, *, as_json: bool, must_serve: bool) -> int:
 
 @contextmanager
 def _explained(config: NodeConfig) -> Iterator[None]:
-    """Raises what a call to the leader on this machine came to."""
+    """Explains errors of calls to the leader on this machine."""
     try:
         yield
     except grpc.RpcError as error:
@@ -177,7 +175,9 @@ def _explained(config: NodeConfig) -> Iterator[None]:
         if holder(config.state_dir, name=NODE_LOCK) is None:
             raise node_down(config.state_dir, start=UP) from error
         log = log_path(config.state_dir, "fleet")
-        raise PeerUnavailable(f"the node runs, and its fleet service does not answer yet; see {log}", peer="fleet") from error
+        raise PeerUnavailable(
+            f"the node is running, but its fleet service does not answer yet; see {log}", peer="fleet"
+        ) from error
 
 
 def _draw(fleet: fleet_pb2.GetFleetResponse, state: coordinator_pb2.NodeState) -> None:

@@ -10,43 +10,41 @@ if TYPE_CHECKING:
     _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _FLAGS: dict[str, tuple[type, str]] = {
-    "name": (str, "of the fleet"),
-    "num_nodes": (int, "nodes of the fleet"),
-    "node_rank": (int, "this node's place among them, from 0"),
-    "leader": (str, "HOST:PORT of the fleet's port on node 0"),
-    "attempt": (int, "restarts of the job"),
+    "name": (str, "name of the fleet"),
+    "num_nodes": (int, "number of nodes in the fleet"),
+    "node_rank": (int, "rank of this node, from 0"),
+    "leader": (str, "HOST:PORT of the fleet on node 0"),
+    "attempt": (int, "number of restarts of the job"),
 }
 
 
 def add_fleet_commands(commands: _Commands) -> None:
-    text = "several nodes as one: start this machine's part, or look at all"
+    text = "run several nodes as one: start this machine's node, or show all"
     fleet = commands.add_parser("fleet", help=text, description=text)
     verbs = fleet.add_subparsers(required=True, metavar="VERB")
-    text = "start this machine's node, join its fleet, and stay until either ends"
+    text = "start this machine's node, join the fleet, and stay until either ends"
     up = verbs.add_parser("up", help=text, description=text)
     up.add_argument("config", type=Path, metavar="CONFIG")
     for name, (kind, what) in _FLAGS.items():
         flag = f"--{name.replace('_', '-')}"
-        up.add_argument(flag, type=kind, help=f"{what}; by default [fleet] of CONFIG, else the scheduler's variables")
-    up.add_argument(
-        "--grace-s", type=float, default=60.0, metavar="SECONDS", help="how long a run may go on after SIGTERM, to save (60)"
-    )
+        up.add_argument(flag, type=kind, help=f"{what}(default: [fleet] of CONFIG, else the scheduler's variables)")
+    up.add_argument("--grace-s", type=float, default=60.0, metavar="SECONDS", help="time for a run to save after SIGTERM (60)")
     _add_overrides(up)
     up.set_defaults(run=_up)
-    text = "show the nodes of a fleet, its phase and its stage; on node 0"
+    text = "show a fleet's nodes, phase and stage; run on node 0"
     state = verbs.add_parser("state", help=text, description=text)
     which = state.add_mutually_exclusive_group(required=True)
-    which.add_argument("config", type=Path, nargs="?", metavar="CONFIG", help="the file that the node was started with")
+    which.add_argument("config", type=Path, nargs="?", metavar="CONFIG", help="the file the node was started with")
     which.add_argument("--state-dir", type=Path, help="the node's state folder")
-    state.add_argument("--json", action="store_true", help="the same as one JSON object")
-    state.add_argument("--serving", action="store_true", help="end with 1 while nodes are missing or the fleet is at no phase")
+    state.add_argument("--json", action="store_true", help="print one JSON object")
+    state.add_argument("--serving", action="store_true", help="exit with 1 while nodes are missing or the fleet is in no phase")
     _add_overrides(state)
     state.set_defaults(run=_state)
 
 
 def _add_overrides(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--set", dest="overrides", action="append", default=[], metavar="A.B=VALUE", help="overrides one key of CONFIG"
+        "--set", dest="overrides", action="append", default=[], metavar="A.B=VALUE", help="override a key of CONFIG"
     )
 
 

@@ -1,4 +1,4 @@
-"""For whom a node of a fleet waits while it starts."""
+"""Which nodes a starting node of a fleet is waiting for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TIMEOUT_S = 2.0
 
 
 def missing_nodes(config: NodeConfig) -> str:
-    """A line that names the nodes that have not joined; empty when all have."""
+    """A line that names the nodes that have not joined; empty if all have."""
     fleet = config.fleet
     assert fleet is not None
     credentials = None if fleet.node_rank == 0 else peer_credentials(config.security)

@@ -1,4 +1,4 @@
-"""What a node's three services say of themselves at one moment."""
+"""State of a node's three services at one moment."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _Answer = TypeVar("_Answer", bound=Message)
 
 @dataclass(frozen=True, slots=True)
 class NodeSnapshot:
-    """Everything the services say of themselves at one moment; a memory without tags is not known now.
+    """Everything the services report at one moment. A memory report without tags means unknown.
 
-    changeovers: the last few, newest first. absent: services that say nothing of themselves, and what is known of that.
+    changeovers: the latest ones, newest first. absent: services that did not answer, each with an explanation.
     """
 
     node: coordinator_pb2.NodeState
@@ -63,14 +63,14 @@ class NodeReader:
             channel.close()
 
     def read(self) -> NodeSnapshot:
-        """What can be read of the node now. Raises NodeDown when its coordinator does not answer and no node runs on the folder."""
+        """Reads the node's state. Raises NodeDown if its coordinator does not answer and no node runs in the folder."""
         states = self.read_states()
         absent = dict(states.absent)
         trainer_memory, rollout_memory = (self._usage(service, absent) for service in ("trainer", "rollout"))
         return replace(states, trainer_memory=trainer_memory, rollout_memory=rollout_memory)
 
     def read_states(self) -> NodeSnapshot:
-        """As `read`, without memory, for which ranks are asked."""
+        """Like `read`, but without memory, which would involve the ranks."""
         absent: dict[str, str] = {}
         listing = coordinator_pb2.ListChangeoversRequest(page_size=4)
         ask = functools.partial(self._ask, absent)
@@ -93,7 +93,7 @@ class NodeReader:
     def _ask(
         self, absent: dict[str, str], service: str, call: Callable[..., _Answer], request: Message, nothing: _Answer
     ) -> _Answer:
-        """The service's answer; `nothing`, with a note in `absent`, when it has none now."""
+        """The service's answer, or `nothing` and a note in `absent`."""
         if service in absent:
             return nothing
         try:
@@ -112,19 +112,19 @@ class NodeReader:
             return nothing
 
     def _start_of(self, service: str) -> str:
-        """Which start of a service is under way: its supervisor logs those after the first."""
+        """Whether the service is starting or restarting: its supervisor logs every start after the first."""
         log = log_path(self._state_dir, "supervisor")
         is_again = log.is_file() and f"event=restart service={service} " in log.read_text(errors="replace")
         return "is being restarted" if is_again else "is starting"
 
     def _usage(self, service: str, absent: dict[str, str]) -> memory_pb2.GetUsageResponse:
-        """Nothing while the service's ranks are in the middle of something long: the rest of the node can be told all the same."""
+        """Memory usage; empty while the ranks are busy with something long, so that the rest can be shown."""
         request = memory_pb2.GetUsageRequest()
         return self._ask({**absent}, service, self._memory[service].GetUsage, request, memory_pb2.GetUsageResponse())
 
 
 def as_dict(snapshot: NodeSnapshot) -> dict[str, object]:
-    """The same as plain values, with the protos' field names and enum names."""
+    """Converts to plain values, with the protos' names of fields and enums."""
     return {
         "node": plain(snapshot.node),
         "trainer": {**plain(snapshot.trainer), "memory": plain(snapshot.trainer_memory)},
@@ -135,5 +135,5 @@ def as_dict(snapshot: NodeSnapshot) -> dict[str, object]:
 
 
 def plain(message: Message) -> dict[str, object]:
-    """With the protos' field names, and with fields that are zero."""
+    """Converts a message to a dict with the protos' field names, including zero fields."""
     return MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)

@@ -1,4 +1,4 @@
-"""A node's snapshot and its events as text: what `state` and `watch` print."""
+"""A node's snapshot and events as text, printed by `state` and `watch`."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _STAGES = [stage for stage in types_pb2.Stage.values() if stage != types_pb2.STA
 
 
 def draw(snapshot: NodeSnapshot) -> RenderableType:
-    """The whole node as rows of text, for a terminal or a file."""
+    """Renders the whole node as rows of text, for a terminal or a file."""
     busy = [name for name, usage in _usages(snapshot) if not usage.tags and name not in snapshot.absent]
-    note = f"the ranks of {' and '.join(busy)} are busy and say nothing of their memory now" if busy else ""
+    note = f"the ranks of {' and '.join(busy)} are busy and do not report their memory" if busy else ""
     return Group(_facts(snapshot), Text(), _ring(snapshot), Text(), _memory(snapshot), Text(), _devices(snapshot), Text(note))
 
 
 def event_line(event: coordinator_pb2.StageEvent) -> str:
-    """One event as one line: time, changeover, stage, status, and what came of it."""
+    """Renders one event as one line: time, changeover, stage, status, and result."""
     moment = event.time.ToDatetime(UTC).astimezone().strftime("%H:%M:%S")
     name = stage_name(event.stage) if event.stage else "changeover"
     status = coordinator_pb2.StageStatus.Name(event.status).removeprefix("STAGE_STATUS_")
@@ -66,7 +66,7 @@ def _facts(snapshot: NodeSnapshot) -> Table:
 
 
 def _ring(snapshot: NodeSnapshot) -> Table:
-    """The nine stages with the figures of their last run; the mark is where the node is."""
+    """The nine stages with figures of their last run; a mark shows where the node is."""
     last: dict[int, coordinator_pb2.StageEvent] = {}
     for changeover in reversed(snapshot.changeovers):
         last.update({event.stage: event for event in changeover.stages})
@@ -95,7 +95,7 @@ def _memory(snapshot: NodeSnapshot) -> Table:
 
 
 def _devices(snapshot: NodeSnapshot) -> Table:
-    """What each rank sees of its device, beyond its tags."""
+    """Each rank's device memory beyond its tags."""
     sizes = ("process", "torch's cache", "others", "free", "of")
     table = _sizes_table("MiB", "seen by", sizes=sizes)
     for service, usage in _usages(snapshot):
@@ -112,7 +112,7 @@ def _devices(snapshot: NodeSnapshot) -> Table:
 
 
 def _sizes_table(*headings: str, sizes: tuple[str, ...]) -> Table:
-    """Narrow enough for 80 columns with figures of a large GPU."""
+    """A table that fits 80 columns even with the sizes of a large GPU."""
     table = Table(box=None, padding=(0, 1), pad_edge=False)
     for heading in headings:
         table.add_column(heading, no_wrap=bool(heading))

@@ -1,4 +1,4 @@
-"""`tasuki plan`: predicts the memory of a node before it is started, and says what to change when it does not fit."""
+"""`tasuki plan`: predicts a node's memory use before it starts, and suggests changes if it does not fit."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ _FLAGS = {
     "context_length": "context",
     "lora_rank": "lora-rank",
 }
-"""Of the command line, by the fields of Layout."""
+"""Flags, by the fields of Layout."""
 _PLANNED_PLACE = {"TASUKI_FLEET": "plan", "NODE_RANK": "0", "MASTER_ADDR": "node-0"}
 """The place of a node that no scheduler has placed yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """What the command line gives beside CONFIG; None where it says nothing."""
+    """Command-line settings in addition to CONFIG; None if not given."""
 
     preset: str | None = None
     num_gpus: int | None = None
@@ -55,13 +55,13 @@ class Wishes:
     host_gb: float | None = None
     strategy: str | None = None
     settings: Mapping[str, Any] | None = None
-    """Fields of Layout for a model without a node's TOML."""
+    """Layout fields for a model without a node's TOML."""
     overrides: Sequence[str] = ()
     num_nodes: int | None = None
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Returns 0 when it fits, 1 when it does not."""
+    """Returns 0 if the plan fits, else 1."""
     names = ("tp_size", "micro_batch_tokens", "kv_ratio", "context_length", "checkpointing", "lora_rank")
     settings = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
     wishes = Wishes(
@@ -101,12 +101,12 @@ def run(arguments: argparse.Namespace) -> int:
         for line in traffic_lines(traffic, arguments.network_gbit, fits=planned.fits):
             sys.stdout.write(f"{line}\n")
         for key in not_counted:
-            sys.stdout.write(f"Not counted: {key}. What it takes comes out of the KV cache, or is not there; try it.\n")
+            sys.stdout.write(f"Not counted: {key}. Its memory is taken from the KV cache or may be missing; try it.\n")
     return 0 if planned.fits else DOES_NOT_FIT
 
 
 def layout_of(config: Path | None, wishes: Wishes) -> Layout:
-    """Raises InvalidArgument naming what is missing or wrong, and what reading a configuration or a model raises."""
+    """Raises InvalidArgument naming a missing or wrong setting, and any error of reading a configuration or model."""
     if config is not None and config.suffix == ".toml":
         layout = _of_node(config, wishes)
     elif config is None and wishes.preset is None:
@@ -119,18 +119,18 @@ def layout_of(config: Path | None, wishes: Wishes) -> Layout:
 def _of_node(config: Path, wishes: Wishes) -> Layout:
     if wishes.settings or wishes.preset:
         flags = ", ".join([*(wishes.settings or {}), *(["preset"] if wishes.preset else [])])
-        raise InvalidArgument("CONFIG", f"a node's TOML says {flags} itself: use --set A.B=VALUE")
+        raise InvalidArgument("CONFIG", f"a node's TOML already sets {flags}: use --set A.B=VALUE")
     node = _node(config, wishes)
-    # On a CPU the figure is not used.
+    # Unused on a CPU.
     gpu_bytes = _gpu_bytes(wishes, default=1.0 if node.device == "cpu" else None)
     shape = read_model_shape(node.model.path)
     return node_layout(node, shape, gpu_bytes=gpu_bytes, host_bytes=_host_bytes(wishes), num_gpus=wishes.num_gpus)
 
 
 def _node(config: Path, wishes: Wishes) -> NodeConfig:
-    """The node's configuration, whose [fleet] may leave to a scheduler what it tells each node.
+    """The node's configuration. A scheduler may set the part of [fleet] that differs between nodes.
 
-    Raises InvalidArgument as load_config, and for a service that node 0 could not call.
+    Raises InvalidArgument as load_config, and if node 0 could not call one of the services.
     """
     try:
         node = load_config(config, overrides=wishes.overrides)
@@ -152,7 +152,7 @@ def _unplaced_node(config: Path, wishes: Wishes) -> NodeConfig:
             config, overrides=wishes.overrides, flags={"num_nodes": wishes.num_nodes}, environment=_PLANNED_PLACE
         )
     except InvalidArgument as error:
-        if error.metadata["field"] != "fleet.num_nodes" or "nobody tells it" not in error.message:
+        if error.metadata["field"] != "fleet.num_nodes" or "is not set" not in error.message:
             raise
         raise InvalidArgument("nodes", "[fleet] of CONFIG leaves num_nodes to a scheduler: give --nodes N") from error
 
@@ -165,7 +165,7 @@ def _num_nodes(config: Path | None, wishes: Wishes) -> int:
 
 
 def _not_counted(config: Path | None, wishes: Wishes) -> list[str]:
-    """Keys of [rollout.engine] that may change what the engine takes."""
+    """Keys of [rollout.engine] that may change the engine's memory use."""
     if config is None or config.suffix != ".toml":
         return []
     node = _node(config, wishes)
@@ -175,14 +175,14 @@ def _not_counted(config: Path | None, wishes: Wishes) -> list[str]:
 def _of_model(shape: ModelShape | None, wishes: Wishes) -> Layout:
     preset = None if wishes.preset is None else find_preset(wishes.preset)
     if wishes.overrides:
-        raise InvalidArgument("set", "overrides keys of a node's TOML; a model has none")
+        raise InvalidArgument("set", "overrides keys of a node's TOML, but a model was given")
     if shape is None:
         assert preset is not None
         shape = MODELS[preset.model]
     num_gpus = wishes.num_gpus if wishes.num_gpus is not None else preset.num_gpus if preset else 1
     settings: dict[str, Any] = {}
     if preset is not None:
-        # Where these settings come from torch's cache is emptied after a step.
+        # These settings come with emptying torch's cache after each step.
         settings |= {"empties_cache": True, **preset.settings}
     settings |= wishes.settings or {}
     is_open = "checkpointing" not in settings
@@ -204,7 +204,7 @@ def _of_model(shape: ModelShape | None, wishes: Wishes) -> Layout:
 def _gpu_bytes(wishes: Wishes, *, default: float | None) -> int:
     size = default if wishes.gpu_gb is None else wishes.gpu_gb
     if size is None:
-        raise InvalidArgument("gpu-gb", "say how much memory a GPU has, such as --gpu-gb 141")
+        raise InvalidArgument("gpu-gb", "give the memory of a GPU, such as --gpu-gb 141")
     return _bytes("gpu-gb", size)
 
 
@@ -221,8 +221,8 @@ def _bytes(flag: str, size: float) -> int:
 
 
 def _check_picture(file: Path) -> None:
-    """Before anything is reckoned. Raises InvalidArgument."""
+    """Checks the path before planning. Raises InvalidArgument."""
     if file.is_dir() or not file.suffix:
-        raise InvalidArgument("plot", f"{file} names no picture: give a file such as plan.png")
+        raise InvalidArgument("plot", f"{file} is not an image file: give a name such as plan.png")
     if not file.parent.is_dir():
-        raise InvalidArgument("plot", f"there is no folder {file.parent} for {file.name}: make it first")
+        raise InvalidArgument("plot", f"the folder {file.parent} for {file.name} does not exist: create it first")

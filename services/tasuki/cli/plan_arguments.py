@@ -16,24 +16,26 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--preset", metavar="NAME", help=f"start from one of {', '.join(PRESETS)}")
     parser.add_argument("--gpus", type=int, dest="num_gpus", metavar="N", help="GPUs of the node")
     parser.add_argument("--gpu-gb", type=float, metavar="GB", help="memory of one GPU, in 10^9 bytes")
-    parser.add_argument("--host-gb", type=float, metavar="GB", help=f"memory of the host (default: {DEFAULT_HOST_GB:g})")
+    parser.add_argument(
+        "--host-gb", type=float, metavar="GB", help=f"memory of the host, in 10^9 bytes (default: {DEFAULT_HOST_GB:g})"
+    )
     parser.add_argument(
         "--nodes", type=int, dest="num_nodes", metavar="N", help="nodes of the fleet (default: [fleet] num_nodes)"
     )
     parser.add_argument(
-        "--network-gbit", type=float, metavar="G", help="rate between nodes, of all cards of a node, in 10^9 bits/s"
+        "--network-gbit", type=float, metavar="G", help="network bandwidth of a node over all its cards, in 10^9 bits/s"
     )
     parser.add_argument(
         "--strategy", choices=[*Strategy], help="v0 both resident, v1 relaunch, v2 one stage, v3 staged (default)"
     )
-    model = parser.add_argument_group("for a model or a preset; a node's TOML says these itself (--set A.B=VALUE)")
-    model.add_argument("--tp", type=int, dest="tp_size", metavar="N", help="GPUs of one engine; there are GPUs / N engines")
+    model = parser.add_argument_group("for a model or a preset; with a node's TOML use --set A.B=VALUE")
+    model.add_argument("--tp", type=int, dest="tp_size", metavar="N", help="GPUs per engine; there are GPUs / N engines")
     model.add_argument(
         "--tokens",
         type=int,
         dest="micro_batch_tokens",
         metavar="N",
-        help="tokens of a micro-batch; by default those that a node would have",
+        help="tokens of a micro-batch; by default what a node would use",
     )
     model.add_argument("--kv-ratio", type=float, metavar="R")
     model.add_argument("--context", type=int, dest="context_length", metavar="N", help="longest sequence")
@@ -41,11 +43,11 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         "--checkpointing",
         type=Checkpointing,
         choices=[*Checkpointing],
-        help="what is kept for backward; by default the fastest that fits",
+        help="activations kept for backward; by default the fastest choice that fits",
     )
     model.add_argument("--lora-rank", type=int, metavar="N")
     parser.add_argument(
-        "--set", dest="overrides", action="append", default=[], metavar="A.B=VALUE", help="overrides one key of a TOML"
+        "--set", dest="overrides", action="append", default=[], metavar="A.B=VALUE", help="override a key of the TOML"
     )
-    parser.add_argument("--json", action="store_true", help="everything as one JSON object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the stages as stacked bars")

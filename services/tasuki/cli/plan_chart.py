@@ -1,4 +1,4 @@
-"""A plan as a picture: one stacked bar for each stage, against what a GPU and the host have."""
+"""A plan as a chart: one stacked bar per stage, against the capacity of GPU and host."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.patches import Patch
 
-# Trainer in blues, rollout in oranges, what comes and goes within a step in greens, the rest in grays.
+# Trainer in blues, rollout in oranges, memory that varies within a step in greens, the rest in grays.
 _COLORS = {
     Part.CONTEXTS: "#8c8c8c",
     Part.TRAINER_WEIGHTS: "#08519c",
@@ -38,10 +38,10 @@ _PAPER = {"facecolor": "white", "edgecolor": "none", "pad": 0.6, "alpha": 0.85}
 
 
 def draw_plan(planned: Plan, file: Path) -> None:
-    """Writes `file`. Raises InvalidArgument for a suffix that matplotlib does not know, a file that cannot be
-    written, or without matplotlib."""
+    """Writes `file`. Raises InvalidArgument for a suffix unknown to matplotlib, a file that cannot be written, or if matplotlib is
+    missing."""
     try:
-        from matplotlib.figure import Figure  # half a second, and no other command draws
+        from matplotlib.figure import Figure  # takes half a second to import; no other command draws
     except ImportError as error:
         raise InvalidArgument("plot", 'drawing needs matplotlib: pip install "tasuki[trainer]"') from error
     layout = planned.layout
@@ -94,7 +94,7 @@ def _bars(axes: Axes, columns: Sequence[Mapping[Part, int]], *, limit: int, used
             zorder=5,
         )
     top = max(totals) / GB
-    # A limit far above the bars would press them flat.
+    # A capacity far above the bars would flatten them.
     if limit / GB <= 2 * top:
         axes.axhline(limit / GB, color="#cb181d", linestyle="--", linewidth=1.2)
         axes.annotate(

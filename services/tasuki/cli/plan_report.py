@@ -1,4 +1,4 @@
-"""A plan as people read it: tables of the stages, and the answers in sentences; and as programs do."""
+"""A plan as tables and sentences for people, and as JSON for programs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COLUMNS: dict[str, tuple[Part, ...]] = {
 
 
 def show(planned: Plan, advice: Advice, *, console: Console) -> None:
-    """Tables of the stages, one for each kind of GPU, and the answers."""
+    """Prints tables of the stages, one for each kind of GPU, and the conclusions."""
     layout = planned.layout
     console.print(headline(layout), highlight=False)
     kinds = ", ".join(f"{kind} {gb(count)}" for kind, count in layout.model.count_by_kind().items())
@@ -38,7 +38,7 @@ def show(planned: Plan, advice: Advice, *, console: Console) -> None:
 
 
 def answers(planned: Plan, advice: Advice) -> list[str]:
-    """What fits, what peaks, what must leave, and what to change."""
+    """Whether the plan fits, which stage peaks, what must leave and what to change."""
     layout, peak, host = planned.layout, planned.gpu_peak, planned.host_peak
     fullest = max(peak.gpus, key=lambda parts: sum(parts.values()))
     parts = ", ".join(f"{part} {gb(size)}" for part, size in sorted(fullest.items(), key=lambda item: -item[1]))
@@ -51,9 +51,7 @@ def answers(planned: Plan, advice: Advice) -> list[str]:
     idle = layout.num_gpus - layout.num_engine_ranks
     if layout.device == "cuda" and idle and layout.engine_gpus is None:
         engines = f"{layout.num_engines} of TP {layout.tp_size}"
-        lines.append(
-            f"Without an engine: {idle} of {layout.num_gpus} GPUs, which do nothing in ROLLOUT; the engines are {engines}."
-        )
+        lines.append(f"Without an engine: {idle} of {layout.num_gpus} GPUs, which idle in ROLLOUT; the engines are {engines}.")
     if layout.device == "cuda":
         if layout.staying is None:
             lines.append(f"Least that must leave: {_least(advice)}.")
@@ -67,12 +65,12 @@ def answers(planned: Plan, advice: Advice) -> list[str]:
         )
         lines.append(f"{'Change' if number == 1 else '  then'} {rung.setting}: {rung.old} -> {rung.new}{note}: {after}.")
     if not planned.fits and not advice.solves:
-        lines.append("No change that the planner knows makes it fit: take more or larger GPUs, or a smaller model.")
+        lines.append("No change known to the planner makes it fit: use more or larger GPUs, or a smaller model.")
     return lines
 
 
 def residency(planned: Plan) -> list[str]:
-    """What stays, what leaves, and how long the stages of a changeover should take."""
+    """What stays, what leaves, and the expected seconds of a changeover's stages."""
     kinds = stay_and_leave(planned.layout)
     lines = [f"{name}: stays {_listed(stays)}; leaves {_listed(leaves)}." for name, stays, leaves in kinds]
     seconds = expected_seconds(planned)
@@ -97,7 +95,7 @@ def _listed(parts: Sequence[Part]) -> str:
 
 
 def as_table(planned: Plan, advice: Advice) -> dict[str, Any]:
-    """Everything, in bytes."""
+    """The whole plan, in bytes."""
     layout = planned.layout
     return {
         "fits": planned.fits,
@@ -134,7 +132,7 @@ def as_table(planned: Plan, advice: Advice) -> dict[str, Any]:
 
 
 def traffic_lines(traffic: Sequence[Traffic], network_gbit: float | None, *, fits: bool) -> list[str]:
-    """What crosses nodes, and how long a network takes for it; nothing for one node."""
+    """Traffic between nodes and its expected seconds; empty for one node."""
     lines: list[str] = []
     for number, each in enumerate(traffic):
         took = "" if network_gbit is None else f", {each.seconds(network_gbit):.2g} s at {network_gbit:g} Gb/s"
@@ -146,7 +144,7 @@ def traffic_lines(traffic: Sequence[Traffic], network_gbit: float | None, *, fit
 
 
 def traffic_table(traffic: Sequence[Traffic], network_gbit: float | None) -> dict[str, Any]:
-    """Nothing for one node."""
+    """Traffic between nodes; empty for one node."""
     rows = [
         {
             "layout": each.layout,
@@ -161,7 +159,7 @@ def traffic_table(traffic: Sequence[Traffic], network_gbit: float | None) -> dic
 
 
 def groups(planned: Plan) -> list[tuple[str, int]]:
-    """GPUs that are alike in every stage: their name, such as "GPUs 0-3", and the number of the first."""
+    """GPUs with equal plans in all stages: a name, such as "GPUs 0-3", and the number of the first."""
     found: dict[str, list[int]] = {}
     for index in range(planned.layout.num_gpus):
         alike = repr([stage.gpus[index] for stage in planned.stages])
@@ -175,7 +173,7 @@ def groups(planned: Plan) -> list[tuple[str, int]]:
 
 
 def headline(layout: Layout) -> str:
-    """The settings that matter, in one line."""
+    """The main settings in one line."""
     where = "CPU" if layout.device == "cpu" else f"{layout.num_gpus} GPUs of {gb(layout.gpu_bytes)} GB"
     engines = f"{layout.num_engines} x TP {layout.tp_size}"
     kept = f" ({layout.kept_layers} layers kept)" if layout.kept_layers else ""
@@ -207,7 +205,7 @@ def _row(stage: StagePlan, layout: Layout, index: int) -> list[str]:
 
 
 def _style(stage: StagePlan, planned: Plan, index: int) -> str:
-    """Red where it does not fit, bold where the GPU is fullest."""
+    """Red where it does not fit, bold at the GPU's peak."""
     layout = planned.layout
     total = sum(stage.gpus[index].values())
     is_over = layout.device == "cuda" and total + layout.overheads.margin > layout.gpu_bytes
@@ -216,5 +214,5 @@ def _style(stage: StagePlan, planned: Plan, index: int) -> str:
 
 def _least(advice: Advice) -> str:
     if advice.must_leave is None:
-        return "no choice of tags is enough"
+        return "no choice of tags suffices"
     return ", ".join(tag for tag in TAGS if tag in advice.must_leave) or "nothing, both services may stay"

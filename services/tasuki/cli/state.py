@@ -1,4 +1,4 @@
-"""`tasuki state`: the node at this moment."""
+"""`tasuki state`: shows the node's current state."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tasuki.config.schema import NodeConfig
 
 
 def show_state(config: NodeConfig, *, as_json: bool, must_serve: bool = False) -> int:
-    """Prints the node's state. Raises NodeDown when none runs.
+    """Prints the node's state. Raises NodeDown if none runs.
 
-    must_serve: 1 is returned while a service does not answer.
+    must_serve: return 1 while a service does not answer.
     """
     with NodeReader(config) as reader:
         snapshot = reader.read()

@@ -1,4 +1,4 @@
-"""`tasuki track`: gives a run's figures to a tracker, afterwards or while it runs. `tasuki train` starts it with a pipe."""
+"""`tasuki track`: sends a run's metrics to a tracker, during the run or afterwards. `tasuki train` starts it with a pipe."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from tasuki.runs.trackers import TrackedRun, Tracker, check_installed, import_li
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 
 TRACK = "track"
-"""The folder of trackers' files in a run's."""
+"""Folder of the trackers' files in a run's folder."""
 _POLL_S = 0.5
 _NICE = 10
-"""Lower than the services, on a machine whose processors they need."""
+"""Lower priority than the services, which may need the processors."""
 LEFT_ALONE_S = 60.0
-"""How long a tracker may take for the rest once its run has ended."""
+"""Time limit for a tracker to finish after its run has ended."""
 
 
 @dataclass(slots=True)
 class _Progress:
-    """What a tracker has of a run, in a file beside the tracker's own."""
+    """Steps already sent to a tracker, in a file next to the tracker's own."""
 
     path: Path
     last_step: int = -1
@@ -42,7 +42,7 @@ class _Progress:
         try:
             return cls(path, int(json.loads(path.read_text())["last_step"]))
         except (ValueError, TypeError, KeyError) as error:
-            raise InvalidArgument("run", f"{path} is damaged: {error}; remove it, and all steps are sent again") from error
+            raise InvalidArgument("run", f"{path} is damaged: {error}; remove it to send all steps again") from error
 
     def advance(self, step: int) -> None:
         self.last_step = step
@@ -50,9 +50,9 @@ class _Progress:
 
 
 def run(output_dir: Path, *, to: TrackerName, track: TrackConfig, follows: bool = False, pipe_fd: int | None = None) -> int:
-    """Sends the steps that the tracker does not have yet. Raises PathNotFound where no run was.
+    """Sends the steps that the tracker lacks. Raises PathNotFound if there is no run.
 
-    follows: goes on until the run's summary is there. pipe_fd: until its writer has gone, and then at most a minute.
+    follows: continue until the run's summary exists. pipe_fd: continue until its writer has ended, then at most a minute.
     """
     check_installed(to, key="to")
     if pipe_fd is None and not (output_dir / "metrics.jsonl").is_file():
@@ -80,7 +80,7 @@ def run(output_dir: Path, *, to: TrackerName, track: TrackConfig, follows: bool 
 def _send(tail: MetricsTail, tracker: Tracker, progress: _Progress) -> int:
     num_sent = 0
     for figures in tail.read():
-        # A run that goes on makes some steps again, and they are the same.
+        # A resumed run repeats some steps with equal results.
         if figures.step > progress.last_step:
             tracker.log(figures.step, figures.values)
             progress.advance(figures.step)
@@ -89,7 +89,7 @@ def _send(tail: MetricsTail, tracker: Tracker, progress: _Progress) -> int:
 
 
 def _await_run(output_dir: Path, to: TrackerName, *, pipe_fd: int) -> bool:
-    """Gets ready while the node is being started. False when no run began."""
+    """Prepares while the node starts. Returns False if no run began."""
     os.nice(_NICE)
     import_library(to)
     while read_head(output_dir) is None:
@@ -99,12 +99,12 @@ def _await_run(output_dir: Path, to: TrackerName, *, pipe_fd: int) -> bool:
 
 
 def _is_over(output_dir: Path, *, follows: bool, pipe_fd: int | None) -> bool:
-    """Whether what is in the file now is all. Waits a moment for the end of a pipe."""
+    """Whether the file is complete. Waits a moment for the pipe to close."""
     if pipe_fd is None:
         return not follows or (output_dir / "summary.json").exists()
     readable, _, _ = select.select([pipe_fd], [], [], _POLL_S)
     if readable:
-        # A tracker that hangs must not outlive its run for ever.
+        # A tracker that hangs must not outlive its run forever.
         limit = threading.Timer(LEFT_ALONE_S, os._exit, args=(1,))
         limit.daemon = True
         limit.start()

@@ -1,4 +1,4 @@
-"""`tasuki train`: checks everything, brings a node up where none runs, trains, and leaves the run's folder."""
+"""`tasuki train`: validates everything, starts a node if none runs, trains, and writes the run's folder."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ from tasuki.wire.tracing import check_tracing_installed
 
 
 def read_training(config: NodeConfig) -> Training:
-    """The run of the configuration's [train] or [sft]. Raises InvalidArgument or PathNotFound, naming the key, the file and the line."""
+    """Reads the run from [train] or [sft]. Raises InvalidArgument or PathNotFound, naming the key, the file and the line."""
     if config.sft is None:
         return RlTraining(read_inputs(config))
     if config.train is not None:
-        problem = "the configuration has [train] and [sft], but a run has one of them; put them into two files"
+        problem = "the configuration has both [train] and [sft]; put them into two files"
         raise InvalidArgument("sft", problem)
     return read_sft(config, config.sft)
 
 
 def run(config: NodeConfig, *, config_dir: Path, may_start: bool = True, started: float | None = None) -> int:
-    """Trains as the [train] or [sft] table says. The reward's module is looked for in the working folder, then in `config_dir`.
+    """Trains as set in the [train] or [sft] table. The reward's module is searched in the working directory, then in `config_dir`.
 
-    started: time.monotonic() of what the summary's seconds count from; now by default. A node that runs already is used and left
-    running, with its own settings where `config` sets none; InvalidArgument names a key that `config` sets otherwise. One that is started
-    here is stopped at the end, however this ends. may_start: False raises NodeDown instead of starting one.
+    started: time.monotonic() from which the summary counts seconds; now by default. may_start: False raises NodeDown instead of starting
+    a node. A node that is already running is used and left running, with its own settings where `config` has none; InvalidArgument names
+    a key that differs. A node started here is always stopped at the end.
     """
     started = time.monotonic() if started is None else started
     config = adopt_node(config)
@@ -71,7 +71,7 @@ def run(config: NodeConfig, *, config_dir: Path, may_start: bool = True, started
 
 
 def resume(config: NodeConfig, *, config_dir: Path, may_start: bool = True) -> int:
-    """Goes on with the run in the output folder, as `run` would have; begins it when there is none, and does nothing when it has ended."""
+    """Resumes the run in the output folder as `run` would; starts it if there is none, and does nothing if it has finished."""
     started = time.monotonic()
     config = adopt_node(config)
     check_run(config)
@@ -85,16 +85,16 @@ def resume(config: NodeConfig, *, config_dir: Path, may_start: bool = True) -> i
 
     earlier = look()
     if earlier is None:
-        sys.stderr.write(f"there is no run in {settings.output_dir} yet: it begins at step 0\n")
+        sys.stderr.write(f"there is no run in {settings.output_dir} yet; starting at step 0\n")
     elif run_has_ended(earlier, settings):
         key = settings.length_key if earlier.steps[-1].step >= settings.num_steps else f"{settings.table}.stop_at_eval_score"
-        sys.stdout.write(f"the run in {settings.output_dir} has ended; to go on, raise {key}\n")
+        sys.stdout.write(f"the run in {settings.output_dir} has finished; to continue, raise {key}\n")
         return 0
     return _run(config, training, look, config_dir=config_dir, may_start=may_start, started=started)
 
 
 def check_trackers(config: NodeConfig) -> None:
-    """Raises InvalidArgument for one whose library is not installed, and for tracing without its own."""
+    """Raises InvalidArgument if the library of a tracker or of tracing is not installed."""
     check_tracing_installed(config.telemetry.endpoint)
     for name in config.track.to:
         check_installed(name, key="track.to")
@@ -102,7 +102,7 @@ def check_trackers(config: NodeConfig) -> None:
 
 @contextmanager
 def _sole_training(config: NodeConfig, output_dir: Path) -> Iterator[None]:
-    """Raises NodeRunning while another `tasuki train` has the output folder or the node: neither would train what it means to."""
+    """Raises NodeRunning while another `tasuki train` uses the output folder or the node, since each would disturb the other."""
     output_dir.mkdir(parents=True, exist_ok=True)
     with ExitStack() as locks:
         for folder in dict.fromkeys((output_dir.resolve(), Path(os.path.realpath(config.state_dir)))):
@@ -119,7 +119,7 @@ def _run(
     may_start: bool,
     started: float,
 ) -> int:
-    """look: at the output folder, again: another `tasuki train` may have written there until it was this one's alone."""
+    """look: reads the output folder once it is locked, since another `tasuki train` may have written there before."""
     if may_start:
         check_state_folder(config)
     request = SaveRequest()
@@ -139,9 +139,9 @@ def _run(
 
 
 def check_longest_sample(num_tokens: int, *, limit: int) -> None:
-    """Raises InvalidArgument where a sample may have more tokens than a micro-batch of the node, for which the planner may have chosen."""
+    """Raises InvalidArgument if a sample may have more tokens than the node's micro-batch, which the planner may have chosen."""
     if num_tokens > limit:
-        problem = f"is {limit} on this node, and a sample of this run may have {num_tokens} tokens; set it to as many, or shorten samples"
+        problem = f"is {limit} on this node, but a sample of this run may have {num_tokens} tokens; raise it to that, or shorten samples"
         raise InvalidArgument("trainer.micro_batch_tokens", problem, num_tokens=num_tokens, limit=limit)
 
 
@@ -157,7 +157,7 @@ def _train(
         num_changeovers = client.state().num_changeovers
         start = begin(client, config, settings) if earlier is None else go_on(client, config, settings, earlier)
         name_run(config.state_dir, settings.output_dir)
-        # Only from here on what the node has done is of this run.
+        # From here on the node's records belong to this run.
         with archived(config.state_dir, settings.output_dir):
             metrics = MetricsFile(settings.output_dir, start.steps)
 

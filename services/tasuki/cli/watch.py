@@ -1,4 +1,4 @@
-"""`tasuki watch`: the node while it runs, redrawn on a terminal, one line for each event elsewhere."""
+"""`tasuki watch`: follows a running node, redrawn on a terminal, otherwise one line per event."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _REDRAW_S = 0.5
 
 
 def watch(config: NodeConfig) -> int:
-    """Follows the node until Ctrl-C, also over services that are restarted. Returns 0 when somebody stops it, 1, with the reason, when
-    it ends by itself. Raises NodeDown when none runs.
+    """Follows the node until Ctrl-C, even while services restart. Returns 0 if someone stops it; 1, with the reason, if it ends
+    unexpectedly. Raises NodeDown if none runs.
     """
     console = Console()
     with NodeReader(config) as reader:
@@ -41,7 +41,7 @@ def watch(config: NodeConfig) -> int:
 
 
 def _draw(reader: NodeReader, console: Console) -> None:
-    """Returns when the node seems to be gone."""
+    """Returns once the node seems to be gone."""
     pause = threading.Event()
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while not pause.wait(_REDRAW_S):
@@ -52,7 +52,7 @@ def _draw(reader: NodeReader, console: Console) -> None:
 
 
 def _list(reader: NodeReader, console: Console) -> None:
-    """Lines as they happen, each written out at once, so that a pipe gets them. Returns when the coordinator goes away."""
+    """Prints lines as they happen, flushed so that a pipe gets them. Returns once the coordinator goes away."""
     stream = reader.coordinator.WatchState(coordinator_pb2.WatchStateRequest())
     try:
         for response in stream:

@@ -1,4 +1,4 @@
-"""`train.algorithm`: a name for settings, which expands into them. Whatever the file sets itself wins."""
+"""`train.algorithm`: presets for settings. Explicit settings in the file take precedence."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tasuki.config.loss_table import SHARED
 Algorithm = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax", "ppo", "dapo", "gspo", "cispo"]
 DEFAULT_MAX_NEW_TOKENS = 512
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    # arXiv:2402.03300, with the token mean that became usual.
+    # arXiv:2402.03300, with the now common token mean.
     "grpo": {"advantages": {"estimator": "group_mean", "std": "sample"}, "loss": {"name": "ppo"}},
     # arXiv:2503.20783
     "dr_grpo": {"advantages": {"estimator": "group_mean", "std": "none"}, "loss": {"name": "ppo", "aggregation": "constant"}},
@@ -40,7 +40,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 
 def expanded(train: Mapping[str, Any]) -> dict[str, Any]:
-    """A [train] table with the settings of its algorithm below its own, but for those that another loss or estimator does not have."""
+    """Merges the algorithm's preset under a [train] table, except for settings that another loss or estimator lacks."""
     preset = dict(PRESETS.get(str(train.get("algorithm", "grpo")), {}))
     own, usual = train.get("loss"), preset.get("loss", {})
     if isinstance(own, Mapping) and own.get("name", usual.get("name")) != usual.get("name"):
@@ -48,13 +48,13 @@ def expanded(train: Mapping[str, Any]) -> dict[str, Any]:
     merged = _merged(_with_effect(preset, train), train)
     loss = merged.get("loss")
     if isinstance(loss, Mapping) and loss.get("aggregation") == "constant":
-        # Dr. GRPO's: the longest completion that there can be.
+        # Dr. GRPO's constant: the maximum completion length.
         merged["loss"] = {"aggregation_length": merged.get("max_new_tokens", DEFAULT_MAX_NEW_TOKENS), **loss}
     return merged
 
 
 def _with_effect(preset: Mapping[str, Any], train: Mapping[str, Any]) -> dict[str, Any]:
-    """A preset without what another estimator than its own does not read."""
+    """The preset without settings that apply only to its own estimator."""
     own, usual = train.get("advantages"), preset.get("advantages", {})
     estimator = own.get("estimator", usual.get("estimator")) if isinstance(own, Mapping) else usual.get("estimator")
     if estimator == usual.get("estimator"):

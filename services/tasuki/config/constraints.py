@@ -1,4 +1,4 @@
-"""What a node's settings must be to each other: deadlines in their order, and what only one kind of device has."""
+"""Constraints between settings: the order of deadlines, and settings for one kind of device only."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from tasuki.config.schema import NodeConfig
 
 FUSED_LINEAR = ("qkv_proj", "gate_up_proj")
-"""Linear layers that SGLang gives an adapter by their parts only."""
+"""Fused linear layers, for which SGLang supports adapters on the parts only."""
 HEARTBEAT_S = 0.25
-"""A process shows so often that it lives."""
+"""Interval of a process's heartbeat."""
 _MISSED_BEATS = 4
-# Each is the time in which what the first deadline is for must have been noticed, before the second gives up. docs/changeover.md has all.
+# The first deadline must pass, so that its event is noticed, before the second one does. docs/changeover.md explains each pair.
 _NOT_BELOW = (
     ("restart.progress_s", "restart.stall_s"),
     ("coordinator.stage_timeout_s", "restart.progress_s"),
@@ -28,7 +28,7 @@ _NOT_BELOW = (
 
 
 class SettingsConflict(ValueError):
-    """Two settings that do not go together. `field` is the one to change first."""
+    """Two settings that conflict. `field` is the one to change first."""
 
     def __init__(self, field: str, problem: str) -> None:
         super().__init__(f"{field} {problem}")
@@ -47,9 +47,9 @@ def check_constraints(config: NodeConfig) -> None:
     if fused:
         raise SettingsConflict("rollout.lora", f'= "adapter" cannot serve adapters of {", ".join(fused)}; leave it at "merged"')
     if config.rollout.kv_tokens == "needed" and config.train is None:
-        raise SettingsConflict("rollout.kv_tokens", '= "needed" needs a table [train], which tells the samples of a step')
+        raise SettingsConflict("rollout.kv_tokens", '= "needed" needs a table [train], which defines the samples of a step')
     if config.rollout.kv_growth and config.memory.host_budget_bytes is not None and not config.memory.pool:
-        # Each process has a share of a budget, which does not tell what the other service holds.
+        # Each process has a share of the budget, which does not show how much the other service holds.
         raise SettingsConflict("rollout.kv_growth", "with memory.host_budget_bytes needs memory.pool = true")
     _check_residency(config)
     _check_critic(config)
@@ -79,16 +79,14 @@ def _check_critic(config: NodeConfig) -> None:
     if uses_critic and config.trainer.critic is None:
         raise SettingsConflict("train.advantages.estimator", '= "gae" needs a critic: add a table [trainer.critic]')
     if config.trainer.critic is not None and config.train is not None and not uses_critic:
-        raise SettingsConflict(
-            "trainer.critic", 'is there, but nothing trains it; set train.algorithm = "ppo", or leave it out'
-        )
+        raise SettingsConflict("trainer.critic", 'is set, but nothing trains it; set train.algorithm = "ppo", or remove it')
     if config.trainer.critic is not None and config.sft is not None and config.train is None:
-        raise SettingsConflict("trainer.critic", "is there, but [sft] trains the policy alone; leave it out")
+        raise SettingsConflict("trainer.critic", "is set, but [sft] trains only the policy; remove it")
 
 
 def _check_failpoints(config: NodeConfig) -> None:
     if config.failpoints and not config.unsafe:
-        raise SettingsConflict("failpoints", "break a node on purpose; they need unsafe = true")
+        raise SettingsConflict("failpoints", "break a node on purpose and need unsafe = true")
     for spec in config.failpoints:
         try:
             check_failpoint(parse_failpoint(spec), config)
@@ -124,7 +122,7 @@ def _check_num_ranks(config: NodeConfig) -> None:
 
 
 def _check_devices(config: NodeConfig) -> None:
-    """GPUs are named for all ranks of both services, or for none."""
+    """Requires GPUs to be named for all ranks of both services or for none."""
     named = {
         "trainer": (config.trainer.devices, config.trainer.num_ranks),
         "rollout": (config.rollout.devices, config.num_engine_ranks),
@@ -144,7 +142,7 @@ def _check_devices(config: NodeConfig) -> None:
     if len({name.startswith(UUID) for name in names}) > 1:
         raise SettingsConflict("trainer.devices", "and rollout.devices are UUIDs or numbers, not both")
     for name, longer in pairwise(names):
-        if name.startswith(UUID) and longer.startswith(name):  # CUDA takes the beginning for all of it
+        if name.startswith(UUID) and longer.startswith(name):  # CUDA accepts a prefix of a UUID
             raise SettingsConflict("trainer.devices", f"and rollout.devices name one GPU in two ways, {name} and {longer}")
 
 
@@ -166,7 +164,7 @@ def _check_kind_of_device(config: NodeConfig) -> None:
 
 
 def _check_own_settings(config: NodeConfig) -> None:
-    """Refuses what only the other kind of device reads."""
+    """Refuses settings that only the other kind of device uses."""
     rollout, trainer = config.rollout, config.trainer
     for device, key, is_given in (
         ("cuda", "rollout.attention_backend", rollout.attention_backend is not None),

@@ -1,4 +1,4 @@
-"""How a configuration names GPUs: each has one name, so that names can be compared."""
+"""GPU names in a configuration, normalized so that they can be compared."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 UUID = "GPU-"
 MAX_GPUS = 1024
-"""Of a node; a bound for what is mistyped, above any that there is."""
+"""Bound on a node's GPU numbers, to catch typos."""
 _MAX_NUMBER = MAX_GPUS - 1
 
 
@@ -17,7 +17,7 @@ def _text_of_number(device: object) -> object:
 
 
 def _one_name(device: str) -> str:
-    """Numbers without zeros in front, UUIDs in small letters."""
+    """Normalizes a name: numbers without leading zeros, UUIDs in lower case."""
     if not device.isdecimal():
         return f"{UUID}{device.removeprefix(UUID).lower()}"
     number = device.lstrip("0") or "0"

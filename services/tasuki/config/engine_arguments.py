@@ -1,4 +1,4 @@
-"""SGLang's arguments that `[rollout.engine]` must not have, and why; and those that take no memory that a plan counts."""
+"""SGLang arguments that `[rollout.engine]` refuses, with reasons, and those that use no memory counted by a plan."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ KEYS: Mapping[str, str] = {
     "tokenizer_path": "model.path",
     "tp_size": "rollout.tp_size",
 }
-"""Key of ours by the argument that it sets."""
+"""The key of ours that sets each argument."""
 
-_WEIGHTS = "the engine's weights are the trainer's, as they are"
-_PARALLEL = "an engine is parallel by rollout.tp_size and rollout.dp_size alone"
+_WEIGHTS = "the engine's weights are exactly the trainer's"
+_PARALLEL = "only rollout.tp_size and rollout.dp_size set an engine's parallelism"
 _PORTS = "the engine opens no port; callers reach rollout at rollout.listen"
 _TEXT = "prompts and completions would be in logs"
-_OURS = "tasuki sets it by itself"
+_OURS = "tasuki sets it itself"
 _REFUSED: Mapping[str, str] = {
     **dict.fromkeys(
         (
@@ -88,7 +88,7 @@ _REFUSED_PREFIXES: Mapping[str, str] = {
     "kt_": _WEIGHTS,
     "modelopt_": _WEIGHTS,
     "remote_instance_": _WEIGHTS,
-    "speculative_draft_": 'a draft model has weights that nobody trains; speculative_algorithm = "NGRAM" has none',
+    "speculative_draft_": 'the weights of a draft model would not be trained; speculative_algorithm = "NGRAM" has none',
 }
 _SPECULATION = "NGRAM"
 
@@ -101,29 +101,29 @@ _WITHOUT_MEMORY = frozenset(
         "watchdog_timeout",
     }
 )  # fmt: skip
-"""Arguments that take no memory of a GPU."""
+"""Arguments that use no GPU memory."""
 
 
 def check_engine_arguments(arguments: Mapping[str, Argument]) -> None:
-    """Raises SettingError naming the first argument that is refused, and what to use."""
+    """Raises SettingError naming the first refused argument and the alternative."""
     for name, value in arguments.items():
         field = f"engine.{name}"
         if name in KEYS:
             raise SettingError(field, f"is set by {KEYS[name]}; use that")
         reason = _REFUSED.get(name) or next((why for prefix, why in _REFUSED_PREFIXES.items() if name.startswith(prefix)), None)
         if reason is not None:
-            raise SettingError(field, f"is not for a configuration: {reason}; leave it out")
+            raise SettingError(field, f"is not configurable: {reason}; remove it")
         if name == "speculative_algorithm" and value != _SPECULATION:
             raise SettingError(field, f"is {value!r}; only {_SPECULATION!r} needs no draft model")
 
 
 def uncounted_arguments(arguments: Mapping[str, Argument]) -> list[str]:
-    """Names of those that a plan does not count and that may take memory, or give some."""
+    """Names of arguments that may change memory use but are not counted by a plan."""
     return [name for name in arguments if name not in _WITHOUT_MEMORY]
 
 
 def check_argument_names(names: Iterable[str]) -> None:
-    """Raises InvalidArgument naming the key of an argument that SGLang does not have; passes where SGLang is not installed."""
+    """Raises InvalidArgument naming the key of an argument unknown to SGLang. Does nothing if SGLang is not installed."""
     names = list(names)
     known = _server_arguments() if names else frozenset[str]()
     for name in names:
@@ -134,7 +134,7 @@ def check_argument_names(names: Iterable[str]) -> None:
 
 
 def _server_arguments() -> frozenset[str]:
-    """Fields of SGLang's ServerArgs, read from its source: to import it takes seconds."""
+    """Fields of SGLang's ServerArgs, parsed from its source because importing it takes seconds."""
     sglang = find_spec("sglang")
     if sglang is None or sglang.submodule_search_locations is None:
         return frozenset()

@@ -1,4 +1,4 @@
-"""Faults on request, as a configuration writes them: "rollout@SYNC:4=kill" (docs/recovery.md has all)."""
+"""Injected faults as written in a configuration: "rollout@SYNC:4=kill" (docs/recovery.md lists all)."""
 
 from __future__ import annotations
 
@@ -31,31 +31,31 @@ _TRAINER_COMMANDS = (
 _LOG_WRITES = ("log.begin", "log.commit", "log.replace")
 _JOURNAL_WRITES = ("intend", "intended", "note", "noted")
 _CACHE_MOVES = ("grow_cache.mapped", "shrink_cache.served")
-"""In the middle of the commands: when a part is mapped and not served, and when slots are withdrawn whose pages are there."""
+"""Points within commands: after a part is mapped and before it is served; after slots are withdrawn and before they are unmapped."""
 PUBLISHED, RECEIVED = "publish_weights", "receive"
-"""Commands of a trainer rank and of an engine rank, whose results can be damaged."""
+"""Commands of a trainer rank and an engine rank whose results can be corrupted."""
 
 
 class Action(StrEnum):
-    """What happens to the process that comes to a failpoint."""
+    """What happens to a process at a failpoint."""
 
     KILL = "kill"
     """SIGKILL."""
     STOP = "stop"
-    """SIGSTOP: the process is there and does nothing any more, as one that hangs in the kernel."""
+    """SIGSTOP: the process stays alive without running, like one that hangs in the kernel."""
     SLOW = "slow"
-    """A second passes."""
+    """Sleeps for a second."""
     HANG = "hang"
-    """The thread that came there waits for ever; the others go on."""
+    """Blocks the thread forever; others continue."""
     FULL = "full"
-    """An OSError, as of a disk without room."""
+    """Raises an OSError, as from a full disk."""
     CORRUPT = "corrupt"
-    """What the process has made is damaged, behind the back of those who sum it up."""
+    """Corrupts the result before its checksum is used."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failpoint:
-    """`process` comes to `point` for the `nth` time: `action`. victim: whom it strikes."""
+    """`action`, applied when `process` reaches `point` for the `nth` time. victim: the process it is applied to."""
 
     process: str
     point: str
@@ -65,7 +65,7 @@ class Failpoint:
 
 
 def parse_failpoint(spec: str) -> Failpoint:
-    """Reads "rollout@SYNC=kill", "coordinator@SYNC.intended:3=stop" or "coordinator@SYNC.intended=kill(trainer1)".
+    """Parses "rollout@SYNC=kill", "coordinator@SYNC.intended:3=stop" or "coordinator@SYNC.intended=kill(trainer1)".
 
     Raises ValueError.
     """
@@ -74,12 +74,12 @@ def parse_failpoint(spec: str) -> Failpoint:
         raise ValueError(f"is not PROCESS@POINT[:NTH]=ACTION with an action of {', '.join(Action)}")
     action, victim = Action(parts["action"]), parts["victim"] or parts["process"]
     if parts["victim"] and action not in (Action.KILL, Action.STOP):
-        raise ValueError("asks what only kill and stop can do to another process")
+        raise ValueError("names a victim, which only kill and stop support")
     return Failpoint(parts["process"], parts["point"], int(parts["nth"] or 1), action, victim)
 
 
 def check_failpoint(one: Failpoint, config: NodeConfig) -> None:
-    """Raises ValueError when the node has no such process, or its process never comes to that point."""
+    """Raises ValueError if the node has no such process, or the process never reaches the point."""
     points = _points(config)
     for process in (one.process, one.victim):
         if process not in points:
@@ -92,13 +92,13 @@ def check_failpoint(one: Failpoint, config: NodeConfig) -> None:
         what = (
             f"{one.process} can be asked to {one.action} at {', '.join(known)}"
             if known
-            else f"{one.process} makes nothing to corrupt"
+            else f"{one.process} produces nothing to corrupt"
         )
-        raise ValueError(f"names a point that is none: {what}")
+        raise ValueError(f"names an unknown point: {what}")
 
 
 def _points(config: NodeConfig) -> dict[str, tuple[str, ...]]:
-    """Of every process of the node."""
+    """Points of every process of the node."""
     ranks = _commands(TrainerRankCommand)
     engine_ranks = (*_commands(EngineRankCommand), *_CACHE_MOVES)
     return {
@@ -121,6 +121,6 @@ def _with_ends(commands: tuple[str, ...]) -> tuple[str, ...]:
 
 def _check_damage_is_noticed(one: Failpoint, config: NodeConfig) -> None:
     if one.point == PUBLISHED and config.exports_parameters:
-        raise ValueError('would damage the parameters themselves, for good; it needs trainer.export = "copy"')
+        raise ValueError('would permanently corrupt the parameters; it needs trainer.export = "copy"')
     if one.point == RECEIVED and not config.rollout.full_read_back:
-        raise ValueError("is noticed at a plan's first sync alone; it needs rollout.full_read_back = true")
+        raise ValueError("is detected only by a plan's first sync; it needs rollout.full_read_back = true")

@@ -1,4 +1,4 @@
-"""A node's place in its fleet, as Slurm, a Kubernetes JobSet or torchrun's variables tell it."""
+"""A node's place in its fleet, from the variables of Slurm, a Kubernetes JobSet or torchrun."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from tasuki.wire.errors import InvalidArgument
 
 DEFAULT_PORT = 29400
-"""Of the leader, where nothing names one."""
+"""Default port of the leader."""
 _NUM_NODES = ("NNODES", "PET_NNODES", "SLURM_NNODES")
 _NODE_RANK = ("NODE_RANK", "PET_NODE_RANK", "SLURM_NODEID", "JOB_COMPLETION_INDEX")
 _HOST = ("MASTER_ADDR", "PET_MASTER_ADDR")
@@ -19,10 +19,9 @@ _NAME = ("TASUKI_FLEET", "SLURM_JOB_ID", "JOBSET_NAME", "TORCHELASTIC_RUN_ID")
 
 
 def fleet_table(environment: Mapping[str, str]) -> dict[str, Any]:
-    """The keys of [fleet] that the environment tells; nothing outside of a job. Of several variables the first in the table of
-    docs/fleet.md counts.
+    """Keys of [fleet] found in the environment; empty outside a job. The first variable in the order of docs/fleet.md's table wins.
 
-    Raises InvalidArgument naming the variable that is no number, or no list of hosts.
+    Raises InvalidArgument naming a variable that is not a number or a list of hosts.
     """
     found = {
         "num_nodes": _number(environment, _NUM_NODES),
@@ -45,10 +44,10 @@ def _leader(environment: Mapping[str, str]) -> str | None:
 
 
 def first_host(hosts: str) -> str:
-    """The first name of a Slurm list, such as "gpu-003" of "gpu-[003-010,012],login1". Raises InvalidArgument."""
+    """First host of a Slurm list, such as "gpu-003" of "gpu-[003-010,012],login1". Raises InvalidArgument."""
     found = re.match(r"([^\s,\[\]]+)(?:\[(\d+)[^\]]*\]([^\s,\[\]]*))?(?=,|$)", hosts)
     if found is None:
-        raise InvalidArgument("SLURM_JOB_NODELIST", f"{hosts!r} is no list of hosts; set MASTER_ADDR to the first one")
+        raise InvalidArgument("SLURM_JOB_NODELIST", f"{hosts!r} is not a list of hosts; set MASTER_ADDR to the first one")
     return "".join(part or "" for part in found.groups())
 
 

@@ -1,4 +1,4 @@
-"""A node's place in a fleet of nodes."""
+"""The table of a node in a fleet."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ def _check_address(address: str) -> str:
 
 
 class FleetConfig(Schema):
-    """The fleet of this node; see docs/fleet.md. `tasuki fleet up` fills it from the variables of Slurm, Kubernetes or torchrun."""
+    """The node's fleet; see docs/fleet.md. `tasuki fleet up` fills it in from the variables of Slurm, Kubernetes or torchrun."""
 
     name: Annotated[str, AfterValidator(_check_name)]
-    """Name of the fleet, the same on all its nodes: letters, digits, ".", "_" and "-"."""
+    """Name of the fleet, the same on all nodes: letters, digits, ".", "_" and "-"."""
     num_nodes: PositiveInt
-    """Nodes of the fleet, the same on all of them."""
+    """Number of nodes, the same on all nodes."""
     node_rank: int = Field(ge=0)
-    """This node's place among them. Node 0 leads."""
+    """Rank of this node. Node 0 leads."""
     leader: Annotated[str, AfterValidator(_check_address)]
-    """HOST:PORT of the fleet's port on node 0: clients, nodes and the trainers' ranks meet there."""
+    """HOST:PORT of the fleet on node 0, used by clients, nodes and the trainers' ranks."""
     attempt: int = Field(default=0, ge=0)
-    """Restarts of the job: Slurm's restart count, JobSet's restart-attempt label. A node refuses a smaller one."""
+    """Number of restarts of the job: Slurm's restart count, JobSet's restart-attempt label. Nodes refuse smaller numbers."""
     interface: str | None = None
-    """Network interface of gradients between nodes, such as "eth0"; by default NCCL and gloo choose."""
+    """Network interface for gradients between nodes, such as "eth0"; by default NCCL and gloo choose."""
     node_timeout_s: PositiveFloat = 30.0
-    """A node that is silent for so long is lost, and the job ends."""
+    """A node silent for this long is considered lost, and the job ends."""
 
     @model_validator(mode="after")
     def _rank_is_of_a_node(self) -> FleetConfig:

@@ -1,4 +1,4 @@
-"""Which GPU each rank of trainer and rollout uses."""
+"""GPU assignment of trainer and rollout ranks."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tasuki.wire.errors import InvalidArgument
 
 @dataclass(frozen=True, slots=True)
 class Gpus:
-    """GPUs of a node. A service sees those of both, since it reads or is read by the other, and all processes number them alike.
+    """GPUs of a node. Each service sees the GPUs of both, since one reads the other's memory; all processes number them alike.
 
-    names: as the configuration says them; empty for all GPUs that CUDA shows. trainer, rollout: the number of each rank's GPU.
+    names: as configured; empty for all GPUs visible to CUDA. trainer, rollout: GPU number of each rank.
     """
 
     names: tuple[str, ...]
@@ -28,7 +28,7 @@ class Gpus:
 
 
 def gpus_of(config: NodeConfig) -> Gpus:
-    """By default rank i of each service is on GPU i."""
+    """Assigns GPUs to ranks; by default GPU i to rank i of each service."""
     trainer, rollout = config.trainer, config.rollout
     if trainer.devices is None or rollout.devices is None:
         return Gpus((), tuple(range(trainer.num_ranks)), tuple(range(config.num_engine_ranks)))
@@ -37,19 +37,19 @@ def gpus_of(config: NodeConfig) -> Gpus:
 
 
 def show_gpus(config: NodeConfig) -> None:
-    """Has this process and its children see the node's GPUs alone, in that order. To be called before CUDA is used, once.
+    """Restricts this process and its children to the node's GPUs, in order. Must be called once, before CUDA is used.
 
-    Where CUDA_VISIBLE_DEVICES is set already, by a scheduler that gave us some of the machine's GPUs, the configuration names some of
-    those. Raises InvalidArgument naming the field.
+    If CUDA_VISIBLE_DEVICES is already set, as by a scheduler, the configuration selects from those GPUs.
+    Raises InvalidArgument naming the field.
     """
     names = gpus_of(config).names
     if not names:
         return
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
-        os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # numbers are then those of nvidia-smi
+        os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # number GPUs as nvidia-smi does
     else:
-        # The order stays: it is the one that these numbers were given in.
+        # Keep CUDA's order, to which these numbers refer.
         field = dict.fromkeys(config.trainer.devices or (), "trainer.devices")
         given = _entries(visible)
         names = tuple(_given(name, given, field=field.get(name, "rollout.devices")) for name in names)
@@ -57,32 +57,32 @@ def show_gpus(config: NodeConfig) -> None:
 
 
 def check_gpu_is_shown(config: NodeConfig) -> None:
-    """Raises InvalidArgument for a node on GPUs where this machine shows none, as far as that can be known without CUDA."""
+    """Raises InvalidArgument if the node needs GPUs and none is visible, as far as can be told without CUDA."""
     if config.device == "cpu":
         return
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and not _entries(visible):
         raise InvalidArgument(
-            "device", f'device = "cuda", but CUDA_VISIBLE_DEVICES="{visible}" leaves no GPU: name some, or unset it'
+            "device", f'device = "cuda", but CUDA_VISIBLE_DEVICES="{visible}" hides all GPUs: name some, or unset it'
         )
-    # A container may lack either: the files of a GPU (dxg is that of WSL), or NVML.
+    # A container may lack either the device files (dxg on WSL) or NVML.
     has_file = any(file for name in ("nvidia[0-9]*", "dxg") for file in Path("/dev").glob(name))
     if not has_file and not _num_gpus_of_nvml():
-        raise InvalidArgument(
-            "device", 'device = "cuda", but this machine shows no GPU: set device = "cpu", or see to its driver'
-        )
+        raise InvalidArgument("device", 'device = "cuda", but this machine shows no GPU: set device = "cpu", or fix its driver')
 
 
 def gpu_not_shown(service: str, gpu: int, *, num_shown: int) -> InvalidArgument:
-    """What is wrong when a rank finds fewer GPUs than its number asks for."""
+    """Error for a rank whose GPU number exceeds the GPUs it can see."""
     if num_shown == 0:
-        return InvalidArgument("device", 'device = "cuda", but CUDA shows no GPU on this machine: nvidia-smi may say why')
+        return InvalidArgument(
+            "device", 'device = "cuda", but CUDA shows no GPU on this machine: run nvidia-smi to find out why'
+        )
     problem = f"this rank's GPU is number {gpu}, counted from 0, but CUDA shows {num_shown}; by default rank i is on GPU i"
     return InvalidArgument(f"{service}.devices", problem)
 
 
 def smallest_gpu_bytes() -> int | None:
-    """Memory that programs can have of the machine's smallest GPU; None where NVML does not say."""
+    """Memory of the machine's smallest GPU, in bytes; None if NVML does not report it."""
     with suppress(ImportError), _nvml() as nvml:
         sizes = [
             nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByIndex(index), version=nvml.nvmlMemory_v2)
@@ -93,7 +93,7 @@ def smallest_gpu_bytes() -> int | None:
 
 
 def _num_gpus_of_nvml() -> int:
-    """0 also where NVML is not there."""
+    """Number of GPUs; 0 without NVML."""
     with suppress(ImportError), _nvml() as nvml:
         return nvml.nvmlDeviceGetCount()
     return 0
@@ -101,7 +101,7 @@ def _num_gpus_of_nvml() -> int:
 
 @contextmanager
 def _nvml() -> Iterator[Any]:
-    """NVML, started. Raises ImportError where it is not there, or does not work."""
+    """Initializes NVML. Raises ImportError if it is missing or broken."""
     import pynvml
 
     nvml: Any = pynvml
@@ -118,19 +118,19 @@ def _nvml() -> Iterator[Any]:
 
 
 def _entries(visible: str) -> tuple[str, ...]:
-    """The GPUs that CUDA shows: its list ends at what is no GPU, such as "-1" or nothing."""
+    """GPUs visible to CUDA, whose list ends at the first invalid entry, such as "-1" or an empty one."""
     return tuple(takewhile(lambda entry: entry and not entry.startswith("-"), (entry.strip() for entry in visible.split(","))))
 
 
 def _given(name: str, given: tuple[str, ...], *, field: str) -> str:
-    """The entry of CUDA_VISIBLE_DEVICES that is the GPU `name`."""
+    """The entry of CUDA_VISIBLE_DEVICES for the GPU `name`."""
     text = f"CUDA_VISIBLE_DEVICES={','.join(given)}"
     if name.isdecimal():
         if int(name) >= len(given):
             raise InvalidArgument(field, f"names GPU {name}, but {text} leaves {len(given)}, counted from 0")
         return given[int(name)]
     if all(entry.isdecimal() for entry in given) and given:
-        return name  # which number it has is CUDA's to know
+        return name  # CUDA resolves a UUID itself
     same = [entry for entry in given if _is_same(entry.lower(), name.lower())]
     if len(same) != 1:
         raise InvalidArgument(field, f"names {name}, which is not among {text}")
@@ -138,5 +138,5 @@ def _given(name: str, given: tuple[str, ...], *, field: str) -> str:
 
 
 def _is_same(entry: str, name: str) -> bool:
-    """Whether two UUIDs are one GPU's: CUDA takes the beginning of one for all of it."""
+    """Whether two UUIDs name one GPU: CUDA accepts a prefix."""
     return entry.startswith(name) or (entry.startswith(UUID.lower()) and name.startswith(entry))

@@ -1,4 +1,4 @@
-"""Which start of a node this is: a client that outlives one must not go on with the next as if nothing had happened."""
+"""Identity of one start of a node, so that a client does not carry on with a restarted node unawares."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from tasuki.config.places import instance_path
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """One start of a node. Both are empty when its services were started one by one, without a node around them."""
+    """One start of a node. Both fields are empty if the services were started individually."""
 
     id: str = ""
     lock_path: str = ""
 
 
 def begin_instance(state_dir: Path) -> None:
-    """Names the node that is being started; every process of it that is restarted finds the same name."""
+    """Creates the id of a starting node. Processes that restart within the node find the same one."""
     instance_path(state_dir).write_text(uuid.uuid4().hex)
 
 
 def read_instance(state_dir: Path) -> Instance:
-    """The node that runs on the folder. What a node that was killed has left there is none."""
+    """Reads the id of the node running in the folder. Ignores what a killed node left behind."""
     path = instance_path(state_dir)
     if not path.exists() or holder(state_dir, name=NODE_LOCK) is None:
         return Instance()

@@ -1,4 +1,4 @@
-"""Reads a NodeConfig from TOML and `--set a.b=c`; every problem names the key and what to do."""
+"""Loads a NodeConfig from TOML and `--set a.b=c`. Every error names the key and what to do."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _SHOWN_CHARACTERS = 200
 
 
 def load_config(path: Path, *, overrides: Sequence[str] = ()) -> NodeConfig:
-    """The configuration in `path`, with overrides such as "trainer.num_ranks=4" applied.
+    """Loads the configuration in `path` and applies overrides such as "trainer.num_ranks=4".
 
-    Relative paths in the file are relative to the file's folder; in overrides, to the working folder.
-    Raises PathNotFound when there is no file, InvalidArgument naming the key otherwise.
+    Relative paths are relative to the file's folder, or, in overrides, to the working directory.
+    Raises PathNotFound if there is no file, and otherwise InvalidArgument naming the key.
     """
     return _validated(_read(path, overrides))
 
 
 def load_beside_node(path: Path, *, overrides: Sequence[str] = ()) -> NodeConfig:
-    """As `load_config`, for a command about a node that was started: what [fleet] leaves out is as it was started with.
+    """Like `load_config`, for a command that addresses a running node: keys missing in [fleet] come from the node's start.
 
-    A scheduler gives each node its place, which the commands beside it do not know.
+    A scheduler tells each node its rank, but not the commands started next to it.
     """
     table = _read(path, overrides)
     started = _started_fleet(table)
@@ -42,7 +42,7 @@ def load_beside_node(path: Path, *, overrides: Sequence[str] = ()) -> NodeConfig
 
 
 def _started_fleet(table: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """[fleet] of the node that was started last on the state folder."""
+    """[fleet] of the last node started in the state folder."""
     state_dir = table.get("state_dir")
     path = config_path(Path(state_dir)) if isinstance(state_dir, str) else None
     return _toml(path).get("fleet") if path is not None and path.is_file() else None
@@ -64,7 +64,7 @@ def _read(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
 def _toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text())
-    # TOMLDecodeError and UnicodeDecodeError among them, and the interpreter's own limits on digits and nesting.
+    # Includes TOMLDecodeError, UnicodeDecodeError and the interpreter's limits on digits and nesting.
     except (ValueError, RecursionError) as error:
         raise InvalidArgument("config", f"{path} is not TOML: {error}") from error
 
@@ -88,7 +88,7 @@ def _explain(problem: Mapping[str, Any]) -> str:
         return "unknown key; see docs/config.md for the keys of this table"
     if problem["type"] == "missing":
         return "required, but not given"
-    if isinstance(problem["input"], Mapping):  # a whole table, whose keys do not fit together
+    if isinstance(problem["input"], Mapping):  # a whole table with conflicting keys
         return str(problem.get("ctx", {}).get("error", problem["msg"]))
     message = problem["msg"].removeprefix("Value error, ")
     return f"{message} (got {_without_password(_shown(problem['input']))})"
@@ -100,7 +100,7 @@ def _shown(value: object) -> str:
 
 
 def _without_password(text: str) -> str:
-    """The user and the password of an address are not for a terminal or a log."""
+    """Removes user and password from a URL, for terminals and logs."""
     return re.sub(r"//[^/@]*@", "//***@", text)
 
 
@@ -147,14 +147,14 @@ def _anchor_paths(table: dict[str, Any], folder: Path) -> None:
 
 
 def _anchored(value: Any, folder: Path, *, key: str) -> Any:
-    """A path, or each of a list. What is none is left for the schema to refuse."""
+    """Makes a path, or each path in a list, absolute. Leaves other values for the schema to refuse."""
     if isinstance(value, list):
         return [_anchored(one, folder, key=key) for one in value]
     if not isinstance(value, str):
         return value
     if "\0" in value:
-        raise InvalidArgument(key, f"{value!r} is no path: it has a null character")
+        raise InvalidArgument(key, f"{value!r} is not a path: it contains a null character")
     try:
         return str(folder / Path(value).expanduser())
     except RuntimeError as error:
-        raise InvalidArgument(key, f"{value} begins with the name of no user; write the folder out") from error
+        raise InvalidArgument(key, f"{value} names an unknown user's home; write the folder out") from error

@@ -1,4 +1,4 @@
-"""Who may use a state folder: one holder for each lock, until it ends, however it ends."""
+"""Locks on a state folder, held until their holder ends, however it ends."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from tasuki.wire.errors import NodeRunning
 from tasuki.wire.flock import try_lock
 
 NODE_LOCK = "node"
-"""The lock that a node's supervisor holds while any process of the node lives."""
+"""Lock held by a node's supervisor while any process of the node lives."""
 TRAINING_LOCK = "training"
-"""The lock that `tasuki train` holds on its output folder and on its node's state folder."""
+"""Lock held by `tasuki train` on its output folder and on its node's state folder."""
 
 _PID_BYTES = 20
 
 
 class StateLock:
-    """An flock on `name`.lock in the state folder, with the holder's pid inside. Children that inherit it share it."""
+    """An flock on `name`.lock in the state folder; the file contains the holder's pid. Children that inherit it share it."""
 
     def __init__(self, fd: int) -> None:
         """Wraps a descriptor that holds the lock."""
@@ -27,7 +27,7 @@ class StateLock:
 
     @classmethod
     def take(cls, state_dir: Path, *, name: str) -> StateLock:
-        """Raises NodeRunning, naming the holder's pid, when someone else holds it."""
+        """Takes the lock. Raises NodeRunning with the holder's pid if it is held."""
         state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         fd = os.open(lock_path(state_dir, name=name), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         if not try_lock(fd, fcntl.LOCK_EX):
@@ -39,12 +39,12 @@ class StateLock:
         return lock
 
     def sign(self, pid: int) -> None:
-        """Puts `pid` into the file, for those who ask who holds it."""
-        # Over the last one, in one piece: a reader never finds none, and a full disk has room for it.
+        """Writes `pid` to the file as the holder's."""
+        # Overwrites in place: readers always find a pid, and it works on a full disk.
         os.pwrite(self.fd, f"{pid:<{_PID_BYTES}}".encode(), 0)
 
     def close(self) -> None:
-        """Closes this process's descriptor; the lock is free when every process that shares it has done so."""
+        """Closes this process's descriptor. The lock is released once every process that shares it has done so."""
         os.close(self.fd)
 
     def __enter__(self) -> StateLock:
@@ -59,7 +59,7 @@ def lock_path(state_dir: Path, *, name: str) -> Path:
 
 
 def holder(state_dir: Path, *, name: str) -> int | None:
-    """Pid of the process that holds the lock; None when nobody does."""
+    """Pid of the lock's holder, or None."""
     path = lock_path(state_dir, name=name)
     if not path.exists():
         return None

@@ -1,4 +1,4 @@
-"""A loss as a table of the configuration: `name`, the loss's own settings, and those of every loss, side by side."""
+"""A loss as a configuration table: `name`, the loss's own settings and the common ones, side by side."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ LOSSES: Mapping[str, type] = {
 SHARED = tuple(
     field.name for field in dataclasses.fields(LossConfig) if field.name not in ("loss", "old_policy", "denominator")
 )
-"""Settings of every loss. `old_policy` is a key of [train]; `denominator` is for loops that add up several calls."""
+"""Settings of every loss. `old_policy` is a key of [train]; `denominator` is for loops that accumulate several calls."""
 
 
 def read_loss(table: Mapping[str, Any]) -> LossConfig:
-    """Raises SettingError naming the key."""
+    """Builds a loss from its table. Raises SettingError naming the key."""
     settings = dict(table)
     name = settings.pop("name", "ppo")
     if not isinstance(name, str) or name not in LOSSES:
-        raise SettingError("name", f"{name!r} is no loss; give one of {', '.join(LOSSES)}")
+        raise SettingError("name", f"{name!r} is not a loss; give one of {', '.join(LOSSES)}")
     cls = LOSSES[name]
     own = {field.name for field in dataclasses.fields(cls)}
     unknown = settings.keys() - own.union(SHARED)
@@ -43,7 +43,7 @@ def read_loss(table: Mapping[str, Any]) -> LossConfig:
 
 
 def write_loss(config: LossConfig) -> dict[str, Any]:
-    """The table that read_loss reads back; None is left out."""
+    """Writes the table that read_loss reads. Leaves out None."""
     name = next(name for name, cls in LOSSES.items() if isinstance(config.loss, cls))
     shared = {field: getattr(config, field) for field in SHARED if field != "correction"}
     table = {"name": name, **dataclasses.asdict(config.loss), **shared}
@@ -52,7 +52,7 @@ def write_loss(config: LossConfig) -> dict[str, Any]:
 
 
 def _read_correction(table: Mapping[str, Any]) -> Correction:
-    """A table corrects what it names; an empty one nothing."""
+    """Builds the correction from the keys in the table; an empty table disables it."""
     known = {field.name: None for field in dataclasses.fields(Correction)}
     unknown = table.keys() - known.keys()
     if unknown:
@@ -61,7 +61,7 @@ def _read_correction(table: Mapping[str, Any]) -> Correction:
 
 
 def _built(cls: type, settings: Mapping[str, Any], *, below: str = "") -> Any:
-    """The dataclass, with the types of its fields checked, which its own checks of ranges rely on."""
+    """Builds the dataclass after checking its field types, on which its range checks rely."""
     for name, annotation in get_type_hints(cls).items():
         try:
             check_kind(settings.get(name), annotation)
@@ -78,7 +78,7 @@ def _built(cls: type, settings: Mapping[str, Any], *, below: str = "") -> Any:
         raise SettingError(key, f"{first['msg']} (got {first['input']!r})") from error
 
 
-_adapter = cache(TypeAdapter)  # made in tens of milliseconds
+_adapter = cache(TypeAdapter)  # takes tens of milliseconds to build
 
 
 def _without_none(table: Mapping[str, Any]) -> dict[str, Any]:

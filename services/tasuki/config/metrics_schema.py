@@ -1,4 +1,4 @@
-"""Where Prometheus scrapes a node."""
+"""The table of the node's Prometheus endpoint."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def _check_address(listen: str) -> str:
 
 
 class MetricsConfig(Schema):
-    """One address for the metrics of all services; see docs/metrics.md."""
+    """One endpoint for the metrics of all services; see docs/metrics.md."""
 
     listen: Annotated[str, AfterValidator(_check_address)] | None = None
-    """Where the coordinator answers GET /metrics, such as "127.0.0.1:9464"; none by default. Every user of the machine may read it on
-    loopback. Beyond loopback it has the TLS and the callers of `[security]`, each at least a viewer."""
+    """Address at which the coordinator serves GET /metrics, such as "127.0.0.1:9464"; none by default. On loopback every user of the
+    machine may read it. Beyond loopback it uses the TLS and credentials of `[security]`; any role suffices."""

@@ -1,4 +1,4 @@
-"""Trainer settings that change speed and memory, and no number that is trained."""
+"""Trainer settings that affect speed and memory but not results."""
 
 PERFORMANCE_TRAINER_KEYS = {
     "listen", "num_ranks", "num_threads", "devices", "collective_timeout_s", "export", "export_stays", "export_handles"

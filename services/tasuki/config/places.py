@@ -1,4 +1,4 @@
-"""Where a node keeps its files and sockets: one function for each, so that every process agrees."""
+"""Paths of a node's files and sockets, one function each, so that all processes agree."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from tasuki.wire.errors import InvalidArgument
 
 
 def socket_dir(state_dir: Path) -> Path:
-    """Private (0700) folder of a node's sockets, made when missing.
+    """Private (0700) folder of a node's sockets, created if missing.
 
-    Raises InvalidArgument when the folder belongs to another user or is a link.
+    Raises InvalidArgument if the folder belongs to another user or is a link.
     """
     place = socket_folder(state_dir)
     place.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -25,17 +25,17 @@ def socket_dir(state_dir: Path) -> Path:
 
 
 def node_targets(config: NodeConfig) -> dict[str, str]:
-    """gRPC targets of the node's services on this machine, by name: their unix sockets. Makes no folder."""
+    """gRPC targets of the node's unix sockets, by service. Creates no folder."""
     return {name: unix_target(config.state_dir, service=name) for name in ("coordinator", "trainer", "rollout")}
 
 
 def fleet_target(config: NodeConfig) -> str:
-    """gRPC target of the fleet that the node leads, for callers on this machine."""
+    """gRPC target of the fleet led by this node, for callers on this machine."""
     return unix_target(config.state_dir, service="fleet")
 
 
 def client_target(config: NodeConfig) -> str:
-    """Where clients on this machine find who decides on phases: the coordinator, or on node 0 of a fleet that of the fleet.
+    """gRPC target for clients on this machine: the coordinator or, on node 0 of a fleet, the fleet.
 
     Raises InvalidArgument on any other node of a fleet.
     """
@@ -48,44 +48,44 @@ def client_target(config: NodeConfig) -> str:
 
 
 def client_checkpoints_dir(state_dir: Path) -> Path:
-    """Where callers at ports may have checkpoints and models written, beside the run's output folder."""
+    """Where callers at ports may write checkpoints and models, besides the run's output folder."""
     return state_dir / "checkpoints"
 
 
 def pulse_dir(state_dir: Path) -> Path:
-    """Where the processes of a running node show that they live; made when missing."""
+    """Folder of heartbeats of a running node's processes, created if missing."""
     place = socket_dir(state_dir) / "pulse"
     place.mkdir(mode=0o700, exist_ok=True)
     return place
 
 
 def restart_request_path(state_dir: Path, service: str) -> Path:
-    """A file that asks the supervisor to kill the service and restart it; its text is the cause."""
+    """File that asks the supervisor to kill and restart the service; it contains the reason."""
     return socket_dir(state_dir) / f"restart-{service}"
 
 
 def instance_path(state_dir: Path) -> Path:
-    """The name of this start of the node; it goes with the node's sockets."""
+    """Id of this start of the node, stored with the node's sockets."""
     return socket_dir(state_dir) / "instance"
 
 
 def generate_calls_path(state_dir: Path) -> Path:
-    """The generations of the policy version that rollout serves; it goes with the node's sockets."""
+    """Generate calls for the policy version in rollout, stored with the node's sockets."""
     return socket_dir(state_dir) / "generate-calls"
 
 
 def pool_socket_path(state_dir: Path) -> Path:
-    """Where processes of the node join its memory pool."""
+    """Socket at which the node's processes join its memory pool."""
     return socket_dir(state_dir) / "pool.sock"
 
 
 def fleet_calls_path(state_dir: Path) -> Path:
-    """The generations of the policy version that the fleet serves; as `generate_calls_path`."""
+    """Generate calls for the fleet's policy version; like `generate_calls_path`."""
     return socket_dir(state_dir) / "fleet-calls"
 
 
 def stall_dir(state_dir: Path) -> Path:
-    """Stacks of processes that hung, one file for each."""
+    """Stacks of hung processes, one file each."""
     return state_dir / "stalls"
 
 
@@ -98,49 +98,49 @@ def journal_path(state_dir: Path) -> Path:
 
 
 def memory_record_path(state_dir: Path) -> Path:
-    """What the services said of their memory, over the node's life."""
+    """Memory reported by the services over the node's life."""
     return state_dir / "memory.jsonl"
 
 
 def training_log_path(state_dir: Path) -> Path:
-    """What the trainer has done since its last checkpoint."""
+    """Log of the trainer's commands since its last checkpoint."""
     return state_dir / "training.log"
 
 
 def training_save_path(state_dir: Path) -> Path:
-    """The checkpoint that the node has written as its part of a fleet's save."""
+    """Record of the checkpoint that this node wrote as its part of a fleet's save."""
     return state_dir / "training.save"
 
 
 def training_run_path(state_dir: Path) -> Path:
-    """The id of the run that trained last on the node; it goes with the training log."""
+    """Id of the last run trained on the node, stored with the training log."""
     return state_dir / "training.run"
 
 
 def training_output_path(state_dir: Path) -> Path:
-    """The output folder of that run."""
+    """Output folder of that run."""
     return state_dir / "training.output"
 
 
 def fleet_journal_path(state_dir: Path) -> Path:
-    """On the node that leads a fleet."""
+    """Journal of a fleet, on the node that leads it."""
     return state_dir / "fleet.sqlite"
 
 
 def config_path(state_dir: Path) -> Path:
-    """The configuration of the node that runs on the folder, or ran there last, as its services read it."""
+    """Configuration of the node that runs, or last ran, in the folder, as its services read it."""
     return state_dir / "node.toml"
 
 
 def archived_config_path(output_dir: Path) -> Path:
-    """A copy of that configuration in the archive of a run, whose folder may hold the user's own."""
+    """Copy of that configuration in a run's archive; its folder may contain the user's own."""
     return output_dir / "logs" / "node.toml"
 
 
 REQUESTED_BY = "asked by"
-"""How the reason in `exit_path` begins when somebody stopped the node."""
+"""Prefix of the reason in `exit_path` if someone stopped the node."""
 
 
 def exit_path(state_dir: Path) -> Path:
-    """What the last node on the folder ended with, or ends with."""
+    """Why the last node in the folder ended, or is ending."""
     return state_dir / "exit.json"

@@ -1,4 +1,4 @@
-"""Ports of a node: where they are, and what they must have."""
+"""Ports of a node: their addresses and the security they require."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 UNIX = "unix"
 _PORTS = {"coordinator": 50050, "trainer": 50051, "rollout": 50052}
-"""Of the documents' examples."""
+"""Ports used in the documentation's examples."""
 
 
 def check_listen(listen: str) -> str:
-    """Raises ValueError for what is neither "unix" nor an address."""
+    """Raises ValueError for anything but "unix" or an address."""
     if listen != UNIX:
         try:
             split_host_port(listen)
@@ -25,7 +25,7 @@ def check_listen(listen: str) -> str:
 
 
 def port_targets(config: NodeConfig) -> dict[str, str]:
-    """Addresses of the services that listen on a port, too, by name."""
+    """Addresses of services that also listen on a port, by name."""
     listens = {
         "coordinator": config.coordinator.listen,
         "trainer": config.trainer.listen,
@@ -35,7 +35,7 @@ def port_targets(config: NodeConfig) -> dict[str, str]:
 
 
 def fleet_port_problem(config: NodeConfig) -> tuple[str, str] | None:
-    """The key of the first service that the leader of a fleet on other machines could not call, and what to set; else None."""
+    """The first service that a fleet's leader on another machine could not call, as a key and what to set; else None."""
     fleet = config.fleet
     if fleet is None or fleet.num_nodes == 1 or not is_beyond_loopback(fleet.leader):
         return None
@@ -48,7 +48,7 @@ def fleet_port_problem(config: NodeConfig) -> tuple[str, str] | None:
 
 
 def port_problem(config: NodeConfig) -> tuple[str, str] | None:
-    """The key to change first and what is wrong with it; None when every port knows its callers."""
+    """The key to change first and its problem; None if every port authenticates its callers."""
     security, tokens = config.security, config.security.tokens.files
     if (security.cert is None) is not (security.key is None):
         given, missing = ("key", "cert") if security.cert is None else ("cert", "key")
@@ -61,7 +61,7 @@ def port_problem(config: NodeConfig) -> tuple[str, str] | None:
         return "security.roles", "names certificates, which security.client_ca asks for; set that, too"
     knows_callers = security.client_ca is not None or bool(tokens)
     if security.insecure and knows_callers:
-        return "security.insecure", "lets everybody in; leave it out with security.client_ca or security.tokens"
+        return "security.insecure", "disables authentication; remove it with security.client_ca or security.tokens"
     for service, target in port_targets(config).items():
         key = f"{service}.listen"
         if is_beyond_loopback(target) and security.cert is None:
@@ -79,7 +79,7 @@ def port_problem(config: NodeConfig) -> tuple[str, str] | None:
 
 
 def _metrics_problem(config: NodeConfig, *, knows_callers: bool) -> tuple[str, str] | None:
-    """On loopback every user of the machine may read metrics."""
+    """Problem of the metrics endpoint. On loopback every user of the machine may read it."""
     listen = config.metrics.listen
     if listen is None or not is_beyond_loopback(listen):
         return None

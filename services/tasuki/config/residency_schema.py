@@ -1,4 +1,4 @@
-"""What stays mapped while the other service works: the planner's decision, as a node's configuration carries it."""
+"""Residency: memory that stays mapped during the other phase, as the planner decided and the configuration records."""
 
 from __future__ import annotations
 
@@ -23,20 +23,19 @@ EngineNames = Annotated[tuple[EngineMemory, ...], AfterValidator(_named_once)]
 
 
 class ResidencyConfig(Schema):
-    """What stays on each rank's device over a changeover. An empty table: nothing does. Without it `tasuki up` has the planner decide."""
+    """Tags that stay mapped on each rank's device during a changeover. An empty table keeps none; without one the planner decides."""
 
     trainer: tuple[TrainerNames, ...] = ()
-    """For each rank; "export" is what rollout reads, "cache" the working memory that torch holds on to. Ranks that are left out keep
-    nothing."""
+    """Tags of each rank. "export" is the copy that rollout reads; "cache" is the memory cached by torch. Missing ranks keep nothing."""
     rollout: tuple[EngineNames, ...] = ()
-    """For each engine rank, those of the first replica first. CUDA graphs go with "kv_cache"."""
+    """Tags of each engine rank, ordered by replica. CUDA graphs follow "kv_cache"."""
     kv_tokens: PositiveInt | None = None
-    """Tokens in a replica's KV cache, as `rollout.kv_tokens` led to them; by default the engine sizes it when it starts."""
+    """Tokens in a replica's KV cache, derived from `rollout.kv_tokens`; by default the engine sizes it at start."""
 
     def of_trainer(self, rank: int) -> frozenset[str]:
-        """What stays on one trainer rank."""
+        """Tags that stay on one trainer rank."""
         return frozenset(self.trainer[rank]) if rank < len(self.trainer) else frozenset()
 
     def of_rollout(self, rank: int) -> frozenset[str]:
-        """What stays on one engine rank, counted over all replicas."""
+        """Tags that stay on one engine rank, numbered over all replicas."""
         return frozenset(self.rollout[rank]) if rank < len(self.rollout) else frozenset()

@@ -1,4 +1,4 @@
-"""Writes a NodeConfig as TOML that load_config reads back as the same."""
+"""Writes a NodeConfig as TOML from which load_config reads an equal one."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tasuki.config.schema import NodeConfig
 
 
 def save_config(config: NodeConfig, path: Path) -> None:
-    """Every key that has a value, defaults included; paths absolute."""
+    """Writes every key that has a value, including defaults, with absolute paths."""
     path.write_text("\n".join(toml_lines(config.model_dump(mode="python", exclude_none=True), ())) + "\n")
 
 
 def toml_lines(table: Mapping[str, Any], name: tuple[str, ...]) -> list[str]:
-    """The lines of a table and of those below it, each with its heading and an empty line before it."""
+    """Lines of a table and its subtables, each with a heading after an empty line."""
     lines = [f"[{'.'.join(map(_key, name))}]"] if name else []
     lines += [f"{_key(key)} = {_value(value)}" for key, value in table.items() if not isinstance(value, dict)]
     for key, value in table.items():
@@ -27,7 +27,7 @@ def toml_lines(table: Mapping[str, Any], name: tuple[str, ...]) -> list[str]:
 
 
 def _key(key: str) -> str:
-    """Names of rewards are the user's, and may need quotes."""
+    """Quotes a key if needed: names of rewards are the user's."""
     return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _value(key)
 
 
@@ -42,5 +42,5 @@ def _value(value: object) -> str:
         case Path():
             return json.dumps(str(value.absolute()))
         case _:
-            # A JSON string is a TOML basic string; only DEL is legal in the one and not in the other.
+            # JSON strings are TOML basic strings, except that TOML does not allow a raw DEL.
             return json.dumps(value).replace("\x7f", "\\u007f")

@@ -1,6 +1,6 @@
-"""What a node can be told, in one TOML file. Frozen; unknown keys are errors; defaults are what we run.
+"""A node's configuration: one TOML file. Frozen; unknown keys are errors; defaults are what we run.
 
-One table for each service, so a service reads its own and the shared head (`state_dir`, `device`, `model`).
+One table per service, so that a service reads its own and the shared keys (`state_dir`, `device`, `model`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tasuki.config.trainer_schema import DEFAULT_MICRO_BATCH_TOKENS, LoraConfig,
 
 def _check_kv_tokens(value: object) -> object:
     if value not in (None, "needed", "most") and (type(value) is not int or value < 1):
-        raise ValueError('give "needed", "most" or a number from 1')
+        raise ValueError('give "needed", "most" or a number of at least 1')
     return value
 
 
@@ -43,66 +43,66 @@ KvTokens = Annotated[Literal["needed", "most"] | PositiveInt, BeforeValidator(_c
 
 class ModelConfig(Schema):
     path: Path
-    """Hugging Face model folder: config.json, safetensors, tokenizer."""
+    """Hugging Face model folder with config.json, safetensors and tokenizer."""
 
 
 class CoordinatorConfig(Schema):
     listen: Listen = "unix"
-    """"unix", or an address such as "0.0.0.0:50050" to listen on a port, too. Every service always listens on a unix socket in the state
-    folder. A port asks callers for what `[security]` says; all three services need one for clients on other machines."""
+    """"unix", or an address such as "0.0.0.0:50050" to listen on a TCP port as well. Every service always listens on a unix socket in
+    the state folder. Ports authenticate callers as `[security]` says; clients on other machines need ports on all three services."""
     stage_timeout_s: PositiveFloat = 600.0
-    """Deadline of one stage."""
+    """Deadline of each stage."""
     drain_grace_s: float = Field(default=30.0, ge=0)
-    """How long running requests may go on in DRAIN before they are cut."""
+    """How long running requests may continue in DRAIN before they are cut."""
     recovery_timeout_s: PositiveFloat = 1200.0
-    """How long a changeover waits for a service that is gone to come back."""
+    """How long a changeover waits for a service to restart."""
 
 
 class RolloutConfig(Schema):
     listen: Listen = "unix"
     """As `coordinator.listen`."""
     tp_size: PositiveInt = 1
-    """GPUs that share one copy of the weights, by tensor parallelism."""
+    """GPUs over which one replica's weights are sharded by tensor parallelism."""
     dp_size: PositiveInt | None = None
-    """Replicas side by side, each with all weights on `tp_size` GPUs; a request is served by one of them. By default as many as the
-    trainer's GPUs have room for, or `devices`; on a CPU one."""
+    """Replicas, each with a full copy of the weights on `tp_size` GPUs; each request goes to one of them. By default as many as fit on
+    `devices`, or else on the trainer's GPUs; on a CPU, 1."""
     devices: Devices | None = None
-    """GPU of each engine rank, as `trainer.devices`: those of the first replica first."""
+    """GPU of each engine rank, in the format of `trainer.devices`, ordered by replica."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     float32_logits: bool = True
-    """Whether the vocabulary projection gives float32 logits in place of bfloat16 ones, without a copy of the weight; log-probs come closer
-    to the trainer's then. Needs a GPU: torch has no such product on a CPU, where `dtype` decides."""
+    """Whether the LM head computes float32 logits from bfloat16 weights, without copying them; log-probs are then closer to the
+    trainer's. Needs a GPU, since torch lacks this product on a CPU, where `dtype` decides."""
     context_length: PositiveInt | None = None
-    """Longest prompt plus completion; by default the model's own."""
+    """Maximum tokens of prompt plus completion; by default the model's own limit."""
     kv_tokens: KvTokens | None = None
-    """Tokens in a replica's KV cache. "most" is what `kv_ratio` leaves of a GPU; "needed" is what the samples of a step of `[train]` take
-    when all run at once, and never more than "most". By default "needed" where `train.max_prompt_tokens` or `context_length` tells
-    how long they are. What the cache does not take, the trainer may keep."""
+    """Tokens in a replica's KV cache. "most" takes what `kv_ratio` leaves of a GPU. "needed" takes what the samples of one `[train]` step
+    need when all run at once, and at most "most". By default "needed" if `train.max_prompt_tokens` or `context_length` bounds their
+    length. The trainer may keep the memory that the cache does not take."""
     kv_ratio: float = Field(default=0.85, gt=0, lt=1)
-    """Share of a GPU that weights and KV cache may take together (SGLang's mem_fraction_static)."""
+    """Maximum share of a GPU for weights plus KV cache (SGLang's mem_fraction_static)."""
     kv_growth: bool = False
-    """Whether rollout serves as soon as the KV cache of one longest request is mapped, and maps more as requests need it and memory becomes
-    free. The trainer's state then leaves behind OFFLOAD's answer. On a CPU with `memory.host_budget_bytes` it needs `memory.pool`."""
+    """Whether rollout serves once the KV cache of one request of maximum length is mapped, and maps more as requests need it and memory
+    becomes free. The trainer's state then leaves after OFFLOAD returns. On a CPU with `memory.host_budget_bytes` it needs `memory.pool`."""
     max_running_requests: PositiveInt | None = None
-    """Of one replica."""
+    """Maximum concurrent requests in one replica."""
     radix_cache: bool = True
-    """Whether samples share the KV of a common prefix (SGLang's radix cache). With prompts of a few tokens it costs more than it saves."""
+    """Whether samples share the KV cache of a common prefix (SGLang's radix cache). With very short prompts it costs more than it saves."""
     attention_backend: Literal["fa3", "flashinfer", "triton"] | None = None
-    """SGLang's attention kernels on a GPU; by default those that it chooses for the card."""
+    """SGLang's attention backend on a GPU; by default SGLang chooses one for the card."""
     sampling_backend: Literal["flashinfer", "pytorch"] | None = None
-    """SGLang's sampling kernels on a GPU; by default its own choice."""
+    """SGLang's sampling backend on a GPU; by default SGLang's own choice."""
     full_read_back: bool = False
-    """At every sync, and not only at a plan's first, weights are read back once more after all copies."""
+    """Whether every sync reads all weights back after the copies. Otherwise only the first sync of a copy plan does."""
     lora: Literal["merged", "adapter"] = "merged"
-    """With `[trainer.lora]`: whole weights with the adapters merged in, or adapters alone, beside the model as SGLang loads it at its
-    start. The model then stays in memory while the trainer runs."""
+    """With `[trainer.lora]`: whether rollout gets full weights with the adapters merged, or the adapters alone, next to the model that
+    SGLang loads at start. With "adapter" the base model stays in memory while the trainer runs."""
     start_timeout_s: PositiveFloat = 600.0
     num_threads: PositiveInt = 1
-    """Torch threads for each engine rank on a CPU."""
+    """Torch threads of each engine rank on a CPU."""
     seed: Seed = 0
     engine: dict[str, Argument] = Field(default={})
-    """Further arguments of SGLang's ServerArgs by their names, such as `kv_cache_dtype = "fp8_e4m3"`. Those that tasuki sets are refused,
-    with the key to use. `tasuki plan` names those that it does not count."""
+    """Additional SGLang ServerArgs by name, such as `kv_cache_dtype = "fp8_e4m3"`. Arguments that tasuki sets are refused with the key
+    to use instead. `tasuki plan` lists those whose memory it does not count."""
 
     @model_validator(mode="after")
     def _engine_arguments_are_free(self) -> RolloutConfig:
@@ -111,33 +111,33 @@ class RolloutConfig(Schema):
 
 
 class RestartConfig(Schema):
-    """What becomes of a service that ends or hangs."""
+    """Restarts of services that end or hang."""
 
     max_restarts: int = Field(default=5, ge=0)
-    """Restarts of one service within `window_s`; when it ends once more the node stops. 0: it stops at the first end."""
+    """Restarts of one service allowed within `window_s`; the next failure stops the node. 0 stops it at the first."""
     window_s: PositiveFloat = 600.0
     stall_s: PositiveFloat = 30.0
-    """A process whose heartbeat has not moved for so long is killed and restarted, its stacks in `state_dir`/stalls."""
+    """A process without a heartbeat for this long is killed and restarted. Its stacks go to `state_dir`/stalls."""
     progress_s: PositiveFloat = 300.0
-    """The same for the progress of a command that a rank carries out: a micro-batch, a copy of weights, a file."""
+    """Likewise for a rank's command without progress: a micro-batch, a copy of weights, a file."""
 
 
 class MemoryConfig(Schema):
-    """What a node on a CPU may take."""
+    """Memory of a node on a CPU."""
 
     host_budget_bytes: Annotated[ByteSize, Field(gt=0)] | None = None
-    """Memory that trainer and engine share in turn, as they would a GPU's: bytes, or text such as "8GB" or "512MiB". By default only the
-    machine's memory is the limit. Copies of what sleeps are not counted."""
+    """Memory that trainer and engine share in turn, as they would a GPU's: bytes, or text such as "8GB" or "512MiB". Unlimited by
+    default. Copies of paused memory are not counted."""
     pool: bool = False
-    """Whether this memory is made once, when the node starts, and lent to trainer and engine in turn, instead of made and given back at
-    every changeover. Needs `host_budget_bytes`, which is then taken for as long as the node runs."""
+    """Whether this memory is allocated once, when the node starts, and lent to trainer and engine in turn. Otherwise every changeover
+    frees and allocates it. Needs `host_budget_bytes`, which is then occupied for as long as the node runs."""
 
 
 class NodeConfig(Schema):
-    """One GPU node: its services, and optionally what to train on it."""
+    """One GPU node: its services and, optionally, what to train on it."""
 
     state_dir: Path
-    """Private folder of the node: journal, logs, sockets. One running node a folder."""
+    """Private folder of the node for journal, logs and sockets. Each running node needs its own."""
     device: Literal["cpu", "cuda"] = "cpu"
     model: ModelConfig
     coordinator: CoordinatorConfig = CoordinatorConfig()
@@ -157,11 +157,11 @@ class NodeConfig(Schema):
     unsafe: bool = False
     """Whether `failpoints` may be set."""
     failpoints: tuple[str, ...] = ()
-    """Faults for tests of recovery, such as "rollout@SYNC=kill"; see docs/recovery.md."""
+    """Faults injected to test recovery, such as "rollout@SYNC=kill"; see docs/recovery.md."""
 
     @property
     def dp_size(self) -> int:
-        """How many replicas rollout has."""
+        """Number of rollout replicas."""
         rollout = self.rollout
         if rollout.dp_size is not None:
             return rollout.dp_size
@@ -170,7 +170,7 @@ class NodeConfig(Schema):
 
     @property
     def most_micro_batch_tokens(self) -> int:
-        """`trainer.micro_batch_tokens`, or the most that it may be where the planner chooses."""
+        """`trainer.micro_batch_tokens`, or the largest value that the planner may choose."""
         tokens = self.trainer.micro_batch_tokens
         return DEFAULT_MICRO_BATCH_TOKENS[self.device] * self.trainer.sequence_parallel if tokens is None else tokens
 
@@ -180,19 +180,19 @@ class NodeConfig(Schema):
 
     @property
     def node_rank(self) -> int | None:
-        """In the fleet; None without one."""
+        """The node's rank in its fleet; None without a fleet."""
         return None if self.fleet is None else self.fleet.node_rank
 
     @property
     def exports_parameters(self) -> bool:
-        """Whether rollout reads the trainer's parameters themselves."""
+        """Whether rollout reads the trainer's parameters directly, without a copy."""
         trainer = self.trainer
         is_possible = trainer.param_dtype == self.rollout.dtype and trainer.export_handles == "vmm" and trainer.lora is None
         return trainer.export == "parameters" or (trainer.export == "auto" and is_possible)
 
     @property
     def served_adapter(self) -> LoraConfig | None:
-        """What rollout adds to the model by itself; None when weights come whole."""
+        """The adapter that rollout applies to its base model; None if it gets full weights."""
         return self.trainer.lora if self.rollout.lora == "adapter" else None
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""Who may call a node's ports, and which folders such a caller may name."""
+"""Access control of a node's ports, and the folders that callers at ports may name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tasuki.config.table import Schema
 
 
 class CallerRole(IntEnum):
-    """What a caller at a port may do: all that the roles before his may, and his own methods."""
+    """Role of a caller at a port. Each role may call its own methods and those of the roles before it."""
 
     VIEWER = 1
     TRAINER = 2
@@ -22,51 +22,51 @@ class CallerRole(IntEnum):
 
     @property
     def label(self) -> str:
-        """As configuration, certificates and errors name it."""
+        """Name of the role in configuration, certificates and errors."""
         return self.name.lower()
 
 
 class TokensConfig(Schema):
-    """Files of bearer tokens, one token a line, each for one role."""
+    """Files of bearer tokens for each role, one token per line."""
 
     viewer: Path | None = None
-    """Tokens of callers who may only look. Every file is read again when it changes."""
+    """Tokens of callers who may only read. Every file is reloaded when it changes."""
     trainer: Path | None = None
     """Tokens of callers who generate and train."""
     operator: Path | None = None
-    """Tokens of callers who run single stages, too."""
+    """Tokens of callers who also run single stages."""
     peer: Path | None = None
     """Tokens of another coordinator."""
 
     @property
     def files(self) -> dict[CallerRole, Path]:
-        """Those that are given, the least role first."""
+        """Configured files, the least role first."""
         given = {role: getattr(self, role.label) for role in CallerRole}
         return {role: path for role, path in given.items() if path is not None}
 
 
 class SecurityConfig(Schema):
-    """TLS, and who callers at ports are; see docs/security.md."""
+    """TLS and authentication of callers at ports; see docs/security.md."""
 
     cert: Path | None = None
-    """Certificate chain (PEM) of the node's ports. This and the other files are read again when they change."""
+    """Certificate chain (PEM) of the node's ports. This and the other files are reloaded when they change."""
     key: Path | None = None
-    """Key of `cert`, not encrypted."""
+    """Unencrypted key of `cert`."""
     client_ca: Path | None = None
-    """Authorities (PEM) that sign callers' certificates. A caller without such a certificate is refused (mTLS)."""
+    """CA certificates (PEM) that sign callers' certificates. Callers without such a certificate are refused (mTLS)."""
     roles: Path | None = None
-    """TOML file of lines `"spiffe://lab/alice" = "operator"`: the role of each SPIFFE id, or common name where a certificate has none. By
-    default the id `spiffe://ANY/tasuki/ROLE` has the role in its name."""
+    """TOML file of lines `"spiffe://lab/alice" = "operator"`: the role of each SPIFFE id, or of the common name if a certificate has no
+    id. By default `spiffe://ANY/tasuki/ROLE` has the role that it names."""
     tokens: TokensConfig = TokensConfig()
     insecure: bool = False
-    """Lets every user of the machine call ports on loopback, in every role."""
+    """Lets every user of the machine call loopback ports, in every role."""
 
 
 class PathsConfig(Schema):
-    """Folders that a caller at a port may name. A caller on a unix socket is the node's own user, and may name any."""
+    """Folders that a caller at a port may name. Callers on a unix socket are the node's own user and may name any."""
 
     write: tuple[Path, ...] | None = None
-    """Folders in which SaveCheckpoint and ExportModel write, and LoadCheckpoint reads. By default `checkpoints` in the state folder, and
-    the run's `output_dir`."""
+    """Folders in which SaveCheckpoint and ExportModel may write and LoadCheckpoint may read. Defaults to `checkpoints` in the state folder
+    and the run's `output_dir`."""
     read: tuple[Path, ...] = ()
-    """Further folders from which LoadCheckpoint reads."""
+    """Further folders from which LoadCheckpoint may read."""

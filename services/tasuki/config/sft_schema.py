@@ -12,29 +12,29 @@ from tasuki.config.table import Schema, Seed
 
 
 class SftConfig(Schema):
-    """Supervised fine-tuning by `tasuki train`, in place of `[train]`."""
+    """Supervised fine-tuning with `tasuki train`, instead of `[train]`."""
 
     dataset: Path
-    """JSONL; each line an object with `messages`, a chat, or with `prompt` and `completion`."""
+    """JSONL file; each line is an object with `messages`, a chat, or with `prompt` and `completion`."""
     eval_dataset: Path | None = None
-    """Held-out lines of the same form."""
+    """Held-out lines in the same format."""
     output_dir: Path
     num_steps: PositiveInt | None = None
-    """Optimizer steps; by default as many as `num_epochs` takes."""
+    """Number of optimizer steps; by default that of `num_epochs`."""
     num_epochs: PositiveInt | None = None
-    """Passes over the dataset, in place of `num_steps`; 1 by default."""
+    """Passes over the dataset, instead of `num_steps`; default 1."""
     samples_per_step: PositiveInt = 32
     max_tokens: PositiveInt | None = None
-    """Most tokens of a line, prompt and completion together; a longer one is refused. By default the smaller one of the model's context
-    length and `trainer.micro_batch_tokens`, which is also the upper bound."""
+    """Maximum tokens of a line, prompt plus completion; longer lines are refused. Defaults to its upper bound, the smaller of the model's
+    context length and `trainer.micro_batch_tokens`."""
     aggregation: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum"] = "token_mean"
-    """How the losses of tokens become one number (docs/algorithms.md)."""
+    """How token losses are reduced to one number (docs/algorithms.md)."""
     eval_every: PositiveInt | None = None
-    """Steps between held-out losses; the first and the last step always have one when there is an eval_dataset."""
+    """Steps between held-out losses. With an eval_dataset, they are always computed for the first and last steps."""
     save_every: PositiveInt | None = None
-    """Steps between checkpoints, from which `tasuki train --resume` goes on; none by default."""
+    """Steps between checkpoints for `tasuki train --resume`; none by default."""
     seed: Seed = 0
-    """Of the order of the lines."""
+    """Seed of the order of lines."""
 
     @model_validator(mode="after")
     def _fits_the_loop(self) -> SftConfig:

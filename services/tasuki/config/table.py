@@ -12,12 +12,12 @@ from pydantic import AfterValidator, BaseModel, ByteSize, ConfigDict, Field, Val
 from tasuki.config.ports import check_listen
 
 Listen = Annotated[str, AfterValidator(check_listen)]
-# numpy, torch and SGLang take these alike.
+# Seeds accepted by numpy, torch and SGLang alike.
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 
 
 class Schema(BaseModel):
-    """Base of every table: no unknown keys, no change after it was read, and no text or truth value for a number."""
+    """Base of every table: frozen, without unknown keys, and without text or booleans in place of numbers."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
@@ -30,9 +30,9 @@ class Schema(BaseModel):
 
 
 def check_kind(value: object, annotation: Any) -> None:
-    """Raises ValueError for a number or a truth value in quotes, and for a truth value in the place of a number.
+    """Raises ValueError for a number or boolean in quotes and for a boolean in place of a number.
 
-    pydantic takes them all, and its strict mode would refuse TOML's arrays and paths. annotation: of the field.
+    pydantic accepts all of these, and its strict mode would refuse TOML's arrays and paths. annotation: of the field.
     """
     kinds = list(_kinds(annotation))
     if isinstance(value, Sequence) and not isinstance(value, str):
@@ -51,7 +51,7 @@ def check_kind(value: object, annotation: Any) -> None:
 
 
 def _kinds(annotation: Any) -> Iterator[Any]:
-    """What a value may be, without Annotated and Union around it."""
+    """Types that a value may have, with Annotated and Union unwrapped."""
     origin = get_origin(annotation)
     if origin is Annotated:
         yield from _kinds(get_args(annotation)[0])

@@ -1,4 +1,4 @@
-"""Where a run's figures go beside its own folder."""
+"""The table of experiment trackers."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ TRACKERS: tuple[TrackerName, ...] = get_args(TrackerName)
 
 
 class TrackConfig(Schema):
-    """Trackers that follow the run's metrics.jsonl, each in a process beside it; see docs/client.md."""
+    """Experiment trackers. Each follows the run's metrics.jsonl in its own process; see docs/client.md."""
 
     to: tuple[TrackerName, ...] = ()
-    """"tensorboard", "wandb", "mlflow", "trackio"; each needs the extra of its name. They write below `output_dir`/track."""
+    """"tensorboard", "wandb", "mlflow", "trackio"; each needs the extra of its name. They write to `output_dir`/track."""
     project: Annotated[str, Field(min_length=1)] = "tasuki"
-    """Project, or experiment, of wandb, MLflow and trackio."""
+    """Project (wandb, trackio) or experiment (MLflow)."""
     name: str | None = None
-    """Of the run; by default the name of its output folder."""
+    """Name of the run; defaults to the name of its output folder."""
     online: bool = False
-    """Whether wandb uploads, with the account that it is logged in to. MLflow goes where MLFLOW_TRACKING_URI says."""
+    """Whether wandb uploads, with the account that is logged in. MLflow uses MLFLOW_TRACKING_URI."""
 
     @model_validator(mode="after")
     def _trackers_differ(self) -> TrackConfig:

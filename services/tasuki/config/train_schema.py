@@ -1,4 +1,4 @@
-"""The tables of a training run: `[train]` and those below it."""
+"""The tables of an RL run: `[train]` and its subtables."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ from tasuki.config.loss_table import read_loss, write_loss
 from tasuki.config.table import Schema, Seed
 
 _MAX_INT32 = 2**31 - 1
-"""Of the messages."""
+"""Roles of chat messages."""
 LEAST_TEMPERATURE = 1e-5
-"""Below a tenth of it SGLang samples greedily."""
+"""SGLang samples greedily below a tenth of it."""
 
 
 class NamedRewardConfig(Schema):
     function: str
     """As `train.reward.function`."""
     weight: float = 1.0
-    """Share in the sum that is learned from; 0 measures without learning."""
+    """Weight of the reward in the sum; 0 reports it without training on it."""
 
 
 class RewardConfig(Schema):
     function: str | None = None
-    """"module:function", called with those of prompt, completion, finish_reason, num_tokens and the fields of the dataset line that it
-    takes; returns a number."""
+    """"module:function". It is called by keyword with those of prompt, completion, finish_reason, num_tokens and the dataset line's
+    fields that its signature takes, and returns a number."""
     functions: dict[str, NamedRewardConfig] = Field(default={})
-    """Several rewards by name, in place of `function`: `[train.reward.functions.NAME]`."""
+    """Several rewards by name, instead of `function`: `[train.reward.functions.NAME]`."""
     num_workers: PositiveInt = 1
     timeout_s: PositiveFloat = 10.0
-    """For one sample."""
+    """Time limit per sample."""
     on_error: Literal["fail", "zero", "skip"] = "fail"
-    """What a reward that raises, hangs or is not finite does: end the run, count as 0, or leave the sample out of baseline and loss."""
+    """What to do if a reward raises, times out or is not finite: end the run, count 0, or skip the sample in baseline and loss."""
 
     @model_validator(mode="after")
     def _is_one_or_several(self) -> RewardConfig:
@@ -56,28 +56,28 @@ class RewardConfig(Schema):
 
 
 class AdvantageConfig(Schema):
-    """From rewards to advantages."""
+    """Advantages from rewards."""
 
     estimator: Literal[
         "group_mean", "leave_one_out", "group_baseline_whitened", "globally_whitened", "greedy_baseline", "batch_baseline",
         "running_baseline", "gae",
     ] = "group_mean"  # fmt: skip
-    """Where the baseline comes from; "gae" needs `[trainer.critic]`, "batch_baseline" and "running_baseline" are for one completion a
+    """Baseline of the advantages. "gae" needs `[trainer.critic]`; "batch_baseline" and "running_baseline" are for one completion per
     prompt."""
     std: Literal["none", "sample", "population"] = "sample"
-    """Standard deviation that group_mean and batch_baseline divide by."""
+    """Standard deviation by which group_mean and batch_baseline divide."""
     discount: float = Field(default=1.0, gt=0, le=1)
     lam: float = Field(default=1.0, ge=0, le=1)
     """GAE's lambda."""
     whiten: bool = True
-    """Whether GAE's advantages are whitened over the batch."""
+    """Whether to whiten GAE's advantages over the batch."""
     kl_coef: float = Field(default=0.0, ge=0)
-    """Weight of the KL divergence to the reference in the reward."""
+    """Weight of the KL divergence to the reference within the reward."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
     kl_target: PositiveFloat | None = None
-    """Nats a sequence to which `kl_coef` is steered; fixed by default."""
+    """Target KL divergence in nats per sequence, towards which `kl_coef` adapts; by default `kl_coef` is fixed."""
     kl_horizon: PositiveFloat = 10_000.0
-    """Samples over which an error of 20 % changes `kl_coef` by 20 %."""
+    """Number of samples over which an error of 20 % changes `kl_coef` by 20 %."""
 
     @model_validator(mode="after")
     def _fits(self) -> AdvantageConfig:
@@ -100,20 +100,20 @@ class AdvantageConfig(Schema):
 
 
 class EvalConfig(Schema):
-    """How held-out prompts are sampled and scored."""
+    """Sampling and scoring of held-out prompts."""
 
     num_samples: PositiveInt = 1
-    """Completions of each prompt."""
+    """Completions per prompt."""
     temperature: float = Field(default=0.0, ge=0)
     """0 is greedy."""
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=1, le=_MAX_INT32)
     max_new_tokens: PositiveInt | None = None
-    """By default `train.max_new_tokens`."""
+    """Defaults to `train.max_new_tokens`."""
     pass_at: tuple[PositiveInt, ...] = ()
-    """Each k for which pass@k is reported."""
+    """Values of k for which pass@k is reported."""
     correct_at: float = 1.0
-    """A completion is correct from this reward on."""
+    """Minimum reward of a correct completion."""
 
     @model_validator(mode="after")
     def _samples_differ(self) -> EvalConfig:
@@ -135,19 +135,19 @@ class EvalConfig(Schema):
 
 
 class SamplesConfig(Schema):
-    """Completions that are written to `output_dir`/samples for people to read."""
+    """Completions written to `output_dir`/samples for inspection."""
 
     groups_per_step: int = Field(default=4, ge=0)
-    """Prompts of each step whose completions are written; 0 writes none."""
+    """Prompts per step whose completions are written; 0 writes none."""
     max_bytes: Annotated[ByteSize, Field(gt=0)] = ByteSize(256_000_000)
-    """On disk, for all steps together: bytes, or text such as "1GB". The oldest steps are removed first."""
+    """Maximum size on disk over all steps: bytes, or text such as "1GB". The oldest steps are deleted first."""
 
 
 class ValueLossConfig(Schema):
     """The critic's loss."""
 
     clip: PositiveFloat | None = None
-    """How far a value may move from its old one; unbounded by default."""
+    """Maximum distance of a value from its old one before its loss is clipped; unbounded by default."""
 
 
 LossTable = Annotated[
@@ -159,55 +159,56 @@ LossTable = Annotated[
 
 class TrainConfig(Schema):
     dataset: Path
-    """JSONL; each line an object with `prompt` and any other fields."""
+    """JSONL file; each line is an object with `prompt` and any other fields."""
     eval_dataset: Path | None = None
     output_dir: Path
     reward: RewardConfig
     algorithm: Algorithm = "grpo"
-    """A name for settings of `[train.advantages]`, `[train.loss]` and others (docs/algorithms.md). What the file sets itself wins."""
+    """Named defaults for `[train.advantages]`, `[train.loss]` and others (docs/algorithms.md). Explicit settings take precedence."""
     num_steps: PositiveInt = 100
     prompts_per_step: PositiveInt = 32
     group_size: PositiveInt = 8
-    """Completions for each prompt."""
+    """Completions per prompt."""
     max_new_tokens: PositiveInt = DEFAULT_MAX_NEW_TOKENS
     max_prompt_tokens: PositiveInt | None = None
-    """Longest prompt of `dataset` and `eval_dataset`; a longer one is refused before anything starts. It tells how much KV a step needs."""
+    """Maximum prompt length in `dataset` and `eval_dataset`. Longer prompts are refused at start. Bounds the KV cache that a step needs."""
     temperature: float = Field(default=1.0, ge=LEAST_TEMPERATURE)
     top_p: float | None = Field(default=None, gt=0, le=1)
-    """Below 1, completions come from a part of the distribution, but log-probs are those of the whole; so with `top_k`."""
+    """Below 1, completions come from a truncated distribution, while log-probs are of the full one; likewise for `top_k`."""
     top_k: int | None = Field(default=None, ge=1, le=_MAX_INT32)
     stop_token_ids: tuple[Annotated[int, Field(ge=0, le=_MAX_INT32)], ...] = ()
-    """Tokens that end a completion, beside the model's own."""
+    """Stop tokens in addition to the model's own."""
     num_epochs: PositiveInt = 1
     """Passes over the samples of a step."""
     num_mini_batches: PositiveInt = 1
-    """Optimizer steps of each pass."""
+    """Optimizer steps per pass."""
     old_policy: Literal["auto", "current", "given", "rollout"] = "auto"
-    """What a loss's ratio is taken against: the policy itself (for one optimizer step), its log-probs computed before the first of several
-    steps, or rollout's. "auto" is "given" where a step has several optimizer steps, else "current"."""
+    """Denominator policy of the loss's ratio: "current" is the policy itself (for one optimizer step), "given" its log-probs computed
+    before the first of several steps, "rollout" rollout's. "auto" is "given" if a step has several optimizer steps, else "current"."""
     advantages: AdvantageConfig = AdvantageConfig()
     loss: LossTable = LossConfig()
-    """Of the policy: `name` ("ppo", "gspo", "cispo", "sapo", "policy_gradient"), its settings and every loss's (docs/algorithms.md)."""
+    """Loss of the policy: `name` ("ppo", "gspo", "cispo", "sapo", "policy_gradient"), its own settings and the common ones
+    (docs/algorithms.md)."""
     value_loss: ValueLossConfig = ValueLossConfig()
     critic_warmup_steps: int = Field(default=0, ge=0)
-    """Steps in which the critic alone learns; the policy's schedule begins after them."""
+    """Initial steps in which only the critic learns. The policy's schedule starts after them."""
     max_batches: PositiveInt = 1
-    """Generations of a step until enough groups differ (DAPO's dynamic sampling); 1 takes the groups as they are. Above 1, groups whose
-    rewards agree are left out, also of KL divergence and entropy."""
+    """Maximum generations per step until enough groups differ (DAPO's dynamic sampling); 1 keeps all groups. Above 1, groups with equal
+    rewards are discarded, also for the KL divergence and the entropy."""
     mask_truncated: bool = False
-    """Whether completions that reached `max_new_tokens` are left out of the loss."""
+    """Whether completions that reached `max_new_tokens` are excluded from the loss."""
     overlong_tokens: PositiveInt | None = None
-    """Last tokens before `max_new_tokens` over which the reward falls by up to 1 (DAPO)."""
+    """Length in tokens of the zone before `max_new_tokens` over which the reward falls by up to 1 (DAPO)."""
     keep_optimizer: bool = False
-    """Whether a run on a living node goes on with its optimizer state. The schedule begins at step 0 either way."""
+    """Whether a run on a running node keeps its optimizer state. The schedule restarts at step 0 either way."""
     eval: EvalConfig = EvalConfig()
     eval_every: PositiveInt | None = None
-    """Steps between evaluations; the first and the last always take place when there is an eval_dataset."""
+    """Steps between evaluations. With an eval_dataset, the first and last steps are always evaluated."""
     stop_at_eval_score: float | None = None
-    """End the run early once the held-out score reaches this."""
+    """Ends the run early once the held-out score reaches this value."""
     samples: SamplesConfig = SamplesConfig()
     save_every: PositiveInt | None = None
-    """Steps between checkpoints, from which `tasuki train --resume` goes on; none by default."""
+    """Steps between checkpoints for `tasuki train --resume`; none by default."""
     seed: Seed = 0
 
     @model_validator(mode="before")
@@ -225,7 +226,7 @@ class TrainConfig(Schema):
         check_critic(estimator, value_loss=self.critic_loss(), warmup_steps=self.critic_warmup_steps)
         if self.critic_warmup_steps >= self.num_steps:
             problem = (
-                f"is {self.critic_warmup_steps} of num_steps = {self.num_steps}, so the policy would never learn; lower it"
+                f"is {self.critic_warmup_steps} of num_steps = {self.num_steps}, so the policy would never train; lower it"
             )
             raise SettingError("critic_warmup_steps", problem)
         check_kl_horizon(self.advantages.settings(), prompts_per_step=self.prompts_per_step, group_size=self.group_size)
@@ -249,7 +250,7 @@ class TrainConfig(Schema):
         )
 
     def policy_loss(self) -> LossConfig:
-        """The loss with its old policy. "auto" recomputes log-probs only where a step has several optimizer steps, and the loss a ratio."""
+        """The loss with its old policy. "auto" becomes "given" only if a step has several optimizer steps and the loss has a ratio."""
         if not self.loss.has_ratio:
             return self.loss
         if self.old_policy != "auto":
@@ -258,7 +259,7 @@ class TrainConfig(Schema):
         return replace(self.loss, old_policy=OldPolicy.GIVEN if has_several else OldPolicy.CURRENT)
 
     def critic_loss(self) -> LossConfig | None:
-        """None without a critic. Aggregated as the policy's loss, so that both count the same tokens."""
+        """The critic's loss, or None without a critic. Aggregated like the policy's, so that both count the same tokens."""
         if self.advantages.estimator != "gae":
             return None
         return LossConfig(

@@ -1,4 +1,4 @@
-"""The trainer's table of a node's configuration: optimizers, adapters, critic."""
+"""The trainer's tables: optimizers, adapters, critic."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ LinearName = Literal["q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_p
 
 
 class LoraConfig(Schema):
-    """Adapters B A beside the linear layers of a frozen model."""
+    """LoRA adapters B A on the linear layers of a frozen model."""
 
     rank: PositiveInt = 32
-    """Rows of A and columns of B. Without this table every parameter is trained."""
+    """Rank of the adapters: rows of A and columns of B. Without this table all parameters are trained."""
     alpha: PositiveFloat = 32.0
-    """An adapter's product counts `alpha / rank` times."""
+    """The adapters' output is scaled by `alpha / rank`."""
     target_modules: Annotated[tuple[LinearName, ...], Field(min_length=1)] = tuple(
         name for name in get_args(LinearName) if name not in FUSED_LINEAR
     )
-    """Linear layers that get an adapter, in every layer of the model. Experts cannot have any. Phi 3 has "qkv_proj" and "gate_up_proj"
-    in the place of their parts, GLM 4 the latter."""
+    """Linear layers with an adapter, in every layer of the model. Experts cannot have one. Phi 3 has the fused "qkv_proj" and
+    "gate_up_proj" instead of their parts; GLM 4 has only the latter."""
 
     @model_validator(mode="after")
     def _targets_differ(self) -> LoraConfig:
@@ -38,14 +38,14 @@ class LoraConfig(Schema):
 
 
 class OptimizerConfig(Schema):
-    """AdamW and the schedule of one role."""
+    """AdamW and the learning-rate schedule of one role."""
 
     learning_rate: float = Field(default=1e-6, ge=0)
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape after the warm-up; linear and cosine fall to 0 at `total_steps`."""
+    """Shape after the warm-up; linear and cosine decay to 0 at `total_steps`."""
     warmup_steps: int = Field(default=0, ge=0)
     total_steps: PositiveInt | None = None
-    """Length of the schedule; needed unless it is constant."""
+    """Length of the schedule; required unless it is constant."""
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     eps: PositiveFloat = 1e-8
     weight_decay: float = Field(default=0.0, ge=0)
@@ -66,12 +66,12 @@ class OptimizerConfig(Schema):
 
 
 class CriticConfig(OptimizerConfig):
-    """A second model, which gives values to tokens; for PPO."""
+    """A second model that estimates the value of each token, for PPO."""
 
     path: Path | None = None
-    """Model folder of its start weights; by default the policy's. A `value_head.weight` there is its head, which else starts at 0."""
+    """Model folder of its initial weights; by default the policy's. A `value_head.weight` there initializes its head, else zeros do."""
     lora: LoraConfig | None = None
-    """Trains adapters and the head beside a frozen model."""
+    """Trains adapters and the head on a frozen model."""
 
 
 DEFAULT_MICRO_BATCH_TOKENS = {"cpu": 8192, "cuda": 16_384}
@@ -82,66 +82,64 @@ class TrainerConfig(OptimizerConfig):
     listen: Listen = "unix"
     """As `coordinator.listen`."""
     num_ranks: PositiveInt = 1
-    """FSDP2 ranks; one GPU each, or one process each on a CPU."""
+    """Number of FSDP2 ranks: one per GPU, or one process each on a CPU."""
     devices: Devices | None = None
-    """GPU of each rank: all by number, as in `[0, 1]`, or all by UUID of nvidia-smi -L, as in `["GPU-6f1d...", "GPU-93ab..."]`. Numbers
-    count within CUDA_VISIBLE_DEVICES where that is set. Goes with `rollout.devices`, which may name other GPUs, fewer or more. By default
-    rank i is on GPU i."""
+    """GPU of each rank: all by number, as in `[0, 1]`, or all by UUID from nvidia-smi -L, as in `["GPU-6f1d...", "GPU-93ab..."]`. Numbers
+    are relative to CUDA_VISIBLE_DEVICES if it is set. Must be set together with `rollout.devices`, which may name other GPUs, fewer or
+    more. By default rank i uses GPU i."""
     num_threads: PositiveInt = 1
-    """Torch threads for each rank on a CPU."""
+    """Torch threads of each rank on a CPU."""
     sequence_parallel: PositiveInt = 1
-    """Ranks that share the tokens of each micro-batch, and in attention its heads (Ulysses): a sample may be so many times as long. It
-    divides `num_ranks` and the model's attention heads, and divides its key heads or is a multiple of them."""
+    """Ranks that split the tokens of each micro-batch and, in attention, its heads (Ulysses). Samples may be that many times as long.
+    Must divide `num_ranks` and the model's attention heads, and must divide its key heads or be a multiple of them."""
     on_non_finite: Literal["stop", "skip"] = "stop"
-    """What gradients that are not finite do: fail the step, or drop them and count the step as skipped."""
+    """What to do if gradients are not finite: fail the step, or discard them and report the step as skipped."""
     critic: CriticConfig | None = None
     micro_batch_tokens: PositiveInt | None = None
-    """Most tokens of the samples in one micro-batch; a longer sample is refused. By default 8192 on a CPU. On a GPU it
-    is the first of 16384, 8192, ... for which the planner has room, and at least 1024 and `rollout.context_length`. The default is
-    taken times `sequence_parallel`."""
+    """Maximum tokens in a micro-batch; longer samples are refused. Defaults to 8192 on a CPU. On a GPU it is the first of 16384, 8192, ...
+    that the planner has room for, and at least 1024 and `rollout.context_length`. The default is multiplied by `sequence_parallel`."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of forward and backward."""
     param_dtype: Literal["bfloat16", "float32"] = "float32"
-    """Dtype of the weights that are trained, of their gradients and of the optimizer state. In bfloat16 an update below about 1/256 of a
-    weight is lost, gradients of micro-batches add up with that rounding, too, and all four take half the memory. Not with
-    `[trainer.lora]`: adapters are float32, the frozen model `compute_dtype`."""
+    """Dtype of trained weights, gradients and optimizer state. In bfloat16, updates below about 1/256 of a weight are lost and gradients
+    of micro-batches accumulate with that rounding; memory halves. Not with `[trainer.lora]`, where adapters are float32 and the
+    frozen model is in `compute_dtype`."""
     export: Literal["auto", "parameters", "copy"] = "auto"
-    """What rollout reads at a sync: the parameters themselves, which takes no memory and needs `param_dtype` to be `rollout.dtype`, or a
-    copy in that dtype. "auto" is "parameters" where that is possible."""
+    """What rollout reads at a sync: the parameters themselves, without extra memory, if `param_dtype` equals `rollout.dtype`; or a copy in
+    that dtype. "auto" is "parameters" where possible."""
     export_stays: bool | None = None
-    """Whether what rollout reads (the copy, or the parameters) stays on the GPU over OFFLOAD. If not, it leaves, and rollout maps it at
-    every sync. By default it stays where the planner says that everything fits then."""
+    """Whether the memory that rollout reads (copy or parameters) stays on the GPU after OFFLOAD. Otherwise it leaves, and rollout maps it
+    at every sync. By default it stays if, according to the planner, everything then fits."""
     export_handles: Literal["vmm", "ipc"] = "vmm"
-    """How a GPU's memory is given to rollout: our arenas' descriptors, or, where these do not work, a copy in torch's
-    memory by a legacy CUDA IPC handle."""
+    """How GPU memory is shared with rollout: file descriptors of our arenas, or, where these do not work, a copy in torch's memory with
+    a legacy CUDA IPC handle."""
     attention_backend: Literal["auto", "fa4", "varlen", "sdpa"] = "auto"
     """Attention over packed sequences: FlashAttention-4, torch's `varlen_attn`, or torch's `scaled_dot_product_attention`, which pads
-    inside and takes every model and dtype. "auto" is the first that is there and computes right when the trainer starts; the log says
-    which."""
+    and supports every model and dtype. "auto" is the first that is installed and computes correct results at start; the log names it."""
     checkpointing: Literal["auto", "none", "attention", "full", "offloaded"] = "auto"
-    """What is kept of each layer from forward to backward: everything ("none" is recomputed), its input and attention's output, its input
-    alone, or that in host memory. A later one takes less memory and more time, and computes the same gradients. "auto" is the first
-    that the planner has room for; on a GPU as many layers as then fit keep everything."""
+    """What each layer keeps from forward to backward: everything ("none" is recomputed), its input and attention's output, its input
+    only, or its input in host memory. Later values take less memory and more time; gradients are the same. "auto" is the first that
+    fits according to the planner. On a GPU, as many layers as still fit keep everything."""
     mlp_tile_tokens: PositiveInt | None = None
-    """Tokens of which a rank computes an MLP at a time; in backward each tile is computed again. It makes room for long samples. By
-    default all tokens at once."""
+    """Tokens per tile of an MLP, which a rank computes one at a time and recomputes in backward. Makes room for long samples. By default
+    one tile."""
     compile: Literal["none", "blocks"] = "none"
-    """What torch.compile makes kernels of: nothing, or every layer of the networks, but for attention and experts. Results are equal up
-    to rounding. The trainer compiles when it starts: on a CPU with g++, or the compiler that CXX names."""
+    """What torch.compile compiles: nothing, or every layer of the networks except attention and experts. Results agree up to rounding.
+    Compilation happens at start; on a CPU it needs g++ or the compiler in CXX."""
     prefix_sharing: Literal["auto"] | bool = False
-    """Whether samples of one prompt in a micro-batch compute the prompt once. Results are equal up to rounding, and `micro_batch_tokens`
-    counts it once. "auto": on a CPU where that takes fewer operations, on a GPU never. On a GPU true is refused where attention has
-    windows, or where its kernel fails a trial at start."""
+    """Whether samples of one prompt in a micro-batch share its computation. Results agree up to rounding, and `micro_batch_tokens` counts
+    the prompt once. "auto": on a CPU if it saves operations, on a GPU never. On a GPU, true is refused if attention has windows or if
+    its kernel fails a trial at start."""
     lora: LoraConfig | None = None
-    """Trains adapters beside a frozen model, which is then also the reference policy."""
+    """Trains adapters on a frozen model, which is then also the reference policy."""
     optimizer_on_host: bool = False
-    """Whether AdamW's moments stay in host memory, pinned on a GPU, and pass through the device a block at a time in each step. They then
-    take no GPU memory and no part in a changeover; the numbers are the same."""
+    """Whether AdamW's moments stay in host memory, pinned on a GPU, and are streamed through the device block by block in each step. They
+    then take no GPU memory and stay in place during a changeover. Results are the same."""
     optimizer_8bit: bool = False
-    """Whether AdamW's moments of matrices are rounded to 8 bits in blocks of up to 256 (arXiv:2110.02861): a quarter of their memory, and
-    other numbers. Not with `optimizer_on_host`."""
+    """Whether AdamW's moments of matrices are quantized to 8 bits in blocks of up to 256 (arXiv:2110.02861). Takes a quarter of their
+    memory and changes results. Not with `optimizer_on_host`."""
     collective_timeout_s: PositiveFloat = 600.0
-    """Time-out of every process group; a rank that is lost is noticed after this."""
+    """Timeout of every process group; the loss of a rank is noticed after this."""
     seed: Seed = 0
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""Nodes that change over together: who they are, and the coordinator over theirs."""
+"""Fleets: nodes that change phase together under one coordinator."""
 
 EXIT_FLEET_ENDED = 75
-"""Exit code of a node whose fleet has ended: the job is to be restarted (EX_TEMPFAIL of sysexits.h)."""
+"""Exit code of a node whose fleet has ended, so that the job is restarted (EX_TEMPFAIL of sysexits.h)."""

@@ -1,6 +1,6 @@
-"""Runs a node's part in its fleet: python -m tasuki.fleet --config node.toml [--set a.b=c]...
+"""Runs a node's fleet service: python -m tasuki.fleet --config node.toml [--set a.b=c]...
 
-Node 0 leads. Every node joins, tells that it lives, and ends with FLEET_ENDED when the fleet has ended.
+Node 0 leads. Every node joins, sends heartbeats, and exits with FLEET_ENDED after the fleet has ended.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 async def _run(config: NodeConfig) -> None:
-    """Until SIGTERM or SIGINT. Raises what ends the node's part in the fleet."""
+    """Runs until SIGTERM or SIGINT. Raises the error that ends the node's membership."""
     assert config.fleet is not None
     socket_dir(config.state_dir)
     heartbeat = Heartbeat(config.state_dir, "fleet")
@@ -98,7 +98,7 @@ async def _run(config: NodeConfig) -> None:
 
 
 def _why_it_stops(state_dir: Path) -> str:
-    """As the supervisor reports it before it ends the services."""
+    """The reason that the supervisor reports before it ends the services."""
     path = exit_path(state_dir)
     reason = json.loads(path.read_text())["reason"] if path.is_file() else "its supervisor was killed"
     return "was stopped by its operator" if reason.startswith(REQUESTED_BY) else f"has stopped: {reason}"

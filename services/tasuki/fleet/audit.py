@@ -1,4 +1,4 @@
-"""Replays a fleet's journal, and names the first promise that it shows broken. What each node did, its own journal's audit tells."""
+"""Replays a fleet's journal and reports the first broken invariant. The nodes' own actions are audited from their journals."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ _STAGES = frozenset(Stage)
 
 
 class FleetInvariant(StrEnum):
-    """What must be true of every fleet's journal."""
+    """Invariants of a fleet's journal."""
 
     LOOKED = "looked"
-    """A stage is asked of a node only where its place is known: nothing is sent again blindly."""
+    """A node is asked for a stage only if its place is known: nothing is resent blindly."""
     RING = "ring"
-    """A stage comes after the one that the ring has before it."""
+    """A stage follows its predecessor in the ring."""
     BARRIER = "barrier"
-    """Before the decision, and on the way to TRAIN, a stage begins on a node when every node has ended the one before."""
+    """Before the decision, and towards TRAIN, a node starts a stage only once every node has finished the previous one."""
     COMPARED = "compared"
-    """A decision comes when every node of the fleet has received the decided weights."""
+    """A decision is made only once every node has received the decided weights."""
     DECIDED = "decided"
-    """OFFLOAD and RESUME_KV come after the decision, on nodes that hold the decided weights."""
+    """OFFLOAD and RESUME_KV follow the decision, on nodes that hold the decided weights."""
     ONE_VERSION = "one-version"
-    """All nodes that serve, serve what was decided last."""
+    """All serving nodes serve the last decided weights."""
     FORWARD = "forward"
-    """After a decision no way leads to TRAIN before every node has served."""
+    """After a decision, no node moves to TRAIN before every node has served."""
     VERSIONS_GROW = "versions-grow"
-    """In one attempt of the job no older version is decided than before."""
+    """Within one attempt of the job, decided versions never decrease."""
 
 
 @dataclass(frozen=True, slots=True)
 class FleetViolation:
-    """The first thing that is wrong."""
+    """The first violation found."""
 
     invariant: FleetInvariant
     expected: str
@@ -53,7 +53,7 @@ class FleetViolation:
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """A row of `steps` with its result. place: None without a result or with an error; "" where the node did not know."""
+    """A row of `steps` with its result. place: None without a result or with an error; "" if the node did not know."""
 
     id: int
     number: int
@@ -76,7 +76,7 @@ class DecisionRow:
 
 @dataclass(frozen=True, slots=True)
 class FleetHistory:
-    """A fleet's journal. attempts: of each epoch, with the number of nodes. changeovers: (target, epoch, whether done) by number."""
+    """A fleet's journal. attempts: by epoch, with the number of nodes. changeovers: (target, epoch, whether done) by number."""
 
     attempts: dict[int, tuple[int, int]]
     changeovers: dict[int, tuple[Phase, int, bool]]
@@ -86,7 +86,7 @@ class FleetHistory:
 
 @dataclass(slots=True)
 class FleetAudit:
-    """What a journal holds, up to the first violation, if there is one."""
+    """Summary of a journal up to the first violation, if any."""
 
     num_epochs: int = 0
     num_changeovers: int = 0
@@ -98,15 +98,15 @@ class FleetAudit:
 
 
 def read_fleet_history(path: Path) -> FleetHistory:
-    """The journal at `path`. Raises PathNotFound, and InvalidArgument for a file that is no fleet's journal."""
+    """Reads the journal at `path`. Raises PathNotFound, and InvalidArgument for a file that is not a fleet's journal."""
     if not path.is_file():
         raise PathNotFound(f"there is no journal at {path}", path=path)
-    # Without a write-ahead log nobody writes, and the file is all there is; then nothing is put beside it.
+    # Without a write-ahead log there is no writer, and reading need not create files next to it.
     options = "mode=ro" if path.with_name(f"{path.name}-wal").exists() else "mode=ro&immutable=1"
     try:
         with closing(sqlite3.connect(f"{path.resolve().as_uri()}?{options}", uri=True, isolation_level=None)) as db:
             db.row_factory = sqlite3.Row
-            db.execute("BEGIN")  # one moment for all tables
+            db.execute("BEGIN")  # one snapshot of all tables
             return _read(db)
     except (sqlite3.Error, ValueError) as error:
         raise InvalidArgument("journal", f"{path} cannot be read as a fleet's: {error}", path=path) from error
@@ -138,7 +138,7 @@ def _step(row: sqlite3.Row) -> StepRow:
 
 
 def audit_fleet(history: FleetHistory) -> FleetAudit:
-    """Replays the history until its end or the first violation."""
+    """Replays the history to its end or the first violation."""
     found = FleetAudit(
         num_epochs=len(history.attempts),
         num_changeovers=len(history.changeovers),
@@ -184,13 +184,13 @@ def _check_forward(history: FleetHistory, decision: DecisionRow, *, attempt: int
 
 @dataclass(slots=True)
 class _Node:
-    """Where a node is known to be; `place` None while nobody knows. epoch: of the fleet that knows it."""
+    """A node's known place; None if unknown. epoch: of the fleet that knows it."""
 
     place: str | None = None
     weights_digest: bytes = b""
     epoch: int = 0
     begun: Stage | None = None
-    """A stage that was asked of it and not answered: it may be there, too."""
+    """A stage requested but not answered, which it may have reached."""
 
 
 @dataclass(slots=True)
@@ -213,7 +213,7 @@ class _Replay:
             self._decide(decision)
 
     def _take_over(self, step: StepRow) -> None:
-        """A decision ends when the way to TRAIN begins, or another attempt."""
+        """Ends a decision when the nodes move towards TRAIN or another attempt begins."""
         target, epoch, _ = self.history.changeovers[step.number]
         if self.decision is not None:
             decided_in = self.history.attempts[self.history.changeovers[self.decision.number][1]][0]

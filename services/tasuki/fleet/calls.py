@@ -1,4 +1,4 @@
-"""One call at every node of a fleet, and what its errors say of the node."""
+"""Calls to every node of a fleet, and the interpretation of their errors."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from tasuki.wire.errors import PeerUnavailable, TasukiError, from_reason, from_r
 
 _Answer = TypeVar("_Answer")
 NO_DEADLINE_S = 600.0
-"""Of a read whose caller gives no deadline; rpc/ refuses a mutating call without one."""
+"""For reads without a deadline from the caller; rpc/ refuses mutating calls without one."""
 
 
 class Nodes(Protocol):
-    """All nodes of a fleet; FleetNodes."""
+    """All nodes of a fleet, as in FleetNodes."""
 
     @property
     def num_nodes(self) -> int: ...
 
     def all(self) -> Sequence[NodeChannels]:
-        """By rank. Raises NotJoined and FleetEnded."""
+        """Channels by rank. Raises NotJoined and FleetEnded."""
         ...
 
 
 async def on_all(nodes: Sequence[NodeChannels], call: Callable[[int, NodeChannels], Awaitable[_Answer]]) -> list[_Answer]:
-    """The answers of all nodes, in their order. Waits until all have answered, so that no call is under way when one has failed.
+    """Calls all nodes and returns their answers in order. Waits for all, so that none is running after another has failed.
 
-    call: gets a node's rank and its channels. Raises the error that tells the most: one that a node gave before the absence of
-    another, and of those the lowest node's.
+    call: gets a node's rank and channels. Raises the most informative error: one reported by a node before the absence of another; among
+    those the lowest node's.
     """
     calls = (_named(rank, call(rank, node)) for rank, node in enumerate(nodes))
     answers = await asyncio.gather(*calls, return_exceptions=True)
@@ -42,7 +42,7 @@ async def on_all(nodes: Sequence[NodeChannels], call: Callable[[int, NodeChannel
 
 
 def raise_first(errors: Sequence[BaseException]) -> None:
-    """Raises the first error that is no mere absence of a node, else the first; returns when there is none."""
+    """Raises the first error other than a node's absence, else the first; returns if there is none."""
     for error in (*(error for error in errors if type(error) is not PeerUnavailable), *errors):
         raise error
 
@@ -55,14 +55,14 @@ async def _named(rank: int, call: Awaitable[_Answer]) -> _Answer:
 
 
 def error_of_node(rank: int, error: TasukiError) -> TasukiError:
-    """The same error, that says which node it comes from. A text that begins with the field's name still does."""
+    """Adds the node's rank to an error. A text that starts with a field's name still does."""
     field = error.metadata.get("field")
     message = error.message if field is not None else f"node {rank}: {error.message}"
     return from_reason(error.reason, message, {**error.metadata, "node": str(rank)})
 
 
 def renumbered(error: TasukiError, *, field: str, positions: Sequence[int]) -> TasukiError:
-    """An error about `field[i]` of a node's share, as one about the call's own. positions: in the call, of the share's parts."""
+    """Converts an error about `field[i]` of a node's share to the call's positions. positions: of the share in the call."""
     pattern = re.compile(rf"\b{field}\[(\d+)\]")
 
     def named(text: str) -> str:
@@ -72,6 +72,6 @@ def renumbered(error: TasukiError, *, field: str, positions: Sequence[int]) -> T
 
 
 def remaining_s(context: grpc.aio.ServicerContext) -> float:
-    """Until the call's deadline."""
+    """Seconds until the call's deadline."""
     remaining = context.time_remaining()
     return NO_DEADLINE_S if remaining is None else remaining

@@ -1,4 +1,4 @@
-"""One changeover of all nodes: a barrier at each stage, one decision, and the way back before it or forward after it."""
+"""One changeover of all nodes: a barrier at each stage and one decision. Before the decision it can be undone, after it only completed."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from tasuki.wire.errors import DeadlineExceeded, FleetEnded, HeldByFleet, StageO
 _log = logging.getLogger("tasuki.fleet")
 _PAUSE_S = 0.2
 _HOPELESS = (FleetEnded, HeldByFleet, StaleEpoch)
-"""Errors that no other try cures."""
+"""Errors for which a retry is useless."""
 _Answer = TypeVar("_Answer")
 
 Tell = Callable[[StageEvent], None]
 
 
 class FleetChangeover:
-    """Runs the stages of one hand-over on every node. `views`: the nodes as they told last, by rank."""
+    """Runs the stages of one changeover on every node. `views`: the nodes' last reported states, by rank."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class FleetChangeover:
         patience_s: float,
         trace: ChangeoverTrace = NO_TRACE,
     ) -> None:
-        """patience_s: how long a node that was missed is asked again."""
+        """patience_s: how long an unreachable node is retried."""
         self.id, self.target, self.views, self.trace = changeover_id, target, list(views), trace
         self.started = time.perf_counter()
         self._journal, self._peers, self._tell, self._patience_s = journal, peers, tell, patience_s
@@ -50,9 +50,9 @@ class FleetChangeover:
         self._received: Sums | None = None
 
     async def bring_to_rollout(self) -> None:
-        """From TRAIN, or by the decision that holds from wherever the nodes are.
+        """Brings all nodes to ROLLOUT, from TRAIN or, if a decision is pending, from anywhere.
 
-        A miss before the decision takes all nodes back and is raised. After it raises FleetEnded when a node cannot be brought forward.
+        A failure before the decision returns all nodes to TRAIN and is raised. After it, raises FleetEnded if a node cannot follow.
         """
         decision = self._journal.decision()
         if decision is None:
@@ -71,9 +71,9 @@ class FleetChangeover:
             raise
 
     async def run(self, stage: Stage) -> None:
-        """Carries a stage out on all nodes. SYNC ends with the comparison, OFFLOAD begins with the decision.
+        """Runs a stage on all nodes. SYNC ends with the comparison of weights, OFFLOAD begins with the decision.
 
-        Raises WeightsDiffer, and StageOrder when nothing was compared that could be decided.
+        Raises WeightsDiffer, and StageOrder if no comparison allows a decision.
         """
         if stage is COMMIT[0] and self._journal.decision() is None:
             self._decide()
@@ -84,14 +84,14 @@ class FleetChangeover:
     def _decide(self) -> Decision:
         received = self._received
         if received is None:
-            text = "what the nodes received was not compared, or differs; acquire phase TRAIN, which takes it back"
+            text = "what the nodes received was not compared, or differs; acquire phase TRAIN to undo it"
             raise StageOrder(text, stage=COMMIT[0])
         decision = self._journal.decide(self.id, received)
         _log.info("event=decided changeover=%s version=%d nodes=%d", self.id, received.policy_version, len(self._peers))
         return decision
 
     async def commit(self, decision: Decision) -> None:
-        """The stages after the decision. Raises FleetEnded when a node does not follow in `patience_s`."""
+        """Runs the stages after the decision. Raises FleetEnded if a node does not follow within `patience_s`."""
         for stage in COMMIT:
             if all(view.weights_digest == decision.weights_digest and view.at is _before(stage) for view in self.views):
                 try:
@@ -107,7 +107,7 @@ class FleetChangeover:
                 raise FleetEnded(text, node_rank=rank, cause=error.reason) from error
 
     async def bring_to_train(self) -> None:
-        """The same stages on all nodes; those that miss one come alone. Raises the error of a node that does not come in `patience_s`."""
+        """Runs the stages towards TRAIN on all nodes; stragglers follow individually. Raises the error of a node after `patience_s`."""
         try:
             for stage in TO_TRAIN:
                 if common_place(self.views) is _before(stage):
@@ -118,11 +118,11 @@ class FleetChangeover:
             await self.go_back()
 
     async def go_back(self) -> None:
-        """Brings every node to TRAIN, each by itself. Raises the error of one that does not come in `patience_s`."""
+        """Brings every node to TRAIN individually. Raises the error of a node that does not arrive within `patience_s`."""
         await self._everywhere(self._bring_back)
 
     async def _take_back(self, cause: TasukiError) -> None:
-        """As `go_back`, for a caller that raises `cause`: an error on the way is journalled and logged."""
+        """Same as `go_back`, for a caller that raises `cause`: errors on the way are journalled and logged."""
         try:
             await self.go_back()
         except TasukiError as error:
@@ -133,7 +133,7 @@ class FleetChangeover:
             self._tell(self._journal.done(intent, Outcome(), seconds=0.0))
 
     async def _run_everywhere(self, stage: Stage) -> list[StageAnswer]:
-        """Carries a stage out on all nodes at once and waits for all. Raises the worst error, after all have answered."""
+        """Runs a stage on all nodes at once and waits for all. Then raises the worst error."""
         intent, steps = self._journal.intend_everywhere(stage, self.id, num_nodes=len(self._peers))
         self._tell(StageEvent(self.id, stage, Status.STARTED, time=intent.time))
         started = time.perf_counter()
@@ -172,7 +172,7 @@ class FleetChangeover:
         self._tell(event)
 
     async def _everywhere(self, act: Callable[[NodePeer], Awaitable[None]]) -> None:
-        """Does something with every node at once; raises the worst error, after all have come to an end."""
+        """Calls `act` for every node at once and waits for all. Then raises the worst error."""
         outcomes = await asyncio.gather(*map(act, self._peers), return_exceptions=True)
         errors: list[tuple[int, TasukiError]] = []
         for peer, outcome in zip(self._peers, outcomes, strict=True):
@@ -206,7 +206,7 @@ class FleetChangeover:
         await self._until(peer, act)
 
     async def _until(self, peer: NodePeer, act: Callable[[NodeView], Awaitable[bool]]) -> None:
-        """Looks at a node and acts until `act` says that it is there. Raises the last error when that takes longer than `patience_s`."""
+        """Reads a node's state and acts until `act` returns True. Raises the last error after `patience_s`."""
         clock = asyncio.get_running_loop().time
         ends = clock() + self._patience_s
         while True:
@@ -214,7 +214,7 @@ class FleetChangeover:
                 if await act(await self._step(peer, Step.LOOK, lambda _: peer.look())):
                     return
                 if clock() > ends:
-                    raise DeadlineExceeded(f"the node is still not there after {self._patience_s:g} s")
+                    raise DeadlineExceeded(f"the node has not arrived after {self._patience_s:g} s")
             except TasukiError as error:
                 if isinstance(error, _HOPELESS) or clock() > ends:
                     raise
@@ -242,7 +242,7 @@ class FleetChangeover:
 
 
 async def _timed(step: StepIntent, asked: Awaitable[_Answer]) -> tuple[_Answer | None, StepResult]:
-    """The answer, None for an error, and the result without a view."""
+    """The answer, or None after an error, and the result without a view."""
     started = time.perf_counter()
     try:
         answer = await asked

@@ -1,4 +1,4 @@
-"""Which node of a fleet generates for which prompts: pure functions of prompts and loads."""
+"""Distributes prompts over a fleet's nodes: pure functions of prompts and loads."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ TokenIds = Sequence[int]
 
 
 def deal_prompts(prompts: Sequence[TokenIds], *, num_samples: int, loads: Sequence[int]) -> list[list[range]]:
-    """Positions of each node's prompts as runs of neighbours, so that all nodes have about as much to do.
+    """Positions of each node's prompts, as contiguous ranges, so that all nodes have about equal work.
 
-    All samples of a prompt stay on one node, and so do prompts that share their KV cache (`prompt_families`).
+    All samples of a prompt go to one node, and so do prompts that share their KV cache (`prompt_families`).
 
-    loads: samples that each node has already, running or queued.
+    loads: samples already running or queued on each node.
     """
     families = prompt_families(prompts)
     shares = deal_families([num_samples * len(family) for family in families], loads=loads)
@@ -22,13 +22,13 @@ def deal_prompts(prompts: Sequence[TokenIds], *, num_samples: int, loads: Sequen
 
 
 def prompt_families(prompts: Sequence[TokenIds]) -> list[list[int]]:
-    """Positions of prompts of which one begins all others, as a turn of a conversation begins the next. Ordered by their first.
+    """Groups prompts of which one is a prefix of all others, as in successive turns of a conversation. Ordered by their first.
 
-    A beginning that prompts merely have in common, such as a system prompt, does not join them: it would join all.
+    A merely common prefix, such as a system prompt, does not group them: it would group all.
     """
     families: dict[int, list[int]] = {}
     root = -1
-    # What begins with a prompt follows it, before anything else does.
+    # In sorted order, prompts follow their prefix directly.
     for position in sorted(range(len(prompts)), key=lambda position: tuple(prompts[position])):
         if root < 0 or list(prompts[position][: len(prompts[root])]) != list(prompts[root]):
             root = position
@@ -37,7 +37,7 @@ def prompt_families(prompts: Sequence[TokenIds]) -> list[list[int]]:
 
 
 def deal_families(sizes: Sequence[int], *, loads: Sequence[int]) -> list[list[int]]:
-    """Indices of the families that each node gets: neighbours, up to the node that the middle of a family falls to.
+    """Indices of the families for each node: contiguous, each assigned to the node in whose share its middle lies.
 
     sizes: samples of each family.
     """
@@ -52,7 +52,7 @@ def deal_families(sizes: Sequence[int], *, loads: Sequence[int]) -> list[list[in
 
 
 def _wanted(num_samples: int, *, loads: Sequence[int]) -> list[float]:
-    """Samples for each node after which all have equally many, or those that have more already get none."""
+    """Samples to add to each node so that all have equally many; nodes that already have more get none."""
     idlest = sorted(range(len(loads)), key=lambda node: loads[node])
     while len(idlest) * loads[idlest[-1]] > num_samples + sum(loads[node] for node in idlest):
         idlest.pop()
@@ -61,7 +61,7 @@ def _wanted(num_samples: int, *, loads: Sequence[int]) -> list[float]:
 
 
 def _runs(positions: Sequence[int]) -> list[range]:
-    """Neighbours together. positions: ascending."""
+    """Joins consecutive positions to ranges. positions: ascending."""
     runs: list[range] = []
     for position in positions:
         if runs and runs[-1].stop == position:

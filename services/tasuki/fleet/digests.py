@@ -1,4 +1,4 @@
-"""What must be the same on all nodes of a fleet, as digests, and a node as it joins."""
+"""Digests of what all nodes of a fleet must share, and the joining node's own description."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _PER_NODE = {
     "metrics": ("listen",),
     "fleet": ("node_rank", "interface"),
 }
-"""Keys that may differ between nodes. So may every path, [security], [paths], [track] and failpoints."""
+"""Keys that may differ between nodes, like every path, [security], [paths], [track] and failpoints."""
 _PER_NODE_TABLES = ("security", "paths", "track", "failpoints")
 _SMALL_BYTES = 64 * 1024 * 1024
 _KEY_DIGITS = 16
 
 
 def this_member(config: NodeConfig, *, boot_id: str) -> Member:
-    """The node of `config` as it joins its fleet. Raises PathNotFound for a model folder that cannot be read."""
+    """Describes the node of `config` for joining its fleet. Raises PathNotFound for an unreadable model folder."""
     assert config.fleet is not None
     gpus = gpus_of(config)
     targets = {**node_targets(config), **port_targets(config)}
@@ -54,7 +54,7 @@ def this_member(config: NodeConfig, *, boot_id: str) -> Member:
 
 
 def config_keys(config: NodeConfig) -> dict[str, str]:
-    """The value of every key as the start of its SHA-256, in hex, but for what may differ between nodes."""
+    """Truncated SHA-256, in hex, of every key's value, except keys that may differ between nodes."""
     dump = config.model_dump(mode="python", exclude_none=True)
     for table, keys in _PER_NODE.items():
         for key in keys:
@@ -66,14 +66,14 @@ def config_keys(config: NodeConfig) -> dict[str, str]:
 
 
 def config_digest(keys: Mapping[str, str]) -> str:
-    """SHA-256, in hex, of what a configuration means. keys: of `config_keys`."""
+    """SHA-256, in hex, of the whole configuration. keys: of `config_keys`."""
     return _digest(json.dumps(keys, sort_keys=True))
 
 
 def model_digest(folder: Path) -> str:
-    """SHA-256, in hex, of a model folder: its JSON and tokenizer files, and names, dtypes, shapes and sizes of its tensors.
+    """SHA-256, in hex, of a model folder: its JSON and tokenizer files, and its tensors' names, dtypes, shapes and sizes.
 
-    Values of weights are not read: a SYNC compares them.
+    Values of weights are not read: SYNC compares them.
     """
     if not (folder / "config.json").is_file():
         raise PathNotFound(f"there is no config.json in {folder}", path=folder)
@@ -95,7 +95,7 @@ def _meaning(path: Path) -> Iterator[bytes]:
 
 
 def _header(path: Path) -> bytes:
-    """The JSON header of a safetensors file, which its length precedes, and the file's size."""
+    """The JSON header of a safetensors file, including its length prefix, and the file's size."""
     with path.open("rb") as file:
         length = file.read(8)
         num_bytes = struct.unpack("<Q", length)[0] if len(length) == 8 else 0
@@ -111,7 +111,7 @@ def _without_paths(value: Any) -> Any:
 
 
 def _flat(table: Mapping[str, Any], *, above: str = "") -> Iterator[tuple[str, Any]]:
-    """Keys of all tables, as `--set` names them."""
+    """Flattened keys of all tables, as in `--set`."""
     for key, value in table.items():
         if isinstance(value, Mapping):
             yield from _flat(value, above=f"{above}{key}.")

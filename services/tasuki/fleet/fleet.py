@@ -1,4 +1,4 @@
-"""All nodes as one: the same operations as a node's coordinator has, each on every node."""
+"""The coordinator of all nodes as one: offers a node coordinator's operations and runs each on every node."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _log = logging.getLogger("tasuki.fleet")
 _POLL_S = 0.2
 _MAX_TRIES = 5
 _LOSSES = (*LOSSES, Interrupted, StageOrder)
-"""As a node's coordinator has them; and a node that moved by itself, as one that was restarted does."""
+"""Errors as of a node's coordinator, plus those of a node that moved by itself, for example by restarting."""
 
 
 class Fleet:
-    """Runs one operation at a time. Made inside the event loop, after the journal's epoch began."""
+    """Runs one operation at a time. Create it inside the event loop, after the journal's epoch has begun."""
 
     def __init__(
         self,
@@ -44,9 +44,9 @@ class Fleet:
         end: Callable[[TasukiError], None],
         tracer: Tracer = NO_TRACER,
     ) -> None:
-        """peers: by rank. target: where clients find the fleet's trainer and rollout. patience_s: how long a node is waited for.
+        """peers: by rank. target: where clients find the fleet's trainer and rollout. patience_s: how long to wait for a node.
 
-        end: called when the fleet cannot go on.
+        end: called if the fleet cannot continue.
         """
         self._journal, self._peers, self._tracer = journal, peers, tracer
         self._boot_id, self._target, self._patience_s, self._end = boot_id, target, patience_s, end
@@ -61,7 +61,7 @@ class Fleet:
 
     @property
     def views(self) -> list[NodeView]:
-        """The nodes as they told last, by rank."""
+        """The nodes' last reported states, by rank."""
         return list(self._views if self._open is None else self._open.views)
 
     def state(self) -> NodeState:
@@ -78,25 +78,25 @@ class Fleet:
         )
 
     async def look(self) -> NodeState:
-        """The state after a look at every node, and after what runs. Raises the error of a node that does not answer."""
+        """Returns the state after running work has finished and every node was read. Raises the error of a node that does not answer."""
         async with self._operations.turn:
             await self._look()
             return self.state()
 
     def acquire(self, phase: Phase, request_id: str) -> Operation:
-        """The operation that brings all nodes to `phase`: the one this request id began, the one under way, or a new one.
+        """Returns the operation that brings all nodes to `phase`: one begun with this request id, the running one, or a new one.
 
-        Raises ChangeoverRunning when a different one is under way.
+        Raises ChangeoverRunning if a different one is running.
         """
         self._operations.join(f"phase {phase}", request_id)
         return self._operations.start(f"phase {phase}", request_id, lambda: self._bring_to(phase, request_id))
 
     def run_stage(self, stage: Stage, request_id: str) -> Operation:
-        """The operation that carries one stage out on all nodes. Raises ChangeoverRunning when another one is under way."""
+        """Returns the operation that runs one stage on all nodes. Raises ChangeoverRunning if another one is running."""
         return self._operations.start(f"stage {stage}", request_id, lambda: self._run_stage_alone(stage, request_id))
 
     async def recover(self) -> None:
-        """Asks the nodes, once they have joined, where they are: forward where a decision waits, else from the middle of the ring back."""
+        """Reads all nodes after they joined. Completes a pending decision; otherwise returns nodes from the middle of the ring to TRAIN."""
         while not self._is_known:
             try:
                 async with self._operations.turn:
@@ -109,23 +109,23 @@ class Fleet:
                     elif self._pending() is not None:
                         await self._bring_to(Phase.ROLLOUT, request_id)
                 self._missed = ""
-            except TasukiError as error:  # of a changeover journalled, too
+            except TasukiError as error:  # also of a journalled changeover
                 self._tell_miss(error)
             await asyncio.sleep(0 if self._is_known else _POLL_S)
 
     def _tell_miss(self, error: TasukiError) -> None:
-        """Once in the log, and in the state until all nodes have answered."""
+        """Logs once, and keeps the error in the state until all nodes have answered."""
         told = f"{error.reason}: {error.message}"
         if told != self._missed and not isinstance(error, NotJoined):
             _log.warning("event=recover_waits reason=%s message=%a", error.reason, error.message)
             self._missed = told
 
     async def stop(self) -> None:
-        """Cuts the running operation off; its steps stay in the journal without results."""
+        """Cancels the running operation; its steps stay in the journal without results."""
         await self._operations.stop()
 
     async def _bring_to(self, phase: Phase, request_id: str) -> None:
-        """Tries again, as another changeover, when a node was missed on the way and is there again."""
+        """Retries, as a new changeover, if a node was unreachable on the way and is back."""
         await self._settle(request_id)
         for number in range(1, _MAX_TRIES + 1):
             await self._wait_ready()
@@ -145,7 +145,7 @@ class Fleet:
                 return
 
     async def _settle(self, request_id: str) -> None:
-        """Carries out a decision that an earlier life of the fleet, or a stage by itself, has left: after it there is no way back."""
+        """Completes a decision left by an earlier life of the fleet or by a single stage, since it cannot be undone."""
         self._resolve_intents()
         if self._pending() is not None:
             await self._wait_ready()
@@ -164,7 +164,7 @@ class Fleet:
         self._close(changeover)
 
     async def _run_stage_alone(self, stage: Stage, request_id: str) -> None:
-        """One stage on all nodes, which no error takes back. OFFLOAD is preceded by the decision."""
+        """Runs one stage on all nodes, without undo. OFFLOAD is preceded by the decision."""
         self._resolve_intents()
         await self._look()
         at = common_place(self._views)
@@ -186,7 +186,7 @@ class Fleet:
             self._close(changeover)
 
     async def _wait_ready(self) -> None:
-        """Looks until every node knows where it is, for `patience_s` at most; then what comes tells what is wrong."""
+        """Waits until every node knows its place, at most `patience_s`; after that, the operation itself fails with the reason."""
         clock = asyncio.get_running_loop().time
         ends = clock() + self._patience_s
         while True:
@@ -201,7 +201,7 @@ class Fleet:
             await asyncio.sleep(_POLL_S)
 
     async def _look(self) -> None:
-        """Raises the worst error of a node, with the views of the others taken."""
+        """Reads all nodes. Raises the worst error, after taking the views of the others."""
         seen = await asyncio.gather(*(peer.look() for peer in self._peers), return_exceptions=True)
         errors: list[tuple[int, TasukiError]] = []
         for rank, view in enumerate(seen):
@@ -228,12 +228,12 @@ class Fleet:
         return None if decision is None else decision.policy_version
 
     def _pending(self) -> Decision | None:
-        """A decision that not all nodes have followed yet."""
+        """A decision that not all nodes have completed."""
         decision = self._journal.decision()
         return None if decision is None or self._journal.is_carried_out(decision) else decision
 
     def _resolve_intents(self) -> None:
-        """Stages that an earlier life began everywhere: what became of them the nodes tell, not the journal."""
+        """Resolves stages that an earlier life began on all nodes: their outcome is read from the nodes, not the journal."""
         for intent in self._journal.unresolved():
             self._journal.failed(intent, Interrupted(f"the fleet stopped before {intent.stage} was answered"), seconds=0.0)
 
@@ -254,7 +254,7 @@ class Fleet:
         return self._open
 
     def _close_left(self, phase: Phase) -> None:
-        """Ends the changeover that RunStage began, before another one begins."""
+        """Ends a changeover begun by RunStage, before another one begins."""
         if self._open is not None:
             self._close(self._open, Interrupted(f"left in the middle when phase {phase} was asked for"))
 

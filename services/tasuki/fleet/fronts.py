@@ -1,4 +1,4 @@
-"""Rollout and trainer of a whole fleet, as its leader serves them beside the fleet's coordinator."""
+"""Rollout and trainer services of the whole fleet, served by its leader next to the fleet's coordinator."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tasuki.v1.trainer_pb2_grpc import add_TrainerServiceServicer_to_server
 def add_fronts(server: RpcServer, nodes: Nodes, config: NodeConfig, *, epoch: int) -> None:
     """Adds both services. epoch: of the fleet's coordinator. Raises as read_model_file for the leader's model."""
     calls = CallNumbers(fleet_calls_path(config.state_dir), instance_id=read_instance(config.state_dir).id)
-    # SGLang samples by seeds on a CPU alone.
+    # SGLang uses seeds on a CPU only.
     seeds = CallSeeds(config.rollout.seed, calls) if config.device == "cpu" else None
     server.add(add_RolloutServiceServicer_to_server, RolloutFront(nodes, seeds=seeds), "tasuki.v1.RolloutService")
     trainer = TrainerFront(nodes, epoch=epoch, deal=sample_dealer(config, num_nodes=nodes.num_nodes))
@@ -30,13 +30,13 @@ def add_fronts(server: RpcServer, nodes: Nodes, config: NodeConfig, *, epoch: in
 
 
 def sample_dealer(config: NodeConfig, *, num_nodes: int) -> Callable[[Sequence[int]], list[list[int]]]:
-    """Deals samples by their cost under the policy; that under another role differs by a factor, which deals them alike."""
+    """Distributes samples by their cost under the policy. Under other roles it differs only by a constant factor."""
     trainer = config.trainer
     cost = sample_cost(read_model_file(config.model.path), is_frozen=trainer.lora is not None)
     num_ranks = trainer.num_ranks // trainer.sequence_parallel
 
     def deal(lengths: Sequence[int]) -> list[list[int]]:
-        # A sample that is too long is for its node to refuse.
+        # Samples that are too long are refused by their node.
         most = max(config.most_micro_batch_tokens, *lengths)
         return deal_samples(lengths, num_nodes=num_nodes, num_ranks=num_ranks, max_tokens=most, cost=cost)
 

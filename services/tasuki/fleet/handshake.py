@@ -1,4 +1,4 @@
-"""Whether a leader takes this node's certificate, which gRPC does not tell its caller."""
+"""Detects that a leader rejects this node's certificate, which gRPC does not report."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _NUM_LOOKS, _PAUSE_S, _TIMEOUT_S = 3, 0.5, 5.0
 
 
 def is_certificate_refused(target: str, credentials: Credentials | None) -> bool:
-    """Whether the server ends every connection without a word after a handshake that the caller's side has accepted.
+    """Whether the server closes every connection silently after a handshake that succeeded on the client's side.
 
-    In TLS 1.3 a caller's certificate comes last. grpc sends no alert when it refuses one, and HTTP/2 settings when it takes it. A server
-    that is about to end says nothing either, but not several times.
+    In TLS 1.3 the client's certificate comes last. On rejection grpc sends no alert; on success it sends HTTP/2 settings. A server that is
+    shutting down is also silent, but not several times.
     """
     if credentials is None or credentials.cert is None:
         return False
@@ -26,13 +26,13 @@ def is_certificate_refused(target: str, credentials: Credentials | None) -> bool
         try:
             if _first_byte(target, credentials):
                 return False
-        except (OSError, ValueError):  # no server, or not its certificate that is wrong
+        except (OSError, ValueError):  # no server, or an error other than a rejected certificate
             return False
     return True
 
 
 def _first_byte(target: str, credentials: Credentials) -> bytes:
-    """What the server says first; nothing when it ends the connection. Raises OSError, of which ssl's are, and ValueError."""
+    """First byte from the server; empty if it closes the connection. Raises OSError, including ssl's errors, and ValueError."""
     host, port = split_host_port(target)
     context = ssl.create_default_context(cafile=credentials.ca)
     assert credentials.cert is not None

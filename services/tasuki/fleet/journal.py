@@ -1,7 +1,7 @@
-"""The fleet's memory: a coordinator's journal, and beside it what was asked of each node, and what was decided.
+"""The fleet's journal: a coordinator's journal, plus what was asked of each node and what was decided.
 
-`stages` has a row for a stage on all nodes; `steps` has one for each node and each look. Decisions are written before the first
-stage that follows from them.
+`stages` has a row for a stage on all nodes; `steps` has one per node and per read of a node. A decision is written before the first
+stage that depends on it.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class StepIntent:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What came of a step. `view`: of the node after it; None when it failed."""
+    """Result of a step. `view`: of the node afterwards; None if it failed."""
 
     intent: StepIntent
     seconds: float
@@ -77,7 +77,7 @@ class StepResult:
 
 
 class FleetJournal(Journal):
-    """The caller holds the state folder's lock, so there is one writer. Whatever writes raises DiskFull when it cannot."""
+    """The caller holds the state folder's lock, so there is one writer. All writes may raise DiskFull."""
 
     def __init__(self, path: Path, *, failpoints: Failpoints = NO_FAILPOINTS) -> None:
         super().__init__(path, failpoints=failpoints)
@@ -85,23 +85,23 @@ class FleetJournal(Journal):
             self._db.executescript(TABLES)
 
     def begin_life(self, boot_id: str, *, attempt: int, num_nodes: int) -> int:
-        """A new epoch of the fleet in an attempt of the job."""
+        """Starts a new epoch of the fleet in an attempt of the job."""
         epoch = self.begin_epoch(boot_id)
         self._write("INSERT INTO attempts VALUES (?, ?, ?)", (epoch, attempt, num_nodes))
         return epoch
 
     def intend_everywhere(self, stage: Stage, changeover_id: str, *, num_nodes: int) -> tuple[Intent, list[StepIntent]]:
-        """Writes down that a stage is to be run on every node, before it is sent to any."""
+        """Records a stage to run on every node, before it is sent to any."""
         intent = self.intend(stage, changeover_id, is_undo=False, trainer_boot_id="", rollout_boot_id="")
         return intent, self.begin_steps(stage, changeover_id, ranks=range(num_nodes))
 
     def note_views(self, changeover_id: str, views: Sequence[NodeView]) -> None:
-        """Writes down where the nodes were found by a look before anything is asked of them."""
+        """Records the nodes' places before anything is asked of them."""
         steps = self.begin_steps(Step.LOOK, changeover_id, ranks=[view.rank for view in views])
         self.end_steps([StepResult(step, 0.0, view=view) for step, view in zip(steps, views, strict=True)])
 
     def begin_steps(self, step: Stage | Step, changeover_id: str, *, ranks: Sequence[int]) -> list[StepIntent]:
-        """Writes down what is to be asked of nodes, in one commit."""
+        """Records requests to nodes, in one commit."""
         row, now = (id_number(changeover_id), step, self.epoch), time.time()
         statement = "INSERT INTO steps (number, step, epoch, node_rank, time) VALUES (?, ?, ?, ?, ?)"
         self._hit(f"{step}.begin")
@@ -111,14 +111,14 @@ class FleetJournal(Journal):
         return intents
 
     def end_steps(self, results: Sequence[StepResult]) -> None:
-        """Writes down what came of steps, in one commit."""
+        """Records results of steps, in one commit."""
         self._hit("steps.end")
         with self._commit() as db:
             db.executemany("INSERT INTO step_results VALUES (?, ?, ?, ?, ?, ?, ?)", map(_result_row, results))
         self._hit("steps.ended")
 
     def decide(self, changeover_id: str, sums: Sums) -> Decision:
-        """Writes down that all nodes serve these weights. Returns when it is on disk."""
+        """Records that all nodes will serve these weights. Returns once it is durable."""
         self._hit("decide")
         values = (id_number(changeover_id), sums.policy_version, sums.digest, time.time())
         self._write(
@@ -129,7 +129,7 @@ class FleetJournal(Journal):
         return Decision(id_number(changeover_id), sums.policy_version, sums.digest)
 
     def decision(self) -> Decision | None:
-        """The decision that holds: the last one, if nothing was begun towards TRAIN since, in this attempt of the job."""
+        """The decision in force: the last one, unless a changeover to TRAIN has begun since or the attempt has changed."""
         row = self._db.execute(
             "SELECT decisions.* FROM decisions JOIN changeovers USING (number) JOIN attempts USING (epoch)"
             " WHERE attempt = (SELECT attempt FROM attempts ORDER BY epoch DESC LIMIT 1)"
@@ -139,7 +139,7 @@ class FleetJournal(Journal):
         return None if row is None else Decision(row["number"], row["policy_version"], row["weights_digest"])
 
     def is_carried_out(self, decision: Decision) -> bool:
-        """Whether all nodes have served since it was made."""
+        """Whether all nodes have served since the decision."""
         row = self._db.execute(
             "SELECT 1 FROM outcomes JOIN changeovers USING (number) WHERE number >= ? AND target = ? AND status = ? LIMIT 1",
             (decision.number, Phase.ROLLOUT, Status.DONE),
@@ -148,7 +148,7 @@ class FleetJournal(Journal):
 
     @contextmanager
     def _commit(self) -> Iterator[sqlite3.Connection]:
-        """All rows or none."""
+        """A transaction."""
         self._write_results()
         with self._writing():
             self._db.execute("BEGIN IMMEDIATE")

@@ -1,4 +1,4 @@
-"""The leader of a fleet: its servers on node 0, from the first node that joins until the fleet ends."""
+"""The leader of a fleet: its servers on node 0, from the first join until the fleet ends."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _GRACE_S = 3.0
 
 
 async def lead(config: NodeConfig, leader: Member, stop: asyncio.Event) -> None:
-    """Serves until `stop` is set, which SIGTERM does, too.
+    """Serves until `stop` is set, as by SIGTERM.
 
-    leader: this node. Raises FleetEnded when the fleet cannot go on and the nodes had time to hear of it; NodeRunning and InvalidArgument
-    for a port that cannot be served; DiskFull for a journal that cannot be written.
+    leader: this node. Raises FleetEnded if the fleet cannot continue, after the nodes had time to learn of it; NodeRunning and
+    InvalidArgument for an unusable port; DiskFull if the journal cannot be written.
     """
     assert config.fleet is not None
     boot_id = uuid.uuid4().hex
@@ -67,7 +67,7 @@ async def lead(config: NodeConfig, leader: Member, stop: asyncio.Event) -> None:
 def make_server(
     config: NodeConfig, fleet: Fleet, journal: FleetJournal, nodes: FleetNodes, leader: Member, *, tracer: Tracer = NO_TRACER
 ) -> RpcServer:
-    """On the fleet's port, and on a unix socket in the leader's state folder."""
+    """Listens on the fleet's port, and on a unix socket in the leader's state folder."""
     assert config.fleet is not None
     address = config.fleet.leader
     server = RpcServer(service="fleet", target=fleet_target(config), port=fleet_port(config), tracer=tracer)
@@ -96,7 +96,7 @@ async def _serve(server: RpcServer, fleet: Fleet, nodes: FleetNodes, stop: async
     try:
         await asyncio.wait({stopped, ended}, return_when=asyncio.FIRST_COMPLETED)
         if ended.done() and not stop.is_set():
-            # Every node sends a heartbeat in this time and hears that the fleet has ended.
+            # Within this time every node sends a heartbeat and learns that the fleet has ended.
             with suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), 2 * nodes.heartbeat_s)
     finally:

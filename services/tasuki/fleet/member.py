@@ -1,4 +1,4 @@
-"""A node as it joins a fleet, and what makes the leader refuse it. Pure: no I/O."""
+"""A node that joins a fleet, and the leader's checks on it. Pure: no I/O."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from tasuki.wire.errors import FleetMismatch, InvalidArgument, StaleEpoch
 _TARGETS = ("coordinator_target", "trainer_target", "rollout_target")
 _NAMED_KEYS = 5
 Resolve = Callable[[str], Collection[str]]
-"""Gives the addresses of a host name; none for one that is not known."""
+"""Resolves a host name to addresses; returns none for an unknown name."""
 _LOCAL = ("unix:", "ipv4:127.", "ipv6:[::1]", "ipv6:%5B::1%5D")
-"""How gRPC names a caller on the leader's machine."""
+"""gRPC's name for a caller on the leader's machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One start of a node. digests: SHA-256 in hex; num_gpus: 0 on a CPU; targets: gRPC targets as the leader calls them.
+    """One start of a node. digests: SHA-256 in hex; num_gpus: 0 on a CPU; targets: gRPC targets as seen by the leader.
 
-    config_keys: digests by key of what `config_digest` is of.
+    config_keys: digests by key of the parts of `config_digest`.
     """
 
     node_rank: int
@@ -45,9 +45,9 @@ class Member:
 def member_from_proto(
     node: fleet_pb2.FleetNode, *, peer: str, certified: Sequence[str] = (), resolve: Resolve = lambda _: frozenset()
 ) -> Member:
-    """peer: where the call came from, as gRPC names it. certified: names and addresses of the node's certificate; none without TLS.
+    """peer: gRPC's name for the caller. certified: names and addresses in the node's certificate; None without TLS.
 
-    Raises InvalidArgument for a target that cannot be called from the leader.
+    Raises InvalidArgument for a target that the leader cannot call.
     """
     hosts = None if not certified or peer.startswith("unix:") else _hosts(node, certified, peer, resolve)
     targets = {name: _callable_target(name, getattr(node, name), peer=peer, hosts=hosts) for name in _TARGETS}
@@ -66,16 +66,16 @@ def member_from_proto(
 
 
 def check_member(member: Member, leader: Member, *, config: FleetConfig, num_nodes: int, name: str, attempt: int) -> None:
-    """Refuses a node that does not fit the leader: StaleEpoch for another attempt, else FleetMismatch naming the first field.
+    """Refuses a node that does not match the leader: StaleEpoch for another attempt, else FleetMismatch naming the first field.
 
-    num_nodes, name, attempt: as the node gave them.
+    num_nodes, name, attempt: as sent by the node.
     """
     _require("name", config.name, name, member)
     if attempt != config.attempt:
         whose = "the node" if attempt < config.attempt else "the leader"
         raise StaleEpoch(
             f"node {member.node_rank} belongs to attempt {attempt} of the job and the leader to {config.attempt}; stop {whose}, "
-            "which the job has left behind",
+            "which belongs to an earlier attempt",
             epoch=attempt,
             current_epoch=config.attempt,
         )
@@ -88,11 +88,11 @@ def check_member(member: Member, leader: Member, *, config: FleetConfig, num_nod
 
 
 def check_rank(member: Member, holder: Member | None) -> None:
-    """Refuses a rank that another start of a node has. Raises FleetMismatch."""
+    """Refuses a rank held by another start of a node. Raises FleetMismatch."""
     if holder is not None and holder.boot_id != member.boot_id:
         raise FleetMismatch(
             f"node_rank: {member.node_rank} belongs to the node at {holder.coordinator_target}; give each node its own rank, and "
-            "restart the job when a node was restarted",
+            "restart the job if a node was restarted",
             field="node_rank",
             node_rank=member.node_rank,
             expected=holder.boot_id,
@@ -108,7 +108,7 @@ _ADVICE = {
     "model_digest": "give all nodes the same model folder",
 }
 _DIGESTS = {"config_digest": "configuration", "model_digest": "model"}
-"""What a field is the digest of: a name says more than two digests, which are in the metadata."""
+"""Names of fields that are digests, for messages; the digests themselves are in the metadata."""
 
 
 def _require(field: str, expected: object, found: object, member: Member, *, keys: Sequence[str] = ()) -> None:
@@ -129,25 +129,25 @@ def _mismatch(field: str, expected: object, found: object, member: Member, *, ke
 
 
 def _other_keys(leader: Member, member: Member) -> list[str]:
-    """Keys of the configuration that one of the two has otherwise, or alone."""
+    """Configuration keys that differ, or that only one of the two has."""
     keys = {*leader.config_keys, *member.config_keys}
     return sorted(key for key in keys if leader.config_keys.get(key) != member.config_keys.get(key))
 
 
 def _hosts(node: fleet_pb2.FleetNode, certified: Sequence[str], peer: str, resolve: Resolve) -> list[str]:
-    """What the node's certificate calls the host at `peer`; its address comes first."""
+    """Names in the node's certificate for the host at `peer`; its address comes first."""
     address = split_host_port(_host_port(peer))[0]
     named = [f"{node.host}{name[1:]}" if name.startswith("*.") else name for name in certified if "/" not in name]
     return sorted((name for name in named if name == address or address in resolve(name)), key=lambda name: name != address)
 
 
 def _callable_target(field: str, target: str, *, peer: str, hosts: Sequence[str] | None) -> str:
-    """hosts: names of the caller that TLS accepts; None without TLS."""
+    """hosts: names of the caller accepted by TLS; None without TLS."""
     is_local = peer.startswith(_LOCAL)
     if target.startswith("unix:"):
         if not is_local:
             raise InvalidArgument(
-                field, f"{target} is no address for another machine: set {_service(field)}.listen to HOST:PORT"
+                field, f"{target} is not an address for another machine: set {_service(field)}.listen to HOST:PORT"
             )
         return target
     try:

@@ -1,4 +1,4 @@
-"""A node's own end: it joins, tells that it lives, and hears when the fleet has ended."""
+"""A node's side of its membership: joins, sends heartbeats, and learns when the fleet has ended."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ _JOIN_EVERY_S = 1.0
 _UNHEARD = (DeadlineExceeded, PeerUnavailable)
 _LEAVE_TIMEOUT_S = 2.0
 _FOREIGN = re.compile(r"CERTIFICATE_VERIFY_FAILED(?:: ([\w ]+))?")
-"""OpenSSL's words, in what gRPC says of a handshake."""
+"""OpenSSL's message within gRPC's error for a handshake."""
 _REFUSED = "Connection refused"
-"""What gRPC says where a machine answers, and no process."""
+"""gRPC's error if a machine answers but no process listens."""
 _CLOSED = "Socket closed"
-"""What gRPC says when the other end has refused a certificate, and for much else."""
+"""gRPC's error if the peer has rejected a certificate, among other causes."""
 _ADVICE = "give all nodes certificates of one authority, good now by their clocks, such as `tasuki certs --fleet` makes"
 
 
 class Membership:
-    """`run` returns never; it raises what ends this node's part in the fleet."""
+    """A node's membership. `run` never returns; it raises the error that ends the membership."""
 
     def __init__(
         self,
@@ -52,9 +52,9 @@ class Membership:
         start_timeout_s: float,
         is_refused: Callable[[], bool] = lambda: False,
     ) -> None:
-        """channel: to the leader. start_timeout_s: how long a leader that was not there yet is waited for.
+        """channel: to the leader. start_timeout_s: how long to wait for the leader to appear.
 
-        is_refused: whether the leader ends connections of this node's certificate; may block.
+        is_refused: whether the leader rejects this node's certificate; may block.
         """
         self._stub = FleetServiceStub(channel)
         self._member, self._config, self._start_timeout_s = member, config, start_timeout_s
@@ -62,8 +62,8 @@ class Membership:
         self.has_joined = asyncio.Event()
 
     async def run(self) -> None:
-        """Raises FleetEnded when the leader says so, or is silent for `fleet.node_timeout_s`; a refusal of Join; NotJoined when no leader
-        came; InvalidArgument for certificates of different authorities."""
+        """Raises FleetEnded if the leader says so or is silent for `fleet.node_timeout_s`; the error of a refused Join; NotJoined if no
+        leader appeared; InvalidArgument for certificates of different CAs."""
         clock = asyncio.get_running_loop().time
         heard = clock()
         every_s = _JOIN_EVERY_S
@@ -75,7 +75,7 @@ class Membership:
                 silent_s = clock() - heard
                 if not self.has_joined.is_set():
                     await self._check_certificates(error)
-                if isinstance(error, NotJoined):  # the leader was restarted: it lives, and is to be told at once
+                if isinstance(error, NotJoined):  # the leader has restarted; join again at once
                     self.has_joined.clear()
                     heard = clock()
                 elif self.has_joined.is_set() and silent_s > self._config.node_timeout_s:
@@ -90,7 +90,7 @@ class Membership:
         return f"{text}; nobody listens there any more: it was stopped, or has ended" if _REFUSED in error.message else text
 
     async def _check_certificates(self, error: TasukiError) -> None:
-        """Raises InvalidArgument when one end does not take the certificate of the other."""
+        """Raises InvalidArgument if one side rejects the other's certificate."""
         leader = f"the leader at {self._config.leader}"
         if found := _FOREIGN.search(error.message):
             problem = f"does not sign the certificate of {leader} ({found[1] or 'not verified'}): {_ADVICE}"
@@ -99,7 +99,7 @@ class Membership:
             raise InvalidArgument("security.cert", f"{leader} does not take this node's certificate: {_ADVICE}") from error
 
     async def leave(self, why: str) -> None:
-        """Tells the leader why this node ends, such as "was stopped by its operator". A leader that does not answer is left alone."""
+        """Tells the leader why this node ends, such as "was stopped by its operator". Ignores a leader that does not answer."""
         if self.has_joined.is_set():
             with suppress(TasukiError):
                 await _answer(self._stub.Heartbeat(self._beat(ends_because=why), timeout=_LEAVE_TIMEOUT_S))
@@ -117,7 +117,7 @@ class Membership:
         )
 
     async def _tell(self, every_s: float) -> float:
-        """Joins, or says that the node lives. Returns how often to say so."""
+        """Joins, or sends a heartbeat. Returns the heartbeat interval in seconds."""
         if self.has_joined.is_set():
             await _answer(self._stub.Heartbeat(self._beat(), timeout=self._config.node_timeout_s / 2))
             return every_s

@@ -1,4 +1,4 @@
-"""One node's coordinator as the fleet calls it: every call with a deadline, and numbered, so that none is carried out late."""
+"""Calls to one node's coordinator, each with a deadline and a sequence number, so that none takes effect late."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ if TYPE_CHECKING:
     from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceAsyncStub
 
 _MARGIN_S = 5.0
-"""The node's own error, when it has one, comes before the deadline."""
+"""Lets the node's own error arrive before the deadline."""
 
 
 class NodePeer(Protocol):
-    """What the fleet asks of a node. Every call raises TasukiError."""
+    """Operations of the fleet on a node. Every call may raise TasukiError."""
 
     rank: int
 
     async def look(self) -> NodeView:
-        """Where the node is by its services' word, after what runs there. Nothing that was sent before is carried out afterwards."""
+        """Returns the node's place as its services report it, after running work. Commands sent earlier no longer take effect."""
         ...
 
     async def run_stage(self, stage: Stage, request_id: str) -> StageAnswer:
-        """Carries out the next stage of the ring."""
+        """Runs the next stage of the ring."""
         ...
 
     async def acquire_train(self, request_id: str) -> NodeView:
-        """Brings the node to TRAIN from wherever it is."""
+        """Brings the node to TRAIN from any place."""
         ...
 
 

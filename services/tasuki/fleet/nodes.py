@@ -1,4 +1,4 @@
-"""The nodes of a fleet, as its leader knows and calls them: by rank, once they have joined."""
+"""The nodes of a fleet, as its leader calls them: by rank, once they have joined."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _TELL_EVERY_S = 15.0
 
 @dataclass(frozen=True, slots=True)
 class NodeChannels:
-    """Channels to the services of one node. Their calls name the fleet, without which a node of a fleet refuses them."""
+    """Channels to the services of one node. Calls carry the fleet's name, without which a fleet's node refuses them."""
 
     coordinator: grpc.aio.Channel
     trainer: grpc.aio.Channel
@@ -40,7 +40,7 @@ class NodeChannels:
 
 @dataclass(slots=True)
 class Joined:
-    """A node that has joined. times: seconds since 1970, and of a monotonic clock. skew_s: of its clock against this one."""
+    """A node that has joined. times: Unix time, and of a monotonic clock, in seconds. skew_s: its clock minus this one."""
 
     member: Member
     channels: NodeChannels
@@ -50,7 +50,7 @@ class Joined:
 
 
 class FleetNodes:
-    """Made inside an event loop by the leader. `command` is what every call to a node carries."""
+    """Created by the leader inside an event loop. `command` goes with every call to a node."""
 
     def __init__(
         self, config: NodeConfig, *, epoch: int, clock: Callable[[], float] = time.monotonic, tracer: Tracer = NO_TRACER
@@ -71,7 +71,7 @@ class FleetNodes:
 
     @property
     def heartbeat_s(self) -> float:
-        """How often a node tells that it lives."""
+        """Interval of the nodes' heartbeats."""
         return self.config.node_timeout_s / _BEATS_PER_TIMEOUT
 
     @property
@@ -81,11 +81,11 @@ class FleetNodes:
 
     @property
     def error(self) -> FleetEnded | None:
-        """What ended the fleet; None while it lives."""
+        """The error that ended the fleet; None while it lives."""
         return self._ended.result() if self._ended.done() else None
 
     def __getitem__(self, rank: int) -> NodeChannels:
-        """Raises NotJoined for a node that has not joined yet, and FleetEnded when the fleet has ended."""
+        """Raises NotJoined for a node that has not joined, and FleetEnded after the fleet has ended."""
         if self.error is not None:
             raise self.error
         found = self._joined.get(rank)
@@ -94,11 +94,11 @@ class FleetNodes:
         return found.channels
 
     def all(self) -> list[NodeChannels]:
-        """Of every node, by rank. Raises as [] does."""
+        """Channels of every node, by rank. Raises as []."""
         return [self[rank] for rank in range(self.num_nodes)]
 
     async def watch_missing(self, *, every_s: float = _TELL_EVERY_S) -> None:
-        """Logs which nodes have not joined yet, until all have."""
+        """Logs which nodes are missing until all have joined."""
         while not self._all_joined.is_set():
             try:
                 await asyncio.wait_for(self._all_joined.wait(), every_s)
@@ -107,7 +107,7 @@ class FleetNodes:
                 _log.info("event=waits_for_nodes node_ranks=%s joined=%d", ",".join(missing), len(self._joined))
 
     async def join(self, member: Member) -> None:
-        """Takes a node in that fits the leader's. Raises FleetMismatch for a rank that another start of a node has, and FleetEnded."""
+        """Admits a node that matches the leader. Raises FleetMismatch if another start of a node has the rank, and FleetEnded."""
         if self.error is not None:
             raise self.error
         known = self._joined.get(member.node_rank)
@@ -123,7 +123,7 @@ class FleetNodes:
             await known.channels.close()
 
     def beat(self, rank: int, *, boot_id: str, skew_s: float | None = None) -> None:
-        """The node lives. skew_s: of its clock against this one. Raises NotJoined when this start of it has not joined, and FleetEnded."""
+        """Records a heartbeat. skew_s: the node's clock minus this one. Raises NotJoined if this start has not joined, and FleetEnded."""
         if self.error is not None:
             raise self.error
         known = self._joined.get(rank)
@@ -136,7 +136,7 @@ class FleetNodes:
         return self._clock() - joined.heard
 
     def end(self, error: TasukiError, *, node_rank: int | None = None) -> None:
-        """Ends the fleet: from now on every call raises. The first cause counts."""
+        """Ends the fleet: from now on every call raises. Only the first cause is kept."""
         if not self._ended.done():
             _log.error("event=fleet_ended reason=%s message=%s", error.reason, error.message)
             rank = {} if node_rank is None else {"node_rank": node_rank}
@@ -145,11 +145,11 @@ class FleetNodes:
             )
 
     async def ended(self) -> FleetEnded:
-        """Returns what ended the fleet."""
+        """Waits for the error that ends the fleet."""
         return await asyncio.shield(self._ended)
 
     async def watch_silence(self) -> None:
-        """Ends the fleet when a node that has joined is silent for `fleet.node_timeout_s`."""
+        """Ends the fleet if a joined node is silent for `fleet.node_timeout_s`."""
         while self.error is None:
             await asyncio.sleep(self.heartbeat_s / 2)
             for joined in self.joined:

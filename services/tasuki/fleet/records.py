@@ -1,4 +1,4 @@
-"""What the fleet knows of its nodes, as values."""
+"""Values that describe the fleet's nodes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tasuki.v1.weights_pb2 import WeightSums
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """A node as it told last. `at`: the stage it completed last; None when it does not know, as while a service is gone."""
+    """A node's last reported state. `at`: its last completed stage; None if it does not know, as while a service restarts."""
 
     rank: int
     at: Stage | None
@@ -23,7 +23,7 @@ class NodeView:
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """What a node's rollout received and verified. checksums: of each whole tensor, in the order of their names."""
+    """What a node's rollout received and verified. checksums: of each whole tensor, in name order."""
 
     policy_version: int
     layout_digest: bytes
@@ -31,7 +31,7 @@ class Sums:
 
     @property
     def digest(self) -> bytes:
-        """As the node tells it in its state."""
+        """The digest in the node's state."""
         return hashlib.sha256(self.to_proto().SerializeToString()).digest()
 
     def to_proto(self) -> WeightSums:
@@ -44,7 +44,7 @@ class Sums:
 
 @dataclass(frozen=True, slots=True)
 class StageAnswer:
-    """A stage that a node carried out. `sums`: of SYNC alone, where the node knows them."""
+    """Answer of a node that ran a stage. `sums`: for SYNC only, if the node knows them."""
 
     view: NodeView
     num_bytes: int = 0
@@ -53,7 +53,7 @@ class StageAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """That all nodes serve these weights: from here on there is no way but forward. number: of the changeover."""
+    """Decision that all nodes will serve these weights: it can only be completed. number: of the changeover."""
 
     number: int
     policy_version: int

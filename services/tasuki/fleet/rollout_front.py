@@ -1,4 +1,4 @@
-"""tasuki.v1.RolloutService over the nodes of a fleet: clients see one engine, only larger."""
+"""tasuki.v1.RolloutService over a fleet's nodes: clients see a single, larger engine."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ _SEED_BITS = 62
 
 @dataclass(frozen=True, slots=True)
 class CallSeeds:
-    """Seeds of calls that give none, where engines sample by seeds. A call that is repeated under its id gets the same."""
+    """Seeds for calls without one, if engines use seeds. A call repeated under its id gets the same seed."""
 
     seed: int
     """`rollout.seed`."""
     calls: CallNumbers
 
     def of(self, request: rollout_pb2.GenerateRequest, *, version: int) -> int:
-        """Depends on the version, on what is asked, and on how often that was asked before."""
+        """Seed from the version, the call's content, and how often that was asked before."""
         asked = rollout_pb2.GenerateRequest()
         asked.CopyFrom(request)
         asked.ClearField("request_id")
@@ -56,24 +56,24 @@ class CallSeeds:
 
 @dataclass(slots=True)
 class _Part:
-    """A run of neighbouring prompts at one node."""
+    """A range of prompts on one node."""
 
     node: int
     """Its rank."""
     prompts: range
     missing: dict[int, int] = field(default_factory=dict)
-    """Samples that have not come, for each prompt's position in the call."""
+    """Missing samples, by the prompt's position in the call."""
     error: TasukiError | None = None
 
 
 class RolloutFront(rollout_pb2_grpc.RolloutServiceServicer):
-    """Deals the prompts of a call to the nodes, and merges what they stream."""
+    """Distributes the prompts of a call over the nodes and merges their streams."""
 
     def __init__(self, nodes: Nodes, *, seeds: CallSeeds | None) -> None:
-        """seeds: None where engines do not sample by seeds."""
+        """seeds: None if engines do not use seeds."""
         self._nodes, self._seeds = nodes, seeds
         self._loads = [0] * nodes.num_nodes
-        """Samples that each node owes. Nobody else may generate there, so this is what runs and what waits."""
+        """Samples outstanding on each node. Nobody else may generate there, so this is its load."""
 
     async def Generate(
         self, request: rollout_pb2.GenerateRequest, context: grpc.aio.ServicerContext
@@ -94,12 +94,12 @@ class RolloutFront(rollout_pb2_grpc.RolloutServiceServicer):
             raise _samples_lost(lost)
 
     async def _with_seed(self, request: rollout_pb2.GenerateRequest, *, leader: NodeChannels) -> rollout_pb2.GenerateRequest:
-        """Every sample is then drawn as it would be on one node, wherever its prompt goes."""
+        """Sets a seed, so that samples do not depend on the node of their prompt."""
         if self._seeds is None or request.sampling_params.HasField("sampling_seed"):
             return request
         state = (await _states([leader]))[0]
         if not state.HasField("policy_version"):
-            return request  # the node says why it does not generate
+            return request  # the node will report why it does not generate
         seeded = rollout_pb2.GenerateRequest()
         seeded.CopyFrom(request)
         seeded.sampling_params.sampling_seed = self._seeds.of(request, version=state.policy_version)
@@ -113,7 +113,7 @@ class RolloutFront(rollout_pb2_grpc.RolloutServiceServicer):
         *,
         timeout_s: float,
     ) -> AsyncGenerator[rollout_pb2.GenerateResponse]:
-        """What all parts stream, by the call's positions. The loss of a node is left in its part's `error`; any other error ends all."""
+        """Yields the parts' samples by the call's positions. A lost node is recorded in its part's `error`; other errors end all parts."""
         arrivals: asyncio.Queue[rollout_pb2.GenerateResponse | BaseException | None] = asyncio.Queue()
 
         async def read(part: _Part) -> None:
@@ -121,7 +121,7 @@ class RolloutFront(rollout_pb2_grpc.RolloutServiceServicer):
                 async with aclosing(self._part(nodes[part.node], request, part, timeout_s=timeout_s)) as responses:
                     async for response in responses:
                         arrivals.put_nowait(response)
-            except BaseException as error:  # handed on to who reads the queue
+            except BaseException as error:  # passed to the reader of the queue
                 arrivals.put_nowait(error)
                 raise
             arrivals.put_nowait(None)
@@ -221,7 +221,7 @@ def as_ranges(positions: Iterable[int]) -> str:
 
 
 def _check(request: rollout_pb2.GenerateRequest) -> None:
-    """What no single node sees. Raises InvalidArgument."""
+    """Checks what no single node sees. Raises InvalidArgument."""
     if not request.prompts:
         raise InvalidArgument("prompts", "give at least one")
     if request.num_samples < 1:
@@ -231,7 +231,7 @@ def _check(request: rollout_pb2.GenerateRequest) -> None:
 
 
 def _check_one_version(versions: dict[int, int]) -> None:
-    """versions: a prompt that each was seen with. Raises VersionOrder when the nodes serve two."""
+    """versions: a prompt for each version seen. Raises VersionOrder if nodes serve two versions."""
     if len(versions) > 1:
         (have, prompt), (want, other), *_ = versions.items()
         raise VersionOrder(

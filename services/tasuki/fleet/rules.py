@@ -1,4 +1,4 @@
-"""What the fleet does next, from what its nodes tell. Pure: no I/O, no proto."""
+"""Rules for the fleet's next action, from the nodes' states. Pure: no I/O, no proto."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from tasuki.wire.errors import TasukiError, WeightsDiffer, from_reason
 TRAIN, ROLLOUT = HOLDS[Phase.TRAIN], HOLDS[Phase.ROLLOUT]
 _TO_ROLLOUT = path(TRAIN, Phase.ROLLOUT)
 PREPARE, COMMIT = _TO_ROLLOUT[: _TO_ROLLOUT.index(Stage.SYNC) + 1], _TO_ROLLOUT[_TO_ROLLOUT.index(Stage.SYNC) + 1 :]
-"""The stages before the decision, and after it."""
+"""The stages before and after the decision."""
 TO_TRAIN = path(ROLLOUT, Phase.TRAIN)
 _NAMED_TENSORS = 5
 
 
 class Step(StrEnum):
-    """What the fleet asks of a node beside stages."""
+    """Requests to a node other than stages."""
 
     LOOK = "LOOK"
     ACQUIRE_TRAIN = "ACQUIRE_TRAIN"
 
 
 def common_place(views: Iterable[NodeView]) -> Stage | None:
-    """Where all nodes are; None when they are at different places, or nobody knows of one."""
+    """The place of all nodes; None if they differ or one is unknown."""
     places = {view.at for view in views}
     return places.pop() if len(places) == 1 else None
 
 
 def serves(view: NodeView, decision: Decision | None) -> bool:
-    """Whether the node serves what was decided."""
+    """Whether the node serves the decided weights."""
     return decision is not None and view.at is ROLLOUT and view.weights_digest == decision.weights_digest
 
 
 def step_forward(view: NodeView, decision: Decision, *, until: Stage) -> Stage | Step | None:
-    """What brings one node towards `until`, a stage after the decision; None when it is there.
+    """The next step of a node towards `until`, a stage after the decision; None once it is there.
 
-    A node that lost the weights goes back alone and receives them again: only what was decided is ever served.
+    A node that lost the weights goes back alone and receives them again: only decided weights are ever served.
     """
     if view.at in (Stage.SYNC, *COMMIT) and view.weights_digest == decision.weights_digest:
         done = COMMIT[: COMMIT.index(view.at) + 1] if view.at in COMMIT else ()
@@ -54,7 +54,7 @@ def step_forward(view: NodeView, decision: Decision, *, until: Stage) -> Stage |
 
 
 def agreed(sums: Mapping[int, Sums | None]) -> Sums:
-    """What every node received. Raises WeightsDiffer naming the nodes that differ from most, and tensors; by rank."""
+    """What every node received. Raises WeightsDiffer naming the deviating nodes and tensors. sums: by rank."""
     unknown = [rank for rank, one in sums.items() if one is None]
     if unknown:
         raise WeightsDiffer(f"nodes {_listed(unknown)} do not know what they received", nodes=_listed(unknown), tensors="")
@@ -66,7 +66,7 @@ def agreed(sums: Mapping[int, Sums | None]) -> Sums:
     other = known[differing[0]]
     problem, tensors = _difference(most, other)
     raise WeightsDiffer(
-        f"nodes {_listed(differing)} received other weights than the rest: {problem}; none of them is served",
+        f"nodes {_listed(differing)} received other weights than the rest: {problem}; none are served",
         nodes=_listed(differing),
         tensors=tensors,
     )
@@ -84,7 +84,7 @@ def _difference(most: Sums, other: Sums) -> tuple[str, str]:
 
 
 def worst(errors: Sequence[tuple[int, TasukiError]]) -> TasukiError:
-    """The error to tell of those that nodes gave, as (rank, error): a refusal before a loss, with the node's rank."""
+    """The error to raise of several, given as (rank, error): a refusal before a loss. Adds the node's rank."""
     rank, error = min(errors, key=lambda one: (one[1].reason == "PEER_UNAVAILABLE", one[0]))
     metadata = {**error.metadata, "node_rank": str(rank)}
     return from_reason(error.reason, f"node {rank}: {error.message}", metadata)

@@ -1,4 +1,4 @@
-"""What a fleet's trainer reads of the samples of a call before it deals them: all else is for the nodes to refuse."""
+"""Checks of a trainer call's samples before they are distributed over a fleet; the nodes check the rest."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tasuki.v1.types_pb2 import TrainingSample
 from tasuki.wire.errors import InvalidArgument
 
 _MAX_ANSWERED_TOKENS = 131_072
-"""Of log-probs in the answer, which is one message."""
+"""Maximum tokens with log-probs in the answer, which is one message."""
 
 
 async def read_stream(requests: AsyncIterator[Any]) -> tuple[Any, list[TrainingSample]]:
-    """Header and samples. Raises InvalidArgument unless a header comes first and only there, and without samples."""
+    """Reads header and samples. Raises InvalidArgument unless exactly the first message is a header, and without samples."""
     header, samples = None, list[TrainingSample]()
     async for request in requests:
         part = request.WhichOneof("part")
@@ -32,7 +32,7 @@ async def read_stream(requests: AsyncIterator[Any]) -> tuple[Any, list[TrainingS
 
 
 def require(samples: list[TrainingSample]) -> list[TrainingSample]:
-    """Raises InvalidArgument for a call without samples. A node's share may have none."""
+    """Raises InvalidArgument for a call without samples, although a node's share may have none."""
     if not samples:
         raise InvalidArgument("samples", "the call has no samples")
     return samples
@@ -43,9 +43,9 @@ def num_tokens(sample: TrainingSample) -> int:
 
 
 def loss_denominator(samples: Sequence[TrainingSample], config: LossConfig) -> float:
-    """What the loss of the whole call is divided by. Raises InvalidArgument when no token counts."""
+    """Divisor of the whole call's loss. Raises InvalidArgument if no token counts."""
     lengths = [len(sample.completion_token_ids) for sample in samples]
-    # A mask of a wrong length counts all tokens here; the sample's node refuses it.
+    # A mask of wrong length counts all tokens here; the sample's node refuses it.
     masks = [
         list(sample.loss_mask) if len(sample.loss_mask) == length else []
         for sample, length in zip(samples, lengths, strict=True)
@@ -56,7 +56,7 @@ def loss_denominator(samples: Sequence[TrainingSample], config: LossConfig) -> f
 
 
 def check_log_probs_of(header: trainer_pb2.ForwardBackwardHeader, samples: Sequence[TrainingSample]) -> None:
-    """Raises InvalidArgument for a sample that is not there, and for more tokens than an answer holds."""
+    """Raises InvalidArgument for a missing sample, and for more tokens than fit in an answer."""
     field, positions = "header.log_probs_of", header.log_probs_of
     if positions and max(positions) >= len(samples):
         raise InvalidArgument(field, f"names sample {max(positions)}, but the call has {len(samples)}")

@@ -1,4 +1,4 @@
-"""FleetService: decode, call, encode. And what the fleet's CoordinatorService lets node 0 answer."""
+"""FleetService: decode, call, encode. Also the plan that the fleet's CoordinatorService delegates to node 0."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _Context = grpc.aio.ServicerContext
 
 
 class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
-    """Who is in the fleet. leader: node 0, which the others must be like."""
+    """gRPC interface to the members of the fleet. leader: node 0, which the others must match."""
 
     def __init__(self, nodes: FleetNodes, leader: Member) -> None:
         self._nodes, self._leader = nodes, leader
@@ -89,7 +89,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
 
 
 def addresses_of(host: str) -> set[str]:
-    """IP addresses of a host name; none for one that is not known here."""
+    """IP addresses of a host name; empty if it is unknown here."""
     try:
         return {str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     except OSError:
@@ -97,7 +97,7 @@ def addresses_of(host: str) -> set[str]:
 
 
 class PlanOfNodes:
-    """A plan is of one node, and the same on all: node 0 makes it."""
+    """A plan covers one node and is the same on all: node 0 computes it."""
 
     def __init__(self, nodes: FleetNodes) -> None:
         self._nodes = nodes

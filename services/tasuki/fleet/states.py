@@ -1,4 +1,4 @@
-"""States of a fleet's services, from those of its nodes."""
+"""Merges the states of a fleet's nodes into one."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _Value = TypeVar("_Value", bound=Hashable)
 
 
 def merged_rollout_state(states: Sequence[rollout_pb2.GetRolloutStateResponse]) -> rollout_pb2.GetRolloutStateResponse:
-    """What nodes differ in counts as not reached: no version is served, and no stage completed, that one node lacks.
+    """Where nodes differ, the least advanced counts: a version is served, and a stage completed, only if all nodes have.
 
-    states: of all nodes, in their order.
+    states: of all nodes, in order.
     """
     first = states[0]
     poisons = [f"node {rank}: {state.poison_reason}" for rank, state in enumerate(states) if state.is_poisoned]
@@ -39,7 +39,7 @@ def merged_rollout_state(states: Sequence[rollout_pb2.GetRolloutStateResponse]) 
 
 
 def merged_trainer_state(states: Sequence[trainer_pb2.GetTrainerStateResponse]) -> trainer_pb2.GetTrainerStateResponse:
-    """As merged_rollout_state. The trainers learn in lock step: one that is behind a step has yet to end it."""
+    """Same as merged_rollout_state. Trainers step in lock step: one that is behind has yet to finish its step."""
     first = states[0]
     merged = trainer_pb2.GetTrainerStateResponse()
     merged.CopyFrom(first)
@@ -68,12 +68,12 @@ def merged_trainer_state(states: Sequence[trainer_pb2.GetTrainerStateResponse]) 
 
 
 def common(values: Sequence[_Value], *, otherwise: _Value) -> _Value:
-    """The value of all, or `otherwise` when they differ."""
+    """The common value, or `otherwise` if values differ."""
     return values[0] if len(set(values)) == 1 else otherwise
 
 
 def joined_id(ids: Iterable[str]) -> str:
-    """Another one whenever one of `ids` is another."""
+    """An id that changes whenever one of `ids` does."""
     return hashlib.sha256("/".join(ids).encode()).hexdigest()[:32]
 
 

@@ -1,4 +1,4 @@
-"""Commands of a fleet's trainers: looked at by all nodes, then begun by all, so that none waits for a node that has refused."""
+"""Commands to a fleet's trainers: all nodes validate before any begins, so that none waits for a node that refuses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Share = Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class TrainerCalls:
-    """Calls at the trainers of all nodes, within the time that their caller has."""
+    """Calls to the trainers of all nodes, within the caller's deadline."""
 
     nodes: Sequence[NodeChannels]
     timeout_s: float
@@ -44,18 +44,18 @@ class TrainerCalls:
         return max(0.1, self.timeout_s - (time.monotonic() - self.started))
 
     async def unary(self, method: str, request: Any, *, part: str = "") -> list[Any]:
-        """The answers of all nodes to the same request. part: of a command that is several at a node."""
+        """Sends the same request to all nodes and returns their answers. part: of a command that is split at a node."""
         return await self.on_all(lambda _, stub: getattr(stub, method)(at_node(request, part=part), timeout=self.remaining_s))
 
     async def validated(self, method: str, request: Any, *, version: str = "policy_version") -> list[Any]:
-        """As `unary`, once all nodes have looked at it, none has refused, and all have answered with the same `version`."""
+        """Same as `unary`, after all nodes have validated the request and reported the same `version`."""
         looked = type(request)()
         looked.CopyFrom(request)
         looked.validate_only = True
         try:
             one_version(await self.unary(method, looked, part="validate"), field=version)
         except TasukiError as error:
-            # Where all refuse, none begins. They may have carried it out in a life of this process before: then they tell their answer.
+            # If all refuse, none has begun, unless all completed it before this process restarted: then they repeat their answers.
             if not await self._refuse_alike(method, looked, error):
                 raise
         answers = await self.unary(method, request)
@@ -76,9 +76,9 @@ class TrainerCalls:
     async def forward_backward(
         self, header: trainer_pb2.ForwardBackwardHeader, samples: Sequence[TrainingSample], shares: Sequence[Share]
     ) -> list[trainer_pb2.ForwardBackwardResponse]:
-        """header: with the denominator of the whole call. Each node gets its share, also one without samples.
+        """header: with the denominator of the whole call. Each node gets its share, even an empty one.
 
-        When a node fails after others have added gradients, those of the role are cleared everywhere: no step takes half a batch.
+        If a node fails after others have added gradients, the role's gradients are cleared on all nodes: no step uses half a batch.
         """
         places = [{position: place for place, position in enumerate(share)} for share in shares]
 
@@ -103,7 +103,7 @@ class TrainerCalls:
             return await self.on_shares(shares, lambda rank, stub: call(rank, stub, validate_only=False))
         except TasukiError as error:
             discard = trainer_pb2.DiscardGradientsRequest(command=header.command, role=header.role)
-            with suppress(TasukiError):  # the first error is the one to tell
+            with suppress(TasukiError):  # the first error is raised
                 await self.unary("DiscardGradients", discard, part="discard")
             _log.error("event=gradients_discarded cause=%s request_id=%a", error.reason, header.command.request_id)
             raise
@@ -111,7 +111,7 @@ class TrainerCalls:
     async def on_shares(
         self, shares: Sequence[Share], call: Callable[[int, TrainerServiceAsyncStub], Awaitable[_Answer]]
     ) -> list[_Answer]:
-        """As on_all; an error names the sample by its position in the whole call."""
+        """Same as on_all; errors name the sample by its position in the whole call."""
         try:
             return await self.on_all(call)
         except TasukiError as error:
@@ -123,7 +123,7 @@ class TrainerCalls:
 
 
 def at_node(request: Any, *, part: str = "") -> Any:
-    """The request as a node gets it: epochs of the fleet are none of the node's, and parts of a command have ids that follow from its."""
+    """The request as sent to a node: without the fleet's epoch, and with a request id per part."""
     named = type(request)()
     named.CopyFrom(request)
     request_id = request.command.request_id
@@ -134,7 +134,7 @@ def at_node(request: Any, *, part: str = "") -> Any:
 
 
 def one_version(answers: Sequence[Any], *, field: str = "policy_version") -> int:
-    """The version that all nodes tell. Raises VersionOrder when they differ."""
+    """The version of all nodes. Raises VersionOrder if they differ."""
     versions = [getattr(answer, field) for answer in answers]
     if len(set(versions)) > 1:
         text = f"the trainers of the fleet are at different versions, by node: {versions}; load a checkpoint"

@@ -1,4 +1,4 @@
-"""tasuki.v1.TrainerService over the nodes of a fleet: clients see one trainer, only larger."""
+"""tasuki.v1.TrainerService over a fleet's nodes: clients see a single, larger trainer."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from tasuki.wire.errors import DeadlineExceeded, DiskFull, FleetEnded, InternalE
 _log = logging.getLogger("tasuki.fleet")
 _READ_TIMEOUT_S = 10.0
 _PASSING = (DiskFull, PeerUnavailable, DeadlineExceeded, FleetEnded)
-"""Errors after which a command that is repeated is given to the nodes again: each knows by its id whether it has carried it out."""
+"""Errors after which a repeated command is sent to the nodes again: each recognizes its id if it has already run it."""
 _Scored = TypeVar("_Scored", trainer_pb2.TokenLogProbs, trainer_pb2.TokenValues)
 
 
 class TrainerFront(TrainerServiceServicer):
-    """Gives every command to all nodes, and each node its share of the samples."""
+    """Sends every command to all nodes, and each node its share of the samples."""
 
     def __init__(self, nodes: Nodes, *, epoch: int, deal: Callable[[Sequence[int]], list[list[int]]]) -> None:
-        """epoch: of the fleet's coordinator. deal: gives each node its samples by their numbers of tokens, always the same ones."""
+        """epoch: of the fleet's coordinator. deal: assigns samples to nodes by their numbers of tokens, deterministically."""
         self._nodes, self._deal = nodes, deal
         self._gate = CommandGate(passing=_PASSING)
         self._gate.epoch = epoch
@@ -117,7 +117,7 @@ class TrainerFront(TrainerServiceServicer):
         messages: Callable[[Sequence[TrainingSample]], list[Any]],
         context: Any,
     ) -> list[Any]:
-        """The scores in the order of the samples. Scoring needs no other node: one without samples is not asked."""
+        """Scores in the order of the samples. Nodes without samples are not called, since scoring involves no other node."""
         shares = self._shares(samples)
         calls = self._calls(context)
 
@@ -146,7 +146,7 @@ class TrainerFront(TrainerServiceServicer):
                 version = one_version(written)
             except TasukiError:
                 part.part = trainer_pb2.SAVE_PART_DROP
-                with suppress(TasukiError):  # the first error is the one to tell
+                with suppress(TasukiError):  # the first error is raised
                     await calls.unary("SaveCheckpoint", part, part="drop")
                 raise
             part.part = trainer_pb2.SAVE_PART_PUBLISH
@@ -171,7 +171,7 @@ class TrainerFront(TrainerServiceServicer):
         return await self._gate.once(request, load)
 
     async def ExportModel(self, request: trainer_pb2.ExportModelRequest, context: Any) -> trainer_pb2.ExportModelResponse:
-        """By node 0: each node has all weights."""
+        """Exported by node 0: each node has all weights."""
         nodes = self._nodes.all()[:1]
         calls = TrainerCalls.within(nodes, remaining_s(context))
 
@@ -208,11 +208,11 @@ class TrainerFront(TrainerServiceServicer):
 def _merged(
     answers: Sequence[trainer_pb2.ForwardBackwardResponse], log_probs_of: Sequence[int], shares: Sequence[Share]
 ) -> trainer_pb2.ForwardBackwardResponse:
-    """The answer to a whole call, but for its denominator and seconds."""
+    """The answer to a whole call, without its denominator and seconds."""
     rows: dict[int, trainer_pb2.TokenLogProbs] = {}
     for answer, share in zip(answers, shares, strict=True):
         of_node = [position for position in log_probs_of if position in set(share)]
-        rows.update(zip(of_node, answer.log_probs, strict=False))  # none in the answer to a repeat over a restart
+        rows.update(zip(of_node, answer.log_probs, strict=False))  # empty if repeated after a restart
     return trainer_pb2.ForwardBackwardResponse(
         loss=sum(answer.loss for answer in answers),
         num_samples=sum(answer.num_samples for answer in answers),
@@ -224,7 +224,7 @@ def _merged(
 
 
 def joined_metrics(parts: Sequence[Mapping[str, trainer_pb2.MetricPart]]) -> dict[str, float]:
-    """Metrics of a call from those of its nodes; means of nothing are left out."""
+    """Merges the metrics of a call's shares; leaves out means over nothing."""
     joined: dict[str, float] = {}
     for name in sorted({name for part in parts for name in part}):
         metrics = [part[name] for part in parts if name in part]
@@ -237,7 +237,7 @@ def joined_metrics(parts: Sequence[Mapping[str, trainer_pb2.MetricPart]]) -> dic
 
 
 def _in_order(scores: Sequence[Sequence[_Scored]], shares: Sequence[Share], *, num_samples: int) -> list[_Scored]:
-    """Raises InternalError when a node has not scored its whole share."""
+    """Raises InternalError if a node has not scored its whole share."""
     for rank, (scored, share) in enumerate(zip(scores, shares, strict=True)):
         if len(scored) != len(share):
             raise InternalError(f"the trainer of node {rank} answered for {len(scored)} of {len(share)} samples", node=rank)

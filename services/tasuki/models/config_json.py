@@ -1,4 +1,4 @@
-"""Values out of a parsed config.json, each checked and named when it is wrong."""
+"""Checked access to the values of a parsed config.json; errors name the key."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ Config = Mapping[str, Any]
 
 
 def read_json_object(file: Path, *, field: str) -> dict[str, Any]:
-    """Raises InvalidArgument naming `field` for a file that holds anything else."""
+    """Raises InvalidArgument naming `field` if the file is not a JSON object."""
     try:
         table = json.loads(file.read_text())
     except ValueError as error:
         raise InvalidArgument(field, f"{file} is not JSON: {error}") from error
     if not isinstance(table, dict):
-        raise InvalidArgument(field, f"{file} holds no JSON object")
+        raise InvalidArgument(field, f"{file} is not a JSON object")
     return table
 
 
 def size(config: Config, key: str, *, default: int | None = None) -> int:
-    """A whole number above 0. A key that is missing or null has the default; without one it raises InvalidArgument."""
+    """A positive integer. A missing or null key has the default; without one it raises InvalidArgument."""
     value = config.get(key, default)
     value = default if value is None else value
     if value is None:
@@ -36,7 +36,7 @@ def size(config: Config, key: str, *, default: int | None = None) -> int:
 
 
 def cap(config: Config, key: str, *, default: float | None) -> float | None:
-    """A number above 0, or None where the key is null. Raises InvalidArgument for another value."""
+    """A positive number, or None if the key is null. Raises InvalidArgument for any other value."""
     value = config.get(key, default)
     if value is None:
         return None
@@ -46,7 +46,7 @@ def cap(config: Config, key: str, *, default: float | None) -> float | None:
 
 
 def number(config: Config, key: str, *, default: float) -> float:
-    """A number above 0, or the default where the key is missing. Raises InvalidArgument for another value, null among them."""
+    """A positive number, or the default if the key is missing. Raises InvalidArgument for any other value, including null."""
     value = config.get(key, default)
     if not is_number(value) or value <= 0:
         raise InvalidArgument(key, f"must be a number above 0 in the model's config.json, not {value!r}")
@@ -54,7 +54,7 @@ def number(config: Config, key: str, *, default: float) -> float:
 
 
 def flag(config: Config, key: str, *, default: bool = False) -> bool:
-    """True or false, or the default where the key is missing. Raises InvalidArgument for another value, null among them."""
+    """A boolean, or the default if the key is missing. Raises InvalidArgument for any other value, including null."""
     value = config.get(key, default)
     if not isinstance(value, bool):
         raise InvalidArgument(key, f"must be true or false in the model's config.json, not {value!r}")
@@ -62,7 +62,7 @@ def flag(config: Config, key: str, *, default: bool = False) -> bool:
 
 
 def elements(config: Config, key: str, *, of: type) -> list[Any] | None:
-    """A list whose elements are all of one type; None where the key is missing or null. Raises InvalidArgument for another value."""
+    """A list with elements of one type; None if the key is missing or null. Raises InvalidArgument for any other value."""
     value = config.get(key)
     if value is None:
         return None
@@ -72,17 +72,17 @@ def elements(config: Config, key: str, *, of: type) -> list[Any] | None:
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """Whether a value of JSON is a number; NaN and infinity, which Python reads, are none."""
+    """Whether a JSON value is a number; excludes NaN and infinity, which Python accepts."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def architecture_of(config: Config) -> str:
-    """The first name in `architectures`; "none" where there is none."""
+    """The first name in `architectures`, or "none"."""
     architectures = config.get("architectures")
     return str(architectures[0]) if isinstance(architectures, list) and architectures else "none"
 
 
 def unsupported(config: Config, key: str, reason: str) -> UnsupportedModel:
-    """The refusal of a key of config.json."""
+    """Refusal of a key of config.json."""
     architecture = architecture_of(config)
     return UnsupportedModel(f"{architecture} with {key} {config.get(key)!r}: {reason}", architecture=architecture, field=key)

@@ -1,4 +1,4 @@
-"""The families that there are, and the one that a config.json belongs to."""
+"""The supported families, and lookup by config.json."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ FAMILIES = {module.FAMILY.architecture: module.FAMILY for module in _MODULES}
 
 
 def find_family(architecture: str) -> Family:
-    """Raises UnsupportedModel with the names that are known."""
+    """Raises UnsupportedModel with the known names."""
     if architecture not in FAMILIES:
         raise UnsupportedModel(
-            f"architectures: {architecture} is not known; there are {', '.join(FAMILIES)}", architecture=architecture
+            f"architectures: {architecture} is not supported; there are {', '.join(FAMILIES)}", architecture=architecture
         )
     return FAMILIES[architecture]
 
 
 def read_model(config: Config) -> Model:
-    """What a parsed config.json describes.
+    """The model described by a parsed config.json.
 
-    Raises UnsupportedModel naming the architecture or the key that is not supported, InvalidArgument naming a key that is missing or wrong.
+    Raises UnsupportedModel naming an unsupported architecture or key, InvalidArgument naming a missing or invalid key.
     """
     family = find_family(architecture_of(config))
     check_keys(config, family)

@@ -1,4 +1,4 @@
-"""What a family of models says of itself: read by trainer, planner and rollout's recorder, and free of torch."""
+"""Description of a model family, for trainer, planner and rollout's recorder; free of torch."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from tasuki.wire.errors import InvalidArgument
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
-    """Attention of a model's layers, beside its sizes."""
+    """Attention of a model's layers, besides its sizes."""
 
     query_scale: float
-    """Factor of the products of queries and keys."""
+    """Scale of query-key products."""
     windows: tuple[int | None, ...]
-    """By layer, how many tokens a token sees, itself among them; None: all before it."""
+    """By layer, the number of tokens visible to a token, including itself; None for all before it."""
     logit_softcap: float | None = None
-    """c in c tanh(x / c), of the scaled products; None: not capped."""
+    """c in c tanh(x / c) on the scaled products; None if not capped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """One config.json, as its family reads it."""
+    """A config.json as read by its family."""
 
     shape: ModelShape
     attention: Attention
     rotary_buffers: tuple[str, ...] = ("inv_freq", "original_inv_freq")
-    """Of the module `model.rotary_emb`, which makes them of the configuration."""
+    """Buffers of the module `model.rotary_emb`, which computes them from the configuration."""
     constant_buffers: Mapping[str, float] = field(default_factory=dict)
-    """Every other buffer by its full name, and its value."""
+    """All other buffers by full name, with their values."""
     final_logit_softcap: float | None = None
-    """c in c tanh(x / c), of the logits before the temperature; None: not capped."""
+    """c in c tanh(x / c) on the logits before the temperature; None if not capped."""
 
     def buffers(self) -> frozenset[str]:
         """Full names of all buffers."""
@@ -45,16 +45,16 @@ class Model:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """An architecture of transformers that was trained and published by the tests."""
+    """An architecture of transformers that the tests have trained and published."""
 
     architecture: str
     read: Callable[[Config], Model]
-    """Raises InvalidArgument for a key that is missing or wrong, UnsupportedModel for one that makes the model another."""
+    """Raises InvalidArgument for a missing or invalid key, UnsupportedModel for one that changes the model."""
     keys: Mapping[str, tuple[Any, ...] | None] = field(default_factory=dict)
-    """Keys of config.json beside those of every decoder, with the values that trainer and engine compute alike; None: all values."""
+    """Keys of config.json besides those of every decoder, with the values that trainer and engine support; None for all values."""
     rope_types: frozenset[str] = rope.SCALED
     has_partial_rope: bool = False
-    """Whether a part of each head may be rotated."""
+    """Whether only a part of each head may be rotated."""
     checkpoint: CheckpointNames = field(default_factory=CheckpointNames)
 
 
@@ -71,12 +71,12 @@ _DECODER_KEYS: dict[str, tuple[Any, ...] | None] = {
     "max_position_embeddings": None,
     "rms_norm_eps": None,
     "tie_word_embeddings": None,
-    # The trainer computes without dropout, as the engine does.
+    # The trainer computes without dropout, like the engine.
     "attention_dropout": None,
     "hidden_act": ("silu",),
     **dict.fromkeys(rope.KEYS),
 }
-# Of these no computation depends. Keys that begin with "_" are transformers' own notes.
+# Keys without effect on computation. Those that start with "_" are transformers' own notes.
 _NEUTRAL_KEYS = frozenset({
     "architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "name_or_path", "auto_map", "tokenizer_class",
     "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "initializer_range", "pretraining_tp", "use_cache",
@@ -87,7 +87,7 @@ _NEUTRAL_KEYS = frozenset({
 })  # fmt: skip
 
 
-# Transformers or the engine read these with a default that is not null, false, 0 or empty: such a value computes something else.
+# transformers or the engine read these with a default that is not null, false, 0 or empty, so such a value has an effect.
 _TRUE_BY_DEFAULT = frozenset({"is_causal", "rope_is_neox_style"})
 _NEVER_FALSY = frozenset({"default_theta"})
 _PROBABILITIES = ("attention_dropout", "resid_pdrop", "embd_pdrop")
@@ -95,8 +95,8 @@ _WHOLE_NUMBERS = ("sliding_window", "max_window_layers", "original_max_position_
 
 
 def check_keys(config: Config, family: Family) -> None:
-    """Raises UnsupportedModel for a key that says something and that nobody has accounted for, and for a value that is not supported;
-    InvalidArgument for a number that none can be computed with.
+    """Raises UnsupportedModel for a key with an unknown effect and for an unsupported value; InvalidArgument for an impossible
+    number.
     """
     known = {**_DECODER_KEYS, **family.keys}
     for key, value in config.items():
@@ -104,10 +104,10 @@ def check_keys(config: Config, family: Family) -> None:
             continue
         if key in _TRUE_BY_DEFAULT:
             if value is not True:
-                raise unsupported(config, key, "trainer and engine agree on true only, which is the default; leave the key out")
+                raise unsupported(config, key, "trainer and engine agree on true only, which is the default; remove the key")
         elif key not in known:
             if value or key in _NEVER_FALSY:
-                raise unsupported(config, key, "nobody has accounted for this key; unset it if nothing is computed from it")
+                raise unsupported(config, key, "its effect is unknown; unset it if nothing is computed from it")
         elif (values := known[key]) is not None and not _is_one_of(value, values):
             raise unsupported(config, key, f"trainer and engine agree on {' or '.join(map(repr, values))} only")
     _check_numbers(config)
@@ -115,7 +115,7 @@ def check_keys(config: Config, family: Family) -> None:
 
 
 def _check_numbers(config: Config) -> None:
-    """Of keys that a family may read or not, but that transformers always checks."""
+    """Checks keys that a family may not read, but that transformers always checks."""
     number(config, "rms_norm_eps", default=1e-6)
     for key in _PROBABILITIES:
         value = config.get(key, 0.0)
@@ -128,19 +128,19 @@ def _check_numbers(config: Config) -> None:
 
 
 def _is_one_of(value: object, values: tuple[Any, ...]) -> bool:
-    """Python takes true for 1 and false for 0; transformers does not."""
+    """Distinguishes true from 1 and false from 0, as transformers does but Python does not."""
     return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in values)
 
 
 def full_attention(shape: ModelShape) -> Attention:
-    """Every token sees all before it, and the products are divided by the root of the head's size."""
+    """Causal attention over all tokens, scaled by the root of the head size."""
     return Attention(query_scale=shape.head_dim**-0.5, windows=(None,) * shape.num_layers)
 
 
 def refuse_window(config: Config, *, default: int | None) -> None:
-    """Raises UnsupportedModel for a sliding window that a sequence can leave, of a family for which the engine has none.
+    """Raises UnsupportedModel for a sliding window shorter than sequences may be, if the engine does not support one for the family.
 
-    default: where config.json lacks `sliding_window`.
+    default: if config.json lacks `sliding_window`.
     """
     window, longest = config.get("sliding_window", default), config.get("max_position_embeddings")
     if isinstance(window, int) and isinstance(longest, int) and window < longest:
@@ -151,7 +151,7 @@ def refuse_window(config: Config, *, default: int | None) -> None:
 
 
 def refuse_head_dim(config: Config) -> None:
-    """Raises UnsupportedModel for heads that are not the hidden size divided by their number."""
+    """Raises UnsupportedModel if the head size differs from the hidden size divided by the number of heads."""
     hidden, heads, head_dim = (config.get(key) for key in ("hidden_size", "num_attention_heads", "head_dim"))
     if isinstance(hidden, int) and isinstance(heads, int) and heads > 0 and head_dim not in (None, hidden // heads):
         raise unsupported(
@@ -160,7 +160,7 @@ def refuse_head_dim(config: Config) -> None:
 
 
 def refuse_layer_types(config: Config) -> None:
-    """Raises UnsupportedModel unless all layers attend to all tokens before."""
+    """Raises UnsupportedModel unless all layers use full attention."""
     listed = elements(config, "layer_types", of=str)
     if listed is not None and set(listed) - {"full_attention"}:
         raise unsupported(config, "layer_types", "the engine has full attention only for this family")

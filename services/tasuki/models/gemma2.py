@@ -1,6 +1,6 @@
-"""Gemma 2: a window in every other layer, capped logits, four norms a layer, and embeddings times the root of their width.
+"""Gemma 2: a sliding window in every other layer, capped logits, four norms per layer, and scaled embeddings.
 
-Weights of norms are stored less one, in transformers and in SGLang alike.
+Weights of norms are stored minus one, in transformers and in SGLang.
 """
 
 from __future__ import annotations
@@ -29,19 +29,21 @@ KEYS = {
     "attn_logit_softcapping": None,
     "final_logit_softcapping": None,
     "use_bidirectional_attention": (None, False),
-    # SGLang takes the embedding for the vocabulary projection, whatever the checkpoint has.
+    # SGLang ties the LM head to the embedding, whatever the checkpoint contains.
     "tie_word_embeddings": (True,),
 }
 
 
 def embedding_buffers(shape: ModelShape) -> dict[str, float]:
-    """The factor of the embeddings."""
+    """The scale of the embeddings."""
     return {"model.embed_tokens.embed_scale": shape.hidden_size**0.5}
 
 
 def _read(config: Config) -> Model:
     if config.get("hidden_act") is None:
-        raise unsupported(config, "hidden_act", "the engine reads it beside hidden_activation; set it to gelu_pytorch_tanh")
+        raise unsupported(
+            config, "hidden_act", "the engine reads it in addition to hidden_activation; set it to gelu_pytorch_tanh"
+        )
     has_bias = flag(config, "attention_bias")
     attention_cap = cap(config, "attn_logit_softcapping", default=50.0)
     final_cap = cap(config, "final_logit_softcapping", default=30.0)

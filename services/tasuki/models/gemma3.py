@@ -1,4 +1,4 @@
-"""Gemma 3, the text models (270M, 1B): windows in most layers, with a rotary embedding of their own, and norms of queries and keys."""
+"""Gemma 3, the text models (270M, 1B): sliding windows in most layers, with separate rotary embeddings, and query and key norms."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _read(config: Config) -> Model:
 
 
 def _layer_types(config: Config, num_layers: int) -> list[str]:
-    """As listed, or every sixth layer full."""
+    """Layer types as listed, or full attention in every sixth layer."""
     listed = elements(config, "layer_types", of=str)
     if listed is None:
         step = size(config, "sliding_window_pattern", default=6)
@@ -54,7 +54,7 @@ def _layer_types(config: Config, num_layers: int) -> list[str]:
     return list(listed)
 
 
-# SGLang leaves out the scaling that the 4B and larger models have in their full layers, and those come with a vision tower.
+# SGLang ignores the scaling that 4B and larger models have in their full layers; those also come with a vision tower.
 FAMILY = Family(
     architecture="Gemma3ForCausalLM",
     read=_read,

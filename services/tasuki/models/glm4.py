@@ -1,4 +1,4 @@
-"""GLM 4 (0414): half of each head is rotated, in pairs of neighbours; one linear layer for gate and up; four norms a layer."""
+"""GLM 4 (0414): rotates half of each head, in adjacent pairs; fuses gate and up; four norms per layer."""
 
 from __future__ import annotations
 

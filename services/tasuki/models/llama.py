@@ -1,4 +1,4 @@
-"""Llama, and what others have trained in its form, as SmolLM2 (with tied embeddings)."""
+"""Llama, and models of the same form, such as SmolLM2 (with tied embeddings)."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ def _read(config: Config) -> Model:
     return Model(shape=shape, attention=full_attention(shape))
 
 
-# SGLang's MLP of Llama has no bias: a model with `mlp_bias` is refused.
+# SGLang's Llama MLP has no bias, so models with `mlp_bias` are refused.
 FAMILY = Family(architecture="LlamaForCausalLM", read=_read, keys={"attention_bias": None, "mlp_bias": (False,)})

@@ -1,4 +1,4 @@
-"""Mistral 7B and its like without a sliding window (from v0.2 on)."""
+"""Mistral 7B and similar models without a sliding window (from v0.2 on)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixtral: experts in every layer, which a checkpoint has one by one, as w1 (gate), w3 (up) and w2 (down) of block_sparse_moe."""
+"""Mixtral: experts in every layer, separate in a checkpoint as w1 (gate), w3 (up) and w2 (down) of block_sparse_moe."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ FAMILY = Family(
         "num_local_experts": None,
         "num_experts_per_tok": None,
         "router_jitter_noise": (0,),
-        # SGLang's Mixtral has a vocabulary projection that a checkpoint with tied embeddings would leave unset.
+        # SGLang's Mixtral would leave its LM head unset for a checkpoint with tied embeddings.
         "tie_word_embeddings": (False,),
     },
-    # SGLang's Mixtral reads the base of the rotary embedding only.
+    # SGLang's Mixtral reads only the base of the rotary embedding.
     rope_types=rope.DEFAULT,
     checkpoint=CheckpointNames(block="block_sparse_moe", gate="w1", up="w3", down="w2"),
 )

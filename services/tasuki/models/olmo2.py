@@ -1,4 +1,4 @@
-"""OLMo 2: norms after attention and MLP instead of before, and norms of queries and keys over all heads at once."""
+"""OLMo 2: norms after attention and MLP instead of before, and query and key norms over all heads at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Phi 3 and Phi 4 (14B): one linear layer for queries, keys and values, and one for gate and up."""
+"""Phi 3 and Phi 4 (14B): fused queries, keys and values, and fused gate and up."""
 
 from __future__ import annotations
 

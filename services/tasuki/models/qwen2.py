@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: biases of queries, keys and values."""
+"""Qwen2 and Qwen2.5: biases on queries, keys and values."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ def _read(config: Config) -> Model:
     return Model(shape=shape, attention=full_attention(shape))
 
 
-# SGLang has no sliding window for Qwen2 and Qwen3. Without use_sliding_window the other two keys mean nothing.
+# SGLang has no sliding window for Qwen2 and Qwen3. Without use_sliding_window the other two keys have no effect.
 WINDOW_KEYS = {"use_sliding_window": (False,), "sliding_window": None, "max_window_layers": None, "layer_types": None}
 FAMILY = Family(architecture="Qwen2ForCausalLM", read=_read, keys=WINDOW_KEYS)

@@ -1,4 +1,4 @@
-"""Qwen3: norms of queries and keys, over each head."""
+"""Qwen3: query and key norms over each head."""
 
 from __future__ import annotations
 

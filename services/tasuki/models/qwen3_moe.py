@@ -1,4 +1,4 @@
-"""Qwen3 with experts in some layers or all, which a checkpoint has one by one."""
+"""Qwen3 with experts in some or all layers, separate in a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rotary embeddings that the trainer and the engine compute alike."""
+"""Rotary embeddings supported by both trainer and engine."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from tasuki.models.config_json import Config, is_number, unsupported
 from tasuki.wire.errors import InvalidArgument
 
-# Parameters of each type beside its name and its base. "dynamic" and "longrope" change with the longest sequence of a batch.
+# Parameters of each type besides its name and base. "dynamic" and "longrope" depend on the longest sequence of a batch.
 _PARAMETERS = {
     "default": frozenset[str](),
     "linear": frozenset({"factor"}),
     "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
     "yarn": frozenset({"factor", "original_max_position_embeddings", "beta_fast", "beta_slow"}),
 }
-# Those without a default.
+# Parameters without a default.
 _REQUIRED = frozenset({"factor", "low_freq_factor", "high_freq_factor"})
 DEFAULT = frozenset({"default"})
 SCALED = frozenset(_PARAMETERS)
@@ -25,8 +25,8 @@ _NAMES = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 
 
 def check_rope(config: Config, *, types: frozenset[str], is_partial: bool) -> None:
-    """Raises UnsupportedModel for a type that is not in `types`, and for a parameter or a part of a head that is not accounted for;
-    InvalidArgument for a value that is no number above 0.
+    """Raises UnsupportedModel for a type not in `types`, for an unknown parameter, and for unsupported partial rotation; InvalidArgument
+    for a value that is not a positive number.
     """
     for key in _BASES:
         if key in config:
@@ -39,15 +39,15 @@ def check_rope(config: Config, *, types: frozenset[str], is_partial: bool) -> No
                 known = ", ".join(sorted(types))
                 raise unsupported(config, key, f"rope_type {name!r} is not supported for this family; there is {known}")
             _check_part(config, key, rope, is_partial=is_partial)
-            # Null counts, too: "truncate" is true where it is missing, and false where it is null.
+            # Null counts too: a missing "truncate" is true, a null one is false.
             unknown = rope.keys() - _NAMES - _PARAMETERS[name]
             if unknown:
-                raise unsupported(config, key, f"nobody has accounted for {', '.join(sorted(unknown))} of rope_type {name!r}")
+                raise unsupported(config, key, f"the effect of {', '.join(sorted(unknown))} of rope_type {name!r} is unknown")
             _check_parameters(rope, key, name)
 
 
 def bases(config: Config) -> Iterator[float]:
-    """Every base of a rotary embedding that config.json gives."""
+    """All bases of rotary embeddings in config.json."""
     for table in (config, *(rope for key in _TABLES for rope in _each(config, key))):
         if "rope_theta" in table:
             yield table["rope_theta"]
@@ -61,7 +61,7 @@ def _check_parameters(rope: Config, key: str, name: str) -> None:
 
 
 def _check_part(config: Config, key: str, table: Config, *, is_partial: bool) -> None:
-    """Of each head, how much is rotated. table: config.json itself, or a table of it."""
+    """Checks the rotated part of each head. table: config.json itself, or a table within it."""
     part = table.get("partial_rotary_factor")
     if part is None:
         return
@@ -79,7 +79,7 @@ def _check_positive(value: object, key: str, parameter: str = "") -> None:
 
 
 def _each(config: Config, key: str) -> Iterator[Config]:
-    """One table, or those of every kind of layer, as Gemma 3 has them. Raises InvalidArgument for another value."""
+    """A single table, or one per kind of layer, as in Gemma 3. Raises InvalidArgument for another value."""
     value = config.get(key)
     if value is None:
         return

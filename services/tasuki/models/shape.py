@@ -1,4 +1,4 @@
-"""Names and shapes of a decoder's parameters, as its transformers module has them."""
+"""Names and shapes of a decoder's parameters, as in its transformers module."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class QkNorm(StrEnum):
-    """What the norms of queries and keys go over."""
+    """Dimensions that query and key norms cover."""
 
     HEAD = "head"
     PROJECTION = "projection"
-    """All heads at once, before they are split."""
+    """All heads at once, before the split."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """What decides the bytes of a decoder-only model."""
+    """Sizes and flags that determine a decoder-only model's memory."""
 
     architecture: str
     hidden_size: int
@@ -38,37 +38,37 @@ class ModelShape:
     vocab_size: int
     context_length: int
     is_tied: bool = False
-    """Whether the vocabulary projection is the embedding."""
+    """Whether the LM head is tied to the embedding."""
     has_qkv_bias: bool = False
     has_output_bias: bool = False
     qk_norm: QkNorm | None = None
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
-    """Before attention and before the MLP, each as wide as the hidden states."""
+    """Norms before attention and before the MLP, each as wide as the hidden states."""
     post_norms: tuple[str, ...] = ()
-    """After attention and after the MLP."""
+    """Norms after attention and after the MLP."""
     has_float_norms: bool = False
-    """Whether norms multiply with their weights in float32, before they round."""
+    """Whether norms multiply by their weights in float32, before rounding."""
     has_offset_norms: bool = False
-    """Whether 1 is added to the weights of norms."""
+    """Whether norms add 1 to their weights."""
     has_fused_qkv: bool = False
-    """Whether one linear layer makes queries, keys and values, in this order."""
+    """Whether queries, keys and values are fused in one linear layer, in this order."""
     has_fused_gate_up: bool = False
-    """Whether one linear layer makes gate and up, in this order."""
+    """Whether gate and up are fused in one linear layer, in this order."""
     joins_rotated: bool = False
-    """Whether heads are joined of a rotated part and the rest."""
+    """Whether heads are concatenated from a rotated part and the rest."""
     caps_attention: bool = False
-    """Whether the logits of attention are capped, which takes the whole matrix of them."""
+    """Whether attention logits are capped, which needs their whole matrix."""
     caps_logits: bool = False
     has_whole_embedding: bool = False
     """Whether every engine rank holds the whole embedding."""
     is_critic: bool = False
-    """Whether a value head is in place of the vocabulary projection."""
+    """Whether a value head replaces the LM head."""
     num_experts: int = 0
-    """0: every layer is dense."""
+    """0 if every layer is dense."""
     experts_per_token: int = 0
     expert_size: int = 0
     dense_layers: frozenset[int] = frozenset()
-    """Layers of a mixture of experts that are dense after all."""
+    """Dense layers of a mixture of experts."""
 
     @property
     def query_size(self) -> int:
@@ -80,19 +80,19 @@ class ModelShape:
 
     @property
     def num_outputs(self) -> int:
-        """Of one token: logits, or a value."""
+        """Outputs per token: logits, or a value."""
         return 1 if self.is_critic else self.vocab_size
 
     def is_sparse(self, layer: int) -> bool:
         return self.num_experts > 0 and layer not in self.dense_layers
 
     def layer(self, index: int) -> Shapes:
-        """Parameters of one decoder layer: one unit of FSDP2."""
+        """Parameters of one decoder layer, an FSDP2 unit."""
         mlp = self._experts() if self.is_sparse(index) else self._mlp()
         return self._attention() | mlp | {f"{norm}.weight": (self.hidden_size,) for norm in self.norms + self.post_norms}
 
     def root(self) -> Shapes:
-        """Parameters outside the layers, which stay gathered during a whole step."""
+        """Parameters outside the layers, which stay gathered for a whole step."""
         table = (self.vocab_size, self.hidden_size)
         shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": table, "norm.weight": (self.hidden_size,)}
         if self.is_critic:
@@ -100,11 +100,11 @@ class ModelShape:
         return shapes if self.is_tied else shapes | {"lm_head.weight": table}
 
     def units(self) -> tuple[Shapes, ...]:
-        """The root first, then the layers in their order: all parameters, each once."""
+        """The root, then the layers in order: all parameters, each once."""
         return _units(self)
 
     def parameters(self) -> dict[str, tuple[int, ...]]:
-        """All parameters, under the names that they have in the module of transformers."""
+        """All parameters, named as in the transformers module."""
         root, *layers = self.units()
         named = {name if name.startswith("lm_head") else f"model.{name}": shape for name, shape in root.items()}
         for index, layer in enumerate(layers):
@@ -112,7 +112,7 @@ class ModelShape:
         return named
 
     def linear_layers(self, index: int) -> tuple[str, ...]:
-        """The last names of the linear layers of decoder layer `index`, which can have adapters: q_proj, ..."""
+        """Last names of the linear layers in decoder layer `index`, which may have adapters: q_proj, ..."""
         return tuple(
             name.removesuffix(".weight").rpartition(".")[2]
             for name, shape in self.layer(index).items()
@@ -120,7 +120,7 @@ class ModelShape:
         )
 
     def count_by_kind(self) -> dict[str, int]:
-        """Parameters in embedding, vocabulary projection, attention, MLP, experts, router and norms; kinds without any are left out."""
+        """Parameters in embedding, LM head, attention, MLP, experts, router and norms; leaves out empty kinds."""
         counts: dict[str, int] = {}
         for unit in self.units():
             for name, shape in unit.items():
@@ -164,9 +164,9 @@ ROUTER = "mlp.gate.weight"
 
 
 def check_lora_targets(shape: ModelShape, targets: Sequence[str], *, table: str = "trainer.lora") -> None:
-    """Raises InvalidArgument for a target that is no linear layer of every decoder layer, with the names of those that are.
+    """Raises InvalidArgument for a target that is not a linear layer of every decoder layer, naming those that are.
 
-    table: the configuration's, whose key the error names.
+    table: in the configuration, for the key in the error.
     """
     for index in range(shape.num_layers):
         there = shape.linear_layers(index)
@@ -186,10 +186,10 @@ def decoder_shape(
     head_dim: int | None = None,
     **special: Any,
 ) -> ModelShape:
-    """The shape that the keys of every decoder describe. special: the other fields of ModelShape.
+    """The shape described by the keys common to all decoders. special: the other fields of ModelShape.
 
-    is_tied, head_dim: where config.json lacks them; without a head_dim it is the hidden size divided by the heads.
-    Raises InvalidArgument naming a key that is missing or wrong.
+    is_tied, head_dim: if config.json lacks them; without head_dim it is the hidden size divided by the number of heads.
+    Raises InvalidArgument naming a missing or invalid key.
     """
     hidden, heads = size(config, "hidden_size"), size(config, "num_attention_heads")
     kv_heads = size(config, "num_key_value_heads", default=heads)

@@ -1,6 +1,6 @@
-"""What follows from a plan: the least that must leave, the largest KV cache, and which setting to change when it does not fit.
+"""Conclusions from a plan: the least that must leave, the largest KV cache, and which settings to change if it does not fit.
 
-Every answer is found by planning again with the change, never by a rule of thumb.
+Every answer comes from planning again with the change, never from a rule of thumb.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ _LORA_RANK = 32
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """One setting changed, on top of those before it, and what the plan then says."""
+    """One changed setting, on top of those before it, and the resulting plan."""
 
     setting: str
-    """The node's key, or what would have to be given where it has none yet."""
+    """The node's key, or what it would be if there is none yet."""
     old: str
     new: str
     is_available: bool
-    """Whether a node can be told so today."""
+    """Whether this release supports the setting."""
     plan: Plan
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """The answers to one plan."""
+    """Answers for one plan."""
 
     must_leave: frozenset[Part] | None
-    """The tags with the fewest bytes whose leaving is enough; None when no choice is."""
+    """The smallest set of tags, by bytes, that must leave; None if no choice suffices."""
     max_kv_ratio: float | None
-    """Largest ratio, in hundredths, with which everything fits; None when none does."""
+    """Largest ratio, in hundredths, at which everything fits; None if none."""
     ladder: tuple[Rung, ...]
-    """Changes that help, in the order to try them, up to the one with which it fits; empty when it fits already."""
+    """Changes that help, in the order to try them, up to the one that makes it fit; empty if it already fits."""
 
     @property
     def solves(self) -> bool:
@@ -49,7 +49,7 @@ class Advice:
 
 
 def advise(planned: Plan) -> Advice:
-    """Of the layout where nothing stays yet: what may stay then follows from the rest."""
+    """Advice for the layout before deciding what stays, which follows from the rest."""
     layout = replace(planned.layout, staying=None)
     return Advice(
         must_leave=smallest_sleeping(layout),
@@ -59,7 +59,7 @@ def advise(planned: Plan) -> Advice:
 
 
 def problems(planned: Plan) -> list[str]:
-    """Why it does not fit."""
+    """Why the plan does not fit."""
     layout = planned.layout
     margin = layout.overheads.margin
     reasons: list[str] = []
@@ -76,7 +76,7 @@ def problems(planned: Plan) -> list[str]:
 
 
 def smallest_sleeping(layout: Layout) -> frozenset[Part] | None:
-    """Of all choices of tags with which it fits, the one that moves the fewest bytes on the GPU that moves most."""
+    """Of all choices of tags that fit, the one that moves the fewest bytes on the busiest GPU."""
     if layout.strategy is Strategy.RESIDENT or layout.device == "cpu":
         return frozenset() if plan(layout).fits else None
     best: tuple[int, frozenset[Part]] | None = None
@@ -91,7 +91,7 @@ def smallest_sleeping(layout: Layout) -> frozenset[Part] | None:
 
 
 def largest_kv_ratio(layout: Layout) -> float | None:
-    """Bisects: a larger cache takes no less memory, and holds no shorter sequence."""
+    """Finds the ratio by bisection: a larger cache never takes less memory or holds shorter sequences."""
 
     def is_too_large(hundredths: int) -> bool:
         tried = plan(replace(layout, kv_ratio=hundredths / _RATIO_STEPS))
@@ -102,7 +102,7 @@ def largest_kv_ratio(layout: Layout) -> float | None:
 
 
 def climb(planned: Plan) -> tuple[Rung, ...]:
-    """Makes changes for what is short, one on top of the other, keeps those that help, and ends when everything fits."""
+    """Applies changes for what is short, one on top of the other; keeps those that help, until everything fits."""
     rungs: list[Rung] = []
     while not planned.fits and (rung := _next_rung(planned)) is not None:
         rungs.append(rung)
@@ -111,7 +111,7 @@ def climb(planned: Plan) -> tuple[Rung, ...]:
 
 
 def _next_rung(planned: Plan) -> Rung | None:
-    """The first change of the ladder that makes it fit, else the first that lowers what is short; what a node has goes before the rest."""
+    """The first change that makes it fit, else the first that reduces the shortage; supported settings come first."""
     rungs = [
         Rung(change.setting, change.old, change.new, change.is_available, plan(change.layout)) for change in _changes(planned)
     ]
@@ -133,7 +133,7 @@ class _Change:
 
 
 def _changes(planned: Plan) -> Iterator[_Change]:
-    """The ladder for the place where it is short, least costly first; then those for the other places, which share its memory."""
+    """Possible changes for where memory is short, least costly first; then for the other places, which share the memory."""
     layout, peak = planned.layout, planned.gpu_peak.stage
     if planned.stage(Phase.TRAIN).gpu_bytes + layout.overheads.margin > layout.gpu_bytes:
         peak = Phase.TRAIN
@@ -248,7 +248,7 @@ def _export_in_place(layout: Layout) -> Iterator[_Change]:
 
 
 def _fewer_tokens(layout: Layout) -> Iterator[_Change]:
-    """Halves, down to the longest sequence where one is set: a sample above the budget is refused."""
+    """Halves the budget, at most down to the longest sequence if one is set, since longer samples are refused."""
     tokens, least = layout.micro_batch_tokens, layout.context_length or MIN_TOKENS
     while (tokens := tokens // 2) >= least:
         changed = replace(layout, micro_batch_tokens=tokens)
@@ -267,13 +267,13 @@ def _wider_engines(layout: Layout) -> Iterator[_Change]:
     if layout.engine_gpus is None and wider <= layout.num_gpus and layout.model.num_heads % wider == 0:
         changed = replace(layout, tp_size=wider, num_engines=max(1, layout.num_engine_ranks // wider))
         old, new = str(layout.tp_size), str(wider)
-        if changed.num_engines != layout.num_engines:  # a node's rollout.dp_size stays as it is written
+        if changed.num_engines != layout.num_engines:  # a node's rollout.dp_size stays as configured
             old, new = (f"{size} (rollout.dp_size {one.num_engines})" for size, one in ((old, layout), (new, changed)))
         yield _Change("rollout.tp_size", old, new, changed)
 
 
 def _shortage(planned: Plan) -> int:
-    """Bytes and tokens that are lacking; 0 when it fits."""
+    """Missing bytes and tokens; 0 if it fits."""
     layout = planned.layout
     gpu = 0 if planned.fits_gpu else planned.gpu_peak.gpu_bytes + layout.overheads.margin - layout.gpu_bytes
     host = 0 if planned.fits_host else planned.host_peak.host_bytes + layout.overheads.margin - layout.host_bytes
@@ -281,7 +281,7 @@ def _shortage(planned: Plan) -> int:
 
 
 def _moved_bytes(planned: Plan) -> int:
-    """What leaves a GPU over a whole round."""
+    """Bytes that leave a GPU in a whole round."""
     sleeping = planned.layout.leaving | ({Part.CUDA_GRAPH} if Part.KV_CACHE in planned.layout.sleeping else set())
     trained, served = planned.stage(Phase.TRAIN), planned.stage(Phase.ROLLOUT)
     moved: list[int] = []

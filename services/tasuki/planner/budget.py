@@ -1,4 +1,4 @@
-"""Whether a node can start within the budget that its configuration gives it of a CPU's memory."""
+"""Checks that a node can start within its configured memory budget on a CPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FIELD = "memory.host_budget_bytes"
 
 
 def check_host_budget(config: NodeConfig) -> None:
-    """Raises InvalidArgument for a budget of which a rank's share does not hold the tags that it makes when it starts."""
+    """Raises InvalidArgument if a rank's share of the budget cannot hold the tags that it creates at start."""
     budget = config.memory.host_budget_bytes
     if budget is None:
         return

@@ -1,4 +1,4 @@
-"""Bytes that autograd keeps of a layer for backward."""
+"""Bytes that autograd saves of a layer for backward."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def kept_per_token(
     lora_rank: int | None = None,
     is_fused: bool = False,
 ) -> int:
-    """Bytes that autograd keeps of one token in one layer of transformers' implementation, with flash attention.
+    """Bytes that autograd saves per token in one layer of transformers' implementation, with flash attention.
 
-    Each norm: its input, one float32, a factor of its last product unless it is fused, and its result where that goes into a linear layer;
-    attention; gate, up, their product and, unless it is fused, the activation. num_keys: of the longest sequence, where attention is
-    capped. is_fused: as on a GPU, see trainer/backends/fsdp/pointwise.py.
+    Each norm: its input, one float32, a factor of its last product unless fused, and its result where a linear layer uses it. Attention.
+    Gate, up, their product and, unless fused, the activation. num_keys: of the longest sequence, where attention is capped. is_fused:
+    as on a GPU, see trainer/backends/fsdp/pointwise.py.
     """
     hidden = model.hidden_size
-    # Without a norm before them, attention and MLP keep their input itself.
+    # Without a preceding norm, attention and MLP save their input themselves.
     own_inputs = (2 - len(model.norms)) * hidden * compute_bytes
     norm = _kept_of_norm(model, compute_bytes, is_fused=is_fused)
     post_norm = hidden * norm + 4
@@ -37,32 +37,32 @@ def kept_per_token(
 
 
 def kept_in_mlp(model: ModelShape, layer: int, *, compute_bytes: int = 2, is_fused: bool = False) -> int:
-    """Of that, what is inside the MLP."""
+    """The part of it inside the MLP."""
     if model.is_sparse(layer):
-        # For each chosen expert: the token, gate and up, what they make, the result and its weight; four indices and a mask to sort them.
+        # Per chosen expert: the token, gate and up, their product, the result and its weight; four indices and a mask for sorting.
         width = 2 * model.hidden_size + 4 * model.expert_size + 1
         return model.experts_per_token * (width * compute_bytes + 4 * 8 + 1) + 4 * model.num_experts
     return (3 if is_fused else 4) * model.intermediate_size * compute_bytes
 
 
 def kept_of_routing(model: ModelShape, layer: int) -> int:
-    """Of one token in one layer that is computed again, its choice of experts: probabilities and indices."""
+    """Choice of experts of one token in a recomputed layer: probabilities and indices."""
     return model.experts_per_token * (_FLOAT32 + _INT64) if model.is_sparse(layer) else 0
 
 
 def kept_with_attention(model: ModelShape, *, compute_bytes: int = 2) -> int:
-    """Of one token in one layer, what saves its attention from being run again: the output, and one float32 for each head.
+    """Bytes per token in one layer that save recomputing its attention: the output and one float32 per head.
 
-    Nothing where attention is capped: that is no operator of torch, and is recomputed.
+    0 where attention is capped: that is not a torch operator, and is recomputed.
     """
     return 0 if model.caps_attention else model.query_size * compute_bytes + _FLOAT32 * model.num_heads
 
 
 def _kept_of_attention(model: ModelShape, compute_bytes: int, *, num_keys: int, norm: int) -> int:
-    """Of one token: norms of queries and keys; rotated queries, keys, values and the output, and one float32 for each head.
+    """Bytes per token: norms of queries and keys; rotated queries, keys, values and the output, and one float32 per head.
 
-    Where it is capped, all of queries' size, and for each key and head what the cap makes, the softmax in float32, and its copy.
-    norm: bytes for each element of a norm.
+    If capped, everything has the size of the queries, plus per key and head the cap's result, the softmax in float32, and its copy.
+    norm: bytes per element of a norm.
     """
     query, kv, heads = model.query_size, model.kv_size, model.num_heads
     norms = 0
@@ -77,13 +77,13 @@ def _kept_of_attention(model: ModelShape, compute_bytes: int, *, num_keys: int, 
         # Values are a view of all three.
         kept += query + kv
     if model.joins_rotated:
-        # The output in another layout as well.
+        # The output also in another layout.
         kept += query
     return norms + kept * compute_bytes + 4 * heads
 
 
 def _kept_of_norm(model: ModelShape, compute_bytes: int, *, is_fused: bool) -> int:
-    """Of one element: the input, in float32 unless the norm is fused, and then no factor of its product with the weight."""
+    """Bytes per element: the input, in float32 unless the norm is fused; a fused norm saves no factor of its product."""
     if is_fused and not model.has_offset_norms:
         return compute_bytes
     return _FLOAT32 + (_FLOAT32 if model.has_float_norms else compute_bytes)

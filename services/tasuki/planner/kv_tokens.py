@@ -1,19 +1,19 @@
-"""How many tokens the KV cache of a replica is to hold: what a step's samples need, as many as fit, or a number."""
+"""Tokens in a replica's KV cache: what a step's samples need, as many as fit, or a number."""
 
 from __future__ import annotations
 
 from tasuki.config.schema import NodeConfig
 
 CPU_TOKENS = 32_768
-"""On a CPU, where `kv_ratio` bounds nothing, as many as there are by default; more for a longer sequence."""
-# SGLang takes a slot ahead of the token that is being made, and an engine of ours a few more (rollout/arguments.py).
+"""Default on a CPU, where `kv_ratio` bounds nothing; more for longer sequences."""
+# SGLang reserves a slot ahead of the current token, and our engine a few more (rollout/arguments.py).
 _SLACK = 8
 
 
 def wanted_tokens(config: NodeConfig, *, context_length: int) -> int | None:
-    """Tokens of one replica's cache; None for what `kv_ratio` leaves of a GPU.
+    """Tokens of one replica's cache; None means what `kv_ratio` leaves of a GPU.
 
-    context_length: longest sequence that rollout serves; the cache holds at least one.
+    context_length: maximum sequence length; the cache holds at least one such sequence.
     """
     wish = config.rollout.kv_tokens
     if isinstance(wish, int):
@@ -26,7 +26,7 @@ def wanted_tokens(config: NodeConfig, *, context_length: int) -> int | None:
 
 
 def needed_tokens(config: NodeConfig, *, context_length: int) -> int | None:
-    """Tokens of all samples of a step that one replica serves, at their longest; None without [train]."""
+    """Tokens of all samples of a step on one replica at maximum length; None without [train]."""
     if config.train is None:
         return None
     num_samples = config.train.prompts_per_step * config.train.group_size
@@ -39,7 +39,7 @@ def needed_tokens(config: NodeConfig, *, context_length: int) -> int | None:
 
 
 def longest_sample(config: NodeConfig) -> int | None:
-    """Most tokens of a prompt with its completion, as far as the configuration tells; None where it does not."""
+    """Maximum tokens of prompt plus completion, as far as configured; else None."""
     train, limit = config.train, config.rollout.context_length
     if train is None or train.max_prompt_tokens is None:
         return None if train is None else limit

@@ -1,4 +1,4 @@
-"""What a plan starts from: a model, GPUs, and every setting of trainer and rollout that decides bytes. Defaults are what we run."""
+"""Input of a plan: a model, GPUs, and every setting of trainer and rollout that affects memory. Defaults are what we run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MIB = 2**20
 
 
 class Part(StrEnum):
-    """What memory is taken by. The first five are tags, which can leave a GPU and come back."""
+    """Uses of memory. The first five are tags, which can leave a GPU and come back."""
 
     TRAINER_WEIGHTS = "trainer weights"
     GRADIENTS = "gradients"
@@ -37,129 +37,129 @@ class Part(StrEnum):
 
 
 TAGS = (Part.TRAINER_WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER, Part.ROLLOUT_WEIGHTS, Part.KV_CACHE)
-"""What may be told to leave. CUDA graphs go with the KV cache."""
+"""Tags that may be told to leave. CUDA graphs follow the KV cache."""
 RESIDENT = (*TAGS, Part.EXPORT, Part.TORCH_CACHE)
-"""What may stay while the other service works; the rest comes and goes with a step or a batch."""
+"""Parts that may stay during the other phase; the rest exists only within a step or a batch."""
 
 
 class Strategy(StrEnum):
     """How trainer and rollout share a GPU."""
 
     RESIDENT = "v0"
-    """Both keep everything."""
+    """Both stay resident."""
     RELAUNCH = "v1"
-    """The trainer leaves, weights go to disk, and a new engine starts from there."""
+    """The trainer leaves, weights go to disk, and a new engine loads them."""
     ONE_STAGE = "v2"
-    """The engine sleeps, and wakes weights and KV cache at once, before the trainer leaves."""
+    """The engine sleeps; weights and KV cache wake at once, before the trainer leaves."""
     STAGED = "v3"
-    """Weights wake first; the KV cache wakes when the trainer has left. Ours."""
+    """Weights wake first, and the KV cache after the trainer has left. Ours."""
 
 
 class Checkpointing(StrEnum):
-    """What of the activations is kept for backward, the fastest first."""
+    """Activations kept for backward, fastest first."""
 
     NONE = "none"
     ATTENTION = "attention"
-    """The input of each layer, and the output of its attention; the rest is recomputed."""
+    """Each layer's input and its attention's output; the rest is recomputed."""
     FULL = "full"
-    """The input of each layer; a layer's activations are recomputed."""
+    """Each layer's input; its activations are recomputed."""
     OFFLOADED = "offloaded"
-    """As full, with the inputs in host memory, two at a time on the GPU."""
+    """Same as full, with the inputs in host memory, two at a time on the GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overheads:
-    """Bytes of a process that no setting decides.
+    """Fixed memory of processes, in bytes.
 
-    Their sums are what sleeping services still held on an H200 (docs/benchmarks.md: 1.8 GB the trainer, 1.8 GB the engine); how they are
-    divided, CUDA graphs, NCCL above one rank and host processes are estimates.
+    The sums are what sleeping services still held on an H200 (docs/benchmarks.md: 1.8 GB each for trainer and engine). Their breakdown,
+    CUDA graphs, NCCL above one rank, and host processes are estimates.
     """
 
     trainer_context: int = 1_300 * 10**6
     rollout_context: int = 1_500 * 10**6
     rollout_cached: int = 280 * 10**6
-    """Blocks that torch caches in the engine, asleep or not."""
+    """Blocks cached by torch in the engine, asleep or not."""
     nccl: int = 550 * 10**6
-    """Buffers of one communicator, of a trainer rank or of an engine rank above TP 1."""
+    """Buffers of one communicator, for a trainer rank or an engine rank above TP 1."""
     cuda_graph: int = 600 * 10**6
     margin: int = 512 * MIB
-    """What must stay free."""
+    """Memory that must stay free."""
     host_process: int = 3 * GB
     """Resident memory of a rank's process: Python, torch, CUDA."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """One node as the planner sees it. Raises InvalidArgument naming the field that makes no sense."""
+    """One node, as input for the planner. Raises InvalidArgument naming an invalid field."""
 
     model: ModelShape
     num_gpus: int
     gpu_bytes: int
     host_bytes: int
     device: Literal["cpu", "cuda"] = "cuda"
-    """On "cpu" the ranks' memory is the host's, and `gpu_bytes` is not used."""
+    """On "cpu" the ranks use the host's memory, and `gpu_bytes` is ignored."""
     num_ranks: int
-    """FSDP2 ranks, on the first GPUs."""
+    """Number of FSDP2 ranks, on the first GPUs."""
     sequence_parallel: int = 1
     """Ranks that share a micro-batch."""
     tp_size: int = 1
     num_engines: int = 1
     """Engines of `tp_size` GPUs each, on the first GPUs."""
     rank_gpus: tuple[int, ...] | None = None
-    """GPU of each FSDP2 rank, where they are not the first ones."""
+    """GPU of each FSDP2 rank, if not the first ones."""
     engine_gpus: tuple[int, ...] | None = None
-    """GPU of each engine rank, where they are not the first ones."""
+    """GPU of each engine rank, if not the first ones."""
     compute_bytes: int = 2
-    """Of one element in forward and backward; 2 is bfloat16."""
+    """Bytes per element in forward and backward; 2 is bfloat16."""
     engine_bytes: int = 2
     param_bytes: int = 4
-    """Of one element of the weights that are trained, of a gradient and of a moment."""
+    """Bytes per element of trained weights, gradients and moments."""
     exports_parameters: bool = False
-    """Whether the engine reads the parameters themselves; else a copy in its dtype."""
+    """Whether the engine reads the parameters in place; otherwise a copy in its dtype."""
     export_stays: bool = True
-    """Whether what the engine reads stays on the GPU over OFFLOAD; else it leaves then, and a copy comes back at LOAD_WEIGHTS."""
+    """Whether the memory that the engine reads stays on the GPU after OFFLOAD; otherwise a copy returns at LOAD_WEIGHTS."""
     micro_batch_tokens: int = DEFAULT_MICRO_BATCH_TOKENS["cuda"]
-    """Most tokens in one, of all ranks that share it; sequences follow one another without padding."""
+    """Maximum tokens in a micro-batch, over all ranks that share it; sequences are packed without padding."""
     logit_tokens: int | None = None
-    """Places of a micro-batch whose logits are computed: those of completion tokens. By default all, an upper bound."""
+    """Positions of a micro-batch whose logits are computed: those of completion tokens. By default all, an upper bound."""
     checkpointing: Checkpointing = Checkpointing.NONE
     kept_layers: int = 0
-    """Layers, the last ones, of which everything is kept whatever `checkpointing` says; not where it holds inputs on the host."""
+    """Number of last layers that keep everything, whatever `checkpointing` says; 0 where inputs are held on the host."""
     mlp_tile_tokens: int | None = None
-    """Tokens of which a rank computes an MLP at a time, with what is inside it computed again in backward; by default all."""
+    """Tokens per tile of an MLP, which is recomputed in backward; by default one tile."""
     optimizer_on_host: bool = False
-    """Whether the moments stay in host memory all the time."""
+    """Whether the moments always stay in host memory."""
     optimizer_8bit: bool = False
     reshards_after_forward: bool = True
     has_reference: bool = False
     lora_rank: int | None = None
-    """Rank of adapters at linear layers; the base is then frozen, in compute dtype, and stays in the engine."""
+    """Rank of adapters on linear layers; the base model is then frozen, in compute dtype, and stays in the engine."""
     lora_targets: tuple[str, ...] | None = None
-    """Names of the layers that have adapters; by default every matrix but the router, each expert's apart."""
+    """Names of layers with adapters; by default every matrix except the router, and each expert separately."""
     critic: ModelShape | None = None
-    """A second model that is trained, with its own gradients and optimizer state."""
+    """A second trained model, with gradients and optimizer state."""
     critic_lora_rank: int | None = None
     critic_lora_targets: tuple[str, ...] | None = None
     merges_adapters: bool = False
-    """With `lora_rank`: whether adapters go to the engine within whole weights, which then leave as without LoRA."""
+    """With `lora_rank`: whether the engine gets merged weights, which then leave as without LoRA."""
     strategy: Strategy = Strategy.STAGED
     sleeping: frozenset[Part] = frozenset(TAGS)
-    """Tags that leave while the other service has the GPU. Not used where `staying` says it by GPU."""
+    """Tags that leave during the other phase. Ignored if `staying` is set."""
     staying: tuple[frozenset[Part], ...] | None = None
-    """For each GPU, what of RESIDENT stays while the other service has it."""
+    """Parts of RESIDENT that stay on each GPU during the other phase."""
     cache_stays: bool = False
-    """Whether torch keeps a step's working memory over OFFLOAD."""
+    """Whether torch keeps a step's working memory during OFFLOAD."""
     empties_cache: bool = False
-    """Whether the trainer gives back what torch caches before the engine wakes; else at OFFLOAD."""
+    """Whether the trainer empties torch's cache before the engine wakes, instead of at OFFLOAD."""
     leaves_early: frozenset[Part] = frozenset()
-    """Trainer's tags that leave already before the weights are published."""
+    """Trainer's tags that leave before the weights are published."""
     sync_bucket_bytes: int | None = None
-    """Weights pass in buckets of this size; by default through an arena that holds the whole shard."""
+    """Transfers weights in buckets of this size; by default through an arena that holds the whole shard."""
     kv_ratio: float = 0.85
     kv_tokens: int | None = None
-    """Tokens in a replica's KV cache; by default what `kv_ratio` leaves, which is never exceeded on a GPU."""
+    """Tokens in a replica's KV cache; by default what `kv_ratio` leaves, which on a GPU is also the maximum."""
     context_length: int | None = None
-    """Longest sequence that rollout serves; by default the model's own."""
+    """Maximum sequence length of rollout; by default the model's own."""
     has_cuda_graphs: bool = True
     max_running_requests: int = 256
     overheads: Overheads = field(default_factory=Overheads)
@@ -213,7 +213,7 @@ class Layout:
         return gpu < self.num_engine_ranks if self.engine_gpus is None else gpu in self.engine_gpus
 
     def on_gpu(self, index: int) -> Layout:
-        """The same where all GPUs keep what this one does."""
+        """The same layout, with all GPUs keeping what this one does."""
         if self.staying is None:
             return self
         staying = self.staying[index]
@@ -227,22 +227,22 @@ class Layout:
 
     @property
     def leaving(self) -> frozenset[Part]:
-        """Of `sleeping`, what does leave: parameters that are to stay for the engine's next read do not."""
+        """The tags of `sleeping` that actually leave: parameters that stay for the engine's next read do not."""
         return self.sleeping - ({Part.TRAINER_WEIGHTS} if self.exports_parameters and self.export_stays else frozenset())
 
     @property
     def rank_tokens(self) -> int:
-        """Most tokens of a micro-batch on one rank."""
+        """Maximum tokens of a micro-batch on one rank."""
         return -(-self.micro_batch_tokens // self.sequence_parallel)
 
     @property
     def has_mlp_tiles(self) -> bool:
-        """Whether a full micro-batch has more than one."""
+        """Whether a full micro-batch has more than one tile."""
         return self.mlp_tile_tokens is not None and self.mlp_tile_tokens < self.rank_tokens
 
     @property
     def mlp_tokens(self) -> int:
-        """Most tokens of one rank that are inside an MLP at a time."""
+        """Maximum tokens of one rank inside an MLP at a time."""
         return self.rank_tokens if self.mlp_tile_tokens is None else min(self.mlp_tile_tokens, self.rank_tokens)
 
     @property
@@ -254,7 +254,7 @@ class Layout:
         return self.tp_size * self.num_engines
 
     def of_critic(self) -> Layout | None:
-        """The critic as a policy of its shape, with nothing to publish; None without one."""
+        """The critic as a policy of its shape that publishes nothing; None without a critic."""
         if self.critic is None:
             return None
         return replace(
@@ -268,7 +268,7 @@ class Layout:
 
 
 def unshared_heads(model: ModelShape, num_ranks: int) -> str | None:
-    """Why so many ranks cannot share the heads of a model; None when they can."""
+    """Why this many ranks cannot share the model's heads; None if they can."""
     heads, kv_heads = model.num_heads, model.num_kv_heads
     if heads % num_ranks:
         return f"{num_ranks} ranks cannot share {heads} attention heads evenly"
@@ -288,7 +288,7 @@ assert set(_POSITIVE) <= {each.name for each in fields(Layout)}
 
 @contextmanager
 def named_as_given(names: Mapping[str, str]) -> Iterator[None]:
-    """Where Layout finds a field wrong, the error says `names[field]`, which is what the user has set."""
+    """Makes errors of Layout name `names[field]`, the setting that the user has given."""
     try:
         yield
     except InvalidArgument as error:
@@ -299,5 +299,5 @@ def named_as_given(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def gb(num_bytes: int) -> str:
-    """As people read it, in 10^9 bytes."""
+    """Formats bytes in units of 10^9."""
     return f"{num_bytes / GB:,.1f}" if num_bytes >= GB / 20 else f"{num_bytes / GB:.3f}"

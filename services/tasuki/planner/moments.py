@@ -11,9 +11,9 @@ _SCALE_BYTES = 4
 
 
 def moment_block(shape: Sequence[int]) -> int | None:
-    """Elements of a row that share one scale in 8 bits, for a parameter of this shape. None: its moments are kept in full.
+    """Elements of a row that share one scale in 8 bits, for a parameter of this shape; None if its moments are not quantized.
 
-    Vectors are, and matrices whose rows no block of 32 divides.
+    That is the case for vectors and for matrices whose rows are not divisible by a block of 32.
     """
     if len(shape) < 2 or shape[0] == 1:
         return None
@@ -22,7 +22,7 @@ def moment_block(shape: Sequence[int]) -> int | None:
 
 
 def moment_bytes(shape: Sequence[int], *, element_bytes: int, is_8bit: bool) -> list[int]:
-    """Of each tensor that holds both moments of a shard. element_bytes: of an element that is kept in full."""
+    """Sizes of the tensors that hold both moments of a shard. element_bytes: of an unquantized element."""
     block, num_elements = moment_block(shape) if is_8bit else None, math.prod(shape)
     if block is None:
         return [num_elements * element_bytes] * 2

@@ -1,4 +1,4 @@
-"""What a node's configuration says to the planner."""
+"""Converts a node's configuration to the planner's input."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ _KEYS = {
     "rank_gpus": "trainer.devices",
     "engine_gpus": "rollout.devices",
 }
-"""Of the configuration, for what Layout may find wrong in one that was read."""
+"""Configuration keys for errors that Layout may raise."""
 
 
 def plan_node(
     config: NodeConfig, *, gpu_bytes: int, host_bytes: int, num_gpus: int | None = None, overheads: Overheads | None = None
 ) -> Plan:
-    """The plan of a node's configuration. Raises what read_model_shape and Layout raise."""
+    """Plans a node's configuration. Raises the errors of read_model_shape and Layout."""
     shape = read_model_shape(config.model.path)
     return plan(node_layout(config, shape, gpu_bytes=gpu_bytes, host_bytes=host_bytes, num_gpus=num_gpus, overheads=overheads))
 
 
 def check_critic(config: NodeConfig) -> None:
-    """Raises InvalidArgument for a critic that cannot read every token, or every sequence, of the policy; else as read_model_shape."""
+    """Raises InvalidArgument for a critic that cannot process every token or sequence of the policy; else as read_model_shape."""
     if config.trainer.critic is not None and config.trainer.critic.path is not None:
         _critic_shape(config, read_model_shape(config.model.path))
 
@@ -52,9 +52,9 @@ def node_layout(
     num_gpus: int | None = None,
     overheads: Overheads | None = None,
 ) -> Layout:
-    """num_gpus: by default as many as the larger service has ranks. Where trainer.micro_batch_tokens is open on a GPU, most_tokens decides,
-    and where trainer.checkpointing is, with_fastest_checkpointing. Where trainer.export_stays is open, it stays if all fits then. What
-    stays beside it is the configuration's, or else decided here, with the room that a step leaves.
+    """num_gpus: by default the number of ranks of the larger service. Open settings are chosen: trainer.micro_batch_tokens on a GPU by
+    most_tokens, trainer.checkpointing by with_fastest_checkpointing, and trainer.export_stays so that it stays if everything fits. What
+    else stays is configured, or else decided here with the room that a step leaves.
 
     Raises InvalidArgument naming the configuration's key.
     """
@@ -82,7 +82,7 @@ def node_layout(
         exports_parameters=config.exports_parameters,
         export_stays=trainer.export_stays is not False,
         micro_batch_tokens=config.most_micro_batch_tokens,
-        # Where it is open, tokens are chosen before it: none of it costs as much as a step of more and smaller micro-batches.
+        # If residency is open, tokens are chosen first: none of it costs as much as a step of more and smaller micro-batches.
         checkpointing=Checkpointing.OFFLOADED if trainer.checkpointing == "auto" else Checkpointing(trainer.checkpointing),
         mlp_tile_tokens=trainer.mlp_tile_tokens,
         optimizer_on_host=trainer.optimizer_on_host,
@@ -101,7 +101,7 @@ def node_layout(
         overheads=overheads or Overheads(),
     )
     is_open = trainer.export_stays is None and trainer.export_handles == "vmm"
-    # What the engine reads leaves first: it is away during a step, and costs a copy a changeover.
+    # What the engine reads leaves first: it is away during a step and costs one copy per changeover.
     leaving = replace(layout, export_stays=False) if is_open else layout
     if trainer.micro_batch_tokens is None and config.device == "cuda":
         leaving = replace(leaving, micro_batch_tokens=most_tokens(leaving))
@@ -121,7 +121,7 @@ def node_layout(
 
 
 def check_kv_tokens(layout: Layout, rollout: RolloutConfig) -> None:
-    """Raises InvalidArgument for a number of tokens that does not fit beside the engine's weights."""
+    """Raises InvalidArgument for a number of tokens that does not fit next to the engine's weights."""
     if not isinstance(rollout.kv_tokens, int):
         return
     each = kv_bytes_per_token(layout)
@@ -133,7 +133,7 @@ def check_kv_tokens(layout: Layout, rollout: RolloutConfig) -> None:
     raise InvalidArgument(
         "rollout.kv_tokens",
         f"{rollout.kv_tokens} tokens take {rollout.kv_tokens * each} bytes, more than the {most.num_bytes} {where}; "
-        f"give at most {most.num_tokens}{other}, or leave it out",
+        f"give at most {most.num_tokens}{other}, or remove it",
         needed_bytes=rollout.kv_tokens * each,
         free_bytes=most.num_bytes,
     )

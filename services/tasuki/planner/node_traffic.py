@@ -1,6 +1,6 @@
-"""Bytes that cross nodes in an optimizer step, by layout, and how long a network takes for them. Pure.
+"""Bytes that cross nodes in an optimizer step, by layout, and the time a network needs for them. Pure.
 
-Source: 2 (R - 1) / R of the bytes pass each node in a ring all-reduce over R nodes, (R - 1) / R in an all-gather or a reduce-scatter.
+Source: over R nodes, a ring all-reduce sends 2 (R - 1) / R of the bytes through each node, an all-gather or reduce-scatter (R - 1) / R.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ _GBIT = 10**9 / 8
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """In each direction through the network cards of one node."""
+    """Traffic in each direction through one node's network cards."""
 
     layout: str
     num_bytes: int
     per: str
     """"step" or "micro-batch"."""
     is_available: bool
-    """Whether a fleet can be told to do it. The first is what it does as it is configured; the others are there to compare."""
+    """Whether a fleet supports it. The first is its current configuration; the others are for comparison."""
 
     def seconds(self, network_gbit: float) -> float:
-        """At `network_gbit` 10^9 bits a second, of all cards of a node together; an estimate without latency and overlap."""
+        """Seconds at `network_gbit` 10^9 bits/s over all cards of a node; an estimate without latency and overlap."""
         return self.num_bytes / (network_gbit * _GBIT)
 
 
 def node_traffic(layout: Layout, *, num_nodes: int) -> Sequence[Traffic]:
-    """What a fleet of `num_nodes` such nodes sends: none for one. Raises InvalidArgument for no node."""
+    """Traffic of a fleet of `num_nodes` such nodes; empty for one. Raises InvalidArgument for less than one."""
     if num_nodes < 1:
         raise InvalidArgument("nodes", f"{num_nodes} must be at least 1")
     if num_nodes == 1:
@@ -52,8 +52,8 @@ def node_traffic(layout: Layout, *, num_nodes: int) -> Sequence[Traffic]:
 
 
 def check_rate(network_gbit: float | None, *, num_nodes: int) -> None:
-    """Raises InvalidArgument for a rate that is none, and for one between nodes of which there is only one."""
+    """Raises InvalidArgument for an invalid rate, and for any rate if there is only one node."""
     if network_gbit is not None and num_nodes == 1:
-        raise InvalidArgument("network-gbit", "is the rate between nodes, and this plan has one node: give --nodes N, too")
+        raise InvalidArgument("network-gbit", "is the rate between nodes, but this plan has one node: also give --nodes N")
     if network_gbit is not None and not (math.isfinite(network_gbit) and network_gbit > 0):
         raise InvalidArgument("network-gbit", f"must be a rate above 0 in 10^9 bits a second, not {network_gbit:g}")

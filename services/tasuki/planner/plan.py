@@ -1,7 +1,7 @@
-"""The planner: bytes of every part on every GPU and on the host, in every stage of the ring. Arithmetic only: no GPU, no torch.
+"""The planner: bytes of every part on every GPU and the host in every stage of the ring. Pure arithmetic: no GPU, no torch.
 
-`plan(layout)` predicts, `needed_bytes` is what admission compares with free memory; planner/node_plan.py plans a node's configuration,
-planner/advice.py draws the conclusions.
+`plan(layout)` predicts; admission compares `needed_bytes` with free memory; planner/node_plan.py plans a node's configuration;
+planner/advice.py draws conclusions.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from tasuki.planner.trainer_bytes import Bytes, export_arena, host_moments, offl
 
 TRAINER_TAGS = (Part.TRAINER_WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER)
 _STEP = {Part.LAYERS, Part.WHOLE_GRADIENTS, Part.ACTIVATIONS, Part.LOGITS}
-# Gradients are dropped and come back as zeros.
+# Gradients are dropped and restored as zeros.
 _COPIED = (Part.TRAINER_WEIGHTS, Part.OPTIMIZER)
 
 
 PlanStage: TypeAlias = Stage | Phase
-"""A stage of the ring, or a phase at its fullest: a training step or a full batch."""
+"""A stage of the ring, or the peak of a phase: a training step or a full batch."""
 PLAN_STAGES: tuple[PlanStage, ...] = (
     Phase.TRAIN,
     *(at for rule in RING for at in (rule.stage, rule.completes) if at not in (None, Phase.TRAIN)),
 )
-"""In the order of the ring, each phase after the stage that completes it."""
+"""In ring order, each phase after the stage that completes it."""
 
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """Bytes at the fullest moment of one stage."""
+    """Bytes at the peak of one stage."""
 
     stage: PlanStage
     gpus: tuple[Mapping[Part, int], ...]
-    """For each GPU."""
+    """By GPU."""
     host: Mapping[Part, int]
-    """By what the copies are of; CONTEXTS are the processes."""
+    """By content of the copies; CONTEXTS are the processes."""
 
     @property
     def gpu_bytes(self) -> int:
-        """Of the fullest GPU."""
+        """Bytes on the fullest GPU."""
         return max(sum(parts.values()) for parts in self.gpus)
 
     @property
@@ -80,7 +80,7 @@ class Plan:
 
     @property
     def has_room_for_a_sequence(self) -> bool:
-        """Whether the KV cache holds one sequence of full length, without which rollout does not start."""
+        """Whether the KV cache holds one sequence of maximum length, without which rollout does not start."""
         return self.kv_pool.num_tokens >= self.layout.longest_sequence
 
     @property
@@ -90,25 +90,25 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a stage takes in addition."""
+    """Additional memory that a stage needs."""
 
     gpus: tuple[Mapping[Part, int], ...]
     host_bytes: int
 
     @property
     def gpu_bytes(self) -> int:
-        """On the GPU that takes most."""
+        """Bytes on the GPU that needs the most."""
         return max(sum(parts.values()) for parts in self.gpus)
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Bytes of every part of a layout where it is there at all: what stays changes none of them."""
+    """Bytes of every part of a layout when present; independent of what stays."""
 
     trainer: Mapping[Part, int]
     engine: Mapping[Part, int]
     work: Mapping[Part, int]
-    """Of a training step, at its highest moment."""
+    """Peak of a training step."""
     kv_pool: KvPool
 
 
@@ -125,7 +125,7 @@ def sizes_of(layout: Layout) -> Sizes:
 
 
 def largest_pool(layout: Layout) -> KvPool:
-    """The KV cache where nothing bounds it but memory: on a CPU all of it, less the engine's weights."""
+    """The KV cache bounded only by memory: on a CPU all of it, minus the engine's weights."""
     taken = _taken_at_start(layout)
     if layout.device == "cuda":
         return kv_pool(replace(layout, kv_tokens=None), taken_bytes=taken)
@@ -140,7 +140,7 @@ def plan(layout: Layout) -> Plan:
 
 
 def plan_of(layout: Layout, sizes: Sizes) -> Plan:
-    """As `plan`, of sizes that are known."""
+    """Same as `plan`, with known sizes."""
     layouts = [layout.on_gpu(index) for index in range(layout.num_gpus)]
     stages: list[StagePlan] = []
     for stage in PLAN_STAGES:
@@ -150,11 +150,11 @@ def plan_of(layout: Layout, sizes: Sizes) -> Plan:
 
 
 def needed_bytes(plan: Plan, stage: PlanStage, *, has_published: bool = True) -> Need:
-    """What `stage` takes beyond the one before it, on each GPU and on the host: it must be free when the stage starts.
+    """Memory that `stage` needs beyond the one before it, on each GPU and the host; it must be free when the stage starts.
 
-    LOAD_TRAINER counts the working memory of the step that follows, and RESUME_KV that of a full batch: nobody asks again before them.
-    has_published: whether weights were published before; if not, or where they do not stay, the trainer's copies for the engine are
-    new; if not, so is the engine's first batch.
+    LOAD_TRAINER includes the working memory of the following step, and RESUME_KV that of a full batch, since nothing checks again.
+    has_published: whether weights were published before. If not, or if they do not stay, the trainer's copies for the engine are new;
+    if not, so is the engine's first batch.
     """
     fullest: dict[PlanStage, PlanStage] = {Stage.LOAD_TRAINER: Phase.TRAIN, Stage.RESUME_KV: Phase.ROLLOUT}
     reached = fullest.get(stage, stage)
@@ -170,7 +170,7 @@ def needed_bytes(plan: Plan, stage: PlanStage, *, has_published: bool = True) ->
 
 
 def parts_on_gpu(layout: Layout, sizes: Sizes, stage: PlanStage, index: int) -> Mapping[Part, int]:
-    """Bytes on one GPU at the fullest moment of a stage. layout: as `Layout.on_gpu` gives it."""
+    """Bytes on one GPU at the peak of a stage. layout: from `Layout.on_gpu`."""
     has_trainer, has_engine = _present(layout, stage)
     parts: Bytes = {}
     if layout.has_rank(index):
@@ -193,7 +193,7 @@ _WITHOUT_TRAINER = (Stage.OFFLOAD, *SERVING, Stage.PAUSE_KV, Stage.PAUSE_WEIGHTS
 
 
 def _present(layout: Layout, stage: PlanStage) -> tuple[set[Part], set[Part]]:
-    """Parts of trainer and engine that are on a GPU in `stage`."""
+    """Parts of trainer and engine on a GPU in `stage`."""
     trainer = {*TRAINER_TAGS, Part.EXPORT}
     engine = {Part.ROLLOUT_WEIGHTS, Part.KV_CACHE, Part.CUDA_GRAPH}
     if layout.sync_bucket_bytes is not None and stage is not Stage.SYNC:
@@ -213,12 +213,12 @@ def _present(layout: Layout, stage: PlanStage) -> tuple[set[Part], set[Part]]:
         trainer.discard(Part.EXPORT)
     engine -= _asleep(layout, stage)
     if layout.strategy is not Strategy.RELAUNCH or Part.ROLLOUT_WEIGHTS in engine:
-        engine.add(Part.ENGINE_STEP)  # torch keeps it from the first batch on, asleep or not
+        engine.add(Part.ENGINE_STEP)  # torch caches it from the first batch on, asleep or not
     return trainer, engine
 
 
 def _asleep(layout: Layout, stage: PlanStage) -> set[Part]:
-    """The engine's tags that are not there."""
+    """The engine's tags that are paused."""
     if layout.strategy is Strategy.RESIDENT:
         return set()
     has_weights = stage not in (Phase.TRAIN, Stage.LOAD_WEIGHTS, Stage.PAUSE_WEIGHTS, Stage.LOAD_TRAINER)
@@ -227,7 +227,7 @@ def _asleep(layout: Layout, stage: PlanStage) -> set[Part]:
         has_cache = has_weights and stage is not Stage.PAUSE_KV
     away = (set() if has_weights else {Part.ROLLOUT_WEIGHTS}) | (set() if has_cache else {Part.KV_CACHE})
     if layout.strategy is not Strategy.RELAUNCH:
-        # The engine keeps its base weights under adapters.
+        # With adapters, the engine keeps its base weights.
         stays = layout.lora_rank is not None and not layout.merges_adapters
         away &= layout.sleeping - ({Part.ROLLOUT_WEIGHTS} if stays else set())
     return away | ({Part.CUDA_GRAPH} if Part.KV_CACHE in away else set())
@@ -244,14 +244,14 @@ def _host(
     """layouts: by GPU."""
     host = {Part.CONTEXTS: layout.overheads.host_process * (layout.num_ranks + layout.num_engine_ranks + 1)}
     if layout.strategy is not Strategy.RESIDENT:
-        # Pinned once, at the first pause, and kept.
+        # Pinned once, at the first pause, then kept.
         ranks = [one.leaving | one.leaves_early for gpu, one in enumerate(layouts) if layout.has_rank(gpu)]
         host |= {part: trainer[part] * sum(part in leaving for leaving in ranks) for part in _COPIED}
     host[Part.OPTIMIZER] = host.get(Part.OPTIMIZER, 0) + host_moments(layout) * layout.num_ranks
     if layout.strategy is Strategy.RELAUNCH and stage is Stage.LOAD_WEIGHTS:
-        # The checkpoint on its way to a disk.
+        # The checkpoint on its way to disk.
         host[Part.EXPORT] = layout.model.num_parameters * layout.engine_bytes
-    # Pinned at the start, and kept.
+    # Pinned at start, then kept.
     host[Part.ACTIVATIONS] = offloaded_bytes(layout) * layout.num_ranks
     if layout.device == "cpu":
         for parts in gpus:
@@ -263,7 +263,7 @@ def _host(
 def _contexts(layout: Layout, index: int, *, has_engine: bool) -> int:
     overheads, total = layout.overheads, 0
     if layout.has_rank(index):
-        # Ranks that share sequences, and are not all ranks, have a communicator beside everybody's.
+        # Ranks that share sequences, if not all ranks do, have an additional communicator.
         is_split = 1 < layout.sequence_parallel < layout.num_ranks
         total += overheads.trainer_context + overheads.nccl * (2 if is_split else 1)
     if layout.has_engine(index) and has_engine:
@@ -272,10 +272,10 @@ def _contexts(layout: Layout, index: int, *, has_engine: bool) -> int:
 
 
 def _taken_at_start(layout: Layout) -> int:
-    """On the fullest of its GPUs when the engine sizes its cache: its context, and the trainer's tags that never leave.
+    """Bytes on its fullest GPU when the engine sizes its cache: its context, and trainer tags that never leave.
 
-    The trainer's context is not there yet: it starts after the engine. What `staying` keeps makes room as well, but for parameters that
-    the engine reads themselves.
+    Excludes the trainer's context, which starts after the engine. Tags in `staying` also make room then, except parameters that the engine
+    reads in place.
     """
     if layout.device == "cpu":
         return 0
@@ -297,5 +297,5 @@ def _is_captured(layout: Layout) -> bool:
 def _growth(before: Mapping[Part, int], after: Mapping[Part, int]) -> Bytes:
     grown = {part: size - before.get(part, 0) for part, size in after.items()}
     if before.keys() & _STEP and not after.keys() & _STEP:
-        grown.pop(Part.TORCH_CACHE, None)  # what it caches was the step's: it is there already
+        grown.pop(Part.TORCH_CACHE, None)  # it caches the step's memory, which is already counted
     return {part: size for part, size in grown.items() if size > 0}

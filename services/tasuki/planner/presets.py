@@ -1,4 +1,4 @@
-"""Node layouts that others have published as starting points, with the shapes of the models they are for."""
+"""Published node layouts as starting points, with the shapes of their models."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class Preset:
     settings: dict[str, Any] = field(default_factory=dict)
 
 
-# Settings after verl's memory documentation: examples/tuning, docs/advance/ppo_lora.rst and its memory-optimization examples, which shard
-# gradients after every micro-batch. GPU counts and models are ours where those name none.
+# Settings from verl's memory documentation: examples/tuning, docs/advance/ppo_lora.rst and its memory-optimization examples, which
+# shard gradients after every micro-batch. GPU counts and models are ours where those give none.
 PRESETS = {
     "constrained": Preset(
         "7B on GPUs of 48 GB: KV ratio 0.3, no CUDA graphs, 4,096 tokens, everything leaves",
@@ -95,7 +95,7 @@ PRESETS = {
 
 
 def find_preset(name: str) -> Preset:
-    """Raises InvalidArgument with the names there are."""
+    """Raises InvalidArgument with the available names."""
     if name not in PRESETS:
-        raise InvalidArgument("preset", f"{name!r} is none; there are {', '.join(PRESETS)}")
+        raise InvalidArgument("preset", f"{name!r} is not a preset; there are {', '.join(PRESETS)}")
     return PRESETS[name]

@@ -1,4 +1,4 @@
-"""What may stay on each GPU while the other service works: of all choices that fit, the one whose leaving costs least."""
+"""Decides what stays on each GPU during the other phase: of all choices that fit, the one whose leaving costs least."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tasuki.planner.layout import RESIDENT, TAGS, Layout, Part, Strategy
 from tasuki.planner.plan import PLAN_STAGES, Sizes, parts_on_gpu, plan_of, sizes_of
 from tasuki.planner.seconds import leaving_seconds
 
-# Of a GPU, for what the prediction of a stage may be too low (docs/benchmarks.md: 4.3 % of the stage at worst).
+# Share of a GPU reserved for errors in the prediction of a stage (docs/benchmarks.md: 4.3 % of the stage at worst).
 _RESERVE = 0.04
 _OF_TRAINER = {
     "weights": Part.TRAINER_WEIGHTS,
@@ -30,10 +30,10 @@ Staying = tuple[frozenset[Part], ...]
 
 
 def decide(layout: Layout, *, export_stays: bool | None, budget_bytes: int | None = None) -> Staying:
-    """What stays on each GPU of a staged layout: the less leaves the better, and the cheapest first.
+    """Decides what stays on each GPU of a staged layout: as much as possible, and the most expensive to move first.
 
-    export_stays: whether what rollout reads must stay, or must leave; None leaves it open. budget_bytes: of a CPU, for the tags of all
-    ranks together; by default all its memory counts.
+    export_stays: whether what rollout reads must stay or must leave; None leaves it open. budget_bytes: on a CPU, for the tags of all ranks
+    together; by default all memory.
     """
     sizes = sizes_of(layout)
     if layout.strategy is not Strategy.STAGED:
@@ -50,7 +50,7 @@ def decide(layout: Layout, *, export_stays: bool | None, budget_bytes: int | Non
 
 
 def given(layout: Layout, config: NodeConfig, residency: ResidencyConfig) -> Staying:
-    """What a configuration says itself."""
+    """What the configuration sets itself."""
     gpus = gpus_of(config)
     staying = [set[Part]() for _ in range(layout.num_gpus)]
     for rank, gpu in enumerate(gpus.trainer):
@@ -61,7 +61,7 @@ def given(layout: Layout, config: NodeConfig, residency: ResidencyConfig) -> Sta
 
 
 def as_config(layout: Layout, config: NodeConfig, *, kv_tokens: int | None) -> ResidencyConfig:
-    """A layout's `staying` as the node's configuration carries it, by rank."""
+    """Converts a layout's `staying` to the node's configuration, by rank."""
     assert layout.staying is not None
     gpus = gpus_of(config)
     trainer = tuple(_names(layout.staying[gpu], _OF_TRAINER) for gpu in gpus.trainer)
@@ -70,7 +70,7 @@ def as_config(layout: Layout, config: NodeConfig, *, kv_tokens: int | None) -> R
 
 
 def stay_and_leave(layout: Layout) -> list[tuple[str, list[Part], list[Part]]]:
-    """Of GPUs that keep the same: their name, such as "GPUs 0, 1", what stays on them and what leaves. Empty where nobody has decided."""
+    """Groups GPUs that keep the same: a name, such as "GPUs 0, 1", what stays and what leaves. Empty if undecided."""
     if layout.staying is None:
         return []
     kinds: dict[tuple[frozenset[Part], frozenset[Part]], list[int]] = {}
@@ -108,7 +108,7 @@ def _on_gpu(layout: Layout, sizes: Sizes, index: int, *, export_stays: bool | No
 
 
 def _on_host(layout: Layout, sizes: Sizes, *, export_stays: bool | None, budget_bytes: int | None) -> frozenset[Part]:
-    """Of all ranks alike: they share one memory."""
+    """Decides for all ranks alike, since they share one memory."""
     present = frozenset(RESIDENT) - {Part.TORCH_CACHE}
 
     def fits(staying: frozenset[Part]) -> bool:
@@ -132,21 +132,21 @@ def _cheapest(
     *,
     export_stays: bool | None,
 ) -> frozenset[Part]:
-    """What stays of `present`; what must stay alone where no choice fits."""
+    """The part of `present` that stays; only what must stay if no choice fits."""
     must_stay = _must_stay(layout, export_stays=export_stays) & present
     choices = sorted(_choices(layout, present, export_stays=export_stays), key=lambda leaving: _seconds(leaving, sizes))
     return next((present - leaving for leaving in choices if fits(present - leaving)), must_stay)
 
 
 def _choices(layout: Layout, present: frozenset[Part], *, export_stays: bool | None) -> Iterator[frozenset[Part]]:
-    """Sets that may leave."""
+    """Sets of parts that may leave."""
     must_stay = _must_stay(layout, export_stays=export_stays)
     published = {Part.TRAINER_WEIGHTS, Part.EXPORT} if layout.exports_parameters else {Part.EXPORT}
     open_parts = sorted(present - must_stay)
     for count in range(len(open_parts) + 1):
         for chosen in combinations(open_parts, count):
             leaving = frozenset(chosen)
-            # Parameters that are read themselves leave with what else is read.
+            # Parameters read in place leave with everything else that is read.
             is_whole = not leaving & published or published & present <= leaving
             if is_whole and (export_stays is not False or published & present <= leaving):
                 yield leaving
@@ -157,7 +157,7 @@ def _must_stay(layout: Layout, *, export_stays: bool | None) -> frozenset[Part]:
     if export_stays:
         staying |= {Part.EXPORT, Part.TRAINER_WEIGHTS} if layout.exports_parameters else {Part.EXPORT}
     if layout.lora_rank is not None and not layout.merges_adapters:
-        staying.add(Part.ROLLOUT_WEIGHTS)  # the engine's base is never sent again
+        staying.add(Part.ROLLOUT_WEIGHTS)  # the engine's base weights are never sent again
     return frozenset(staying)
 
 
@@ -171,7 +171,7 @@ def _present_on(layout: Layout, index: int) -> frozenset[Part]:
 
 
 def _keeping(layout: Layout, staying: frozenset[Part]) -> Layout:
-    """The layout as one of its GPUs sees it that keeps `staying`."""
+    """The layout of a GPU that keeps `staying`."""
     return replace(layout, staying=(staying,) * layout.num_gpus).on_gpu(0)
 
 

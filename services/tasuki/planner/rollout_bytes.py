@@ -1,4 +1,4 @@
-"""Bytes of one engine rank: weights split over TP, and what SGLang's memory fraction leaves for the KV cache."""
+"""Bytes of one engine rank: weights sharded by TP, and the KV cache from SGLang's memory fraction."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from tasuki.models.shape import ROUTER, Shapes
 from tasuki.planner.kv_tokens import CPU_TOKENS
 from tasuki.planner.layout import Layout
 
-# SGLang pads the vocabulary to a multiple of this, for each rank of TP.
+# SGLang pads the vocabulary to a multiple of this, per TP rank.
 _VOCABULARY_STEP = 64
-# SGLang's chunked prefill on a GPU with much memory; rollout/arguments.py has what a CPU gets.
+# SGLang's chunked prefill on a GPU with much memory; rollout/arguments.py sets it on a CPU.
 _PREFILL_TOKENS = 8192
 _CONTEXT_SLACK = 8
 
@@ -26,14 +26,14 @@ class KvPool:
 
 
 def engine_weights(layout: Layout) -> int:
-    """Parameters of one rank in the engine's dtype, with the arena's rounding."""
+    """Parameters of one rank in the engine's dtype, rounded up by the arena."""
     model = layout.model
-    # A key-value head that cannot be split is held by several ranks.
+    # A key-value head that cannot be split is replicated.
     repeats = max(1, layout.tp_size // model.num_kv_heads)
     whole = replace(model, num_kv_heads=model.num_kv_heads * repeats)
     tensors = [numel * layout.engine_bytes for unit in whole.units() for numel in _rank_tensors(unit, layout.tp_size)]
     if model.has_whole_embedding:
-        # Beside the part that is counted above.
+        # In addition to the part counted above.
         tensors.append(model.vocab_size * model.hidden_size * (layout.tp_size - 1) // layout.tp_size * layout.engine_bytes)
     # The rotary tables, in float32.
     tensors.append(model.context_length * model.head_dim * 4)
@@ -47,9 +47,9 @@ def kv_bytes_per_token(layout: Layout) -> int:
 
 
 def kv_pool(layout: Layout, *, taken_bytes: int) -> KvPool:
-    """What SGLang makes at its start: kv_ratio of what is free then, less the weights; not more than kv_tokens.
+    """SGLang's cache at start: kv_ratio of the memory then free, minus the weights; at most kv_tokens.
 
-    taken_bytes: by others and by contexts on the GPU at that time.
+    taken_bytes: used by others and by contexts on the GPU at that time.
     """
     each = kv_bytes_per_token(layout)
     most = layout.kv_tokens
@@ -64,7 +64,7 @@ def kv_pool(layout: Layout, *, taken_bytes: int) -> KvPool:
 
 
 def engine_step(layout: Layout) -> int:
-    """Working memory of a full prefill and of sampling, from what the fraction leaves. Fitted to H200s (docs/plan.md), not counted."""
+    """Working memory of a full prefill and of sampling, outside SGLang's fraction. Fitted to H200s (docs/plan.md)."""
     if layout.device == "cpu":
         return 0
     model = layout.model
@@ -75,7 +75,7 @@ def engine_step(layout: Layout) -> int:
 
 
 def _rank_tensors(unit: Shapes, tp_size: int) -> list[int]:
-    """Elements of the parameters that a rank holds of one unit: SGLang joins q, k and v, and gate and up."""
+    """Elements of a rank's parameters in one unit: SGLang fuses q, k and v, and gate and up."""
     joined: dict[str, int] = {}
     for name, shape in unit.items():
         for part in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"):

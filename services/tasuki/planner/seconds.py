@@ -1,6 +1,6 @@
-"""What it costs that memory leaves a GPU and comes back, and what the stages of a changeover should take. Estimates.
+"""Estimated cost of moving memory off a GPU and back, and expected durations of a changeover's stages.
 
-Rates are those that H200s showed (docs/benchmarks.md); nothing here decides whether something fits.
+Rates were measured on H200s (docs/benchmarks.md). Nothing here decides whether something fits.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from tasuki.memory.stages import Stage
 from tasuki.planner.layout import GB, Layout, Part, Strategy
 from tasuki.planner.plan import Plan, Sizes, sizes_of
 
-# Seconds a byte.
+# Seconds per byte.
 _COPY = 1 / (55 * GB)  # host <-> device, pinned
 _MAKE = 1.8e-3 / GB  # create, scrub and map
 _RELEASE = 1.3e-3 / GB
 _CAST = 1 / (1000 * GB)  # reads a parameter, writes it in the engine's dtype
 _PULL = 1 / (373 * GB)  # over NVLink
 _READ = 1 / (2000 * GB)  # on the same GPU
-# Seconds beside the bytes.
+# Seconds independent of bytes.
 _COMMAND = 3e-3
 _SYNC = 8e-3
 _RENEW = 45e-3  # what left was published under other handles: every engine rank imports them again
@@ -26,7 +26,7 @@ _COPIED = (Part.TRAINER_WEIGHTS, Part.OPTIMIZER)
 
 
 def leaving_seconds(part: Part, num_bytes: int) -> float:
-    """Of a whole round in which `part` leaves and comes back."""
+    """Seconds of a whole round in which `part` leaves and returns."""
     seconds = num_bytes * (_MAKE + _RELEASE)
     if part in _COPIED:
         return seconds + 2 * num_bytes * _COPY
@@ -34,8 +34,8 @@ def leaving_seconds(part: Part, num_bytes: int) -> float:
 
 
 def expected_seconds(planned: Plan) -> dict[str, float]:
-    """Of every stage, each of the GPU that takes longest, without the one-time costs of the first round. Empty on a CPU, and where the GPUs
-    are not shared in stages."""
+    """Seconds of every stage on its slowest GPU, without one-time costs of the first round. Empty on a CPU, and if the GPUs are not
+    shared in stages."""
     layout = planned.layout
     if layout.device == "cpu" or layout.strategy is not Strategy.STAGED:
         return {}
@@ -60,7 +60,7 @@ def _on_gpu(layout: Layout, sizes: Sizes, index: int) -> Mapping[Stage, float]:
     )
     weights = engine.get(Part.ROLLOUT_WEIGHTS, 0) if Part.ROLLOUT_WEIGHTS in layout.sleeping else 0
     cache = sum(engine.get(part, 0) for part in (Part.KV_CACHE, Part.CUDA_GRAPH)) if Part.KV_CACHE in layout.sleeping else 0
-    # Of what a replica reads, its own GPU's trainer rank has one part.
+    # Of what a replica reads, the trainer rank on its own GPU has one part.
     is_local = layout.has_rank(index)
     near = sizes.engine[Part.ROLLOUT_WEIGHTS] * is_local / layout.num_ranks
     far = sizes.engine[Part.ROLLOUT_WEIGHTS] - near
@@ -74,6 +74,6 @@ def _on_gpu(layout: Layout, sizes: Sizes, index: int) -> Mapping[Stage, float]:
         Stage.DRAIN: _COMMAND,
         Stage.PAUSE_KV: _COMMAND + cache * _RELEASE,
         Stage.PAUSE_WEIGHTS: _COMMAND + weights * _RELEASE,
-        # Content comes back behind the stage.
+        # Content is restored after the stage.
         Stage.LOAD_TRAINER: 2 * _COMMAND + sum(left.values()) * _MAKE,
     }

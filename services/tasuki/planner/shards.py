@@ -1,4 +1,4 @@
-"""The parts of a model's parameters that one FSDP2 rank has."""
+"""One FSDP2 rank's parts of a model's parameters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tasuki.planner.layout import Layout
 
 
 def shards(layout: Layout) -> Iterator[tuple[int, ...]]:
-    """Rank 0's part of every parameter, in the order in which they are made. FSDP2 cuts dim 0 and pads every rank's part alike."""
+    """Rank 0's part of every parameter, in order of creation. FSDP2 splits dim 0 and pads all ranks alike."""
     root, *layers = layout.model.units()
     embedding, *others = root.values()
     for shape in chain([embedding], *(layer.values() for layer in layers), others):
@@ -18,7 +18,7 @@ def shards(layout: Layout) -> Iterator[tuple[int, ...]]:
 
 
 def trained_shards(layout: Layout) -> Iterator[tuple[int, ...]]:
-    """Of what has gradients: all of them, or those of adapters."""
+    """Shards with gradients: all of them, or those of adapters."""
     if layout.lora_rank is None:
         yield from shards(layout)
         return
@@ -29,7 +29,7 @@ def trained_shards(layout: Layout) -> Iterator[tuple[int, ...]]:
 
 
 def _linear_layers(layer: Shapes, targets: tuple[str, ...] | None) -> Iterator[tuple[int, int]]:
-    """Rows and columns of what gets an adapter."""
+    """Rows and columns of layers with an adapter."""
     for name, shape in layer.items():
         if targets is not None and not name.endswith(tuple(f".{target}.weight" for target in targets)):
             continue

@@ -1,4 +1,4 @@
-"""How many tokens a micro-batch may have, and what is kept of it for backward, where the configuration leaves them open."""
+"""Chooses tokens per micro-batch, and activation checkpointing, where the configuration leaves them open."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _SURE = 0.95
 
 
 def most_tokens(layout: Layout) -> int:
-    """The most of `layout.micro_batch_tokens`, its half, its quarter, ... for which no stage lacks memory that fewer tokens would save.
+    """The largest of `layout.micro_batch_tokens`, its half, its quarter, ... with which no stage lacks memory that fewer tokens would save.
 
-    Goes down to MIN_TOKENS, or to the longest sequence where one is set and is longer, since a sample above the result is refused.
+    At least MIN_TOKENS, and at least the longest sequence if one is set, since longer samples are refused.
     """
     ladder, least = [layout.micro_batch_tokens], max(MIN_TOKENS, layout.context_length or 0)
     while ladder[-1] // 2 >= least:
@@ -26,14 +26,14 @@ def most_tokens(layout: Layout) -> int:
 
 
 def fastest_checkpointing(layout: Layout) -> Checkpointing:
-    """The first one with which everything fits, else the first with which the least is lacking."""
+    """The first choice with which everything fits, else the first with the smallest shortage."""
     return min(Checkpointing, key=lambda rung: _lacking_bytes(plan(replace(layout, checkpointing=rung))))
 
 
 def with_fastest_checkpointing(layout: Layout) -> Layout:
-    """With fastest_checkpointing, and where layers are computed again, as many kept as there is room for.
+    """Applies fastest_checkpointing and, where layers are recomputed, keeps as many layers as fit.
 
-    A twentieth of the GPU stays free of kept layers: predictions are that good (docs/benchmarks.md).
+    A twentieth of the GPU stays free of kept layers, in line with the accuracy of predictions (docs/benchmarks.md).
     """
     chosen = replace(layout, checkpointing=fastest_checkpointing(layout))
     if chosen.checkpointing in (Checkpointing.NONE, Checkpointing.OFFLOADED) or layout.device == "cpu":
@@ -46,7 +46,7 @@ def with_fastest_checkpointing(layout: Layout) -> Layout:
 
 
 def with_last_layer_kept(layout: Layout) -> Layout:
-    """Keeps all of the last layer, on a GPU, where no stage takes more memory for it: backward computes it again before any other."""
+    """Keeps all of the last layer on a GPU, if no stage needs more memory for it: backward recomputes it before any other."""
     if layout.checkpointing in (Checkpointing.NONE, Checkpointing.OFFLOADED) or layout.device == "cpu" or layout.kept_layers:
         return layout
     kept = replace(layout, kept_layers=1)
@@ -55,7 +55,7 @@ def with_last_layer_kept(layout: Layout) -> Layout:
 
 
 def _lacking_bytes(tried: Plan) -> int:
-    """Over all stages, on a GPU and on the host."""
+    """Missing bytes over all stages, on a GPU and on the host."""
     layout = tried.layout
     gpu_room, host_room = layout.gpu_bytes - layout.overheads.margin, layout.host_bytes - layout.overheads.margin
     of_gpu = 0 if layout.device == "cpu" else sum(max(0, stage.gpu_bytes - gpu_room) for stage in tried.stages)

@@ -1,4 +1,4 @@
-"""Bytes of one FSDP2 rank: what it keeps, and the most that a step takes on top. See trainer/backends/fsdp/."""
+"""Bytes of one FSDP2 rank: its persistent memory, and the peak of a step on top. See trainer/backends/fsdp/."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tasuki.planner.moments import moment_bytes
 from tasuki.planner.shards import shards, trained_shards
 
 Bytes = dict[Part, int]
-# Of what is computed in float32 whatever the parameters' dtype.
+# For what is computed in float32 whatever the parameters' dtype.
 _FLOAT32 = 4
 _ALIGNMENT = 256
 
 
 def trainer_tags(layout: Layout) -> Bytes:
-    """Weights, gradients and optimizer state of rank 0, which no rank exceeds: of the policy and of the critic, if there is one."""
+    """Weights, gradients and optimizer state of rank 0, which has the most: of the policy and, if there is one, the critic."""
     weights, trained = _kept_tensors(layout)
     critic = layout.of_critic()
     if critic is not None:
@@ -35,18 +35,18 @@ def trainer_tags(layout: Layout) -> Bytes:
 
 
 def gradient_bytes(layout: Layout) -> int:
-    """Of rank 0, of all networks that are trained, without what an arena rounds up."""
+    """Gradients of rank 0, of all trained networks, without an arena's rounding."""
     critic = layout.of_critic()
     return sum(size for network in (layout, critic) if network is not None for size in _kept_tensors(network)[1])
 
 
 def host_moments(layout: Layout) -> int:
-    """Host memory of one rank for optimizer state that never leaves it."""
+    """Host memory of one rank for optimizer state that stays there."""
     return sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in _moments(layout)) if layout.optimizer_on_host else 0
 
 
 def _moments(layout: Layout) -> list[int]:
-    """Bytes of every tensor of AdamW's state, of all networks that are trained."""
+    """Sizes of AdamW's state tensors, of all trained networks."""
     critic = layout.of_critic()
     return [
         size
@@ -58,13 +58,13 @@ def _moments(layout: Layout) -> list[int]:
 
 
 def _kept_tensors(layout: Layout) -> tuple[list[int], list[int]]:
-    """Bytes of every shard of a network, and of those that are trained."""
+    """Sizes of a network's shards, and of those that are trained."""
     trained = [math.prod(shape) * layout.param_bytes for shape in trained_shards(layout)]
     if layout.lora_rank is not None:
         return _frozen_shards(layout) + trained, trained
     weights = list(trained)
     if layout.model.is_tied and layout.device == "cuda":
-        # `to_empty` makes a tied tensor once for each of its names; torch keeps the first one's memory in the tag's pool.
+        # `to_empty` allocates a tied tensor once per name; torch keeps the first allocation in the tag's pool.
         weights.append(weights[0])
     return weights, trained
 
@@ -78,7 +78,7 @@ def export_arena(layout: Layout) -> int:
     if layout.sync_bucket_bytes is not None:
         return layout.sync_bucket_bytes
     if layout.exports_parameters:
-        # On a CPU those that are too small for the arena of the weights are copied, into whole chunks all the same.
+        # On a CPU, tensors too small for the arena of the weights are copied, in whole chunks.
         small = [size for size in (math.prod(shape) * layout.engine_bytes for shape in shards(layout)) if size < CPU_MIN_TENSOR]
         num_bytes = sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in small)
         return export_bytes(num_bytes, device=layout.device) if layout.device == "cpu" and num_bytes else 0
@@ -89,13 +89,13 @@ def export_arena(layout: Layout) -> int:
 
 
 def training_peak(layout: Layout) -> Bytes:
-    """Working memory at the moment of a step that needs the most, of the policy or of the critic, beside the tags."""
+    """Peak working memory of a step, of the policy or the critic, in addition to the tags."""
     moments = list(step_moments(layout).values())
     critic = layout.of_critic()
     if critic is None:
         return _fullest(moments)
     if layout.device == "cuda":
-        # Each network has its own streams, whose blocks serve no other: the critic's stay while the policy learns.
+        # Each network has its own streams, whose blocks are not shared: the critic's stay while the policy trains.
         kept = _cached(critic, moment="idle")
         moments = [parts | {Part.TORCH_CACHE: parts[Part.TORCH_CACHE] + kept} for parts in moments]
     return _fullest([*moments, *step_moments(critic).values()])
@@ -106,7 +106,7 @@ def _fullest(moments: list[Bytes]) -> Bytes:
 
 
 def step_moments(layout: Layout) -> dict[str, Bytes]:
-    """Working memory at the moments of ForwardBackward that can be the highest. Fused AdamW takes none."""
+    """Working memory at the possible peaks of ForwardBackward. Fused AdamW needs none."""
     moments = {"loss": _at_loss(layout), "layer": _at_layer(layout), "table": _at_table(layout)}
     if layout.device == "cpu":
         return moments
@@ -114,12 +114,12 @@ def step_moments(layout: Layout) -> dict[str, Bytes]:
 
 
 def _cached(layout: Layout, *, moment: str) -> int:
-    """What torch holds at a moment without using it: blocks of FSDP2's own streams, which serve no other stream.
+    """Memory cached by torch but unused at a peak: blocks of FSDP2's streams, which serve no other stream.
 
-    Of several ranks: the parameters of the largest group as they are sent and as they arrive, the reduced gradients of that group and a
-    layer in float32, and a tile of logits with its gradient, whose blocks parameters have broken up. Of a single one: such gradients,
-    copied, and a block for logits, since its parameters have broken up a free one. Several ranks as torch's allocator showed on H200s
-    (docs/benchmarks.md); a single one has not been measured since gradients are reduced in every micro-batch.
+    With several ranks: the largest group's parameters as sent and as received, the reduced gradients of that group and a layer in
+    float32, and a tile of logits with its gradient, whose blocks parameters have fragmented. With a single one: such gradients, copied,
+    and a block for logits, since its parameters have fragmented a free one. Fitted to torch's allocator on H200s for several ranks
+    (docs/benchmarks.md); not measured for a single one since gradients are reduced in every micro-batch.
     """
     model, ranks = layout.model, layout.num_ranks
     table, layer = _largest_table(model), max(_numel(model.layer(index)) for index in range(model.num_layers))
@@ -134,7 +134,7 @@ def _cached(layout: Layout, *, moment: str) -> int:
 
 
 def offloaded_bytes(layout: Layout) -> int:
-    """Host memory of one rank for activations, of the policy and of the critic: the last layer's input stays on the GPU."""
+    """Host memory of one rank for activations of policy and critic; the last layer's input stays on the GPU."""
     if layout.checkpointing is not Checkpointing.OFFLOADED:
         return 0
     critic = layout.of_critic()
@@ -142,12 +142,12 @@ def offloaded_bytes(layout: Layout) -> int:
 
 
 def _at_loss(layout: Layout) -> Bytes:
-    """The loss: a tile of logits and its gradient, and the whole weight's, while nothing of the activations has gone."""
+    """Peak at the loss: a tile of logits with its gradient, and the whole weight's gradient, with all activations present."""
     model, compute, places, tile = layout.model, layout.compute_bytes, _logit_places(layout), _tile_logits(layout)
     gathered = _gathered(layout, layers=0 if layout.num_ranks == 1 else 1) + _gathered_head(layout)
     if layout.lora_rank is None:
         gathered += model.num_outputs * model.hidden_size * compute
-    # Gradients of the hidden states add up in float32.
+    # Gradients of the hidden states accumulate in float32.
     hidden = _FLOAT32 * places * model.hidden_size
     if layout.device == "cuda":
         logits = (_FLOAT32 + compute) * tile + hidden
@@ -164,24 +164,24 @@ def _at_loss(layout: Layout) -> Bytes:
 
 
 def _at_layer(layout: Layout) -> Bytes:
-    """Backward of the last layer, whose activations are there, with the next one's parameters on their way."""
+    """Peak in backward of the last layer: its activations, and the next layer's parameters in transfer."""
     model, compute = layout.model, layout.compute_bytes
-    # Where the last layers are kept, they have gone when the first one is computed again.
+    # If the last layers are kept, they are gone when the first one is recomputed.
     is_recomputed = layout.checkpointing is not Checkpointing.NONE and not layout.kept_layers
     widest = max(range(model.num_layers), key=lambda index: _numel(model.layer(index)))
     layer = _numel(model.layer(widest))
-    # What a kept layer gave to the next one goes later than what is computed again.
+    # A kept layer's output lives longer than what is recomputed.
     recomputed = _layer_activations(layout, widest) if is_recomputed else _layer_input(layout)
     if is_recomputed and layout.checkpointing is Checkpointing.ATTENTION:
         recomputed -= _attention_output(layout)
-    # In backward of the MLP's product, which has gone itself: its gradient and those of both factors, and that of the hidden states.
+    # In backward of the MLP's product, itself freed: its gradient, those of both factors, and that of the hidden states.
     width = 2 * (model.experts_per_token * model.expert_size if model.is_sparse(widest) else model.intermediate_size)
     flowing = (layout.mlp_tokens * width + layout.rank_tokens * model.hidden_size) * compute
     if layout.has_mlp_tiles:
-        # A tile, computed again.
+        # One tile, recomputed.
         flowing += layout.mlp_tokens * _kept_in_mlp(layout, widest)
     return {
-        # This one, and for several ranks the next one's as it arrives and as it is copied out.
+        # This layer's parameters; with several ranks also the next one's, as received and as copied out.
         Part.LAYERS: _gathered(layout, layers=1 if layout.num_ranks == 1 else 3),
         Part.WHOLE_GRADIENTS: _whole_gradients(layout, layer) + _held_before_layers(layout),
         Part.ACTIVATIONS: _kept(layout) + recomputed + flowing,
@@ -189,7 +189,7 @@ def _at_layer(layout: Layout) -> Bytes:
 
 
 def _at_table(layout: Layout) -> Bytes:
-    """The end of backward: the gradient of the embedding, or of the root that it is tied in, on its way to its owners."""
+    """Peak at the end of backward: the gradient of the embedding, or of the root that it is tied in, in transfer."""
     return {
         Part.LAYERS: _gathered(layout, layers=0),
         Part.WHOLE_GRADIENTS: _whole_gradients(layout, _largest_table(layout.model)),
@@ -197,9 +197,9 @@ def _at_table(layout: Layout) -> Bytes:
 
 
 def _whole_gradients(layout: Layout, numel: int) -> int:
-    """Of a group of FSDP2, in compute dtype, and in float32 as they are sent; a single rank copies them to itself.
+    """Gradients of an FSDP2 group in compute dtype, and in float32 as sent; a single rank copies them to itself.
 
-    Every micro-batch's are reduced before the next group's.
+    Each micro-batch's are reduced before the next group's.
     """
     if layout.lora_rank is not None:
         return 0
@@ -207,7 +207,7 @@ def _whole_gradients(layout: Layout, numel: int) -> int:
 
 
 def _held_before_layers(layout: Layout) -> int:
-    """Of the vocabulary projection, while the last layer's are made: its gradient, in compute dtype where it is tied, or as it is sent."""
+    """Gradient of the LM head while the last layer's are computed: in compute dtype if tied, otherwise as sent."""
     model = layout.model
     if layout.lora_rank is not None:
         return 0
@@ -216,18 +216,18 @@ def _held_before_layers(layout: Layout) -> int:
 
 
 def _largest_table(model: ModelShape) -> int:
-    """Elements of the largest group of FSDP2 beside the layers: the embedding, or the root that it is tied in."""
+    """Elements of the largest FSDP2 group besides the layers: the embedding, or the root that it is tied in."""
     return _numel(model.root()) if model.is_tied else model.vocab_size * model.hidden_size
 
 
 def _gathered_head(layout: Layout) -> int:
-    """The vocabulary projection, whole, in compute dtype, where it is not in the root."""
+    """The whole LM head in compute dtype, unless it is in the root."""
     model = layout.model
     return 0 if model.is_tied else model.num_outputs * model.hidden_size * layout.compute_bytes
 
 
 def _gathered(layout: Layout, *, layers: int) -> int:
-    """The root's parameters and those of so many layers, whole, in compute dtype; at most as many as the model has."""
+    """Parameters of the root and of this many layers, whole, in compute dtype; at most all layers."""
     model = layout.model
     root = _numel(model.root()) if model.is_tied else model.hidden_size
     units = sorted((_numel(model.layer(index)) for index in range(model.num_layers)), reverse=True)
@@ -236,7 +236,7 @@ def _gathered(layout: Layout, *, layers: int) -> int:
 
 
 def _kept(layout: Layout) -> int:
-    """What forward left of all layers."""
+    """What forward saved of all layers."""
     num_layers, checkpointing = layout.model.num_layers, layout.checkpointing
     if checkpointing is Checkpointing.OFFLOADED:
         return min(2, num_layers) * _layer_input(layout) + _routing(layout, num_layers)
@@ -247,7 +247,7 @@ def _kept(layout: Layout) -> int:
 
 
 def _routing(layout: Layout, num_layers: int) -> int:
-    """Of the first layers, the choice of experts."""
+    """The choice of experts of the first layers."""
     return layout.rank_tokens * sum(kept_of_routing(layout.model, index) for index in range(num_layers))
 
 
@@ -274,12 +274,12 @@ def _layer_activations(layout: Layout, index: int) -> int:
 
 
 def _kept_in_mlp(layout: Layout, index: int) -> int:
-    """Of one token."""
+    """Bytes per token."""
     return kept_in_mlp(layout.model, index, compute_bytes=layout.compute_bytes, is_fused=layout.device == "cuda")
 
 
 def _kept_to_share(layout: Layout) -> int:
-    """Of one token, where ranks share sequences: attention's output on its way back to the token's rank, and repeated key heads."""
+    """Bytes per token if ranks share sequences: attention's output on its way back, and repeated key heads."""
     model, num_ranks = layout.model, layout.sequence_parallel
     if num_ranks == 1:
         return 0
@@ -288,7 +288,7 @@ def _kept_to_share(layout: Layout) -> int:
 
 
 def _last_norm(layout: Layout) -> int:
-    """The norm before the logits, and the places that are taken of its result."""
+    """The norm before the logits, and the positions selected from its result."""
     hidden, compute = layout.model.hidden_size, layout.compute_bytes
     places = _logit_places(layout) * hidden * compute
     is_fused = layout.device == "cuda" and not layout.model.has_offset_norms
@@ -301,7 +301,7 @@ def _logit_places(layout: Layout) -> int:
 
 
 def _tile_logits(layout: Layout) -> int:
-    """Logits that are there at a time."""
+    """Logits present at a time."""
     model, places = layout.model, _logit_places(layout)
     return most_logits(places, hidden_size=model.hidden_size, vocab_size=model.num_outputs, device=layout.device)
 

@@ -1,6 +1,6 @@
 """python -m tasuki.rollout --config node.toml [--set a.b=c]...
 
-A spawned engine rank imports this file again: what is heavy is imported by `main`.
+Spawned engine ranks import this file again, so `main` does the heavy imports.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 def main() -> int:
-    """Runs the service until SIGTERM or SIGINT. Returns the exit code: 0 after a stop that was asked for."""
+    """Runs the service until SIGTERM or SIGINT. Returns the exit code: 0 after a requested stop."""
     parser = argparse.ArgumentParser(prog="tasuki.rollout", description="Rollout service of one tasuki node.")
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides")
@@ -52,13 +52,13 @@ def _serve(config: NodeConfig, deadline: StartupDeadline) -> int:
     socket_dir = places.socket_dir(config.state_dir)
     temp_dir = socket_dir / "tmp"
     with StateLock.take(config.state_dir, name="rollout") as lock:
-        shutil.rmtree(temp_dir, ignore_errors=True)  # left by a service that was killed
+        shutil.rmtree(temp_dir, ignore_errors=True)  # left by a killed service
         temp_dir.mkdir(mode=0o700)
-        # Runs when the interpreter exits, after multiprocessing has removed what it keeps there itself (at priority -100).
+        # Runs at interpreter exit, after multiprocessing has removed its own files there (at priority -100).
         Finalize(None, shutil.rmtree, args=(temp_dir, True), exitpriority=-200)
         _set_environment(engine_environment(config, model, temp_dir=temp_dir))
         show_gpus(config)
-        heartbeat = Heartbeat(config.state_dir, "rollout")  # shows that it starts; that of the service beats
+        heartbeat = Heartbeat(config.state_dir, "rollout")  # covers the start; the service has its own
         ranks = RankProcesses()
         try:
             if config.device == "cuda":
@@ -74,7 +74,7 @@ def _serve(config: NodeConfig, deadline: StartupDeadline) -> int:
 
 
 def _set_environment(ours: Mapping[str, str]) -> None:
-    """Of this process and of the engine's, which inherit it."""
+    """Sets the environment of this process and of the engine's processes, which inherit it."""
     dropped = foreign_variables(os.environ)
     for name in dropped:
         del os.environ[name]

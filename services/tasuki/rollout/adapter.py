@@ -1,8 +1,8 @@
-"""SGLang's LoRA as one adapter whose buffers a sync overwrites in place, as it overwrites weights.
+"""SGLang's LoRA with one adapter, whose buffers a sync overwrites in place like weights.
 
-For each module of each layer a rank has a buffer for A [parts * rank, in] and one for B [out, rank]. Parts are the checkpoint's layers that
-SGLang runs as one, in qkv_proj and gate_up_proj; in and out are those of the rank's slice of the module. On a CPU SGLang pads heads and
-intermediate sizes that ranks cannot share evenly: there a slice is smaller than its place, or nothing, and the rest of the place is zeros.
+For each module of each layer a rank has a buffer for A [parts * rank, in] and one for B [out, rank]. Parts are the checkpoint layers
+that SGLang fuses, in qkv_proj and gate_up_proj; in and out are sizes of the rank's slice. On a CPU, SGLang pads heads and
+intermediate sizes that do not divide evenly: a slice may then be smaller than its buffer, or empty, and the rest is zeros.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _HEADS, _KV_HEADS = (
     ("num_attention_heads", "original_num_attention_heads"),
     ("num_key_value_heads", "original_total_num_kv_heads"),
 )
-# What SGLang's configuration counts a layer's split dimension in: as it is, and as the checkpoint has it, where that was noted.
+# Keys in SGLang's configuration for a layer's split dimension: the padded size, and the checkpoint's size if it was recorded.
 _COUNTS = {"q_proj": _HEADS, "k_proj": _KV_HEADS, "v_proj": _KV_HEADS, "o_proj": _HEADS}
 _MLP_COUNTS = ("intermediate_size", "original_intermediate_size")
 
 
 def serve_adapter(manager: LoRAManager, config: LoraConfig, *, tp_rank: int) -> AdapterBuffers:
-    """Gives the adapter its slot for good. It changes nothing until it is received. Raises UnsupportedModel, see AdapterBuffers."""
+    """Loads the adapter into its permanent slot. It has no effect until received. Raises UnsupportedModel, see AdapterBuffers."""
     settings = {
         "peft_type": "LORA",
         "r": config.rank,
@@ -48,13 +48,13 @@ def serve_adapter(manager: LoRAManager, config: LoraConfig, *, tp_rank: int) -> 
 
 
 class AdapterBuffers:
-    """One rank's slice of the adapter, for a copy plan: what an EngineModel has, with buffers in the place of parameters."""
+    """One rank's slice of the adapter, for a copy plan: an EngineModel with buffers in place of parameters."""
 
     def __init__(self, manager: LoRAManager, config: LoraConfig, *, tp_rank: int) -> None:
-        """Raises UnsupportedModel for a layer that is not split as adapters are, or whose buffers SGLang makes in other sizes."""
+        """Raises UnsupportedModel for a layer with an unsupported split, or whose buffers SGLang allocates in other sizes."""
         self._config = config
         self._modules = list(_modules(manager))
-        """Name, module, and the adapter's slot of its A and B; the same tensors at every look, since a plan is for tensors."""
+        """Name, module, and the adapter's slot of its A and B. Always the same tensors, since a plan refers to tensors."""
         self._places: list[_Place] = []
         self._unused: list[torch.Tensor] = []
         for name, module, a, b in self._modules:
@@ -79,22 +79,22 @@ class AdapterBuffers:
             yield f"{name}.lora_B", cast(torch.nn.Parameter, b)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copies the rank's slices of `<layer>.lora_A.weight` and `<layer>.lora_B.weight`; layers without an adapter get zeros.
+        """Copies the rank's slices of `<layer>.lora_A.weight` and `<layer>.lora_B.weight`. Layers without an adapter get zeros.
 
-        Raises BadHandle for a tensor of another shape than the engine's layer has.
+        Raises BadHandle for a tensor whose shape differs from the engine's layer.
         """
         given = dict(weights)
         for buffer in self._unused:
             buffer.zero_()
         for place in self._places:
-            # What nobody gives the plan's coverage will name.
+            # The plan's coverage check names what is missing.
             if (whole := given.get(place.name)) is not None:
                 place.load(whole)
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where the slice from `start` of `dim` of a published tensor of `shape` goes, as far as the tensor reaches."""
+    """Where the slice from `start` of `dim` of a published tensor of `shape` goes, up to the tensor's end."""
 
     name: str
     to: torch.Tensor
@@ -117,7 +117,7 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """A rank's share of one dimension of a layer: `size` from `start` of the `whole`, padding included, at `row` of the rank's own."""
+    """A rank's share of one dimension of a layer: `size` from `start` of the `whole`, with padding, at `row` of the rank's own."""
 
     whole: int
     start: int
@@ -127,14 +127,14 @@ class _Share:
 
 @dataclass(frozen=True, slots=True)
 class _Split:
-    """Of a module: its input, and the outputs of its parts by name."""
+    """Split of a module: its input, and the outputs of its parts by name."""
 
     input: _Share
     outputs: Mapping[str, _Share]
 
 
 def _split_of(name: str, module: Any, config: Any, *, tp_rank: int) -> _Split:
-    """By the kind of the module: ranks share the input of a row-parallel layer and the outputs of a column-parallel one."""
+    """By kind of module: ranks split the input of a row-parallel layer and the outputs of a column-parallel one."""
     layer, kind = module.base_layer, name.rpartition(".")[2]
     if isinstance(module, RowParallelLinearWithLoRA):
         size = layer.input_size_per_partition
@@ -148,7 +148,7 @@ def _split_of(name: str, module: Any, config: Any, *, tp_rank: int) -> _Split:
     row = 0
     for index, part in enumerate(_PARTS.get(kind, (kind,))):
         size = layer.output_partition_sizes[index]
-        # Key-value heads may be fewer than ranks; then several ranks hold the same.
+        # There may be fewer key-value heads than ranks; several ranks then hold the same heads.
         copies = layer.num_kv_head_replicas if part in ("k_proj", "v_proj") else 1
         whole = _unpadded(size * layer.tp_size // copies, config, part)
         outputs[part] = _Share(whole, tp_rank // copies * size, size, row)
@@ -157,7 +157,7 @@ def _split_of(name: str, module: Any, config: Any, *, tp_rank: int) -> _Split:
 
 
 def _unpadded(size: int, config: Any, part: str) -> int:
-    """What the checkpoint has of a dimension of `size` that ranks share."""
+    """The checkpoint's size of a split dimension whose padded size is `size`."""
     counted, original = _COUNTS.get(part, _MLP_COUNTS)
     count = getattr(config, counted)
     return size * getattr(config, original, count) // count
@@ -168,7 +168,7 @@ def _check_fit(name: str, split: _Split, a: torch.Tensor, b: torch.Tensor, *, ra
     made = tuple(a.shape), tuple(b.shape)
     if made != needed:
         raise UnsupportedModel(
-            f"{name}: SGLang makes LoRA buffers of {made} for a layer that needs {needed} at rollout.tp_size = {tp_size}; "
+            f"{name}: SGLang allocates LoRA buffers of {made} for a layer that needs {needed} at rollout.tp_size = {tp_size}; "
             'use another rollout.tp_size, or rollout.lora = "merged"',
             module=name,
             tp_size=tp_size,
@@ -185,7 +185,7 @@ def _modules(manager: LoRAManager) -> Iterator[tuple[str, Any, torch.Tensor, tor
 
 
 class UnpinnedLora(LoRAManager):
-    """SGLang's manager on a CPU, where it would pin memory for a GPU that is not there, which torch refuses."""
+    """SGLang's manager on a CPU, without pinned memory, which torch refuses without a GPU."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         with _Unpinned():
@@ -197,7 +197,7 @@ class UnpinnedLora(LoRAManager):
 
 
 class _Unpinned(TorchFunctionMode):
-    """Makes tensors as they are made without pinning."""
+    """Creates tensors without pinning."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.pin_memory:

@@ -1,4 +1,4 @@
-"""From the node's configuration to SGLang's arguments."""
+"""Converts the node's configuration to SGLang's arguments."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from tasuki.rollout.model import ModelFacts
 from tasuki.rollout.rank_commands import COMMAND_LOADER
 from tasuki.wire.errors import InvalidArgument
 
-# SGLang 0.5.15 takes prompts of at most context_length - 7 tokens and ends completions at context_length - 2. We ask for this much more
-# and let it be used by nobody, so that a prompt plus max_new_tokens of exactly our context_length works.
+# SGLang 0.5.15 accepts prompts of at most context_length - 7 tokens and ends completions at context_length - 2. Asking for this much
+# more makes a prompt plus max_new_tokens of exactly our context_length work.
 _CONTEXT_SLACK = 8
-# On a CPU SGLang would take thousands of request slots.
+# On a CPU SGLang would allocate thousands of request slots.
 _CPU_RUNNING_REQUESTS = 256
 _PLANNED_FRACTION = 0.97
 
 ADAPTER_ID = "policy"
-"""What requests name when the engine serves an adapter."""
+"""Adapter name in requests, if the engine serves an adapter."""
 
 
 def engine_arguments(config: NodeConfig, model: ModelFacts) -> dict[str, Any]:
@@ -40,14 +40,14 @@ def engine_arguments(config: NodeConfig, model: ModelFacts) -> dict[str, Any]:
         "disable_radix_cache": not rollout.radix_cache,
         # Token ids in, token ids out.
         "skip_tokenizer_init": True,
-        # SGLang would take those of config.json and generation_config.json alone.
+        # SGLang would use only those of config.json and generation_config.json.
         "json_model_override_args": json.dumps({"eos_token_id": model.stop_token_ids} if model.stop_token_ids else {}),
         "custom_weight_loader": [COMMAND_LOADER],
-        # The saver is ours, see memory_saver.py.
+        # Replaced by ours, see memory_saver.py.
         "enable_memory_saver": True,
-        # SGLang captures prefill only in a way that it refuses beside a memory saver.
+        # SGLang refuses to capture prefill together with a memory saver.
         "disable_prefill_cuda_graph": True,
-        # An idle scheduler would otherwise turn in a loop and take a whole core.
+        # An idle scheduler would otherwise busy-wait on a whole core.
         "sleep_on_idle": True,
         "grammar_backend": "none",
         "log_level": "warning",
@@ -58,7 +58,7 @@ def engine_arguments(config: NodeConfig, model: ModelFacts) -> dict[str, Any]:
     if config.served_adapter is not None:
         arguments |= _adapter_arguments(config.served_adapter)
     else:
-        # Nothing is served before weights have been received: to read others from disk would only take time.
+        # Weights are received before anything is served, so loading them from disk would waste time.
         arguments["load_format"] = "dummy"
     if config.device == "cpu":
         arguments |= _cpu_arguments(rollout)
@@ -66,19 +66,19 @@ def engine_arguments(config: NodeConfig, model: ModelFacts) -> dict[str, Any]:
 
 
 def _further(engine: Mapping[str, Any], *, ours: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What the configuration gives by SGLang's names. Raises InvalidArgument for one that is set for the device."""
+    """Arguments configured by SGLang's names. Raises InvalidArgument for one that the device fixes."""
     check_argument_names(engine)
     for name in engine:
         if name in ours:
-            raise InvalidArgument(f"rollout.engine.{name}", f"is set to {ours[name]!r} on this device; leave it out")
+            raise InvalidArgument(f"rollout.engine.{name}", f"is set to {ours[name]!r} on this device; remove it")
     return engine
 
 
 def _kv_cache(config: NodeConfig, model: ModelFacts) -> tuple[int | None, float]:
-    """Tokens of the KV cache, and SGLang's share of the memory that it finds free, which bounds them.
+    """Tokens of the KV cache, and SGLang's share of free memory, which bounds them.
 
-    Where the planner has counted the tokens, the share is no bound: an engine that is restarted beside what stays of the trainer finds
-    less memory, and takes the same tokens.
+    If the planner has set the tokens, the share does not bound them: an engine that restarts beside resident trainer state finds less
+    memory, but takes the same tokens.
     """
     planned = None if config.residency is None else config.residency.kv_tokens
     if planned is not None:
@@ -87,7 +87,7 @@ def _kv_cache(config: NodeConfig, model: ModelFacts) -> tuple[int | None, float]
 
 
 def _chosen(rollout: RolloutConfig) -> dict[str, Any]:
-    """What SGLang would choose by itself, where the configuration says it."""
+    """Configured values of settings that SGLang would otherwise choose."""
     given = {
         "max_running_requests": rollout.max_running_requests,
         "attention_backend": rollout.attention_backend,
@@ -101,7 +101,7 @@ def _adapter_arguments(adapter: LoraConfig) -> dict[str, Any]:
         "enable_lora": True,
         "max_lora_rank": adapter.rank,
         "lora_target_modules": list(adapter.target_modules),
-        # The adapter's slot and that of requests without any, so that neither ever takes the other's.
+        # Two slots, the adapter's and the one of requests without an adapter, so that neither evicts the other.
         "max_loras_per_batch": 2,
     }
 
@@ -113,6 +113,6 @@ def _cpu_arguments(rollout: RolloutConfig) -> dict[str, Any]:
         "sampling_backend": "pytorch",
         "lora_backend": "torch_native",
         "disable_cuda_graph": True,
-        # There is no second processor to overlap with, and it computes a token more for each sequence than is used.
+        # A CPU has no second processor to overlap with, and overlapping computes an unused extra token per sequence.
         "disable_overlap_schedule": True,
     }

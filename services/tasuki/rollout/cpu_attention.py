@@ -1,4 +1,4 @@
-"""Attention of an engine on a CPU: many sequences in one call of torch's kernel. SGLang's own `torch_native` makes a call for each."""
+"""Attention of an engine on a CPU: batches many sequences into one torch call. SGLang's `torch_native` makes one call per sequence."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-# Of keys gathered, and of query-key pairs, in one call: 4 M elements are 16 MiB in float32.
+# Limits on gathered keys and query-key pairs per call: 4 M elements are 16 MiB in float32.
 _MAX_ELEMENTS = 2**22
 
 
 class BatchedAttention(TorchNativeAttnBackend):
-    """SGLang's backend with its two loops over sequences replaced. What they do not cover (encoders, sliding windows) it does itself."""
+    """SGLang's backend with batched sequences. Falls back to SGLang's loops for unsupported cases (encoders, sliding windows)."""
 
     def _run_sdpa_forward_decode(  # pyright: ignore[reportIncompatibleMethodOverride]  options come by name
         self,
@@ -29,13 +29,13 @@ class BatchedAttention(TorchNativeAttnBackend):
         encoder_lens: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
-        """query, output: [sequences, heads, head_size]; caches: [tokens, kv_heads, head_size]; one query at the end of each sequence."""
+        """query, output: [sequences, heads, head_size]; caches: [tokens, kv_heads, head_size]; one query at each sequence's end."""
         if encoder_lens is not None or options.get("sliding_window_size") is not None:
             return super()._run_sdpa_forward_decode(
                 query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens, **options
             )
         kv_heads, head_size = k_cache.shape[1:]
-        # The query heads that share a kv head are queries of that head: no head has to be repeated.
+        # Query heads that share a kv head become queries of that head, so no head is repeated.
         query_BHGD = query.view(query.shape[0], kv_heads, -1, head_size)
         for rows, kv_len in _groups(seq_lens.tolist(), elements_per_token=kv_heads * head_size):
             slots_BS, is_used_BS = _slots(req_to_token, req_pool_indices[rows], seq_lens[rows], kv_len)
@@ -84,7 +84,7 @@ class BatchedAttention(TorchNativeAttnBackend):
             new_lens, prefix_lens = extend_seq_lens[rows, None], extend_prefix_lens[rows, None]
             offsets_Q = torch.arange(int(new_lens.max()))
             is_new_BQ = offsets_Q < new_lens
-            # Beyond a sequence's new tokens: its first one again, whose result is not used.
+            # Padding beyond a sequence's new tokens repeats its first; the result is discarded.
             query_rows_BQ = torch.where(is_new_BQ, first_rows[rows, None] + offsets_Q, first_rows[rows, None])
             slots_BS, _ = _slots(req_to_token, req_pool_indices[rows], seq_lens[rows], kv_len)
             is_past_BQS = torch.arange(kv_len) <= (prefix_lens + offsets_Q)[:, :, None]
@@ -101,7 +101,7 @@ class BatchedAttention(TorchNativeAttnBackend):
 
 
 def _groups(lengths: Sequence[int], *, elements_per_token: int) -> Iterator[tuple[Tensor, int]]:
-    """Rows of sequences of similar length that are padded and computed together, and the longest of each group."""
+    """Groups of sequences of similar length, padded and computed together, with the longest length of each group."""
     order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
     while order:
         longest = lengths[order[0]]
@@ -111,7 +111,7 @@ def _groups(lengths: Sequence[int], *, elements_per_token: int) -> Iterator[tupl
 
 
 def _slots(req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, kv_len: int) -> tuple[Tensor, Tensor]:
-    """Cache slots [sequences, kv_len] and which of them belong to a sequence; the others repeat its first, never a foreign one."""
+    """Cache slots [sequences, kv_len], and a mask of the real ones; padding repeats a sequence's own first slot."""
     slots = req_to_token[req_pool_indices, :kv_len]
     is_used = torch.arange(kv_len) < seq_lens[:, None]
     return torch.where(is_used, slots, slots[:, :1]), is_used

@@ -1,4 +1,4 @@
-"""What the service's messages have in common: stages, tags, deadlines, as they are on the wire and inside."""
+"""Decoding common to the service's messages: stages, tags, deadlines."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from tasuki.rpc.usage import TAGS
 from tasuki.v1 import types_pb2
 from tasuki.wire.errors import InvalidArgument
 
-# Tags that stages name; captured graphs' memory goes with the cache.
+# Tags that stages may name; memory of captured graphs follows the cache.
 _NAMED = (types_pb2.MEMORY_TAG_WEIGHTS, types_pb2.MEMORY_TAG_KV_CACHE)
-# rpc/ refuses a mutating call without a deadline.
+# rpc/ has already refused mutating calls without a deadline.
 _NO_DEADLINE_S = 600.0
 
 
 def remaining_s(context: grpc.aio.ServicerContext) -> float:
-    """Until the call's deadline."""
+    """Seconds until the call's deadline."""
     remaining = context.time_remaining()
     return _NO_DEADLINE_S if remaining is None else remaining
 
 
 def decode_stage(value: types_pb2.Stage.ValueType, rpc: Rpc) -> Stage:
-    """Raises InvalidArgument naming what the call takes."""
+    """Raises InvalidArgument naming the stages that the call accepts."""
     stage, allowed = stage_from_proto(value), stages_of(Service.ROLLOUT, rpc)
     if stage is None or stage not in allowed:
         raise InvalidArgument("stage", f"this call takes {' or '.join(allowed)}, not {stage or value}")
@@ -34,7 +34,7 @@ def decode_stage(value: types_pb2.Stage.ValueType, rpc: Rpc) -> Stage:
 
 
 def decode_tags(values: Sequence[types_pb2.MemoryTag.ValueType]) -> list[MemoryTag]:
-    """Raises InvalidArgument naming the tag that rollout does not have."""
+    """Raises InvalidArgument naming a tag that rollout does not have."""
     for index, value in enumerate(values):
         if value not in _NAMED:
             raise InvalidArgument(f"tags[{index}]", f"rollout has {', '.join(TAGS[tag] for tag in _NAMED)}, not tag {value}")

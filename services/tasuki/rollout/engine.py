@@ -1,4 +1,4 @@
-"""SGLang's Engine, embedded: started and stopped with the service, driven from its event loop."""
+"""The embedded SGLang Engine, started and stopped with the service and driven from its event loop."""
 
 from __future__ import annotations
 
@@ -37,48 +37,48 @@ _NOT_BEGUN = Completion((), (), CUT)
 
 
 class RolloutEngine:
-    """All replicas of the engine and their rank processes. Create with `start_engine`, in the main thread, inside the running loop."""
+    """All replicas of the engine and their rank processes. Create it with `start_engine`, in the main thread, in the running loop."""
 
     def __init__(
         self, engine: _EmbeddedEngine, reports: Sequence[RankReport], model: ModelFacts, *, on_death: Callable[[], None]
     ) -> None:
-        """reports: of all ranks, the first replica's first."""
+        """reports: of all ranks, ordered by replica."""
         self.model = model
         self.reports = reports
         self.num_replicas = len(engine.launches)
         self.num_finished = 0
         self.num_cut = 0
         self.on_given: Callable[[int], None] = _ignore_given
-        """Called with the KV tokens that requests may take, when the ranks have got them."""
+        """Called with the KV tokens that submitted requests may take."""
         self._engine = engine
         self._requests: Any = engine.tokenizer_manager
-        # Installs SGLang's handlers for SIGTERM and SIGQUIT, both of which would end this process at once. The service's own take
-        # their places: SIGQUIT here, which SGLang sends when a rank has died, and SIGTERM when the server runs.
+        # Installs SGLang's handlers for SIGTERM and SIGQUIT, which would end this process at once, then replaces them with the service's:
+        # SIGQUIT, which SGLang sends when a rank dies, here; SIGTERM when the server runs.
         self._requests.auto_create_handle_loop()
         self._requests.tokenizer = StopTokens.of(self._requests.model_config.hf_eos_token_id)
         asyncio.get_running_loop().add_signal_handler(signal.SIGQUIT, on_death)
         self._sockets = ReplicaSockets(self._requests, [ports for _, ports in engine.launches])
-        # As many wait in the schedulers' queues as run, so that these never wait for the event loop.
+        # Queue as many requests in the schedulers as can run, so that these never wait for the event loop.
         self._most_requests = AT_ONCE + 2 * sum(report["max_running_requests"] for report in reports[:: self.tp_size])
         self._intake = Intake(self._submit, room=self._room)
 
     @property
     def num_running(self) -> int:
-        """Requests that are to be handed over, and that the engine has and has not answered or confirmed as aborted."""
+        """Requests not yet submitted, plus those in the engine that are unanswered or not yet confirmed as aborted."""
         return len(self._requests.rid_to_state) + self.num_waiting
 
     @property
     def num_waiting(self) -> int:
-        """Requests that are to be handed over."""
+        """Requests not yet submitted."""
         return self._intake.num_waiting
 
     async def generate(
         self, requests: Iterator[EngineRequest], *, num_requests: int, prefix: str
     ) -> AsyncGenerator[list[tuple[int, Completion]], None]:
-        """Has the engine carry all requests out; gives index and completion of those that have ended, as they end.
+        """Runs all requests in the engine; yields index and completion of each as it ends.
 
-        prefix: of the ids of these requests, and of no other's. Every request counts as running before the first suspension. Closing the
-        generator takes what still runs out of the engine.
+        prefix: common to the ids of these requests and no others. All requests count as running before the first suspension. Closing the
+        generator aborts those still running.
         """
         call = Call(requests, num_requests=num_requests, prefix=prefix)
         self._intake.enter(call)
@@ -88,11 +88,11 @@ class RolloutEngine:
         finally:
             self._intake.leave(call)
             if call.num_in_engine:
-                # One message: for each of them a scheduler would look through its whole queue.
+                # One message, because for each a scheduler searches its whole queue.
                 self._requests._dispatch_to_scheduler(AbortReq(rid=prefix))
 
     def _submit(self, call: Call) -> None:
-        """Hands the next part of a call to the ranks, in one message a replica. Raises InternalError."""
+        """Submits the next part of a call to the ranks, in one message per replica. Raises InternalError."""
         first, requests = call.take()
         manager = self._requests
         manager.auto_create_handle_loop()
@@ -110,7 +110,7 @@ class RolloutEngine:
         states = [manager.rid_to_state[request.id] for request in requests]
         try:
             for index, state in enumerate(states, start=first):
-                # In the place of an event: a task that waits for each request would cost more than the tokens of a small model.
+                # Replaces an event: waking a task for each request would cost more than a small model's tokens.
                 state.event = _EndSignal(self, call, index, state)
             self._send(
                 states,
@@ -122,10 +122,10 @@ class RolloutEngine:
             self.on_given(sum(self._most_tokens(request) for request in requests))
         except Exception as error:
             manager._discard_pending_req_states(batch)
-            raise InternalError(f"SGLang refused requests that we had checked: {error}") from error
+            raise InternalError(f"SGLang refused requests that had passed our checks: {error}") from error
 
     def _send(self, states: Sequence[Any], tokenized: Sequence[Any]) -> None:
-        """Each request to one of the replicas."""
+        """Sends each request to one of the replicas."""
         running = Counter(state.event.replica for state in self._requests.rid_to_state.values())
         for replica, share in enumerate(shares([running[index] for index in range(self.num_replicas)], len(tokenized))):
             for index in share:
@@ -135,29 +135,29 @@ class RolloutEngine:
                     self._requests._send_batch_request(tokenized[share.start : share.stop])
 
     def _most_tokens(self, request: EngineRequest) -> int:
-        """Of the KV cache that a request may take."""
+        """KV cache tokens that a request may take."""
         new_tokens = cast(int, request.sampling["max_new_tokens"])
         return len(request.token_ids) + new_tokens + SPARE_PAGES * self.reports[0]["page_size"]
 
     def cut_all(self) -> None:
-        """Ends every request with what it has so far."""
+        """Ends every request with the tokens it has so far."""
         self.num_cut += self._intake.cut()
         self._requests.abort_request(abort_all=True)
 
     def ended(self, answer: Answer) -> None:
-        """One request has left the engine."""
+        """Handles a request that has left the engine."""
         is_cut = answer["meta_info"]["finish_reason"]["type"] == CUT
         self.num_cut += is_cut
         self.num_finished += not is_cut
         self._intake.notice_room()
 
     def _room(self) -> int:
-        """Requests that keep the engine busy, and more would only make its queue longer."""
+        """Number of further requests that keep the engine busy without only lengthening its queue."""
         return self._most_requests - len(self._requests.rid_to_state)
 
     @property
     def num_ranks(self) -> int:
-        """Of all replicas."""
+        """Ranks of all replicas."""
         return len(self.reports)
 
     @property
@@ -166,16 +166,16 @@ class RolloutEngine:
 
     @property
     def num_kv_tokens(self) -> int:
-        """That the KV caches of all replicas have room for."""
+        """Capacity of the KV caches of all replicas, in tokens."""
         return sum(report["max_total_num_tokens"] for report in self.reports[:: self.tp_size])
 
     async def run_on_ranks(self, command: bytes) -> None:
-        """Runs `rank_commands.run_command` with `command` in every rank, between two batches, and returns when all are done."""
+        """Runs `rank_commands.run_command` in every rank, between two batches. Returns when all are done."""
         payload = cast(bytes, MultiprocessingSerializer.serialize(command_tensors(command)))
         request = UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=[payload] * self.tp_size,
             load_format=COMMAND_LOADER,
-            # It would need an idle engine, and a pause has flushed already.
+            # Flushing would need an idle engine, and a pause has already flushed.
             flush_cache=False,
         )
         success, message = await self._requests.update_weights_from_tensor(request)
@@ -183,17 +183,17 @@ class RolloutEngine:
             raise InternalError(f"SGLang did not run a command: {message}")
 
     def stop(self) -> None:
-        """Ends the rank processes and returns when they are gone."""
+        """Ends the rank processes and waits until they are gone."""
         asyncio.get_running_loop().remove_signal_handler(signal.SIGQUIT)
         self._intake.close()
         self._engine.shutdown()
 
 
 def start_engine(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, *, on_death: Callable[[], None]) -> RolloutEngine:
-    """Has the ranks load the model and waits for them; blocks the event loop meanwhile. The ranks stay the caller's to kill.
+    """Loads the model on the ranks; blocks the event loop meanwhile. The caller remains responsible for killing the ranks.
 
-    on_death: called in the loop when a rank process has died.
-    Raises InternalError, or InvalidArgument when the KV cache turns out too small.
+    on_death: called in the loop when a rank process dies.
+    Raises InternalError, or InvalidArgument if the KV cache turns out too small.
     """
     started = time.monotonic()
     _EmbeddedEngine.ranks, _EmbeddedEngine.gpus = ranks, gpus_of(config).rollout
@@ -217,12 +217,12 @@ def start_engine(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, *,
 
 
 class _EndSignal:
-    """What SGLang sets, as it would an event, when there is news of a request."""
+    """Replaces the event that SGLang sets when a request has news."""
 
     def __init__(self, engine: RolloutEngine, call: Call, index: int, state: Any) -> None:
         self._engine, self._call, self._index, self._state = engine, call, index, state
         self.replica: int | None = None
-        """That has the request; None before it is sent."""
+        """The replica that has the request; None before it is sent."""
 
     def set(self) -> None:
         if self._state.finished:
@@ -232,7 +232,7 @@ class _EndSignal:
 
 
 def _completion(answer: Answer) -> Completion:
-    """Raises InternalError when SGLang says that it could not carry the request out."""
+    """Raises InternalError if SGLang reports that the request failed."""
     meta = answer["meta_info"]
     reason = meta["finish_reason"]
     if reason.get("status_code") is not None:
@@ -242,23 +242,23 @@ def _completion(answer: Answer) -> Completion:
 
 
 class _EmbeddedEngine(Engine):
-    """Engine over rank processes that are there already, and without a detokenizer, since no text is made."""
+    """Engine over existing rank processes, without a detokenizer, since no text is produced."""
 
     ranks: RankProcesses
     gpus: tuple[int, ...]
     launches: Sequence[Launch]
-    """Of every replica."""
+    """Sockets of every replica."""
 
     @classmethod
     def _launch_scheduler_processes(
         cls, server_args: ServerArgs, port_args: PortArgs, run_scheduler_process_func: Callable[..., None]
     ) -> tuple[SchedulerInitResult, list[SpawnProcess | ForkProcess]]:
-        # A rank that cannot start says so through its pipe; SGLang's handler of this signal would kill us before we read it.
+        # A rank that cannot start reports that through its pipe. SGLang's handler of this signal would kill us before we read it.
         signal.signal(signal.SIGQUIT, _ignore)
         tp_size = server_args.tp_size
         cls.launches = launches_of(server_args, port_args, num_replicas=len(cls.gpus) // tp_size)
-        # Device, then the ranks in SGLang's five kinds of parallelism, of which we use the first, and none in its data parallelism: that
-        # cannot update weights from tensors, which is how commands come.
+        # Device, then ranks in SGLang's five kinds of parallelism. We use only the first; its data parallelism cannot update weights from
+        # tensors, which is how commands are sent.
         cls.ranks.launch(
             [(*cls.launches[rank // tp_size], gpu, rank % tp_size, 0, 0, 0, 0, None) for rank, gpu in enumerate(cls.gpus)]
         )
@@ -268,7 +268,7 @@ class _EmbeddedEngine(Engine):
         return result, cls.ranks.processes
 
     def shutdown(self) -> None:
-        """Ends the ranks. SGLang's own also kills multiprocessing's resource tracker, whose semaphores then stay in /dev/shm."""
+        """Ends the ranks. SGLang's version also kills multiprocessing's resource tracker, leaving its semaphores in /dev/shm."""
         watchdog = None if self.tokenizer_manager is None else self.tokenizer_manager._subprocess_watchdog
         if watchdog is not None:
             watchdog.stop()

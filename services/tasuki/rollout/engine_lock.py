@@ -1,4 +1,4 @@
-"""The lock on a rank's model, which its scheduler and the front's commands take in turn."""
+"""Lock on a rank's model, shared by its scheduler and the front's commands."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from threading import Lock
 
 
 class EngineLock:
-    """Held by the scheduler, except while it waits for requests; then by a command from the front.
+    """Held by the scheduler, except while it waits for requests; then available to a command from the front.
 
-    Fair: a waiting thread comes next, although a busy scheduler releases the lock for microseconds at a time.
+    Fair: a waiting thread gets it next, although a busy scheduler releases it for only microseconds.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class EngineLock:
 
     @contextmanager
     def released(self) -> Iterator[None]:
-        """For the holder; acquires the lock again at the end."""
+        """Releases the lock for the block; called by its holder."""
         self.release()
         try:
             yield

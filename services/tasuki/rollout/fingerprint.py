@@ -1,4 +1,4 @@
-"""Has any parameter of a model been moved, reshaped or replaced?"""
+"""Detects whether a model's parameters have moved, changed shape or been replaced."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from tasuki.rollout.record import EngineModel
 
 
 class Fingerprint:
-    """Where a model's parameters were when this was made. Asked at every sync, so no name is looked up and no view made.
+    """Locations of a model's parameters. Cheap enough for every sync: it looks up no names and creates no views.
 
-    Holds the memory that the parameters had: whoever writes there meets nobody else's, even if they have moved meanwhile.
+    Keeps the parameters' memory alive, so that writing there is safe even if the parameters have moved.
     """
 
     def __init__(self, model: EngineModel) -> None:
         self._model = model
         self._modules = list(model.modules()) if isinstance(model, torch.nn.Module) else []
         self._children = self._children_now()
-        # Held, so that a new one cannot come to an old one's identity.
+        # Held so that no new object can get the identity of an old one.
         self._parameters = self._parameters_now()
         self._places = _places(self._parameters)
         self._memory = [parameter.data for parameter in self._parameters]
         self._addresses = _addresses(self._memory)
 
     def is_memory_held(self) -> bool:
-        """Whether it still is where it was; no more than that, but soon told. A storage can be resized whoever holds it."""
+        """Whether the memory is still in place. A fast check only; a storage can be resized even while held."""
         return _addresses(self._memory) == self._addresses
 
     def is_current(self) -> bool:
-        """Whether a plan made then still fits: the same modules with the same parameters, at the same addresses."""
+        """Whether an existing plan still applies: the same modules with the same parameters at the same addresses."""
         children, parameters = self._children_now(), self._parameters_now()
         return (
             _are_same(children, self._children)

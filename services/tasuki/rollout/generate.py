@@ -1,4 +1,4 @@
-"""Generation requests: what is accepted, and how the samples of one call run side by side."""
+"""Generation requests: their validation, and the concurrent samples of one call."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tasuki.wire.errors import InvalidArgument
 
 _MAX_SAMPLES = 65_536
 _MAX_REQUEST_ID = 128
-# SGLang's own, when the request does not say.
+# SGLang's default.
 _DEFAULT_MAX_NEW_TOKENS = 128
-# SGLang's own.
+# SGLang's default.
 _GREEDY_BELOW = 1e-6
 _NEUTRAL = {
     "top_p": 1,
@@ -27,17 +27,17 @@ _NEUTRAL = {
     "repetition_penalty": 1,
 }
 CUT = "abort"
-"""SGLang's word for a completion that was cut."""
+"""SGLang's finish reason for an aborted completion."""
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One finished or cut completion. log_probs: natural, one for each token."""
+    """A finished or cut completion. log_probs: natural, one per token."""
 
     token_ids: Sequence[int]
     log_probs: Sequence[float]
     reason: str
-    """SGLang's: "stop", "length" or "abort"."""
+    """SGLang's finish reason: "stop", "length" or "abort"."""
 
     @property
     def is_cut(self) -> bool:
@@ -46,7 +46,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """One sample to be made. id: unique in the engine, and no prefix of another, since SGLang aborts by prefix."""
+    """One sample to generate. id: unique in the engine, and no prefix of another, since SGLang aborts by prefix."""
 
     id: str
     token_ids: Sequence[int]
@@ -55,41 +55,41 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One call: every prompt `num_samples` times. `sampling` holds what the caller set, by SGLang's names."""
+    """One call: `num_samples` of every prompt. `sampling` holds what the caller set, by SGLang's names."""
 
     prompts: Sequence[Sequence[int]]
     num_samples: int
     sampling: Mapping[str, object]
     request_id: str = ""
-    """Under which the caller may repeat the call."""
+    """Id under which the caller may repeat the call."""
     first_prompt: int = 0
-    """Place of prompts[0] among all prompts of the caller."""
+    """Position of prompts[0] among all of the caller's prompts."""
 
     def question(self) -> str:
-        """Equal for calls that ask for the same, apart from their ids."""
+        """Digest that is equal for calls with the same content, whatever their ids."""
         lengths = [len(token_ids) for token_ids in self.prompts]
         asked = hashlib.sha256(repr((lengths, self.num_samples, self.sampling, self.first_prompt)).encode())
         for token_ids in self.prompts:
-            asked.update(array("q", token_ids))  # there may be millions
+            asked.update(array("q", token_ids))  # there may be millions of tokens
         return asked.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One completion of one prompt, with the version of the weights that made it."""
+    """One completion of one prompt, with the version of the weights that generated it."""
 
     prompt_index: int
     sample_index: int
     completion: Completion
     policy_version: int
     temperature: float
-    """That the log-probs are under."""
+    """Temperature behind the log-probs."""
     has_exact_log_probs: bool
     """Whether every token was drawn from the distribution of its log-prob."""
 
 
 def check_request(request: GenerationRequest, model: ModelFacts) -> None:
-    """Raises InvalidArgument naming the first field that is wrong."""
+    """Raises InvalidArgument naming the first invalid field."""
     if not request.prompts:
         raise InvalidArgument("prompts", "give at least one")
     if request.num_samples < 1:
@@ -160,43 +160,45 @@ def _check_combinations(sampling: Mapping[str, object], model: ModelFacts) -> No
     if least > most:
         raise InvalidArgument("sampling_params.min_new_tokens", f"{least} is more than max_new_tokens, {most}")
     if least and not model.stop_token_ids:
-        raise InvalidArgument("sampling_params.min_new_tokens", "the model names no end-of-sequence token to hold back")
+        raise InvalidArgument("sampling_params.min_new_tokens", "the model has no end-of-sequence token to suppress")
     if model.is_seeded and sampling.get("min_p"):
-        raise InvalidArgument("sampling_params.min_p", "SGLang cannot combine it with seeds, by which this engine samples")
+        raise InvalidArgument(
+            "sampling_params.min_p", "SGLang cannot combine it with the per-sample seeds that this engine uses"
+        )
     if not model.is_seeded and "sampling_seed" in sampling:
-        raise InvalidArgument("sampling_params.sampling_seed", "this engine does not sample by seeds")
+        raise InvalidArgument("sampling_params.sampling_seed", "this engine does not support seeds")
 
 
 def is_greedy(sampling: Mapping[str, object]) -> bool:
-    """Whether only the likeliest token can be drawn."""
+    """Whether only the most likely token can be sampled."""
     temperature = sampling.get("temperature", 1.0)
     assert isinstance(temperature, (int, float))
     return temperature < _GREEDY_BELOW or sampling.get("top_k") == 1
 
 
 def log_prob_temperature(sampling: Mapping[str, object]) -> float:
-    """Temperature of the distribution that log-probs are reported under."""
+    """Temperature of the distribution behind the reported log-probs."""
     temperature = 1.0 if is_greedy(sampling) else sampling.get("temperature", 1.0)
     assert isinstance(temperature, (int, float))
     return temperature
 
 
 def has_exact_log_probs(sampling: Mapping[str, object]) -> bool:
-    """Whether tokens are drawn from softmax(logits / temperature), of which log-probs are reported, and from nothing else.
+    """Whether tokens are sampled exactly from softmax(logits / temperature), the distribution of the log-probs.
 
-    Penalties and min_new_tokens change the logits, so that a trainer's log-probs are others; top_p, top_k and min_p leave tokens out
-    that the reported distribution has.
+    Penalties and min_new_tokens change the logits, so that the trainer's log-probs differ; top_p, top_k and min_p exclude tokens that
+    the reported distribution includes.
     """
     return not is_greedy(sampling) and all(sampling.get(name, neutral) == neutral for name, neutral in _NEUTRAL.items())
 
 
 def sampling_of(request: GenerationRequest, prompt_index: int, model: ModelFacts) -> dict[str, object]:
-    """SGLang's sampling parameters of the samples of one prompt, but for their seeds."""
+    """SGLang's sampling parameters for the samples of one prompt, without seeds."""
     sampling = dict(request.sampling)
     room = model.context_length - len(request.prompts[prompt_index])
     sampling.setdefault("max_new_tokens", min(_DEFAULT_MAX_NEW_TOKENS, room))
     if is_greedy(sampling):
-        # With top_k = 1 alone SGLang's log-probs are under the temperature or not, depending on what else is in the batch.
+        # With only top_k = 1, whether SGLang's log-probs include the temperature depends on the rest of the batch.
         sampling["temperature"] = 0.0
         sampling.pop("top_k", None)
     return sampling

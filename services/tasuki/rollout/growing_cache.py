@@ -1,4 +1,4 @@
-"""One engine rank's KV cache, of which a part is mapped: the first slots of every layer's keys and values."""
+"""A partly mapped KV cache on one engine rank: the first slots of every layer's keys and values."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tasuki.rollout.kv_slots import BoundedSlots
 from tasuki.wire.errors import InvalidArgument, OutOfGpuMemory
 
 NUM_PARTS = 16
-"""Of a cache; what is served ends with one."""
+"""Tokens per part of a cache; the served tokens end at a part's end."""
 SPARE_SHARE = 4
-"""A growth leaves at least this share of a part to spare, so that ranks need not look again at every request that follows."""
+"""Minimum share of a part that a growth leaves spare, so that ranks need not check again for every new request."""
 
 
 class Demand(Protocol):
-    """What a rank's scheduler may still ask of the cache; see SchedulerDemand."""
+    """What a rank's scheduler may still need from the cache; see SchedulerDemand."""
 
     def tokens_to_come(self) -> int: ...
 
@@ -33,38 +33,38 @@ class Demand(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CacheExtent:
-    """Tokens of a rank's KV cache."""
+    """Sizes of a rank's KV cache in tokens."""
 
     num_tokens: int
-    """That it holds when all of it is mapped."""
+    """Capacity when fully mapped."""
     mapped_tokens: int
     served_tokens: int
-    """That requests may take; no more than are mapped."""
+    """Tokens available to requests; at most those mapped."""
     needed_tokens: int
-    """That are in use, by requests or as prefixes, or that requests may still take; no more than the cache has."""
+    """Tokens in use by requests or as prefixes, or that requests may still need; at most the capacity."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grown:
-    """What came of one growth. Bytes of one rank."""
+    """Result of one growth, in bytes of one rank."""
 
     mapped_bytes: int = 0
     lacking_bytes: int = 0
-    """That the next part needed and did not find; 0 when it had room."""
+    """Bytes that the next part needed but did not find; 0 if there was room."""
     free_bytes: int = 0
 
 
 class GrowingCache:
-    """The KV cache of a rank: how much of it is mapped, and which slots are given out.
+    """The KV cache of a rank: how much is mapped, and which slots may be allocated.
 
-    Every buffer holds one layer's keys or values, a row for each slot, so that the first slots are a prefix of every buffer. The arena maps
-    the chunks that a prefix needs. What is in use and what requests may still take always fits into the tokens served, when there is room.
+    Each buffer holds one layer's keys or values, one row per slot, so that the first slots are a prefix of every buffer. The arena maps
+    the chunks of that prefix. While there is room, the served tokens cover what is in use and what requests may still need.
     """
 
     def __init__(
         self, arena: Arena, slots: BoundedSlots, buffers: Sequence[torch.Tensor], *, least_tokens: int, demand: Demand
     ) -> None:
-        """least_tokens: without which nothing is served; room for the longest request. Gives back at once what is beyond them.
+        """least_tokens: minimum to serve, enough for the longest request. Releases everything beyond it immediately.
 
         buffers: [slot, ...] each.
         """
@@ -74,13 +74,13 @@ class GrowingCache:
         self._part_tokens = -(-num_pages // NUM_PARTS) * slots.page_size
         self._mapped_tokens = self._served_tokens = slots.size
         self.following_bytes = 0
-        """Of the whole cache, what comes after a resume."""
+        """Bytes of the whole cache that a resume leaves to be mapped later."""
         self.following_bytes = self.reset()
 
     def reset(self) -> int:
-        """Leaves the least tokens to map and to serve, before a resume. Returns the bytes given back, none while the cache sleeps.
+        """Reduces the cache to the minimum before a resume. Returns the bytes released; 0 while the cache is paused.
 
-        No request runs.
+        Requires that no request is running.
         """
         self._serve(self._least_tokens)
         _, given_back = self._map(self._least_tokens)
@@ -88,7 +88,7 @@ class GrowingCache:
 
     @property
     def addresses(self) -> frozenset[int]:
-        """Of every buffer's first byte."""
+        """Address of each buffer's first byte."""
         return frozenset(buffer.data_ptr() for buffer in self._buffers)
 
     def extent(self) -> CacheExtent:
@@ -96,9 +96,9 @@ class GrowingCache:
         return CacheExtent(self._slots.size, self._mapped_tokens, self._served_tokens, needed)
 
     def grow(self, reached: Callable[[str], None]) -> Grown:
-        """Maps what is needed, part by part as far as there is room, and serves what all ranks of the replica have mapped.
+        """Maps what is needed, part by part while there is room, and serves what all ranks of the replica have mapped.
 
-        reached: called with a name after each part.
+        reached: called with a failpoint's name after each part.
         """
         grown = Grown()
         try:
@@ -113,7 +113,7 @@ class GrowingCache:
                     grown = replace(grown, mapped_bytes=grown.mapped_bytes + mapped_bytes)
                     reached("grow_cache.mapped")
         finally:
-            # The other ranks wait here, whatever has happened to this one.
+            # The other ranks wait here, even if this one has failed.
             served = self._demand.fewest(self._mapped_tokens)
         if served > self._served_tokens:
             self._serve(served)
@@ -121,7 +121,10 @@ class GrowingCache:
         return grown
 
     def shrink(self, reached: Callable[[str], None]) -> int:
-        """Serves what is needed without cached prefixes, gives back what lies above that and every slot in use, and returns the bytes."""
+        """Drops cached prefixes, serves only what is needed, and releases what lies above it and above every used slot.
+
+        Returns the bytes released.
+        """
         self._demand.forget_prefixes()
         self._serve(min(self._goal(), self._served_tokens))
         reached("shrink_cache.served")
@@ -130,7 +133,7 @@ class GrowingCache:
         return given_back
 
     def _goal(self) -> int:
-        """Tokens to serve for what is needed now."""
+        """Tokens to serve for the current need."""
         needed = self.extent().needed_tokens
         if needed <= self._least_tokens:
             return self._least_tokens
@@ -152,14 +155,14 @@ class GrowingCache:
 
 
 def growing_cache(arena: Arena, scheduler: Any) -> GrowingCache:
-    """Of SGLang's scheduler. Raises InvalidArgument when the model's cache is not made of one row for each slot."""
+    """Creates the cache for SGLang's scheduler. Raises InvalidArgument if the model's cache does not have one row per slot."""
     slots, pool = scheduler.token_to_kv_pool_allocator, scheduler.token_to_kv_pool_allocator.get_kvcache()
     buffers = [*getattr(pool, "k_buffer", ()), *getattr(pool, "v_buffer", ())]
     rows = slots.size + slots.page_size
     is_plain = isinstance(slots, BoundedSlots) and bool(buffers)
     if not is_plain or any(buffer.shape[0] != rows or not buffer.is_contiguous() for buffer in buffers):
         raise InvalidArgument(
-            "rollout.kv_growth", f"= true is not for this model's cache ({type(pool).__name__}); leave it out"
+            "rollout.kv_growth", f"= true does not support this model's cache ({type(pool).__name__}); remove it"
         )
     return GrowingCache(
         arena,

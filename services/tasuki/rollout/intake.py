@@ -1,4 +1,4 @@
-"""Calls on their way into the engine: in parts and in turns, so that none holds up the event loop, the engine's queue or another call."""
+"""Submits calls to the engine in parts and in turns, so that none blocks the event loop, the engine's queue or another call."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import Any
 from tasuki.rollout.generate import EngineRequest
 
 AT_ONCE = 256
-"""Requests that are handed over without a turn of the event loop; SGLang's front computes 0.2 ms for each."""
+"""Requests submitted in one turn of the event loop; SGLang's front takes 0.2 ms for each."""
 _MAX_ENDED = 2048
-"""Completions that a call takes without a turn of the event loop."""
+"""Completions that a call collects in one turn of the event loop."""
 Answer = Mapping[str, Any]
-"""SGLang's, to a request that has ended."""
+"""SGLang's answer to a request that has ended."""
 
 
 class Call:
-    """One call's requests: how many wait here, how many the engine has, and what has ended."""
+    """The requests of one call: those waiting here, those in the engine, and those that have ended."""
 
     def __init__(self, requests: Iterator[EngineRequest], *, num_requests: int, prefix: str) -> None:
-        """prefix: of all its requests' ids, and of no other call's."""
+        """prefix: common to the ids of all its requests and of no other call's."""
         self.prefix = prefix
         self.num_waiting = num_requests
-        """That the engine is yet to get."""
+        """Number of requests not yet submitted."""
         self.num_in_engine = 0
         self._requests = requests
         self._num_left, self._num_taken = num_requests, 0
@@ -34,7 +34,7 @@ class Call:
         self._error: Exception | None = None
 
     def take(self) -> tuple[int, list[EngineRequest]]:
-        """The next part, and the index of its first request. It counts as the engine's from here on."""
+        """Takes the next part and returns the index of its first request. It counts as submitted from then on."""
         first, part = self._num_taken, list(islice(self._requests, min(AT_ONCE, self.num_waiting)))
         self._num_taken += len(part)
         self.num_waiting -= len(part)
@@ -42,13 +42,13 @@ class Call:
         return first, part
 
     def end(self, index: int, answer: Answer) -> None:
-        """The engine has ended a request."""
+        """Records a request that the engine has ended."""
         self.num_in_engine -= 1
         self._ended.append((index, answer))
         self._news.set()
 
     def cut(self) -> int:
-        """Ends what waits. Returns how many that were."""
+        """Drops the waiting requests. Returns their number."""
         num_cut, self.num_waiting = self.num_waiting, 0
         self._ended.extend((index, None) for index in range(self._num_taken, self._num_taken + num_cut))
         self._news.set()
@@ -59,9 +59,9 @@ class Call:
         self._news.set()
 
     async def ended(self) -> Sequence[tuple[int, Answer | None]]:
-        """Index and answer of requests that have ended, None for one that the engine never had; empty once all have been told.
+        """Waits for ended requests; returns index and answer, None for one never submitted. Empty once all are reported.
 
-        Raises what handing over raised.
+        Raises any error of submission.
         """
         while self._num_left and not self._ended:
             if self._error is not None:
@@ -74,10 +74,10 @@ class Call:
 
 
 class Intake:
-    """Hands calls over. A call's first part goes at once; what is beyond it waits for room, and calls take turns at that."""
+    """Submits calls. A call's first part goes immediately; further parts take turns as there is room."""
 
     def __init__(self, submit: Callable[[Call], None], *, room: Callable[[], int]) -> None:
-        """submit: gives the engine the next part of a call. room: requests that the engine takes now before its queue is long."""
+        """submit: gives the engine the next part of a call. room: number of requests that the engine takes without a long queue."""
         self._submit, self._room = submit, room
         self._new: deque[Call] = deque()
         self._begun: deque[Call] = deque()
@@ -86,7 +86,7 @@ class Intake:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that the engine is yet to get."""
+        """Requests not yet submitted."""
         return sum(call.num_waiting for call in (*self._new, *self._begun))
 
     def enter(self, call: Call) -> None:
@@ -94,25 +94,25 @@ class Intake:
         self._work.set()
 
     def leave(self, call: Call) -> None:
-        """What of the call still waits is not handed over."""
+        """Drops the call's requests that are not yet submitted."""
         for calls in (self._new, self._begun):
             if call in calls:
                 calls.remove(call)
 
     def cut(self) -> int:
-        """Ends all that waits. Returns how many requests that were."""
+        """Drops all waiting requests. Returns their number."""
         calls = (*self._new, *self._begun)
         self._new.clear()
         self._begun.clear()
         return sum(call.cut() for call in calls)
 
     def notice_room(self) -> None:
-        """The engine may have room again."""
+        """Continues submission; called when the engine may have room."""
         if self._begun:
             self._work.set()
 
     def close(self) -> None:
-        """Nothing is handed over any more."""
+        """Stops submission."""
         self._task.cancel()
 
     async def _hand_over(self) -> None:
@@ -132,7 +132,7 @@ class Intake:
             await asyncio.sleep(0)
 
     def _next(self) -> Call | None:
-        """Whose turn it is, if there is room."""
+        """The call whose turn it is, if there is room."""
         if self._new:
             return self._new.popleft()
         if self._begun and self._room() >= min(AT_ONCE, self._begun[0].num_waiting):

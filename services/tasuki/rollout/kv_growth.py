@@ -1,4 +1,4 @@
-"""Maps the KV cache that requests need behind RESUME_KV, and gives it back as the last of them end."""
+"""Grows the KV cache after RESUME_KV as requests need it, and shrinks it as the last of them end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 class CacheCalls(Protocol):
-    """What grows and shrinks the cache of every rank."""
+    """Commands that grow and shrink the cache on every rank."""
 
     async def grow_cache(self) -> Sequence[CacheResult]: ...
 
@@ -26,21 +26,21 @@ class CacheCalls(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KvExtent:
-    """Tokens of the KV caches of all replicas."""
+    """Sizes of the KV caches of all replicas, in tokens."""
 
     num_tokens: int
     mapped_tokens: int
     served_tokens: int
     needed_tokens: int
     spare_tokens: int
-    """Served beside what is needed, of the replica that has fewest; below 0 while one lacks memory."""
+    """Tokens served beyond the need, on the replica with the fewest; negative while one lacks memory."""
     lacking_bytes: int
-    """That a rank needed for the next part, and did not find; 0 when all had room."""
+    """Bytes that a rank needed for the next part but did not find; 0 if all had room."""
     free_bytes: int
 
     @classmethod
     def of(cls, answers: Sequence[CacheResult], *, tp_size: int) -> KvExtent:
-        """answers: of all ranks, those of the first replica first."""
+        """answers: of all ranks, ordered by replica."""
         replicas = [answers[first : first + tp_size] for first in range(0, len(answers), tp_size)]
         short = max(answers, key=lambda answer: answer.lacking_bytes)
         return cls(
@@ -59,10 +59,10 @@ class KvExtent:
 
 
 class KvGrowth:
-    """The growth of one engine's KV cache. Ranks look at what their requests may need when the engine gets more than there is room for.
+    """Growth of one engine's KV cache. Ranks check what their requests may need when the engine gets more than fits.
 
-    stall_s: without memory for so long, growth counts as stalled: it is told, and goes on. on_failure: gets what left the ranks in an
-    unknown state; a mere lack of memory does not.
+    stall_s: after this long without memory, growth is reported as stalled, and continues. on_failure: called with errors that leave the
+    ranks in an unknown state; a mere lack of memory does not.
     """
 
     def __init__(self, calls: CacheCalls, *, tp_size: int, stall_s: float, on_failure: Callable[[TasukiError], None]) -> None:
@@ -71,16 +71,16 @@ class KvGrowth:
         self._is_due, self._is_stopping = asyncio.Event(), False
         self._num_coming = 0
         self.extent: KvExtent | None = None
-        """None while the cache sleeps, and until the ranks have said it."""
+        """None while the cache is paused and until the ranks have reported."""
         self.is_stalled = False
 
     @property
     def is_growing(self) -> bool:
-        """Whether requests may need what could not be mapped yet."""
+        """Whether requests may need more than could be mapped so far."""
         return self.extent is not None and self.extent.spare_tokens < 0
 
     async def begin(self) -> None:
-        """Grows in the background as requests come, from what is mapped."""
+        """Starts background growth from what is mapped."""
         await self.stop()
         self.forget()
         self._is_stopping = False
@@ -88,37 +88,37 @@ class KvGrowth:
         self._task = asyncio.create_task(self._grow_for_ever())
 
     def expect(self, num_tokens: int) -> None:
-        """The engine has got requests that may take so many tokens, all of them on one replica."""
+        """Records submitted requests that may need this many tokens, in the worst case all on one replica."""
         self._num_coming += num_tokens
         if self._lacks_room():
             self._is_due.set()
 
     async def stop(self) -> None:
-        """Returns when no command is under way and none will come."""
+        """Waits until no command is running and none will follow."""
         self._is_stopping = True
         self._is_due.set()
         if self._task is not None:
             await asyncio.wait([self._task])
 
     async def close(self) -> None:
-        """Ends growth at once, also in the middle of a command; for an engine that ends."""
+        """Stops growth immediately, even during a command; for an engine that is ending."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
 
     async def shrink(self) -> int:
-        """Gives back what no request can need; growth must have stopped. Returns the bytes given back over all ranks."""
+        """Releases what no request can need; growth must have stopped. Returns the bytes released on all ranks."""
         assert self._task is None or self._task.done()
         answers = await self._calls.shrink_cache()
         self.extent = KvExtent.of(answers, tp_size=self._tp_size)
         return sum(answer.released_bytes for answer in answers)
 
     def forget(self) -> None:
-        """The cache sleeps now."""
+        """Resets the state when the cache is paused."""
         self.extent, self.is_stalled = None, False
 
     def _lacks_room(self) -> bool:
-        """Whether the ranks must look again: a request that has ended since they did only leaves more."""
+        """Whether ranks must check again. Requests that ended since the last check only leave more room."""
         extent = self.extent
         return extent is None or (self._num_coming > extent.spare_tokens and not extent.is_whole)
 
@@ -140,7 +140,7 @@ class KvGrowth:
             self._on_failure(error)
 
     async def _look(self) -> KvExtent:
-        """Has the ranks map what they need. What the engine gets meanwhile may be left out."""
+        """Makes the ranks map what they need. Requests submitted meanwhile may be missed."""
         self._num_coming = 0
         started, before = time.monotonic(), self.extent
         answers = await self._calls.grow_cache()

@@ -1,6 +1,6 @@
-"""SGLang's allocators of KV cache slots, of which only low slots are given out: those whose pages are mapped.
+"""SGLang's KV cache slot allocators, limited to low slots: those whose pages are mapped.
 
-A page is SGLang's, `page_size` slots; page 0 takes the writes of padding and is never given out.
+A page here is SGLang's: `page_size` slots. Page 0 takes the writes of padding and is never allocated.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ else:
 
 
 class BoundedSlots(_Allocator):
-    """Withholds the slots above a bound. Those in use there stay so until they are freed.
+    """Withholds the slots above a bound. Slots above it that are in use remain so until freed.
 
-    A withheld slot is not available, so that requests which need it wait in SGLang's queue. Every rank of a replica must get the same bound
-    between the same two batches.
+    Withheld slots count as unavailable, so that requests that need them wait in SGLang's queue. All ranks of a replica must get the
+    same bound between the same two batches.
     """
 
     free_pages: torch.Tensor
     release_pages: torch.Tensor
     _withheld: torch.Tensor
     _num_pages_served: int | None = None
-    """Counted with page 0; None: all."""
+    """Includes page 0; None means all."""
 
     def clear(self) -> None:
         super().clear()  # pyright: ignore[reportAbstractUsage]  SGLang's allocator comes next
@@ -41,7 +41,7 @@ class BoundedSlots(_Allocator):
             self._withhold()
 
     def serve(self, num_slots: int) -> None:
-        """From now on the first `num_slots` slots, page 0 with them, are given out, the lowest free ones first."""
+        """Allows allocation of the first `num_slots` slots, including page 0, lowest free ones first."""
         self._num_pages_served = num_slots // self.page_size
         is_served = self._withheld < self._num_pages_served
         free = torch.cat((self.free_pages, self.release_pages, self._withheld[is_served]))
@@ -56,11 +56,11 @@ class BoundedSlots(_Allocator):
 
     @property
     def num_in_use(self) -> int:
-        """Slots that are given out, without page 0; cached prefixes count."""
+        """Allocated slots, without page 0; cached prefixes count."""
         return self.size - int(self.available_size()) - self.num_withheld
 
     def end_of_use(self) -> int:
-        """Slots up to the highest one that is in use, page 0 with them."""
+        """End of the highest slot in use, including page 0."""
         is_used = torch.ones(self._num_pages + 1, dtype=torch.bool, device=self.free_pages.device)
         for pages in (self.free_pages, self.release_pages, self._withheld):
             is_used[pages] = False
@@ -86,15 +86,15 @@ class BoundedSlots(_Allocator):
 
 
 class BoundedTokenSlots(BoundedSlots, TokenToKVPoolAllocator):
-    """Slots one by one."""
+    """Allocates single slots."""
 
 
 class BoundedPagedSlots(BoundedSlots, PagedTokenToKVPoolAllocator):
-    """Slots by pages, for attention kernels that want them so."""
+    """Allocates slots by pages, for attention kernels that require it."""
 
 
 class EverySlot:
-    """The allocator as SGLang's account of the cache sees it: what is withheld is in use by nobody."""
+    """The allocator as seen by SGLang's accounting of the cache: withheld slots are unused."""
 
     def __init__(self, slots: BoundedSlots) -> None:
         self._slots = slots

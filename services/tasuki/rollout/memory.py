@@ -1,4 +1,4 @@
-"""The engine's memory as its front sees it: all ranks as one."""
+"""The engine's memory as seen by its front: all ranks as one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _IDLE_POLL_S = 0.005
 
 
 class EngineMemory:
-    """Memory of all engine ranks by tag, awake when the engine has started. Pause and resume are idempotent and all-or-nothing.
+    """Memory of all engine ranks by tag; resident when the engine has started. Pause and resume are idempotent and all-or-nothing.
 
     staying: tags that the ranks do not release. growth_timeout_s: for one command to a growing KV cache.
     """
@@ -29,13 +29,13 @@ class EngineMemory:
 
     @property
     def resident_tags(self) -> list[MemoryTag]:
-        """What is mapped on every rank."""
+        """Tags mapped on every rank."""
         return [tag for tag in (MemoryTag.WEIGHTS, MemoryTag.KV_CACHE) if tag in self._awake]
 
     async def pause(self, tags: Sequence[MemoryTag], *, timeout_s: float) -> int:
-        """Gives the pages of `tags` back, cached prefixes with them. Returns the bytes released over all ranks.
+        """Releases the pages of `tags`, along with cached prefixes. Returns the bytes released on all ranks.
 
-        Raises Busy when requests still run after 5 seconds.
+        Raises Busy if requests still run after 5 seconds.
         """
         patience = asyncio.get_running_loop().time() + min(timeout_s, _IDLE_TIMEOUT_S)
         while True:
@@ -51,9 +51,9 @@ class EngineMemory:
         return sum(answer.released_bytes for answer in answers)
 
     async def resume(self, tags: Sequence[MemoryTag], *, timeout_s: float) -> int:
-        """Takes pages for `tags` at the same addresses. Returns the bytes mapped over all ranks.
+        """Maps pages for `tags` at the same addresses. Returns the bytes mapped on all ranks.
 
-        Raises OutOfGpuMemory when a rank has no room; then what slept before sleeps on every rank. After any other error the memory's
+        Raises OutOfGpuMemory if a rank has no room; tags paused before are then paused on every rank. After any other error the memory's
         state is unknown.
         """
         try:
@@ -65,14 +65,14 @@ class EngineMemory:
         return sum(answer.mapped_bytes for answer in answers)
 
     async def grow_cache(self) -> Sequence[ranks_pb2.CacheResult]:
-        """Maps and serves the KV cache that requests may need, as far as there is room."""
+        """Maps and serves the KV cache that requests may need, while there is room."""
         return await self._calls.grow_cache(timeout_s=self._growth_timeout_s)
 
     async def shrink_cache(self) -> Sequence[ranks_pb2.CacheResult]:
-        """Gives back the KV cache that no request can need."""
+        """Releases the KV cache that no request can need."""
         return await self._calls.shrink_cache(timeout_s=self._growth_timeout_s)
 
     async def usage(self, *, timeout_s: float) -> memory_pb2.GetUsageResponse:
-        """Of every rank, by the ranks themselves. Raises DeadlineExceeded when they are busy for longer."""
+        """Usage reported by every rank. Raises DeadlineExceeded if they stay busy for longer."""
         answers = await self._calls.usage(timeout_s=timeout_s)
         return joined(answers)

@@ -1,4 +1,4 @@
-"""Our arenas in the place of SGLang's memory saver: SGLang says what it makes for which tag, and pages move by our commands alone."""
+"""Our arenas in place of SGLang's memory saver: SGLang tags its allocations, and only our commands move pages."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tasuki.wire.errors import InternalError
 
 
 def install_saver(allocator: NativeAllocator) -> None:
-    """From now on what SGLang makes for a tag lies in the allocator's arena. To be called before the engine is built."""
+    """Places SGLang's tagged allocations in the allocator's arenas. Must be called before the engine is built."""
     saver = ArenaSaver(allocator)
     TorchMemorySaverAdapter.create = cast(Any, staticmethod(lambda enable: saver))
     if MemoryTag.CUDA_GRAPH in allocator.tags:
-        # Of all graph backends, with or without a saver; what a capture allocates then sleeps with the tag.
+        # Used by every graph backend, with or without a saver; what a capture allocates is then paused with the tag.
         graph_pool.set_global_graph_memory_pool(allocator.cuda_regions().pool(MemoryTag.CUDA_GRAPH).id)
 
 
@@ -35,7 +35,7 @@ class ArenaSaver(TorchMemorySaverAdapter):
         return True
 
     def configure_subprocess(self) -> AbstractContextManager[None]:
-        """Without the library that torch_memory_saver would preload."""
+        """Skips the library that torch_memory_saver would preload."""
         return nullcontext()
 
     def region(self, tag: str, enable_cpu_backup: bool = False) -> AbstractContextManager[None]:
@@ -51,7 +51,7 @@ class ArenaSaver(TorchMemorySaverAdapter):
         return nullcontext()
 
     def pause(self, tag: str) -> NoReturn:
-        """SGLang's own calls for this end the engine when they come twice; see rank_commands.py for ours."""
+        """Refuses: SGLang's own calls end the engine if repeated; rank_commands.py has ours."""
         raise InternalError(f"{tag} is paused by the rollout service, not by SGLang")
 
     def resume(self, tag: str) -> NoReturn:

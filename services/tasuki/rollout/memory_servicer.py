@@ -16,7 +16,7 @@ from tasuki.v1 import memory_pb2, memory_pb2_grpc
 
 
 class RolloutMemoryServicer(memory_pb2_grpc.MemoryServiceServicer):
-    """The engine's memory on the wire: its stages move tags."""
+    """gRPC interface to the engine's memory, moved by stages."""
 
     def __init__(self, rollout: Rollout, gate: CommandGate) -> None:
         self._rollout, self._gate = rollout, gate
@@ -44,7 +44,7 @@ class RolloutMemoryServicer(memory_pb2_grpc.MemoryServiceServicer):
     async def GetUsage(
         self, request: memory_pb2.GetUsageRequest, context: grpc.aio.ServicerContext
     ) -> memory_pb2.GetUsageResponse:
-        # Of a shorter deadline a part, so that the caller hears why it was not met.
+        # Less than the call's deadline, so that the caller learns why it was missed.
         return await self._rollout.memory.usage(timeout_s=min(USAGE_TIMEOUT_S, 0.9 * remaining_s(context)))
 
     async def WatchUsage(

@@ -1,4 +1,4 @@
-"""What rollout tells Prometheus: samples and tokens as they end, requests and KV cache when it is asked."""
+"""Rollout's Prometheus metrics: samples and tokens as they end, requests and KV cache when scraped."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LOAD_TIMEOUT_S = 1.0
 
 
 class GenerationMetrics:
-    """Of all samples. num_gpus: that the engine's ranks are on."""
+    """Metrics over all samples. num_gpus: GPUs of the engine's ranks."""
 
     def __init__(self, registry: CollectorRegistry, *, num_gpus: int) -> None:
         self._samples, self._tokens = ROLLOUT_SAMPLES.counter(registry), ROLLOUT_TOKENS.counter(registry)
@@ -47,7 +47,7 @@ class GenerationMetrics:
 
 
 class EngineLoad(Collector):
-    """What the schedulers say when somebody scrapes; nothing while they are in the middle of something long."""
+    """Load reported by the schedulers at a scrape; empty while they are busy with something long."""
 
     def __init__(
         self,
@@ -59,15 +59,15 @@ class EngineLoad(Collector):
         num_waiting: Callable[[], int],
         policy_version: Callable[[], int | None],
     ) -> None:
-        """capacity_tokens: of all replicas' KV caches. num_waiting: requests that no scheduler has yet. policy_version: served now."""
+        """capacity_tokens: of all replicas' KV caches. num_waiting: requests not yet in a scheduler. policy_version: being served."""
         self._calls, self._tp_size, self._capacity_tokens = calls, tp_size, capacity_tokens
         self._num_waiting, self._policy_version = num_waiting, policy_version
         self._replicas: Sequence[LoadResult] | None = ()
-        """None while the schedulers do not say; empty while nothing is served."""
+        """None while the schedulers do not answer; empty while nothing is served."""
         registry.register(self)
 
     async def refresh(self) -> None:
-        """Asks the schedulers while they serve, by one message between two batches."""
+        """Queries the schedulers while they serve, with one message between two batches."""
         self._replicas = ()
         if self._policy_version() is not None:
             try:

@@ -1,4 +1,4 @@
-"""What the service must know of a model before the engine has loaded it; read from config.json, before anything heavy is imported."""
+"""Facts about a model needed before the engine loads it, read from config.json before heavy imports."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from tasuki.wire.errors import InvalidArgument, PathNotFound, UnsupportedModel
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """One model as this service runs it."""
+    """A model as configured for this service."""
 
     path: str
     architecture: str
     vocab_size: int
     context_length: int
-    """Longest prompt plus completion that is served."""
+    """Maximum prompt plus completion."""
     stop_token_ids: tuple[int, ...]
-    """That end a completion unless the request ignores them: every end-of-sequence token that the model folder names."""
+    """Tokens that end a completion unless the request ignores them: every end-of-sequence token in the model folder."""
     is_seeded: bool
-    """Whether every request is sampled by its own seed."""
+    """Whether every request is sampled with its own seed."""
 
 
 def read_model(config: NodeConfig) -> ModelFacts:
-    """Raises PathNotFound without a model folder, UnsupportedModel for a config.json that describes no language model or one that the
-    engine computes otherwise than the trainer, InvalidArgument when the context is longer than the model's or than the KV cache, or the
-    heads cannot be split.
+    """Raises PathNotFound without a model folder; UnsupportedModel if config.json describes no language model, or one that the engine
+    computes differently from the trainer; InvalidArgument if the context exceeds the model's or the KV cache, or the heads cannot be
+    split.
     """
     path = config.model.path
     table = _read_json(path / "config.json", path)
@@ -43,7 +43,7 @@ def read_model(config: NodeConfig) -> ModelFacts:
         raise UnsupportedModel(f"model.path: {path}/config.json names no architecture")
     if architectures[0] in FAMILIES:
         _check_engine(families.read_model(table), device=config.device)
-    # A multimodal model keeps its language model's sizes one level down.
+    # A multimodal model nests its language model's configuration.
     text: dict[str, Any] = table.get("text_config", table)
     longest = _size(text, "max_position_embeddings", path)
     wanted = config.rollout.context_length
@@ -66,15 +66,15 @@ def read_model(config: NodeConfig) -> ModelFacts:
 
 
 def _check_engine(model: Model, *, device: str) -> None:
-    """Raises UnsupportedModel for logits that are capped, on a CPU."""
+    """Raises UnsupportedModel for capped logits on a CPU."""
     if device == "cpu" and (model.attention.logit_softcap, model.final_logit_softcap) != (None, None):
         architecture = model.shape.architecture
-        problem = f"{architecture} caps logits, which SGLang's attention on a CPU leaves out; serve it on GPUs"
+        problem = f"{architecture} caps logits, which SGLang's CPU attention does not support; serve it on GPUs"
         raise UnsupportedModel(f"model.path: {problem}", architecture=architecture, field="device")
 
 
 def check_capacity(total_tokens: int | None, model: ModelFacts) -> None:
-    """Raises InvalidArgument when a KV cache of `total_tokens` is too small for one sequence of the full length."""
+    """Raises InvalidArgument if a KV cache of `total_tokens` cannot hold one sequence of maximum length."""
     if total_tokens is not None and total_tokens < model.context_length:
         raise InvalidArgument(
             "rollout.kv_tokens",

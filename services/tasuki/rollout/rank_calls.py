@@ -1,4 +1,4 @@
-"""Calls to every engine rank: a command goes through SGLang or straight to the ranks, and each rank answers on its line."""
+"""Calls to every engine rank: commands go through SGLang or directly to the ranks, and each rank answers on its own line."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from tasuki.wire.errors import DeadlineExceeded, InternalError, OutOfGpuMemory, 
 
 
 class CommandedEngine(Protocol):
-    """What carries commands to the ranks."""
+    """Carries commands to the ranks."""
 
     @property
     def num_ranks(self) -> int: ...
 
     async def run_on_ranks(self, command: bytes) -> None:
-        """Has every rank run the command and returns when all are done."""
+        """Runs the command on every rank. Returns when all are done."""
         ...
 
 
 class RankCalls(RankFront[ranks_pb2.EngineRankCommand, ranks_pb2.EngineRankResult]):
-    """Calls the ranks of all replicas. They learn where to answer by the first command, which comes through SGLang.
+    """Calls the ranks of all replicas. The first command, sent through SGLang, tells them where to answer.
 
-    Every call raises DeadlineExceeded when not all ranks have answered in time. A call that was given up goes on in the ranks: the
-    next one waits for its end.
+    Every call raises DeadlineExceeded if not all ranks answer in time. An abandoned call continues on the ranks; the next one waits for
+    its end.
     """
 
     def __init__(self, engine: CommandedEngine, *, socket_dir: Path) -> None:
@@ -39,42 +39,42 @@ class RankCalls(RankFront[ranks_pb2.EngineRankCommand, ranks_pb2.EngineRankResul
         super().__init__(path, ranks_pb2.EngineRankResult, service="engine", num_ranks=engine.num_ranks)
 
     async def receive(self, receive: ranks_pb2.ReceiveCommand, *, timeout_s: float) -> list[ranks_pb2.ReceiveResult]:
-        """Every rank copies what was published. After any error the engine's weights are unknown.
+        """Copies the published weights on every rank. After any error the engine's weights are unknown.
 
-        No request may run: but for the first call of all it goes straight to the ranks, at once, and does not wait for batches.
+        No request may be running. All but the very first call go directly to the ranks and do not wait for batches.
         """
         results = await self._run(ranks_pb2.EngineRankCommand(receive=receive), name="sync", timeout_s=timeout_s)
         return [result.receive for result in results]
 
     async def pause(self, tags: Sequence[MemoryTag], *, timeout_s: float) -> list[memory_pb2.PauseResponse]:
-        """Every rank gives the tags' pages back. Raises Busy while requests run; on some ranks the tags may then sleep already."""
+        """Releases the tags' pages on every rank. Raises Busy while requests run; some ranks may then already have paused."""
         pause = memory_pb2.PauseRequest(tags=[TAG_VALUES[tag] for tag in tags])
         results = await self._run(ranks_pb2.EngineRankCommand(pause=pause), name="pause", timeout_s=timeout_s)
         return [result.pause for result in results]
 
     async def resume(self, tags: Sequence[MemoryTag], *, timeout_s: float) -> list[memory_pb2.ResumeResponse]:
-        """Every rank takes pages for the tags. After an error the tags of some ranks are awake."""
+        """Maps pages for the tags on every rank. After an error the tags are resident on some ranks."""
         resume = memory_pb2.ResumeRequest(tags=[TAG_VALUES[tag] for tag in tags])
         results = await self._run(ranks_pb2.EngineRankCommand(resume=resume), name="resume", timeout_s=timeout_s)
         return [result.resume for result in results]
 
     async def grow_cache(self, *, timeout_s: float) -> list[ranks_pb2.CacheResult]:
-        """Every rank maps the KV cache that its requests may need, as far as there is room, and serves it."""
+        """Maps and serves on every rank the KV cache that its requests may need, while there is room."""
         command = ranks_pb2.EngineRankCommand(grow_cache=ranks_pb2.GrowCacheCommand())
         return [result.grow_cache for result in await self._run(command, name="grow_cache", timeout_s=timeout_s)]
 
     async def shrink_cache(self, *, timeout_s: float) -> list[ranks_pb2.CacheResult]:
-        """Every rank gives back the KV cache that its requests cannot need any more, and cached prefixes with it."""
+        """Releases on every rank the KV cache that its requests can no longer need, along with cached prefixes."""
         command = ranks_pb2.EngineRankCommand(shrink_cache=ranks_pb2.ShrinkCacheCommand())
         return [result.shrink_cache for result in await self._run(command, name="shrink_cache", timeout_s=timeout_s)]
 
     async def usage(self, *, timeout_s: float) -> list[memory_pb2.GetUsageResponse]:
-        """What every rank sees of its memory."""
+        """Memory usage seen by every rank."""
         command = ranks_pb2.EngineRankCommand(get_usage=memory_pb2.GetUsageRequest())
         return [result.get_usage for result in await self._run(command, name="usage", timeout_s=timeout_s)]
 
     async def load(self, *, timeout_s: float) -> list[ranks_pb2.LoadResult]:
-        """What every rank's scheduler has to do."""
+        """Load of every rank's scheduler."""
         command = ranks_pb2.EngineRankCommand(get_load=ranks_pb2.GetLoadCommand())
         return [result.get_load for result in await self._run(command, name="load", timeout_s=timeout_s)]
 
@@ -89,7 +89,7 @@ class RankCalls(RankFront[ranks_pb2.EngineRankCommand, ranks_pb2.EngineRankResul
             raise DeadlineExceeded(f"not every engine rank answered within {timeout_s:g} s", stage=name) from error
 
     async def _deliver(self, commands: Sequence[ranks_pb2.EngineRankCommand]) -> None:
-        """A sync goes straight to the ranks, as soon as they have connected; anything else between the same two batches of all."""
+        """Sends a sync directly to the ranks once they are connected; anything else between the same two batches on all ranks."""
         if self._running is not None:
             await asyncio.wait([self._running])
         command = commands[0]
@@ -106,7 +106,7 @@ class RankCalls(RankFront[ranks_pb2.EngineRankCommand, ranks_pb2.EngineRankResul
 
 
 def _checked(results: Sequence[ranks_pb2.EngineRankResult]) -> Sequence[ranks_pb2.EngineRankResult]:
-    """Raises what a rank reported; a mere lack of memory, which has changed nothing, only when no rank has worse to say."""
+    """Raises the error that a rank reported; a mere lack of memory, which changed nothing, only if no rank has a worse one."""
     errors = [_error_of(result) for result in results if result.HasField("error")]
     for error in sorted(errors, key=lambda error: isinstance(error, OutOfGpuMemory)):
         raise error

@@ -1,7 +1,7 @@
-"""Runs in every engine rank: carries out what the service's front asks, and answers over ZMQ.
+"""Runs in every engine rank: executes the front's commands and answers over ZMQ.
 
-SGLang calls `run_command` as a custom weight loader, between two batches and on every rank in the same order. The first command also
-opens the rank's line to the front, on which a command comes straight to `EngineRank.run_at_once`.
+SGLang calls `run_command` as a custom weight loader, between two batches and in the same order on every rank. The first command
+also connects the rank's line to the front, on which commands come directly to `EngineRank.run_at_once`.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ if TYPE_CHECKING:
     from tasuki.rollout.growing_cache import GrowingCache
 
 COMMAND_LOADER = "tasuki.rollout.rank_commands.run_command"
-"""The name under which SGLang finds `run_command`."""
+"""Name under which SGLang finds `run_command`."""
 
 
 class EngineRank:
-    """What one engine rank does when it is told to.
+    """Command handler of one engine rank.
 
-    rank: place among all engine ranks, which names the process. scheduler: SGLang's, or None for a model without an engine around it.
+    rank: index among all engine ranks, which names the process. scheduler: SGLang's, or None for a model without an engine.
     lock: the scheduler's, which it releases while it waits.
-    adapter: what is received in the place of the model, which then stays as it was loaded. staying: tags that never sleep. cache: the
-    scheduler's KV cache where it grows.
+    adapter: what is received instead of the model, which then stays as loaded. staying: tags that are never paused. cache: the
+    scheduler's KV cache if it grows.
     """
 
     def __init__(
@@ -80,20 +80,20 @@ class EngineRank:
         }
 
     def join_node(self, config: NodeConfig) -> None:
-        """From here on the node's supervisor sees whether this process lives."""
+        """Starts the heartbeat that the node's supervisor watches."""
         name = f"scheduler{self.rank}"
         self._failpoints = self.receiver.failpoints = Failpoints.of(config, name)
         self._heartbeat = Heartbeat(config.state_dir, name)
         self._heartbeat.beat_in_thread()
 
     def run(self, command: ranks_pb2.EngineRankCommand) -> ranks_pb2.EngineRankResult:
-        """Errors travel in the result: an exception would end the scheduler and with it the whole engine."""
+        """Returns errors in the result: an exception would end the scheduler and with it the whole engine."""
         result = ranks_pb2.EngineRankResult(call=command.call, rank=self.rank)
         with self._heartbeat.working() if self._heartbeat is not None else nullcontext():
             return answer_command(command, result, handlers=self._handlers, failpoints=self._failpoints)
 
     def run_at_once(self, command: bytes) -> ranks_pb2.EngineRankResult:
-        """Runs a command that came straight from the front, in another thread than the scheduler's, as soon as that waits for requests."""
+        """Runs a command that came directly from the front, in a separate thread, once the scheduler waits for requests."""
         if self._allocator.device != "cpu":
             torch.cuda.set_device(self._allocator.device)
         with self._lock.held(), torch.no_grad():
@@ -126,8 +126,8 @@ class EngineRank:
         return memory_pb2.ResumeResponse(mapped_bytes=self.memory.resume([TAGS[tag] for tag in request.tags]))
 
     def _release(self) -> None:
-        """Forgets every cached prefix. Raises Busy while the scheduler has not yet noticed that its last request ended."""
-        # SGLang would else collect garbage and give torch's cached blocks back, which takes longer than all the rest.
+        """Drops every cached prefix. Raises Busy until the scheduler has noticed that its last request ended."""
+        # Prevents SGLang from collecting garbage and emptying torch's cache, which takes longer than everything else.
         if not self._scheduler.flush_cache(empty_cache=False):
             raise Busy("requests run", num_running=len(self._scheduler.running_batch.reqs))
 
@@ -138,7 +138,7 @@ class EngineRank:
         return self._cache_result(ranks_pb2.CacheResult(released_bytes=self._growing().shrink(self._reached)))
 
     def _reached(self, point: str) -> None:
-        """A command has come further."""
+        """Triggers failpoints and reports progress of a command."""
         self._failpoints.hit(point)
         if self._heartbeat is not None:
             self._heartbeat.progressed()
@@ -149,7 +149,7 @@ class EngineRank:
         return self._cache
 
     def _cache_result(self, moved: ranks_pb2.CacheResult) -> ranks_pb2.CacheResult:
-        """The bytes that a command has moved, with what the cache is after it."""
+        """The bytes moved by a command, and the cache's state after it."""
         moved.MergeFrom(ranks_pb2.CacheResult(**asdict(self._growing().extent())))
         return moved
 
@@ -169,23 +169,23 @@ class EngineRank:
         )
 
 
-# SGLang hands its loader the model and nothing to keep state in. One for each scheduler process.
+# SGLang passes its loader the model and nothing that could hold state. One per scheduler process.
 _ranks: list[EngineRank] = []
 _lines: list[RankLine] = []
 
 
 def register_rank(rank: EngineRank) -> None:
-    """The one that `run_command` asks from now on."""
+    """Sets the rank that `run_command` uses."""
     _ranks[:] = [rank]
 
 
 def command_tensors(command: bytes) -> list[tuple[str, torch.Tensor]]:
-    """A command as SGLang carries it: as the name of a tensor without elements, which needs neither shared memory nor a copy."""
+    """Encodes a command for SGLang as the name of an empty tensor, which needs neither shared memory nor a copy."""
     return [(command.decode("latin-1"), torch.empty(0, dtype=torch.uint8))]
 
 
 def run_command(model: EngineModel, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """SGLang's custom weight loader: an EngineRankCommand in, see `command_tensors`, an EngineRankResult out on the rank's line."""
+    """SGLang's custom weight loader: takes an EngineRankCommand (see `command_tensors`) and answers on the rank's line."""
     ((content, _),) = named_tensors
     command = ranks_pb2.EngineRankCommand.FromString(content.encode("latin-1"))
     (rank,) = _ranks

@@ -1,4 +1,4 @@
-"""An engine rank's line to the front: the scheduler's results go out there, and commands that wait for no batch come in there."""
+"""An engine rank's connection to the front: sends the scheduler's results and receives commands that bypass batches."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from collections.abc import Callable
 from tasuki.rpc.rank_server import RankServer
 from tasuki.v1.ranks_pb2 import EngineRankResult
 
-# The front has gone when nobody takes a result; then this process is about to go, too.
+# If nobody takes a result, the front is gone and this process will end too.
 _LINGER_MS = 5000
 
 
 class RankLine:
-    """Owns the rank's sockets and the thread that reads commands, until `close`. A socket belongs to one thread, so there are two.
+    """Owns the rank's sockets and the thread that reads commands, until `close`. There are two sockets, one per thread.
 
-    run: carries out a command from the front, in the line's thread.
+    run: executes a command from the front, in this thread.
     """
 
     def __init__(self, address: str, *, rank: int, run: Callable[[bytes], EngineRankResult]) -> None:
         self.address = address
         self._results = RankServer(address, linger_ms=_LINGER_MS)
         self._commands = RankServer(address, rank=rank, linger_ms=_LINGER_MS)
-        self._commands.send(EngineRankResult(rank=rank))  # from here on the front can send
+        self._commands.send(EngineRankResult(rank=rank))  # lets the front send
         self._closed = os.eventfd(0)
         self._thread = threading.Thread(
             target=lambda: self._commands.serve(run, until=[self._closed]), name="front-line", daemon=True
@@ -31,7 +31,7 @@ class RankLine:
         self._thread.start()
 
     def send(self, result: EngineRankResult) -> None:
-        """From the thread that made this line."""
+        """Must be called from the thread that created this object."""
         self._results.send(result)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""One engine rank's memory: arenas by tag, and the content that must outlive a pause because no sync brings it back."""
+"""One engine rank's memory: arenas by tag, and content that must survive a pause because no sync restores it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tasuki.rollout.record import EngineModel
 if TYPE_CHECKING:
     from tasuki.rollout.growing_cache import GrowingCache
 
-# Beside the cache itself SGLang keeps tables of its layers' addresses in the same region.
+# Besides the cache, SGLang keeps tables of its layers' addresses in the same region.
 _MAX_CACHE_TABLE_BYTES = 64 * 1024
-# What is used only while tokens are generated sleeps together.
+# Memory used only for generation is paused together.
 _TOGETHER = {MemoryTag.KV_CACHE: (MemoryTag.KV_CACHE, MemoryTag.CUDA_GRAPH)}
 
 Span = tuple[int, int]
@@ -29,22 +29,22 @@ Span = tuple[int, int]
 
 
 def rank_allocator(device: str, *, chunk_bytes: Mapping[MemoryTag, int] = MappingProxyType({})) -> NativeAllocator:
-    """Arenas for what an engine rank holds; nothing is kept by the arenas themselves. device: "cpu" or "cuda:<number>".
+    """Arenas for an engine rank's memory; they keep no content themselves. device: "cpu" or "cuda:<number>".
 
-    chunk_bytes: size of a tag's chunks, where it is not the default.
+    chunk_bytes: size of a tag's chunks, if not the default.
     """
     tags = [MemoryTag.WEIGHTS, MemoryTag.KV_CACHE]
-    # On a CPU nothing is captured.
+    # Nothing is captured on a CPU.
     return NativeAllocator(
         tags=tags if device == "cpu" else [*tags, MemoryTag.CUDA_GRAPH], device=device, chunk_bytes=chunk_bytes
     )
 
 
 class RankMemory:
-    """Pauses and resumes a rank's tags. Parameters come back by a sync, the KV cache empty, and everything else as it was.
+    """Pauses and resumes a rank's tags. A sync restores parameters, the KV cache comes back empty, and the rest as it was.
 
-    slot_table: SGLang's map from requests to cache slots, which lies in the cache's region and must never hold slots that do not exist.
-    staying: tags that never sleep, whatever is asked. cache: where a resume of the KV cache takes only the least of it.
+    slot_table: SGLang's map from requests to cache slots. It lies in the cache's region and must never contain invalid slots.
+    staying: tags that are never paused. cache: if set, a resume of the KV cache maps only its minimum.
     """
 
     def __init__(
@@ -58,13 +58,13 @@ class RankMemory:
     ) -> None:
         self._cache = cache
         self._allocator, self._model, self._slot_table, self._staying = allocator, model, slot_table, staying
-        # New memory of a host is zeros; what a pool lends, or a GPU gives, holds what was there before.
+        # New host memory is zeroed; memory from a pool or a GPU contains old data.
         self._is_zeroed = allocator.device == "cpu" and pool_usage("cpu") is None
         self._kept = {tag: _Kept() for tag in (MemoryTag.WEIGHTS, MemoryTag.KV_CACHE)}
         self._found: dict[MemoryTag, tuple[tuple[int, int], list[Span]]] = {}
 
     def pause(self, tags: Sequence[MemoryTag]) -> int:
-        """Gives the pages back and returns their bytes. Nothing may use them: no request runs."""
+        """Releases the pages and returns their bytes. No request may be running."""
         tags = self._all_of(tags)
         for tag in tags:
             if tag in self._kept and not self._is_paused(tag):
@@ -72,7 +72,7 @@ class RankMemory:
         return self._allocator.pause(tags)
 
     def resume(self, tags: Sequence[MemoryTag]) -> int:
-        """Takes pages at the same addresses and returns their bytes. Raises OutOfGpuMemory with every tag still asleep."""
+        """Maps pages at the same addresses and returns their bytes. Raises OutOfGpuMemory with every tag still paused."""
         tags = self._all_of(tags)
         woken = [tag for tag in tags if self._is_paused(tag)]
         if MemoryTag.KV_CACHE in woken and self._cache is not None:
@@ -106,7 +106,7 @@ class RankMemory:
         return self._allocator.arena(tag).usage().state in (ArenaState.PAUSED, ArenaState.PAUSING)
 
     def _spans_to_keep(self, tag: MemoryTag) -> list[Span]:
-        """Looked for again only when something was freed: nothing is made in a region once the engine is built."""
+        """Recomputed only after memory was freed: nothing is allocated in a region once the engine is built."""
         usage = self._allocator.arena(tag).usage()
         seen = (usage.num_blocks, usage.used_bytes)
         if tag not in self._found or self._found[tag][0] != seen:
@@ -122,7 +122,7 @@ class RankMemory:
 
 
 class _Kept:
-    """A host copy of spans of device memory, over a pause. On a GPU it is pinned, taken once and reused."""
+    """A host copy of device memory during a pause. On a GPU it is pinned, allocated once and reused."""
 
     def __init__(self) -> None:
         self._pieces: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -133,7 +133,7 @@ class _Kept:
         return self._host.numel()
 
     def save(self, spans: Sequence[Span], *, device: str) -> None:
-        """Starts the copies; they are done when the device is idle, which a pause waits for before it takes pages."""
+        """Starts the copies. They are done when the device is idle, which a pause waits for before it releases pages."""
         total_bytes = sum(num_bytes for _, num_bytes in spans)
         if self._host.numel() != total_bytes:
             self._host = torch.empty(total_bytes, dtype=torch.uint8, pin_memory=device != "cpu")
@@ -148,7 +148,7 @@ class _Kept:
 
 
 def without(blocks: Sequence[Span], holes: Sequence[Span]) -> list[Span]:
-    """The parts of `blocks` that lie in none of `holes`, in the order of their addresses."""
+    """The parts of `blocks` outside all `holes`, in address order."""
     left: list[Span] = []
     ends = sorted((start, start + num_bytes) for start, num_bytes in holes)
     for start, num_bytes in sorted(blocks):
@@ -186,7 +186,7 @@ class _MemoryView:
 
 
 def _span(tensor: torch.Tensor) -> Span:
-    """From the tensor's first byte to its last."""
+    """Span from the tensor's first byte to its last."""
     if tensor.numel() == 0:
         return tensor.data_ptr(), 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

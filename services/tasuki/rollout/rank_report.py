@@ -1,4 +1,4 @@
-"""What an engine rank tells the front once, through the pipe that it was started with: what it holds, or why it could not start."""
+"""A rank's single report to the front through its start pipe: what it holds, or why it could not start."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tasuki.wire.errors import TasukiError
 
 
 class RankReport(TypedDict, total=False):
-    """With status "ready" what the rank holds, else the problem. reason: that of a TasukiError."""
+    """With status "ready" what the rank holds, otherwise the problem. reason: of a TasukiError."""
 
     status: str
     reason: str
@@ -26,7 +26,7 @@ class RankReport(TypedDict, total=False):
 
 @contextmanager
 def reporting(pipe_writer: Connection) -> Iterator[None]:
-    """Says to the front why the rank cannot start."""
+    """Reports to the front why the rank could not start."""
     try:
         yield
     except TasukiError as error:

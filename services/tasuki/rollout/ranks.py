@@ -1,7 +1,7 @@
 """The engine ranks' processes.
 
-Importing SGLang takes many seconds. On a CPU the front imports it once and forks its ranks. A CUDA driver does not survive a fork, and the
-import may start one: on GPUs ranks are spawned, and import beside the front.
+Importing SGLang takes many seconds. On a CPU the front imports it once and forks its ranks. A CUDA driver does not survive a fork, and
+the import may load one, so on GPUs ranks are spawned and import it in parallel with the front.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ class Closeable(Protocol):
 
 
 class RankProcesses:
-    """One process for each engine rank, with SGLang imported, waiting to be told what to run."""
+    """One process per engine rank, with SGLang imported, waiting for its arguments."""
 
     def __init__(self) -> None:
         self.processes: list[SpawnProcess | ForkProcess] = []
         self._pipes: list[Connection] = []
 
     def start(self, config: NodeConfig, *, held: Sequence[Closeable] = ()) -> None:
-        """held: what this process has open and a fork must not keep, such as its lock. On a CPU, call it before any thread starts."""
+        """held: open objects that a fork must not keep, such as the lock. On a CPU, call this before any thread starts."""
         is_fork = config.device == "cpu"
         if is_fork:
             preload("tasuki.rollout.scheduler")
         context = multiprocessing.get_context("fork") if is_fork else multiprocessing.get_context("spawn")
-        # Nothing is ever sent: its end here closes when this process dies, however it dies.
+        # Nothing is ever sent: this end closes when the front dies, however it dies.
         end_of_front, self._lifeline = context.Pipe(duplex=False)
         for rank in range(config.num_engine_ranks):
             ours, theirs = context.Pipe()
@@ -60,7 +60,7 @@ class RankProcesses:
         end_of_front.close()
 
     def launch(self, arguments: Sequence[tuple[Any, ...]]) -> None:
-        """Gives each rank the arguments of its scheduler, as `multiprocessing` itself would have done at its start."""
+        """Sends each rank the arguments of its scheduler, as `multiprocessing` would have done at start."""
         for rank, (pipe, rank_arguments) in enumerate(zip(self._pipes, arguments, strict=True)):
             try:
                 pipe.send(rank_arguments)
@@ -68,7 +68,7 @@ class RankProcesses:
                 raise self._lost(rank) from error
 
     def wait_for_reports(self) -> list[RankReport]:
-        """Returns when every rank is ready. Raises the error of one that is not going to be, InternalError unless it said another."""
+        """Returns when every rank is ready. Raises the error of a rank that fails to start; InternalError if it reported none."""
         reports: dict[int, RankReport] = {}
         while len(reports) < len(self._pipes):
             for rank in set(range(len(self._pipes))) - set(reports):
@@ -79,7 +79,7 @@ class RankProcesses:
         return [reports[rank] for rank in range(len(self._pipes))]
 
     def watch(self, on_death: Callable[[], None]) -> None:
-        """Calls `on_death` in the running loop, again and again until `unwatch`, as soon as a rank's process has ended."""
+        """Calls `on_death` in the running loop once a rank's process has ended, repeatedly until `unwatch`."""
         for process in self.processes:
             asyncio.get_running_loop().add_reader(process.sentinel, on_death)
 
@@ -89,7 +89,7 @@ class RankProcesses:
             asyncio.get_running_loop().remove_reader(process.sentinel)
 
     def kill(self) -> None:
-        """Idempotent; returns when all are gone, also one whose start was interrupted."""
+        """Kills all ranks and waits until they are gone, even after an interrupted start. Idempotent."""
         for process in multiprocessing.active_children():
             process.kill()
             process.join()
@@ -114,9 +114,9 @@ class RankProcesses:
 
 @contextmanager
 def _uninterrupted() -> Iterator[set[int]]:
-    """Signals that interrupt a start wait for the end of the block. Gives the mask of before.
+    """Defers signals that would interrupt a start until the end of the block. Yields the previous mask.
 
-    Libraries hold locks over a fork. An exception in the hook that lets go of them is lost, and so are the locks: the exit would hang.
+    Libraries hold locks during a fork. An exception in the hook that releases them is swallowed and leaves them locked: exit would hang.
     """
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _INTERRUPTING)
     try:
@@ -133,18 +133,16 @@ def _run_rank(
     inherited: Sequence[Closeable],
     mask: Iterable[int],
 ) -> None:
-    """inherited: of the front, by a fork. mask: of signals, before the start."""
+    """inherited: of the front, through a fork. mask: of signals, before the start."""
     for each in inherited:
         each.close()
     for number in (signal.SIGTERM, signal.SIGALRM):
         signal.signal(number, signal.SIG_DFL)
-    # Ctrl-C reaches the whole group; the front ends its ranks in its own order.
+    # Ctrl-C reaches the whole group; the front ends its ranks in order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     threading.Thread(target=_die_with_front, args=(end_of_front,), daemon=True).start()
-    Heartbeat(
-        config.state_dir, f"scheduler{rank}"
-    )  # from here on the supervisor sees when it is stopped; the scheduler's own beats
+    Heartbeat(config.state_dir, f"scheduler{rank}")  # lets the supervisor notice a stopped process; the scheduler has its own
     from tasuki.rollout.scheduler import run_scheduler
 
     run_scheduler(*pipe.recv(), pipe, config, rank)  # pyright: ignore[reportCallIssue]  `launch` says what comes through the pipe

@@ -1,4 +1,4 @@
-"""Runs in every engine rank: brings published weights into the live model by a copy plan and sums up what arrived."""
+"""Runs in every engine rank: copies published weights into the live model by a copy plan and computes checksums of the result."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from tasuki.wire.errors import InternalError, UnsupportedModel, WeightsCorrupt
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """What one sync did on one rank."""
+    """Result of one sync on one rank."""
 
     copied_bytes: int
     fallback_names: tuple[str, ...]
     timings: dict[str, float]
     held: tuple[HeldSlice, ...]
-    """The slices that the rank holds; the same object for as long as the plan is the same."""
+    """The slices that the rank holds; the same object while the plan is unchanged."""
     sums: np.ndarray
-    """Checksum of each of them, uint64, of what its memory held after the copy."""
+    """uint64 checksum of each slice, over its memory after the copy."""
 
     @property
     def checksums(self) -> tuple[tuple[str, Slice, int], ...]:
@@ -50,7 +50,7 @@ class Received:
 
 @dataclass(slots=True)
 class WeightReceiver:
-    """One engine rank's end of the weight exchange. Keeps the imported arenas and the plan from sync to sync."""
+    """One engine rank's side of the weight exchange. Keeps imported arenas and the plan between syncs."""
 
     model: EngineModel
     failpoints: Failpoints = field(default=NO_FAILPOINTS, kw_only=True)
@@ -60,11 +60,11 @@ class WeightReceiver:
 
     @property
     def plan(self) -> CopyPlan | None:
-        """The plan of the last sync."""
+        """Plan of the last sync."""
         return None if self._prepared is None else self._prepared.plan
 
     def warm_up(self) -> None:
-        """Compiles on a GPU what the first sync would: a second of it on a machine that has not run one."""
+        """Compiles on a GPU what the first sync would, which takes a second on a new machine."""
         parameters = Parameters(self.model)
         for dtype in parameters.dtypes:
             compile_copies(dtype, device=parameters.device)
@@ -72,10 +72,10 @@ class WeightReceiver:
     def receive(
         self, weights: weights_pb2.PublishedWeights, *, import_timeout_s: float, reads_back_in_full: bool = False
     ) -> Received:
-        """Copies the published version into the model, sums up what arrived, and waits for both.
+        """Copies the published version into the model, computes checksums, and waits for both.
 
-        reads_back_in_full: once more after all copies, from views of their own, and not only each part right after it was written.
-        Raises BadHandle or VersionOrder before anything is written; after any other error the model must not be served.
+        reads_back_in_full: reads everything back after all copies, in addition to each part right after it was written.
+        Raises BadHandle or VersionOrder before anything is written. After any other error the model must not be served.
         """
         self._timings = dict.fromkeys(("import", "record", "copy", "verify"), 0.0)
         with self._timed("import"):
@@ -90,17 +90,17 @@ class WeightReceiver:
     ) -> Received:
         prepared = self._replay(imported) or self._replay(imported)
         if prepared is None:
-            raise InternalError("parameters of the engine's model move at every look")
+            raise InternalError("the engine's model parameters keep moving")
         with self._timed("verify"):
             if self.failpoints.corrupts(RECEIVED):
                 self._damage(prepared.plan)
             sums = prepared.sums(read_back=reads_back_in_full)
-            # The trainer may have begun to overwrite what was being copied.
+            # The trainer may have begun to overwrite the source during the copy.
             imported.check_version(weights.policy_version)
         return Received(prepared.copied_bytes, prepared.plan.fallback_names, dict(self._timings), prepared.held, sums)
 
     def _damage(self, plan: CopyPlan) -> None:
-        """A fault on request: changes one element of a parameter, after the copies and their own sums."""
+        """Injected fault: changes one element of a parameter, after the copies and their checksums."""
         piece = plan.pieces[0]
         held = Parameters(self.model).view(piece.parameter, piece.destination)
         held[(0,) * held.dim()].neg_()
@@ -116,12 +116,12 @@ class WeightReceiver:
         return self._imported
 
     def _replay(self, imported: ImportedWeights) -> _PreparedPlan | None:
-        """Brings the weights in. None when parameters have moved: they went to where the plan had them, and the next plan is a new one."""
+        """Copies the weights. Returns None if parameters have moved: the copies went to their old place, and a new plan is needed."""
         with self._timed("record"):
             prepared = self._prepare(imported)
         with self._timed("copy"):
             prepared.start()
-            # Looked at while the copies run, which write to memory that the plan holds wherever the parameters are.
+            # Checked while the copies run; they write to memory that the plan keeps alive, wherever the parameters are.
             is_current = prepared.fingerprint.is_current()
             prepared.finish(self.model)
         if is_current:
@@ -144,7 +144,7 @@ class WeightReceiver:
 
 
 class _PreparedPlan:
-    """A plan with its views made: replaying it is nothing but copies and their sums."""
+    """A plan with its views created, so that replaying it is only copies and checksums."""
 
     def __init__(self, plan: CopyPlan, fingerprint: Fingerprint, parameters: Parameters, imported: ImportedWeights) -> None:
         self.plan, self.fingerprint, self._imported = plan, fingerprint, imported
@@ -184,13 +184,13 @@ class _PreparedPlan:
 
     @torch.no_grad()
     def start(self) -> None:
-        """Starts to write every parameter but what the engine's own loader writes."""
+        """Starts to write all parameters except those written by the engine's own loader."""
         self._copies.start()
         self._fills.start()
 
     @torch.no_grad()
     def finish(self, model: EngineModel) -> None:
-        """Writes the rest and returns when all is done."""
+        """Writes the rest and returns when everything is done."""
         if self.plan.fallback_names:
             model.load_weights([(name, self._imported.gathered(name)) for name in self.plan.fallback_names])
         if self._device.type == "cuda":
@@ -198,10 +198,10 @@ class _PreparedPlan:
 
     @torch.no_grad()
     def sums(self, *, read_back: bool) -> np.ndarray:
-        """Checksums of `held`; of fallback tensors, which the engine transformed, those of what it was given.
+        """Checksums of `held`; for fallback tensors, which the engine transformed, of what it was given.
 
-        read_back: of what the parameters hold now, which a plan's first sync does in any case: the copies' own sums could not tell that
-        the plan was lowered to addresses wrongly. Raises WeightsCorrupt naming a parameter whose constant rows differ.
+        read_back: of the parameters' current memory. A plan's first sync always does this, since the copies' own checksums cannot reveal
+        wrong addresses in the plan. Raises WeightsCorrupt naming a parameter whose constant rows differ.
         """
         is_read_back = read_back or not self._is_proven
         sums = np.array(self._checksums.read(), dtype=np.uint64) if is_read_back else self._copies.sums()
@@ -219,7 +219,7 @@ class _PreparedPlan:
 
 
 def _expanded(constant: Constant, parameters: Parameters) -> torch.Tensor:
-    """The constant in the shape of its destination, one element in memory."""
+    """The constant in the shape of its destination, as one element in memory."""
     value = torch.tensor(constant.value, dtype=parameters.dtype(constant.parameter), device=parameters.device)
     return value.expand(constant.destination.shape)
 

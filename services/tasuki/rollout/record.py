@@ -1,8 +1,8 @@
-"""Records an engine model's own `load_weights` as a copy plan: views and copies are noted, no weight is read or written.
+"""Records an engine model's own `load_weights` as a copy plan: records views and copies without reading or writing weights.
 
-The loader is called with tensors that have a name and a shape but no memory. Each view of one is a view of its index space; each
-`copy_` of one into a parameter is a piece of the plan; each constant fill of a parameter is a constant. A tensor that meets any other
-operation becomes a fallback: each sync then gives it, gathered, to the real `load_weights`.
+The loader is called with tensors that have a name and a shape but no memory. A view of one is a view of its index space; a
+`copy_` into a parameter is a piece of the plan; a constant fill of a parameter is a constant. Any other operation makes its
+tensor a fallback, which each sync gathers and passes to the real `load_weights`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _aten = torch.ops.aten
 
 
 class EngineModel(Protocol):
-    """What is used of an SGLang model."""
+    """The part of an SGLang model's interface that we use."""
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object: ...
 
@@ -30,7 +30,7 @@ class EngineModel(Protocol):
 
 
 class PublishedTensors(Protocol):
-    """The published tensors: their names with shape and dtype, and the values of one."""
+    """The published tensors: names with shape and dtype, and the values of one."""
 
     def layout(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]: ...
 
@@ -38,10 +38,10 @@ class PublishedTensors(Protocol):
 
 
 def record_plan(model: EngineModel, published: PublishedTensors) -> CopyPlan:
-    """The plan by which `published` becomes the model's parameters.
+    """Records the plan by which `published` becomes the model's parameters.
 
-    Fallback tensors are loaded for real, once, to see what they write. Raises WeightsCorrupt naming a parameter that the plan would not
-    write exactly once, BadHandle when a tensor would lose precision, UnsupportedModel when the loader does what no plan can hold.
+    Fallback tensors are really loaded, once, to see what they write. Raises WeightsCorrupt naming a parameter not written exactly once,
+    BadHandle if a tensor would lose precision, UnsupportedModel if the loader does what a plan cannot express.
     """
     parameters = Parameters(model)
     layout = published.layout()
@@ -92,7 +92,7 @@ class Parameters:
         return tensor.as_strided(at.shape, at.strides, tensor.storage_offset() + at.offset)
 
     def locate(self, tensor: torch.Tensor) -> tuple[str, Slice] | None:
-        """The parameter in whose memory `tensor` lies, and where; None when it lies in no parameter."""
+        """The parameter whose memory contains `tensor`, and where; None if there is none."""
         index = bisect_right(self._starts, tensor.data_ptr()) - 1
         if index < 0:
             return None
@@ -104,7 +104,7 @@ class Parameters:
         return name, Slice(distance // parameter.element_size(), tuple(tensor.shape), tensor.stride())
 
     def fingerprint(self) -> tuple[tuple[object, ...], ...]:
-        """Changes when any parameter was moved, reshaped or replaced, so that a plan made before no longer fits."""
+        """Changes if any parameter is moved, reshaped or replaced, which invalidates existing plans."""
         return tuple(
             (name, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
             for name, tensor in self._by_name.items()
@@ -112,7 +112,7 @@ class Parameters:
 
 
 class _Unrecordable(Exception):
-    """Ends one recording run at an operation that needs values; the tensors involved are fallbacks from now on."""
+    """Ends one recording at an operation that needs values; the tensors involved become fallbacks."""
 
 
 class RecordingTensor(torch.Tensor):
@@ -139,13 +139,13 @@ class RecordingTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        # Reached without the recorder's mode in a loader's own threads, for which modes do not hold.
+        # Reached without the recorder's mode in a loader's own threads, where modes do not apply.
         recorder = next(arg.recorder for arg in _tensors(args, kwargs) if isinstance(arg, RecordingTensor))
         return recorder.handle(func, args, kwargs if kwargs is not None else {})
 
 
 class _Recorder(TorchDispatchMode):
-    """One run of a loader."""
+    """One recording of a loader."""
 
     def __init__(self, parameters: Parameters, *, device: torch.device) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ class _Recorder(TorchDispatchMode):
 
     def _note_copy(self, destination: torch.Tensor, source: RecordingTensor) -> None:
         if not destination.numel():
-            return  # a rank that holds no row of the tensor; an empty tensor has no address either
+            return  # the rank holds no row of the tensor; an empty tensor has no address
         place = self._parameters.locate(destination)
         if place is None:
             self.fallback |= source.origin
@@ -213,7 +213,7 @@ class _Recorder(TorchDispatchMode):
             self.constants.append(Constant(parameter, destination, value))
 
     def _apply(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], sources: Sequence[RecordingTensor]) -> Any:
-        """Runs the operation in index space. One that does more than view makes its tensors fallbacks."""
+        """Runs the operation in index space. Any operation but a view makes its tensors fallbacks."""
         origin = frozenset[str]().union(*(source.origin for source in sources))
         returns = func._schema.returns
         is_view = bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
@@ -223,14 +223,14 @@ class _Recorder(TorchDispatchMode):
             spaces = tree_map_only(RecordingTensor, lambda tensor: tensor.index_space, (args, kwargs))
             result = func(*spaces[0], **spaces[1])
         except (NotImplementedError, RuntimeError) as error:
-            # Meta tensors have no values, which an operation such as item() would need.
+            # Meta tensors have no values, which operations such as item() need.
             self.fallback |= origin
             raise _Unrecordable(str(error)) from error
         return tree_map_only(torch.Tensor, lambda space: RecordingTensor(space, origin, self), result)
 
 
 class _WriteObserver(TorchDispatchMode):
-    """Lets everything happen and notes which slices of parameters are written."""
+    """Executes everything and records which slices of parameters are written."""
 
     def __init__(self, parameters: Parameters) -> None:
         super().__init__()

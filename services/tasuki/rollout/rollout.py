@@ -1,4 +1,4 @@
-"""The rollout service's state and what each stage does to it."""
+"""State of the rollout service and the effect of each stage."""
 
 from __future__ import annotations
 
@@ -51,19 +51,19 @@ _DRAIN_POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """How the samples that ran when a drain began ended."""
+    """How the samples ended that were running when a drain began."""
 
     num_finished: int
     num_cut: int
     released_bytes: int
-    """Of a KV cache that grows, over all ranks."""
+    """For a growing KV cache, over all ranks."""
 
 
 class Rollout:
-    """One engine, its weights' version, its memory, and where the service is in the ring of stages.
+    """One engine, the version of its weights, its memory, and the service's place in the ring.
 
-    growth_stall_s: where the KV cache grows as requests need it, when that counts as stalled; None where RESUME_KV maps all of it.
-    calls, seed: of the seeds of samples whose request gives none. on_serving: called whenever generation opens or closes. on_poison: called
+    growth_stall_s: for a growing KV cache, time until growth counts as stalled; None if RESUME_KV maps all of it.
+    calls, seed: for the seeds of samples whose request gives none. on_serving: called when generation opens or closes. on_poison: called
     when the engine's memory can no longer be trusted.
     """
 
@@ -102,12 +102,12 @@ class Rollout:
 
     @property
     def policy_version(self) -> int | None:
-        """The version that is served, also while its last samples drain."""
+        """The version being served, also while its last samples drain."""
         return self._held_version if self.stage in (Stage.RESUME_KV, Stage.DRAIN) else None
 
     @property
     def received_version(self) -> int | None:
-        """The version that is resident and verified, but not served."""
+        """The version resident and verified but not served."""
         return None if self.policy_version is not None else self._held_version
 
     @property
@@ -115,15 +115,15 @@ class Rollout:
         return self.engine.num_running
 
     async def fall_asleep(self, *, timeout_s: float) -> None:
-        """What the service does with itself once its engine is up: the trainer has the memory first."""
+        """Pauses all memory once the engine is up: the trainer gets it first."""
         released = await self.memory.pause([MemoryTag.KV_CACHE, MemoryTag.WEIGHTS], timeout_s=timeout_s)
         await self._on_serving(False)
         _log.info("event=asleep released_bytes=%d", released)
 
     async def resume(self, stage: Stage, tags: list[MemoryTag], *, timeout_s: float) -> int:
-        """RESUME_WEIGHTS or RESUME_KV; the latter commits the received version and serves. Returns the bytes mapped.
+        """Runs RESUME_WEIGHTS or RESUME_KV; the latter commits the received version and serves it. Returns the bytes mapped.
 
-        Raises OutOfGpuMemory with everything as it was.
+        Raises OutOfGpuMemory with everything unchanged.
         """
         check_stage(stage, after=self.stage, poison_reason=self.poison_reason)
         check_tags(stage, tags)
@@ -140,7 +140,7 @@ class Rollout:
         return mapped
 
     async def pause(self, stage: Stage, tags: list[MemoryTag], *, timeout_s: float) -> int:
-        """PAUSE_KV, which drops every cached prefix, or PAUSE_WEIGHTS, after which no version is held. Returns the bytes released."""
+        """Runs PAUSE_KV, which drops cached prefixes, or PAUSE_WEIGHTS, after which no version is held. Returns the bytes released."""
         check_stage(stage, after=self.stage, poison_reason=self.poison_reason)
         check_tags(stage, tags)
         if self.poison_reason is None:
@@ -158,7 +158,7 @@ class Rollout:
         return released
 
     async def receive(self, weights: weights_pb2.PublishedWeights, *, timeout_s: float) -> SyncReport:
-        """SYNC. Refusals that touched nothing leave all as it was; any other failure poisons the engine."""
+        """Runs SYNC. A refusal before any write changes nothing; any other failure poisons the engine."""
         check_stage(Stage.SYNC, after=self.stage, poison_reason=self.poison_reason)
         if self._highest_served is not None and weights.policy_version < self._highest_served:
             raise VersionOrder(
@@ -183,10 +183,10 @@ class Rollout:
         return report
 
     async def drain(self, *, grace_s: float, timeout_s: float) -> Drained:
-        """DRAIN: closes the door, lets running samples finish for `grace_s`, then cuts the rest.
+        """Runs DRAIN: refuses new requests, lets running samples finish for `grace_s`, then cuts the rest.
 
-        A KV cache that grows gives back what the last samples cannot need. Raises DeadlineExceeded, and poisons the engine, when it has not
-        released them within `timeout_s`.
+        A growing KV cache releases what the last samples cannot need. If the engine does not release them within `timeout_s`, raises
+        DeadlineExceeded and poisons the engine.
         """
         check_stage(Stage.DRAIN, after=self.stage, poison_reason=self.poison_reason)
         await self._close()
@@ -217,16 +217,16 @@ class Rollout:
         return drained
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[list[Sample]]:
-        """The samples in the order of completion, those that ended together at once.
+        """Yields samples in order of completion; those that ended together come together.
 
-        Raises EnginePoisoned, Draining or Asleep when no version is served.
+        Raises EnginePoisoned, Draining or Asleep if no version is served.
         """
         check_request(request, self.engine.model)
         self._check_open()
         call, version = uuid.uuid4().hex, self._held_version
         assert version is not None
 
-        # SGLang aborts by prefix: the ends keep this call from taking another one with it, and sample 1 from sample 10.
+        # SGLang aborts by prefix: the separators keep this call from aborting another, and sample 1 from aborting sample 10.
         prefix = f"{call}-"
         num_requests = len(request.prompts) * request.num_samples
         requests = self._engine_requests(request, prefix=prefix, seed=self._seed(request, call=call))
@@ -244,7 +244,7 @@ class Rollout:
                 ]
 
     def _engine_requests(self, request: GenerationRequest, *, prefix: str, seed: int | str | None) -> Iterator[EngineRequest]:
-        """Made as they are taken: a call may have very many. seed: see `_seed`."""
+        """Created lazily: a call may have very many. seed: see `_seed`."""
         for prompt, token_ids in enumerate(request.prompts):
             for sample in range(request.num_samples):
                 sampling = sampling_of(request, prompt, self.engine.model)
@@ -253,10 +253,10 @@ class Rollout:
                 yield EngineRequest(f"{prefix}{prompt}-{sample}.", token_ids, sampling)
 
     def _seed(self, request: GenerationRequest, *, call: str) -> int | str | None:
-        """What the seeds of the samples are made from; None where the engine does not sample by seeds.
+        """Base of the samples' seeds; None if the engine does not use seeds.
 
-        Without a seed of the caller it depends on the version, on what is asked, and on how often that was asked before, so that a
-        restarted engine makes the samples that the lost one would have made, and asking twice gives two answers.
+        Without a caller's seed it depends on the version, the call's content, and how often that was asked before. A restarted engine
+        repeats the lost samples, and asking twice gives different samples.
         """
         if not self.engine.model.is_seeded:
             return None
@@ -276,7 +276,7 @@ class Rollout:
             raise Asleep(f"rollout serves no version now (last stage {self.stage or START}); acquire phase ROLLOUT")
 
     async def close(self) -> None:
-        """Ends what goes on in the background."""
+        """Stops background work."""
         if self.growth is not None:
             await self.growth.close()
 
@@ -301,9 +301,9 @@ class Rollout:
 
     @contextmanager
     def _poisoning(self, stage: Stage, *, unless: type[TasukiError] | tuple[()] = ()) -> Iterator[None]:
-        """After a failure half-way the engine's memory can no longer be trusted. `unless`: a refusal, which changed nothing.
+        """Poisons the engine if the block fails halfway: its memory can no longer be trusted. `unless`: refusals that changed nothing.
 
-        Raises InternalError for what a rank alone refuses: others may have gone on, and who hears of a refusal takes it that none has.
+        Raises InternalError if only some ranks refuse: the others may have continued, while a refusal means that none has.
         """
         try:
             yield

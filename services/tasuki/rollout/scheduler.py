@@ -1,4 +1,4 @@
-"""Runs in the process of every engine rank, around SGLang's own scheduler: says why it could not start, or what it holds."""
+"""Runs in every engine rank's process, around SGLang's scheduler: reports what it holds, or why it could not start."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ from tasuki.rpc.staying import staying_of_engine_rank
 from tasuki.transport.gloo_peers import check_gloo_peers
 from tasuki.transport.pool_socket import join_pool
 
-# Small enough for a layer's keys to have several: the first slots of every layer need theirs, and no more. Not measured on a GPU.
+# Small enough for several chunks per layer, so that the first slots of every layer need only theirs. Not measured on a GPU.
 _GROWING_CHUNK_BYTES = {"cpu": 4 * 2**20, "cuda": 128 * 2**20}
 
 
 @dataclass(frozen=True, slots=True)
 class StopTokens:
-    """All that SGLang asks of a tokenizer where no text is made: what min_new_tokens must hold back."""
+    """Replaces the tokenizer where no text is produced: has only the tokens that min_new_tokens must suppress."""
 
     eos_token_id: int
     additional_stop_token_ids: set[int]
 
     @classmethod
     def of(cls, eos_token_ids: set[int] | None) -> StopTokens | None:
-        """None for a model that names no end-of-sequence token."""
+        """None for a model without an end-of-sequence token."""
         if not eos_token_ids:
             return None
         first, *others = sorted(eos_token_ids)
@@ -59,7 +59,7 @@ class StopTokens:
 
 
 class LendingReceiver:
-    """SGLang's receiver of requests; the lock is released while it waits for them, or for the first rank to pass them on."""
+    """SGLang's receiver of requests; releases the lock while it waits for them or for the first rank to pass them on."""
 
     def __init__(self, receiver: Any, lock: EngineLock) -> None:
         self._receiver, self._lock = receiver, lock
@@ -71,7 +71,7 @@ class LendingReceiver:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSetup:
-    """What a scheduler must know beside SGLang's own arguments. config: None for an engine that is part of no node."""
+    """A scheduler's settings besides SGLang's arguments. config: None for an engine outside a node."""
 
     config: NodeConfig | None
     rank: int
@@ -85,7 +85,7 @@ class RankSetup:
 
 
 class ReportingScheduler(sglang_scheduler.Scheduler):
-    """SGLang's scheduler as an engine rank of ours, which reports why it could not start, or what it holds."""
+    """SGLang's scheduler as one of our engine ranks; reports what it holds, or why it could not start."""
 
     def __init__(self, *args: Any, setup: RankSetup, **kwargs: Any) -> None:
         self._setup, self._lock = setup, EngineLock()
@@ -100,7 +100,7 @@ class ReportingScheduler(sglang_scheduler.Scheduler):
         super().init_pool_stats_observer()
         slots = self.token_to_kv_pool_allocator
         if isinstance(slots, BoundedSlots):
-            # SGLang ends an engine whose account of the cache does not add up.
+            # SGLang aborts an engine whose accounting of the cache does not add up.
             every = cast(Any, EverySlot(slots))
             self.pool_stats_observer = replace(self.pool_stats_observer, token_to_kv_pool_allocator=every)
 
@@ -113,7 +113,7 @@ class ReportingScheduler(sglang_scheduler.Scheduler):
         if self.server_args.device == "cpu":
             _sample_by_seeds()
         self._become_engine_rank()
-        # SGLang collects garbage whenever it flushes its cache; without this that walks every object made so far, half a second long.
+        # SGLang collects garbage whenever it flushes its cache; without freezing, that scans every object so far, for half a second.
         gc.collect()
         gc.freeze()
         return dict(report)
@@ -123,7 +123,7 @@ class ReportingScheduler(sglang_scheduler.Scheduler):
             super().maybe_sleep_on_idle()
 
     def _become_engine_rank(self) -> None:
-        """From here on the front's commands reach the model, and the scheduler holds the lock."""
+        """Lets the front's commands reach the model, and takes the lock for the scheduler."""
         setup, lock = self._setup, self._lock
         model = cast(EngineModel, self.tp_worker.model_runner.model)
         engine_rank = EngineRank(
@@ -174,7 +174,7 @@ def run_scheduler(
 ) -> None:
     """SGLang's `run_scheduler_process` with a scheduler that reports.
 
-    config: the node's, None for an engine that is part of none. rank: place among the ranks of all replicas, tp_rank by default.
+    config: of the node; None for an engine outside a node. rank: index among the ranks of all replicas; tp_rank by default.
     """
     if server_args.device == "cuda" and not _select_gpu(gpu_id, pipe_writer):
         return
@@ -198,15 +198,15 @@ def run_scheduler(
 
 
 def _meet_in_private(port_args: PortArgs) -> None:
-    """Has the ranks of a replica find each other by a file; SGLang's TCP store answers to every user of the machine."""
-    # Beside the replica's sockets: the name is one of this launch and this replica only.
+    """Makes the ranks of a replica rendezvous through a file; SGLang's TCP store is open to every user of the machine."""
+    # Next to the replica's sockets: the name is unique to this launch and replica.
     socket_path = port_args.scheduler_input_ipc_name.removeprefix("ipc://")
     envs.SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE.set(f"file://{socket_path}.store")
     check_gloo_peers()
 
 
 def _select_gpu(gpu_id: int, pipe_writer: Connection) -> bool:
-    """False, with a report, when there is no such GPU."""
+    """Returns False, with a report, if there is no such GPU."""
     if gpu_id >= torch.cuda.device_count():
         error = gpu_not_shown("rollout", gpu_id, num_shown=torch.cuda.device_count())
         pipe_writer.send(RankReport(status="failed", problem=error.message))
@@ -216,7 +216,7 @@ def _select_gpu(gpu_id: int, pipe_writer: Connection) -> bool:
 
 
 def _install_scheduler(setup: RankSetup, *, device: str | None) -> None:
-    """Has SGLang make our scheduler in place of SGLang's, and ours in place of unsupported parts."""
+    """Makes SGLang create our scheduler instead of its own, and our parts instead of unsupported ones."""
     sglang_scheduler.Scheduler = cast(Any, functools.partial(ReportingScheduler, setup=setup))
     if setup.grows_cache:
         model_runner_kv_cache_mixin.TokenToKVPoolAllocator = BoundedTokenSlots
@@ -226,12 +226,12 @@ def _install_scheduler(setup: RankSetup, *, device: str | None) -> None:
     if device == "cpu":
         attention_registry.ATTENTION_BACKENDS["torch_native"] = BatchedAttention
         model_runner.LoRAManager = UnpinnedLora
-    # It would write what a data-parallel balancer reads, to a file in /dev/shm that nobody ever removes.
+    # It would write a file for a data-parallel balancer to /dev/shm that nobody removes.
     sglang_scheduler.create_load_snapshot_writer = _no_load_snapshots
 
 
 def _sample_by_seeds() -> None:
-    """Every request is sampled by its own seed. As an argument at the start the setting would also ask for Triton kernels."""
+    """Samples every request with its own seed. As a start argument, this setting would also require Triton kernels."""
     get_global_server_args().enable_deterministic_inference = True
     sglang_sampler.multinomial_with_seed = multinomial_with_seed
 

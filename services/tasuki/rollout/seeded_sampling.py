@@ -1,4 +1,4 @@
-"""Sampling by seeds of single requests, for engines on a CPU: SGLang's own is a Triton kernel."""
+"""Sampling with a seed per request, for engines on a CPU: SGLang's own is a Triton kernel."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ _FRACTION_BITS = 53
 
 
 def multinomial_with_seed(log_probs_BV: torch.Tensor, seed_B: torch.Tensor, positions_B: torch.Tensor) -> torch.Tensor:
-    """One index a row, drawn from the row's distribution by its seed and position alone; takes the place of SGLang's function.
+    """Draws one index per row, determined by the row's distribution, seed and position; replaces SGLang's function.
 
-    log_probs_BV: [B, V], -inf for what must not be drawn; rows need not add up to 1. Returns [B, 1] int64.
+    log_probs_BV: [B, V], -inf for excluded indices; rows need not sum to 1. Returns [B, 1] int64.
     Method: inverse of the cumulative distribution at a hash of (seed, position).
     """
     cumulative_BV = log_probs_BV.double().exp().cumsum(dim=-1)
     total_B1 = cumulative_BV[:, -1:].contiguous()
     target_B1 = _uniform(seed_B, positions_B).unsqueeze(1) * total_B1
     index_B1 = torch.searchsorted(cumulative_BV, target_B1, right=True)
-    # At the upper end rounding could step past the last index that has a probability.
+    # Rounding at the upper end could step past the last index with a probability.
     last_B1 = torch.searchsorted(cumulative_BV, total_B1)
-    # Where logits are NaN nothing is found; any index will do, its log-prob is NaN too and the service refuses the sample.
+    # With NaN logits nothing is found. Any index will do: its log-prob is NaN too, and the service refuses the sample.
     return torch.minimum(index_B1, last_B1).clamp_max(log_probs_BV.shape[-1] - 1)
 
 

@@ -1,4 +1,4 @@
-"""Seeds of samples: which calls repeat each other's samples, and which never do."""
+"""Seeds of samples: which calls repeat each other's samples and which never do."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ _SEED_BITS = 62
 
 
 def sample_seed(seed: int | str, *, prompt: int, sample: int) -> int:
-    """The seed of one sample: the first 62 bits of the SHA-256 of "SEED/PROMPT/SAMPLE"."""
+    """Seed of one sample: the first 62 bits of the SHA-256 of "SEED/PROMPT/SAMPLE"."""
     digest = hashlib.sha256(f"{seed}/{prompt}/{sample}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> (64 - _SEED_BITS)
 
 
 class CallNumbers:
-    """Numbers the calls that ask for the same at one policy version, so that each of them samples by other seeds.
+    """Numbers calls with the same content at one policy version, so that each samples with different seeds.
 
-    A call that is repeated under its id keeps its number, also in a service that was killed and started again: the numbers are in a
-    file. It is not synced, since it needs to outlive a process and no more.
+    A call repeated under its id keeps its number, even after the service was killed and restarted: the numbers are in a file. The file
+    is not synced, since it only needs to outlive the process.
     """
 
     def __init__(self, path: Path, *, instance_id: str) -> None:
-        """instance_id: start of the node. What another one left at `path` does not count."""
+        """instance_id: start of the node. A file that another start left at `path` is ignored."""
         self._path, self._instance_id = path, instance_id
         self._version: int | None = None
         self._calls: dict[str, list[str]] = {}
-        """Ids of the calls of each question, in their order."""
+        """Call ids by content, in order."""
         for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
             self._read(line)
 
@@ -41,7 +41,7 @@ class CallNumbers:
             self.remove()
 
     def number(self, question: str, *, call_id: str) -> int:
-        """Place of the call among those with the same question. Raises DiskFull, and OSError."""
+        """Index of the call among those with the same content. Raises DiskFull, or OSError."""
         calls = self._calls.setdefault(question, [])
         if call_id not in calls:
             self._write([self._instance_id, self._version, question, call_id])
@@ -56,7 +56,7 @@ class CallNumbers:
         try:
             instance_id, version, question, call_id = json.loads(line)
         except ValueError:
-            return  # cut off when the service was killed, before the call began
+            return  # truncated when the service was killed, before the call began
         if instance_id == self._instance_id:
             if version != self._version:
                 self._version, self._calls = version, {}
@@ -65,11 +65,11 @@ class CallNumbers:
     def _write(self, entry: list[str | int | None]) -> None:
         try:
             with self._path.open("a") as file:
-                # Begins with the end of a line: the one before may have been cut off.
+                # Starts with a newline, since the last line may be truncated.
                 file.write(f"\n{json.dumps(entry)}")
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise
             raise DiskFull(
-                f"{self._path} cannot be written: {error.strerror}; make room, and repeat", path=self._path
+                f"{self._path} cannot be written: {error.strerror}; free space, and repeat", path=self._path
             ) from error

@@ -1,4 +1,4 @@
-"""Puts the rollout service together and runs it."""
+"""Assembles the rollout service and runs it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 
 def serve(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, deadline: StartupDeadline) -> int:
-    """Serves until told to stop (exit code 0), or until an engine rank dies (1)."""
+    """Serves until told to stop (exit code 0) or until an engine rank dies (1)."""
     return uvloop.run(_serve(config, model, ranks, deadline))
 
 
@@ -52,7 +52,7 @@ async def _serve(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, de
     server = _make_server(config, tracer)
     engine = start_engine(config, model, ranks, on_death=shutdown.on_death)
     deadline.finish()
-    configure_logging("rollout")  # SGLang has put its own in the place of ours
+    configure_logging("rollout")  # SGLang has replaced ours
     socket_dir = places.socket_dir(config.state_dir)
     calls = RankCalls(engine, socket_dir=socket_dir)
     sync = WeightSync(calls, socket_dir=socket_dir, num_replicas=config.dp_size, full_read_back=config.rollout.full_read_back)
@@ -89,7 +89,7 @@ async def _serve(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, de
         await server.start()
         heartbeat.beat_in_loop()
         await server.serve(shutdown.stop)
-        # What still runs waits for an engine that is gone.
+        # Running calls wait for an engine that is gone.
         await server.stop(grace_s=0.0 if shutdown.is_death else _GRACE_S)
         await rollout.close()
     finally:
@@ -120,7 +120,7 @@ class _Shutdown:
         self._ranks.unwatch()
 
     def on_poison(self) -> None:
-        # The answer goes out first; then the engine dies with this process, and a supervisor restarts both.
+        # Send the answer first; then the engine dies with this process, and the supervisor restarts both.
         asyncio.get_running_loop().call_later(_POISON_GRACE_S, self.on_death)
 
 

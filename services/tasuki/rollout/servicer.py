@@ -22,13 +22,13 @@ _REASONS = {
     "length": types_pb2.FINISH_REASON_LENGTH,
     "abort": types_pb2.FINISH_REASON_CUT,
 }
-# A token and its log-prob take at most 9 bytes, so that with the longest last sample a message stays below 4 MiB.
+# A token and its log-prob take at most 9 bytes, so that even with the longest last sample a message stays below 4 MiB.
 _MAX_BUNDLE_TOKENS = 131_072
 _TOKENS_FOR_FIELDS = 8
 
 
 class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
-    """The rollout service on the wire."""
+    """gRPC interface of the rollout service."""
 
     def __init__(self, rollout: Rollout, gate: CommandGate, *, metrics: GenerationMetrics) -> None:
         self._rollout, self._gate, self._metrics = rollout, gate, metrics
@@ -126,7 +126,7 @@ def _encode_growth(growth: KvGrowth | None) -> rollout_pb2.KvCacheState | None:
 
 
 def _bundles(samples: Sequence[Sample]) -> Iterator[list[Sample]]:
-    """Together as many as fit into one message."""
+    """Groups as many samples as fit into one message."""
     bundle: list[Sample] = []
     num_tokens = 0
     for sample in samples:

@@ -1,6 +1,6 @@
-"""Which stage the rollout service accepts after which, by the ring and the moves that undo one. Pure.
+"""The stages that the rollout service accepts next: those of the ring, and those that undo one. Pure.
 
-The service's place on the ring is the last stage that it completed; None after a start, asleep.
+The service's place in the ring is the last stage it completed; None after a start, asleep.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tasuki.wire.errors import Busy, EnginePoisoned, InvalidArgument, StageOrder
 def check_stage(stage: Stage, *, after: Stage | None, poison_reason: str | None) -> None:
     """Raises StageOrder, or EnginePoisoned, unless `stage` may follow `after`.
 
-    A poisoned engine only gives its memory back, so that the trainer can go on.
+    A poisoned engine may only release its memory, so that the trainer can continue.
     """
     accepted = allowed_after(Service.ROLLOUT, after)
     if poison_reason is not None:
@@ -25,13 +25,13 @@ def check_stage(stage: Stage, *, after: Stage | None, poison_reason: str | None)
 
 
 def check_idle(stage: Stage, *, num_running: int) -> None:
-    """Raises Busy when memory that running requests use would be taken away."""
+    """Raises Busy if running requests would lose their memory."""
     if RULES[stage].rpc is Rpc.PAUSE and num_running:
         raise Busy(f"{num_running} requests run; drain before {stage}", stage=stage, num_running=num_running)
 
 
 def check_tags(stage: Stage, tags: list[MemoryTag]) -> None:
-    """Raises InvalidArgument for tags that the stage does not move. None at all is allowed: the stage then only counts."""
+    """Raises InvalidArgument for tags that the stage does not move. An empty list is allowed: the stage then moves nothing."""
     moved = RULES[stage].named_tags
     for index, tag in enumerate(tags):
         if tag not in moved:

@@ -1,4 +1,4 @@
-"""The time between the start of the process and the first served call, and the two ways in which it is cut short."""
+"""Limits the time between process start and first served call, and handles signals until then."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _AGAIN_S = 0.5
 
 
 class StartupDeadline:
-    """Raises in the main thread, out of whatever blocks it: SystemExit on SIGTERM or SIGINT, DeadlineExceeded after `seconds`.
+    """Raises in the main thread, whatever it is doing: SystemExit on SIGTERM or SIGINT, DeadlineExceeded after `seconds`.
 
-    It raises again until it gets through: libraries that try an import swallow every exception. `finish` ends it.
+    It raises repeatedly, because libraries that try an import swallow every exception. `finish` ends it.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -25,7 +25,7 @@ class StartupDeadline:
         signal.setitimer(signal.ITIMER_REAL, seconds, _AGAIN_S)
 
     def finish(self) -> None:
-        """From here on SIGTERM and SIGINT are the server's."""
+        """Leaves SIGTERM and SIGINT to the server."""
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, signal.SIG_IGN)
 

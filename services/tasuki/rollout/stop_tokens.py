@@ -1,4 +1,4 @@
-"""The tokens that end a completion, from the files of a model folder: the engine runs without a tokenizer."""
+"""Stop tokens from the files of a model folder: the engine runs without a tokenizer."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _log = logging.getLogger(__name__)
 
 
 def read_stop_token_ids(folder: Path, *, vocab_size: int) -> tuple[int, ...]:
-    """End-of-sequence token ids of config.json, generation_config.json and the tokenizer, ascending.
+    """Returns the end-of-sequence token ids of config.json, generation_config.json and the tokenizer, ascending.
 
-    A tokenizer's token without an id, and an id outside the vocabulary, are logged and left out.
+    Logs and skips a tokenizer's token without an id, and ids outside the vocabulary.
     Raises UnsupportedModel for a file that is not JSON.
     """
     config = _table(folder / "config.json")
@@ -35,7 +35,7 @@ def read_stop_token_ids(folder: Path, *, vocab_size: int) -> tuple[int, ...]:
 
 
 def _table(file: Path) -> dict[str, Any]:
-    """The JSON object in `file`; empty when there is no file."""
+    """Reads the JSON object in `file`; empty if there is no file."""
     if not file.is_file():
         return {}
     try:
@@ -43,12 +43,12 @@ def _table(file: Path) -> dict[str, Any]:
     except ValueError as error:
         raise UnsupportedModel(f"model.path: {file} is not JSON: {error}") from error
     if not isinstance(table, dict):
-        raise UnsupportedModel(f"model.path: {file} holds no JSON object")
+        raise UnsupportedModel(f"model.path: {file} is not a JSON object")
     return table
 
 
 def _ids(value: object) -> list[int]:
-    """An `eos_token_id`: a number, a list of numbers, or nothing."""
+    """Parses an `eos_token_id`: a number, a list of numbers, or nothing."""
     values = value if isinstance(value, list) else [value]
     return [one for one in values if isinstance(one, int)]
 
@@ -62,7 +62,7 @@ def _tokenizer_eos(folder: Path) -> str | None:
 
 
 def _content(token: object) -> str | None:
-    """The text of a token, which files hold as such or in a table with its properties."""
+    """The text of a token, stored as a string or in an object with its properties."""
     text = token.get("content") if isinstance(token, Mapping) else token
     return text if isinstance(text, str) else None
 
@@ -76,13 +76,13 @@ def _id_of(token: str, folder: Path) -> int | None:
 
 
 def _token_tables(folder: Path) -> Iterator[Mapping[str, object]]:
-    """Tables of token -> id, the small ones first."""
+    """Yields tables of token -> id, small ones first."""
     listed = _table(folder / "tokenizer_config.json").get("added_tokens_decoder") or {}
     yield {_content(token) or "": int(token_id) for token_id, token in listed.items() if token_id.isdecimal()}
     yield _table(folder / "added_tokens.json")
     tokenizer = _table(folder / "tokenizer.json")
     yield {_content(token) or "": token.get("id") for token in tokenizer.get("added_tokens") or ()}
     vocabulary: Any = (tokenizer.get("model") or {}).get("vocab") or {}
-    # A unigram model has a list of pieces with their scores, in the order of their ids.
+    # A unigram model has a list of pieces with scores, in order of their ids.
     yield vocabulary if isinstance(vocabulary, dict) else {piece: index for index, (piece, _) in enumerate(vocabulary)}
     yield _table(folder / "vocab.json")

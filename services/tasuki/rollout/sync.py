@@ -1,4 +1,4 @@
-"""The front's end of a sync: has every engine rank receive, and compares what they hold with what was published."""
+"""The front's side of a sync: makes every engine rank receive, and compares the result with what was published."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _IMPORT_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
-    """A sync that every rank made and that was verified.
+    """A sync completed and verified on every rank.
 
-    layout_digest: SHA-256 of names, dtypes and shapes of the published tensors, in the order of their names; checksums: of each, alike.
-    timings: seconds by part, each of the rank that took longest for it; and of the front "ranks", from the command to the last rank's
-    answer, and "compare".
+    layout_digest: SHA-256 of names, dtypes and shapes of the published tensors, in name order. checksums: one per tensor, in the same
+    order. timings: seconds by part, each of the slowest rank; for the front "ranks", from the command to the last rank's answer, and
+    "compare".
     """
 
     policy_version: int
@@ -41,10 +41,10 @@ class SyncReport:
 
 
 class WeightSync:
-    """Moves published weights into the engine; `close` lets go of the trainer's memory.
+    """Moves published weights into the engine; `close` releases the trainer's memory.
 
-    socket_dir: the node's private folder; handles that point elsewhere are refused. full_read_back: at every sync, not only at a plan's
-    first, ranks read everything back once more after all copies. num_replicas: of the engine; each must hold everything.
+    socket_dir: the node's private folder; handles that point elsewhere are refused. full_read_back: ranks read everything back after
+    all copies in every sync, not only in a plan's first. num_replicas: of the engine; each must hold everything.
     """
 
     def __init__(self, calls: RankCalls, *, socket_dir: Path, num_replicas: int = 1, full_read_back: bool = False) -> None:
@@ -54,12 +54,12 @@ class WeightSync:
         self._full_read_back = full_read_back
         self._imported: ImportedWeights | None = None
         self._layouts: dict[bytes, Sequence[HeldSlice]] = {}
-        """What ranks hold, by digest, as of the last sync; ranks then send checksums alone."""
+        """Layouts of the ranks by digest, from the last sync; ranks then send checksums only."""
         self._comparisons: tuple[Sequence[bytes], ImportedWeights, Sequence[Comparison]] | None = None
-        """Of each replica, for these layouts of its ranks."""
+        """Expected layout of each replica, for these rank layouts."""
 
     async def prepare(self, weights: weights_pb2.PublishedWeights) -> ImportedWeights:
-        """Maps and checks what was published; touches no engine. Raises BadHandle or VersionOrder, and then holds nothing that leaves."""
+        """Maps and checks what was published; does not touch the engine. Raises BadHandle or VersionOrder after releasing memory."""
         for index, handle in enumerate(weights.handles):
             if os.path.dirname(handle.socket_path) != str(self._socket_dir):
                 raise BadHandle(f"weights.handles[{index}].socket_path is not in {self._socket_dir}", socket=handle.socket_path)
@@ -74,10 +74,10 @@ class WeightSync:
         return self._imported
 
     async def run(self, weights: weights_pb2.PublishedWeights, imported: ImportedWeights, *, timeout_s: float) -> SyncReport:
-        """Has every rank copy, and checks the result. After any error the engine's weights are unknown.
+        """Copies on every rank and checks the result. After any error the engine's weights are unknown.
 
-        Raises WeightsCorrupt naming tensors (and the rank, where the front maps what was published: on a CPU), DeadlineExceeded, or what
-        a rank reported.
+        Raises WeightsCorrupt naming tensors (and, if the front maps the publication, on a CPU, the rank), DeadlineExceeded, or a rank's
+        error.
         """
         command = ranks_pb2.ReceiveCommand(
             weights=weights,
@@ -90,7 +90,7 @@ class WeightSync:
             results = await self._calls.receive(command, timeout_s=timeout_s)
             answered = time.perf_counter()
             await self._compare(results, imported)
-            # A publisher that began the next version meanwhile would have changed what was compared.
+            # If the publisher started the next version meanwhile, the comparison is invalid.
             imported.check_version(weights.policy_version)
             report = partial(_report, weights.policy_version, results, imported.layout_digest(), imported.checksums_by_name())
             compared = time.perf_counter()

@@ -1,1 +1,1 @@
-"""A training run: its inputs, its folder, its loop, and how it goes on after a break."""
+"""A training run: its inputs, folder and loop, and how it resumes."""

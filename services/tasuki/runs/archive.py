@@ -1,4 +1,4 @@
-"""The run archive: copies of the node's logs and journal, since the node's folder may serve another run next. An audit reads it."""
+"""The run archive: copies of the node's logs and journal for an audit, since the node's folder may serve another run next."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _NODE_FILE = "state_dir"
 
 @contextmanager
 def archived(state_dir: Path, output_dir: Path) -> Iterator[None]:
-    """Copies the node's logs and journal when the block ends, however it ends. What cannot be copied is said, and not raised.
+    """Copies the node's logs and journal when the block ends. Files that cannot be copied are reported, not raised.
 
-    Until then, and for good when this process is killed, `archive_folder` of the output folder is the node's.
+    Until then, or if this process is killed, `archive_folder` of the output folder is the node's.
     """
     node_file = output_dir / _NODE_FILE
     if output_dir.resolve() != state_dir.resolve():
@@ -42,11 +42,11 @@ def archived(state_dir: Path, output_dir: Path) -> Iterator[None]:
             copy_archive(state_dir, output_dir)
             node_file.unlink(missing_ok=True)
         except (OSError, sqlite3.Error) as error:
-            sys.stderr.write(f"tasuki: not all that an audit reads could be copied to {output_dir}: {error}\n")
+            sys.stderr.write(f"tasuki: some files for an audit could not be copied to {output_dir}: {error}\n")
 
 
 def archive_folder(folder: Path) -> Path:
-    """Folder with the archive of the run in `folder`: the node's while the run has no copy, else `folder` itself."""
+    """Folder with the archive of the run in `folder`: the node's until the run has a copy, then `folder` itself."""
     try:
         state_dir = Path((folder / _NODE_FILE).read_text().strip())
     except FileNotFoundError:
@@ -55,7 +55,7 @@ def archive_folder(folder: Path) -> Path:
 
 
 def copy_archive(state_dir: Path, output_dir: Path) -> None:
-    """The journal comes last: whatever a service has logged, the journal had before."""
+    """Copies the journal last, so that it contains every command that the services logged."""
     if output_dir.resolve() == state_dir.resolve():
         return
     for process in _PROCESSES:
@@ -76,7 +76,7 @@ def copy_archive(state_dir: Path, output_dir: Path) -> None:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Also that there is none: what an earlier run left at the target is of other commands."""
+    """Copies a file. If there is none, removes the target, which belongs to an earlier run."""
     if source.exists():
         shutil.copyfile(source, target)
     else:
@@ -84,8 +84,8 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _copy_journal(source: Path, target: Path) -> None:
-    """Consistent, also while it is written."""
-    # Without a write-ahead log nobody writes, and the file is all there is.
+    """Copies the journal consistently, even while it is written."""
+    # Without a write-ahead log there is no writer, and the file is complete.
     options = "mode=ro" if source.with_name(f"{source.name}-wal").exists() else "mode=ro&immutable=1"
     with (
         closing(sqlite3.connect(f"{source.resolve().as_uri()}?{options}", uri=True)) as journal,

@@ -1,4 +1,4 @@
-"""Where a run that was broken off goes on, and with whose weights. Pure."""
+"""Where an interrupted run resumes, and with whose weights. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tasuki.wire.errors import InvalidArgument, VersionOrder
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """checkpoint: to be loaded; None when the node has all that `steps`, those before, have learned."""
+    """checkpoint: to load; None if the node still has everything learned in `steps`."""
 
     first_step: int = 0
     steps: Sequence[Step] = ()
@@ -25,13 +25,13 @@ class Continuation:
     num_steps_after_position: int = 0
 
     def seek(self, dataset: Dataset[Any], *, rows_per_step: int) -> None:
-        """Leaves out the rows that were trained on."""
+        """Skips the rows that were already used."""
         num_unknown = 0
         for step in reversed(self.steps[len(self.steps) - self.num_steps_after_position :]):
             if step.position:
                 dataset.seek(step.position)
                 break
-            num_unknown += 1  # nothing is known of it but that it was made
+            num_unknown += 1  # only its existence is known
         else:
             if self.position is not None:
                 dataset.seek(self.position)
@@ -40,10 +40,10 @@ class Continuation:
 
 
 def continuation(earlier: EarlierRun, *, node_version: int, is_of_run: bool, critic_version: int | None = None) -> Continuation:
-    """Where to go on on a node whose trainer is at `node_version`, and its critic, if there is one, at `critic_version`.
+    """Decides where to resume on a node whose trainer is at `node_version` and its critic, if any, at `critic_version`.
 
-    is_of_run: whether the trainer's last training was the run's. Then nothing that it has learned is lost; else the run goes on from
-    its newest checkpoint, or from the beginning. Raises VersionOrder when the node has later weights of which nothing is known.
+    is_of_run: whether the trainer last trained this run. If so, nothing is lost; otherwise the run resumes from its newest checkpoint
+    or restarts. Raises VersionOrder if the node has later weights of unknown origin.
     """
     saved, saved_version = earlier.num_saved_steps, earlier.saved_version
     kept = _until(earlier)
@@ -62,31 +62,31 @@ def continuation(earlier: EarlierRun, *, node_version: int, is_of_run: bool, cri
         return Continuation(saved, kept, earlier.checkpoint, position)
     if earlier.checkpoint is None and node_version < saved_version:
         raise VersionOrder(
-            f"the run began at policy version {saved_version}, with weights that the node, at {node_version}, does not have any more, and "
-            "left no checkpoint: begin it again with another output_dir",
+            f"the run began at policy version {saved_version}, whose weights the node, at {node_version}, no longer has, and "
+            "left no checkpoint: restart it with another output_dir",
             have=node_version,
             want=saved_version,
         )
     origin = f"began at {saved_version}" if earlier.checkpoint is None else f"has {saved_version} in {earlier.checkpoint}"
     raise VersionOrder(
-        f"the node is at policy version {node_version}, by other training than this run's, which {origin}; versions only grow: stop "
-        "the node with `tasuki down CONFIG`, and resume again",
+        f"the node is at policy version {node_version}, from training other than this run, which {origin}; versions only grow: stop "
+        "the node with `tasuki down CONFIG`, then resume again",
         have=node_version,
         want=saved_version,
     )
 
 
 def check_num_steps(num_done: int, settings: RunSettings) -> None:
-    """Raises InvalidArgument when the run has gone further than it is asked to."""
+    """Raises InvalidArgument if the run has already gone further than it is configured to."""
     if num_done > settings.num_steps:
         raise InvalidArgument(
             settings.length_key,
-            f"makes {settings.num_steps} steps, but the run has done {num_done}; raise it, or begin another run",
+            f"makes {settings.num_steps} steps, but the run has done {num_done}; raise it, or start another run",
         )
 
 
 def _pending(earlier: EarlierRun, *, number: int, version: int, node_version: int, critic_version: int | None) -> Step | None:
-    """The step in which the client ended: after an optimizer step, and before the step's line. What it measured is lost with it."""
+    """The step in which the client died, after an optimizer step and before the step's line. Its metrics are lost."""
     known = earlier.pending if earlier.pending is not None and earlier.pending.step == number else None
     num_made, num_critic_steps = node_version - version, 0
     if known is not None and known.critic_version is not None and critic_version is not None:
@@ -98,7 +98,7 @@ def _pending(earlier: EarlierRun, *, number: int, version: int, node_version: in
 
 
 def _until(earlier: EarlierRun) -> list[Step]:
-    """The steps of the checkpoint, whose last one may have no line yet."""
+    """The steps of the checkpoint; the last may have no line yet."""
     found = {step.step: step for step in earlier.steps if step.step < earlier.num_saved_steps}
     if earlier.loop is not None:
         found.setdefault(earlier.loop.step.step, earlier.loop.step)
@@ -106,7 +106,7 @@ def _until(earlier: EarlierRun) -> list[Step]:
 
 
 def _after(steps: Sequence[Step], first: int) -> list[Step]:
-    """Those from `first` on, as far as none is missing, without a last one that only evaluated."""
+    """Consecutive steps from `first` on, without a final step that only evaluated."""
     later = [step for step in steps if step.step >= first]
     whole = [step for number, step in enumerate(later, start=first) if step.step == number]
     return whole[:-1] if whole and whole[-1].is_evaluation else whole

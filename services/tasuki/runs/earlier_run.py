@@ -1,4 +1,4 @@
-"""What an earlier life of a run has left in its output folder."""
+"""State that an earlier life of a run left in its output folder."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ _HEAD_FILE = "run.json"
 
 @dataclass(frozen=True, slots=True)
 class RunHead:
-    """What is known of a run when it begins."""
+    """Facts recorded when a run begins."""
 
     id: str
     policy_version: int
-    """Of the weights that it began with."""
+    """Version of its initial weights."""
     recipe: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class EarlierRun:
-    """A run that was stopped, or died. loop: of the newest complete checkpoint, None without any, as `checkpoint`."""
+    """A run that was stopped or died. loop and checkpoint: of the newest complete checkpoint, or None."""
 
     head: RunHead
     steps: Sequence[Step]
     checkpoint: Path | None
     loop: LoopState | None
     pending: Step | None = None
-    """The step whose updates began last."""
+    """The last step whose updates began."""
 
     @property
     def num_saved_steps(self) -> int:
@@ -47,7 +47,7 @@ class EarlierRun:
 
     @property
     def saved_version(self) -> int:
-        """That the newest complete checkpoint has, or the run began with."""
+        """Version of the newest complete checkpoint, or of the initial weights."""
         return self.head.policy_version if self.loop is None else self.loop.step.next_version()
 
 
@@ -59,7 +59,7 @@ def write_head(output_dir: Path, head: RunHead) -> None:
 
 
 def read_earlier_run(output_dir: Path) -> EarlierRun | None:
-    """None when no run has begun there. Raises PathNotFound, or InvalidArgument naming the file that is damaged."""
+    """Returns None if no run has begun there. Raises PathNotFound, or InvalidArgument naming the damaged file."""
     path = output_dir / _HEAD_FILE
     head = read_head(output_dir)
     if head is None:
@@ -75,7 +75,7 @@ def read_earlier_run(output_dir: Path) -> EarlierRun | None:
 
 
 def read_head(output_dir: Path) -> RunHead | None:
-    """None when no run has begun there. Raises InvalidArgument when the file is damaged."""
+    """Returns None if no run has begun there. Raises InvalidArgument if the file is damaged."""
     path = output_dir / _HEAD_FILE
     if not path.exists():
         return None
@@ -87,7 +87,7 @@ def read_head(output_dir: Path) -> RunHead | None:
 
 
 def run_has_ended(earlier: EarlierRun, settings: RunSettings) -> bool:
-    """Whether the run came to the end that is asked for now."""
+    """Whether the run has reached its configured end."""
     if not earlier.steps or not all((settings.output_dir / name).exists() for name in RUN_FILES):
         return False
     last = earlier.steps[-1]

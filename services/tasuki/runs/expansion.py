@@ -1,4 +1,4 @@
-"""What a run's preset has expanded into, as the [train] table that would say the same without it."""
+"""The settings that a run's preset expands to, as an equivalent [train] table without the preset."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tasuki.config.train_schema import TrainConfig
 
 
 def expansion(train: TrainConfig) -> str:
-    """[train] as TOML: what its algorithm sets, and every key with a value that is not its default. Keys that have no default are left
-    out, and so are None and empty tables.
+    """[train] as TOML: what its algorithm sets, and every key that differs from its default. Leaves out keys without a default, None
+    and empty tables.
     """
     changed = train.model_dump(exclude_defaults=True, exclude_none=True)
     every = train.model_dump(exclude_none=True)
@@ -29,7 +29,7 @@ def expansion(train: TrainConfig) -> str:
 
 
 def _with_preset(changed: Mapping[str, Any], every: Mapping[str, Any], preset: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of `every` for the keys of `changed` and of `preset`, where they are still there, in the order of `every`."""
+    """Values of `every` for the keys of `changed` and `preset`, as far as they exist, in the order of `every`."""
     told: dict[str, Any] = {}
     for key, value in every.items():
         if isinstance(value, Mapping) and key in preset:

@@ -1,4 +1,4 @@
-"""What a training run leaves in its output folder: metrics as they come, then the summary and the curve."""
+"""Files of a training run's output folder: metrics as they arrive, then the summary and the curve."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-# That tell of a run once it has begun.
+# Files that exist once a run has begun.
 RUN_FILES = ("summary.json", "metrics.jsonl", "model")
 CHECKPOINTS = "checkpoints"
-"""The folder that tells of it, too, where it saves any."""
+"""Folder of checkpoints, which also shows that a run has begun."""
 
 
 SAMPLES = "samples"
-"""The folder of samples that people read."""
+"""Folder of samples written for inspection."""
 
 
 class MetricsFile:
-    """metrics.jsonl: one line a step, on disk as soon as the step has ended."""
+    """metrics.jsonl: one line per step, durable as soon as the step has ended."""
 
     def __init__(self, output_dir: Path, steps: Sequence[Step] = ()) -> None:
-        """steps: of the run's earlier lives. Lines of others are dropped."""
+        """steps: of the run's earlier lives. Lines of other steps are dropped."""
         self._path = output_dir / "metrics.jsonl"
         self.steps = list(steps)
         if steps or self._path.exists():
@@ -49,7 +49,7 @@ class MetricsFile:
 
 
 def read_steps(output_dir: Path) -> list[Step]:
-    """The steps of metrics.jsonl; a last line that was torn off is left out. Raises InvalidArgument naming a line that is none."""
+    """Reads the steps of metrics.jsonl; ignores a truncated last line. Raises InvalidArgument naming an invalid line."""
     path = output_dir / "metrics.jsonl"
     steps: list[Step] = []
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True) if path.exists() else (), start=1):
@@ -57,24 +57,24 @@ def read_steps(output_dir: Path) -> list[Step]:
             if line.endswith(b"\n"):
                 steps.append(Step.of(json.loads(line)))
         except (ValueError, TypeError, AttributeError) as error:
-            text = f"{path}:{number} is no step: {error}; remove what is wrong, or the file: a run goes on without it from a checkpoint"
+            text = f"{path}:{number} is not a step: {error}; remove the line or the file: a run can resume from a checkpoint without it"
             raise InvalidArgument("output_dir", text) from error
     return steps
 
 
 def name_run(state_dir: Path, output_dir: Path) -> None:
-    """Tells whoever shows the node where its run leaves its files. Without room for that the run goes on unseen."""
+    """Records for dashboards where the node's run writes its files. On a full disk the run continues unseen."""
     with suppress(OSError, DiskFull):
         write_durably(training_output_path(state_dir), f"{output_dir.resolve()}\n")
 
 
 def changeovers_of(steps: Sequence[Step]) -> int:
-    """How often the phase changed in these steps."""
+    """Number of phase changes in these steps."""
     return sum(stage in step.stage_seconds for step in steps for stage in HOLDS.values())
 
 
 def summarize(steps: Sequence[Step], *, seed: int, seconds: float, changeovers: int, policy_version: int) -> dict[str, object]:
-    """The run in a few figures. eval_score_* are the means of the reward over the held-out prompts, None without any."""
+    """Summarizes the run. eval_score_* are mean rewards over the held-out prompts, or None."""
     scores = [step.eval_score for step in steps if step.eval_score is not None]
     before, after = (scores[0], scores[-1]) if scores else (None, None)
     rewards = [step.mean_reward for step in steps if step.mean_reward is not None]
@@ -98,8 +98,8 @@ def write_summary(output_dir: Path, summary: dict[str, object]) -> None:
 
 
 def draw_curve(output_dir: Path, steps: Sequence[Step]) -> None:
-    """curve.png: reward and held-out score above, the gap between trainer and rollout below, by step."""
-    from matplotlib.figure import Figure  # half a second, and no other command draws
+    """Draws curve.png by step: reward and held-out score above, the gap between trainer and rollout below."""
+    from matplotlib.figure import Figure  # takes half a second to import; no other command draws
 
     figure = Figure(figsize=(8, 6), layout="constrained")
     learning, gap = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
@@ -124,7 +124,7 @@ def _line(step: Step) -> str:
 
 
 def draw_points(axes: Axes, points: Sequence[tuple[int, float | None]], *, label: str, color: str, marker: str = "") -> None:
-    """A line through the points whose value is known."""
+    """Draws a line through the known points."""
     known = [(number, value) for number, value in points if value is not None]
     if known:
         axes.plot(*zip(*known, strict=True), label=label, color=color, marker=marker, markersize=4)

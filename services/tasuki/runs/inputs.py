@@ -1,4 +1,4 @@
-"""Everything of a training run that can be wrong before a service is started: looked at first, so it costs seconds to know."""
+"""Validation of a training run's inputs before any service starts, so that errors appear within seconds."""
 
 from __future__ import annotations
 
@@ -24,16 +24,14 @@ class TrainInputs:
     rows: list[Row]
     eval_rows: list[Row]
     longest_sample: int
-    """Tokens of the longest prompt of `rows`, with a completion as long as it may be."""
+    """Tokens of the longest prompt in `rows` plus the longest allowed completion."""
 
 
 def read_inputs(config: NodeConfig) -> TrainInputs:
     """Raises InvalidArgument or PathNotFound, naming the key, the file and the line."""
     train = config.train
     if train is None:
-        raise InvalidArgument(
-            "train", "the configuration has no [train] table and no [sft] table, so there is nothing to train"
-        )
+        raise InvalidArgument("train", "the configuration has neither a [train] nor an [sft] table: nothing to train")
     check_model_folder(config.model.path)
     rows = read_jsonl(train.dataset)
     eval_rows = read_jsonl(train.eval_dataset) if train.eval_dataset is not None else []
@@ -66,13 +64,11 @@ def read_inputs(config: NodeConfig) -> TrainInputs:
 
 
 def check_output(settings: RunSettings) -> None:
-    """Raises PathExists when an earlier run is in the output folder."""
+    """Raises PathExists if the output folder contains an earlier run."""
     output_dir = settings.output_dir
     for name in (*RUN_FILES, CHECKPOINTS):
         if (output_dir / name).exists():
-            text = (
-                f"{output_dir / name} is there from an earlier run; choose another folder, or go on with that run by --resume"
-            )
+            text = f"{output_dir / name} exists from an earlier run; choose another folder, or continue that run with --resume"
             raise PathExists(f"{settings.table}.output_dir: {text}", path=output_dir)
 
 
@@ -86,13 +82,13 @@ def check_lengths(
     path: Path | None,
     max_prompt_tokens: int | None = None,
 ) -> int:
-    """Tokens of the longest prompt, with max_new_tokens; 0 without rows.
+    """Returns the tokens of the longest prompt plus max_new_tokens; 0 without rows.
 
-    limit: tokens of a prompt with its completion. max_prompt_tokens: as the configuration has it. Raises InvalidArgument naming the first
-    row whose prompt is longer, or leaves no room for max_new_tokens, which `key` sets; or `key` where that leaves room for none.
+    limit: tokens of prompt plus completion. max_prompt_tokens: as configured. Raises InvalidArgument naming the first row whose prompt
+    is too long or leaves no room for max_new_tokens; or `key`, which sets max_new_tokens, if it leaves no room for any prompt.
     """
     if rows and max_new_tokens >= limit:
-        text = f"is {max_new_tokens}, which leaves no room for a prompt: prompt and completion have {limit} tokens together"
+        text = f"is {max_new_tokens}, which leaves no room for a prompt: prompt plus completion may have {limit} tokens"
         raise InvalidArgument(key, text, limit=limit)
     longest = 0
     for number, row in enumerate(rows, start=1):
@@ -100,7 +96,7 @@ def check_lengths(
         if not num_tokens:
             raise InvalidArgument("dataset", f"{path}: row {number}: the prompt has no tokens")
         if max_prompt_tokens is not None and num_tokens > max_prompt_tokens:
-            text = f"is {max_prompt_tokens}, and {path}: row {number}: the prompt has {num_tokens} tokens; raise it, or leave the row out"
+            text = f"is {max_prompt_tokens}, but {path}: row {number}: the prompt has {num_tokens} tokens; raise it, or remove the row"
             raise InvalidArgument("train.max_prompt_tokens", text, num_tokens=num_tokens)
         if num_tokens > limit - max_new_tokens:
             text = f"{path}: row {number}: the prompt has {num_tokens} tokens; with {key}, at most {limit - max_new_tokens} fit"
@@ -110,21 +106,21 @@ def check_lengths(
 
 
 def _check_stop_tokens(config: NodeConfig, train: TrainConfig) -> None:
-    """Raises InvalidArgument for a stop token that the model does not have."""
+    """Raises InvalidArgument for a stop token outside the model's vocabulary."""
     vocab_size: Any = _model_table(config).get("vocab_size")
-    if not isinstance(vocab_size, int):  # a family that is not known may keep it elsewhere
+    if not isinstance(vocab_size, int):  # unknown families may keep it elsewhere
         return
     unknown = [token for token in train.stop_token_ids if token >= vocab_size]
     if unknown:
         raise InvalidArgument(
             "train.stop_token_ids",
-            f"{unknown[0]} is no token id of the model; give 0 to {vocab_size - 1}",
+            f"{unknown[0]} is not a token id of the model; give 0 to {vocab_size - 1}",
             vocab_size=vocab_size,
         )
 
 
 def _context_length(config: NodeConfig) -> int:
-    """Of the rollout as it will be started."""
+    """Context length of the rollout to start."""
     if config.rollout.context_length is not None:
         return config.rollout.context_length
     return size(_model_table(config), "max_position_embeddings", default=config.most_micro_batch_tokens)

@@ -1,4 +1,4 @@
-"""What a [train] table says to the training loop."""
+"""Settings of the training loop from a [train] table."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def loop_settings(train: TrainConfig) -> Settings:
 
 
 def named_rewards(reward: RewardConfig) -> str | list[NamedReward]:
-    """What RewardPool takes."""
+    """The `function` argument of RewardPool."""
     if reward.function is not None:
         return reward.function
     return [NamedReward(name, each.function, each.weight) for name, each in reward.functions.items()]

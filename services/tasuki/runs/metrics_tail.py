@@ -1,4 +1,4 @@
-"""The lines of a run's metrics.jsonl as they come, also over a resume, which replaces the file."""
+"""Follows the lines of a run's metrics.jsonl, even across a resume, which replaces the file."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any
 
 _TABLES = {"metrics": "", "seconds": "seconds/", "stage_seconds": "stage_seconds/"}
-"""Of a step, with the prefix of their names."""
+"""Tables of a step, by the prefix of their metrics' names."""
 _NOT_FIGURES = {"step", "position", "estimator"}
 
 
 @dataclass(frozen=True, slots=True)
 class StepFigures:
-    """What is tracked of one step."""
+    """The tracked metrics of one step."""
 
     step: int
     values: Mapping[str, float]
-    """Finite ones: those of the step by their names, those of its tables as `reward/exact`, `seconds/generate`, `stage_seconds/SYNC`."""
+    """Finite values: the step's own by name, those of its tables as `reward/exact`, `seconds/generate`, `stage_seconds/SYNC`."""
 
 
 class MetricsTail:
@@ -29,9 +29,9 @@ class MetricsTail:
         self._inode, self._offset = 0, 0
 
     def read(self, *, max_bytes: int | None = None) -> list[StepFigures]:
-        """Steps that were written since the last call; those of a file that was replaced, again. None while there is no file.
+        """Reads the steps written since the last call; all steps of a replaced file. Returns None while there is no file.
 
-        A line that is no step is passed over. max_bytes: leaves what is behind the line that reaches it to the next call.
+        Skips invalid lines. max_bytes: stops after the line that reaches it and leaves the rest to the next call.
         """
         try:
             with self._path.open("rb") as file:
@@ -65,5 +65,5 @@ def _figures(line: bytes) -> StepFigures | None:
 def _is_number(value: Any) -> bool:
     try:
         return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:  # an integer beyond every float
+    except OverflowError:  # an integer too large for a float
         return False

@@ -1,4 +1,4 @@
-"""What a training run shows while it runs: a live line on a terminal, one plain line for each step elsewhere."""
+"""Progress of a training run: a live line on a terminal, otherwise one line per step."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _SHOWN = (
     ("log_prob_gap_max", "gap", ".1e"),
     ("explained_variance", "explained", ".2f"),
 )
-"""Metrics of a step's line: name, label, format."""
+"""Metrics in a step's line: name, label, format."""
 INEXACT = (
-    "warning: train.top_p or train.top_k leaves tokens out, but log-probs are those of all tokens: importance ratios are biased; "
-    "remove both keys for exact ones"
+    "warning: train.top_p or train.top_k filters tokens, but log-probs cover all tokens: importance ratios are biased; "
+    "remove both keys to avoid this"
 )
-"""Told once in a run; the metric inexact_fraction counts."""
+"""Printed once per run; the metric inexact_fraction has the amount."""
 
 
 class TrainProgress:
-    """Shows steps as they are reported, and on a terminal the stage that the node is in, live. Use it in a `with` block."""
+    """Shows steps as they are reported and, on a terminal, the node's current stage. Use it in a `with` block."""
 
     def __init__(self, target: str, *, num_steps: int) -> None:
         self._console = Console()
@@ -75,7 +75,7 @@ class TrainProgress:
 
 
 def step_line(step: Step) -> str:
-    """One step in one line; what did not take place is left out."""
+    """Formats a step as one line; leaves out parts that did not run."""
     parts = [f"step {step.step:>3}", f"version {step.policy_version}"]
     if step.mean_reward is not None:
         parts.append(f"reward {step.mean_reward:.3f}")
@@ -94,7 +94,7 @@ def step_line(step: Step) -> str:
 
 
 class _StageFollower(threading.Thread):
-    """Watches the node on its own event loop, so that it shows a stage while the training loop waits for it."""
+    """Watches the node on its own event loop, to show its stage while the training loop waits."""
 
     def __init__(self, target: str, show: Callable[[str], None]) -> None:
         super().__init__(name="tasuki-stages", daemon=True)
@@ -123,7 +123,7 @@ class _StageFollower(threading.Thread):
     async def _follow(self) -> None:
         async with AsyncClient(self._target) as client:
             while True:
-                # A coordinator that is gone may come back; whether it does, the training loop says.
+                # The coordinator may restart; if it does not, the training loop reports that.
                 with suppress(TasukiError):
                     async for watched in client.watch():
                         state = watched.state

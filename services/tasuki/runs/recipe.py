@@ -1,4 +1,4 @@
-"""What a run's numbers depend on, by the keys that say it: a run goes on only with what it was begun with."""
+"""Settings that determine a run's results, by key. A run resumes only with the settings it began with."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from tasuki.config.train_schema import TrainConfig
 from tasuki.wire.errors import InvalidArgument
 
 Recipe = Mapping[str, Any]
-# total_steps goes with num_steps, which may grow.
+# total_steps follows num_steps, which may be raised.
 _FREE_TRAINER_KEYS = PERFORMANCE_TRAINER_KEYS | {"total_steps"}
-# Paths count by what is there.
+# Paths are compared by their contents.
 _FREE_RUN_KEYS = {"dataset", "eval_dataset", "output_dir", "num_steps", "eval_every", "save_every"}
 _FREE_TRAIN_KEYS = _FREE_RUN_KEYS | {"reward", "samples", "stop_at_eval_score", "max_prompt_tokens"}
 _FREE_SFT_KEYS = _FREE_RUN_KEYS | {"num_epochs", "max_tokens"}
-# One of them is in every recipe, and tells the table of the run.
+# Every recipe contains exactly one of them, which identifies the run's table.
 _DATASETS = ("train.dataset", "sft.dataset")
 _DIGEST = "sha256:"
-# Of configuration, tokenizer and chat template.
+# Text files of the model: configuration, tokenizer and chat template.
 _MODEL_TEXTS = (".json", ".jinja", ".model", ".txt")
 
 
 def recipe(config: NodeConfig) -> Recipe:
-    """As JSON would give it back. Files count by their content, the model by its texts and by names and sizes of its weights."""
+    """Builds the recipe as JSON values. Files count by content; the model by its text files and its weights' names and sizes."""
     table, run, free = ("train", config.train, _FREE_TRAIN_KEYS) if config.sft is None else ("sft", config.sft, _FREE_SFT_KEYS)
     assert run is not None
     tables = {
@@ -48,26 +48,26 @@ def recipe(config: NodeConfig) -> Recipe:
 
 
 def check_recipe(now: Recipe, *, begun_with: Recipe, output_dir: Path) -> None:
-    """Raises InvalidArgument naming the first key that is not as it was; one that another version of tasuki lacks is passed over."""
+    """Raises InvalidArgument naming the first key that changed. Ignores keys that the other version of tasuki lacks."""
     for key in _DATASETS:
         if key in now and key not in begun_with:
             table = key.partition(".")[0]
             raise InvalidArgument(
-                table, f"the run in {output_dir} was not begun with [{table}]; choose another {table}.output_dir"
+                table, f"the run in {output_dir} was not started with [{table}]; choose another {table}.output_dir"
             )
     for key in sorted(now.keys() & begun_with.keys()):
         is_, was = now[key], begun_with[key]
         if is_ == was:
             continue
         key, is_, was = _difference(key, is_, was)
-        what = f"is {is_!r}, but the run was begun with {was!r}"
+        what = f"is {is_!r}, but the run was started with {was!r}"
         if _is_digest(is_) and _is_digest(was):
-            what = "has another content than the run was begun with"
-        raise InvalidArgument(key, f"{what}; put it back to resume {output_dir}, or choose another output_dir for a new run")
+            what = "has changed since the run was started"
+        raise InvalidArgument(key, f"{what}; restore it to resume {output_dir}, or choose another output_dir for a new run")
 
 
 def _difference(key: str, is_: Any, was: Any) -> tuple[str, Any, Any]:
-    """The first key below two different values at which they differ, and what is there; None where one has no such key."""
+    """The first nested key at which two values differ, with both values; None for a missing one."""
     if not isinstance(is_, Mapping) or not isinstance(was, Mapping):
         return key, is_, was
     below = next(name for name in sorted(is_.keys() | was.keys()) if is_.get(name) != was.get(name))
@@ -84,7 +84,7 @@ def _file_digest(path: Path) -> str:
 
 
 def _model_digest(folder: Path) -> str:
-    """Without reading the weights, which may be hundreds of GB."""
+    """Digest that does not read the weights, which may be hundreds of GB."""
     files = sorted(path for path in folder.iterdir() if path.suffix in (*_MODEL_TEXTS, ".safetensors"))
     parts = [
         f"{path.name} {_file_digest(path) if path.suffix in _MODEL_TEXTS else path.stat().st_size}"

@@ -1,4 +1,4 @@
-"""Takes up a run on a node: its weights, its lines, and the way for what is to be written."""
+"""Resumes a run on a node: restores its weights and lines, and moves later results out of the way."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from tasuki.wire.errors import InvalidArgument, PathNotFound
 
 
 def resumable_run(config: NodeConfig, settings: RunSettings, dataset: Dataset[Any]) -> EarlierRun | None:
-    """What was broken off in the output folder; None when nothing was begun there. Looks at everything that needs no node.
+    """Finds an interrupted run in the output folder, or None. Checks everything that needs no node.
 
-    Raises InvalidArgument naming the key that is not as it was, and what read_earlier_run raises.
+    Raises InvalidArgument naming a changed key, and the errors of read_earlier_run.
     """
     earlier = read_earlier_run(settings.output_dir)
     if earlier is None:
@@ -42,7 +42,7 @@ def resumable_run(config: NodeConfig, settings: RunSettings, dataset: Dataset[An
 
 
 def begin(client: Client, config: NodeConfig, settings: RunSettings) -> Continuation:
-    """A new run, on the weights that the node has, without gradients that a run before it may have left there."""
+    """Starts a run from the node's current weights, without gradients that an earlier run may have left."""
     _discard_gradients(client)
     client.begin_run(keep_optimizer=settings.keep_optimizer)
     head = RunHead(uuid.uuid4().hex, client.trainer_state().policy_version, recipe(config))
@@ -52,14 +52,14 @@ def begin(client: Client, config: NodeConfig, settings: RunSettings) -> Continua
 
 
 def go_on(client: Client, config: NodeConfig, settings: RunSettings, earlier: EarlierRun) -> Continuation:
-    """Brings the node to where the run goes on, and has everything later out of its way.
+    """Brings the node to where the run resumes, and removes everything later.
 
-    Raises VersionOrder when the node is ahead with weights that are not the run's, InvalidArgument for a key, and what `load` raises.
+    Raises VersionOrder if the node has later weights of another run, InvalidArgument for a key, and the errors of `load`.
     """
     marker = training_run_path(config.state_dir)
     is_of_run = marker.exists() and marker.read_text() == earlier.head.id
     if is_of_run:
-        # Gradients of a step that was broken off. Comes after whatever the trainer still carries out of it, which may be its end.
+        # Discards gradients of an interrupted step. Ordered after commands still running on the trainer, which may complete the step.
         _discard_gradients(client)
     trainer = client.trainer_state()
     node_version = trainer.policy_version
@@ -68,7 +68,7 @@ def go_on(client: Client, config: NodeConfig, settings: RunSettings, earlier: Ea
     if not found.first_step and earlier.steps and not settings.save_every:
         raise InvalidArgument(
             f"{settings.table}.save_every",
-            f"is not set, and the run in {settings.output_dir} left no checkpoint: set it, and the run begins at step 0 again",
+            f"is not set, and the run in {settings.output_dir} left no checkpoint: set it to restart the run at step 0",
         )
     if found.checkpoint is not None:
         _load(client, found.checkpoint, policy_version=earlier.saved_version)
@@ -82,9 +82,9 @@ def go_on(client: Client, config: NodeConfig, settings: RunSettings, earlier: Ea
     write_durably(marker, earlier.head.id)
     if found.first_step:
         origin = found.checkpoint or f"the node's own policy version {node_version}"
-        _tell(f"going on from {origin}: step {found.first_step} of {settings.num_steps}")
+        _tell(f"resuming from {origin}: step {found.first_step} of {settings.num_steps}")
     else:
-        _tell(f"there is no complete checkpoint in {settings.output_dir}: the run begins at step 0 again")
+        _tell(f"there is no complete checkpoint in {settings.output_dir}: restarting at step 0")
     return found
 
 
@@ -94,19 +94,19 @@ def _discard_gradients(client: Client) -> None:
 
 
 def _load(client: Client, checkpoint: Path, *, policy_version: int) -> None:
-    """Raises InvalidArgument when the checkpoint is damaged, or has another version than its loop.json tells."""
+    """Raises InvalidArgument if the checkpoint is damaged or its version differs from its loop.json."""
     try:
         loaded = client.load(checkpoint)
     except (InvalidArgument, PathNotFound) as error:
         raise damaged_checkpoint(checkpoint, error.message) from error
     if loaded != policy_version:
         raise damaged_checkpoint(
-            checkpoint, f"{checkpoint} has policy version {loaded}, its {LOOP_FILE} tells of {policy_version}"
+            checkpoint, f"{checkpoint} has policy version {loaded}, but its {LOOP_FILE} says {policy_version}"
         )
 
 
 def _remove_incomplete(checkpoints: Path, earlier: EarlierRun) -> None:
-    """Those that the run will write again; the trainer, too, goes on from before them."""
+    """Removes checkpoints that the run will write again; the trainer also resumes from before them."""
     newest = None if earlier.checkpoint is None else checkpoint_order(earlier.checkpoint)
     for path in checkpoints.glob("version-*"):
         order = checkpoint_order(path)
@@ -115,14 +115,14 @@ def _remove_incomplete(checkpoints: Path, earlier: EarlierRun) -> None:
 
 
 def _make_way(output_dir: Path, earlier: EarlierRun) -> None:
-    """For a new end of the run; the model of an earlier end is kept under the number of its step."""
+    """Removes the results of a finished run. Keeps its model under the number of its last step."""
     (output_dir / "summary.json").unlink(missing_ok=True)
     model = output_dir / "model"
     if not model.exists():
         return
     kept = output_dir / f"model-{earlier.steps[-1].step if earlier.steps else 0:06d}"
     if kept.exists():
-        shutil.rmtree(model)  # the same step's
+        shutil.rmtree(model)  # of the same step
     else:
         model.rename(kept)
 

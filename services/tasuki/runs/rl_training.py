@@ -1,4 +1,4 @@
-"""The run of a [train] table."""
+"""The RL run of a [train] table."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tasuki.runs.training import Loop
 
 @dataclass(frozen=True, slots=True)
 class RlTraining:
-    """Learns from the rewards of completions."""
+    """Trains on rewards of completions."""
 
     inputs: TrainInputs
 

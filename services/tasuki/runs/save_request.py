@@ -1,4 +1,4 @@
-"""A request to save and end, as a scheduler makes it before it takes the machine away."""
+"""A request to save and end, which a scheduler sends before it takes the machine away."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from types import FrameType
 
 
 class SaveRequest:
-    """Made by SIGUSR1: the step that runs is finished, then saved, and the run ends; `tasuki train --resume` goes on from there."""
+    """Set by SIGUSR1: the current step is finished and saved, and the run ends. `tasuki train --resume` continues it."""
 
     def __init__(self) -> None:
         self._is_made = False
         self.is_met = False
-        """Whether a loop has asked since, and saved."""
+        """Whether a loop has since seen the request and saved."""
 
     def install(self) -> None:
-        """Listens from here on, in the main thread."""
+        """Installs the signal handler; call it from the main thread."""
         signal.signal(signal.SIGUSR1, self._make)
 
     def save_now(self) -> bool:
-        """Whether the step that has just been learned is to be saved."""
+        """Whether to save the step that was just trained."""
         self.is_met = self._is_made
         return self.is_met
 
     def end_if_met(self) -> None:
-        """Raises KeyboardInterrupt, which ends the command as Ctrl-C does."""
+        """Raises KeyboardInterrupt, which ends the command like Ctrl-C."""
         if self.is_met:
             raise KeyboardInterrupt
 

@@ -1,4 +1,4 @@
-"""Whether the node's learning-rate schedules last as long as a run."""
+"""Checks that the node's learning-rate schedules last as long as the run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tasuki.wire.errors import InvalidArgument
 
 
 def check_schedules(config: NodeConfig, run: RunSettings) -> None:
-    """Raises InvalidArgument for a schedule that ends before the run does: the rest would train at a learning rate of 0."""
+    """Raises InvalidArgument if a schedule ends before the run: the remaining steps would have a learning rate of 0."""
     waits = 0 if config.train is None else config.train.critic_warmup_steps
     _check("trainer", config.trainer, run.num_steps - waits, run)
     if config.trainer.critic is not None and config.train is not None:

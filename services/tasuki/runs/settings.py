@@ -1,4 +1,4 @@
-"""What all training runs have, whatever they learn from."""
+"""Settings common to RL and supervised runs."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
     table: str
-    """Of the configuration: "train" or "sft"."""
+    """Table in the configuration: "train" or "sft"."""
     output_dir: Path
     num_steps: int
     length_key: str
-    """That sets num_steps: "train.num_steps", "sft.num_epochs"."""
+    """Key that determines num_steps: "train.num_steps", "sft.num_epochs"."""
     rows_per_step: int
-    """Of the dataset."""
+    """Seed of the dataset's order."""
     save_every: int | None
     keep_optimizer: bool = False
     stop_at_eval_score: float | None = None

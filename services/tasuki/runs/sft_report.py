@@ -1,4 +1,4 @@
-"""What a supervised run comes to: a few figures, and its curve."""
+"""Summary and curve of a supervised run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tasuki.runs.folder import draw_points
 def summarize_sft(
     steps: Sequence[Step], *, seed: int, seconds: float, changeovers: int, policy_version: int
 ) -> dict[str, object]:
-    """Losses are in nats a token; None where none was measured."""
+    """Losses are in nats per token; None if not measured."""
     held_out, losses, num_tokens = (_known(steps, name) for name in ("eval/loss", "loss", "num_tokens"))
     return {
         "eval_loss_before": held_out[0] if held_out else None,
@@ -28,8 +28,8 @@ def summarize_sft(
 
 
 def draw_sft_curve(output_dir: Path, steps: Sequence[Step]) -> None:
-    """curve.png: the losses above, the norm of the gradients below, by step."""
-    from matplotlib.figure import Figure  # half a second, and no other command draws
+    """Draws curve.png by step: losses above, gradient norm below."""
+    from matplotlib.figure import Figure  # takes half a second to import; no other command draws
 
     figure = Figure(figsize=(8, 6), layout="constrained")
     loss, norm = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])

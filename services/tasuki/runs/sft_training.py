@@ -1,4 +1,4 @@
-"""The run of an [sft] table."""
+"""The supervised run of an [sft] table."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tasuki.wire.errors import InvalidArgument
 
 @dataclass(frozen=True, slots=True)
 class SftTraining:
-    """Learns from examples."""
+    """Trains on examples."""
 
     sft: SftConfig
     samples: Sequence[TrainingSample]
@@ -101,7 +101,7 @@ def read_sft(config: NodeConfig, sft: SftConfig) -> SftTraining:
 
 
 def _max_tokens(config: NodeConfig, sft: SftConfig) -> int:
-    """Of one sample. Rollout's context length does not count: nothing is generated."""
+    """Maximum tokens of a sample. Rollout's context length does not matter: nothing is generated."""
     context, budget = read_model_shape(config.model.path).context_length, config.most_micro_batch_tokens
     limit, name = min((context, "the model's context length"), (budget, "trainer.micro_batch_tokens"))
     if sft.max_tokens is not None and sft.max_tokens > limit:

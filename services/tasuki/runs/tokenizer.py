@@ -1,4 +1,4 @@
-"""Text and token ids, by the model folder's own tokenizer. The one place of the command line that needs transformers."""
+"""Text to token ids with the model folder's tokenizer. The only module of the command line that needs transformers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tasuki.client.chat import ChatTokens, Message, chat_tokens
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 
-# How a chat template marks the assistant's text, and how transformers looks for it.
+# Mark of the assistant's text in a chat template, as transformers searches for it.
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -23,13 +23,13 @@ class ModelTokenizer:
     """The tokenizer of a Hugging Face model folder."""
 
     def __init__(self, model_path: Path) -> None:
-        """Raises PathNotFound when the folder has none, InvalidArgument when it cannot be loaded."""
+        """Raises PathNotFound if the folder has no tokenizer, InvalidArgument if it cannot be loaded."""
         try:
             from huggingface_hub.errors import StrictDataclassError  # comes with transformers
 
             tokenizers = _auto_tokenizer()
         except ImportError as error:
-            raise InvalidArgument("model.path", "text needs transformers: pip install 'tasuki[trainer]'") from error
+            raise InvalidArgument("model.path", "tokenizing needs transformers: pip install 'tasuki[trainer]'") from error
         try:
             # Any: transformers' return type is a union of every tokenizer.
             self._tokenizer: Any = tokenizers.from_pretrained(model_path, local_files_only=True)
@@ -39,14 +39,14 @@ class ModelTokenizer:
             raise InvalidArgument("model.path", f"the tokenizer of {model_path} cannot be loaded: {error}") from error
 
     def encode_prompt(self, prompt: object) -> list[int]:
-        """A string as it is; a list of chat messages by the model's chat template, up to where the answer begins."""
+        """Encodes a string as it is, or chat messages by the chat template, ending with the generation prompt."""
         if isinstance(prompt, str):
             return cast(list[int], self._tokenizer.encode(prompt))
         self._check_template("prompt")
         return self._render_prompt(cast(Sequence[Message], prompt))
 
     def encode_completion(self, completion: str) -> list[int]:
-        """Without the tokens that begin a text, and with the end-of-sequence token as the last one."""
+        """Encodes without beginning-of-text tokens and appends the end-of-sequence token."""
         eos_token_id = self._tokenizer.eos_token_id
         if eos_token_id is None:
             raise InvalidArgument("completion", "the model's tokenizer has no end-of-sequence token to end it with")
@@ -54,8 +54,8 @@ class ModelTokenizer:
         return token_ids if token_ids[-1:] == [eos_token_id] else [*token_ids, eos_token_id]
 
     def encode_chat(self, messages: Sequence[Message]) -> ChatTokens:
-        """The conversation by the model's chat template. The assistant's tokens are those that the template marks with
-        `{% generation %}`; without the mark they are found by rendering prefixes, and a template that does not allow it is refused.
+        """Encodes a conversation by the model's chat template. Takes the assistant's tokens from the template's `{% generation %}` marks,
+        or else finds them by rendering prefixes; refuses templates that do not allow that.
         """
         self._check_template("messages")
         if not (self._tokenizer.is_fast and _GENERATION.search(self._tokenizer.get_chat_template())):
@@ -65,7 +65,7 @@ class ModelTokenizer:
         return ChatTokens(rendered["input_ids"], rendered["assistant_masks"])
 
     def decode(self, token_ids: NDArray[np.int32]) -> str:
-        """Without special tokens such as the end of the sequence."""
+        """Decodes without special tokens such as end of sequence."""
         return cast(str, self._tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def _render(self, messages: Sequence[Message]) -> list[int]:
@@ -89,17 +89,17 @@ class ModelTokenizer:
 
 
 def _auto_tokenizer() -> Any:
-    """transformers' AutoTokenizer, imported without torch, which takes seconds and 0.7 GB and makes no text.
+    """Imports transformers' AutoTokenizer without torch, which would take seconds and 0.7 GB and is not needed for text.
 
-    A process that has torch or transformers already keeps what it has.
+    A process that has already imported torch or transformers keeps them.
     """
     if "torch" in sys.modules or "transformers" in sys.modules:
         from transformers import AutoTokenizer
 
         return AutoTokenizer
     log = logging.getLogger("transformers")
-    sys.modules["torch"] = cast(Any, None)  # the import system's mark of what is not there
-    log.disabled = True  # it would warn of the same
+    sys.modules["torch"] = cast(Any, None)  # marks the module as not importable
+    log.disabled = True  # it would warn that torch is missing
     try:
         from transformers import AutoTokenizer
     finally:

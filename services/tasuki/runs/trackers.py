@@ -1,4 +1,4 @@
-"""TensorBoard, wandb, MLflow and trackio, each by its own library, which is imported when the tracker is opened."""
+"""TensorBoard, wandb, MLflow and trackio, each through its own library, imported when the tracker is opened."""
 
 from __future__ import annotations
 
@@ -25,49 +25,49 @@ _MODULES: Mapping[TrackerName, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackedRun:
-    """What a tracker is told of a run before its figures."""
+    """Facts about a run, sent to a tracker before its metrics."""
 
     id: str
-    """The same whenever the run goes on."""
+    """Unchanged when the run resumes."""
     folder: Path
-    """For the tracker's files."""
+    """Folder for the tracker's files."""
     project: str
     name: str
     is_online: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """That the run's numbers depend on, by their keys."""
+    """Settings that determine the run's results, by key."""
 
 
 class Tracker(Protocol):
-    """Where figures go. A tracker may raise whatever its library raises."""
+    """Destination of metrics. May raise any exception of its library."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None: ...
 
     def close(self) -> None:
-        """Returns when everything is written or sent."""
+        """Returns once everything is written or sent."""
         ...
 
 
 def check_installed(name: TrackerName, *, key: str) -> None:
-    """Raises InvalidArgument naming the key for a tracker without its library."""
+    """Raises InvalidArgument naming the key if the tracker's library is not installed."""
     if find_spec(_MODULES[name]) is None:
         raise InvalidArgument(key, f"{name} is not installed; install it with: pip install 'tasuki[{name}]'")
 
 
 def tracker_environment(folder: Path) -> dict[str, str]:
-    """What the libraries read, where the user has not set it. folder: for the files of all trackers."""
+    """Defaults for variables that the libraries read. folder: for the files of all trackers."""
     return {
         "MLFLOW_TRACKING_URI": (folder / "mlflow").resolve().as_uri(),
-        # MLflow wants to be asked for its store of files, which is all that its light package has.
+        # MLflow requires opting in to its file store, the only one in its light package.
         "MLFLOW_ALLOW_FILE_STORE": "true",
         "TRACKIO_DIR": str((folder / "trackio").resolve()),
     }
 
 
 def import_library(name: TrackerName) -> None:
-    """Takes a second or two."""
+    """Imports the library; takes a second or two."""
     if name == "tensorboard":
-        # Else it imports torch, half a GB, for tensors that we never give it.
+        # Otherwise it imports torch, half a GB, for tensors that we never pass.
         sys.modules.setdefault("torch", None)  # pyright: ignore[reportArgumentType]  None: there is no such module
     import_module(_MODULES[name])
 
@@ -92,7 +92,7 @@ class TensorBoard:
     def __init__(self, run: TrackedRun) -> None:
         from tensorboardX import SummaryWriter
 
-        # A second process in the same second would write over the file of the first.
+        # Another process started in the same second would otherwise overwrite this one's file.
         self._writer = SummaryWriter(str(run.folder), flush_secs=1, filename_suffix=f".{os.getpid()}")
         settings = "\n".join(f"    {key} = {value!r}" for key, value in sorted(run.settings.items()))
         self._writer.add_text("settings", settings)
@@ -106,7 +106,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Offline unless the run says otherwise; `wandb sync` uploads the folder later."""
+    """Offline unless configured otherwise; `wandb sync` uploads the folder later."""
 
     def __init__(self, run: TrackedRun) -> None:
         wandb: Any = import_module("wandb")
@@ -130,7 +130,7 @@ class WeightsAndBiases:
 
 
 class MlFlow:
-    """Where MLFLOW_TRACKING_URI says."""
+    """Sends to MLFLOW_TRACKING_URI."""
 
     def __init__(self, run: TrackedRun) -> None:
         entities: Any = import_module("mlflow.entities")
@@ -161,7 +161,7 @@ class MlFlow:
 
 
 class TrackIo:
-    """A SQLite file where TRACKIO_DIR says; `trackio show` shows it."""
+    """A SQLite file in TRACKIO_DIR; `trackio show` displays it."""
 
     def __init__(self, run: TrackedRun) -> None:
         trackio: Any = import_module("trackio")

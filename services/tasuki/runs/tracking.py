@@ -1,4 +1,4 @@
-"""Trackers of a run that `tasuki train` makes: processes beside it, which it neither waits for nor listens to while it runs."""
+"""Trackers started by `tasuki train`: separate processes, which the run neither waits for nor listens to."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _WAIT_S = 10.0
 
 @contextmanager
 def tracked(output_dir: Path, track: TrackConfig) -> Iterator[None]:
-    """Follows the run with every tracker of `track` while the block runs, and gives them 10 s for the rest of it.
+    """Starts every tracker of `track` for the block, and afterwards gives them 10 s to finish.
 
-    What goes wrong with one is told, and nothing is raised. A tracker ends by itself when this process is killed.
+    Failures are reported, not raised. A tracker ends when this process is killed.
     """
     read_fd, write_fd = os.pipe()
     try:
@@ -53,7 +53,7 @@ def _start(output_dir: Path, name: TrackerName, track: TrackConfig, *, read_fd: 
                 stdout=output,
                 stderr=output,
                 pass_fds=(read_fd,),
-                start_new_session=True,  # Ctrl-C is for the run
+                start_new_session=True,  # Ctrl-C only interrupts the run
             )
     except OSError as error:
         _tell(output_dir, name, f"could not be started: {error}")
@@ -72,4 +72,4 @@ def _finish(output_dir: Path, name: TrackerName, process: subprocess.Popen[bytes
 
 
 def _tell(output_dir: Path, name: TrackerName, problem: str) -> None:
-    sys.stderr.write(f"tasuki: tracker {name} {problem}; send what it lacks with: tasuki track {output_dir} --to {name}\n")
+    sys.stderr.write(f"tasuki: tracker {name} {problem}; send the missing steps with: tasuki track {output_dir} --to {name}\n")

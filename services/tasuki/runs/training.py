@@ -1,4 +1,4 @@
-"""A training run as `tasuki train` sees it, whether [train] learns from rewards or [sft] from examples."""
+"""A training run for `tasuki train`, whether [train] uses rewards or [sft] examples."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from tasuki.runs.continuation import Continuation
 from tasuki.runs.settings import RunSettings
 
 Loop = Callable[[Client, Dataset[Any], Continuation, Callable[[Step], None]], None]
-"""Trains from where the continuation says, on a dataset that is there already; gives each step to the last argument as it ends."""
+"""Trains from the continuation on, on an existing dataset; passes each finished step to the last argument."""
 
 
 class Training(Protocol):
-    """A run whose configuration and files were checked."""
+    """A run with validated configuration and files."""
 
     @property
     def settings(self) -> RunSettings: ...
 
     @property
     def longest_sample(self) -> int:
-        """Most tokens that a sample of the run may have, prompt and completion together."""
+        """Maximum tokens of a sample, prompt plus completion."""
         ...
 
     def dataset(self) -> Dataset[Any]:
-        """At its beginning."""
+        """The dataset, at its start."""
         ...
 
     def opened(self, folders: Sequence[Path], *, save_now: Callable[[], bool]) -> AbstractContextManager[Loop]:
-        """The loop, with its worker processes for as long as the block lasts.
+        """Opens the loop, with its worker processes for the duration of the block.
 
-        folders: where the user's modules are looked for. save_now: asked after each step, whether it is to be saved although not due.
+        folders: searched for the user's modules. save_now: polled after each step: whether to save it although no checkpoint is due.
         """
         ...
 
     def summary(self, steps: Sequence[Step], *, seconds: float, changeovers: int, policy_version: int) -> dict[str, object]:
-        """The whole run in a few figures, for summary.json."""
+        """Summary of the run, for summary.json."""
         ...
 
     def draw(self, steps: Sequence[Step]) -> None:

@@ -1,1 +1,1 @@
-"""Runs a node: starts its services, restarts one that ends or hangs, and leaves nothing behind."""
+"""Supervises a node: starts its services, restarts those that end or hang, and leaves nothing behind."""

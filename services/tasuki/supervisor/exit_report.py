@@ -1,4 +1,4 @@
-"""How the last node on a state folder ended, as its supervisor reported it."""
+"""The supervisor's report of how the last node in a state folder ended."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _log = logging.getLogger("tasuki.supervisor")
 
 
 def read_exit_report(state_dir: Path) -> dict[str, Any]:
-    """What `write_exit_report` wrote; empty when no node has ended there since the last start."""
+    """Reads the report; empty if no node has ended there since the last start."""
     path = exit_path(state_dir)
     return json.loads(path.read_text()) if path.exists() else {}
 
 
 def node_down(state_dir: Path, *, start: str = "tasuki up CONFIG") -> NodeDown:
-    """The error of a call that needs a node, with the cause when nobody asked the last one to end. start: the command to give."""
+    """Error of a call that needs a node; includes the cause if the last one ended unexpectedly. start: the command to suggest."""
     report = read_exit_report(state_dir)
     cause = ""
     if report and not is_requested(report):
@@ -36,12 +36,12 @@ def node_down(state_dir: Path, *, start: str = "tasuki up CONFIG") -> NodeDown:
 
 
 def is_requested(report: Mapping[str, Any]) -> bool:
-    """Whether somebody stopped the node, as opposed to what happens to it."""
+    """Whether someone stopped the node, rather than it failing."""
     return str(report.get("reason", "")).startswith(REQUESTED_BY)
 
 
 def describe_exit(report: Mapping[str, Any], service: str) -> str:
-    """E.g. "signal SIGKILL, restarted 5 times"; empty of a service that the report does not name."""
+    """E.g. "signal SIGKILL, restarted 5 times"; empty if the report does not name the service."""
     how = report.get("services", {}).get(service, {})
     words = [f"{name.replace('_', ' ')} {value}" for name, value in how.items() if name != "stopped"]
     if times := report.get("restarts", {}).get(service):
@@ -57,10 +57,10 @@ def write_exit_report(
     exit_codes: Mapping[str, int] = MappingProxyType({}),
     restarts: Mapping[str, int] = MappingProxyType({}),
 ) -> None:
-    """Reports how the node ended. `first`: the service that ended by itself; exit codes as in `reap`. restarts: how
-    often each service was restarted.
+    """Reports how the node ended. `first`: the service that ended unexpectedly; exit codes as in `reap`. restarts: number of restarts
+    of each service.
 
-    Of a service that ended when it was told to, an exit code says nothing: a rank that was still starting has none.
+    The exit code of a service that was told to end means nothing: a rank still starting has none.
     """
     report = {
         "reason": reason,
@@ -80,7 +80,7 @@ def write_exit_report(
     try:
         partial.write_text(json.dumps(report, indent=2) + "\n")
         partial.rename(exit_path(state_dir))
-    except OSError as error:  # a full disk must not keep what comes after from being done
+    except OSError as error:  # a full disk must not prevent the rest of the shutdown
         _log.error("event=no_exit_report reason=%s error=%s", reason, error)
         with suppress(OSError):
             partial.unlink(missing_ok=True)

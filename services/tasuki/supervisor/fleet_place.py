@@ -1,4 +1,4 @@
-"""A node's place in its fleet, looked at before anything starts: what would otherwise be refused after minutes."""
+"""Checks a node's place in its fleet before anything starts, since the fleet would refuse it only minutes later."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tasuki.wire.errors import InvalidArgument, NodeRunning, PermissionDenied
 
 
 def check_place(config: NodeConfig) -> None:
-    """Of a node that is to be started. Nothing for one without a fleet.
+    """Checks a node about to start. Does nothing without a fleet.
 
-    Raises InvalidArgument naming the key, and NodeRunning for the leader's port in use.
+    Raises InvalidArgument naming the key, and NodeRunning if the leader's port is in use.
     """
     if config.fleet is None:
         return
@@ -29,14 +29,14 @@ def check_place(config: NodeConfig) -> None:
 
 
 def check_run(config: NodeConfig) -> None:
-    """Of a run on the node of `config`, which may run already. Raises InvalidArgument beside a node that does not lead its fleet, and for
-    an output folder in which the fleet may not write."""
+    """Checks a run on the node of `config`, which may already be running. Raises InvalidArgument on a node that does not lead its fleet,
+    and for an output folder in which the fleet may not write."""
     client_target(config)
     _check_output(config, node=running_settings(config) or config)
 
 
 def _check_output(config: NodeConfig, *, node: NodeConfig) -> None:
-    """A fleet saves through the nodes' ports, which write below `paths.write` alone."""
+    """A fleet saves through the nodes' ports, which write below `paths.write` only."""
     if node.fleet is None or node.trainer.listen == UNIX:
         return
     paths = ClientPaths.of(node)
@@ -55,6 +55,6 @@ def _check_is_free(target: str, *, leader: str) -> None:
     try:
         bind_once(host, port)
     except OSError as error:
-        advice = f"choose another port (--leader, MASTER_PORT) on all nodes; `ss -ltnp sport = :{port}` says who listens there"
+        advice = f"choose another port (--leader, MASTER_PORT) on all nodes; `ss -ltnp sport = :{port}` shows who listens there"
         problem = f"node 0 cannot serve on {host}:{port}: {error.strerror}; {advice}"
         raise NodeRunning(f"fleet.leader: {problem}", address=leader) from error

@@ -1,4 +1,4 @@
-"""What in the log of a service that has ended tells why."""
+"""Finds the cause of a service's death in its log."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _NUM_LINES = 12
 
 @dataclass(frozen=True, slots=True)
 class LoggedError:
-    """`reason` is one of tasuki.wire.errors when the service ended with an error of ours, else empty."""
+    """`reason` is one of tasuki.wire.errors if the service ended with one, else empty."""
 
     text: str
     reason: str = ""
 
 
 def find_error(log: str) -> LoggedError:
-    """Our own error line if there is one; else the end of the first traceback, of which later ones are mostly echoes; else
-    the stack of a crash in native code; else the last lines."""
+    """Returns our own error line; else the end of the first traceback, which later ones mostly repeat; else the stack of a native crash;
+    else the last lines."""
     ours = _OURS.search(log)
     if ours:
         return LoggedError(ours[2], reason=ours[1])

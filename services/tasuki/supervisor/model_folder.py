@@ -1,4 +1,4 @@
-"""Looks at a Hugging Face model folder before any process is started for it."""
+"""Checks a Hugging Face model folder before any process is started for it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _KEY = "model.path"
 
 
 def check_model_folders(config: NodeConfig) -> None:
-    """Of policy and critic. Raises as check_model_folder and check_critic."""
+    """Checks policy and critic. Raises as check_model_folder and check_critic."""
     check_model_folder(config.model.path)
     check_critic(config)
 
 
 def check_model_folder(path: Path) -> None:
-    """Raises PathNotFound or InvalidArgument, naming what is missing, and what read_model raises for a key of config.json.
+    """Raises PathNotFound or InvalidArgument naming what is missing, and the errors of read_model for config.json.
 
-    Whether the architecture is known, the services say.
+    The services check whether the architecture is supported.
     """
     if not path.is_dir():
         raise PathNotFound(f"{_KEY}: {path} is not a folder; give a Hugging Face model folder", path=path)
@@ -33,7 +33,7 @@ def check_model_folder(path: Path) -> None:
         raise PathNotFound(f"{_KEY}: {path} has no config.json; give a Hugging Face model folder", path=config)
     table = read_json_object(config, field=_KEY)
     if not table.get("architectures"):
-        raise InvalidArgument(_KEY, f"{config} names no `architectures`, so nobody can tell which model it is")
+        raise InvalidArgument(_KEY, f"{config} has no `architectures`, so the model is unknown")
     if architecture_of(table) in FAMILIES:
         read_model(table)
     if not any(path.glob("*.safetensors")):
@@ -45,9 +45,9 @@ def check_model_folder(path: Path) -> None:
 
 
 def _check_readable(file: Path) -> None:
-    """Of what safetensors says alike of a file that it may not read, and of one that is not there: which of the two."""
+    """Distinguishes an unreadable file from a missing one, for which safetensors gives the same error."""
     try:
         open_regular(file).close()
     except OSError as error:
-        text = f"{file} cannot be read as user {os.getuid()} ({error.strerror}): see its permissions, and where it links to"
+        text = f"{file} cannot be read as user {os.getuid()} ({error.strerror}): check its permissions and links"
         raise InvalidArgument(_KEY, text) from error

@@ -1,4 +1,4 @@
-"""Starting and stopping a whole node, from a process that may itself be interrupted at any moment."""
+"""Starts and stops a whole node, from a process that may be interrupted at any moment."""
 
 from __future__ import annotations
 
@@ -57,15 +57,15 @@ from tasuki.wire.tracing import check_tracing_installed
 STOP_TIMEOUT_S = 10.0
 _KILL_S = 3.0
 _POLL_S = 0.1
-# Each may hold all samples since a checkpoint.
+# Each may contain all samples since a checkpoint.
 _KEPT_TRAINING_LOGS = 2
 _CALL_TIMEOUT_S = 2.0
-# Beside the engine's own start_timeout_s: the trainer's start on CUDA comes after it.
+# In addition to the engine's start_timeout_s, since on CUDA the trainer starts after the engine.
 _START_MARGIN_S = 300.0
 _TELL_EVERY_S = 15.0
 Tell = Callable[[str], None]
 WaitsFor = Callable[[], str]
-"""A line on what beyond the machine a node waits for; empty when for nothing."""
+"""A line naming what a node waits for besides this machine, or an empty string."""
 
 
 def to_stderr(line: str) -> None:
@@ -73,7 +73,7 @@ def to_stderr(line: str) -> None:
 
 
 class StartedNode:
-    """A node that this process started, and that stops with it unless it is detached. To be stopped or detached, once."""
+    """A node started by this process. It stops with the process unless detached. Must be stopped or detached, once."""
 
     def __init__(self, config: NodeConfig, process: subprocess.Popen[bytes], *, starter_fd: int) -> None:
         self.config = config
@@ -82,17 +82,17 @@ class StartedNode:
         self._is_detached = False
 
     def detach(self) -> None:
-        """From here on the node lives without this process."""
+        """Lets the node live on without this process."""
         os.write(self._starter_fd, b"1")
         os.close(self._starter_fd)
         self._is_detached = True
 
     def wait(self) -> int:
-        """Returns when the node has ended: 0 after a `tasuki down`, 1 when a service ended by itself."""
+        """Waits until the node has ended. Returns 0 after `tasuki down`, 1 if a service ended unexpectedly."""
         return self.process.wait()
 
     def stop(self) -> None:
-        """Returns when nothing of the node is left."""
+        """Stops the node. Returns once nothing of it is left."""
         with _without_interrupts():
             if not self._is_detached:
                 os.close(self._starter_fd)
@@ -103,13 +103,13 @@ class StartedNode:
 def start_node(
     config: NodeConfig, *, resumes: bool = False, tell: Tell = to_stderr, waits_for: WaitsFor = lambda: ""
 ) -> StartedNode:
-    """Starts coordinator, trainer and rollout, and returns when all three serve and the phase is known.
+    """Starts coordinator, trainer and rollout. Returns once all three serve and the phase is known.
 
-    resumes: the trainer goes on where the last one on the state folder was, and not from the model. waits_for: asked meanwhile.
+    resumes: the trainer resumes where the last one in the state folder ended, instead of from the model. waits_for: polled meanwhile.
 
-    Raises NodeRunning when one runs already, PathNotFound or InvalidArgument for the model folder, InvalidArgument for GPUs where there
-    are none, ServiceFailed when a service ends before it serves, and as `check_place` for a node of a fleet. Whatever is raised,
-    KeyboardInterrupt included, nothing is left running.
+    Raises NodeRunning if a node is already running, PathNotFound or InvalidArgument for the model folder, InvalidArgument if GPUs are
+    missing, ServiceFailed if a service ends before it serves, and as `check_place` for a node of a fleet. After any exception,
+    including KeyboardInterrupt, nothing is left running.
     """
     check_model_folders(config)
     check_gpu_is_shown(config)
@@ -143,15 +143,15 @@ def start_node(
 
 
 def _begin_at_the_model(state_dir: Path) -> None:
-    """A node starts from its model: what the last trainer on the folder had done is set aside."""
+    """Sets aside the log of the last trainer in the folder, so that the node starts from its model."""
     rotate(training_log_path(state_dir), keep=_KEPT_TRAINING_LOGS)
     training_run_path(state_dir).unlink(missing_ok=True)
 
 
 def check_state_folder(config: NodeConfig) -> None:
-    """A node writes node.toml into its folder and removes `run` from it: it must not be somebody's own.
+    """Refuses a folder with other files, since a node writes node.toml to its folder and removes `run` from it.
 
-    Raises InvalidArgument where it is. What `tasuki train` makes there before the node starts does not count.
+    Raises InvalidArgument. Files that `tasuki train` creates there before the node starts are allowed.
     """
     state_dir = Path(os.path.realpath(config.state_dir))
     if not state_dir.is_dir() or lock_path(state_dir, name=NODE_LOCK).exists() or journal_path(state_dir).exists():
@@ -162,24 +162,24 @@ def check_state_folder(config: NodeConfig) -> None:
             output_dir = Path(os.path.realpath(run.output_dir))
             made_by_train |= {output_dir, *output_dir.parents}
     if any(path not in made_by_train for path in state_dir.iterdir()):
-        raise InvalidArgument("state_dir", f"{state_dir} holds files that are no node's; give the node its own folder")
+        raise InvalidArgument("state_dir", f"{state_dir} contains files of something else; give the node its own folder")
 
 
 def stop_node(state_dir: Path) -> bool:
-    """Stops the node on `state_dir` and returns when no process of it is left; False when none ran.
+    """Stops the node in `state_dir` and returns once all its processes have ended; returns False if none ran.
 
-    A supervisor or guard that somebody has stopped goes on; a guard that does not end after its supervisor is killed.
+    Continues a supervisor or guard that was stopped with SIGSTOP. Kills a guard that does not end after its supervisor.
     Raises DeadlineExceeded naming the process that keeps the node from ending.
     """
     asked: set[int] = {os.getpid()}
     deadline = time.monotonic() + STOP_TIMEOUT_S
     guard_pid = 0
     while (pid := holder(state_dir, name=NODE_LOCK)) is not None:
-        # While a node starts, the lock passes from the process that was asked to start it to the supervisor.
+        # While a node starts, the lock passes from the starting process to the supervisor.
         if pid and pid not in asked:
             asked.add(pid)
             _kill(pid, signal.SIGTERM)
-            _kill(pid, signal.SIGCONT)  # one that was stopped would not hear of it
+            _kill(pid, signal.SIGCONT)  # a stopped process would not receive SIGTERM
         guard_pid = parent_and_state(pid)[0] or guard_pid
         is_guard_left = has_ended(pid) and _shares_lock(guard_pid, state_dir)
         if is_guard_left:
@@ -197,7 +197,7 @@ def _shares_lock(pid: int, state_dir: Path) -> bool:
     lock = (state_dir / f"{NODE_LOCK}.lock").resolve()
     try:
         return any(file.resolve() == lock for file in Path(f"/proc/{pid}/fd").iterdir())
-    except OSError:  # it has just ended
+    except OSError:  # the process has just ended
         return False
 
 
@@ -207,20 +207,20 @@ def _kill(pid: int, number: signal.Signals) -> None:
 
 
 def _stuck(pid: int) -> str:
-    """What keeps a node from ending whose lock `pid` holds, and what to do about it."""
+    """Why a node whose lock `pid` holds does not end, and what to do about it."""
     parent, state = parent_and_state(pid)
-    # An ended supervisor waits for its guard, which shares the lock.
+    # A supervisor that has ended remains until its guard, which shares the lock, ends.
     waits_for = parent if state == "Z" else pid
     if parent_and_state(waits_for)[1] == "T":
-        return f"pid {waits_for} is stopped; let it go on with kill -CONT {waits_for}, or end it with kill -KILL {waits_for}"
-    return f"pid {waits_for} is still there; end it with kill -KILL {waits_for}, and what it leaves ends with it"
+        return f"pid {waits_for} is stopped; continue it with kill -CONT {waits_for}, or end it with kill -KILL {waits_for}"
+    return f"pid {waits_for} is still running; end it with kill -KILL {waits_for}, which also ends its children"
 
 
 @contextmanager
 def running_node(config: NodeConfig, *, may_start: bool = True, tell: Tell = to_stderr) -> Iterator[None]:
-    """The node of `config`: the one that runs, or one started here and stopped at the end, however this process ends.
+    """The node of `config`: the running one, or one started here and stopped at the end, however this process ends.
 
-    may_start: False raises NodeDown where one would be started. Raises InvalidArgument naming a key in which the one that runs differs.
+    may_start: False raises NodeDown instead of starting one. Raises InvalidArgument naming a key in which the running node differs.
     """
     check_node_runs_with(config)
     if holder(config.state_dir, name=NODE_LOCK) is not None and _stays(config, tell=tell):
@@ -234,12 +234,12 @@ def running_node(config: NodeConfig, *, may_start: bool = True, tell: Tell = to_
     finally:
         try:
             node.stop()
-        except DeadlineExceeded as error:  # how the run ended is for what ran here to say
+        except DeadlineExceeded as error:  # the body of the block reports how the run ended
             tell(f"tasuki: {error.message}")
 
 
 def _stays(config: NodeConfig, *, tell: Tell) -> bool:
-    """Returns when the node that runs serves; False when it ends instead, as one does whose starter was killed just now."""
+    """Returns True once the running node serves; False if it ends instead, as after its starter was killed."""
     try:
         _wait_until_serving(config, tell=tell, supervisor=None)
     except NodeDown:
@@ -280,22 +280,22 @@ def _wait_until_serving(
             raise DeadlineExceeded(f"{', '.join(waiting)} did not serve within {deadline - started:.0f} s")
         time.sleep(_POLL_S)
     state = node_state(config)
-    # The coordinator looks where the services stand once they answer; a node that runs already may be between the phases.
+    # The coordinator determines the stage once the services answer; a running node may be between phases.
     while supervisor is not None and state.phase == types_pb2.PHASE_UNSPECIFIED:
         if time.monotonic() > deadline:
-            raise DeadlineExceeded(f"the node did not come to a phase: {state.last_error or 'no error is known'}")
+            raise DeadlineExceeded(f"the node did not reach a phase: {state.last_error or 'no error is known'}")
         if state.last_error.startswith(DiskFull.reason):
             raise DiskFull(state.last_error.partition(": ")[2], path=config.state_dir)
         time.sleep(_POLL_S)
         state = node_state(config)
     where = f"coordinator at {node_targets(config)['coordinator']}"
-    if config.fleet is not None:  # whose nodes take commands from it alone
+    if config.fleet is not None:  # its nodes accept commands from the fleet only
         where = f"in fleet {config.fleet.name!r}, which clients call at {config.fleet.leader}"
     tell(f"the node is up: {types_pb2.Phase.Name(state.phase)}, {where}")
 
 
 def node_state(config: NodeConfig) -> coordinator_pb2.NodeState:
-    """The coordinator's view of the node. Raises NodeDown when none runs."""
+    """The coordinator's view of the node. Raises NodeDown if none runs."""
     state_dir = config.state_dir
     if holder(state_dir, name=NODE_LOCK) is None:
         raise node_down(state_dir)
@@ -309,7 +309,7 @@ def node_state(config: NodeConfig) -> coordinator_pb2.NodeState:
 
 @contextmanager
 def _without_interrupts() -> Iterator[None]:
-    """Keeps a second Ctrl-C, or a SIGTERM, from ending what cleans up after the first."""
+    """Blocks a second Ctrl-C or SIGTERM while cleaning up after the first."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

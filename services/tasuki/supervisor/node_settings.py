@@ -1,4 +1,4 @@
-"""What a configuration says of a node, against the node that runs already: a node is shaped once, when it starts."""
+"""Compares a configuration with the running node, whose own settings are fixed at its start."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from tasuki.config.places import config_path
 from tasuki.config.schema import NodeConfig
 from tasuki.wire.errors import InvalidArgument
 
-# The run's own tables, and the folder by which the node was found.
+# The run's tables, and the folder that identifies the node.
 _OF_THE_RUN = {"state_dir", "train", "sft", "track"}
 
 
 def adopt_node(config: NodeConfig) -> NodeConfig:
-    """The run's tables of `config` with those of the node that runs on its state folder; `config` itself where none runs.
+    """Combines the run's tables of `config` with the running node's settings; returns `config` if no node runs.
 
-    Raises InvalidArgument naming the first key that `config` sets itself and that the node runs without. A critic that no table of
-    `config` mentions is left out: the run does not use it.
+    Raises InvalidArgument naming the first key set in `config` that differs on the node. A critic that `config` does not mention is left
+    out: the run does not use it.
     """
     node = running_settings(config)
     if node is None:
@@ -32,7 +32,7 @@ def adopt_node(config: NodeConfig) -> NodeConfig:
 
 
 def check_node_runs_with(config: NodeConfig) -> None:
-    """Raises InvalidArgument naming the first key, defaults among them, in which the node that runs differs from `config`."""
+    """Raises InvalidArgument naming the first key, including defaults, in which the running node differs from `config`."""
     node = running_settings(config)
     if node is None:
         return
@@ -40,12 +40,12 @@ def check_node_runs_with(config: NodeConfig) -> None:
     if config.trainer.critic is None:
         del given["trainer"]["critic"]
     if config.residency is None:
-        del given["residency"]  # the planner's, when the node started
+        del given["residency"]  # set by the planner when the node started
     _check_same(given, node, config.state_dir)
 
 
 def running_settings(config: NodeConfig) -> NodeConfig | None:
-    """Of the node that runs on the state folder; None where none does."""
+    """Settings of the node running in the state folder; None if none runs."""
     path = config_path(config.state_dir)
     if holder(config.state_dir, name=NODE_LOCK) is None or not path.is_file():
         return None
@@ -56,17 +56,17 @@ def _check_same(given: Mapping[str, Any], node: NodeConfig, state_dir: Path) -> 
     found = _difference(given, node.model_dump(), "")
     if found is not None:
         key, is_, was = found
-        # The only key that no file can leave out.
-        other_way = "" if key == "model.path" else ", or leave the key out to train with the node's"
+        # The only required key.
+        other_way = "" if key == "model.path" else ", or remove the key to use the node's"
         raise InvalidArgument(
             key,
-            f"is {_shown(is_)} here and {_shown(was)} on the node that runs already; stop it first with: tasuki down --state-dir "
+            f"is {_shown(is_)} here and {_shown(was)} on the node that is running; stop it first with: tasuki down --state-dir "
             f"{state_dir}{other_way}",
         )
 
 
 def _difference(given: Mapping[str, Any], node: Mapping[str, Any], above: str) -> tuple[str, Any, Any] | None:
-    """The first key that differs, in the schema's order, with both values."""
+    """The first key that differs, in schema order, with both values."""
     for name, value in given.items():
         key, was = f"{above}{name}", node[name]
         if isinstance(value, Mapping) and isinstance(was, Mapping):

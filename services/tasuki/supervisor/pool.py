@@ -1,4 +1,4 @@
-"""The node's memory pool, which the supervisor keeps: it lives as long as the node, uses none of it, and sees its processes die."""
+"""The node's memory pool, owned by the supervisor: it lives as long as the node, uses none of the pool, and sees processes die."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from tasuki.wire.errors import OutOfGpuMemory
 
 
 def check_pool_room(config: NodeConfig) -> None:
-    """Raises OutOfGpuMemory where the machine does not have the memory that the node's pool is to take."""
+    """Raises OutOfGpuMemory if the machine lacks the memory for the node's pool."""
     size = config.memory.host_budget_bytes
     if not config.memory.pool or size is None:
         return
     needed, free = pool_bytes(size), host_memory().available_bytes
     if needed > free:
         raise OutOfGpuMemory(
-            f"memory.pool needs {needed} bytes at the node's start, and this machine has {free} free; lower memory.host_budget_bytes,"
-            " or leave memory.pool out",
+            f"memory.pool needs {needed} bytes at the node's start, but this machine has {free} free; lower memory.host_budget_bytes,"
+            " or remove memory.pool",
             tag="pool",
             needed_bytes=needed,
             free_bytes=free,
@@ -30,10 +30,10 @@ def check_pool_room(config: NodeConfig) -> None:
 
 
 class NodePool:
-    """The chunks and their socket, where the configuration wants a pool; else nothing."""
+    """The pool's chunks and socket, if the configuration has a pool; otherwise does nothing."""
 
     def __init__(self, config: NodeConfig) -> None:
-        """Raises OutOfGpuMemory when the machine has no room for it."""
+        """Raises OutOfGpuMemory if the machine lacks the memory."""
         self._server: PoolServer | None = None
         self._keeper: PoolKeeper | None = None
         self._cleanup = ExitStack()
@@ -45,7 +45,7 @@ class NodePool:
             self._cleanup.callback(self._server.close)
 
     def poll(self) -> None:
-        """Lets processes join, and takes back what dead ones held."""
+        """Accepts processes that join, and reclaims chunks of dead ones."""
         if self._server is not None:
             self._server.poll()
 

@@ -1,4 +1,4 @@
-"""What a command says whose node has ended under it."""
+"""Why the node died during a command."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LOOK_EVERY_S = 0.1
 
 
 def why_it_ended(config: NodeConfig) -> TasukiError:
-    """The error of a node that is not there any more: the words of the service that ended first, or who stopped it."""
+    """Error for a node that has ended: the last words of the service that ended first, or who stopped the node."""
     state_dir = config.state_dir
     ending = read_exit_report(state_dir)
     first = ending.get("first")
@@ -29,17 +29,17 @@ def why_it_ended(config: NodeConfig) -> TasukiError:
         return _words_of(first, f"{ending['reason']} ({describe_exit(ending, first)})", log_path(state_dir, first))
     if ending:
         return NodeDown(f"the node on {state_dir} has ended: {ending['reason']}", state_dir=state_dir)
-    # It had no time to write, or did not come so far.
+    # The supervisor had no time to write a report, or did not get that far.
     log = log_path(state_dir, "supervisor")
     if log.exists() and "event=started" in log.read_text(errors="replace"):
         return NodeDown(
-            f"the node on {state_dir} has ended without a word: its supervisor and guard were killed; see {log}", log=log
+            f"the node on {state_dir} has ended without a report: its supervisor and guard were killed; see {log}", log=log
         )
     return _words_of("supervisor", "the supervisor ended before it started anything", log)
 
 
 def has_ended(config: NodeConfig, *, within_s: float = _STOP_TIMEOUT_S) -> bool:
-    """Waits for a node that may be ending; False when it goes on."""
+    """Waits for a node that may be ending; returns False if it keeps running."""
     deadline = time.monotonic() + within_s
     while holder(config.state_dir, name=NODE_LOCK) is not None:
         if time.monotonic() > deadline:
@@ -50,11 +50,11 @@ def has_ended(config: NodeConfig, *, within_s: float = _STOP_TIMEOUT_S) -> bool:
 
 @contextmanager
 def explained(config: NodeConfig) -> Iterator[None]:
-    """When the node ends in the middle, raises why, instead of the broken call."""
+    """If the node dies during the block, raises the reason instead of the broken call's error."""
     try:
         yield
     except TasukiError as error:
-        # A node that ends is unavailable in many words; one that was replaced is told already.
+        # A dying node fails calls in various ways; a replaced node is already reported as such.
         if error.code is not grpc.StatusCode.UNAVAILABLE or "instance_id" in error.metadata or not has_ended(config):
             raise
         raise why_it_ended(config) from None

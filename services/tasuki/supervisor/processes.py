@@ -1,4 +1,4 @@
-"""Linux's means against orphans: subreaper, death signal, and the tree of processes below one."""
+"""Linux features against orphans: subreaper, parent death signal, and the process tree."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ _PR_SET_CHILD_SUBREAPER = 36
 _SHM = Path("/dev/shm")  # noqa: S108 - looked into, never written to
 _POLL_S = 0.02
 SERVICE_VARIABLE = "TASUKI_SERVICE"
-"""In the environment of every process of a service: its name. A process that has lost its parent is still known by it."""
+"""Environment variable with the service's name, set in all its processes, so that orphans can be attributed."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def adopt_orphans() -> None:
-    """Makes this process the parent of every descendant whose own parent ends."""
+    """Makes this process the new parent of orphaned descendants."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent(parent_pid: int, number: signal.Signals) -> None:
-    """Has the kernel send `number` to this process when its parent ends, however that ends. Not inherited by children."""
+    """Asks the kernel to send `number` to this process when its parent ends. Not inherited by children."""
     _prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent_pid:  # it ended before the call
         os.kill(os.getpid(), number)
 
 
 def descendants(pid: int) -> list[int]:
-    """Every process below `pid` that is not reaped yet, children before grandchildren."""
+    """All processes below `pid` that are not reaped, children before grandchildren."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
-            with suppress(OSError):  # it has just ended
-                # The name in parentheses may hold anything; the state and the parent follow the last one.
+            with suppress(OSError):  # the process has just ended
+                # The name in parentheses may contain anything; state and parent follow the last parenthesis.
                 parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
                 children.setdefault(int(parent), []).append(int(entry.name))
     found = [pid]
@@ -47,9 +47,9 @@ def descendants(pid: int) -> list[int]:
 
 
 def parent_and_state(pid: int) -> tuple[int, str]:
-    """The parent, and the kernel's letter for what the process does: "T" when it is stopped, "Z" and "X" when it has ended."""
+    """The parent, and the kernel's state letter: "T" for stopped, "Z" and "X" for ended."""
     try:
-        # The name in parentheses may hold anything.
+        # The name in parentheses may contain anything.
         state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
     except OSError:
         return 0, "X"
@@ -57,14 +57,14 @@ def parent_and_state(pid: int) -> tuple[int, str]:
 
 
 def has_ended(pid: int) -> bool:
-    """Whether the process is gone, or only waits to be reaped."""
+    """Whether the process is gone or a zombie."""
     return parent_and_state(pid)[1] in "ZX"
 
 
 def end_descendants(*, grace_s: float, kill_s: float, watch: Callable[[dict[int, int]], None]) -> None:
-    """Gives the processes below this one `grace_s` to end by themselves, then `kill_s` of SIGKILL until none is left.
+    """Gives the processes below this one `grace_s` to end, then sends SIGKILL for up to `kill_s` until none is left.
 
-    `watch` is called all the while, with what `reap` returns.
+    `watch` is called repeatedly with the result of `reap`.
     """
     started = time.monotonic()
     while (left := descendants(os.getpid())) and time.monotonic() < started + grace_s + kill_s:
@@ -76,9 +76,9 @@ def end_descendants(*, grace_s: float, kill_s: float, watch: Callable[[dict[int,
 
 
 def kill_service(name: str, *, kill_s: float, watch: Callable[[dict[int, int]], None]) -> int:
-    """Kills every process below this one that belongs to the service, and returns when they are gone, or after `kill_s`.
+    """Kills every process of the service below this one. Returns once they are gone, or after `kill_s`.
 
-    `watch` gets what `reap` returns. Returns how many there were.
+    `watch` gets the results of `reap`. Returns the number of processes killed.
     """
     killed: set[int] = set()
     deadline = time.monotonic() + kill_s
@@ -95,13 +95,13 @@ def kill_service(name: str, *, kill_s: float, watch: Callable[[dict[int, int]], 
 def _belongs_to(pid: int, service: str) -> bool:
     try:
         environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:  # it has just ended
+    except OSError:  # the process has just ended
         return False
     return f"{SERVICE_VARIABLE}={service}".encode() in environment
 
 
 def reap() -> dict[int, int]:
-    """Exit codes of the children that have ended since the last call, by pid; -N for death by signal N."""
+    """Exit codes by pid of children that ended since the last call; -N for signal N."""
     ended: dict[int, int] = {}
     with suppress(ChildProcessError):
         while True:
@@ -113,22 +113,22 @@ def reap() -> dict[int, int]:
 
 
 def shared_memory() -> set[Path]:
-    """Everything in /dev/shm."""
+    """All files in /dev/shm."""
     return set(_SHM.iterdir()) if _SHM.is_dir() else set()
 
 
 def shared_memory_of(pids: Iterable[int]) -> set[Path]:
-    """Files in /dev/shm that any of the processes has mapped.
+    """Files in /dev/shm mapped by any of the processes.
 
-    By inode: a named semaphore is mapped under a temporary name, before it gets its own.
+    Compared by inode: a named semaphore is mapped under a temporary name before it is renamed.
     """
     paths: dict[int, Path] = {}
     for path in shared_memory():
-        with suppress(OSError):  # it has just been removed
+        with suppress(OSError):  # the file was just removed
             paths[path.stat().st_ino] = path
     mapped: set[int] = set()
     for pid in pids if paths else ():
-        with suppress(OSError):  # it has just ended
+        with suppress(OSError):  # the process has just ended
             for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
                 if f" {_SHM}/" in line:
                     mapped.add(int(line.split(maxsplit=5)[4]))

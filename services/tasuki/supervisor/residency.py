@@ -1,4 +1,4 @@
-"""What stays over a changeover: decided once, by the planner, before a node starts."""
+"""Residency of a node: decided once, by the planner, before it starts."""
 
 from __future__ import annotations
 
@@ -13,20 +13,18 @@ from tasuki.planner.node_plan import node_layout
 from tasuki.planner.plan import plan
 from tasuki.planner.residency import as_config, stay_and_leave
 
-# On a CPU the planner has no use for the size of a GPU, and wants one.
+# Unused on a CPU, but the planner requires a GPU size.
 _NO_GPU = 1
 
 
 def with_residency(config: NodeConfig, *, tell: Callable[[str], None]) -> NodeConfig:
-    """The configuration with its `[residency]`: as it is written, or as the planner decides. tell: takes a line for each kind of device.
+    """Adds `[residency]` unless it is configured, as the planner decides. tell: takes one line for each kind of device.
 
-    Where nobody says how large the GPUs are, nothing stays. Raises InvalidArgument for `rollout.kv_tokens` beyond what fits.
+    If the GPUs' size is unknown, nothing stays. Raises InvalidArgument if `rollout.kv_tokens` does not fit.
     """
     gpu_bytes = _NO_GPU if config.device == "cpu" else smallest_gpu_bytes()
     if gpu_bytes is None:
-        tell(
-            "NVML does not say how large the GPUs are: all memory leaves at each changeover, unless [residency] says what stays"
-        )
+        tell("NVML does not report the GPUs' memory: all memory leaves at each changeover unless [residency] says what stays")
         return config
     budget = config.memory.host_budget_bytes
     host_bytes = host_memory().available_bytes if budget is None else budget

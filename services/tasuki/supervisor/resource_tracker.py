@@ -1,4 +1,4 @@
-"""What a killed process cannot remove itself."""
+"""Resources that a killed process cannot remove itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SCAN_EVERY_S = 10.0
 
 
 class ResourceTracker:
-    """The run folder with its sockets, and files in /dev/shm of the processes below this one."""
+    """The run folder with its sockets, and files in /dev/shm used by the processes below this one."""
 
     def __init__(self, state_dir: Path) -> None:
         self._state_dir = state_dir
@@ -24,7 +24,7 @@ class ResourceTracker:
         self._next_scan = 0.0
 
     def poll(self) -> None:
-        """Looks when there is something new in /dev/shm, and now and then; cheap otherwise."""
+        """Scans if /dev/shm has something new, and periodically; cheap otherwise."""
         present = shared_memory()
         if present - self._seen or time.monotonic() >= self._next_scan:
             self.scan()
@@ -32,11 +32,11 @@ class ResourceTracker:
             self._next_scan = time.monotonic() + _SCAN_EVERY_S
 
     def scan(self) -> None:
-        """Notes which shared memory the processes below this one use: when they have ended, nobody can tell."""
+        """Records which shared memory the processes below this one use, since that is unknown once they have ended."""
         self._ours |= shared_memory_of(descendants(os.getpid())) - self._others
 
     def remove(self) -> None:
-        """Once none of them is left."""
+        """Removes the resources; call it once none of the processes is left."""
         for path in self._ours:
             path.unlink(missing_ok=True)
         shutil.rmtree(socket_dir(self._state_dir), ignore_errors=True)

@@ -1,4 +1,4 @@
-"""How often a service may be restarted: a bound, so that a node that cannot live ends with a report instead of trying for ever."""
+"""Limits restarts, so that a node that cannot recover ends with a report instead of retrying forever."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _LONGEST_PAUSE_S = 10.0
 
 
 class RestartPolicy:
-    """At most `max_restarts` of each service within `window_s`; each waits twice as long as the one before."""
+    """Allows `max_restarts` of each service within `window_s`, with a pause that doubles each time."""
 
     def __init__(self, *, max_restarts: int, window_s: float) -> None:
         self._max, self._window_s = max_restarts, window_s
@@ -17,7 +17,7 @@ class RestartPolicy:
         self.counts: Counter[str] = Counter()
 
     def next_pause(self, service: str, *, now: float) -> float | None:
-        """Seconds to wait before the service is restarted, which counts as a restart; None when it must not be any more."""
+        """Counts a restart and returns the seconds to wait before it; None if the limit is reached."""
         times = self._times[service]
         while times and now - times[0] > self._window_s:
             times.popleft()

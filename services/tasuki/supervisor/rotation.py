@@ -1,15 +1,15 @@
-"""What an earlier run left under a name that a new one needs."""
+"""Rotates files that an earlier run left under a name in use."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 KEPT_LOGS = 5
-"""Earlier ones of each process's log."""
+"""Number of earlier logs kept for each process."""
 
 
 def rotate(path: Path, *, keep: int) -> None:
-    """Renames "x.log" to "x.log.old", that one to "x.log.old.1" and so on; the oldest beyond `keep` is lost."""
+    """Renames "x.log" to "x.log.old", that to "x.log.old.1" and so on; deletes the oldest beyond `keep`."""
     if not path.exists():
         return
     names = [path, *rotated_paths(path, keep=keep)]
@@ -19,6 +19,6 @@ def rotate(path: Path, *, keep: int) -> None:
 
 
 def rotated_paths(path: Path, *, keep: int) -> list[Path]:
-    """Where earlier ones are, whether they are there or not, the newest first."""
+    """Paths of earlier files, whether they exist or not, newest first."""
     newest = path.with_name(f"{path.name}.old")
     return [newest, *(newest.with_name(f"{newest.name}.{number}") for number in range(1, keep))]

@@ -1,4 +1,4 @@
-"""What a node is made of: the command line and the environment of each service."""
+"""The services of a node: their commands and environments."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from tasuki.config.schema import NodeConfig
 from tasuki.fleet import EXIT_FLEET_ENDED
 
 EXIT_REFUSED = 2
-"""Exit code of a service that was refused something for good, such as a port, or a place in the fleet."""
+"""Exit code of a service that was permanently refused something, such as a port or a place in the fleet."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceCommand:
-    """One service of a node, as it is started."""
+    """Command that starts one service of a node."""
 
     name: str
     argv: Sequence[str]
     target: str
-    """Empty for one that listens nowhere."""
+    """Empty if the service does not listen."""
     health_name: str
     environment: dict[str, str] = field(default_factory=dict)
     after: str | None = None
     """A service that must listen before this one starts."""
     final_codes: tuple[int, ...] = ()
-    """Exit codes after which it is not started again, and the node stops."""
+    """Exit codes after which the service is not restarted and the node stops."""
 
 
 def node_services(config: NodeConfig) -> list[ServiceCommand]:
-    """The three services, and the fourth of a node that is part of a fleet.
+    """The three services, plus the fleet service on a node of a fleet.
 
-    On CUDA rollout comes up before the trainer: the engine sizes its KV cache by the memory that is free then.
+    On CUDA rollout starts before the trainer, because the engine sizes its KV cache by the free memory.
     """
     targets = node_targets(config)
     arguments = ["--config", str(config_path(config.state_dir))]
-    # Engines and torch leave sockets and files in the temporary folder when they are killed; the run folder goes with the node.
+    # Killed engines leave sockets and files in the temporary folder; the run folder is removed with the node.
     shared = {"PYTHONUNBUFFERED": "1", "TMPDIR": str(socket_dir(config.state_dir))}
     is_cpu = config.device == "cpu"
     launch = [sys.executable, "-m", "tasuki.trainer.launch", "--num-ranks", str(config.trainer.num_ranks)]
@@ -66,14 +66,14 @@ def node_services(config: NodeConfig) -> list[ServiceCommand]:
             target=targets["trainer"],
             health_name="tasuki.v1.TrainerService",
             environment={**shared, "OMP_NUM_THREADS": str(config.trainer.num_threads if is_cpu else 1)},
-            # A pool holds the start of one, as a GPU does.
+            # The pool holds only one service's start at a time, like a GPU.
             after="rollout" if config.memory.pool or not is_cpu else None,
         ),
     ]
 
 
 def _fleet_service(config: NodeConfig, environment: dict[str, str]) -> list[ServiceCommand]:
-    """The node's part in its fleet. Node 0 leads, and serves."""
+    """The node's fleet service. Node 0 leads and serves the fleet."""
     if config.fleet is None:
         return []
     return [
@@ -89,7 +89,7 @@ def _fleet_service(config: NodeConfig, environment: dict[str, str]) -> list[Serv
 
 
 def listens(target: str) -> bool:
-    """Whether a server accepts connections at the gRPC target of a unix socket."""
+    """Whether a server accepts connections at the unix socket of a gRPC target."""
     with closing(socket.socket(socket.AF_UNIX)) as probe:
         probe.settimeout(1.0)
         return probe.connect_ex(target.removeprefix("unix:")) == 0

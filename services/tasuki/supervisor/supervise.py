@@ -1,7 +1,7 @@
-"""The process above a node's services: starts them, restarts one that ends or hangs, and leaves nothing behind.
+"""Supervises a node's services: starts them, restarts those that end or hang, and leaves nothing behind.
 
-Two processes, so that neither can be killed without the other cleaning up: the guard, which adopts whatever is orphaned, and below it
-the supervisor proper, whose death signal is the guard's end.
+There are two processes, so that if either is killed the other cleans up. The guard adopts orphans; the supervisor is its child and
+ends it by a parent death signal.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ def supervise(
     restart: RestartConfig,
     make_pool: Callable[[], NodePool] | None = None,
 ) -> int:
-    """Runs the services, and restarts one that ends, until one has ended too often, somebody asks for a stop, or the starter goes
-    away without having let the node go.
+    """Runs and restarts the services until one has ended too often, someone asks for a stop, or the starter ends without detaching the
+    node.
 
-    starter_fd: read end of a pipe; a byte lets the node live on without its starter, the end of the file alone stops it.
-    make_pool: makes the memory that the services share, before they start.
+    starter_fd: read end of a pipe. A byte detaches the node from its starter; end of file alone stops it.
+    make_pool: creates the shared memory pool before the services start.
     """
     adopt_orphans()
-    # Looked for once a tick, so that no handler can run in the middle of something.
+    # Polled once per tick, so that no signal handler interrupts anything.
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     guard_pid = os.getpid()
     resources = ResourceTracker(state_dir)
@@ -87,7 +87,7 @@ class Supervisor:
         os.set_blocking(starter_fd, False)
         self._services = {service.name: service for service in services}
         self._waiting = dict.fromkeys(self._services, 0.0)
-        """Services to be started -> not before."""
+        """Services to start -> earliest time."""
         self._pids: dict[int, ServiceCommand] = {}
         self._served: set[str] = set()
         self._exit_codes: dict[str, int] = {}
@@ -96,13 +96,13 @@ class Supervisor:
         self._watchdog = Watchdog(state_dir, stall_s=restart.stall_s, progress_s=restart.progress_s)
 
     def run(self, make_pool: Callable[[], NodePool] | None = None) -> int:
-        """0 when it was asked to stop, 1 when a service ended by itself once too often, or something here failed."""
+        """Returns 0 if asked to stop, 1 if a service failed too often or the supervisor itself failed."""
         reason, first, code = "", None, 0
         try:
             self._pool = make_pool() if make_pool is not None else None
             while not reason:
                 if self._pool is not None:
-                    # Before a service is restarted: it finds free what the one before it held.
+                    # Before a restart, so that the service finds its predecessor's memory free.
                     self._pool.poll()
                 self._start_what_can()
                 self._resources.poll()
@@ -112,7 +112,7 @@ class Supervisor:
             _log.exception("event=failed")
             reason, code = f"the supervisor failed: {type(error).__name__}: {error}", 1
         _log.info("event=stop reason=%s", reason)
-        # A service of a fleet's node tells it to the others.
+        # The fleet service reports the reason to the other nodes.
         write_exit_report(self._state_dir, reason=reason, first=first)
         try:
             self._end_services()
@@ -154,7 +154,7 @@ class Supervisor:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                # A signal to our group, such as one from a terminal, is not theirs; there are no threads here that a fork could hurt.
+                # Its own group, so that signals from a terminal do not reach it. Forking is safe: this process has no threads.
                 start_new_session=True,
                 preexec_fn=in_child,
             )
@@ -162,7 +162,7 @@ class Supervisor:
         _log.info("event=started service=%s pid=%d", service.name, process.pid)
 
     def _wait(self) -> tuple[str, str | None]:
-        """Waits a moment, and sees to what has happened. Returns why the node must stop, or nothing, and the service that is to blame."""
+        """Waits a moment and handles events. Returns why the node must stop, or an empty string, and the service to blame."""
         time.sleep(_TICK_S)
         asked = _asked_to_stop()
         if asked is not None:
@@ -182,7 +182,7 @@ class Supervisor:
                 self._served.add(service.name)
 
     def _ended(self) -> list[str]:
-        """Services that have ended by themselves, or were killed here because they hang or somebody asked for it."""
+        """Services that ended unexpectedly, or were killed here because they hung or a restart was requested."""
         ended = self._note(reap())
         if (stall := self._watchdog.check(now=time.monotonic())) is not None and stall.service not in ended:
             stacks = "-" if stall.is_gone else dump_stacks(self._state_dir, stall)
@@ -198,7 +198,7 @@ class Supervisor:
         return ended
 
     def _start_again(self, name: str) -> str:
-        """Kills what is left of the service and has it started again. Returns why it must not be, or nothing."""
+        """Kills what is left of the service and schedules its restart. Returns why it must not restart, or an empty string."""
         code = self._exit_codes.get(name)
         if code in self._services[name].final_codes:
             return f"{name} ended with exit code {code}"
@@ -206,7 +206,7 @@ class Supervisor:
             return f"{name} ended by itself before it served"
         pause_s = self._restarts.next_pause(name, now=time.monotonic())
         if pause_s is None:
-            return f"{name} ended by itself once more than restart.max_restarts allows"
+            return f"{name} ended by itself more often than restart.max_restarts allows"
         self._resources.scan()
         num_killed = kill_service(name, kill_s=_KILL_S, watch=self._watch_end)
         self._watchdog.forget(name)
@@ -233,7 +233,7 @@ class Supervisor:
         self._note(ended)
 
     def _note(self, ended: Mapping[int, int]) -> list[str]:
-        """Remembers the exit codes of services, and names them."""
+        """Records the exit codes of services and returns their names."""
         names: list[str] = []
         for pid, code in ended.items():
             service = self._pids.pop(pid, None)
@@ -245,7 +245,7 @@ class Supervisor:
 
 
 def _guard(state_dir: Path, supervisor_pid: int, resources: ResourceTracker) -> int:
-    """Waits for the supervisor, and does what that had no time to do, or could not."""
+    """Waits for the supervisor, then does what it could not do."""
     code = None
     while code is None:
         resources.poll()
@@ -265,16 +265,16 @@ def _guard(state_dir: Path, supervisor_pid: int, resources: ResourceTracker) -> 
 
 
 def _asked_to_stop() -> signal.Signals | None:
-    """The stop signal that has come since the last look.
+    """The stop signal received since the last call.
 
-    Not by sigtimedwait: when this process is stopped and continued meanwhile, Python's returns a signal that nobody has sent.
+    Avoids sigtimedwait: if this process is stopped and continued meanwhile, Python's returns a signal that was never sent.
     """
     pending = signal.sigpending() & set(_STOP_SIGNALS)
     return signal.Signals(signal.sigwait(pending)) if pending else None
 
 
 def _fresh_log(path: Path) -> BinaryIO:
-    """`path`, open, with what earlier runs wrote set aside. Where it cannot be written, the service runs without."""
+    """Opens `path` after setting aside earlier logs. If it cannot be written, the service runs without a log."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         rotate(path, keep=KEPT_LOGS)

@@ -1,4 +1,4 @@
-"""Finds the processes of a node that hang, by their pulse and not by the clock of what they do, and those that are gone."""
+"""Finds processes of a node that hang, by their heartbeat rather than a time limit, and those that are gone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tasuki.supervisor.processes import parent_and_state
 
 _log = logging.getLogger("tasuki.supervisor")
 _CHECK_EVERY_S = 0.5
-# A supervisor that was itself stopped for so long has seen nobody's pulse.
+# A supervisor that was itself stopped this long has missed every heartbeat.
 _GAP_S = 5.0
 _DUMP_TIMEOUT_S = 10.0
 _NAME = re.compile(r"(?P<service>[a-z]+)\d*-(?P<pid>\d+)")
@@ -27,7 +27,7 @@ _SERVICE_OF = {"scheduler": "rollout"}
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """A process that hangs, or is gone. `service`: what has to be restarted for it."""
+    """A process that hangs or is gone. `service`: the one to restart."""
 
     service: str
     process: str
@@ -44,20 +44,20 @@ class _Watched:
 
 
 class Watchdog:
-    """Looks at the pulses of one node.
+    """Watches the heartbeats of one node.
 
-    stall_s: how long a pulse may stand still. progress_s: how long what runs may make no progress.
+    stall_s: maximum age of a heartbeat. progress_s: maximum time without progress of a command.
     """
 
     def __init__(self, state_dir: Path, *, stall_s: float, progress_s: float) -> None:
         self._state_dir, self._stall_s, self._progress_s = state_dir, stall_s, progress_s
         self._seen: dict[Path, _Watched] = {}
         self._checked = 0.0
-        for path in self._paths():  # left by a node that had no time to end
+        for path in self._paths():  # left by a killed node
             path.unlink(missing_ok=True)
 
     def check(self, *, now: float) -> Stall | None:
-        """The first process found hanging or gone; looks twice a second at most."""
+        """Returns the first process found hanging or gone; looks at most twice a second."""
         if now - self._checked < _CHECK_EVERY_S:
             return None
         if now - self._checked > _GAP_S:
@@ -66,7 +66,7 @@ class Watchdog:
         return next(self._stalls(now), None)
 
     def forget(self, service: str) -> None:
-        """The service's processes are gone."""
+        """Forgets a service whose processes are gone."""
         for path in self._paths():
             if _service_of(path) == service:
                 path.unlink(missing_ok=True)
@@ -86,10 +86,10 @@ class Watchdog:
             process, pid = path.name.rpartition("-")[::2]
             state = parent_and_state(int(pid))[1]
             if not pulse.beats and state != "T":
-                # It starts: an import may hold the interpreter's lock for longer than a pulse may stand still.
+                # Starting: an import may hold the GIL for longer than the heartbeat limit.
                 seen.beat_time = seen.progress_time = now
             if state in "ZX":
-                # Whoever ends in order takes its pulse away; of one that has not begun to beat, its service says why it ended.
+                # A process that ends in order removes its heartbeat file. If it never had a heartbeat, its service reports why it ended.
                 if pulse.beats and path.exists():
                     yield Stall(_service_of(path), process, int(pid), "the process is gone", is_gone=True)
             elif now - seen.beat_time > self._stall_s:
@@ -108,13 +108,13 @@ def _service_of(path: Path) -> str:
 
 
 def dump_stacks(state_dir: Path, stall: Stall) -> Path:
-    """Writes what every thread of the process was doing, by py-spy; when that fails, why."""
+    """Writes the stacks of all threads of the process, by py-spy; if that fails, writes why."""
     stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%S")
     path = stall_dir(state_dir) / f"{stamp}-{stall.process}-{stall.pid}.txt"
     py_spy = Path(sys.executable).with_name("py-spy")
     started = time.monotonic()
     try:
-        # It reads a stopped process without waiting for it to stop.
+        # Nonblocking: reads a stopped process without waiting for it to stop.
         argv = [py_spy, "dump", "--nonblocking", "--pid", str(stall.pid)]
         done = subprocess.run(argv, capture_output=True, text=True, timeout=_DUMP_TIMEOUT_S, check=False)
         text = done.stdout + done.stderr
@@ -123,7 +123,7 @@ def dump_stacks(state_dir: Path, stall: Stall) -> Path:
     try:
         path.parent.mkdir(mode=0o700, exist_ok=True)
         path.write_text(f"{stall.process}, pid {stall.pid}: {stall.cause}\n\n{text}")
-    except OSError as error:  # what hangs must go all the same
+    except OSError as error:  # the hung process must be killed regardless
         _log.error("event=no_stacks path=%s error=%s", path, error)
     _log.warning("event=stacks_dumped path=%s seconds=%.2f", path, time.monotonic() - started)
     return path

@@ -2,7 +2,7 @@
 
 python -m tasuki.trainer.launch --num-ranks N -- -m tasuki.trainer --config node.toml [--set a.b=c]...
 
-A spawned rank says what is wrong with its configuration before it imports anything heavy.
+A spawned rank reports errors in its configuration before it imports anything heavy.
 """
 
 from __future__ import annotations
@@ -77,5 +77,5 @@ def _wait_for_rollout(config: NodeConfig) -> None:
 if __name__ == "__main__":
     status = main()
     logging.shutdown()
-    # A thread inside a collective whose peer is gone cannot be ended; neither may it keep the process.
+    # A thread inside a collective whose peer is gone cannot be stopped, and must not keep the process alive.
     os._exit(status)

@@ -1,6 +1,6 @@
-"""A rank that is a fork of its launcher, and has what the launcher has imported.
+"""A rank forked from its launcher, with the launcher's imports.
 
-Importing torch and transformers is most of a trainer's start. A CUDA driver does not survive a fork: on GPUs ranks are spawned.
+Importing torch and transformers takes most of a trainer's start. A CUDA driver does not survive a fork, so on GPUs ranks are spawned.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from collections.abc import Iterable, Mapping, Sequence
 
 
 class ForkedRank:
-    """A process with the methods of `subprocess.Popen` that the launcher calls."""
+    """A process with those methods of `subprocess.Popen` that the launcher uses."""
 
     def __init__(self, command: Sequence[str], *, environment: Mapping[str, str], taken: Sequence[signal.Signals]) -> None:
-        """Starts `python -m` of the command: a module and its arguments. Call it before any thread starts.
+        """Starts `python -m` with the command's module and arguments. Call it before any thread starts.
 
-        environment: added to that of this process. taken: signals of this process, which do what they do by default in the rank.
+        environment: added to this process's. taken: signals handled by this process, reset to their defaults in the rank.
         """
         assert threading.active_count() == 1, threading.enumerate()
         self.returncode: int | None = None
-        # One that comes before the rank has let go of the launcher's handlers waits.
+        # Blocked until the rank has reset the launcher's handlers.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, taken)
         self.pid = os.fork()
         if self.pid == 0:
@@ -32,7 +32,7 @@ class ForkedRank:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def poll(self) -> int | None:
-        """Exit code, -N after death by signal N; None while it runs."""
+        """Exit code, -N for signal N; None while it runs."""
         return self._reap(os.WNOHANG)
 
     def wait(self) -> int | None:
@@ -46,7 +46,7 @@ class ForkedRank:
         self._send(signal.SIGKILL)
 
     def _send(self, number: signal.Signals) -> None:
-        if self.poll() is None:  # until it is reaped, its pid is nobody else's
+        if self.poll() is None:  # the pid cannot be reused until it is reaped
             os.kill(self.pid, number)
 
     def _reap(self, options: int) -> int | None:
@@ -63,7 +63,7 @@ def _become(
     taken: Sequence[signal.Signals],
     mask: Iterable[int],
 ) -> None:
-    """Never returns: what the launcher has to clean up is not the rank's."""
+    """Never returns, so that the rank skips the launcher's cleanup."""
     code = 1
     try:
         for number in taken:

@@ -1,9 +1,9 @@
-"""Starts the ranks of a trainer on this machine, and ends them together:
+"""Starts the ranks of a trainer on this machine and ends them together:
 
 python -m tasuki.trainer.launch --num-ranks N [--preload MODULE] -- -m tasuki.trainer --config node.toml [--set a.b=c]...
 
-torchrun's ranks find each other through a TCP store, which takes keys from every user of the machine and unpickles some of them. These
-ranks meet in a file that only their user can open.
+torchrun's ranks meet through a TCP store, which accepts keys from every user of the machine and unpickles some of them. These ranks
+meet in a file that only their user can open.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from tasuki.trainer.environment import CACHE_VARIABLES, foreign_variables
 from tasuki.trainer.forked_rank import ForkedRank
 from tasuki.wire.errors import InvalidArgument
 
-# A rank needs up to 5 s for the calls that run and 5 s more for its threads.
+# A rank needs up to 5 s for running calls and 5 s more for its threads.
 _GRACE_S = 15.0
 _LAST_WORDS_S = 2.0
-"""What the other ranks have, when one fails, to say why: often all fail of the same cause, but rank 0 alone writes it."""
+"""Time for the other ranks to report an error after one fails: often all fail of the same cause, which only rank 0 reports."""
 _TICK_S = 0.05
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A rank's place among the ranks that were started together."""
+    """A rank's place in a launch."""
 
     rank: int
     local_rank: int
@@ -46,15 +46,15 @@ class Launch:
     launcher_fd: int
     """pidfd of the launcher, readable once it has ended."""
     store_path: Path
-    """File, private to this launch, in which the ranks of the node find each other."""
+    """File, private to this launch, through which the node's ranks meet."""
 
     @property
     def launch_id(self) -> str:
-        """Name of this launch, the same in all its ranks."""
+        """Name of this launch, shared by its ranks."""
         return self.store_path.parent.name
 
     def environment(self) -> dict[str, str]:
-        """Variables from which `read_launch` makes this value again. The first three are torchrun's."""
+        """Variables from which `read_launch` restores this value. The first three are torchrun's."""
         return {
             "RANK": str(self.rank),
             "LOCAL_RANK": str(self.local_rank),
@@ -65,7 +65,7 @@ class Launch:
 
 
 def read_launch(environment: Mapping[str, str]) -> Launch:
-    """What the launcher told this rank. Raises InvalidArgument in a process that it did not start."""
+    """Reads the launcher's variables. Raises InvalidArgument in a process that it did not start."""
     try:
         return Launch(
             rank=int(environment["RANK"]),
@@ -82,7 +82,7 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
 
 
 class Rank(Protocol):
-    """What is used of `subprocess.Popen`."""
+    """Methods of `subprocess.Popen` that we use."""
 
     def poll(self) -> int | None: ...
     def wait(self) -> int | None: ...
@@ -106,13 +106,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error("--preload forks ranks that run a module: give -m MODULE after --")
         _preload(arguments.preload)
     start = _spawn if arguments.preload is None else _fork
-    # Its mode is 0700, whatever the umask.
+    # Created with mode 0700, whatever the umask.
     with tempfile.TemporaryDirectory(prefix="tasuki-ranks-") as folder:
         return run_ranks(partial(start, arguments.command), num_ranks=arguments.num_ranks, store_path=Path(folder, "store"))
 
 
 def _drop_variables() -> None:
-    """Before torch is imported: it reads them then."""
+    """Must run before torch is imported, which reads them."""
     dropped = foreign_variables(os.environ)  # noqa: TID251 - this process's `__main__`
     for name in dropped:
         del os.environ[name]  # noqa: TID251
@@ -121,7 +121,7 @@ def _drop_variables() -> None:
 
 
 def _preload(module: str) -> None:
-    """Imports what every rank needs. A stop signal ends this process at once: nothing runs yet that it would have to end."""
+    """Imports what every rank needs. A stop signal ends this process at once, since there is nothing to clean up yet."""
 
     def leave(number: int, _: FrameType | None) -> None:
         os._exit(128 + number)
@@ -130,7 +130,7 @@ def _preload(module: str) -> None:
         signal.signal(number, leave)
     chosen = set(os.environ)  # noqa: TID251 - this process's `__main__`
     preload(module)
-    # torch names a folder below /tmp when it is imported; each rank names its node's.
+    # Importing torch sets a folder in /tmp; each rank sets its node's instead.
     for name in CACHE_VARIABLES - chosen:
         os.environ.pop(name, None)  # noqa: TID251
 
@@ -145,9 +145,9 @@ def _fork(command: Sequence[str], launch: Launch) -> ForkedRank:
 
 
 def run_ranks(start: Callable[[Launch], Rank], *, num_ranks: int, store_path: Path) -> int:
-    """Starts each rank and returns when all have ended: 0, or the exit code of the first that failed.
+    """Starts each rank and waits until all have ended. Returns 0, or the exit code of the first that failed.
 
-    Soon after a rank has failed, or when this process is told to stop, all get SIGTERM, and those left after a grace period SIGKILL.
+    After a rank has failed or this process is told to stop, all get SIGTERM, and after a grace period SIGKILL.
     Death by signal N counts as exit code 128 + N. Takes over this process's stop signals.
     """
     orders: list[int] = []
@@ -168,7 +168,7 @@ def run_ranks(start: Callable[[Launch], Rank], *, num_ranks: int, store_path: Pa
 
 
 def _wait(ranks: Sequence[Rank], orders: Sequence[int]) -> int:
-    """orders: stop signals that have come, filled from outside."""
+    """orders: stop signals received, appended from outside."""
     exit_code, stop_at, kill_at = 0, math.inf, math.inf
     while running := [rank for rank in ranks if rank.poll() is None]:
         exit_code, now = exit_code or _failure(ranks), time.monotonic()
@@ -186,7 +186,7 @@ def _wait(ranks: Sequence[Rank], orders: Sequence[int]) -> int:
 
 
 def _failure(ranks: Sequence[Rank]) -> int:
-    """Exit code of a rank that has failed, 0 when none has."""
+    """Exit code of a failed rank; 0 if none has failed."""
     code = next((code for rank in ranks if (code := rank.poll())), 0)
     return 128 - code if code < 0 else code
 

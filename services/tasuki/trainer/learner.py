@@ -1,4 +1,4 @@
-"""What one trainer rank learns: roles, their versions and schedules, and the losses of their networks."""
+"""Training state of one rank: roles, their versions and schedules, and the losses of their networks."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from tasuki.wire.errors import GradientsNotFinite
 
 @dataclass(slots=True)
 class RoleState:
-    """A trained role on every rank alike."""
+    """A trained role; equal on every rank."""
 
     optimizer: OptimizerConfig
     version: int = 0
-    """Optimizer steps behind its weights."""
+    """Number of optimizer steps in its weights."""
     schedule_start: int = 0
-    """Version at which its schedule begins."""
+    """Version at which its schedule starts."""
     has_gradients: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class MetricPart:
-    """This rank's part of a metric: parts of a mean add up, of a maximum the greatest counts."""
+    """This rank's part of a metric: parts of a mean are summed; of maxima the largest counts."""
 
     total: float
     weight: float
@@ -44,7 +44,7 @@ class MetricPart:
 
 @dataclass(frozen=True, slots=True)
 class LossReport:
-    """This rank's part of a call: losses add up over ranks."""
+    """This rank's part of a call; losses are summed over ranks."""
 
     loss: float
     metrics: Mapping[str, MetricPart]
@@ -57,11 +57,11 @@ class StepReport:
     """L2 norm over all ranks before clipping."""
     learning_rate: float
     is_skipped: bool = False
-    """Whether the gradients were not finite, and were dropped."""
+    """Whether the step was skipped because the gradients were not finite. They are discarded."""
 
 
 class Learner:
-    """Every rank makes the same calls in the same order."""
+    """One rank's learner. All ranks make the same calls in the same order."""
 
     def __init__(
         self,
@@ -71,9 +71,9 @@ class Learner:
         skips_non_finite: bool = False,
         progressed: Callable[[], None] = lambda: None,
     ) -> None:
-        """optimizers: of the roles that are trained. progressed: called after each micro-batch, and while a checkpoint is read.
+        """optimizers: of the trained roles. progressed: called after each micro-batch and while a checkpoint is read.
 
-        skips_non_finite: drops gradients that are not finite and counts the step as skipped; else optim_step raises.
+        skips_non_finite: discards non-finite gradients and reports the step as skipped; otherwise optim_step raises.
         """
         self.backend = backend
         self.roles = {role: RoleState(config) for role, config in optimizers.items()}
@@ -84,7 +84,7 @@ class Learner:
         return self.roles[Role.POLICY].version
 
     def begin_run(self, *, keep_optimizer: bool) -> None:
-        """Starts every schedule at step 0, with fresh optimizer state unless it is kept."""
+        """Restarts every schedule at step 0 and resets optimizer state unless it is kept."""
         for role, state in self.roles.items():
             state.schedule_start = state.version
             if not keep_optimizer:
@@ -93,9 +93,9 @@ class Learner:
     def forward_backward(
         self, role: Role, micro_batches: Sequence[MicroBatch], *, config: LossConfig, kept: list[Tensor] | None = None
     ) -> LossReport:
-        """Adds the gradients of the loss over this rank's micro-batches. config: with the denominator of the whole call.
+        """Accumulates the gradients of the loss over this rank's micro-batches. config: with the denominator of the whole call.
 
-        kept: gets the policy's log-probs of each micro-batch, [N] float32 on the device.
+        kept: receives the policy's log-probs of each micro-batch, [N] float32 on the device.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.backend.device)
         metrics: dict[str, Metric] = {}
@@ -109,11 +109,11 @@ class Learner:
         return _report(total, {**metrics, **self.backend.routing_metrics(role)})
 
     def optim_step(self, role: Role, *, learning_rate: float | None = None, schedule_step: int | None = None) -> StepReport:
-        """Clips the role's gradients, makes one optimizer step with them and clears them.
+        """Clips the role's gradients, takes one optimizer step and clears them.
 
-        learning_rate: replaces the schedule's. schedule_step: place in the schedule; by default steps since begin_run.
-        Raises GradientsNotFinite, with the gradients cleared, unless such steps are skipped; in a fleet VersionOrder with nothing changed
-        when nodes differ, and PeerUnavailable when one is lost, after which this rank is of no use.
+        learning_rate: overrides the schedule's. schedule_step: position in the schedule; by default, steps since begin_run.
+        Raises GradientsNotFinite, with the gradients cleared, unless such steps are skipped. In a fleet raises VersionOrder, with nothing
+        changed, if nodes differ, and PeerUnavailable if one is lost, after which this rank is unusable.
         """
         state = self.roles[role]
         step = state.version - state.schedule_start if schedule_step is None else schedule_step
@@ -124,7 +124,7 @@ class Learner:
             self.discard_gradients(role)
             if not self._skips_non_finite:
                 raise GradientsNotFinite(
-                    f"the {role}'s gradient norm is {grad_norm}; the gradients are dropped, nothing was changed"
+                    f"the {role}'s gradient norm is {grad_norm}; the gradients are discarded, nothing else changed"
                 )
             return StepReport(state.version, grad_norm, rate, is_skipped=True)
         self.backend.step_optimizer(role, learning_rate=rate)
@@ -138,7 +138,7 @@ class Learner:
 
     @torch.no_grad()
     def score(self, role: Role, batches: Sequence[TokenBatch]) -> list[Tensor]:
-        """Log-probs of the policy or the reference, or values of the critic: [N] float32 for each batch, in host memory."""
+        """Computes log-probs of the policy or reference, or values of the critic: [N] float32 for each batch, in host memory."""
         scores: list[Tensor] = []
         for batch in batches:
             score_N = self.backend.score_values(batch) if role is Role.CRITIC else self.backend.score_tokens(role, batch)[0]
@@ -148,23 +148,23 @@ class Learner:
         return scores
 
     def publish(self) -> Publication:
-        """Has the policy's weights where rollout can map them. Raises OutOfGpuMemory."""
+        """Makes the policy's weights available for rollout to map. Raises OutOfGpuMemory."""
         return self.backend.publish(policy_version=self.policy_version)
 
     def save_checkpoint(self, path: Path) -> int:
-        """Returns the bytes written."""
+        """Saves a checkpoint. Returns the bytes written."""
         return self.backend.save_checkpoint(path, facts=self._facts())
 
     def write_checkpoint(self, path: Path, save_id: str) -> int:
-        """Returns the bytes written."""
+        """Writes a checkpoint for a later publication. Returns the bytes written."""
         return self.backend.write_checkpoint(path, save_id, facts=self._facts())
 
     def check_checkpoint(self, path: Path) -> int:
-        """The policy version of a checkpoint that could be loaded."""
+        """Returns the policy version of a checkpoint if it could be loaded."""
         return self.backend.check_checkpoint(path, have=self._facts()).versions[Role.POLICY]
 
     def load_checkpoint(self, path: Path) -> None:
-        """Raises with nothing changed. Clears the gradients."""
+        """Loads a checkpoint and clears the gradients. On error nothing has changed."""
         facts = self.backend.load_checkpoint(path, have=self._facts(), progressed=self._progressed)
         for role, state in self.roles.items():
             state.version, state.schedule_start = facts.versions[role], facts.schedule_starts[role]
@@ -191,7 +191,7 @@ def trained_roles(config: TrainerConfig) -> Mapping[Role, OptimizerConfig]:
 
 
 def scheduled_rate(config: OptimizerConfig, step: int) -> float:
-    """Learning rate of the step after `step` finished ones."""
+    """Learning rate of the step after `step` completed ones."""
     return learning_rate_at(
         step,
         peak=config.learning_rate,
@@ -206,7 +206,7 @@ def _merged(one: Mapping[str, Metric], other: Mapping[str, Metric]) -> dict[str,
 
 
 def _report(loss: Tensor, metrics: Mapping[str, Metric]) -> LossReport:
-    """One copy to the host for everything."""
+    """Transfers everything to the host in one copy."""
     values = [loss, *(part for metric in metrics.values() for part in (metric.total, metric.weight))]
     numbers = torch.stack([value.detach().to(torch.float64) for value in values]).tolist()
     parts = zip(numbers[1::2], numbers[2::2], metrics.items(), strict=True)

@@ -14,15 +14,15 @@ def learning_rate_at(
     warmup_steps: int,
     total_steps: int | None,
 ) -> float:
-    """Learning rate of the step after `step` finished ones.
+    """Learning rate of the step after `step` completed ones.
 
-    Rises linearly to `peak`, which the first step after the warm-up has, then stays, or falls to 0 at `total_steps` and stays there.
+    Rises linearly to `peak`, reached in the first step after the warm-up, then is constant or falls to 0 at `total_steps`.
     """
     if step < warmup_steps:
         return peak * (step + 1) / (warmup_steps + 1)
     if schedule == "constant":
         return peak
-    assert total_steps is not None, "the configuration asks for total_steps with this schedule"
+    assert total_steps is not None, "the configuration requires total_steps for this schedule"
     progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
     if schedule == "linear":
         return peak * (1.0 - progress)

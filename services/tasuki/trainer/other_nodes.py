@@ -1,4 +1,4 @@
-"""What a trainer hears of those of other nodes: when one of them was started again, all have to meet again."""
+"""Notices when another node's trainer restarts, after which all trainers must meet again."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _PAUSE_S = 1.0
 
 
 async def until_another_starts(config: NodeConfig, store: str) -> None:
-    """Returns when the trainer of another node waits for this one to start again.
+    """Returns once another node's trainer waits for this one to restart.
 
-    Between optimizer steps no collective would tell. store: name of the one that this start has joined.
+    Between optimizer steps no collective would reveal it. store: joined by this start.
     """
     assert config.fleet is not None
     request = pb.WaitForKeysRequest(store=store, keys=[END_KEY], timeout_s=_WAIT_S)
@@ -38,5 +38,5 @@ async def until_another_starts(config: NodeConfig, store: str) -> None:
                 if isinstance(known, StaleEpoch):
                     _log.warning("event=start_again cause=%a", known.message)
                     return
-                if not isinstance(known, DeadlineExceeded):  # the leader may be restarted
+                if not isinstance(known, DeadlineExceeded):  # the leader may restart
                     await asyncio.sleep(_PAUSE_S)

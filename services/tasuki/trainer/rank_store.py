@@ -1,6 +1,6 @@
-"""The store of torch.distributed behind the fleet's port: ranks of all nodes find each other through it.
+"""The store of torch.distributed behind the fleet's port, through which the ranks of all nodes meet.
 
-Torch's own TCP store takes keys from everyone who reaches its port. This one is called with the node's certificate, and needs role peer.
+Torch's own TCP store accepts keys from anyone who reaches its port. This one requires the node's certificate and the role peer.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from tasuki.wire.credentials import Credentials, authorization
 from tasuki.wire.errors import DeadlineExceeded, PeerUnavailable, TasukiError, from_rpc_error
 
 _ANSWER_MARGIN_S = 5.0
-"""Beyond the time that the server itself waits."""
+"""In addition to the server's own waiting time."""
 _RETRY_S = 0.5
 
 
 class FleetStore(Store):
-    """A store of one start of all trainers of a fleet. grpc's calls give up Python's lock while they wait, so that any thread may call."""
+    """The store of one start of a fleet's trainers. Callable from any thread, since grpc releases the GIL while it waits."""
 
     def __init__(self, stub: RankStoreServiceStub, name: str, *, metadata: Any, timeout: timedelta) -> None:
         """Use `join_ranks`."""
@@ -85,13 +85,13 @@ class FleetStore(Store):
 def join_ranks(
     fleet: FleetConfig, credentials: Credentials | None, *, num_ranks: int, launch_id: str, recipe: str, timeout_s: float
 ) -> FleetStore:
-    """The store that all ranks of all nodes share, once every node's trainer has started. Each rank of a node calls it.
+    """Joins the store shared by all ranks of all nodes; waits until every node's trainer has started. Called by every rank.
 
-    num_ranks: of this node. launch_id: of this start of the node's trainer. recipe: digest of the settings that must be alike.
-    Raises DeadlineExceeded naming the nodes that are missing, PeerUnavailable when the leader does not answer within `timeout_s`, and what
-    JoinRanks raises.
+    num_ranks: of this node. launch_id: of this start of the node's trainer. recipe: digest of the settings that must agree.
+    Raises DeadlineExceeded naming the missing nodes, PeerUnavailable if the leader does not answer within `timeout_s`, and the errors
+    of JoinRanks.
     """
-    # Lives as long as the process: torch asks a store at any time.
+    # Kept open for the life of the process: torch uses a store at any time.
     stub = RankStoreServiceStub(open_blocking_channel(fleet.leader, credentials=credentials))
     metadata = authorization(credentials)
     request = pb.JoinRanksRequest(
@@ -118,7 +118,7 @@ def join_ranks(
 
 
 def _answer(method: Callable[..., Any], request: Any, *, metadata: Any, timeout_s: float) -> Any:
-    """Raises the error of the fleet's port as the TasukiError that it is."""
+    """Raises the error of the fleet's port as a TasukiError."""
     try:
         return method(request, timeout=timeout_s, metadata=metadata)
     except grpc.RpcError as error:

@@ -1,4 +1,4 @@
-"""What a network of the trainer is for."""
+"""Roles of the trainer's networks."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from enum import StrEnum
 
 class Role(StrEnum):
     POLICY = "policy"
-    """Is trained and served."""
+    """Trained and served."""
     REFERENCE = "reference"
-    """Frozen weights that training started from."""
+    """The frozen weights that training started from."""
     CRITIC = "critic"
-    """Is trained and gives values to tokens."""
+    """Trained; estimates the value of each token."""

@@ -1,4 +1,4 @@
-"""One rank of the trainer, and on rank 0 the service: what `python -m tasuki.trainer` does once its configuration is checked."""
+"""One rank of the trainer and, on rank 0, the service: started by `python -m tasuki.trainer` after validation."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _GRACE_S = 5.0
 
 
 def run_rank(config: NodeConfig, *, launch: Launch) -> bool:
-    """Works for the front until it stops; False when the start failed."""
+    """Serves the front until it stops. Returns False if the start failed."""
 
     def start() -> tuple[RankReady, Handlers]:
         trainer = config.trainer
@@ -78,7 +78,7 @@ def run_rank(config: NodeConfig, *, launch: Launch) -> bool:
             progressed=heartbeat.progressed,
         )
         if launch.rank != 0:
-            # From here on the front says when to stop, after the call that runs; a signal to all ranks at once is for the front.
+            # From here on the front decides when to stop, after the running call; it also handles signals sent to all ranks.
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_IGN)
         heartbeat.beat_in_thread()
@@ -100,7 +100,7 @@ def run_rank(config: NodeConfig, *, launch: Launch) -> bool:
 
 
 async def serve(config: NodeConfig, *, launch: Launch) -> int:
-    """Rank 0: serves until a signal, or until the ranks are broken; its own rank works in a thread."""
+    """Rank 0: serves until a signal or until the ranks fail; runs its own rank in a thread."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -183,7 +183,7 @@ def _server(training: Training, log: TrainingLog, *, ready: RankReady, config: N
 
 
 async def _ready_or_stopped(ranks: TrainerRanks, stop: asyncio.Event) -> RankReady | None:
-    """The ranks' report, or None when the service was stopped before they were ready."""
+    """The ranks' report, or None if the service was stopped before they were ready."""
     ready, stopped = asyncio.ensure_future(ranks.ready()), asyncio.ensure_future(stop.wait())
     await asyncio.wait((ready, stopped), return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()

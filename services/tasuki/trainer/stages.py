@@ -1,6 +1,6 @@
-"""Which stage of a changeover the trainer accepts after which, by the ring and the way back from a failed changeover.
+"""The stages that the trainer accepts next: those of the ring, and those that undo a failed changeover.
 
-The trainer's place on the ring is the last stage that it completed; None after a start, when it is loaded, as after LOAD_TRAINER.
+The trainer's place in the ring is the last stage it completed; None after a start, when it is loaded, as after LOAD_TRAINER.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ _LOADED = (None, Stage.LOAD_TRAINER)
 
 
 def raise_unless_next(stage: Stage | None, *, after: Stage | None) -> None:
-    """Raises StageOrder unless `stage` may follow `after`; None is a stage that this build does not know.
+    """Raises StageOrder unless `stage` may follow `after`. None is a stage unknown to this build.
 
-    LOAD_TRAINER may also come first: a trainer that was restarted in the middle of a changeover is loaded already. OFFLOAD may
-    come without a publication: it takes LOAD_TRAINER back, and makes room for an engine that starts.
+    LOAD_TRAINER may come first: a trainer restarted during a changeover is already loaded. OFFLOAD may come without a publication: it
+    undoes LOAD_TRAINER and makes room for an engine that starts.
     """
     if stage is None or stage not in allowed_after(Service.TRAINER, after):
         raise _stage_order(stage or "an unknown stage", after=after)
 
 
 def stage_after_withdrawal(after: Stage | None) -> Stage | None:
-    """Undoes LOAD_WEIGHTS: back to where training may go on. Harmless when nothing is published; raises StageOrder while offloaded."""
+    """Undoes LOAD_WEIGHTS, so that training may continue. Does nothing without a publication; raises StageOrder while offloaded."""
     if after is Stage.OFFLOAD:
         raise _stage_order("WithdrawWeights", after=after)
     return Stage.LOAD_TRAINER if after is Stage.LOAD_WEIGHTS else after
 
 
 def raise_unless_loaded(after: Stage | None) -> None:
-    """Raises WrongPhase unless the trainer may learn, score and save."""
+    """Raises WrongPhase unless the trainer may train, score and save."""
     if after not in _LOADED:
         raise WrongPhase(f"the trainer is past {after}: acquire phase TRAIN first", needed="PHASE_TRAIN")
 

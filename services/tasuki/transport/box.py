@@ -1,4 +1,4 @@
-"""Boxes of a tensor's elements, such as its rows or columns: what they share, and what they leave out. Pure arithmetic."""
+"""Boxes of a tensor's elements, such as rows or columns: their overlaps and gaps. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Box:
         return tuple(offset + size for offset, size in zip(self.offsets, self.sizes, strict=True))
 
     def intersection(self, other: Box) -> Box | None:
-        """The elements that both hold; None when there are none."""
+        """The common elements; None if there are none."""
         starts = tuple(map(max, self.offsets, other.offsets))
         sizes = tuple(end - start for start, end in zip(starts, map(min, self.ends, other.ends), strict=True))
         return Box(starts, sizes) if min(sizes) > 0 else None
 
     def halves(self, dim: int, at: int) -> tuple[Box, Box]:
-        """The elements before index `at` of `dim`, and those from there on."""
+        """The elements before index `at` of `dim`, and the rest."""
         first = at - self.offsets[dim]
         return self._with(dim, self.offsets[dim], first), self._with(dim, at, self.sizes[dim] - first)
 
@@ -39,14 +39,14 @@ class Box:
         return Box(offsets, (*self.sizes[:dim], size, *self.sizes[dim + 1 :]))
 
     def __str__(self) -> str:
-        """As Python would slice it: [0:4, 6:8]."""
+        """Formats as a Python slice: [0:4, 6:8]."""
         return f"[{', '.join(f'{start}:{end}' for start, end in zip(self.offsets, self.ends, strict=True))}]"
 
 
 def first_overlap(boxes: Sequence[Box]) -> Box | None:
-    """Elements that two of the boxes hold; None when no two share any."""
+    """Elements that two of the boxes share; None if there are none."""
     num_dims = len(boxes[0].sizes)
-    # Along the dimension that tells most of them apart, few pairs are left to compare.
+    # Comparing along the dimension that separates most boxes leaves few pairs.
     dim = max(range(num_dims), key=lambda dim: len({box.offsets[dim] for box in boxes}))
     ordered = sorted(boxes, key=lambda box: box.offsets[dim])
     for index, box in enumerate(ordered):
@@ -59,9 +59,9 @@ def first_overlap(boxes: Sequence[Box]) -> Box | None:
 
 
 def first_gap(boxes: Sequence[Box], shape: tuple[int, ...]) -> Box | None:
-    """Elements of a tensor of `shape` that no box holds; None when they hold all. The boxes lie inside and share no element.
+    """Elements of a tensor of `shape` that no box covers; None if all are covered. Boxes must be inside and disjoint.
 
-    The number of elements says which half of a region has a gap, so the search never branches, whatever the boxes are.
+    The number of elements shows which half of a region has a gap, so the search never branches.
     """
     region = Box((0,) * len(shape), shape)
     held = list(boxes)
@@ -82,7 +82,7 @@ def _numel(boxes: Sequence[Box]) -> int:
 
 
 def _face(box: Box, region: Box) -> tuple[int, int]:
-    """Dimension and index of a face of `box` that cuts `region`, of which it holds a part and not all."""
+    """Dimension and index of a face of `box` that cuts `region`, which it covers partly."""
     return next(
         (dim, at)
         for dim in range(len(region.sizes))

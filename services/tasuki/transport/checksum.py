@@ -1,4 +1,4 @@
-"""A checksum of weights that adds up: the sums of a tensor's disjoint parts, modulo 2^64, are the sum of the tensor."""
+"""An additive checksum of weights: the sums of a tensor's disjoint parts add up, modulo 2^64, to that of the tensor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tasuki.transport.plan import Slice
 
 MODULUS = 2**64
 GROUP = 8
-"""Consecutive indices whose weights come from one mixed number: 16 bytes of bfloat16."""
+"""Consecutive indices whose weights derive from one mixed number: 16 bytes of bfloat16."""
 _CHUNK_NUMEL = 1 << 20
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Odd constants of splitmix64, as signed 64-bit numbers, and of xxHash32.
@@ -33,11 +33,11 @@ _KEYS = tuple(_key(place) for place in range(GROUP))
 def checksum(values: torch.Tensor, where: Slice, *, dtype: torch.dtype | None = None) -> int:
     """Sum over elements of bit pattern times weight(i), modulo 2^64; i is the element's flat index in the *whole* tensor.
 
-    values: any strides; where: same shape, the indices of its elements in the whole tensor. dtype: whose bit patterns count, when
-    not those of `values`.
-    weight(i) is an odd signed 32-bit number, so one changed element always changes the sum, and a GPU needs one multiplication an
-    element. It looks random, so two swapped elements change the sum but for a chance of about 2^-29, and shifted or lost ones but for
-    one of about 2^-48. Takes temporaries of a few chunks of 2^20 elements, whatever the size.
+    values: any strides. where: same shape, the indices of its elements in the whole tensor. dtype: of the bit patterns, if not that
+    of `values`.
+    weight(i) is an odd signed 32-bit number, so a single changed element always changes the sum, and a GPU needs one multiplication per
+    element. It looks random: swapped elements go unnoticed with a probability of about 2^-29, shifted or lost ones of about 2^-48.
+    Needs temporaries of a few chunks of 2^20 elements, whatever the size.
     """
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     for part, place in _chunks(values, where):

@@ -1,4 +1,4 @@
-"""Published weights in chunks of the native library, on a host or a GPU: handed out as descriptors, mapped read-only by peers."""
+"""Published weights in chunks of the native library, on a host or a GPU: shared as descriptors, mapped read-only by peers."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from tasuki.wire.errors import BadHandle, InternalError
 
 
 def new_arena(num_bytes: int, *, device: torch.device) -> Arena:
-    """For one block of copies."""
+    """Creates an arena for one block of copies."""
     most = equal_chunks(num_bytes, device=device.type)
     name = "cpu" if device.type == "cpu" else f"cuda:{device.index}"
     return Arena(MemoryTag.EXPORT, device=name, min_chunk_bytes=2 << 20, max_chunk_bytes=most)
 
 
 class ExportedChunks:
-    """Open descriptors of chunks that follow each other in a peer's eyes, arena after arena."""
+    """Open descriptors of chunks, which peers see as contiguous, arena after arena."""
 
     def __init__(self) -> None:
         self.fds: list[int] = []
         self.sizes: list[int] = []
         self._exports: list[Export] = []
-        self._places: list[tuple[int, int, int]] = []  # address, bytes, bytes of all chunks before it
+        self._places: list[tuple[int, int, int]] = []  # address, bytes, total bytes of earlier chunks
 
     def add(self, arena: Arena, spans: Sequence[tuple[int, int]]) -> None:
-        """The chunks of `arena` in which bytes of `spans` (address, bytes) lie; peers get no others."""
+        """Adds the chunks of `arena` that contain bytes of `spans` (address, bytes); peers get no others."""
         export = arena.export(Access.READ_ONLY)
         self._exports.append(export)
         for chunk in export.chunks:
@@ -53,7 +53,7 @@ class ExportedChunks:
         self._places.sort()
 
     def offset_of(self, address: int, num_bytes: int) -> int | None:
-        """Where these bytes begin for a peer; None unless all of them are in the chunks."""
+        """Offset of these bytes for a peer; None unless all are in the chunks."""
         index = bisect_right(self._places, address, key=lambda place: place[0]) - 1
         if index < 0:
             return None
@@ -67,7 +67,7 @@ class ExportedChunks:
         return offset if end >= offset + num_bytes else None
 
     def close(self) -> None:
-        """Idempotent. What peers have mapped they keep."""
+        """Idempotent. Peers keep what they have mapped."""
         for fd in self.fds:
             os.close(fd)
         self.fds = []
@@ -77,9 +77,9 @@ class ExportedChunks:
 
 
 class ChunkMemory:
-    """Memory of one rank's published tensors: parameters where they are, the others as copies.
+    """Memory of one rank's published tensors: parameters in place, all others as copies.
 
-    parameters: the arena whose tensors are published in place when they have the published dtype.
+    parameters: the arena whose tensors are published in place if they have the published dtype.
     """
 
     def __init__(self, *, parameters: Arena | None, device: torch.device) -> None:
@@ -94,7 +94,7 @@ class ChunkMemory:
 
     @property
     def copies(self) -> Arena | None:
-        """The arena of the copies; None when there are none."""
+        """The arena of the copies; None if there are none."""
         return self._copies
 
     @property
@@ -102,9 +102,9 @@ class ChunkMemory:
         return self._exported.fds
 
     def open(self, manifest: Manifest, sources: Sequence[torch.Tensor]) -> tuple[Manifest, list[torch.Tensor]]:
-        """Fresh descriptors. Returns the manifest with places and chunks, and its tensors: a parameter's own or memory for its copy.
+        """Creates descriptors. Returns the manifest with offsets and chunks, and its tensors: parameters themselves or memory for copies.
 
-        sources: what is published, one tensor for each entry. Raises OutOfGpuMemory; WrongPhase while the arenas sleep.
+        sources: published tensors, one per entry. Raises OutOfGpuMemory; WrongPhase while the arenas are paused.
         """
         self.release()
         entries = list(manifest.entries)
@@ -129,7 +129,7 @@ class ChunkMemory:
         ), tensors
 
     def release(self) -> None:
-        """Closes every descriptor, so that a pause of the arenas gives the memory back. Idempotent."""
+        """Closes every descriptor, so that pausing the arenas frees the memory. Idempotent."""
         self._exported.close()
         self._exported = ExportedChunks()
 
@@ -143,7 +143,7 @@ class ChunkMemory:
             self._copies = self._block = None
 
     def _in_place(self, entries: Sequence[Entry], sources: Sequence[torch.Tensor]) -> dict[int, int]:
-        """Offset of every entry that a peer can read where the trainer has it."""
+        """Offset of every entry that a peer can read in place."""
         if self._parameters is None:
             return {}
         spans = {
@@ -173,7 +173,7 @@ class ChunkMemory:
 
 
 class ImportedChunks(PeerMemory):
-    """A peer's chunks, read-only. Raises BadHandle for anything that is not exactly what the manifest says."""
+    """A peer's chunks, read-only. Raises BadHandle for anything that differs from the manifest."""
 
     def __init__(self, manifest: Manifest, fds: Sequence[int], *, device: torch.device) -> None:
         self._manifest, self._device = manifest, device
@@ -181,7 +181,7 @@ class ImportedChunks(PeerMemory):
         self._import = self._checked(lambda: Import(self._chunks(fds), device=name, access=Access.READ_ONLY))
 
     def tensors(self) -> list[torch.Tensor]:
-        # They say they are on `device`, whichever GPU the memory is on: there it is mapped, and there the kernels run.
+        # Tensors name `device`, whichever GPU holds the memory: it is mapped there, and kernels run there.
         manifest, num_bytes = self._manifest, self._manifest.arena_bytes
         view = self._import.view(0, num_bytes) if self._device.type == "cpu" else None
         return tensors_at(self._import.base, manifest.entries, num_bytes, device=self._device, view=view)
@@ -210,17 +210,17 @@ class ImportedChunks(PeerMemory):
 def tensors_at(
     address: int, entries: Sequence[Entry], num_bytes: int, *, device: torch.device, view: Any = None
 ) -> list[torch.Tensor]:
-    """The entries in the bytes from `address` on. view: the same bytes as a buffer, for the host."""
+    """The entries in the bytes from `address` on. view: the same bytes as a buffer, on the host."""
     if device.type == "cuda":
         storage: Any = torch._C._construct_storage_from_data_pointer(address, device, num_bytes)
         return [tensor_in(storage, entry, device=device) for entry in entries]
-    # torch knows no read-only tensors; a write to a peer's would be stopped by the page protection.
+    # torch has no read-only tensors; page protection stops writes to a peer's memory.
     storage = torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
     return [tensor_in(storage, entry, device=device) for entry in entries]
 
 
 def tensor_in(storage: torch.UntypedStorage, entry: Entry, *, device: torch.device) -> torch.Tensor:
-    """The entry in the storage of an arena."""
+    """The entry as a tensor in an arena's storage."""
     dtype: torch.dtype = getattr(torch, entry.dtype)
     flat = torch.empty(0, dtype=dtype, device=device)
     flat.set_(storage, entry.arena_offset // dtype.itemsize, (entry.numel,), (1,))

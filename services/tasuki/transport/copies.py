@@ -1,4 +1,4 @@
-"""Copies and checksums of many tensors, prepared once and run at every sync: by torch on a CPU, by a kernel each on a GPU."""
+"""Copies and checksums of many tensors, prepared once and run at every sync: by torch on a CPU, by one kernel each on a GPU."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True, slots=True)
 class ViewCopy:
-    """One copy between views of the same shape. owner: the trainer rank in whose memory the source lies.
+    """A copy between views of equal shape. owner: the trainer rank whose memory holds the source.
 
-    Of copies that are summed, where: the elements' indices in the whole tensor, in the same shape; slot: of the sum.
+    For summed copies, where: the elements' indices in the whole tensor, in the same shape; slot: index of the sum.
     """
 
     destination: torch.Tensor
@@ -35,7 +35,7 @@ class ViewCopy:
 
 @dataclass(frozen=True, slots=True)
 class ViewChecksum:
-    """The checksum of a view: `where` has its elements' indices, `dtype` is the one whose bit patterns count."""
+    """The checksum of a view. `where` has its elements' indices; `dtype` is that of the bit patterns."""
 
     values: torch.Tensor
     where: Slice
@@ -43,42 +43,42 @@ class ViewChecksum:
 
 
 class Copies(Protocol):
-    """Copies whose views stay where they are."""
+    """Copies between fixed views."""
 
     def start(self) -> None:
-        """Makes all copies; on a GPU behind the work that the current stream has."""
+        """Starts all copies; on a GPU after the current stream's work."""
         ...
 
 
 class SummedCopies(Protocol):
-    """Copies whose views stay where they are, which also sum up what their destinations hold right after they were written."""
+    """Copies between fixed views, with checksums of the destinations right after they were written."""
 
     def start(self) -> None:
-        """Makes all copies; on a GPU behind the work that the current stream has."""
+        """Starts all copies; on a GPU after the current stream's work."""
         ...
 
     def sums(self) -> np.ndarray:
-        """Of the copies that were started last, by slot, uint64; waits for them."""
+        """Checksums of the last started copies, by slot, uint64; waits for them."""
         ...
 
 
 class Checksums(Protocol):
-    """Checksums of views that stay where they are."""
+    """Checksums of fixed views."""
 
     def read(self) -> list[int]:
-        """What the memory holds now; waits for the copies that were started."""
+        """Checksums of the current memory; waits for started copies."""
         ...
 
 
 def prepare_copies(copies: Sequence[ViewCopy], *, device: torch.device, first_owner: int = 0) -> Copies:
-    """first_owner: whose memory is read first; ranks that read at the same time pass different ones."""
+    """first_owner: whose memory is read first; ranks that read concurrently pass different ones."""
     return DeviceCopies(copies, device=device, first_owner=first_owner) if device.type == "cuda" else HostCopies(copies)
 
 
 def prepare_summed_copies(
     copies: Sequence[ViewCopy], *, num_sums: int, device: torch.device, first_owner: int = 0
 ) -> SummedCopies:
-    """What a sum counts are the bit patterns of the sources' dtype."""
+    """Checksums cover the bit patterns of the sources' dtype."""
     if device.type == "cuda":
         return DeviceSummedCopies(copies, num_sums=num_sums, device=device, first_owner=first_owner)
     return HostSummedCopies(copies, num_sums=num_sums)
@@ -89,7 +89,7 @@ def prepare_checksums(views: Sequence[ViewChecksum], *, device: torch.device) ->
 
 
 def compile_copies(dtype: torch.dtype, *, device: torch.device) -> None:
-    """Compiles the kernels that sync weights of `dtype`, by copying and summing a few. None on a CPU, or for another dtype than floats."""
+    """Compiles the kernels that sync weights of `dtype`, by copying and summing a few. Does nothing on a CPU or for non-float dtypes."""
     if device.type != "cuda" or dtype not in _FLOATS:
         return
     source, destination = torch.zeros(2, TILE_UNITS * GROUP, dtype=dtype, device=device)
@@ -101,7 +101,7 @@ def compile_copies(dtype: torch.dtype, *, device: torch.device) -> None:
 
 
 class HostCopies:
-    """One `copy_` after the other."""
+    """One `copy_` after another."""
 
     def __init__(self, copies: Sequence[ViewCopy]) -> None:
         self._copies = list(copies)
@@ -113,10 +113,10 @@ class HostCopies:
 
 
 class HostSummedCopies:
-    """All in one pass over the bytes, by every core; one `copy_` and one `checksum` after the other where dtypes differ."""
+    """All in one pass over the bytes on every core; separate `copy_` and `checksum` calls where dtypes differ."""
 
     def __init__(self, copies: Sequence[ViewCopy], *, num_sums: int) -> None:
-        # Held, since the blocks know addresses only.
+        # Keeps the views alive, since the blocks contain only addresses.
         self._copies = list(copies)
         self._cast = [copy for copy in copies if copy.source.dtype != copy.destination.dtype]
         self._blocks = copy_blocks(copy for copy in copies if copy.source.dtype == copy.destination.dtype)
@@ -136,7 +136,7 @@ class HostSummedCopies:
 
 
 class HostChecksums:
-    """All in one pass over the bytes, by every core; one `checksum` after the other where another dtype counts."""
+    """All in one pass over the bytes on every core; separate `checksum` calls where dtypes differ."""
 
     def __init__(self, views: Sequence[ViewChecksum]) -> None:
         self._views = list(views)
@@ -153,10 +153,10 @@ class HostChecksums:
 
 
 class DeviceCopies:
-    """One launch for each pair of dtypes and kind of access: as a rule, one in all."""
+    """One launch per pair of dtypes and kind of access: usually one in all."""
 
     def __init__(self, copies: Sequence[ViewCopy], *, device: torch.device, first_owner: int = 0) -> None:
-        # Held, since the tables know addresses only.
+        # Keeps the views alive, since the tables contain only addresses.
         self._copies = list(copies)
         self._launches = [
             (table, *_copy_types(*dtypes)) for dtypes, table in copy_tables(copies, device=device, first_owner=first_owner)
@@ -172,7 +172,7 @@ class DeviceCopies:
 
 
 class DeviceSummedCopies:
-    """As DeviceCopies, by a kernel that reads back what it has just written and sums that."""
+    """Same as DeviceCopies, with a kernel that reads back and sums what it has just written."""
 
     def __init__(self, copies: Sequence[ViewCopy], *, num_sums: int, device: torch.device, first_owner: int = 0) -> None:
         self._copies = list(copies)
@@ -196,7 +196,7 @@ class DeviceSummedCopies:
 
 
 class DeviceChecksums:
-    """One launch for each dtype and kind of access, and one transfer of all sums."""
+    """One launch per dtype and kind of access, and one transfer of all sums."""
 
     def __init__(self, views: Sequence[ViewChecksum], *, device: torch.device) -> None:
         self._views = list(views)
@@ -217,7 +217,7 @@ Dtypes = tuple[torch.dtype, torch.dtype]
 
 
 def copy_tables(copies: Sequence[ViewCopy], *, device: torch.device, first_owner: int) -> list[tuple[Dtypes, Table]]:
-    """Tables for each pair of source and destination dtype; a unit is 16 bytes of the smaller one."""
+    """Tables per pair of source and destination dtype; a unit is 16 bytes of the smaller one."""
     by_dtypes: defaultdict[Dtypes, list[Transfer]] = defaultdict(list)
     for copy in copies:
         sides = memory_side(copy.source), memory_side(copy.destination)
@@ -231,7 +231,7 @@ def copy_tables(copies: Sequence[ViewCopy], *, device: torch.device, first_owner
 
 
 def summed_copy_tables(copies: Sequence[ViewCopy], *, device: torch.device, first_owner: int) -> list[tuple[Dtypes, Table]]:
-    """The same of copies that are summed; a unit is a checksum's group of elements."""
+    """The same for summed copies; a unit is a checksum's group of elements."""
     by_dtypes: defaultdict[Dtypes, list[Transfer]] = defaultdict(list)
     for copy in copies:
         assert copy.where is not None, "a copy that is summed"
@@ -248,7 +248,7 @@ def summed_copy_tables(copies: Sequence[ViewCopy], *, device: torch.device, firs
 
 
 def checksum_tables(views: Sequence[ViewChecksum], *, device: torch.device) -> list[tuple[Dtypes, Table]]:
-    """Tables for each pair of held and counted dtype; the slot is the view's place."""
+    """Tables per pair of stored and counted dtype; the slot is the view's index."""
     by_dtypes: defaultdict[Dtypes, list[Transfer]] = defaultdict(list)
     for slot, view in enumerate(views):
         transfer = Transfer(view.where.shape, memory_side(view.values), _index_side(view.where), slot=slot)
@@ -273,12 +273,12 @@ def _on(table: Table, device: torch.device) -> Table:
 
 
 def _copy_types(source: torch.dtype, destination: torch.dtype) -> tuple[Any, Any]:
-    """Bit patterns where nothing is cast."""
+    """Types of a copy; plain bit patterns if nothing is cast."""
     return (_bits(source), _bits(source)) if source == destination else (_float(source), _float(destination))
 
 
 def _sum_types(held: torch.dtype, counted: torch.dtype) -> tuple[Any, Any, Any]:
-    """Type to read, type of the bit patterns, type whose patterns count."""
+    """Type to read, type of the bit patterns, and type whose bit patterns are counted."""
     bits = _bits(counted)
     return (bits, bits, bits) if held == counted else (_float(held), bits, _float(counted))
 

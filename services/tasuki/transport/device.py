@@ -1,4 +1,4 @@
-"""GPUs by the name that CUDA gives them in every process and container, and which of them can read which."""
+"""GPU UUIDs, which are the same in every process and container, and peer access between GPUs."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from tasuki.wire.errors import BadHandle
 
 
 def device_uuid(device: torch.device) -> str:
-    """As CUDA names the GPU, in every process and container."""
+    """CUDA's UUID of the GPU, the same in every process and container."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def check_reach(manifest: Manifest, device: torch.device) -> None:
-    """Raises BadHandle unless `device` can read the GPU on which the manifest's memory is."""
+    """Raises BadHandle unless `device` can read the GPU that holds the manifest's memory."""
     visible = {device_uuid(torch.device("cuda", index)): index for index in range(torch.cuda.device_count())}
     owner = visible.get(manifest.device_uuid)
     if owner is None or (owner != device.index and not torch.cuda.can_device_access_peer(device, owner)):

@@ -1,4 +1,4 @@
-"""The trainer's end of the weight exchange: one arena a rank, brought up to date at every publish."""
+"""The trainer's side of the weight exchange: one arena per rank, updated at every publish."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from tasuki.v1 import weights_pb2
 
 @dataclass(frozen=True, slots=True)
 class ExportMemory:
-    """Where published weights lie.
+    """How published weights are stored.
 
-    parameters: arena whose tensors are published where they are, if their dtype is the published one; all others are copied.
-    leaves: whether all this is given back between two publications (`WeightExport.leaving`). handles: "ipc" copies everything into an
-    allocation of torch's, which cannot leave.
+    parameters: arena whose tensors are published in place if they have the published dtype; all others are copied.
+    leaves: whether the memory is freed between publications (`WeightExport.leaving`). handles: "ipc" copies everything to an allocation
+    of torch's, which cannot leave.
     """
 
     parameters: Arena | None = None
@@ -51,10 +51,10 @@ class _Memory(Protocol):
 
 
 class WeightExport:
-    """One trainer rank's published weights: memory, manifest and the socket that hands both out.
+    """One trainer rank's published weights: memory, manifest, and the socket that shares both.
 
-    shards: all that this rank holds, on one device, in any order; their tensors are read at every publish.
-    dtype: of the published tensors; the engine's own.
+    shards: everything this rank holds, on one device, in any order; their tensors are read at every publish.
+    dtype: of the published tensors; the engine's dtype.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class WeightExport:
         socket_path: Path,
         memory: ExportMemory | None = None,
     ) -> None:
-        """Raises OutOfGpuMemory when there is no room for the copies."""
+        """Raises OutOfGpuMemory if there is no room for the copies."""
         self._shards = list(shards)
         self._device = shards[0].local.device if shards else torch.device("cpu")
         self._leaves = memory is not None and memory.leaves
@@ -96,7 +96,7 @@ class WeightExport:
 
     @property
     def copies(self) -> Arena | None:
-        """The arena of what is copied, for its memory to be paused and counted; None when it holds nothing or is not ours."""
+        """The arena of the copies, to pause and count its memory; None if there is none or it is not ours."""
         return self._memory.copies
 
     def handle(self) -> weights_pb2.WeightHandle:
@@ -110,10 +110,10 @@ class WeightExport:
         )
 
     def publish(self, version: int, *, replaced: Iterable[tuple[str, torch.Tensor]] = ()) -> int:
-        """Brings every shard up to date where readers see it, and marks all as `version`. Returns the bytes published.
+        """Updates every shard for readers and marks all as `version`. Returns the bytes published.
 
-        What is published in place is only summed. Memory that was given back must be there again.
-        replaced: name and slice of tensors that are published in the place of the shards of these names; taken one by one.
+        Tensors published in place are only summed. Memory that was freed must be allocated again.
+        replaced: name and slice of tensors to publish instead of the shards of these names; consumed one by one.
         """
         if self._is_away or self._opened_for != self._addresses():
             self._hand_out_again()
@@ -127,21 +127,21 @@ class WeightExport:
         return sum(entry.num_bytes for entry in self._arena.manifest.entries)
 
     def damage(self) -> None:
-        """A fault on request: changes one element of what is published, whose checksums were made before."""
+        """Injected fault: changes one element of the published memory, after its checksum was computed."""
         held = next(tensor for tensor in self._arena.tensors if tensor.numel())
         held[(0,) * held.dim()].neg_()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
     def withdraw(self) -> None:
-        """Makes the published version invalid; readers that check the header refuse it."""
+        """Invalidates the published version; readers that check the header refuse it."""
         self._header.write_state(ArenaState.WITHDRAWN)
 
     @contextmanager
     def leaving(self) -> Iterator[None]:
-        """The arenas give their memory back inside: nothing of it is handed out any more, and what was published is withdrawn.
+        """Lets the arenas free their memory in the block: withdraws the publication and stops sharing.
 
-        When that fails, it is handed out again. What a reader has mapped stays alive until the reader lets go.
+        On error the memory is shared again. Memory that a reader has mapped stays alive until the reader releases it.
         """
         if not self._is_away:
             self._server.stop_serving()
@@ -156,7 +156,7 @@ class WeightExport:
         self.withdraw()
 
     def close(self) -> None:
-        """Idempotent. Readers keep what they have mapped; nobody new gets a descriptor."""
+        """Idempotent. Readers keep what they have mapped; nobody else gets a descriptor."""
         self._prepared = None
         self._arena.release_tensors()
         self._cleanup.close()

@@ -1,4 +1,4 @@
-"""Hands a message and file descriptors to peers of the same user, over a 0600 unix socket (SCM_RIGHTS)."""
+"""Sends a message and file descriptors to peers of the same user, over a 0600 unix socket (SCM_RIGHTS)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tasuki.wire.address import remove_dead_socket
 from tasuki.wire.errors import BadHandle
 
 MAX_FDS = 253
-"""As many as the kernel takes in one message."""
+"""The kernel's limit per message."""
 _LENGTH = struct.Struct("<Q")
 _CREDENTIALS = struct.Struct("3i")
 _MAX_MESSAGE_BYTES = 64 * 1024 * 1024
@@ -25,9 +25,9 @@ _log = logging.getLogger(__name__)
 
 
 class FdServer:
-    """Sends every peer that connects a message and descriptors, from its own thread, until `close`.
+    """Sends a message and descriptors to every peer that connects, from a thread, until `close`.
 
-    fds: 1 to MAX_FDS, which stay the caller's. Raises NodeRunning when something answers on the socket; a left-over file is replaced.
+    fds: 1 to MAX_FDS, owned by the caller. Raises NodeRunning if something answers on the socket; replaces a leftover file.
     """
 
     def __init__(self, path: Path, *, message: bytes, fds: Sequence[int]) -> None:
@@ -39,20 +39,20 @@ class FdServer:
         self._thread.start()
 
     def hand_out(self, message: bytes, fds: Sequence[int]) -> None:
-        """From now on this; the descriptors that were handed out before are not used any more."""
+        """Sends this from now on; earlier descriptors are no longer used."""
         assert 1 <= len(fds) <= MAX_FDS
         with self._lock:
             self._frame, self._fds = framed(message), list(fds)
 
     def stop_serving(self) -> None:
-        """From now on nothing: who connects is hung up on."""
+        """Stops sending: peers that connect are disconnected."""
         with self._lock:
             self._frame, self._fds = b"", []
 
     def close(self) -> None:
         """Idempotent."""
         if self._thread.is_alive():
-            # Wakes the thread out of accept(); close() alone would not.
+            # Wakes the thread in accept(); close() alone would not.
             self._listener.shutdown(socket.SHUT_RDWR)
             self._thread.join()
             self._listener.close()
@@ -77,20 +77,20 @@ class FdServer:
             return
         try:
             with self._lock:
-                # The descriptors go with the first bytes, for which the socket has room.
+                # The descriptors go with the first bytes, which the socket buffer can hold.
                 frame = self._frame
                 sent = socket.send_fds(peer, [frame], self._fds) if self._fds else 0
-            if sent < len(frame):  # one that has all may have hung up already
+            if sent < len(frame):  # a peer that has everything may already have hung up
                 peer.sendall(frame[sent:])
         except OSError as error:
-            # The peer hung up or hangs: its loss alone.
+            # The peer hung up or hangs; only it is affected.
             _log.warning("event=fd_send_failed socket=%s error=%s", self.path.name, error)
 
 
 def fetch(path: Path, *, timeout_s: float) -> tuple[bytes, list[int]]:
-    """The message and the descriptors that the server on `path` hands out; these belong to the caller.
+    """Receives the message and descriptors from the server on `path`; the caller owns the descriptors.
 
-    Raises BadHandle when nothing answers in time, the server is another user's, or the frame is cut or of a wrong form.
+    Raises BadHandle if nothing answers in time, the server belongs to another user, or the frame is truncated or malformed.
     """
     deadline = time.monotonic() + timeout_s
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
@@ -103,7 +103,7 @@ def fetch(path: Path, *, timeout_s: float) -> tuple[bytes, list[int]]:
             first, fds, flags, _ = socket.recv_fds(peer, 64 * 1024, MAX_FDS, socket.MSG_CMSG_CLOEXEC)
             try:
                 if not fds and not first:
-                    raise BadHandle(f"{path} hands nothing out now: what was published has been given back", socket=path)
+                    raise BadHandle(f"{path} shares nothing now: the published memory has been freed", socket=path)
                 if not fds or flags & socket.MSG_CTRUNC:
                     raise BadHandle(f"{path} sent {len(fds)} descriptors, and perhaps more; 1 to {MAX_FDS} fit", socket=path)
                 return _read_message(peer, first, path=path, deadline=deadline), fds
@@ -139,12 +139,12 @@ def _read_message(peer: socket.socket, received: bytes, *, path: Path, deadline:
 
 
 def listen(path: Path) -> socket.socket:
-    """A listening socket that nobody but its user can connect to. Raises NodeRunning when something answers there."""
+    """A listening socket to which only its user can connect. Raises NodeRunning if something answers there."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         remove_dead_socket(path)
         listener.bind(str(path))
-        # Nobody can connect before listen(), so there is no moment at which the socket is open to others.
+        # Nobody can connect before listen(), so the socket is never open to others.
         path.chmod(0o600)
         listener.listen(16)
     except BaseException:
@@ -154,11 +154,11 @@ def listen(path: Path) -> socket.socket:
 
 
 def peer_ids(peer: socket.socket) -> tuple[int, int]:
-    """Process and user at the other end, by the kernel's word."""
+    """Process and user at the other end, as reported by the kernel."""
     pid, uid, _ = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return pid, uid
 
 
 def framed(message: bytes) -> bytes:
-    """As `fetch` reads it."""
+    """Frames the message for `fetch`."""
     return _LENGTH.pack(len(message)) + message

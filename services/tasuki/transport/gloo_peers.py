@@ -1,8 +1,8 @@
-"""Whose processes this one's gloo groups are connected to.
+"""Checks which processes this one's gloo groups are connected to.
 
-Gloo asks its peers for no secret. A rank listens on a port and takes whoever connects first, with a small number that is easy to guess, for
-the peer that it waits for. Torch and SGLang pass pickles over such connections: a process of another user that is faster than the true
-peer could have this one run its code. The kernel knows the user at the other end of a loopback connection, so we look before first use.
+Gloo does not authenticate peers. A rank listens on a port and accepts whoever connects first with a small, guessable number. Torch and
+SGLang send pickles over such connections, so a faster process of another user could run code here. The kernel knows the user at the
+other end of a loopback connection, which is checked before first use.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _gloo: Any = ProcessGroupGloo
 _TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
 _ESTABLISHED = "01"
 _NUM_LOOKS = 5
-"""The kernel's table is no snapshot: while others connect, a row may be missed."""
+"""The kernel's table is not a snapshot: a row may be missed while others connect."""
 
 
 def check_gloo_peers() -> None:
-    """Has every gloo group that this process makes from now on refuse peers of another user, before anything is received. Idempotent.
+    """Makes every gloo group created from now on refuse peers of other users before receiving anything. Idempotent.
 
-    Making a group then raises PeerUnavailable. For ranks on one machine that talk over the loopback interface (GLOO_SOCKET_IFNAME=lo).
+    Creating a group then raises PeerUnavailable. For ranks on one machine that use the loopback interface (GLOO_SOCKET_IFNAME=lo).
     """
     if not hasattr(ProcessGroupGloo.__init__, "__wrapped__"):
-        # There is no hook: torch and SGLang make their groups from this class, whose constructor returns once all peers are connected.
+        # There is no hook: torch and SGLang create groups from this class, whose constructor returns once all peers are connected.
         ProcessGroupGloo.__init__ = _checked(ProcessGroupGloo.__init__)
 
 
@@ -46,11 +46,11 @@ _CONNECT = ProcessGroupGloo.__init__
 def connect_over_nodes(
     store: Store, rank: int, size: int, *, device: Any, timeout: timedelta, meeting: str
 ) -> ProcessGroupGloo:
-    """A gloo group whose peers are on other machines. Gloo asks nobody who he is, so the ranks tell each other through `store` which
-    connections they have, and a connection that no rank has at its other end is refused.
+    """Connects a gloo group over several machines. Since gloo does not authenticate, the ranks compare their connections through `store`
+    and refuse any connection that no rank has at its other end.
 
-    store: takes keys from the ranks alone. meeting: HOST:PORT where it is; this process may connect there meanwhile.
-    Raises PeerUnavailable for a stranger's connection. What passes is neither encrypted nor signed.
+    store: accepts keys from the ranks only. meeting: its HOST:PORT; this process may connect there meanwhile.
+    Raises PeerUnavailable for a stranger's connection. Traffic is neither encrypted nor signed.
     """
     options: Any = _gloo._Options()
     options._devices, options._timeout = [device], timeout
@@ -66,42 +66,42 @@ def connect_over_nodes(
 
 
 def check_mirrored(mine: Sequence[Sequence[str]], theirs: Sequence[Sequence[str]], *, num_peers: int) -> None:
-    """Raises PeerUnavailable unless every connection of `mine` is one of `theirs`, seen from its other end, and there are `num_peers`.
+    """Raises PeerUnavailable unless every connection of `mine` matches one of `theirs`, seen from the other end, and there are `num_peers`.
 
-    Each is its local and its remote address. A connection of this process with itself has both ends in `mine`.
+    Each is a local and a remote address. A connection of this process to itself has both ends in `mine`.
     """
     known = {(remote, local) for local, remote in (*theirs, *mine)}
     strange = [remote for local, remote in mine if (local, remote) not in known]
     if strange:
         raise PeerUnavailable(
-            f"{strange[0]} is connected to a gloo port of this rank, and is no rank of the fleet; is there a NAT?"
+            f"{strange[0]} is connected to a gloo port of this rank, but is not a rank of the fleet; is there a NAT?"
         )
     if len(mine) < num_peers:
         raise PeerUnavailable(f"{len(mine)} of {num_peers} gloo peers are connected")
 
 
 def connections(*, besides: set[int]) -> list[tuple[str, str]]:
-    """Local and remote address of this process's TCP connections, but for sockets `besides`, by inode.
+    """Local and remote address of this process's TCP connections, except sockets `besides`, by inode.
 
-    The sockets tell it themselves: the kernel's table may lack a row while others connect.
+    Read from the sockets themselves, since the kernel's table may miss a row while others connect.
     """
     found: list[tuple[str, str]] = []
     for descriptor, inode in _descriptors().items():
         if inode not in besides:
-            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:  # not connected, or closed meanwhile
+            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:  # not connected, or already closed
                 if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:
                     found.append((_comparable(one.getsockname()), _comparable(one.getpeername())))
     return found
 
 
 def _addresses(target: str) -> set[str]:
-    """Every address of "HOST:PORT" as `_comparable` gives it."""
+    """All addresses of "HOST:PORT" in the form of `_comparable`."""
     host, port = split_host_port(target)
     return {_comparable(info[4]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
 
 
 def _comparable(address: Sequence[Any]) -> str:
-    """A socket's address in one form, also of IPv4 behind a socket of IPv6."""
+    """A socket's address in canonical form, including IPv4 addresses of an IPv6 socket."""
     host = ipaddress.ip_address(str(address[0]).partition("%")[0])
     mapped = host.ipv4_mapped if isinstance(host, ipaddress.IPv6Address) else None
     return f"{mapped or host}:{address[1]}"
@@ -118,9 +118,9 @@ def _checked(connect: Callable[..., None]) -> Callable[..., None]:
 
 
 def check_peers(sockets: set[int], *, num_peers: int) -> None:
-    """Raises PeerUnavailable when a connection's other end is not a process of this user, or there are fewer than `num_peers`.
+    """Raises PeerUnavailable if a peer is not a process of this user or there are fewer than `num_peers`.
 
-    sockets: inodes; those that are no established TCP connection are passed over.
+    sockets: inodes; ignores those that are not established TCP connections.
     """
     peers = _peers(sockets)
     for _ in range(_NUM_LOOKS - 1):
@@ -133,35 +133,35 @@ def check_peers(sockets: set[int], *, num_peers: int) -> None:
         if uid != os.geteuid():
             who = "another machine" if uid is None else f"user {uid}"
             raise PeerUnavailable(
-                f"a process of {who} is connected to a gloo port of this rank, maybe in the place of another rank"
+                f"a process of {who} is connected to a gloo port of this rank, possibly in place of another rank"
             )
 
 
 def _peers(sockets: set[int]) -> list[int | None]:
-    """The user at the other end of each connection; None when that is not on this machine."""
+    """User at the other end of each connection; None if it is not on this machine."""
     rows = _established()
     user_of = {(row[1], row[2]): int(row[7]) for row in rows}
     return [user_of.get((row[2], row[1])) for row in rows if int(row[9]) in sockets]
 
 
 def _established() -> list[list[str]]:
-    """Rows of the kernel's tables: number, local and remote address, state, two queues, timer, retransmits, user, time-out, inode."""
+    """Rows of the kernel's tables: number, local and remote address, state, two queues, timer, retransmits, user, timeout, inode."""
     lines = [line for table in _TABLES if table.exists() for line in table.read_text().splitlines()[1:]]
     return [row for row in map(str.split, lines) if row[3] == _ESTABLISHED]
 
 
 def _sockets() -> set[int]:
-    """Inodes of the sockets that this process has open."""
+    """Inodes of this process's open sockets."""
     return set(_descriptors().values())
 
 
 def _descriptors() -> dict[int, int]:
-    """The inode of every socket that this process has open, by its descriptor."""
+    """Inode of every open socket of this process, by descriptor."""
     found: dict[int, int] = {}
     for entry in os.listdir("/proc/self/fd"):
         try:
             target = os.readlink(f"/proc/self/fd/{entry}")
-        except OSError:  # the descriptor of the listing, or one that another thread has closed
+        except OSError:  # the directory's own descriptor, or one closed by another thread
             continue
         if target.startswith("socket:["):
             found[int(entry)] = int(target[len("socket:[") : -1])

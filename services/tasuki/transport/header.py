@@ -1,4 +1,4 @@
-"""The header of an arena: state, version and checksums in a sealed memfd, written by its owner and read by everyone else."""
+"""The header of an arena: state, version and checksums in a sealed memfd, written by its owner and read by all others."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tasuki.wire.errors import BadHandle
 
 _MAGIC = int.from_bytes(b"tasuki01", "little")
 _NO_VERSION = 2**64 - 1
-# Missing in Python 3.11's fcntl: no new writable mapping, while the owner's stays (Linux 5.1).
+# Missing in Python 3.11's fcntl: forbids new writable mappings, but keeps the owner's (Linux 5.1).
 _F_SEAL_FUTURE_WRITE = 0x0010
-# Without these a peer could shrink the file under a reader, who would then be killed by SIGBUS.
+# Without these seals a peer could shrink the file and so kill readers with SIGBUS.
 _FIXED_SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 class ArenaState(IntEnum):
-    """Whether the entries of an arena may be read."""
+    """State of an arena's entries."""
 
     EMPTY = 0
     WRITING = 1
@@ -33,22 +33,22 @@ class ArenaState(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class HeaderContent:
-    """What the header says: the version counts only when the state is PUBLISHED."""
+    """Contents of the header; the version is valid only in state PUBLISHED."""
 
     state: ArenaState
     version: int | None
 
 
 class Header:
-    """The words at the beginning of a mapping."""
+    """The header words of a mapping."""
 
     def __init__(self, manifest: Manifest, mapping: mmap.mmap) -> None:
         self._rank, self._num_entries = manifest.rank, len(manifest.entries)
-        # Words of 8 bytes are stored by one instruction each, so a reader sees the old or the new one.
+        # An 8-byte word is stored by a single instruction, so a reader sees the old or the new one.
         self._words = memoryview(mapping)[: header_bytes(self._num_entries)].cast("Q")
 
     def read(self) -> HeaderContent:
-        """Raises BadHandle when there is no header of this layout."""
+        """Raises BadHandle if there is no header of this layout."""
         magic, num_entries, state, version = self._words[:HEADER_FIXED_WORDS]
         if magic != _MAGIC or num_entries != self._num_entries or state not in list(ArenaState):
             raise BadHandle(f"the arena of rank {self._rank} has no valid header", rank=self._rank)
@@ -56,18 +56,18 @@ class Header:
         return HeaderContent(ArenaState(state), version if is_published else None)
 
     def checksums(self) -> np.ndarray:
-        """Of the entries, uint64; they count only when the state is PUBLISHED."""
+        """Checksums of the entries, uint64; valid only in state PUBLISHED."""
         return np.array(self._words[HEADER_FIXED_WORDS:], dtype=np.uint64)
 
     def write_state(self, state: ArenaState) -> None:
-        """Marks the entries as unreadable: any state but PUBLISHED."""
+        """Marks the entries as unreadable with any state but PUBLISHED."""
         self._words[3] = _NO_VERSION
         self._words[2] = state
         self._words[1] = self._num_entries
         self._words[0] = _MAGIC
 
     def write_published(self, version: int, checksums: Sequence[int]) -> None:
-        """Marks the entries as readable; the version is written last."""
+        """Marks the entries as readable. Writes the version last."""
         for index, value in enumerate(checksums, start=HEADER_FIXED_WORDS):
             self._words[index] = value
         self._words[2] = ArenaState.PUBLISHED
@@ -78,7 +78,7 @@ class Header:
 
 
 def create_sealed(name: str, num_bytes: int) -> tuple[mmap.mmap, int]:
-    """A memfd that only this mapping can write and nobody can resize. The descriptor belongs to the caller."""
+    """Creates a memfd that only this mapping can write and nobody can resize. The caller owns the descriptor."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, num_bytes)
@@ -91,11 +91,11 @@ def create_sealed(name: str, num_bytes: int) -> tuple[mmap.mmap, int]:
 
 
 def map_sealed(fd: int, num_bytes: int, *, rank: int) -> mmap.mmap:
-    """A peer's memfd, read-only. Raises BadHandle unless it has this size and nobody can resize it."""
+    """Maps a peer's memfd read-only. Raises BadHandle unless it has this size and is sealed against resizing."""
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError as error:
-        raise BadHandle(f"rank {rank} sent a descriptor that is no memfd", rank=rank) from error
+        raise BadHandle(f"rank {rank} sent a descriptor that is not a memfd", rank=rank) from error
     size = os.fstat(fd).st_size
     if size != num_bytes or seals & _FIXED_SIZE != _FIXED_SIZE:
         raise BadHandle(

@@ -1,4 +1,4 @@
-"""Copies and checksums in host memory, lowered to blocks that csrc walks in one pass with a thread a core."""
+"""Copies and checksums in host memory, lowered to blocks that csrc processes in one pass with one thread per core."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _BLOCK = np.dtype(
 
 
 def copy_blocks(copies: Iterable[ViewCopy]) -> np.ndarray:
-    """Of copies that are summed, between views of one dtype; addresses alone, so the caller holds the views."""
+    """Blocks of summed copies between views of one dtype. They contain addresses, so the caller must keep the views alive."""
     transfers: list[Transfer] = []
     for copy in copies:
         assert copy.where is not None, "a copy that is summed"
@@ -63,7 +63,7 @@ def copy_blocks(copies: Iterable[ViewCopy]) -> np.ndarray:
 
 
 def checksum_blocks(views: Iterable[tuple[torch.Tensor, Slice, int]]) -> np.ndarray:
-    """Of views, the indices of their elements and the slots of their sums."""
+    """Blocks of views, with the indices of their elements and the slots of their sums."""
     transfers = [Transfer(where.shape, memory_side(values), _indices(where), slot=slot) for values, where, slot in views]
     rows: list[tuple[int, ...]] = []
     for block in blocks_of(transfers):
@@ -75,7 +75,7 @@ def checksum_blocks(views: Iterable[tuple[torch.Tensor, Slice, int]]) -> np.ndar
 
 
 def copy_and_sum(blocks: np.ndarray, *, num_sums: int) -> np.ndarray:
-    """Makes the copies. Returns by slot the checksum of what their destinations hold then, uint64."""
+    """Runs the copies. Returns checksums of the destinations by slot, uint64."""
     sums = np.zeros(num_sums, dtype=np.uint64)
     if len(blocks):
         num_threads = len(os.sched_getaffinity(0))

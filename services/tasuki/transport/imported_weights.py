@@ -1,4 +1,4 @@
-"""The receiver's end of the weight exchange: the arenas of all trainer ranks, mapped once for each start of the trainer."""
+"""The receiver's side of the weight exchange: arenas of all trainer ranks, mapped once per start of the trainer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tasuki.wire.errors import BadHandle, VersionOrder
 
 
 class ImportedWeights:
-    """Every published tensor of one trainer, readable in place. Use `import_weights`."""
+    """Every published tensor of one trainer, readable in place. Created by `import_weights`."""
 
     def __init__(self, handles: Sequence[weights_pb2.WeightHandle], arenas: Sequence[WeightArena], *, boot_id: str) -> None:
         self.boot_id = boot_id
@@ -50,15 +50,15 @@ class ImportedWeights:
 
     @property
     def is_mapped(self) -> bool:
-        """Whether tensors can be read, and not only headers."""
+        """Whether tensors are readable, not only headers."""
         return all(arena.is_mapped for arena in self._arenas)
 
     def is_of(self, published: weights_pb2.PublishedWeights) -> bool:
-        """Whether `published` names these very arenas, so that they need not be imported again, at most renewed."""
+        """Whether `published` names these arenas, so that they need at most be renewed."""
         return self.boot_id == published.boot_id and self._named == [_named(handle) for handle in published.handles]
 
     def renew(self, published: weights_pb2.PublishedWeights, *, timeout_s: float) -> None:
-        """Maps again what was released or is other memory by now, at the same addresses. Raises BadHandle.
+        """Maps memory that was released or replaced at the same addresses again. Raises BadHandle.
 
         published: of these arenas (`is_of`).
         """
@@ -73,7 +73,7 @@ class ImportedWeights:
             self._generations[index], self._leaves[index] = handle.generation, handle.leaves
 
     def is_current(self, published: weights_pb2.PublishedWeights) -> bool:
-        """Whether `hold` has nothing to map, and so takes no time."""
+        """Whether `hold` has nothing to map and takes no time."""
         return all(self._is_current(index, handle) for index, handle in enumerate(published.handles))
 
     def _is_current(self, index: int, handle: weights_pb2.WeightHandle) -> bool:
@@ -82,7 +82,7 @@ class ImportedWeights:
         return not has_memory or (arena.holds_memory and self._generations[index] == handle.generation)
 
     def hold(self, published: weights_pb2.PublishedWeights, *, timeout_s: float) -> None:
-        """Renews what is needed to read the published version, until `release`. Raises BadHandle or VersionOrder after a release."""
+        """Maps what is needed to read the published version, until `release`. On BadHandle or VersionOrder everything is released."""
         try:
             self.renew(published, timeout_s=timeout_s)
             self.check_version(published.policy_version)
@@ -91,7 +91,7 @@ class ImportedWeights:
             raise
 
     def release(self) -> None:
-        """Lets go of memory that its owner is about to give back, which nobody could use while it is mapped here. Headers stay."""
+        """Releases memory that its owner is about to free, since mappings keep it alive. Headers stay mapped."""
         for arena, leaves in zip(self._arenas, self._leaves, strict=True):
             if leaves and arena.is_mapped:
                 arena.release()
@@ -101,7 +101,7 @@ class ImportedWeights:
         return {name: (entries[0].global_shape, getattr(torch, entries[0].dtype)) for name, entries in self.entries.items()}
 
     def tensor(self, entry: Entry) -> torch.Tensor:
-        """The slice of `entry`, in the owner's memory. Not to be written."""
+        """The slice of `entry` in the owner's memory. Read-only."""
         return self._tensors[entry.name, entry.offsets][0]
 
     def owner(self, entry: Entry) -> int:
@@ -109,7 +109,7 @@ class ImportedWeights:
         return self._tensors[entry.name, entry.offsets][1]
 
     def first_owner(self, device: torch.device) -> int:
-        """Whose memory `device` should read first, so that the GPUs begin at different owners: the rank after its own."""
+        """The owner that `device` should read first: the rank after its own, so that GPUs start with different owners."""
         if device.type != "cuda":
             return 0
         here = device_uuid(device)
@@ -125,7 +125,7 @@ class ImportedWeights:
         return copy
 
     def check_version(self, version: int) -> None:
-        """Raises VersionOrder unless every rank has `version` published now."""
+        """Raises VersionOrder unless every rank currently publishes `version`."""
         for arena in self._arenas:
             header = arena.header.read()
             if header.version != version:
@@ -138,22 +138,22 @@ class ImportedWeights:
                 )
 
     def checksums(self) -> np.ndarray:
-        """What each whole tensor must add up to, as its publishers say: uint64, in the order of `entries`."""
+        """Published checksum of each whole tensor: uint64, in the order of `entries`."""
         totals = np.zeros(len(self.entries), dtype=np.uint64)
         for arena, places in zip(self._arenas, self._places, strict=True):
             np.add.at(totals, places, arena.header.checksums())
         return totals
 
     def checksums_by_name(self) -> list[int]:
-        """The same in the order of the tensors' names, which depends on no sharding."""
+        """The same in name order, which does not depend on sharding."""
         return self.checksums()[self._by_name].tolist()
 
     def layout_digest(self) -> bytes:
-        """SHA-256 of names, dtypes and shapes of the whole tensors, in that order."""
+        """SHA-256 of names, dtypes and shapes of the whole tensors, in name order."""
         return self._layout_digest
 
     def changed_ranks(self, name: str) -> set[int]:
-        """Trainer ranks whose slice of the tensor no longer have the checksum that they were published with."""
+        """Trainer ranks whose slice of the tensor no longer matches its published checksum."""
         changed: set[int] = set()
         for arena in self._arenas:
             for entry, value in zip(arena.manifest.entries, arena.header.checksums().tolist(), strict=True):
@@ -162,7 +162,7 @@ class ImportedWeights:
         return changed
 
     def close(self) -> None:
-        """Unmaps the arenas: no tensor from them may be used any more."""
+        """Unmaps the arenas; their tensors must no longer be used."""
         self._tensors.clear()
         for arena in self._arenas:
             arena.close()
@@ -171,9 +171,9 @@ class ImportedWeights:
 def import_weights(
     published: weights_pb2.PublishedWeights, *, timeout_s: float, device: torch.device | None = None
 ) -> ImportedWeights:
-    """Maps the arenas of all handles, read-only. Raises BadHandle when one of them, or all together, must not be used.
+    """Maps the arenas of all handles read-only. Raises BadHandle if one of them, or their combination, is invalid.
 
-    device: where they will be read. None for a process without one: of arenas on a GPU it maps the headers alone.
+    device: where they will be read. None, for a process without a device, maps only the headers of arenas on a GPU.
     """
     _check_ranks(published.handles)
     deadline = time.monotonic() + timeout_s
@@ -182,11 +182,11 @@ def import_weights(
         for handle in published.handles:
             arena = _import_arena(handle, timeout_s=max(0.001, deadline - time.monotonic()), device=device)
             stack.callback(arena.close)
-            arena.header.read()  # what has none must not be kept
+            arena.header.read()  # refuses an arena without a valid header
             arenas.append(arena)
             if arena.manifest.num_ranks != len(published.handles):
                 text = (
-                    f"{len(published.handles)} weight handles were given, and the trainer has {arena.manifest.num_ranks} ranks"
+                    f"{len(published.handles)} weight handles were given, but the trainer has {arena.manifest.num_ranks} ranks"
                 )
                 raise BadHandle(text, num_ranks=arena.manifest.num_ranks)
         check_complete([arena.manifest for arena in arenas])
@@ -206,7 +206,7 @@ def _check_ranks(handles: Sequence[weights_pb2.WeightHandle]) -> None:
 
 
 def _named(handle: weights_pb2.WeightHandle) -> tuple[object, ...]:
-    """What a handle says that stays the same from sync to sync."""
+    """The part of a handle that is the same in every sync."""
     return handle.rank, handle.socket_path, handle.manifest_digest, handle.kind
 
 
@@ -230,7 +230,7 @@ def _import_arena(handle: weights_pb2.WeightHandle, *, timeout_s: float, device:
 
 
 def _fetch(handle: weights_pb2.WeightHandle, *, timeout_s: float) -> tuple[Manifest, list[int]]:
-    """What the handle's socket gives out now. The descriptors belong to the caller. Raises BadHandle."""
+    """Fetches the manifest and descriptors of a handle. The caller owns the descriptors. Raises BadHandle."""
     message, fds = fd_socket.fetch(Path(handle.socket_path), timeout_s=timeout_s)
     try:
         return _checked_manifest(message, handle), fds
@@ -246,7 +246,7 @@ def _checked_manifest(message: bytes, handle: weights_pb2.WeightHandle) -> Manif
         raise BadHandle(f"{handle.socket_path} sent no manifest: {error}", rank=handle.rank) from error
     if manifest.rank != handle.rank or manifest.digest() != handle.manifest_digest:
         raise BadHandle(
-            f"{handle.socket_path} gave another manifest than the handle of rank {handle.rank} names", rank=handle.rank
+            f"{handle.socket_path} sent a manifest that differs from the handle of rank {handle.rank}", rank=handle.rank
         )
     return manifest
 

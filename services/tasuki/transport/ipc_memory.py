@@ -1,7 +1,7 @@
-"""Published weights in an allocation that is not ours, under a legacy cudaIpcMemHandle, which torch exports and opens.
+"""Published weights in torch's own memory, shared with a legacy cudaIpcMemHandle, which torch exports and opens.
 
-The fallback where descriptors cannot be used. Readers may write, everything else in the allocation's segment is open to them, and both
-processes must be in one PID namespace and share /dev/shm.
+The fallback where descriptors do not work. Readers can write, can access the rest of the allocation's segment, and must share the PID
+namespace and /dev/shm.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from tasuki.wire.errors import BadHandle, InternalError, OutOfGpuMemory
 
 
 class IpcAllocation:
-    """Memory of one rank's published tensors from torch's own allocator. Everything is a copy, and it stays for the process's life."""
+    """Memory of one rank's published tensors from torch's allocator. Everything is copied, and stays for the life of the process."""
 
     kind = weights_pb2.HANDLE_KIND_CUDA_IPC
     fds: Sequence[int] = ()
     copies: Arena | None = None
 
     def __init__(self, *, device: torch.device) -> None:
-        """Raises InvalidArgument when torch's segments are such that their handles need ptrace rights."""
+        """Raises InvalidArgument if torch's segments are of a kind whose handles need ptrace rights."""
         refuse_expandable_segments()
         self._device = device
         self._opened: tuple[Manifest, list[torch.Tensor]] | None = None
 
     def open(self, manifest: Manifest, sources: Sequence[torch.Tensor]) -> tuple[Manifest, list[torch.Tensor]]:
-        """As ChunkMemory.open; the handle is made once."""
+        """Same as ChunkMemory.open; the handle is created once."""
         if self._opened is None:
             entries, num_bytes = place(manifest.entries)
             storage = self._allocate(num_bytes).untyped_storage()
@@ -51,7 +51,7 @@ class IpcAllocation:
         return self._opened
 
     def release(self) -> None:
-        """Nothing: a handle that was given away cannot be taken back."""
+        """Does nothing: a shared handle cannot be revoked."""
 
     def close(self) -> None:
         self._opened = None
@@ -71,7 +71,7 @@ class IpcAllocation:
 
 
 class ImportedAllocation(PeerMemory):
-    """A peer's allocation, opened in the context of `device` alone."""
+    """A peer's allocation, opened in the context of `device` only."""
 
     def __init__(self, manifest: Manifest, *, device: torch.device) -> None:
         """Raises BadHandle naming the likely cause."""
@@ -79,12 +79,13 @@ class ImportedAllocation(PeerMemory):
         assert ipc is not None and device.index is not None
         if ipc.process_id == os.getpid():
             raise BadHandle(
-                f"trainer rank {manifest.rank} has this process's id, {ipc.process_id}: CUDA opens no handle in the process that made it, "
-                "nor in another PID namespace's; share the PID namespace, or set trainer.export_handles = vmm",
+                f"trainer rank {manifest.rank} has this process's id, {ipc.process_id}: CUDA cannot open a handle in the process that "
+                "created it, or in one with the same id in another PID namespace; share the PID namespace, or set "
+                "trainer.export_handles = vmm",
                 rank=manifest.rank,
             )
         try:
-            # The owner has waited for its writes before it published, so there is no event to wait for.
+            # The owner has waited for its writes before publishing, so there is no event to wait for.
             self._storage: torch.UntypedStorage | None = torch.UntypedStorage._new_shared_cuda(
                 device.index, ipc.handle, ipc.num_bytes, ipc.offset, ipc.counter, ipc.counter_offset, b"", False
             )
@@ -108,7 +109,7 @@ class ImportedAllocation(PeerMemory):
         raise InternalError("memory behind a CUDA IPC handle does not come and go")
 
     def close(self) -> None:
-        """Unmapped when the last tensor in it has gone. Idempotent."""
+        """Unmaps the memory once its last tensor is gone. Idempotent."""
         self._storage = None
 
 

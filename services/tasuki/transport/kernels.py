@@ -1,6 +1,6 @@
-"""Triton kernels that walk a table (see table.py). Imported only where there is a GPU to run them."""
+"""Triton kernels that process a table (see table.py). Imported only where a GPU can run them."""
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
-# Triton compiles these functions, with constants where their annotations say types.
+# Triton compiles these functions; annotations mark constants.
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import triton.language as tl
 
 from tasuki.transport import checksum, table
 
-# What copy_and_sum_tiles handles at a time.
+# Elements that copy_and_sum_tiles processes at a time.
 _STEP_UNITS = tl.constexpr(256)
 _BLOCK_WORDS = tl.constexpr(table.BLOCK_WORDS)
 _STEP = tl.constexpr(checksum.STEP % checksum.MODULUS)
@@ -22,7 +22,7 @@ _MULTIPLY = tl.constexpr("mul.wide.s32 $0, $1, $2;")
 
 @triton.jit
 def _units(block, word, UNITS: tl.constexpr):
-    """Rows and columns of the tile's units, and which of them exist."""
+    """Rows and columns of the tile's units, and a mask of those that exist."""
     units = (word & 0x7FFFFFFF).to(tl.int32) + tl.arange(0, UNITS)
     is_there = units < tl.load(block + 2).to(tl.int32)
     cols = tl.load(block + 3).to(tl.int32)
@@ -34,14 +34,14 @@ def _units(block, word, UNITS: tl.constexpr):
 def _address(start, PLACE: tl.constexpr, VECTOR: tl.constexpr):
     pointer = start.to(tl.pointer_type(PLACE))
     if VECTOR > 1:
-        # The table holds a block for vectors only when this is so.
+        # The table has blocks for vectors only if this holds.
         pointer = tl.multiple_of(pointer, 16)
     return pointer
 
 
 @triton.jit
 def copy_tiles(blocks, tiles, SOURCE: tl.constexpr, DESTINATION: tl.constexpr, VECTOR: tl.constexpr, UNITS: tl.constexpr):
-    """destination = source, cast to nearest even when the types differ. First side: source; second: destination."""
+    """destination = source, with rounding to nearest if the types differ. First side: source; second: destination."""
     word = tl.load(tiles + tl.program_id(0))
     block = blocks + (word >> 32) * _BLOCK_WORDS
     rows, cols, is_there = _units(block, word, UNITS)
@@ -63,7 +63,7 @@ def _keys(places):
 
 @triton.jit
 def _terms(values, firsts, within, HELD: tl.constexpr, BITS: tl.constexpr, CAST: tl.constexpr, VECTOR: tl.constexpr):
-    """Sum of bit pattern * weight(index) over each unit, as checksum.checksum. firsts: index of each unit's first element."""
+    """Sum of bit pattern * weight(index) over each unit, as in checksum.checksum. firsts: index of each unit's first element."""
     if CAST != HELD:
         values = values.to(CAST).to(BITS, bitcast=True)
     mixed = (firsts // _GROUP).to(tl.uint64) * _STEP
@@ -74,7 +74,7 @@ def _terms(values, firsts, within, HELD: tl.constexpr, BITS: tl.constexpr, CAST:
     # A vector is a group: its first index is a multiple of the group's size.
     keys = _keys(within if VECTOR == _GROUP else (firsts % _GROUP).to(tl.int32)[:, None])
     weights = (low[:, None] * keys + high[:, None] | 1).to(tl.int32)
-    # One instruction, where 64-bit operands would take six.
+    # A single instruction; 64-bit operands would take six.
     patterns = values.to(tl.int32)
     terms = tl.inline_asm_elementwise(_MULTIPLY, "=l,r,r", [patterns, weights], dtype=tl.int64, is_pure=True, pack=1)
     return tl.sum(terms, axis=1)
@@ -93,16 +93,16 @@ def copy_and_sum_tiles(
     VECTOR: tl.constexpr,
     UNITS: tl.constexpr,
 ):
-    """As copy_tiles; then reads back what it has written, past the first cache, and adds it to sums[slot] as sum_tiles does.
+    """Same as copy_tiles, but reads back what it wrote, bypassing the first cache, and adds it to sums[slot] like sum_tiles.
 
-    SOURCE is DESTINATION is BITS where nothing is cast; else CAST is the source's type, whose bit patterns count.
-    WORDS: of a block. Without strides of their own the indices are where the source's elements lie, from the block's index on.
+    If nothing is cast, SOURCE is DESTINATION is BITS; else CAST is the source's type, whose bit patterns are counted.
+    WORDS: of a block. Without strides of their own, indices run like the source's elements from the block's index on.
     """
     word = tl.load(tiles + tl.program_id(0))
     block = blocks + (word >> 32) * WORDS
     within = tl.arange(0, VECTOR)[None, :]
     totals = tl.zeros((_STEP_UNITS,), tl.int64)
-    # In steps, since what a whole tile needs in registers would leave few programs on a processor.
+    # In steps, because the registers for a whole tile would leave few programs on a processor.
     for step in range(UNITS // _STEP_UNITS):
         rows, cols, is_there = _units(block, word + step * _STEP_UNITS, _STEP_UNITS)
         sources = (rows * tl.load(block + 4) + cols * tl.load(block + 6)) * VECTOR
@@ -110,7 +110,7 @@ def copy_and_sum_tiles(
         source = _address(tl.load(block), SOURCE, VECTOR) + (sources[:, None] + within)
         destination = _address(tl.load(block + 1), DESTINATION, VECTOR) + (destinations[:, None] + within)
         tl.store(destination, tl.load(source, mask=is_there[:, None]).to(DESTINATION), mask=is_there[:, None])
-        # Volatile: not what a register or this processor's own cache still holds, but what the GPU's memory system answers.
+        # Volatile: reads from the GPU's memory system, not from a register or this processor's cache.
         held = tl.load(destination, mask=is_there[:, None], other=0, volatile=True)
         places = sources if WORDS == _BLOCK_WORDS else (rows * tl.load(block + 10) + cols * tl.load(block + 11)) * VECTOR
         totals += _terms(held, tl.load(block + 9) + places, within, DESTINATION, BITS, CAST, VECTOR)
@@ -121,9 +121,9 @@ def copy_and_sum_tiles(
 def sum_tiles(
     blocks, tiles, sums, HELD: tl.constexpr, BITS: tl.constexpr, CAST: tl.constexpr, VECTOR: tl.constexpr, UNITS: tl.constexpr
 ):
-    """sums[slot] += sum of bit pattern * weight(index), as checksum.checksum. First side: memory; second: indices.
+    """sums[slot] += sum of bit pattern * weight(index), as in checksum.checksum. First side: memory; second: indices.
 
-    CAST: type whose bit patterns count when HELD is another; HELD itself may be BITS.
+    CAST: type whose bit patterns are counted if it differs from HELD; HELD may be BITS.
     """
     word = tl.load(tiles + tl.program_id(0))
     block = blocks + (word >> 32) * _BLOCK_WORDS

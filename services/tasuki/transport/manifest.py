@@ -1,4 +1,4 @@
-"""What one trainer rank's arena holds: names, dtypes, slices and where they are. Pure data and its checks."""
+"""Contents of one trainer rank's arena: names, dtypes, slices and offsets. Pure data and its checks."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from tasuki.v1 import weights_pb2
 from tasuki.wire.errors import BadHandle
 
 ALIGNMENT = 256
-"""Bytes between possible starts of entries: what a vector load or a copy engine likes best."""
+"""Alignment of entries in bytes, chosen for vector loads and copy engines."""
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 HEADER_FIXED_WORDS = 4
 """64-bit words before the checksums: magic, number of entries, state, version."""
 MAX_CHUNKS = 252
-"""With the header's, as many descriptors as one message takes."""
+"""With the header's, the most descriptors that fit in one message."""
 _WORD_BYTES = 8
 _MAX_NAME = 512
-# cudaIpcMemHandle_t; torch writes two bytes before it.
+# cudaIpcMemHandle_t, which torch prefixes with two bytes.
 _IPC_HANDLE_BYTES = 64
 _MAX_DIMS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A slice of one checkpoint tensor, row-major and contiguous, `arena_offset` bytes from the arena's start.
+    """A slice of one checkpoint tensor, row-major and contiguous, at `arena_offset` bytes in the arena.
 
-    In each dimension of `global_shape` the slice begins at the offset and has the size of the same place in `offsets` and `sizes`.
+    offsets and sizes: start and size of the slice in each dimension of `global_shape`.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class IpcMemory:
-    """An allocation on a GPU as torch shares it: see weights.proto."""
+    """A GPU allocation as torch shares it; see weights.proto."""
 
     handle: bytes
     num_bytes: int
@@ -69,7 +69,7 @@ class IpcMemory:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Layout of one rank's arena. The header has its own memory, on the host.
+    """Layout of one rank's arena. The header has separate memory on the host.
 
     device_uuid: of the GPU that holds the entries; empty in host memory. Their memory is chunks of these sizes, or `ipc_memory`.
     """
@@ -83,7 +83,7 @@ class Manifest:
     ipc_memory: IpcMemory | None = None
 
     def digest(self) -> str:
-        """Hex SHA-256 over everything in the manifest."""
+        """SHA-256, in hex, of the whole manifest."""
         digest = hashlib.sha256()
         digest.update(repr((self.rank, self.num_ranks, self.arena_bytes)).encode())
         digest.update(repr((self.device_uuid, self.chunk_bytes, self.ipc_memory)).encode())
@@ -98,7 +98,7 @@ def header_bytes(num_entries: int) -> int:
 
 
 def lay_out(entries: Sequence[Entry], *, rank: int, num_ranks: int) -> Manifest:
-    """Gives every entry an aligned place, in the order given; says nothing of memory yet. Raises BadHandle as `check` does."""
+    """Assigns aligned offsets to all entries in order, without memory. Raises BadHandle as `check` does."""
     placed, arena_bytes = place(entries)
     manifest = Manifest(rank=rank, num_ranks=num_ranks, arena_bytes=arena_bytes, entries=tuple(placed))
     check(manifest)
@@ -106,7 +106,7 @@ def lay_out(entries: Sequence[Entry], *, rank: int, num_ranks: int) -> Manifest:
 
 
 def place(entries: Iterable[Entry]) -> tuple[list[Entry], int]:
-    """The entries one behind the other, aligned, and the bytes that they take together. Raises BadHandle for one that makes no sense."""
+    """Places entries one after another, aligned; returns them with their total size in bytes. Raises BadHandle for an invalid one."""
     end = 0
     placed: list[Entry] = []
     for entry in entries:
@@ -117,7 +117,7 @@ def place(entries: Iterable[Entry]) -> tuple[list[Entry], int]:
 
 
 def check(manifest: Manifest) -> None:
-    """Raises BadHandle unless everything lies inside the arena, aligned, apart, of known dtype and named once."""
+    """Raises BadHandle unless all entries are inside the arena, aligned, disjoint, of known dtype and uniquely named."""
     if not 0 <= manifest.rank < manifest.num_ranks:
         raise BadHandle(f"manifest of rank {manifest.rank} of {manifest.num_ranks}", rank=manifest.rank)
     for entry in manifest.entries:
@@ -128,7 +128,7 @@ def check(manifest: Manifest) -> None:
 
 
 def check_complete(manifests: Sequence[Manifest]) -> None:
-    """Raises BadHandle unless the manifests are those of all ranks and hold every element of every tensor exactly once."""
+    """Raises BadHandle unless the manifests cover all ranks and every element of every tensor exactly once."""
     ranks = sorted(manifest.rank for manifest in manifests)
     if ranks != list(range(len(manifests))) or any(manifest.num_ranks != len(manifests) for manifest in manifests):
         declared = sorted({manifest.num_ranks for manifest in manifests})
@@ -138,7 +138,7 @@ def check_complete(manifests: Sequence[Manifest]) -> None:
 
 
 def entries_by_name(manifests: Iterable[Manifest]) -> dict[str, list[Entry]]:
-    """The entries of each tensor over all ranks, in the order of their offsets."""
+    """Entries of each tensor over all ranks, ordered by offsets."""
     by_name: defaultdict[str, list[Entry]] = defaultdict(list)
     for manifest in manifests:
         for entry in manifest.entries:
@@ -169,7 +169,7 @@ def to_proto(manifest: Manifest) -> weights_pb2.WeightManifest:
 
 
 def from_proto(message: weights_pb2.WeightManifest) -> Manifest:
-    """The manifest in `message`, checked. Raises BadHandle."""
+    """Decodes and checks the manifest in `message`. Raises BadHandle."""
     if message.header_offset != 0:
         raise BadHandle(f"rank {message.rank}: header_offset is {message.header_offset} and must be 0", rank=message.rank)
     manifest = Manifest(
@@ -239,7 +239,7 @@ def _check_places(manifest: Manifest) -> None:
 
 
 def _check_memory(manifest: Manifest) -> None:
-    """Raises BadHandle unless the memory that the manifest names, if it names any, holds the arena."""
+    """Raises BadHandle if the manifest names memory that cannot hold the arena."""
     chunks, ipc = manifest.chunk_bytes, manifest.ipc_memory
     if not manifest.entries or not (manifest.device_uuid or chunks or ipc):
         return
@@ -258,7 +258,7 @@ def _check_ipc(manifest: Manifest, ipc: IpcMemory) -> None:
         raise BadHandle(f"rank {manifest.rank}: memory is either an IPC handle on a GPU or chunks", rank=manifest.rank)
     if not _IPC_HANDLE_BYTES <= len(ipc.handle) <= _MAX_NAME or len(ipc.counter) > _MAX_NAME:
         raise BadHandle(
-            f"rank {manifest.rank}: an IPC handle of {len(ipc.handle)} bytes is cut or of a wrong form", rank=manifest.rank
+            f"rank {manifest.rank}: an IPC handle of {len(ipc.handle)} bytes is truncated or malformed", rank=manifest.rank
         )
     if ipc.num_bytes < manifest.arena_bytes:
         raise BadHandle(

@@ -1,4 +1,4 @@
-"""A copy plan: which slice of a checkpoint tensor goes to which slice of an engine parameter. Pure data and arithmetic."""
+"""A copy plan: maps slices of checkpoint tensors to slices of engine parameters. Pure data and arithmetic."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tasuki.wire.errors import WeightsCorrupt
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Elements of a contiguous tensor: `offset` from its first one, then `shape` and `strides`, all counted in elements."""
+    """Elements of a contiguous tensor: `offset` of the first, `shape` and `strides`, all in elements."""
 
     offset: int
     shape: tuple[int, ...]
@@ -26,7 +26,7 @@ class Slice:
 
     @property
     def end(self) -> int:
-        """One past the last element that the slice touches; `offset` when it is empty. Strides are not negative."""
+        """One past the last element; `offset` if empty. Strides must not be negative."""
         if self.numel == 0:
             return self.offset
         return self.offset + 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
@@ -36,13 +36,13 @@ class Slice:
         return Slice(self.offset + start * self.strides[dim], shape, self.strides)
 
     def unflattened(self, dim: int, size: int) -> Slice:
-        """The slice with `dim` in two dimensions, the inner one of `size`."""
+        """Splits `dim` into two dimensions, the inner one of `size`."""
         stride = self.strides[dim]
         shape = (*self.shape[:dim], self.shape[dim] // size, size, *self.shape[dim + 1 :])
         return Slice(self.offset, shape, (*self.strides[:dim], stride * size, stride, *self.strides[dim + 1 :]))
 
     def selected(self, dim: int, index: int) -> Slice:
-        """The slice at `index` of `dim`, without that dimension."""
+        """Selects `index` of `dim` and drops that dimension."""
         offset = self.offset + index * self.strides[dim]
         return Slice(offset, self.shape[:dim] + self.shape[dim + 1 :], self.strides[:dim] + self.strides[dim + 1 :])
 
@@ -54,7 +54,7 @@ def whole(shape: Sequence[int], *, offset: int = 0) -> Slice:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One copy as the engine's loader makes it: a slice of the checkpoint tensor `name` into a slice of `parameter`."""
+    """One copy of the engine's loader: from a slice of the checkpoint tensor `name` to a slice of `parameter`."""
 
     name: str
     source: Slice
@@ -64,7 +64,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A slice of a parameter that the loader fills, such as the padding rows of a vocabulary."""
+    """A constant slice of a parameter, such as the padding rows of a vocabulary."""
 
     parameter: str
     destination: Slice
@@ -73,7 +73,7 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class FallbackWrite:
-    """A slice of a parameter that the engine's own loader writes each time, from tensors that a plan cannot express."""
+    """A slice of a parameter written by the engine's own loader in each sync, from tensors that a plan cannot express."""
 
     parameter: str
     destination: Slice
@@ -81,7 +81,7 @@ class FallbackWrite:
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan:
-    """Everything that turns published tensors into one engine rank's parameters."""
+    """Everything needed to turn published tensors into one engine rank's parameters."""
 
     pieces: tuple[Piece, ...]
     constants: tuple[Constant, ...]
@@ -90,7 +90,7 @@ class CopyPlan:
 
 
 def check_coverage(plan: CopyPlan, parameter_numels: Mapping[str, int]) -> None:
-    """Raises WeightsCorrupt, naming the parameter, unless every element of every parameter is written exactly once."""
+    """Raises WeightsCorrupt naming a parameter unless every element of every parameter is written exactly once."""
     writes: dict[str, list[Slice]] = {parameter: [] for parameter in parameter_numels}
     for write in (*plan.pieces, *plan.constants, *plan.fallback_writes):
         writes[write.parameter].append(write.destination)
@@ -104,15 +104,14 @@ def check_coverage(plan: CopyPlan, parameter_numels: Mapping[str, int]) -> None:
 
 
 def count_uncovered(numel: int, slices: Sequence[Slice]) -> tuple[int, int]:
-    """How many of `numel` elements no slice holds, and how many more than one holds.
+    """Number of the `numel` elements that no slice covers, and that several cover.
 
-    Works on a mask with one counter for as many elements as all slices begin, end and step by together, so weights of many
-    gigabytes take a few kilobytes.
+    Counts groups of elements that all slices cover alike, so that many gigabytes of weights need only kilobytes.
     """
     return _count_uncovered(numel, tuple(slice_ for slice_ in slices if slice_.numel))
 
 
-# The same plan is checked at every sync.
+# Cached because the same plan is checked in every sync.
 @functools.lru_cache(maxsize=1 << 16)
 def _count_uncovered(numel: int, slices: tuple[Slice, ...]) -> tuple[int, int]:
     if not slices:
@@ -129,7 +128,7 @@ def _count_uncovered(numel: int, slices: tuple[Slice, ...]) -> tuple[int, int]:
 
 
 def _as_runs(slice_: Slice) -> Slice:
-    """The same elements, each once, with the largest strides first and a contiguous run last, as long as it can be."""
+    """The same elements, each once, ordered by descending stride and ending in the longest contiguous run."""
     pairs = zip(slice_.strides, slice_.shape, strict=True)
     dims = sorted(((stride, size) for stride, size in pairs if size > 1 and stride > 0), reverse=True)
     run = 1

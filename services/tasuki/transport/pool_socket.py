@@ -1,4 +1,4 @@
-"""How a process joins its node's pool: the keeper's descriptors over a 0600 unix socket, each imported once."""
+"""Lets a process join its node's pool: receives the keeper's descriptors over a 0600 unix socket and imports each once."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _log = logging.getLogger(__name__)
 
 
 class PoolServer:
-    """Hands a pool's descriptors to processes of this user, and frees what the dead held, at each `poll`: without a thread."""
+    """Shares a pool's descriptors with processes of this user, and reclaims chunks of dead ones, at each `poll`; uses no thread."""
 
     def __init__(self, keeper: PoolKeeper, path: Path) -> None:
-        """Raises NodeRunning when something answers on the socket; a left-over file is replaced."""
+        """Raises NodeRunning if something answers on the socket; replaces a leftover file."""
         self._keeper, self._path = keeper, path
         self._listener = listen(path)
         self._listener.setblocking(False)
 
     def poll(self) -> None:
-        """Serves who has connected since the last call."""
+        """Serves peers that have connected since the last call."""
         while True:
             try:
                 peer, _ = self._listener.accept()
@@ -51,23 +51,23 @@ class PoolServer:
             return
         try:
             peer.settimeout(_SEND_TIMEOUT_S)
-            # What the kernel says here, since it is here that one looks whether the process is dead.
+            # The pid as this kernel namespace sees it, because this process checks whether it is dead.
             identity = Identity.of(pid)
             socket.send_fds(peer, [framed(_IDENTITY.pack(identity.pid, identity.start))], self._keeper.fds)
         except (OSError, TasukiError) as error:
-            # The peer has hung up or ended: its loss alone.
+            # The peer has hung up or ended; only it is affected.
             _log.warning("event=pool_not_joined pid=%d error=%s", pid, error)
 
 
 def join_pool(path: Path, *, device: str, timeout_s: float) -> None:
-    """From now on this process's arenas of `device` take their chunks from the pool behind `path`.
+    """Makes this process's arenas of `device` take their chunks from the pool behind `path`.
 
-    To be called before the first arena. Raises BadHandle when nothing answers in time, or what it gives is no pool.
+    Must be called before the first arena is created. Raises BadHandle if nothing answers in time or the answer is not a pool.
     """
     message, fds = fetch(path, timeout_s=timeout_s)
     try:
         if len(message) != _IDENTITY.size:
-            raise BadHandle(f"{path} is no socket of a pool", socket=path)
+            raise BadHandle(f"{path} is not the socket of a pool", socket=path)
         open_pool(fds, device=device, identity=Identity(*_IDENTITY.unpack(message)))
     finally:
         for fd in fds:

@@ -1,4 +1,4 @@
-"""A trainer rank's slice of one checkpoint tensor, and the names under which module parameters appear in a checkpoint."""
+"""A trainer rank's slice of a checkpoint tensor, and the names of module parameters in a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tasuki.transport.box import Box
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The slice of the checkpoint tensor `name` that begins at `offsets` and has the shape of `local`: rows, columns, or both.
+    """The slice of the checkpoint tensor `name` at `offsets`, in the shape of `local`: rows, columns, or both.
 
-    offsets: one for each dimension of `global_shape`. local: a live view of the rank's master weights; read at every publish.
+    offsets: one per dimension of `global_shape`. local: a live view of the rank's master weights, read at every publish.
     """
 
     name: str
@@ -30,10 +30,10 @@ class Shard:
 def checkpoint_shards(
     name: str, global_shape: tuple[int, ...], offsets: tuple[int, ...], local: torch.Tensor, *, names: CheckpointNames
 ) -> list[Shard]:
-    """The checkpoint-named shards in the slice `local` at `offsets` of the module parameter `name`; none when it is empty.
+    """The shards, under checkpoint names, in the slice `local` at `offsets` of the module parameter `name`; none if it is empty.
 
-    The same slice, but for experts: transformers 5 keeps them fused, one row an expert (gate_up_proj [E, 2 I, H], gate first, and down_proj
-    [E, H, I]), while a checkpoint has two-dimensional tensors for each expert. names: of the model's family.
+    Usually the same slice. transformers 5 fuses experts, one row each (gate_up_proj [E, 2 I, H], gate first, and down_proj [E, H, I]),
+    while a checkpoint has two-dimensional tensors per expert. names: of the model's family.
     """
     if local.numel() == 0:
         return []
@@ -53,7 +53,7 @@ _Part = tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]
 def _expert_parts(
     names: tuple[str, ...], shape: tuple[int, ...], offsets: tuple[int, ...], expert: torch.Tensor
 ) -> list[_Part]:
-    """Name, shape, offsets and values of the tensors of which the slice of a fused one holds anything."""
+    """Name, shape, offsets and values of the tensors that a slice of a fused one overlaps."""
     num_rows = shape[0] // len(names)
     parts: list[_Part] = []
     for place, part in enumerate(names):

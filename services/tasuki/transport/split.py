@@ -1,4 +1,4 @@
-"""The pieces of a copy plan, cut where a tensor passes from one trainer rank's slice to the next. Pure arithmetic."""
+"""Splits the pieces of a copy plan at the boundaries of trainer ranks' slices. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tasuki.transport.plan import Piece, Slice, whole
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A part of a piece that lies in one trainer rank's slice.
+    """The part of a piece in one trainer rank's slice.
 
-    source: counts from the first element of `entry`. where: the same elements' indices in the whole tensor.
+    source: relative to the first element of `entry`. where: the same elements' indices in the whole tensor.
     """
 
     entry: Entry
@@ -25,9 +25,9 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class _Level:
-    """A dimension of a trainer rank's slice. Dimensions that the slice has whole are merged into the one before.
+    """A dimension of a trainer rank's slice. Dimensions that the slice covers fully are merged into the one before.
 
-    size: of the whole tensor. start, length: of the slice. pitch, local_pitch: elements from one index to the next in either.
+    size: of the whole tensor. start, length: of the slice. pitch, local_pitch: elements between consecutive indices in either.
     """
 
     size: int
@@ -38,21 +38,21 @@ class _Level:
 
 
 def indices_of(entry: Entry) -> Slice:
-    """The indices of the entry's elements in the whole tensor."""
+    """Indices of the entry's elements in the whole tensor."""
     strides = whole(entry.global_shape).strides
     return Slice(sum(map(mul, entry.offsets, strides)), entry.sizes, strides)
 
 
 def split_by_entries(piece: Piece, entries: Sequence[Entry]) -> list[Copy]:
-    """Cuts a piece where its tensor passes from one trainer rank's slice to the next.
+    """Splits a piece at the boundaries of trainer ranks' slices.
 
-    entries: those of the piece's tensor over all ranks, without gaps.
+    entries: of the piece's tensor over all ranks, without gaps.
     """
     copies: list[Copy] = []
     for entry in entries:
         levels = _levels(entry)
         if len(levels) == 1:
-            # Rows: their elements follow each other in the whole tensor, too.
+            # Rows are also contiguous in the whole tensor.
             first, last = levels[0].start, levels[0].start + levels[0].length
             for where, target in _within((piece.source, piece.destination), 0, first, last):
                 copies.append(Copy(entry, Slice(where.offset - first, where.shape, where.strides), where, target))
@@ -69,7 +69,7 @@ def split_by_entries(piece: Piece, entries: Sequence[Entry]) -> list[Copy]:
 
 
 def _levels(entry: Entry) -> list[_Level]:
-    """The outermost first. Rows are a single level, whose indices are those of the elements."""
+    """Levels, outermost first. Rows have a single level whose indices are those of the elements."""
     levels: list[_Level] = []
     for size, start, length in zip(reversed(entry.global_shape), reversed(entry.offsets), reversed(entry.sizes), strict=True):
         if not levels:
@@ -85,10 +85,10 @@ def _levels(entry: Entry) -> list[_Level]:
 
 
 def _unwound(sides: tuple[Slice, ...], levels: Sequence[_Level]) -> Iterator[tuple[Slice, ...]]:
-    """The same copy in parts in which a step along any dimension changes the coordinate of one level alone.
+    """Splits a copy into parts in which a step along any dimension changes the coordinate of only one level.
 
-    sides: of one shape, the source first. What a loader takes by dimensions of the tensor needs no parting; a run of a flattened tensor
-    becomes at most three parts a level.
+    sides: of equal shape, source first. Copies along the tensor's dimensions need no splitting; a run of a flattened tensor becomes at most
+    three parts per level.
     """
     if sides[0].numel == 0:
         return
@@ -101,7 +101,7 @@ def _unwound(sides: tuple[Slice, ...], levels: Sequence[_Level]) -> Iterator[tup
 
 
 def _coordinates(source: Slice, levels: Sequence[_Level]) -> list[Slice]:
-    """The source's index in each level, with stride 0 along dimensions that belong to another one."""
+    """Index of the source in each level, with stride 0 along dimensions of other levels."""
     coordinates: list[Slice] = []
     outside, strides = 0, source.strides
     for level in levels:
@@ -114,7 +114,7 @@ def _coordinates(source: Slice, levels: Sequence[_Level]) -> list[Slice]:
 
 
 def _parted(sides: tuple[Slice, ...], at: Slice, size: int) -> Iterator[tuple[Slice, ...]]:
-    """Two parts of a copy whose coordinate `at` runs past a level's `size` into the next index of the level outside."""
+    """Splits a copy where its coordinate `at` passes a level's `size` into the next outer index."""
     dim = _outermost(at)
     stride, count = at.strides[dim], at.shape[dim]
     extent = at.selected(dim, 0).end - at.offset
@@ -129,19 +129,19 @@ def _parted(sides: tuple[Slice, ...], at: Slice, size: int) -> Iterator[tuple[Sl
 
 
 def _outermost(at: Slice) -> int:
-    """The dimension of the largest step."""
+    """The dimension with the largest step."""
     return max(range(len(at.shape)), key=lambda dim: at.strides[dim] if at.shape[dim] > 1 else -1)
 
 
 def _joined(coordinates: Sequence[Slice], levels: Sequence[tuple[int, int]]) -> Slice:
-    """Elements from their index in each level. levels: first index and pitch of each."""
+    """Elements from their indices in each level. levels: first index and pitch of each."""
     offset = sum((at.offset - start) * pitch for at, (start, pitch) in zip(coordinates, levels, strict=True))
     steps = [[stride * pitch for stride in at.strides] for at, (_, pitch) in zip(coordinates, levels, strict=True)]
     return Slice(offset, coordinates[0].shape, tuple(map(sum, zip(*steps, strict=True))))
 
 
 def _within(slices: tuple[Slice, ...], judged: int, first: int, last: int) -> list[tuple[Slice, ...]]:
-    """The parts of `slices`, all of one shape, in which the elements of slices[judged] lie in [first, last)."""
+    """Parts of `slices`, all of one shape, in which the elements of slices[judged] lie in [first, last)."""
     at = slices[judged]
     if at.numel == 0 or at.end <= first or at.offset >= last:
         return []
@@ -150,7 +150,7 @@ def _within(slices: tuple[Slice, ...], judged: int, first: int, last: int) -> li
     dim = _outermost(at)
     stride, size = at.strides[dim], at.shape[dim]
     extent = at.selected(dim, 0).end - at.offset
-    # Of the indices along `dim`, [touch, done) have elements inside, and [enter, leave) have nothing but those.
+    # Along `dim`, indices [touch, done) have some elements inside, and [enter, leave) have only such elements.
     touch = max(0, (first - extent - at.offset) // stride + 1)
     enter = min(size, max(0, -((at.offset - first) // stride)))
     leave = min(size, max(enter, (last - extent - at.offset) // stride + 1))

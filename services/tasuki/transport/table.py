@@ -1,4 +1,4 @@
-"""Copies and checksums lowered to a table that a GPU kernel walks: blocks of rows and columns, cut into tiles. Pure arithmetic."""
+"""Copies and checksums lowered to a table for a GPU kernel: blocks of rows and columns, split into tiles. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import torch
 BLOCK_WORDS = 10
 """64-bit words of a block: start of both sides, units, columns, row stride of both, column stride of both, slot, index."""
 INDEXED_BLOCK_WORDS = 12
-"""The same, and row and column stride of the indices, where they are not those of the first side."""
+"""The same plus row and column stride of the indices, if they differ from the first side's."""
 TILE_UNITS = 2048
-"""Units that one program of the kernel handles."""
+"""Units processed by one program of the kernel."""
 VECTOR_BYTES = 16
 _MAX_BLOCK_ELEMENTS = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One side of a transfer. start: address, or index for the indices of a checksum; strides: in elements.
+    """One side of a transfer. start: address, or index for a checksum's indices. strides: in elements.
 
-    item_bytes: what `start` grows by from element to element; 1 for indices.
-    alignment: what `start` must be a multiple of for a vector access, in the units of `start`.
+    item_bytes: increment of `start` per element; 1 for indices.
+    alignment: required of `start` for a vector access, in units of `start`.
     """
 
     start: int
@@ -39,16 +39,16 @@ class Side:
         return self.stepping(self.strides[:dim] + self.strides[dim + 1 :])
 
     def stepping(self, strides: tuple[int, ...]) -> Side:
-        """From the same start by other strides."""
+        """The same start with other strides."""
         return Side(self.start, strides, self.item_bytes, self.alignment)
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Elements of one shape that lie differently on two sides.
+    """Elements of one shape with different layouts on two sides.
 
-    slot: for checksums the sum that they add to. lane: tiles of different lanes are interleaved, such as those of several owners.
-    indices: a third side for copies that are summed.
+    slot: for checksums, the sum to add to. lane: tiles of different lanes, such as owners, are interleaved.
+    indices: a third side, for summed copies.
     """
 
     shape: tuple[int, ...]
@@ -63,16 +63,16 @@ class Transfer:
         return (self.first, self.second) if self.indices is None else (self.first, self.second, self.indices)
 
     def part(self, shape: tuple[int, ...], sides: Iterable[Side]) -> Transfer:
-        """A part of this transfer, of another shape, or in other dimensions."""
+        """A part of this transfer, with another shape or other dimensions."""
         first, second, *indices = sides
         return Transfer(shape, first, second, self.slot, self.lane, indices[0] if indices else None)
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """The work of one launch. A unit is `vector` elements, contiguous on both sides; strides in `blocks` count units.
+    """The work of one launch. A unit is `vector` elements, contiguous on both sides; strides in `blocks` are in units.
 
-    blocks: [num_blocks, BLOCK_WORDS or INDEXED_BLOCK_WORDS] int64. tiles: [num_tiles] int64, each a block's number << 32 | its first unit.
+    blocks: [num_blocks, BLOCK_WORDS or INDEXED_BLOCK_WORDS] int64. tiles: [num_tiles] int64: block number << 32 | first unit.
     """
 
     vector: int
@@ -85,9 +85,9 @@ def memory_side(tensor: torch.Tensor) -> Side:
 
 
 def build_tables(transfers: Sequence[Transfer], *, vector: int, first_lane: int = 0) -> list[Table]:
-    """A table for each kind of access and size of a block: by vectors of `vector` elements where that can be, else element by element.
+    """Builds a table per kind of access and size of block: vectors of `vector` elements where possible, else single elements.
 
-    first_lane: which lane has the first tile; ranks that read from the same owners pass different ones.
+    first_lane: lane of the first tile; ranks that read from the same owners pass different ones.
     """
     blocks: defaultdict[tuple[int, int], list[tuple[list[int], int]]] = defaultdict(list)
     for block in blocks_of(transfers):
@@ -98,13 +98,13 @@ def build_tables(transfers: Sequence[Transfer], *, vector: int, first_lane: int 
 
 
 def blocks_of(transfers: Iterable[Transfer]) -> Iterator[Transfer]:
-    """The same elements in parts of two dimensions."""
+    """Splits transfers into two-dimensional parts."""
     for transfer in transfers:
         yield from _blocks(_collapsed(transfer))
 
 
 def _collapsed(transfer: Transfer) -> Transfer:
-    """The same elements with as few dimensions as all sides allow, the second side's largest strides first."""
+    """The same elements with as few dimensions as all sides allow, ordered by descending stride of the second side."""
     sides = zip(transfer.shape, *(side.strides for side in transfer.sides), strict=True)
     dims = sorted((dim for dim in sides if dim[0] != 1), key=lambda dim: (dim[2], dim[1]), reverse=True)
     merged: list[tuple[int, ...]] = []
@@ -120,7 +120,7 @@ def _collapsed(transfer: Transfer) -> Transfer:
 
 
 def _blocks(transfer: Transfer) -> Iterator[Transfer]:
-    """Parts of two dimensions, small enough that their units are counted in 31 bits."""
+    """Two-dimensional parts, small enough to count their units in 31 bits."""
     shape, sides = transfer.shape, transfer.sides
     if math.prod(shape) == 0:
         return
@@ -152,7 +152,7 @@ def _is_vectorizable(block: Transfer, vector: int) -> bool:
 
 def _words(block: Transfer, width: int) -> list[int]:
     rows, cols = block.shape
-    # Row and column stride of each side; those of dimensions without a step do not matter.
+    # Row and column stride of each side; those of dimensions of size 1 are irrelevant.
     steps = [
         (side.strides[0] // width if rows > 1 else 0, (1 if width > 1 else side.strides[1]) if cols > 1 else 0)
         for side in block.sides
@@ -176,7 +176,7 @@ def _table(width: int, rows: Sequence[tuple[list[int], int]], first_lane: int) -
 
 
 def _interleaved(lanes: torch.Tensor, first_lane: int) -> torch.Tensor:
-    """An order in which every lane progresses at the pace that lets all end together, `first_lane` in front."""
+    """An order in which lanes progress so that all end together, starting with `first_lane`."""
     places = torch.empty(len(lanes), dtype=torch.float64)
     num_lanes = int(lanes.max()) + 1
     for lane in lanes.unique().tolist():

@@ -1,4 +1,4 @@
-"""Did the engine ranks together receive exactly what the trainer ranks published? Compares checksums; holds no weights."""
+"""Verifies that the engine ranks together received exactly what the trainer ranks published. Compares checksums; holds no weights."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from tasuki.wire.errors import WeightsCorrupt
 
 _NAMED_TENSORS = 5
 HeldSlice = tuple[str, Slice]
-"""Name of a checkpoint tensor, and the slice of it that an engine rank holds."""
+"""Name of a checkpoint tensor, and an engine rank's slice of it."""
 
 
 class Comparison:
-    """Compares what engine ranks hold with what was published; made once for the slices that they hold, asked at every sync.
+    """Compares engine ranks' checksums with the published ones; built once per set of slices and used in every sync.
 
-    A slice that several ranks hold must be equal on all of them; different slices of a tensor must not overlap, must cover it, and
-    their sums must add up to what the publishers wrote in their headers.
+    Ranks that hold the same slice must agree. Different slices of a tensor must not overlap and must cover it, and their sums must add up
+    to the sums in the publishers' headers.
     """
 
     def __init__(self, held: Sequence[tuple[int, str, Slice]], published: ImportedWeights) -> None:
-        """held: for each sum its rank, tensor and slice."""
+        """held: rank, tensor and slice of each sum."""
         self._held, self._published = list(held), published
         place_of = {name: place for place, name in enumerate(published.entries)}
         first_of: dict[HeldSlice, int] = {}
@@ -64,11 +64,11 @@ class Comparison:
         )
 
     def _differing(self, sums: np.ndarray) -> np.ndarray:
-        """Which sums are not those of the first rank that holds the same slice."""
+        """Mask of sums that differ from the first rank with the same slice."""
         return sums != sums[self._first_holders]
 
     def _wrong(self, sums: np.ndarray) -> np.ndarray:
-        """Which tensors do not add up; unsigned numbers of 64 bits wrap as the checksum wants."""
+        """Mask of tensors whose sums do not add up; uint64 wraps as the checksum requires."""
         totals = np.zeros(len(self._published.entries), dtype=np.uint64)
         np.add.at(totals, self._tensor_of_part, sums[self._parts])
         return totals != self._published.checksums()
@@ -77,7 +77,7 @@ class Comparison:
         return [self._held[place][1] for place in which.nonzero()[0].tolist()]
 
     def _find_fault(self, name: str, sums: np.ndarray) -> tuple[set[int], str]:
-        """Looks at the published memory again, if it can: engine ranks at fault, and words that say where the difference is."""
+        """Reads the published memory again, if possible: returns the engine ranks at fault, and where the difference is."""
         if not self._published.is_mapped:
             return set(), ""
         changed = self._published.changed_ranks(name)
@@ -93,7 +93,7 @@ class Comparison:
 
 
 def _gap(numel: int, slices: Sequence[Slice]) -> str:
-    """What is wrong with the slices whatever they contain; empty when nothing is."""
+    """What is wrong with the slices regardless of their contents; empty if nothing."""
     if not slices:
         return "no engine rank reads it"
     missing, repeated = count_uncovered(numel, slices)

@@ -1,4 +1,4 @@
-"""An arena of published weights, wherever its memory is: what a trainer rank publishes and every engine rank maps."""
+"""An arena of published weights, in any kind of memory: published by a trainer rank, mapped by every engine rank."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from tasuki.wire.errors import BadHandle
 
 
 class PeerMemory(Protocol):
-    """A peer's memory at addresses of ours."""
+    """A peer's memory, mapped here."""
 
     def release(self) -> None:
-        """Lets go of the memory and keeps the addresses. Idempotent."""
+        """Unmaps the memory but keeps its addresses. Idempotent."""
         ...
 
     def renew(self, fds: Sequence[int]) -> None:
-        """After `drop`: the same bytes of the manifest in other memory, at the same addresses. The descriptors stay the caller's."""
+        """After `release`: maps other memory with the same layout at the same addresses. The caller owns the descriptors."""
         ...
 
     def close(self) -> None: ...
 
 
 class WeightArena:
-    """A trainer rank's arena, as its owner or a reader sees it.
+    """A trainer rank's arena, as seen by its owner or a reader.
 
-    tensors: one for each entry of the manifest, of its shape and dtype, in the memory itself; none where only the header is mapped.
-    memory: of a peer, None for an owner's and for a header alone. fds: the owner's, who hands them out; the header's comes first.
+    tensors: one per entry of the manifest, in its shape and dtype, in the memory itself; none if only the header is mapped.
+    memory: of a peer; None for an owner and for a header alone. fds: the owner's, to share; the header's comes first.
     """
 
     def __init__(
@@ -55,30 +55,30 @@ class WeightArena:
 
     @property
     def is_mapped(self) -> bool:
-        """Whether there is more than the header."""
+        """Whether more than the header is mapped."""
         return len(self._tensors) == len(self.manifest.entries)
 
     def release(self) -> None:
-        """Lets go of a peer's memory. Its tensors must not be used until `renew`."""
+        """Unmaps a peer's memory. Its tensors must not be used until `renew`."""
         if self._memory is not None:
             self._memory.release()
         self.holds_memory = False
 
     def renew(self, manifest: Manifest, fds: Sequence[int]) -> None:
-        """Takes a peer's memory again, which is other memory by now. Raises BadHandle, and then holds none."""
+        """Maps a peer's current memory. On BadHandle nothing is mapped."""
         if manifest != self.manifest or len(fds) != 1 + len(manifest.chunk_bytes):
-            raise BadHandle(f"rank {manifest.rank} published in another layout than its handle says", rank=manifest.rank)
+            raise BadHandle(f"rank {manifest.rank} published a layout that differs from its handle", rank=manifest.rank)
         self.release()
         if self._memory is not None:
             self._memory.renew(fds[1:])
         self.holds_memory = True
 
     def release_tensors(self) -> None:
-        """No tensor of it is used from here on."""
+        """Drops the tensors, which must no longer be used."""
         self._tensors.clear()
 
     def close(self) -> None:
-        """A reader's end: lets go of the memory; no tensor in it may be used any more."""
+        """Closes a reader's side: unmaps the memory, whose tensors must no longer be used."""
         self.header.close()
         self._tensors.clear()
         if self._memory is not None:

@@ -153,7 +153,7 @@ def test_buffers_that_do_not_fit_their_layer_are_refused_with_what_to_change() -
     with _Unpinned():
         changed = {"qkv_proj": QKVParallelLinearWithLoRA(smaller, cast(Any, None))}
     with pytest.raises(
-        UnsupportedModel, match="qkv_proj: SGLang makes LoRA buffers of .* at rollout.tp_size = 2; .* rollout.lora"
+        UnsupportedModel, match="qkv_proj: SGLang allocates LoRA buffers of .* at rollout.tp_size = 2; .* rollout.lora"
     ):
         buffers_of(PADDED, 0, changed=changed)
 

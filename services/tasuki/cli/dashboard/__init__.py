@@ -1,1 +1,1 @@
-"""`tasuki dashboard`: a page that shows a node and its run. It only reads."""
+"""`tasuki dashboard`: a read-only web page that shows a node and its run."""

@@ -1,4 +1,4 @@
-"""A page of changeovers with their stages, failures and causes, and the restarts of services."""
+"""Pages of changeovers with their stages, failures and causes, and restarts of services."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ _FIELD = re.compile(r"(\w+)=(.*?)(?= \w+=|$)")
 
 
 def page(journal: Path, *, before: int | None = None, limit: int = 50, only_failed: bool = False) -> dict[str, Any]:
-    """Changeovers, newest first, numbered below `before`; `next` continues. Raises InvalidArgument for a journal that cannot be read."""
+    """Changeovers, newest first, numbered below `before`; `next` continues. Raises InvalidArgument for an unreadable journal."""
     limit, before = max(1, min(limit, _MAX_PAGE)), _MAX_NUMBER if before is None else max(0, min(before, _MAX_NUMBER))
     try:
         with reading(journal) as db:
-            db.execute("BEGIN")  # one moment for all
+            db.execute("BEGIN")  # one snapshot for all
             rows = db.execute(_PAGE, {"before": before, "only_failed": only_failed, "limit": limit}).fetchall()
             counts = {str(row[0]): int(row[1]) for row in db.execute("SELECT status, count(*) FROM outcomes GROUP BY status")}
             stages = _stages(db, [int(row["number"]) for row in rows])
@@ -90,7 +90,7 @@ def _changeover(row: sqlite3.Row, stages: list[dict[str, Any]]) -> dict[str, Any
 
 
 def restarts(log: Path) -> list[dict[str, Any]]:
-    """Restarts of services with their causes, newest first, from the supervisor's log; empty where there is none."""
+    """Restarts of services with their causes, newest first, from the supervisor's log; empty without one."""
     causes: dict[str, str] = {}
     found: list[dict[str, Any]] = []
     for time, event, fields in _log_events(log):
@@ -118,6 +118,6 @@ def _log_events(log: Path) -> Iterator[tuple[float, str, dict[str, str]]]:
         return
     for match in map(_LOG_LINE.match, text.splitlines()):
         if match is not None:
-            # The log has the machine's local time.
+            # The log uses the machine's local time.
             moment = datetime.strptime(match[1], "%Y-%m-%d %H:%M:%S").timestamp() + int(match[2]) / 1000  # noqa: DTZ007
             yield moment, match[3], dict(_FIELD.findall(match[4]))

@@ -1,4 +1,4 @@
-"""Which figures of a run are drawn together, and how."""
+"""Assigns a run's metrics to charts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """takes: whether a figure belongs in it. is_stacked: its series add up."""
+    """takes: whether the chart includes a metric. is_stacked: whether its series add up."""
 
     title: str
     unit: str
@@ -37,18 +37,16 @@ CHARTS: Sequence[Chart] = (
     Chart("Shares of samples and tokens", "share", lambda name: name.endswith("_fraction") or "clip_fraction" in name),
 )
 _SKIPPED = {"policy_version", "critic_version", "num_policy_steps", "num_critic_steps"}
-"""Counters, which the page shows as numbers."""
+"""Counters, shown as numbers."""
 _REST = "Others"
 
 
 def draw(thinned: dict[str, Any]) -> list[dict[str, Any]]:
-    """The charts that have any figure, with their series; what no chart takes gets another chart below `Others`."""
+    """Charts with data, with their series. Metrics without a chart get their own below `Others`."""
     left = {name: series for name, series in thinned["series"].items() if name not in _SKIPPED and _has_any(series)}
     charts: list[dict[str, Any]] = []
     for chart in CHARTS:
-        taken = {
-            name: left.pop(name) for name in list(left) if chart.takes(name)
-        }  # in the order of the file, which is that of a step
+        taken = {name: left.pop(name) for name in list(left) if chart.takes(name)}  # in the order of the file, as in a step
         if taken:
             charts.append(_drawn(chart.title, chart.unit, taken, is_stacked=chart.is_stacked, is_log=chart.is_log))
     charts += [{**_drawn(name, "", {name: left[name]}), "section": _REST} for name in sorted(left)]

@@ -17,7 +17,7 @@ from tasuki.wire.address import is_beyond_loopback, reachable, split_host_port
 from tasuki.wire.errors import InvalidArgument
 
 _NICE = 10
-"""Lower than the services, on a machine whose processors they need."""
+"""Lower priority than the services, which may need the processors."""
 
 
 def run(folder: Path | None, *, config_path: Path | None, listen: str) -> int:
@@ -42,13 +42,13 @@ def run(folder: Path | None, *, config_path: Path | None, listen: str) -> int:
 
 
 class Dashboard(DashboardServer):
-    """A server that knows the address to open. It is not started yet, nor is its feed."""
+    """A server with its URL. Neither it nor its feed is started yet."""
 
     url: str
 
 
 def make_server(folder: Path | None, *, config: NodeConfig | None, listen: str) -> Dashboard:
-    """Of a run's folder, or of a node. Raises as `run`."""
+    """A server for a run's folder or a node. Raises as `run`."""
 
     def place() -> RunPlace:
         if folder is not None:
@@ -60,7 +60,7 @@ def make_server(folder: Path | None, *, config: NodeConfig | None, listen: str) 
     is_open = is_beyond or (config is not None and config.security.insecure)
     token = None if is_open else make_token()
     server = Dashboard(Feed(place), listen, token=token, guard_config=config if is_beyond else None)
-    # What is behind the # is sent to nobody, and is in no log.
+    # The fragment after # is never sent or logged.
     address = reachable(listen, seen_from=f"{socket.gethostname()}:0")
     server.url = f"{'https' if is_beyond else 'http'}://{address}/{'' if token is None else f'#token={token}'}"
     return server

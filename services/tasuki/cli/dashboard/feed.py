@@ -1,4 +1,4 @@
-"""Everything that is shown, kept up to date by a thread that looks twice a second; pages wait here for what is new."""
+"""The dashboard's data, refreshed twice a second by a thread; pages wait here for changes."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _LOOK_S = 0.5
 _NOWHERE = Path("/nonexistent")
 
 Parts = dict[str, int]
-"""How often each part has changed: run, steps, samples, changeovers, memory, node."""
+"""Change counters of each part: run, steps, samples, changeovers, memory, node."""
 
 
 class Feed:
-    """Reads files and, where a node runs, its coordinator. Everything but `start` and `close` may be called from any thread."""
+    """Reads files and, if a node runs, its coordinator. Everything but `start` and `close` is thread-safe."""
 
     def __init__(self, place: Callable[[], RunPlace]) -> None:
-        """place: where the run is now. Raises PathNotFound."""
+        """place: returns the run's current location. Raises PathNotFound."""
         self._find = place
         self._changed = threading.Condition()
         self._parts: Parts = dict.fromkeys(("run", "steps", "samples", "changeovers", "memory", "node"), 0)
@@ -52,7 +52,7 @@ class Feed:
         self._thread.join(_LOOK_S * 4)
 
     def await_change(self, known: Parts, *, timeout_s: float) -> Parts:
-        """The parts, as soon as they are others than `known`, or after the time."""
+        """Returns the parts once they differ from `known`, or after the timeout."""
         with self._changed:
             self._changed.wait_for(lambda: self._parts != known or self._stop.is_set(), timeout_s)
             return dict(self._parts)
@@ -62,7 +62,7 @@ class Feed:
         return self._stop.is_set()
 
     def run(self) -> dict[str, Any]:
-        """What the run is, and its newest figures."""
+        """The run's settings and latest metrics."""
         place = self.place
         return {
             "output_dir": None if place.output_dir is None else str(place.output_dir),
@@ -75,7 +75,7 @@ class Feed:
         }
 
     def node(self) -> dict[str, Any]:
-        """The node now, with the last seconds of each stage."""
+        """The node's current state, with the last duration of each stage."""
         journal = self._journal
         told = {"events": journal.events(), "last_seconds": journal.last_seconds(), "num_restarts": journal.num_restarts}
         return {**self._node.read(), **told}
@@ -85,7 +85,7 @@ class Feed:
         return {"steps": thinned["steps"], "bucket": thinned["bucket"], "bounds": self._steps.bounds(), "charts": draw(thinned)}
 
     def changeovers(self, *, before: int | None, limit: int, only_failed: bool) -> dict[str, Any]:
-        """Raises InvalidArgument for a journal that cannot be read."""
+        """Raises InvalidArgument for an unreadable journal."""
         return page(self.place.journal, before=before, limit=limit, only_failed=only_failed)
 
     def changeover_chart(self, *, points: int) -> dict[str, Any]:
@@ -110,7 +110,7 @@ class Feed:
         return read_sample(self.place.samples, step, index, token_text=self._token_texts())
 
     def _node_config(self) -> Path | None:
-        """Of a node that may be running."""
+        """Configuration of a node that may be running."""
         return self.place.config if self.place.is_of_node else None
 
     def _settle(self, place: RunPlace) -> None:
@@ -128,7 +128,7 @@ class Feed:
         while not self._stop.is_set():
             try:
                 place = self._find()
-            except TasukiError:  # the folder is gone, and may come back
+            except TasukiError:  # the folder is gone, but may come back
                 place = self.place
             if place != self.place:
                 self._settle(place)
@@ -137,7 +137,7 @@ class Feed:
                 self._stop.wait(_LOOK_S)
 
     def _look(self) -> bool:
-        """Whether more may be waiting in a file that is read in parts."""
+        """Refreshes everything. Returns whether more may be waiting in a file that is read in parts."""
         has_steps, has_stages = self._steps.advance(), self._journal.advance()
         told = ["run", "steps"] if has_steps else []
         told += ["changeovers", "memory", "node"] if has_stages else []
@@ -151,7 +151,7 @@ class Feed:
         return has_steps or has_stages
 
     def _make_plan(self) -> bool:
-        """Once for each configuration and size of the GPUs. Whether there is another now."""
+        """Plans once for each configuration and GPU size. Returns whether the plan changed."""
         config, sizes = self.place.config, self._memory.device_bytes()
         if config is None or self._planned_for == (config, sizes):
             return False
@@ -176,7 +176,7 @@ class Feed:
 
 
 def _model_of(place: RunPlace) -> Path | None:
-    """A folder with the tokenizer: the model of the node, else the one that the run has left."""
+    """A folder with the tokenizer: the node's model, or the one left by the run."""
     try:
         model = None if place.config is None else load_config(place.config).model.path
     except (TasukiError, OSError):
@@ -187,7 +187,7 @@ def _model_of(place: RunPlace) -> Path | None:
 
 
 def _settings_of(config_path: Path | None) -> dict[str, Any]:
-    """What a reader wants to know of a node's configuration."""
+    """The main settings of a node's configuration."""
     try:
         config = None if config_path is None else load_config(config_path)
     except (TasukiError, OSError):

@@ -1,4 +1,4 @@
-"""Who may read the page's figures: whoever has the URL that was printed, or, beyond loopback, the callers of [security]."""
+"""Access control of the dashboard: holders of the printed URL or, beyond loopback, callers according to [security]."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tasuki.wire.address import is_beyond_loopback, is_loopback
 from tasuki.wire.errors import InvalidArgument, Unauthenticated
 
 _METHOD = METHODS["/tasuki.v1.CoordinatorService/GetState"]
-"""Whoever may call it may look."""
+"""Every role may read."""
 _BEARER = "bearer "
 _TOKEN_BYTES = 32
 
 
 def check_listen(listen: str, config: NodeConfig | None) -> None:
-    """Raises InvalidArgument for an address beyond loopback without TLS and known callers."""
+    """Raises InvalidArgument for an address beyond loopback without TLS and authentication."""
     if not is_beyond_loopback(listen):
         return
     problem = f"{listen} is not loopback: "
@@ -45,16 +45,16 @@ def make_token() -> str:
 
 
 class Guard:
-    """Looks at a request before it is answered."""
+    """Checks requests before they are answered."""
 
     def __init__(self, *, token: str | None, access: Access | None, checks_host: bool) -> None:
-        """token: of the URL; None asks for none. access: of a port beyond loopback. checks_host: takes only names of this machine."""
+        """token: from the URL; None requires none. access: for a port beyond loopback. checks_host: accepts only names of this machine."""
         self._token, self._access, self._checks_host = token, access, checks_host
 
     def takes_host(self, host: str | None) -> bool:
-        """Whether the header `Host` may be this server's: a page elsewhere that has its name lead here is refused (DNS rebinding).
+        """Whether the `Host` header may name this server. Refuses pages elsewhere whose name resolves to it (DNS rebinding).
 
-        Over TLS the certificate has the name. The port may be another one, that of a tunnel.
+        Over TLS the certificate determines the name. The port may differ, as through a tunnel.
         """
         if not self._checks_host:
             return True
@@ -74,7 +74,7 @@ def _given(handler: BaseHTTPRequestHandler) -> str:
 
 
 def _bare_host(header: str) -> str:
-    """Without port and brackets."""
+    """Host without port and brackets."""
     host, _, port = header.rpartition(":") if not header.endswith("]") else (header, "", "")
     name = host if host and port.isdecimal() else header
     bare = name[1:-1] if name.startswith("[") and name.endswith("]") else name

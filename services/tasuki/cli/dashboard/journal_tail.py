@@ -1,4 +1,4 @@
-"""The rows of a journal as they come: one line of columns for each stage that ended. The file is opened for reading, and for moments."""
+"""Follows a journal, with one row of columns per finished stage. Opens the file briefly and read-only."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _STAGE_NUMBERS = {str(stage): number for number, stage in enumerate(STAGES)}
 
 @contextmanager
 def reading(path: Path) -> Iterator[sqlite3.Connection]:
-    """A connection that cannot write. Readers of a write-ahead log and its writer do not wait for each other. Raises sqlite3.Error."""
-    # Without a write-ahead log nobody writes, and the file is all there is; then nothing is put beside it.
+    """A read-only connection. With a write-ahead log, readers and the writer do not block each other. Raises sqlite3.Error."""
+    # Without a write-ahead log there is no writer, and reading need not create files next to it.
     options = "mode=ro" if path.with_name(f"{path.name}-wal").exists() else "mode=ro&immutable=1"
     with closing(
         sqlite3.connect(f"{path.resolve().as_uri()}?{options}", uri=True, timeout=_BUSY_S, isolation_level=None)
@@ -41,13 +41,13 @@ def reading(path: Path) -> Iterator[sqlite3.Connection]:
 
 @dataclass(slots=True)
 class StageColumns:
-    """A line for each stage that ended, in their order. Times are seconds since 1970."""
+    """One row per finished stage, in order. Times are Unix times in seconds."""
 
     times: array[float] = field(default_factory=lambda: array("d"))
     numbers: array[int] = field(default_factory=lambda: array("q"))
-    """Of the changeover."""
+    """Number of the changeover."""
     stages: array[int] = field(default_factory=lambda: array("b"))
-    """Place in STAGES."""
+    """Index in STAGES."""
     seconds: array[float] = field(default_factory=lambda: array("d"))
     is_done: array[int] = field(default_factory=lambda: array("b"))
     is_undo: array[int] = field(default_factory=lambda: array("b"))
@@ -55,12 +55,12 @@ class StageColumns:
 
 @dataclass
 class JournalTail:
-    """Reads on at each `advance`. A journal that cannot be read has a `problem`, and nothing is raised."""
+    """Reads on at each `advance`. For an unreadable journal it sets `problem` instead of raising."""
 
     path: Path
     problem: str = ""
     num_restarts: dict[str, int] = field(default_factory=dict)
-    """By service: how often another boot id was seen, or an epoch began after the first."""
+    """By service: number of later boot ids, or of epochs after the first."""
 
     def __post_init__(self) -> None:
         self.columns = StageColumns()
@@ -88,18 +88,18 @@ class JournalTail:
             return False if is_busy else self._note_problem(f"{self.path} cannot be read: {error}")
 
     def events(self) -> list[str]:
-        """The last stages that ended, newest first, a line each."""
+        """The last finished stages, newest first, one line each."""
         with self._lock:
             return list(self._events)
 
     def copied(self) -> StageColumns:
-        """As they are now."""
+        """A copy of the current columns."""
         with self._lock:
             now = self.columns
             return StageColumns(now.times[:], now.numbers[:], now.stages[:], now.seconds[:], now.is_done[:], now.is_undo[:])
 
     def seconds_by_changeover(self, *, points: int) -> dict[str, Any]:
-        """Seconds of each stage of the changeovers, as means of at most `points` buckets of equally many."""
+        """Seconds of each stage, averaged over at most `points` buckets of equally many changeovers."""
         columns = self.copied()
         numbers = np.array(columns.numbers, dtype=np.int64)
         if not len(numbers):
@@ -120,7 +120,7 @@ class JournalTail:
         }
 
     def last_seconds(self) -> dict[str, float]:
-        """Of each stage, when it was done last."""
+        """Seconds of each stage when it last succeeded."""
         with self._lock:
             found: dict[str, float] = {}
             for stage, seconds, is_done in zip(
@@ -182,7 +182,7 @@ class JournalTail:
 
 
 def _event_line(row: sqlite3.Row) -> str:
-    """Time, changeover, stage, status, and what came of it."""
+    """Time, changeover, stage, status, and result."""
     moment = datetime.fromtimestamp(float(row["time"]), tz=UTC).astimezone().strftime("%H:%M:%S")
     name = f"undo {row['stage']}" if row["is_undo"] else str(row["stage"])
     figures = f"{float(row['seconds']):.3f} s, {int(row['bytes']) / _MIB:.1f} MiB"

@@ -1,4 +1,4 @@
-"""Memory of each device by tag over time: what the services said, moved on by the stages of the journal, beside the plan."""
+"""Memory of each device by tag over time: the services' reports, advanced by the journal's stages, next to the plan."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tasuki.wire.errors import TasukiError
 _RECORD_BYTES = 16_000_000
 _MAX_POINTS = 2_000
 _NO_GPU = 1
-"""On a CPU the planner has no use for the size of a GPU."""
+"""Unused on a CPU, but the planner requires a GPU size."""
 _CPU, _HOST = "cpu", "host"
 
 Sizes = Mapping[tuple[str, str, str], int]
@@ -40,7 +40,7 @@ Sizes = Mapping[tuple[str, str, str], int]
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What the services said at a moment, and where the stages lead from there. sizes: by place in STAGES."""
+    """A report of the services, and the sizes that stages lead to from there. sizes: by place in STAGES."""
 
     time: float
     sizes: tuple[Sizes, ...]
@@ -48,7 +48,7 @@ class _Known:
 
 
 class MemoryTimeline:
-    """Reads memory.jsonl again when it has changed."""
+    """Rereads memory.jsonl when it changes."""
 
     def __init__(self, record: Path) -> None:
         self._record = record
@@ -57,11 +57,11 @@ class MemoryTimeline:
         self._known: list[_Known] = []
 
     def device_bytes(self) -> dict[str, int]:
-        """Memory of each device that the services have named."""
+        """Memory of each device reported by the services."""
         return {device: size for known in self._read() for device, size in known.device_bytes.items()}
 
     def window(self, columns: StageColumns, *, changeovers: int, plan: Mapping[str, Any] | None) -> dict[str, Any]:
-        """The last `changeovers` of the journal, at most 2,000 points; `columns` are those of the journal's stages."""
+        """The last `changeovers` of the journal, in at most 2,000 points; `columns` are the journal's stages."""
         known = self._read()
         first = bisect_left(columns.numbers, (columns.numbers[-1] if columns.numbers else 0) - changeovers + 1)
         size = max(1, math.ceil((len(columns.times) - first) / _MAX_POINTS))
@@ -95,7 +95,7 @@ class MemoryTimeline:
 
 
 def read_plan(config_path: Path, device_bytes: Mapping[str, int]) -> dict[str, Any]:
-    """The plan of a node's configuration, as the RPC Plan answers. Raises TasukiError and OSError where none can be made."""
+    """The plan of a node's configuration, as returned by the RPC Plan. Raises TasukiError and OSError."""
     config = load_config(config_path)
     gpus = [size for device, size in device_bytes.items() if device != _CPU]
     if config.device != _CPU and not gpus:
@@ -109,7 +109,7 @@ def _host_bytes(config: NodeConfig, device_bytes: Mapping[str, int]) -> int:
 
 
 def _known(line: bytes) -> _Known | None:
-    """None for a line that is torn, or none of ours."""
+    """Returns None for a truncated or foreign line."""
     try:
         fields = json.loads(line)
         usages = read_usages(fields)
@@ -120,7 +120,7 @@ def _known(line: bytes) -> _Known | None:
 
 
 def _sizes_by_place(usages: dict[Service, ServiceUsage]) -> tuple[Sizes, ...]:
-    """Twice around: where a lap begins, some tags are still as they were said to be."""
+    """Goes around the ring twice: at the start of a lap, some tags are still as reported."""
     sizes: dict[Stage, Sizes] = {}
     for rule in (*RING, *RING):
         usages = {**usages, rule.service: after(rule.stage, usages[rule.service])}
@@ -138,7 +138,7 @@ def _sums(usages: Mapping[Service, ServiceUsage]) -> Sizes:
 
 
 def _place(columns: StageColumns, index: int) -> int:
-    """Where the node is after a stage: one that failed, or was taken back, leads to the place before it."""
+    """The node's place after a stage: a stage that failed or was undone leads to the place before it."""
     stage = columns.stages[index]
     if columns.is_done[index] and not columns.is_undo[index]:
         return stage
@@ -163,7 +163,7 @@ def _device(name: str, points: Sequence[tuple[float, int, Sizes]], total: int | 
 
 
 def _planned(plan: Mapping[str, Any], places: Sequence[int], *, is_cpu: bool) -> dict[str, Any]:
-    """By device, at each point: what the plan has for tags, and for everything. A phase counts at its fullest."""
+    """By device and point: the plan's bytes for tags, and for everything. A phase counts at its peak."""
     stages = {stage["stage"]: stage for stage in plan.get("stages", ())}
     devices: dict[str, list[tuple[int, int]]] = {}
     by_place: dict[int, dict[str, tuple[int, int]]] = {}
@@ -183,6 +183,6 @@ def _name(device: str, *, is_cpu: bool) -> str:
 
 
 def _of_device(device: Mapping[str, Any]) -> tuple[int, int]:
-    """MessageToDict gives 64-bit numbers as text."""
+    """MessageToDict returns 64-bit numbers as strings."""
     tags = sum(int(part["bytes"]) for part in device.get("parts", ()) if part["part"] in TAGS)
     return tags, int(device.get("needed_bytes", 0))

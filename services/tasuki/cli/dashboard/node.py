@@ -1,4 +1,4 @@
-"""Follows a running node: its state twice a second, and now and then what its services say. Asks nothing of the ranks."""
+"""Follows a running node: its state twice a second, and occasionally its services' reports. Does not involve the ranks."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _LOOK_S = 0.5
 
 
 class NodeFollower:
-    """Two threads while a node is followed. `tell` is called when something has changed."""
+    """Follows a node with two threads. Calls `tell` when something has changed."""
 
     def __init__(self, config_path: Callable[[], Path | None], tell: Callable[[], None]) -> None:
-        """config_path: of the node that is to be followed now; None while there is none."""
+        """config_path: of the node to follow now; None if there is none."""
         self._config_path, self._tell = config_path, tell
         self._stop = threading.Event()
         self._lock = threading.Lock()
@@ -48,12 +48,12 @@ class NodeFollower:
             thread.join(_RETRY_S)
 
     def read(self) -> dict[str, Any]:
-        """What is known now. is_live: whether the coordinator has answered."""
+        """The current state. is_live: whether the coordinator has answered."""
         with self._lock:
             return {"is_live": bool(self._state), "note": self._note, **self._state}
 
     def _poll(self) -> None:
-        """The services' own words, as often as people look."""
+        """Polls the services' own reports, while pages are open."""
         while not self._stop.is_set():
             path = self._config_path()
             if path is None:
@@ -63,7 +63,7 @@ class NodeFollower:
             self._stop.wait(_RETRY_S)
 
     def _follow(self, path: Path) -> None:
-        """Until the node is gone."""
+        """Follows the node until it is gone."""
         try:
             with NodeReader(load_config(path)) as reader:
                 with self._lock:
@@ -71,27 +71,27 @@ class NodeFollower:
                 while not self._stop.is_set() and self._config_path() == path:
                     self._take(as_dict(reader.read_states()))
                     self._stop.wait(_POLL_S)
-        except (TasukiError, OSError, ValueError) as error:  # ValueError: a channel that `close` has closed
+        except (TasukiError, OSError, ValueError) as error:  # ValueError: the channel was closed by `close`
             self._lose(str(error))
         finally:
             with self._lock:
                 self._reader = None
 
     def _watch(self) -> None:
-        """Where the node is now. A stream of each change would cost a node with short steps more than a look."""
+        """Polls the node's place. A stream of all changes would cost a node with short steps more."""
         while not self._stop.wait(_LOOK_S):
             with self._lock:
                 reader = self._reader
             if reader is None:
                 continue
-            with suppress(grpc.RpcError, ValueError):  # `_follow` tells what is wrong
+            with suppress(grpc.RpcError, ValueError):  # `_follow` reports the error
                 self._take_node(reader.coordinator.GetState(coordinator_pb2.GetStateRequest(), timeout=_POLL_S).state)
 
     def _take(self, state: dict[str, Any]) -> None:
         with self._lock:
             is_new = {**self._state, "seen": 0} != {**state, "seen": 0}
             self._state, self._note = {**state, "seen": time.time()}, ""
-            if not state["node"].get("boot_id"):  # the coordinator alone knows where the node is
+            if not state["node"].get("boot_id"):  # only the coordinator knows the node's place
                 self._state, self._note = {}, str(state["absent"].get("coordinator", "the coordinator does not answer"))
         if is_new:
             self._tell()

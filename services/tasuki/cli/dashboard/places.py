@@ -1,4 +1,4 @@
-"""Where the files of what is shown are: a run's output folder, its archive, and the node that it may still be on."""
+"""Locations of the files to show: a run's output folder, its archive, and the node that it may still be on."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tasuki.wire.errors import PathNotFound
 
 @dataclass(frozen=True, slots=True)
 class RunPlace:
-    """output_dir: of the run; None while a node has none. archive: folder of journal and logs, the node's own while it runs."""
+    """output_dir: of the run; None if the node has none. archive: folder of journal and logs; the node's own while it runs."""
 
     output_dir: Path | None
     archive: Path
     config: Path | None
-    """Of the node, as its services read it."""
+    """The node's configuration as its services read it."""
     is_of_node: bool
-    """Whether the node may still run: its folder is read, and no copy."""
+    """Whether the node may still be running, so that its folder is read instead of a copy."""
 
     @property
     def journal(self) -> Path:
@@ -47,7 +47,7 @@ class RunPlace:
 
 
 def place_of(folder: Path) -> RunPlace:
-    """Of an output folder, or of a node's state folder. Asked again and again, since runs begin and end. Raises PathNotFound."""
+    """Location for an output folder or a node's state folder. Called repeatedly, since runs begin and end. Raises PathNotFound."""
     if not folder.is_dir():
         raise PathNotFound(f"there is no folder {folder}; give the output folder of a run, or --config of a node", path=folder)
     if config_path(folder).is_file() and journal_path(folder).is_file() and not archived_config_path(folder).is_file():
@@ -58,13 +58,13 @@ def place_of(folder: Path) -> RunPlace:
 
 
 def place_of_node(state_dir: Path) -> RunPlace:
-    """Of a node, whether it runs or not."""
+    """Location for a node, whether it is running or not."""
     config = config_path(state_dir)
     return RunPlace(_output_of(state_dir), state_dir, config if config.is_file() else None, is_of_node=True)
 
 
 def _output_of(state_dir: Path) -> Path | None:
-    """The output folder of the last run on the node."""
+    """Output folder of the last run on the node."""
     try:
         folder = Path(training_output_path(state_dir).read_text().strip())
     except (OSError, UnicodeDecodeError):

@@ -1,4 +1,4 @@
-"""The sample dump of a run: its steps, the completions of one step, and all of one completion by token."""
+"""A run's sample dump: its steps, the completions of one step, and one completion by token."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NUMBERS = ("reward", "advantage", "log_prob_gap", "log_prob_gap_max", "temperat
 
 
 def list_steps(folder: Path | None) -> list[int]:
-    """Steps with samples, in their order; none without the folder."""
+    """Steps with samples, in order; empty without the folder."""
     try:
         names = [] if folder is None else [path.name for path in folder.iterdir()]
     except OSError:
@@ -29,20 +29,20 @@ def list_steps(folder: Path | None) -> list[int]:
 
 
 def read_step(folder: Path | None, step: int) -> dict[str, Any]:
-    """The step's completions, texts cut short. Raises PathNotFound for a step without samples."""
+    """The step's completions with shortened texts. Raises PathNotFound for a step without samples."""
     lines, is_cut = _lines(folder, step)
     samples = [_head(index, sample) for index, sample in enumerate(map(_sample, lines)) if sample is not None]
     return {"step": step, "samples": samples, "is_cut": is_cut, "num_bad_lines": len(lines) - len(samples)}
 
 
 def read_sample(folder: Path | None, step: int, index: int, *, token_text: Callable[[int], str | None]) -> dict[str, Any]:
-    """All of one completion, at most 20,000 tokens of it. Raises PathNotFound, and InvalidArgument for a line that is no sample."""
+    """One completion, up to 20,000 tokens. Raises PathNotFound, and InvalidArgument for an invalid line."""
     lines, _ = _lines(folder, step)
     if not 0 <= index < len(lines):
         raise PathNotFound(f"step {step} has {len(lines)} samples, counted from 0: there is no {index}", step=step)
     sample = _sample(lines[index])
     if sample is None:
-        raise InvalidArgument("sample", f"line {index + 1} of step {step} is no sample")
+        raise InvalidArgument("sample", f"line {index + 1} of step {step} is not a sample")
     token_ids = [one for one in _list(sample, "token_ids") if isinstance(one, int)][:_MAX_TOKENS]
     return {
         **_head(index, sample, max_chars=_MAX_CHARS),
@@ -55,7 +55,7 @@ def read_sample(folder: Path | None, step: int, index: int, *, token_text: Calla
 
 
 def _lines(folder: Path | None, step: int) -> tuple[list[bytes], bool]:
-    """The last line is left out while it is being written."""
+    """Lines of the step, without a last line that is still being written."""
     if folder is None:
         raise PathNotFound("the node has no run yet")
     path = folder / f"step-{step:06d}.jsonl"
@@ -93,9 +93,9 @@ def _head(index: int, sample: dict[str, Any], *, max_chars: int = _SHOWN_CHARS) 
 
 
 def _text(value: object, max_chars: int) -> str:
-    """A chat's messages, and whatever else is no text, as JSON."""
+    """Converts a chat's messages, and anything else that is not text, to JSON."""
     text = value if isinstance(value, str) else "" if value is None else json.dumps(value, ensure_ascii=False)
-    # Half of a surrogate pair is no text that can be sent.
+    # Half of a surrogate pair cannot be encoded.
     text = text.encode(errors="replace").decode()
     return text if len(text) <= max_chars else f"{text[:max_chars]}…"
 

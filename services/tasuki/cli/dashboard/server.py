@@ -1,4 +1,4 @@
-"""The page and its figures over HTTP: GET alone, JSON, and a stream of server-sent events that says what has changed."""
+"""The dashboard's HTTP server: GET only, JSON, and a stream of server-sent events that announce changes."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from tasuki.wire.errors import InvalidArgument, PathNotFound, PermissionDenied, 
 
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 _MAX_STREAMS = 16
-"""Half of the connections, so that the others can ask for what has changed."""
+"""Half of the connections, so that the others remain for requests."""
 _BEAT_S = 5.0
 _LEAST_S = 0.25
-"""Between two events, and between two looks at whether the page is still there."""
+"""Interval of events, and of checks whether the page is still open."""
 _MAX_NUMBER = 2**53
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -47,12 +47,12 @@ Query = Mapping[str, str]
 
 
 class DashboardServer(HttpPort):
-    """Serves one feed. Loopback is plain and asks for a token; elsewhere there are the TLS and the callers of [security]."""
+    """Serves one feed. Loopback uses plain HTTP with a token; other addresses use the TLS and roles of [security]."""
 
     def __init__(self, feed: Feed, listen: str, *, token: str | None, guard_config: NodeConfig | None) -> None:
         """token: None lets every user of the machine read. guard_config: for an address beyond loopback.
 
-        Raises OSError when the address cannot be had, InvalidArgument naming a key of [security] whose file cannot be used.
+        Raises OSError if the address is unavailable, InvalidArgument naming a key of [security] with an unusable file.
         """
         self.feed = feed
         self.files = _static_files()
@@ -62,7 +62,7 @@ class DashboardServer(HttpPort):
 
 
 def _static_files() -> dict[str, tuple[str, bytes]]:
-    """Path -> type and content; a request can name nothing else."""
+    """Path -> type and content; requests can name nothing else."""
     folder = resources.files("tasuki.cli.dashboard") / "static"
     found: dict[str, tuple[str, bytes]] = {}
     for file in folder.iterdir():
@@ -99,7 +99,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer_json(status, {"error": error.message, "reason": error.reason})
 
     def _stream(self, server: DashboardServer) -> None:
-        """What has changed, as it changes, until the page goes away."""
+        """Streams changes until the page is closed."""
         if not server.streams.acquire(blocking=False):
             self._answer_json(HTTPStatus.SERVICE_UNAVAILABLE, {"error": f"{_MAX_STREAMS} pages are open", "reason": "BUSY"})
             return
@@ -121,16 +121,16 @@ class _Handler(BaseHTTPRequestHandler):
             server.streams.release()
 
     def _is_page_gone(self) -> bool:
-        """Whether the page has closed the connection. It says nothing more on it, so whatever arrives is its end."""
+        """Whether the page has closed the connection. It sends nothing more, so any input means the end."""
         return bool(select.select([self.connection], [], [], 0)[0])
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the library's name
-        """Nothing: requests are no events."""
+        """Discards the log line of each request."""
 
     def _answer_json(self, status: HTTPStatus, value: object) -> None:
         try:
             text = json.dumps(value, allow_nan=False)
-        except ValueError as error:  # of a journal that somebody has changed
+        except ValueError as error:  # from a journal that someone has modified
             status = HTTPStatus.INTERNAL_SERVER_ERROR
             text = json.dumps({"error": f"the run holds a number that is not finite: {error}", "reason": "INTERNAL"})
         self._answer(status, "application/json; charset=utf-8", text.encode())
@@ -150,7 +150,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _figures(feed: Feed, path: str, query: Query) -> object:
-    """The answer to a path below /api. Raises PathNotFound and InvalidArgument."""
+    """Answers a path below /api. Raises PathNotFound and InvalidArgument."""
     routes: Mapping[str, Callable[[], object]] = {
         "/api/run": feed.run,
         "/api/node": feed.node,

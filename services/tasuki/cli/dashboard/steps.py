@@ -1,4 +1,4 @@
-"""The figures of a run by step, in columns, and fewer of them for a chart."""
+"""A run's metrics by step, in columns, downsampled for charts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tasuki.runs.metrics_tail import MetricsTail, StepFigures
 
 _READ_BYTES = 2_000_000
 _MAX_NAMES = 400
-"""A file of another program may have any number of names."""
+"""Limit on names, since a foreign file may have any number."""
 _MAX_STEP = 2**53
 _DIGITS = 6
 
@@ -26,7 +26,7 @@ _Floats = NDArray[np.float64]
 
 @dataclass
 class StepColumns:
-    """The steps of metrics.jsonl. `advance` reads on; the other calls may come from other threads."""
+    """The steps of metrics.jsonl. `advance` reads on; other calls may come from other threads."""
 
     output_dir: Path
     steps: array[int] = field(default_factory=lambda: array("q"))
@@ -40,7 +40,7 @@ class StepColumns:
         """Reads some of what was written since the last call. Returns whether there was anything."""
         try:
             figures = self._tail.read(max_bytes=_READ_BYTES)
-        except OSError:  # no file, or none that may be read; it may come
+        except OSError:  # missing or unreadable; it may appear later
             return False
         with self._lock:
             for one in figures:
@@ -52,12 +52,12 @@ class StepColumns:
             return sorted(self.columns)
 
     def bounds(self) -> tuple[int, int] | None:
-        """The first and the last step."""
+        """The first and last steps."""
         with self._lock:
             return (self.steps[0], self.steps[-1]) if self.steps else None
 
     def last(self) -> dict[str, float]:
-        """Each figure's newest value."""
+        """Each metric's latest value."""
         with self._lock:
             newest = {name: _newest(column) for name, column in self.columns.items()}
         return {name: value for name, value in newest.items() if value is not None}
@@ -65,7 +65,7 @@ class StepColumns:
     def thinned(self, *, first: int, last: int, points: int) -> dict[str, Any]:
         """Steps `first` to `last` in at most `points` buckets of equally many steps.
 
-        Each series has the mean of a bucket; `low` and `high`, its extremes, where a bucket has several steps. None: no value there.
+        Each series has the mean of each bucket, plus its extremes `low` and `high` if it has several steps. None: no value.
         """
         with self._lock:
             start, stop = bisect_left(self.steps, first), bisect_left(self.steps, last + 1)
@@ -83,7 +83,7 @@ class StepColumns:
         if not 0 <= figures.step < _MAX_STEP:
             return
         keep = bisect_left(self.steps, figures.step)
-        if keep < len(self.steps):  # a run that was resumed makes these steps again
+        if keep < len(self.steps):  # a resumed run repeats these steps
             del self.steps[keep:]
             for column in self.columns.values():
                 del column[keep:]
@@ -108,7 +108,7 @@ def _series(values: _Floats, size: int) -> dict[str, list[float | None]]:
     buckets = padded.reshape(num_buckets, size)
     is_known = ~np.isnan(buckets)
     known = is_known.sum(axis=1)
-    # A mean of values near the largest float is done in parts of it.
+    # Computed in parts, since the sum of values near the largest float would overflow.
     parts = np.where(is_known, buckets, 0.0) / np.maximum(known, 1)[:, None]
     mean = np.where(known > 0, parts.sum(axis=1), np.nan)
     low = np.where(is_known, buckets, np.inf).min(axis=1)

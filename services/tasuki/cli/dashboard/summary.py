@@ -1,4 +1,4 @@
-"""summary.json of a run that has ended."""
+"""summary.json of a finished run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MAX_BYTES = 1_000_000
 
 
 def read_summary(output_dir: Path | None) -> dict[str, Any] | None:
-    """Its plain values; None while there is none that can be read."""
+    """Reads plain values; None if the file is missing or unreadable."""
     if output_dir is None:
         return None
     try:
@@ -25,5 +25,5 @@ def read_summary(output_dir: Path | None) -> dict[str, Any] | None:
 
 
 def _plain(value: str | float | None) -> str | float | None:
-    """JSON has no word for a number that is not finite, though Python writes and reads one."""
+    """JSON has no notation for non-finite numbers, although Python writes and reads them."""
     return value if not isinstance(value, float) or math.isfinite(value) else str(value)

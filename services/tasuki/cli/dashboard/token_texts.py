@@ -1,4 +1,4 @@
-"""The text of single tokens, from a tokenizer.json, without the library that makes tokens."""
+"""Texts of single tokens from a tokenizer.json, without a tokenizer library."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class TokenTexts:
-    """The texts of a model folder's tokenizer; of none where it has no tokenizer.json that can be read."""
+    """Token texts of a model folder's tokenizer; empty without a readable tokenizer.json."""
 
     def __init__(self, model: Path | None) -> None:
         self._pieces: dict[int, str] = {}
@@ -22,7 +22,7 @@ class TokenTexts:
             self._read(model / "tokenizer.json")
 
     def __call__(self, token_id: int) -> str | None:
-        """None for a token that is not known. Bytes that are no text alone are shown as U+FFFD."""
+        """Returns None for an unknown token. Bytes that are not text by themselves become U+FFFD."""
         piece = self._pieces.get(token_id)
         if piece is None or token_id in self._special:
             return piece
@@ -54,7 +54,7 @@ def _names_byte_level(decoder: Any) -> bool:
 
 
 def _byte_of_char() -> dict[str, int]:
-    """GPT-2's alphabet: printable bytes are their own characters, the others follow from U+0100 on."""
+    """GPT-2's byte alphabet: printable bytes map to themselves, the others to characters from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + index): byte for index, byte in enumerate(others)}

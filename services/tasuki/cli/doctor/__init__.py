@@ -1,1 +1,1 @@
-"""`tasuki doctor`: judges a machine and a configuration."""
+"""`tasuki doctor`: checks a machine and a configuration."""

@@ -1,4 +1,4 @@
-"""Until when the certificate of a node's ports is good, and for which names."""
+"""Checks the expiry and names of a node's port certificate."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from tasuki.cli.doctor.finding import Finding, fail, ok, warn
 
 _NAME = "certificate"
 _SOON_S = 14 * 86400
-_RENEW = "put a new one for servers in its place, such as by `tasuki certs`; a node that runs takes it up"
+_RENEW = "replace it with a new server certificate, for example from `tasuki certs`; a running node reloads it"
 
 
 def check_certificate(cert: Path, key: Path, *, now: float | None = None) -> Finding:
-    """Of a pair that can be used together. now: seconds since 1970."""
+    """Checks a matching certificate and key. now: Unix time in seconds."""
     try:
         shown = _shown_by(cert, key)
     except ssl.SSLCertVerificationError as error:
@@ -29,10 +29,10 @@ def check_certificate(cert: Path, key: Path, *, now: float | None = None) -> Fin
 
 
 def _shown_by(cert: Path, key: Path) -> dict[str, Any]:
-    """What a client that trusts exactly this certificate reads of it. Raises SSLCertVerificationError for one whose time is over."""
+    """Reads the certificate as a client that trusts only it. Raises SSLCertVerificationError if it has expired."""
     serving, asking = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     serving.load_cert_chain(cert, key)
-    asking.check_hostname = False  # whatever its names are
+    asking.check_hostname = False  # names are not checked
     asking.load_verify_locations(cert)
     asking.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()

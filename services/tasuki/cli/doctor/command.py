@@ -1,4 +1,4 @@
-"""`tasuki doctor`: judges the machine, and with CONFIG whether this node would run on it."""
+"""`tasuki doctor`: checks the machine and, given CONFIG, whether its node would run there."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _STYLES = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "bold red"
 
 
 def run(config: Path | None, *, overrides: Sequence[str] = (), as_json: bool = False) -> int:
-    """Returns 0, or 1 when a check fails; warnings do not count."""
+    """Returns 0, or 1 if a check fails; warnings do not count."""
     findings = list(examine(config, overrides=overrides))
     if as_json:
         sys.stdout.write(json.dumps([asdict(finding) for finding in findings], indent=2) + "\n")
@@ -37,7 +37,7 @@ def run(config: Path | None, *, overrides: Sequence[str] = (), as_json: bool = F
 
 
 def examine(path: Path | None, *, overrides: Sequence[str] = ()) -> Iterator[Finding]:
-    """Every check, in the order of the report."""
+    """Runs every check, in the order of the report."""
     yield from host_findings()
     config: NodeConfig | None = None
     if path is not None:

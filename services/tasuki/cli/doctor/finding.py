@@ -1,4 +1,4 @@
-"""What one check of `tasuki doctor` found."""
+"""Result of one check of `tasuki doctor`."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from enum import StrEnum
 class Verdict(StrEnum):
     OK = "ok"
     WARN = "warn"
-    """A node runs, with a loss that `advice` tells."""
+    """A node runs, with the drawback named in `advice`."""
     FAIL = "fail"
-    """A node does not start, or does not run."""
+    """A node would not start or run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
     name: str
-    """Of the check."""
+    """Name of the check."""
     verdict: Verdict
     found: str
     advice: str = ""
-    """What to do; empty where all is well."""
+    """What to do; empty if all is well."""
 
 
 def ok(name: str, found: str) -> Finding:

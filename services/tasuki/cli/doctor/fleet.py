@@ -1,4 +1,4 @@
-"""What `tasuki doctor CONFIG` looks at on a node of a running fleet: who is in it, and the connection to its leader."""
+"""Checks of `tasuki doctor CONFIG` on a node of a running fleet: its members and the connection to the leader."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ _CHUNK_BYTES = 1 << 20
 _MAX_SKEW_S = 1.0
 _NUM_LOOKS = 5
 _SLOW_RATE, _NO_RATE = 1e9 / 8, 1e8 / 8
-"""Bytes a second, of one connection between machines: 1 and 0.1 Gb/s."""
+"""Thresholds for one connection between machines, in bytes per second: 1 and 0.1 Gb/s."""
 _GPU_FACTOR = 10
-"""Gradients of GPU nodes need that many times the rate."""
+"""Factor on the thresholds for the gradients of GPU nodes."""
 _GRADIENT_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """To the leader, as it was measured. rate: bytes a second; skew_s: the leader's clock less this node's."""
+    """The measured connection to the leader. rate: bytes per second; skew_s: the leader's clock minus this node's."""
 
     seconds: float
     rate: float
@@ -50,20 +50,20 @@ class Connection:
 
 
 def running_config(config: NodeConfig) -> NodeConfig:
-    """What the node on the state folder runs with, whose [fleet] `tasuki fleet up` has filled; `config` where none runs."""
+    """Configuration of the running node, whose [fleet] `tasuki fleet up` has filled in; `config` if none runs."""
     path = config_path(config.state_dir)
     return load_config(path) if path.is_file() and holder(config.state_dir, name=NODE_LOCK) is not None else config
 
 
 def fleet_findings(config: NodeConfig) -> Iterator[Finding]:
-    """Every check. Beside a node that is not up, only that it is not."""
+    """Runs every check. If the node is not up, reports only that."""
     if config.fleet is None:
         return
     try:
         fleet, unreachable, connection, nodes_rate = asyncio.run(_look(config))
     except TasukiError as error:
         told = _why_not(error, config)
-        advice = f"start all nodes; then look again. Leader: {config.fleet.leader}"
+        advice = f"start all nodes, then try again. Leader: {config.fleet.leader}"
         yield fail("fleet", f"{told.reason}: {told.message}", advice)
         return
     yield from member_findings(fleet)
@@ -74,17 +74,17 @@ def fleet_findings(config: NodeConfig) -> Iterator[Finding]:
 
 
 def _why_not(error: TasukiError, config: NodeConfig) -> TasukiError:
-    """Why the fleet could not be looked at: in most cases the node beside which the doctor looks is not up."""
+    """Why the fleet could not be reached: usually because this node is not up."""
     assert config.fleet is not None
     if type(error) is not PeerUnavailable:
         return error
     if holder(config.state_dir, name=NODE_LOCK) is None:
         return node_down(config.state_dir, start="tasuki fleet up CONFIG")
-    return PeerUnavailable(f"this node runs, and no leader answers at {config.fleet.leader}")
+    return PeerUnavailable(f"this node is running, but no leader answers at {config.fleet.leader}")
 
 
 async def _look(config: NodeConfig) -> tuple[fleet_pb2.GetFleetResponse, list[str], Connection, float | None]:
-    """The fleet, the addresses of its nodes that do not answer, the connection to the leader, and the trainers' rate in bytes a second.
+    """The fleet, addresses of nodes that do not answer, the connection to the leader, and the trainers' rate in bytes per second.
 
     Raises TasukiError.
     """
@@ -104,7 +104,7 @@ async def _look(config: NodeConfig) -> tuple[fleet_pb2.GetFleetResponse, list[st
 
 
 async def _nodes_rate(stub: Any) -> float | None:
-    """None while trainers do not answer, or have nobody to send to."""
+    """None while trainers do not answer or have no one to send to."""
     try:
         state = await stub.GetTrainerState(trainer_pb2.GetTrainerStateRequest(), timeout=_TIMEOUT_S)
     except grpc.aio.AioRpcError:
@@ -117,7 +117,7 @@ def _targets(node: fleet_pb2.FleetNode) -> tuple[str, str, str]:
 
 
 async def _answers(target: str, config: NodeConfig) -> bool:
-    """Whether a service of a node answers a call, over TLS where the fleet has it."""
+    """Whether a service of a node answers, over TLS if the fleet uses it."""
     async with open_channel(target, credentials=peer_credentials(config.security)) as channel:
         try:
             await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=_TIMEOUT_S)
@@ -127,7 +127,7 @@ async def _answers(target: str, config: NodeConfig) -> bool:
 
 
 async def measure(stub: FleetServiceStub, *, num_bytes: int, most_s: float = _MEASURED_S) -> Connection:
-    """Sends `num_bytes`, or what a slower connection takes in `most_s`, and compares clocks by the quickest of a few empty calls.
+    """Sends `num_bytes`, or less if that takes longer than `most_s`, and compares clocks with the fastest of a few empty calls.
 
     Raises AioRpcError.
     """
@@ -154,7 +154,7 @@ async def measure(stub: FleetServiceStub, *, num_bytes: int, most_s: float = _ME
 
 
 def member_findings(fleet: fleet_pb2.GetFleetResponse) -> Iterator[Finding]:
-    """Whether all nodes are there, and alike."""
+    """Checks that all nodes have joined and agree."""
     found = f"{len(fleet.members)} of {fleet.num_nodes} nodes of {fleet.name!r}, attempt {fleet.attempt}"
     if fleet.ended_by:
         yield fail("fleet", f"has ended: {fleet.ended_by}", "restart the job")
@@ -189,7 +189,7 @@ def _reached(fleet: fleet_pb2.GetFleetResponse, unreachable: Sequence[str]) -> F
 
 
 def clock_finding(connection: Connection, fleet: fleet_pb2.GetFleetResponse) -> Finding:
-    """By this machine's clock, and by what the other nodes told of theirs."""
+    """Compares this machine's clock with the leader's, and those that the other nodes reported."""
     found = f"{-1000 * connection.skew_s:+.1f} ms against node 0, round trip {1000 * connection.seconds:.1f} ms"
     others = {member.node.node_rank: member.clock_skew_s for member in fleet.members}
     wrong = [f"node {rank} {skew_s:+.1f} s" for rank, skew_s in others.items() if abs(skew_s) > _MAX_SKEW_S]
@@ -200,19 +200,19 @@ def clock_finding(connection: Connection, fleet: fleet_pb2.GetFleetResponse) -> 
 
 
 def rate_finding(connection: Connection, config: NodeConfig) -> Finding:
-    """By what was transferred; between machines a slow connection fails."""
+    """Rates the measured transfer; between machines a slow connection fails."""
     found = f"{_gbit(connection.rate)} to node 0 by one gRPC connection"
     return _judged("fleet rate", found, connection.rate, config)
 
 
 def gradients_finding(nodes_rate: float | None, config: NodeConfig) -> Finding:
-    """By the all-reduces that trainers measured when they started. nodes_rate: bytes a second of the slowest node."""
+    """Rates the all-reduce that trainers measured at start. nodes_rate: bytes per second of the slowest node."""
     assert config.fleet is not None
     if config.fleet.num_nodes == 1:
-        return ok("fleet gradients", "stay on the one node")
+        return ok("fleet gradients", "stay on the only node")
     if nodes_rate is None:
         return fail(
-            "fleet gradients", "no trainer tells its rate to other nodes", "wait until the nodes serve; then look again"
+            "fleet gradients", "no trainer reports its rate to other nodes", "wait until the nodes serve, then try again"
         )
     gradients = _GRADIENT_BYTES * read_model_shape(config.model.path).num_parameters
     sent = 2 * (config.fleet.num_nodes - 1) / config.fleet.num_nodes * gradients

@@ -1,4 +1,4 @@
-"""What `tasuki doctor` looks at on a machine with GPUs: driver, compiler, peers, and who else is there."""
+"""Checks of `tasuki doctor` on machines with GPUs: driver, compiler, peer access, and other processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _GIB = 1 << 30
 _P2P_READ = 0
 """NVML_P2P_CAPS_INDEX_READ, which nvidia-ml-py 13 defines as a tuple by a trailing comma."""
 _STRANGER_BYTES = _GIB // 2
-"""From here on memory that others hold is worth a word."""
+"""Memory held by others is reported from this size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,16 +25,16 @@ class Gpu:
     total_bytes: int
     free_bytes: int
     processes: Mapping[int, int]
-    """Bytes by pid, of the host's pids."""
+    """Bytes by pid, in the host's pid namespace."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuFacts:
     driver_cuda: tuple[int, int] | None
-    """Newest CUDA that the driver runs; None without a driver."""
+    """Latest CUDA version that the driver supports; None without a driver."""
     gpus: Sequence[Gpu] = ()
     without_peers: Sequence[tuple[int, int]] = ()
-    """Pairs of GPUs that do not reach each other's memory."""
+    """Pairs of GPUs without peer access."""
 
 
 def gpu_findings(facts: GpuFacts, *, torch_cuda: tuple[int, int] | None, node_runs: bool) -> Iterable[Finding]:
@@ -52,12 +52,12 @@ def check_driver(driver: tuple[int, int] | None, *, torch_cuda: tuple[int, int] 
         return fail(name, "no NVIDIA driver answers", 'install one, give the container its GPUs, or set device = "cpu"')
     text = f"runs CUDA {_dotted(driver)}"
     if torch_cuda is None:
-        return warn(name, f"{text}; torch is not installed, or for a CPU", "pip install 'tasuki[trainer,rollout]'")
+        return warn(name, f"{text}; torch is not installed, or built for a CPU", "pip install 'tasuki[trainer,rollout]'")
     text += f", torch is built for {_dotted(torch_cuda)}"
     if driver[0] < torch_cuda[0]:
         return fail(name, text, f"install a driver for CUDA {torch_cuda[0]} or later")
     if driver < torch_cuda:
-        return warn(name, text, f"a driver for CUDA {_dotted(torch_cuda)} spares compilation at the start")
+        return warn(name, text, f"a driver for CUDA {_dotted(torch_cuda)} avoids compilation at start")
     return ok(name, text)
 
 
@@ -76,9 +76,9 @@ def check_peers(without: Sequence[tuple[int, int]], *, num_gpus: int) -> Finding
         return ok(name, "one GPU")
     if without:
         pairs = ", ".join(f"{one}-{other}" for one, other in without[:4])
-        advice = "keep trainer and rollout rank of one shard on the same GPU; ACS or IOMMU settings may be the cause"
-        return warn(name, f"GPUs {pairs} do not reach each other", advice)
-    return ok(name, f"all {num_gpus} GPUs reach each other")
+        advice = "keep each shard's trainer and rollout rank on the same GPU; ACS or IOMMU settings may be the cause"
+        return warn(name, f"GPUs {pairs} have no peer access", advice)
+    return ok(name, f"all {num_gpus} GPUs have peer access")
 
 
 def check_strangers(gpus: Sequence[Gpu], *, node_runs: bool) -> Finding:
@@ -96,15 +96,15 @@ def check_strangers(gpus: Sequence[Gpu], *, node_runs: bool) -> Finding:
     ]
     if pids:
         return warn(
-            name, f"{text}; {', '.join(pids[:4])}", "end these processes, or plan with less memory: pids are the host's"
+            name, f"{text}; {', '.join(pids[:4])}", "end these processes, or plan with less memory; pids are those of the host"
         )
     if any(size > _STRANGER_BYTES for size in held.values()):
-        return warn(name, f"{text}; held by nobody that is seen from here", "look on the host: nvidia-smi")
+        return warn(name, f"{text}; held by processes not visible from here", "run nvidia-smi on the host")
     return ok(name, text)
 
 
 def torch_cuda_version() -> tuple[int, int] | None:
-    """CUDA that the installed torch is built for, read from its files: to import it takes seconds."""
+    """CUDA version of the installed torch, read from its files because importing it takes seconds."""
     torch = find_spec("torch")
     if torch is None or torch.submodule_search_locations is None:
         return None
@@ -114,7 +114,7 @@ def torch_cuda_version() -> tuple[int, int] | None:
 
 
 def read_gpu_facts() -> GpuFacts:
-    """What NVML says."""
+    """Reads the facts from NVML."""
     try:
         import pynvml
     except ImportError:
@@ -136,7 +136,7 @@ def _gpu(nvml: Any, handle: Any) -> Gpu:
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     try:
         listed = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
-    except nvml.NVMLError:  # on a part of a GPU they are not told
+    except nvml.NVMLError:  # not available on a MIG slice
         listed = []
     processes = {one.pid: one.usedGpuMemory or 0 for one in listed}
     return Gpu(str(nvml.nvmlDeviceGetName(handle)), memory.total, memory.free, processes)

@@ -1,4 +1,4 @@
-"""What `tasuki doctor` looks at on every machine: limits, kernel, /dev/shm, disk, clock, installed versions."""
+"""Checks of `tasuki doctor` on every machine: limits, kernel, /dev/shm, disk, clock, installed versions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PYTHONS = ((3, 11), (3, 13))
 _LOCK = Path(__file__).parents[3] / "uv.lock"
 _NVIDIA = Path("/dev/nvidiactl")
 _COMPARED = ("flash-attn-4", "grpcio", "numpy", "protobuf", "pydantic", "pyzmq", "sglang", "torch", "transformers")
-"""Packages that a node's numbers or its start depend on."""
+"""Packages that affect a node's results or start."""
 
 
 def host_findings() -> Iterable[Finding]:
@@ -55,7 +55,7 @@ def check_native_library(path: Path = LIBRARY_PATH) -> Finding:
 
 
 def installed_versions() -> Mapping[str, str]:
-    """Of the compared packages that are installed."""
+    """Installed versions of the compared packages."""
     found: dict[str, str] = {}
     for name in _COMPARED:
         try:
@@ -66,7 +66,7 @@ def installed_versions() -> Mapping[str, str]:
 
 
 def locked_versions(lock: Path) -> Mapping[str, set[str]]:
-    """Versions by package that the repository's lock allows; none outside a checkout."""
+    """Versions by package allowed by the repository's lock; none outside a checkout."""
     if not lock.is_file():
         return {}
     found: dict[str, set[str]] = {}
@@ -79,14 +79,14 @@ def check_versions(installed: Mapping[str, str], locked: Mapping[str, set[str]])
     name = "versions"
     missing = [each for each in ("torch", "sglang") if each not in installed]
     if missing:
-        return warn(name, f"{', '.join(missing)} not installed", "a node needs pip install 'tasuki[trainer,rollout]'")
+        return warn(name, f"{', '.join(missing)} not installed", "a node needs them: pip install 'tasuki[trainer,rollout]'")
     others = [
         f"{each} {has} (lock: {' or '.join(sorted(locked[each]))})"
         for each, has in installed.items()
         if each in locked and has.partition("+")[0] not in {one.partition("+")[0] for one in locked[each]}
     ]
     if others:
-        return warn(name, ", ".join(others), "run `make setup`: other versions than the lock's were not tested")
+        return warn(name, ", ".join(others), "run `make setup`: only the lock's versions are tested")
     return ok(name, ", ".join(f"{each} {has}" for each, has in installed.items()))
 
 
@@ -112,13 +112,13 @@ def check_yama(path: Path) -> Finding:
     name = "yama"
     scope = path.read_text().strip() if path.is_file() else "0"
     if scope in ("2", "3"):
-        advice = "set kernel.yama.ptrace_scope to 1, or there are no stacks of processes that hang"
+        advice = "set kernel.yama.ptrace_scope to 1, or hung processes leave no stacks"
         return warn(name, f"ptrace_scope {scope}", advice)
     return ok(name, f"ptrace_scope {scope}")
 
 
 def check_processes(proc: Path) -> Finding:
-    """Whether this process sees others of its user, and may hold on to them, as the supervisor does."""
+    """Checks that this process sees its user's other processes and can open pidfds on them, as the supervisor does."""
     name = "processes"
     if os.getppid() and not (proc / str(os.getppid()) / "stat").exists():
         return fail(
@@ -158,29 +158,31 @@ def check_shared_memory(path: Path = Path("/dev/shm"), *, num_ranks: int = 1) ->
 
 
 def check_disk(key: str, folder: Path, *, needed_bytes: int) -> Finding:
-    """needed_bytes: of what a run writes there."""
+    """Checks space and permission. needed_bytes: expected size of what a run writes there."""
     place = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
     name = f"disk of {key}"
     if not os.access(place, os.W_OK):
-        return fail(name, f"{place} cannot be written", f"choose another {key}, or give user {os.getuid()} the right to write")
+        return fail(name, f"{place} cannot be written", f"choose another {key}, or give user {os.getuid()} write permission")
     free = shutil.disk_usage(place).free
     text = f"{free / 1e9:.1f} GB free at {place}"
     if free < 200 * _MIB:
-        return fail(name, text, f"make room, or choose another {key}: journal and logs stop a node that cannot write them")
+        return fail(name, text, f"free space, or choose another {key}: a node stops if it cannot write journal and logs")
     if free < needed_bytes:
         return warn(
-            name, f"{text}, {needed_bytes / 1e9:.1f} GB wanted", "make room for the training log, two checkpoints and the model"
+            name,
+            f"{text}, {needed_bytes / 1e9:.1f} GB wanted",
+            "free space for the training log, two checkpoints and the model",
         )
     return ok(name, text)
 
 
 def check_port(key: str, host: str, port: int) -> Finding:
-    """For a node that does not run yet."""
+    """Checks the port of a node that is not running yet."""
     name = f"port of {key}"
     try:
         bind_once(host, port)
     except OSError as error:
-        return fail(name, f"{host}:{port}: {error.strerror}", f"choose another {key}; `ss -ltnp` says who listens there")
+        return fail(name, f"{host}:{port}: {error.strerror}", f"choose another {key}; `ss -ltnp` shows who listens there")
     return ok(name, f"{host}:{port} is free")
 
 

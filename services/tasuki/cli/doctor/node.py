@@ -1,4 +1,4 @@
-"""What `tasuki doctor CONFIG` looks at beyond the machine: whether this node would start, and have room."""
+"""Checks of `tasuki doctor CONFIG` beyond the machine: whether this node would start and fit."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from tasuki.wire.tracing import check_tracing_installed
 
 _PROBE_TIMEOUT_S = 120.0
 _STATE_BYTES = 14
-"""Of a parameter in a checkpoint: float32 weight and both moments, and its half of the exported model."""
+"""Bytes of a parameter in a checkpoint: float32 weight and both moments, plus its share of the exported model."""
 _NO_GPU = 1
 
 
 def node_findings(config: NodeConfig, gpus: Sequence[Gpu]) -> Iterable[Finding]:
     runs = holder(config.state_dir, name=NODE_LOCK) is not None
-    yield ok("node", f"runs on {config.state_dir}") if runs else ok("node", "does not run")
+    yield ok("node", f"runs in {config.state_dir}") if runs else ok("node", "is not running")
     model = _checked("model", str(config.model.path), lambda: check_model_folders(config), key="model.path")
     yield model
     security = _checked("security", _secured(config), lambda: check_ports(config), key="[security]")
@@ -68,7 +68,7 @@ def node_findings(config: NodeConfig, gpus: Sequence[Gpu]) -> Iterable[Finding]:
 
 
 def check_plan(config: NodeConfig, gpus: Sequence[Gpu]) -> Finding:
-    """Whether what the planner predicts fits the machine as a whole."""
+    """Checks that the plan fits the machine as a whole."""
     name = "memory plan"
     gpu_bytes = min((gpu.total_bytes for gpu in gpus), default=_NO_GPU)
     budget = config.memory.host_budget_bytes
@@ -77,33 +77,33 @@ def check_plan(config: NodeConfig, gpus: Sequence[Gpu]) -> Finding:
     except TasukiError as error:
         return fail(name, error.message, f"change {error.metadata.get('field', 'the configuration')}")
     if config.device == "cuda" and not gpus:
-        return warn(name, "not made: no GPU is seen from here", "tasuki plan CONFIG --gpu-gb SIZE")
+        return warn(name, "not made: no GPU is visible from here", "tasuki plan CONFIG --gpu-gb SIZE")
     if not planned.fits:
-        return fail(name, "; ".join(problems(planned)), "tasuki plan CONFIG says what to change")
+        return fail(name, "; ".join(problems(planned)), "run tasuki plan CONFIG to see what to change")
     available = host_memory().available_bytes
     if planned.host_peak.host_bytes > available:
         text = f"needs {planned.host_peak.host_bytes / 1e9:.1f} GB of host memory, {available / 1e9:.1f} GB are free now"
-        return warn(name, text, "end what else runs on the machine")
+        return warn(name, text, "end other programs on the machine")
     return ok(name, f"fits; {planned.kv_pool.num_tokens:,} tokens of KV cache")
 
 
 def check_passing(device: str) -> Finding:
-    """Whether memory passes from one process to another by descriptors, as weights do."""
+    """Checks that memory passes between processes by file descriptor, as weights do."""
     name = f"memory between processes, {device}"
     argv = [sys.executable, "-m", "tasuki.memory.probe", device]
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return fail(name, str(error), "run it by itself: python -m tasuki.memory.probe " + device)
+        return fail(name, str(error), "run it separately: python -m tasuki.memory.probe " + device)
     if done.returncode != 0:
         said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         advice = 'run trainer and rollout in one container with the same GPUs, or set trainer.export_handles = "ipc"'
         return fail(name, said, advice if device != "cpu" else "allow memfd_create and descriptors over sockets")
-    return ok(name, "2 MiB written by one were read by another")
+    return ok(name, "2 MiB written by one process were read by another")
 
 
 def check_datasets(config: NodeConfig, *, has_model: bool) -> Iterable[Finding]:
-    """Whether a run could begin with its data: with the model's tokenizer, as `tasuki train` looks at it before its first step."""
+    """Checks that a run could start with its data, using the model's tokenizer as `tasuki train` does before its first step."""
     if config.train is not None:
         yield _check_data("train", config.train, (lambda: read_inputs(config)) if has_model else None)
     if (sft := config.sft) is not None:
@@ -115,12 +115,12 @@ def _check_data(table: str, run: TrainConfig | SftConfig, read: Callable[[], obj
     name = f"data of [{table}]"
     missing = [path for path in (run.dataset, run.eval_dataset) if path is not None and not path.is_file()]
     if missing:
-        return fail(name, f"{missing[0]} is no file", f"change {table}.dataset or {table}.eval_dataset")
+        return fail(name, f"{missing[0]} is not a file", f"change {table}.dataset or {table}.eval_dataset")
     return ok(name, str(run.dataset)) if read is None else _checked(name, str(run.dataset), read, key=f"{table}.dataset")
 
 
 def _checked(name: str, found: str, check: Callable[[], object], *, key: str) -> Finding:
-    """key: to change where an error names none."""
+    """key: to change if an error names none."""
     try:
         check()
     except TasukiError as error:
@@ -139,7 +139,7 @@ def _check_trackers(config: NodeConfig) -> None:
 
 def _secured(config: NodeConfig) -> str:
     if not port_targets(config) and config.metrics.listen is None:
-        return "unix sockets alone"
+        return "unix sockets only"
     return "TLS" if config.security.cert is not None else "loopback without TLS"
 
 
@@ -147,7 +147,7 @@ def _num_parameters(config: NodeConfig) -> int:
     try:
         shape: ModelShape = read_model_shape(config.model.path)
     except TasukiError:
-        return 0  # the check of the model says why
+        return 0  # reported by the check of the model
     return shape.num_parameters
 
 

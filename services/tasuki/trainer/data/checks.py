@@ -1,4 +1,4 @@
-"""Checks of a call's samples, as pure functions. Each raises InvalidArgument naming the first sample and field that is wrong."""
+"""Checks of a call's samples, as pure functions. Each raises InvalidArgument naming the first invalid sample and field."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from tasuki.trainer.roles import Role
 from tasuki.wire.errors import InvalidArgument, VersionOrder
 
 _LOG_PROBS = ("rollout_log_probs", "old_log_probs", "ref_log_probs")
-# Rounding may lift the logarithm of a probability close to 1 above 0, by far less than this.
+# Rounding can make the log of a probability near 1 positive, by far less than this.
 _LOG_PROB_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """What a sample may not exceed."""
+    """Limits on a sample."""
 
     vocab_size: int
     context_length: int
     micro_batch_tokens: int
-    """Most tokens in a micro-batch, so also in a sample."""
+    """Maximum tokens in a micro-batch, and so in a sample."""
 
 
 def check_sequences(samples: Samples, *, limits: BatchLimits) -> None:
-    """Raises InvalidArgument for a sample whose tokens cannot be scored."""
+    """Raises InvalidArgument for a sample that cannot be scored."""
     if not len(samples):
         raise InvalidArgument("samples", "the call has no samples")
     for field, lengths_S in (("prompt", samples.num_prompt_S), ("completion", samples.num_completion_S)):
@@ -40,7 +40,7 @@ def check_sequences(samples: Samples, *, limits: BatchLimits) -> None:
         raise _too_long(int(too_long[0]), num_tokens=int(samples.num_tokens_S[too_long[0]]), limits=limits)
     unknown = np.flatnonzero((samples.token_ids_T < 0) | (samples.token_ids_T >= limits.vocab_size))
     if len(unknown):
-        problem = f"is no token id of this model; give 0 to {limits.vocab_size - 1}"
+        problem = f"is not a token id of this model; give 0 to {limits.vocab_size - 1}"
         raise InvalidArgument(_token_place(samples, int(unknown[0])), f"{samples.token_ids_T[unknown[0]]} {problem}")
     cold = np.flatnonzero(~(np.isfinite(samples.temperature_S) & (samples.temperature_S > 0)))
     if len(cold):
@@ -49,16 +49,16 @@ def check_sequences(samples: Samples, *, limits: BatchLimits) -> None:
 
 
 def check_loss(samples: Samples, *, config: LossConfig, role: Role) -> None:
-    """Raises InvalidArgument for a loss that the role cannot have, or a field that the loss needs. Call check_sequences before."""
+    """Raises InvalidArgument for a loss unsuitable for the role or a missing field. Call check_sequences first."""
     check_columns(samples, config=config, role=role)
     if not samples.columns["loss_mask"].any():
         raise InvalidArgument("samples[].loss_mask", "masks every token of the call; at least one must count")
 
 
 def check_share(samples: Samples, *, config: LossConfig, role: Role, limits: BatchLimits) -> None:
-    """The checks of a node's share of a fleet's call: there may be no sample, or none that counts. Raises InvalidArgument."""
+    """Checks a node's share of a fleet's call, which may have no samples or no counted tokens. Raises InvalidArgument."""
     if config.denominator is None:
-        raise InvalidArgument("header.loss.denominator", "missing; a share has that of the whole call")
+        raise InvalidArgument("header.loss.denominator", "missing; a share needs that of the whole call")
     if len(samples):
         check_sequences(samples, limits=limits)
         check_columns(samples, config=config, role=role)
@@ -67,7 +67,7 @@ def check_share(samples: Samples, *, config: LossConfig, role: Role, limits: Bat
 
 
 def check_columns(samples: Samples, *, config: LossConfig, role: Role) -> None:
-    """check_loss without a look at how many tokens count."""
+    """check_loss without the check for counted tokens."""
     _check_kind(config, role)
     for column in sorted(config.required_fields - samples.columns.keys()):
         why = {
@@ -84,19 +84,19 @@ def check_columns(samples: Samples, *, config: LossConfig, role: Role) -> None:
     for name in (name for name in _LOG_PROBS if name in samples.columns):
         wrong = np.flatnonzero(samples.columns[name] > _LOG_PROB_TOLERANCE)
         if len(wrong):
-            problem = "is above 0, so it is the logarithm of no probability; give natural logarithms"
+            problem = "is above 0, so it is not a log-probability; give natural logarithms"
             place = _completion_place(samples, int(wrong[0]), field=name)
             raise InvalidArgument(place, f"{samples.columns[name][wrong[0]]:g} {problem}")
 
 
 def check_versions(samples: Samples, *, policy_version: int) -> None:
-    """Raises VersionOrder naming the first sample that a policy made which this trainer never had."""
+    """Raises VersionOrder naming the first sample from a policy version that this trainer never had."""
     later = np.flatnonzero(samples.policy_version_S > policy_version)
     if len(later):
         version = int(samples.policy_version_S[later[0]])
         raise VersionOrder(
-            f"samples[{later[0]}].policy_version: {version} is above the trainer's {policy_version}, so other weights made "
-            "it; load the checkpoint that they belong to, or generate again",
+            f"samples[{later[0]}].policy_version: {version} is above the trainer's {policy_version}, so other weights generated "
+            "it; load their checkpoint, or generate again",
             have=policy_version,
             want=version,
         )
@@ -104,20 +104,20 @@ def check_versions(samples: Samples, *, policy_version: int) -> None:
 
 def _check_kind(config: LossConfig, role: Role) -> None:
     if (role is Role.CRITIC) is not isinstance(config.loss, ValueLoss):
-        raise InvalidArgument("header.loss", f"{type(config.loss).__name__} is no loss of the {role}")
+        raise InvalidArgument("header.loss", f"{type(config.loss).__name__} is not a loss of the {role}")
 
 
 def _too_long(index: int, *, num_tokens: int, limits: BatchLimits) -> InvalidArgument:
     if num_tokens > limits.context_length:
         limit, name, advice = limits.context_length, "the model's context length", ""
     else:
-        limit, name, advice = limits.micro_batch_tokens, "trainer.micro_batch_tokens", "; raise it, or leave the sample out"
+        limit, name, advice = limits.micro_batch_tokens, "trainer.micro_batch_tokens", "; raise it, or remove the sample"
     problem = f"prompt and completion have {num_tokens} tokens, above {name} of {limit}{advice}"
     return InvalidArgument(f"samples[{index}]", problem, num_tokens=num_tokens, limit=limit)
 
 
 def _token_place(samples: Samples, token: int) -> str:
-    """Name of the field of token `token` of all."""
+    """Field and index of token number `token` over all samples."""
     index, position = _place(samples.num_tokens_S, token)
     num_prompt = int(samples.num_prompt_S[index])
     if position < num_prompt:
@@ -131,7 +131,7 @@ def _completion_place(samples: Samples, token: int, *, field: str) -> str:
 
 
 def _place(lengths_S: NDArray[np.int64], token: int) -> tuple[int, int]:
-    """Sample and place in it of entry `token` of all."""
+    """Sample and position of entry number `token` over all samples."""
     first_S = starts(lengths_S)
     index = int(np.searchsorted(first_S, token, side="right")) - 1
     return index, token - int(first_S[index])

@@ -1,4 +1,4 @@
-"""What a sample costs to train, by its length."""
+"""The cost of training on a sample, by its length."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from numpy.typing import NDArray
 from tasuki.models.family import Model
 from tasuki.models.shape import ModelShape
 
-# FLOPs for each weight and token: 2 in forward, and in backward 2 for the gradient of the input and 2 for that of the weight.
+# FLOPs per weight and token: 2 in forward; in backward 2 for the gradient of the input and 2 for that of the weight.
 _TRAINED, _FROZEN = 6, 4
-# Products of attention, over the causal half of all pairs: 2 in forward, and 5 in backward of flash attention, which repeats one.
+# Matrix products of attention over the causal half of all pairs: 2 in forward, 5 in backward of flash attention, which repeats one.
 _ATTENTION = 7
-# For each element of the queries of a token that continues a shared prompt: outputs of two calls are merged, and their gradients added, in
-# about 24 bytes read and written, each worth 110 FLOPs of an H200. An estimate; no GPU has measured it.
+# Per query element of a token that continues a shared prompt. Merging the outputs of two calls and adding their gradients moves about
+# 24 bytes, each worth 110 FLOPs of an H200. An estimate, not measured on a GPU.
 _MERGE = 2640
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleCost:
-    """FLOPs of forward and backward of a sample with L tokens: `linear * L + quadratic * L**2`, and less where attention has a window.
+    """FLOPs of forward and backward for a sample of L tokens: `linear * L + quadratic * L**2`, less where attention has a window.
 
-    Recomputed layers add to both terms nearly alike, and scoring takes about a third of both: proportions between samples hold there, too.
+    Recomputed layers scale both terms almost equally, and scoring takes about a third of both, so ratios between samples also hold there.
     """
 
     linear: float
     quadratic: float
-    """Of layers in which a token sees all tokens before it."""
+    """Sum over layers with full causal attention."""
     windows: tuple[tuple[int, float], ...] = ()
     """(window, coefficient of L**2 up to that length) of the other layers."""
     merge: float = 0.0
-    """Of a token that continues a shared prompt, on top."""
+    """Extra cost of a token that continues a shared prompt."""
 
     def flops(self, lengths_S: NDArray[np.int64]) -> NDArray[np.float64]:
-        """[S] for samples of `lengths_S` tokens; it grows with the length."""
+        """Returns [S] for samples of `lengths_S` tokens; increases with the length."""
         tokens_S = lengths_S.astype(np.float64)
         flops_S = self.linear * tokens_S + self.quadratic * tokens_S**2
         for window, quadratic in self.windows:
@@ -46,7 +46,7 @@ class SampleCost:
 
 
 def sample_cost(model: Model, *, is_frozen: bool = False) -> SampleCost:
-    """The cost under `model`. is_frozen: whether adapters are trained in place of its weights."""
+    """Cost under `model`. is_frozen: whether only adapters are trained."""
     shape = model.shape
     each = float(_ATTENTION * shape.query_size)
     num_layers = Counter(model.attention.windows)
@@ -59,7 +59,7 @@ def sample_cost(model: Model, *, is_frozen: bool = False) -> SampleCost:
 
 
 def _weights_per_token(shape: ModelShape) -> int:
-    """Elements of the matrices that a token is multiplied with: of experts those that are chosen for it, and no embedding."""
+    """Elements of the matrices that multiply one token: only the chosen experts, and no embedding."""
     matrices = [weight for index in range(shape.num_layers) for weight in shape.layer(index).values()]
     chosen = sum(math.prod(matrix[1:]) * shape.experts_per_token for matrix in matrices if len(matrix) == 3)
     return chosen + sum(math.prod(matrix) for matrix in matrices if len(matrix) == 2) + shape.num_outputs * shape.hidden_size

@@ -19,13 +19,13 @@ from tasuki.algorithms.loss_types import LossConfig
 from tasuki.trainer.data.packing import Packing, pack
 from tasuki.trainer.data.samples import Samples
 
-# The model has to run in every rank as often, so a rank without samples runs on this token alone and counts nothing of it.
+# All ranks must run the model equally often. A rank without samples runs it on this token, which is not counted.
 _DUMMY_TOKEN_ID = 0
 
 
 @dataclass(frozen=True, slots=True)
 class SequencePart:
-    """Which of `num_parts` equal parts of a micro-batch's tokens a rank computes."""
+    """One of `num_parts` equal parts of a micro-batch's tokens, computed by one rank."""
 
     index: int = 0
     num_parts: int = 1
@@ -36,50 +36,50 @@ WHOLE = SequencePart()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedPrompts:
-    """Prompts that are computed once, in sequences of their own, and the sequences that continue them: those of a prompt in a row.
+    """Prompts computed once, as separate sequences, and the contiguous sequences that continue each.
 
-    Places count from the first token of all parts: prompts are from `first` on, without a gap, and what continues them follows.
+    Positions count over all parts: prompts start at `first`, without gaps, and their continuations follow.
     """
 
     first: int
     cu_prefix_G: Tensor
-    """[G + 1] int32: where each prompt begins and ends, from `first`."""
+    """[G + 1] int32: boundaries of the prompts, relative to `first`."""
     cu_suffix_G: Tensor
-    """[G + 1] int32: the same of what continues each, from the end of the last prompt."""
+    """[G + 1] int32: boundaries of each prompt's continuations, relative to the end of the last prompt."""
     positions_X: Tensor
-    """int64: of the tokens that continue a prompt."""
+    """int64: positions of the tokens that continue a prompt."""
     num_prefix: tuple[int, ...]
     """Tokens of each prompt."""
     num_suffix: tuple[int, ...]
-    """Tokens that continue each."""
+    """Tokens that continue each prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """Sequences one after the other, without padding, and the completion tokens in them; or one rank's part of their tokens.
+    """Concatenated sequences without padding and their completion tokens; or one rank's part of the tokens.
 
-    A sequence is a sample, or where samples share a prompt the prompt, and what continues it. The last token of a sample is no input:
+    A sequence is a sample or, if samples share a prompt, the prompt or its continuations. The last token of a sample is not an input:
     nothing is predicted from it.
     """
 
     input_ids_T: Tensor
     """int64."""
     position_ids_T: Tensor
-    """int64; they begin at 0 in each sample."""
+    """int64; restart at 0 in each sample."""
     cu_seqlens_S: Tensor
-    """[S + 1] int32: where each sequence begins and ends among the tokens of all parts."""
+    """[S + 1] int32: boundaries of the sequences among the tokens of all parts."""
     max_seqlen: int
     """Length of the longest sequence."""
     places_N: Tensor
-    """int64: places in T whose output predicts the completion tokens."""
+    """int64: positions in T whose outputs predict the completion tokens."""
     token_ids_N: Tensor
     """int64: the completion tokens."""
     temperature_N: Tensor
-    """float32: that each completion token was drawn with."""
+    """float32: sampling temperature of each completion token."""
     num_places: tuple[int, ...]
-    """Completion tokens of each part."""
+    """Number of completion tokens in each part."""
     order_N: Tensor | None = None
-    """int64: of all parts, which of the completion tokens, as they are here, comes n-th in the samples; None where they are in order."""
+    """int64: permutation of all parts' completion tokens to the order of the samples; None if they are in order."""
     prompts: SharedPrompts | None = None
 
     @property
@@ -89,23 +89,23 @@ class TokenBatch:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """What a loss is computed from: sequences for the model, and what the loss needs for each completion token."""
+    """Inputs of a loss: sequences for the model, and per-token fields of the completions."""
 
     tokens: TokenBatch
     loss: LossBatch
 
 
 def token_batch(samples: Samples, *, device: torch.device, part: SequencePart = WHOLE) -> TokenBatch:
-    """The sequences of `samples`, or a part of their tokens. Dummy tokens, a sequence by themselves, make the parts equal.
+    """Packs `samples`, or one part of their tokens. A sequence of dummy tokens makes the parts equal.
 
-    Without samples, a dummy token for each part and no completion token.
+    Without samples, each part has one dummy token and no completion token.
     """
     packed = pack(samples)
     num_dummies = -len(packed.rows_T) % part.num_parts if len(samples) else part.num_parts
     lengths_S = np.append(packed.lengths_Q, num_dummies) if num_dummies else packed.lengths_Q
     positions_T = np.append(packed.positions_T, np.arange(num_dummies))
     token_ids_T = np.append(samples.token_ids_T[packed.rows_T], [_DUMMY_TOKEN_ID] * num_dummies)
-    # Ranks take the places of their tokens, in the order of these.
+    # Ranks select their tokens by position, in this order.
     order_N = np.argsort(packed.places_N, kind="stable")
     places_N = packed.places_N[order_N]
     width = len(token_ids_T) // part.num_parts
@@ -146,11 +146,11 @@ def _shared_prompts(packed: Packing, *, device: torch.device) -> SharedPrompts |
 def micro_batch(
     samples: Samples, *, config: LossConfig, policy_version: int, device: torch.device, part: SequencePart = WHOLE
 ) -> MicroBatch:
-    """The tensors of `samples` for a loss, and of a part of their tokens for the model.
+    """Tensors of `samples` for a loss, and of one part of their tokens for the model.
 
-    config: with its denominator. policy_version: the present one.
+    config: includes its denominator. policy_version: the current one.
     """
-    assert config.denominator is not None, "whoever sees the whole call sets it"
+    assert config.denominator is not None, "set by the code that sees the whole call"
     columns = {name: _tensor(column_N, device=device) for name, column_N in samples.columns.items()}
     weights_N = token_weights(
         samples.columns["loss_mask"], samples.num_completion_S, config=config, denominator=config.denominator
@@ -172,10 +172,10 @@ def micro_batch(
 
 
 def _cumulative(lengths_S: NDArray[np.int64]) -> NDArray[np.int64]:
-    """0, and where each run ends."""
+    """0, followed by the end of each run."""
     return np.concatenate(([0], np.cumsum(lengths_S)))
 
 
 def _tensor(array: NDArray[Any], *, device: torch.device) -> Tensor:
-    # A copy: what came off a wire is read-only.
+    # Copies, since buffers from a wire are read-only.
     return torch.tensor(array, device=device)

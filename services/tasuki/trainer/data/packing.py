@@ -1,4 +1,4 @@
-"""Where the tokens of samples go in a micro-batch: one sequence after the other, and a prompt that samples share once.
+"""Positions of samples in a packed micro-batch: concatenated, with shared prompts stored once.
 
 Shape suffixes: S samples, T packed tokens, N completion tokens, Q sequences, G shared prompts.
 """
@@ -17,29 +17,29 @@ Integers = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packing:
-    """Sequences in this order: samples and prompts that nothing continues, shared prompts, and what continues those, by prompt.
+    """Order of the sequences: samples and prompts without continuations, then shared prompts, then their continuations, by prompt.
 
-    The last token of a sample is no input: nothing is predicted from it.
+    The last token of a sample is not an input: nothing is predicted from it.
     """
 
     rows_T: Integers
-    """Each packed token's place in the samples' token ids."""
+    """Index of each packed token in the samples' token ids."""
     positions_T: Integers
-    """What continues a prompt counts on from it."""
+    """Position ids; continuations count on from their prompt."""
     lengths_Q: Integers
-    """None is 0."""
+    """Boundaries of sequences; None means 0."""
     places_N: Integers
-    """Places in T whose output predicts the completion tokens, sample by sample. Samples share the last place of their prompt."""
+    """Positions in T that predict the completion tokens, sample by sample. Samples share their prompt's last position."""
     num_alone: int
-    """Tokens before the first shared prompt."""
+    """Number of tokens before the first shared prompt."""
     num_prefix_G: Integers
-    """Tokens of each shared prompt."""
+    """Number of tokens in each shared prompt."""
     num_suffix_G: Integers
-    """Tokens that continue it, of all samples together."""
+    """Number of tokens that continue it, over all samples."""
 
 
 def pack(samples: Samples) -> Packing:
-    """Samples that have one number in `prefix_S` have the tokens of their prompt in common."""
+    """Packs samples. Those with equal `prefix_S` share a prompt."""
     num_prompt_S, num_completion_S = samples.num_prompt_S, samples.num_completion_S
     first_S, num_suffix_S = starts(samples.num_tokens_S), num_completion_S - 1
     owner_G, group_S = _groups(samples)
@@ -47,7 +47,7 @@ def pack(samples: Samples) -> Packing:
     total_G = np.bincount(group_S[is_shared_S], num_suffix_S[is_shared_S], len(owner_G)).astype(np.int64)
     alone, members = np.flatnonzero(~is_shared_S), np.flatnonzero(is_shared_S)
     members = members[np.argsort(group_S[members], kind="stable")]
-    # A prompt that nothing continues comes first, as a sample does that shares none.
+    # A prompt without continuations comes first, like a sample that shares none.
     order_G = np.argsort(total_G > 0, kind="stable")
     prompts = owner_G[order_G]
     first_Q = np.concatenate((first_S[alone], first_S[prompts], (first_S + num_prompt_S)[members]))
@@ -56,7 +56,7 @@ def pack(samples: Samples) -> Packing:
     start_Q = starts(length_Q)
     ends = np.cumsum((len(alone), len(prompts)))
     before_S = np.empty(len(samples), dtype=np.int64)
-    """The place before the one that predicts the second completion token."""
+    """The position before the one that predicts the second completion token."""
     before_S[alone] = start_Q[: ends[0]] + num_prompt_S[alone] - 1
     before_S[members] = start_Q[ends[1] :] - 1
     places_N = ranges(before_S, num_completion_S)
@@ -77,7 +77,7 @@ def pack(samples: Samples) -> Packing:
 
 
 def _groups(samples: Samples) -> tuple[Integers, Integers]:
-    """A sample of each prompt that more than one has, [G], and the prompt of each sample, [S], or NO_PREFIX."""
+    """One sample for each shared prompt, [G], and the prompt of each sample, [S], or NO_PREFIX."""
     alone_S = np.full(len(samples), NO_PREFIX, dtype=np.int64)
     if samples.prefix_S is None:
         return np.empty(0, dtype=np.int64), alone_S

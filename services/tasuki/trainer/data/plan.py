@@ -1,4 +1,4 @@
-"""Which samples share a micro-batch on which rank: one pure plan over all ranks of a call."""
+"""Assigns samples to micro-batches and ranks: one pure plan over all ranks of a call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from tasuki.trainer.data.cost import SampleCost
 
 MicroBatchPlan = list[list[list[int]]]
-"""[rank][micro-batch] -> positions of samples in the call. Every rank has as many micro-batches; some of the last may be empty."""
+"""[rank][micro-batch] -> positions of samples in the call. All ranks have equally many; some of the last may be empty."""
 
 
 class _Sample(NamedTuple):
@@ -23,16 +23,16 @@ class _Sample(NamedTuple):
 
 _Bin = list[_Sample]
 _NOTHING = _Sample(0, 0.0, -1)
-# Micro-batches are even when the dearest costs at most so many times their mean.
+# Micro-batches count as even if the most expensive costs at most this many times their mean.
 _EVEN = 1.001
 _MAX_SWAPS = 64
 
 
 def plan_micro_batches(lengths: Sequence[int], *, num_ranks: int, max_tokens: int, cost: SampleCost) -> MicroBatchPlan:
-    """Few micro-batches of at most `max_tokens` tokens, the k-th ones of all ranks as even in cost as can be.
+    """Plans few micro-batches of at most `max_tokens` tokens, balancing cost between ranks.
 
-    Ranks go in lock step, so a round, the k-th micro-batches of all ranks, takes as long as the dearest of them. Rounds go down in cost.
-    A micro-batch is empty only where no other has two samples. The order of samples matters only among those of equal length.
+    Ranks run in lock step: a round, the k-th micro-batches of all ranks, takes as long as its most expensive one. Rounds are in descending
+    cost. A micro-batch is empty only if no other has two samples. The order of samples only affects those of equal length.
 
     lengths: tokens of each sample, at least one sample, none above `max_tokens`.
     """
@@ -41,7 +41,7 @@ def plan_micro_batches(lengths: Sequence[int], *, num_ranks: int, max_tokens: in
 
 
 def plan_units(lengths: Sequence[int], costs: Sequence[float], *, num_ranks: int, max_tokens: int) -> MicroBatchPlan:
-    """As plan_micro_batches, of samples, or of what else stays together, that cost `costs`."""
+    """Like plan_micro_batches, for samples or indivisible groups with the given `costs`."""
     descending = sorted(map(_Sample, lengths, costs, range(len(lengths))), key=lambda sample: (-sample.length, sample.position))
     assert descending[0].length <= max_tokens, "check_sequences refuses such a sample"
     fewest = _best_fit(descending, max_tokens=max_tokens)
@@ -57,7 +57,7 @@ def plan_units(lengths: Sequence[int], costs: Sequence[float], *, num_ranks: int
 
 
 def _best_fit(descending: Sequence[_Sample], *, max_tokens: int) -> list[_Bin]:
-    """Each sample into the bin that it leaves the least room in: few bins, at most 11/9 of the fewest and one more."""
+    """Best-fit decreasing: places each sample in the bin with the least room left. Uses at most 11/9 of the minimum plus one bins."""
     bins: list[_Bin] = []
     rooms: list[tuple[int, int]] = []
     for sample in descending:
@@ -73,7 +73,7 @@ def _best_fit(descending: Sequence[_Sample], *, max_tokens: int) -> list[_Bin]:
 
 
 def _targets(costs: Sequence[float], *, num_ranks: int, num_rounds: int) -> list[float]:
-    """What a micro-batch of each round should cost: alike, but for the rounds of samples that cost more by themselves.
+    """Target cost of a micro-batch in each round: equal, except for rounds of samples that cost more by themselves.
 
     costs: of the samples, descending. The first `num_ranks` are in the first round, and so on.
     """
@@ -88,10 +88,10 @@ def _targets(costs: Sequence[float], *, num_ranks: int, num_rounds: int) -> list
 
 
 def _level(descending: Sequence[_Sample], *, targets: Sequence[float], max_tokens: int) -> list[_Bin] | None:
-    """Each sample into the bin that is farthest below its target and has room; None when one finds no room."""
+    """Places each sample in the bin farthest below its target that has room; returns None if there is none."""
     bins: list[_Bin] = [[] for _ in targets]
     rooms = [max_tokens] * len(targets)
-    # All of `farthest` have room for the sample; the others wait until samples are as short as their room.
+    # All of `farthest` have room for the sample. The others wait until samples are short enough for their room.
     farthest, waiting = [(-target, index) for index, target in enumerate(targets)], list[tuple[int, float, int]]()
     heapify(farthest)
     for sample in descending:
@@ -110,7 +110,7 @@ def _level(descending: Sequence[_Sample], *, targets: Sequence[float], max_token
 
 
 def _fill_empty(bins: list[_Bin]) -> None:
-    """Gives each empty bin every second sample of the dearest bin that has two."""
+    """Moves to each empty bin every second sample of the most expensive bin that has two."""
     for index, each in enumerate(bins):
         if not each:
             dearest = max(range(len(bins)), key=lambda other: _cost(bins[other]) if len(bins[other]) > 1 else 0.0)
@@ -118,7 +118,7 @@ def _fill_empty(bins: list[_Bin]) -> None:
 
 
 def _even_out(bins: Sequence[_Bin], *, max_tokens: int) -> None:
-    """Lowers the dearest bin of a round by exchanges with the others, as long as that helps."""
+    """Lowers the most expensive bin of a round by exchanges with the others, while that helps."""
     for _ in range(_MAX_SWAPS):
         ascending = sorted(bins, key=_cost)
         dearest = ascending.pop()
@@ -129,7 +129,7 @@ def _even_out(bins: Sequence[_Bin], *, max_tokens: int) -> None:
 
 
 def _exchange(dear: _Bin, cheap: _Bin, *, max_tokens: int) -> bool:
-    """Exchanges a sample for a shorter one, or for none, so that costs differ the least. Returns whether they differ less."""
+    """Exchanges a sample for a shorter one, or for none, to minimize the difference in cost. Returns whether it decreased."""
     least = gap = _cost(dear) - _cost(cheap)
     room = max_tokens - sum(sample.length for sample in cheap)
     partners = [_NOTHING, *sorted(cheap)]

@@ -1,6 +1,6 @@
-"""Samples of a call as columns: what is checked, planned, and cut into micro-batches.
+"""Samples of a call as columns, for checks, planning and micro-batches.
 
-Shape suffixes: S samples, T their tokens, N their completion tokens, each sample's in a row.
+Shape suffixes: S samples, T their tokens, N their completion tokens, concatenated.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 COLUMNS = ("loss_mask", "rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages", "values", "returns")
-"""What a sample may have for each completion token."""
+"""Per-token fields that a sample may have."""
 NO_PREFIX = -1
-"""In `prefix_S`, of a sample that shares its prompt with none."""
+"""Value in `prefix_S` of a sample that shares its prompt with none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,22 +24,22 @@ class Samples:
     num_prompt_S: NDArray[np.int64]
     num_completion_S: NDArray[np.int64]
     policy_version_S: NDArray[np.uint64]
-    """Version of the weights that made the sample."""
+    """Version of the weights that generated the sample."""
     temperature_S: NDArray[np.float32]
-    """That the sample was drawn with."""
+    """Sampling temperature."""
     token_ids_T: NDArray[np.int32]
-    """Prompt and completion of each sample in turn."""
+    """Prompt and completion of each sample in sequence."""
     columns: Mapping[str, NDArray[np.float32]]
-    """[N] each, by names of COLUMNS; `loss_mask` is always there."""
+    """[N] each, by names of COLUMNS; `loss_mask` is always present."""
     prefix_S: NDArray[np.int32] | None = None
-    """Samples of one number have the same prompt, which is computed once where they share a micro-batch; NO_PREFIX: with none."""
+    """Samples with equal numbers have the same prompt, computed once within a micro-batch; NO_PREFIX shares none."""
 
     def __len__(self) -> int:
         return len(self.num_prompt_S)
 
     @property
     def num_tokens_S(self) -> NDArray[np.int64]:
-        """Of prompt and completion."""
+        """Tokens of prompt plus completion."""
         return self.num_prompt_S + self.num_completion_S
 
     @property
@@ -63,10 +63,10 @@ class Samples:
 
 
 def starts(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Where each run begins when they follow one another."""
+    """Start of each run when they are concatenated."""
     return np.cumsum(lengths) - lengths
 
 
 def ranges(first: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """first, first + 1, ... for each of `lengths`, one run after the other."""
+    """Concatenates first, first + 1, ... for each of `lengths`."""
     return np.repeat(first - starts(lengths), lengths) + np.arange(int(lengths.sum()))

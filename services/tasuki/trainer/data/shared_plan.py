@@ -1,4 +1,4 @@
-"""Which samples share a micro-batch, and the computation of their prompt: the plan of single samples, or of groups of them."""
+"""Plans micro-batches for single samples or for groups that share the computation of their prompt."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tasuki.trainer.data.samples import NO_PREFIX, Samples, starts
 class Sharing(Enum):
     NEVER = auto()
     WHERE_CHEAPER = auto()
-    """Where the plan with it takes fewer operations."""
+    """If it takes fewer operations."""
     ALWAYS = auto()
 
     @classmethod
     def of(cls, setting: Literal["auto"] | bool, *, device: str) -> Sharing:
-        """What `trainer.prefix_sharing` says."""
+        """Decodes `trainer.prefix_sharing`."""
         if setting == "auto":
-            # On a GPU nobody has measured it yet.
+            # Not measured on a GPU yet.
             return cls.WHERE_CHEAPER if device == "cpu" else cls.NEVER
         return cls.ALWAYS if setting else cls.NEVER
 
@@ -33,9 +33,9 @@ class Sharing(Enum):
 def plan_shared(
     samples: Samples, *, num_ranks: int, max_tokens: int, cost: SampleCost, sharing: Sharing
 ) -> tuple[Samples, MicroBatchPlan]:
-    """The samples with `prefix_S`, where they are to share, and the cheapest of the plans with groups whole, in two parts, in four, ...
+    """Returns the samples, with `prefix_S` if they are to share, and the cheapest plan with groups whole, in two parts, in four, ...
 
-    A part of a group is within `max_tokens` with its prompt counted once, and computes the prompt by itself.
+    A part of a group fits `max_tokens` with its prompt counted once, and computes the prompt separately.
     """
     lengths = samples.num_tokens_S.tolist()
     alone = plan_micro_batches(lengths, num_ranks=num_ranks, max_tokens=max_tokens, cost=cost)
@@ -62,14 +62,14 @@ def plan_shared(
 
 @dataclass(frozen=True, slots=True)
 class _Flops:
-    """Of samples, alone or with their prompt shared."""
+    """FLOPs of samples, alone or with a shared prompt."""
 
     whole: Sequence[float]
-    """Of each sample with its prompt."""
+    """FLOPs of each sample including its prompt."""
     prompt: Sequence[float]
     merge: Sequence[float]
     group: Sequence[int]
-    """Of each sample, or NO_PREFIX."""
+    """Group of each sample, or NO_PREFIX."""
 
     @classmethod
     def of(cls, samples: Samples, groups: Sequence[Sequence[int]], cost: SampleCost) -> _Flops:
@@ -85,14 +85,14 @@ class _Flops:
         )
 
     def of_unit(self, unit: Sequence[int]) -> float:
-        """Samples of one group, or a single one."""
+        """FLOPs of samples of one group, or of a single one."""
         if len(unit) == 1:
             return self.whole[unit[0]]
         own = (self.whole[position] - self.prompt[position] + self.merge[position] for position in unit)
         return self.prompt[unit[0]] + sum(own)
 
     def of_plan(self, plan: MicroBatchPlan) -> float:
-        """Of the ranks in lock step, with prompts shared."""
+        """FLOPs of the plan, with ranks in lock step and shared prompts."""
         return sum(max(map(self._of_micro_batch, step)) for step in zip(*plan, strict=True))
 
     def of_plan_alone(self, plan: MicroBatchPlan) -> float:
@@ -110,7 +110,7 @@ class _Flops:
 
 
 def _groups_of_prompts(samples: Samples) -> list[list[int]]:
-    """Positions of the samples of each prompt that more than one has."""
+    """Positions of the samples of each prompt with more than one."""
     groups: dict[bytes, list[int]] = defaultdict(list)
     prompts = zip(starts(samples.num_tokens_S).tolist(), samples.num_prompt_S.tolist(), strict=True)
     for position, (first, length) in enumerate(prompts):
@@ -119,7 +119,7 @@ def _groups_of_prompts(samples: Samples) -> list[list[int]]:
 
 
 def _units(samples: Samples, groups: Sequence[Sequence[int]], *, num_parts: int, max_tokens: int) -> Iterator[list[int]]:
-    """Samples that stay together: `num_parts` parts of each group, or more where they have no room otherwise, and all others alone."""
+    """Units of samples: each group in `num_parts` parts, or more if they do not fit, and all other samples alone."""
     num_completion = samples.num_completion_S.tolist()
     grouped: set[int] = set()
     for group in groups:

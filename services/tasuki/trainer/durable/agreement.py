@@ -1,4 +1,4 @@
-"""What the logs of a fleet's nodes have in common: commands that one node carried out and another did not were answered to nobody. Pure."""
+"""The common part of a fleet's training logs. A command that some node lacks was never acknowledged. Pure."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tasuki.wire.errors import InvalidArgument
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """What a node does before it carries its log out again."""
+    """How a node adjusts its log before replaying it."""
 
     publishes_written: bool
-    """Whether it publishes what it has written, as another node has, and lets its log build on that."""
+    """Whether to publish the save that it has written, because another node has, and rebase its log on it."""
     num_commands: int
-    """How many of its commands it then keeps."""
+    """Number of commands to keep afterwards."""
 
 
 def outline_of(records: Sequence[TrainingRecord], *, written_save_id: str) -> LogOutline:
@@ -26,7 +26,7 @@ def outline_of(records: Sequence[TrainingRecord], *, written_save_id: str) -> Lo
     first = records[0] if kinds[:1] == ["checkpoint"] else None
     names = [f"{kind} {record.request_id}" for kind, record in zip(kinds, records, strict=True)]
     if first is not None:
-        # A save has another request and another folder on each node.
+        # Each node's part of a save has its own request and folder.
         names[0] = f"checkpoint {first.save_id or first.request_id}"
     return LogOutline(
         commands=names,
@@ -37,10 +37,10 @@ def outline_of(records: Sequence[TrainingRecord], *, written_save_id: str) -> Lo
 
 
 def agree(outlines: Sequence[LogOutline], *, node_rank: int) -> Agreement:
-    """What node `node_rank` does; all nodes then have the same commands. outlines: of all nodes, by rank.
+    """Decides for node `node_rank`; all nodes then have the same commands. outlines: of all nodes, by rank.
 
-    A save is published only once all nodes have written it, so where one log builds on it, all nodes can.
-    Raises InvalidArgument when the logs build on different checkpoints otherwise.
+    A save is published only after all nodes have written it. If one log builds on it, all can.
+    Raises InvalidArgument if the logs otherwise build on different checkpoints.
     """
     publishes = False
     for save_id in sorted({outline.save_id for outline in outlines} - {""}):
@@ -55,19 +55,19 @@ def agree(outlines: Sequence[LogOutline], *, node_rank: int) -> Agreement:
         raise InvalidArgument(
             "state_dir",
             f"the training logs of nodes {node_rank} and {other} build on different checkpoints; start the fleet without --resume, and "
-            "then `tasuki train --resume` from a checkpoint that all nodes have",
+            "then run `tasuki train --resume` from a checkpoint that all nodes have",
         )
     alike = takewhile(lambda same: len(set(same)) == 1, zip(*(outline.commands for outline in outlines), strict=False))
     return Agreement(publishes_written=publishes, num_commands=len(list(alike)))
 
 
 def _base(outline: LogOutline) -> str:
-    """The checkpoint that a log builds on; empty for the start weights."""
+    """The checkpoint that a log builds on; empty for the initial weights."""
     return next((name for name in outline.commands[:1] if name.startswith("checkpoint ")), "")
 
 
 def _rebased(outline: LogOutline, save_id: str) -> LogOutline:
-    """The log once it builds on the save: what waits for its optimizer step is all that is left of it."""
+    """The log after rebasing on the save: only commands that await an optimizer step are left."""
     num_left = outline.num_pending
     commands = list(outline.commands)[len(outline.commands) - num_left :]
     return LogOutline(commands=[f"checkpoint {save_id}", *commands], num_pending=num_left, save_id=save_id)

@@ -1,4 +1,4 @@
-"""Folders that are there whole or not at all: written aside, fsynced, renamed. Collectives of all ranks; the first one does the work."""
+"""Atomic folders: written aside, fsynced, renamed. Collective calls of all ranks; the first rank does the work."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from tasuki.wire.errors import NO_ROOM, DiskFull, InvalidArgument, PathExists, T
 
 
 def start_aside(path: Path) -> Path:
-    """Makes an empty folder beside `path`, to be renamed to it later. What an earlier, broken attempt left there is removed.
+    """Creates an empty folder beside `path`, to be renamed to it later. Removes what a failed attempt left there.
 
-    Raises PathExists when something is at `path`, InvalidArgument when the folder cannot be made.
+    Raises PathExists if `path` exists, InvalidArgument if the folder cannot be created.
     """
     aside = path.with_name(f".{path.name}.partial")
 
     def make() -> None:
         if path.exists():
-            raise PathExists(f"{path} is already there; name a folder that does not exist", path=path)
+            raise PathExists(f"{path} already exists; name a new folder", path=path)
         if aside.exists():
             shutil.rmtree(aside)
         aside.mkdir(parents=True)
@@ -34,14 +34,14 @@ def start_aside(path: Path) -> Path:
 
 
 def claim_aside(path: Path, save_id: str) -> Path | None:
-    """As start_aside, of one save of many nodes; None when another node, with which this one shares the folder, writes it."""
+    """Like start_aside, for a save of several nodes; returns None if another node that shares the folder writes it."""
     aside = partial_path(path, save_id)
     is_mine = True
 
     def make() -> None:
         nonlocal is_mine
         if path.exists():
-            raise PathExists(f"{path} is already there; name a folder that does not exist", path=path)
+            raise PathExists(f"{path} already exists; name a new folder", path=path)
         path.parent.mkdir(parents=True, exist_ok=True)
         clear_other_saves(path, save_id)
         try:
@@ -49,7 +49,7 @@ def claim_aside(path: Path, save_id: str) -> Path | None:
         except FileExistsError:
             is_mine = False
         else:
-            if written_path(path, save_id).exists():  # the other node is done already
+            if written_path(path, save_id).exists():  # the other node has already finished
                 aside.rmdir()
                 is_mine = False
 
@@ -58,7 +58,7 @@ def claim_aside(path: Path, save_id: str) -> Path | None:
 
 
 def rename_into_place(aside: Path, path: Path, *, last_files: Mapping[str, str]) -> None:
-    """Writes `last_files` (name -> text) into the folder, makes it durable and gives it its name."""
+    """Writes `last_files` (name -> text) to the folder, makes it durable, and renames it."""
 
     def rename() -> None:
         try:
@@ -68,10 +68,10 @@ def rename_into_place(aside: Path, path: Path, *, last_files: Mapping[str, str])
                 _fsync(file)
             _fsync(aside)
         except OSError:
-            shutil.rmtree(aside, ignore_errors=True)  # on a full disk it would be in the way of everything else
+            shutil.rmtree(aside, ignore_errors=True)  # a leftover would keep a full disk full
             raise
         if path.exists():
-            raise PathExists(f"{path} came to be in the meantime", path=path)
+            raise PathExists(f"{path} was created in the meantime", path=path)
         aside.rename(path)
         _fsync(path.parent)
 
@@ -79,14 +79,14 @@ def rename_into_place(aside: Path, path: Path, *, last_files: Mapping[str, str])
 
 
 def drop_aside(aside: Path, *, path: Path) -> None:
-    """Gives back what a broken attempt to write `path` has taken."""
+    """Removes what a failed attempt to write `path` left behind."""
     on_first_rank(lambda: shutil.rmtree(aside, ignore_errors=True), path=path)
 
 
 def on_first_rank(action: Callable[[], None], *, path: Path) -> None:
-    """Runs `action` on rank 0 while the others wait; when it fails, every rank raises the same error.
+    """Runs `action` on rank 0 while the others wait. If it fails, every rank raises the same error.
 
-    An OSError becomes what cannot_write says.
+    Converts an OSError with cannot_write.
     """
     failure = b""
     if dist.get_rank() == 0:
@@ -103,11 +103,11 @@ def on_first_rank(action: Callable[[], None], *, path: Path) -> None:
 
 
 def cannot_write(path: Path, error: OSError) -> TasukiError:
-    """DiskFull when there is no room, InvalidArgument for the caller's `path` when it cannot be written at all."""
+    """DiskFull without space, InvalidArgument if the caller's `path` cannot be written at all."""
     text = f"{path} cannot be written: {error.strerror or error}"
     if error.errno in NO_ROOM:
-        return DiskFull(f"{text}; what was written before is as it was. Make room, or name a folder on another disk", path=path)
-    return InvalidArgument("path", f"{text}; name a folder that can be written")
+        return DiskFull(f"{text}; existing files are unchanged. Free space, or name a folder on another disk", path=path)
+    return InvalidArgument("path", f"{text}; name a writable folder")
 
 
 def _encoded(error: TasukiError) -> bytes:

@@ -1,4 +1,4 @@
-"""Opens what lies in a folder that a caller names, and never waits for it: only regular files hold anything of ours."""
+"""Opens files in a folder named by a caller without ever blocking: all our files are regular."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """`path`, open for reading; a link counts as the file that it leads to. Raises OSError, also for whatever is no regular file."""
-    # Without O_NONBLOCK the open of a FIFO waits for a writer, and nothing could end that. It changes nothing for a regular file.
+    """Opens `path` for reading, following links. Raises OSError if it is missing or not a regular file."""
+    # Without O_NONBLOCK, opening a FIFO would wait for a writer forever. Regular files are unaffected.
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -23,6 +23,6 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def read_regular(path: Path) -> bytes:
-    """The content of `path`. Raises as open_regular."""
+    """Reads the content of `path`. Raises as open_regular."""
     with open_regular(path) as file:
         return file.read()

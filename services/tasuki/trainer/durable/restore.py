@@ -1,4 +1,4 @@
-"""Brings a trainer that was restarted to where the one before it was: the last checkpoint, and what was trained since."""
+"""Restores a restarted trainer: loads the last checkpoint and replays the commands since."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ _log = logging.getLogger("tasuki.trainer")
 
 
 class Store(Protocol):
-    """Of one start of all trainers of a fleet."""
+    """A store shared by all trainers of a fleet's start."""
 
     def set(self, key: str, value: bytes) -> None: ...
     def get(self, key: str) -> bytes:
-        """Waits until it is there."""
+        """Waits until the key is set."""
         ...
 
 
 def recipe(config: NodeConfig) -> str:
-    """What the numbers in a log depend on beside its commands."""
+    """Settings that the results of a log depend on besides its commands."""
     alone = f"{config.model.path.resolve()} {config.trainer.model_dump_json(exclude=PERFORMANCE_TRAINER_KEYS)}"
     return alone if config.fleet is None else f"{alone} node {config.fleet.node_rank} of {config.fleet.num_nodes}"
 
 
 async def agree_on_log(log: TrainingLog, store: Store, *, config: NodeConfig) -> None:
-    """Leaves in the log what all nodes of the fleet have in theirs, so that they carry it out in step.
+    """Trims the log to what all nodes of the fleet have, so that they replay it in step.
 
-    store: of this start of all trainers. Raises InvalidArgument when their logs build on different checkpoints.
+    store: of this start of all trainers. Raises InvalidArgument if their logs build on different checkpoints.
     """
     fleet = config.fleet
     assert fleet is not None
@@ -68,10 +68,10 @@ async def agree_on_log(log: TrainingLog, store: Store, *, config: NodeConfig) ->
 
 
 async def restore(training: Training, log: TrainingLog, *, config: NodeConfig) -> None:
-    """Carries the log's commands out again, and has their answers ready for callers that ask again.
+    """Replays the log's commands and keeps their answers for callers that ask again.
 
-    Raises InvalidArgument when the log was made with another model or other settings, PathNotFound when the checkpoint that it builds on
-    is gone, and what loading it raises.
+    Raises InvalidArgument if the log belongs to another model or other settings, PathNotFound if its checkpoint is gone, and the errors
+    of loading it.
     """
     started = time.perf_counter()
     num_commands = 0
@@ -80,14 +80,14 @@ async def restore(training: Training, log: TrainingLog, *, config: NodeConfig) -
         if record.recipe != recipe(config):
             raise InvalidArgument(
                 "state_dir",
-                "its training.log is of another model or other [trainer] settings; `tasuki up` without --resume sets it aside",
+                "its training.log belongs to another model or other [trainer] settings; `tasuki up` without --resume sets it aside",
             )
         answer: Message | TasukiError
         try:
             async with training.state.training():
                 answer = await _carry_out(training, record)
         except PathNotFound as error:
-            advice = "training.log builds on it: put it back, or `tasuki up` without --resume and then `tasuki train --resume`"
+            advice = "training.log builds on it: restore it, or `tasuki up` without --resume and then `tasuki train --resume`"
             raise PathNotFound(f"{error.message}; {advice}", **error.metadata) from error
         except TasukiError as error:
             if record.WhichOneof("command") == "checkpoint":

@@ -1,4 +1,4 @@
-"""What must be true of a trainer's log: nothing in it is trained twice. Pure."""
+"""Invariant of a trainer's log: nothing is trained twice. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tasuki.v1.ranks_pb2 import TrainingRecord
 
 
 def first_repetition(records: Sequence[TrainingRecord]) -> str:
-    """What is wrong with the first record that cannot follow those before it; empty when nothing is."""
+    """Describes the first record that cannot follow those before it; empty if there is none."""
     seen: set[str] = set()
     has_gradients = False
     for number, record in enumerate(records):

@@ -1,8 +1,8 @@
-"""What has been trained since the last checkpoint, on disk before it is acknowledged: a trainer that comes back does it again.
+"""Log of the commands since the last checkpoint, durable before they are acknowledged. A restarted trainer replays it.
 
-A file of frames, each a header and a TrainingRecord. A frame is written before its command is carried out, so that a full disk
-refuses a command that has changed nothing, and marked as done in place before the command is answered. A torn or unmarked last frame is
-of a command that nobody was told to be done; it is dropped. Anything else that cannot be read is damage, and is never passed over.
+A file of frames, each a header and a TrainingRecord. A frame is written before its command runs, so that on a full disk a command is
+refused before it changes anything. It is marked as done in place before the command is answered. A truncated or unmarked last frame
+belongs to a command that was never acknowledged, and is dropped. Any other unreadable part is damage, and is reported.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tasuki.wire.errors import DiskFull, GradientsNotFinite, InvalidArgument, Pa
 
 _log = logging.getLogger("tasuki.trainer")
 _HEADER = struct.Struct("<IIB")
-"""Bytes of the record, their CRC-32, and 1 when the command was carried out."""
+"""Size of the record, its CRC-32, and 1 once the command is done."""
 _DONE_OFFSET = _HEADER.size - 1
 
 
@@ -30,16 +30,16 @@ class TrainingLog:
     """The log of one trainer."""
 
     def __init__(self, path: Path, *, failpoints: Failpoints) -> None:
-        """Raises InvalidArgument when the log is damaged, DiskFull when it cannot be written."""
+        """Raises InvalidArgument if the log is damaged, DiskFull if it cannot be written."""
         self._path, self._failpoints = path, failpoints
         self._is_behind = False
-        """Whether something was carried out that the log does not have."""
+        """Whether a command was done that the log lacks."""
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise DiskFull(f"{path} cannot be written: {error.strerror}", path=path) from error
         self._end = self._pending_start = 0
-        """Where the next frame goes, and where those begin whose gradients wait for their optimizer step."""
+        """Offsets of the next frame and of the first frame whose gradients await their optimizer step."""
         try:
             for record in self.records():
                 self._advance(record)
@@ -53,11 +53,11 @@ class TrainingLog:
 
     @property
     def position(self) -> int:
-        """Grows with every command that is carried out."""
+        """Increases with every completed command."""
         return self._end
 
     def keep(self, num_records: int) -> None:
-        """Forgets all but the oldest `num_records`."""
+        """Drops all but the oldest `num_records`."""
         kept = list(self.records())[:num_records]
         self._end = self._pending_start = 0
         for record in kept:
@@ -66,14 +66,14 @@ class TrainingLog:
         os.fsync(self._fd)
 
     def records(self) -> Iterator[TrainingRecord]:
-        """What was done, oldest first; the first may be the checkpoint that the others build on."""
+        """Completed commands, oldest first. The first may be the checkpoint that the others build on."""
         return _records(self._fd, self._path)
 
     @asynccontextmanager
     async def command(self, record: TrainingRecord) -> AsyncIterator[None]:
-        """Carries a command out in its block: it is in the log when the block has ended well, or with GRADIENTS_NOT_FINITE.
+        """Logs the command that the block carries out. It counts if the block succeeds, or fails with GRADIENTS_NOT_FINITE.
 
-        Raises DiskFull, with the block not entered, when there is no room for it, or once the log could not keep up.
+        Raises DiskFull before entering the block if there is no space, or once the log has fallen behind.
         """
         await asyncio.to_thread(self._begin, record)
         try:
@@ -87,9 +87,9 @@ class TrainingLog:
         await asyncio.to_thread(self._commit, record)
 
     async def saved(self, checkpoint: TrainingRecord) -> None:
-        """Forgets what is in the checkpoint: all but the gradients that wait for their optimizer step.
+        """Drops what the checkpoint contains: everything except gradients that await their optimizer step.
 
-        Without room it keeps everything, which leads to the same weights, and warns. To be called when `check_not_behind` has passed.
+        Without space it keeps everything, which leads to the same weights, and warns. Call it after `check_not_behind`.
         """
         assert not self._is_behind
         pending = os.pread(self._fd, self._end - self._pending_start, self._pending_start)
@@ -100,18 +100,18 @@ class TrainingLog:
             _log.warning("event=log_not_shortened checkpoint=%a cause=%a keep=the_checkpoint_before", path, error.message)
 
     async def loaded(self, checkpoint: TrainingRecord) -> None:
-        """Forgets everything: training goes on from the checkpoint, without gradients.
+        """Drops everything: training continues from the checkpoint, without gradients.
 
-        Raises DiskFull; until it succeeds, or the trainer is restarted, nothing is trained: the log no longer matches the weights.
+        Raises DiskFull. The log then no longer matches the weights, so nothing is trained until a load succeeds or the trainer restarts.
         """
         self._is_behind = True
         await asyncio.to_thread(self._replace, checkpoint, b"")
         self._is_behind = False
 
     def check_not_behind(self) -> None:
-        """Raises DiskFull while something was carried out that the log does not have."""
+        """Raises DiskFull if a command was done that the log lacks."""
         if self._is_behind:
-            raise DiskFull(f"{self._path} lacks a command that was carried out; restart the trainer", path=self._path)
+            raise DiskFull(f"{self._path} lacks a completed command; restart the trainer", path=self._path)
 
     def _begin(self, record: TrainingRecord) -> None:
         self.check_not_behind()
@@ -135,7 +135,7 @@ class TrainingLog:
         self._advance(record)
 
     def _advance(self, record: TrainingRecord) -> None:
-        """The last record was done."""
+        """Marks the last record as done."""
         self._end += _HEADER.size + record.ByteSize()
         if record.WhichOneof("command") != "forward_backward":
             self._pending_start = self._end
@@ -152,7 +152,7 @@ class TrainingLog:
                 aside.rename(self._path)
             except OSError:
                 os.close(fd)
-                aside.unlink()  # on a full disk it would be in the way of everything else
+                aside.unlink()  # a leftover would keep a full disk full
                 raise
             os.close(self._fd)
             self._fd, self._pending_start, self._end = fd, len(first), len(first) + len(pending)
@@ -162,7 +162,7 @@ class TrainingLog:
 
 
 def read_training_log(path: Path) -> list[TrainingRecord]:
-    """What a log holds, without changing it, also beside the trainer that writes it. Raises PathNotFound, or InvalidArgument."""
+    """Reads a log without changing it, even while a trainer writes it. Raises PathNotFound, or InvalidArgument."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError as error:
@@ -174,7 +174,7 @@ def read_training_log(path: Path) -> list[TrainingRecord]:
 
 
 def _records(fd: int, path: Path) -> Iterator[TrainingRecord]:
-    at, size = 0, os.fstat(fd).st_size  # first the size: a trainer may be writing
+    at, size = 0, os.fstat(fd).st_size  # read the size first: a trainer may be writing
     while len(header := os.pread(fd, _HEADER.size, at)) == _HEADER.size:
         num_bytes, checksum, is_done = _HEADER.unpack(header)
         num_left = max(0, size - at - _HEADER.size)

@@ -1,4 +1,4 @@
-"""Decodes a command for a rank, calls the learner, encodes its answer."""
+"""Decodes a rank's commands, calls the learner and encodes the answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tasuki.v1 import memory_pb2, ranks_pb2, trainer_pb2
 
 
 class RankCommands:
-    """One method for each field of TrainerRankCommand."""
+    """Command handlers: one method per field of TrainerRankCommand."""
 
     def __init__(self, learner: Learner, *, failpoints: Failpoints) -> None:
         self._learner, self._backend, self._failpoints = learner, learner.backend, failpoints
@@ -42,7 +42,7 @@ class RankCommands:
         }
 
     def ready(self, *, nodes_rate: float | None) -> ranks_pb2.RankReady:
-        """nodes_rate: bytes a second to other nodes."""
+        """nodes_rate: bytes per second to other nodes."""
         return ranks_pb2.RankReady(
             roles=encode_roles(self._learner),
             vocab_size=self._backend.vocab_size,

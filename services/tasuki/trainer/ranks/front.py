@@ -1,4 +1,4 @@
-"""The trainer's front to its ranks."""
+"""Front of the trainer's ranks."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from tasuki.rpc.rank_front import RankFront
 from tasuki.v1.ranks_pb2 import RankReady, RankStop, TrainerRankCommand, TrainerRankResult
 from tasuki.wire.errors import PeerUnavailable
 
-# Beyond the collectives' own time-out, for results to arrive.
+# In addition to the collectives' timeout, for results to arrive.
 _ANSWER_MARGIN_S = 10.0
 
 
 def ranks_path(socket_dir: Path) -> Path:
-    """Of the socket on which the front listens."""
+    """Socket on which the front listens."""
     return socket_dir / "trainer-ranks.sock"
 
 
 class TrainerRanks(RankFront[TrainerRankCommand, TrainerRankResult]):
-    """Calls the trainer ranks, which connect by themselves."""
+    """Calls the trainer ranks, which connect to it."""
 
-    # Another node was lost in the middle of a sum of gradients.
+    # Another node was lost during a sum of gradients.
     breaking = frozenset({PeerUnavailable.reason})
 
     def __init__(self, *, socket_dir: Path, num_ranks: int, collective_timeout_s: float) -> None:
@@ -29,9 +29,9 @@ class TrainerRanks(RankFront[TrainerRankCommand, TrainerRankResult]):
         self.straggler_timeout_s = collective_timeout_s + _ANSWER_MARGIN_S
 
     async def ready(self) -> RankReady:
-        """Returns when every rank has loaded the model: what rank 0 says, with the sum of all rates to other nodes.
+        """Waits until every rank has loaded the model. Returns rank 0's report, with the sum of all rates to other nodes.
 
-        Raises the error of the rank that could not.
+        Raises the error of a rank that failed.
         """
         results = await self._wait_for_results()
         await self._raise_errors(results)
@@ -44,6 +44,6 @@ class TrainerRanks(RankFront[TrainerRankCommand, TrainerRankResult]):
         return ready
 
     async def stop(self) -> None:
-        """Has the ranks leave, and closes."""
+        """Tells the ranks to exit, and closes."""
         await self._deliver([TrainerRankCommand(stop=RankStop())] * self.num_ranks)
         self.close()

@@ -1,4 +1,4 @@
-"""A trainer rank's life: it starts, answers commands, and leaves when the front or the launcher does."""
+"""Main loop of a trainer rank: starts, answers commands, and exits with the front or the launcher."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def run_rank(
     heartbeat: Heartbeat,
     failpoints: Failpoints,
 ) -> bool:
-    """Starts the rank's work, then answers the front until it stops, or is gone. False when the start failed; the front knows why.
+    """Starts the rank, then answers the front until it stops or is gone. Returns False if the start failed, as reported to the front.
 
-    launcher_fd: pidfd of the process that launched the ranks; its end ends the rank. heartbeat: shows when a command runs.
+    launcher_fd: pidfd of the launcher, whose end ends the rank. heartbeat: shows that a command is running.
     """
 
     def answer(payload: bytes) -> TrainerRankResult | None:

@@ -1,4 +1,4 @@
-"""The loss of a call, between its message and its dataclass: fields have the same names on both sides."""
+"""Converts a loss message to its dataclass; fields have the same names in both."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LOSSES: dict[str, type] = {loss.__name__: loss for loss in get_args(Loss)}
 
 
 def decode_loss(message: loss_pb2.LossConfig) -> LossConfig:
-    """What is not set takes the dataclass's default. Raises InvalidArgument naming the field."""
+    """Unset fields take the dataclass's defaults. Raises InvalidArgument naming the field."""
     kind = message.WhichOneof("loss")
     if kind is None:
         raise InvalidArgument("header.loss", f"give one of {', '.join(_oneof_names())}")
@@ -42,14 +42,14 @@ def _set_fields(message: Message, names: Any) -> dict[str, Any]:
 
 
 def _correction_fields(message: loss_pb2.Correction) -> dict[str, Any]:
-    """An empty message corrects nothing."""
+    """Fields of a correction; an empty message disables it."""
     numbers = dict.fromkeys(("token_truncation", "sequence_truncation"))
     bounds = {name: getattr(message, name) for name in ("token_mask", "geometric_mask") if message.HasField(name)}
     return numbers | _set_fields(message, numbers) | {name: (bound.low, bound.high) for name, bound in bounds.items()}
 
 
 def _enum(enum: type[_Enum], number: int, *, field: str) -> _Enum:
-    """Values of an enum are its message's names in lower case, without the prefix."""
+    """Converts an enum number; values are the message's names in lower case, without the prefix."""
     values = loss_pb2.DESCRIPTOR.enum_types_by_name[enum.__name__].values_by_number
     prefix = values[0].name.removesuffix("UNSPECIFIED")
     if number not in values:

@@ -1,4 +1,4 @@
-"""Roles, samples and scores as messages between the front and its ranks; samples go as columns of little-endian numbers."""
+"""Encodes roles, samples and scores between the front and its ranks; samples as columns of little-endian numbers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROLE_MESSAGES = {role: message for message, role in ROLES.items()}
 
 
 def encode_roles(learner: Learner) -> list[RoleState]:
-    """Every role that is trained."""
+    """Encodes every trained role."""
     return [
         RoleState(
             role=ROLE_MESSAGES[role],
@@ -45,7 +45,7 @@ def encode_samples(samples: Samples) -> SampleColumns:
 
 
 def decode_columns(message: SampleColumns) -> Samples:
-    """What encode_samples encoded."""
+    """Inverse of encode_samples."""
     return Samples(
         num_prompt_S=np.frombuffer(message.num_prompt_tokens, dtype=np.int64),
         num_completion_S=np.frombuffer(message.num_completion_tokens, dtype=np.int64),
@@ -58,5 +58,5 @@ def decode_columns(message: SampleColumns) -> Samples:
 
 
 def decode_scores(content: bytes, *, num_tokens_S: NDArray[np.int64]) -> Sequence[NDArray[np.float32]]:
-    """A micro-batch's scores, cut by sample."""
+    """Scores of a micro-batch, split by sample."""
     return np.split(np.frombuffer(content, dtype=np.float32), np.cumsum(num_tokens_S)[:-1]) if len(num_tokens_S) else []

@@ -1,4 +1,4 @@
-"""One answer from those of several ranks or nodes. Pure, and without torch, for a fleet's front, too."""
+"""Joins the answers of several ranks or nodes. Pure; no torch, since a fleet's front uses it too."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tasuki.v1.trainer_pb2 import ForwardBackwardResponse, MetricPart
 
 
 def joined_parts(parts: Sequence[Mapping[str, MetricPart]]) -> dict[str, MetricPart]:
-    """Metrics over all that gave a part."""
+    """Merges the metrics of all that reported a part."""
     joined: dict[str, MetricPart] = {}
     for name in sorted({name for part in parts for name in part}):
         metrics = [part[name] for part in parts if name in part]
@@ -22,7 +22,7 @@ def joined_parts(parts: Sequence[Mapping[str, MetricPart]]) -> dict[str, MetricP
 
 
 def joined_metrics(parts: Mapping[str, MetricPart]) -> dict[str, float]:
-    """Means and maxima; means of nothing are left out."""
+    """Means and maxima; leaves out means over nothing."""
     return {
         name: part.total if part.is_maximum else part.total / part.weight
         for name, part in parts.items()
@@ -31,7 +31,7 @@ def joined_metrics(parts: Mapping[str, MetricPart]) -> dict[str, float]:
 
 
 def joined_answers(answers: Sequence[ForwardBackwardResponse]) -> ForwardBackwardResponse:
-    """The answer to a fleet's call from those of its shares, without log_probs, whose order the caller knows."""
+    """The answer to a fleet's call from those of its shares, without log_probs, which the caller orders."""
     parts = joined_parts([answer.metric_parts for answer in answers])
     return ForwardBackwardResponse(
         loss=sum(answer.loss for answer in answers),

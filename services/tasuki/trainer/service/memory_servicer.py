@@ -23,12 +23,12 @@ TAGS = named_tags(Stage.OFFLOAD)
 
 
 class MemoryServicer(MemoryServiceServicer):
-    """Pauses and resumes the tags in every rank."""
+    """Pauses and resumes tags on every rank."""
 
     def __init__(
         self, ranks: TrainerRanks, *, state: TrainerState, staying: frozenset[MemoryTag.ValueType] = frozenset()
     ) -> None:
-        """staying: tags that every rank keeps over OFFLOAD."""
+        """staying: tags that every rank keeps during OFFLOAD."""
         self._ranks, self._state, self._staying = ranks, state, staying
 
     async def Pause(self, request: memory_pb2.PauseRequest, context: Any) -> memory_pb2.PauseResponse:
@@ -52,7 +52,7 @@ class MemoryServicer(MemoryServiceServicer):
                 self._check(request, carries_out=Stage.LOAD_TRAINER)
                 answers = await self._ranks.call(TrainerRankCommand(resume=request))
                 self._state.paused_tags.difference_update(request.tags)
-                # Training changes the weights: what was published is over.
+                # Training changes the weights, so the publication is no longer valid.
                 await self._ranks.call(TrainerRankCommand(withdraw_weights=WithdrawWeightsRequest()))
                 self._state.stage, self._state.published_version = Stage.LOAD_TRAINER, None
             return memory_pb2.ResumeResponse(mapped_bytes=sum(answer.resume.mapped_bytes for answer in answers))
@@ -69,7 +69,7 @@ class MemoryServicer(MemoryServiceServicer):
             yield response
 
     async def _usage(self, request: memory_pb2.GetUsageRequest) -> memory_pb2.GetUsageResponse:
-        """Raises DeadlineExceeded while the ranks are in the middle of something long."""
+        """Raises DeadlineExceeded while the ranks are busy with something long."""
         try:
             async with asyncio.timeout(USAGE_TIMEOUT_S):
                 answers = await self._ranks.call(TrainerRankCommand(get_usage=request))
@@ -78,7 +78,7 @@ class MemoryServicer(MemoryServiceServicer):
         return joined([answer.get_usage for answer in answers])
 
     def _check(self, request: memory_pb2.PauseRequest | memory_pb2.ResumeRequest, *, carries_out: Stage) -> None:
-        """Raises StageOrder, or InvalidArgument for a stage that is the other RPC's or a tag that the trainer does not have."""
+        """Raises StageOrder, or InvalidArgument for a stage of the other RPC or a tag that the trainer does not have."""
         stage = stage_from_proto(request.stage)
         stages.raise_unless_next(stage, after=self._state.stage)
         if stage is not carries_out:

@@ -1,4 +1,4 @@
-"""What the trainer tells Prometheus: tokens, steps, GPU time, and how far samples and rollout are from its weights."""
+"""The trainer's Prometheus metrics: tokens, steps, GPU time, and how far samples and rollout lag behind its weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _GAPS = {"log_prob_gap": "mean", "log_prob_gap_max": "max"}
 
 
 class TrainerMetrics:
-    """Of the commands that callers gave; those of a restart's replay do not count again."""
+    """Metrics of callers' commands; a restart's replay is not counted again."""
 
     def __init__(self, registry: CollectorRegistry, *, num_gpus: int, policy_version: Callable[[], int]) -> None:
         self._gpu_seconds = GpuSeconds(registry, num_gpus=num_gpus)
@@ -37,7 +37,7 @@ class TrainerMetrics:
 
     @contextmanager
     def using(self, use: str) -> Iterator[None]:
-        """While the ranks work. use: "forward_backward", "optim_step", "score", "checkpoint"."""
+        """Counts the time while the ranks work. use: "forward_backward", "optim_step", "score", "checkpoint"."""
         with self._gpu_seconds.using(use):
             yield
 

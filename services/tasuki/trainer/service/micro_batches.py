@@ -1,4 +1,4 @@
-"""What decides how calls are cut into micro-batches: tokens in one, and the cost of a sample under each role."""
+"""Inputs of micro-batch planning: tokens per micro-batch, and the cost of a sample under each role."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tasuki.v1.ranks_pb2 import TrainerRankCommand
 
 
 async def micro_batch_tokens(config: NodeConfig, ranks: TrainerRanks) -> int:
-    """The configuration's, or the planner's for the smallest of the ranks' GPUs where that leaves it open. Raises as node_layout."""
+    """The configured value, or the planner's choice for the smallest GPU of the ranks. Raises as node_layout."""
     if config.device == "cpu" or config.trainer.micro_batch_tokens is not None:
         return config.most_micro_batch_tokens
     answers = await ranks.call(TrainerRankCommand(get_usage=GetUsageRequest()))
@@ -26,7 +26,7 @@ async def micro_batch_tokens(config: NodeConfig, ranks: TrainerRanks) -> int:
 
 
 def sample_costs(config: NodeConfig) -> dict[Role, SampleCost]:
-    """Of a sample under every role. Raises as read_model_file."""
+    """Cost of a sample under every role. Raises as read_model_file."""
     trainer, policy = config.trainer, read_model_file(config.model.path)
     costs = {
         Role.POLICY: sample_cost(policy, is_frozen=trainer.lora is not None),

@@ -1,4 +1,4 @@
-"""Reads and checks what callers send: streams of samples, roles, loss settings, paths."""
+"""Decodes and checks requests: streams of samples, roles, loss settings, paths."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ from tasuki.v1.types_pb2 import TrainingSample
 from tasuki.wire.errors import InvalidArgument
 
 _Header = TypeVar("_Header", ForwardBackwardHeader, ComputeLogProbsHeader)
-# A single number counts for every token.
+# Fields in which a single number applies to every token.
 _BROADCAST = "advantages"
 _MAX_ANSWERED_TOKENS = 131_072
-"""Of log-probs in the answer, which is one message."""
+"""Maximum tokens with log-probs in the answer, which is one message."""
 
 
 async def read_forward_backward(
     requests: AsyncIterator[ForwardBackwardRequest],
 ) -> tuple[ForwardBackwardHeader, list[TrainingSample]]:
-    """The whole stream. Raises InvalidArgument unless a header comes first, and only there."""
+    """Reads the whole stream. Raises InvalidArgument unless exactly the first message carries a header."""
     return await _read_stream(requests, ForwardBackwardHeader())
 
 
 async def read_compute_log_probs(
     requests: AsyncIterator[ComputeLogProbsRequest],
 ) -> tuple[ComputeLogProbsHeader, list[TrainingSample]]:
-    """The whole stream, as read_forward_backward does."""
+    """Reads the whole stream, like read_forward_backward."""
     return await _read_stream(requests, ComputeLogProbsHeader())
 
 
 async def read_compute_values(requests: AsyncIterator[ComputeValuesRequest]) -> list[TrainingSample]:
-    """The samples of the whole stream."""
+    """Reads the samples of the whole stream."""
     return [sample async for request in requests for sample in request.samples.samples]
 
 
@@ -70,7 +70,7 @@ async def _read_stream(requests: AsyncIterator, header: _Header) -> tuple[_Heade
 
 
 def check_log_probs_of(positions: Sequence[int], *, role: Role, samples: Samples) -> None:
-    """Raises InvalidArgument for a sample that is not there, for a critic's, and for more tokens than an answer holds."""
+    """Raises InvalidArgument for a missing sample, for the critic, and for more tokens than fit in an answer."""
     field = "header.log_probs_of"
     if not positions:
         return
@@ -84,7 +84,7 @@ def check_log_probs_of(positions: Sequence[int], *, role: Role, samples: Samples
 
 
 def decode_samples(messages: Sequence[TrainingSample]) -> Samples:
-    """Raises InvalidArgument naming the first sample and field that has another length than its completion."""
+    """Raises InvalidArgument naming the first sample and field whose length differs from its completion's."""
     num_completion_S = _integers([len(message.completion_token_ids) for message in messages])
     token_ids = chain.from_iterable((*message.prompt_token_ids, *message.completion_token_ids) for message in messages)
     columns = {name: _column(messages, name, num_completion_S=num_completion_S) for name in COLUMNS}
@@ -105,7 +105,7 @@ def decode_samples(messages: Sequence[TrainingSample]) -> Samples:
 
 
 def decode_role(role: RoleMessage.ValueType, *, allowed: Sequence[Role], field: str) -> Role:
-    """Raises InvalidArgument unless it is one of `allowed`."""
+    """Raises InvalidArgument unless the role is one of `allowed`."""
     decoded = ROLES.get(role)
     if decoded is None or decoded not in allowed:
         names = " or ".join(f"ROLE_{each.name}" for each in allowed)
@@ -115,18 +115,18 @@ def decode_role(role: RoleMessage.ValueType, *, allowed: Sequence[Role], field: 
 
 def check_learning_rate(request: OptimStepRequest) -> None:
     if not (math.isfinite(request.learning_rate) and request.learning_rate >= 0):
-        raise InvalidArgument("learning_rate", f"{request.learning_rate:g} is out of range; give a number from 0")
+        raise InvalidArgument("learning_rate", f"{request.learning_rate:g} is out of range; give a number of at least 0")
 
 
 def check_path(text: str) -> None:
     if not Path(text).is_absolute():
-        raise InvalidArgument("path", f"{text!r} is not absolute; the trainer's working folder is its own")
+        raise InvalidArgument("path", f"{text!r} is not absolute; the trainer has another working directory")
 
 
 def _column(
     messages: Sequence[TrainingSample], name: str, *, num_completion_S: NDArray[np.int64]
 ) -> NDArray[np.float32] | None:
-    """A per-token field of all samples, or None where no sample has it."""
+    """A per-token field of all samples; None if no sample has it."""
     rows = [getattr(message, name) for message in messages]
     num_given_S = _integers([len(row) for row in rows])
     if not num_given_S.any():

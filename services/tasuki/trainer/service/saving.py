@@ -1,4 +1,4 @@
-"""SaveCheckpoint: all at once on a node by itself, in parts in a fleet."""
+"""SaveCheckpoint: at once on a single node, in parts in a fleet."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tasuki.wire.errors import DiskFull, InvalidArgument, VersionOrder
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """What is written and not yet published."""
+    """A checkpoint written but not published."""
 
     save_id: str
     path: str
@@ -31,15 +31,15 @@ class _Written:
 
 
 class Saving:
-    """Saves of one trainer. Call it with the turn held."""
+    """Saves of one trainer. Its methods require the turn."""
 
     def __init__(self, ranks: TrainerRanks, log: TrainingLog, *, record_path: Path) -> None:
-        """record_path: of the file that tells a restarted trainer what it had written."""
+        """record_path: file that tells a restarted trainer what it had written."""
         self._ranks, self._log, self._record_path = ranks, log, record_path
         self._written: _Written | None = None
 
     async def save(self, request: SaveCheckpointRequest, record: TrainingRecord) -> SaveCheckpointResponse:
-        """record: of the command, for the log. Raises what SaveCheckpoint raises."""
+        """record: the command, for the log. Raises the errors of SaveCheckpoint."""
         if request.part not in SavePart.values():
             raise InvalidArgument("part", f"{request.part} is unknown")
         if request.part != SavePart.SAVE_PART_UNSPECIFIED:
@@ -70,7 +70,7 @@ class Saving:
         if written is None or (written.save_id, written.path) != (request.save_id, request.path):
             raise InvalidArgument("save_id", f"{request.path} was not written by the save {request.save_id}")
         if written.log_position != self._log.position:
-            text = f"the trainer has gone on since it wrote {request.path}; drop it and save again"
+            text = f"the trainer has trained since it wrote {request.path}; drop it and save again"
             raise VersionOrder(text, have=written.answer.policy_version, want=written.answer.policy_version)
         await asyncio.to_thread(saves.publish, Path(request.path), request.save_id)
         await self._log.saved(_of_checkpoint(record, request, written.answer))
@@ -83,7 +83,7 @@ class Saving:
 
 
 def read_written(record_path: Path) -> TrainingRecord | None:
-    """What the trainer's earlier life had written as its part of a save; None when there is nothing that can be published."""
+    """What an earlier life of the trainer wrote as its part of a save; None if nothing can be published."""
     try:
         record = TrainingRecord.FromString(record_path.read_bytes())
     except FileNotFoundError:

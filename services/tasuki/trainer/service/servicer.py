@@ -1,4 +1,4 @@
-"""tasuki.v1.TrainerService: decodes, has the ranks work, encodes."""
+"""tasuki.v1.TrainerService: decodes, calls the ranks, encodes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tasuki.wire.errors import GradientsPending
 
 
 class TrainerServicer(TrainerServiceServicer):
-    """One coroutine for each RPC."""
+    """gRPC interface of the trainer: one coroutine for each RPC."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class TrainerServicer(TrainerServiceServicer):
     def _decode(
         self, header: trainer_pb2.ForwardBackwardHeader, samples: Sequence[TrainingSample]
     ) -> tuple[Role, LossConfig, Samples]:
-        """Raises what the call would be refused for."""
+        """Decodes the call. Raises every error for which it would be refused."""
         role, config, decoded = self._training.decode_forward_backward(
             header.role, header.loss, samples, is_share=header.is_share
         )
@@ -112,9 +112,9 @@ class TrainerServicer(TrainerServiceServicer):
 
     @asynccontextmanager
     async def _validating(self, request: Commanded) -> AsyncIterator[bool]:
-        """A turn in which a command is looked at. Gives whether it was begun before: then it is not judged by what it has changed.
+        """A turn in which a command is validated. Yields whether the command has already begun, so that its own effects are ignored.
 
-        Raises what would keep every command from being carried out.
+        Raises every error that would prevent the command from running.
         """
         is_repeat = self._state.gate.has_begun(request)
         async with self._state.training():
@@ -202,7 +202,7 @@ class TrainerServicer(TrainerServiceServicer):
                 self._state.stage, self._state.published_version = stage, None
                 return trainer_pb2.WithdrawWeightsResponse()
 
-        # The coordinator's undo has a place in its sequence; anyone else's withdrawal has none.
+        # A coordinator's undo has a place in its sequence; other callers' withdrawals do not.
         run = self._state.gate.stage if request.command.sequence else self._state.gate.once
         return await run(request, withdraw)
 
@@ -272,7 +272,7 @@ class TrainerServicer(TrainerServiceServicer):
         )
 
     def _record(self, request: Commanded, **content: Any) -> ranks_pb2.TrainingRecord:
-        """A command as the log has it."""
+        """A command as a log record."""
         return ranks_pb2.TrainingRecord(
             request_id=request.command.request_id, digest=digest(request), recipe=recipe(self._config), **content
         )

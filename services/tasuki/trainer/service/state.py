@@ -1,4 +1,4 @@
-"""What the trainer's front knows of itself; its two servicers share it."""
+"""State of the trainer's front, shared by its two servicers."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tasuki.v1.trainer_pb2 import RoleState
 
 @dataclass(slots=True)
 class TrainerState:
-    """Written only by who holds `turn`."""
+    """Only the holder of `turn` may write it."""
 
     roles: dict[Role, RoleState]
-    """Of every role that is trained."""
+    """State of every trained role."""
     stage: Stage | None = None
-    """The last stage that was completed; None after a start."""
+    """The last completed stage; None after a start."""
     published_version: int | None = None
     paused_tags: set[int] = field(default_factory=set)
     gate: CommandGate = field(default_factory=CommandGate)
@@ -36,17 +36,17 @@ class TrainerState:
 
     @property
     def has_gradients(self) -> bool:
-        """Of any role."""
+        """Whether any role has gradients."""
         return any(state.has_gradients for state in self.roles.values())
 
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
-        """A turn in which the trainer is loaded. Raises WrongPhase when it is not."""
+        """A turn in which the trainer is loaded. Raises WrongPhase if it is not."""
         async with self.turn:
             raise_unless_loaded(self.stage)
             yield
 
 
 def roles_by_name(states: Sequence[RoleState]) -> dict[Role, RoleState]:
-    """As the ranks report them."""
+    """Role states as reported by the ranks."""
     return {ROLES[state.role]: state for state in states}

@@ -1,4 +1,4 @@
-"""What the trainer's commands do to its ranks and to its state; each is called with the turn held and the trainer loaded."""
+"""Effects of the trainer's commands on its ranks and state. All are called with the turn held and the trainer loaded."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Training:
         sharing: Sharing = Sharing.NEVER,
     ) -> None:
         """costs: of a sample under every role that is trained or scored. sequence_parallel: ranks that share each micro-batch. sharing: of
-        the prompt of several samples.
+        prompts between samples.
         """
         self.ranks, self.state = ranks, state
         self._limits, self._costs, self._num_sharing, self._sharing = limits, costs, sequence_parallel, sharing
@@ -73,9 +73,9 @@ class Training:
         *,
         is_share: bool = False,
     ) -> tuple[Role, LossConfig, Samples]:
-        """What forward_backward takes. is_share: of a fleet's call.
+        """Decodes the samples and checks them. is_share: of a fleet's call.
 
-        Raises InvalidArgument naming sample and field, VersionOrder for a version that is not there yet.
+        Raises InvalidArgument naming sample and field, VersionOrder for a version that does not exist yet.
         """
         trained = self._trained(role, field="header.role")
         config, decoded = decode_loss(loss), decode_samples(samples)
@@ -88,7 +88,7 @@ class Training:
         return trained, config, decoded
 
     def decode_scored(self, role: RoleMessage.ValueType, samples: Sequence[TrainingSample]) -> tuple[Role, Samples]:
-        """What score takes: of the policy, the reference or the critic. Raises InvalidArgument."""
+        """Decodes samples to score with the policy, the reference or the critic. Raises InvalidArgument."""
         is_reference = role == ROLE_MESSAGES[Role.REFERENCE]
         scored = Role.REFERENCE if is_reference else self._trained(role, field="header.role")
         decoded = decode_samples([_tokens_only(sample) for sample in samples])
@@ -104,7 +104,7 @@ class Training:
         *,
         log_probs_of: Sequence[int] = (),
     ) -> trainer_pb2.ForwardBackwardResponse:
-        """What decode_forward_backward gave, and its loss as it came. log_probs_of: as `check_log_probs_of` lets them pass."""
+        """Takes the result of decode_forward_backward, and its loss message. log_probs_of: checked by `check_log_probs_of`."""
         started = time.perf_counter()
         mask_N = samples.columns["loss_mask"]
         divisor = config.denominator or denominator(mask_N, samples.num_completion_S, config=config)
@@ -126,7 +126,7 @@ class Training:
             ]
         )
         self.state.roles[role].has_gradients = True
-        # Ranks that share their micro-batches report the same.
+        # Ranks that share micro-batches report the same.
         parts = [answer.forward_backward for answer in answers[:: self._num_sharing]]
         metric_parts = joined_parts([part.metrics for part in parts])
         return trainer_pb2.ForwardBackwardResponse(
@@ -152,7 +152,7 @@ class Training:
         return state
 
     async def optim_step(self, request: trainer_pb2.OptimStepRequest) -> trainer_pb2.OptimStepResponse:
-        """Raises as check_optim_step, GradientsNotFinite with the gradients cleared, and PeerUnavailable when another node is lost."""
+        """Raises as check_optim_step, GradientsNotFinite with the gradients cleared, and PeerUnavailable if another node is lost."""
         state = self.check_optim_step(request)
         try:
             answers = await self.ranks.call(ranks_pb2.TrainerRankCommand(optim_step=request))
@@ -169,14 +169,14 @@ class Training:
         return trainer_pb2.DiscardGradientsResponse()
 
     async def load_checkpoint(self, request: trainer_pb2.LoadCheckpointRequest) -> trainer_pb2.LoadCheckpointResponse:
-        """Clears the gradients. Raises what checkpoint.load_checkpoint raises."""
+        """Clears the gradients. Raises the errors of checkpoint.load_checkpoint."""
         answers = await self.ranks.call(ranks_pb2.TrainerRankCommand(load_checkpoint=request))
         loaded = answers[0].load_checkpoint
         self.state.roles = roles_by_name(loaded.roles)
         return loaded
 
     async def score(self, role: Role, samples: Samples) -> list[NDArray[np.float32]]:
-        """Log-probs or values, [its completion's tokens] for each sample, in their order."""
+        """Computes log-probs or values, [tokens of the completion] for each sample, in order."""
         samples, plan = self._plan(role, samples)
         commands = [
             ranks_pb2.RankScore(
@@ -189,7 +189,7 @@ class Training:
         return _rows_of(range(len(samples)), plan, contents, samples=samples)
 
     def _trained(self, role: RoleMessage.ValueType, *, field: str) -> Role:
-        """Raises InvalidArgument unless the role is one that this node trains."""
+        """Raises InvalidArgument unless this node trains the role."""
         if role == ROLE_MESSAGES[Role.CRITIC] and Role.CRITIC not in self.state.roles:
             raise InvalidArgument(field, "this node has no critic; add a table [trainer.critic]")
         return decode_role(role, allowed=list(self.state.roles), field=field)
@@ -212,7 +212,7 @@ class Training:
 def _rows_of(
     positions: Sequence[int], plan: MicroBatchPlan, contents: Sequence[Sequence[bytes]], *, samples: Samples
 ) -> list[NDArray[np.float32]]:
-    """The scores of the samples at these positions. contents: of each rank's micro-batches."""
+    """Scores of the samples at these positions. contents: of each rank's micro-batches."""
     if not positions:
         return []
     scored: dict[int, NDArray[np.float32]] = {}
@@ -224,7 +224,7 @@ def _rows_of(
 
 
 def _tokens_only(sample: TrainingSample) -> TrainingSample:
-    """Scoring ignores what losses need."""
+    """The sample without fields of losses, which scoring ignores."""
     scored = TrainingSample(prompt_token_ids=sample.prompt_token_ids, completion_token_ids=sample.completion_token_ids)
     if sample.HasField("temperature"):
         scored.temperature = sample.temperature

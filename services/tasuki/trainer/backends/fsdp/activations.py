@@ -1,4 +1,4 @@
-"""What a network keeps of its layers for backward: everything, attention and inputs, inputs, or inputs in host memory."""
+"""Activation checkpointing: what layers keep for backward. Everything, attention and inputs, inputs, or inputs in host memory."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ Layer = Callable[..., Any]
 def set_checkpointing(
     causal_lm: nn.Module, checkpointing: Checkpointing, *, kept_layers: int = 0, boundaries: Boundaries | None = None
 ) -> None:
-    """Decides what each layer keeps from forward to backward. No choice changes what is computed.
+    """Sets what each layer keeps from forward to backward. No choice changes results.
 
-    kept_layers: the last ones keep everything. boundaries: for OFFLOADED, where inputs of layers are meanwhile; of as many layers.
+    kept_layers: number of last layers that keep everything. boundaries: for OFFLOADED, storage of the layers' inputs.
     """
     decoder: Any = causal_lm.get_submodule("model")
     for index, layer in enumerate(decoder.layers):
-        # transformers' layers ask for these two in training.
+        # transformers' layers require these two in training mode.
         is_kept = checkpointing is Checkpointing.NONE or index >= len(decoder.layers) - kept_layers
         layer.gradient_checkpointing = not is_kept
         layer._gradient_checkpointing_func = _checkpoint(checkpointing, index, boundaries, layer)
@@ -44,15 +44,15 @@ def _checkpoint(checkpointing: Checkpointing, index: int, boundaries: Boundaries
 
 
 def recomputing(module: nn.Module, *kept: OpOverload) -> Layer:
-    """A function that computes what it is given, which is of `module`, and again in backward, but for the choice of experts and `kept`."""
-    # No module draws random numbers: dropout is off.
+    """Wraps a function of `module` so that backward recomputes it, except the choice of experts and `kept`."""
+    # No module uses random numbers: dropout is off.
     contexts = routing_contexts(module, *kept)
     recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     return recomputed if contexts is None else partial(recomputed, context_fn=contexts)
 
 
 def _offloaded(recomputed: Layer, index: int, boundaries: Boundaries, layer: Layer, *args: Any) -> Any:
-    """Hooks around a checkpointed layer see its input alone, and an empty tensor of torch's; what is inside is recomputed."""
+    """Saved-tensor hooks around a checkpointed layer see only its input and an empty tensor of torch's; the rest is recomputed."""
 
     def store(tensor: Tensor) -> int | Tensor:
         if not tensor.numel():

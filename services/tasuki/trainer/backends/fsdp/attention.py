@@ -1,4 +1,4 @@
-"""Attention over packed sequences, as a model of transformers calls it: one row of all tokens, and no mask.
+"""Attention over packed sequences for transformers models: one row of all tokens, without a mask.
 
 Shape suffixes: S sequences, T their tokens, H query heads, K key heads, D head size.
 """
@@ -30,21 +30,21 @@ from tasuki.wire.errors import InvalidArgument
 
 _log = logging.getLogger("tasuki.trainer")
 IMPLEMENTATION = "tasuki_packed"
-"""transformers' name for it. It makes no mask for an implementation whose masks it does not know."""
+"""Its name in transformers, which creates no mask for an implementation that it does not know."""
 
 
 class Sequences(Protocol):
-    """The sequences of a micro-batch, as a kernel takes them."""
+    """The sequences of a micro-batch in a kernel's format."""
 
     def attend(
         self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
-        """[T, H, D]: each token over those before it in its sequence, itself among them. See Attention for the settings."""
+        """[T, H, D]: causal attention within each sequence. See Attention for the settings."""
         ...
 
 
 Kernel = Callable[[Tensor, int], Sequences]
-"""cu_seqlens [S + 1] int32 and the longest length, both of a TokenBatch -> its sequences."""
+"""cu_seqlens [S + 1] int32 and the maximum length, both of a TokenBatch -> its sequences."""
 AttentionBackend = Literal["fa4", "varlen", "sdpa"]
 _KERNELS: dict[AttentionBackend, Kernel] = {"fa4": Fa4Sequences, "varlen": VarlenSequences, "sdpa": PaddedSequences.of}
 
@@ -59,15 +59,15 @@ _BLOCKS: dict[Kernel, Callable[[TokenBatch, SharedPrompts], tuple[Blocks, Blocks
     VarlenSequences: functools.partial(_flash_blocks, VarlenBlocks),
     PaddedSequences.of: lambda batch, prompts: (OwnBlocks.of(batch), PromptBlocks(prompts)),
 }
-# A kernel's output and gradients in bfloat16 differ from float32's by less than 0.01 in norm.
+# In bfloat16, a kernel's output and gradients differ from float32's by less than 0.01 in norm.
 TOLERANCE = 0.02
-# Of the sequences that a kernel is tried on: tiles of 64 and 128, one token more, one less, and a single one.
+# Lengths of the trial sequences: around tiles of 64 and 128 tokens, and a single token.
 _LENGTHS = (1, 127, 129, 64, 300)
 _SHORT_WINDOW = 100
 
 
 def attention_operators() -> list[OpOverload]:
-    """Torch's operators that are a layer's whole attention, in every kernel. Plain products, of short or capped sequences, are none."""
+    """Torch operators that compute a layer's whole attention, for every kernel. Excludes plain products for short or capped sequences."""
     aten = torch.ops.aten
     return [
         torch.ops.tasuki.packed_attention.default,
@@ -80,17 +80,17 @@ def attention_operators() -> list[OpOverload]:
     ]
 
 
-# Not frozen: torch.compile would look into it, and compile a layer again for other lengths of sequences.
+# Not frozen: torch.compile would trace into it and recompile a layer for other lengths of sequences.
 @dataclass(slots=True, eq=False)
 class LayerAttention:
-    """Attention of a network's layers over one micro-batch. transformers passes it on to each layer."""
+    """Attention of a network's layers over one micro-batch. transformers passes it to each layer."""
 
     sequences: Sequences
     attention: Attention
     sharing: SequenceGroup | None = None
 
     def __call__(self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, layer: int) -> Tensor:
-        """[T, H, D] of this rank's tokens."""
+        """[T, H, D] for this rank's tokens."""
         own, sharing = self.attention, self.sharing
         qkv = (q_THD, k_TKD, v_TKD) if sharing is None else sharing.to_heads(q_THD, k_TKD, v_TKD)
         out = self.sequences.attend(*qkv, scale=own.query_scale, window=own.windows[layer], softcap=own.logit_softcap)
@@ -103,21 +103,21 @@ class PackedAttention:
 
     kernel: Kernel
     attention: Attention
-    """Its family's numbers. transformers gives each call the same, under names that differ between its families."""
+    """Parameters of the family. transformers also passes them with each call, under names that differ between families."""
     sharing: SequenceGroup | None = None
-    """Ranks that have the other parts of each micro-batch."""
+    """Ranks that compute the other parts of each micro-batch."""
 
     def over(self, batch: TokenBatch) -> LayerAttention:
         return LayerAttention(sequences_of(self.kernel, batch), self.attention, self.sharing)
 
     def gather(self, *scores_N: Tensor, batch: TokenBatch) -> list[Tensor]:
-        """Scores of the completion tokens of all parts, in the order of the samples, from those of this rank's."""
+        """Gathers the scores of the completion tokens of all parts, in the order of the samples."""
         scores = list(scores_N) if self.sharing is None else self.sharing.gather(scores_N, counts=batch.num_places)
         return scores if batch.order_N is None else [score_N.index_select(0, batch.order_N) for score_N in scores]
 
 
 def sequences_of(kernel: Kernel, batch: TokenBatch) -> Sequences:
-    """Those of a micro-batch, some of which may continue a prompt."""
+    """The sequences of a micro-batch, some of which may continue a prompt."""
     if batch.prompts is None:
         return kernel(batch.cu_seqlens_S, batch.max_seqlen)
     own, prompts = _BLOCKS[kernel](batch, batch.prompts)
@@ -129,9 +129,9 @@ def sequences_of(kernel: Kernel, batch: TokenBatch) -> Sequences:
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _mask: None, *, layer_attention: LayerAttention, **_: Any
 ) -> tuple[Tensor, None]:
-    """Answers transformers' call. query: [1, H, T, D], key and value [1, K, T, D], rotated. Returns [1, T, H, D], contiguous.
+    """Called by transformers. query: [1, H, T, D], key and value [1, K, T, D], rotated. Returns [1, T, H, D], contiguous.
 
-    Compiled layers call it between two graphs: it depends on the lengths of sequences, and may exchange tokens with other ranks.
+    Runs between the graphs of a compiled layer: it depends on the sequences' lengths and may exchange tokens with other ranks.
     """
     q_THD, k_TKD, v_TKD = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     layer: Any = module.layer_idx
@@ -150,9 +150,9 @@ def choose_kernel(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Kernel:
-    """The kernel of a network, tried on this device: `wanted`, or for "auto" the first that is right of fa4, varlen and sdpa.
+    """Chooses a network's kernel by trial on this device: `wanted`, or for "auto" the first correct one of fa4, varlen and sdpa.
 
-    The log says once which it is, and why not another. Raises InvalidArgument when `wanted` cannot compute the model.
+    Logs the choice and reasons once. Raises InvalidArgument if `wanted` cannot compute the model.
     """
     candidates: list[AttentionBackend] = ["fa4", "varlen", "sdpa"] if wanted == "auto" else [wanted]
     for backend in candidates:
@@ -169,11 +169,11 @@ def choose_kernel(
             raise InvalidArgument("trainer.attention_backend", f'= "{wanted}" is not possible here: {problem}')
         if device.type == "cuda":
             _log.warning("event=attention_unusable backend=%s architecture=%s cause=%a", backend, shape.architecture, problem)
-    raise AssertionError("sdpa takes every model")
+    raise AssertionError("sdpa supports every model")
 
 
 def _unsupported(shape: ModelShape, attention: Attention, *, dtype: torch.dtype, device: torch.device) -> str | None:
-    """What of a model FlashAttention's kernels do not compute."""
+    """Why FlashAttention's kernels do not support a model."""
     if device.type != "cuda":
         return 'it needs device = "cuda"'
     if dtype != torch.bfloat16:
@@ -186,7 +186,7 @@ def _unsupported(shape: ModelShape, attention: Attention, *, dtype: torch.dtype,
 
 
 def _fault(kernel: Kernel, shape: ModelShape, attention: Attention, *, dtype: torch.dtype, device: torch.device) -> str | None:
-    """What is wrong with a kernel's output and gradients, beside the plain ones in float32, for this model's heads and windows."""
+    """Errors of a kernel's output and gradients, compared with float32 for this model's heads and windows."""
     generator = torch.Generator(device).manual_seed(0)
     heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads, shape.num_heads)
     *qkv, grad = (
@@ -208,7 +208,7 @@ def _fault(kernel: Kernel, shape: ModelShape, attention: Attention, *, dtype: to
 
 
 def with_gradients(sequences: Sequences, qkv: list[Tensor], grad_THD: Tensor, **settings: Any) -> list[Tensor]:
-    """The output, and the gradients of q, k and v."""
+    """Output and the gradients of q, k and v."""
     leaves = [x.detach().requires_grad_() for x in qkv]
     out_THD = sequences.attend(*leaves, **settings)
     return [out_THD.detach(), *torch.autograd.grad(out_THD, leaves, grad_THD)]

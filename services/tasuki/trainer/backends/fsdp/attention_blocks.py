@@ -1,4 +1,4 @@
-"""Blocks of shared-prompt attention in plain torch, on any device, in any dtype, with windows and capped logits.
+"""Blocks of shared-prompt attention in plain torch, for any device and dtype, with windows and capped logits.
 
 Shape suffixes: B blocks of one size, H query heads, K key heads, L queries, M keys, D head size.
 """
@@ -16,19 +16,19 @@ from tasuki.trainer.backends.fsdp.attention_padded import PRODUCTS_UP_TO, Padded
 from tasuki.trainer.backends.fsdp.attention_shared import Gradients, Settings
 from tasuki.trainer.data.micro_batch import SharedPrompts, TokenBatch
 
-# Logits of plain products at a time, in elements: 256 MiB in float32.
+# Maximum logits computed at a time, in elements: 256 MiB in float32.
 _MAX_LOGITS = 1 << 26
 _ATEN = torch.ops.aten
 
 
 class Seen(NamedTuple):
-    """What queries see of keys: of as many keys those up to their own, where `is_causal`, else all that `mask` [L, M] does not hide."""
+    """The keys visible to queries: up to the query's own position if `is_causal`, otherwise all not hidden by `mask` [L, M]."""
 
     mask: Tensor | None
     is_causal: bool
 
     def rows(self, rows: slice, q: Tensor, k: Tensor) -> Tensor | None:
-        """Of some queries, as a mask."""
+        """The mask of some queries."""
         if not self.is_causal:
             return None if self.mask is None else self.mask[rows]
         places = torch.arange(q.shape[2], device=q.device)[rows]
@@ -37,7 +37,7 @@ class Seen(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OwnBlocks:
-    """Every sequence over itself, padded as PaddedSequences."""
+    """Attention of every sequence over itself, padded as PaddedSequences."""
 
     padded: PaddedSequences
 
@@ -58,7 +58,7 @@ class OwnBlocks:
     ) -> Gradients:
         """See attention_shared.Blocks."""
         padded = self.padded
-        # Places without a token have no gradient, so that none comes from them.
+        # Positions without a token have no gradient, so they contribute none.
         grad_P = grad.new_zeros(len(padded.rows_P), *grad.shape[1:]).index_copy_(0, padded.places_T, grad)
         blocks = zip(self._split(grad_P), self._blocks(q, k, v, out, lse.T), strict=True)
         parts = [_backward(g, *block, seen=_causal(g, settings), settings=settings) for g, block in blocks]
@@ -66,7 +66,7 @@ class OwnBlocks:
         return dq, dk, dv
 
     def _blocks(self, *tensors_T: Tensor) -> Iterator[Any]:
-        """For each group, [B, H, L, ...] of each tensor."""
+        """Yields [B, H, L, ...] of each tensor, for each group."""
         return zip(*(self._split(x.index_select(0, self.padded.rows_P)) for x in tensors_T), strict=True)
 
     def _split(self, x_P: Tensor) -> Iterator[Tensor]:
@@ -77,7 +77,7 @@ class OwnBlocks:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptBlocks:
-    """What continues each prompt over the prompt."""
+    """Attention of continuations over their prompt."""
 
     prompts: SharedPrompts
 
@@ -115,7 +115,7 @@ def _rows(x_BHL: Tensor) -> Tensor:
 
 
 def _causal(x_BHLD: Tensor, settings: Settings) -> Seen:
-    """What a sequence sees of itself."""
+    """Causal visibility within a sequence."""
     length, window = x_BHLD.shape[2], settings.window
     if window is None or window >= length:
         return Seen(None, is_causal=True)
@@ -140,7 +140,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, seen: Seen, settings: Settings) ->
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: Seen, settings: Settings
 ) -> Gradients:
-    """Gradients as _forward's arguments, from out and lse of all keys that q sees."""
+    """Gradients of _forward's arguments, given out and lse over all keys that q sees."""
     if _has_kernel(q, seen, settings):
         operands = (x.contiguous() for x in (grad, q, k, v, out, lse))
         return _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(*operands, 0.0, seen.is_causal, scale=settings.scale)
@@ -179,10 +179,10 @@ def _logits(q: Tensor, k: Tensor, seen: Tensor | None, settings: Settings) -> Te
 
 
 def _weights(logits: Tensor, lse: Tensor) -> Tensor:
-    """0 for a query that sees no key: its log-sum is -inf."""
+    """Returns 0 for a query that sees no key: its log-sum is -inf."""
     return (logits - torch.where(lse == -torch.inf, 0.0, lse).unsqueeze(-1)).exp_()
 
 
 def _by_key_head(x_BHL: Tensor, k: Tensor) -> Tensor:
-    """[B, K, G, L, ...]: query heads beside those that share their key head."""
+    """[B, K, G, L, ...]: groups query heads by their key head."""
     return x_BHL.unflatten(1, (k.shape[1], -1))

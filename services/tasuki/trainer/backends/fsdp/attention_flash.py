@@ -1,4 +1,4 @@
-"""FlashAttention over packed sequences on a GPU: FlashAttention-4, and what torch brings along (FlashAttention-2).
+"""FlashAttention over packed sequences on a GPU: FlashAttention-4, or FlashAttention-2 from torch.
 
 Shape suffixes: S sequences, T their tokens, H query heads, K key heads, D head size.
 """
@@ -18,7 +18,7 @@ HEAD_DIM_STEP = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fa4Sequences:
-    """FlashAttention-4. Its kernels are compiled at their first call, in 10 to 13 s each where its cache does not have them."""
+    """FlashAttention-4. Kernels that are not in its cache are compiled at their first call, in 10 to 13 s each."""
 
     cu_seqlens_S: Tensor
     max_seqlen: int
@@ -58,14 +58,14 @@ class VarlenSequences:
 def packed_attention(
     q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, cu_seqlens_S: Tensor, max_seqlen: int, scale: float, window: int | None
 ) -> tuple[Tensor, Tensor]:
-    """FlashAttention-4 as an operator of torch: its output [T, H, D], and log(sum(exp)) of the scaled products, [H, T] float32.
+    """FlashAttention-4 as a torch operator: returns output [T, H, D] and log-sum-exp of the scaled logits, [H, T] float32.
 
-    Both have gradients. All tensors are contiguous and start at a multiple of 16 bytes; b15 reads others wrong
+    Both have gradients. All tensors must be contiguous and aligned to 16 bytes; b15 misreads others
     (https://github.com/Dao-AILab/flash-attention/issues/2745).
     """
     from flash_attn.cute.interface import _flash_attn_fwd
 
-    # Lengths are Python numbers: of tensors it compiles each (https://github.com/Dao-AILab/flash-attention/issues/2507).
+    # Lengths must be Python numbers: with tensors it compiles each (https://github.com/Dao-AILab/flash-attention/issues/2507).
     out, lse = _flash_attn_fwd(
         q_THD,
         k_TKD,
@@ -138,7 +138,7 @@ def _(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, *_: object) -> tuple[Tensor, 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, cu_seqlens_S, *ctx.settings = inputs
     ctx.save_for_backward(q, k, v, *output, cu_seqlens_S)
-    # So that a log-sum nobody has used costs nothing.
+    # Makes an unused log-sum free.
     ctx.set_materialize_grads(False)
 
 

@@ -1,4 +1,4 @@
-"""Blocks of shared-prompt attention on a GPU, by the kernels of attention_flash. A trial at start tells whether they compute right.
+"""Blocks of shared-prompt attention on a GPU, with the kernels of attention_flash. A trial at start checks their results.
 
 Shape suffixes: S runs of queries, each with its run of keys, H query heads, D head size.
 """
@@ -19,17 +19,17 @@ class Runs:
     """Runs of queries, each over a run of keys."""
 
     cu_queries_S: Tensor
-    """[S + 1] int32: where each begins and ends."""
+    """[S + 1] int32: boundaries of the runs."""
     cu_keys_S: Tensor
     max_queries: int
     max_keys: int
     is_causal: bool
-    """Whether runs of queries are those of keys, and a query sees the keys up to its own; else it sees all."""
+    """Whether queries and keys are the same runs with causal attention; otherwise each query sees all keys of its run."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fa4Blocks:
-    """FlashAttention-4. Its backward computes with the log-sum that it is given, whatever keys that counts."""
+    """FlashAttention-4. Its backward uses the given log-sum, whatever keys that covers."""
 
     runs: Runs
 
@@ -77,7 +77,7 @@ class VarlenBlocks:
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, settings: Settings
     ) -> Gradients:
         """See attention_shared.Blocks."""
-        # Of a dropout that there is not.
+        # For dropout, which is off.
         state = torch.zeros(2, dtype=torch.uint64, device=q.device)
         return torch.ops.torch_attn._varlen_attn_backward(
             grad, q, k, v, out, lse, *self._counts(), state, settings.scale, self._window()
@@ -92,7 +92,7 @@ class VarlenBlocks:
 
 
 def flash_runs(batch: TokenBatch, prompts: SharedPrompts) -> tuple[Runs, Runs]:
-    """Of every sequence over itself, and of what continues each prompt over the prompt."""
+    """Runs for every sequence over itself, and for continuations over their prompt."""
     own = Runs(batch.cu_seqlens_S, batch.cu_seqlens_S, batch.max_seqlen, batch.max_seqlen, is_causal=True)
     longest = max(prompts.num_suffix), max(prompts.num_prefix)
     return own, Runs(prompts.cu_suffix_G, prompts.cu_prefix_G, *longest, is_causal=False)
@@ -115,9 +115,9 @@ def block_attention(
     scale: float,
     is_causal: bool,
 ) -> tuple[Tensor, Tensor]:
-    """FlashAttention-4 as an operator of torch, without gradients.
+    """FlashAttention-4 as a torch operator, without gradients.
 
-    Returns the output, as q, and log(sum(exp)) of the logits, [H, queries] float32.
+    Returns the output, shaped like q, and log-sum-exp of the logits, [H, queries] float32.
     """
     from flash_attn.cute.interface import _flash_attn_fwd
 

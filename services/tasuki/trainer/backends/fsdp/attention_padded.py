@@ -1,7 +1,7 @@
-"""Attention over packed sequences in plain torch: padded inside, among sequences of like length. On any device, in any dtype.
+"""Attention over packed sequences in plain torch: pads among sequences of similar length. For any device and dtype.
 
-Shape suffixes: T tokens, P padded places of all groups, H query heads, K key heads, G query heads that share a key head, D head size;
-B sequences of a group, L its padded length.
+Shape suffixes: T tokens, P padded positions of all groups, H query heads, K key heads, G query heads that share a key head,
+D head size; B sequences of a group, L its padded length.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-# Sequences up to this length are one group: a call costs more than their padding.
+# Sequences up to this length form one group: another call would cost more than their padding.
 _SHORT = 64
 # Up to this length matrix products train faster on a CPU than torch's fused attention: in bfloat16 three to ten times at tens of tokens.
 PRODUCTS_UP_TO = {"cpu": 256, "cuda": 0}
@@ -23,24 +23,24 @@ PRODUCTS_UP_TO = {"cpu": 256, "cuda": 0}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PaddedSequences:
-    """The sequences of a micro-batch in groups, each padded on the right to its longest.
+    """The sequences of a micro-batch in groups, each right-padded to its longest.
 
-    Above _SHORT tokens none is longer than twice another of its group.
+    Above _SHORT tokens, lengths within a group differ by at most a factor of two.
     """
 
     groups: tuple[tuple[int, int], ...]
-    """(B, L) of each."""
+    """(B, L) of each group."""
     is_padded: bool
-    """Whether places differ from tokens; not where all sequences are of one length."""
+    """Whether there is padding or reordering; False if all sequences have the same length."""
     rows_P: Tensor
-    """int64: the token at each place; a sequence's last one where it has none."""
+    """int64: the token at each position; padding repeats the sequence's last token."""
     places_T: Tensor
-    """int64: the place of each token."""
+    """int64: the position of each token."""
 
     @classmethod
     def of(cls, cu_seqlens_S: Tensor, max_seqlen: int) -> PaddedSequences:
         """cu_seqlens_S, max_seqlen: of a TokenBatch."""
-        # One copy to the host for a micro-batch, where these are on a GPU.
+        # One copy to the host per micro-batch, if these are on a GPU.
         starts_S = cu_seqlens_S.cpu().long()
         lengths_S = starts_S.diff()
         lengths: list[int] = lengths_S.tolist()
@@ -62,7 +62,7 @@ class PaddedSequences:
     def attend(
         self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
-        """[T, H, D]: each token over those before it in its sequence, itself among them. See tasuki.models.family.Attention."""
+        """[T, H, D]: causal attention within each sequence. See tasuki.models.family.Attention."""
         qkv = (q_THD, k_TKD, v_TKD)
         padded = [_Pad.apply(x, self.rows_P, self.places_T) for x in qkv] if self.is_padded else qkv
         parts = [
@@ -80,7 +80,7 @@ class PaddedSequences:
 def _attend(
     q_BLHD: Tensor, k_BLKD: Tensor, v_BLKD: Tensor, *, scale: float, window: int | None, softcap: float | None
 ) -> Tensor:
-    """[B * L, H, D] of one group."""
+    """[B * L, H, D] for one group."""
     num, length, num_heads, head_dim = q_BLHD.shape
     q, k, v = (x.transpose(1, 2) for x in (q_BLHD, k_BLKD, v_BLKD))
     window = None if window is None or window >= length else window
@@ -89,7 +89,7 @@ def _attend(
     else:
         is_shared = num_heads != k.shape[1]
         if is_shared and q.device.type == "cuda":
-            # Of torch's kernels for CUDA some cannot share key heads.
+            # Some of torch's CUDA kernels do not support shared key heads.
             k, v = (x.repeat_interleave(num_heads // x.shape[1], dim=1) for x in (k, v))
             is_shared = False
         mask = None if window is None else _seen(length, window, q.device)
@@ -116,13 +116,13 @@ def _products(
 
 
 def _seen(length: int, window: int | None, device: torch.device) -> Tensor:
-    """[L, L] bool: whether token i sees token j."""
+    """[L, L] bool: whether token i may attend to token j."""
     seen = torch.ones(length, length, dtype=torch.bool, device=device).tril()
     return seen if window is None else seen.triu(1 - window)
 
 
 class _Pad(torch.autograd.Function):
-    """[T, ...] -> [P, ...]. Nothing is learned from a place without a token: no token sees it, and it has no output."""
+    """[T, ...] -> [P, ...]. Padding has no gradient: no token attends to it, and it has no output."""
 
     @staticmethod
     def forward(ctx: Any, x_T: Tensor, rows_P: Tensor, places_T: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""Attention where samples share a prompt: over the prompt and over what continues it, merged by the logarithms of their sums.
+"""Attention with shared prompts: computed over the prompt and over its continuation, then merged by log-sum-exp.
 
-Two calls give a token of a continuation its whole attention: causal within its own sequence, and over the prompt, which no mask restricts.
-Backward calls both again with the merged output and log-sum, as ring attention does: the gradients are then those of the whole softmax, and
-the kernels add those of a prompt's keys up over everything that continues it. No kernel needs a gradient for its log-sum.
+Two calls make up a continuation token's attention: causal over its own sequence, and unmasked over the prompt. As in ring attention,
+backward calls both again with the merged output and log-sum, which yields the gradients of the whole softmax. The kernels sum the
+gradients of a prompt's keys over its continuations. No kernel needs a gradient for its log-sum.
 
 Shape suffixes: T tokens, X of continuations, H query heads, K key heads, D head size.
 Source: the merge is that of blockwise attention, arXiv:2310.01889.
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 Gradients = tuple[Tensor, Tensor, Tensor]
-"""Of q, k and v."""
+"""Gradients of q, k and v."""
 
 
 class Settings(NamedTuple):
@@ -29,37 +29,37 @@ class Settings(NamedTuple):
 
 
 class Blocks(Protocol):
-    """Pairs of a run of queries and a run of keys, as a kernel takes them."""
+    """Pairs of a run of queries and a run of keys, in a kernel's format."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
-        """The output, as q, and log(sum(exp)) of the logits, [H, queries] float32."""
+        """Output, shaped like q, and log-sum-exp of the logits, [H, queries] float32."""
         ...
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, settings: Settings
     ) -> Gradients:
-        """out, lse: of all keys that the queries see, in these blocks or in others."""
+        """out, lse: over all keys that the queries see, in these blocks and others."""
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedSequences:
-    """Sequences of a micro-batch of which some continue a prompt. See attention.Sequences."""
+    """Sequences of a micro-batch, some of which continue a prompt. See attention.Sequences."""
 
     own: Blocks
     """Every sequence over itself, causal."""
     prompts: Blocks
-    """What continues a prompt over the prompt, whole."""
+    """Continuations over their whole prompt."""
     first: int
-    """Tokens before the first prompt."""
+    """Number of tokens before the first prompt."""
     num_prefix: int
     num_suffix: int
-    """Tokens of all prompts, and of all that continues them, which follows."""
+    """Number of tokens in all prompts, and in all continuations, which follow."""
 
     def attend(
         self, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, *, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
-        """[T, H, D]: each token over those before it in its sample, itself among them."""
+        """[T, H, D]: causal attention within each sample."""
         return _Merged.apply(q_THD, k_TKD, v_TKD, self, Settings(scale, window, softcap))
 
     def continuing(self, x_T: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ class _Merged(torch.autograd.Function):
         own_lse_HX = sequences.continuing(own_lse_HT.T).T
         lse_HX = torch.logaddexp(own_lse_HX, prompt_lse_HX)
         merged_X = sequences.continuing(own_out) * _weights(own_lse_HX - lse_HX) + prompt_out * _weights(prompt_lse_HX - lse_HX)
-        # Copies: checkpointing may keep what the kernels gave.
+        # Copies, since checkpointing may keep the kernels' outputs.
         out, lse_TH = own_out.clone(), own_lse_HT.T.clone()
         sequences.continuing(out).copy_(merged_X)
         sequences.continuing(lse_TH).copy_(lse_HX.T)

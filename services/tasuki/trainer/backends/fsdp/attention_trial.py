@@ -1,4 +1,4 @@
-"""A trial of shared-prompt attention on the device that is to compute it."""
+"""A trial of shared-prompt attention on the target device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tasuki.trainer.data.samples import NO_PREFIX, Samples
 from tasuki.wire.errors import InvalidArgument
 
 _FIELD = "trainer.prefix_sharing"
-# Two prompts, a sample that shares none, and one of a single completion token.
+# Two prompts, a sample that shares none, and a sample with a single completion token.
 _PREFIXES = (0, 0, 1, NO_PREFIX, 1, 0)
 _PROMPTS = (130, 130, 64, 40, 64, 130)
 _COMPLETIONS = (1, 65, 129, 90, 33, 201)
@@ -23,7 +23,7 @@ _COMPLETIONS = (1, 65, 129, 90, 33, 201)
 def check_shared_prompts(
     kernel: Kernel, *, shape: ModelShape, attention: Attention, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Raises InvalidArgument where the kernel cannot attend to prompts that samples share, or does so wrong."""
+    """Raises InvalidArgument if the kernel does not support shared prompts or computes them incorrectly."""
     if kernel == PaddedSequences.of:
         return
     if any(window is not None for window in attention.windows):
@@ -35,7 +35,7 @@ def check_shared_prompts(
 
 
 def _fault(kernel: Kernel, shape: ModelShape, attention: Attention, *, dtype: torch.dtype, device: torch.device) -> str | None:
-    """What is wrong with its output and gradients, beside those of plain torch in float32."""
+    """Errors of output and gradients, compared with plain torch in float32."""
     batch = _batch(device)
     generator = torch.Generator(device).manual_seed(0)
     heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads, shape.num_heads)

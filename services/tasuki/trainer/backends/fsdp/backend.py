@@ -1,4 +1,4 @@
-"""FSDP2 as the learner's backend: one rank's networks, their memory, optimizers and files."""
+"""The FSDP2 backend of the learner: one rank's networks, memory, optimizers and files."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ _log = logging.getLogger("tasuki.trainer")
 
 
 class FsdpBackend:
-    """See tasuki.trainer.backend.Backend for what each method promises."""
+    """Implements tasuki.trainer.backend.Backend, which documents the methods."""
 
     def __init__(self, node: NodeConfig, *, mesh: DeviceMesh, replicas: NodeReplicas | None = None) -> None:
-        """Loads the start weights. mesh: of this node. replicas: of this rank on other nodes.
+        """Loads the initial weights. mesh: of this node. replicas: this rank's counterparts on other nodes.
 
-        Raises what read_model_config, check_critic and load_shards raise.
+        Raises the errors of read_model_config, check_critic and load_shards.
         """
         config = node.trainer
         self._node, self._mesh, self._replicas = node, mesh, replicas
@@ -129,7 +129,7 @@ class FsdpBackend:
         return self._network(Role.CRITIC)(batch)
 
     def backward(self, role: Role, loss: Tensor) -> None:
-        # FSDP2 reduces each group's gradients as soon as they are there, and adds the shards to those of the micro-batches before.
+        # FSDP2 reduces each group's gradients once they are complete, and adds the shards to those of earlier micro-batches.
         loss.backward()
 
     def routing_metrics(self, role: Role) -> Mapping[str, Metric]:
@@ -155,15 +155,15 @@ class FsdpBackend:
         self._trained[role].optimizer.reset()
 
     def publish(self, *, policy_version: int) -> Publication:
-        """The shards in the engine's dtype: the adapters alone, or weights with them added."""
+        """Publishes the shards in the engine's dtype: adapters only, or merged weights."""
         self._export = self.memory.export(self._make_export)
         replaced = () if self._node.served_adapter is not None else merged_rows(self._policy.causal_lm)
         return Publication(self._export, self._export.publish(policy_version, replaced=replaced))
 
     def warm_up(self) -> None:
-        """Makes what the first passes would compile, and on a GPU what a first publication would: its memory, if it stays, and kernels.
+        """Compiles for the first passes and, on a GPU, prepares the first publication: its kernels and, if it stays, its memory.
 
-        Where that one lacks room, it says so. Raises InvalidArgument where layers cannot be compiled.
+        Logs if that lacks room. Raises InvalidArgument if layers cannot be compiled.
         """
         if self._compiles:
             self._compile()
@@ -176,7 +176,7 @@ class FsdpBackend:
             _log.warning("event=not_warm reason=%s error=%s", error.reason, error.message)
 
     def _compile(self) -> None:
-        """Runs every kind of pass. A reference with weights of its own is compiled at its first use."""
+        """Runs every kind of pass. A reference with separate weights is compiled at its first use."""
         batch = trial_batch(self.sequence_part, device=self.device)
         with compiling_ahead():
             for role in self._trained:
@@ -235,14 +235,14 @@ class FsdpBackend:
         return export.export_model(path, causal_lm=self._policy.causal_lm, source=self._node.model.path)
 
     def close(self) -> None:
-        """Ends the export: nobody new gets the weights. Gives host memory back."""
+        """Closes the export, so that no one else receives the weights, and frees host memory."""
         self.memory.close()
         if self._export is not None:
             self._export.close()
         self._to_close.close()
 
     def _network(self, role: Role) -> Policy | Critic:
-        """The reference is the policy below its adapters, or loaded at its first use."""
+        """The network of a role. The reference is the policy without its adapters, or is loaded at its first use."""
         if role is Role.REFERENCE:
             if self._node.trainer.lora is not None:
                 return self._policy
@@ -276,7 +276,7 @@ class FsdpBackend:
         return Trained(network, optimizer, ExpertLoad(network.causal_lm, mesh=self._mesh, device=self.device))
 
     def _boundaries(self, causal_lm: PreTrainedModel) -> Boundaries | None:
-        """Host memory for the inputs of its layers, where they leave. Raises as Boundaries."""
+        """Host memory for the layers' inputs, if they are offloaded. Raises as Boundaries."""
         if self._layout.checkpointing is not Checkpointing.OFFLOADED:
             return None
         config = causal_lm.config
@@ -286,7 +286,7 @@ class FsdpBackend:
         return boundaries
 
     def _source(self, path: Path, *, lora: LoraConfig | None, is_frozen: bool = False) -> NetworkSource:
-        """Frozen weights are only computed with."""
+        """Frozen weights are loaded in compute dtype."""
         config = self._node.trainer
         compute_dtype = getattr(torch, config.compute_dtype)
         is_base = is_frozen or lora is not None

@@ -1,4 +1,4 @@
-"""Inputs of a network's layers in host memory from forward to backward, copied beside the computation."""
+"""Keeps inputs of a network's layers in host memory from forward to backward, with copies overlapping the computation."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _ADVICE = 'lower trainer.micro_batch_tokens, or choose "full"'
 
 
 class Boundaries:
-    """One pass at a time: `store` in the order of layers, then `load` in reverse. At most two inputs are on the device for it.
+    """Handles one pass at a time: `store` in the order of layers, then `load` in reverse. Uses at most two inputs' device memory.
 
-    All host memory is taken at the start, one buffer a layer. The last layer needs none: its backward comes first.
+    All host memory is allocated at start, one buffer per layer. The last layer needs none: its backward comes first.
     """
 
     def __init__(self, mesh: DeviceMesh, *, num_layers: int, num_bytes: int) -> None:
-        """num_bytes: of the largest input of a layer. Every rank must call it. Raises as take_buffers."""
+        """num_bytes: of the largest input of a layer. Collective. Raises as take_buffers."""
         self._device, self._last = mesh_device(mesh), num_layers - 1
         self._buffers = take_buffers(mesh, [num_bytes] * self._last, setting=_SETTING, advice=_ADVICE)
         self._to_host, self._to_device = copy_stream(self._device), copy_stream(self._device)
@@ -32,19 +32,19 @@ class Boundaries:
     def store(self, layer: int, tensor: Tensor) -> None:
         self._arriving.clear()
         if self._leaving is not None:
-            # The block of the input before is free for what the computation does from now on.
+            # From here on the computation may reuse the memory of the previous input.
             self._leaving.wait()
             self._leaving = None
         source = tensor.detach()
         if layer == self._last:
             self._arriving[layer] = Copy(source, None)
             return
-        assert source.nbytes <= self._buffers[layer].nbytes, "the service refuses such a sample"
+        assert source.nbytes <= self._buffers[layer].nbytes, "the service refuses such samples"
         self._stored[layer] = self._buffers[layer][: source.nbytes].view(source.dtype).view(source.shape)
         self._leaving = Copy(source, start_copy(self._stored[layer], source, stream=self._to_host))
 
     def load(self, layer: int) -> Tensor:
-        """What was stored. The input of the layer before is on its way from now on."""
+        """Returns the stored input, and starts to load that of the layer before."""
         copy = self._arriving.pop(layer) if layer in self._arriving else self._fetch(layer)
         copy.wait()
         if layer > 0:
@@ -52,7 +52,7 @@ class Boundaries:
         return copy.tensor
 
     def close(self) -> None:
-        """Gives the host memory back."""
+        """Frees the host memory."""
         release_buffers(self._buffers, device=self._device)
         self._stored.clear()
         self._buffers = []

@@ -1,6 +1,6 @@
-"""Saves and restores a rank's training state by torch.distributed.checkpoint. Every rank makes the same calls.
+"""Saves and restores a rank's training state with torch.distributed.checkpoint. All calls are collective.
 
-A checkpoint is a folder: torch's files with model, optimizer and random state, their index, and checkpoint.json. Nothing in it is run.
+A checkpoint is a folder of torch's files with model, optimizer and random state, their index, and checkpoint.json. It contains no code.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ class RoleFacts:
     """One network of a checkpoint."""
 
     version: _Version
-    """Optimizer steps behind its weights."""
+    """Number of optimizer steps in its weights."""
     schedule_start: _Version
     architecture: str
     lora_rank: Annotated[int, Field(ge=1)] | None = None
-    """Of the adapters that are all of it that is saved; None for a whole one."""
+    """LoRA rank if only adapters are saved; None for a whole network."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFacts:
-    """What is known of a checkpoint without reading its tensors."""
+    """Facts about a checkpoint, readable without its tensors."""
 
     num_ranks: Annotated[int, Field(ge=1, lt=2**31)]
     roles: dict[Role, RoleFacts]
@@ -67,8 +67,8 @@ _Facts = TypeAdapter(CheckpointFacts)
 def save_checkpoint(path: Path, *, tensors: Mapping[str, Tensor], facts: CheckpointFacts) -> int:
     """Writes aside, fsyncs, renames. Returns the bytes written. tensors: of `training_tensors`, by role.
 
-    Raises PathExists when something is at `path`, DiskFull when there is no room, InvalidArgument when it cannot be written at all. Then
-    nothing is there, and what earlier saves wrote is as it was.
+    Raises PathExists if `path` exists, DiskFull without space, InvalidArgument if it cannot be written. After an error nothing is at
+    `path`, and earlier saves are unchanged.
     """
     aside = start_aside(path)
     _write(aside, path, tensors=tensors)
@@ -77,7 +77,7 @@ def save_checkpoint(path: Path, *, tensors: Mapping[str, Tensor], facts: Checkpo
 
 
 def write_checkpoint(path: Path, save_id: str, *, tensors: Mapping[str, Tensor], facts: CheckpointFacts) -> int:
-    """The same, but for its name, which `durable.saves.publish` gives it. Returns 0 where another node writes to the same folder."""
+    """Like save_checkpoint, but left for `durable.saves.publish` to rename. Returns 0 if another node writes to the same folder."""
     aside = claim_aside(path, save_id)
     if aside is None:
         return 0
@@ -103,24 +103,24 @@ def _text(facts: CheckpointFacts, **more: str) -> str:
 
 
 def read_facts(path: Path) -> CheckpointFacts:
-    """Raises PathNotFound without a checkpoint at `path`, InvalidArgument when it is not one of ours or cannot be read."""
+    """Raises PathNotFound without a checkpoint at `path`, InvalidArgument if it is foreign or unreadable."""
     file = path / FACTS_FILE
     try:
         content = read_regular(file)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise PathNotFound(f"{path} is no checkpoint: it has no {FACTS_FILE}", path=path) from error
+        raise PathNotFound(f"{path} is not a checkpoint: it has no {FACTS_FILE}", path=path) from error
     except OSError as error:
         raise InvalidArgument("path", f"{file} cannot be read as user {os.getuid()}: {error.strerror}") from error
     try:
         if _Fields.validate_json(content).get("format") != _FORMAT:
-            raise InvalidArgument("path", f"{path} is of a format that this version does not read")
+            raise InvalidArgument("path", f"{path} has a format that this version cannot read")
         return _Facts.validate_json(content, strict=True)
     except ValidationError as error:
         raise damaged(file, error) from error
 
 
 def check_checkpoint(path: Path, *, have: CheckpointFacts) -> CheckpointFacts:
-    """What a checkpoint says of itself, without its tensors. Raises as load_checkpoint for what can be seen so."""
+    """Reads a checkpoint's facts without its tensors. Raises those errors of load_checkpoint that are then visible."""
     facts = read_facts(path)
     _check_fits(path, facts, have=have)
     TensorReader(path, progressed=lambda: None)
@@ -131,10 +131,10 @@ def check_checkpoint(path: Path, *, have: CheckpointFacts) -> CheckpointFacts:
 def load_checkpoint(
     path: Path, *, tensors: Mapping[str, Tensor], have: CheckpointFacts, progressed: Callable[[], None] = lambda: None
 ) -> CheckpointFacts:
-    """Fills `tensors`, and the random state if the number of ranks is the same. Returns what the checkpoint says of itself.
+    """Fills `tensors`, and the random state if the number of ranks is the same. Returns the checkpoint's facts.
 
-    All or nothing: the tensors are read beside the present ones, which change only when all are there and their checksums are right.
-    progressed: called while it reads. Raises VersionOrder when the checkpoint is older than `have`, and what read_facts raises.
+    All or nothing: new tensors are read separately, and replace the current ones only once all are complete with correct checksums.
+    progressed: called while reading. Raises VersionOrder if the checkpoint is older than `have`, and the errors of read_facts.
     """
     facts = read_facts(path)
     _check_fits(path, facts, have=have)
@@ -154,7 +154,7 @@ def load_checkpoint(
 
 
 def _check_fits(path: Path, facts: CheckpointFacts, *, have: CheckpointFacts) -> None:
-    """Raises InvalidArgument for the networks of another configuration, VersionOrder for an older policy."""
+    """Raises InvalidArgument if the networks differ from the configuration, VersionOrder for an older policy."""
     if facts.roles.keys() != have.roles.keys():
         kinds = [", ".join(sorted(each.roles)) for each in (facts, have)]
         raise InvalidArgument("path", f"{path} holds {kinds[0]}, the trainer trains {kinds[1]}")
@@ -183,11 +183,11 @@ def _check_fits(path: Path, facts: CheckpointFacts, *, have: CheckpointFacts) ->
 
 
 def training_tensors(network: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """What is trained of a network, and AdamW's state of it, by name."""
+    """Trained tensors of a network and their AdamW state, by name."""
     tensors: dict[str, Tensor] = {}
     for name, param in trained_parameters(network):
         tensors[f"model.{name}"] = param.detach()
-        # Also the count of steps is a tensor for each parameter; all have made as many.
+        # The step count is also a tensor per parameter; all are equal.
         for key, tensor in optimizer.state[param].items():
             tensors[f"optimizer.{key}.{name}"] = tensor
     return tensors

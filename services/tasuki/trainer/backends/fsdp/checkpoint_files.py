@@ -1,7 +1,7 @@
-"""The files of a checkpoint: torch.distributed.checkpoint writes and reads the tensors; their index is JSON, since torch's own is a pickle.
+"""Checkpoint files: torch.distributed.checkpoint writes and reads the tensors, with a JSON index instead of torch's pickle.
 
-Whoever can write a pickle can run what he likes in the process that reads it. Tensors are read with `weights_only`, which does not.
-The index has a checksum of every part of a tensor, since torch loads what a disk or a copy has damaged without a word.
+A pickle can run arbitrary code in the process that reads it; tensors are read with `weights_only`, which cannot.
+The index has a checksum of every part of a tensor, since torch does not detect damage.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _Sizes = tuple[NonNegativeInt, ...]
 
 def _known_dtype(name: str) -> str:
     if not isinstance(vars(torch).get(name), torch.dtype):
-        raise ValueError(f"{name} is no dtype")
+        raise ValueError(f"{name} is not a dtype")
     return name
 
 
 class _Part(BaseModel):
-    """A block of a tensor: where it begins, its sizes, and the bytes of a file that hold it."""
+    """A block of a tensor: its offsets and sizes, and the bytes of a file that hold it."""
 
     model_config = ConfigDict(extra="forbid")
     offsets: _Sizes
@@ -54,7 +54,7 @@ class _Part(BaseModel):
     start: NonNegativeInt
     num_bytes: NonNegativeInt
     crc32: Annotated[int, Field(ge=0, lt=2**32)]
-    """Of those bytes."""
+    """CRC-32 of those bytes."""
 
 
 class _Tensor(BaseModel):
@@ -65,7 +65,7 @@ class _Tensor(BaseModel):
 
     @model_validator(mode="after")
     def _parts_are_the_whole(self) -> _Tensor:
-        """Torch would leave what no part covers as it finds it."""
+        """Torch would silently leave anything that no part covers uninitialized."""
         if sum(math.prod(part.sizes) for part in self.parts) != math.prod(self.size):
             raise ValueError("its parts are not the whole tensor")
         return self
@@ -76,23 +76,23 @@ _Index = TypeAdapter(dict[str, _Tensor])
 
 @dataclass
 class _StoredPart(_StorageInfo):
-    """Where torch has written a part, and its checksum. Travels to the first rank with the rest of torch's results."""
+    """Location and checksum of a part written by torch. Sent to the first rank with the rest of torch's results."""
 
     crc32: int = 0
 
 
 class DamagedFile(ValueError):
-    """A tensor's bytes are not what was written. One message and nothing else: it passes between ranks as torch's exceptions do."""
+    """A tensor's bytes differ from what was written. Has only a message, since it passes between ranks like torch's exceptions."""
 
 
 class TensorWriter(FileSystemWriter):
-    """Writes tensors, and their index beside them. Says what the disk said."""
+    """Writes tensors with an index. Reports disk errors as they are."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         try:
             results = super().write_data(plan, planner).wait()
         except RuntimeError as error:
-            # torch.save closes its archive when a write has failed, and that fails as well: the disk's error is the one before.
+            # After a failed write, torch.save fails again when it closes its archive. The disk's error is the earlier one.
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from error
             raise
@@ -109,7 +109,7 @@ class TensorWriter(FileSystemWriter):
         stored = {result.index: result.storage_data for of_rank in results for result in of_rank}
         index: dict[str, _Tensor] = {}
         for name, tensor in metadata.state_dict_metadata.items():
-            assert isinstance(tensor, TensorStorageMetadata), "a checkpoint holds tensors alone"
+            assert isinstance(tensor, TensorStorageMetadata), "a checkpoint contains only tensors"
             parts = [_part(chunk, stored[MetadataIndex(name, chunk.offsets)]) for chunk in tensor.chunks]
             dtype = str(tensor.properties.dtype).removeprefix("torch.")
             index[name] = _Tensor(dtype=dtype, size=tuple(tensor.size), parts=parts)
@@ -117,10 +117,10 @@ class TensorWriter(FileSystemWriter):
 
 
 class TensorReader(FileSystemReader):
-    """Reads what TensorWriter has written, from regular files whose checksums are right."""
+    """Reads what TensorWriter wrote, from regular files with correct checksums."""
 
     def __init__(self, folder: Path, *, progressed: Callable[[], None]) -> None:
-        """progressed: called for every 16 MiB. Raises InvalidArgument when the index is missing or damaged."""
+        """progressed: called for every 16 MiB. Raises InvalidArgument if the index is missing or damaged."""
         super().__init__(folder)
         self.fs, self._progressed = _RegularFiles(), progressed
         file = folder / _INDEX_FILE
@@ -135,18 +135,18 @@ class TensorReader(FileSystemReader):
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Raises DamagedFile before anything is read of a part whose checksum is another."""
+        """Raises DamagedFile before anything is read of a part with a wrong checksum."""
         parts: Mapping[MetadataIndex, _StoredPart] = self.storage_data
         wanted = {(part.relative_path, part.offset): part for part in (parts[item.storage_index] for item in plan.items)}
         for _, part in sorted(wanted.items()):
             with open_regular(Path(self.path) / part.relative_path) as file:
                 if _checksum(file, part, progressed=self._progressed) != part.crc32:
-                    raise DamagedFile(f"{part.relative_path} is damaged: its checksum is not the one in {_INDEX_FILE}")
+                    raise DamagedFile(f"{part.relative_path} is damaged: its checksum differs from the one in {_INDEX_FILE}")
         return super().read_data(plan, planner)
 
 
 class _RegularFiles(FileSystem):
-    """Torch's file system for reading; a FIFO in the place of a file is refused, and not waited for."""
+    """Torch's file system for reading; refuses a FIFO in place of a file instead of blocking."""
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
@@ -156,7 +156,7 @@ class _RegularFiles(FileSystem):
 
 
 def _checksum(file: BinaryIO, part: _StorageInfo, *, progressed: Callable[[], None]) -> int:
-    """CRC-32 of a part's bytes; of fewer where the file ends before."""
+    """CRC-32 of a part's bytes, up to the end of the file."""
     file.seek(part.offset)
     left, crc32 = part.length, 0
     while left and (chunk := file.read(min(left, _CHUNK_BYTES))):
@@ -167,7 +167,7 @@ def _checksum(file: BinaryIO, part: _StorageInfo, *, progressed: Callable[[], No
 
 
 def damaged(file: Path, error: ValidationError) -> InvalidArgument:
-    """What to tell of a checkpoint's file that does not hold what it should."""
+    """Error for an invalid file of a checkpoint."""
     first = error.errors()[0]
     place = ".".join(str(part) for part in first["loc"])
     return InvalidArgument("path", f"{file} is damaged: {f'{place}: ' if place else ''}{first['msg']}")
@@ -185,7 +185,7 @@ def _part(chunk: ChunkStorageMetadata, stored: _StoredPart) -> _Part:
 
 
 def _metadata(index: dict[str, _Tensor]) -> Metadata:
-    """As torch's reader would have it."""
+    """Converts to the metadata that torch's reader expects."""
     tensors: dict[str, Any] = {}
     stored: dict[MetadataIndex, _StoredPart] = {}
     for name, tensor in index.items():

@@ -1,7 +1,7 @@
-"""Layers as graphs of torch.compile, for any number of tokens: what is before attention, and what follows it.
+"""Compiles layers with torch.compile, for any number of tokens: one graph before attention and one after it.
 
-Attention stays outside, with its lengths and exchanges. So do experts, whose choice recomputation repeats. Hooks of a layer run before and
-after it, uncompiled: FSDP2's, which gather and free parameters, and those that wait for weights on their way back.
+Attention stays outside, with its lengths and exchanges, and so do experts, whose choice is replayed in recomputation. Hooks of a
+layer run uncompiled around it: FSDP2's, which gather and free parameters, and those that wait for weights after a resume.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _FIELD = "trainer.compile"
 _TOKENS_DIM = 1
 # A prime.
 _TRIAL_TOKENS = 67
-# Passes with and without gradients, adapters on and off, frozen networks, kinds of layers: several of each at once.
+# Several of each at once: passes with and without gradients, adapters on and off, frozen networks, kinds of layers.
 _MOST_GRAPHS = 64
 _log = logging.getLogger("tasuki.trainer")
 
 
 def compile_blocks(causal_lm: nn.Module) -> None:
-    """Has every layer's forward pass compiled, when it first runs. Parameters keep their names."""
+    """Compiles every layer's forward pass when it first runs. Parameters keep their names."""
     _configure()
     decoder: Any = causal_lm.get_submodule("model")
     sparse = [layer for layer in decoder.layers if _is_sparse(layer.mlp)]
@@ -49,7 +49,7 @@ def compile_blocks(causal_lm: nn.Module) -> None:
 
 
 def compile_mlps(causal_lm: nn.Module) -> None:
-    """The same of every dense MLP by itself, for a layer that calls it tile by tile."""
+    """Compiles every dense MLP separately, for layers that call it tile by tile."""
     decoder: Any = causal_lm.get_submodule("model")
     for layer in decoder.layers:
         if not _is_sparse(layer.mlp):
@@ -58,13 +58,13 @@ def compile_mlps(causal_lm: nn.Module) -> None:
 
 @contextmanager
 def compiling_ahead() -> Iterator[None]:
-    """Passes that are made so that later ones find their graphs. Raises InvalidArgument where torch cannot compile."""
+    """For passes that compile graphs ahead of their use. Raises InvalidArgument if torch cannot compile."""
     started = time.monotonic()
     try:
         yield
     except (TorchDynamoException, CppCompileError, InvalidCxxCompiler) as error:
         first_line = str(error).strip().partition("\n")[0]
-        problem = f'= "blocks" is not possible here: {type(error).__name__}: {first_line}; mend that, or choose "none"'
+        problem = f'= "blocks" is not possible here: {type(error).__name__}: {first_line}; fix that, or choose "none"'
         raise InvalidArgument(_FIELD, problem) from error
     if not num_graphs():
         problem = '= "blocks" compiled nothing: torch.compile is switched off in this process'
@@ -74,7 +74,7 @@ def compiling_ahead() -> Iterator[None]:
 
 
 def trial_batch(part: SequencePart, *, device: torch.device) -> TokenBatch:
-    """A sequence for each part. Torch takes sizes that are alike for one, so their length is no other size of a model."""
+    """A sequence for each part. Torch unifies equal sizes, so its length differs from every size in a model."""
     num = part.num_parts
     samples = Samples(
         num_prompt_S=np.full(num, 1),
@@ -88,23 +88,23 @@ def trial_batch(part: SequencePart, *, device: torch.device) -> TokenBatch:
 
 
 def num_graphs() -> int:
-    """Graphs that this process has made, each with or without its backward pass."""
+    """Graphs created by this process, each with or without its backward pass."""
     return counters["stats"]["unique_graphs"]
 
 
 @cache
 def _configure() -> None:
-    """Of the whole process: nobody else compiles in it."""
+    """Configures torch.compile for the whole process, where nobody else uses it."""
     import torch._inductor.config as inductor
 
     dynamo: Any = torch._dynamo.config
-    # Worker processes would have to be watched, and outlive a rank that is killed.
+    # Worker processes would need supervision, and would outlive a killed rank.
     inductor.compile_threads = 1
-    # An adapter that is switched off is another graph. Without guards on FSDP2's modules nobody would see it.
+    # Adapters on and off need different graphs. Without guards on FSDP2's modules, torch would not notice the switch.
     dynamo.skip_fsdp_guards = False
-    # Beyond it torch goes on without compiling.
+    # Beyond this limit torch would silently run uncompiled.
     dynamo.recompile_limit = _MOST_GRAPHS
-    # Numbers of the model's configuration are none of the graph's inputs.
+    # Numbers in the model's configuration are constants, not graph inputs.
     dynamo.specialize_float = True
 
 
@@ -119,14 +119,14 @@ def _compiled(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def _run(
     compiled: Callable[..., Tensor], plain: Callable[..., Tensor], hidden_states: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """hidden_states: [1, T, H]. Of a single token torch would make graphs of their own."""
+    """hidden_states: [1, T, H]. Torch would create separate graphs for a single token."""
     forward = compiled if hidden_states.shape[_TOKENS_DIM] > 1 else plain
     return forward(hidden_states, *args, **kwargs)
 
 
 @cache
 def _log_later_graphs() -> None:
-    """One line for what is compiled from now on, in the middle of a call."""
+    """Logs compilations that happen later, during a call."""
     started = time.monotonic()
 
     def start(_: CallbackArgs) -> None:

@@ -1,4 +1,4 @@
-"""Writes the policy as a Hugging Face folder: the start model's files, with the trained weights in their names and dtypes."""
+"""Exports the policy as a Hugging Face folder: the initial model's files, with trained weights in the same names and dtypes."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msg
 
 
 def export_model(path: Path, *, causal_lm: nn.Module, source: Path) -> int:
-    """Every rank calls it; tensors are gathered one by one and rank 0 writes them. Returns the bytes written.
+    """Collective: gathers tensors one by one; rank 0 writes them. Returns the bytes written.
 
-    Each tensor has the dtype that it has in `source`, so from_pretrained treats the result as it treats the start model; with bfloat16
-    weights they are, bit for bit, those that rollout serves. Adapters are in the weights, and apart in adapter/, where PEFT finds them.
+    Tensors keep their dtype in `source`, so that from_pretrained treats both models alike. With bfloat16 weights they equal those that
+    rollout serves, bit for bit. Adapters are merged, and also saved in adapter/ for PEFT.
     Raises PathExists, DiskFull, and InvalidArgument for a folder that cannot be written.
     """
     aside = start_aside(path)
@@ -52,7 +52,7 @@ def export_model(path: Path, *, causal_lm: nn.Module, source: Path) -> int:
 
 
 class _SafetensorsWriter:
-    """Writes tensors in files of bounded size, as they come."""
+    """Writes tensors to files of bounded size as they arrive."""
 
     def __init__(self, folder: Path, *, source: Path) -> None:
         self._folder = folder
@@ -63,13 +63,13 @@ class _SafetensorsWriter:
 
     def add(self, tensors: dict[str, Tensor]) -> None:
         for name, tensor in tensors.items():
-            # A copy: the parts of fused experts share memory, which safetensors refuses.
+            # Copied, because parts of fused experts share memory, which safetensors refuses.
             self._pending[name] = tensor.to("cpu", self._dtypes[name], copy=True).contiguous()
         if sum(tensor.nbytes for tensor in self._pending.values()) >= _MAX_FILE_BYTES:
             self._flush()
 
     def finish(self) -> None:
-        """Writes the rest; several files get Hugging Face's names and index."""
+        """Writes the rest. Several files get Hugging Face's names and index."""
         self._flush()
         if len(self._files) == 1:
             self._file(0).rename(self._folder / SINGLE_FILE)
@@ -86,7 +86,7 @@ class _SafetensorsWriter:
         if self._pending:
             file = self._file(len(self._files))
             _save(self._pending, file)
-            # safetensors makes its files for the owner alone; the rest of the folder follows the umask.
+            # safetensors creates files readable by their owner only; the rest of the folder follows the umask.
             file.chmod(0o644)
             self._total_bytes += sum(tensor.nbytes for tensor in self._pending.values())
             self._files.append(list(self._pending))
@@ -97,7 +97,7 @@ class _SafetensorsWriter:
 
 
 def _save(tensors: dict[str, Tensor], file: Path) -> None:
-    """Raises OSError, which safetensors has in its text only."""
+    """Raises OSError, which safetensors reports only as text."""
     try:
         save_file(tensors, file, metadata={"format": "pt"})
     except SafetensorError as error:
@@ -117,7 +117,7 @@ def _stored_dtypes(source: Path) -> dict[str, torch.dtype]:
 
 
 def _copy_other_files(source: Path, folder: Path) -> None:
-    """Configuration, generation configuration, tokenizer: all that are no weights."""
+    """Copies configuration, generation configuration and tokenizer: everything but weights."""
     for file in source.iterdir():
         if file.is_file() and file.suffix not in _WEIGHT_SUFFIXES and not file.name.endswith(".index.json"):
             shutil.copyfile(file, folder / file.name)

@@ -1,4 +1,4 @@
-"""Host memory that a GPU copies to and from beside its computation."""
+"""Host memory for copies to and from a GPU that overlap its computation."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from tasuki.wire.errors import InvalidArgument
 
 
 class Copy(NamedTuple):
-    """One that was started."""
+    """A copy that was started."""
 
     tensor: Tensor
-    """On the device."""
+    """The tensor on the device."""
     is_done: torch.cuda.Event | None
-    """None where it was waited for at once, on a CPU."""
+    """None if the copy is already complete, on a CPU."""
 
     def wait(self) -> None:
-        """Has the computation wait from here on, not the host."""
+        """Makes subsequent computation wait, not the host."""
         if self.is_done is not None:
             torch.cuda.current_stream().wait_event(self.is_done)
 
 
 def copy_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """For copies in one direction; None on a CPU."""
+    """Stream for copies in one direction; None on a CPU."""
     return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
 def start_copy(target: Tensor, source: Tensor, *, stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
-    """Starts behind what the computation has been given so far, and runs beside what comes."""
+    """Starts a copy after the computation queued so far, overlapping what follows."""
     if stream is None:
         target.copy_(source)
         return None
@@ -49,21 +49,21 @@ def start_copy(target: Tensor, source: Tensor, *, stream: torch.cuda.Stream | No
 
 
 def take_buffers(mesh: DeviceMesh, sizes: Sequence[int], *, setting: str, advice: str) -> list[Tensor]:
-    """Buffers of so many bytes, uint8, pinned on a GPU; they stay until `release_buffers`. Every rank must call it, with like sizes.
+    """Allocates uint8 buffers of these sizes, pinned on a GPU, until `release_buffers`. Collective, with similar sizes.
 
-    setting: what asks for them, as "trainer.key = value". Raises InvalidArgument, on every rank, where the host has less than all ranks
-    take, or where CUDA cannot pin it; its text ends with `advice`.
+    setting: what needs them, as "trainer.key = value". Raises InvalidArgument on every rank, ending with `advice`, if the host has less
+    memory than all ranks need, or if CUDA cannot pin it.
     """
     needed = -_least(-sum(sizes), mesh) * mesh.size()
-    # Nobody takes any before all have looked.
+    # No rank allocates before all have checked.
     available = _least(host_memory().available_bytes, mesh)
     problem = f"needs {needed} bytes of host memory for {mesh.size()} ranks"
     key, _, value = setting.partition(" ")
     if needed > available:
-        raise InvalidArgument(key, f"{value} {problem}, and {available} are available; {advice}", needed_bytes=needed)
+        raise InvalidArgument(key, f"{value} {problem}, but {available} are available; {advice}", needed_bytes=needed)
     if mesh.device_type == "cpu":
         return [torch.empty(size, dtype=torch.uint8) for size in sizes]
-    # Torch's own pinned memory is a power of two.
+    # Torch's own pinned allocations are rounded up to a power of two.
     buffers = [torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8) for size in sizes]
     status, cuda = 0, cast(Any, torch.cuda.cudart())
     for buffer in buffers:
@@ -74,7 +74,7 @@ def take_buffers(mesh: DeviceMesh, sizes: Sequence[int], *, setting: str, advice
 
 
 def release_buffers(buffers: Sequence[Tensor], *, device: torch.device) -> None:
-    """Ends all copies, and gives the memory back once nobody holds the buffers."""
+    """Waits for all copies. The memory is freed once the buffers are no longer referenced."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         cuda = cast(Any, torch.cuda.cudart())
@@ -83,7 +83,7 @@ def release_buffers(buffers: Sequence[Tensor], *, device: torch.device) -> None:
 
 
 def _least(number: int, mesh: DeviceMesh) -> int:
-    """Of all ranks' numbers."""
+    """Minimum over all ranks."""
     least = torch.tensor(number, dtype=torch.int64, device=mesh_device(mesh))
     dist.all_reduce(least, op=dist.ReduceOp.MIN, group=mesh.get_group("dp"))
     return int(least)

@@ -1,4 +1,4 @@
-"""The vocabulary projection as a module that scores tokens, so that FSDP gathers its weight when it runs."""
+"""The LM head as a module that scores tokens, so that FSDP gathers its weight when it runs."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from tasuki.algorithms.lm_head import token_log_probs
 
 
 class LmHead(nn.Module):
-    """Takes the place of a model's `lm_head`. The weight keeps its name, and stays tied if it was.
+    """Replaces a model's `lm_head`. The weight keeps its name and stays tied if it was.
 
-    `weight` [V, H] is whole, in compute dtype, inside `forward` only: untied it is an FSDP2 group by itself, gathered when this module is
-    called and until its backward; tied it is in the root's group. Inputs keep their dtypes.
+    `weight` [V, H] is whole, in compute dtype, only inside `forward`. Untied, it is a separate FSDP2 group, gathered from this module's
+    call until its backward; tied, it belongs to the root's group. Inputs keep their dtypes.
     """
 
     def __init__(self, projection: nn.Linear, *, softcap: float | None) -> None:
         super().__init__()
-        assert projection.bias is None, "no family that is supported has one"
+        assert projection.bias is None, "no supported family has one"
         self.weight, self.softcap = projection.weight, softcap
 
     def forward(self, hidden_NH: Tensor, token_ids_N: Tensor, *, temperature_N: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
-"""LoRA: PEFT's adapters beside linear layers of a frozen model. An adapter is the product B A, counted alpha / rank times.
+"""LoRA with PEFT: adapters on linear layers of a frozen model. An adapter adds the product B A, scaled by alpha / rank.
 
-PEFT renames the parameters: `q_proj.weight` becomes `q_proj.base_layer.weight`, beside it are `q_proj.lora_A.default.weight` [rank, in] and
-`q_proj.lora_B.default.weight` [out, rank]. Nothing outside this module knows these names.
+PEFT renames parameters: `q_proj.weight` becomes `q_proj.base_layer.weight`, next to `q_proj.lora_A.default.weight` [rank, in] and
+`q_proj.lora_B.default.weight` [out, rank]. Only this module knows these names.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _BASE, _A, _B = ".base_layer", ".lora_A.default.weight", ".lora_B.default.weight
 
 
 def add_adapters(causal_lm: nn.Module, config: LoraConfig) -> None:
-    """Freezes the model and puts adapters, in float32 and not yet initialized, beside the layers that `config` names.
+    """Freezes the model and adds adapters, in float32 and uninitialized, to the layers that `config` names.
 
-    The model has such linear layers (models.shape.check_lora_targets).
+    The model must have these layers (models.shape.check_lora_targets).
     """
-    # Two seconds to import, for those who need it only.
+    # Takes two seconds to import, so only when needed.
     from peft import LoraConfig as PeftConfig
     from peft import inject_adapter_in_model
 
@@ -41,41 +41,41 @@ def add_adapters(causal_lm: nn.Module, config: LoraConfig) -> None:
 
 @torch.no_grad()
 def initialize_adapters(causal_lm: nn.Module, *, seed: int) -> None:
-    """A uniform as PEFT has it, B zero, so that the policy starts as the base model. Does not depend on how many ranks there are."""
+    """Initializes A uniformly as in PEFT and B to zero, so that the policy equals the base model. Independent of the number of ranks."""
     generator = torch.Generator().manual_seed(seed)
     for name, param in causal_lm.named_parameters():
         if name.endswith(_A):
             bound = 1 / math.sqrt(param.shape[1])
             whole = torch.empty(param.shape).uniform_(-bound, bound, generator=generator).to(param.device)
             sharded = cast(DTensor, param)
-            # Every rank has all of it: nothing is sent.
+            # Every rank generates the whole tensor: nothing is sent.
             param.copy_(distribute_tensor(whole, sharded.device_mesh, sharded.placements, src_data_rank=None))
         elif name.endswith(_B):
             param.zero_()
 
 
 def base_parameters(causal_lm: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The model's own parameters under their own names, with adapters or without."""
+    """The model's own parameters under their original names, with or without adapters."""
     for name, param in causal_lm.named_parameters():
         if not name.endswith((_A, _B)):
             yield name.replace(f"{_BASE}.", "."), param
 
 
 def adapter_parameters(causal_lm: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """A and B of every adapter, as `<layer>.lora_A.weight` and `<layer>.lora_B.weight`."""
+    """A and B of every adapter, named `<layer>.lora_A.weight` and `<layer>.lora_B.weight`."""
     for name, param in causal_lm.named_parameters():
         if name.endswith((_A, _B)):
             yield name.replace(".default.", "."), param
 
 
 def trained_parameters(causal_lm: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """All of them, or with adapters only these."""
+    """Trained parameters: only the adapters if there are any, otherwise all."""
     return ((name, param) for name, param in causal_lm.named_parameters() if param.requires_grad)
 
 
 @dataclass(frozen=True, slots=True)
 class AdaptedWeight:
-    """A sharded weight W [out, in] with its adapter."""
+    """A sharded weight W [out, in] and its adapter."""
 
     base: DTensor
     a: DTensor
@@ -84,9 +84,9 @@ class AdaptedWeight:
 
     @torch.no_grad()
     def merged(self) -> DTensor:
-        """W + alpha / rank B A in float32, sharded as W: B is cut into the same rows and A into the same columns.
+        """W + alpha / rank B A in float32, sharded like W: B is split by the same rows and A by the same columns.
 
-        Every rank must call it.
+        Collective.
         """
         rows, columns = _cut_as(self.base, self.b, dim=0), _cut_as(self.base, self.a, dim=1)
         local = torch.addmm(self.base.to_local().float(), rows, columns, alpha=self.scaling)
@@ -95,13 +95,13 @@ class AdaptedWeight:
 
 
 def _cut_as(base: DTensor, factor: DTensor, *, dim: int) -> Tensor:
-    """The part of a factor of an adapter that belongs to this rank's slice of the weight: of its rows, dim 0, or columns, dim 1."""
+    """The part of an adapter's factor for this rank's slice of the weight: of its rows (dim 0) or columns (dim 1)."""
     placements = [placement if placement.is_shard(dim) else Replicate() for placement in base.placements]
     return factor.redistribute(placements=placements).to_local()
 
 
 def adapted_weights(causal_lm: nn.Module) -> dict[str, AdaptedWeight]:
-    """By the name of the weight; none without adapters."""
+    """By name of the weight; empty without adapters."""
     params = cast(dict[str, DTensor], {name: param.detach() for name, param in causal_lm.named_parameters()})
     adapted: dict[str, AdaptedWeight] = {}
     for name, a in params.items():
@@ -113,7 +113,7 @@ def adapted_weights(causal_lm: nn.Module) -> dict[str, AdaptedWeight]:
 
 
 def merged_rows(causal_lm: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """This rank's slice of every adapted weight, merged, one by one. Every rank must take all of them; one without any gets none."""
+    """Yields this rank's slice of every adapted weight, merged, one by one. Collective: every rank must exhaust it."""
     for name, adapted in adapted_weights(causal_lm).items():
         local = adapted.merged().to_local()
         if local.numel():
@@ -121,13 +121,13 @@ def merged_rows(causal_lm: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def adapter_tensors(causal_lm: nn.Module) -> dict[str, Tensor]:
-    """Whole, by the names that PEFT's files have; none without adapters. Every rank must call it."""
+    """Whole adapter tensors under PEFT's file names; empty without adapters. Collective."""
     params = ((name, cast(DTensor, param.detach())) for name, param in adapter_parameters(causal_lm))
     return {f"base_model.model.{name}": param.full_tensor().cpu() for name, param in params}
 
 
 def write_adapter(folder: Path, tensors: dict[str, Tensor], *, causal_lm: nn.Module, source: Path) -> None:
-    """A folder that PEFT loads. tensors: of `adapter_tensors`."""
+    """Writes a folder that PEFT loads. tensors: of `adapter_tensors`."""
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     config = copy(cast(Any, causal_lm).peft_config["default"])
@@ -137,11 +137,11 @@ def write_adapter(folder: Path, tensors: dict[str, Tensor], *, causal_lm: nn.Mod
 
 @contextmanager
 def adapters_off(causal_lm: nn.Module) -> Iterator[None]:
-    """The base model alone."""
+    """Disables the adapters in the block."""
     from peft.tuners.lora import LoraLayer
 
     layers = [module for module in causal_lm.modules() if isinstance(module, LoraLayer)]
-    # PEFT's own switch would also freeze the adapters, and FSDP2 remembers that from its first forward on.
+    # PEFT's own switch would also freeze the adapters, which FSDP2 records in its first forward.
     for layer in layers:
         layer._disable_adapters = True
     try:

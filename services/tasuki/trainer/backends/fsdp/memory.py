@@ -1,4 +1,4 @@
-"""One trainer rank's memory: parameters, gradients and optimizer state, each in the arena of its tag."""
+"""One trainer rank's memory: parameters, gradients and optimizer state, each in its tag's arena."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ from tasuki.trainer.backends.fsdp.staying import NOTHING_STAYS, TAGS, ExportChoi
 from tasuki.transport.export import ExportMemory, WeightExport
 from tasuki.wire.errors import OutOfGpuMemory, TasukiError
 
-# Nothing is offloaded while gradients are pending, so there is nothing to keep of them.
+# Nothing is offloaded while gradients are pending, so their content need not be kept.
 _KEEP = {MemoryTag.WEIGHTS: Keep.CONTENT, MemoryTag.OPTIMIZER: Keep.CONTENT}
 _PARTS: dict[MemoryTag, Part] = dict(zip(TAGS, TRAINER_TAGS, strict=True))
-# How often one looks whether the process is to end.
+# How often to check whether the process is ending.
 _PIN_STEP_BYTES = 256 * 2**20
 _log = logging.getLogger("tasuki.trainer")
 
 
 class TrainerMemory:
-    """Pausable memory of one rank. Tensors keep their addresses from their making to the end of the process."""
+    """Pausable memory of one rank. Tensors keep their addresses for the life of the process."""
 
     def __init__(self, mesh: DeviceMesh, export: ExportChoice, *, staying: Staying = NOTHING_STAYS) -> None:
         device = mesh_device(mesh)
         self._mesh, self._device, self._choice, self._staying = mesh, device, export, staying
         self._allocator = NativeAllocator(tags=TAGS, device=str(device), keep=_KEEP)
         if export.of_parameters and export.stays:
-            # The very chunks that rollout has mapped.
+            # The same chunks that rollout has mapped.
             self._allocator.arena(MemoryTag.WEIGHTS).set_policy(Keep.CHUNKS)
         self._export: WeightExport | None = None
         self._is_export_there = False
@@ -64,18 +64,18 @@ class TrainerMemory:
         return self._choice.stays
 
     def region(self, tag: MemoryTag) -> AbstractContextManager[None]:
-        """Tensors made inside belong to `tag`."""
+        """Allocates tensors created in the block under `tag`."""
         return self._allocator.region(tag)
 
     def freeze(self, parameters: Iterable[Parameter]) -> None:
-        """Promises that parameters never change, nor end before this process: each is copied to the host once, not at every pause."""
+        """Declares parameters constant for the life of the process: each is copied to the host once, not at every pause."""
         for parameter in parameters:
             local = cast(DTensor, parameter.data).to_local()
             if local.numel():
                 native.freeze(local.data_ptr(), local.nbytes)
 
     def pin_in_background(self, layout: Layout) -> None:
-        """Takes the pinned host memory that an OFFLOAD will copy to, beside whatever comes next; `pause` waits for it. None on a CPU."""
+        """Allocates the pinned host memory for OFFLOAD in the background; `pause` waits for it. Does nothing on a CPU."""
         leaving = [tag for tag in _KEEP if tag not in self._staying.tags]
         if self._device.type == "cuda" and leaving:
             sizes = trainer_tags(layout)
@@ -84,13 +84,13 @@ class TrainerMemory:
             self._pinning.start()
 
     def close(self) -> None:
-        """Ends what goes on in the background."""
+        """Stops background work."""
         self._is_closing.set()
         self._end_pinning()
         self._end_leaving()
 
     def make_gradients(self, parameters: Iterable[Parameter]) -> list[Tensor]:
-        """Gives every parameter a gradient of zeros, into which FSDP2 adds from then on, in the same place. Returns this rank's shards."""
+        """Allocates zero gradients for all parameters, into which FSDP2 then accumulates in place. Returns this rank's shards."""
         made: list[Tensor] = []
         with self.region(MemoryTag.GRADIENTS):
             for parameter in parameters:
@@ -100,7 +100,7 @@ class TrainerMemory:
         return made
 
     def make_adamw_state(self, optimizer: torch.optim.AdamW, *, make: Callable[[Tensor], dict[str, Tensor]]) -> None:
-        """The state before the first step. make: a parameter's moments. The counts of steps, a few bytes, stay outside of the tag."""
+        """Creates the state before the first step. make: a parameter's moments. Step counts, a few bytes, are not part of the tag."""
         steps = {
             parameter: torch.zeros((), device=self._device) for group in optimizer.param_groups for parameter in group["params"]
         }
@@ -110,9 +110,9 @@ class TrainerMemory:
                     optimizer.state[parameter] = {"step": steps[parameter], **make(parameter)}
 
     def export(self, make: Callable[[ExportMemory], WeightExport]) -> WeightExport:
-        """The export, with its memory: made at the first call, and taken again after it has left. Every rank must call it.
+        """Creates the export with its memory at the first call, and reallocates the memory after it has left. Collective.
 
-        Raises OutOfGpuMemory on all ranks when one of them has no room.
+        Raises OutOfGpuMemory on all ranks if one of them has no room.
         """
         self._returning.wait([MemoryTag.WEIGHTS])
         if not (self._is_export_there and self._choice.stays):
@@ -129,12 +129,12 @@ class TrainerMemory:
         return self._export
 
     def pause(self, tags: Sequence[MemoryTag], *, makes_room: bool = False) -> int:
-        """Gives the pages of `tags` back; parameters and optimizer state move to host memory. Returns the bytes released.
+        """Releases the pages of `tags`; parameters and optimizer state move to host memory. Returns the bytes released.
 
-        Where that leaves later (Staying), the copies go on behind the return, and their pages are not among the bytes.
+        For tags that leave later (Staying), copies continue after the return, and their pages are not counted.
 
-        makes_room: also of tags that stay over an OFFLOAD, and everything at once. Raises OutOfGpuMemory, with every tag awake as before,
-        when the host cannot pin what is copied.
+        makes_room: also releases tags that stay during OFFLOAD, and everything immediately. Raises OutOfGpuMemory, with every tag still
+        resident, if the host cannot pin the memory for the copies.
         """
         self._end_pinning()
         self._end_leaving()
@@ -152,17 +152,17 @@ class TrainerMemory:
             # Return cached blocks to the driver.
             torch.cuda.empty_cache()
         if later:
-            # Last, since whatever gives memory back waits for copies that were started. The optimizer's part is the largest.
+            # Last, because releasing memory waits for copies already started. The optimizer's part is the largest.
             transfers = [self._allocator.pause_async([tag]) for tag in reversed(later)]
             self._leaving = threading.Thread(target=_leave, args=(transfers,), name="leaving", daemon=True)
             self._leaving.start()
         return released
 
     def resume(self, tags: Sequence[MemoryTag]) -> int:
-        """Takes pages for `tags` and brings their content back. Returns the bytes mapped.
+        """Maps pages for `tags` and restores their content. Returns the bytes mapped.
 
-        Content is still on its way on return: forward passes through what is `guard`ed may begin, all else needs `wait_for_content`. Every
-        rank must call it. Raises OutOfGpuMemory on all ranks, with every tag asleep as before, when one of them has no room.
+        Content may still be arriving on return. Forward passes through `guard`ed groups may begin; everything else needs
+        `wait_for_content`. Collective. Raises OutOfGpuMemory on all ranks, with every tag still paused, if one of them has no room.
         """
         self._end_leaving()
         slept = [usage.tag for usage in self._allocator.usage() if usage.is_paused and usage.tag in tags]
@@ -174,18 +174,18 @@ class TrainerMemory:
             error = raised
         self._raise_if_any(error, slept)
         if MemoryTag.GRADIENTS in slept:
-            # Nothing of them was kept.
+            # Their content was not kept.
             with torch.no_grad():
                 torch._foreach_zero_(self._gradients)
         return mapped
 
     def guard(self, groups: Iterable[FSDPModule]) -> None:
-        """As Returning.guard; nothing on a CPU, where a copy ends before its call."""
+        """Same as Returning.guard; does nothing on a CPU, where copies are synchronous."""
         if self._device.type == "cuda":
             self._returning.guard(groups)
 
     def wait_for_content(self) -> None:
-        """Returns when weights and optimizer state have their content."""
+        """Waits until weights and optimizer state have their content."""
         self._returning.wait()
 
     def usage(self) -> list[TagUsage]:
@@ -199,13 +199,13 @@ class TrainerMemory:
         return device_usage(str(self._device), self._mesh.get_local_rank())
 
     def _pin(self, arenas: Mapping[Arena, int]) -> None:
-        """arenas: with the bytes that each will hold."""
+        """arenas: with the number of bytes that each will need."""
         started = time.monotonic()
         try:
             for arena, total_bytes in arenas.items():
                 while arena.reserve_host(_PIN_STEP_BYTES, total_bytes=total_bytes) and not self._is_closing.is_set():
                     pass
-        except TasukiError as error:  # met again, and told, by the pause that needs it
+        except TasukiError as error:  # raised again by the pause that needs the memory
             _log.error("event=pinning_failed reason=%s error=%s", error.reason, error.message)
             return
         _log.info(
@@ -225,7 +225,7 @@ class TrainerMemory:
             leaving.join()
 
     def _leaves_later(self, tag: MemoryTag) -> bool:
-        """What is copied to the host, unless a peer reads it: that is released with the answer."""
+        """Whether the tag is copied to the host and not read by a peer; memory that a peer reads is released with the answer."""
         is_shared = tag is MemoryTag.WEIGHTS and self._choice.of_parameters
         return self._staying.leaves_later and tag in _KEEP and tag not in self._staying.tags and not is_shared
 
@@ -254,9 +254,9 @@ class TrainerMemory:
     def _raise_if_any(
         self, error: TasukiError | None, woken: Sequence[MemoryTag], *, of: Sequence[MemoryTag] | None = None
     ) -> None:
-        """Raises on every rank what one of them met, and undoes on the others what they have done.
+        """Raises on every rank the error of any rank, and undoes what the others have done.
 
-        of: what there is no room for, where it may not be there yet to be woken.
+        of: the arenas to name in the error, if they do not exist yet.
         """
         lacking = isinstance(error, OutOfGpuMemory)
         numbers = [int(error.metadata["needed_bytes"]), int(error.metadata["free_bytes"])] if lacking and error else [0, 0]
@@ -285,7 +285,7 @@ class TrainerMemory:
 
 
 def _leave(transfers: Sequence[Transfer]) -> None:
-    """Ends pauses that were begun, one after the other. What cannot leave is awake again: the next resume has nothing to do for it."""
+    """Completes started pauses one after the other. An arena that fails stays resident, and the next resume skips it."""
     for transfer in transfers:
         try:
             transfer.wait()

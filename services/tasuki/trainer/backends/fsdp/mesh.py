@@ -17,10 +17,10 @@ _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
 def start_mesh(device: Literal["cpu", "cuda"], *, launch: Launch, gpu: int, num_threads: int, timeout_s: float) -> DeviceMesh:
-    """Joins this launch's process group and returns its 1-D mesh. Torch's thread count is set for the calling thread.
+    """Joins this launch's process group and returns its 1-D mesh. Sets torch's thread count for the calling thread.
 
-    gpu: this rank's, on "cuda". A collective that waits longer than `timeout_s` for a peer fails. Raises InvalidArgument without the GPU,
-    PeerUnavailable when another user's process has taken the place of a rank.
+    gpu: of this rank, on "cuda". A collective that waits longer than `timeout_s` for a peer fails. Raises InvalidArgument without the
+    GPU, PeerUnavailable if another user's process has taken a rank's place.
     """
     check_gloo_peers()
     if device == "cuda":
@@ -30,12 +30,12 @@ def start_mesh(device: Literal["cpu", "cuda"], *, launch: Launch, gpu: int, num_
     else:
         torch.set_num_threads(num_threads)
     timeout = timedelta(seconds=timeout_s)
-    # Torch's default, a TCP store, answers to every user of the machine.
+    # Torch's default, a TCP store, is open to every user of the machine.
     store = dist.FileStore(str(launch.store_path), launch.num_ranks)
     store.set_timeout(timeout)
     dist.init_process_group(_BACKENDS[device], store=store, rank=launch.rank, world_size=launch.num_ranks, timeout=timeout)
     mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("dp",))
-    # A mesh may make its own group, which does not inherit the time-out. Torch has no public name for this yet:
+    # A mesh may create its own group, which does not inherit the timeout. Torch has no public name for this yet:
     # https://github.com/pytorch/pytorch/issues/115121
     dist.distributed_c10d._set_pg_timeout(timeout, mesh.get_group("dp"))
     return mesh

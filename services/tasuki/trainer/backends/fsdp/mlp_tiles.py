@@ -1,4 +1,4 @@
-"""MLPs computed over some tokens at a time, and again in backward: what is inside one exists of those tokens only."""
+"""MLPs computed tile by tile, and recomputed in backward, so that intermediate activations exist for one tile only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TOKENS_DIM = 1
 
 
 def tile_mlps(causal_lm: torch.nn.Module, *, num_tokens: int) -> None:
-    """Has every layer's MLP take at most `num_tokens` tokens at a time. Gradients of its weights are sums over tiles, in compute dtype."""
+    """Limits every layer's MLP to `num_tokens` tokens at a time. Gradients of its weights are summed over tiles in compute dtype."""
     decoder: Any = causal_lm.get_submodule("model")
     for layer in decoder.layers:
         layer.mlp.forward = partial(_tiled, layer.mlp.forward, recomputing(layer.mlp), num_tokens)
@@ -23,7 +23,7 @@ def tile_mlps(causal_lm: torch.nn.Module, *, num_tokens: int) -> None:
 
 @torch.compiler.disable
 def _tiled(forward: Callable[[Tensor], Tensor], recomputed: Layer, num_tokens: int, hidden_states: Tensor) -> Tensor:
-    """hidden_states: [1, T, H], as the result."""
+    """hidden_states and result: [1, T, H]."""
     if hidden_states.shape[_TOKENS_DIM] <= num_tokens:
         return forward(hidden_states)
     tiles = hidden_states.split(num_tokens, dim=_TOKENS_DIM)

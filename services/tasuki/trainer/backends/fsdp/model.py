@@ -1,4 +1,4 @@
-"""The networks: a Hugging Face causal language model under FSDP2 that scores given tokens, as a policy or as a critic."""
+"""Networks: a Hugging Face causal language model under FSDP2 that scores given tokens, as policy or critic."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ARCHITECTURES = tuple(FAMILIES)
 
 
 class Policy(nn.Module):
-    """Scores completion tokens. Only the places that predict one pass through the vocabulary projection."""
+    """Scores completion tokens. Only positions that predict one pass through the LM head."""
 
     def __init__(
         self, causal_lm: PreTrainedModel, *, attention: PackedAttention, final_logit_softcap: float | None = None
@@ -59,7 +59,7 @@ class Policy(nn.Module):
 
 
 class Critic(nn.Module):
-    """Gives each completion token a value, from the tokens before it: a linear head in place of the vocabulary projection."""
+    """Estimates the value of each completion token from the tokens before it: a linear head replaces the LM head."""
 
     def __init__(self, causal_lm: PreTrainedModel, *, attention: PackedAttention) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Critic(nn.Module):
 
 
 def _hidden_states(causal_lm: PreTrainedModel, batch: TokenBatch, attention: PackedAttention) -> Tensor:
-    """[N, H]: the last hidden states at the places of this rank's part that predict a completion token."""
+    """[N, H]: last hidden states at the positions of this rank's part that predict a completion token."""
     outputs = causal_lm.model(
         input_ids=batch.input_ids_T.unsqueeze(0),
         position_ids=batch.position_ids_T.unsqueeze(0),
@@ -87,11 +87,11 @@ def _hidden_states(causal_lm: PreTrainedModel, batch: TokenBatch, attention: Pac
 def read_model_config(path: Path) -> PreTrainedConfig:
     """config.json of a model folder.
 
-    Raises PathNotFound without the folder or the file, UnsupportedModel for an architecture that is not in ARCHITECTURES, weights that are
-    quantized, or a key that its family does not support, InvalidArgument for a file that transformers cannot read.
+    Raises PathNotFound without the folder or file; UnsupportedModel for an architecture not in ARCHITECTURES, quantized weights, or an
+    unsupported key; InvalidArgument for a file that transformers cannot read.
     """
     if not (path / "config.json").is_file():
-        raise PathNotFound(f"model.path: {path} is no Hugging Face model folder: config.json is missing", path=path)
+        raise PathNotFound(f"model.path: {path} is not a Hugging Face model folder: config.json is missing", path=path)
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
     except (ValueError, KeyError, OSError, StrictDataclassError) as error:
@@ -112,39 +112,39 @@ def read_model_config(path: Path) -> PreTrainedConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkSource:
-    """What a network is made from, and how."""
+    """How to build a network, and from what."""
 
     path: Path
-    """Model folder with the start weights."""
+    """Model folder with the initial weights."""
     config: PreTrainedConfig
-    """Of that folder."""
+    """Configuration of that folder."""
     mesh: DeviceMesh
     param_dtype: torch.dtype
-    """Of the shards."""
+    """Dtype of the shards."""
     compute_dtype: torch.dtype
-    """Of forward and backward."""
+    """Dtype of forward and backward."""
     attention_backend: AttentionBackend | Literal["auto"] = "auto"
     lora: LoraConfig | None = None
-    """Trains adapters alone."""
+    """If set, only adapters are trained."""
     seed: int = 0
-    """Of adapters that have just been added."""
+    """Seed for new adapters."""
     sharing: SequenceGroup | None = None
-    """Ranks that have the other parts of each micro-batch."""
+    """Ranks that compute the other parts of each micro-batch."""
     compiles: bool = False
-    """Whether its layers are compiled."""
+    """Whether to compile its layers."""
     shares_prompts: bool = False
-    """Whether micro-batches may have prompts that samples share."""
+    """Whether micro-batches may contain shared prompts."""
 
     @property
     def model(self) -> Model:
-        """What its family says, with the defaults that transformers has for keys that config.json lacks."""
+        """The family's description, with transformers' defaults for keys that config.json lacks."""
         return read_model(self.config.to_dict())
 
 
 def load_policy(source: NetworkSource, *, region: AbstractContextManager[None]) -> Policy:
-    """The model of `source`, sharded. Every rank reads its own rows only. The shards are made inside `region`.
+    """Loads the model of `source`, sharded. Every rank reads only its own rows. Allocates the shards in `region`.
 
-    Gradients are summed over ranks, not averaged, in float32. Raises as read_model, check_module, check_lora_targets and load_shards.
+    Gradients are summed, not averaged, over ranks in float32. Raises as read_model, check_module, check_lora_targets and load_shards.
     """
     softcap = source.model.final_logit_softcap
     policy = Policy(_on_meta(source), attention=_attention(source), final_logit_softcap=softcap)
@@ -154,11 +154,11 @@ def load_policy(source: NetworkSource, *, region: AbstractContextManager[None]) 
 
 
 def load_critic(source: NetworkSource, *, region: AbstractContextManager[None]) -> Critic:
-    """As load_policy, with a value head: the folder's `value_head.weight`, or zeros, so that every value starts at 0."""
+    """Same as load_policy, with a value head: the folder's `value_head.weight`, or zeros, so that every value starts at 0."""
     attention = _attention(source)
     with torch.device("meta"):
         critic = Critic(_on_meta(source), attention=attention)
-    # The head computes in float32: rounded values would be a noise in the advantages.
+    # The head computes in float32: rounding would add noise to the advantages.
     precision = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
     fully_shard(critic.value_head, mesh=source.mesh, mp_policy=precision)
     _materialize(critic, source, region=region)
@@ -172,7 +172,7 @@ def load_critic(source: NetworkSource, *, region: AbstractContextManager[None]) 
 
 
 def _attention(source: NetworkSource) -> PackedAttention:
-    """Raises InvalidArgument when source.attention_backend cannot compute the model, or not with prompts that samples share."""
+    """Raises InvalidArgument if source.attention_backend does not support the model or its shared prompts."""
     model, shape = source.model, source.model.shape
     if source.sharing is not None:
         num_parts = source.sharing.part.num_parts
@@ -186,7 +186,7 @@ def _attention(source: NetworkSource) -> PackedAttention:
 
 
 def _on_meta(source: NetworkSource) -> PreTrainedModel:
-    """The model without memory, with adapters where they are asked for."""
+    """The model on the meta device, with adapters if configured."""
     model = source.model
     with torch.device("meta"):
         experts = {"experts_implementation": EXPERTS} if model.shape.num_experts else {}
@@ -205,11 +205,11 @@ def _on_meta(source: NetworkSource) -> PreTrainedModel:
 
 
 def _materialize(network: Policy | Critic, source: NetworkSource, *, region: AbstractContextManager[None]) -> None:
-    """Shards a network that is on meta and gives its shards memory; adapters get their start values."""
+    """Shards a network on the meta device and allocates its shards; initializes adapters."""
     _shard(network, mesh=source.mesh, compute_dtype=source.compute_dtype)
     device = mesh_device(source.mesh)
     with region:
-        # FSDP2 also pads the shards here, so that they stay where they are from now on.
+        # FSDP2 also pads the shards here, so that they do not move later.
         network.to_empty(device=device)
     set_buffers(network.causal_lm, source.model, device=device)
     initialize_adapters(network.causal_lm, seed=source.seed)
@@ -218,37 +218,37 @@ def _materialize(network: Policy | Critic, source: NetworkSource, *, region: Abs
 
 
 def reshard(network: Policy | Critic) -> None:
-    """Frees what a forward pass has left gathered, of root and vocabulary projection, for a backward pass that does not come."""
+    """Frees what a forward pass has left gathered, of root and LM head, if no backward pass follows."""
     for module in groups_of(network):
         module.reshard()
 
 
 def _shard(network: Policy | Critic, *, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
-    """Makes the FSDP2 groups: each layer, embedding, last norm and vocabulary projection each, and the root with the rest.
+    """Creates the FSDP2 groups: each layer, embedding, last norm and LM head, and the root with the rest.
 
-    A tied embedding is used at both ends of a pass, so it is the root's, which stays gathered in between.
+    A tied embedding is used at both ends of a pass, so it belongs to the root, which stays gathered in between.
     """
-    # Inputs keep their dtypes: FSDP2 would round the temperatures, which it finds in the batch, to bfloat16.
+    # Inputs keep their dtypes: otherwise FSDP2 would round the temperatures in the batch to bfloat16.
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     decoder, head = network.causal_lm.model, network.causal_lm.lm_head
     for layer in decoder.layers:
         fully_shard(layer, mesh=mesh, mp_policy=precision)
-    # Not the root's, which is gathered first: the last weights in memory are the last that a forward pass needs.
+    # Not in the root's group, which is gathered first: the last weights in memory are the last that a forward pass needs.
     fully_shard(decoder.norm, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
     is_policy = isinstance(head, LmHead)
     if not (is_policy and head.weight is decoder.embed_tokens.weight):
         embedding = fully_shard(decoder.embed_tokens, mesh=mesh, mp_policy=precision)
-        # Its gradient is made from the token ids alone.
+        # Its gradient needs only the token ids.
         embedding.set_unshard_in_backward(False)
         if is_policy:
-            # Backward begins with it.
+            # Backward starts with it.
             fully_shard(head, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
     fully_shard(network, mesh=mesh, mp_policy=precision)
     if mesh.size() == 1:
         return
     for module in groups_of(network):
         module.set_gradient_divide_factor(1.0)
-        # Without it a factor other than the number of ranks takes an NCCL-only operation.
+        # Otherwise a factor other than the number of ranks would need an NCCL-only operation.
         module.set_force_sum_reduction_for_comms(True)
 
 
@@ -258,7 +258,7 @@ def groups_of(network: Policy | Critic) -> Iterator[FSDPModule]:
 
 
 def _without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A copy in which every dropout probability is 0: a token must have the same log-prob at every call."""
+    """A copy with all dropout probabilities set to 0: a token must have the same log-prob in every call."""
     copy = deepcopy(config)
     for name, value in vars(copy).items():
         if isinstance(value, int | float) and ("dropout" in name or "pdrop" in name):
@@ -267,7 +267,7 @@ def _without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _unreadable(path: Path, error: Exception) -> InvalidArgument | UnsupportedModel:
-    """transformers says ValueError both for a model type that it does not know and for a broken file."""
+    """Converts transformers' ValueError, raised both for an unknown model type and for a broken file."""
     first_line = str(error).splitlines()[0]
     if "model type" in first_line:
         known = ", ".join(ARCHITECTURES)

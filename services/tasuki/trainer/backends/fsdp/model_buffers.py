@@ -1,4 +1,4 @@
-"""A model's module against what its family says: every parameter and buffer is accounted for, and buffers get their values."""
+"""Checks a model's module against its family: every parameter and buffer must be accounted for. Also initializes buffers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tasuki.wire.errors import UnsupportedModel
 
 
 def check_module(causal_lm: PreTrainedModel, model: Model) -> None:
-    """Raises UnsupportedModel naming a parameter or buffer that only one of the two has, or of which the shapes differ.
+    """Raises UnsupportedModel naming a parameter or buffer that only one of the two has, or whose shapes differ.
 
-    causal_lm: as transformers makes it, without adapters; it may be on the meta device.
+    causal_lm: as created by transformers, without adapters, possibly on the meta device.
     """
     found = {name: tuple(param.shape) for name, param in causal_lm.named_parameters()}
     described = model.shape.parameters()
@@ -28,7 +28,7 @@ def check_module(causal_lm: PreTrainedModel, model: Model) -> None:
 
 
 def set_buffers(causal_lm: PreTrainedModel, model: Model, *, device: torch.device) -> None:
-    """Gives every buffer its value, which follows from the configuration and is in no checkpoint. To be called after `to_empty`."""
+    """Initializes every buffer. Values follow from the configuration and are in no checkpoint. Call it after `to_empty`."""
     decoder = cast(Any, causal_lm).model
     with torch.device(device):
         decoder.rotary_emb = type(decoder.rotary_emb)(config=causal_lm.config)

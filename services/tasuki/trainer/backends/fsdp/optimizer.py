@@ -1,4 +1,4 @@
-"""AdamW over this rank's shards: its state, clipping and steps."""
+"""AdamW over this rank's shards: state, clipping and steps."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def full_moments(parameter: Tensor) -> dict[str, Tensor]:
-    """What fused AdamW would make of a parameter at its first step."""
+    """The state that fused AdamW would create at a parameter's first step."""
     return {name: torch.zeros_like(parameter) for name in MOMENTS}
 
 
 class ShardedAdamW:
-    """AdamW of one role. Gradients and state are made at once, each in the arena of its tag, and stay where they are."""
+    """AdamW of one role. Gradients and state are allocated up front, each in its tag's arena, and keep their addresses."""
 
     def __init__(
         self, parameters: Sequence[Parameter], *, config: OptimizerConfig, memory: TrainerMemory, mesh: DeviceMesh
     ) -> None:
         self._memory, self._mesh, self._max_grad_norm = memory, mesh, config.max_grad_norm
-        # One pass over each tensor without temporaries, and on a CPU four times as fast as one operation after the other.
+        # One pass over each tensor without temporaries; on a CPU four times as fast as separate operations.
         self.optimizer = torch.optim.AdamW(
             parameters,
             lr=config.learning_rate,
@@ -45,7 +45,7 @@ class ShardedAdamW:
 
     @torch.no_grad()
     def clip(self, replicas: NodeReplicas | None = None) -> float:
-        """Adds the gradients up over nodes, and scales them down to max_grad_norm. Returns their L2 norm over all ranks before."""
+        """Sums the gradients over nodes and scales them down to max_grad_norm. Returns their L2 norm before scaling, over all ranks."""
         if replicas is not None:
             replicas.add_up(self._gradients)
         norm = self._norm() if replicas is None else replicas.greatest(self._norm())
@@ -65,17 +65,17 @@ class ShardedAdamW:
 
     @torch.no_grad()
     def reset(self) -> None:
-        """State as before the first step."""
+        """Resets the state to that before the first step."""
         self._memory.wait_for_content()
         for state in self.optimizer.state.values():
             for tensor in state.values():
                 tensor.zero_()
 
     def settle(self) -> None:
-        """Returns when the state in host memory, if it is there, is that of the last step."""
+        """Waits until state in host memory, if any, is that of the last step."""
 
     def close(self) -> None:
-        """Gives host memory back, if there is any."""
+        """Frees host memory, if any."""
 
     def _make_state(self) -> None:
         self._memory.make_adamw_state(self.optimizer, make=full_moments)
@@ -90,7 +90,7 @@ class ShardedAdamW:
         *,
         learning_rate: float,
     ) -> None:
-        """The fused step of some tensors with moments that are not the optimizer's own. Adds 1 to each of `steps`."""
+        """Fused step on tensors with moments outside the optimizer. Adds 1 to each of `steps`."""
         (group,) = self.optimizer.param_groups
         adamw(
             values,

@@ -1,4 +1,4 @@
-"""What the planner says of this node, from inside its ranks."""
+"""The node's plan, as computed by its ranks."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tasuki.trainer.backends.fsdp.mesh import mesh_device
 
 
 def planned_layout(config: NodeConfig, mesh: DeviceMesh) -> Layout:
-    """The node's layout, for the smallest of the ranks' devices: the same on every rank, all of which must call it.
+    """The node's layout for the smallest of the ranks' devices: equal on all ranks. Collective.
 
-    Raises what read_model_shape and node_layout raise.
+    Raises the errors of read_model_shape and node_layout.
     """
     device, rank = mesh_device(mesh), mesh.get_local_rank()
     sizes = torch.tensor([device_usage(name, rank).total_bytes for name in (str(device), "cpu")], device=device)

@@ -1,6 +1,6 @@
-"""Norms and gated MLPs of a model with their pointwise operations fused, in place of transformers' chains of them.
+"""Norms and gated MLPs with fused pointwise operations, which replace transformers' chains of operations.
 
-Each operation of such a chain reads and writes whole activations: together they cost a GPU about as much time as the matrix products.
+Each operation of such a chain reads and writes whole activations. On a GPU a chain takes about as long as the matrix products.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_pytorch_tanh")
 
 
 class RmsNorm(nn.Module):
-    """torch's fused RMSNorm: sums and the product with the weight in float32, rounded once."""
+    """torch's fused RMSNorm: sums and scales in float32, and rounds once."""
 
     def __init__(self, weight: nn.Parameter, eps: float) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class RmsNorm(nn.Module):
 
 
 class GatedMlp(nn.Module):
-    """down(activation(gate(x)) * up(x)), with gate and up as two projections or as the halves of one. Their names stay the model's."""
+    """down(activation(gate(x)) * up(x)), with separate or fused gate and up projections, named as in the model."""
 
     def __init__(self, mlp: nn.Module, activation: Activation) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class GatedMlp(nn.Module):
 
 
 def fuse_pointwise(causal_lm: nn.Module) -> None:
-    """Replaces the norms and MLPs that have a fused form; others stay. Parameters keep their names, and their order."""
+    """Replaces norms and MLPs that have a fused form. Parameters keep their names and order."""
     for parent in list(causal_lm.modules()):
         for name, module in list(parent.named_children()):
             fused = _fused(module)
@@ -56,14 +56,14 @@ def fuse_pointwise(causal_lm: nn.Module) -> None:
 
 
 def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-    """activation(gate) * up, in the dtype of both; on a GPU in one kernel, in float32 until it is rounded; ours, unless it is compiled."""
+    """activation(gate) * up, in the dtype of both. On a GPU one kernel, ours unless compiled, in float32 until it is rounded."""
     if gate.is_cuda and not torch.compiler.is_compiling():
         return _Gated.apply(gate, up, activation)
     return (silu(gate) if activation == "silu" else gelu(gate, approximate="tanh")) * up
 
 
 def _fused(module: nn.Module) -> nn.Module | None:
-    # Gemma's norms, which add 1 to their weight in float32, have another attribute for epsilon.
+    # Gemma's norms add 1 to their weight in float32 and name epsilon differently.
     if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
         norm: Any = module
         return RmsNorm(norm.weight, norm.variance_epsilon)

@@ -1,6 +1,6 @@
-"""Kernels of gated MLPs: activation(gate) * up and its gradients, a pass over memory each. Arithmetic in float32."""
+"""Triton kernels of gated MLPs: activation(gate) * up and its gradients, one pass over memory each. Arithmetic in float32."""
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-# Triton compiles these functions, with constants where their annotations say types.
+# Triton compiles these functions; annotations mark constants.
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _COLUMNS = 2048
 
 
 def gated_forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """[..., I] contiguous. gate, up: of one shape and dtype; the last dimension contiguous, rows at one stride."""
+    """[..., I] contiguous. gate, up: equal shape and dtype; contiguous last dimension, uniform row stride."""
     gate_RI, up_RI = _rows(gate), _rows(up)
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     num_rows, width = gate_RI.shape
@@ -35,13 +35,13 @@ def gated_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> t
 
 
 def _rows(x: Tensor) -> Tensor:
-    """[R, I] view; half of a fused projection has rows twice as far apart."""
+    """[R, I] view; the rows of half a fused projection are twice as far apart."""
     return x.view(-1, x.shape[-1])
 
 
 @triton.jit
 def _activated(gate, is_silu: tl.constexpr):
-    """activation(gate), and its derivative."""
+    """activation(gate) and its derivative."""
     if is_silu:
         sigmoid = 1.0 / (1.0 + tl.exp(-gate))
         return gate * sigmoid, sigmoid * (1.0 + gate * (1.0 - sigmoid))

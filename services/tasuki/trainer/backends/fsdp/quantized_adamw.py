@@ -1,4 +1,4 @@
-"""AdamW whose moments are kept in 8 bits, by blocks of a row (arXiv:2110.02861)."""
+"""AdamW with moments quantized to 8 bits, in blocks of a row (arXiv:2110.02861)."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from tasuki.planner.moments import moment_block
 from tasuki.trainer.backends.fsdp.optimizer import MOMENTS, ShardedAdamW, full_moments
 
 CHUNK_ELEMENTS = 1 << 23
-"""Of a parameter, computed with at a time: its moments in full exist of so much, or of one row."""
+"""Elements of a parameter processed at a time: full moments exist for this many, or for one row."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedMoment:
-    """A moment of one rank's shard [..., C] in blocks of a row, so that shards of any number of ranks have the same blocks."""
+    """A moment of one rank's shard [..., C] in blocks of a row, so that blocks do not depend on the number of ranks."""
 
     codes: Tensor
-    """[..., C] uint8: places in the map of values from -1, or 0, to 1."""
+    """[..., C] uint8: indices into the map of values from -1, or 0, to 1."""
     scales: Tensor
-    """[..., C / block] float32: what a block's values are multiplied with, its largest magnitude."""
+    """[..., C / block] float32: scale of each block, its largest magnitude."""
     is_signed: bool
 
     def read(self, rows: slice, *, dtype: torch.dtype) -> Tensor:
-        """[R, C] of the shard as a matrix."""
+        """Reads [R, C] of the shard as a matrix."""
         values, _ = _value_map(self.is_signed, str(self.codes.device))
         blocks = values[_matrix(self.codes)[rows].int()].unflatten(-1, (self._num_blocks, -1))
         return (blocks * _matrix(self.scales)[rows].unsqueeze(-1)).flatten(-2).to(dtype)
 
     def write(self, rows: slice, moment: Tensor) -> None:
-        """moment: [R, C]."""
+        """Writes moment, [R, C]."""
         _, bounds = _value_map(self.is_signed, str(self.codes.device))
         blocks = moment.float().unflatten(-1, (self._num_blocks, -1))
         scales = blocks.abs().amax(-1)
@@ -51,7 +51,7 @@ class QuantizedMoment:
 
 
 class QuantizedAdamW(ShardedAdamW):
-    """As ShardedAdamW, with rounded moments: other numbers. What `moment_block` names no block for keeps its moments in full."""
+    """ShardedAdamW with quantized moments, which change results. Tensors without a `moment_block` keep full moments."""
 
     @torch.no_grad()
     def step(self, *, learning_rate: float) -> None:
@@ -59,7 +59,7 @@ class QuantizedAdamW(ShardedAdamW):
         for parameter, state in self.optimizer.state.items():
             count = state["step"]
             for part, gradient, moments in _parts(cast(Parameter, parameter), state):
-                # The function counts a step for each of its calls.
+                # The function counts a step for each call.
                 step = count.clone()
                 full = [
                     moment if isinstance(moment, Tensor) else moment[0].read(moment[1], dtype=part.dtype) for moment in moments
@@ -75,7 +75,7 @@ class QuantizedAdamW(ShardedAdamW):
 
 
 def _make_moments(parameter: Tensor) -> dict[str, Tensor]:
-    """Both moments, 0, by the names that a checkpoint has."""
+    """Both moments, initialized to 0, under their names in a checkpoint."""
     block = moment_block(tuple(parameter.shape))
     if block is None:
         return full_moments(parameter)
@@ -90,7 +90,7 @@ def _make_moments(parameter: Tensor) -> dict[str, Tensor]:
 
 
 def _zeros(like: DTensor, shape: tuple[int, ...], dtype: torch.dtype) -> DTensor:
-    """Sharded as `like`, of whose shape the last size alone may differ."""
+    """Zeros, sharded as `like`; only the last size of the shape may differ."""
     local = like.to_local()
     zeros = torch.zeros((*local.shape[:-1], shape[-1]), dtype=dtype, device=local.device)
     whole = torch.empty(shape, device="meta")
@@ -103,7 +103,7 @@ _Moment = Tensor | tuple[QuantizedMoment, slice]
 
 
 def _parts(parameter: Parameter, state: dict[str, Tensor]) -> Iterator[tuple[Tensor, Tensor, list[_Moment]]]:
-    """Parts of this rank's shard: values, gradients, and both moments or where to read and write them."""
+    """Parts of this rank's shard: values, gradients, and both moments or accessors to them."""
     values, gradient = _local(parameter), _local(cast(Tensor, parameter.grad))
     if not values.numel():
         return
@@ -123,7 +123,7 @@ def _parts(parameter: Parameter, state: dict[str, Tensor]) -> Iterator[tuple[Ten
 
 @cache
 def _value_map(is_signed: bool, device: str) -> tuple[Tensor, Tensor]:
-    """The 256 values that codes are for, and the 255 bounds halfway between them."""
+    """The 256 values of the codes, and the 255 midpoints between them."""
     from torchao.optim.quant_utils import create_dynamic_map
 
     values = torch.tensor(create_dynamic_map(signed=is_signed), dtype=torch.float32, device=device)

@@ -1,7 +1,7 @@
-"""Replicas of a rank's shard on the other nodes of a fleet: gradients are added up over them, once an optimizer step.
+"""Replicas of a rank's shard on a fleet's other nodes: gradients are summed over them once per optimizer step.
 
-Together with FSDP2 over a node's ranks this is HSDP (arXiv:2304.11277 sec. 3.2.2). FSDP2's own crosses nodes in backward, so that all nodes
-need as many micro-batches and a lost node breaks any call; here the collectives of all other calls end at the node.
+With FSDP2 over a node's ranks this is HSDP (arXiv:2304.11277 sec. 3.2.2). FSDP2's own HSDP crosses nodes in backward: all nodes would
+need equally many micro-batches, and a lost node would break any call. Here all other collectives stay within a node.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _NUM_MEASUREMENTS = 3
 
 
 class NodeReplicas:
-    """The ranks of all nodes that hold the same shard. Each node's makes the same calls in the same order."""
+    """The ranks of all nodes that hold the same shard. All make the same calls in the same order."""
 
     def __init__(self, group: Any, *, fleet: FleetConfig, device: torch.device) -> None:
-        """group: a process group of torch, by node rank."""
+        """group: a torch process group, ordered by node rank."""
         self._group, self._fleet, self._device = group, fleet, device
 
     @classmethod
     def connect(cls, store: FleetStore, *, config: NodeConfig, launch: Launch, device: torch.device) -> NodeReplicas:
-        """Returns when the same rank of every node has called it. Raises PeerUnavailable when one does not, or a stranger connects."""
+        """Waits until the same rank of every node has connected. Raises PeerUnavailable if one does not, or a stranger connects."""
         fleet = config.fleet
         assert fleet is not None
         timeout = timedelta(seconds=config.trainer.collective_timeout_s)
@@ -63,7 +63,7 @@ class NodeReplicas:
 
     @torch.no_grad()
     def check_alike(self, numbers: Mapping[str, float]) -> None:
-        """Raises VersionOrder on every node when a number is not the same on all of them; a collective."""
+        """Raises VersionOrder on every node if a number differs between nodes. Collective."""
         signed = [sign * number for number in numbers.values() for sign in (1.0, -1.0)]
         greatest = self._greatest(signed)
         for name, high, low in zip(numbers, greatest[::2], greatest[1::2], strict=True):
@@ -76,7 +76,7 @@ class NodeReplicas:
 
     @torch.no_grad()
     def add_up(self, tensors: Sequence[Tensor]) -> None:
-        """The sums over all nodes, in place. After an error the content is undefined."""
+        """Sums over all nodes, in place. After an error the content is undefined."""
         with _lost_peers(self._fleet):
             works = [self._group.allreduce([tensor]) for tensor in tensors if tensor.numel()]
             for work in works:
@@ -84,12 +84,12 @@ class NodeReplicas:
 
     @torch.no_grad()
     def measure_rate(self) -> float:
-        """Bytes a second that this rank sends in an all-reduce over nodes, the best of a few; a collective."""
+        """Bytes per second that this rank sends in an all-reduce over nodes, the best of a few. Collective."""
         num_bytes = _MEASURED_BYTES[self._device.type]
         tensor = torch.zeros(num_bytes // 4, dtype=torch.float32, device=self._device)
         seconds: list[float] = []
         for _ in range(_NUM_MEASUREMENTS):
-            self._greatest([0.0])  # all nodes are there, and connected
+            self._greatest([0.0])  # waits until all nodes are connected
             started = time.perf_counter()
             self.add_up([tensor])
             if self._device.type == "cuda":
@@ -97,12 +97,12 @@ class NodeReplicas:
             seconds.append(time.perf_counter() - started)
         del tensor
         if self._device.type == "cuda":
-            torch.cuda.empty_cache()  # the model is not there yet: nothing else is kept
+            torch.cuda.empty_cache()  # the model is not loaded yet, so nothing else is cached
         num_nodes = self._fleet.num_nodes
         return 2 * (num_nodes - 1) / num_nodes * num_bytes / min(seconds)
 
     def greatest(self, number: float) -> float:
-        """Of all nodes: rounding may differ where their collectives take another order."""
+        """Maximum over all nodes, since rounding may differ with the order of their collectives."""
         return self._greatest([number])[0]
 
     def close(self) -> None:
@@ -119,19 +119,19 @@ class NodeReplicas:
 
 
 def join_nodes(config: NodeConfig, launch: Launch, *, device: torch.device) -> NodeReplicas | None:
-    """The replicas of this rank, once the trainers of all nodes are there; None on a node by itself. Raises as join_store."""
+    """Connects this rank's replicas once the trainers of all nodes have joined; None on a single node. Raises as join_store."""
     if not is_fleet(config):
         return None
     return NodeReplicas.connect(join_store(config, launch), config=config, launch=launch, device=device)
 
 
 def is_fleet(config: NodeConfig) -> bool:
-    """Whether there is another node to train with."""
+    """Whether there are other nodes to train with."""
     return config.fleet is not None and config.fleet.num_nodes > 1
 
 
 def join_store(config: NodeConfig, launch: Launch) -> FleetStore:
-    """The store of this start of all trainers. Raises as join_ranks."""
+    """Joins the store of this start of all trainers. Raises as join_ranks."""
     assert config.fleet is not None
     return join_ranks(
         config.fleet,
@@ -144,7 +144,7 @@ def join_store(config: NodeConfig, launch: Launch) -> FleetStore:
 
 
 def _recipe(config: NodeConfig) -> str:
-    """Digest of what decides the numbers; the model's path may differ, its configuration may not."""
+    """Digest of everything that determines results; the model's path may differ, its configuration may not."""
     digest = hashlib.sha256(config.trainer.model_dump_json(exclude={*PERFORMANCE_TRAINER_KEYS, "critic"}).encode())
     critic = config.trainer.critic
     paths = [config.model.path]
@@ -157,7 +157,7 @@ def _recipe(config: NodeConfig) -> str:
 
 
 def _gloo_device(fleet: FleetConfig) -> Any:
-    """Of the configured interface, or of the address from which this machine reaches the leader."""
+    """Gloo device of the configured interface, or of the address that routes to the leader."""
     if fleet.interface is not None:
         return dist.ProcessGroupGloo.create_device(interface=fleet.interface)
     return dist.ProcessGroupGloo.create_device(hostname=local_address_towards(fleet.leader))
@@ -165,7 +165,7 @@ def _gloo_device(fleet: FleetConfig) -> Any:
 
 @contextmanager
 def _lost_peers(fleet: FleetConfig) -> Iterator[None]:
-    """Torch says RuntimeError for whatever happens to a connection."""
+    """Converts torch's RuntimeError, raised for any failure of a connection."""
     try:
         yield
     except RuntimeError as error:

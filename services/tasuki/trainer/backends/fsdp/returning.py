@@ -1,4 +1,4 @@
-"""Content that comes back from the host behind LOAD_TRAINER: each FSDP group's forward pass waits, on the GPU, for its own shards."""
+"""Content restored after LOAD_TRAINER returns: each FSDP group's forward pass waits, on the GPU, for its own shards."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from tasuki.memory.tags import MemoryTag
 from tasuki.wire.errors import TasukiError
 
 TAGS = (MemoryTag.WEIGHTS, MemoryTag.OPTIMIZER)
-"""What is copied back, in this order: training begins with the weights."""
+"""Tags restored, in this order: training starts with the weights."""
 
 
 class Returning:
-    """Tags of one rank that are mapped, and whose content is on its way."""
+    """Tags of one rank that are mapped while their content is being restored."""
 
     def __init__(self, allocator: NativeAllocator) -> None:
         self._allocator = allocator
         self._transfers: dict[MemoryTag, Transfer] = {}
 
     def begin(self, tags: Sequence[MemoryTag]) -> None:
-        """Maps those of TAGS and starts their copies. Raises OutOfGpuMemory with all of them asleep."""
+        """Maps those of `tags` that are in TAGS and starts their copies. Raises OutOfGpuMemory with all of them paused."""
         try:
             for tag in TAGS:
                 if tag in tags:
@@ -39,22 +39,22 @@ class Returning:
             raise
 
     def wait(self, tags: Iterable[MemoryTag] = TAGS) -> None:
-        """Returns when `tags` have their content."""
+        """Waits until `tags` have their content."""
         for tag in tags:
             if (transfer := self._transfers.pop(tag, None)) is not None:
                 transfer.wait()
 
     def guard(self, groups: Iterable[FSDPModule]) -> None:
-        """Lets forward passes through `groups` begin before all weights are back. Everything else that reads weights needs `wait`."""
+        """Lets forward passes through `groups` begin before all weights are back. Other readers of weights need `wait`."""
         for group in groups:
             assert isinstance(group, nn.Module)
             shards = [(shard.data_ptr(), shard.nbytes) for shard in _shards(group) if shard.numel()]
             if shards:
-                # FSDP's own hook, which gathers the group, comes after it.
+                # FSDP's own hook, which gathers the group, runs afterwards.
                 group.register_forward_pre_hook(partial(self._await_shard, max(shards)), prepend=True)
 
     def _await_shard(self, last: tuple[int, int], group: nn.Module, _inputs: object) -> None:
-        """last: address and bytes of the group's highest shard; lower ones come before it."""
+        """last: address and size of the group's highest shard; lower ones arrive first."""
         transfer = self._transfers.get(MemoryTag.WEIGHTS)
         if transfer is None:
             return
@@ -65,7 +65,7 @@ class Returning:
 
 
 def _shards(group: nn.Module) -> Iterator[Tensor]:
-    """Of the parameters that are the group's, and no nested group's."""
+    """Parameters of the group, without those of nested groups."""
     for parameter in group.parameters(recurse=False):
         assert isinstance(parameter, DTensor)
         yield parameter.to_local()
@@ -75,6 +75,6 @@ def _shards(group: nn.Module) -> Iterator[Tensor]:
 
 
 def _gathering_stream(group: nn.Module) -> torch.cuda.Stream | None:
-    """On which FSDP2 reads shards; None before its first pass, whose streams wait for the current one."""
+    """Stream on which FSDP2 reads shards; None before its first pass, whose streams wait for the current one."""
     assert isinstance(group, FSDPModule)
     return getattr(group._get_fsdp_state()._comm_ctx, "all_gather_copy_in_stream", None)

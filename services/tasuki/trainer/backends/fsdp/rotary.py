@@ -1,7 +1,7 @@
-"""A layer's attention with its rotation fused, in place of transformers' module, in the layout that packed attention takes.
+"""A layer's attention with fused rotation, which replaces transformers' module and uses packed attention's layout.
 
-Transformers rotates heads that lie before their tokens, by a chain of operations over whole activations, and packed attention then copies
-them back into the order of tokens: on an H200 together a tenth of a step. Keys and values are one product.
+Transformers rotates tensors with heads before tokens, in a chain of operations over whole activations; packed attention then copies
+them back to token order. On an H200 this takes a tenth of a step. Keys and values are computed in one product.
 
 Shape suffixes: T tokens, H heads, K key heads, D head size.
 """
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-# Their attention is projections, norms of heads where there are any, and a rotation of whole heads by halves.
+# Their attention consists of projections, optional head norms, and a rotation of whole heads by halves.
 _ROTATED = (
     "LlamaAttention",
     "MistralAttention",
@@ -27,7 +27,7 @@ _ROTATED = (
 
 
 class RotaryAttention(nn.Module):
-    """Takes the place of a model's `self_attn`. Parameters keep their names, and their order."""
+    """Replaces a model's `self_attn`. Parameters keep their names and order."""
 
     def __init__(self, attention: nn.Module) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class RotaryAttention(nn.Module):
         layer_attention: Callable[..., Tensor],
         **_: object,
     ) -> tuple[Tensor, None]:
-        """As a layer calls it. hidden_states: [1, T, H * D]; position_embeddings: cosines and sines, [1, T, D]."""
+        """Called by a layer. hidden_states: [1, T, H * D]; position_embeddings: cosines and sines, [1, T, D]."""
         cos_TD, sin_TD = (each.squeeze(0) for each in position_embeddings)
         keys, values = self._keys_and_values(hidden_states)
         q_THD = rotated(self._heads("q", self._run("q_proj", hidden_states)), cos_TD, sin_TD)
@@ -54,14 +54,14 @@ class RotaryAttention(nn.Module):
         return self._run("o_proj", out_THD.flatten(1).unsqueeze(0)), None
 
     def _keys_and_values(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """[1, T, K * D] each, of one product where no adapter is between: alone each is too narrow to fill a GPU."""
+        """[1, T, K * D] each, from one product unless adapters prevent it: alone each is too narrow to fill a GPU."""
         of_keys, of_values = self.get_submodule("k_proj"), self.get_submodule("v_proj")
         if type(of_keys) is not nn.Linear or type(of_values) is not nn.Linear:
             return of_keys(hidden_states), of_values(hidden_states)
         bias = None if of_keys.bias is None else torch.cat((of_keys.bias, of_values.bias))
         both = linear(hidden_states, torch.cat((of_keys.weight, of_values.weight)), bias)
         keys, values = both.chunk(2, dim=-1)
-        # A view would keep both for backward; of keys only what is rotated is kept.
+        # A view would keep both for backward; for keys only the rotated tensor is kept.
         return keys, values.contiguous()
 
     def _heads(self, name: str, projected: Tensor) -> Tensor:
@@ -77,12 +77,12 @@ def _contiguous(layer_attention: Callable[..., Tensor], *qkv: Tensor, layer: int
     return layer_attention(*qkv, layer=layer).contiguous()
 
 
-# Between two graphs where the layer is compiled; see attention.py.
+# Runs between the two graphs of a compiled layer; see attention.py.
 _attend = cast(Callable[..., Tensor], torch.compiler.disable(_contiguous))
 
 
 def fuse_rotation(causal_lm: nn.Module) -> None:
-    """Replaces the attention modules that have this form; others stay."""
+    """Replaces attention modules of this form."""
     decoder: Any = causal_lm.get_submodule("model")
     for layer in decoder.layers:
         if type(layer.self_attn).__name__ in _ROTATED:
@@ -90,9 +90,9 @@ def fuse_rotation(causal_lm: nn.Module) -> None:
 
 
 def rotated(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-    """[T, H, D] contiguous: each head turned by its token's angles, its first half with its second. Differentiable in x alone.
+    """[T, H, D] contiguous: rotates each head by its token's angles, pairing its halves. Differentiable in x only.
 
-    On a GPU one kernel, in float32 until it is rounded; ours, unless the layer is compiled.
+    On a GPU one kernel, ours unless the layer is compiled, in float32 until it is rounded.
     """
     if x_THD.is_cuda and not torch.compiler.is_compiling():
         return _Rotated.apply(x_THD, cos_TD, sin_TD)
@@ -101,7 +101,7 @@ def rotated(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
 
 
 class _Rotated(torch.autograd.Function):
-    """The gradient is turned back."""
+    """Backward rotates the gradient back."""
 
     @staticmethod
     def forward(ctx: Any, x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:

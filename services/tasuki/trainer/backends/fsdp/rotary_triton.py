@@ -1,6 +1,6 @@
-"""Kernel of rotary position embeddings: a pass over memory. Arithmetic in float32."""
+"""Triton kernel of rotary position embeddings: one pass over memory. Arithmetic in float32."""
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-# Triton compiles this function, with constants where its annotations say types.
+# Triton compiles this function; annotations mark constants.
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _HEADS = 8
 
 
 def rotate(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor, *, is_back: bool) -> Tensor:
-    """[T, H, D]: each head turned by its token's angles, or back. All contiguous; of cosines and sines both halves are equal."""
+    """[T, H, D]: rotates each head by its token's angles, or back. All contiguous; both halves of cosines and sines are equal."""
     out_THD = torch.empty_like(x_THD)
     num_tokens, num_heads, head_dim = x_THD.shape
     half = head_dim // 2

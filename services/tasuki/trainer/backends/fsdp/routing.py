@@ -1,4 +1,4 @@
-"""Routers of a mixture of experts: a choice that recomputation repeats, and how many tokens each expert got."""
+"""Routers of a mixture of experts: recomputation replays their choice, and each expert's tokens are counted."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from tasuki.algorithms.batch import Metric
 
 _ROUTERS = ("MixtralTopKRouter", "Qwen3MoeTopKRouter")
 EXPERTS = "grouped_mm"
-"""transformers' name: the tokens are sorted by expert, and all experts are one grouped product."""
+"""Its name in transformers: sorts tokens by expert and computes all experts in one grouped product."""
 
 
 def routing_operators() -> list[OpOverload]:
-    """Torch's operators that choose experts. A layer has no other use of them."""
+    """Torch operators that choose experts. A layer uses them for nothing else."""
     return [torch.ops.aten.topk.default]
 
 
 class Router(nn.Module):
-    """Computes as transformers' router. Two passes over one token could choose otherwise where logits are close and kernels add up in
-    another order: `routing_operators` has the choice alone, to be kept for the second pass."""
+    """Computes like transformers' router. If logits are close, two passes over a token could choose different experts, since kernels sum
+    in varying order. `routing_operators` isolates the choice, so that it can be kept for the second pass."""
 
     def __init__(self, router: nn.Module) -> None:
         super().__init__()
@@ -38,14 +38,14 @@ class Router(nn.Module):
         self._is_normalized: bool = getattr(given, "norm_topk_prob", True)
         self._keeps_dtype = type(router).__name__.startswith("Qwen3")
         self.load_E: Tensor | None = None
-        """Where chosen tokens are counted, in passes with gradient; int64. Counts of a layer are compared among themselves: one that is
-        computed again counts twice for every expert."""
+        """Counts of chosen tokens in passes with gradient; int64. Only ratios within a layer matter: recomputation counts twice for every
+        expert."""
 
     def forward(self, hidden_TH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Logits [T, E]; weights [T, K] and indices [T, K] of the chosen experts."""
         logits_TE = linear(hidden_TH, self.weight)
         probs_TE = torch.softmax(logits_TE, dim=-1, dtype=torch.float32)
-        # Without gradient, so that nothing but the indices depends on what is kept.
+        # Without gradient, so that only the indices depend on what is kept.
         chosen_TK = torch.topk(probs_TE.detach(), self._num_chosen, dim=-1).indices
         weights_TK = probs_TE.gather(-1, chosen_TK)
         if self._is_normalized:
@@ -57,7 +57,7 @@ class Router(nn.Module):
 
 
 def replace_routers(causal_lm: nn.Module) -> None:
-    """Parameters keep their names, and their order."""
+    """Replaces the routers. Parameters keep their names and order."""
     for parent in list(causal_lm.modules()):
         for name, module in list(parent.named_children()):
             if type(module).__name__ in _ROUTERS:
@@ -65,13 +65,13 @@ def replace_routers(causal_lm: nn.Module) -> None:
 
 
 def routing_contexts(module: nn.Module, *also: OpOverload) -> Callable[[], Any] | None:
-    """`context_fn` of a checkpoint that keeps the choice of experts, if the module has any, and what the operators in `also` make."""
+    """`context_fn` of a checkpoint that keeps the choice of experts, if the module has any, and results of the operators in `also`."""
     kept = [*also, *(routing_operators() if any(isinstance(each, Router) for each in module.modules()) else ())]
     return partial(create_selective_checkpoint_contexts, kept) if kept else None
 
 
 class ExpertLoad:
-    """Tokens of each expert in each sparse layer of a network, since they were last read."""
+    """Tokens of each expert in each sparse layer since the last reading."""
 
     def __init__(self, causal_lm: nn.Module, *, mesh: DeviceMesh, device: torch.device) -> None:
         routers = [module for module in causal_lm.modules() if isinstance(module, Router)]
@@ -84,7 +84,7 @@ class ExpertLoad:
             router.load_E = load_E
 
     def take(self) -> Mapping[str, Metric]:
-        """The metrics of all ranks' tokens, alike on each rank; none without experts or tokens. Every rank must call it."""
+        """Metrics over all ranks' tokens, equal on each rank; empty without experts or tokens. Collective."""
         if not self._counts_LE.numel():
             return {}
         counts_LE = self._counts_LE.double()

@@ -1,6 +1,6 @@
-"""Ulysses: ranks that share the tokens of a micro-batch, and inside attention its heads.
+"""Ulysses sequence parallelism: ranks split the tokens of a micro-batch and, inside attention, its heads.
 
-Each rank computes everything but attention on its own part of the tokens. Attention sees all tokens, of a part of the heads.
+Each rank computes everything but attention on its part of the tokens. Attention sees all tokens, for part of the heads.
 
 Shape suffixes: T tokens of the micro-batch, t this rank's, H query heads, K key heads, h and k those of one rank, D head size,
 R ranks that share, N completion tokens, n this rank's.
@@ -30,7 +30,7 @@ class SequenceGroup:
 
     @classmethod
     def of(cls, mesh: DeviceMesh, *, size: int, timeout_s: float) -> SequenceGroup | None:
-        """This rank's, of `size` ranks, which divides the mesh; None for 1. Every rank must call it.
+        """This rank's group of `size` ranks, which must divide the mesh; None for 1. Collective.
 
         A collective that waits longer than `timeout_s` for a peer fails.
         """
@@ -43,9 +43,9 @@ class SequenceGroup:
         return cls(cast(dist.ProcessGroup, groups[mesh.get_local_rank() // size]))
 
     def to_heads(self, q_tHD: Tensor, k_tKD: Tensor, v_tKD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of this rank's tokens all heads -> of all tokens this rank's heads: [T, h, D], [T, k, D] and [T, k, D].
+        """From all heads of this rank's tokens to this rank's heads of all tokens: [T, h, D], [T, k, D] and [T, k, D].
 
-        Key heads that are fewer than ranks are repeated; their gradients add up.
+        If there are fewer key heads than ranks, they are repeated and their gradients summed.
         """
         num_ranks = self.part.num_parts
         repeats = max(1, num_ranks // k_tKD.shape[1])
@@ -57,21 +57,21 @@ class SequenceGroup:
         return q, k, v
 
     def to_tokens(self, out_ThD: Tensor) -> Tensor:
-        """Of all tokens this rank's heads -> of this rank's tokens all heads, [t, H, D]."""
+        """From this rank's heads of all tokens to all heads of this rank's tokens, [t, H, D]."""
         out_RthD = _Exchange.apply(out_ThD.unflatten(0, (self.part.num_parts, -1)).contiguous(), self._group)
         return out_RthD.transpose(0, 1).flatten(1, 2)
 
     def gather(self, scores_n: Sequence[Tensor], *, counts: Sequence[int]) -> list[Tensor]:
-        """Vectors of all completion tokens, [N], from those of each rank's. counts: of every rank.
+        """Concatenates each rank's vectors to those of all completion tokens, [N]. counts: of every rank.
 
-        Every rank makes the same of them; its gradient is its part's, so that gradients of all ranks add up to the whole.
+        Every rank then computes the same; its gradient covers its part, so that the gradients of all ranks sum to the whole.
         """
         columns_nC = torch.stack(list(scores_n), dim=1)
         return list(_Gather.apply(columns_nC, self._group, tuple(counts)).unbind(1))
 
 
 class _Exchange(torch.autograd.Function):
-    """[R, ...]: the r-th part goes to rank r, and what comes from it takes its place. It is its own inverse."""
+    """[R, ...]: sends the r-th part to rank r and replaces it with what that rank sends. Its own inverse."""
 
     @staticmethod
     def forward(ctx: Any, x_R: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -92,7 +92,7 @@ class _Gather(torch.autograd.Function):
         longest, num_columns = max(counts), columns_nC.shape[1]
         if not longest:
             return columns_nC.new_empty(0, num_columns)
-        # Parts of one length, as the collective takes them.
+        # Padded to one length, as the collective requires.
         sent = columns_nC.new_zeros(longest, num_columns)
         sent[: len(columns_nC)] = columns_nC
         received = sent.new_empty(len(counts) * longest, num_columns)

@@ -1,4 +1,4 @@
-"""Local shards of DTensors under the names of the Hugging Face checkpoint: loading, publishing and exporting go by them."""
+"""Local shards of DTensors under their names in the Hugging Face checkpoint, for loading, publishing and exporting."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ SINGLE_FILE = "model.safetensors"
 
 
 def local_shards(causal_lm: nn.Module) -> list[Shard]:
-    """This rank's part of every checkpoint tensor, without adapters, as live views of the parameters. Tied tensors come once."""
+    """This rank's part of every checkpoint tensor, without adapters, as live views of the parameters. Tied tensors appear once."""
     return _shards_of(causal_lm, base_parameters(causal_lm))
 
 
 def adapter_shards(causal_lm: nn.Module) -> list[Shard]:
-    """The same of every adapter's A and B."""
+    """This rank's part of every adapter's A and B."""
     return _shards_of(causal_lm, adapter_parameters(causal_lm))
 
 
 def head_shards(critic: nn.Module) -> list[Shard]:
-    """The same of a critic's head, as `value_head.weight`."""
+    """This rank's part of a critic's head, as `value_head.weight`."""
     head = critic.get_submodule("value_head")
     return _shards_of(
         critic.get_submodule("causal_lm"), ((f"value_head.{name}", param) for name, param in head.named_parameters())
@@ -48,7 +48,7 @@ def _shards_of(causal_lm: nn.Module, parameters: Iterable[tuple[str, nn.Paramete
     shards: list[Shard] = []
     for name, param in parameters:
         assert isinstance(param, DTensor), "fully_shard makes every parameter a DTensor"
-        # Of any dimension, cut as torch.chunk does: the last ranks have less, or nothing.
+        # Split as by torch.chunk, in any dimension: the last ranks have less or nothing.
         _, offsets = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
         local = cast(DTensor, param.detach()).to_local()
         shards += checkpoint_shards(name, tuple(param.shape), offsets, local, names=names)
@@ -56,14 +56,14 @@ def _shards_of(causal_lm: nn.Module, parameters: Iterable[tuple[str, nn.Paramete
 
 
 def whole_tensors(causal_lm: nn.Module, name: str, param: Tensor) -> list[Shard]:
-    """The checkpoint tensors behind one parameter of `causal_lm`, gathered. Every rank must call it, for the same parameter."""
+    """The checkpoint tensors behind one parameter of `causal_lm`, gathered. Collective."""
     assert isinstance(param, DTensor), "fully_shard makes every parameter a DTensor"
     whole = cast(DTensor, param.detach()).full_tensor()
     return checkpoint_shards(name, tuple(param.shape), (0,) * param.dim(), whole, names=_checkpoint_names(causal_lm))
 
 
 def _checkpoint_names(causal_lm: nn.Module) -> CheckpointNames:
-    # FSDP renames the class of what it shards.
+    # FSDP renames the class of modules that it shards.
     return find_family(type(causal_lm).__name__.removeprefix("FSDP")).checkpoint
 
 
@@ -71,7 +71,7 @@ def _checkpoint_names(causal_lm: nn.Module) -> CheckpointNames:
 def load_shards(folder: Path, shards: Sequence[Shard]) -> None:
     """Fills the shards from the safetensors of a Hugging Face folder, reading only their slices.
 
-    Raises PathNotFound without safetensors, InvalidArgument for a damaged file or a tensor that is missing or has another shape.
+    Raises PathNotFound without safetensors, InvalidArgument for a damaged file or a tensor that is missing or misshapen.
     """
     file_of = tensor_files(folder)
     for shard in shards:
@@ -103,7 +103,7 @@ def tensor_files(folder: Path) -> dict[str, str]:
 
 def _opened(file: Path) -> safe_open:
     try:
-        open_regular(file).close()  # safe_open waits for the writer of a FIFO
+        open_regular(file).close()  # safe_open would block on a FIFO
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:
         raise InvalidArgument("model.path", f"{file} is damaged or missing: {error}") from error

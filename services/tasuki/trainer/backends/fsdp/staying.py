@@ -1,4 +1,4 @@
-"""What of a trainer rank's memory stays over OFFLOAD, and how its weights are published."""
+"""Parts of a trainer rank's memory that stay during OFFLOAD, and how its weights are published."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tasuki.memory.tags import MemoryTag
 from tasuki.planner.layout import Layout
 
 TAGS = (MemoryTag.WEIGHTS, MemoryTag.GRADIENTS, MemoryTag.OPTIMIZER)
-"""What is told to leave. The copies that are published follow the weights."""
+"""Tags that may be told to leave. Published copies follow the weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExportChoice:
-    """How weights are published: the parameters themselves or a copy, staying over OFFLOAD or not, and under which handles."""
+    """How weights are published: in place or as a copy, staying during OFFLOAD or not, and with which handles."""
 
     of_parameters: bool
     stays: bool
@@ -25,7 +25,7 @@ class ExportChoice:
 
     @classmethod
     def of(cls, config: NodeConfig, layout: Layout, *, rank: int) -> ExportChoice:
-        """The configuration's, and where that leaves it open the planner's, which `layout` says."""
+        """The configured choice; where it is open, the planner's, as in `layout`."""
         handles, stays = config.trainer.export_handles, layout.export_stays
         if config.residency is not None:
             stays = "export" in config.residency.of_trainer(rank)
@@ -34,16 +34,16 @@ class ExportChoice:
 
 @dataclass(frozen=True, slots=True)
 class Staying:
-    """What one rank keeps over OFFLOAD: tags, and whether torch keeps its cache."""
+    """What one rank keeps during OFFLOAD: tags, and whether torch keeps its cache."""
 
     tags: frozenset[MemoryTag] = frozenset()
     cache: bool = False
     leaves_later: bool = False
-    """Whether what is copied to the host goes behind the answer: rollout's KV cache grows into its room."""
+    """Whether copies to the host continue after the answer, while rollout's KV cache grows into the freed room."""
 
     @classmethod
     def of(cls, config: NodeConfig, mesh: DeviceMesh) -> Staying:
-        """As the planner decided for the node; no tag for services that were started one by one."""
+        """The planner's decision for the node; no tags if the services were started individually."""
         later = config.rollout.kv_growth
         if config.residency is None:
             return cls(leaves_later=later)

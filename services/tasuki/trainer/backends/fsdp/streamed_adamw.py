@@ -1,4 +1,4 @@
-"""AdamW whose moments stay in host memory, and pass through the device a block at a time in each step."""
+"""AdamW with moments in host memory, streamed through the device block by block in each step."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from tasuki.trainer.backends.fsdp.optimizer import ShardedAdamW
 BLOCK_BYTES = 256 << 20
 """Both moments of some parameters, or of a part of one."""
 NUM_BLOCKS = 3
-"""On the device at a time: one that arrives, one that is computed with, one that leaves."""
+"""Blocks on the device at a time: one arriving, one in use, one leaving."""
 _ALIGNMENT = 256
 _SETTING = "trainer.optimizer_on_host = true"
-_ADVICE = "leave it out, or give the trainer more ranks"
+_ADVICE = "remove it, or give the trainer more ranks"
 
 
 @dataclass(frozen=True, slots=True)
 class _Home:
-    """One buffer of host memory, with both moments of each of some parameters."""
+    """One buffer of host memory with both moments of some parameters."""
 
     parameters: Sequence[Parameter]
     places: Sequence[tuple[int, int]]
-    """Where both moments of each parameter begin, in bytes."""
+    """Offset of each parameter's moments, in bytes."""
     num_bytes: int
 
 
@@ -45,7 +45,7 @@ class _Piece:
     start: int
     end: int
     places: tuple[int, int]
-    """Where both their moments begin, in bytes of the block."""
+    """Offsets of both moments in the block, in bytes."""
 
     def of(self, tensor: Tensor) -> Tensor:
         return _local(tensor).view(-1)[self.start : self.end]
@@ -58,11 +58,11 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """What is on the device at a time."""
+    """Moments on the device at one time."""
 
     pieces: Sequence[_Piece]
     spans: Sequence[tuple[Tensor, int]]
-    """Host memory, and where it goes in the block."""
+    """Host memory, and its offset in the block."""
 
     @property
     def num_bytes(self) -> int:
@@ -70,12 +70,12 @@ class _Block:
 
 
 class StreamedAdamW(ShardedAdamW):
-    """As ShardedAdamW, to the bit. All host memory is taken at the start."""
+    """ShardedAdamW with bit-identical results. All host memory is allocated at start."""
 
     def __init__(
         self, parameters: Sequence[Parameter], *, config: OptimizerConfig, memory: TrainerMemory, mesh: DeviceMesh
     ) -> None:
-        """Every rank must call it. Raises as take_buffers."""
+        """Collective. Raises as take_buffers."""
         self._device, self._homes = mesh_device(mesh), list(_homes(parameters))
         self._host = take_buffers(mesh, [home.num_bytes for home in self._homes], setting=_SETTING, advice=_ADVICE)
         self._blocks = [block for home, host in zip(self._homes, self._host, strict=True) for block in _blocks(home, host)]
@@ -97,7 +97,7 @@ class StreamedAdamW(ShardedAdamW):
             arrived.wait()
             self._step_block(block, arrived.tensor, learning_rate=learning_rate)
             left.append(self._bring_back(block, arrived.tensor))
-        # The device's blocks are free for what comes after the last copy.
+        # The device's blocks may be reused after the last copy.
         Copy(memories[0], left[-1]).wait()
 
     @torch.no_grad()
@@ -118,7 +118,7 @@ class StreamedAdamW(ShardedAdamW):
         self._host, self._blocks = [], []
 
     def _make_state(self) -> None:
-        """The moments as tensors of all ranks, whose local parts are views of host memory."""
+        """The moments as DTensors whose local parts are views of host memory."""
         for home, memory in zip(self._homes, self._host, strict=True):
             memory.zero_()
             for parameter, places in zip(home.parameters, home.places, strict=True):
@@ -153,13 +153,13 @@ class StreamedAdamW(ShardedAdamW):
         )
 
     def _count(self, piece: _Piece) -> Tensor:
-        """Of steps before this one; AdamW adds 1 to it. A parameter's first piece, which goes first, counts for all."""
+        """Number of earlier steps; AdamW adds 1. A parameter's first piece, processed first, counts for all."""
         count: Tensor = self.optimizer.state[piece.parameter]["step"]
         return count if piece.start == 0 else count - 1
 
 
 def _homes(parameters: Sequence[Parameter]) -> Iterator[_Home]:
-    """At least one parameter each, and else at most BLOCK_BYTES."""
+    """Groups of at least one parameter, otherwise at most BLOCK_BYTES each."""
     chosen: list[Parameter] = []
     places: list[tuple[int, int]] = []
     end = 0
@@ -175,7 +175,7 @@ def _homes(parameters: Sequence[Parameter]) -> Iterator[_Home]:
 
 
 def _blocks(home: _Home, host: Tensor) -> Iterator[_Block]:
-    """All of a home at once, or the one parameter of a larger one piece by piece. host: [num_bytes of the home] uint8."""
+    """Yields a whole home, or the single parameter of a larger one piece by piece. host: [num_bytes of the home] uint8."""
     if home.num_bytes <= BLOCK_BYTES:
         pieces = [_Piece(one, 0, _local(one).numel(), places) for one, places in zip(home.parameters, home.places, strict=True)]
         yield _Block(pieces, [(host, 0)])

@@ -1,4 +1,4 @@
-"""Networks with their optimizers, and what a checkpoint keeps of them."""
+"""Networks with their optimizers, and their checkpointed state."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tasuki.trainer.roles import Role
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """A network with its optimizer."""
+    """A network and its optimizer."""
 
     network: Policy | Critic
     optimizer: ShardedAdamW
@@ -26,7 +26,7 @@ class Trained:
 
 
 def training_state(trained: Mapping[Role, Trained]) -> dict[str, Tensor]:
-    """Every tensor of the networks that are trained and of their optimizers, by name."""
+    """Every tensor of the trained networks and their optimizers, by name."""
     for each in trained.values():
         each.optimizer.settle()
     return {
@@ -39,7 +39,7 @@ def training_state(trained: Mapping[Role, Trained]) -> dict[str, Tensor]:
 def checkpoint_facts(
     trained: Mapping[Role, Trained], *, facts: LearnerFacts, config: TrainerConfig, num_ranks: int
 ) -> CheckpointFacts:
-    """What a checkpoint says of itself. config: by which the networks were made."""
+    """Facts to store in a checkpoint. config: of the networks."""
     configs = {Role.POLICY: config.lora}
     if config.critic is not None:
         configs[Role.CRITIC] = config.critic.lora
@@ -53,7 +53,7 @@ def checkpoint_facts(
 
 
 def learner_facts(facts: CheckpointFacts) -> LearnerFacts:
-    """What a learner takes from them."""
+    """The learner's part of the facts."""
     return LearnerFacts(
         versions={role: each.version for role, each in facts.roles.items()},
         schedule_starts={role: each.schedule_start for role, each in facts.roles.items()},
