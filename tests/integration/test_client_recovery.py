@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ class WaitingNode(
 
     def __init__(self, state_dir: Path) -> None:
         self.is_ready = asyncio.Event()
+        self.num_asked = self.num_late = 0
         self.targets = {name: unix_target(state_dir, service=name) for name in ("coordinator", "trainer", "rollout")}
 
     def _state(self) -> coordinator_pb2.NodeState:
@@ -51,6 +53,9 @@ class WaitingNode(
         yield coordinator_pb2.AcquireResponse(event=event, state=self._state())
 
     async def GetTrainerState(self, request: Any, context: Any) -> trainer_pb2.GetTrainerStateResponse:
+        self.num_asked += 1
+        if self.num_asked <= self.num_late:
+            await asyncio.sleep(5)
         return trainer_pb2.GetTrainerStateResponse()
 
     async def GetRolloutState(self, request: Any, context: Any) -> rollout_pb2.GetRolloutStateResponse:
@@ -151,3 +156,23 @@ async def test_a_call_that_grpc_gives_up_is_given_again_and_at_its_deadline_is_a
     finally:
         await connection.close()
         await coordinator.stop(grace_s=0)
+
+
+@pytest.mark.parametrize("num_late", [1, 2])
+async def test_a_read_that_misses_its_deadline_is_made_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_late: int
+) -> None:
+    """As the first one does whose client was stopped meanwhile."""
+    monkeypatch.setattr("tasuki.client.async_client.READ_TIMEOUT_S", 0.3)
+    socket_folder(tmp_path).mkdir(mode=0o700, parents=True)
+    node = WaitingNode(tmp_path)
+    node.num_late = num_late
+    servers = [await node.serve(name) for name in ("coordinator", "trainer")]
+    try:
+        async with AsyncClient(state_dir=tmp_path) as client:
+            with nullcontext() if num_late == 1 else pytest.raises(DeadlineExceeded):
+                await client.trainer_state()
+        assert node.num_asked == 2
+    finally:
+        for server in servers:
+            await server.stop(grace_s=0)

@@ -90,14 +90,19 @@ class Connection:
         return state_from_proto(response.state)
 
     async def read(self, ask: Callable[[], Awaitable[_Answer]]) -> _Answer:
-        """Makes a call that is safe to repeat; waits for a service that is restarting."""
-        loss = _Loss(self._recovery_timeout_s if self.epoch else 0.0)
+        """Makes a call that is safe to repeat; waits for a service that is restarting.
+
+        A missed deadline gets one more try: it passes unseen while this process is stopped or its machine is suspended.
+        """
+        loss, is_late = _Loss(self._recovery_timeout_s if self.epoch else 0.0), False
         while True:
             try:
                 return await ask()
             except grpc.aio.AioRpcError as error:
                 failure = from_rpc_error(error)
-                if not await self._outlasts(failure, loss):
+                if isinstance(failure, DeadlineExceeded) and not is_late:
+                    is_late = True
+                elif not await self._outlasts(failure, loss):
                     raise failure from error
 
     def take(self, state: coordinator_pb2.NodeState) -> None:
