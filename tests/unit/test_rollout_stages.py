@@ -236,11 +236,11 @@ async def test_a_resume_without_room_advances_nothing_and_may_be_tried_again() -
     rollout = service()
     for stage in (Stage.RESUME_WEIGHTS, Stage.RESUME_KV):
         before = rollout.stage
-        rollout.memory.is_full = True
+        rollout.ranks.is_full = True
         with pytest.raises(OutOfGpuMemory):
             await move(rollout, stage)
         assert (rollout.stage, rollout.poison_reason) == (before, None)
-        rollout.memory.is_full = False
+        rollout.ranks.is_full = False
         await move(rollout, stage)
         if stage is Stage.RESUME_WEIGHTS:
             await move(rollout, Stage.SYNC)

@@ -45,10 +45,10 @@ class RolloutMemoryServicer(memory_pb2_grpc.MemoryServiceServicer):
         self, request: memory_pb2.GetUsageRequest, context: grpc.aio.ServicerContext
     ) -> memory_pb2.GetUsageResponse:
         # Of a shorter deadline a part, so that the caller hears why it was not met.
-        return await self._rollout.memory.usage(timeout_s=min(USAGE_TIMEOUT_S, 0.9 * remaining_s(context)))
+        return await self._rollout.ranks.usage(timeout_s=min(USAGE_TIMEOUT_S, 0.9 * remaining_s(context)))
 
     async def WatchUsage(
         self, request: memory_pb2.WatchUsageRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[memory_pb2.WatchUsageResponse]:
-        async for response in watch_usage(request, lambda: self._rollout.memory.usage(timeout_s=USAGE_TIMEOUT_S)):
+        async for response in watch_usage(request, lambda: self._rollout.ranks.usage(timeout_s=USAGE_TIMEOUT_S)):
             yield response

@@ -25,7 +25,7 @@ from tasuki.rollout.receive import Received, WeightReceiver
 from tasuki.rollout.record import EngineModel
 from tasuki.rpc.failpoints import NO_FAILPOINTS, Failpoints
 from tasuki.rpc.heartbeat import Heartbeat
-from tasuki.rpc.rank_server import Handlers, answer_command
+from tasuki.rpc.ranks import Handlers, answer_command
 from tasuki.rpc.usage import TAGS, usage_response
 from tasuki.transport.verify import HeldSlice
 from tasuki.v1 import memory_pb2, ranks_pb2, types_pb2

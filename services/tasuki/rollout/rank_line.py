@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Callable
 
-from tasuki.rpc.rank_server import RankServer
+from tasuki.rpc.ranks import RankServer
 from tasuki.v1.ranks_pb2 import EngineRankResult
 
 # The front has gone when nobody takes a result; then this process is about to go, too.

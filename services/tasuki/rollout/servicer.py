@@ -92,7 +92,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             epoch=self._gate.epoch,
             sequence=self._gate.sequence,
             stage=stage_to_proto(rollout.stage),
-            resident_tags=[TAG_VALUES[tag] for tag in rollout.memory.resident_tags],
+            resident_tags=[TAG_VALUES[tag] for tag in rollout.ranks.resident_tags],
             policy_version=rollout.policy_version,
             received_version=rollout.received_version,
             is_poisoned=rollout.poison_reason is not None,

@@ -39,11 +39,28 @@ class Publication:
     """Of this rank."""
 
 
+class Memory(Protocol):
+    """What a rank holds by tag."""
+
+    def pause(self, tags: Sequence[MemoryTag], *, makes_room: bool = False) -> int:
+        """Gives pages back, of tags that stay only when it makes room. Returns the bytes."""
+        ...
+
+    def resume(self, tags: Sequence[MemoryTag]) -> int:
+        """Takes pages at the same addresses. Returns the bytes. Raises OutOfGpuMemory with every tag asleep as before."""
+        ...
+
+    def usage(self) -> list[TagUsage]: ...
+    def device_usage(self) -> DeviceUsage: ...
+
+
 class Backend(Protocol):
     """One rank of every network of a node."""
 
     @property
     def device(self) -> torch.device: ...
+    @property
+    def memory(self) -> Memory: ...
     @property
     def num_ranks(self) -> int: ...
     @property
@@ -103,14 +120,6 @@ class Backend(Protocol):
     def damage_published(self) -> None:
         """A fault that a test of recovery asked for."""
         ...
-
-    def pause(self, tags: Sequence[MemoryTag], *, makes_room: bool = False) -> int:
-        """Gives pages back, of tags that stay only when it makes room. Returns the bytes."""
-        ...
-
-    def resume(self, tags: Sequence[MemoryTag]) -> int: ...
-    def usage(self) -> list[TagUsage]: ...
-    def device_usage(self) -> DeviceUsage: ...
 
     def save_checkpoint(self, path: Path, *, facts: LearnerFacts) -> int:
         """Writes everything that training needs. Returns the bytes. Raises PathExists, DiskFull, InvalidArgument."""
