@@ -11,7 +11,7 @@ from tasuki.memory.tags import MemoryTag
 from tasuki.rpc.ranks import RankFront
 from tasuki.rpc.usage import TAG_VALUES, joined
 from tasuki.v1 import memory_pb2, ranks_pb2
-from tasuki.wire.errors import Busy, DeadlineExceeded, InternalError, OutOfGpuMemory, TasukiError, from_reason
+from tasuki.wire.errors import Busy, InternalError, OutOfGpuMemory, TasukiError, from_reason
 
 _IDLE_TIMEOUT_S = 5.0
 _IDLE_POLL_S = 0.005
@@ -62,7 +62,7 @@ class RankCalls(RankFront[ranks_pb2.EngineRankCommand, ranks_pb2.EngineRankResul
 
         No request may run: but for the first call of all it goes straight to the ranks, at once, and does not wait for batches.
         """
-        results = await self._run(ranks_pb2.EngineRankCommand(receive=receive), name="sync", timeout_s=timeout_s)
+        results = await self.call(ranks_pb2.EngineRankCommand(receive=receive), timeout_s=timeout_s)
         return [result.receive for result in results]
 
     async def pause(self, tags: Sequence[MemoryTag], *, timeout_s: float) -> int:
@@ -74,7 +74,7 @@ class RankCalls(RankFront[ranks_pb2.EngineRankCommand, ranks_pb2.EngineRankResul
         patience = asyncio.get_running_loop().time() + min(timeout_s, _IDLE_TIMEOUT_S)
         while True:
             try:
-                results = await self._run(command, name="pause", timeout_s=timeout_s)
+                results = await self.call(command, timeout_s=timeout_s)
                 break
             except Busy:
                 # The scheduler may take a moment to notice that its last request has ended. The tags of some ranks may sleep by then.
@@ -92,7 +92,7 @@ class RankCalls(RankFront[ranks_pb2.EngineRankCommand, ranks_pb2.EngineRankResul
         """
         command = ranks_pb2.EngineRankCommand(resume=memory_pb2.ResumeRequest(tags=[TAG_VALUES[tag] for tag in tags]))
         try:
-            results = await self._run(command, name="resume", timeout_s=timeout_s)
+            results = await self.call(command, timeout_s=timeout_s)
         except OutOfGpuMemory:
             await self.pause([tag for tag in tags if tag not in self._awake], timeout_s=timeout_s)
             raise
@@ -102,40 +102,31 @@ class RankCalls(RankFront[ranks_pb2.EngineRankCommand, ranks_pb2.EngineRankResul
     async def grow_cache(self) -> Sequence[ranks_pb2.CacheResult]:
         """Maps and serves the KV cache that requests may need, as far as there is room."""
         command = ranks_pb2.EngineRankCommand(grow_cache=ranks_pb2.GrowCacheCommand())
-        results = await self._run(command, name="grow_cache", timeout_s=self._growth_timeout_s)
+        results = await self.call(command, timeout_s=self._growth_timeout_s)
         return [result.grow_cache for result in results]
 
     async def shrink_cache(self) -> Sequence[ranks_pb2.CacheResult]:
         """Gives back the KV cache that no request can need, and cached prefixes with it."""
         command = ranks_pb2.EngineRankCommand(shrink_cache=ranks_pb2.ShrinkCacheCommand())
-        results = await self._run(command, name="shrink_cache", timeout_s=self._growth_timeout_s)
+        results = await self.call(command, timeout_s=self._growth_timeout_s)
         return [result.shrink_cache for result in results]
 
     async def usage(self, *, timeout_s: float) -> memory_pb2.GetUsageResponse:
         """Of every rank, by the ranks themselves. Raises DeadlineExceeded when they are busy for longer."""
         command = ranks_pb2.EngineRankCommand(get_usage=memory_pb2.GetUsageRequest())
-        return joined([result.get_usage for result in await self._run(command, name="usage", timeout_s=timeout_s)])
+        return joined([result.get_usage for result in await self.call(command, timeout_s=timeout_s)])
 
     async def load(self, *, timeout_s: float) -> list[ranks_pb2.LoadResult]:
         """What every rank's scheduler has to do."""
         command = ranks_pb2.EngineRankCommand(get_load=ranks_pb2.GetLoadCommand())
-        return [result.get_load for result in await self._run(command, name="load", timeout_s=timeout_s)]
-
-    async def _run(
-        self, command: ranks_pb2.EngineRankCommand, *, name: str, timeout_s: float
-    ) -> Sequence[ranks_pb2.EngineRankResult]:
-        command.reply_address = self.address
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await self.call(command)
-        except TimeoutError as error:
-            raise DeadlineExceeded(f"not every engine rank answered within {timeout_s:g} s", stage=name) from error
+        return [result.get_load for result in await self.call(command, timeout_s=timeout_s)]
 
     async def _deliver(self, commands: Sequence[ranks_pb2.EngineRankCommand]) -> None:
         """A sync goes straight to the ranks, as soon as they have connected; anything else between the same two batches of all."""
         if self._running is not None:
             await asyncio.wait([self._running])
         command = commands[0]
+        command.reply_address = self.address
         if command.HasField("receive") and self.is_connected:
             await super()._deliver(commands)
         else:

@@ -17,7 +17,7 @@ from google.protobuf.message import Message
 from tasuki.rpc.failpoints import Failpoints
 from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.v1.ranks_pb2 import EngineRankCommand, EngineRankResult, RankError, TrainerRankCommand, TrainerRankResult
-from tasuki.wire.errors import InternalError, PeerUnavailable, TasukiError, from_reason
+from tasuki.wire.errors import DeadlineExceeded, InternalError, PeerUnavailable, TasukiError, from_reason
 
 _log = logging.getLogger("tasuki.rpc")
 _LINGER_MS = 1000
@@ -70,23 +70,29 @@ class RankFront(Generic[CommandT, ResultT]):
         """Whether every rank has been heard, and so can be sent to."""
         return all(rank_identity(rank) in self._connected for rank in range(self.num_ranks))
 
-    async def call(self, command: CommandT | Sequence[CommandT]) -> list[ResultT]:
+    async def call(self, command: CommandT | Sequence[CommandT], *, timeout_s: float | None = None) -> list[ResultT]:
         """Runs one command in every rank; of a sequence, which has one kind, each command in its rank. Results in order of rank.
 
-        Raises the error that the ranks agree on, and InternalError naming the rank for any other.
+        Raises the error that the ranks agree on, and InternalError naming the rank for any other. Raises DeadlineExceeded when not all
+        have answered within `timeout_s`; the ranks go on.
         """
         commands = [command] * self.num_ranks if isinstance(command, Message) else command
-        async with self._turn:
-            if self._cause is not None:
-                raise self._cause
-            self._call += 1
-            self._results.clear()
-            for each in commands:
-                each.call = self._call
-            await self._deliver(commands)
-            results = await self._wait_for_results()
-            await self._raise_errors(results)
-            return results
+        try:
+            async with asyncio.timeout(timeout_s), self._turn:
+                if self._cause is not None:
+                    raise self._cause
+                self._call += 1
+                self._results.clear()
+                for each in commands:
+                    each.call = self._call
+                await self._deliver(commands)
+                results = await self._wait_for_results()
+                await self._raise_errors(results)
+                return results
+        except TimeoutError as error:
+            assert timeout_s is not None
+            text = f"not every {self._service} rank answered within {timeout_s:g} s"
+            raise DeadlineExceeded(text, stage=commands[0].WhichOneof("command") or "") from error
 
     def watch(self, rank: int, *, pid: int) -> None:
         """Notices the end of a rank's process at once, whatever ended it."""

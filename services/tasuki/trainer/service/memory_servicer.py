@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from tasuki.v1.memory_pb2_grpc import MemoryServiceServicer
 from tasuki.v1.ranks_pb2 import TrainerRankCommand
 from tasuki.v1.trainer_pb2 import WithdrawWeightsRequest
 from tasuki.v1.types_pb2 import MemoryTag
-from tasuki.wire.errors import DeadlineExceeded, GradientsPending, InvalidArgument
+from tasuki.wire.errors import GradientsPending, InvalidArgument
 
 TAGS = named_tags(Stage.OFFLOAD)
 
@@ -70,11 +69,7 @@ class MemoryServicer(MemoryServiceServicer):
 
     async def _usage(self, request: memory_pb2.GetUsageRequest) -> memory_pb2.GetUsageResponse:
         """Raises DeadlineExceeded while the ranks are in the middle of something long."""
-        try:
-            async with asyncio.timeout(USAGE_TIMEOUT_S):
-                answers = await self._ranks.call(TrainerRankCommand(get_usage=request))
-        except TimeoutError as error:
-            raise DeadlineExceeded(f"the trainer ranks are busy and did not answer within {USAGE_TIMEOUT_S:g} s") from error
+        answers = await self._ranks.call(TrainerRankCommand(get_usage=request), timeout_s=USAGE_TIMEOUT_S)
         return joined([answer.get_usage for answer in answers])
 
     def _check(self, request: memory_pb2.PauseRequest | memory_pb2.ResumeRequest, *, carries_out: Stage) -> None:
