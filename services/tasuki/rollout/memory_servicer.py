@@ -7,10 +7,11 @@ from collections.abc import AsyncIterator
 import grpc
 import grpc.aio
 
-from tasuki.memory.stages import Rpc
-from tasuki.rollout.decode import decode_stage, decode_tags, remaining_s
+from tasuki.memory.stages import Service
 from tasuki.rollout.rollout import Rollout
 from tasuki.rpc.commands import CommandGate
+from tasuki.rpc.deadlines import remaining_s
+from tasuki.rpc.stages import decode_move
 from tasuki.rpc.usage import USAGE_TIMEOUT_S, watch_usage
 from tasuki.v1 import memory_pb2, memory_pb2_grpc
 
@@ -25,8 +26,8 @@ class RolloutMemoryServicer(memory_pb2_grpc.MemoryServiceServicer):
         timeout_s = remaining_s(context)
 
         async def pause() -> memory_pb2.PauseResponse:
-            stage = decode_stage(request.stage, Rpc.PAUSE)
-            released = await self._rollout.pause(stage, decode_tags(request.tags), timeout_s=timeout_s)
+            stage, tags = decode_move(request, Service.ROLLOUT)
+            released = await self._rollout.pause(stage, tags, timeout_s=timeout_s)
             return memory_pb2.PauseResponse(released_bytes=released)
 
         return await self._gate.stage(request, pause)
@@ -35,8 +36,8 @@ class RolloutMemoryServicer(memory_pb2_grpc.MemoryServiceServicer):
         timeout_s = remaining_s(context)
 
         async def resume() -> memory_pb2.ResumeResponse:
-            stage = decode_stage(request.stage, Rpc.RESUME)
-            mapped = await self._rollout.resume(stage, decode_tags(request.tags), timeout_s=timeout_s)
+            stage, tags = decode_move(request, Service.ROLLOUT)
+            mapped = await self._rollout.resume(stage, tags, timeout_s=timeout_s)
             return memory_pb2.ResumeResponse(mapped_bytes=mapped)
 
         return await self._gate.stage(request, resume)

@@ -26,7 +26,7 @@ from tasuki.rollout.generate import (
 from tasuki.rollout.kv_growth import KvGrowth
 from tasuki.rollout.rank_calls import RankCalls
 from tasuki.rollout.seeds import CallNumbers, sample_seed
-from tasuki.rollout.stages import check_idle, check_stage, check_tags, is_serving
+from tasuki.rollout.stages import check_idle, check_stage, is_serving
 from tasuki.rollout.sync import SyncReport, WeightSync
 from tasuki.rpc.commands import REFUSALS
 from tasuki.v1 import weights_pb2
@@ -126,7 +126,6 @@ class Rollout:
         Raises OutOfGpuMemory with everything as it was.
         """
         check_stage(stage, after=self.stage, poison_reason=self.poison_reason)
-        check_tags(stage, tags)
         with self._poisoning(stage, unless=OutOfGpuMemory):
             mapped = await self.ranks.resume(tags, timeout_s=timeout_s)
             if is_serving(stage) and self.growth is not None:
@@ -142,7 +141,6 @@ class Rollout:
     async def pause(self, stage: Stage, tags: list[MemoryTag], *, timeout_s: float) -> int:
         """PAUSE_KV, which drops every cached prefix, or PAUSE_WEIGHTS, after which no version is held. Returns the bytes released."""
         check_stage(stage, after=self.stage, poison_reason=self.poison_reason)
-        check_tags(stage, tags)
         if self.poison_reason is None:
             check_idle(stage, num_running=self.num_running)
         await self._close()

@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 import grpc
 import grpc.aio
 
-from tasuki.rollout.decode import remaining_s
 from tasuki.rollout.generate import GenerationRequest, Sample
 from tasuki.rollout.kv_growth import KvGrowth
 from tasuki.rollout.metrics import GenerationMetrics
 from tasuki.rollout.rollout import Rollout
 from tasuki.rpc.commands import CommandGate
+from tasuki.rpc.deadlines import remaining_s
 from tasuki.rpc.stages import stage_to_proto
 from tasuki.rpc.usage import TAG_VALUES
 from tasuki.v1 import rollout_pb2, rollout_pb2_grpc, types_pb2, weights_pb2
