@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -50,12 +50,12 @@ class StateUpdate:
 class Operation:
     """One piece of work and what it told. `subject` is what was asked for, so that a request id used twice is noticed."""
 
-    def __init__(self, subject: str, work: Coroutine[None, None, None]) -> None:
+    def __init__(self, subject: str, task: asyncio.Task[None]) -> None:
         self.subject = subject
         self._updates: list[StateUpdate] = []
         self._news = asyncio.Event()
-        self._task = asyncio.get_running_loop().create_task(work)
-        self._task.add_done_callback(self._end)
+        self._task = task
+        task.add_done_callback(self._end)
 
     def tell(self, update: StateUpdate) -> None:
         self._updates.append(update)
@@ -165,7 +165,7 @@ class Operations:
             finally:
                 self._running = None
 
-        self._running = Operation(subject, alone())
+        self._running = Operation(subject, asyncio.create_task(alone()))
         return self._remember(request_id, self._running)
 
     def tell(self, event: StageEvent) -> None:
@@ -189,7 +189,7 @@ class Operations:
 
 def _replayed(changeover: ChangeoverRecord, state: NodeState) -> Operation:
     """A changeover that ended in an earlier life of the coordinator, as an operation that ended."""
-    operation = Operation(f"phase {changeover.target}", _ended(changeover))
+    operation = Operation(f"phase {changeover.target}", asyncio.create_task(_ended(changeover)))
     for event in (*changeover.events, changeover.ending()):
         operation.tell(StateUpdate(event, state))
     return operation
