@@ -177,7 +177,7 @@ def pinned_rate() -> dict[str, float]:
 
 def chunk_sizes() -> dict[str, Any]:
     """100 GiB in one arena by size of chunk, without torch."""
-    from tasuki.memory import arena as native
+    from tasuki.memory.allocator import pause, resume
     from tasuki.memory.arena import Arena, Keep
 
     torch.zeros(1, device="cuda")
@@ -187,13 +187,10 @@ def chunk_sizes() -> dict[str, Any]:
         address = arena.allocate(100 * GIB)
         for name, policy in (("drop", Keep.NOTHING), ("keep chunks", Keep.CHUNKS)):
             arena.set_policy(policy)
-            times = [
-                (timed_ms(lambda one=arena: native.pause([one])), timed_ms(lambda one=arena: native.resume([one])))
-                for _ in range(3)
-            ]
+            times = [(timed_ms(lambda one=arena: pause([one])), timed_ms(lambda one=arena: resume([one]))) for _ in range(3)]
             result[f"{mib} MiB, {name}"] = {
-                "pause_ms": round(statistics.median(pause for pause, _ in times), 3),
-                "resume_ms": round(statistics.median(resume for _, resume in times), 3),
+                "pause_ms": round(statistics.median(asleep for asleep, _ in times), 3),
+                "resume_ms": round(statistics.median(awake for _, awake in times), 3),
             }
         arena.free(address)
         arena.close()

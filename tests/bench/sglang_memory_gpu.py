@@ -101,7 +101,6 @@ def our_engine(arguments: dict[str, Any]) -> tuple[Any, Mover, Callable[[], Any]
     from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
 
     from tasuki.memory.tags import MemoryTag
-    from tasuki.rollout.memory import EngineMemory
     from tasuki.rollout.rank_calls import RankCalls
     from tasuki.rollout.rank_commands import COMMAND_LOADER, command_tensors
     from tasuki.rollout.scheduler import run_scheduler
@@ -125,8 +124,8 @@ def our_engine(arguments: dict[str, Any]) -> tuple[Any, Mover, Callable[[], Any]
     TorchMemorySaverAdapter.create = staticmethod(lambda enable: NoSaver())
     engine = ArenaEngine(**arguments, custom_weight_loader=[COMMAND_LOADER, PARAMETERS_LOADER])
 
-    async def make_memory() -> EngineMemory:
-        return EngineMemory(RankCalls(engine, socket_dir=Path(tempfile.mkdtemp())))
+    async def make_memory() -> RankCalls:
+        return RankCalls(engine, socket_dir=Path(tempfile.mkdtemp()))
 
     def wait_for(work: Coroutine[Any, Any, Any]) -> Any:
         return engine.loop.run_until_complete(work)

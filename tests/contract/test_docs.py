@@ -44,3 +44,13 @@ def test_config_page_is_what_the_schema_says() -> None:
 
 def test_readme_is_short():
     assert len((DOCS.parent / "README.md").read_text().splitlines()) <= 120
+
+
+def test_the_way_from_acquire_to_the_unmap_leads_through_functions_that_are_there() -> None:
+    _, _, section = (DOCS / "changeover.md").read_text().partition("## From Acquire to the unmap")
+    rows = [line.split("|")[2:4] for line in section.partition("\n## ")[0].splitlines() if line.startswith("|") and "`" in line]
+    assert len(rows) == 18
+    for file, functions in rows:
+        source = (DOCS.parent / "services/tasuki" / file.strip(" `")).read_text()
+        for function in functions.split(","):
+            assert f"def {function.strip(' `')}(" in source, f"{file.strip()} has no {function.strip()}"

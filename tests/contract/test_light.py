@@ -28,7 +28,7 @@ for package in sys.argv[1:]:
         is_started = module.name.endswith("__main__") and package != "tasuki.cli"
         # For services with ranks, whose extras have pyzmq and torch.
         is_for_ranks = module.name in {
-            "tasuki.rpc.rank_front", "tasuki.rpc.rank_server", "tasuki.algorithms.batch", "tasuki.algorithms.correction",
+            "tasuki.rpc.ranks", "tasuki.algorithms.batch", "tasuki.algorithms.correction",
             "tasuki.algorithms.kl", "tasuki.algorithms.lm_head", "tasuki.algorithms.lm_head_tiles", "tasuki.algorithms.lm_head_triton",
             "tasuki.algorithms.objective", "tasuki.algorithms.surrogates",
         }

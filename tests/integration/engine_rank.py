@@ -147,8 +147,7 @@ def _run_rank(pipe: Connection, device: str) -> None:
     else:
         torch.cuda.set_device(device)
     from tasuki.memory.arena import set_host_budget
-    from tasuki.rollout.rank_commands import command_tensors, run_command
-    from tasuki.rollout.rank_memory import rank_allocator
+    from tasuki.rollout.rank_commands import command_tensors, rank_allocator, run_command
 
     allocator = rank_allocator(device)
     tp_size = 0

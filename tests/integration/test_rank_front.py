@@ -16,14 +16,14 @@ from typing import TypeAlias
 
 import pytest
 
+from tasuki.rollout.rank_calls import RankCalls
 from tasuki.rollout.rank_line import RankLine
 from tasuki.rpc.failpoints import NO_FAILPOINTS
-from tasuki.rpc.rank_front import RankFront
-from tasuki.rpc.rank_server import RankServer, answer_command
+from tasuki.rpc.ranks import RankFront, RankServer, answer_command, rank_error
 from tasuki.v1.memory_pb2 import PauseResponse
 from tasuki.v1.ranks_pb2 import EngineRankCommand, EngineRankResult, RankReady, TrainerRankCommand, TrainerRankResult
 from tasuki.v1.trainer_pb2 import SaveCheckpointRequest, SaveCheckpointResponse
-from tasuki.wire.errors import Busy, InternalError, OutOfGpuMemory, PeerUnavailable
+from tasuki.wire.errors import Busy, InternalError, OutOfGpuMemory, PeerUnavailable, TasukiError
 from tests.integration import forked
 
 Front: TypeAlias = RankFront[TrainerRankCommand, TrainerRankResult]
@@ -69,7 +69,7 @@ def command(path: str) -> TrainerRankCommand:
 
 
 async def call_each(front: Front, *paths: str) -> list[int]:
-    return [result.save_checkpoint.bytes for result in await front.call_each([command(path) for path in paths])]
+    return [result.save_checkpoint.bytes for result in await front.call([command(path) for path in paths])]
 
 
 def make_front(folder: Path, *, num_ranks: int) -> Front:
@@ -147,11 +147,35 @@ async def test_ranks_that_disagree_or_fail_for_no_known_reason_are_broken(
         assert front.broken.is_set()
 
 
-async def test_gathered_errors_are_the_callers_to_judge(tmp_path: Path) -> None:
-    async with running(tmp_path) as (front, _):
-        results = await front.gather(command("refuse"))
-        assert [result.error.reason for result in results] == [Busy.reason] * 2
-        assert not front.broken.is_set()
+class FailingEngine:
+    """Two engine ranks, each with its own error, or none."""
+
+    num_ranks = 2
+    errors: Sequence[TasukiError | None] = (None, None)
+
+    async def run_on_ranks(self, command: bytes) -> None:
+        one = EngineRankCommand.FromString(command)
+        line = RankServer(one.reply_address)
+        for rank, error in enumerate(self.errors):
+            result = EngineRankResult(call=one.call, rank=rank, pause=PauseResponse(released_bytes=rank + 3))
+            if error is not None:
+                result.error.CopyFrom(rank_error(error))
+            line.send(result)
+        line.close()
+
+
+async def test_engine_ranks_may_fail_alone_and_a_lack_of_memory_is_told_last(tmp_path: Path) -> None:
+    engine = FailingEngine()
+    calls = RankCalls(engine, socket_dir=tmp_path)
+    try:
+        engine.errors = (OutOfGpuMemory("no room", needed_bytes=2, free_bytes=1), InternalError("torn"))
+        with pytest.raises(InternalError, match="^engine rank 1: torn$"):
+            await calls.pause([], timeout_s=START_S)
+        assert not calls.broken.is_set()
+        engine.errors = (None, None)
+        assert await calls.pause([], timeout_s=START_S) == 3 + 4
+    finally:
+        calls.close()
 
 
 async def test_a_rank_that_waits_for_one_that_failed_is_given_up(tmp_path: Path) -> None:
@@ -227,7 +251,7 @@ async def test_a_line_takes_commands_in_its_thread_and_sends_what_another_says(t
         assert [result.rank for result in await front.call(EngineRankCommand())] == [0, 1]
         assert threads == {"front-line"}
         front.lines = lines
-        results = await asyncio.wait_for(front.gather(EngineRankCommand()), 60)
+        results = await asyncio.wait_for(front.call(EngineRankCommand()), 60)
         assert [result.pause.released_bytes for result in results] == [3, 4]
     finally:
         for line in lines:

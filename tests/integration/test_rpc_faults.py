@@ -99,17 +99,14 @@ class FaultyPeers(GrpcPeers):
         self._arm(self._draw.choice(list(Service)), list(Break))
         return await super().observe()
 
-    async def run(self, intent: Intent, *, published: bytes) -> Outcome:
-        fault = self._arm(RULES[intent.stage].service, [*Break, DUPLICATE])
+    async def carry_out(self, intent: Intent, *, published: bytes) -> Outcome:
+        fault = self._arm(RULES[intent.stage].service, list(Break) if intent.is_undo else [*Break, DUPLICATE])
+        sent = super().carry_out
         if fault == DUPLICATE:
-            first, second = await asyncio.gather(*(super(FaultyPeers, self).run(intent, published=published) for _ in range(2)))
+            first, second = await asyncio.gather(*(sent(intent, published=published) for _ in range(2)))
             assert first == second
             return first
-        return await super().run(intent, published=published)
-
-    async def undo(self, intent: Intent) -> Outcome:
-        self._arm(RULES[intent.stage].service, list(Break))
-        return await super().undo(intent)
+        return await sent(intent, published=published)
 
     def _arm(self, service: Service, faults: list[Any]) -> str:
         """Whatever is armed strikes the next bytes; what has not struck yet is not counted again."""

@@ -13,7 +13,6 @@ import torch
 
 from tasuki.memory.stages import Stage
 from tasuki.memory.tags import MemoryTag
-from tasuki.rollout.memory import EngineMemory
 from tasuki.rollout.rank_calls import RankCalls
 from tasuki.rollout.rollout import Rollout
 from tasuki.rollout.sync import WeightSync
@@ -67,9 +66,7 @@ async def rollout_with(published: Published, breaking: Breaking | None) -> Async
     calls = RankCalls(rank, socket_dir=published.folder)
     sync = WeightSync(calls, socket_dir=published.folder)
     try:
-        rollout = Rollout(
-            IdleEngine(), sync, EngineMemory(calls), calls=NO_CALLS, seed=0, on_serving=said, on_poison=lambda: None
-        )
+        rollout = Rollout(IdleEngine(), sync, calls, calls=NO_CALLS, seed=0, on_serving=said, on_poison=lambda: None)
         await rollout.fall_asleep(timeout_s=30)
         await rollout.resume(Stage.RESUME_WEIGHTS, [MemoryTag.WEIGHTS], timeout_s=30)
         yield rollout, rank

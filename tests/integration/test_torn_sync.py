@@ -14,8 +14,7 @@ import torch
 from tasuki.memory.tags import MemoryTag
 from tasuki.rollout import receive as receiving
 from tasuki.rollout.rank_calls import RankCalls
-from tasuki.rollout.rank_commands import EngineRank
-from tasuki.rollout.rank_memory import rank_allocator
+from tasuki.rollout.rank_commands import EngineRank, rank_allocator
 from tasuki.rollout.receive import WeightReceiver
 from tasuki.rollout.sync import WeightSync
 from tasuki.transport.copies import HostCopies, HostSummedCopies, ViewCopy

@@ -12,9 +12,9 @@ import pytest
 
 from tasuki.rpc.failpoints import NO_FAILPOINTS
 from tasuki.rpc.heartbeat import Heartbeat
-from tasuki.rpc.rank_server import Handlers
+from tasuki.rpc.ranks import Handlers
+from tasuki.trainer.ranks.commands import run_rank
 from tasuki.trainer.ranks.front import TrainerRanks
-from tasuki.trainer.ranks.loop import run_rank
 from tasuki.v1.ranks_pb2 import RankReady
 from tasuki.wire.errors import PathNotFound
 from tests.integration import forked

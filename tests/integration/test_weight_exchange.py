@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 
 from tasuki.config.trainer_schema import LoraConfig
 from tasuki.memory.tags import MemoryTag
-from tasuki.rollout.memory import EngineMemory
 from tasuki.rollout.rank_calls import RankCalls
 from tasuki.rollout.sync import WeightSync
 from tasuki.transport.imported_weights import import_weights
@@ -46,23 +45,23 @@ def ranks() -> Iterator[EngineRanks]:
 
 
 @pytest.fixture
-async def memory(ranks: EngineRanks, tmp_path: Path) -> AsyncIterator[EngineMemory]:
+async def memory(ranks: EngineRanks, tmp_path: Path) -> AsyncIterator[RankCalls]:
     """Of two ranks that hold a model, awake."""
     with ExitStack() as stack:
         published = Published("qwen2", tmp_path, stack)
         ranks.receive(published.folder, published.message, tp_size=2)
         calls = RankCalls(ranks, socket_dir=tmp_path)
         stack.callback(calls.close)
-        yield EngineMemory(calls)
+        yield calls
 
 
-async def asleep(memory: EngineMemory) -> list[tuple[int, bool, bool]]:
+async def asleep(memory: RankCalls) -> list[tuple[int, bool, bool]]:
     """For each rank whether its weights sleep and whether they are unmapped."""
     usage = await memory.usage(timeout_s=10)
     return [(tag.rank, tag.is_paused, tag.mapped_bytes == 0) for tag in usage.tags if tag.tag == types_pb2.MEMORY_TAG_WEIGHTS]
 
 
-async def test_a_rank_without_room_keeps_every_rank_asleep_and_usable(memory: EngineMemory, ranks: EngineRanks) -> None:
+async def test_a_rank_without_room_keeps_every_rank_asleep_and_usable(memory: RankCalls, ranks: EngineRanks) -> None:
     weights = [MemoryTag.WEIGHTS]
     assert await memory.pause(weights, timeout_s=10) > 0
     ranks.limit_memory(4096, tp_rank=1)
@@ -77,7 +76,7 @@ async def test_a_rank_without_room_keeps_every_rank_asleep_and_usable(memory: En
     assert await asleep(memory) == [(0, False, False), (1, False, False)]
 
 
-async def test_a_repeated_pause_or_resume_moves_nothing(memory: EngineMemory) -> None:
+async def test_a_repeated_pause_or_resume_moves_nothing(memory: RankCalls) -> None:
     weights = [MemoryTag.WEIGHTS]
     released = await memory.pause(weights, timeout_s=10)
     assert await memory.pause(weights, timeout_s=10) == 0

@@ -7,7 +7,7 @@ import asyncio
 from tasuki.coordinator.admission import Admission
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.node import Node
-from tasuki.coordinator.operation import Operation
+from tasuki.coordinator.operations import Operation
 from tasuki.coordinator.phases import path
 from tasuki.coordinator.records import StageEvent
 from tasuki.memory.stages import HOLDS, Phase, Stage

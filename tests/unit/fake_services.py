@@ -85,14 +85,16 @@ class FakeServices:
         self.kill(service)
         self.start(service)
 
-    async def run(self, intent: Intent, *, published: bytes) -> Outcome:
+    async def carry_out(self, intent: Intent, *, published: bytes) -> Outcome:
+        if intent.is_undo:
+            return await self._undo(intent)
         if not self.outlives_callers:
-            return await self._carry_out(intent, published)
-        task = asyncio.create_task(self._carry_out(intent, published), name=RULES[intent.stage].service)
+            return await self._run(intent, published)
+        task = asyncio.create_task(self._run(intent, published), name=RULES[intent.stage].service)
         self.running.append(task)
         return await asyncio.shield(task)
 
-    async def _carry_out(self, intent: Intent, published: bytes) -> Outcome:
+    async def _run(self, intent: Intent, published: bytes) -> Outcome:
         stage, service = intent.stage, RULES[intent.stage].service
         self.asked.append(("run", stage))
         self.commands.append((intent.epoch, intent.sequence))
@@ -118,7 +120,7 @@ class FakeServices:
         answer = str(self.version).encode() if stage is Stage.LOAD_WEIGHTS else b""
         return Outcome(num_bytes=100, answer=answer, policy_version=self.version if answer else None)
 
-    async def undo(self, intent: Intent) -> Outcome:
+    async def _undo(self, intent: Intent) -> Outcome:
         stage, service = intent.stage, RULES[intent.stage].service
         self.asked.append(("undo", stage))
         self.commands.append((intent.epoch, intent.sequence))

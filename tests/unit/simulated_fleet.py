@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from tasuki.config.fleet_schema import FleetConfig
 from tasuki.coordinator.fleet_hold import FleetHold
-from tasuki.coordinator.operation import Operation
+from tasuki.coordinator.operations import Operation
 from tasuki.coordinator.records import NodeState
 from tasuki.fleet.audit import FleetAudit, audit_fleet, read_fleet_history
 from tasuki.fleet.fleet import Fleet

@@ -13,7 +13,7 @@ from tasuki.coordinator.audit.history import read_history
 from tasuki.coordinator.audit.replay import Audit, audit
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.node import Node
-from tasuki.coordinator.operation import Operation
+from tasuki.coordinator.operations import Operation
 from tasuki.memory.stages import Phase, Service, Stage
 from tasuki.v1 import trainer_pb2, types_pb2
 from tasuki.wire.errors import DeadlineExceeded, OutOfGpuMemory, PeerUnavailable, TasukiError

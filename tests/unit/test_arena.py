@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tasuki.memory import arena as native
+from tasuki.memory.allocator import pause, pause_async, resume, resume_async
 from tasuki.memory.arena import Access, Arena, ArenaState, Import, Keep
 from tasuki.wire.errors import BadHandle, Busy, InternalError, InvalidArgument, OutOfGpuMemory, WrongPhase
 
@@ -53,9 +54,9 @@ def num_open_fds():
 def test_resident_memory_falls_by_the_tags_bytes_and_comes_back_at_the_same_address(weights):
     block = filled(weights, 64 * MIB)
     address, awake = address_of(block), resident_bytes()
-    assert native.pause([weights]) == 64 * MIB
+    assert pause([weights]) == 64 * MIB
     assert awake - resident_bytes() >= 0.95 * 64 * MIB
-    assert native.resume([weights]) == 64 * MIB
+    assert resume([weights]) == 64 * MIB
     memoryview(block).cast("B")[:] = b"\x01" * (64 * MIB)
     assert address_of(block) == address
     assert resident_bytes() >= awake - 0.05 * 64 * MIB
@@ -63,11 +64,11 @@ def test_resident_memory_falls_by_the_tags_bytes_and_comes_back_at_the_same_addr
 
 def test_pause_and_resume_twice_count_zero_bytes(weights):
     block = filled(weights, MIB)
-    assert native.resume([weights]) == 0
-    assert native.pause([weights]) == MIB
-    assert native.pause([weights]) == 0
-    assert native.resume([weights, weights]) == MIB
-    assert native.resume([weights]) == 0
+    assert resume([weights]) == 0
+    assert pause([weights]) == MIB
+    assert pause([weights]) == 0
+    assert resume([weights, weights]) == MIB
+    assert resume([weights]) == 0
     assert bytes(block[:2]) == b"\0\0"
 
 
@@ -75,8 +76,8 @@ def test_kept_content_survives_and_its_host_copy_is_taken_once(weights):
     weights.set_policy(Keep.CONTENT)
     block = filled(weights, 3 * MIB, 9)
     for _ in range(3):
-        native.pause([weights])
-        native.resume([weights])
+        pause([weights])
+        resume([weights])
         assert set(bytes(block)) == {9}
     assert weights.usage().host_copy_bytes == 16 * MIB
 
@@ -84,19 +85,19 @@ def test_kept_content_survives_and_its_host_copy_is_taken_once(weights):
 def test_kept_chunks_survive_and_give_nothing_back(weights):
     weights.set_policy(Keep.CHUNKS)
     block = filled(weights, 3 * MIB, 9)
-    assert native.pause([weights]) == 0
+    assert pause([weights]) == 0
     assert (weights.usage().kept_bytes, weights.usage().mapped_bytes) == (3 * MIB, 0)
-    assert native.resume([weights]) == 3 * MIB
+    assert resume([weights]) == 3 * MIB
     assert set(bytes(block)) == {9}
 
 
 def test_resume_without_room_is_refused_with_the_numbers_and_every_arena_stays_asleep(weights, host_budget):
     kv_cache = Arena("kv_cache", device="cpu", min_chunk_bytes=MIB)
     blocks = [filled(weights, 16 * MIB), filled(kv_cache, 32 * MIB)]
-    native.pause([weights, kv_cache])
+    pause([weights, kv_cache])
     host_budget(40 * MIB)
     with pytest.raises(OutOfGpuMemory, match=r"cpu needs 48.00 MiB for weights, kv_cache, 40.00 MiB free") as refused:
-        native.resume([weights, kv_cache])
+        resume([weights, kv_cache])
     assert refused.value.metadata == {
         "tag": "weights,kv_cache",
         "needed_bytes": str(48 * MIB),
@@ -104,7 +105,7 @@ def test_resume_without_room_is_refused_with_the_numbers_and_every_arena_stays_a
         "device": "cpu",
     }
     assert {weights.usage().state, kv_cache.usage().state} == {ArenaState.PAUSED}
-    assert native.resume([kv_cache]) == 32 * MIB
+    assert resume([kv_cache]) == 32 * MIB
     del blocks
     gc.collect()
     kv_cache.close()
@@ -120,10 +121,10 @@ def test_allocating_without_room_is_refused_and_leaves_the_arena_usable(weights,
 
 def test_allocating_in_a_sleeping_arena_names_what_to_do(weights):
     block = filled(weights, MIB)
-    native.pause([weights])
+    pause([weights])
     with pytest.raises(WrongPhase, match="weights is asleep: resume it"):
         weights.allocate(10)
-    native.resume([weights])
+    resume([weights])
     del block
 
 
@@ -170,8 +171,8 @@ def test_300_cycles_leave_descriptors_mappings_and_pages_flat(weights):
     block = filled(weights, 4 * MIB)
 
     def cycle(mark: int) -> None:
-        native.pause([weights])
-        native.resume([weights])
+        pause([weights])
+        resume([weights])
         block[0] = bytes([mark % 256])
 
     for mark in range(5):  # what is made once
@@ -187,11 +188,11 @@ def test_300_cycles_leave_descriptors_mappings_and_pages_flat(weights):
 def test_an_asynchronous_pause_and_resume_end_in_wait(weights):
     weights.set_policy(Keep.CONTENT)
     block = filled(weights, 2 * MIB, 5)
-    transfer = native.pause_async([weights])
+    transfer = pause_async([weights])
     assert weights.usage().state is ArenaState.PAUSING
     assert transfer.is_done
     assert transfer.wait() == 2 * MIB
-    transfer = native.resume_async([weights])
+    transfer = resume_async([weights])
     assert transfer.wait() == 2 * MIB
     assert set(bytes(block)) == {5}
     with pytest.raises(InternalError, match="taken already"):
@@ -209,8 +210,8 @@ def test_threads_may_allocate_while_others_pause(weights):
     with ThreadPoolExecutor(2) as pool:
         threads = [pool.submit(allocate) for _ in range(2)]
         for _ in range(50):
-            native.pause([weights])
-            native.resume([weights])
+            pause([weights])
+            resume([weights])
         for thread in threads:
             thread.result()
     assert other.usage().num_blocks == 0

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tasuki.memory import arena as native
+from tasuki.memory.allocator import pause, resume
 from tasuki.memory.arena import Access, Arena, Keep
 
 MIB = 1 << 20
@@ -140,14 +141,14 @@ def test_what_a_peer_holds_is_not_counted_as_given_back(weights, peers):
     export.close_fds()
     assert weights.usage().exported_bytes == HELD
     awake = host_shared_bytes()
-    assert native.pause([weights]) == 0
+    assert pause([weights]) == 0
     assert weights.usage().held_bytes == HELD
     assert host_shared_bytes() > awake - HELD // 2  # the system has not got it back, and we do not say so
     peer.kill()
     export.close()
     assert weights.usage().held_bytes == 0
     await_shared_bytes_below(awake - HELD // 2)
-    native.resume([weights])
+    resume([weights])
     assert block[0] == b"\0"
 
 
@@ -160,9 +161,9 @@ def test_a_peer_killed_while_holding_leaves_nothing_behind(weights, peers):
     peer.kill()
     export.close()
     assert block[5] == b"\x04"
-    assert native.pause([weights]) == HELD
+    assert pause([weights]) == HELD
     await_shared_bytes_below(awake - HELD // 2)
-    native.resume([weights])
+    resume([weights])
 
 
 def test_kept_chunks_stay_valid_for_a_peer_over_a_pause(weights, peers):
@@ -170,8 +171,8 @@ def test_kept_chunks_stay_valid_for_a_peer_over_a_pause(weights, peers):
     block = filled(weights, MIB, 4)
     export = weights.export(Access.READ_ONLY)
     peer = peers(export, Access.READ_ONLY)
-    native.pause([weights])
-    native.resume([weights])
+    pause([weights])
+    resume([weights])
     block[0] = b"\x06"
     assert peer.ask("read 0") == "6"
     peer.kill()

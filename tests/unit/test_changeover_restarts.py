@@ -103,7 +103,7 @@ async def test_coordinator_that_died_in_a_stage_finds_the_node_and_brings_it_to_
     await first.stop()
     hold.release.set()
     if was_done:
-        await services.run(journal.unresolved()[0], published=b"0")
+        await services.carry_out(journal.unresolved()[0], published=b"0")
     with pytest.raises(asyncio.CancelledError):
         await events(operation)
     journal.begin_epoch("boot-2")

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Parameter
 
 from tasuki.memory import arena as native
+from tasuki.memory.allocator import pause, resume
 from tasuki.memory.arena import Arena, Keep
 from tasuki.memory.tags import MemoryTag, TagUsage
 from tasuki.trainer.backends.fsdp.memory import TrainerMemory
@@ -118,9 +119,9 @@ def test_host_memory_is_taken_in_steps_before_a_pause_needs_it() -> None:
     steps = [arena.reserve_host(16 * MIB) for _ in range(3)]
     assert steps == [24 * MIB, 8 * MIB, 0]
     pinned = arena.usage().host_copy_bytes
-    native.pause([arena])
+    pause([arena])
     assert arena.usage().host_copy_bytes == pinned >= 40 * MIB
-    native.resume([arena])
+    resume([arena])
     arena.free(address)
     arena.close()
 

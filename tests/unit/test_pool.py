@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tasuki.memory import arena as native
+from tasuki.memory.allocator import pause, resume
 from tasuki.memory.arena import Access, Arena, Export, Import, Keep
 from tasuki.memory.pool import Identity, PoolKeeper, close_pool, open_pool, pool_bytes, pool_chunk_bytes, pool_usage
 from tasuki.transport.pool_socket import PoolServer, join_pool
@@ -115,7 +116,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(side=sides, keep=st.sampled_from([Keep.NOTHING, Keep.CONTENT, Keep.CHUNKS]))
     def pause(self, side: int, keep: Keep) -> None:
         self.sides[side].arena.set_policy(keep)
-        native.pause([self.sides[side].arena])
+        pause([self.sides[side].arena])
 
     @rule(side=sides)
     def resume(self, side: int) -> None:
@@ -124,11 +125,11 @@ class PoolMachine(RuleBasedStateMachine):
         lacking = (usage.total_bytes - usage.mapped_bytes - usage.kept_bytes) // CHUNK
         if usage.state is native.ArenaState.PAUSED and lacking > before.num_free:
             with pytest.raises(OutOfGpuMemory) as refused:
-                native.resume([one.arena])
+                resume([one.arena])
             assert int(refused.value.metadata["needed_bytes"]) == lacking * CHUNK
             assert self.keeper.usage() == before
         else:
-            native.resume([one.arena])
+            resume([one.arena])
 
     @rule(side=sides, reader=sides)
     def publish_and_read(self, side: int, reader: int) -> None:
@@ -247,7 +248,7 @@ def test_chunks_are_few_enough_for_one_message_and_hold_the_size_in_whole() -> N
 def test_hundreds_of_changeovers_leave_descriptors_and_mappings_as_they_were(keeper: PoolKeeper) -> None:
     trainer, rollout = Side(keeper), Side(keeper)
     trainer.blocks.append((trainer.arena.allocate(4 * CHUNK), 4 * CHUNK))
-    native.pause([trainer.arena])
+    pause([trainer.arena])
     rollout.blocks.append((rollout.arena.allocate(5 * CHUNK), 5 * CHUNK))
 
     def footprint() -> tuple[int, int]:
@@ -255,10 +256,10 @@ def test_hundreds_of_changeovers_leave_descriptors_and_mappings_as_they_were(kee
 
     seen: list[tuple[int, int]] = []
     for number in range(300):
-        native.pause([rollout.arena])
-        native.resume([trainer.arena])
-        native.pause([trainer.arena])
-        native.resume([rollout.arena])
+        pause([rollout.arena])
+        resume([trainer.arena])
+        pause([trainer.arena])
+        resume([rollout.arena])
         if number in (10, 299):
             seen.append(footprint())
     assert seen[0] == seen[1]

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from tasuki.memory.allocator import NativeAllocator
 from tasuki.memory.tags import MemoryTag
-from tasuki.rollout.rank_memory import RankMemory, Span, rank_allocator, without
+from tasuki.rollout.kept_content import Span, without
+from tasuki.rollout.rank_commands import RankMemory, rank_allocator
 
 WEIGHTS, KV_CACHE = MemoryTag.WEIGHTS, MemoryTag.KV_CACHE
 SPANS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), max_size=6)

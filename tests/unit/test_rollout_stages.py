@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 
@@ -10,15 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasuki.memory.stages import START, Stage
+from tasuki.memory.stages import START, Service, Stage
 from tasuki.memory.tags import MemoryTag
 from tasuki.rollout.generate import Completion, EngineRequest, GenerationRequest
 from tasuki.rollout.model import ModelFacts
 from tasuki.rollout.rollout import Rollout
 from tasuki.rollout.seeds import CallNumbers
-from tasuki.rollout.stages import check_stage, check_tags
+from tasuki.rollout.stages import check_stage
 from tasuki.rollout.sync import SyncReport
+from tasuki.rpc.stages import decode_move
 from tasuki.v1 import weights_pb2
+from tasuki.v1.memory_pb2 import PauseRequest, ResumeRequest
 from tasuki.wire.errors import (
     Asleep,
     BadHandle,
@@ -143,11 +146,28 @@ def test_only_the_next_stage_and_the_undo_are_accepted(after: Stage | None, stag
     assert set(refused.value.metadata["allowed"].split(", ")) == ACCEPTED[after]
 
 
-@pytest.mark.parametrize("tags", [[MemoryTag.WEIGHTS], [MemoryTag.CUDA_GRAPH]])
-def test_a_stage_takes_only_the_tags_that_it_names(tags: list[MemoryTag]) -> None:
-    check_tags(Stage.PAUSE_KV, [MemoryTag.KV_CACHE])
-    with pytest.raises(InvalidArgument, match=r"tags\[0\]: stage PAUSE_KV moves kv_cache, not"):
-        check_tags(Stage.PAUSE_KV, tags)
+@pytest.mark.parametrize(
+    ("service", "stage", "tags", "refusal"),
+    [
+        ("rollout", "PAUSE_KV", ["WEIGHTS"], "tags[0]: stage PAUSE_KV moves kv_cache, not weights"),
+        ("rollout", "PAUSE_KV", ["KV_CACHE", "CUDA_GRAPH"], "tags[1]: stage PAUSE_KV moves kv_cache, not cuda_graph"),
+        ("rollout", "RESUME_KV", [], "stage: this call takes PAUSE_KV or PAUSE_WEIGHTS, not RESUME_KV"),
+        ("rollout", "OFFLOAD", [], "stage: this call takes PAUSE_KV or PAUSE_WEIGHTS, not OFFLOAD"),
+        ("trainer", "PAUSE_KV", [], "stage: this call takes OFFLOAD, not PAUSE_KV"),
+        ("trainer", "UNSPECIFIED", [], "stage: this call takes OFFLOAD, not 0"),
+        ("trainer", "OFFLOAD", ["UNSPECIFIED"], "tags[0]: stage OFFLOAD moves weights, gradients, optimizer, not 0"),
+    ],
+)
+def test_a_pause_is_refused_for_what_the_table_does_not_have(service: str, stage: str, tags: list[str], refusal: str) -> None:
+    request = PauseRequest(stage=f"STAGE_{stage}", tags=[f"MEMORY_TAG_{tag}" for tag in tags])
+    with pytest.raises(InvalidArgument, match=f"^{re.escape(refusal)}$"):
+        decode_move(request, Service(service))
+
+
+def test_a_stage_moves_what_it_names_or_only_counts() -> None:
+    pause = PauseRequest(stage="STAGE_PAUSE_KV", tags=["MEMORY_TAG_KV_CACHE"])
+    assert decode_move(pause, Service.ROLLOUT) == (Stage.PAUSE_KV, [MemoryTag.KV_CACHE])
+    assert decode_move(ResumeRequest(stage="STAGE_LOAD_TRAINER"), Service.TRAINER) == (Stage.LOAD_TRAINER, [])
 
 
 @pytest.mark.parametrize("after", [None, *RING])
@@ -236,11 +256,11 @@ async def test_a_resume_without_room_advances_nothing_and_may_be_tried_again() -
     rollout = service()
     for stage in (Stage.RESUME_WEIGHTS, Stage.RESUME_KV):
         before = rollout.stage
-        rollout.memory.is_full = True
+        rollout.ranks.is_full = True
         with pytest.raises(OutOfGpuMemory):
             await move(rollout, stage)
         assert (rollout.stage, rollout.poison_reason) == (before, None)
-        rollout.memory.is_full = False
+        rollout.ranks.is_full = False
         await move(rollout, stage)
         if stage is Stage.RESUME_WEIGHTS:
             await move(rollout, Stage.SYNC)

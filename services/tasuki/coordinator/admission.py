@@ -116,7 +116,8 @@ class Admission:
 
     @asynccontextmanager
     async def during(self, stage: Stage) -> AsyncIterator[None]:
-        """Measures while `stage` runs on the other service; `admit` comes before it."""
+        """Admits `stage`, and measures while it runs on the other service. Raises as `admit`."""
+        await self.admit(stage)
         asked = () if self._is_measured else self._idle_during(stage)
         self._is_measured = False
         reading = asyncio.create_task(self._read(asked)) if asked else None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 from tasuki.coordinator.admission import Admission
 from tasuki.coordinator.changeover_trace import NO_TRACE, ChangeoverTrace
@@ -77,7 +78,7 @@ class Changeover:
         for stage in path(self.at, self.target):
             finished = since_phase(self.at)
             try:
-                await self.run_if_admitted(stage)
+                await self.run(stage)
             except TasukiError as error:
                 if isinstance(error, DeadlineExceeded):
                     self._restart(RULES[stage].service, f"{stage} did not end in time: {error.message}")
@@ -94,31 +95,26 @@ class Changeover:
         await self._take_back((Stage.LOAD_TRAINER, *since_phase(self.at)))
 
     async def run(self, stage: Stage) -> None:
-        """Carries one stage out. Raises its error, and StageOrder when another stage must come first."""
+        """Carries one stage out. Raises its error, and StageOrder when another stage must come first.
+
+        Raises OutOfGpuMemory, with nothing written down and nothing sent, when there is no room for what the stage takes.
+        """
         after = advance(self.at, stage)
         published = self._journal.published() if stage is Stage.SYNC else Outcome()
         if published is None:
             text = "the answer of LOAD_WEIGHTS was lost with an earlier coordinator; acquire phase TRAIN, which takes it back"
             raise StageOrder(text, stage=stage, after=self.at)
-        intent = self._journal.intend(stage, self.id, is_undo=False, **self._boots)
-        self._tell(StageEvent(self.id, stage, Status.STARTED, time=intent.time), self.at)
-        await self._journalled(intent, self._peers.run(intent, published=published.answer), after)
-
-    async def run_if_admitted(self, stage: Stage) -> None:
-        """As `run`. Raises OutOfGpuMemory, with nothing written down and nothing sent, when there is no room for what the stage takes."""
-        if self._admission is None:
-            return await self.run(stage)
-        await self._admission.admit(stage)
-        async with self._admission.during(stage):
-            await self.run(stage)
-        return None
+        async with nullcontext() if self._admission is None else self._admission.during(stage):
+            intent = self._journal.intend(stage, self.id, is_undo=False, **self._boots)
+            self._tell(StageEvent(self.id, stage, Status.STARTED, time=intent.time), self.at)
+            await self._carry_out(intent, after, published=published.answer)
 
     async def _take_back(self, stages: Sequence[Stage]) -> None:
         """Undoes `stages`, which stand in the order in which they were run, and asks the services where that led."""
         for stage in undo_path(stages):
             intent = self._journal.intend(stage, self.id, is_undo=True, **self._boots)
             try:
-                await self._journalled(intent, self._peers.undo(intent), self.at)
+                await self._carry_out(intent, self.at)
             except StageOrder:
                 # The stage was never carried out; or rollout went on after it was seen, and the trainer must not return beside it.
                 if stage is Stage.RESUME_WEIGHTS and not (await self._peers.observe()).is_asleep:
@@ -136,11 +132,12 @@ class Changeover:
         except TasukiError as error:
             _log.error("event=undo_failed changeover=%s cause=%s reason=%s", self.id, cause.reason, error.reason)
 
-    async def _journalled(self, intent: Intent, act: Awaitable[Outcome], leads_to: Stage) -> None:
+    async def _carry_out(self, intent: Intent, leads_to: Stage, *, published: bytes = b"") -> None:
+        """Sends a command that is written down, and writes down what came of it."""
         started = time.perf_counter()
         try:
             with self.trace.stage(intent) as span:
-                outcome = await act
+                outcome = await self._peers.carry_out(intent, published=published)
                 span.set("tasuki.bytes", outcome.num_bytes)
         except TasukiError as error:
             self._report(self._journal.failed(intent, error, seconds=time.perf_counter() - started))

@@ -14,8 +14,7 @@ from tasuki.coordinator.changeover import Changeover, Restart
 from tasuki.coordinator.changeover_trace import ChangeoverTrace
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.journal_recovery import close_interrupted, resolve_intents
-from tasuki.coordinator.operation import Operation
-from tasuki.coordinator.operations import LOSSES, Operations
+from tasuki.coordinator.operations import LOSSES, Operation, Operations
 from tasuki.coordinator.peers import Observed, Peers
 from tasuki.coordinator.phases import advance, leads_to, phase_of
 from tasuki.coordinator.readiness import ReadinessProbe
@@ -194,7 +193,7 @@ class Node:
             self._close_left(at, target)  # what was restarted may have moved the node
         changeover = self._open or self._begin(next_attempt_id(self._journal, request_id), seen, target=target)
         changeover.observe(seen)
-        await changeover.run_if_admitted(stage)
+        await changeover.run(stage)
         if phase_of(stage) is not None:
             self._close(changeover)
 

@@ -1,16 +1,19 @@
-"""The operations of a coordinator: one at a time, each found again by its request id, also in an earlier life's journal."""
+"""The operations of a coordinator: one at a time, each found again by its request id, also in an earlier life's journal.
+
+An operation outlives its callers: each of them reads its events from the first one on.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 from tasuki.coordinator.attempts import last_attempt
 from tasuki.coordinator.journal import Journal
-from tasuki.coordinator.operation import Operation, StateUpdate, replayed
-from tasuki.coordinator.records import NodeState, StageEvent
-from tasuki.coordinator.watchers import Watchers
+from tasuki.coordinator.records import ChangeoverRecord, NodeState, StageEvent
 from tasuki.wire.errors import (
     ChangeoverRunning,
     DeadlineExceeded,
@@ -21,7 +24,9 @@ from tasuki.wire.errors import (
     InvalidArgument,
     NotJoined,
     PeerUnavailable,
+    TasukiError,
     WeightsCorrupt,
+    from_reason,
 )
 
 LOSSES = (DeadlineExceeded, EnginePoisoned, InternalError, PeerUnavailable, WeightsCorrupt)
@@ -31,6 +36,89 @@ _UNANSWERED = {error.reason for error in (*LOSSES, Interrupted)}
 _TO_REPEAT = (DiskFull.reason, NotJoined.reason)
 """Nothing was carried out: a request that comes again by the same id is tried again."""
 _KEPT = 256
+_BACKLOG = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class StateUpdate:
+    """An event, and the node's state after it."""
+
+    event: StageEvent
+    state: NodeState
+
+
+class Operation:
+    """One piece of work and what it told. `subject` is what was asked for, so that a request id used twice is noticed."""
+
+    def __init__(self, subject: str, task: asyncio.Task[None]) -> None:
+        self.subject = subject
+        self._updates: list[StateUpdate] = []
+        self._news = asyncio.Event()
+        self._task = task
+        task.add_done_callback(self._end)
+
+    def tell(self, update: StateUpdate) -> None:
+        self._updates.append(update)
+        self._wake()
+
+    async def follow(self) -> AsyncIterator[StateUpdate]:
+        """Every event from the first, until the work ends; then the work's error, if it had one."""
+        position = 0
+        while True:
+            news, is_over = self._news, self._task.done()
+            while position < len(self._updates):
+                yield self._updates[position]
+                position += 1
+            if is_over:
+                break
+            await news.wait()
+        self._task.result()
+
+    async def stop(self) -> None:
+        """Ends the work where it is."""
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
+    @property
+    def reason(self) -> str:
+        """Of the error that it ended with; empty when it runs, or ended well."""
+        if not self._task.done() or self._task.cancelled():
+            return ""
+        error = self._task.exception()
+        return error.reason if isinstance(error, TasukiError) else ""
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            task.exception()  # read here, so that asyncio does not report an error that every follower has left
+        self._wake()
+
+    def _wake(self) -> None:
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+
+
+class Watchers:
+    """Who watches a node: each has its own queue."""
+
+    def __init__(self) -> None:
+        self._queues: set[asyncio.Queue[StateUpdate | None]] = set()
+
+    @contextmanager
+    def watching(self) -> Iterator[asyncio.Queue[StateUpdate | None]]:
+        """A queue of what happens from now on, and None at the end. One that is not read loses its oldest events."""
+        queue: asyncio.Queue[StateUpdate | None] = asyncio.Queue(_BACKLOG)
+        self._queues.add(queue)
+        try:
+            yield queue
+        finally:
+            self._queues.discard(queue)
+
+    def tell(self, update: StateUpdate | None) -> None:
+        """None lets every watcher go, so that a server can stop."""
+        for queue in self._queues:
+            if queue.full():
+                queue.get_nowait()
+            queue.put_nowait(update)
 
 
 class Operations:
@@ -59,7 +147,7 @@ class Operations:
         written = None if known is not None else last_attempt(self._journal, request_id)
         # One that an earlier coordinator left in the middle is not answered by its interruption: it is carried out now.
         if written is not None and written.error_reason not in (*_UNANSWERED, *_TO_REPEAT):
-            known = replayed(written, self._state())
+            known = _replayed(written, self._state())
         if known is not None:
             if known.subject != subject:
                 raise InvalidArgument("request_id", f"{request_id!r} was used for {known.subject} before; choose another one")
@@ -77,8 +165,7 @@ class Operations:
             finally:
                 self._running = None
 
-        self._running = Operation(subject)
-        self._running.start(alone())
+        self._running = Operation(subject, asyncio.create_task(alone()))
         return self._remember(request_id, self._running)
 
     def tell(self, event: StageEvent) -> None:
@@ -98,3 +185,16 @@ class Operations:
         if len(self._known) > _KEPT:
             self._known.popitem(last=False)
         return operation
+
+
+def _replayed(changeover: ChangeoverRecord, state: NodeState) -> Operation:
+    """A changeover that ended in an earlier life of the coordinator, as an operation that ended."""
+    operation = Operation(f"phase {changeover.target}", asyncio.create_task(_ended(changeover)))
+    for event in (*changeover.events, changeover.ending()):
+        operation.tell(StateUpdate(event, state))
+    return operation
+
+
+async def _ended(changeover: ChangeoverRecord) -> None:
+    if changeover.error_reason:
+        raise from_reason(changeover.error_reason, changeover.error_message, {"changeover_id": changeover.changeover_id})

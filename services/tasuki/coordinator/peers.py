@@ -109,12 +109,8 @@ class Peers(Protocol):
         """Both services' states, as far as they answer."""
         ...
 
-    async def run(self, intent: Intent, *, published: bytes) -> Outcome:
-        """Carries the stage out. `published`: the answer of LOAD_WEIGHTS, which SYNC needs."""
-        ...
-
-    async def undo(self, intent: Intent) -> Outcome:
-        """Takes the stage back."""
+    async def carry_out(self, intent: Intent, *, published: bytes) -> Outcome:
+        """Has the stage carried out, or taken back. `published`: the answer of LOAD_WEIGHTS, which SYNC needs."""
         ...
 
 
@@ -188,32 +184,36 @@ class GrpcPeers:
         call = self._metrics[service].GetMetrics(metrics_pb2.GetMetricsRequest(), timeout=timeout_s)
         return (await _answer(service, call)).text
 
-    async def run(self, intent: Intent, *, published: bytes) -> Outcome:
-        command = _command(intent)
-        match RULES[intent.stage].rpc:
+    async def carry_out(self, intent: Intent, *, published: bytes) -> Outcome:
+        command = types_pb2.CommandId(epoch=intent.epoch, sequence=intent.sequence, request_id=intent.request_id)
+        match RULES[intent.stage].undo if intent.is_undo else intent.stage:
+            case Stage() as stage:
+                pass
+            case Undo.WITHDRAW_WEIGHTS:
+                request = trainer_pb2.WithdrawWeightsRequest(command=command)
+                await _answer(Service.TRAINER, self._trainer.WithdrawWeights(request, timeout=self._timeout_s))
+                return Outcome()
+            case Undo.WITH_EARLIER:
+                return Outcome()
+            case Undo.NEVER:
+                raise AssertionError(f"{intent.stage} cannot be taken back")
+        service, number, tags = RULES[stage].service, stage_to_proto(stage), named_tags(stage)
+        memory = self._memory[service]
+        match RULES[stage].rpc:
             case Rpc.PUBLISH_WEIGHTS:
                 return await self._publish(command)
             case Rpc.RECEIVE_WEIGHTS:
                 return await self._receive(command, published)
             case Rpc.DRAIN:
                 return await self._drain(command)
-            case Rpc.PAUSE | Rpc.RESUME:
-                return await self._move_pages(command, intent.stage)
-
-    async def undo(self, intent: Intent) -> Outcome:
-        command = _command(intent)
-        match RULES[intent.stage].undo:
-            case Undo.WITHDRAW_WEIGHTS:
-                request = trainer_pb2.WithdrawWeightsRequest(command=command)
-                await _answer(Service.TRAINER, self._trainer.WithdrawWeights(request, timeout=self._timeout_s))
-                return Outcome()
-            case Stage() as stage:
+            case Rpc.PAUSE:
                 # OFFLOAD takes LOAD_TRAINER back for one reason: an engine is to start where the trainer is.
-                return await self._move_pages(command, stage, makes_room=stage is Stage.OFFLOAD)
-            case Undo.WITH_EARLIER:
-                return Outcome()
-            case Undo.NEVER:
-                raise AssertionError(f"{intent.stage} cannot be taken back")
+                makes_room = intent.is_undo and stage is Stage.OFFLOAD
+                pause = memory_pb2.PauseRequest(command=command, stage=number, tags=tags, makes_room=makes_room)
+                return Outcome((await _answer(service, memory.Pause(pause, timeout=self._timeout_s))).released_bytes)
+            case Rpc.RESUME:
+                resume = memory_pb2.ResumeRequest(command=command, stage=number, tags=tags)
+                return Outcome((await _answer(service, memory.Resume(resume, timeout=self._timeout_s))).mapped_bytes)
 
     async def _publish(self, command: types_pb2.CommandId) -> Outcome:
         request = trainer_pb2.PublishWeightsRequest(command=command)
@@ -230,20 +230,6 @@ class GrpcPeers:
         request = rollout_pb2.DrainRequest(command=command, grace_ms=round(1000 * self._drain_grace_s))
         answer = await _answer(Service.ROLLOUT, self._rollout.Drain(request, timeout=self._timeout_s + self._drain_grace_s))
         return Outcome(answer.released_bytes)
-
-    async def _move_pages(self, command: types_pb2.CommandId, stage: Stage, *, makes_room: bool = False) -> Outcome:
-        """A stage that maps or unmaps the pages of tags, on the service it belongs to. makes_room: of those that stay, too."""
-        rule, number, tags = RULES[stage], stage_to_proto(stage), named_tags(stage)
-        memory = self._memory[rule.service]
-        if rule.rpc is Rpc.PAUSE:
-            pause = memory_pb2.PauseRequest(command=command, stage=number, tags=tags, makes_room=makes_room)
-            return Outcome((await _answer(rule.service, memory.Pause(pause, timeout=self._timeout_s))).released_bytes)
-        resume = memory_pb2.ResumeRequest(command=command, stage=number, tags=tags)
-        return Outcome((await _answer(rule.service, memory.Resume(resume, timeout=self._timeout_s))).mapped_bytes)
-
-
-def _command(intent: Intent) -> types_pb2.CommandId:
-    return types_pb2.CommandId(epoch=intent.epoch, sequence=intent.sequence, request_id=intent.request_id)
 
 
 async def _answer(service: Service, call: Awaitable[_Answer]) -> _Answer:

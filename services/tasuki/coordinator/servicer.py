@@ -13,9 +13,8 @@ from tasuki.config.instance import Instance
 from tasuki.coordinator.encode import changeover_to_proto, event_to_proto, phase_from_proto, state_for, state_to_proto
 from tasuki.coordinator.fleet_hold import FleetHold
 from tasuki.coordinator.journal import Journal
-from tasuki.coordinator.operation import Operation
+from tasuki.coordinator.operations import Operation, Watchers
 from tasuki.coordinator.records import NodeState, id_number
-from tasuki.coordinator.watchers import Watchers
 from tasuki.memory.stages import Phase, Stage
 from tasuki.rpc.stages import stage_from_proto
 from tasuki.v1 import coordinator_pb2 as pb

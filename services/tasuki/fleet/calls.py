@@ -14,8 +14,6 @@ from tasuki.fleet.nodes import NodeChannels
 from tasuki.wire.errors import PeerUnavailable, TasukiError, from_reason, from_rpc_error
 
 _Answer = TypeVar("_Answer")
-NO_DEADLINE_S = 600.0
-"""For reads without a deadline from the caller; rpc/ refuses mutating calls without one."""
 
 
 class Nodes(Protocol):
@@ -69,9 +67,3 @@ def renumbered(error: TasukiError, *, field: str, positions: Sequence[int]) -> T
         return pattern.sub(lambda found: f"{field}[{positions[int(found[1])]}]", text)
 
     return from_reason(error.reason, named(error.message), {key: named(value) for key, value in error.metadata.items()})
-
-
-def remaining_s(context: grpc.aio.ServicerContext) -> float:
-    """Seconds until the call's deadline."""
-    remaining = context.time_remaining()
-    return NO_DEADLINE_S if remaining is None else remaining

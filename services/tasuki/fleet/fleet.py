@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from tasuki.coordinator.attempts import next_attempt_id
 from tasuki.coordinator.changeover_trace import ChangeoverTrace
 from tasuki.coordinator.journal_recovery import close_interrupted
-from tasuki.coordinator.operation import Operation
-from tasuki.coordinator.operations import LOSSES, Operations
+from tasuki.coordinator.operations import LOSSES, Operation, Operations
 from tasuki.coordinator.phases import advance, leads_to, phase_of
 from tasuki.coordinator.records import NodeState, StageEvent, Status
 from tasuki.fleet.changeover import FleetChangeover

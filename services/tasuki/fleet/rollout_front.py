@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 import grpc
 import grpc.aio
 
-from tasuki.fleet.calls import Nodes, error_of_node, on_all, remaining_s, renumbered
+from tasuki.fleet.calls import Nodes, error_of_node, on_all, renumbered
 from tasuki.fleet.dealing import deal_prompts
 from tasuki.fleet.nodes import NodeChannels
 from tasuki.fleet.states import merged_rollout_state
 from tasuki.rollout.seeds import CallNumbers
+from tasuki.rpc.deadlines import remaining_s
 from tasuki.v1 import rollout_pb2, rollout_pb2_grpc
 from tasuki.v1.rollout_pb2_grpc import RolloutServiceStub
 from tasuki.wire.errors import (

@@ -9,13 +9,14 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from tasuki.fleet.calls import Nodes, remaining_s
+from tasuki.fleet.calls import Nodes
 from tasuki.fleet.rollout_front import no_stage_here
 from tasuki.fleet.samples import check_log_probs_of, loss_denominator, num_tokens, read_stream, require
 from tasuki.fleet.states import merged_trainer_state
 from tasuki.fleet.trainer_calls import Share, TrainerCalls, one_version
 from tasuki.rpc.chunks import chunks
 from tasuki.rpc.commands import CommandGate
+from tasuki.rpc.deadlines import remaining_s
 from tasuki.trainer.ranks.loss import decode_loss
 from tasuki.v1 import trainer_pb2
 from tasuki.v1.trainer_pb2_grpc import TrainerServiceServicer

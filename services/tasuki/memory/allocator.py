@@ -1,13 +1,14 @@
-"""The allocator that really frees: one arena per tag, `region` puts tensors into it, pause and resume move its pages."""
+"""The allocator that really frees: an arena per tag, `region` puts tensors into it, pause and resume move the pages of several."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from tasuki.memory import arena as native
-from tasuki.memory.arena import Arena, ArenaState, ArenaUsage, Keep, Transfer
+from tasuki.memory.arena import Arena, ArenaState, ArenaUsage, Keep
+from tasuki.memory.library import call, numbers
 from tasuki.memory.region_cpu import Placing
 from tasuki.memory.tags import MemoryTag, TagUsage
 from tasuki.wire.errors import InvalidArgument, OutOfGpuMemory, WrongPhase
@@ -90,18 +91,18 @@ class NativeAllocator:
             yield
 
     def pause(self, tags: Sequence[MemoryTag]) -> int:
-        return native.pause([self.arena(tag) for tag in tags])
+        return pause([self.arena(tag) for tag in tags])
 
     def resume(self, tags: Sequence[MemoryTag]) -> int:
-        return self._with_cache_emptied_at_need(native.resume, [self.arena(tag) for tag in tags])
+        return self._with_cache_emptied_at_need(resume, [self.arena(tag) for tag in tags])
 
     def pause_async(self, tags: Sequence[MemoryTag], *, stream: int = 0) -> Transfer:
         """Copies of tags that keep their content start behind the CUDA `stream`'s present work; pages go in the transfer's `wait`."""
-        return native.pause_async([self.arena(tag) for tag in tags], stream=stream)
+        return pause_async([self.arena(tag) for tag in tags], stream=stream)
 
     def resume_async(self, tags: Sequence[MemoryTag]) -> Transfer:
         """Maps now; content that was kept is there after the transfer's `wait`, or on a stream after its `wait_on_stream`."""
-        return self._with_cache_emptied_at_need(native.resume_async, [self.arena(tag) for tag in tags])
+        return self._with_cache_emptied_at_need(resume_async, [self.arena(tag) for tag in tags])
 
     def blocks(self, tag: MemoryTag) -> list[tuple[int, int]]:
         """Address and bytes of whatever lies in the tag's region now, whoever holds it: what a pause drops or keeps."""
@@ -131,6 +132,64 @@ class NativeAllocator:
         if self._cuda is None:
             raise InvalidArgument("device", f"{self._device} has no CUDA memory pools")
         return self._cuda
+
+
+class Transfer:
+    """A pause or resume whose copies are under way. `wait` is called once."""
+
+    def __init__(self, ticket: int, arenas: Sequence[Arena]) -> None:
+        self._ticket = ticket
+        self._call = _call_for(arenas)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the copies have finished; the pages of a pause go in `wait` all the same."""
+        (is_reached,) = self._call("poll", self._ticket, num_outs=1)
+        return bool(is_reached)
+
+    def wait(self) -> int:
+        """Ends the transfer. Returns bytes given back (pause) or mapped (resume); a failure has left every arena as it was."""
+        (num_bytes,) = self._call("wait", self._ticket, num_outs=1)
+        return num_bytes
+
+    def wait_on_stream(self, stream: int, *, address: int = 0, num_bytes: int = 0) -> None:
+        """Work given to the CUDA stream from now on starts after the content of a resume has come back.
+
+        With `num_bytes`, once those at `address` have: content comes by rising addresses.
+        """
+        self._call("stream_after", self._ticket, stream, address, num_bytes)
+
+
+def pause(arenas: Sequence[Arena]) -> int:
+    """All or none. Returns the bytes given back to the system; nothing for arenas that sleep already."""
+    (num_bytes,) = _call_for(arenas)("pause", _ids(arenas), len(arenas), num_outs=1)
+    return num_bytes
+
+
+def resume(arenas: Sequence[Arena]) -> int:
+    """All or none, at the same addresses. Returns the bytes mapped. Raises OutOfGpuMemory with every arena still asleep."""
+    (num_bytes,) = _call_for(arenas)("resume", _ids(arenas), len(arenas), num_outs=1)
+    return num_bytes
+
+
+def pause_async(arenas: Sequence[Arena], *, stream: int = 0) -> Transfer:
+    """Starts copying content behind the work that the CUDA stream has so far. The memory must not be used from now on."""
+    (ticket,) = _call_for(arenas)("pause_async", _ids(arenas), len(arenas), stream, num_outs=1)
+    return Transfer(ticket, arenas)
+
+
+def resume_async(arenas: Sequence[Arena]) -> Transfer:
+    """Maps at once and starts copying content back; it is there after `wait`, or on a stream after `wait_on_stream`."""
+    (ticket,) = _call_for(arenas)("resume_async", _ids(arenas), len(arenas), num_outs=1)
+    return Transfer(ticket, arenas)
+
+
+def _call_for(arenas: Sequence[Arena]) -> partial[list[int]]:
+    return partial(call, device=arenas[0].device if arenas else "", tags=[arena.tag for arena in arenas])
+
+
+def _ids(arenas: Sequence[Arena]) -> Any:
+    return numbers([arena.id for arena in arenas])
 
 
 def _tag_usage(tag: MemoryTag, device: str, usage: ArenaUsage) -> TagUsage:

@@ -1,4 +1,4 @@
-"""Arenas: memory by tag that sleeps and wakes at the same addresses, over csrc. tasuki_memory.h says what each call promises."""
+"""Arenas: memory at addresses that stay, over csrc. tasuki_memory.h says what each call promises."""
 
 from __future__ import annotations
 
@@ -233,64 +233,6 @@ class Import:
 
     def close(self) -> None:
         self._call("close_import", self._id)
-
-
-class Transfer:
-    """A pause or resume whose copies are under way. `wait` is called once."""
-
-    def __init__(self, ticket: int, arenas: Sequence[Arena]) -> None:
-        self._ticket = ticket
-        self._call = _call_for(arenas)
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the copies have finished; the pages of a pause go in `wait` all the same."""
-        (is_reached,) = self._call("poll", self._ticket, num_outs=1)
-        return bool(is_reached)
-
-    def wait(self) -> int:
-        """Ends the transfer. Returns bytes given back (pause) or mapped (resume); a failure has left every arena as it was."""
-        (num_bytes,) = self._call("wait", self._ticket, num_outs=1)
-        return num_bytes
-
-    def wait_on_stream(self, stream: int, *, address: int = 0, num_bytes: int = 0) -> None:
-        """Work given to the CUDA stream from now on starts after the content of a resume has come back.
-
-        With `num_bytes`, once those at `address` have: content comes by rising addresses.
-        """
-        self._call("stream_after", self._ticket, stream, address, num_bytes)
-
-
-def pause(arenas: Sequence[Arena]) -> int:
-    """All or none. Returns the bytes given back to the system; nothing for arenas that sleep already."""
-    (num_bytes,) = _call_for(arenas)("pause", _ids(arenas), len(arenas), num_outs=1)
-    return num_bytes
-
-
-def resume(arenas: Sequence[Arena]) -> int:
-    """All or none, at the same addresses. Returns the bytes mapped. Raises OutOfGpuMemory with every arena still asleep."""
-    (num_bytes,) = _call_for(arenas)("resume", _ids(arenas), len(arenas), num_outs=1)
-    return num_bytes
-
-
-def pause_async(arenas: Sequence[Arena], *, stream: int = 0) -> Transfer:
-    """Starts copying content behind the work that the CUDA stream has so far. The memory must not be used from now on."""
-    (ticket,) = _call_for(arenas)("pause_async", _ids(arenas), len(arenas), stream, num_outs=1)
-    return Transfer(ticket, arenas)
-
-
-def resume_async(arenas: Sequence[Arena]) -> Transfer:
-    """Maps at once and starts copying content back; it is there after `wait`, or on a stream after `wait_on_stream`."""
-    (ticket,) = _call_for(arenas)("resume_async", _ids(arenas), len(arenas), num_outs=1)
-    return Transfer(ticket, arenas)
-
-
-def _call_for(arenas: Sequence[Arena]) -> partial[list[int]]:
-    return partial(call, device=arenas[0].device if arenas else "", tags=[arena.tag for arena in arenas])
-
-
-def _ids(arenas: Sequence[Arena]) -> Any:
-    return numbers([arena.id for arena in arenas])
 
 
 def _described(chunks: Sequence[SharedChunk]) -> Any:

@@ -7,10 +7,11 @@ from collections.abc import AsyncIterator
 import grpc
 import grpc.aio
 
-from tasuki.memory.stages import Rpc
-from tasuki.rollout.decode import decode_stage, decode_tags, remaining_s
+from tasuki.memory.stages import Service
 from tasuki.rollout.rollout import Rollout
 from tasuki.rpc.commands import CommandGate
+from tasuki.rpc.deadlines import remaining_s
+from tasuki.rpc.stages import decode_move
 from tasuki.rpc.usage import USAGE_TIMEOUT_S, watch_usage
 from tasuki.v1 import memory_pb2, memory_pb2_grpc
 
@@ -25,8 +26,8 @@ class RolloutMemoryServicer(memory_pb2_grpc.MemoryServiceServicer):
         timeout_s = remaining_s(context)
 
         async def pause() -> memory_pb2.PauseResponse:
-            stage = decode_stage(request.stage, Rpc.PAUSE)
-            released = await self._rollout.pause(stage, decode_tags(request.tags), timeout_s=timeout_s)
+            stage, tags = decode_move(request, Service.ROLLOUT)
+            released = await self._rollout.pause(stage, tags, timeout_s=timeout_s)
             return memory_pb2.PauseResponse(released_bytes=released)
 
         return await self._gate.stage(request, pause)
@@ -35,8 +36,8 @@ class RolloutMemoryServicer(memory_pb2_grpc.MemoryServiceServicer):
         timeout_s = remaining_s(context)
 
         async def resume() -> memory_pb2.ResumeResponse:
-            stage = decode_stage(request.stage, Rpc.RESUME)
-            mapped = await self._rollout.resume(stage, decode_tags(request.tags), timeout_s=timeout_s)
+            stage, tags = decode_move(request, Service.ROLLOUT)
+            mapped = await self._rollout.resume(stage, tags, timeout_s=timeout_s)
             return memory_pb2.ResumeResponse(mapped_bytes=mapped)
 
         return await self._gate.stage(request, resume)
@@ -44,11 +45,11 @@ class RolloutMemoryServicer(memory_pb2_grpc.MemoryServiceServicer):
     async def GetUsage(
         self, request: memory_pb2.GetUsageRequest, context: grpc.aio.ServicerContext
     ) -> memory_pb2.GetUsageResponse:
-        # Less than the call's deadline, so that the caller learns why it was missed.
-        return await self._rollout.memory.usage(timeout_s=min(USAGE_TIMEOUT_S, 0.9 * remaining_s(context)))
+        # Of a shorter deadline a part, so that the caller hears why it was not met.
+        return await self._rollout.ranks.usage(timeout_s=min(USAGE_TIMEOUT_S, 0.9 * remaining_s(context)))
 
     async def WatchUsage(
         self, request: memory_pb2.WatchUsageRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[memory_pb2.WatchUsageResponse]:
-        async for response in watch_usage(request, lambda: self._rollout.memory.usage(timeout_s=USAGE_TIMEOUT_S)):
+        async for response in watch_usage(request, lambda: self._rollout.ranks.usage(timeout_s=USAGE_TIMEOUT_S)):
             yield response

@@ -7,25 +7,27 @@ also connects the rank's line to the front, on which commands come directly to `
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.allocator import NativeAllocator
+from tasuki.memory.arena import ArenaState
 from tasuki.memory.device_usage import device_usage
-from tasuki.memory.tags import MemoryTag
+from tasuki.memory.pool import pool_usage
+from tasuki.memory.tags import MemoryTag, TagUsage
 from tasuki.rollout.engine_lock import EngineLock
+from tasuki.rollout.kept_content import KeptContent, Span, span_of, without
 from tasuki.rollout.rank_line import RankLine
-from tasuki.rollout.rank_memory import RankMemory
 from tasuki.rollout.receive import Received, WeightReceiver
 from tasuki.rollout.record import EngineModel
 from tasuki.rpc.failpoints import NO_FAILPOINTS, Failpoints
 from tasuki.rpc.heartbeat import Heartbeat
-from tasuki.rpc.rank_server import Handlers, answer_command
+from tasuki.rpc.ranks import Handlers, answer_command
 from tasuki.rpc.usage import TAGS, usage_response
 from tasuki.transport.verify import HeldSlice
 from tasuki.v1 import memory_pb2, ranks_pb2, types_pb2
@@ -34,8 +36,105 @@ from tasuki.wire.errors import Busy, InvalidArgument
 if TYPE_CHECKING:
     from tasuki.rollout.growing_cache import GrowingCache
 
+# Beside the cache itself SGLang keeps tables of its layers' addresses in the same region.
+_MAX_CACHE_TABLE_BYTES = 64 * 1024
+# What is used only while tokens are generated sleeps together.
+_TOGETHER = {MemoryTag.KV_CACHE: (MemoryTag.KV_CACHE, MemoryTag.CUDA_GRAPH)}
 COMMAND_LOADER = "tasuki.rollout.rank_commands.run_command"
 """Name under which SGLang finds `run_command`."""
+
+
+def rank_allocator(device: str, *, chunk_bytes: Mapping[MemoryTag, int] = MappingProxyType({})) -> NativeAllocator:
+    """Arenas for what an engine rank holds; nothing is kept by the arenas themselves. device: "cpu" or "cuda:<number>".
+
+    chunk_bytes: size of a tag's chunks, where it is not the default.
+    """
+    tags = [MemoryTag.WEIGHTS, MemoryTag.KV_CACHE]
+    # On a CPU nothing is captured.
+    return NativeAllocator(
+        tags=tags if device == "cpu" else [*tags, MemoryTag.CUDA_GRAPH], device=device, chunk_bytes=chunk_bytes
+    )
+
+
+class RankMemory:
+    """Pauses and resumes a rank's tags. Parameters come back by a sync, the KV cache empty, and everything else as it was.
+
+    slot_table: SGLang's map from requests to cache slots, which lies in the cache's region and must never hold slots that do not exist.
+    staying: tags that never sleep, whatever is asked. cache: where a resume of the KV cache takes only the least of it.
+    """
+
+    def __init__(
+        self,
+        allocator: NativeAllocator,
+        model: EngineModel,
+        *,
+        slot_table: torch.Tensor | None = None,
+        staying: frozenset[MemoryTag] = frozenset(),
+        cache: GrowingCache | None = None,
+    ) -> None:
+        self._cache = cache
+        self._allocator, self._model, self._slot_table, self._staying = allocator, model, slot_table, staying
+        # New memory of a host is zeros; what a pool lends, or a GPU gives, holds what was there before.
+        self._is_zeroed = allocator.device == "cpu" and pool_usage("cpu") is None
+        self._kept = {tag: KeptContent() for tag in (MemoryTag.WEIGHTS, MemoryTag.KV_CACHE)}
+        self._found: dict[MemoryTag, tuple[tuple[int, int], list[Span]]] = {}
+
+    def pause(self, tags: Sequence[MemoryTag]) -> int:
+        """Gives the pages back and returns their bytes. Nothing may use them: no request runs."""
+        tags = self._all_of(tags)
+        for tag in tags:
+            if tag in self._kept and not self._is_paused(tag):
+                self._kept[tag].save(self._spans_to_keep(tag), device=self._allocator.device)
+        return self._allocator.pause(tags)
+
+    def resume(self, tags: Sequence[MemoryTag]) -> int:
+        """Takes pages at the same addresses and returns their bytes. Raises OutOfGpuMemory with every tag still asleep."""
+        tags = self._all_of(tags)
+        woken = [tag for tag in tags if self._is_paused(tag)]
+        if MemoryTag.KV_CACHE in woken and self._cache is not None:
+            self._cache.reset()
+        mapped = self._allocator.resume(tags)
+        for tag in woken:
+            if tag in self._kept:
+                self._kept[tag].restore()
+        if MemoryTag.KV_CACHE in woken and self._slot_table is not None and not self._is_zeroed:
+            self._slot_table.zero_()
+        if woken and self._allocator.device != "cpu":
+            torch.cuda.synchronize(self._allocator.device)
+        return mapped
+
+    def usage(self) -> list[TagUsage]:
+        return [
+            replace(
+                usage,
+                host_copy_bytes=usage.host_copy_bytes + (self._kept[usage.tag].host_bytes if usage.tag in self._kept else 0),
+                stays=usage.tag in self._staying,
+                following_bytes=self._cache.following_bytes if self._cache and usage.tag is MemoryTag.KV_CACHE else 0,
+            )
+            for usage in self._allocator.usage()
+        ]
+
+    def _all_of(self, tags: Sequence[MemoryTag]) -> list[MemoryTag]:
+        wanted = [each for tag in tags for each in _TOGETHER.get(tag, (tag,))]
+        return [tag for tag in wanted if (tag in self._allocator.tags or tag in tags) and tag not in self._staying]
+
+    def _is_paused(self, tag: MemoryTag) -> bool:
+        return self._allocator.arena(tag).usage().state in (ArenaState.PAUSED, ArenaState.PAUSING)
+
+    def _spans_to_keep(self, tag: MemoryTag) -> list[Span]:
+        """Looked for again only when something was freed: nothing is made in a region once the engine is built."""
+        usage = self._allocator.arena(tag).usage()
+        seen = (usage.num_blocks, usage.used_bytes)
+        if tag not in self._found or self._found[tag][0] != seen:
+            self._found[tag] = seen, self._find_spans_to_keep(tag)
+        return self._found[tag][1]
+
+    def _find_spans_to_keep(self, tag: MemoryTag) -> list[Span]:
+        blocks = self._allocator.blocks(tag)
+        if tag is MemoryTag.KV_CACHE:
+            rows = () if self._cache is None else self._cache.addresses
+            return [span for span in blocks if span[1] <= _MAX_CACHE_TABLE_BYTES and span[0] not in rows]
+        return without(blocks, [span_of(parameter.data) for _, parameter in self._model.named_parameters()])
 
 
 class EngineRank:
@@ -89,8 +188,7 @@ class EngineRank:
     def run(self, command: ranks_pb2.EngineRankCommand) -> ranks_pb2.EngineRankResult:
         """Returns errors in the result: an exception would end the scheduler and with it the whole engine."""
         result = ranks_pb2.EngineRankResult(call=command.call, rank=self.rank)
-        with self._heartbeat.working() if self._heartbeat is not None else nullcontext():
-            return answer_command(command, result, handlers=self._handlers, failpoints=self._failpoints)
+        return answer_command(command, result, handlers=self._handlers, failpoints=self._failpoints, heartbeat=self._heartbeat)
 
     def run_at_once(self, command: bytes) -> ranks_pb2.EngineRankResult:
         """Runs a command that came directly from the front, in a separate thread, once the scheduler waits for requests."""

@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Callable
 
-from tasuki.rpc.rank_server import RankServer
+from tasuki.rpc.ranks import RankServer
 from tasuki.v1.ranks_pb2 import EngineRankResult
 
 # If nobody takes a result, the front is gone and this process will end too.

@@ -24,9 +24,9 @@ from tasuki.rollout.generate import (
     sampling_of,
 )
 from tasuki.rollout.kv_growth import KvGrowth
-from tasuki.rollout.memory import EngineMemory
+from tasuki.rollout.rank_calls import RankCalls
 from tasuki.rollout.seeds import CallNumbers, sample_seed
-from tasuki.rollout.stages import check_idle, check_stage, check_tags, is_serving
+from tasuki.rollout.stages import check_idle, check_stage, is_serving
 from tasuki.rollout.sync import SyncReport, WeightSync
 from tasuki.rpc.commands import REFUSALS
 from tasuki.v1 import weights_pb2
@@ -71,7 +71,7 @@ class Rollout:
         self,
         engine: RolloutEngine,
         sync: WeightSync,
-        memory: EngineMemory,
+        ranks: RankCalls,
         *,
         calls: CallNumbers,
         seed: int,
@@ -83,11 +83,11 @@ class Rollout:
         self.engine = engine
         self.stage: Stage | None = None
         self.poison_reason: str | None = None
-        self.memory = memory
+        self.ranks = ranks
         self.growth: KvGrowth | None = None
         if growth_stall_s is not None:
             self.growth = KvGrowth(
-                memory,
+                ranks,
                 tp_size=engine.tp_size,
                 stall_s=growth_stall_s,
                 on_failure=lambda error: self._poison(Stage.RESUME_KV, error),
@@ -115,8 +115,8 @@ class Rollout:
         return self.engine.num_running
 
     async def fall_asleep(self, *, timeout_s: float) -> None:
-        """Pauses all memory once the engine is up: the trainer gets it first."""
-        released = await self.memory.pause([MemoryTag.KV_CACHE, MemoryTag.WEIGHTS], timeout_s=timeout_s)
+        """What the service does with itself once its engine is up: the trainer has the memory first."""
+        released = await self.ranks.pause([MemoryTag.KV_CACHE, MemoryTag.WEIGHTS], timeout_s=timeout_s)
         await self._on_serving(False)
         _log.info("event=asleep released_bytes=%d", released)
 
@@ -126,9 +126,8 @@ class Rollout:
         Raises OutOfGpuMemory with everything unchanged.
         """
         check_stage(stage, after=self.stage, poison_reason=self.poison_reason)
-        check_tags(stage, tags)
         with self._poisoning(stage, unless=OutOfGpuMemory):
-            mapped = await self.memory.resume(tags, timeout_s=timeout_s)
+            mapped = await self.ranks.resume(tags, timeout_s=timeout_s)
             if is_serving(stage) and self.growth is not None:
                 await self.growth.begin()
         self.stage = stage
@@ -142,13 +141,12 @@ class Rollout:
     async def pause(self, stage: Stage, tags: list[MemoryTag], *, timeout_s: float) -> int:
         """Runs PAUSE_KV, which drops cached prefixes, or PAUSE_WEIGHTS, after which no version is held. Returns the bytes released."""
         check_stage(stage, after=self.stage, poison_reason=self.poison_reason)
-        check_tags(stage, tags)
         if self.poison_reason is None:
             check_idle(stage, num_running=self.num_running)
         await self._close()
         await self._stop_growth()
         with self._poisoning(stage):
-            released = await self.memory.pause(tags, timeout_s=timeout_s)
+            released = await self.ranks.pause(tags, timeout_s=timeout_s)
         if stage is Stage.PAUSE_KV and self.growth is not None:
             self.growth.forget()
         if stage is Stage.PAUSE_WEIGHTS:

@@ -29,8 +29,7 @@ from tasuki.rollout.float32_logits import install_float32_logits
 from tasuki.rollout.growing_cache import GrowingCache, growing_cache
 from tasuki.rollout.kv_slots import BoundedPagedSlots, BoundedSlots, BoundedTokenSlots, EverySlot
 from tasuki.rollout.memory_saver import install_saver
-from tasuki.rollout.rank_commands import EngineRank, register_rank
-from tasuki.rollout.rank_memory import rank_allocator
+from tasuki.rollout.rank_commands import EngineRank, rank_allocator, register_rank
 from tasuki.rollout.rank_report import RankReport, reporting
 from tasuki.rollout.record import EngineModel
 from tasuki.rollout.seeded_sampling import multinomial_with_seed

@@ -13,7 +13,6 @@ from tasuki.config.instance import read_instance
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.stages import Service
 from tasuki.rollout.engine import start_engine
-from tasuki.rollout.memory import EngineMemory
 from tasuki.rollout.memory_servicer import RolloutMemoryServicer
 from tasuki.rollout.metrics import EngineLoad, GenerationMetrics
 from tasuki.rollout.model import ModelFacts
@@ -54,19 +53,22 @@ async def _serve(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, de
     deadline.finish()
     configure_logging("rollout")  # SGLang has replaced ours
     socket_dir = places.socket_dir(config.state_dir)
-    calls = RankCalls(engine, socket_dir=socket_dir)
-    sync = WeightSync(calls, socket_dir=socket_dir, num_replicas=config.dp_size, full_read_back=config.rollout.full_read_back)
+    rank_calls = RankCalls(
+        engine,
+        socket_dir=socket_dir,
+        staying=frozenset(TAGS[tag] for tag in staying_tags(config, Service.ROLLOUT)),
+        growth_timeout_s=config.coordinator.stage_timeout_s,
+    )
+    sync = WeightSync(
+        rank_calls, socket_dir=socket_dir, num_replicas=config.dp_size, full_read_back=config.rollout.full_read_back
+    )
     heartbeat = Heartbeat(config.state_dir, "rollout")
     numbers = CallNumbers(places.generate_calls_path(config.state_dir), instance_id=read_instance(config.state_dir).id)
     try:
         rollout = Rollout(
             engine,
             sync,
-            EngineMemory(
-                calls,
-                staying=frozenset(TAGS[tag] for tag in staying_tags(config, Service.ROLLOUT)),
-                growth_timeout_s=config.coordinator.stage_timeout_s,
-            ),
+            rank_calls,
             calls=numbers,
             seed=config.rollout.seed,
             on_poison=shutdown.on_poison,
@@ -77,7 +79,7 @@ async def _serve(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, de
         _add_servicers(server, rollout, gate, num_gpus=len(set(gpus_of(config).rollout)))
         load = EngineLoad(
             server.registry,
-            calls,
+            rank_calls,
             tp_size=engine.tp_size,
             capacity_tokens=engine.num_kv_tokens,
             num_waiting=lambda: engine.num_waiting,
@@ -97,7 +99,7 @@ async def _serve(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, de
         heartbeat.close()
         tracer.close()
         sync.close()
-        calls.close()
+        rank_calls.close()
         engine.stop()
     if not shutdown.is_death:
         numbers.remove()

@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 import grpc
 import grpc.aio
 
-from tasuki.rollout.decode import remaining_s
 from tasuki.rollout.generate import GenerationRequest, Sample
 from tasuki.rollout.kv_growth import KvGrowth
 from tasuki.rollout.metrics import GenerationMetrics
 from tasuki.rollout.rollout import Rollout
 from tasuki.rpc.commands import CommandGate
+from tasuki.rpc.deadlines import remaining_s
 from tasuki.rpc.stages import stage_to_proto
 from tasuki.rpc.usage import TAG_VALUES
 from tasuki.v1 import rollout_pb2, rollout_pb2_grpc, types_pb2, weights_pb2
@@ -92,7 +92,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             epoch=self._gate.epoch,
             sequence=self._gate.sequence,
             stage=stage_to_proto(rollout.stage),
-            resident_tags=[TAG_VALUES[tag] for tag in rollout.memory.resident_tags],
+            resident_tags=[TAG_VALUES[tag] for tag in rollout.ranks.resident_tags],
             policy_version=rollout.policy_version,
             received_version=rollout.received_version,
             is_poisoned=rollout.poison_reason is not None,

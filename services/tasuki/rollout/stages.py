@@ -6,8 +6,7 @@ The service's place in the ring is the last stage it completed; None after a sta
 from __future__ import annotations
 
 from tasuki.memory.stages import RULES, START, Rpc, Service, Stage, allowed_after
-from tasuki.memory.tags import MemoryTag
-from tasuki.wire.errors import Busy, EnginePoisoned, InvalidArgument, StageOrder
+from tasuki.wire.errors import Busy, EnginePoisoned, StageOrder
 
 
 def check_stage(stage: Stage, *, after: Stage | None, poison_reason: str | None) -> None:
@@ -28,14 +27,6 @@ def check_idle(stage: Stage, *, num_running: int) -> None:
     """Raises Busy if running requests would lose their memory."""
     if RULES[stage].rpc is Rpc.PAUSE and num_running:
         raise Busy(f"{num_running} requests run; drain before {stage}", stage=stage, num_running=num_running)
-
-
-def check_tags(stage: Stage, tags: list[MemoryTag]) -> None:
-    """Raises InvalidArgument for tags that the stage does not move. An empty list is allowed: the stage then moves nothing."""
-    moved = RULES[stage].named_tags
-    for index, tag in enumerate(tags):
-        if tag not in moved:
-            raise InvalidArgument(f"tags[{index}]", f"stage {stage} moves {', '.join(moved) or 'no memory'}, not {tag}")
 
 
 def is_serving(after: Stage | None) -> bool:

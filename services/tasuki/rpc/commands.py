@@ -118,16 +118,12 @@ class CommandGate:
             _refuse_sequence(command.sequence, taken=taken)
             self.epoch, self.sequence = after = (command.epoch, command.sequence)
 
-        async def act() -> _Answer:
-            try:
-                return await action()
-            except TasukiError as error:
-                if error.code in REFUSALS and (self.epoch, self.sequence) == after:
-                    self.epoch, self.sequence = before
-                    self._refused = after
-                raise
+        def refused() -> None:
+            if (self.epoch, self.sequence) == after:
+                self.epoch, self.sequence = before
+                self._refused = after
 
-        return await self._run(request, fence, act, is_stage=True)
+        return await self._run(request, action, fence=fence, refused=refused, is_stage=True)
 
     async def once(self, request: Commanded, action: Callable[[], Awaitable[_Answer]]) -> _Answer:
         """Runs a command that is no stage. Epoch 0 means that the caller does not ask to be fenced."""
@@ -136,7 +132,7 @@ class CommandGate:
             if request.command.epoch:
                 self._refuse_old(request.command.epoch, current=self.epoch)
 
-        return await self._run(request, fence, action)
+        return await self._run(request, action, fence=fence)
 
     def has_begun(self, request: Commanded) -> bool:
         """Whether a command with this request_id was begun, whatever came of it."""
@@ -167,8 +163,15 @@ class CommandGate:
             )
 
     async def _run(
-        self, request: Commanded, fence: Callable[[], None], action: Callable[[], Awaitable[_Answer]], *, is_stage: bool = False
+        self,
+        request: Commanded,
+        action: Callable[[], Awaitable[_Answer]],
+        *,
+        fence: Callable[[], None],
+        refused: Callable[[], None] = lambda: None,
+        is_stage: bool = False,
     ) -> _Answer:
+        """fence: called before a command that is new. refused: when its action has ended in an error that changed nothing."""
         request_id, content = request.command.request_id, digest(request)
         annotate(REQUEST_ID, request_id)
         if not 0 < len(request_id) <= _MAX_REQUEST_ID:
@@ -179,7 +182,7 @@ class CommandGate:
             del self._answers[request_id]
         if request_id not in self._answers:
             fence()
-            task = asyncio.get_running_loop().create_task(self._one_at_a_time(action, _name(request), request.command))
+            task = asyncio.get_running_loop().create_task(self._one_at_a_time(request, action, refused))
             self._answers[request_id] = content, task
             if is_stage:
                 self._stages.add(task)
@@ -197,7 +200,10 @@ class CommandGate:
             return False
         return isinstance(answer.exception(), self._passing)
 
-    async def _one_at_a_time(self, action: Callable[[], Awaitable[_Answer]], name: str, command: CommandId) -> _Answer:
+    async def _one_at_a_time(
+        self, request: Commanded, action: Callable[[], Awaitable[_Answer]], refused: Callable[[], None]
+    ) -> _Answer:
+        name, command = _name(request), request.command
         async with self._lock:
             outcome, version, started = "INTERNAL", "-", time.perf_counter()
             try:
@@ -208,6 +214,8 @@ class CommandGate:
                 return answer
             except TasukiError as error:
                 outcome = error.reason
+                if error.code in REFUSALS:
+                    refused()
                 raise
             finally:
                 # `tasuki audit` reads it (command_log.py). A request id may be any text.

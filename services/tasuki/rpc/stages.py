@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from tasuki.memory.stages import RULES, Stage
-from tasuki.rpc.usage import TAG_VALUES
+from tasuki.memory.stages import RULES, Rpc, Service, Stage, stages_of
+from tasuki.memory.tags import MemoryTag
+from tasuki.rpc.usage import TAG_VALUES, TAGS
 from tasuki.v1 import types_pb2
+from tasuki.v1.memory_pb2 import PauseRequest, ResumeRequest
+from tasuki.wire.errors import InvalidArgument
 
 
 def stage_to_proto(stage: Stage | None) -> types_pb2.Stage.ValueType:
@@ -22,3 +25,19 @@ def stage_from_proto(number: types_pb2.Stage.ValueType) -> Stage | None:
 def named_tags(stage: Stage) -> tuple[types_pb2.MemoryTag.ValueType, ...]:
     """The tags that the Pause or Resume of `stage` names."""
     return tuple(TAG_VALUES[tag] for tag in RULES[stage].named_tags)
+
+
+def decode_move(request: PauseRequest | ResumeRequest, service: Service) -> tuple[Stage, list[MemoryTag]]:
+    """The stage of a Pause or Resume, and the tags that it names; none at all is allowed: the stage then only counts.
+
+    Raises InvalidArgument for a stage that `service` does not carry out by this RPC, and for a tag that the stage does not move.
+    """
+    rpc = Rpc.PAUSE if isinstance(request, PauseRequest) else Rpc.RESUME
+    stage, allowed = stage_from_proto(request.stage), stages_of(service, rpc)
+    if stage is None or stage not in allowed:
+        raise InvalidArgument("stage", f"this call takes {' or '.join(allowed)}, not {stage or request.stage}")
+    moved = RULES[stage].named_tags
+    for index, value in enumerate(request.tags):
+        if TAGS.get(value) not in moved:
+            raise InvalidArgument(f"tags[{index}]", f"stage {stage} moves {', '.join(moved)}, not {TAGS.get(value, value)}")
+    return stage, [TAGS[value] for value in request.tags]

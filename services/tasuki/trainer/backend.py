@@ -39,11 +39,28 @@ class Publication:
     """On this rank."""
 
 
+class Memory(Protocol):
+    """What a rank holds by tag."""
+
+    def pause(self, tags: Sequence[MemoryTag], *, makes_room: bool = False) -> int:
+        """Gives pages back, of tags that stay only when it makes room. Returns the bytes."""
+        ...
+
+    def resume(self, tags: Sequence[MemoryTag]) -> int:
+        """Takes pages at the same addresses. Returns the bytes. Raises OutOfGpuMemory with every tag asleep as before."""
+        ...
+
+    def usage(self) -> list[TagUsage]: ...
+    def device_usage(self) -> DeviceUsage: ...
+
+
 class Backend(Protocol):
     """One rank's part of every network of a node."""
 
     @property
     def device(self) -> torch.device: ...
+    @property
+    def memory(self) -> Memory: ...
     @property
     def num_ranks(self) -> int: ...
     @property
@@ -103,14 +120,6 @@ class Backend(Protocol):
     def damage_published(self) -> None:
         """Injects a fault for tests of recovery."""
         ...
-
-    def pause(self, tags: Sequence[MemoryTag], *, makes_room: bool = False) -> int:
-        """Releases the tags' pages; those of tags that stay only if makes_room is set. Returns the bytes."""
-        ...
-
-    def resume(self, tags: Sequence[MemoryTag]) -> int: ...
-    def usage(self) -> list[TagUsage]: ...
-    def device_usage(self) -> DeviceUsage: ...
 
     def save_checkpoint(self, path: Path, *, facts: LearnerFacts) -> int:
         """Writes everything needed to continue training. Returns the bytes. Raises PathExists, DiskFull, InvalidArgument."""

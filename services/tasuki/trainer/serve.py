@@ -20,7 +20,7 @@ from tasuki.rpc.commands import CommandGate
 from tasuki.rpc.failpoints import Failpoints
 from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.rpc.port import port_of
-from tasuki.rpc.rank_server import Handlers
+from tasuki.rpc.ranks import Handlers
 from tasuki.rpc.server import RpcServer
 from tasuki.rpc.staying import staying_tags
 from tasuki.trainer.backends.fsdp.backend import FsdpBackend
@@ -34,8 +34,8 @@ from tasuki.trainer.launch import Launch
 from tasuki.trainer.learner import Learner, trained_roles
 from tasuki.trainer.other_nodes import until_another_starts
 from tasuki.trainer.ranks.commands import RankCommands
+from tasuki.trainer.ranks.commands import run_rank as run_commands
 from tasuki.trainer.ranks.front import TrainerRanks
-from tasuki.trainer.ranks.loop import run_rank as run_commands
 from tasuki.trainer.service.memory_servicer import MemoryServicer
 from tasuki.trainer.service.metrics import TrainerMetrics
 from tasuki.trainer.service.micro_batches import micro_batch_tokens, sample_costs

@@ -11,14 +11,14 @@ from tasuki.wire.errors import StageOrder, WrongPhase
 _LOADED = (None, Stage.LOAD_TRAINER)
 
 
-def raise_unless_next(stage: Stage | None, *, after: Stage | None) -> None:
-    """Raises StageOrder unless `stage` may follow `after`. None is a stage unknown to this build.
+def raise_unless_next(stage: Stage, *, after: Stage | None) -> None:
+    """Raises StageOrder unless `stage` may follow `after`.
 
     LOAD_TRAINER may come first: a trainer restarted during a changeover is already loaded. OFFLOAD may come without a publication: it
     undoes LOAD_TRAINER and makes room for an engine that starts.
     """
-    if stage is None or stage not in allowed_after(Service.TRAINER, after):
-        raise _stage_order(stage or "an unknown stage", after=after)
+    if stage not in allowed_after(Service.TRAINER, after):
+        raise _stage_order(stage, after=after)
 
 
 def stage_after_withdrawal(after: Stage | None) -> Stage | None:

@@ -1,21 +1,30 @@
-"""Decodes a rank's commands, calls the learner and encodes the answers."""
+"""A trainer rank at work: takes commands until the front or the launcher leaves, decodes each, calls the learner, encodes its answer."""
 
 from __future__ import annotations
 
+import logging
+import os
 import time
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 from torch import Tensor
 
 from tasuki.config.failpoints import PUBLISHED
 from tasuki.rpc.failpoints import Failpoints
-from tasuki.rpc.rank_server import Handlers
+from tasuki.rpc.heartbeat import Heartbeat
+from tasuki.rpc.ranks import Handlers, RankServer, answer_command, rank_error
 from tasuki.rpc.usage import TAGS, usage_response
 from tasuki.trainer.data.micro_batch import micro_batch, token_batch
 from tasuki.trainer.learner import Learner
+from tasuki.trainer.ranks.front import ranks_path
 from tasuki.trainer.ranks.loss import decode_loss
 from tasuki.trainer.ranks.wire import ROLES, decode_columns, encode_roles
 from tasuki.v1 import memory_pb2, ranks_pb2, trainer_pb2
+from tasuki.v1.ranks_pb2 import RankReady, TrainerRankCommand, TrainerRankResult
+
+_log = logging.getLogger("tasuki.trainer")
 
 
 class RankCommands:
@@ -41,9 +50,9 @@ class RankCommands:
             "get_usage": self.get_usage,
         }
 
-    def ready(self, *, nodes_rate: float | None) -> ranks_pb2.RankReady:
-        """nodes_rate: bytes per second to other nodes."""
-        return ranks_pb2.RankReady(
+    def ready(self, *, nodes_rate: float | None) -> RankReady:
+        """nodes_rate: bytes a second to other nodes."""
+        return RankReady(
             roles=encode_roles(self._learner),
             vocab_size=self._backend.vocab_size,
             context_length=self._backend.context_length,
@@ -133,11 +142,48 @@ class RankCommands:
         )
 
     def pause(self, request: memory_pb2.PauseRequest) -> memory_pb2.PauseResponse:
-        released = self._backend.pause([TAGS[tag] for tag in request.tags], makes_room=request.makes_room)
+        released = self._backend.memory.pause([TAGS[tag] for tag in request.tags], makes_room=request.makes_room)
         return memory_pb2.PauseResponse(released_bytes=released)
 
     def resume(self, request: memory_pb2.ResumeRequest) -> memory_pb2.ResumeResponse:
-        return memory_pb2.ResumeResponse(mapped_bytes=self._backend.resume([TAGS[tag] for tag in request.tags]))
+        return memory_pb2.ResumeResponse(mapped_bytes=self._backend.memory.resume([TAGS[tag] for tag in request.tags]))
 
     def get_usage(self, _: memory_pb2.GetUsageRequest) -> memory_pb2.GetUsageResponse:
-        return usage_response(self._backend.usage(), self._backend.device_usage())
+        memory = self._backend.memory
+        return usage_response(memory.usage(), memory.device_usage())
+
+
+def run_rank(
+    start: Callable[[], tuple[RankReady, Handlers]],
+    *,
+    rank: int,
+    socket_dir: Path,
+    launcher_fd: int,
+    heartbeat: Heartbeat,
+    failpoints: Failpoints,
+) -> bool:
+    """Starts the rank's work, then answers the front until it stops, or is gone. False when the start failed; the front knows why.
+
+    launcher_fd: pidfd of the process that launched the ranks; its end ends the rank. heartbeat: shows when a command runs.
+    """
+
+    def answer(payload: bytes) -> TrainerRankResult | None:
+        command = TrainerRankCommand.FromString(payload)
+        if command.HasField("stop"):
+            return None
+        result = TrainerRankResult(call=command.call, rank=rank)
+        return answer_command(command, result, handlers=handlers, failpoints=failpoints, heartbeat=heartbeat)
+
+    with closing(RankServer(f"ipc://{ranks_path(socket_dir)}", rank=rank)) as server:
+        front_gone = server.front_gone()
+        try:
+            ready, handlers = start()
+        except Exception as error:  # noqa: BLE001 - a boundary: whatever it is, the front has to hear of it
+            server.send(TrainerRankResult(rank=rank, error=rank_error(error)))
+            return False
+        ready.pid = os.getpid()
+        server.send(TrainerRankResult(rank=rank, ready=ready))
+        ended = server.serve(answer, until=[front_gone, launcher_fd])
+        if ended is not None:
+            _log.warning("event=rank_leaves rank=%d cause=%s", rank, "front_gone" if ended is front_gone else "launcher_gone")
+        return True

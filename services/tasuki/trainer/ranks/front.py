@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from tasuki.rpc.rank_front import RankFront
+from tasuki.rpc.ranks import RankFront
 from tasuki.v1.ranks_pb2 import RankReady, RankStop, TrainerRankCommand, TrainerRankResult
 from tasuki.wire.errors import PeerUnavailable
 

@@ -112,7 +112,7 @@ class Training:
         named.CopyFrom(loss)
         named.denominator = divisor
         samples, plan = self._plan(role, samples)
-        answers = await self.ranks.call_each(
+        answers = await self.ranks.call(
             [
                 ranks_pb2.TrainerRankCommand(
                     forward_backward=ranks_pb2.RankForwardBackward(
@@ -184,7 +184,7 @@ class Training:
             )
             for parts in self._for_each_rank(plan)
         ]
-        answers = await self.ranks.call_each([ranks_pb2.TrainerRankCommand(score=command) for command in commands])
+        answers = await self.ranks.call([ranks_pb2.TrainerRankCommand(score=command) for command in commands])
         contents = [answer.score.micro_batches for answer in answers[:: self._num_sharing]]
         return _rows_of(range(len(samples)), plan, contents, samples=samples)
 

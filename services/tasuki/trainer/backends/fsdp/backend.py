@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from tasuki.config.places import pool_socket_path, socket_dir
 from tasuki.config.schema import NodeConfig
 from tasuki.config.trainer_schema import LoraConfig, OptimizerConfig
 from tasuki.memory.arena import set_host_budget
-from tasuki.memory.tags import DeviceUsage, MemoryTag, TagUsage
+from tasuki.memory.tags import MemoryTag
 from tasuki.planner.layout import Checkpointing
 from tasuki.planner.node_plan import check_critic
 from tasuki.trainer.backend import LearnerFacts, Publication
@@ -199,18 +199,6 @@ class FsdpBackend:
     def damage_published(self) -> None:
         assert self._export is not None
         self._export.damage()
-
-    def pause(self, tags: Sequence[MemoryTag], *, makes_room: bool = False) -> int:
-        return self.memory.pause(tags, makes_room=makes_room)
-
-    def resume(self, tags: Sequence[MemoryTag]) -> int:
-        return self.memory.resume(tags)
-
-    def usage(self) -> list[TagUsage]:
-        return self.memory.usage()
-
-    def device_usage(self) -> DeviceUsage:
-        return self.memory.device_usage()
 
     def save_checkpoint(self, path: Path, *, facts: LearnerFacts) -> int:
         self.memory.wait_for_content()

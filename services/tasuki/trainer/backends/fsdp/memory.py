@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from tasuki.memory import arena as native
-from tasuki.memory.allocator import NativeAllocator
-from tasuki.memory.arena import Arena, Keep, Transfer
+from tasuki.memory.allocator import NativeAllocator, Transfer
+from tasuki.memory.arena import Arena, Keep
 from tasuki.memory.device_usage import device_usage
 from tasuki.memory.tags import DeviceUsage, MemoryTag, TagUsage
 from tasuki.planner.layout import Layout, Part

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from tasuki.memory.allocator import NativeAllocator
-from tasuki.memory.arena import Transfer
+from tasuki.memory.allocator import NativeAllocator, Transfer
 from tasuki.memory.tags import MemoryTag
 from tasuki.wire.errors import TasukiError
 

@@ -1,19 +1,23 @@
-"""The front's side of a service's ranks: one command to each of them, one result from each, over a private unix socket."""
+"""A service's front and its ranks: one command to each rank, one result from each, over a private unix socket."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import zmq
 import zmq.asyncio
+from google.protobuf.message import Message
 
-from tasuki.v1.ranks_pb2 import EngineRankCommand, EngineRankResult, TrainerRankCommand, TrainerRankResult
-from tasuki.wire.errors import InternalError, PeerUnavailable, TasukiError, from_reason
+from tasuki.rpc.failpoints import Failpoints
+from tasuki.rpc.heartbeat import Heartbeat
+from tasuki.v1.ranks_pb2 import EngineRankCommand, EngineRankResult, RankError, TrainerRankCommand, TrainerRankResult
+from tasuki.wire.errors import DeadlineExceeded, InternalError, PeerUnavailable, TasukiError, from_reason
 
 _log = logging.getLogger("tasuki.rpc")
 _LINGER_MS = 1000
@@ -66,24 +70,29 @@ class RankFront(Generic[CommandT, ResultT]):
         """Whether every rank has been heard, and so can be sent to."""
         return all(rank_identity(rank) in self._connected for rank in range(self.num_ranks))
 
-    async def call(self, command: CommandT) -> list[ResultT]:
-        """Runs one command in every rank, as call_each does."""
-        return await self.call_each([command] * self.num_ranks)
+    async def call(self, command: CommandT | Sequence[CommandT], *, timeout_s: float | None = None) -> list[ResultT]:
+        """Runs one command in every rank; of a sequence, which has one kind, each command in its rank. Results in order of rank.
 
-    async def call_each(self, commands: Sequence[CommandT]) -> list[ResultT]:
-        """Runs one command of the same kind, with its own content, in each rank. Results in order of rank.
-
-        Raises the error that the ranks agree on, and InternalError naming the rank for any other.
+        Raises the error that the ranks agree on, and InternalError naming the rank for any other. Raises DeadlineExceeded when not all
+        have answered within `timeout_s`; the ranks go on.
         """
-        async with self._turn:
-            results = await self._exchange(commands)
-            await self._raise_errors(results)
-            return results
-
-    async def gather(self, command: CommandT) -> list[ResultT]:
-        """Runs one command in every rank. Results in order of rank, errors among them: the caller says what they mean."""
-        async with self._turn:
-            return await self._exchange([command] * self.num_ranks)
+        commands = [command] * self.num_ranks if isinstance(command, Message) else command
+        try:
+            async with asyncio.timeout(timeout_s), self._turn:
+                if self._cause is not None:
+                    raise self._cause
+                self._call += 1
+                self._results.clear()
+                for each in commands:
+                    each.call = self._call
+                await self._deliver(commands)
+                results = await self._wait_for_results()
+                await self._raise_errors(results)
+                return results
+        except TimeoutError as error:
+            assert timeout_s is not None
+            text = f"not every {self._service} rank answered within {timeout_s:g} s"
+            raise DeadlineExceeded(text, stage=commands[0].WhichOneof("command") or "") from error
 
     def watch(self, rank: int, *, pid: int) -> None:
         """Notices the end of a rank's process at once, whatever ended it."""
@@ -106,16 +115,6 @@ class RankFront(Generic[CommandT, ResultT]):
             os.close(fd)
         self._context.destroy(linger=_LINGER_MS)
         self._path.unlink(missing_ok=True)
-
-    async def _exchange(self, commands: Sequence[CommandT]) -> list[ResultT]:
-        if self._cause is not None:
-            raise self._cause
-        self._call += 1
-        self._results.clear()
-        for command in commands:
-            command.call = self._call
-        await self._deliver(commands)
-        return await self._wait_for_results()
 
     async def _deliver(self, commands: Sequence[CommandT]) -> None:
         """Sends each rank its command. A service with another way to its ranks overrides this."""
@@ -145,7 +144,7 @@ class RankFront(Generic[CommandT, ResultT]):
         return [self._results[rank] for rank in range(self.num_ranks)]
 
     async def _raise_errors(self, results: Sequence[ResultT]) -> None:
-        """Raises the error that all ranks agree on; any other breaks the ranks."""
+        """Raises the error that all ranks agree on; any other breaks the ranks. Overridden where ranks may fail by themselves."""
         failed = [result for result in results if result.HasField("error")]
         if not failed:
             return
@@ -180,3 +179,70 @@ class RankFront(Generic[CommandT, ResultT]):
             self._cause = cause
             self.broken.set()
             self._arrived.set()
+
+
+Handlers = Mapping[str, Callable[[Any], Message]]
+"""Field of the command -> what takes its message and gives the one for the same field of the result."""
+
+
+class RankServer:
+    """A rank's socket, of the thread that uses it."""
+
+    def __init__(self, address: str, *, rank: int | None = None, linger_ms: int = 1000) -> None:
+        """rank: None for a socket that only sends. linger_ms: how long the last result may take to leave after `close`."""
+        self._context, self._linger_ms = zmq.Context(), linger_ms
+        self._socket = self._context.socket(zmq.DEALER)
+        if rank is not None:
+            self._socket.setsockopt(zmq.IDENTITY, rank_identity(rank))
+        self._socket.connect(address)
+
+    def front_gone(self) -> zmq.Socket[bytes]:
+        """A socket that is readable once the front has closed its end."""
+        return self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+
+    def send(self, result: Message) -> None:
+        self._socket.send(result.SerializeToString())
+
+    def serve(self, answer: Callable[[bytes], Message | None], *, until: Sequence[Any]) -> Any:
+        """Answers commands. Returns the one of `until`, sockets and descriptors, that is readable; None when `answer` gives None."""
+        poller = zmq.Poller()
+        for readable in (self._socket, *until):
+            poller.register(readable, zmq.POLLIN)
+        while True:
+            ready = dict(poller.poll())
+            if self._socket not in ready:
+                return next(readable for readable in until if readable in ready)
+            result = answer(self._socket.recv())
+            if result is None:
+                return None
+            self.send(result)
+
+    def close(self) -> None:
+        self._context.destroy(linger=self._linger_ms)
+
+
+def answer_command(
+    command: CommandT, result: ResultT, *, handlers: Handlers, failpoints: Failpoints, heartbeat: Heartbeat | None = None
+) -> ResultT:
+    """Runs what `handlers` has for the command and puts its answer, or its error, into `result`.
+
+    failpoints: the command comes to one with its own name before it is carried out, and ".done" after. heartbeat: shows that it runs.
+    """
+    name = command.WhichOneof("command")
+    with heartbeat.working() if heartbeat is not None else nullcontext():
+        try:
+            assert name is not None, "the front always sets a command"
+            failpoints.hit(name)
+            getattr(result, name).CopyFrom(handlers[name](getattr(command, name)))
+            failpoints.hit(f"{name}.done")
+        except Exception as error:  # noqa: BLE001 - a boundary: whatever it is, the front has to hear of it
+            result.error.CopyFrom(rank_error(error))
+    return result
+
+
+def rank_error(error: Exception) -> RankError:
+    """As the front hears of it: an error of ours keeps its reason, any other is logged and has none."""
+    if isinstance(error, TasukiError):
+        return RankError(reason=error.reason, message=error.message, metadata=error.metadata)
+    _log.error("event=rank_failed", exc_info=error)
+    return RankError(message=f"{type(error).__name__}: {error}")
