@@ -93,6 +93,7 @@ def node_layout(
         critic=_critic_shape(config, model),
         critic_lora_rank=None if critic_lora is None else critic_lora.rank,
         critic_lora_targets=None if critic_lora is None else critic_lora.target_modules,
+        shares_base=config.shares_base,
         merges_adapters=config.served_adapter is None,
         kv_ratio=rollout.kv_ratio,
         kv_tokens=wanted_tokens(config, context_length=rollout.context_length or model.context_length),

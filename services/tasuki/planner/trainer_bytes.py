@@ -61,7 +61,7 @@ def _kept_tensors(layout: Layout) -> tuple[list[int], list[int]]:
     """Bytes of every shard of a network, and of those that are trained."""
     trained = [math.prod(shape) * layout.param_bytes for shape in trained_shards(layout)]
     if layout.lora_rank is not None:
-        return _frozen_shards(layout) + trained, trained
+        return ([] if layout.shares_base else _frozen_shards(layout)) + trained, trained
     weights = list(trained)
     if layout.model.is_tied and layout.device == "cuda":
         # `to_empty` makes a tied tensor once for each of its names; torch keeps the first one's memory in the tag's pool.

@@ -27,6 +27,7 @@ from tasuki.rpc.failpoints import NO_FAILPOINTS, Failpoints
 from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.rpc.rank_server import Handlers, answer_command
 from tasuki.rpc.usage import TAGS, usage_response
+from tasuki.transport.shared_base import SharedBase
 from tasuki.transport.verify import HeldSlice
 from tasuki.v1 import memory_pb2, ranks_pb2, types_pb2
 from tasuki.wire.errors import Busy, InvalidArgument
@@ -44,7 +45,7 @@ class EngineRank:
     rank: place among all engine ranks, which names the process. scheduler: SGLang's, or None for a model without an engine around it.
     lock: the scheduler's, which it releases while it waits.
     adapter: what is received in the place of the model, which then stays as it was loaded. staying: tags that never sleep. cache: the
-    scheduler's KV cache where it grows.
+    scheduler's KV cache where it grows. base: what the model lies in where the trainer reads it, too.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class EngineRank:
         adapter: EngineModel | None = None,
         staying: frozenset[MemoryTag] = frozenset(),
         cache: GrowingCache | None = None,
+        base: SharedBase | None = None,
     ) -> None:
         self.rank = rank
         self._cache = cache
@@ -68,7 +70,7 @@ class EngineRank:
         self._heartbeat: Heartbeat | None = None
         self._failpoints = NO_FAILPOINTS
         slot_table = None if scheduler is None else scheduler.req_to_token_pool.req_to_token
-        self.memory = RankMemory(allocator, model, slot_table=slot_table, staying=staying, cache=cache)
+        self.memory = RankMemory(allocator, model, slot_table=slot_table, staying=staying, cache=cache, base=base)
         self._handlers: Handlers = {
             "receive": self._receive,
             "pause": self._pause,

@@ -15,6 +15,7 @@ from tasuki.memory.arena import ArenaState
 from tasuki.memory.pool import pool_usage
 from tasuki.memory.tags import MemoryTag, TagUsage
 from tasuki.rollout.record import EngineModel
+from tasuki.transport.shared_base import SharedBase
 
 if TYPE_CHECKING:
     from tasuki.rollout.growing_cache import GrowingCache
@@ -45,6 +46,7 @@ class RankMemory:
 
     slot_table: SGLang's map from requests to cache slots, which lies in the cache's region and must never hold slots that do not exist.
     staying: tags that never sleep, whatever is asked. cache: where a resume of the KV cache takes only the least of it.
+    base: with the parameters, where the trainer reads them, too; counted here, and by nobody else.
     """
 
     def __init__(
@@ -55,7 +57,9 @@ class RankMemory:
         slot_table: torch.Tensor | None = None,
         staying: frozenset[MemoryTag] = frozenset(),
         cache: GrowingCache | None = None,
+        base: SharedBase | None = None,
     ) -> None:
+        self._base_bytes = 0 if base is None else base.num_bytes
         self._cache = cache
         self._allocator, self._model, self._slot_table, self._staying = allocator, model, slot_table, staying
         # New memory of a host is zeros; what a pool lends, or a GPU gives, holds what was there before.
@@ -91,12 +95,18 @@ class RankMemory:
         return [
             replace(
                 usage,
+                mapped_bytes=usage.mapped_bytes + self._outside(usage.tag),
+                total_bytes=usage.total_bytes + self._outside(usage.tag),
                 host_copy_bytes=usage.host_copy_bytes + (self._kept[usage.tag].host_bytes if usage.tag in self._kept else 0),
                 stays=usage.tag in self._staying,
                 following_bytes=self._cache.following_bytes if self._cache and usage.tag is MemoryTag.KV_CACHE else 0,
             )
             for usage in self._allocator.usage()
         ]
+
+    def _outside(self, tag: MemoryTag) -> int:
+        """Bytes of a tag that lie in no arena."""
+        return self._base_bytes if tag is MemoryTag.WEIGHTS else 0
 
     def _all_of(self, tags: Sequence[MemoryTag]) -> list[MemoryTag]:
         wanted = [each for tag in tags for each in _TOGETHER.get(tag, (tag,))]
