@@ -13,12 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tasuki.config.places import base_socket_path
 from tasuki.config.trainer_schema import LoraConfig
 from tasuki.memory.tags import MemoryTag
 from tasuki.rollout.memory import EngineMemory
 from tasuki.rollout.rank_calls import RankCalls
 from tasuki.rollout.sync import WeightSync
 from tasuki.transport.imported_weights import import_weights
+from tasuki.transport.shared_base import find_base
 from tasuki.v1 import types_pb2, weights_pb2
 from tasuki.wire.errors import OutOfGpuMemory, WeightsCorrupt
 from tests.extent import IS_WHOLE, only_whole
@@ -126,6 +128,35 @@ async def test_adapters_alone_arrive_where_sglang_puts_those_of_the_exported_fol
         outcomes = ranks.receive(tmp_path / "start", published, tp_size=2, adapter=adapter)
         check_received(pieces_of(outcomes), import_weights(published, timeout_s=5))
     assert [outcome.different for outcome in outcomes] == [[], []]
+
+
+# --- a base that trainer and engine both read
+
+MIXTURES = ("qwen3_moe", "mixtral")
+# SGLang has no file of its own for Phi 3, and computes Gemma 2's norms while it loads them.
+SHARED = [kind for kind in CONFIGS if kind not in (*MIXTURES, "gemma2", "phi3")]
+
+
+@pytest.mark.parametrize("kind", SHARED if IS_WHOLE else ["qwen2_tied", "gemma3", "glm4"])
+def test_a_shared_base_is_what_sglang_loads_and_what_the_checkpoint_has(ranks: EngineRanks, kind: str, tmp_path: Path) -> None:
+    folder = save_checkpoint(make_model(kind, seed=1), tmp_path / "model")
+    assert ranks.share_base(folder, tmp_path / "node").different == []
+    base = find_base(base_socket_path(tmp_path / "node", "trainer"), device=torch.device("cpu"))
+    assert base is not None
+    tensors, stored = base.tensors(), load_file(folder / "model.safetensors")
+    assert tensors.keys() == stored.keys()
+    assert [name for name, (_, tensor) in tensors.items() if not torch.equal(tensor, stored[name])] == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "problem"), [("gemma2", "computes with model.layers.0"), ("qwen3_moe", "holds the experts of Qwen3Moe")]
+)
+def test_a_model_that_the_engine_holds_otherwise_is_not_shared(
+    ranks: EngineRanks, kind: str, problem: str, tmp_path: Path
+) -> None:
+    folder = save_checkpoint(make_model(kind, seed=1), tmp_path / "model")
+    with pytest.raises(AssertionError, match=f"UnsupportedModel: trainer.lora.share_base: the engine {problem}"):
+        ranks.share_base(folder, tmp_path / "node")
 
 
 COLUMNS, BOXES = ((3,), (1,)), ((2, 2), (0, 1))
