@@ -165,12 +165,12 @@ def test_who_waits_for_a_base_that_does_not_come_is_told(path: Path) -> None:
 )
 def test_what_is_no_base_is_refused(path: Path, change: Callable[[Any], bytes], problem: str) -> None:
     base = make_base()
-    server = FdServer(path, message=change(base.manifest), fds=base._fds)
     num_fds = len(os.listdir("/proc/self/fd"))
+    server = FdServer(path, message=change(base.manifest), fds=base._fds)
     with pytest.raises(BadHandle, match=problem):
         find_base(path, device=CPU)
-    assert len(os.listdir("/proc/self/fd")) == num_fds
     server.close()
+    assert len(os.listdir("/proc/self/fd")) == num_fds
 
 
 def test_published_weights_stay_aligned_for_copies() -> None:

@@ -6,6 +6,7 @@ a run of its parameter's rows then, which the trainer's parameter is a view of.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -27,6 +28,10 @@ from tasuki.transport.shared_base import SharedBase, WritableBase, find_base
 from tasuki.wire.errors import BadHandle, UnsupportedModel
 
 Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+# What fills a parameter that is about to be loaded. A plan covers every element, so nothing of it would be left.
+_FILLING = frozenset({"fill_", "kaiming_uniform_", "normal_", "trunc_normal_", "uniform_", "zero_"})
 
 
 class EngineBase:
@@ -76,18 +81,16 @@ class EngineBase:
             pieces[piece.name].append(piece)
         found: list[Entry] = []
         for name, (shape, _) in self._layout.items():
-            match pieces[name]:
-                case [piece] if (
-                    piece.source == whole(shape) and parameters.view(piece.parameter, piece.destination).is_contiguous()
-                ):
-                    dtype = parameters.dtype(piece.parameter)
-                    offset = starts[piece.parameter] + piece.destination.offset * dtype.itemsize
-                    found.append(Entry(name, str(dtype).removeprefix("torch."), shape, (0,) * len(shape), shape, offset))
-                case _:
-                    raise UnsupportedModel(
-                        f"trainer.lora.share_base: the engine does not hold {name} as the checkpoint does; leave it out",
-                        tensor=name,
-                    )
+            run = _run_of(pieces[name], num_elements=math.prod(shape))
+            if run is None:
+                raise UnsupportedModel(
+                    f"trainer.lora.share_base: the engine does not hold {name} as the checkpoint does; leave it out",
+                    tensor=name,
+                )
+            parameter, start = run
+            dtype = parameters.dtype(parameter)
+            offset = starts[parameter] + start * dtype.itemsize
+            found.append(Entry(name, str(dtype).removeprefix("torch."), shape, (0,) * len(shape), shape, offset))
         return found
 
 
@@ -105,24 +108,40 @@ class _BaseLoader(DefaultModelLoader):
     def load_weights_and_postprocess(
         self, model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]], target_device: torch.device
     ) -> None:
-        self._unmade.is_on = False
+        self._unmade.finish(model)
         self._engine_base.fill(model, weights)
 
 
 class _Unmade(TorchFunctionMode):
-    """Makes empty tensors of one element, expanded: two copies of the model never need to fit at once.
-
-    Whoever writes to one gets an error of torch.
-    """
+    """Makes empty tensors of one element, expanded, and does not fill them: two copies of the model never need to fit at once."""
 
     is_on = True
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = kwargs or {}
-        if not self.is_on or func is not torch.empty:
-            return func(*args, **made)
-        shape = func(*args, **{**made, "device": "meta"}).shape
-        return func(1, **made).expand(shape)
+        options = kwargs or {}
+        if self.is_on and func is torch.empty:
+            shape = func(*args, **{**options, "device": "meta"}).shape
+            return func(1, **options).expand(shape)
+        # Functions of torch.nn.init name it.
+        filled = args[0] if args else options.get("tensor")
+        if self.is_on and getattr(func, "__name__", "") in _FILLING and _is_unmade(filled):
+            return filled
+        return func(*args, **options)
+
+    def finish(self, model: torch.nn.Module) -> None:
+        """From now on tensors are made as ever. Raises UnsupportedModel when one that is no parameter has no memory."""
+        self.is_on = False
+        for name, module in model.named_modules():
+            for key, value in {**vars(module), **dict(module.named_buffers(recurse=False))}.items():
+                if _is_unmade(value):
+                    raise UnsupportedModel(
+                        f"trainer.lora.share_base: the engine keeps {name}.{key} beside its weights; leave it out", tensor=name
+                    )
+
+
+def _is_unmade(value: object) -> bool:
+    """Whether it is a tensor without memory for all its elements."""
+    return isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() < value.nbytes
 
 
 class _Published:
@@ -150,6 +169,15 @@ def _checkpoint_layout(path: Path, dtype: torch.dtype) -> Layout:
         )
     names = find_family(shape.architecture).checkpoint
     return {names.tensor(name): (sizes, dtype) for name, sizes in shape.parameters().items()}
+
+
+def _run_of(pieces: Sequence[Piece], *, num_elements: int) -> tuple[str, int] | None:
+    """The parameter, and the element of it, from which on a tensor lies whole and in its own order; None when it does not."""
+    places = {(piece.parameter, piece.destination.offset - piece.source.offset) for piece in pieces}
+    is_run = all(whole(at.shape, offset=at.offset) == at for piece in pieces for at in (piece.source, piece.destination))
+    if len(places) != 1 or not is_run or sum(piece.source.numel for piece in pieces) != num_elements:
+        return None
+    return places.pop()
 
 
 def _whole_entry(name: str, parameter: torch.Tensor) -> Entry:
