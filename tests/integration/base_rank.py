@@ -12,7 +12,7 @@ from tasuki.config.schema import NodeConfig
 def share_base(model: Any, load: Callable[[Any], Any], *, state_dir: Path, folder: Path) -> list[str]:
     """Parameters that differ from those of `model`, which SGLang has loaded as ever, or that are elsewhere.
 
-    Of the model that makes the base, and of one that finds it with a trainer. load: a model, by that loader.
+    Of the model that makes the base, and of one that finds it with a trainer and hands it out from then on. load: a model, by that loader.
     """
     import torch
     from sglang.srt.model_executor import model_runner
@@ -31,6 +31,7 @@ def share_base(model: Any, load: Callable[[Any], Any], *, state_dir: Path, folde
         }
     )
     device = torch.device("cpu")
+    trainer = None
     found: list[dict[str, Any]] = []
     chunks: list[dict[str, tuple[bool, int]]] = []
     for _ in range(2):
@@ -44,6 +45,8 @@ def share_base(model: Any, load: Callable[[Any], Any], *, state_dir: Path, folde
             assert trainer is not None and engine_base.base is not None
             trainer.hand_out(base_socket_path(state_dir, "trainer"))
             engine_base.base.close()
+    assert trainer is not None
+    trainer.close()
     assert chunks[0] == chunks[1] and all(inode for _, inode in chunks[0].values()), "the second found what the first has made"
     expected = dict(model.named_parameters())
     assert found[0].keys() == found[1].keys() == expected.keys()

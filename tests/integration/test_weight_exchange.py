@@ -143,7 +143,7 @@ SHARED = [kind for kind in CONFIGS if kind not in (*MIXTURES, "gemma2", "phi3")]
 def test_a_shared_base_is_what_sglang_loads_and_what_the_checkpoint_has(ranks: EngineRanks, kind: str, tmp_path: Path) -> None:
     folder = save_checkpoint(make_model(kind, seed=1), tmp_path / "model")
     assert ranks.share_base(folder, tmp_path / "node").different == []
-    base = find_base(base_socket_path(tmp_path / "node", "trainer"), device=torch.device("cpu"))
+    base = find_base(base_socket_path(tmp_path / "node", "rollout"), device=torch.device("cpu"))
     assert base is not None
     tensors, stored = base.tensors(), load_file(folder / "model.safetensors")
     assert tensors.keys() == stored.keys()
@@ -172,9 +172,9 @@ async def test_a_trainer_learns_beside_weights_that_are_the_engines(ranks: Engin
             assert [name for name, tensor in start.items() if not torch.equal(tensor, stored[name])] == []
             await client.forward_backward(make_samples(8, vocab_size=VOCAB_SIZE))
             await client.optim_step(learning_rate=0.05)
+            await client.export(tmp_path / "end")
             published = import_weights((await client.publish()).weights, timeout_s=5)
             assert all(".lora_" in name for name in published.layout())
-            await client.export(tmp_path / "end")
         end = load_file(tmp_path / "end" / "model.safetensors")
         changed = {name for name, tensor in end.items() if not torch.equal(tensor, stored[name])}
         assert changed == {name for name in stored if name.endswith("_proj.weight")}

@@ -105,7 +105,8 @@ class _BaseLoader(DefaultModelLoader):
         with self._unmade:
             return super().load_model(model_config=model_config, device_config=device_config)
 
-    def load_weights_and_postprocess(
+    # SGLang's is static, and called on the loader all the same.
+    def load_weights_and_postprocess(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]], target_device: torch.device
     ) -> None:
         self._unmade.finish(model)
