@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 from safetensors.torch import load_file
 
 from tasuki.client import Client, Phase, Stage
+from tasuki.v1 import types_pb2
 from tests.base_copies import shared_by
 from tests.chaos_node import ChaosNode
 from tests.conftest import RunningNode, started_node, tasuki
-from tests.e2e.test_residency import round_bytes
+from tests.e2e.test_residency import round_bytes, tags
 
 pytestmark = pytest.mark.timeout(600)
 _ONE_RANK = ["trainer.num_ranks=1", "rollout.lora=adapter", "trainer.lora.rank=4"]
@@ -31,8 +32,12 @@ def base_of(chaos: ChaosNode) -> frozenset[int]:
     return shared_by(trainer, engine)
 
 
+def weight_bytes(sizes: Sequence[types_pb2.TagUsage]) -> int:
+    return sum(tag.mapped_bytes for tag in sizes if tag.tag == types_pb2.MEMORY_TAG_WEIGHTS)
+
+
 def test_samples_and_steps_are_those_of_two_copies(sharing: RunningNode) -> None:
-    outcomes = []
+    outcomes, mapped = [], []
     with started_node(overrides=_ONE_RANK) as apart:
         for node in (sharing, apart):
             with Client(state_dir=node.state_dir) as client:
@@ -44,7 +49,10 @@ def test_samples_and_steps_are_those_of_two_copies(sharing: RunningNode) -> None
                 outcomes.append((chaos.learned, chaos.greedy(), drawn))
                 client.acquire(Phase.TRAIN)
                 assert bool(base_of(chaos)) is (node is sharing)
+                sizes = tags(node)
+                mapped.append([weight_bytes(sizes["trainer"]), weight_bytes(sizes["rollout"])])
     assert outcomes[0] == outcomes[1]
+    assert mapped[0] == [0, mapped[1][1]] and mapped[1][0] > 0, "one copy, counted once"
 
 
 @pytest.mark.parametrize("phase", Phase)

@@ -21,6 +21,7 @@ from tasuki.config.places import base_socket_path
 from tasuki.config.schema import NodeConfig
 from tasuki.models.config_json import read_json_object
 from tasuki.models.families import find_family, read_model
+from tasuki.models.shape import check_shared_base
 from tasuki.rollout.record import EngineModel, Parameters, record_plan
 from tasuki.transport.manifest import Entry, place
 from tasuki.transport.plan import Piece, whole
@@ -38,7 +39,7 @@ class EngineBase:
     """What one engine rank shares. `base` is there once the model has been loaded."""
 
     def __init__(self, config: NodeConfig, *, device: torch.device) -> None:
-        """Raises UnsupportedModel for a mixture of experts."""
+        """Raises InvalidArgument for a mixture of experts."""
         self.base: SharedBase | None = None
         self._device = device
         self._own_path = base_socket_path(config.state_dir, "rollout")
@@ -163,11 +164,7 @@ class _Published:
 def _checkpoint_layout(path: Path, dtype: torch.dtype) -> Layout:
     config = read_json_object(path / "config.json", field="model.path")
     shape = read_model(config).shape
-    if shape.num_experts:
-        raise UnsupportedModel(
-            f"trainer.lora.share_base: the engine holds the experts of {shape.architecture} otherwise than the trainer; leave it out",
-            architecture=shape.architecture,
-        )
+    check_shared_base(shape)
     names = find_family(shape.architecture).checkpoint
     return {names.tensor(name): (sizes, dtype) for name, sizes in shape.parameters().items()}
 
