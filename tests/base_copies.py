@@ -26,11 +26,11 @@ def shared_by(pid: int, other: int) -> frozenset[int]:
     return (one.read & two.read) - one.written - two.written
 
 
-def chunk_at(address: int) -> tuple[bool, int]:
-    """Of this process: whether it can write there, and the inode; 0 outside of any arena."""
+def chunk_at(address: int) -> int:
+    """The inode of the chunk that this process has mapped there; 0 outside of any."""
     for line in Path("/proc/self/maps").read_text().splitlines():
-        span, mode, _, _, inode, *name = line.split()
+        span, _, _, _, inode, *name = line.split()
         start, end = (int(edge, 16) for edge in span.split("-"))
         if start <= address < end:
-            return "w" in mode, int(inode) if name and name[0].startswith("/memfd:tasuki") else 0
-    return False, 0
+            return int(inode) if name and name[0].startswith("/memfd:tasuki") else 0
+    return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import cast
 
@@ -16,6 +17,8 @@ from tasuki.trainer.backends.fsdp.shards import shards_of
 from tasuki.transport.shared_base import SharedBase, await_base
 from tasuki.wire.errors import UnsupportedModel
 
+_log = logging.getLogger("tasuki.trainer")
+
 
 def map_base(node: NodeConfig, *, device: torch.device) -> SharedBase | None:
     """The engine's model, once it has loaded it, handed on to an engine that starts after it; None where it is not shared.
@@ -27,6 +30,7 @@ def map_base(node: NodeConfig, *, device: torch.device) -> SharedBase | None:
     path = base_socket_path(node.state_dir, "rollout")
     base = await_base(path, device=device, timeout_s=node.rollout.start_timeout_s)
     base.hand_out(base_socket_path(node.state_dir, "trainer"))
+    _log.info("event=base_mapped bytes=%d", base.num_bytes)
     return base
 
 
