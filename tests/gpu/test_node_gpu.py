@@ -38,6 +38,7 @@ RUNS = {
     "full": (1, []),
     "merged": (1, LORA),
     "adapter": (1, [*LORA, 'rollout.lora="adapter"']),
+    "adapter on a shared base": (1, [*LORA, 'rollout.lora="adapter"', "trainer.lora.share_base=true"]),
     "KV cache that grows": (1, GROWING),
     "KV cache that grows at TP 2": (2, [*GROWING, "trainer.num_ranks=2", "rollout.tp_size=2"]),
     "two replicas": (2, ["trainer.num_ranks=2"]),

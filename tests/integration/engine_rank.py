@@ -21,6 +21,7 @@ from tasuki.memory.tags import MemoryTag
 from tasuki.transport.plan import Slice
 from tasuki.v1 import weights_pb2
 from tests.integration.adapter_rank import Adapter, receive_adapter
+from tests.integration.base_rank import share_base
 from tests.integration.forked import processes
 from tests.ports import free_port
 from tests.received import ReceivedPiece
@@ -65,6 +66,11 @@ class EngineRanks:
             pipe.send(_Job(tp_rank, tp_size, address, str(folder), published.SerializeToString(), adapter))
         return [self._answer(pipe) for pipe in self._pipes[:tp_size]]
 
+    def share_base(self, folder: Path, state_dir: Path) -> Outcome:
+        """As base_rank.share_base, by the first rank alone."""
+        self._pipes[0].send(_Job(0, 1, f"tcp://127.0.0.1:{free_port()}", str(folder), b"", None, state_dir))
+        return self._answer(self._pipes[0])
+
     @property
     def num_ranks(self) -> int:
         return len(self._pipes)
@@ -97,6 +103,7 @@ class _Job:
     folder: str
     published: bytes
     adapter: Adapter | None
+    state_dir: Path | None = None
 
 
 def check_outcomes(outcomes: list[Outcome], kind: str) -> None:
@@ -166,7 +173,10 @@ def _run_rank(pipe: Connection, device: str) -> None:
                     tp_size = job.tp_size
                 with allocator.region(MemoryTag.WEIGHTS):
                     model = _load(args)
-                outcome = _receive(model, allocator, job) if job.adapter is None else _receive_adapter(model, args, job)
+                if job.state_dir is not None:
+                    outcome = _share_base(model, args, allocator, job.state_dir)
+                else:
+                    outcome = _receive(model, allocator, job) if job.adapter is None else _receive_adapter(model, args, job)
             elif isinstance(job, bytes):
                 run_command(model, command_tensors(job))
             else:
@@ -205,16 +215,18 @@ def _configure(job: _Job, *, device: str) -> Any:
     return args
 
 
-def _load(args: Any) -> Any:
+def _load(args: Any, loader: Any = None) -> Any:
+    """loader: SGLang's own by default."""
     from sglang.srt.configs.device_config import DeviceConfig
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.layers.dp_attention import initialize_dp_attention
-    from sglang.srt.model_loader import get_model
+    from sglang.srt.model_loader import get_model_loader
 
     config = ModelConfig.from_server_args(args)
     initialize_dp_attention(args, config)
-    return get_model(model_config=config, load_config=LoadConfig(), device_config=DeviceConfig(device=args.device))
+    made = (get_model_loader if loader is None else loader)(LoadConfig(), config)
+    return made.load_model(model_config=config, device_config=DeviceConfig(device=args.device))
 
 
 def _join_group(job: _Job, *, backend: str) -> None:
@@ -293,6 +305,15 @@ def _receive_adapter(model: Any, args: Any, job: _Job) -> Outcome:
     assert job.adapter is not None
     different, checksums = receive_adapter(model, args, job.adapter, published, tp_rank=job.tp_rank)
     return dataclasses.replace(_NOTHING, different=different, checksums=list(checksums))
+
+
+def _share_base(model: Any, args: Any, allocator: NativeAllocator, state_dir: Path) -> Outcome:
+    def load(loader: Any) -> Any:
+        with allocator.region(MemoryTag.WEIGHTS):
+            return _load(args, loader)
+
+    different = share_base(model, load, state_dir=state_dir, folder=Path(args.model_path))
+    return dataclasses.replace(_NOTHING, different=different)
 
 
 def _others(model: Any, allocator: NativeAllocator) -> list[tuple[Any, Any]]:

@@ -5,6 +5,7 @@ Here every family at TP 2 and every cut once; in `make chaos` each of them at TP
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
@@ -13,13 +14,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tasuki.config.places import base_socket_path
 from tasuki.config.trainer_schema import LoraConfig
 from tasuki.memory.tags import MemoryTag
 from tasuki.rollout.rank_calls import RankCalls
 from tasuki.rollout.sync import WeightSync
 from tasuki.transport.imported_weights import import_weights
+from tasuki.transport.shared_base import find_base
 from tasuki.v1 import types_pb2, weights_pb2
 from tasuki.wire.errors import OutOfGpuMemory, WeightsCorrupt
+from tests.base_copies import shared_by
 from tests.extent import IS_WHOLE, only_whole
 from tests.integration.adapter_rank import Adapter
 from tests.integration.dtensor_ranks import dtensor_ranks, whole_model
@@ -125,6 +129,63 @@ async def test_adapters_alone_arrive_where_sglang_puts_those_of_the_exported_fol
         outcomes = ranks.receive(tmp_path / "start", published, tp_size=2, adapter=adapter)
         check_received(pieces_of(outcomes), import_weights(published, timeout_s=5))
     assert [outcome.different for outcome in outcomes] == [[], []]
+
+
+# --- a base that trainer and engine both read
+
+MIXTURES = ("qwen3_moe", "mixtral")
+# SGLang has no file of its own for Phi 3, and computes Gemma 2's norms while it loads them.
+SHARED = [kind for kind in CONFIGS if kind not in (*MIXTURES, "gemma2", "phi3")]
+
+
+@pytest.mark.parametrize("kind", SHARED if IS_WHOLE else ["qwen2_tied", "gemma3", "glm4"])
+def test_a_shared_base_is_what_sglang_loads_and_what_the_checkpoint_has(ranks: EngineRanks, kind: str, tmp_path: Path) -> None:
+    folder = save_checkpoint(make_model(kind, seed=1), tmp_path / "model")
+    assert ranks.share_base(folder, tmp_path / "node").different == []
+    base = find_base(base_socket_path(tmp_path / "node", "rollout"), device=torch.device("cpu"))
+    assert base is not None
+    tensors, stored = base.tensors(), load_file(folder / "model.safetensors")
+    assert tensors.keys() == stored.keys()
+    assert [name for name, (_, tensor) in tensors.items() if not torch.equal(tensor, stored[name])] == []
+
+
+async def test_a_trainer_learns_beside_weights_that_are_the_engines(ranks: EngineRanks, tmp_path: Path) -> None:
+    folder, state_dir = save_checkpoint(make_model("qwen2_tied", seed=1), tmp_path / "model"), tmp_path / "node"
+    ranks.share_base(folder, state_dir)
+    settings = '[trainer.lora]\nrank = 3\nshare_base = true\n[rollout]\nlora = "adapter"'
+    trainer = start_trainer(state_dir, folder, num_ranks=1, settings=settings)
+    trainer.wait_until_serving()
+    try:
+        base = find_base(base_socket_path(state_dir, "trainer"), device=torch.device("cpu"))
+        assert base is not None
+        assert len(shared_by(trainer.rank_pids()[0], os.getpid())) == len(base.manifest.chunk_bytes)
+        stored = load_file(folder / "model.safetensors")
+        async with connect(trainer) as channel:
+            client = TrainerClient(channel)
+            await client.look()
+            sizes = {tag.tag: tag.total_bytes for tag in (await client.usage()).tags}
+            assert sizes[types_pb2.MEMORY_TAG_WEIGHTS] < sum(tensor.nbytes for tensor in stored.values()) / 2
+            await client.export(tmp_path / "start")
+            start = load_file(tmp_path / "start" / "model.safetensors")
+            assert start.keys() == stored.keys()
+            assert [name for name, tensor in start.items() if not torch.equal(tensor, stored[name])] == []
+            await client.forward_backward(make_samples(8, vocab_size=VOCAB_SIZE))
+            await client.optim_step(learning_rate=0.05)
+            await client.export(tmp_path / "end")
+            published = import_weights((await client.publish()).weights, timeout_s=5)
+            assert all(".lora_" in name for name in published.layout())
+        end = load_file(tmp_path / "end" / "model.safetensors")
+        changed = {name for name, tensor in end.items() if not torch.equal(tensor, stored[name])}
+        assert changed == {name for name in stored if name.endswith("_proj.weight")}
+        assert all(torch.equal(tensor, stored[name]) for name, (_, tensor) in base.tensors().items()), "nobody writes to it"
+    finally:
+        trainer.stop()
+
+
+def test_a_model_that_sglang_computes_with_while_it_loads_is_not_shared(ranks: EngineRanks, tmp_path: Path) -> None:
+    folder = save_checkpoint(make_model("gemma2", seed=1), tmp_path / "model")
+    with pytest.raises(AssertionError, match="trainer.lora.share_base: the engine computes with model.norm"):
+        ranks.share_base(folder, tmp_path / "node")
 
 
 COLUMNS, BOXES = ((3,), (1,)), ((2, 2), (0, 1))

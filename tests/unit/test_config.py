@@ -18,6 +18,7 @@ from tasuki.wire.errors import InvalidArgument, PathNotFound
 
 RUN = '[train]\ndataset = "a"\noutput_dir = "b"\n[train.reward]\nfunction = "a:b"\n'
 MINIMAL = 'state_dir = "state"\n[model]\npath = "model"\n'
+SHARED, ADAPTER = "trainer.lora.share_base=true", ["rollout.lora=adapter"]
 
 
 def write(folder: Path, text: str) -> Path:
@@ -112,6 +113,18 @@ def test_wrong_key_or_value_is_named(tmp_path: Path, extra: str, overrides: list
         (["trainer.export_handles=ipc"], "trainer.export_handles", 'device = "cuda"'),
         (["rollout.lora=adapter"], "rollout.lora", "[trainer.lora]"),
         (["rollout.lora=adapter", 'trainer.lora.target_modules=["qkv_proj"]'], "rollout.lora", "adapters of qkv_proj"),
+        ([SHARED], "trainer.lora.share_base", 'needs rollout.lora = "adapter"'),
+        ([SHARED, *ADAPTER, "rollout.dtype=float32"], "trainer.lora.share_base", "to be rollout.dtype = float32"),
+        ([SHARED, *ADAPTER, "trainer.num_ranks=2"], "trainer.lora.share_base", "trainer.num_ranks = 1, not 2"),
+        ([SHARED, *ADAPTER, "rollout.tp_size=2"], "trainer.lora.share_base", "rollout.tp_size = 1, not 2"),
+        ([SHARED, *ADAPTER, "rollout.dp_size=2"], "trainer.lora.share_base", "rollout.dp_size = 1, not 2"),
+        ([SHARED, *ADAPTER, "memory.host_budget_bytes=1GB"], "trainer.lora.share_base", "memory.host_budget_bytes"),
+        (
+            [SHARED, *ADAPTER, "device=cuda", "trainer.devices=[0]", "rollout.devices=[1]"],
+            "trainer.lora.share_base",
+            "name the same GPU",
+        ),
+        (["trainer.critic.lora.share_base=true"], "trainer.critic.lora.share_base", "the engine has no critic"),
         (["failpoints=['rollout@SYNC=kill']"], "failpoints", "unsafe = true"),
         (["rollout.sampling_backend=pytorch"], "rollout.sampling_backend", 'for device = "cuda"'),
         (["device=cuda", "trainer.num_threads=2"], "trainer.num_threads", 'for device = "cpu"'),

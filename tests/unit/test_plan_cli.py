@@ -85,6 +85,18 @@ def test_adapters_of_a_nodes_configuration_take_what_their_layers_say(node: Path
     beside_engine, alone = parts("trainer.lora.rank=64", "rollout.lora=adapter")
     assert alone["export arena"] < published["export arena"] / 4
     assert beside_engine["rollout weights"] > 0
+    # One base for both is counted once, as the engine's.
+    shared, also_alone = parts(
+        "trainer.lora.rank=64", "rollout.lora=adapter", "trainer.lora.share_base=true", "trainer.num_ranks=1"
+    )
+    twice, _ = parts("trainer.lora.rank=64", "rollout.lora=adapter", "trainer.num_ranks=1")
+    assert shared["rollout weights"] == twice["rollout weights"]
+    saved = twice["trainer weights"] - shared["trainer weights"]
+    assert abs(saved - shared["rollout weights"]) < 0.2 * saved and shared["trainer weights"] < saved / 4
+    assert {part: size for part, size in shared.items() if part != "trainer weights"} == {
+        part: size for part, size in twice.items() if part != "trainer weights"
+    }
+    assert also_alone["export arena"] > 0
 
 
 def test_gpus_that_differ_get_a_table_each(node: Path, capsys: pytest.CaptureFixture[str]):

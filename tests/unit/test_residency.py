@@ -177,6 +177,24 @@ def test_the_base_below_adapters_stays_in_an_engine_that_serves_them() -> None:
     assert staying_of_engine_rank(config, 0) == {MemoryTag.WEIGHTS}
 
 
+@pytest.mark.parametrize("shares", [True, False])
+def test_32b_with_lora_fits_on_one_h200_where_both_services_read_one_base(shares: bool) -> None:
+    trainer = {"num_ranks": 1, "lora": {"rank": 32, "share_base": shares}}
+    config = node(trainer=trainer, rollout={"lora": "adapter", "kv_tokens": 100_000})
+    layout = node_layout(config, MODELS["qwen2.5-32b"], gpu_bytes=141 * GB, host_bytes=2000 * GB)
+    assert plan(layout).fits is shares
+    assert staying_on(layout) == (frozenset(RESIDENT) if shares else {Part.ROLLOUT_WEIGHTS})
+
+
+def test_a_mixture_of_experts_shares_no_base() -> None:
+    config = node(
+        trainer={"num_ranks": 1, "lora": {"target_modules": ["q_proj"], "share_base": True}}, rollout={"lora": "adapter"}
+    )
+    mixture = replace(MODEL, num_experts=8, experts_per_token=2, expert_size=64)
+    with pytest.raises(InvalidArgument, match="trainer.lora.share_base: Qwen2ForCausalLM has experts"):
+        node_layout(config, mixture, gpu_bytes=141 * GB, host_bytes=2000 * GB)
+
+
 @pytest.mark.parametrize("stays", [True, False])
 def test_a_setting_for_the_export_is_kept(stays: bool) -> None:
     layout = h200s(node(train=TRAIN, trainer={"export_stays": stays}))

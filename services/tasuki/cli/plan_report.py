@@ -178,6 +178,7 @@ def headline(layout: Layout) -> str:
     engines = f"{layout.num_engines} x TP {layout.tp_size}"
     kept = f" ({layout.kept_layers} layers kept)" if layout.kept_layers else ""
     how = f"LoRA rank {layout.lora_rank}" if layout.lora_rank is not None else "all parameters"
+    how += ", one base for both services" if layout.shares_base else ""
     return (
         f"{layout.model.architecture} on {where}, strategy {layout.strategy}: {layout.num_ranks} FSDP ranks, {how}, "
         f"{layout.micro_batch_tokens:,} tokens, checkpointing {layout.checkpointing}{kept}; engines {engines}, KV ratio {layout.kv_ratio:g}"

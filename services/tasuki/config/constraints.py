@@ -46,6 +46,7 @@ def check_constraints(config: NodeConfig) -> None:
     fused = [name for name in FUSED_LINEAR if config.served_adapter and name in config.served_adapter.target_modules]
     if fused:
         raise SettingsConflict("rollout.lora", f'= "adapter" cannot serve adapters of {", ".join(fused)}; leave it at "merged"')
+    _check_shared_base(config)
     if config.rollout.kv_tokens == "needed" and config.train is None:
         raise SettingsConflict("rollout.kv_tokens", '= "needed" needs a table [train], which defines the samples of a step')
     if config.rollout.kv_growth and config.memory.host_budget_bytes is not None and not config.memory.pool:
@@ -58,6 +59,36 @@ def check_constraints(config: NodeConfig) -> None:
     problem = port_problem(config)
     if problem is not None:
         raise SettingsConflict(*problem)
+
+
+def _check_shared_base(config: NodeConfig) -> None:
+    trainer, rollout, key = config.trainer, config.rollout, "trainer.lora.share_base"
+    critic_lora = None if trainer.critic is None else trainer.critic.lora
+    if critic_lora is not None and critic_lora.share_base:
+        raise SettingsConflict("trainer.critic.lora.share_base", "is not possible: the engine has no critic; leave it out")
+    if not config.shares_base:
+        return
+    if rollout.lora != "adapter":
+        raise SettingsConflict(
+            key, f'needs rollout.lora = "adapter": with "{rollout.lora}" the engine\'s weights change at every sync'
+        )
+    if trainer.compute_dtype != rollout.dtype:
+        raise SettingsConflict(
+            key, f"needs trainer.compute_dtype = {trainer.compute_dtype} to be rollout.dtype = {rollout.dtype}"
+        )
+    for field, num_ranks in (
+        ("trainer.num_ranks", trainer.num_ranks),
+        ("rollout.tp_size", rollout.tp_size),
+        ("rollout.dp_size", config.dp_size),
+    ):
+        if num_ranks != 1:
+            raise SettingsConflict(key, f"needs {field} = 1, not {num_ranks}: shards of several ranks are not shared yet")
+    if trainer.devices != rollout.devices:
+        raise SettingsConflict(key, "needs trainer.devices and rollout.devices to name the same GPU")
+    if config.memory.host_budget_bytes is not None:
+        raise SettingsConflict(
+            key, "is not for memory.host_budget_bytes, which counts what one process has made; leave one of them out"
+        )
 
 
 def _check_residency(config: NodeConfig) -> None:

@@ -74,6 +74,11 @@ def generate_calls_path(state_dir: Path) -> Path:
     return socket_dir(state_dir) / "generate-calls"
 
 
+def base_socket_path(state_dir: Path, service: str) -> Path:
+    """Where a service hands out the model below adapters, which both read."""
+    return socket_dir(state_dir) / f"base-{service}.sock"
+
+
 def pool_socket_path(state_dir: Path) -> Path:
     """Socket at which the node's processes join its memory pool."""
     return socket_dir(state_dir) / "pool.sock"

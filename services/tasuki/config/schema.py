@@ -195,6 +195,11 @@ class NodeConfig(Schema):
         """The adapter that rollout applies to its base model; None if it gets full weights."""
         return self.trainer.lora if self.rollout.lora == "adapter" else None
 
+    @property
+    def shares_base(self) -> bool:
+        """Whether trainer and engine read one copy of the model below the adapters."""
+        return self.trainer.lora is not None and self.trainer.lora.share_base
+
     @model_validator(mode="after")
     def _settings_fit_together(self) -> NodeConfig:
         check_constraints(self)

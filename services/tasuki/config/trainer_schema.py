@@ -27,8 +27,12 @@ class LoraConfig(Schema):
     target_modules: Annotated[tuple[LinearName, ...], Field(min_length=1)] = tuple(
         name for name in get_args(LinearName) if name not in FUSED_LINEAR
     )
-    """Linear layers with an adapter, in every layer of the model. Experts cannot have one. Phi 3 has the fused "qkv_proj" and
-    "gate_up_proj" instead of their parts; GLM 4 has only the latter."""
+    """Linear layers that get an adapter, in every layer of the model. Experts cannot have any. Phi 3 has "qkv_proj" and "gate_up_proj"
+    in the place of their parts, GLM 4 the latter."""
+    share_base: bool = False
+    """Whether trainer and engine read one copy of the frozen model, which the engine loads and neither can write to. Needs
+    `rollout.lora = "adapter"`, one trainer rank, one engine rank on the same GPU, and `trainer.compute_dtype` to be `rollout.dtype`; not
+    for mixtures of experts."""
 
     @model_validator(mode="after")
     def _targets_differ(self) -> LoraConfig:

@@ -179,6 +179,14 @@ def check_lora_targets(shape: ModelShape, targets: Sequence[str], *, table: str 
             )
 
 
+def check_shared_base(shape: ModelShape) -> None:
+    """Raises InvalidArgument for a model that the engine holds otherwise than the trainer, as its shape tells."""
+    if shape.num_experts:
+        raise InvalidArgument(
+            "trainer.lora.share_base", f"{shape.architecture} has experts, which the engine holds otherwise; leave it out"
+        )
+
+
 def decoder_shape(
     config: Config,
     *,

@@ -140,6 +140,8 @@ class Layout:
     """A second trained model, with gradients and optimizer state."""
     critic_lora_rank: int | None = None
     critic_lora_targets: tuple[str, ...] | None = None
+    shares_base: bool = False
+    """With `lora_rank`: whether the base is the engine's memory, which the trainer reads."""
     merges_adapters: bool = False
     """With `lora_rank`: whether the engine gets merged weights, which then leave as without LoRA."""
     strategy: Strategy = Strategy.STAGED
@@ -262,6 +264,7 @@ class Layout:
             model=replace(self.critic, is_critic=True, is_tied=False),
             lora_rank=self.critic_lora_rank,
             lora_targets=self.critic_lora_targets,
+            shares_base=False,
             critic=None,
             has_reference=False,
         )

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from tasuki.config.gpus import gpus_of
 from tasuki.config.schema import NodeConfig, RolloutConfig
-from tasuki.models.shape import ModelShape, check_lora_targets
+from tasuki.models.shape import ModelShape, check_lora_targets, check_shared_base
 from tasuki.planner.kv_tokens import wanted_tokens
 from tasuki.planner.layout import Checkpointing, Layout, Overheads, named_as_given
 from tasuki.planner.model_shape import read_model_shape
@@ -62,6 +62,8 @@ def node_layout(
     critic_lora = None if trainer.critic is None else trainer.critic.lora
     if trainer.lora is not None:
         check_lora_targets(model, trainer.lora.target_modules)
+    if config.shares_base:
+        check_shared_base(model)
     if critic_lora is not None:
         check_lora_targets(model, critic_lora.target_modules, table="trainer.critic.lora")
     layout = Layout(
@@ -93,6 +95,7 @@ def node_layout(
         critic=_critic_shape(config, model),
         critic_lora_rank=None if critic_lora is None else critic_lora.rank,
         critic_lora_targets=None if critic_lora is None else critic_lora.target_modules,
+        shares_base=config.shares_base,
         merges_adapters=config.served_adapter is None,
         kv_ratio=rollout.kv_ratio,
         kv_tokens=wanted_tokens(config, context_length=rollout.context_length or model.context_length),

@@ -61,7 +61,7 @@ def _kept_tensors(layout: Layout) -> tuple[list[int], list[int]]:
     """Sizes of a network's shards, and of those that are trained."""
     trained = [math.prod(shape) * layout.param_bytes for shape in trained_shards(layout)]
     if layout.lora_rank is not None:
-        return _frozen_shards(layout) + trained, trained
+        return ([] if layout.shares_base else _frozen_shards(layout)) + trained, trained
     weights = list(trained)
     if layout.model.is_tied and layout.device == "cuda":
         # `to_empty` allocates a tied tensor once per name; torch keeps the first allocation in the tag's pool.

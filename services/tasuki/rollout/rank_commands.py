@@ -29,6 +29,7 @@ from tasuki.rpc.failpoints import NO_FAILPOINTS, Failpoints
 from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.rpc.ranks import Handlers, answer_command
 from tasuki.rpc.usage import TAGS, usage_response
+from tasuki.transport.shared_base import SharedBase
 from tasuki.transport.verify import HeldSlice
 from tasuki.v1 import memory_pb2, ranks_pb2, types_pb2
 from tasuki.wire.errors import Busy, InvalidArgument
@@ -61,6 +62,7 @@ class RankMemory:
 
     slot_table: SGLang's map from requests to cache slots, which lies in the cache's region and must never hold slots that do not exist.
     staying: tags that never sleep, whatever is asked. cache: where a resume of the KV cache takes only the least of it.
+    base: holds the parameters where the trainer reads them too; counted here alone.
     """
 
     def __init__(
@@ -71,8 +73,9 @@ class RankMemory:
         slot_table: torch.Tensor | None = None,
         staying: frozenset[MemoryTag] = frozenset(),
         cache: GrowingCache | None = None,
+        base: SharedBase | None = None,
     ) -> None:
-        self._cache = cache
+        self._cache, self._base_bytes = cache, 0 if base is None else base.num_bytes
         self._allocator, self._model, self._slot_table, self._staying = allocator, model, slot_table, staying
         # New memory of a host is zeros; what a pool lends, or a GPU gives, holds what was there before.
         self._is_zeroed = allocator.device == "cpu" and pool_usage("cpu") is None
@@ -107,12 +110,18 @@ class RankMemory:
         return [
             replace(
                 usage,
+                mapped_bytes=usage.mapped_bytes + self._outside(usage.tag),
+                total_bytes=usage.total_bytes + self._outside(usage.tag),
                 host_copy_bytes=usage.host_copy_bytes + (self._kept[usage.tag].host_bytes if usage.tag in self._kept else 0),
                 stays=usage.tag in self._staying,
                 following_bytes=self._cache.following_bytes if self._cache and usage.tag is MemoryTag.KV_CACHE else 0,
             )
             for usage in self._allocator.usage()
         ]
+
+    def _outside(self, tag: MemoryTag) -> int:
+        """Bytes of a tag that are in no arena."""
+        return self._base_bytes if tag is MemoryTag.WEIGHTS else 0
 
     def _all_of(self, tags: Sequence[MemoryTag]) -> list[MemoryTag]:
         wanted = [each for tag in tags for each in _TOGETHER.get(tag, (tag,))]
@@ -142,8 +151,8 @@ class EngineRank:
 
     rank: index among all engine ranks, which names the process. scheduler: SGLang's, or None for a model without an engine.
     lock: the scheduler's, which it releases while it waits.
-    adapter: what is received instead of the model, which then stays as loaded. staying: tags that are never paused. cache: the
-    scheduler's KV cache if it grows.
+    adapter: what is received in the place of the model, which then stays as it was loaded. staying: tags that never sleep. cache: the
+    scheduler's KV cache where it grows. base: holds the model where the trainer reads it too.
     """
 
     def __init__(
@@ -157,6 +166,7 @@ class EngineRank:
         adapter: EngineModel | None = None,
         staying: frozenset[MemoryTag] = frozenset(),
         cache: GrowingCache | None = None,
+        base: SharedBase | None = None,
     ) -> None:
         self.rank = rank
         self._cache = cache
@@ -167,7 +177,7 @@ class EngineRank:
         self._heartbeat: Heartbeat | None = None
         self._failpoints = NO_FAILPOINTS
         slot_table = None if scheduler is None else scheduler.req_to_token_pool.req_to_token
-        self.memory = RankMemory(allocator, model, slot_table=slot_table, staying=staying, cache=cache)
+        self.memory = RankMemory(allocator, model, slot_table=slot_table, staying=staying, cache=cache, base=base)
         self._handlers: Handlers = {
             "receive": self._receive,
             "pause": self._pause,

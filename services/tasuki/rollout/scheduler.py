@@ -33,6 +33,7 @@ from tasuki.rollout.rank_commands import EngineRank, rank_allocator, register_ra
 from tasuki.rollout.rank_report import RankReport, reporting
 from tasuki.rollout.record import EngineModel
 from tasuki.rollout.seeded_sampling import multinomial_with_seed
+from tasuki.rollout.shared_base import EngineBase
 from tasuki.rpc.staying import staying_of_engine_rank
 from tasuki.transport.gloo_peers import check_gloo_peers
 from tasuki.transport.pool_socket import join_pool
@@ -77,6 +78,8 @@ class RankSetup:
     tp_rank: int
     allocator: NativeAllocator
     pipe_writer: Connection
+    base: EngineBase | None = None
+    """Where the trainer reads the engine's model."""
 
     @property
     def grows_cache(self) -> bool:
@@ -134,6 +137,7 @@ class ReportingScheduler(sglang_scheduler.Scheduler):
             adapter=self._served_adapter(),
             staying=frozenset() if setup.config is None else staying_of_engine_rank(setup.config, setup.rank),
             cache=self._growing_cache(),
+            base=None if setup.base is None else setup.base.base,
         )
         engine_rank.receiver.warm_up()
         lock.acquire()
@@ -189,7 +193,11 @@ def run_scheduler(
     install_saver(allocator)
     _meet_in_private(port_args)
     number = tp_rank if rank is None else rank
-    setup = RankSetup(config=config, rank=number, tp_rank=tp_rank, allocator=allocator, pipe_writer=pipe_writer)
+    base = None
+    if config is not None and config.shares_base:
+        with reporting(pipe_writer):
+            base = EngineBase(config, device=torch.device(allocator.device))
+    setup = RankSetup(config=config, rank=number, tp_rank=tp_rank, allocator=allocator, pipe_writer=pipe_writer, base=base)
     _install_scheduler(setup, device=server_args.device)
     sglang_scheduler.run_scheduler_process(
         server_args, port_args, gpu_id, tp_rank, attn_cp_rank, moe_dp_rank, moe_ep_rank, pp_rank, dp_rank, pipe_writer
@@ -217,6 +225,8 @@ def _select_gpu(gpu_id: int, pipe_writer: Connection) -> bool:
 def _install_scheduler(setup: RankSetup, *, device: str | None) -> None:
     """Makes SGLang create our scheduler instead of its own, and our parts instead of unsupported ones."""
     sglang_scheduler.Scheduler = cast(Any, functools.partial(ReportingScheduler, setup=setup))
+    if setup.base is not None:
+        setup.base.install()
     if setup.grows_cache:
         model_runner_kv_cache_mixin.TokenToKVPoolAllocator = BoundedTokenSlots
         model_runner_kv_cache_mixin.PagedTokenToKVPoolAllocator = BoundedPagedSlots

@@ -66,8 +66,8 @@ def node_services(config: NodeConfig) -> list[ServiceCommand]:
             target=targets["trainer"],
             health_name="tasuki.v1.TrainerService",
             environment={**shared, "OMP_NUM_THREADS": str(config.trainer.num_threads if is_cpu else 1)},
-            # The pool holds only one service's start at a time, like a GPU.
-            after="rollout" if config.memory.pool or not is_cpu else None,
+            # A pool holds the start of one, as a GPU does; a base that both read is the engine's to load.
+            after="rollout" if config.memory.pool or config.shares_base or not is_cpu else None,
         ),
     ]
 

@@ -21,11 +21,11 @@ from tasuki.v1 import weights_pb2
 from tasuki.wire.errors import BadHandle, InternalError
 
 
-def new_arena(num_bytes: int, *, device: torch.device) -> Arena:
-    """Creates an arena for one block of copies."""
+def new_arena(num_bytes: int, *, device: torch.device, tag: MemoryTag = MemoryTag.EXPORT) -> Arena:
+    """For one block."""
     most = equal_chunks(num_bytes, device=device.type)
     name = "cpu" if device.type == "cpu" else f"cuda:{device.index}"
-    return Arena(MemoryTag.EXPORT, device=name, min_chunk_bytes=2 << 20, max_chunk_bytes=most)
+    return Arena(tag, device=name, min_chunk_bytes=2 << 20, max_chunk_bytes=most)
 
 
 class ExportedChunks:
@@ -180,11 +180,13 @@ class ImportedChunks(PeerMemory):
         name = "cpu" if device.type == "cpu" else f"cuda:{device.index}"
         self._import = self._checked(lambda: Import(self._chunks(fds), device=name, access=Access.READ_ONLY))
 
-    def tensors(self) -> list[torch.Tensor]:
-        # Tensors name `device`, whichever GPU holds the memory: it is mapped there, and kernels run there.
-        manifest, num_bytes = self._manifest, self._manifest.arena_bytes
+    def tensors(self, entries: Sequence[Entry] | None = None) -> list[torch.Tensor]:
+        """Of the manifest's entries, or of others in the same bytes."""
+        # They say they are on `device`, whichever GPU the memory is on: there it is mapped, and there the kernels run.
+        num_bytes = self._manifest.arena_bytes
         view = self._import.view(0, num_bytes) if self._device.type == "cpu" else None
-        return tensors_at(self._import.base, manifest.entries, num_bytes, device=self._device, view=view)
+        places = self._manifest.entries if entries is None else entries
+        return tensors_at(self._import.base, places, num_bytes, device=self._device, view=view)
 
     def release(self) -> None:
         self._import.release()

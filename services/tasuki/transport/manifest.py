@@ -116,14 +116,17 @@ def place(entries: Iterable[Entry]) -> tuple[list[Entry], int]:
     return placed, end
 
 
-def check(manifest: Manifest) -> None:
-    """Raises BadHandle unless all entries are inside the arena, aligned, disjoint, of known dtype and uniquely named."""
+def check(manifest: Manifest, *, alignment: int = ALIGNMENT) -> None:
+    """Raises BadHandle unless everything lies inside the arena, aligned, apart, of known dtype and named once.
+
+    alignment: of an entry's start, or the size of its elements where that is greater.
+    """
     if not 0 <= manifest.rank < manifest.num_ranks:
         raise BadHandle(f"manifest of rank {manifest.rank} of {manifest.num_ranks}", rank=manifest.rank)
     for entry in manifest.entries:
         _check_content(entry)
     _check_names(manifest)
-    _check_places(manifest)
+    _check_places(manifest, alignment)
     _check_memory(manifest)
 
 
@@ -168,8 +171,8 @@ def to_proto(manifest: Manifest) -> weights_pb2.WeightManifest:
     )
 
 
-def from_proto(message: weights_pb2.WeightManifest) -> Manifest:
-    """Decodes and checks the manifest in `message`. Raises BadHandle."""
+def from_proto(message: weights_pb2.WeightManifest, *, alignment: int = ALIGNMENT) -> Manifest:
+    """The manifest in `message`, checked as `check` does. Raises BadHandle."""
     if message.header_offset != 0:
         raise BadHandle(f"rank {message.rank}: header_offset is {message.header_offset} and must be 0", rank=message.rank)
     manifest = Manifest(
@@ -191,7 +194,7 @@ def from_proto(message: weights_pb2.WeightManifest) -> Manifest:
         chunk_bytes=tuple(message.chunk_bytes),
         ipc_memory=_ipc_from_proto(message.ipc_memory) if message.HasField("ipc_memory") else None,
     )
-    check(manifest)
+    check(manifest, alignment=alignment)
     return manifest
 
 
@@ -226,13 +229,14 @@ def _check_names(manifest: Manifest) -> None:
         seen.add(entry.name)
 
 
-def _check_places(manifest: Manifest) -> None:
-    spans = [(entry.arena_offset, entry.arena_offset + entry.num_bytes, entry.name) for entry in manifest.entries]
-    for start, end, name in spans:
-        if start % ALIGNMENT:
-            raise BadHandle(f"{name}: arena_offset {start} is not a multiple of {ALIGNMENT}", tensor=name)
+def _check_places(manifest: Manifest, alignment: int) -> None:
+    for entry in manifest.entries:
+        start, end, step = entry.arena_offset, entry.arena_offset + entry.num_bytes, max(alignment, ELEMENT_BYTES[entry.dtype])
+        if start % step:
+            raise BadHandle(f"{entry.name}: arena_offset {start} is not a multiple of {step}", tensor=entry.name)
         if end > manifest.arena_bytes:
-            raise BadHandle(f"{name}: ends at byte {end} of an arena of {manifest.arena_bytes} bytes", tensor=name)
+            raise BadHandle(f"{entry.name}: ends at byte {end} of an arena of {manifest.arena_bytes} bytes", tensor=entry.name)
+    spans = [(entry.arena_offset, entry.arena_offset + entry.num_bytes, entry.name) for entry in manifest.entries]
     for (_, end, name), (start, _, next_name) in pairwise(sorted(spans)):
         if start < end:
             raise BadHandle(f"{name} and {next_name} overlap in the arena of rank {manifest.rank}", tensor=next_name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -53,6 +54,7 @@ from tasuki.trainer.backends.fsdp.replicas import NodeReplicas
 from tasuki.trainer.backends.fsdp.routing import ExpertLoad
 from tasuki.trainer.backends.fsdp.sequence_parallel import SequenceGroup
 from tasuki.trainer.backends.fsdp.shards import adapter_shards, local_shards
+from tasuki.trainer.backends.fsdp.shared_base import map_base
 from tasuki.trainer.backends.fsdp.staying import ExportChoice, Staying
 from tasuki.trainer.backends.fsdp.streamed_adamw import StreamedAdamW
 from tasuki.trainer.backends.fsdp.trained import Trained, checkpoint_facts, learner_facts, training_state
@@ -93,7 +95,11 @@ class FsdpBackend:
         self.memory.pin_in_background(self._layout)
         self._export: WeightExport | None = None
         self._reference: Policy | None = None
-        self._policy = load_policy(self._source(node.model.path, lora=config.lora), region=self._weights())
+        self._base = map_base(node, device=self.device)
+        if self._base is not None:
+            self._to_close.callback(self._base.close)
+        source = replace(self._source(node.model.path, lora=config.lora), base=self._base)
+        self._policy = load_policy(source, region=self._weights())
         self._trained = {Role.POLICY: self._train(self._policy, config)}
         if config.critic is not None:
             path = config.critic.path or node.model.path

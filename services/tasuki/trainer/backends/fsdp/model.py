@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -33,7 +34,9 @@ from tasuki.trainer.backends.fsdp.rotary import fuse_rotation
 from tasuki.trainer.backends.fsdp.routing import EXPERTS, replace_routers
 from tasuki.trainer.backends.fsdp.sequence_parallel import SequenceGroup
 from tasuki.trainer.backends.fsdp.shards import head_shards, load_shards, local_shards, tensor_files
+from tasuki.trainer.backends.fsdp.shared_base import views_in
 from tasuki.trainer.data.micro_batch import TokenBatch
+from tasuki.transport.shared_base import SharedBase
 from tasuki.wire.errors import InvalidArgument, PathNotFound, UnsupportedModel
 
 # All have `model`, a stack of `model.layers`, and `lm_head`.
@@ -133,7 +136,9 @@ class NetworkSource:
     compiles: bool = False
     """Whether to compile its layers."""
     shares_prompts: bool = False
-    """Whether micro-batches may contain shared prompts."""
+    """Whether micro-batches may have prompts that samples share."""
+    base: SharedBase | None = None
+    """With `lora`: the weights, where they are the engine's; nothing is read from the folder then."""
 
     @property
     def model(self) -> Model:
@@ -149,7 +154,8 @@ def load_policy(source: NetworkSource, *, region: AbstractContextManager[None]) 
     softcap = source.model.final_logit_softcap
     policy = Policy(_on_meta(source), attention=_attention(source), final_logit_softcap=softcap)
     _materialize(policy, source, region=region)
-    load_shards(source.path, local_shards(policy.causal_lm))
+    if source.base is None:
+        load_shards(source.path, local_shards(policy.causal_lm))
     return policy
 
 
@@ -208,9 +214,12 @@ def _materialize(network: Policy | Critic, source: NetworkSource, *, region: Abs
     """Shards a network on the meta device and allocates its shards; initializes adapters."""
     _shard(network, mesh=source.mesh, compute_dtype=source.compute_dtype)
     device = mesh_device(source.mesh)
+    make = partial(torch.empty_like, device=device)
+    if source.base is not None:
+        make = views_in(source.base, network.causal_lm, otherwise=make)
     with region:
-        # FSDP2 also pads the shards here, so that they do not move later.
-        network.to_empty(device=device)
+        # FSDP2 also pads the shards here, so that they stay where they are from now on.
+        network._apply(make)
     set_buffers(network.causal_lm, source.model, device=device)
     initialize_adapters(network.causal_lm, seed=source.seed)
     if source.compiles:

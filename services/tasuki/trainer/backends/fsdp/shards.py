@@ -26,24 +26,25 @@ SINGLE_FILE = "model.safetensors"
 
 
 def local_shards(causal_lm: nn.Module) -> list[Shard]:
-    """This rank's part of every checkpoint tensor, without adapters, as live views of the parameters. Tied tensors appear once."""
-    return _shards_of(causal_lm, base_parameters(causal_lm))
+    """This rank's part of every checkpoint tensor, without adapters, as live views of the parameters. Tied tensors come once."""
+    return shards_of(causal_lm, base_parameters(causal_lm))
 
 
 def adapter_shards(causal_lm: nn.Module) -> list[Shard]:
-    """This rank's part of every adapter's A and B."""
-    return _shards_of(causal_lm, adapter_parameters(causal_lm))
+    """The same of every adapter's A and B."""
+    return shards_of(causal_lm, adapter_parameters(causal_lm))
 
 
 def head_shards(critic: nn.Module) -> list[Shard]:
     """This rank's part of a critic's head, as `value_head.weight`."""
     head = critic.get_submodule("value_head")
-    return _shards_of(
+    return shards_of(
         critic.get_submodule("causal_lm"), ((f"value_head.{name}", param) for name, param in head.named_parameters())
     )
 
 
-def _shards_of(causal_lm: nn.Module, parameters: Iterable[tuple[str, nn.Parameter]]) -> list[Shard]:
+def shards_of(causal_lm: nn.Module, parameters: Iterable[tuple[str, nn.Parameter]]) -> list[Shard]:
+    """The same of these parameters, by their own names."""
     names = _checkpoint_names(causal_lm)
     shards: list[Shard] = []
     for name, param in parameters:

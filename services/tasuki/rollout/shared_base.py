@@ -1,0 +1,200 @@
+"""The engine's end of a model that trainer and engine read in one copy: SGLang's own loader fills it, or finds it filled.
+
+Every parameter of SGLang's model lies in it as SGLang has it: q, k and v one behind the other, gate and up. A tensor of the checkpoint is
+a run of its parameter's rows then, which the trainer's parameter is a view of.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from sglang.srt.model_executor import model_runner
+from sglang.srt.model_loader.loader import DefaultModelLoader
+from torch.overrides import TorchFunctionMode
+
+from tasuki.config.places import base_socket_path
+from tasuki.config.schema import NodeConfig
+from tasuki.models.config_json import read_json_object
+from tasuki.models.families import find_family, read_model
+from tasuki.models.shape import check_shared_base
+from tasuki.rollout.record import EngineModel, Parameters, record_plan
+from tasuki.transport.manifest import Entry, place
+from tasuki.transport.plan import Piece, whole
+from tasuki.transport.shared_base import SharedBase, WritableBase, find_base
+from tasuki.wire.errors import BadHandle, UnsupportedModel
+
+Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+# What fills a parameter that is about to be loaded. A plan covers every element, so nothing of it would be left.
+_FILLING = frozenset({"fill_", "kaiming_uniform_", "normal_", "trunc_normal_", "uniform_", "zero_"})
+
+
+class EngineBase:
+    """What one engine rank shares. `base` is there once the model has been loaded."""
+
+    def __init__(self, config: NodeConfig, *, device: torch.device) -> None:
+        """Raises InvalidArgument for a mixture of experts."""
+        self.base: SharedBase | None = None
+        self._device = device
+        self._own_path = base_socket_path(config.state_dir, "rollout")
+        self._trainer_path = base_socket_path(config.state_dir, "trainer")
+        self._layout = _checkpoint_layout(config.model.path, getattr(torch, config.rollout.dtype))
+
+    def install(self) -> None:
+        """From now on SGLang loads its model into the base."""
+        model_runner.get_model_loader = cast(Any, self._loader)
+
+    def fill(self, model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Gives the parameters of `model`, which have no memory yet, that of the base: the trainer's, or a new one with `weights`."""
+        parameters = dict(model.named_parameters())
+        entries, _ = place(_whole_entry(name, parameter) for name, parameter in parameters.items())
+        base = find_base(self._trainer_path, device=self._device)
+        if base is None:
+            writable = WritableBase(entries, device=self._device)
+            _bind(parameters, writable.tensors())
+            _load(model, weights, device=self._device)
+            base = writable.publish(self._checkpoint_entries(model, entries))
+            _bind(parameters, base.tensors_at(entries))
+            writable.close()
+        else:
+            _bind(parameters, base.tensors_at(entries))
+            _load(model, (), device=self._device)
+            if tuple(self._checkpoint_entries(model, entries)) != base.manifest.entries:
+                raise BadHandle("the trainer's base has another layout than the engine's model", socket=self._trainer_path)
+        base.hand_out(self._own_path)
+        self.base = base
+
+    def _loader(self, load_config: Any, model_config: Any = None) -> DefaultModelLoader:
+        return _BaseLoader(load_config, self)
+
+    def _checkpoint_entries(self, model: torch.nn.Module, entries: Sequence[Entry]) -> list[Entry]:
+        """Where the checkpoint's tensors are, by SGLang's own loader. Raises UnsupportedModel for one that is not in one run of rows."""
+        plan = record_plan(cast(EngineModel, model), _Published(self._layout))
+        parameters, starts = Parameters(cast(EngineModel, model)), {entry.name: entry.arena_offset for entry in entries}
+        pieces: defaultdict[str, list[Piece]] = defaultdict(list)
+        for piece in plan.pieces:
+            pieces[piece.name].append(piece)
+        found: list[Entry] = []
+        for name, (shape, _) in self._layout.items():
+            run = _run_of(pieces[name], num_elements=math.prod(shape))
+            if run is None:
+                raise UnsupportedModel(
+                    f"trainer.lora.share_base: the engine does not hold {name} as the checkpoint does; leave it out",
+                    tensor=name,
+                )
+            parameter, start = run
+            dtype = parameters.dtype(parameter)
+            offset = starts[parameter] + start * dtype.itemsize
+            found.append(Entry(name, str(dtype).removeprefix("torch."), shape, (0,) * len(shape), shape, offset))
+        return found
+
+
+class _BaseLoader(DefaultModelLoader):
+    """SGLang's loader, whose model has no memory until it is given that of the base."""
+
+    def __init__(self, load_config: Any, engine_base: EngineBase) -> None:
+        super().__init__(load_config)
+        self._engine_base, self._unmade = engine_base, _Unmade()
+
+    def load_model(self, *, model_config: Any, device_config: Any) -> torch.nn.Module:
+        with self._unmade:
+            return super().load_model(model_config=model_config, device_config=device_config)
+
+    # SGLang's is static, and called on the loader all the same.
+    def load_weights_and_postprocess(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]], target_device: torch.device
+    ) -> None:
+        self._unmade.finish(model)
+        self._engine_base.fill(model, weights)
+
+
+class _Unmade(TorchFunctionMode):
+    """Makes empty tensors of one element, expanded, and does not fill them: two copies of the model never need to fit at once."""
+
+    is_on = True
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        if self.is_on and func is torch.empty:
+            shape = func(*args, **{**options, "device": "meta"}).shape
+            return func(1, **options).expand(shape)
+        # Functions of torch.nn.init name it.
+        filled = args[0] if args else options.get("tensor")
+        if self.is_on and getattr(func, "__name__", "") in _FILLING and _is_unmade(filled):
+            return filled
+        return func(*args, **options)
+
+    def finish(self, model: torch.nn.Module) -> None:
+        """From now on tensors are made as ever. Raises UnsupportedModel when one that is no parameter has no memory."""
+        self.is_on = False
+        for name, module in model.named_modules():
+            for key, value in {**vars(module), **dict(module.named_buffers(recurse=False))}.items():
+                if _is_unmade(value):
+                    raise UnsupportedModel(
+                        f"trainer.lora.share_base: the engine keeps {name}.{key} beside its weights; leave it out", tensor=name
+                    )
+
+
+def _is_unmade(value: object) -> bool:
+    """Whether it is a tensor without memory for all its elements."""
+    return isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() < value.nbytes
+
+
+class _Published:
+    """The checkpoint's tensors, of which nobody needs the values."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+
+    def layout(self) -> Layout:
+        return self._layout
+
+    def gathered(self, name: str) -> torch.Tensor:
+        raise UnsupportedModel(
+            f"trainer.lora.share_base: the engine computes with {name} when it loads it; leave it out", tensor=name
+        )
+
+
+def _checkpoint_layout(path: Path, dtype: torch.dtype) -> Layout:
+    config = read_json_object(path / "config.json", field="model.path")
+    shape = read_model(config).shape
+    check_shared_base(shape)
+    names = find_family(shape.architecture).checkpoint
+    return {names.tensor(name): (sizes, dtype) for name, sizes in shape.parameters().items()}
+
+
+def _run_of(pieces: Sequence[Piece], *, num_elements: int) -> tuple[str, int] | None:
+    """The parameter, and the element of it, from which on a tensor lies whole and in its own order; None when it does not."""
+    places = {(piece.parameter, piece.destination.offset - piece.source.offset) for piece in pieces}
+    is_run = all(whole(at.shape, offset=at.offset) == at for piece in pieces for at in (piece.source, piece.destination))
+    if len(places) != 1 or not is_run or sum(piece.source.numel for piece in pieces) != num_elements:
+        return None
+    return places.pop()
+
+
+def _whole_entry(name: str, parameter: torch.Tensor) -> Entry:
+    shape = tuple(parameter.shape)
+    return Entry(name, str(parameter.dtype).removeprefix("torch."), shape, (0,) * len(shape), shape)
+
+
+def _bind(parameters: Mapping[str, torch.nn.Parameter], tensors: Sequence[torch.Tensor]) -> None:
+    for parameter, tensor in zip(parameters.values(), tensors, strict=True):
+        parameter.data = tensor
+
+
+def _load(model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]], *, device: torch.device) -> None:
+    """SGLang's own. Raises UnsupportedModel where that moves a parameter elsewhere."""
+    before = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    DefaultModelLoader.load_weights_and_postprocess(model, weights, device)
+    after = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    for name in before.keys() | after.keys():
+        if before.get(name) != after.get(name):
+            raise UnsupportedModel(
+                f"trainer.lora.share_base: the engine packs {name} on this machine; leave it out", tensor=name
+            )

@@ -1,0 +1,60 @@
+"""A model of an engine rank in memory that a trainer reads, too, without an engine around it: loaded by SGLang, and found again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tasuki.config.schema import NodeConfig
+
+
+def share_base(model: Any, load: Callable[[Any], Any], *, state_dir: Path, folder: Path) -> list[str]:
+    """Parameters that differ from those of `model`, which SGLang has loaded as ever.
+
+    Of the model that makes the base, and of one that finds it with a trainer and hands it out from then on. load: a model, by that loader.
+    """
+    import torch
+    from sglang.srt.model_executor import model_runner
+
+    from tasuki.config.places import base_socket_path
+    from tasuki.rollout.shared_base import EngineBase
+    from tasuki.transport.shared_base import find_base
+    from tests.base_copies import chunk_at, chunks_of
+
+    config = NodeConfig.model_validate(
+        {
+            "state_dir": state_dir,
+            "model": {"path": folder},
+            "trainer": {"lora": {"share_base": True}},
+            "rollout": {"lora": "adapter"},
+        }
+    )
+    device = torch.device("cpu")
+    trainer = None
+    found: list[dict[str, Any]] = []
+    chunks: list[dict[str, int]] = []
+    for _ in range(2):
+        engine_base = EngineBase(config, device=device)
+        engine_base.install()
+        parameters = dict(load(model_runner.get_model_loader).named_parameters())
+        found.append(parameters)
+        chunks.append({name: chunk_at(parameter.data_ptr()) for name, parameter in parameters.items()})
+        if len(found) == 1:
+            trainer = find_base(base_socket_path(state_dir, "rollout"), device=device)
+            assert trainer is not None and engine_base.base is not None
+            trainer.hand_out(base_socket_path(state_dir, "trainer"))
+            engine_base.base.close()
+    assert trainer is not None
+    trainer.close()
+    assert chunks[0] == chunks[1], "the second finds what the first has made"
+    inodes = set(chunks[0].values())
+    assert 0 not in inodes and not inodes & chunks_of(os.getpid()).written
+    expected = dict(model.named_parameters())
+    assert found[0].keys() == found[1].keys() == expected.keys()
+    return [
+        name
+        for name, parameter in expected.items()
+        if any(not torch.equal(parameter.view(torch.int16), one[name].view(torch.int16)) for one in found)
+    ]
