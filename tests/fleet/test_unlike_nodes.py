@@ -87,7 +87,7 @@ def test_another_version_is_refused(fleet: RealFleet, folder: Path) -> None:
 
 def test_another_model_is_refused(fleet: RealFleet, folder: Path) -> None:
     said = refusal(fleet, "model-node", f"model.path={folder}/model")
-    assert "FLEET_MISMATCH: fleet: model_digest: node 1 has another model than the leader; give all nodes the same" in said
+    assert "FLEET_MISMATCH: fleet: model_digest: node 1 has a different model from the leader; give all nodes the same" in said
 
 
 def test_another_number_of_ranks_is_refused(fleet: RealFleet) -> None:

@@ -102,6 +102,6 @@ async def test_a_node_joins_again_when_the_leader_was_restarted_and_ends_when_it
                     while not nodes.joined:
                         await asyncio.sleep(0.05)
         with pytest.raises(
-            FleetEnded, match="the leader at .* was silent .*; nobody listens there any more: it was stopped, or has ended"
+            FleetEnded, match="the leader at .* was silent .*; nothing listens there any more: it was stopped or has ended"
         ):
             await asyncio.wait_for(living, 60.0)

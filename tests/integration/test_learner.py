@@ -220,7 +220,7 @@ def test_a_checkpoint_with_a_critic_and_a_trainer_without_one_refuse_each_other(
     for name, learner in learners.items():
         (other,) = learners.keys() - {name}
         parameters = whole_parameters(learner, Role.POLICY)
-        with pytest.raises(InvalidArgument, match=f"holds {other}, the trainer trains {name}"):
+        with pytest.raises(InvalidArgument, match=f"holds {other}, but the trainer trains {name}"):
             learner.load_checkpoint(tmp_path / other)
         assert are_equal(whole_parameters(learner, Role.POLICY), parameters)
 

@@ -167,7 +167,7 @@ async def test_a_checkpoint_of_another_version_than_its_loop_tells_is_named(run:
     _begin_at_the_model(run.folder / "node")
     run.node.policy_version = 0
     (run.output_dir / "checkpoints" / "version-000004").rename(run.output_dir / "checkpoints" / "version-000002")
-    with pytest.raises(InvalidArgument, match=r"version-000002 has policy version 2, its loop\.json tells of 4; remove"):
+    with pytest.raises(InvalidArgument, match=r"version-000002 has policy version 2, but its loop\.json says 4; remove"):
         await run.go_on()
 
 

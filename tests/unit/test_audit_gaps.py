@@ -80,7 +80,7 @@ def test_the_run_as_it_is_is_clean(run: Path, capsys: pytest.CaptureFixture[str]
     told = json.loads(capsys.readouterr().out)
     assert (told["num_epochs"], told["num_changeovers"], told["num_stages"]) == (2, 8, 36)
     assert told["num_logged_commands"] == 36 + 4  # and four samples
-    assert told["not_audited"] == [f"what was trained: there is no {run}/training.log"]
+    assert told["not_audited"] == [f"training: there is no {run}/training.log"]
 
 
 TRIP = "IN (SELECT id FROM stages WHERE number IN (3, 4))"
@@ -200,14 +200,14 @@ def test_what_is_not_there_is_told_and_is_no_breach(run: Path, capsys: pytest.Ca
     assert main(["audit", str(run)]) == 0
     told = capsys.readouterr().out
     assert told.startswith("clean\nepochs=2 ")
-    assert f"not audited: what rollout carried out: nothing of it is in {run}/logs/rollout.log\n" in told
-    assert "not audited: what trainer carried out at the beginning of a life: that is not in" in told
+    assert f"not audited: commands of rollout: {run}/logs/rollout.log has none\n" in told
+    assert "not audited: commands of trainer after a start: missing in" in told
 
 
 def test_lines_that_a_full_disk_took_are_told_and_are_no_breach(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     edit(run, "rollout", "^.* name=SYNC .* sequence=12 .*\n", "event=log_lines_lost\n")
     assert main(["audit", str(run)]) == 0
-    assert "not audited: whether rollout carried out all that the journal says: lines were lost" in capsys.readouterr().out
+    assert "not audited: whether rollout ran every command in the journal" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def test_the_command_audits_the_fleets_journal_beside_the_nodes(
     assert run(tmp_path, as_json=False) == BROKEN
     told = capsys.readouterr().out
     assert "broken: decided" in told
-    assert "on node 0 a decision first, says the fleet" in told
+    assert "on node 0 a decision first, according to the fleet" in told
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:

@@ -40,8 +40,8 @@ def test_a_node_like_the_leader_is_taken() -> None:
         ("version", "0.2.0", "has 0.2.0, the fleet has 0.1.0; install"),
         ("num_ranks", 4, "has 4, the fleet has 8"),
         ("num_gpus", 0, "has 0, the fleet has 8"),
-        ("config_digest", "d", "another configuration than the leader"),
-        ("model_digest", "n", "node 3 has another model than the leader; give all nodes the same model folder"),
+        ("config_digest", "d", "a different configuration from the leader"),
+        ("model_digest", "n", "node 3 has a different model from the leader; give all nodes the same model folder"),
     ],
 )
 def test_a_node_that_differs_is_refused_by_field(field: str, found: object, words: str) -> None:

@@ -75,7 +75,7 @@ def test_where_nobody_says_how_large_a_gpu_is_nothing_stays(model: Path, monkeyp
     told: list[str] = []
     config = node(model)
     assert with_residency(config, tell=told.append) is config
-    assert "NVML does not say" in told[0]
+    assert "NVML does not report" in told[0]
 
 
 def test_on_a_cpu_the_machines_memory_or_its_budget_decides(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

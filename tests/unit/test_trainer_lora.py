@@ -88,12 +88,12 @@ def facts(*, policy: int | None = None, critic: int | None = -1) -> CheckpointFa
 @pytest.mark.parametrize(
     ("held", "have", "problem"),
     [
-        (facts(), facts(policy=8), "a whole model as policy, the trainer trains adapters of rank 8"),
-        (facts(policy=8), facts(), "adapters of rank 8 as policy, the trainer trains a whole model"),
+        (facts(), facts(policy=8), "a whole model as policy, but the trainer trains adapters of rank 8"),
+        (facts(policy=8), facts(), "adapters of rank 8 as policy, but the trainer trains a whole model"),
         (facts(policy=8), facts(policy=16), "adapters of rank 8 as policy"),
         (facts(critic=None), facts(critic=8), "a whole model as critic"),
-        (facts(), facts(critic=None), "holds policy, the trainer trains critic, policy"),
-        (facts(critic=None), facts(), "holds critic, policy, the trainer trains policy"),
+        (facts(), facts(critic=None), "holds policy, but the trainer trains critic, policy"),
+        (facts(critic=None), facts(), "holds critic, policy, but the trainer trains policy"),
     ],
 )
 def test_a_checkpoint_of_another_kind_of_training_is_refused(

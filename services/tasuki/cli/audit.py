@@ -85,7 +85,9 @@ def _fleet(folder: Path) -> FleetAudit | None:
 def _of_fleet(violation: FleetViolation) -> Violation:
     where = "" if violation.node_rank is None else f"on node {violation.node_rank} "
     stage = Stage(violation.stage) if violation.stage in set(Stage) else None
-    return Violation(violation.invariant, f"{where}{violation.expected}, says the fleet", violation.changeover_id, stage)
+    return Violation(
+        violation.invariant, f"{where}{violation.expected}, according to the fleet", violation.changeover_id, stage
+    )
 
 
 def _training(folder: Path) -> tuple[list[TrainingRecord], str]:
@@ -102,13 +104,13 @@ def _not_audited(folder: Path, lives: Mapping[Service, Sequence[LoggedLife]]) ->
     for service, logged in lives.items():
         log = log_path(folder, service)
         if not logged:
-            lacking.append(f"what {service} carried out: nothing of it is in {log}")
+            lacking.append(f"commands of {service}: {log} has none")
         elif not all(life.has_beginning for life in logged):
-            lacking.append(f"what {service} carried out at the beginning of a life: that is not in {log}")
+            lacking.append(f"commands of {service} after a start: missing in {log}")
         if any(life.lacks_lines for life in logged):
-            lacking.append(f"whether {service} carried out all that the journal says: lines were lost, says {log}")
+            lacking.append(f"whether {service} ran every command in the journal: {log} lost lines")
     if not training_log_path(folder).exists():
-        lacking.append(f"what was trained: there is no {training_log_path(folder)}")
+        lacking.append(f"training: there is no {training_log_path(folder)}")
     return tuple(lacking)
 
 

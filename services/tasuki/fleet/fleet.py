@@ -255,7 +255,7 @@ class Fleet:
     def _close_left(self, phase: Phase) -> None:
         """Ends a changeover begun by RunStage, before another one begins."""
         if self._open is not None:
-            self._close(self._open, Interrupted(f"left in the middle when phase {phase} was asked for"))
+            self._close(self._open, Interrupted(f"abandoned when phase {phase} was requested"))
 
     def _close(self, changeover: FleetChangeover, error: TasukiError | None = None) -> None:
         self._views = list(changeover.views)

@@ -123,7 +123,7 @@ def _mismatch(field: str, expected: object, found: object, member: Member, *, ke
         more = f" and {len(keys) - _NAMED_KEYS} more" if len(keys) > _NAMED_KEYS else ""
         problem = f"differs from the leader in {', '.join(keys[:_NAMED_KEYS])}{more}"
     elif field in _DIGESTS:
-        problem = f"has another {_DIGESTS[field]} than the leader"
+        problem = f"has a different {_DIGESTS[field]} from the leader"
     text = f"{field}: node {member.node_rank} {problem}; {advice}"
     return FleetMismatch(text, field=field, node_rank=member.node_rank, expected=expected, found=found)
 

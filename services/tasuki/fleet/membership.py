@@ -37,7 +37,7 @@ _REFUSED = "Connection refused"
 """gRPC's error if a machine answers but no process listens."""
 _CLOSED = "Socket closed"
 """gRPC's error if the peer has rejected a certificate, among other causes."""
-_ADVICE = "give all nodes certificates of one authority, good now by their clocks, such as `tasuki certs --fleet` makes"
+_ADVICE = "give all nodes certificates of one CA, valid now by their clocks, such as those of `tasuki certs --fleet`"
 
 
 class Membership:
@@ -87,7 +87,7 @@ class Membership:
 
     def _silence(self, silent_s: float, error: TasukiError) -> str:
         text = f"the leader at {self._config.leader} was silent for {silent_s:.1f} s, longer than fleet.node_timeout_s"
-        return f"{text}; nobody listens there any more: it was stopped, or has ended" if _REFUSED in error.message else text
+        return f"{text}; nothing listens there any more: it was stopped or has ended" if _REFUSED in error.message else text
 
     async def _check_certificates(self, error: TasukiError) -> None:
         """Raises InvalidArgument if one side rejects the other's certificate."""

@@ -195,7 +195,7 @@ class Layout:
         if self.exports_parameters and self.param_bytes != self.engine_bytes:
             raise InvalidArgument(
                 "exports_parameters",
-                f"parameters of {self.param_bytes} bytes an element cannot be read by an engine that holds {self.engine_bytes}",
+                f"parameters of {self.param_bytes} bytes per element cannot be read by an engine that uses {self.engine_bytes}",
             )
         for name, on, num_ranks in (
             ("rank_gpus", self.rank_gpus, self.num_ranks), ("engine_gpus", self.engine_gpus, self.num_engine_ranks)
@@ -206,7 +206,7 @@ class Layout:
         if wrong:
             raise InvalidArgument("sleeping", f"{', '.join(sorted(wrong))} cannot leave; what can is {', '.join(TAGS)}")
         if self.staying is not None and len(self.staying) != self.num_gpus:
-            raise InvalidArgument("staying", f"must say it for each of {self.num_gpus} GPUs, not for {len(self.staying)}")
+            raise InvalidArgument("staying", f"must have an entry for each of {self.num_gpus} GPUs, not {len(self.staying)}")
 
     def has_rank(self, gpu: int) -> bool:
         return gpu < self.num_ranks if self.rank_gpus is None else gpu in self.rank_gpus

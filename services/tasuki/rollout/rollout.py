@@ -233,7 +233,7 @@ class Rollout:
             async for ended in completions:
                 if not all(math.isfinite(log_prob) for _, completion in ended for log_prob in completion.log_probs):
                     raise PolicyDiverged(
-                        f"policy version {version} gives log-probs that are not finite; load a checkpoint",
+                        f"policy version {version} yields log-probs that are not finite; load a checkpoint",
                         policy_version=version,
                     )
                 yield [

@@ -62,7 +62,7 @@ def continuation(earlier: EarlierRun, *, node_version: int, is_of_run: bool, cri
         return Continuation(saved, kept, earlier.checkpoint, position)
     if earlier.checkpoint is None and node_version < saved_version:
         raise VersionOrder(
-            f"the run began at policy version {saved_version}, whose weights the node, at {node_version}, no longer has, and "
+            f"the run began at policy version {saved_version}, whose weights the node, now at {node_version}, no longer has, and "
             "left no checkpoint: restart it with another output_dir",
             have=node_version,
             want=saved_version,

@@ -46,7 +46,7 @@ def _check_output(config: NodeConfig, *, node: NodeConfig) -> None:
         try:
             paths.check(str(table.output_dir / "checkpoints"), use=PathUse.WRITE)
         except (InvalidArgument, PermissionDenied) as error:
-            advice = "choose another, or start all nodes with paths.write that has it"
+            advice = "choose another, or restart all nodes with it in paths.write"
             raise InvalidArgument(f"{name}.output_dir", f"{error.message}; {advice}") from error
 
 

@@ -92,7 +92,7 @@ class ImportedAllocation(PeerMemory):
         except RuntimeError as error:
             first_line = str(error).splitlines()[0]
             raise BadHandle(
-                f"trainer rank {manifest.rank}: {device} does not open its CUDA IPC handle: {first_line}; has the trainer freed "
+                f"trainer rank {manifest.rank}: {device} cannot open its CUDA IPC handle: {first_line}; has the trainer freed "
                 "it or ended, or does another PID namespace or user hide it?",
                 rank=manifest.rank,
             ) from error
@@ -117,5 +117,5 @@ def _share(storage: torch.UntypedStorage) -> IpcMemory:
     try:
         _, handle, num_bytes, offset, counter, counter_offset, _, _ = storage._share_cuda_()
     except RuntimeError as error:
-        raise InternalError(f"CUDA gives no IPC handle for this memory: {str(error).splitlines()[0]}") from error
+        raise InternalError(f"CUDA provides no IPC handle for this memory: {str(error).splitlines()[0]}") from error
     return IpcMemory(handle, num_bytes, offset, counter, counter_offset, os.getpid())

@@ -132,7 +132,7 @@ class _Handler(BaseHTTPRequestHandler):
             text = json.dumps(value, allow_nan=False)
         except ValueError as error:  # from a journal that someone has modified
             status = HTTPStatus.INTERNAL_SERVER_ERROR
-            text = json.dumps({"error": f"the run holds a number that is not finite: {error}", "reason": "INTERNAL"})
+            text = json.dumps({"error": f"the run contains a number that is not finite: {error}", "reason": "INTERNAL"})
         self._answer(status, "application/json; charset=utf-8", text.encode())
 
     def _answer(self, status: HTTPStatus, content_type: str, body: bytes) -> None:
@@ -172,7 +172,7 @@ def _figures(feed: Feed, path: str, query: Query) -> object:
         "/api/samples/one": lambda: feed.sample(_number(query, "step"), _number(query, "index")),
     }
     if path not in routes:
-        raise PathNotFound("there is no such page here")
+        raise PathNotFound("there is no such page")
     return routes[path]()
 
 

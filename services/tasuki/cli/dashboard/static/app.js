@@ -1,4 +1,4 @@
-// Tabs, the token, and the stream that says what has changed. Each view asks for its figures when it is seen.
+// Tabs, the token, and the stream of changes. Each view loads its data when it becomes visible.
 
 import { makeChangeovers } from "./changeovers.js";
 import { makeMemory } from "./memory.js";
@@ -33,7 +33,7 @@ function readPlace() {
   if (given.has("token")) sessionStorage.setItem(KEY, given.get("token"));
   token = sessionStorage.getItem(KEY) ?? "";
   const tab = given.get("tab") ?? location.hash.slice(1);
-  // The token must not stay where a screenshot or the history shows it.
+  // The token must not remain visible in screenshots or the history.
   history.replaceState(null, "", TABS.includes(tab) ? `#${tab}` : location.pathname);
   return TABS.includes(tab) ? tab : "";
 }

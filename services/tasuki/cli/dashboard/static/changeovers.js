@@ -111,7 +111,7 @@ function details(one) {
 
 function restartTable(restarted) {
   const list = restarted.restarts;
-  if (!list.length) return [h("h2", {}, "Restarts"), h("p", { class: "note" }, "The supervisor's log tells of none.")];
+  if (!list.length) return [h("h2", {}, "Restarts"), h("p", { class: "note" }, "None in the supervisor's log.")];
   return [h("h2", {}, "Restarts"), h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, ["time", "service", "number", "cause"].map((name) => h("th", { scope: "col" }, name)))),
     h("tbody", {}, list.map((one) => h("tr", {}, h("td", {}, clock(one.time, { withDate: true })), h("td", {}, one.service), h("td", {}, one.number), h("td", { class: "cause" }, one.cause))))))];
 }

@@ -111,7 +111,7 @@ function range(layers, spec) {
   return { low: low === 0 ? 0 : low - room, high: high + room, isCut };
 }
 
-/** What is above the axis, told where it leaves. */
+/** Labels for values above the axis, placed where the line leaves it. */
 function summits(layer, spec, drawing, high) {
   const above = layer.top.map((value, index) => [index, value]).filter(([, value]) => value > high);
   let before = -Infinity;
@@ -232,7 +232,7 @@ function point(parts, spec, index) {
   parts.svg.closest(".chart").querySelector(".unit").textContent = index === null ? spec.unit : place;
 }
 
-/** At the end of a chart the last value that is known counts. */
+/** At the end of a chart the last known value is used. */
 function at(values, index, isLast) {
   while (isLast && index > 0 && values[index] === null) index -= 1;
   return values[index];

@@ -1,4 +1,4 @@
-// Elements and numbers. What comes from a run is only ever put into a page as text.
+// Elements and numbers. Data of a run is only ever inserted as text.
 
 const SVG = "http://www.w3.org/2000/svg";
 

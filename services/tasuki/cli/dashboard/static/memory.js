@@ -34,7 +34,7 @@ function headline(memory) {
     return [
       [`${device.device}, tags now`, bytes(totals.at(-1)), device.total_bytes ? `of ${bytes(device.total_bytes)}` : ""],
       [`${device.device}, most in the window`, bytes(most), plan ? `plan ${bytes(Math.max(0, ...plan.tags))}` : ""],
-      ...(plan ? [[`${device.device}, plan with working memory`, bytes(Math.max(0, ...plan.total)), "at its fullest"]] : []),
+      ...(plan ? [[`${device.device}, plan with working memory`, bytes(Math.max(0, ...plan.total)), "at its peak"]] : []),
     ];
   }).slice(0, 9));
 }
@@ -59,8 +59,8 @@ function chartOf(device, memory) {
 }
 
 function told(memory) {
-  if (!memory.devices.length) return "Nothing is known of the tags yet: the node writes memory.jsonl at its first changeover.";
+  if (!memory.devices.length) return "No data yet: the node writes memory.jsonl at its first changeover.";
   const bucket = memory.bucket > 1 ? ` Every ${memory.bucket}th stage is drawn.` : "";
-  const plan = memory.plan_problem ? ` There is no plan to compare with: ${memory.plan_problem}.` : " The dashed line is what `tasuki plan` says, a phase at its fullest.";
-  return `Sizes of tags are the services' own words; between these, each stage of the journal moves its tags.${plan}${bucket}`;
+  const plan = memory.plan_problem ? ` There is no plan to compare with: ${memory.plan_problem}.` : " The dashed line is the prediction of `tasuki plan`, with phases at their peak.";
+  return `Sizes of tags are reported by the services; in between, they follow the stages in the journal.${plan}${bucket}`;
 }

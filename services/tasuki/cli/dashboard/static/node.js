@@ -1,4 +1,4 @@
-// The ring with its phase and stage now, the services, and what has just happened.
+// The ring with the current phase and stage, the services, and recent events.
 
 import { facts, h, number, put, seconds } from "./dom.js";
 

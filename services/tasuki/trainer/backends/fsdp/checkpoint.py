@@ -157,16 +157,16 @@ def _check_fits(path: Path, facts: CheckpointFacts, *, have: CheckpointFacts) ->
     """Raises InvalidArgument if the networks differ from the configuration, VersionOrder for an older policy."""
     if facts.roles.keys() != have.roles.keys():
         kinds = [", ".join(sorted(each.roles)) for each in (facts, have)]
-        raise InvalidArgument("path", f"{path} holds {kinds[0]}, the trainer trains {kinds[1]}")
+        raise InvalidArgument("path", f"{path} holds {kinds[0]}, but the trainer trains {kinds[1]}")
     for role, saved in facts.roles.items():
         mine = have.roles[role]
         if saved.architecture != mine.architecture:
             raise InvalidArgument(
-                "path", f"{path} holds a {saved.architecture} as {role}, the trainer runs a {mine.architecture}"
+                "path", f"{path} holds a {saved.architecture} as {role}, but the trainer runs a {mine.architecture}"
             )
         if saved.lora_rank != mine.lora_rank:
             kinds = [f"adapters of rank {rank}" if rank else "a whole model" for rank in (saved.lora_rank, mine.lora_rank)]
-            raise InvalidArgument("path", f"{path} holds {kinds[0]} as {role}, the trainer trains {kinds[1]}")
+            raise InvalidArgument("path", f"{path} holds {kinds[0]} as {role}, but the trainer trains {kinds[1]}")
     if facts.optimizer_8bit is not have.optimizer_8bit:
         setting = f"trainer.optimizer_8bit = {str(facts.optimizer_8bit).lower()}"
         raise InvalidArgument(
@@ -175,7 +175,7 @@ def _check_fits(path: Path, facts: CheckpointFacts, *, have: CheckpointFacts) ->
     saved, mine = facts.roles[Role.POLICY], have.roles[Role.POLICY]
     if saved.version < mine.version:
         raise VersionOrder(
-            f"{path} has policy version {saved.version}, the trainer is at {mine.version}; versions only grow: "
+            f"{path} has policy version {saved.version}, but the trainer is at {mine.version}; versions only grow: "
             "restart the trainer to go back",
             have=mine.version,
             want=saved.version,
