@@ -53,6 +53,7 @@ class EngineRanks:
 
     def __init__(self, pipes: list[Connection]) -> None:
         self._pipes = pipes
+        self._tp_size = 0
 
     def receive(
         self, folder: Path, published: weights_pb2.PublishedWeights, *, tp_size: int, adapter: Adapter | None = None
@@ -61,14 +62,14 @@ class EngineRanks:
 
         adapter: is poisoned, received and compared in the place of the model.
         """
-        address = f"tcp://127.0.0.1:{free_port()}"
+        address = self._address(tp_size)
         for tp_rank, pipe in enumerate(self._pipes[:tp_size]):
             pipe.send(_Job(tp_rank, tp_size, address, str(folder), published.SerializeToString(), adapter))
         return [self._answer(pipe) for pipe in self._pipes[:tp_size]]
 
     def share_base(self, folder: Path, state_dir: Path) -> Outcome:
         """As base_rank.share_base, by the first rank alone."""
-        self._pipes[0].send(_Job(0, 1, f"tcp://127.0.0.1:{free_port()}", str(folder), b"", None, state_dir))
+        self._pipes[0].send(_Job(0, 1, self._address(1), str(folder), b"", None, state_dir))
         return self._answer(self._pipes[0])
 
     @property
@@ -87,6 +88,13 @@ class EngineRanks:
         self._pipes[tp_rank].send(num_bytes)
         self._answer(self._pipes[tp_rank])
 
+    def _address(self, tp_size: int) -> str | None:
+        """Where ranks meet to form a group of this size; None where the group of the job before has it."""
+        if tp_size == self._tp_size:
+            return None
+        self._tp_size = tp_size
+        return f"tcp://127.0.0.1:{free_port()}"
+
     def _answer(self, pipe: Connection) -> Outcome:
         assert pipe.poll(500), "a rank gave no answer"
         outcome = pipe.recv()
@@ -99,7 +107,7 @@ class EngineRanks:
 class _Job:
     tp_rank: int
     tp_size: int
-    address: str
+    address: str | None
     folder: str
     published: bytes
     adapter: Adapter | None
@@ -157,7 +165,6 @@ def _run_rank(pipe: Connection, device: str) -> None:
     from tasuki.rollout.rank_commands import command_tensors, rank_allocator, run_command
 
     allocator = rank_allocator(device)
-    tp_size = 0
     model = None
     while True:
         try:
@@ -168,9 +175,8 @@ def _run_rank(pipe: Connection, device: str) -> None:
             outcome = _NOTHING
             if isinstance(job, _Job):
                 args = _configure(job, device=device.partition(":")[0])
-                if job.tp_size != tp_size:
+                if job.address is not None:
                     _join_group(job, backend="gloo" if device == "cpu" else "nccl")
-                    tp_size = job.tp_size
                 with allocator.region(MemoryTag.WEIGHTS):
                     model = _load(args)
                 if job.state_dir is not None:

@@ -148,14 +148,14 @@ def test_memory_is_a_quarter_and_as_planned_and_sleeps(mesh: DeviceMesh, tmp_pat
     assert "value_head.weight" not in [
         name for name, state in state_of(learner, Role.CRITIC).items() if "exp_avg_codes" in state
     ]
-    usages = [{each.tag: each.total_bytes for each in fsdp(each).usage()} for each in (learner, full)]
+    usages = [{each.tag: each.total_bytes for each in fsdp(each).memory.usage()} for each in (learner, full)]
     rounded, whole = (usage[MemoryTag.OPTIMIZER] for usage in usages)
     assert rounded == trainer_tags(fsdp(learner)._layout)[Part.OPTIMIZER]
     assert rounded < 0.3 * whole
     step(learner, 1)
     before = {name: {key: tensor.clone() for key, tensor in state.items()} for name, state in state_of(learner).items()}
-    fsdp(learner).pause(TAGS)
-    fsdp(learner).resume(TAGS)
+    fsdp(learner).memory.pause(TAGS)
+    fsdp(learner).memory.resume(TAGS)
     for name, state in state_of(learner).items():
         for key, tensor in state.items():
             assert torch.equal(tensor, before[name][key]), (name, key)

@@ -87,11 +87,11 @@ def test_there_are_several_blocks_and_the_tag_is_empty(model: Path, mesh: Device
     assert max(block.num_bytes for block in optimizer._blocks) <= streamed_adamw.BLOCK_BYTES
     assert {len(block.pieces) > 1 for block in optimizer._blocks if block.pieces[0].start == 0} == {True, False}
     assert any(block.pieces[0].start for block in optimizer._blocks), "a parameter larger than a block"
-    usage = {each.tag: each.total_bytes for each in fsdp(learner).usage()}
+    usage = {each.tag: each.total_bytes for each in fsdp(learner).memory.usage()}
     assert usage[MemoryTag.OPTIMIZER] == 0 < usage[MemoryTag.GRADIENTS]
     step(learner, 1)
-    fsdp(learner).pause(TAGS)
-    fsdp(learner).resume(TAGS)
+    fsdp(learner).memory.pause(TAGS)
+    fsdp(learner).memory.resume(TAGS)
     resident = start(model, mesh, optimizer_on_host=False)
     step(learner, 1)
     step(resident, 2)
