@@ -182,6 +182,8 @@ def test_a_disk_that_hangs_does_not_hold_the_loop_up(tmp_path: Path, monkeypatch
     assert time.monotonic() - started < limit_s(2.0)
     assert len(told) == 1 and "too slow" in told[0]
     os.close(os.open(fifo, os.O_RDONLY | os.O_NONBLOCK))  # lets the thread go
+    monkeypatch.undo()
+    dump.close()
 
 
 def test_samples_are_in_no_log(settings: Settings, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]):
