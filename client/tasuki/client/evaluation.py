@@ -51,13 +51,7 @@ class EvalSettings:
         if not math.isfinite(self.correct_at):
             raise InvalidArgument("eval.correct_at", f"is {self.correct_at:g}; it must be finite")
         try:
-            check_eval_sampling(
-                temperature=self.temperature,
-                top_p=self.top_p,
-                top_k=self.top_k,
-                correct_at=self.correct_at,
-                pass_at=self.pass_at,
-            )
+            check_eval_sampling(self)
         except SettingError as error:
             raise InvalidArgument(f"eval.{error.field}", error.problem) from error
 

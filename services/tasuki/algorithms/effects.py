@@ -5,8 +5,8 @@ A coefficient or count of 0 switches something off. Its settings may stay, so th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 from tasuki.algorithms.loss_types import Correction, LossConfig, OldPolicy, SettingError
 
@@ -56,16 +56,29 @@ def check_loss_effects(loss: LossConfig) -> None:
     )
 
 
-def check_eval_sampling(
-    *, temperature: float, top_p: float | None, top_k: int | None, correct_at: float, pass_at: object
-) -> None:
+class EvalSampling(Protocol):
+    """Settings of an evaluation, in the configuration or the client."""
+
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def top_p(self) -> float | None: ...
+    @property
+    def top_k(self) -> int | None: ...
+    @property
+    def correct_at(self) -> float: ...
+    @property
+    def pass_at(self) -> Sequence[int]: ...
+
+
+def check_eval_sampling(given: EvalSampling) -> None:
     """Raises SettingError naming an evaluation setting that greedy sampling, or the lack of pass@k, makes ineffective."""
-    samples, needed = temperature > 0.0, "greedy sampling takes the most likely token; raise temperature above 0"
+    samples, needed = given.temperature > 0.0, "greedy sampling takes the most likely token; raise temperature above 0"
     check_effects(
         (
-            ("top_p", 1.0 if top_p is None else top_p, 1.0, samples, needed),
-            ("top_k", -1 if top_k is None else top_k, -1, samples, needed),
-            ("correct_at", correct_at, 1.0, bool(pass_at), "it is for pass@k; name each k in pass_at"),
+            ("top_p", 1.0 if given.top_p is None else given.top_p, 1.0, samples, needed),
+            ("top_k", -1 if given.top_k is None else given.top_k, -1, samples, needed),
+            ("correct_at", given.correct_at, 1.0, bool(given.pass_at), "it is for pass@k; name each k in pass_at"),
         )
     )
 

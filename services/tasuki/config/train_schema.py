@@ -124,13 +124,7 @@ class EvalConfig(Schema):
             raise ValueError("num_samples > 1 needs a temperature above 0: greedy samples are equal")
         if any(k > self.num_samples for k in self.pass_at):
             raise ValueError("pass_at is above num_samples")
-        check_eval_sampling(
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            correct_at=self.correct_at,
-            pass_at=self.pass_at,
-        )
+        check_eval_sampling(self)
         return self
 
 

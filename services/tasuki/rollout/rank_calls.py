@@ -54,7 +54,7 @@ class RankCalls(RankFront[ranks_pb2.EngineRankCommand, ranks_pb2.EngineRankResul
 
     @property
     def resident_tags(self) -> list[MemoryTag]:
-        """What is mapped on every rank."""
+        """Tags that are mapped on every rank."""
         return [tag for tag in (MemoryTag.WEIGHTS, MemoryTag.KV_CACHE) if tag in self._awake]
 
     async def receive(self, receive: ranks_pb2.ReceiveCommand, *, timeout_s: float) -> list[ranks_pb2.ReceiveResult]:

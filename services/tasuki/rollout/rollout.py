@@ -115,7 +115,7 @@ class Rollout:
         return self.engine.num_running
 
     async def fall_asleep(self, *, timeout_s: float) -> None:
-        """What the service does with itself once its engine is up: the trainer has the memory first."""
+        """Pauses all memory once the engine is up: the trainer gets it first."""
         released = await self.ranks.pause([MemoryTag.KV_CACHE, MemoryTag.WEIGHTS], timeout_s=timeout_s)
         await self._on_serving(False)
         _log.info("event=asleep released_bytes=%d", released)

@@ -36,7 +36,7 @@ _FILLING = frozenset({"fill_", "kaiming_uniform_", "normal_", "trunc_normal_", "
 
 
 class EngineBase:
-    """What one engine rank shares. `base` is there once the model has been loaded."""
+    """The base that one engine rank shares. `base` is None until its model has been loaded."""
 
     def __init__(self, config: NodeConfig, *, device: torch.device) -> None:
         """Raises InvalidArgument for a mixture of experts."""

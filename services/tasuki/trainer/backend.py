@@ -40,7 +40,7 @@ class Publication:
 
 
 class Memory(Protocol):
-    """What a rank holds by tag."""
+    """A rank's memory by tag."""
 
     def pause(self, tags: Sequence[MemoryTag], *, makes_room: bool = False) -> int:
         """Gives pages back, of tags that stay only when it makes room. Returns the bytes."""
