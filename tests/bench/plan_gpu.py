@@ -30,7 +30,7 @@ from tasuki.planner.plan import TRAINER_TAGS, plan  # noqa: E402
 from tasuki.planner.presets import MODELS  # noqa: E402
 from tests.bench.gpus import at_least_one, require_gpus  # noqa: E402
 
-SIZES = ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b")
+SIZES = ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b", "qwen2.5-7b")
 NUM_TOKENS, NUM_STEPS = 8192, 3
 STAGES = (Phase.TRAIN, Stage.LOAD_WEIGHTS, Stage.OFFLOAD, Stage.LOAD_TRAINER)
 

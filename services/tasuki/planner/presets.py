@@ -29,6 +29,7 @@ MODELS = {
     # config.json of Qwen/Qwen2.5-<size>-Instruct on huggingface.co.
     "qwen2.5-0.5b": _qwen2_5(896, 4864, 24, 14, 2, head_dim=64, vocab_size=151_936, is_tied=True),
     "qwen2.5-1.5b": _qwen2_5(1536, 8960, 28, 12, 2, vocab_size=151_936, is_tied=True),
+    "qwen2.5-3b": _qwen2_5(2048, 11_008, 36, 16, 2, vocab_size=151_936, is_tied=True),
     "qwen2.5-7b": _qwen2_5(3584, 18_944, 28, 28, 4),
     "qwen2.5-32b": _qwen2_5(5120, 27_648, 64, 40, 8),
     "qwen2.5-72b": _qwen2_5(8192, 29_568, 80, 64, 8),
