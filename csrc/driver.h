@@ -35,6 +35,8 @@ class Driver {
   virtual Status import_fd(int device, int fd, size_t bytes, Access access, Physical* chunk) = 0;
   // Equal for all descriptors of one chunk, in all processes; false if descriptors do not reveal it.
   virtual bool identify(int, uint64_t*) { return false; }
+  // Equal for all imports of one chunk into this process; false if imports do not reveal it.
+  virtual bool identify_import(Physical, uint64_t*) { return false; }
 
   // Mapping: map, then set access; unmap may cover several adjacent chunks.
   virtual Status map(uintptr_t address, size_t bytes, Physical chunk) = 0;

@@ -92,6 +92,9 @@ class CudaDriver final : public Driver {
     return {};
   }
 
+  // The driver gives one handle to a process, however often it imports the chunk.
+  bool identify_import(Physical chunk, uint64_t* identity) override { return *identity = handle_of(chunk), true; }
+
   Status map(uintptr_t address, size_t bytes, Physical chunk) override {
     Relaxed relaxed(cu_);
     return check("cuMemMap", cu_.map(address, bytes, 0, handle_of(chunk), 0));

@@ -42,6 +42,7 @@ class Memory {
   // Refused while arenas or imports use it.
   Status close_pool(DriverKind kind, int device);
   Status pool_usage(DriverKind kind, int device, PoolUsage* usage);
+  Status room(DriverKind kind, int device, size_t* free_bytes, size_t* total_bytes);
   Status make_pool(DriverKind kind, int device, size_t num_chunks, size_t chunk_bytes, std::vector<int>* fds);
 
   Status create_arena(DriverKind kind, const std::string& tag, int device, const ArenaOptions& options, uint64_t* arena);

@@ -10,6 +10,13 @@ using Lock = std::lock_guard<std::mutex>;
 
 }  // namespace
 
+Status Memory::room(DriverKind kind, int device, size_t* free_bytes, size_t* total_bytes) {
+  Lock lock(mutex_);
+  Driver* driver = pool_of(kind, device);
+  Status status = driver != nullptr ? Status{} : driver_of(kind, &driver);
+  return status.ok() ? driver->room(device, free_bytes, total_bytes) : status;
+}
+
 Status Memory::make_pool(DriverKind kind, int device, size_t num_chunks, size_t chunk_bytes, std::vector<int>* fds) {
   Lock lock(mutex_);
   Driver* driver = nullptr;

@@ -61,7 +61,7 @@ Status Pool::open(Driver& driver, int device, const std::vector<int>& fds, const
     status = driver.import_fd(device, fds[i + 1], made->chunk_bytes(), Access::read_write, &chunk);
     if (!status.ok()) return status.message = "chunk " + std::to_string(i) + " of the pool: " + status.message, status;
     made->physical_.push_back(chunk);
-    if (driver.identify(fds[i + 1], &identity)) made->by_identity_[identity] = i;
+    if (driver.identify(fds[i + 1], &identity) || driver.identify_import(chunk, &identity)) made->by_identity_[identity] = i;
   }
   made->last_import_ = made->physical_.size();
   *pool = std::move(made);
@@ -121,15 +121,19 @@ Status Pool::import_fd(int device, int fd, size_t bytes, Access access, Physical
   if (!status.ok()) return status;
   Imported imported{0, false, 0};
   uint64_t identity = 0;
-  if (driver_.identify(fd, &identity)) {
-    auto found = by_identity_.find(identity);
-    imported.is_of_pool = found != by_identity_.end();
-    imported.index = imported.is_of_pool ? found->second : 0;
-  }
-  if (imported.is_of_pool && access != Access::read_only) return failure(Code::bad_handle, "a chunk of the pool is imported read-only");
+  auto find = [&](bool is_known) {
+    auto found = is_known ? by_identity_.find(identity) : by_identity_.end();
+    if (found == by_identity_.end()) return;
+    imported.is_of_pool = true;
+    imported.index = found->second;
+  };
+  find(driver_.identify(fd, &identity));
+  Status refused = failure(Code::bad_handle, "a chunk of the pool is imported read-only");
+  if (imported.is_of_pool && access != Access::read_only) return refused;
   status = driver_.import_fd(device, fd, bytes, access, &imported.physical);
   if (!status.ok()) return status;
-  if (imported.is_of_pool) status = table_->add_reader(owner_, imported.index);
+  if (!imported.is_of_pool) find(driver_.identify_import(imported.physical, &identity));
+  if (imported.is_of_pool) status = access == Access::read_only ? table_->add_reader(owner_, imported.index) : refused;
   if (!status.ok()) return static_cast<void>(driver_.release(imported.physical)), status;
   imported_[*chunk = ++last_import_] = imported;
   return {};

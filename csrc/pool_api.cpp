@@ -14,6 +14,18 @@ tasuki_pool_usage to_usage(const PoolUsage& now) {
 
 }  // namespace
 
+int tasuki_get_room(int driver, int device, uint64_t* free_bytes, uint64_t* total_bytes) {
+  return guarded([&]() -> Status {
+    if (free_bytes == nullptr || total_bytes == nullptr) return bad("free_bytes, total_bytes: null");
+    if (!is_driver(driver)) return bad("driver: neither TASUKI_HOST nor TASUKI_CUDA");
+    size_t free_now = 0, total = 0;
+    Status status = process().memory.room(static_cast<DriverKind>(driver), device, &free_now, &total);
+    *free_bytes = free_now;
+    *total_bytes = total;
+    return status;
+  });
+}
+
 int tasuki_make_pool(int driver, int device, uint64_t num_chunks, uint64_t chunk_bytes, int* fds) {
   return guarded([&]() -> Status {
     if (fds == nullptr) return bad("fds: null");

@@ -14,7 +14,7 @@ extern "C" {
 #endif
 #pragma GCC visibility push(default)
 
-#define TASUKI_ABI_VERSION 6
+#define TASUKI_ABI_VERSION 7
 
 enum tasuki_code {
   TASUKI_OK = 0,
@@ -114,6 +114,8 @@ void tasuki_last_room(uint64_t* needed_bytes, uint64_t* free_bytes);
 
 /* Idempotent. `path` names libcuda, NULL for the default. The host driver need not be opened. */
 int tasuki_open_cuda(const char* path);
+/* Memory of a device, or what its pool has, if this process has opened one. */
+int tasuki_get_room(int driver, int device, uint64_t* free_bytes, uint64_t* total_bytes);
 /* Limits the bytes of host chunks; 0 lifts the limit. */
 int tasuki_set_host_budget(uint64_t bytes);
 

@@ -184,3 +184,32 @@ TEST(a_pool_lends_device_memory_and_makes_none) {
   CHECK_OK(s.memory->close_pool(DriverKind::cuda, 0));
   for (int fd : fds) close(fd);
 }
+
+TEST(a_reader_of_device_memory_is_known_to_its_pool) {
+  Setup writer, reader;
+  std::vector<int> fds;
+  CHECK_OK(writer.memory->make_pool(DriverKind::cuda, 0, 2, 2 * kMiB, &fds));
+  CHECK_OK(writer.memory->open_pool(DriverKind::cuda, 0, fds, {1, 1}));
+  CHECK_OK(reader.memory->open_pool(DriverKind::cuda, 0, fds, {2, 2}));
+  uint64_t arena = writer.arena("export"), export_id = 0, import_id = 0, bytes = 0;
+  uintptr_t address = 0, base = 0;
+  CHECK_OK(writer.memory->allocate(arena, 2 * kMiB, &address));
+  std::vector<SharedChunk> chunks;
+  CHECK_OK(writer.memory->export_arena(arena, Access::read_only, 8, &chunks, &base, &export_id));
+  CHECK(reader.memory->open_import(DriverKind::cuda, 0, Access::read_write, chunks, &import_id, &base).code == Code::bad_handle);
+  CHECK_OK(reader.memory->open_import(DriverKind::cuda, 0, Access::read_only, chunks, &import_id, &base));
+  for (const SharedChunk& chunk : chunks) close(chunk.fd);
+  CHECK_OK(writer.memory->pause({arena}, &bytes));
+  PoolUsage usage{};
+  CHECK_OK(writer.memory->pool_usage(DriverKind::cuda, 0, &usage));
+  CHECK(usage.chunks.num_read == 1 && usage.chunks.num_free == 1);  // returned, but not lent while it is read
+  CHECK_OK(reader.memory->close_import(import_id));
+  CHECK_OK(writer.memory->pool_usage(DriverKind::cuda, 0, &usage));
+  CHECK(usage.chunks.num_read == 0 && usage.chunks.num_free == 2);
+  CHECK_OK(writer.memory->close_export(export_id));
+  CHECK_OK(writer.memory->release(address));
+  CHECK_OK(writer.memory->destroy_arena(arena));
+  CHECK_OK(reader.memory->close_pool(DriverKind::cuda, 0));
+  CHECK_OK(writer.memory->close_pool(DriverKind::cuda, 0));
+  for (int fd : fds) close(fd);
+}

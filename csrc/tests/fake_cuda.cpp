@@ -22,7 +22,14 @@ constexpr size_t kGranularity = size_t{2} << 20;
 struct Handle {
   int fd;
   size_t bytes;
+  ino_t file;
+  int num_references = 1;
 };
+
+ino_t file_of(int fd) {
+  struct stat file;
+  return fstat(fd, &file) == 0 ? file.st_ino : 0;
+}
 
 std::map<AllocationHandle, Handle> handles;
 std::map<std::string, int> failures;  // symbol -> result
@@ -126,13 +133,14 @@ Result cuMemCreate(AllocationHandle* handle, size_t bytes, const AllocationProp*
   if (fd < 0 || ftruncate(fd, static_cast<off_t>(bytes)) != 0) return kOperatingSystem;
   last_prop = *prop;
   used_bytes += bytes;
-  handles[*handle = ++last_handle] = {fd, bytes};
+  handles[*handle = ++last_handle] = {fd, bytes, file_of(fd)};
   return kSuccess;
 }
 Result cuMemRelease(AllocationHandle handle) {
   START("cuMemRelease");
   auto found = handles.find(handle);
   if (found == handles.end()) return kInvalidValue;
+  if (--found->second.num_references > 0) return kSuccess;
   close(found->second.fd);
   used_bytes -= found->second.bytes;
   handles.erase(found);
@@ -168,9 +176,12 @@ Result cuMemImportFromShareableHandle(AllocationHandle* handle, void* fd, int ty
   struct stat file;
   int number = static_cast<int>(reinterpret_cast<intptr_t>(fd));
   if (type != kHandlePosixFd || fstat(number, &file) != 0 || fcntl(number, F_GET_SEALS) < 0) return kInvalidValue;
+  for (auto& [known, of] : handles) {
+    if (of.file == file.st_ino) return ++of.num_references, *handle = known, kSuccess;
+  }
   int own = fcntl(number, F_DUPFD_CLOEXEC, 0);
   if (own < 0) return kOperatingSystem;
-  handles[*handle = ++last_handle] = {own, static_cast<size_t>(file.st_size)};
+  handles[*handle = ++last_handle] = {own, static_cast<size_t>(file.st_size), file.st_ino};
   used_bytes += static_cast<size_t>(file.st_size);
   return kSuccess;
 }

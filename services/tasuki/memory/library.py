@@ -19,7 +19,7 @@ from tasuki.wire.errors import (
     WrongPhase,
 )
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 LIBRARY_PATH = Path(__file__).with_name("libtasuki_memory.so")
 NUM_SLOTS = 8
 
