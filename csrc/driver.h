@@ -32,6 +32,8 @@ class Driver {
   // Ensures that the memory exists before it is touched, where `create` only promises it.
   virtual Status commit(Physical) { return {}; }
   virtual Status export_fd(Physical chunk, Access access, int* fd) = 0;
+  // Whether an imported chunk can be exported, too.
+  virtual bool exports_imports() const { return true; }
   virtual Status import_fd(int device, int fd, size_t bytes, Access access, Physical* chunk) = 0;
   // Equal for all descriptors of one chunk, in all processes; false if descriptors do not reveal it.
   virtual bool identify(int, uint64_t*) { return false; }

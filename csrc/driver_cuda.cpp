@@ -80,6 +80,9 @@ class CudaDriver final : public Driver {
     return check_fd("cuMemExportToShareableHandle", result);
   }
 
+  // The driver answers CUDA_ERROR_INVALID_VALUE.
+  bool exports_imports() const override { return false; }
+
   Status import_fd(int device, int fd, size_t, Access, Physical* chunk) override {
     Scope scope(*this, device);
     if (!scope.status.ok()) return scope.status;

@@ -1,5 +1,6 @@
 #include "pool.h"
 
+#include <fcntl.h>
 #include <unistd.h>
 
 namespace tasuki {
@@ -8,6 +9,10 @@ namespace {
 void close_all(std::vector<int>* fds) {
   for (int fd : *fds) close(fd);
   fds->clear();
+}
+
+Status no_descriptor(size_t num_needed) {
+  return failure(Code::fd_limit, "a pool needs " + std::to_string(num_needed) + " more descriptors; raise the limit of open files (ulimit -n)");
 }
 
 }  // namespace
@@ -61,6 +66,11 @@ Status Pool::open(Driver& driver, int device, const std::vector<int>& fds, const
     status = driver.import_fd(device, fds[i + 1], made->chunk_bytes(), Access::read_write, &chunk);
     if (!status.ok()) return status.message = "chunk " + std::to_string(i) + " of the pool: " + status.message, status;
     made->physical_.push_back(chunk);
+    if (!driver.exports_imports()) {
+      int own = fcntl(fds[i + 1], F_DUPFD_CLOEXEC, 0);
+      if (own < 0) return no_descriptor(made->table_->num_chunks());
+      made->fds_.push_back(own);
+    }
     if (driver.identify(fds[i + 1], &identity) || driver.identify_import(chunk, &identity)) made->by_identity_[identity] = i;
   }
   made->last_import_ = made->physical_.size();
@@ -74,6 +84,7 @@ Pool::Pool(Driver& driver, const Owner& owner, std::unique_ptr<PoolTable> table)
 Pool::~Pool() {
   // A pool is closed with all chunks returned. A failure here cannot be reported, and is resolved when the process ends.
   for (Physical chunk : physical_) static_cast<void>(driver_.release(chunk));
+  close_all(&fds_);
 }
 
 PoolUsage Pool::usage() const { return {table_->chunk_bytes(), table_->num_chunks(), table_->usage(), num_taken_}; }
@@ -113,7 +124,9 @@ Status Pool::release(Physical chunk) {
 Status Pool::export_fd(Physical chunk, Access access, int* fd) {
   if (access != Access::read_only) return failure(Code::bad_argument, "access: chunks of a pool are handed out read-only");
   if (!table_->publish(owner_, chunk - 1)) return failure(Code::driver, "chunk " + std::to_string(chunk - 1) + " is not ours to publish");
-  return driver_.export_fd(physical_[chunk - 1], access, fd);
+  if (fds_.empty()) return driver_.export_fd(physical_[chunk - 1], access, fd);
+  *fd = fcntl(fds_[chunk - 1], F_DUPFD_CLOEXEC, 0);
+  return *fd < 0 ? no_descriptor(1) : Status{};
 }
 
 Status Pool::import_fd(int device, int fd, size_t bytes, Access access, Physical* chunk) {

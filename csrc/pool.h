@@ -82,6 +82,7 @@ class Pool final : public Driver {
   pid_t opened_by_;
   std::unique_ptr<PoolTable> table_;
   std::vector<Physical> physical_;               // by chunk
+  std::vector<int> fds_;                         // by chunk, of a driver that does not export what it has imported
   std::map<uint64_t, size_t> by_identity_;       // of chunks that the driver can identify
   std::map<Physical, Imported> imported_;        // by ids above those of the chunks
   std::map<uintptr_t, size_t> mapped_;           // address -> chunk

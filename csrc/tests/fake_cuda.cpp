@@ -23,6 +23,7 @@ struct Handle {
   int fd;
   size_t bytes;
   ino_t file;
+  bool is_imported = false;
   int num_references = 1;
 };
 
@@ -166,7 +167,7 @@ Result cuMemSetAccess(Address address, size_t bytes, const AccessDesc* desc, siz
 }
 Result cuMemExportToShareableHandle(void* fd, AllocationHandle handle, int type, unsigned long long) {
   START("cuMemExportToShareableHandle");
-  if (type != kHandlePosixFd || handles.count(handle) == 0) return kInvalidValue;
+  if (type != kHandlePosixFd || handles.count(handle) == 0 || handles[handle].is_imported) return kInvalidValue;
   int got = fcntl(handles[handle].fd, F_DUPFD_CLOEXEC, 0);
   std::memcpy(fd, &got, sizeof got);
   return got < 0 ? kOperatingSystem : kSuccess;
@@ -181,7 +182,7 @@ Result cuMemImportFromShareableHandle(AllocationHandle* handle, void* fd, int ty
   }
   int own = fcntl(number, F_DUPFD_CLOEXEC, 0);
   if (own < 0) return kOperatingSystem;
-  handles[*handle = ++last_handle] = {own, static_cast<size_t>(file.st_size), file.st_ino};
+  handles[*handle = ++last_handle] = {own, static_cast<size_t>(file.st_size), file.st_ino, true};
   used_bytes += static_cast<size_t>(file.st_size);
   return kSuccess;
 }

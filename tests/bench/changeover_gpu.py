@@ -5,8 +5,8 @@ of 512 samples (64 x 8, 256 + 512 tokens) and a training step, each round goes f
 from the last token of a shorter batch (192 tokens a sample) back to TRAIN. Every other round first waits for the optimizer's kernels, for
 which OptimStep does not ("settled"). Beside the seconds of every stage: the bytes that it moved, what the driver says is taken of the first
 GPU after each of them and what each tag has mapped, what the planner expected, and what `tasuki audit` says at the end. Rounds end early
-where --limit-s is over. --kv may also be "nothing": as "most", with nothing that stays, or "growing": as "most", with kv_growth. --tiny: a
-small model on a CPU. Writes changeover_gpu.json and prints a table.
+where --limit-s is over. --kv may also be "nothing": as "most", with nothing that stays, "growing": as "most", with kv_growth, or "pooled":
+as "growing", with memory.pool. --tiny: a small model on a CPU. Writes changeover_gpu.json and prints a table.
 """
 
 from __future__ import annotations
@@ -94,6 +94,7 @@ class Load:
 
     def config(self, kv: str) -> str:
         is_gpu = self.device == "cuda"
+        budget = "" if is_gpu else 'host_budget_bytes = "1GB"\n'
         text = CONFIG.format(
             kv=kv,
             tokens=kv if kv == "needed" else "most",
@@ -106,9 +107,9 @@ class Load:
             new_tokens=self.new_tokens,
             trainer=f"micro_batch_tokens = {16_384 if is_gpu else 512}",
             rollout=('attention_backend = "triton"\nsampling_backend = "pytorch"\n' if is_gpu else "")
-            + ("kv_growth = true" if kv == "growing" else ""),
+            + ("kv_growth = true" if kv in ("growing", "pooled") else ""),
         )
-        return text + ("[residency]\n" if kv == "nothing" else "")
+        return text + {"nothing": "[residency]\n", "pooled": f"[memory]\npool = true\n{budget}"}.get(kv, "")
 
     def questions(self, random: np.random.Generator) -> list[list[int]]:
         return random.integers(3, self.vocab_size, (self.prompts, self.prompt_tokens)).tolist()
@@ -329,7 +330,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path())
     parser.add_argument("--size", choices=SIZES, default="qwen2.5-7b")
     parser.add_argument("--gpus", type=at_least_one, default=GPU.gpus)
-    parser.add_argument("--kv", nargs="+", choices=("needed", "most", "nothing", "growing"), default=("needed", "most"))
+    parser.add_argument(
+        "--kv", nargs="+", choices=("needed", "most", "nothing", "growing", "pooled"), default=("needed", "most")
+    )
     parser.add_argument("--rounds", type=at_least_one, default=10)
     parser.add_argument("--limit-s", type=float, default=600.0)
     parser.add_argument("--tiny", action="store_true")

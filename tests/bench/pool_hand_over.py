@@ -23,8 +23,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tasuki.memory.arena import Arena, pause, resume
-from tasuki.memory.pool import PoolKeeper, pool_chunk_bytes
+from tasuki.memory.allocator import pause, resume
+from tasuki.memory.arena import Arena
+from tasuki.memory.pool import GPU_CHUNK_BYTES, PoolKeeper, pool_chunk_bytes
 from tasuki.transport.pool_socket import PoolServer, join_pool
 
 _GIB = 1 << 30
@@ -57,6 +58,10 @@ def side(orders: Connection, device: str, num_bytes: int, socket_path: Path | No
         orders.send(timed_ms(calls[order]))
 
 
+def _chunk_bytes(num_bytes: int, device: str) -> int:
+    return pool_chunk_bytes(num_bytes) if device == "cpu" else GPU_CHUNK_BYTES
+
+
 def rounds(device: str, num_bytes: int, *, num_repeats: int, with_pool: bool) -> dict[str, Any]:
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="tasuki-") as folder:
@@ -65,9 +70,9 @@ def rounds(device: str, num_bytes: int, *, num_repeats: int, with_pool: bool) ->
         made_ms = 0.0
         if path is not None:
             # One chunk more than fits exactly: sizes are rounded up.
-            size = num_bytes + pool_chunk_bytes(num_bytes)
+            size = num_bytes + _chunk_bytes(num_bytes, device)
             start = time.perf_counter()
-            keeper = PoolKeeper(size, device=device, chunk_bytes=pool_chunk_bytes(size))
+            keeper = PoolKeeper(size, device=device, chunk_bytes=_chunk_bytes(size, device))
             made_ms = 1e3 * (time.perf_counter() - start)
             server = PoolServer(keeper, path)
         pipes = [context.Pipe() for _ in range(2)]

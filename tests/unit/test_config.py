@@ -103,7 +103,7 @@ def test_wrong_key_or_value_is_named(tmp_path: Path, extra: str, overrides: list
         (["rollout.start_timeout_s=1300"], "coordinator.recovery_timeout_s", "rollout.start_timeout_s = 1300"),
         (["device=cuda", "rollout.dtype=float32"], "rollout.dtype", 'device = "cuda"'),
         (["device=cuda", "memory.host_budget_bytes=1GB"], "memory.host_budget_bytes", 'device = "cpu"'),
-        (["device=cuda", "memory.pool=true"], "memory.pool", 'device = "cpu"'),
+        (["device=cuda", "memory.pool=true", "trainer.export_handles=ipc"], "memory.pool", 'trainer.export_handles = "vmm"'),
         (["memory.pool=true"], "memory.pool", "needs memory.host_budget_bytes"),
         (["rollout.kv_growth=true", "memory.host_budget_bytes=1GB"], "rollout.kv_growth", "needs memory.pool = true"),
         (["trainer.export=parameters", "trainer.lora.rank=8", "rollout.dtype=float32"], "trainer.export", 'leave it at "auto"'),

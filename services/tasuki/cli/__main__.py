@@ -252,7 +252,7 @@ def _supervise(arguments: argparse.Namespace) -> int:
     config = load_config(config_path(arguments.state_dir))
     return supervise(
         arguments.state_dir,
-        node_services(config),
+        node_services(config, preloaded=os.environ.get("LD_PRELOAD", "")),
         lock=StateLock(arguments.lock_fd),
         starter_fd=arguments.starter_fd,
         # grpc's default logs every failed connection by strangers to a port.

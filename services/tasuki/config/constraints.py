@@ -188,10 +188,12 @@ def _check_kind_of_device(config: NodeConfig) -> None:
         )
     if config.device == "cuda" and config.memory.host_budget_bytes is not None:
         raise SettingsConflict("memory.host_budget_bytes", 'is for device = "cpu"; the memory of a GPU is measured')
-    if config.memory.pool and config.device == "cuda":
-        raise SettingsConflict("memory.pool", 'is for device = "cpu": on GPUs it has not been measured yet')
-    if config.memory.pool and config.memory.host_budget_bytes is None:
+    if config.memory.pool and config.device == "cpu" and config.memory.host_budget_bytes is None:
         raise SettingsConflict("memory.pool", "needs memory.host_budget_bytes, its size")
+    if config.memory.pool and config.trainer.export_handles == "ipc":
+        raise SettingsConflict(
+            "memory.pool", 'needs trainer.export_handles = "vmm": CUDA IPC handles share no memory of a pool'
+        )
 
 
 def _check_own_settings(config: NodeConfig) -> None:

@@ -79,9 +79,9 @@ def base_socket_path(state_dir: Path, service: str) -> Path:
     return socket_dir(state_dir) / f"base-{service}.sock"
 
 
-def pool_socket_path(state_dir: Path) -> Path:
-    """Socket at which the node's processes join its memory pool."""
-    return socket_dir(state_dir) / "pool.sock"
+def pool_socket_path(state_dir: Path, gpu: int = 0) -> Path:
+    """Socket at which the node's processes join the memory pool of a GPU, or of the CPU."""
+    return socket_dir(state_dir) / f"pool-{gpu}.sock"
 
 
 def fleet_calls_path(state_dir: Path) -> Path:

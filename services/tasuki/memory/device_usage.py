@@ -41,23 +41,27 @@ def _host(rank: int) -> DeviceUsage:
 def _gpu(device: str, rank: int) -> DeviceUsage:
     import torch
 
-    free, total = torch.cuda.mem_get_info(device)
+    free, total = torch.cuda.mem_get_info(device)  # with what is free in a pool
+    pool = pool_usage(device)
     reserved, allocated = _torch_pool(torch.device(device).index or 0)
     by_pid = _bytes_by_pid(str(torch.cuda.get_device_properties(device).uuid))
-    ours = by_pid.get(os.getpid())
+    # NVML counts a pool for all processes that have joined it.
+    ours = by_pid.get(os.getpid()) if pool is None else None
     if ours is None:
         # In its own PID namespace a process does not find itself in NVML's list; what it knows of is then a lower bound.
         arenas = native.totals()
-        ours = arenas.mapped_bytes + arenas.kept_bytes + reserved
+        ours = arenas.mapped_bytes + arenas.kept_bytes + (reserved if pool is None else 0)
     ours = min(ours, total - free)
     return DeviceUsage(
         device=device,
         rank=rank,
         total_bytes=total,
-        free_bytes=free,
+        free_bytes=free if pool is None else pool.free_bytes,
         process_bytes=ours,
         torch_cached_bytes=reserved - allocated,
         other_processes_bytes=total - free - ours,
+        pool_bytes=0 if pool is None else pool.total_bytes,
+        pool_free_bytes=0 if pool is None else pool.free_bytes,
     )
 
 

@@ -21,6 +21,8 @@ from tasuki.wire.errors import (
 
 ABI_VERSION = 7
 LIBRARY_PATH = Path(__file__).with_name("libtasuki_memory.so")
+PRELOADED_PATH = Path(__file__).with_name("libtasuki_cudart.so")
+"""For LD_PRELOAD of processes on a pool of a GPU; see `redirect_cudart`."""
 NUM_SLOTS = 8
 
 
@@ -39,6 +41,7 @@ def _library() -> ctypes.CDLL:
     u64, i32, pointer = ctypes.c_uint64, ctypes.c_int, ctypes.c_void_p
     signatures: dict[str, list[Any]] = {
         "tasuki_set_host_budget": [u64],
+        "tasuki_get_room": [i32, i32, pointer, pointer],
         "tasuki_make_pool": [i32, i32, u64, u64, pointer],
         "tasuki_open_pool": [i32, i32, pointer, ctypes.c_size_t, ctypes.c_uint32, u64],
         "tasuki_close_pool": [i32, i32],
@@ -90,6 +93,18 @@ def call(name: str, *arguments: Any, num_outs: int = 0, device: str = "", tags: 
     if code != 0:
         raise _error(code, device=device, tags=tags)
     return [out.value for out in outs]
+
+
+def redirect_cudart(device_index: int, arena_id: int) -> None:
+    """From now on the CUDA runtime's cudaMalloc allocates in the arena. Raises InternalError unless PRELOADED_PATH was preloaded."""
+    try:
+        redirect: Any = ctypes.CDLL(None).tasuki_redirect_cudart
+    except AttributeError:
+        raise InternalError(f"{PRELOADED_PATH} is not in this process's LD_PRELOAD; start the node with: tasuki up") from None
+    redirect.argtypes = [ctypes.c_int, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_void_p]
+    functions = [ctypes.cast(function, ctypes.c_void_p) for function in (_library().tasuki_allocate, _library().tasuki_free)]
+    if redirect(device_index, arena_id, *functions) != 0:
+        raise InternalError(f"cuda:{device_index} is no device that cudaMalloc can be redirected for")
 
 
 def driver_and_index(device: str) -> tuple[int, int]:

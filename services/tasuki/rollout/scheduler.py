@@ -17,7 +17,6 @@ from sglang.srt.model_executor import model_runner, model_runner_kv_cache_mixin
 from sglang.srt.server_args import PortArgs, ServerArgs, get_global_server_args
 
 from tasuki.config.gpus import gpu_not_shown
-from tasuki.config.places import pool_socket_path
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.allocator import NativeAllocator
 from tasuki.memory.arena import set_host_budget
@@ -36,7 +35,7 @@ from tasuki.rollout.seeded_sampling import multinomial_with_seed
 from tasuki.rollout.shared_base import EngineBase
 from tasuki.rpc.staying import staying_of_engine_rank
 from tasuki.transport.gloo_peers import check_gloo_peers
-from tasuki.transport.pool_socket import join_pool
+from tasuki.transport.node_pool import join_node_pool
 
 # Small enough for several chunks per layer, so that the first slots of every layer need only theirs. Not measured on a GPU.
 _GROWING_CHUNK_BYTES = {"cpu": 4 * 2**20, "cuda": 128 * 2**20}
@@ -181,13 +180,14 @@ def run_scheduler(
     """
     if server_args.device == "cuda" and not _select_gpu(gpu_id, pipe_writer):
         return
+    device = torch.device("cpu") if server_args.device == "cpu" else torch.device(server_args.device, gpu_id)
     if config is not None and config.memory.pool:
-        join_pool(pool_socket_path(config.state_dir), device="cpu", timeout_s=config.rollout.start_timeout_s)
+        join_node_pool(config, device=device, timeout_s=config.rollout.start_timeout_s)
     elif config is not None and config.memory.host_budget_bytes is not None:
         set_host_budget(config.memory.host_budget_bytes // config.num_engine_ranks)
     grows_cache = config is not None and config.rollout.kv_growth
     allocator = rank_allocator(
-        "cpu" if server_args.device == "cpu" else f"{server_args.device}:{gpu_id}",
+        str(device),
         chunk_bytes={MemoryTag.KV_CACHE: _GROWING_CHUNK_BYTES[str(server_args.device)]} if grows_cache else {},
     )
     install_saver(allocator)
@@ -196,7 +196,7 @@ def run_scheduler(
     base = None
     if config is not None and config.shares_base:
         with reporting(pipe_writer):
-            base = EngineBase(config, device=torch.device(allocator.device))
+            base = EngineBase(config, device=device)
     setup = RankSetup(config=config, rank=number, tp_rank=tp_rank, allocator=allocator, pipe_writer=pipe_writer, base=base)
     _install_scheduler(setup, device=server_args.device)
     sglang_scheduler.run_scheduler_process(

@@ -1,19 +1,27 @@
-"""The node's memory pool, owned by the supervisor: it lives as long as the node, uses none of the pool, and sees processes die."""
+"""The node's memory pools, owned by the supervisor: they live as long as the node, it uses none of them, and it sees processes die."""
 
 from __future__ import annotations
 
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
 from contextlib import ExitStack
 
-from tasuki.config.places import pool_socket_path
+from tasuki.config.places import config_path, pool_socket_path
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.host import host_memory
-from tasuki.memory.pool import PoolKeeper, PoolUsage, pool_bytes
+from tasuki.memory.pool import PoolKeeper, pool_bytes
+from tasuki.supervisor.make_gpu_pools import used_gpus
+from tasuki.transport.fd_socket import MAX_ALL_FDS, allow_descriptors, receive_all
 from tasuki.transport.pool_socket import PoolServer
-from tasuki.wire.errors import OutOfGpuMemory
+from tasuki.wire.errors import BadHandle, InternalError, OutOfGpuMemory
+
+_MAKE_S = 120.0
 
 
 def check_pool_room(config: NodeConfig) -> None:
-    """Raises OutOfGpuMemory if the machine lacks the memory for the node's pool."""
+    """Raises OutOfGpuMemory if the machine lacks the memory for the node's pool on a CPU."""
     size = config.memory.host_budget_bytes
     if not config.memory.pool or size is None:
         return
@@ -30,28 +38,65 @@ def check_pool_room(config: NodeConfig) -> None:
 
 
 class NodePool:
-    """The pool's chunks and socket, if the configuration has a pool; otherwise does nothing."""
+    """The chunks and sockets of the node's pools, one for each device, if the configuration has any; otherwise does nothing."""
 
     def __init__(self, config: NodeConfig) -> None:
-        """Raises OutOfGpuMemory if the machine lacks the memory."""
-        self._server: PoolServer | None = None
-        self._keeper: PoolKeeper | None = None
+        """Raises OutOfGpuMemory if a device lacks the memory, InternalError if a GPU's pool cannot be made."""
+        self._servers: list[PoolServer] = []
         self._cleanup = ExitStack()
-        size = config.memory.host_budget_bytes
-        if config.memory.pool and size is not None:
-            self._keeper = PoolKeeper(size, device=config.device)
-            self._cleanup.callback(self._keeper.close)
-            self._server = PoolServer(self._keeper, pool_socket_path(config.state_dir))
-            self._cleanup.callback(self._server.close)
+        with ExitStack() as undo:
+            undo.callback(self._cleanup.close)
+            for gpu, keeper in _keepers(config):
+                self._cleanup.callback(keeper.close)
+                server = PoolServer(keeper, pool_socket_path(config.state_dir, gpu))
+                self._servers.append(server)
+                self._cleanup.callback(server.close)
+            undo.pop_all()
 
     def poll(self) -> None:
         """Accepts processes that join, and reclaims chunks of dead ones."""
-        if self._server is not None:
-            self._server.poll()
-
-    def usage(self) -> PoolUsage | None:
-        return None if self._keeper is None else self._keeper.usage()
+        for server in self._servers:
+            server.poll()
 
     def close(self) -> None:
         """Idempotent."""
         self._cleanup.close()
+
+
+def _keepers(config: NodeConfig) -> Iterator[tuple[int, PoolKeeper]]:
+    """By GPU; a CPU's is number 0."""
+    size = config.memory.host_budget_bytes
+    if not config.memory.pool:
+        return
+    if config.device == "cpu":
+        assert size is not None
+        yield 0, PoolKeeper(size, device="cpu")
+    else:
+        yield from _gpu_keepers(config)
+
+
+def _gpu_keepers(config: NodeConfig) -> Iterator[tuple[int, PoolKeeper]]:
+    """Pools that a short-lived process makes."""
+    gpus = used_gpus(config)
+    allow_descriptors(len(gpus) * MAX_ALL_FDS)
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    path = config_path(config.state_dir)
+    command = [sys.executable, "-m", "tasuki.supervisor.make_gpu_pools", "--config", str(path), "--fd", str(there.fileno())]
+    with here, subprocess.Popen(command, pass_fds=(there.fileno(),)) as maker:
+        there.close()
+        try:
+            for gpu in gpus:
+                yield gpu, PoolKeeper.of(_received(here, gpu), device=f"cuda:{gpu}")
+        finally:
+            maker.kill()
+
+
+def _received(peer: socket.socket, gpu: int) -> list[int]:
+    """Raises OutOfGpuMemory with the maker's reason, InternalError if it has ended or hangs."""
+    try:
+        message, fds = receive_all(peer, name=f"the pool of GPU {gpu}", timeout_s=_MAKE_S)
+    except (OSError, BadHandle) as error:
+        raise InternalError(f"the pool of GPU {gpu} could not be made: {error}; the supervisor's log has the cause") from error
+    if message:
+        raise OutOfGpuMemory(message.decode(), tag="pool", device=f"cuda:{gpu}")
+    return fds

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from tasuki.config.places import config_path, fleet_target, node_targets, socket_dir
 from tasuki.config.schema import NodeConfig
 from tasuki.fleet import EXIT_FLEET_ENDED
+from tasuki.memory.library import PRELOADED_PATH
 
 EXIT_REFUSED = 2
 """Exit code of a service that was permanently refused something, such as a port or a place in the fleet."""
@@ -32,8 +33,8 @@ class ServiceCommand:
     """Exit codes after which the service is not restarted and the node stops."""
 
 
-def node_services(config: NodeConfig) -> list[ServiceCommand]:
-    """The three services, plus the fleet service on a node of a fleet.
+def node_services(config: NodeConfig, *, preloaded: str = "") -> list[ServiceCommand]:
+    """The three services, plus the fleet service on a node of a fleet. preloaded: LD_PRELOAD as it is, such as another malloc.
 
     On CUDA rollout starts before the trainer, because the engine sizes its KV cache by the free memory.
     """
@@ -42,6 +43,9 @@ def node_services(config: NodeConfig) -> list[ServiceCommand]:
     # Killed engines leave sockets and files in the temporary folder; the run folder is removed with the node.
     shared = {"PYTHONUNBUFFERED": "1", "TMPDIR": str(socket_dir(config.state_dir))}
     is_cpu = config.device == "cpu"
+    on_gpu = dict(shared)
+    if config.memory.pool and not is_cpu:
+        on_gpu["LD_PRELOAD"] = f"{PRELOADED_PATH}:{preloaded}".rstrip(":")
     launch = [sys.executable, "-m", "tasuki.trainer.launch", "--num-ranks", str(config.trainer.num_ranks)]
     preload = ["--preload", "tasuki.trainer.serve"] if is_cpu else []
     return [
@@ -58,14 +62,14 @@ def node_services(config: NodeConfig) -> list[ServiceCommand]:
             argv=[sys.executable, "-m", "tasuki.rollout", *arguments],
             target=targets["rollout"],
             health_name="tasuki.v1.RolloutService",
-            environment={**shared, **({"OMP_NUM_THREADS": str(config.rollout.num_threads)} if is_cpu else {})},
+            environment={**on_gpu, **({"OMP_NUM_THREADS": str(config.rollout.num_threads)} if is_cpu else {})},
         ),
         ServiceCommand(
             name="trainer",
             argv=[*launch, *preload, "--", "-m", "tasuki.trainer", *arguments],
             target=targets["trainer"],
             health_name="tasuki.v1.TrainerService",
-            environment={**shared, "OMP_NUM_THREADS": str(config.trainer.num_threads if is_cpu else 1)},
+            environment={**on_gpu, "OMP_NUM_THREADS": str(config.trainer.num_threads if is_cpu else 1)},
             # A pool holds the start of one, as a GPU does; a base that both read is the engine's to load.
             after="rollout" if config.memory.pool or config.shares_base or not is_cpu else None,
         ),

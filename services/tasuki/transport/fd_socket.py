@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import resource
 import socket
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from tasuki.wire.address import remove_dead_socket
@@ -17,8 +19,12 @@ from tasuki.wire.errors import BadHandle
 
 MAX_FDS = 253
 """The kernel's limit per message."""
+MAX_ALL_FDS = 4096
+"""Of `send_all`, over all its messages."""
 _LENGTH = struct.Struct("<Q")
 _CREDENTIALS = struct.Struct("3i")
+_COUNT = struct.Struct("<Q")
+_SPARE_FDS = 1024
 _MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 _SEND_TIMEOUT_S = 5.0
 _log = logging.getLogger(__name__)
@@ -87,12 +93,82 @@ class FdServer:
             _log.warning("event=fd_send_failed socket=%s error=%s", self.path.name, error)
 
 
+def send_all(peer: socket.socket, message: bytes, fds: Sequence[int]) -> None:
+    """Sends the message and any number of descriptors to a peer that calls `receive_all`. Raises OSError."""
+    socket.send_fds(peer, [framed(_COUNT.pack(len(fds)) + message)], fds[:MAX_FDS])
+    for first in range(MAX_FDS, len(fds), MAX_FDS):
+        socket.send_fds(peer, [b"+"], fds[first : first + MAX_FDS])
+
+
+def allow_descriptors(num_fds: int) -> None:
+    """Raises this process's limit of open files for this many more, as far as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = num_fds + _SPARE_FDS if hard == resource.RLIM_INFINITY else min(num_fds + _SPARE_FDS, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def receive_all(peer: socket.socket, *, name: Path | str, timeout_s: float) -> tuple[bytes, list[int]]:
+    """Receives what `send_all` sends; the caller owns the descriptors.
+
+    Raises BadHandle if the peer sends something else or hangs up; OSError, as when it takes too long."""
+    deadline = time.monotonic() + timeout_s
+    fds: list[int] = []
+
+    def receive() -> bytes:
+        peer.settimeout(max(0.001, deadline - time.monotonic()))
+        data, more, flags, _ = socket.recv_fds(peer, 64 * 1024, MAX_FDS, socket.MSG_CMSG_CLOEXEC)
+        fds.extend(more)
+        if flags & socket.MSG_CTRUNC:
+            raise BadHandle(
+                f"{name} sent more descriptors than this process may open; raise its limit (ulimit -n)", socket=name
+            )
+        return data
+
+    try:
+        message = _read_message(peer, receive(), path=name, deadline=deadline)
+        (num_fds,) = _COUNT.unpack_from(message) if len(message) >= _COUNT.size else (0,)
+        if not len(fds) <= num_fds <= MAX_ALL_FDS:
+            raise BadHandle(f"{name} announced {num_fds} descriptors; {MAX_ALL_FDS} are allowed", socket=name)
+        while len(fds) < num_fds:
+            if not receive():
+                raise BadHandle(f"{name} hung up after {len(fds)} of {num_fds} descriptors", socket=name)
+    except BaseException:
+        for fd in fds:
+            os.close(fd)
+        raise
+    return message[_COUNT.size :], fds
+
+
+def fetch_all(path: Path, *, timeout_s: float) -> tuple[bytes, list[int]]:
+    """Same as `fetch`, from a server that uses `send_all`."""
+    with _connected(path, timeout_s=timeout_s) as peer:
+        return receive_all(peer, name=path, timeout_s=timeout_s)
+
+
 def fetch(path: Path, *, timeout_s: float) -> tuple[bytes, list[int]]:
     """Receives the message and descriptors from the server on `path`; the caller owns the descriptors.
 
     Raises BadHandle if nothing answers in time, the server belongs to another user, or the frame is truncated or malformed.
     """
     deadline = time.monotonic() + timeout_s
+    with _connected(path, timeout_s=timeout_s) as peer:
+        first, fds, flags, _ = socket.recv_fds(peer, 64 * 1024, MAX_FDS, socket.MSG_CMSG_CLOEXEC)
+        try:
+            if not fds and not first:
+                raise BadHandle(f"{path} shares nothing now: the published memory has been freed", socket=path)
+            if not fds or flags & socket.MSG_CTRUNC:
+                raise BadHandle(f"{path} sent {len(fds)} descriptors, and perhaps more; 1 to {MAX_FDS} fit", socket=path)
+            return _read_message(peer, first, path=path, deadline=deadline), fds
+        except BaseException:
+            for fd in fds:
+                os.close(fd)
+            raise
+
+
+@contextmanager
+def _connected(path: Path, *, timeout_s: float) -> Iterator[socket.socket]:
+    """A connection to a server of this user. Inside, a failing socket is a BadHandle, too."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
         try:
             peer.settimeout(timeout_s)
@@ -100,24 +176,14 @@ def fetch(path: Path, *, timeout_s: float) -> tuple[bytes, list[int]]:
             _, uid = peer_ids(peer)
             if uid != os.getuid():
                 raise BadHandle(f"{path} belongs to user {uid}", socket=path)
-            first, fds, flags, _ = socket.recv_fds(peer, 64 * 1024, MAX_FDS, socket.MSG_CMSG_CLOEXEC)
-            try:
-                if not fds and not first:
-                    raise BadHandle(f"{path} shares nothing now: the published memory has been freed", socket=path)
-                if not fds or flags & socket.MSG_CTRUNC:
-                    raise BadHandle(f"{path} sent {len(fds)} descriptors, and perhaps more; 1 to {MAX_FDS} fit", socket=path)
-                return _read_message(peer, first, path=path, deadline=deadline), fds
-            except BaseException:
-                for fd in fds:
-                    os.close(fd)
-                raise
+            yield peer
         except TimeoutError as error:
             raise BadHandle(f"{path} gave no descriptor within {timeout_s:g} s", socket=path) from error
         except OSError as error:
             raise BadHandle(f"{path} gave no descriptor: {error}", socket=path) from error
 
 
-def _read_message(peer: socket.socket, received: bytes, *, path: Path, deadline: float) -> bytes:
+def _read_message(peer: socket.socket, received: bytes, *, path: Path | str, deadline: float) -> bytes:
     frame = bytearray(received)
     needed = _LENGTH.size
     while True:

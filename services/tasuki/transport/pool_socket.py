@@ -9,7 +9,7 @@ import struct
 from pathlib import Path
 
 from tasuki.memory.pool import Identity, PoolKeeper, open_pool
-from tasuki.transport.fd_socket import fetch, framed, listen, peer_ids
+from tasuki.transport.fd_socket import MAX_ALL_FDS, allow_descriptors, fetch_all, listen, peer_ids, send_all
 from tasuki.wire.errors import BadHandle, TasukiError
 
 _IDENTITY = struct.Struct("<QQ")
@@ -53,7 +53,7 @@ class PoolServer:
             peer.settimeout(_SEND_TIMEOUT_S)
             # The pid as this kernel namespace sees it, because this process checks whether it is dead.
             identity = Identity.of(pid)
-            socket.send_fds(peer, [framed(_IDENTITY.pack(identity.pid, identity.start))], self._keeper.fds)
+            send_all(peer, _IDENTITY.pack(identity.pid, identity.start), self._keeper.fds)
         except (OSError, TasukiError) as error:
             # The peer has hung up or ended; only it is affected.
             _log.warning("event=pool_not_joined pid=%d error=%s", pid, error)
@@ -64,7 +64,8 @@ def join_pool(path: Path, *, device: str, timeout_s: float) -> None:
 
     Must be called before the first arena is created. Raises BadHandle if nothing answers in time or the answer is not a pool.
     """
-    message, fds = fetch(path, timeout_s=timeout_s)
+    allow_descriptors(2 * MAX_ALL_FDS)  # as they arrive, and one kept of each chunk
+    message, fds = fetch_all(path, timeout_s=timeout_s)
     try:
         if len(message) != _IDENTITY.size:
             raise BadHandle(f"{path} is not the socket of a pool", socket=path)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from tasuki.algorithms.batch import Metric
-from tasuki.config.places import pool_socket_path, socket_dir
+from tasuki.config.places import socket_dir
 from tasuki.config.schema import NodeConfig
 from tasuki.config.trainer_schema import LoraConfig, OptimizerConfig
 from tasuki.memory.arena import set_host_budget
@@ -62,7 +62,7 @@ from tasuki.trainer.data.micro_batch import WHOLE, SequencePart, TokenBatch
 from tasuki.trainer.data.shared_plan import Sharing
 from tasuki.trainer.roles import Role
 from tasuki.transport.export import ExportMemory, WeightExport
-from tasuki.transport.pool_socket import join_pool
+from tasuki.transport.node_pool import join_node_pool
 from tasuki.wire.errors import OutOfGpuMemory
 
 _log = logging.getLogger("tasuki.trainer")
@@ -83,7 +83,7 @@ class FsdpBackend:
         check_critic(node)
         torch.manual_seed(config.seed)
         if node.memory.pool:
-            join_pool(pool_socket_path(node.state_dir), device=str(self.device), timeout_s=config.collective_timeout_s)
+            join_node_pool(node, device=self.device, timeout_s=config.collective_timeout_s)
         elif node.memory.host_budget_bytes is not None:
             set_host_budget(node.memory.host_budget_bytes // mesh.size())
         self._layout, self._to_close = planned_layout(node, mesh), ExitStack()
