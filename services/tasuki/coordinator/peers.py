@@ -61,7 +61,7 @@ class Observed:
         """Whether rollout says that it holds no memory."""
         return Service.ROLLOUT not in self.absent and self.rollout_stage in (None, Stage.PAUSE_WEIGHTS)
 
-    def other_than(self, before: Observed) -> Service | None:
+    def restarted_since(self, before: Observed) -> Service | None:
         """A service that is gone, or was restarted, since `before`."""
         if self.trainer_boot_id != before.trainer_boot_id:
             return Service.TRAINER
