@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from tasuki.wire.traced_channel import TRACEPARENT_KEY, TracedChannel
+from tasuki.wire.traced_channel import TRACEPARENT_KEY, LinkedChannel, TracedChannel
 from tasuki.wire.tracing import NODE_RANK, REASON, REQUEST_ID, Span, SpanKind, current_span
 
 _log = logging.getLogger("tasuki.wire")
@@ -47,14 +47,20 @@ class OtelTracer:
         self._propagator = TraceContextTextMapPropagator()
 
     def begin(self, name: str, *, kind: SpanKind, parent: str = "", attributes: Mapping[str, str | int] | None = None) -> Span:
-        current = current_span()
-        parent = parent or ("" if current is None else current.traceparent)
-        # None: a child of the program's current span, or else a root.
-        context = self._propagator.extract({TRACEPARENT_KEY: parent}) if parent else None
+        above = current_span()
+        if parent:
+            context = self._propagator.extract({TRACEPARENT_KEY: parent})
+        elif isinstance(above, OtelSpan):
+            context = above.context
+        else:
+            context = None  # a child of the program's current span, or else a root
         return OtelSpan(self._tracer.start_span(name, context=context, kind=_KINDS[kind], attributes=attributes))
 
     def wrap(self, channel: grpc.aio.Channel) -> grpc.aio.Channel:
         return TracedChannel(channel, self._begin_call)
+
+    def link(self, channel: grpc.aio.Channel) -> grpc.aio.Channel:
+        return LinkedChannel(channel)
 
     def _begin_call(self, name: str, request_id: str) -> Span:
         known = {REQUEST_ID: request_id} if request_id else {}
@@ -68,12 +74,16 @@ class OtelTracer:
 
 
 class OtelSpan:
-    """A `Span` of the SDK."""
+    """A `Span` of the SDK. context: what its children in this process begin with."""
 
     def __init__(self, span: trace.Span) -> None:
         self._span = span
-        context = span.get_span_context()
-        self.traceparent = f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
+        self.context = trace.set_span_in_context(span)
+
+    @property
+    def traceparent(self) -> str:
+        context = self._span.get_span_context()
+        return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
 
     def set(self, name: str, value: str | int) -> None:
         self._span.set_attribute(name, value)

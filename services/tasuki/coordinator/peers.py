@@ -129,7 +129,7 @@ class GrpcPeers:
     ) -> None:
         """epoch: the coordinator's; once its state was read, a service refuses stage commands of older ones."""
         targets = {Service.TRAINER: trainer_target, Service.ROLLOUT: rollout_target}
-        self._channels = {service: tracer.wrap(open_channel(target)) for service, target in targets.items()}
+        self._channels = {service: tracer.link(open_channel(target)) for service, target in targets.items()}
         self._trainer = TrainerServiceStub(self._channels[Service.TRAINER])
         self._rollout = RolloutServiceStub(self._channels[Service.ROLLOUT])
         self._memory = {service: MemoryServiceStub(channel) for service, channel in self._channels.items()}
