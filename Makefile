@@ -45,8 +45,8 @@ setup: $(ENV) native  ## install everything into .venv (the other targets do it 
 demo: setup  ## train a small model with GRPO through all three services; leaves runs/demo; KILL=rollout@SYNC kills one on the way
 	$(BIN)/python client/examples/demo/run.py --seed 0 --output runs/demo $(if $(KILL),--kill $(KILL))
 
-example: setup $(SMOLLM)  ## train SmolLM2-135M-Instruct on two-digit sums; leaves runs/arithmetic; SEED=1 holds out other sums
-	$(BIN)/python client/examples/arithmetic/run.py --seed $(or $(SEED),0)
+example: setup $(SMOLLM)  ## train SmolLM2-135M-Instruct on two-digit sums; leaves runs/arithmetic; GPU=1 takes a GPU; SEED=1 holds out other sums
+	$(BIN)/python client/examples/arithmetic/run.py --seed $(or $(SEED),0) $(if $(GPU),--gpu)
 
 # Three workers fill two cores: two wait for their processes a third of the time.
 test: setup grpcurl jobset  ## all tests; none needs the network

@@ -21,7 +21,7 @@ from tasuki.config.failpoints import Action
 from tasuki.config.places import log_path, pulse_dir, socket_dir
 from tasuki.coordinator import phases
 from tasuki.rpc.failpoints import plant
-from tests.conftest import RunningNode
+from tests.conftest import RunningNode, assert_clean_audit
 from tests.limits import limit_s
 
 PROCESSES = ("coordinator", "trainer1", "rollout", "scheduler0")
@@ -62,6 +62,21 @@ class ChaosNode:
         """The trainer's, of samples that depend on its version alone."""
         samples = _samples(self.client.trainer_state().policy_version)
         return [one.tolist() for one in self.client.compute_log_probs(samples)]
+
+    def lose(self, process: str, *, phase: Phase) -> None:
+        """Kills the process in the phase. Trainer and engine then compute what they computed before, and the audit is clean."""
+        self.step()
+        self.client.acquire(Phase.ROLLOUT)
+        tokens = self.greedy()
+        self.client.acquire(phase)
+        (pid,) = self.pids(process)
+        os.kill(pid, signal.SIGKILL)
+        time.sleep(0.5)
+        self.client.acquire(Phase.TRAIN)
+        assert self.log_probs() == self.learned
+        self.client.acquire(Phase.ROLLOUT)
+        assert self.greedy() == tokens
+        assert_clean_audit(self.node.state_dir)
 
     def strike(self, process: str, stage: phases.Stage, number: signal.Signals) -> Recovery:
         """Sends the signal while `stage` runs, and returns when the phase is reached all the same."""

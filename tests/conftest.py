@@ -92,6 +92,13 @@ def tasuki(*arguments: str | Path, timeout_s: float) -> subprocess.CompletedProc
     )
 
 
+def assert_clean_audit(state_dir: Path) -> str:
+    """Returns what `tasuki audit` printed."""
+    audited = tasuki("audit", state_dir, timeout_s=60)
+    assert (audited.returncode, audited.stdout.splitlines()[0]) == (0, "clean"), audited.stdout
+    return audited.stdout
+
+
 @pytest.fixture(scope="session")
 def node() -> Iterator[RunningNode]:
     """One whole node on a tiny model: coordinator, a trainer of two ranks, rollout. Any phase; a test acquires the one that it needs."""

@@ -1,10 +1,12 @@
-"""What it costs a run to be watched: a loop with everything on beside the same loop with everything off, by turns.
+"""What it costs a run to be watched: loops with everything on beside the same loop with everything off, by turns.
 
-On is metrics that are scraped, the sample dump, a tracker, a dashboard with an open page, and tracing to a receiver. Two nodes stay up,
-one for each side, each with one run that is stopped while it is the other's turn. CPU seconds are those of all processes of the node, of
-the run and of the dashboard. On a CPU it is the demo; on a GPU a model of 0.36 billion parameters, at random, on the demo's task.
+A watched loop has its metrics scraped, dumps samples, feeds a tracker and has a dashboard with an open page. A traced one also sends
+spans to a receiver. Each side has a node, and a run on it that waits while it is another's turn. All make the same steps. CPU seconds are
+those of all processes of the node, of the run and of the dashboard. On a CPU it is the demo; on a GPU a model of 0.36 billion
+parameters, at random, on the demo's task.
 
-Usage: python -m tests.bench.overhead --out runs/bench [--pairs 24] [--steps 8] [--limit-s 450] [--without tracing,tracker]
+Usage: python -m tests.bench.overhead --out runs/bench [--sides watched,traced] [--rounds 24] [--steps 8] [--limit-s 450]
+  [--without tracker,samples]
 """
 
 from __future__ import annotations
@@ -18,20 +20,27 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from tests.bench.overhead_side import CLI, LIMIT_S, Side, Turn
+from tests.bench.overhead_side import CLI, LIMIT_S, REWARD, Side, Turn, all_up
+from tests.bench.pairs import paired, spread
 from tests.bench.processes import REPOSITORY, tied
 from tests.ports import free_port
+
+if TYPE_CHECKING:
+    from tests.otlp import Receiver
 
 DEMO = REPOSITORY / "client" / "examples" / "demo"
 SCRAPE_S, PAGE_S = 5.0, 2.0
 PAGE_PARTS = ("node", "run", "curves", "changeovers")
-PARTS = ("metrics", "samples", "tracker", "dashboard", "tracing")
+WATCHED = ("metrics", "samples", "tracker", "dashboard")
+SIDES = {"watched": WATCHED, "traced": (*WATCHED, "tracing")}
 _WARM_STEPS = 3
 _ENDLESS = 1_000_000
 # Weights stay as they are, so that all steps are alike.
@@ -40,6 +49,7 @@ _SETTINGS = [
     f"trainer.total_steps={_ENDLESS}",
     f"train.num_steps={_ENDLESS}",
     f"train.eval_every={_ENDLESS}",
+    f"train.reward.timeout_s={_ENDLESS}",
 ]
 _GPU_SETTINGS = [
     'device="cuda"',
@@ -61,7 +71,6 @@ _GPU_MODEL = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
 }
-_REWARD = "def exact(*, completion: str) -> float:\n    return sum(map(ord, completion)) % 7 / 7\n"
 
 
 @contextmanager
@@ -132,63 +141,81 @@ def make_side(folder: Path, task: Path, overrides: Sequence[str]) -> Side:
     assert config.count(ends) == 1
     # The dashboard takes no settings but the file's.
     (folder / "config.toml").write_text(f"{config.replace(ends, '')}\n[security]\ninsecure = true\n")
-    (folder / "reward.py").write_text(_REWARD)
-    shutil.copytree(task, folder / "task")
+    (folder / "reward.py").write_text(REWARD)
+    (folder / "task").symlink_to(task)
     gpu = _GPU_SETTINGS if torch.cuda.is_available() else []
     return Side(folder, [*_SETTINGS, *gpu, f"train.output_dir={folder / 'run'}", *overrides])
 
 
+@dataclass
+class Watch:
+    """What is on for one side. Its node need not be up yet."""
+
+    side: Side
+    metrics: str
+    parts: Sequence[str]
+    receiver: Receiver | None
+
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """Scrapes, and an open page, while it is the side's turn."""
+        with ExitStack() as stack:
+            if "metrics" in self.parts:
+                stack.enter_context(polled([f"http://{self.metrics}/metrics"], self.side, every_s=SCRAPE_S))
+            if "dashboard" in self.parts:
+                stack.enter_context(shown(self.side))
+            yield
+
+
 @contextmanager
-def watched(folder: Path, parts: Sequence[str]) -> Iterator[tuple[Side, Callable[[], int]]]:
-    """The side that is watched, its node up, and the number of spans that have come."""
+def watch_of(folder: Path, name: str, parts: Sequence[str]) -> Iterator[Watch]:
     with ExitStack() as stack:
         overrides = [] if "samples" in parts else ["train.samples.groups_per_step=0"]
-        count: Callable[[], int] = int
+        receiver = None
         if "tracing" in parts:
             from tests.otlp import receiving  # needs the extra
 
             receiver = stack.enter_context(receiving())
             overrides.append(f"telemetry.endpoint={receiver.endpoint}")
-            count = lambda: len(receiver.spans)  # noqa: E731
         if "tracker" in parts:
             overrides.append('track.to=["tensorboard"]')
         metrics = f"127.0.0.1:{free_port()}"
         if "metrics" in parts:
             overrides.append(f"metrics.listen={metrics}")
-        side = make_side(folder / "on", folder / "task", overrides)
-        stack.enter_context(side.up())
-        if "metrics" in parts:
-            stack.enter_context(polled([f"http://{metrics}/metrics"], side, every_s=SCRAPE_S))
-        if "dashboard" in parts:
-            stack.enter_context(shown(side))
-        yield side, count
+        yield Watch(make_side(folder / name, folder / "task", overrides), metrics, parts, receiver)
 
 
-def measure(folder: Path, *, parts: Sequence[str], num_pairs: int, num_steps: int, limit_s: float) -> dict[str, object]:
-    """limit_s: no pair is begun that would end later."""
+def measure(
+    folder: Path, *, sides: Mapping[str, Sequence[str]], num_rounds: int, num_steps: int, limit_s: float
+) -> dict[str, object]:
+    """sides: the parts that are on, by name of the side. limit_s: no round is begun that would end later."""
     started = time.monotonic()
     make_task(folder / "task")
     with ExitStack() as stack:
-        off = make_side(folder / "off", folder / "task", ["train.samples.groups_per_step=0"])
-        stack.enter_context(off.up())
-        on, num_spans = stack.enter_context(watched(folder, parts))
-        for side in (off, on):
-            stack.enter_context(side.training(warm_steps=_WARM_STEPS))
-        pairs: list[tuple[Turn, Turn]] = []
+        watches = {name: stack.enter_context(watch_of(folder, name, parts)) for name, parts in {"off": (), **sides}.items()}
+        stack.enter_context(all_up([watch.side for watch in watches.values()]))
+        for watch in watches.values():
+            stack.enter_context(watch.side.training())
+        for watch in watches.values():
+            stack.enter_context(watch.looking())
+            watch.side.warm_up(_WARM_STEPS)
+        ready_s = time.monotonic() - started
+        rounds: list[dict[str, Turn]] = []
         found: dict[str, object] = {}
-        pair_s = 0.0
-        while len(pairs) < num_pairs and time.monotonic() - started + pair_s < limit_s:
+        round_s = 0.0
+        while len(rounds) < num_rounds and time.monotonic() - started + round_s < limit_s:
             begun = time.monotonic()
-            # The first of a pair is now the one, now the other: a machine that warms up favours neither.
-            turns = {side.folder.name: side.take_turn(num_steps) for side in ((off, on) if len(pairs) % 2 else (on, off))}
-            pairs.append((turns["off"], turns["on"]))
-            pair_s = max(pair_s, time.monotonic() - begun)
+            # Forwards and backwards: a machine that warms up favours no side.
+            order = list(watches) if len(rounds) % 2 else list(reversed(watches))
+            rounds.append({name: watches[name].side.take_turn(num_steps) for name in order})
+            round_s = max(round_s, time.monotonic() - begun)
             found = {
                 "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-                "parts": list(parts),
-                **report(pairs),
+                "parts": {name: list(watch.parts) for name, watch in watches.items()},
+                **report(rounds),
                 "steps_a_turn": num_steps,
-                "num_spans": num_spans(),
+                "num_spans": sum(len(watch.receiver.spans) for watch in watches.values() if watch.receiver),
+                "ready_s": ready_s,
                 "seconds": time.monotonic() - started,
             }
             # A bench that is cut off has told what it had.
@@ -196,52 +223,51 @@ def measure(folder: Path, *, parts: Sequence[str], num_pairs: int, num_steps: in
         return found
 
 
-def report(pairs: Sequence[tuple[Turn, Turn]]) -> dict[str, object]:
-    """A step on each side, and by how many percent a watched turn costs more than the other one of its pair."""
-    sides = {"off": [off for off, _ in pairs], "on": [on for _, on in pairs]}
-    names = sorted({name for turns in sides.values() for turn in turns for name in turn.step_cpu_s})
+def report(rounds: Sequence[Mapping[str, Turn]]) -> dict[str, object]:
+    """Seconds of a step on each side, and by how many percent a step costs more than one of "off" in the same round."""
+    sides = {name: [turns[name] for turns in rounds] for name in rounds[0]}
+    services = sorted({service for turns in sides.values() for turn in turns for service in turn.step_cpu_s})
+
+    def more(of: Callable[[Turn], float]) -> dict[str, object]:
+        watched = [name for name in sides if name != "off"]
+        return {name: paired([100 * (of(turns[name]) / of(turns["off"]) - 1) for turns in rounds]) for name in watched}
+
     return {
-        "step_s": {side: _spread([turn.step_s for turn in turns]) for side, turns in sides.items()},
-        "step_cpu_s": {side: _spread([turn.total_cpu_s for turn in turns]) for side, turns in sides.items()},
-        "more_step_s_percent": _spread([100 * (on.step_s / off.step_s - 1) for off, on in pairs]),
-        "more_step_cpu_s_percent": _spread([100 * (on.total_cpu_s / off.total_cpu_s - 1) for off, on in pairs]),
+        "step_s": {name: spread([turn.step_s for turn in turns]) for name, turns in sides.items()},
+        "step_cpu_s": {name: spread([turn.total_cpu_s for turn in turns]) for name, turns in sides.items()},
+        "more_step_s_percent": more(lambda turn: turn.step_s),
+        "more_step_cpu_s_percent": more(lambda turn: turn.total_cpu_s),
         "step_cpu_s_by_process": {
-            name: {side: statistics.median(turn.step_cpu_s.get(name, 0.0) for turn in turns) for side, turns in sides.items()}
-            for name in names
+            service: {
+                name: statistics.median(turn.step_cpu_s.get(service, 0.0) for turn in turns) for name, turns in sides.items()
+            }
+            for service in services
         },
-        "num_pairs": len(pairs),
-    }
-
-
-def _spread(values: Sequence[float]) -> dict[str, float]:
-    quarters = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
-    return {
-        "median": statistics.median(values),
-        "quarter": quarters[0],
-        "three_quarters": quarters[2],
-        "least": min(values),
-        "greatest": max(values),
+        "num_rounds": len(rounds),
     }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/bench"))
-    parser.add_argument("--pairs", type=int, default=24)
+    parser.add_argument("--sides", default=",".join(SIDES), help="to compare with nothing on")
+    parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--steps", type=int, default=8, help="of a turn")
-    parser.add_argument("--limit-s", type=float, default=450.0, help="no pair is begun that would end later")
-    parser.add_argument("--without", default="", help=f"parts to leave off, of {', '.join(PARTS)}")
+    parser.add_argument("--limit-s", type=float, default=450.0, help="no round is begun that would end later")
+    parser.add_argument("--without", default="", help=f"parts to leave off, of {', '.join(SIDES['traced'])}")
     arguments = parser.parse_args()
-    left_off = [part for part in arguments.without.split(",") if part]
-    if not set(left_off) <= set(PARTS):
-        parser.error(f"--without: give some of {', '.join(PARTS)}")
+    names, left_off = arguments.sides.split(","), [part for part in arguments.without.split(",") if part]
+    if not set(names) <= set(SIDES):
+        parser.error(f"--sides: give some of {', '.join(SIDES)}")
+    if not set(left_off) <= set(SIDES["traced"]):
+        parser.error(f"--without: give some of {', '.join(SIDES['traced'])}")
     folder = (arguments.out / "overhead").resolve()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     found = measure(
         folder,
-        parts=[part for part in PARTS if part not in left_off],
-        num_pairs=arguments.pairs,
+        sides={name: [part for part in SIDES[name] if part not in left_off] for name in names},
+        num_rounds=arguments.rounds,
         num_steps=arguments.steps,
         limit_s=arguments.limit_s,
     )

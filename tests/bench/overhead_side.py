@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,8 +20,24 @@ from tests.bench.processes import REPOSITORY, tied
 
 CLI = [sys.executable, "-m", "tasuki.cli"]
 LIMIT_S = 300.0
-_POLL_S = 0.01
-_QUIET_S, _QUIET_CPU_S, _QUIET_LIMIT_S = 0.3, 0.03, 3.0
+REWARD = '''\
+"""Rewards at random, and the gate at which the run waits for its turn."""
+
+import time
+from pathlib import Path
+
+HOLD, ARRIVED = (Path(__file__).with_name(name) for name in ("hold", "arrived"))
+
+
+def exact(*, completion: str) -> float:
+    if HOLD.exists():
+        ARRIVED.touch()
+        while HOLD.exists():
+            time.sleep(0.001)
+    return sum(map(ord, completion)) % 7 / 7
+'''
+_POLL_S = 0.002
+_QUIET_S, _QUIET_CPU_S, _QUIET_LIMIT_S = 0.2, 0.02, 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +54,17 @@ class Turn:
 
 @dataclass
 class Side:
-    """A node in `folder`. overrides: "KEY=VALUE". dashboard: its process, where one is open."""
+    """A node in `folder`. overrides: "KEY=VALUE". dashboard: its process, where one is open.
+
+    The run waits in its reward function, between generation and training, where the node has nothing to do.
+    """
 
     folder: Path
     overrides: Sequence[str]
     dashboard: subprocess.Popen[bytes] | None = None
     is_its_turn: bool = False
     _train: subprocess.Popen[bytes] | None = field(default=None, init=False)
-    _metrics: BinaryIO = field(init=False)
+    _metrics: BinaryIO | None = field(default=None, init=False)
     _num_steps: int = field(default=0, init=False)
 
     @property
@@ -59,72 +77,68 @@ class Side:
         return [part for override in self.overrides for part in ("--set", override)]
 
     @contextmanager
-    def up(self) -> Iterator[None]:
-        """The node serves in the block."""
-        subprocess.run([*CLI, "up", str(self.config), *self.settings], cwd=REPOSITORY, check=True)
-        try:
-            yield
-        finally:
-            subprocess.run([*CLI, "down", str(self.config)], cwd=REPOSITORY, check=False)
-
-    @contextmanager
-    def training(self, *, warm_steps: int) -> Iterator[None]:
-        """A run that has made `warm_steps` steps and is stopped; `take_turn` goes on with it."""
+    def training(self) -> Iterator[None]:
+        """A run that waits for its first turn. The node serves."""
+        self._hold.touch()
         argv = [*CLI, "train", str(self.config), "--no-start", *self.settings]
         with (self.folder / "train.log").open("wb") as log:
             self._train = subprocess.Popen(tied(argv), cwd=REPOSITORY, stdout=log, stderr=log)
         try:
-            self._wait_for_run()
-            with self._metrics_path.open("rb") as self._metrics:
-                self._await_step(warm_steps)
-                self._stop()
-                yield
+            yield
         finally:
             self._train.kill()
             self._train.wait()
+            if self._metrics is not None:
+                self._metrics.close()
+
+    def warm_up(self, num_steps: int) -> None:
+        self._await(self._arrived.exists)
+        self.take_turn(num_steps)
 
     def take_turn(self, num_steps: int) -> Turn:
-        """Goes on with the run. The step in which it was stopped is not counted."""
-        assert self._train is not None
+        """Measures whole steps, from one arrival at the gate to another."""
         self.is_its_turn = True
-        self._train.send_signal(signal.SIGCONT)
-        self._await_step(self._num_steps + 1)
-        first, started, cpu_then = self._num_steps, time.perf_counter(), self._cpu_s()
-        self._await_step(first + num_steps)
-        seconds, cpu_now = time.perf_counter() - started, self._cpu_s()
-        self._stop()
-        made = self._num_steps - first
+        first, cpu_then = self._num_steps, self._cpu_s()
+        self._arrived.unlink()
+        started = time.perf_counter()
+        self._hold.unlink()
+        self._await(lambda: self._steps_made() >= first + num_steps)
+        self._hold.touch()
+        self._await(self._arrived.exists)
+        seconds = time.perf_counter() - started
+        self.is_its_turn = False
+        self._await_quiet()
+        cpu_now, made = self._cpu_s(), self._steps_made() - first
         cpu_now.subtract(cpu_then)
         return Turn(seconds / made, {name: cpu / made for name, cpu in sorted(cpu_now.items()) if cpu})
 
     @property
-    def _metrics_path(self) -> Path:
-        return self.folder / "run" / "metrics.jsonl"
+    def _hold(self) -> Path:
+        return self.folder / "hold"
 
-    def _wait_for_run(self) -> None:
+    @property
+    def _arrived(self) -> Path:
+        return self.folder / "arrived"
+
+    def _steps_made(self) -> int:
+        if self._metrics is None:
+            metrics = self.folder / "run" / "metrics.jsonl"
+            if not metrics.exists():
+                return 0
+            self._metrics = metrics.open("rb")
+        self._num_steps += self._metrics.read().count(b"\n")
+        return self._num_steps
+
+    def _await(self, is_so: Callable[[], bool]) -> None:
+        assert self._train is not None
         deadline = time.monotonic() + LIMIT_S
-        while not self._metrics_path.exists():
-            self._check(deadline)
+        while not is_so():
+            if self._train.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError((self.folder / "train.log").read_text()[-2000:])
             time.sleep(_POLL_S)
 
-    def _await_step(self, number: int) -> None:
-        """Reads metrics until the run has made this many steps."""
-        deadline = time.monotonic() + LIMIT_S
-        while self._num_steps < number:
-            self._check(deadline)
-            time.sleep(_POLL_S)
-            self._num_steps += self._metrics.read().count(b"\n")
-
-    def _check(self, deadline: float) -> None:
-        assert self._train is not None
-        if self._train.poll() is not None or time.monotonic() > deadline:
-            raise RuntimeError((self.folder / "train.log").read_text()[-2000:])
-
-    def _stop(self) -> None:
-        """Stops the run's program, and waits until its node has done what was asked of it."""
-        assert self._train is not None
-        self._train.send_signal(signal.SIGSTOP)
-        self.is_its_turn = False
+    def _await_quiet(self) -> None:
+        """Waits until the side's processes have done what they put off, such as sending spans."""
         ends = time.monotonic() + _QUIET_LIMIT_S
         before = self._cpu_s().total()
         while time.monotonic() < ends:
@@ -150,3 +164,18 @@ class Side:
                     # User and system, and those of children that have ended.
                     seconds[service] += sum(process.cpu_times()[:4])
         return seconds
+
+
+@contextmanager
+def all_up(sides: Sequence[Side]) -> Iterator[None]:
+    """The sides' nodes, started at the same time."""
+    try:
+        started = [subprocess.Popen([*CLI, "up", str(side.config), *side.settings], cwd=REPOSITORY) for side in sides]
+        codes = [up.wait() for up in started]
+        if any(codes):
+            raise RuntimeError("a node could not be started; its output is above")
+        yield
+    finally:
+        ends = [subprocess.Popen([*CLI, "down", str(side.config)], cwd=REPOSITORY) for side in sides]
+        for end in ends:
+            end.wait()

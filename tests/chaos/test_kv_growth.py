@@ -20,7 +20,7 @@ from tasuki.v1 import rollout_pb2, types_pb2
 from tasuki.v1.rollout_pb2_grpc import RolloutServiceStub
 from tasuki.wire.errors import TasukiError
 from tests.chaos_node import ChaosNode
-from tests.conftest import RunningNode, started_node, tasuki
+from tests.conftest import RunningNode, assert_clean_audit, started_node
 from tests.e2e.test_pool import free, held, usage
 from tests.footprint import MIB
 from tests.models import VOCAB_SIZE
@@ -136,5 +136,4 @@ def test_an_engine_that_is_struck_while_its_cache_shrinks_comes_back(growing: Ru
         client.acquire(Phase.TRAIN)
         generating.join()
         assert greedy_again(chaos) == tokens
-    audited = tasuki("audit", growing.state_dir, timeout_s=60)
-    assert (audited.returncode, audited.stdout.splitlines()[0]) == (0, "clean"), audited.stdout
+    assert_clean_audit(growing.state_dir)

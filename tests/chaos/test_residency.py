@@ -10,7 +10,7 @@ import pytest
 from tasuki.client import Client, Phase
 from tasuki.memory.stages import Stage
 from tests.chaos_node import ChaosNode
-from tests.conftest import RunningNode, started_node, tasuki
+from tests.conftest import RunningNode, assert_clean_audit, started_node
 
 STRIKES = (
     ("scheduler0", Stage.SYNC, signal.SIGKILL),
@@ -39,5 +39,4 @@ def test_strikes_in_stages_that_move_nothing_lose_nothing(roomy: RunningNode) ->
             chaos.strike(process, stage, number)
             client.acquire(Phase.TRAIN)
             assert chaos.log_probs() == chaos.learned, (process, stage)
-    audited = tasuki("audit", roomy.state_dir, timeout_s=60)
-    assert (audited.returncode, audited.stdout.splitlines()[0]) == (0, "clean"), audited.stdout
+    assert_clean_audit(roomy.state_dir)

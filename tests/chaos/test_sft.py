@@ -21,7 +21,7 @@ from tasuki.client.sft_data import read_sft_jsonl
 from tasuki.client.types import TrainingSample
 from tasuki.config.lock import NODE_LOCK, holder
 from tasuki.runs.tokenizer import ModelTokenizer
-from tests.conftest import ENVIRONMENT, tasuki
+from tests.conftest import ENVIRONMENT, assert_clean_audit, tasuki
 from tests.models import make_model, save_checkpoint
 
 pytestmark = pytest.mark.timeout(900)
@@ -105,8 +105,7 @@ def test_a_run_is_plain_training_also_when_its_client_and_then_its_node_were_los
     assert "version-000006: step 6 of 9" in longer.stdout
     assert holder(folder / "node", name=NODE_LOCK) is None
     _check_figures(folder, expected, num_steps=NUM_STEPS + NUM_MORE)
-    audited = tasuki("audit", folder / "run", timeout_s=60)
-    assert (audited.returncode, audited.stdout.splitlines()[0]) == (0, "clean"), audited.stdout
+    assert_clean_audit(folder / "run")
 
 
 def _train(folder: Path, *options: str, kill_at: str | None = None) -> subprocess.CompletedProcess[str]:

@@ -14,7 +14,7 @@ from tasuki.client import Client, Phase
 from tasuki.config.lock import NODE_LOCK, holder
 from tasuki.config.places import exit_path, socket_dir
 from tests.chaos_node import ChaosNode
-from tests.conftest import RunningNode, tasuki
+from tests.conftest import RunningNode, assert_clean_audit, tasuki
 
 GONE_WITHIN_S = 10.0
 
@@ -48,8 +48,7 @@ def test_a_node_whose_supervisor_was_killed_leaves_nothing_behind_and_can_be_res
         assert client.trainer_state().policy_version == version
         client.acquire(Phase.ROLLOUT)
         assert ChaosNode(node, client).greedy() == tokens  # the same weights
-    audited = tasuki("audit", node.state_dir, timeout_s=60)
-    assert (audited.returncode, audited.stdout.splitlines()[0]) == (0, "clean"), audited.stdout
+    assert_clean_audit(node.state_dir)
 
 
 def processes_of(state_dir: Path) -> set[int]:

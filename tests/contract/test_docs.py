@@ -8,25 +8,15 @@ import pytest
 
 from tasuki.models.families import FAMILIES
 from tasuki.rpc.methods import METHODS
-from tasuki.wire import errors
-from tasuki.wire.errors import TasukiError
 from tools import config_page
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "grpc.md").read_text()
-ERRORS = [
-    cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, TasukiError) and cls is not TasukiError
-]
 
 
 @pytest.mark.parametrize("method", [method.name for method in METHODS.values()])
 def test_page_has_a_line_that_calls(method: str) -> None:
     assert any(line.startswith("grpcurl ") and method in line.split() for line in PAGE.splitlines())
-
-
-@pytest.mark.parametrize("cls", ERRORS, ids=lambda cls: cls.__name__)
-def test_error_table_has_a_row_for(cls: type[TasukiError]) -> None:
-    assert f"| {cls.code.name} | `{cls.reason}` | `{cls.__name__}` |" in PAGE
 
 
 def test_models_page_has_a_row_for_every_family() -> None:

@@ -293,5 +293,7 @@ def test_a_step_is_one_trace_over_all_services(run: Run):
             assert (caller.service, caller.name) == ("tasuki-client", name)
             assert caller.attributes["tasuki.request_id"] == span.attributes["tasuki.request_id"]
     for service in ("trainer", "rollout"):  # each at least one stage of both changeovers
-        calls = [by_id[span.parent_id] for span in run.spans if span.service == f"tasuki-{service}" and span.parent_id in by_id]
-        assert any(by_id[call.parent_id].name.startswith("stage ") for call in calls if call.parent_id in by_id)
+        callers = [
+            by_id[span.parent_id] for span in run.spans if span.service == f"tasuki-{service}" and span.parent_id in by_id
+        ]
+        assert any(caller.name.startswith("stage ") for caller in callers)

@@ -17,7 +17,7 @@ from tasuki.memory.pool import pool_bytes
 from tasuki.v1 import memory_pb2
 from tasuki.v1.memory_pb2_grpc import MemoryServiceStub
 from tests.chaos_node import ChaosNode
-from tests.conftest import RunningNode, started_node, tasuki
+from tests.conftest import RunningNode, assert_clean_audit, started_node
 from tests.extent import only_whole
 from tests.footprint import MIB, change_over, footprints, growth
 
@@ -80,8 +80,7 @@ def test_chunks_of_a_killed_engine_come_back_and_the_next_one_finds_them(pooled:
         assert chaos.greedy() == tokens
         client.acquire(Phase.TRAIN)
         assert free(pooled) + held(pooled) == pool_bytes(_BUDGET)
-    audited = tasuki("audit", pooled.state_dir, timeout_s=60)
-    assert (audited.returncode, audited.stdout.splitlines()[0]) == (0, "clean"), audited.stdout
+    assert_clean_audit(pooled.state_dir)
 
 
 @only_whole

@@ -96,7 +96,8 @@ async def start_coordinator(config: NodeConfig) -> asyncio.subprocess.Process:
     log.parent.mkdir(exist_ok=True)
     with log.open("ab") as output:
         argv = [sys.executable, "-m", "tasuki.coordinator", "--config", str(config.state_dir / "node.toml")]
-        return await asyncio.create_subprocess_exec(*argv, stdout=output, stderr=output, env={"PYTHONPATH": ":".join(sys.path)})
+        environment = {"PYTHONPATH": ":".join(sys.path), "OTEL_BSP_SCHEDULE_DELAY": "100"}
+        return await asyncio.create_subprocess_exec(*argv, stdout=output, stderr=output, env=environment)
 
 
 @asynccontextmanager

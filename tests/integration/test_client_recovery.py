@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import nullcontext
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import numpy as np
@@ -36,8 +37,10 @@ class WaitingNode(
     """Comes to a phase once `is_ready`, as a coordinator that waits for rollout does."""
 
     def __init__(self, state_dir: Path) -> None:
+        socket_folder(state_dir).mkdir(mode=0o700, parents=True)
         self.is_ready = asyncio.Event()
         self.num_asked = self.num_late = 0
+        self._servers: dict[str, RpcServer] = {}
         self.targets = {name: unix_target(state_dir, service=name) for name in ("coordinator", "trainer", "rollout")}
 
     def _state(self) -> coordinator_pb2.NodeState:
@@ -61,13 +64,32 @@ class WaitingNode(
     async def GetRolloutState(self, request: Any, context: Any) -> rollout_pb2.GetRolloutStateResponse:
         return rollout_pb2.GetRolloutStateResponse()
 
-    async def serve(self, name: str) -> RpcServer:
+    async def serve(self, name: str) -> None:
         server = RpcServer(service=name, target=self.targets[name])
         module = {"coordinator": coordinator_pb2_grpc, "trainer": trainer_pb2_grpc, "rollout": rollout_pb2_grpc}[name]
         add = getattr(module, f"add_{name.capitalize()}ServiceServicer_to_server")
         server.add(add, self, f"tasuki.v1.{name.capitalize()}Service")
         await server.start()
-        return server
+        self._servers[name] = server
+
+    async def stop(self, *names: str) -> None:
+        """All servers, if none is named."""
+        for name in names or tuple(self._servers):
+            await self._servers.pop(name).stop(grace_s=0)
+
+
+Node = TypeVar("Node", bound=WaitingNode)
+
+
+@asynccontextmanager
+async def serving(node: Node, *names: str) -> AsyncIterator[Node]:
+    """Its servers of these names, and those that it starts in the block."""
+    try:
+        for name in names:
+            await node.serve(name)
+        yield node
+    finally:
+        await node.stop()
 
 
 @pytest.mark.parametrize("is_lost", [True, False])
@@ -75,25 +97,18 @@ async def test_a_call_waits_for_a_service_that_restarts_beyond_its_deadline_and_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_lost: bool
 ) -> None:
     monkeypatch.setattr("tasuki.client.connection.READ_TIMEOUT_S", 0.3)
-    socket_folder(tmp_path).mkdir(mode=0o700, parents=True)
-    node = WaitingNode(tmp_path)
-    servers = [await node.serve(name) for name in ("coordinator", "trainer")]
-    if not is_lost:
-        servers.append(await node.serve("rollout"))
-    try:
-        async with AsyncClient(state_dir=tmp_path, timeout_s=0.5, recovery_timeout_s=60) as client:
-            acquired = asyncio.create_task(client.acquire(Phase.TRAIN))
-            await asyncio.sleep(4.0)
-            if is_lost:
-                servers.append(await node.serve("rollout"))
-                node.is_ready.set()
-                assert len(await acquired) == 1
-            else:
-                with pytest.raises(DeadlineExceeded):
-                    await acquired
-    finally:
-        for server in servers:
-            await server.stop(grace_s=0)
+    names = ("coordinator", "trainer") if is_lost else ("coordinator", "trainer", "rollout")
+    client = AsyncClient(state_dir=tmp_path, timeout_s=0.5, recovery_timeout_s=60)
+    async with serving(WaitingNode(tmp_path), *names) as node, client:
+        acquired = asyncio.create_task(client.acquire(Phase.TRAIN))
+        await asyncio.sleep(4.0)
+        if is_lost:
+            await node.serve("rollout")
+            node.is_ready.set()
+            assert len(await acquired) == 1
+        else:
+            with pytest.raises(DeadlineExceeded):
+                await acquired
 
 
 class DeafNode(WaitingNode):
@@ -107,22 +122,16 @@ class DeafNode(WaitingNode):
 
 async def test_a_service_that_ends_while_it_is_sent_samples_is_waited_for(tmp_path: Path) -> None:
     """grpc.aio tells it as UNAVAILABLE, as INTERNAL, or by a cancellation that nobody asked for."""
-    socket_folder(tmp_path).mkdir(mode=0o700, parents=True)
-    node = DeafNode(tmp_path)
-    coordinator, trainer = [await node.serve(name) for name in ("coordinator", "trainer")]
     sample = TrainingSample([1], np.ones(200_000, dtype=np.int32), rollout_log_probs=np.zeros(200_000), advantages=1.0)
-    try:
-        async with AsyncClient(state_dir=tmp_path, timeout_s=60, recovery_timeout_s=60) as client:
-            sent = asyncio.create_task(client.forward_backward([sample] * 5))
-            for _ in range(4):
-                await asyncio.sleep(0.3)
-                await trainer.stop(grace_s=0)
-                trainer = await node.serve("trainer")
-            node.is_ready.set()
-            assert (await sent).num_samples == 1 + 5
-    finally:
-        for server in (coordinator, trainer):
-            await server.stop(grace_s=0)
+    client = AsyncClient(state_dir=tmp_path, timeout_s=60, recovery_timeout_s=60)
+    async with serving(DeafNode(tmp_path), "coordinator", "trainer") as node, client:
+        sent = asyncio.create_task(client.forward_backward([sample] * 5))
+        for _ in range(4):
+            await asyncio.sleep(0.3)
+            await node.stop("trainer")
+            await node.serve("trainer")
+        node.is_ready.set()
+        assert (await sent).num_samples == 1 + 5
 
 
 @pytest.mark.parametrize("cause", ["cancelled", "broken off", "late"])
@@ -130,9 +139,6 @@ async def test_a_call_that_grpc_gives_up_is_given_again_and_at_its_deadline_is_a
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cause: str
 ) -> None:
     monkeypatch.setattr("tasuki.client.connection.READ_TIMEOUT_S", 0.1)
-    socket_folder(tmp_path).mkdir(mode=0o700, parents=True)
-    node = WaitingNode(tmp_path)
-    coordinator = await node.serve("coordinator")
     connection = Connection(unix_target(tmp_path, service="coordinator"), recovery_timeout_s=0.5)
     given: list[str] = []
 
@@ -146,16 +152,14 @@ async def test_a_call_that_grpc_gives_up_is_given_again_and_at_its_deadline_is_a
             raise asyncio.CancelledError
         return "answer"
 
-    try:
+    async with serving(WaitingNode(tmp_path), "coordinator"), AsyncExitStack() as stack:
+        stack.push_async_callback(connection.close)
         if cause == "late":
             with pytest.raises(DeadlineExceeded):
                 await connection.command(give, timeout_s=0.1)
         else:
             assert await connection.command(give, timeout_s=60) == "answer"
             assert given == [given[0]] * 2
-    finally:
-        await connection.close()
-        await coordinator.stop(grace_s=0)
 
 
 @pytest.mark.parametrize("num_late", [1, 2])
@@ -164,15 +168,9 @@ async def test_a_read_that_misses_its_deadline_is_made_once_more(
 ) -> None:
     """As the first one does whose client was stopped meanwhile."""
     monkeypatch.setattr("tasuki.client.async_client.READ_TIMEOUT_S", 0.3)
-    socket_folder(tmp_path).mkdir(mode=0o700, parents=True)
-    node = WaitingNode(tmp_path)
-    node.num_late = num_late
-    servers = [await node.serve(name) for name in ("coordinator", "trainer")]
-    try:
+    async with serving(WaitingNode(tmp_path), "coordinator", "trainer") as node:
+        node.num_late = num_late
         async with AsyncClient(state_dir=tmp_path) as client:
             with nullcontext() if num_late == 1 else pytest.raises(DeadlineExceeded):
                 await client.trainer_state()
-        assert node.num_asked == 2
-    finally:
-        for server in servers:
-            await server.stop(grace_s=0)
+    assert node.num_asked == 2

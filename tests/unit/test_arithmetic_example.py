@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tasuki.config.load import load_config
 from tests.conftest import ENVIRONMENT, ROOT
 
 EXAMPLE = ROOT / "client" / "examples" / "arithmetic"
@@ -102,3 +103,8 @@ def test_rewards_of_sums(rewards: object, completion: str, exact: float, form: f
 def test_rewards_of_gsm8k(rewards: object, completion: str, exact: float, form: float) -> None:
     scored = rewards.gsm8k_exact(completion=completion, answer="1046"), rewards.gsm8k_form(completion=completion)
     assert scored == (exact, form)
+
+
+@pytest.mark.parametrize(("name", "device"), [("arithmetic.toml", "cpu"), ("gpu.toml", "cuda")])
+def test_each_device_has_settings_that_take_effect(name: str, device: str) -> None:
+    assert load_config(EXAMPLE / name).device == device

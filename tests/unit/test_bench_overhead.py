@@ -8,15 +8,29 @@ import pytest
 
 from tests.bench.overhead import report
 from tests.bench.overhead_side import Turn
+from tests.bench.pairs import paired
 
 
-def test_report_compares_within_pairs_and_not_across_them() -> None:
-    slow = Turn(2.0, {"trainer": 3.0, "coordinator": 1.0}), Turn(2.1, {"trainer": 3.1, "coordinator": 1.1})
-    fast = Turn(1.0, {"trainer": 2.0}), Turn(1.0, {"trainer": 2.02})
+def test_report_compares_within_rounds_and_not_across_them() -> None:
+    slow = {"off": Turn(2.0, {"trainer": 3.0, "coordinator": 1.0}), "watched": Turn(2.1, {"trainer": 3.1, "coordinator": 1.1})}
+    fast = {"off": Turn(1.0, {"trainer": 2.0}), "watched": Turn(1.0, {"trainer": 2.02})}
     found: Any = report([slow, fast])
-    assert found["more_step_s_percent"]["median"] == pytest.approx(2.5)
-    assert found["more_step_cpu_s_percent"]["least"] == pytest.approx(1.0)
-    assert found["more_step_cpu_s_percent"]["greatest"] == pytest.approx(5.0)
+    assert found["more_step_s_percent"]["watched"]["median"] == pytest.approx(2.5)
+    assert found["more_step_cpu_s_percent"]["watched"]["least"] == pytest.approx(1.0)
+    assert found["more_step_cpu_s_percent"]["watched"]["greatest"] == pytest.approx(5.0)
     assert found["step_cpu_s"]["off"]["median"] == pytest.approx(3.0)
-    assert found["step_cpu_s_by_process"]["coordinator"] == {"off": 0.5, "on": 0.55}
-    assert found["num_pairs"] == 2
+    assert found["step_cpu_s_by_process"]["coordinator"] == {"off": 0.5, "watched": 0.55}
+    assert found["num_rounds"] == 2
+
+
+def test_a_few_slow_turns_hardly_move_the_estimate() -> None:
+    differences = [0.1, -0.2, 0.3, 0.0, 0.2, -0.1, 0.1, 0.0, 40.0, -25.0]
+    found = paired(differences)
+    assert found["estimate"] == pytest.approx(0.1, abs=0.06)
+    # The averages of pairs beyond the eighth from each end, by the table of signed ranks for ten pairs.
+    averages = sorted((a + b) / 2 for index, a in enumerate(differences) for b in differences[index:])
+    assert (found["low"], found["high"]) == (averages[8], averages[-9])
+
+
+def test_five_pairs_give_no_interval() -> None:
+    assert paired([1.0, 2.0, 3.0, 4.0, 5.0])["low"] is None

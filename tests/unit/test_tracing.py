@@ -35,8 +35,10 @@ class Exporter(SpanExporter):
 
     def __init__(self, *, raises: bool = False) -> None:
         self.go, self.raises = threading.Event(), raises
+        self.num_exports = 0
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self.num_exports += 1
         self.go.wait(10)
         if self.raises:
             raise RuntimeError("broken")
@@ -98,6 +100,28 @@ def test_spans_come_with_parents_attributes_and_failures() -> None:
     assert outer.attributes["tasuki.request_id"] == "r1" and not outer.is_failed
     assert inner.service == "tasuki-trainer"
     assert tracer.counts() == {"sent": 2, "failed": 0, "dropped": 0}
+
+
+def test_spans_leave_as_often_as_the_sdks_variable_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
+    with receiving() as receiver:
+        tracer, started = open_tracer(receiver.endpoint, service="trainer"), time.monotonic()
+        for name in ("first", "second", "third"):
+            tracer.begin(name, kind=SpanKind.INTERNAL).end()
+            receiver.one(name)
+        assert time.monotonic() - started < limit_s(2)
+        tracer.close()
+
+
+def test_a_full_batch_leaves_at_once_and_the_rest_at_the_end() -> None:
+    exporter = Exporter()
+    exporter.go.set()
+    sender = SpanSender(exporter, every_s=3600)
+    end_spans(sender, 257)
+    wait_for(sender, "sent", 256)
+    sender.shutdown()
+    assert sender.counts["sent"] == 257
+    assert exporter.num_exports <= 2
 
 
 def test_a_full_queue_drops_and_counts_and_nobody_waits() -> None:

@@ -17,7 +17,7 @@ from tasuki.config.schema import NodeConfig
 from tasuki.wire.errors import PathNotFound
 
 HERE = Path(__file__).resolve().parent
-CONFIG = HERE / "arithmetic.toml"
+CPU, GPU = HERE / "arithmetic.toml", HERE / "gpu.toml"
 MODEL = HERE.parents[2] / ".example" / "model"
 # Greedy answers in bfloat16 that depend on the last bit differ between engines.
 TOLERANCE = 0.03
@@ -37,6 +37,9 @@ def main() -> int:
     parser.add_argument(
         "--model", type=Path, default=MODEL, help="folder of a model with a chat template; by default SmolLM2's"
     )
+    parser.add_argument(
+        "--gpu", dest="config", action="store_const", const=GPU, default=CPU, help="train on one GPU, by gpu.toml"
+    )
     parser.add_argument("--gsm8k", type=Path, help="JSONL of `question` and `answer`, instead of sums")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="A.B=VALUE")
     arguments = parser.parse_args()
@@ -45,7 +48,7 @@ def main() -> int:
 
 def example(arguments: argparse.Namespace, *, started: float) -> int:
     output: Path = arguments.output
-    make_task(output, seed=arguments.seed, model=arguments.model, gsm8k=arguments.gsm8k)
+    make_task(output, arguments.config, seed=arguments.seed, model=arguments.model, gsm8k=arguments.gsm8k)
     overrides = [f"{table}.seed={arguments.seed}" for table in ("trainer", "rollout", "train")]
     if arguments.gsm8k is not None:
         overrides += GSM8K
@@ -53,14 +56,14 @@ def example(arguments: argparse.Namespace, *, started: float) -> int:
     return run(config, config_dir=HERE, started=started) or compare(config, output, started=started)
 
 
-def make_task(output: Path, *, seed: int, model: Path, gsm8k: Path | None) -> None:
+def make_task(output: Path, config: Path, *, seed: int, model: Path, gsm8k: Path | None) -> None:
     """Write config.toml and task/ into the run's folder. Raises PathNotFound without the model."""
     if not (model / "tokenizer_config.json").exists():
         raise PathNotFound(f"there is no model in {model}; `make example` makes it", path=model)
     if (output / "config.toml").exists() and (output / "task" / "eval.jsonl").exists():
         shutil.rmtree(output)  # from an earlier run
     output.mkdir(parents=True)
-    shutil.copy(CONFIG, output / "config.toml")
+    shutil.copy(config, output / "config.toml")
     (output / "task").mkdir()
     (output / "task" / "model").symlink_to(model.resolve())
     options = ["--gsm8k", gsm8k] if gsm8k else []
@@ -78,6 +81,8 @@ def compare(config: NodeConfig, output: Path, *, started: float) -> int:
         str(config.train.max_new_tokens),
         "--threads",
         str(config.trainer.num_threads),
+        "--device",
+        config.device,
     ]
     command = [sys.executable, HERE / "score.py", output / "model", output / "task" / "eval.jsonl", *options]
     # In a separate process, without tasuki.

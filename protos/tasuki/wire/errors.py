@@ -46,7 +46,7 @@ class InvalidArgument(TasukiError):
 
 
 class Unauthenticated(TasukiError):
-    """A call at a port without a valid token or certificate."""
+    """A call at a port without a token or certificate that the node accepts."""
 
     code, reason = grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED"
 
@@ -64,7 +64,7 @@ class BadHandle(TasukiError):
 
 
 class StageOrder(TasukiError):
-    """A stage out of order. metadata: `stage` requested, `after` (last completed), `allowed` next."""
+    """A stage out of order. metadata: `stage` requested, `after` (last completed, `START` before any), `allowed` next."""
 
     code, reason = grpc.StatusCode.FAILED_PRECONDITION, "STAGE_ORDER"
 
@@ -100,7 +100,7 @@ class NoGradients(TasukiError):
 
 
 class GradientsPending(TasukiError):
-    """Accumulated gradients would be lost. Call OptimStep or DiscardGradients first."""
+    """Publishing or BeginRun would lose accumulated gradients. Call OptimStep or DiscardGradients first."""
 
     code, reason = grpc.StatusCode.FAILED_PRECONDITION, "GRADIENTS_PENDING"
 
@@ -124,7 +124,7 @@ class StaleEpoch(TasukiError):
 
 
 class StaleSequence(TasukiError):
-    """A stage command older than the last accepted one. metadata: `sequence`, `current_sequence`."""
+    """A stage command that is not newer than the last accepted one. metadata: `sequence`, `current_sequence`."""
 
     code, reason = grpc.StatusCode.ABORTED, "STALE_SEQUENCE"
 
@@ -160,7 +160,7 @@ class MessageTooLarge(TasukiError):
 
 
 class Asleep(TasukiError):
-    """Rollout is not serving. Acquire phase ROLLOUT."""
+    """Rollout is asleep and does not serve. Acquire phase ROLLOUT."""
 
     code, reason = grpc.StatusCode.UNAVAILABLE, "ASLEEP"
 
@@ -197,13 +197,13 @@ class PathExists(TasukiError):
 
 
 class DiskFull(TasukiError):
-    """A file cannot be written for lack of space. The request was not carried out. metadata: `path`."""
+    """A file cannot be written, usually for lack of space. The request was not carried out. metadata: `path`."""
 
     code, reason = grpc.StatusCode.RESOURCE_EXHAUSTED, "DISK_FULL"
 
 
 class PathNotFound(TasukiError):
-    """The path does not exist. metadata: `path`."""
+    """A path does not exist, or is not what the call needs. metadata: `path`."""
 
     code, reason = grpc.StatusCode.NOT_FOUND, "PATH_NOT_FOUND"
 
@@ -221,7 +221,7 @@ class DeadlineRequired(TasukiError):
 
 
 class DeadlineExceeded(TasukiError):
-    """The deadline passed. metadata: `stage` or `rpc`."""
+    """The call or stage did not finish in time. metadata: `stage` or `rpc`."""
 
     code, reason = grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED"
 

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import logging
-import queue
+import os
 import threading
-import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
 
 import grpc.aio
 from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.http import trace_exporter
+from opentelemetry.sdk.environment_variables import OTEL_BSP_SCHEDULE_DELAY
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from tasuki.wire.traced_channel import TRACEPARENT_KEY, TracedChannel
+from tasuki.wire.traced_channel import TRACEPARENT_KEY, LinkedChannel, TracedChannel
 from tasuki.wire.tracing import NODE_RANK, REASON, REQUEST_ID, Span, SpanKind, current_span
 
 _log = logging.getLogger("tasuki.wire")
 _MAX_WAITING = 2048
 _BATCH = 256
-_EVERY_S = 1.0
+_EVERY_S = 5.0
 _EXPORT_TIMEOUT_S = 10.0
 _CLOSE_S = 1.0
 _KINDS = {
@@ -41,20 +41,26 @@ class OtelTracer:
         named = {} if node_rank is None else {NODE_RANK: node_rank}
         resource = Resource.create({"service.namespace": "tasuki", "service.name": f"tasuki-{service}", **named})
         provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        self._sender = SpanSender(exporter)
+        self._sender = SpanSender(exporter, every_s=_schedule_delay_s())
         provider.add_span_processor(self._sender)
         self._tracer = provider.get_tracer("tasuki")
         self._propagator = TraceContextTextMapPropagator()
 
     def begin(self, name: str, *, kind: SpanKind, parent: str = "", attributes: Mapping[str, str | int] | None = None) -> Span:
-        current = current_span()
-        parent = parent or ("" if current is None else current.traceparent)
-        # None: a child of the program's current span, or else a root.
-        context = self._propagator.extract({TRACEPARENT_KEY: parent}) if parent else None
+        above = current_span()
+        if parent:
+            context = self._propagator.extract({TRACEPARENT_KEY: parent})
+        elif isinstance(above, OtelSpan):
+            context = above.context
+        else:
+            context = None  # a child of the program's current span, or else a root
         return OtelSpan(self._tracer.start_span(name, context=context, kind=_KINDS[kind], attributes=attributes))
 
     def wrap(self, channel: grpc.aio.Channel) -> grpc.aio.Channel:
         return TracedChannel(channel, self._begin_call)
+
+    def link(self, channel: grpc.aio.Channel) -> grpc.aio.Channel:
+        return LinkedChannel(channel)
 
     def _begin_call(self, name: str, request_id: str) -> Span:
         known = {REQUEST_ID: request_id} if request_id else {}
@@ -68,12 +74,16 @@ class OtelTracer:
 
 
 class OtelSpan:
-    """A `Span` of the SDK."""
+    """A `Span` of the SDK. context: what its children in this process begin with."""
 
     def __init__(self, span: trace.Span) -> None:
         self._span = span
-        context = span.get_span_context()
-        self.traceparent = f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
+        self.context = trace.set_span_in_context(span)
+
+    @property
+    def traceparent(self) -> str:
+        context = self._span.get_span_context()
+        return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
 
     def set(self, name: str, value: str | int) -> None:
         self._span.set_attribute(name, value)
@@ -86,13 +96,25 @@ class OtelSpan:
         self._span.end()
 
 
-class SpanSender(SpanProcessor):
-    """Exports ended spans from a thread. Drops and counts spans beyond its queue; the SDK would log each drop and count none."""
+def _schedule_delay_s() -> float:
+    """The SDK's variable, in milliseconds; a value that is no number counts as unset, as for the SDK."""
+    try:
+        return max(0.0, float(os.environ[OTEL_BSP_SCHEDULE_DELAY]) / 1e3)  # noqa: TID251  read by OpenTelemetry too, not by tasuki
+    except (KeyError, ValueError):
+        return _EVERY_S
 
-    def __init__(self, exporter: SpanExporter, *, max_waiting: int = _MAX_WAITING) -> None:
+
+class SpanSender(SpanProcessor):
+    """Exports ended spans from a thread. Drops and counts spans beyond its queue; the SDK would log each drop and count none.
+
+    The thread sleeps until a batch is full or due: waking it for each span would interrupt the work that the span measures.
+    """
+
+    def __init__(self, exporter: SpanExporter, *, max_waiting: int = _MAX_WAITING, every_s: float = _EVERY_S) -> None:
         self.counts: Counter[str] = Counter(sent=0, failed=0, dropped=0)
-        self._exporter = exporter
-        self._waiting: queue.Queue[ReadableSpan | None] = queue.Queue(max_waiting)
+        self._exporter, self._max_waiting, self._every_s = exporter, max_waiting, every_s
+        self._waiting: deque[ReadableSpan] = deque()
+        self._is_due = threading.Event()
         self._thread = threading.Thread(target=self._send_all, name="otel-spans", daemon=True)
         self._is_closed = False
         self._has_warned = False
@@ -100,50 +122,38 @@ class SpanSender(SpanProcessor):
         self._thread.start()
 
     def on_end(self, span: ReadableSpan) -> None:
-        try:
-            self._waiting.put_nowait(span)
-        except queue.Full:
+        if len(self._waiting) >= self._max_waiting:
             self.counts["dropped"] += 1
             self._warn("dropped")
+            return
+        self._waiting.append(span)
+        if len(self._waiting) >= _BATCH:
+            self._is_due.set()
 
     def shutdown(self) -> None:
         if self._is_closed:
             return
         self._is_closed = True
-        ends = time.monotonic() + _CLOSE_S
-        try:
-            self._waiting.put(None, timeout=_CLOSE_S)
-        except queue.Full:
-            return
-        self._thread.join(max(0.0, ends - time.monotonic()))
+        self._is_due.set()
+        self._thread.join(_CLOSE_S)
 
     def _send_all(self) -> None:
-        """Runs until None is queued. A daemon thread: a receiver that hangs cannot keep the process alive."""
+        """Runs until closed. A daemon thread: a receiver that hangs cannot keep the process alive."""
         is_last = False
         while not is_last:
-            batch, is_last = self._next_batch()
-            if batch:
-                outcome = "sent" if self._is_sent(batch) else "failed"
-                self.counts[outcome] += len(batch)
-                if outcome == "failed":
-                    self._warn(outcome)
+            self._is_due.wait(self._every_s)
+            self._is_due.clear()
+            is_last = self._is_closed
+            while self._waiting:
+                self._send([self._waiting.popleft() for _ in range(min(_BATCH, len(self._waiting)))])
         self._exporter.shutdown()
         trace_exporter._logger.removeFilter(self._is_of_others)
 
-    def _next_batch(self) -> tuple[list[ReadableSpan], bool]:
-        """The spans of about one second, and whether they are the last."""
-        batch: list[ReadableSpan] = []
-        ends = None
-        while len(batch) < _BATCH:
-            try:
-                span = self._waiting.get(timeout=None if ends is None else max(0.0, ends - time.monotonic()))
-            except queue.Empty:
-                break
-            if span is None:
-                return batch, True
-            batch.append(span)
-            ends = time.monotonic() + _EVERY_S if ends is None else ends
-        return batch, False
+    def _send(self, batch: list[ReadableSpan]) -> None:
+        outcome = "sent" if self._is_sent(batch) else "failed"
+        self.counts[outcome] += len(batch)
+        if outcome == "failed":
+            self._warn(outcome)
 
     def _is_sent(self, batch: list[ReadableSpan]) -> bool:
         try:

@@ -1,19 +1,17 @@
-"""A channel that creates a span for each call and passes its trace context and request id as metadata."""
+"""Channels that pass trace context and request id as metadata: with a span for each call, or below the current one."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import grpc.aio
 
+from tasuki.wire.tracing import Span, current_span
 from tasuki.wire.wrapped_channel import WrappedChannel
-
-if TYPE_CHECKING:
-    from tasuki.wire.tracing import Span
 
 REQUEST_ID_KEY = "x-request-id"
 TRACEPARENT_KEY = "traceparent"
@@ -21,7 +19,7 @@ TRACEPARENT_KEY = "traceparent"
 _READS = ("Get", "List", "Plan", "Watch")
 _MAX_REQUEST_ID = 128
 
-Begin = Callable[[str, str], "Span"]
+Begin = Callable[[str, str], Span]
 """Takes the method, such as "tasuki.v1.TrainerService/OptimStep", and the request id, possibly empty."""
 
 
@@ -39,17 +37,14 @@ class TracedChannel(WrappedChannel):
 
     def calling(self, path: str, method: Callable[..., Any]) -> Callable[..., Any]:
         name = path.removeprefix("/")
-        if name.rpartition("/")[2].startswith(_READS):
+        if _is_read(path):
             return method
 
         def call(request: Any, *args: Any, metadata: Any = None, **kwargs: Any) -> Any:
             first, request = _peeked(request)
             request_id = _request_id_of(first)
             span = self._begin(name, request_id)
-            added = [(TRACEPARENT_KEY, span.traceparent)]
-            if 0 < len(request_id) <= _MAX_REQUEST_ID and request_id.isascii() and request_id.isprintable():
-                added.append((REQUEST_ID_KEY, request_id))
-            made = method(request, *args, metadata=(*(metadata or ()), *added), **kwargs)
+            made = method(request, *args, metadata=(*(metadata or ()), *_context(span, request_id)), **kwargs)
             made.add_done_callback(lambda done: self._end(done, span))
             return made
 
@@ -59,6 +54,34 @@ class TracedChannel(WrappedChannel):
         task = asyncio.get_running_loop().create_task(_ended(call, span))
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
+
+
+class LinkedChannel(WrappedChannel):
+    """Puts calls that change something below the current span. They get no span in this process: the span covers what they do."""
+
+    def calling(self, path: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        if _is_read(path):
+            return method
+
+        def call(request: Any, *args: Any, metadata: Any = None, **kwargs: Any) -> Any:
+            span = current_span()
+            if span is None:
+                return method(request, *args, metadata=metadata, **kwargs)
+            first, request = _peeked(request)
+            return method(request, *args, metadata=(*(metadata or ()), *_context(span, _request_id_of(first))), **kwargs)
+
+        return call
+
+
+def _is_read(path: str) -> bool:
+    return path.rpartition("/")[2].startswith(_READS)
+
+
+def _context(span: Span, request_id: str) -> Iterator[tuple[str, str]]:
+    """Metadata from which the callee continues the trace."""
+    yield TRACEPARENT_KEY, span.traceparent
+    if 0 < len(request_id) <= _MAX_REQUEST_ID and request_id.isascii() and request_id.isprintable():
+        yield REQUEST_ID_KEY, request_id
 
 
 async def _ended(call: grpc.aio.Call, span: Span) -> None:

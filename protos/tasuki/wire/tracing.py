@@ -56,6 +56,10 @@ class Tracer(Protocol):
         """Wraps a channel to create a span for each call that changes something."""
         ...
 
+    def link(self, channel: grpc.aio.Channel) -> grpc.aio.Channel:
+        """Wraps a channel to put each call that changes something below the current span, without a span for the call."""
+        ...
+
     def counts(self) -> Mapping[str, int]:
         """Number of spans by outcome: sent, failed or dropped. Empty if tracing is off."""
         ...
@@ -126,6 +130,9 @@ class _NoTracer:
         return self._span
 
     def wrap(self, channel: grpc.aio.Channel) -> grpc.aio.Channel:
+        return channel
+
+    def link(self, channel: grpc.aio.Channel) -> grpc.aio.Channel:
         return channel
 
     def counts(self) -> Mapping[str, int]:

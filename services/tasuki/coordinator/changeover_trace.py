@@ -30,8 +30,7 @@ class ChangeoverTrace:
         """The span of a stage, or of its undo. Calls in the block are below it."""
         name = f"undo {intent.stage}" if intent.is_undo else f"stage {intent.stage}"
         attributes = {REQUEST_ID: intent.request_id, CHANGEOVER_ID: self._changeover_id}
-        parent = self._span.traceparent
-        with spanning(self._tracer.begin(name, kind=SpanKind.INTERNAL, parent=parent, attributes=attributes)) as span:
+        with self.around(), spanning(self._tracer.begin(name, kind=SpanKind.INTERNAL, attributes=attributes)) as span:
             yield span
 
     def end(self, error: TasukiError | None) -> None:

@@ -176,7 +176,7 @@ class Node:
         if not now.absent and not now.in_stage:
             with suppress(StageOrder):  # then nobody knows where the node is, and the state says so
                 self._take(now)
-        lost = now.other_than(seen)
+        lost = now.restarted_since(seen)
         if lost is None and isinstance(error, StageOrder) and self._at is not None:
             # A single stage without an answer was carried out late, after the services were asked.
             return PeerUnavailable(f"a service went on after it was seen ({error.message})")

@@ -61,7 +61,7 @@ class Observed:
         """Whether rollout says that it holds no memory."""
         return Service.ROLLOUT not in self.absent and self.rollout_stage in (None, Stage.PAUSE_WEIGHTS)
 
-    def other_than(self, before: Observed) -> Service | None:
+    def restarted_since(self, before: Observed) -> Service | None:
         """A service that is gone, or was restarted, since `before`."""
         if self.trainer_boot_id != before.trainer_boot_id:
             return Service.TRAINER
@@ -129,7 +129,7 @@ class GrpcPeers:
     ) -> None:
         """epoch: the coordinator's; once its state was read, a service refuses stage commands of older ones."""
         targets = {Service.TRAINER: trainer_target, Service.ROLLOUT: rollout_target}
-        self._channels = {service: tracer.wrap(open_channel(target)) for service, target in targets.items()}
+        self._channels = {service: tracer.link(open_channel(target)) for service, target in targets.items()}
         self._trainer = TrainerServiceStub(self._channels[Service.TRAINER])
         self._rollout = RolloutServiceStub(self._channels[Service.ROLLOUT])
         self._memory = {service: MemoryServiceStub(channel) for service, channel in self._channels.items()}

@@ -77,7 +77,7 @@ _DECODER_KEYS: dict[str, tuple[Any, ...] | None] = {
     **dict.fromkeys(rope.KEYS),
 }
 # Keys without effect on computation. Those that start with "_" are transformers' own notes.
-_NEUTRAL_KEYS = frozenset({
+_KEYS_WITHOUT_EFFECT = frozenset({
     "architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "name_or_path", "auto_map", "tokenizer_class",
     "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "initializer_range", "pretraining_tp", "use_cache",
     "cache_implementation", "id2label", "label2id", "return_dict", "output_attentions", "output_hidden_states", "problem_type",
@@ -100,7 +100,7 @@ def check_keys(config: Config, family: Family) -> None:
     """
     known = {**_DECODER_KEYS, **family.keys}
     for key, value in config.items():
-        if key in _NEUTRAL_KEYS or key.startswith("_"):
+        if key in _KEYS_WITHOUT_EFFECT or key.startswith("_"):
             continue
         if key in _TRUE_BY_DEFAULT:
             if value is not True:

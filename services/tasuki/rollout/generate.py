@@ -17,7 +17,7 @@ _MAX_REQUEST_ID = 128
 _DEFAULT_MAX_NEW_TOKENS = 128
 # SGLang's default.
 _GREEDY_BELOW = 1e-6
-_NEUTRAL = {
+_WITHOUT_EFFECT = {
     "top_p": 1,
     "top_k": -1,
     "min_p": 0,
@@ -189,7 +189,7 @@ def has_exact_log_probs(sampling: Mapping[str, object]) -> bool:
     Penalties and min_new_tokens change the logits, so that the trainer's log-probs differ; top_p, top_k and min_p exclude tokens that
     the reported distribution includes.
     """
-    return not is_greedy(sampling) and all(sampling.get(name, neutral) == neutral for name, neutral in _NEUTRAL.items())
+    return not is_greedy(sampling) and all(sampling.get(name, default) == default for name, default in _WITHOUT_EFFECT.items())
 
 
 def sampling_of(request: GenerationRequest, prompt_index: int, model: ModelFacts) -> dict[str, object]:

@@ -192,7 +192,7 @@ async def _observed(method: Method, context: grpc.aio.ServicerContext[Any, Any],
 
 @contextmanager
 def _traced(method: Method, context: Any, tracer: Tracer, *, request_id: str, outcome: _Outcome) -> Iterator[None]:
-    parent = _metadata(context, TRACEPARENT_KEY)
+    parent = "" if tracer is NO_TRACER else _metadata(context, TRACEPARENT_KEY)
     if tracer is NO_TRACER or not (parent or method.role in _BEGIN_TRACES):
         yield
         return
