@@ -28,6 +28,7 @@ from tasuki.v1 import (
 from tasuki.v1.types_pb2 import ROLE_POLICY, TrainingSample
 from tasuki.wire.address import unix_target
 from tasuki.wire.channel import open_channel
+from tests.conftest import ENVIRONMENT
 from tests.integration.forked import ForkedModule
 from tests.integration.trainer_samples import make_samples
 from tests.models import VOCAB_SIZE
@@ -97,8 +98,7 @@ def start_trainer(
         "--config",
         str(config),
     ]
-    paths = os.pathsep.join(str(ROOT / folder) for folder in ("protos", "services", "client"))
-    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    environment = {**ENVIRONMENT, "OMP_NUM_THREADS": "1"}
     log = state_dir / "trainer.log"
     log.write_bytes(b"")
     if not inside:
