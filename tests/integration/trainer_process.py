@@ -33,7 +33,6 @@ from tests.integration.forked import ForkedModule
 from tests.integration.trainer_samples import make_samples
 from tests.models import VOCAB_SIZE
 
-ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 180.0
 CALL_TIMEOUT_S = 60.0
 # Token means of PPO against the policy as it is.
