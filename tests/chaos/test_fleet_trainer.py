@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from tasuki.v1.types_pb2 import ROLE_CRITIC, TrainingSample
+from tests.fleet.network import namespace_pair
 from tests.integration.fleet_port import fleet_port
-from tests.integration.fleet_trainers import fleet_of, nodes_of, start_node, sums_of
+from tests.integration.fleet_trainers import fleet_of, logs_of_unconnected, nodes_of, start_node, sums_of
 from tests.integration.trainer_process import VALUE, TrainerClient, TrainerProcess, connect, start_trainer
 from tests.integration.trainer_samples import make_samples
+from tests.limits import limit_s
 from tests.models import VOCAB_SIZE, make_model, save_checkpoint
 
 NUM_STEPS = 20
@@ -84,42 +84,25 @@ async def test_three_nodes_go_on_from_the_checkpoint_of_two(tmp_path: Path, mode
         alone.stop()
 
 
-def ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True)
-
-
-@contextmanager
-def namespace_pair() -> Iterator[tuple[str, str]]:
-    """Two machines as far as the network goes: the test's own namespace and another, joined by a veth pair. Gives both interfaces."""
-    name, here, there = f"tasuki{os.getpid()}", f"tv{os.getpid() % 100000}a", f"tv{os.getpid() % 100000}b"
-    ip("netns", "add", name)
-    try:
-        ip("link", "add", here, "type", "veth", "peer", "name", there, "netns", name)
-        ip("addr", "add", "10.117.0.1/24", "dev", here)
-        ip("link", "set", here, "up")
-        for arguments in (
-            ["addr", "add", "10.117.0.2/24", "dev", there],
-            ["link", "set", there, "up"],
-            ["link", "set", "lo", "up"],
-        ):
-            ip("-n", name, *arguments)
-        yield here, f"{name}:{there}"
-    finally:
-        ip("netns", "del", name)
-
-
 def sent_bytes(interface: str) -> int:
     return int(Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text())
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
+def test_an_interface_that_reaches_no_other_node_is_reported_in_time(tmp_path: Path, model: Path) -> None:
+    logs = logs_of_unconnected(tmp_path, model, connect_s=6, most_s=limit_s(60))  # gloo alone would wait five times as long
+    assert all("PEER_UNAVAILABLE" in log and "of the fleet lab by gloo" in log and "set fleet.interface" in log for log in logs)
+    assert any("not all have answered within 6 s" in log for log in logs)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
 async def test_gradients_alone_cross_the_link_between_two_namespaces(tmp_path: Path, model: Path) -> None:
-    with namespace_pair() as (here, there), fleet_port(tmp_path / "port", num_nodes=2, host="10.117.0.1") as port:
-        name, _, interface = there.partition(":")
+    with namespace_pair() as (one, other), fleet_port(tmp_path / "port", num_nodes=2, host=one.host) as port:
+        here = one.interface
         nodes: list[TrainerProcess] = []
         try:
-            nodes.append(start_node(tmp_path, model, port, 0, settings=SETTINGS, interface=here))
-            nodes.append(start_node(tmp_path, model, port, 1, settings=SETTINGS, interface=interface, namespace=name))
+            nodes.append(start_node(tmp_path, model, port, 0, settings=SETTINGS, place=one))
+            nodes.append(start_node(tmp_path, model, port, 1, settings=SETTINGS, place=other))
             for node in nodes:
                 node.wait_until_serving()
             async with fleet_of(nodes, model) as fleet:
@@ -133,7 +116,7 @@ async def test_gradients_alone_cross_the_link_between_two_namespaces(tmp_path: P
                     # Two nodes: each sends the bytes of its gradients once; frames and acknowledgements add a few percent.
                     assert 4 * num_parameters < at_end - in_between < 4 * num_parameters * 1.25
                     assert in_between - at_start < 0.02 * 4 * num_parameters
-                ip("link", "set", here, "down")
+                subprocess.run(["ip", "link", "set", here, "down"], check=True)
                 await fleet.forward_backward(samples_of(3))
                 with pytest.raises(Exception, match="node"):
                     await fleet.optim_step()

@@ -24,17 +24,22 @@ class Place:
         return int(subprocess.check_output([*self.prefix, "cat", path], text=True))
 
 
+LOOPBACK = Place("127.0.0.1", "lo")
+
+
 def can_make_namespaces() -> bool:
-    """Whether this process may, as root of a whole machine may."""
+    """Whether this process may, as root of a whole machine may whose kernel has veth pairs and bridges."""
     if os.geteuid() != 0:
         return False
     name = f"tasuki-try-{os.getpid()}"
+    links = ("bridge0", "type", "bridge"), ("port0", "type", "veth", "peer", "name", "port1")
     try:
         subprocess.run(["ip", "netns", "add", name], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError):
         return False
+    tries = [subprocess.run(["ip", "-n", name, "link", "add", *link], check=False, capture_output=True) for link in links]
     subprocess.run(["ip", "netns", "delete", name], check=True)
-    return True
+    return all(one.returncode == 0 for one in tries)
 
 
 @contextmanager
@@ -67,7 +72,7 @@ def namespaces(number: int) -> Iterator[list[Place]]:
 
 
 def one_namespace(num_nodes: int) -> list[Place]:
-    return [Place("127.0.0.1", "lo")] * num_nodes
+    return [LOOPBACK] * num_nodes
 
 
 @contextmanager
@@ -79,6 +84,26 @@ def places_of(number: int) -> Iterator[Sequence[Place]]:
     else:
         warnings.warn("no namespaces without root: all nodes share one network", stacklevel=2)
         yield one_namespace(number)
+
+
+@contextmanager
+def namespace_pair() -> Iterator[tuple[Place, Place]]:
+    """Two machines as far as the network goes: the test's own namespace and another, joined by a veth pair. Needs root."""
+    name, here, there = f"tasuki{os.getpid()}", f"tv{os.getpid() % 100000}a", f"tv{os.getpid() % 100000}b"
+    _ip("netns", "add", name)
+    try:
+        _ip("link", "add", here, "type", "veth", "peer", "name", there, "netns", name)
+        _ip("addr", "add", "10.117.0.1/24", "dev", here)
+        _ip("link", "set", here, "up")
+        for arguments in (
+            ["addr", "add", "10.117.0.2/24", "dev", there],
+            ["link", "set", there, "up"],
+            ["link", "set", "lo", "up"],
+        ):
+            _ip("-n", name, *arguments)
+        yield Place("10.117.0.1", here), Place("10.117.0.2", there, ("ip", "netns", "exec", name))
+    finally:
+        _ip("netns", "del", name)
 
 
 def _ip(*arguments: str) -> None:

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tasuki.cli import certs
@@ -39,13 +39,17 @@ class FleetNode:
     state_dir: Path
     settings: Sequence[str]
     log: Path
+    environment: dict[str, str] = field(default_factory=dict)
+    """Of this node alone."""
     process: subprocess.Popen[bytes] | None = None
 
     def start(self, environment: dict[str, str], *, grace_s: float) -> None:
         argv = [*self.place.prefix, sys.executable, "-m", "tasuki.cli", "fleet", "up", self.config, "--grace-s", str(grace_s)]
         argv += [part for setting in self.settings for part in ("--set", setting)]
         with self.log.open("wb") as output:
-            self.process = subprocess.Popen(argv, env={**ENVIRONMENT, **environment}, stdout=output, stderr=output)
+            self.process = subprocess.Popen(
+                argv, env={**ENVIRONMENT, **environment, **self.environment}, stdout=output, stderr=output
+            )
 
     def signal(self, number: signal.Signals) -> None:
         """To `tasuki fleet up`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from tasuki.v1 import loss_pb2, trainer_pb2
 from tasuki.v1.fleet_pb2 import FleetCommand
 from tasuki.v1.types_pb2 import ROLE_POLICY, Role, TrainingSample
 from tasuki.wire.channel import open_channel
+from tests.fleet.network import LOOPBACK, Place, namespace_pair
 from tests.integration.fleet_port import FLEET, FleetPort, fleet_port
 from tests.integration.trainer_process import (
     CALL_TIMEOUT_S,
@@ -66,13 +67,48 @@ def start_node(
     *,
     num_ranks: int = 1,
     settings: str = "",
-    interface: str = "lo",
-    namespace: str | None = None,
+    place: Place = LOOPBACK,
+    device: str = "cpu",
+    environment: Mapping[str, str] = {},
 ) -> TrainerProcess:
-    """namespace: of the network that it runs in, if not the test's."""
-    tables = f"{settings}\n{port.tables(node_rank, interface=interface)}"
-    inside = [] if namespace is None else ["ip", "netns", "exec", namespace]
-    return start_trainer(folder / f"node-{node_rank}", model, num_ranks=num_ranks, settings=tables, inside=inside)
+    """place: the network that it runs in, and its interface there. environment: further variables, of a process that is not forked."""
+    tables = f"{settings}\n{port.tables(node_rank, interface=place.interface)}"
+    return start_trainer(
+        folder / f"node-{node_rank}",
+        model,
+        num_ranks=num_ranks,
+        settings=tables,
+        inside=[*place.prefix, *(("env", *(f"{name}={value}" for name, value in environment.items())) if environment else ())],
+        device=device,
+    )
+
+
+def logs_of_unconnected(folder: Path, model: Path, *, connect_s: int, most_s: float, device: str = "cpu") -> list[str]:
+    """Of two trainers that join the fleet, but whose interfaces do not reach each other, once both have ended with an error within
+    `most_s`. Needs root."""
+    with namespace_pair() as (one, other), fleet_port(folder / "port", num_nodes=2, host=one.host) as port:
+        alone = Place(LOOPBACK.host, LOOPBACK.interface, other.prefix)
+        nodes = [
+            start_node(
+                folder,
+                model,
+                port,
+                rank,
+                settings=f"collective_timeout_s = {connect_s}\n",
+                place=place,
+                device=device,
+                environment={"NCCL_HOSTID": f"node-{rank}"},
+            )
+            for rank, place in enumerate((LOOPBACK, alone))
+        ]
+        try:
+            codes = [node.process.wait(most_s) for node in nodes]
+            assert all(codes)
+            return [node.log.read_text() for node in nodes]
+        finally:
+            for node in nodes:
+                if node.process.poll() is None:
+                    node.stop()
 
 
 @asynccontextmanager

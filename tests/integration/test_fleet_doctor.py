@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 
+from tasuki.cli.doctor.command import run as run_doctor
 from tasuki.cli.doctor.finding import Verdict
 from tasuki.cli.doctor.fleet import (
     Connection,
+    Gradients,
     clock_finding,
     fleet_findings,
     gradients_finding,
@@ -72,7 +74,7 @@ class MeasuredTrainers(TrainerServiceServicer):
         self._nodes_rate = nodes_rate
 
     async def GetTrainerState(self, request: Any, context: Any) -> trainer_pb2.GetTrainerStateResponse:
-        return trainer_pb2.GetTrainerStateResponse(nodes_rate=self._nodes_rate)
+        return trainer_pb2.GetTrainerStateResponse(nodes_rate=self._nodes_rate, nodes_transport="TCP")
 
 
 @contextmanager
@@ -116,7 +118,7 @@ def test_a_whole_fleet_passes_with_measured_figures(config: NodeConfig) -> None:
         found = {finding.name: finding for finding in fleet_findings(config)}
     assert {finding.verdict for finding in found.values()} == {Verdict.OK}, found
     assert "Gb/s" in found["fleet rate"].found and "6 answer" in found["fleet ports"].found
-    assert "10.00 Gb/s from a node by gloo" in found["fleet gradients"].found
+    assert "10.00 Gb/s from a node by gloo over TCP" in found["fleet gradients"].found
 
 
 def test_missing_unlike_and_unreachable_nodes_fail(config: NodeConfig) -> None:
@@ -156,14 +158,30 @@ def test_between_machines_a_rate_is_asserted(config: NodeConfig, leader_at: str,
     assert config.fleet is not None
     elsewhere = config.model_copy(update={"fleet": config.fleet.model_copy(update={"leader": leader_at})})
     assert rate_finding(Connection(0.001, rate, 0.0), elsewhere).verdict is verdict
-    assert gradients_finding(rate, elsewhere).verdict is verdict
+    assert gradients_finding(Gradients(rate, "TCP"), elsewhere).verdict is verdict
 
 
 def test_gpu_nodes_need_ten_times_the_rate(config: NodeConfig) -> None:
     assert config.fleet is not None
     fleet = config.fleet.model_copy(update={"leader": "10.0.0.1:1"})
     on_gpus = config.model_copy(update={"fleet": fleet, "device": "cuda"})
-    assert [gradients_finding(rate, on_gpus).verdict for rate in (1e8, 1e9, 1e10)] == [Verdict.FAIL, Verdict.WARN, Verdict.OK]
+    found = [gradients_finding(Gradients(rate, "NET/Socket"), on_gpus) for rate in (1e8, 1e9, 1e10)]
+    assert [finding.verdict for finding in found] == [Verdict.FAIL, Verdict.WARN, Verdict.OK]
+    assert "80.00 Gb/s from a node by NCCL over NET/Socket;" in found[2].found
+    unnamed = gradients_finding(Gradients(1e10, ""), on_gpus)
+    assert unnamed.verdict is Verdict.WARN and "nccl0.log" in unnamed.advice
+
+
+def test_a_demanded_rate_is_asserted_even_on_one_machine(config: NodeConfig) -> None:
+    measured = Gradients(1.25e9, "NET/Socket")
+    assert gradients_finding(measured, config, min_gbit=9.9).verdict is Verdict.OK
+    slow = gradients_finding(measured, config, min_gbit=10.1)
+    assert slow.verdict is Verdict.FAIL and slow.found.endswith("--min-gbit demands 10.1 Gb/s")
+    (finding,) = fleet_findings(config.model_copy(update={"fleet": None}), min_gbit=1.0)
+    assert finding.verdict is Verdict.FAIL
+    for path, min_gbit in ((None, 1.0), (config.state_dir, 0.0), (config.state_dir, float("nan"))):
+        with pytest.raises(InvalidArgument, match="--min-gbit"):
+            run_doctor(path, min_gbit=min_gbit)
 
 
 def test_a_clock_that_is_wrong_is_told_on_every_node() -> None:

@@ -28,11 +28,11 @@ from tasuki.v1 import (
 from tasuki.v1.types_pb2 import ROLE_POLICY, TrainingSample
 from tasuki.wire.address import unix_target
 from tasuki.wire.channel import open_channel
+from tests.conftest import ENVIRONMENT
 from tests.integration.forked import ForkedModule
 from tests.integration.trainer_samples import make_samples
 from tests.models import VOCAB_SIZE
 
-ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 180.0
 CALL_TIMEOUT_S = 60.0
 # Token means of PPO against the policy as it is.
@@ -75,7 +75,7 @@ class TrainerProcess:
 
 
 def start_trainer(
-    state_dir: Path, model: Path, *, num_ranks: int, settings: str = "", inside: Sequence[str] = ()
+    state_dir: Path, model: Path, *, num_ranks: int, settings: str = "", inside: Sequence[str] = (), device: str = "cpu"
 ) -> TrainerProcess:
     """Starts the service, in which faults may be planted, and returns at once. settings: further lines of the table [trainer].
 
@@ -83,12 +83,21 @@ def start_trainer(
     """
     state_dir.mkdir(parents=True, exist_ok=True)
     config = state_dir / "node.toml"
-    head = f'state_dir = "{state_dir}"\nunsafe = true\n[model]\npath = "{model}"\n'
+    head = f'state_dir = "{state_dir}"\nunsafe = true\ndevice = "{device}"\n[model]\npath = "{model}"\n'
     config.write_text(f"{head}[trainer]\nnum_ranks = {num_ranks}\n{settings}\n")
-    launch = ["tasuki.trainer.launch", "--num-ranks", str(num_ranks), "--preload", "tasuki.trainer.serve", "--"]
-    argv = [*launch, "-m", "tasuki.trainer", "--config", str(config)]
-    paths = os.pathsep.join(str(ROOT / folder) for folder in ("protos", "services", "client"))
-    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    preload = ["--preload", "tasuki.trainer.serve"] if device == "cpu" else []
+    argv = [
+        "tasuki.trainer.launch",
+        "--num-ranks",
+        str(num_ranks),
+        *preload,
+        "--",
+        "-m",
+        "tasuki.trainer",
+        "--config",
+        str(config),
+    ]
+    environment = {**ENVIRONMENT, "OMP_NUM_THREADS": "1"}
     log = state_dir / "trainer.log"
     log.write_bytes(b"")
     if not inside:

@@ -101,6 +101,12 @@ def test_the_command_line(tmp_path: Path) -> None:
     assert _parser().parse_args(["fleet", "state", "--state-dir", "x", "--serving"]).serving
 
 
+@pytest.mark.parametrize("grace_s", ["-1", "nan", "inf"])
+def test_a_grace_that_is_no_time_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], grace_s: str) -> None:
+    assert main(["fleet", "up", str(tmp_path / "node.toml"), f"--grace-s={grace_s}"]) == USER_ERROR
+    assert "--grace-s: must be a number of seconds" in capsys.readouterr().err
+
+
 def test_the_state_of_a_fleet_whose_node_does_not_run_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = read(tmp_path, node_rank=0)
     for is_left_behind in (False, True):  # by a node that ran there

@@ -45,6 +45,13 @@ def test_a_node_that_the_leader_cannot_call_is_refused_by_key(tmp_path: Path) ->
     assert (finding.verdict, finding.advice) == (Verdict.FAIL, "change trainer.listen")
 
 
+def test_an_interface_that_the_machine_lacks_is_refused_by_key(tmp_path: Path) -> None:
+    check_place(node(tmp_path, *PORTS, "fleet.interface=lo"))
+    with pytest.raises(InvalidArgument, match='"eth99" is not on this machine, which has .*lo') as refused:
+        check_place(node(tmp_path, *PORTS, "fleet.interface=eth99"))
+    assert refused.value.metadata["field"] == "fleet.interface"
+
+
 def test_a_node_whose_certificate_is_not_there_is_refused_by_key(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="security.key: .*cert.key cannot be read"):
         check_ports(node(tmp_path, "fleet.leader=127.0.0.1:29400"))

@@ -861,6 +861,7 @@ class GetTrainerStateResponse(_message.Message):
     ROLES_FIELD_NUMBER: _builtins.int
     MICRO_BATCH_TOKENS_FIELD_NUMBER: _builtins.int
     NODES_RATE_FIELD_NUMBER: _builtins.int
+    NODES_TRANSPORT_FIELD_NUMBER: _builtins.int
     boot_id: _builtins.str
     """Changes with every start of the service."""
     epoch: _builtins.int
@@ -884,6 +885,10 @@ class GetTrainerStateResponse(_message.Message):
     nodes_rate: _builtins.float
     """Bytes per second that this node's ranks together send to other nodes, measured by all-reduce when a fleet's trainers start.
     For a fleet, that of its slowest node. Absent if there is only one node.
+    """
+    nodes_transport: _builtins.str
+    """How this all-reduce crosses nodes, in NCCL's words such as "NET/IB/GDRDMA" or "NET/Socket"; "TCP" with gloo. Of several, all are
+    named. For a fleet whose nodes differ, each node's. Empty if there is only one node, or NCCL did not log it.
     """
     @_builtins.property
     def resident_tags(self) -> _containers.RepeatedScalarFieldContainer[_types_pb2.MemoryTag.ValueType]: ...
@@ -911,10 +916,11 @@ class GetTrainerStateResponse(_message.Message):
         roles: _abc.Iterable[Global___RoleState] | None = ...,
         micro_batch_tokens: _builtins.int = ...,
         nodes_rate: _builtins.float | None = ...,
+        nodes_transport: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_nodes_rate", b"_nodes_rate", "_published_version", b"_published_version", "nodes_rate", b"nodes_rate", "published_version", b"published_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_nodes_rate", b"_nodes_rate", "_published_version", b"_published_version", "boot_id", b"boot_id", "context_length", b"context_length", "epoch", b"epoch", "has_gradients", b"has_gradients", "is_in_stage", b"is_in_stage", "micro_batch_tokens", b"micro_batch_tokens", "model_path", b"model_path", "nodes_rate", b"nodes_rate", "num_parameters", b"num_parameters", "num_ranks", b"num_ranks", "policy_version", b"policy_version", "published_version", b"published_version", "resident_tags", b"resident_tags", "roles", b"roles", "sequence", b"sequence", "stage", b"stage", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_nodes_rate", b"_nodes_rate", "_published_version", b"_published_version", "boot_id", b"boot_id", "context_length", b"context_length", "epoch", b"epoch", "has_gradients", b"has_gradients", "is_in_stage", b"is_in_stage", "micro_batch_tokens", b"micro_batch_tokens", "model_path", b"model_path", "nodes_rate", b"nodes_rate", "nodes_transport", b"nodes_transport", "num_parameters", b"num_parameters", "num_ranks", b"num_ranks", "policy_version", b"policy_version", "published_version", b"published_version", "resident_tags", b"resident_tags", "roles", b"roles", "sequence", b"sequence", "stage", b"stage", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__nodes_rate: _TypeAlias = _typing.Literal["nodes_rate"]  # noqa: Y015
     _WhichOneofArgType__nodes_rate: _TypeAlias = _typing.Literal["_nodes_rate", b"_nodes_rate"]  # noqa: Y015

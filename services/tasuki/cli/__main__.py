@@ -112,6 +112,12 @@ def _parser() -> argparse.ArgumentParser:
     doctor = _command(commands, "doctor", _doctor, "check the machine, and whether a node would run on it")
     doctor.add_argument("config", type=Path, nargs="?", metavar="CONFIG")
     doctor.add_argument("--json", action="store_true", help="print a JSON list")
+    doctor.add_argument(
+        "--min-gbit",
+        type=float,
+        metavar="G",
+        help="fail if gradients of a running fleet cross nodes at less than this many 10^9 bits/s",
+    )
     _add_overrides(doctor)
     add_fleet_commands(commands)
     track = _command(commands, "track", _track, "send a run's metrics to an experiment tracker")
@@ -225,7 +231,7 @@ def _certs(arguments: argparse.Namespace) -> int:
 def _doctor(arguments: argparse.Namespace) -> int:
     from tasuki.cli.doctor.command import run
 
-    return run(arguments.config, overrides=arguments.overrides, as_json=arguments.json)
+    return run(arguments.config, overrides=arguments.overrides, as_json=arguments.json, min_gbit=arguments.min_gbit)
 
 
 def _track(arguments: argparse.Namespace) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ def add_fleet_commands(commands: _Commands) -> None:
     up.add_argument("config", type=Path, metavar="CONFIG")
     for name, (kind, what) in _FLAGS.items():
         flag = f"--{name.replace('_', '-')}"
-        up.add_argument(flag, type=kind, help=f"{what}(default: [fleet] of CONFIG, else the scheduler's variables)")
+        up.add_argument(flag, type=kind, help=f"{what} (default: [fleet] of CONFIG, else the scheduler's variables)")
     up.add_argument("--grace-s", type=float, default=60.0, metavar="SECONDS", help="time for a run to save after SIGTERM (60)")
     _add_overrides(up)
     up.set_defaults(run=_up)
@@ -52,7 +53,10 @@ def _up(arguments: argparse.Namespace) -> int:
     import os
 
     from tasuki.cli.fleet import fleet_config, up
+    from tasuki.wire.errors import InvalidArgument
 
+    if not 0 <= arguments.grace_s < math.inf:
+        raise InvalidArgument("--grace-s", f"must be a number of seconds, 0 or more, got {arguments.grace_s:g}")
     flags: dict[str, Any] = {name: getattr(arguments, name) for name in _FLAGS}
     config = fleet_config(arguments.config, overrides=arguments.overrides, flags=flags, environment=os.environ)  # noqa: TID251 - of the scheduler; config.fleet_environment reads it
     return up(config, grace_s=arguments.grace_s)

@@ -38,7 +38,8 @@ class FleetConfig(Schema):
     attempt: int = Field(default=0, ge=0)
     """Number of restarts of the job: Slurm's restart count, JobSet's restart-attempt label. Nodes refuse smaller numbers."""
     interface: str | None = None
-    """Network interface for gradients between nodes, such as "eth0"; by default NCCL and gloo choose."""
+    """Network interface for gradients between nodes, such as "eth0". By default gloo takes the one that routes to the leader, and NCCL
+    NCCL_SOCKET_IFNAME or its own choice."""
     node_timeout_s: PositiveFloat = 30.0
     """A node silent for this long is considered lost, and the job ends."""
 

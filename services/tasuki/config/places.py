@@ -98,6 +98,11 @@ def log_path(state_dir: Path, service: str) -> Path:
     return state_dir / "logs" / f"{service}.log"
 
 
+def nccl_log_path(state_dir: Path, rank: int) -> Path:
+    """NCCL's log of a trainer rank whose node is in a fleet."""
+    return log_path(state_dir, f"nccl{rank}")
+
+
 def journal_path(state_dir: Path) -> Path:
     return state_dir / "journal.sqlite"
 

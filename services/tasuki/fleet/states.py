@@ -60,6 +60,9 @@ def merged_trainer_state(states: Sequence[trainer_pb2.GetTrainerStateResponse]) 
         merged.nodes_rate = min(state.nodes_rate for state in states)
     else:
         merged.ClearField("nodes_rate")
+    transports = [state.nodes_transport for state in states]
+    named = "; ".join(f"{transport or 'unknown'} on node {rank}" for rank, transport in enumerate(transports))
+    merged.nodes_transport = common(transports, otherwise=named)
     for place, role in enumerate(merged.roles):
         of_nodes = [state.roles[place] for state in states]
         role.version = min(one.version for one in of_nodes)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 from tasuki.config.places import client_target
 from tasuki.config.ports import UNIX, fleet_port_problem
 from tasuki.config.schema import NodeConfig
@@ -20,6 +22,7 @@ def check_place(config: NodeConfig) -> None:
     """
     if config.fleet is None:
         return
+    _check_interface(config.fleet.interface)
     if config.fleet.node_rank == 0:
         _check_is_free(fleet_port(config).target, leader=config.fleet.leader)
     elif problem := fleet_port_problem(config):
@@ -48,6 +51,13 @@ def _check_output(config: NodeConfig, *, node: NodeConfig) -> None:
         except (InvalidArgument, PermissionDenied) as error:
             advice = "choose another, or restart all nodes with it in paths.write"
             raise InvalidArgument(f"{name}.output_dir", f"{error.message}; {advice}") from error
+
+
+def _check_interface(name: str | None) -> None:
+    """Before the trainers try to connect over it."""
+    here = [interface for _, interface in socket.if_nameindex()]
+    if name is not None and name not in here:
+        raise InvalidArgument("fleet.interface", f'"{name}" is not on this machine, which has {", ".join(here)}')
 
 
 def _check_is_free(target: str, *, leader: str) -> None:

@@ -16,13 +16,13 @@ from pathlib import Path
 from tasuki.config.gpus import show_gpus
 from tasuki.config.load import load_config
 from tasuki.config.lock import StateLock
-from tasuki.config.places import node_targets
+from tasuki.config.places import nccl_log_path, node_targets
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.stages import Service
 from tasuki.rpc.gpu_wait import wait_for_rollout_to_leave
 from tasuki.rpc.logs import configure_logging
 from tasuki.rpc.staying import staying_tags
-from tasuki.trainer.environment import cache_variables, socket_variables
+from tasuki.trainer.environment import cache_variables, nccl_log_variables, socket_variables
 from tasuki.trainer.launch import Launch, read_launch
 from tasuki.wire.errors import InvalidArgument, TasukiError
 
@@ -36,9 +36,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         launch = read_launch(os.environ)
         config = load_config(arguments.config, overrides=arguments.overrides)
-        for name, value in socket_variables(config.fleet).items():
-            os.environ.pop(name, None)
-            os.environ |= {} if value is None else {name: value}
+        os.environ |= socket_variables(config.fleet)
+        if config.device == "cuda":
+            os.environ |= nccl_log_variables(config.fleet, path=_fresh_nccl_log(config, launch))
         if launch.num_ranks != config.trainer.num_ranks:
             raise InvalidArgument("trainer.num_ranks", f"is {config.trainer.num_ranks}, but {launch.num_ranks} were started")
         os.environ |= {name: value for name, value in cache_variables(config.state_dir).items() if name not in os.environ}
@@ -51,6 +51,15 @@ def main(argv: list[str] | None = None) -> int:
         if os.environ.get("RANK", "0") == "0":
             sys.stderr.write(f"tasuki: error {error.reason}: {error.message}\n")
         return 2
+
+
+def _fresh_nccl_log(config: NodeConfig, launch: Launch) -> Path:
+    """Keeps the log of the rank's last start, whose NCCL may have failed."""
+    path = nccl_log_path(config.state_dir, launch.local_rank)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if path.exists():
+        path.replace(path.with_name(f"{path.name}.old"))
+    return path
 
 
 def _work(config: NodeConfig, launch: Launch) -> int:

@@ -23,12 +23,21 @@ def foreign_variables(names: Iterable[str]) -> list[str]:
     return sorted(name for name in names if name.startswith(_COMPILER) and not name.endswith(_KEPT_ENDS))
 
 
-def socket_variables(fleet: FleetConfig | None) -> dict[str, str | None]:
-    """Network interfaces of collectives; None for a variable that must be unset. NCCL has one for all groups of a process; gloo uses
-    another between nodes (backends/fsdp/replicas.py)."""
+def socket_variables(fleet: FleetConfig | None) -> dict[str, str]:
+    """Network interfaces of collectives. NCCL has one for all groups of a process, by default its own choice or the user's variable; gloo
+    uses another between nodes (backends/fsdp/replicas.py)."""
     if fleet is None or fleet.num_nodes == 1:
         return dict(LOOPBACK)
-    return {**LOOPBACK, "NCCL_SOCKET_IFNAME": fleet.interface}
+    between_nodes = {} if fleet.interface is None else {"NCCL_SOCKET_IFNAME": f"={fleet.interface}"}
+    return {"GLOO_SOCKET_IFNAME": LOOPBACK["GLOO_SOCKET_IFNAME"], **between_nodes}
+
+
+def nccl_log_variables(fleet: FleetConfig | None, *, path: Path) -> dict[str, str]:
+    """Makes NCCL log which transport it chooses between nodes. It logs while it connects, not during collectives."""
+    if fleet is None or fleet.num_nodes == 1:
+        return {}
+    # NCCL expands %h and %p.
+    return {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(path.resolve()).replace("%", "%%")}
 
 
 def cache_variables(state_dir: Path) -> dict[str, str]:

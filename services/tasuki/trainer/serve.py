@@ -68,6 +68,7 @@ def run_rank(config: NodeConfig, *, launch: Launch) -> bool:
         if replicas is not None:
             cleanup.callback(replicas.close)
         nodes_rate = None if replicas is None else replicas.measure_rate()
+        nodes_transport = "" if replicas is None else replicas.transport()
         backend = FsdpBackend(config, mesh=mesh, replicas=replicas)
         cleanup.callback(backend.close)
         backend.warm_up()
@@ -83,7 +84,7 @@ def run_rank(config: NodeConfig, *, launch: Launch) -> bool:
                 signal.signal(number, signal.SIG_IGN)
         heartbeat.beat_in_thread()
         commands = RankCommands(learner, failpoints=failpoints)
-        return commands.ready(nodes_rate=nodes_rate), commands.handlers()
+        return commands.ready(nodes_rate=nodes_rate, nodes_transport=nodes_transport), commands.handlers()
 
     with ExitStack() as cleanup:
         heartbeat = Heartbeat(config.state_dir, f"trainer{launch.rank}")
@@ -130,7 +131,7 @@ async def serve(config: NodeConfig, *, launch: Launch) -> int:
         )
         _log.info("ready ranks=%d micro_batch_tokens=%d", launch.num_ranks, limits.micro_batch_tokens)
         if ready.HasField("nodes_rate"):
-            _log.info("event=nodes_rate gbit_s=%.3f", 8e-9 * ready.nodes_rate)
+            _log.info("event=nodes_rate gbit_s=%.3f transport=%s", 8e-9 * ready.nodes_rate, ready.nodes_transport or "unknown")
         training = Training(
             ranks,
             state=state,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -20,15 +21,19 @@ from tasuki.cli.doctor.node import check_passing, node_findings
 from tasuki.config.load import load_beside_node
 from tasuki.config.lock import NODE_LOCK, holder
 from tasuki.config.schema import NodeConfig
-from tasuki.wire.errors import TasukiError
+from tasuki.wire.errors import InvalidArgument, TasukiError
 
 FAILED = 1
 _STYLES = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "bold red"}
 
 
-def run(config: Path | None, *, overrides: Sequence[str] = (), as_json: bool = False) -> int:
-    """Returns 0, or 1 if a check fails; warnings do not count."""
-    findings = list(examine(config, overrides=overrides))
+def run(config: Path | None, *, overrides: Sequence[str] = (), as_json: bool = False, min_gbit: float | None = None) -> int:
+    """Returns 0, or 1 if a check fails; warnings do not count. Raises InvalidArgument for a `min_gbit` that cannot be judged."""
+    if min_gbit is not None and not 0 < min_gbit < math.inf:
+        raise InvalidArgument("--min-gbit", f"must be a positive number, got {min_gbit:g}")
+    if min_gbit is not None and config is None:
+        raise InvalidArgument("--min-gbit", "needs CONFIG, of a node of a running fleet")
+    findings = list(examine(config, overrides=overrides, min_gbit=min_gbit))
     if as_json:
         sys.stdout.write(json.dumps([asdict(finding) for finding in findings], indent=2) + "\n")
     else:
@@ -36,8 +41,8 @@ def run(config: Path | None, *, overrides: Sequence[str] = (), as_json: bool = F
     return FAILED if any(finding.verdict is Verdict.FAIL for finding in findings) else 0
 
 
-def examine(path: Path | None, *, overrides: Sequence[str] = ()) -> Iterator[Finding]:
-    """Runs every check, in the order of the report."""
+def examine(path: Path | None, *, overrides: Sequence[str] = (), min_gbit: float | None = None) -> Iterator[Finding]:
+    """Runs every check, in the order of the report. min_gbit: demanded of a fleet's gradients."""
     yield from host_findings()
     config: NodeConfig | None = None
     if path is not None:
@@ -56,7 +61,7 @@ def examine(path: Path | None, *, overrides: Sequence[str] = ()) -> Iterator[Fin
         yield from gpu_findings(facts, torch_cuda=torch_cuda_version(), node_runs=runs)
     if config is not None:
         yield from node_findings(config, facts.gpus)
-        yield from fleet_findings(running_config(config))
+        yield from fleet_findings(running_config(config), min_gbit=min_gbit)
     else:
         yield check_shared_memory()
         yield check_passing("cpu")

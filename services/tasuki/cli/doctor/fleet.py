@@ -12,10 +12,10 @@ from typing import Any
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tasuki.cli.doctor.finding import Finding, fail, ok, warn
+from tasuki.cli.doctor.finding import Finding, Verdict, fail, ok, warn
 from tasuki.config.load import load_config
 from tasuki.config.lock import NODE_LOCK, holder
-from tasuki.config.places import config_path
+from tasuki.config.places import config_path, nccl_log_path
 from tasuki.config.schema import NodeConfig
 from tasuki.planner.model_shape import read_model_shape
 from tasuki.rpc.peer_credentials import peer_credentials
@@ -38,6 +38,7 @@ _SLOW_RATE, _NO_RATE = 1e9 / 8, 1e8 / 8
 _GPU_FACTOR = 10
 """Factor on the thresholds for the gradients of GPU nodes."""
 _GRADIENT_BYTES = 4
+_SLOW_ADVICE = "look at fleet.interface, its driver and the route to the other nodes (ip route get, ethtool, logs/nccl0.log)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +50,30 @@ class Connection:
     skew_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """The all-reduce that trainers measured at start. rate: bytes per second of the slowest node; transport: as NCCL or gloo names it."""
+
+    rate: float
+    transport: str
+
+
 def running_config(config: NodeConfig) -> NodeConfig:
     """Configuration of the running node, whose [fleet] `tasuki fleet up` has filled in; `config` if none runs."""
     path = config_path(config.state_dir)
     return load_config(path) if path.is_file() and holder(config.state_dir, name=NODE_LOCK) is not None else config
 
 
-def fleet_findings(config: NodeConfig) -> Iterator[Finding]:
-    """Runs every check. If the node is not up, reports only that."""
+def fleet_findings(config: NodeConfig, *, min_gbit: float | None = None) -> Iterator[Finding]:
+    """Runs every check. If the node is not up, reports only that. min_gbit: rate of gradients that the caller demands, in Gb/s."""
     if config.fleet is None:
+        if min_gbit is not None:
+            yield fail(
+                "fleet gradients", "the node is in no fleet, so there is no rate", "omit --min-gbit, or name a fleet's node"
+            )
         return
     try:
-        fleet, unreachable, connection, nodes_rate = asyncio.run(_look(config))
+        fleet, unreachable, connection, gradients = asyncio.run(_look(config))
     except TasukiError as error:
         told = _why_not(error, config)
         advice = f"start all nodes, then try again. Leader: {config.fleet.leader}"
@@ -70,7 +83,7 @@ def fleet_findings(config: NodeConfig) -> Iterator[Finding]:
     yield _reached(fleet, unreachable)
     yield clock_finding(connection, fleet)
     yield rate_finding(connection, config)
-    yield gradients_finding(nodes_rate, config)
+    yield gradients_finding(gradients, config, min_gbit=min_gbit)
 
 
 def _why_not(error: TasukiError, config: NodeConfig) -> TasukiError:
@@ -83,8 +96,8 @@ def _why_not(error: TasukiError, config: NodeConfig) -> TasukiError:
     return PeerUnavailable(f"this node is running, but no leader answers at {config.fleet.leader}")
 
 
-async def _look(config: NodeConfig) -> tuple[fleet_pb2.GetFleetResponse, list[str], Connection, float | None]:
-    """The fleet, addresses of nodes that do not answer, the connection to the leader, and the trainers' rate in bytes per second.
+async def _look(config: NodeConfig) -> tuple[fleet_pb2.GetFleetResponse, list[str], Connection, Gradients | None]:
+    """The fleet, addresses of nodes that do not answer, the connection to the leader, and what the trainers measured.
 
     Raises TasukiError.
     """
@@ -97,19 +110,19 @@ async def _look(config: NodeConfig) -> tuple[fleet_pb2.GetFleetResponse, list[st
             connection = await measure(stub, num_bytes=_MEASURED_BYTES)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
-        nodes_rate = await _nodes_rate(TrainerServiceStub(channel))
+        gradients = await _gradients(TrainerServiceStub(channel))
     targets = [target for member in fleet.members for target in _targets(member.node) if not target.startswith("unix:")]
     answers = await asyncio.gather(*(_answers(target, config) for target in targets))
-    return fleet, [target for target, answer in zip(targets, answers, strict=True) if not answer], connection, nodes_rate
+    return fleet, [target for target, answer in zip(targets, answers, strict=True) if not answer], connection, gradients
 
 
-async def _nodes_rate(stub: Any) -> float | None:
+async def _gradients(stub: Any) -> Gradients | None:
     """None while trainers do not answer or have no one to send to."""
     try:
         state = await stub.GetTrainerState(trainer_pb2.GetTrainerStateRequest(), timeout=_TIMEOUT_S)
     except grpc.aio.AioRpcError:
         return None
-    return state.nodes_rate if state.HasField("nodes_rate") else None
+    return Gradients(state.nodes_rate, state.nodes_transport) if state.HasField("nodes_rate") else None
 
 
 def _targets(node: fleet_pb2.FleetNode) -> tuple[str, str, str]:
@@ -205,28 +218,33 @@ def rate_finding(connection: Connection, config: NodeConfig) -> Finding:
     return _judged("fleet rate", found, connection.rate, config)
 
 
-def gradients_finding(nodes_rate: float | None, config: NodeConfig) -> Finding:
-    """Rates the all-reduce that trainers measured at start. nodes_rate: bytes per second of the slowest node."""
+def gradients_finding(gradients: Gradients | None, config: NodeConfig, *, min_gbit: float | None = None) -> Finding:
+    """Names the transport of gradients, and rates it. min_gbit: in Gb/s, also where all nodes are on one machine."""
     assert config.fleet is not None
+    name = "fleet gradients"
     if config.fleet.num_nodes == 1:
-        return ok("fleet gradients", "stay on the only node")
-    if nodes_rate is None:
-        return fail(
-            "fleet gradients", "no trainer reports its rate to other nodes", "wait until the nodes serve, then try again"
-        )
-    gradients = _GRADIENT_BYTES * read_model_shape(config.model.path).num_parameters
-    sent = 2 * (config.fleet.num_nodes - 1) / config.fleet.num_nodes * gradients
+        return ok(name, "stay on the only node")
+    if gradients is None:
+        return fail(name, "no trainer reports its rate to other nodes", "wait until the nodes serve, then try again")
+    rate = gradients.rate
+    num_bytes = _GRADIENT_BYTES * read_model_shape(config.model.path).num_parameters
+    sent = 2 * (config.fleet.num_nodes - 1) / config.fleet.num_nodes * num_bytes
     by, factor = ("NCCL", _GPU_FACTOR) if config.device == "cuda" else ("gloo", 1)
-    found = f"{_gbit(nodes_rate)} from a node by {by}; a step sends {sent / 1e9:.2f} GB, in {sent / nodes_rate:.2f} s"
-    return _judged("fleet gradients", found, nodes_rate / factor, config)
+    over = gradients.transport or "a transport that its log does not name"
+    found = f"{_gbit(rate)} from a node by {by} over {over}; a step sends {sent / 1e9:.2f} GB, in {sent / rate:.2f} s"
+    if min_gbit is not None and rate < min_gbit * 1e9 / 8:
+        return fail(name, f"{found}; --min-gbit demands {min_gbit:g} Gb/s", _SLOW_ADVICE)
+    judged = _judged(name, found, rate / factor, config)
+    if judged.verdict is Verdict.OK and not gradients.transport:
+        return warn(name, found, f"unset NCCL_DEBUG_SUBSYS and restart all nodes; see {nccl_log_path(config.state_dir, 0)}")
+    return judged
 
 
 def _judged(name: str, found: str, rate: float, config: NodeConfig) -> Finding:
     assert config.fleet is not None
     if not is_beyond_loopback(config.fleet.leader) or rate >= _SLOW_RATE:
         return ok(name, found)
-    advice = "look at fleet.interface, its driver and the route to the other nodes (ip route get, ethtool, NCCL_DEBUG=INFO)"
-    return (fail if rate < _NO_RATE else warn)(name, found, advice)
+    return (fail if rate < _NO_RATE else warn)(name, found, _SLOW_ADVICE)
 
 
 def _gbit(rate: float) -> str:

@@ -50,13 +50,14 @@ class RankCommands:
             "get_usage": self.get_usage,
         }
 
-    def ready(self, *, nodes_rate: float | None) -> RankReady:
-        """nodes_rate: bytes a second to other nodes."""
+    def ready(self, *, nodes_rate: float | None, nodes_transport: str) -> RankReady:
+        """nodes_rate: bytes a second to other nodes; nodes_transport: how they get there."""
         return RankReady(
             roles=encode_roles(self._learner),
             vocab_size=self._backend.vocab_size,
             context_length=self._backend.context_length,
             nodes_rate=nodes_rate,
+            nodes_transport=nodes_transport,
         )
 
     def begin_run(self, request: trainer_pb2.BeginRunRequest) -> trainer_pb2.BeginRunResponse:

@@ -41,6 +41,7 @@ class TrainerRanks(RankFront[TrainerRankCommand, TrainerRankResult]):
         ready = results[0].ready
         if ready.HasField("nodes_rate"):
             ready.nodes_rate = sum(result.ready.nodes_rate for result in results)
+        ready.nodes_transport = ", ".join(sorted({result.ready.nodes_transport for result in results} - {""}))
         return ready
 
     async def stop(self) -> None:

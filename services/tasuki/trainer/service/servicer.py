@@ -269,6 +269,7 @@ class TrainerServicer(TrainerServiceServicer):
             roles=state.roles.values(),
             micro_batch_tokens=self._training.micro_batch_tokens,
             nodes_rate=self._ready.nodes_rate if self._ready.HasField("nodes_rate") else None,
+            nodes_transport=self._ready.nodes_transport,
         )
 
     def _record(self, request: Commanded, **content: Any) -> ranks_pb2.TrainingRecord:

@@ -7,11 +7,15 @@ need equally many micro-batches, and a lost node would break any call. Here all 
 from __future__ import annotations
 
 import hashlib
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,24 +23,30 @@ from torch import Tensor
 
 from tasuki.config.fleet_schema import FleetConfig
 from tasuki.config.performance_keys import PERFORMANCE_TRAINER_KEYS
+from tasuki.config.places import nccl_log_path
 from tasuki.config.schema import NodeConfig
 from tasuki.rpc.peer_credentials import peer_credentials
+from tasuki.trainer.backends.fsdp.nccl_log import last_warning, read_log, transports
 from tasuki.trainer.launch import Launch
 from tasuki.trainer.rank_store import FleetStore, join_ranks
 from tasuki.transport.gloo_peers import connect_over_nodes
 from tasuki.wire.address import local_address_towards
 from tasuki.wire.errors import PeerUnavailable, VersionOrder
 
+T = TypeVar("T")
 _MEASURED_BYTES = {"cpu": 8 << 20, "cuda": 64 << 20}
 _NUM_MEASUREMENTS = 3
+_CONNECT_S = 90.0
+"""NCCL gives up a refused connection after a minute, with its cause, but waits forever for a peer that does not connect. gloo waits five
+times its timeout."""
 
 
 class NodeReplicas:
     """The ranks of all nodes that hold the same shard. All make the same calls in the same order."""
 
-    def __init__(self, group: Any, *, fleet: FleetConfig, device: torch.device) -> None:
-        """group: a torch process group, ordered by node rank."""
-        self._group, self._fleet, self._device = group, fleet, device
+    def __init__(self, group: Any, *, fleet: FleetConfig, device: torch.device, log: Path | None = None) -> None:
+        """group: a torch process group, ordered by node rank. log: NCCL's log of this group and, later, of others."""
+        self._group, self._fleet, self._device, self._log = group, fleet, device, log
 
     @classmethod
     def connect(cls, store: FleetStore, *, config: NodeConfig, launch: Launch, device: torch.device) -> NodeReplicas:
@@ -45,21 +55,17 @@ class NodeReplicas:
         assert fleet is not None
         timeout = timedelta(seconds=config.trainer.collective_timeout_s)
         shared = dist.PrefixStore(f"replicate/{launch.local_rank}", store)
+        limit_s = min(_CONNECT_S, timeout.total_seconds())
+        if device.type == "cuda":
+            log = nccl_log_path(config.state_dir, launch.local_rank)
+            nccl = partial(_connect_nccl, shared, fleet=fleet, device=device, timeout=timeout)
+            return cls(connect_within(limit_s, nccl, fleet=fleet, by="NCCL", log=log), fleet=fleet, device=device, log=log)
         with _lost_peers(fleet):
-            if device.type == "cuda":
-                options = dist.ProcessGroupNCCL.Options()
-                options._timeout = timeout
-                group = dist.ProcessGroupNCCL(shared, fleet.node_rank, fleet.num_nodes, options)
-            else:
-                group = connect_over_nodes(
-                    shared,
-                    fleet.node_rank,
-                    fleet.num_nodes,
-                    device=_gloo_device(fleet),
-                    timeout=timeout,
-                    meeting=fleet.leader,
-                )
-        return cls(group, fleet=fleet, device=device)
+            own = _gloo_device(fleet)
+        gloo = partial(
+            connect_over_nodes, shared, fleet.node_rank, fleet.num_nodes, device=own, timeout=timeout, meeting=fleet.leader
+        )
+        return cls(connect_within(limit_s, gloo, fleet=fleet, by="gloo"), fleet=fleet, device=device)
 
     @torch.no_grad()
     def check_alike(self, numbers: Mapping[str, float]) -> None:
@@ -100,6 +106,12 @@ class NodeReplicas:
             torch.cuda.empty_cache()  # the model is not loaded yet, so nothing else is cached
         num_nodes = self._fleet.num_nodes
         return 2 * (num_nodes - 1) / num_nodes * num_bytes / min(seconds)
+
+    def transport(self) -> str:
+        """How all-reduces cross nodes, as NCCL's log names it once one has run; empty if it does not."""
+        if self._log is None:
+            return "TCP"
+        return ", ".join(transports(read_log(self._log)))
 
     def greatest(self, number: float) -> float:
         """Maximum over all nodes, since rounding may differ with the order of their collectives."""
@@ -156,6 +168,47 @@ def _recipe(config: NodeConfig) -> str:
     return digest.hexdigest()
 
 
+def _connect_nccl(store: Any, *, fleet: FleetConfig, device: torch.device, timeout: timedelta) -> Any:
+    """NCCL connects in the first collective."""
+    torch.cuda.set_device(device)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    group: Any = dist.ProcessGroupNCCL(store, fleet.node_rank, fleet.num_nodes, options)
+    group.allreduce([torch.zeros(1, device=device)]).wait()
+    torch.cuda.synchronize(device)
+    return group
+
+
+def connect_within(seconds: float, connect: Callable[[], T], *, fleet: FleetConfig, by: str, log: Path | None = None) -> T:
+    """Raises PeerUnavailable with the cause if `connect` fails or takes longer. log: of NCCL."""
+    try:
+        return call_within(seconds, connect)
+    except TimeoutError:
+        warning = "" if log is None else last_warning(read_log(log))
+        cause = f"not all have answered within {seconds:g} s{warning and f' ({warning})'}"
+    except RuntimeError as error:
+        cause = _cause(error)
+    advice = f"set fleet.interface to a network that all nodes share{'' if log is None else f', and see {log}'}"
+    raise PeerUnavailable(
+        f"node {fleet.node_rank} cannot connect to the other nodes of the fleet {fleet.name} by {by}: {cause}; {advice}",
+        peer="node",
+    )
+
+
+def call_within(seconds: float, call: Callable[[], T]) -> T:
+    """Runs `call` in a thread, which is left behind on TimeoutError: neither NCCL nor gloo can be interrupted while it connects."""
+    answer: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
+            answer.set_exception(error)
+
+    threading.Thread(target=run, name="connect-nodes", daemon=True).start()
+    return answer.result(timeout=seconds)
+
+
 def _gloo_device(fleet: FleetConfig) -> Any:
     """Gloo device of the configured interface, or of the address that routes to the leader."""
     if fleet.interface is not None:
@@ -169,8 +222,13 @@ def _lost_peers(fleet: FleetConfig) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise PeerUnavailable(
-            f"node {fleet.node_rank} lost another of the {fleet.num_nodes} nodes of the fleet {fleet.name}: {first_line}",
+            f"node {fleet.node_rank} lost another of the {fleet.num_nodes} nodes of the fleet {fleet.name}: {_cause(error)}",
             peer="node",
         ) from error
+
+
+def _cause(error: RuntimeError) -> str:
+    """The line that says most: NCCL's last, after torch's place in C++, and gloo's first."""
+    lines = str(error).splitlines() or [type(error).__name__]
+    return lines[-1] if lines[0].startswith("NCCL error") else lines[0]

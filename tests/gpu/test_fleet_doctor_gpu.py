@@ -1,0 +1,143 @@
+"""A fleet of two nodes that share one card: HSDP 2x1 by NCCL over sockets, and what the doctor says of it.
+
+NCCL refuses two ranks on one GPU of one host. With a host id each it takes them as two hosts, and uses its network. Needs `make native`,
+a CUDA GPU and no network; with root, `ip` and veth pairs each node has a network namespace.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tasuki.client import Client, Phase, SamplingParams, TrainingSample
+from tests.fleet.network import can_make_namespaces, places_of
+from tests.fleet.nodes import RealFleet, real_fleet
+from tests.integration.fleet_trainers import logs_of_unconnected
+from tests.models import make_model, save_checkpoint
+
+ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "client" / "examples" / "demo"
+NUM_STEPS, CONNECT_S = 2, 30
+PROMPTS = [[4 + digit, 5, 6, 7, 14] for digit in range(8)]
+GPU = [
+    'device="cuda"',
+    'rollout.attention_backend="triton"',
+    'rollout.sampling_backend="pytorch"',
+    'rollout.dtype="bfloat16"',
+    'trainer.compute_dtype="bfloat16"',
+]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.timeout(400),
+]
+Record = Callable[[str, object], None]
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    # Not pytest's own folder: a unix socket's path must be short.
+    folder = Path(tempfile.mkdtemp(prefix="tasuki-"))
+    yield folder
+    shutil.rmtree(folder)
+
+
+def demo_node(folder: Path) -> Path:
+    subprocess.run([sys.executable, DEMO / "make_task.py", folder / "task", "--seed", "0"], check=True)
+    shutil.copy(ROOT / "deploy" / "config" / "demo.toml", folder / "demo.toml")
+    shutil.copy(DEMO / "reward.py", folder / "reward.py")
+    return folder / "demo.toml"
+
+
+def generated(client: Client) -> list[TrainingSample]:
+    """Of both nodes' engines. Advantages of either sign, so that there is a gradient."""
+    samples = client.generate(PROMPTS, SamplingParams(max_new_tokens=4, ignore_eos=True, temperature=1.0), num_samples=2)
+    return [
+        TrainingSample(
+            prompt_token_ids=PROMPTS[sample.prompt_index],
+            completion_token_ids=sample.token_ids,
+            rollout_log_probs=sample.rollout_log_probs,
+            advantages=1.0 if sample.sample_index else -1.0,
+            policy_version=sample.policy_version,
+        )
+        for sample in samples
+    ]
+
+
+def doctor(fleet: RealFleet, base: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
+    """Exit code, and the findings about the fleet."""
+    told = fleet.tasuki("doctor", base, "--set", f"state_dir={fleet.nodes[0].state_dir}", "--json", *arguments, timeout_s=120)
+    findings = [one for one in json.loads(told.stdout) if one["name"].startswith("fleet")]
+    return told.returncode, {one["name"]: one for one in findings}
+
+
+def check_fleet(folder: Path, settings: Sequence[str], *, transport: str, record: Record) -> None:
+    base = demo_node(folder)
+    with places_of(2) as places, real_fleet(folder, places, base=base, settings=settings) as fleet:
+        for node in fleet.nodes:
+            node.environment["NCCL_HOSTID"] = f"node-{node.rank}"
+        started = time.monotonic()
+        fleet.start()
+        fleet.wait_until_up()
+        record("start_s", round(time.monotonic() - started, 1))
+        digests: list[bytes] = []
+        crossed: list[int] = []
+        with Client(fleet.target) as client:
+            for step in range(NUM_STEPS):
+                client.acquire(Phase.ROLLOUT)
+                samples = generated(client)
+                client.acquire(Phase.TRAIN)
+                client.forward_backward(samples)
+                before = sum(place.received_bytes() for place in places)
+                assert client.optim_step().version == step + 1
+                crossed.append(sum(place.received_bytes() for place in places) - before)
+                client.acquire(Phase.ROLLOUT)
+                (digest,) = set(fleet.weights_digests())
+                digests.append(digest)
+            num_parameters = client.trainer_state().num_parameters
+        code, found = doctor(fleet, base)
+        record("doctor", {name: f"{one['verdict']}: {one['found']}" for name, one in found.items()})
+        gradients = found["fleet gradients"]
+        assert transport in gradients["found"] and gradients["verdict"] != "fail", found
+        assert not [one for one in found.values() if one["verdict"] == "fail"], found
+        rate_gbit = float(gradients["found"].split(" Gb/s")[0])
+        code, refused = doctor(fleet, base, "--min-gbit", str(rate_gbit + 1))
+        assert code == 1 and refused["fleet gradients"]["verdict"] == "fail"
+        assert f"--min-gbit demands {rate_gbit + 1:g} Gb/s" in refused["fleet gradients"]["found"]
+        _, allowed = doctor(fleet, base, "--min-gbit", str(rate_gbit / 2))
+        assert allowed["fleet gradients"]["verdict"] != "fail"
+        is_apart = places[0].host != places[1].host
+    gradient_bytes = 2 * 4 * num_parameters
+    record("crossed_bytes", {"optim_step": crossed, "gradients": gradient_bytes, "namespaces": is_apart})
+    assert len(set(digests)) == NUM_STEPS
+    # NCCL's protocol for short messages sends a flag with every word.
+    assert all(gradient_bytes <= each for each in crossed)
+    assert not is_apart or max(crossed) < 3 * gradient_bytes
+
+
+def test_two_nodes_on_one_card_train_over_nccls_sockets_and_the_doctor_names_and_asserts_their_rate(
+    folder: Path, record_property: Record, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def record(name: str, value: object) -> None:
+        record_property(name, value)
+        with capsys.disabled():
+            sys.stdout.write(f"\n{name}: {value}")
+
+    check_fleet(folder, GPU, transport="by NCCL over NET/Socket", record=record)
+
+
+@pytest.mark.skipif(not can_make_namespaces(), reason="needs network namespaces")
+def test_an_interface_that_the_other_node_cannot_reach_fails_in_time(folder: Path) -> None:
+    model = save_checkpoint(make_model("qwen2", seed=0), folder / "model")
+    for log in logs_of_unconnected(folder, model, connect_s=CONNECT_S, most_s=CONNECT_S + 60, device="cuda"):
+        assert "PEER_UNAVAILABLE" in log and "of the fleet lab by NCCL" in log and "set fleet.interface" in log, log

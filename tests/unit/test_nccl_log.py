@@ -1,0 +1,71 @@
+"""What is read from NCCL's log. The lines are those of NCCL 2.28's format strings, with values of several kinds of network."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tasuki.config.fleet_schema import FleetConfig
+from tasuki.trainer.backends.fsdp.nccl_log import last_warning, read_log, transports
+from tasuki.trainer.backends.fsdp.replicas import call_within
+from tasuki.trainer.environment import nccl_log_variables, socket_variables
+
+HEAD = "node-a:411:523 [0] NCCL"
+
+
+@pytest.mark.parametrize(
+    ("line", "transport"),
+    [
+        ("Channel 00/0 : 1[0] -> 0[0] [receive] via NET/Socket/0", "NET/Socket"),
+        ("Channel 01/0 : 0[0] -> 1[0] [send] via NET/IB/3/GDRDMA", "NET/IB/GDRDMA"),
+        ("Channel 01/0 : 0[0] -> 8[0] [send] via NET/IB/3(1)/GDRDMA", "NET/IB/GDRDMA"),
+        ("Channel 00/0 : 0[0] -> 1[0] [send] via NET/AWS Libfabric/0/GDRDMA/Shared", "NET/AWS Libfabric/GDRDMA/Shared"),
+        ("Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM", "P2P/CUMEM"),
+        ("Channel 00 : 0[0] -> 1[1] via SHM/direct/direct", "SHM/direct/direct"),
+        ("CollNet 00/0 : 0 [send] via COLLNET/SHARP/0", "COLLNET/SHARP"),
+    ],
+)
+def test_the_transport_of_a_channel_is_named_without_its_device(line: str, transport: str) -> None:
+    assert transports(f"{HEAD} INFO Bootstrap: Using eth0:10.0.0.1<0>\n{HEAD} INFO {line}\n") == [transport]
+
+
+def test_all_transports_are_named_and_none_without_channels() -> None:
+    log = "".join(
+        f"{HEAD} INFO Channel 00/0 : 0[0] -> 1[0] [send] via {to}\n" for to in ("NET/Socket/1", "NET/IB/0", "NET/IB/2")
+    )
+    assert transports(log) == ["NET/IB", "NET/Socket"]
+    assert transports(f"{HEAD} INFO Using network Socket\n") == []
+    assert read_log(Path("/nowhere/nccl0.log")) == ""
+
+
+def test_the_last_warning_is_the_cause() -> None:
+    warnings = "".join(
+        f"{HEAD} WARN {text}\n{HEAD} INFO next\n" for text in ("first", "connect to 10.0.0.2<4> returned refused")
+    )
+    assert last_warning(warnings) == "connect to 10.0.0.2<4> returned refused"
+    assert last_warning("") == ""
+
+
+def test_a_call_that_does_not_return_is_left_behind() -> None:
+    started, ends = time.monotonic(), threading.Event()
+    with pytest.raises(TimeoutError):
+        call_within(0.05, ends.wait)
+    assert time.monotonic() - started < 5
+    ends.set()
+    assert call_within(5, lambda: 7) == 7
+    with pytest.raises(ValueError, match="bad"):
+        call_within(5, lambda: int("bad"))
+
+
+def test_a_fleet_alone_has_an_interface_and_a_log(tmp_path: Path) -> None:
+    fleet = FleetConfig(name="lab", num_nodes=2, node_rank=0, leader="node-a:1")
+    on_eth0, alone = fleet.model_copy(update={"interface": "eth0"}), fleet.model_copy(update={"num_nodes": 1})
+    assert socket_variables(on_eth0)["NCCL_SOCKET_IFNAME"] == "=eth0"  # not eth01
+    assert "NCCL_SOCKET_IFNAME" not in socket_variables(fleet)  # the user's, or NCCL's choice
+    assert socket_variables(alone)["NCCL_SOCKET_IFNAME"] == socket_variables(None)["NCCL_SOCKET_IFNAME"] == "lo"
+    path = tmp_path / "50%" / "nccl0.log"
+    assert nccl_log_variables(fleet, path=path) == {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": f"{tmp_path}/50%%/nccl0.log"}
+    assert nccl_log_variables(alone, path=path) == nccl_log_variables(None, path=path) == {}
