@@ -138,6 +138,7 @@ def main() -> None:
         "batch": arguments.batch,
         "attention": arguments.attention,
         "liger": arguments.liger,
+        "micro_batch_places": arguments.batch * (max(length - length // 2 for length in lengths) + max(lengths) // 2),
         "seconds": [round(each, 3) for each in clock.seconds],
         "tokens_per_s": round(sum(lengths) / step_s / int(os.environ["WORLD_SIZE"])),
     }
