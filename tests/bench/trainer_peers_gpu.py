@@ -78,7 +78,7 @@ TRIES: dict[str, dict[str, tuple[str, ...]]] = {
 """By preset and side: likely winners, and what keeps least, first. Ours are a case of `trainer_step_gpu` and trainer.compile. TRL's first
 setting has about as many places in a micro-batch as ours has tokens."""
 MODULES = {"torchtitan": "tests.bench.titan_step", "trl": "tests.bench.trl_step"}
-MULTIPLE = 128
+MULTIPLE, GROUP = 128, 8
 
 
 def work_of(arguments: Namespace) -> dict[str, Any]:
@@ -100,7 +100,12 @@ def work_of(arguments: Namespace) -> dict[str, Any]:
 
 def run_peer(side: str, settings: str, folder: Path, arguments: Namespace) -> dict[str, Any]:
     """A process a rank. `error` has the last lines of one that cannot run, as when memory is short."""
-    shared = os.environ | {"WORLD_SIZE": str(arguments.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    shared = os.environ | {
+        "WORLD_SIZE": str(arguments.ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",  # as torchtitan's run_train.sh sets
+    }
     options = [*settings.split(), *(["--device", "cpu"] if arguments.tiny else [])]
     command = [sys.executable, "-m", MODULES[side], str(folder / "work.json"), str(folder / "model"), *options]
     logs = [folder / f"rank{rank}.log" for rank in range(arguments.ranks)]
@@ -170,14 +175,13 @@ def measure(
     keep: Callable[[list[dict[str, Any]]], None],
     *,
     turns: int,
-    limit_s: float,
+    deadline: float,
 ) -> list[dict[str, Any]]:
     """Results of the first tries, of as many others as leave time for the turns, and of the turns.
 
-    run: of a side and settings. keep: gets all results after each.
+    run: of a side and settings. keep: gets all results after each. deadline: of time.monotonic().
     """
     results: list[dict[str, Any]] = []
-    started = time.monotonic()
 
     def add(side: str, settings: str, *, is_turn: bool) -> None:
         begun = time.monotonic()
@@ -188,11 +192,11 @@ def measure(
 
     for side, settings in in_turn(tries):
         is_first = settings == tries[side][0]
-        if time.monotonic() - started + (0.0 if is_first else needed_s(results, turns=turns)) <= limit_s:
+        if time.monotonic() + (0.0 if is_first else needed_s(results, turns=turns)) <= deadline:
             add(side, settings, is_turn=False)
     for _ in range(turns):
         for side, best in taken(results).items():
-            if time.monotonic() - started + best["run_s"] <= limit_s:
+            if time.monotonic() + best["run_s"] <= deadline:
                 add(side, best["settings"], is_turn=True)
     return results
 
@@ -245,12 +249,17 @@ def read_arguments() -> Namespace:
     arguments = parser.parse_args()
     if arguments.samples is None:
         arguments.samples = NUM_SAMPLES[arguments.preset]
+    if arguments.samples % (GROUP * arguments.ranks):
+        parser.error(
+            f"--samples {arguments.samples}: here it is a multiple of {GROUP * arguments.ranks}, TRL's groups on each rank"
+        )
     arguments.profile = False
     return arguments
 
 
 def main() -> None:
     arguments = read_arguments()
+    deadline = time.monotonic() + arguments.limit_s
     device = "cpu" if arguments.tiny else "cuda"
     if not arguments.tiny:
         require_gpus(arguments.ranks)
@@ -275,7 +284,7 @@ def main() -> None:
         def run(side: str, settings: str) -> dict[str, Any]:
             return run_ours(settings, folder, arguments) if side == OURS else run_peer(side, settings, folder, arguments)
 
-        print(table(measure(runnable, run, keep, turns=arguments.turns, limit_s=arguments.limit_s)))
+        print(table(measure(runnable, run, keep, turns=arguments.turns, deadline=deadline)))
 
 
 if __name__ == "__main__":
