@@ -1,7 +1,8 @@
 """TRL's side of `trainer_peers_gpu`: steps of its GRPOTrainer on given completions, sharded by FSDP2 through accelerate.
 
 One rank; RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set. A single rank runs without sharding and without DDP.
-Generation is a `rollout_func` that answers at once. TRL pads the samples of a step to the longest. Prints RESULT and a JSON object on rank 0.
+Generation is a `rollout_func` that answers at once. TRL pads the samples of a step to the longest. Prints RESULT and a JSON object on
+rank 0.
 """
 
 from __future__ import annotations
