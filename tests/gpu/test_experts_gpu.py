@@ -59,6 +59,7 @@ def results(module: Any, choice: tuple[Tensor, Tensor], hidden_TH: Tensor, grad_
     indices_TK, weights_TK = choice
     out_TH = module(hidden_TH, indices_TK, weights_TK.to(hidden_TH.dtype))
     out_TH.backward(grad_TH.to(out_TH.dtype))
+    assert hidden_TH.grad is not None
     return {
         "out": out_TH.detach(),
         "hidden": hidden_TH.grad,
