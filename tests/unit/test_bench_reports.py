@@ -158,26 +158,26 @@ def test_a_run_without_steps_has_no_table(
 @pytest.mark.parametrize(
     ("limit_s", "expected"),
     [
-        (1000, ["a 1", "b 1", "c 1", "a 2", "b 2", "a 2 turn", "b 1 turn"]),
-        (185, ["a 1", "b 1", "c 1", "a 2", "a 2 turn", "b 1 turn"]),
-        (135, ["a 1", "b 1", "c 1", "a 1 turn", "b 1 turn"]),
-        (100, ["a 1", "b 1", "c 1", "a 1 turn"]),
-        (40, ["a 1", "b 1"]),
+        (1000, ["tasuki 1", "b 1", "c 1", "tasuki 2", "b 2", "tasuki 3", "tasuki 2 turn", "b 1 turn"]),
+        (195, ["tasuki 1", "b 1", "c 1", "tasuki 2", "b 2", "tasuki 2 turn", "b 1 turn"]),
+        (185, ["tasuki 1", "b 1", "c 1", "tasuki 2", "tasuki 2 turn", "b 1 turn"]),
+        (135, ["tasuki 1", "b 1", "c 1", "tasuki 2", "tasuki 2 turn"]),
+        (40, ["tasuki 1", "b 1"]),
     ],
 )
 def test_tries_end_in_time_for_the_turns_of_the_fastest(
     monkeypatch: pytest.MonkeyPatch, limit_s: float, expected: list[str]
 ) -> None:
-    rates = {"a 1": 100, "a 2": 110, "b 1": 50, "b 2": 40}
+    rates = {"tasuki 1": 100, "tasuki 2": 110, "tasuki 3": 90, "b 1": 50, "b 2": 40}
     now, kept = [0.0], list[int]()
     monkeypatch.setattr(trainer_peers_gpu.time, "monotonic", lambda: now[0])
 
     def run(side: str, settings: str) -> dict[str, Any]:
-        now[0] += 30.0 if side in "ab" else 10.0
+        now[0] += 10.0 if side == "c" else 30.0
         name = f"{side} {settings}"
         return {"tokens_per_s": rates[name]} if name in rates else {"error": "out of memory"}
 
-    tries = {"a": ("1", "2"), "b": ("1", "2"), "c": ("1",)}
+    tries = {"tasuki": ("1", "2", "3"), "b": ("1", "2"), "c": ("1",)}
     results = trainer_peers_gpu.measure(tries, run, lambda each: kept.append(len(each)), turns=1, deadline=limit_s)
     ran = [f"{each['side']} {each['settings']}{' turn' * each['is_turn']}" for each in results]
     assert ran == expected and kept == list(range(1, len(ran) + 1))
