@@ -1,8 +1,8 @@
 """The peer's side of `trainer_peers_gpu`: training steps by torchtitan's Qwen3 model, FSDP2, recomputation and compiler settings.
 
 One rank; RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set. Qwen2.5's shape without its biases, which this model does not have.
-The micro-batches are those of our plan, each filled up to the longest of them, so that compiled code sees one shape. Prints RESULT and
-a JSON object on rank 0.
+The micro-batches are those of our plan, each filled up to the longest of them, so that compiled code sees one shape. A single rank also
+runs under FSDP2, as the ranks of a larger world do; --autocast is torchtitan's own choice there. Prints RESULT and a JSON object on rank 0.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 import time
 import types
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torchtitan
+from torch.distributed.device_mesh import init_device_mesh
 from torchtitan.distributed import parallel_dims
 
 IGNORED, LEARNING_RATE, LARGEST_NORM = -100, 1e-6, 1.0
@@ -43,8 +45,9 @@ if not torch.cuda.is_available():
 from torchtitan.components.loss import build_cross_entropy_loss  # noqa: E402
 from torchtitan.config import JobConfig  # noqa: E402
 from torchtitan.distributed import ParallelDims  # noqa: E402
-from torchtitan.distributed.utils import clip_grad_norm_  # noqa: E402
+from torchtitan.distributed.utils import clip_grad_norm_, maybe_enable_amp  # noqa: E402
 from torchtitan.models.attention import VarlenMetadata  # noqa: E402
+from torchtitan.models.llama4.infra.parallelize import apply_fsdp  # noqa: E402
 from torchtitan.models.qwen3.infra.parallelize import parallelize_qwen3  # noqa: E402
 from torchtitan.models.qwen3.model.args import Qwen3ModelArgs  # noqa: E402
 from torchtitan.models.qwen3.model.model import Qwen3Model  # noqa: E402
@@ -77,7 +80,8 @@ def pack(lengths: Sequence[int], *, num_places: int, num_segments: int, longest:
     return Packed(tokens.to(device), positions.to(device), labels.to(device), masks)
 
 
-def make_model(work: dict[str, Any], job: JobConfig, *, device: str) -> torch.nn.Module:
+def make_model(work: dict[str, Any], job: JobConfig, dims: ParallelDims, *, device: str, is_sharded: bool) -> torch.nn.Module:
+    """is_sharded: under FSDP2, also on a single rank."""
     shape, longest = work["shape"], work["num_places"]
     arguments = Qwen3ModelArgs(
         dim=shape["hidden_size"],
@@ -95,9 +99,10 @@ def make_model(work: dict[str, Any], job: JobConfig, *, device: str) -> torch.nn
     )
     with torch.device("meta"):
         model = Qwen3Model(arguments)
-    world = dist.get_world_size()
-    dims = ParallelDims(dp_replicate=1, dp_shard=world, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=world)
     model = parallelize_qwen3(model, dims, job)
+    if is_sharded and not dims.fsdp_enabled:
+        mesh = init_device_mesh(device, (1,), mesh_dim_names=("fsdp",))
+        apply_fsdp(model, mesh, param_dtype=torch.bfloat16, reduce_dtype=torch.float32, pp_enabled=False)
     model.to_empty(device=device)
     with torch.no_grad():
         model.init_weights(buffer_device=torch.device(device))
@@ -110,6 +115,7 @@ def main() -> None:
     parser.add_argument("model", type=Path, help="not read")
     parser.add_argument("--recompute", choices=("none", "selective", "full"), required=True)
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--autocast", action="store_true", help="without FSDP2; one rank")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     arguments = parser.parse_args()
     work, device, rank = json.loads(arguments.work.read_text()), arguments.device, int(os.environ["RANK"])
@@ -124,19 +130,22 @@ def main() -> None:
     job.activation_checkpoint.mode = arguments.recompute
     job.activation_checkpoint.selective_ac_option = "op"
     job.compile.enable = arguments.compile
-    started = time.perf_counter()
-    model = make_model(work, job, device=device)
+    started, world = time.perf_counter(), dist.get_world_size()
+    dims = ParallelDims(dp_replicate=1, dp_shard=world, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=world)
+    model = make_model(work, job, dims, device=device, is_sharded=not arguments.autocast)
+    precision = maybe_enable_amp(dims, "bfloat16", device) if arguments.autocast else nullcontext()
     loss_of = build_cross_entropy_loss(job)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     plan = work["plan"]
+    everywhere = [part for parts in plan for part in parts]
     facts = {
         "num_places": work["num_places"],
-        "num_segments": max(len(part) for parts in plan for part in parts) + 1,
-        "longest": work["num_places"],
+        "num_segments": max(len(part) for part in everywhere) + 1,
+        "longest": max(max(*part, work["num_places"] - sum(part)) for part in everywhere),
         "vocab_size": work["shape"]["vocab_size"],
     }
     batches = [pack(lengths, **facts, device=device) for lengths in plan[rank]]
-    denominator = sum(length // 2 for parts in plan for part in parts for length in part)
+    denominator = sum(length // 2 for part in everywhere for length in part)
     seconds: list[float] = []
     losses: list[float] = []
     for _ in range(work["steps"]):
@@ -145,8 +154,9 @@ def main() -> None:
         begun = time.perf_counter()
         total = torch.zeros((), device=device)
         for batch in batches:
-            loss = loss_of(model(batch.tokens, attention_masks=batch.masks, positions=batch.positions), batch.labels)
-            (loss * (dist.get_world_size() / denominator)).backward()  # FSDP2 takes the mean over ranks
+            with precision:
+                loss = loss_of(model(batch.tokens, attention_masks=batch.masks, positions=batch.positions), batch.labels)
+            (loss / denominator).backward()  # torchtitan has FSDP2 sum over ranks
             total += loss.detach()
         clip_grad_norm_(model.parameters(), LARGEST_NORM, foreach=True)
         optimizer.step()
@@ -155,15 +165,17 @@ def main() -> None:
         if device == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - begun)
-    tokens = sum(length for parts in plan for part in parts for length in part)
+    tokens = sum(length for part in everywhere for length in part)
     step_s = statistics.median(seconds[1:])
     result = {
         "side": "torchtitan",
         "recompute": arguments.recompute,
         "compile": arguments.compile,
+        "autocast": arguments.autocast,
+        "micro_batch_places": work["num_places"],
         "start_s": round(sum(seconds[:1]) + begun - started - sum(seconds[:-1]), 1),
         "seconds": [round(each, 3) for each in seconds],
-        "tokens_per_s": round(tokens / step_s / dist.get_world_size()),
+        "tokens_per_s": round(tokens / step_s / world),
         "losses": losses,
     }
     if device == "cuda":

@@ -1,12 +1,15 @@
-"""Training steps beside torchtitan's and TRL's: `PYTHONPATH=FOLDER:$PYTHONPATH python -m tests.bench.trainer_peers_gpu [--ranks 2]`.
+"""Training steps beside torchtitan's and TRL's: `PYTHONPATH=FOLDER:$PYTHONPATH python -m tests.bench.trainer_peers_gpu [--ranks 2]
+[--preset qwen2.5-3b --ranks 1]`.
 
-FOLDER holds what tests/bench/step-peers-requirements.txt names. Qwen2.5's 7B shape, random weights, float32 masters, bfloat16 compute,
-AdamW, clipping, the samples of `trainer_step_gpu`. Each side is tuned first: its settings below are tried, ours with and without
-trainer.compile, and the fastest that runs is taken. Then all take turns. Prints a line of JSON a run and a table, and writes
-trainer_peers_gpu.json. --tiny tries it with tiny models on a CPU; torchtitan shards on GPUs alone, so take --ranks 1.
+FOLDER holds what tests/bench/step-peers-requirements.txt names. Qwen2.5's 7B shape, or 3B's on one GPU with as many bytes of state a GPU;
+random weights, float32 masters, bfloat16 compute, AdamW, clipping, the samples of `trainer_step_gpu`. First the sides try their settings
+below, in turn. The fastest of each side then runs again, --turns times. --limit-s bounds all of it: tries stop in time for the turns.
+
+Prints a line of JSON a run, then a table, and writes trainer_peers_gpu.json after each run. --tiny tries it with tiny models on a CPU,
+without the settings that need a GPU; take --ranks 1 with it.
 
 Each learns the second half of every sample: tasuki and TRL by a policy loss with log-probs and entropy, torchtitan by cross-entropy.
-torchtitan has tasuki's micro-batches. TRL makes its own, and pads them.
+torchtitan has tasuki's micro-batches. TRL makes its own, and pads them: `micro_batch_places` counts padding.
 """
 
 from __future__ import annotations
@@ -14,13 +17,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -28,34 +34,59 @@ from tasuki.models.family import Model, full_attention
 from tasuki.trainer.data.cost import sample_cost
 from tasuki.trainer.data.plan import plan_micro_batches
 from tests.bench.gpus import at_least_one, require_gpus
-from tests.bench.plan_gpu import layout_of, make_model
-from tests.bench.trainer_step_gpu import CASES, MICRO_BATCH_TOKENS, lengths_of, run_preset
+from tests.bench.plan_gpu import layout_of, make_model_apart
+from tests.bench.trainer_step_gpu import MICRO_BATCH_TOKENS, lengths_of, run_case
 from tests.ports import free_port
 
-PRESET = "qwen2.5-7b"
-OURS = ("7b", "7b-attention", "7b-kept")
-PEERS = {
-    "torchtitan": (
-        ["--recompute", "selective", "--compile"],
-        ["--recompute", "full", "--compile"],
-        ["--recompute", "selective"],
-        ["--recompute", "full"],
-    ),
-    "trl": (
-        ["--recompute", "full", "--batch", "2"],
-        ["--recompute", "full", "--batch", "2", "--liger"],
-        ["--recompute", "full", "--batch", "4", "--liger"],
-        ["--recompute", "full", "--batch", "2", "--attention", "flash_attention_4"],
-    ),
+Settings = tuple[str, ...]
+OURS = "tasuki"
+ON_GPUS = ("--liger", "--attention flash_attention_4")
+NUM_SAMPLES = {"qwen2.5-7b": 48, "qwen2.5-3b": 24}
+TRIES: dict[str, dict[str, tuple[str, ...]]] = {
+    "qwen2.5-7b": {
+        OURS: ("7b-attention none", "7b none", "7b-kept none", "7b-attention blocks", "7b blocks", "7b-kept blocks"),
+        "torchtitan": (
+            "--recompute selective --compile",
+            "--recompute full --compile",
+            "--recompute selective",
+            "--recompute full",
+        ),
+        "trl": (
+            "--recompute full --batch 2 --liger --attention flash_attention_4",
+            "--recompute full --batch 4 --liger --attention flash_attention_4",
+            "--recompute full --batch 2 --liger",
+            "--recompute full --batch 2",
+        ),
+    },
+    "qwen2.5-3b": {
+        OURS: ("3b-kept none", "3b none", "3b-kept blocks", "3b-attention none"),
+        "torchtitan": (
+            "--recompute selective --compile",
+            "--recompute full --compile",
+            "--recompute none --compile",
+            "--recompute selective --compile --autocast",
+            "--recompute full",
+        ),
+        "trl": (
+            "--recompute full --batch 3 --liger --attention flash_attention_4",
+            "--recompute none --batch 2 --liger --attention flash_attention_4",
+            "--recompute full --batch 6 --liger --attention flash_attention_4",
+            "--recompute full --batch 3",
+        ),
+    },
 }
+"""By preset and side: likely winners, and what keeps least, first. Ours are a case of `trainer_step_gpu` and trainer.compile. TRL's first
+setting has about as many places in a micro-batch as ours has tokens."""
+NUM_SURE = {OURS: 2}
+"""Tries of a side that run even if the turns then lack time; 1 of others. Ours: the fastest, and what keeps least."""
 MODULES = {"torchtitan": "tests.bench.titan_step", "trl": "tests.bench.trl_step"}
-MULTIPLE = 128
+MULTIPLE, GROUP = 128, 8
 
 
 def work_of(arguments: Namespace) -> dict[str, Any]:
     """What a peer's rank is told."""
     device = "cpu" if arguments.tiny else "cuda"
-    shape = layout_of(PRESET, gpu_bytes=1, device=device, num_ranks=1).model
+    shape = layout_of(arguments.preset, gpu_bytes=1, device=device, num_ranks=1).model
     lengths = lengths_of(arguments.samples)
     cost = sample_cost(Model(shape=shape, attention=full_attention(shape)))
     plan = plan_micro_batches(lengths, num_ranks=arguments.ranks, max_tokens=arguments.micro_batch_tokens, cost=cost)
@@ -69,13 +100,18 @@ def work_of(arguments: Namespace) -> dict[str, Any]:
     }
 
 
-def run_peer(side: str, settings: Sequence[str], folder: Path, arguments: Namespace) -> dict[str, Any]:
+def run_peer(side: str, settings: str, folder: Path, arguments: Namespace) -> dict[str, Any]:
     """A process a rank. `error` has the last lines of one that cannot run, as when memory is short."""
-    facts = {"side": side, "settings": list(settings)}
-    shared = os.environ | {"WORLD_SIZE": str(arguments.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    options = [*settings, *(["--device", "cpu"] if arguments.tiny else [])]
+    shared = os.environ | {
+        "WORLD_SIZE": str(arguments.ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",  # as torchtitan's run_train.sh sets
+    }
+    options = [*settings.split(), *(["--device", "cpu"] if arguments.tiny else [])]
     command = [sys.executable, "-m", MODULES[side], str(folder / "work.json"), str(folder / "model"), *options]
     logs = [folder / f"rank{rank}.log" for rank in range(arguments.ranks)]
+    deadline = time.monotonic() + arguments.run_limit_s
     ranks: list[subprocess.Popen[bytes]] = []
     try:
         for rank, log in enumerate(logs):
@@ -83,83 +119,174 @@ def run_peer(side: str, settings: Sequence[str], folder: Path, arguments: Namesp
             with log.open("wb") as output:
                 ranks.append(subprocess.Popen(command, env=environment, stdout=output, stderr=output))
         for rank in ranks:
-            rank.wait(arguments.limit_s)
+            rank.wait(max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
-        return {**facts, "error": f"took more than {arguments.limit_s} s"}
+        return {"error": f"took more than {arguments.run_limit_s} s"}
     finally:
         for rank in ranks:
             rank.kill()
             rank.wait()
     said = logs[0].read_text(errors="replace")
     answers = [line for line in said.splitlines() if line.startswith("RESULT ")]
-    return facts | (json.loads(answers[-1].removeprefix("RESULT ")) if answers else {"error": said[-1500:]})
+    return json.loads(answers[-1].removeprefix("RESULT ")) if answers else {"error": said[-1500:]}
 
 
-def run_ours(cases: list[str], arguments: Namespace) -> Iterator[dict[str, Any]]:
-    for result in run_preset(PRESET, cases, arguments):
-        yield {"side": "tasuki", **result}
+def run_ours(settings: str, folder: Path, arguments: Namespace) -> dict[str, Any]:
+    case, compiled = settings.split()
+    result = run_case(case, folder / "model", "default", compiled, arguments)
+    if "micro_batches" in result:
+        result["micro_batch_places"] = result["tokens"] // result["micro_batches"] // arguments.ranks
+    return result
 
 
-def fastest(results: list[dict[str, Any]]) -> dict[str, Any] | None:
+def fastest(results: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     """None when none ran."""
     ran = [result for result in results if "tokens_per_s" in result]
     return max(ran, key=lambda result: result["tokens_per_s"]) if ran else None
 
 
-def table(results: list[dict[str, Any]], best: dict[str, dict[str, Any]]) -> str:
-    """Of the settings that were taken: tokens/s a GPU of each turn, and tasuki's over the peer's of the same turn."""
-    turns = {side: [each["tokens_per_s"] for each in results if each["side"] == side and each.get("is_turn")] for side in best}
-    lines: list[str] = []
-    for side, rates in turns.items():
-        ratios = [mine / peer for mine, peer in zip(turns["tasuki"], rates, strict=False)]
-        ratio = f", tasuki {statistics.median(ratios):.2f} times as fast" if ratios and side != "tasuki" else ""
-        lines.append(f"{side}, {best[side].get('settings') or best[side].get('case')}: {rates} tokens/s a GPU{ratio}")
+def least(results: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """With the lowest peak of memory. None when none ran on a GPU."""
+    ran = [result for result in results if "allocated_bytes" in result]
+    return min(ran, key=lambda result: result["allocated_bytes"]) if ran else None
+
+
+def taken(results: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The fastest try of each side that has one."""
+    sides = dict.fromkeys(result["side"] for result in results)
+    tries = {side: [each for each in results if each["side"] == side and not each["is_turn"]] for side in sides}
+    return {side: best for side, of_side in tries.items() if (best := fastest(of_side)) is not None}
+
+
+def needed_s(results: Sequence[dict[str, Any]], *, turns: int) -> float:
+    """Seconds of another try, as long as the longest yet, and of the turns after it."""
+    return max((each["run_s"] for each in results), default=0.0) + turns * sum(
+        each["run_s"] for each in taken(results).values()
+    )
+
+
+def in_turn(tries: Mapping[str, Sequence[str]]) -> list[tuple[str, str]]:
+    """The first try of every side, then the second of every side, ...; a side and its settings."""
+    rounds = zip_longest(*([(side, settings) for settings in of_side] for side, of_side in tries.items()))
+    return [each for each in chain.from_iterable(rounds) if each is not None]
+
+
+def measure(
+    tries: Mapping[str, Sequence[str]],
+    run: Callable[[str, str], dict[str, Any]],
+    keep: Callable[[list[dict[str, Any]]], None],
+    *,
+    turns: int,
+    deadline: float,
+) -> list[dict[str, Any]]:
+    """Results of the sure tries, of as many others as leave time for the turns, and of the turns.
+
+    run: of a side and settings. keep: gets all results after each. deadline: of time.monotonic().
+    """
+    results: list[dict[str, Any]] = []
+
+    def add(side: str, settings: str, *, is_turn: bool) -> None:
+        begun = time.monotonic()
+        facts = {"side": side, "settings": settings, "is_turn": is_turn}
+        result = facts | run(side, settings)
+        results.append(result | {"run_s": round(time.monotonic() - begun, 1)})
+        keep(results)
+
+    for side, settings in in_turn(tries):
+        is_sure = settings in tries[side][: NUM_SURE.get(side, 1)]
+        if time.monotonic() + (0.0 if is_sure else needed_s(results, turns=turns)) <= deadline:
+            add(side, settings, is_turn=False)
+    for _ in range(turns):
+        for side, best in taken(results).items():
+            if time.monotonic() + best["run_s"] <= deadline:
+                add(side, best["settings"], is_turn=True)
+    return results
+
+
+def table(results: Sequence[dict[str, Any]]) -> str:
+    """Of each side: tokens/s a GPU of its fastest settings in every run, their peak of memory, and the lowest of all its settings."""
+    best, lines = taken(results), list[str]()
+    for side, of_side in best.items():
+        runs = [each for each in results if each["side"] == side and each["settings"] == of_side["settings"]]
+        rates = [each["tokens_per_s"] for each in runs if "tokens_per_s" in each]
+        lines.append(f"{side} [{of_side['settings']}]: {rates} tokens/s a GPU; {memory(of_side)}")
+        if (frugal := least([each for each in results if each["side"] == side])) is not None:
+            lines.append(f"  least [{frugal['settings']}]: {frugal['tokens_per_s']} tokens/s a GPU; {memory(frugal)}")
+        if side != OURS and OURS in best:
+            lines.append(f"  tasuki {middle(results, best[OURS]) / middle(results, of_side):.2f} times as fast")
     return "\n".join(lines)
 
 
-def main() -> None:
+def middle(results: Sequence[dict[str, Any]], best: Mapping[str, Any]) -> float:
+    """Median tokens/s of a side's settings, of their try and turns."""
+    return statistics.median(
+        each["tokens_per_s"]
+        for each in results
+        if (each["side"], each["settings"]) == (best["side"], best["settings"]) and "tokens_per_s" in each
+    )
+
+
+def memory(result: Mapping[str, Any]) -> str:
+    """Peak by torch's allocator, and what the driver says is taken after the steps."""
+    if "allocated_bytes" not in result:
+        return "no GPU"
+    places = result.get("micro_batch_places")
+    return f"peak {result['allocated_bytes'] / 1e9:.1f} GB, driver {result['driver_bytes'] / 1e9:.1f} GB, {places} places"
+
+
+def read_arguments() -> Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path())
+    parser.add_argument("--preset", choices=TRIES, default="qwen2.5-7b")
     parser.add_argument("--ranks", type=at_least_one, default=2)
-    parser.add_argument("--samples", type=at_least_one, default=48, help="a multiple of 8 times the ranks")
+    parser.add_argument("--samples", type=at_least_one, help="a multiple of 8 times the ranks, and of TRL's batches")
     parser.add_argument("--steps", type=at_least_one, default=4, help="the first of which is not timed")
-    parser.add_argument("--turns", type=at_least_one, default=2, help="of all sides, after tuning")
-    parser.add_argument("--limit-s", type=at_least_one, default=300, help="of one run")
+    parser.add_argument("--turns", type=at_least_one, default=2, help="of all sides, after the tries")
+    parser.add_argument("--limit-s", type=at_least_one, default=3600, help="of all runs")
+    parser.add_argument("--run-limit-s", type=at_least_one, default=300, help="of one run")
     parser.add_argument("--micro-batch-tokens", type=at_least_one, default=MICRO_BATCH_TOKENS)
-    parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
-    parser.add_argument("--tries", type=at_least_one, default=4, help="settings of each peer, from the first")
-    parser.add_argument("--cases", nargs="+", choices=[case for case in CASES if CASES[case][0] == PRESET], default=list(OURS))
+    parser.add_argument("--peers", nargs="*", choices=MODULES, default=list(MODULES))
+    parser.add_argument("--tries", type=at_least_one, default=6, help="settings of each side, from the first")
     parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args()
-    arguments.backends, arguments.compile, arguments.profile = ["default"], ["none", "blocks"], False
+    if arguments.samples is None:
+        arguments.samples = NUM_SAMPLES[arguments.preset]
+    if arguments.samples % (GROUP * arguments.ranks):
+        parser.error(
+            f"--samples {arguments.samples}: here it is a multiple of {GROUP * arguments.ranks}, TRL's groups on each rank"
+        )
+    arguments.profile = False
+    return arguments
+
+
+def main() -> None:
+    arguments = read_arguments()
+    deadline = time.monotonic() + arguments.limit_s
     device = "cpu" if arguments.tiny else "cuda"
     if not arguments.tiny:
         require_gpus(arguments.ranks)
-    results: list[dict[str, Any]] = []
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what runs is ended
+    of_preset = {side: tries for side, tries in TRIES[arguments.preset].items() if side in (OURS, *arguments.peers)}
+    runnable = {
+        side: [each for each in tries if not (arguments.tiny and any(part in each for part in ON_GPUS))][: arguments.tries]
+        for side, tries in of_preset.items()
+    }
+    arguments.out.mkdir(parents=True, exist_ok=True)
 
-    def keep(result: dict[str, Any], *, is_turn: bool = False) -> dict[str, Any]:
-        results.append({**result, "is_turn": is_turn})
+    def keep(results: list[dict[str, Any]]) -> None:
         print(json.dumps(results[-1]), flush=True)
         (arguments.out / "trainer_peers_gpu.json").write_text(json.dumps(results, indent=1))
-        return result
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "work.json").write_text(json.dumps(work_of(arguments)))
-        if "trl" in arguments.peers:
-            make_model(folder / "model", layout_of(PRESET, gpu_bytes=1, device=device, num_ranks=arguments.ranks), device)
-        tried = {"tasuki": [keep(result) for result in run_ours(arguments.cases, arguments)]}
-        for side in arguments.peers:
-            tried[side] = [keep(run_peer(side, settings, folder, arguments)) for settings in PEERS[side][: arguments.tries]]
-        best = {side: found for side, answers in tried.items() if (found := fastest(answers)) is not None}
-        for _ in range(arguments.turns):
-            for side, taken in best.items():
-                if side == "tasuki":
-                    arguments.compile = [taken["compile"]]
-                    keep(next(run_ours([taken["case"]], arguments)), is_turn=True)
-                else:
-                    keep(run_peer(side, taken["settings"], folder, arguments), is_turn=True)
-    print(table(results, best))
+        layout = layout_of(arguments.preset, gpu_bytes=1, device=device, num_ranks=arguments.ranks)
+        make_model_apart(folder / "model", layout, device)
+
+        def run(side: str, settings: str) -> dict[str, Any]:
+            return run_ours(settings, folder, arguments) if side == OURS else run_peer(side, settings, folder, arguments)
+
+        print(table(measure(runnable, run, keep, turns=arguments.turns, deadline=deadline)))
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from tasuki.memory.stages import Phase
 from tasuki.models.shape import ModelShape
 from tests.bench.gpus import require_gpus
 from tests.bench.kernel_times import kernel_times, profiled
-from tests.bench.plan_gpu import SOURCES, layout_of, make_model, predict, step_bytes, used_bytes
+from tests.bench.plan_gpu import SOURCES, layout_of, make_model_apart, predict, step_bytes, used_bytes
 
 if TYPE_CHECKING:
     from tasuki.v1.types_pb2 import TrainingSample
@@ -47,6 +47,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "0.5b": ("qwen2.5-0.5b", {"checkpointing": "none"}),
     "1.5b": ("qwen2.5-1.5b", {"checkpointing": "none"}),
     "1.5b-recomputed": ("qwen2.5-1.5b", {"checkpointing": "full"}),
+    "3b": ("qwen2.5-3b", {"checkpointing": "full"}),
+    "3b-kept": ("qwen2.5-3b", {"checkpointing": "none"}),
+    "3b-attention": ("qwen2.5-3b", {"checkpointing": "attention"}),
     "7b": ("qwen2.5-7b", {"checkpointing": "full"}),
     "7b-kept": ("qwen2.5-7b", {"checkpointing": "none", "micro_batch_tokens": 12_288}),
     "7b-attention": ("qwen2.5-7b", {"checkpointing": "attention"}),
@@ -226,26 +229,33 @@ def _options(arguments: argparse.Namespace) -> list[str]:
     return [*(f"--{name}={value}" for name, value in values.items()), *flags]
 
 
+def run_case(case: str, folder: Path, backend: str, compiled: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """A process a rank, on the model in `folder`. `error` has the last lines of one that cannot run."""
+    facts = {"case": case, "backend": backend, "compile": compiled}
+    part = ["-m", "tests.bench.trainer_step_gpu", *_options(arguments), "--part", case, str(folder), backend, compiled]
+    launch = [sys.executable, "-m", "tasuki.trainer.launch", "--num-ranks", str(arguments.ranks), "--", *part]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([*SOURCES, os.environ.get("PYTHONPATH", "")])}
+    with subprocess.Popen(launch, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as ran:
+        try:
+            said, complaint = ran.communicate(timeout=arguments.run_limit_s)
+        except subprocess.TimeoutExpired:
+            return {**facts, "error": f"took more than {arguments.run_limit_s} s"}
+        finally:
+            ran.terminate()  # and with it all ranks
+    answers = [line for line in said.splitlines() if line.startswith("RESULT ")]
+    if ran.returncode or not answers:
+        return {**facts, "error": complaint[-2000:]}
+    return json.loads(answers[-1].removeprefix("RESULT "))
+
+
 def run_preset(preset: str, cases: list[str], arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Each case, backend and way to compile in separate processes, on one model."""
+    """Each case, backend and way to compile, on one model."""
     device = "cpu" if arguments.tiny else "cuda"
     with tempfile.TemporaryDirectory() as folder:
         layout = layout_of(preset, gpu_bytes=1, device=device, num_ranks=arguments.ranks)
-        make_model(Path(folder), layout, device)
-        if device == "cuda":
-            torch.cuda.empty_cache()
+        make_model_apart(Path(folder), layout, device)
         for case, backend, compiled in product(cases, arguments.backends, arguments.compile):
-            part = ["-m", "tests.bench.trainer_step_gpu", *_options(arguments), "--part", case, folder, backend, compiled]
-            launch = [sys.executable, "-m", "tasuki.trainer.launch", "--num-ranks", str(arguments.ranks), "--", *part]
-            paths = os.pathsep.join([*SOURCES, os.environ.get("PYTHONPATH", "")])
-            ran = subprocess.run(
-                launch, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, check=False, timeout=600
-            )
-            answers = [line for line in ran.stdout.splitlines() if line.startswith("RESULT ")]
-            if ran.returncode or not answers:
-                yield {"case": case, "backend": backend, "compile": compiled, "error": ran.stderr[-2000:]}
-            else:
-                yield json.loads(answers[-1].removeprefix("RESULT "))
+            yield run_case(case, Path(folder), backend, compiled, arguments)
 
 
 def main() -> None:
@@ -258,6 +268,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1, help="a GPU each")
     parser.add_argument("--micro-batch-tokens", type=int, default=MICRO_BATCH_TOKENS)
     parser.add_argument("--steps", type=int, default=NUM_STEPS, help="the first of which is not timed")
+    parser.add_argument("--run-limit-s", type=int, default=600, help="of one case")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--tiny", action="store_true", help="tiny models on a CPU")
     parser.add_argument("--part", nargs=4, help=argparse.SUPPRESS)

@@ -1,7 +1,8 @@
 """TRL's side of `trainer_peers_gpu`: steps of its GRPOTrainer on given completions, sharded by FSDP2 through accelerate.
 
-One rank; RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set. Generation is a `rollout_func` that answers at once. TRL pads
-the samples of a step to the longest. Prints RESULT and a JSON object on rank 0.
+One rank; RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set. A single rank runs without sharding and without DDP.
+Generation is a `rollout_func` that answers at once. TRL pads the samples of a step to the longest. Prints RESULT and a JSON object on
+rank 0.
 """
 
 from __future__ import annotations
@@ -70,11 +71,17 @@ def tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="t1", eos_token="t2", padding_side="left")
 
 
-def config_of(work: dict[str, Any], arguments: argparse.Namespace, folder: Path) -> GRPOConfig:
-    num_ranks, is_sharded = int(os.environ["WORLD_SIZE"]), int(os.environ["WORLD_SIZE"]) > 1
+def leave_ranks() -> None:
+    """Hides from accelerate that there are ranks: it would wrap even one in DDP, which copies all gradients."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+
+
+def config_of(work: dict[str, Any], arguments: argparse.Namespace, folder: Path, *, num_ranks: int) -> GRPOConfig:
     num_samples = sum(len(part) for parts in work["plan"] for part in parts) // num_ranks
-    settings: dict[str, Any] = {"fsdp": True} if is_sharded else {}
-    if is_sharded:
+    settings: dict[str, Any] = {"fsdp": True} if num_ranks > 1 else {}
+    if num_ranks > 1:
         settings["fsdp_config"] = {
             "version": 2,
             "reshard_after_forward": True,
@@ -118,17 +125,19 @@ def main() -> None:
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
     if arguments.device == "cpu":
         torch.set_num_threads(1)
-    work, rank = json.loads(arguments.work.read_text()), int(os.environ["RANK"])
+    work, rank, num_ranks = json.loads(arguments.work.read_text()), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if num_ranks == 1:
+        leave_ranks()
     lengths = sorted(length for parts in work["plan"] for part in parts for length in part)
     clock, vocab_size = StepClock(), work["shape"]["vocab_size"]
     trainer = GRPOTrainer(
         model=str(arguments.model),
         processing_class=tokenizer(vocab_size),
         reward_funcs=lambda completions, **_: [float(index % 7) for index in range(len(completions))],
-        args=config_of(work, arguments, arguments.work.parent / "trl"),
+        args=config_of(work, arguments, arguments.work.parent / "trl", num_ranks=num_ranks),
         train_dataset=Dataset.from_list([{"prompt": f"t{3 + index}"} for index in range(len(lengths))]),
         callbacks=[clock],
-        rollout_func=given(lengths[rank :: int(os.environ["WORLD_SIZE"])], vocab_size),
+        rollout_func=given(lengths[rank::num_ranks], vocab_size),
     )
     trainer.train()
     step_s = statistics.median(clock.seconds[1:])
@@ -138,8 +147,9 @@ def main() -> None:
         "batch": arguments.batch,
         "attention": arguments.attention,
         "liger": arguments.liger,
+        "micro_batch_places": arguments.batch * (max(length - length // 2 for length in lengths) + max(lengths) // 2),
         "seconds": [round(each, 3) for each in clock.seconds],
-        "tokens_per_s": round(sum(lengths) / step_s / int(os.environ["WORLD_SIZE"])),
+        "tokens_per_s": round(sum(lengths) / step_s / num_ranks),
     }
     if arguments.device == "cuda":
         free, total_bytes = torch.cuda.mem_get_info()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.bench import sync_report
+from tests.bench import sync_report, trainer_peers_gpu
 
 ROUND = {"total_ms": 5.0, "cpu_ms": 9.0, "num_rpcs": 1, "num_handles": 0, "host_ms": 0.0}
 CASE = {
@@ -136,6 +136,7 @@ def test_no_part_of_a_bench_begins_without_its_gpu(
         ("plan_node_gpu", ["--gpus", "0"], "'0' is not a number from 1"),
         ("plan_gpu", ["--ranks", "0"], "'0' is not a number from 1"),
         ("trainer_memory_gpu", ["--part", "model"], "--part needs --model"),
+        ("trainer_peers_gpu", ["--samples", "24"], "--samples 24: here it is a multiple of 16"),
     ],
 )
 def test_a_number_or_folder_of_no_use_is_refused(
@@ -152,3 +153,47 @@ def test_a_run_without_steps_has_no_table(
     (tmp_path / "metrics.jsonl").write_text(metrics)
     _refused(monkeypatch, importlib.import_module("tests.bench.step_time").main, tmp_path)
     assert f"{tmp_path} is not the folder of a training run" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("limit_s", "expected"),
+    [
+        (1000, ["tasuki 1", "b 1", "c 1", "tasuki 2", "b 2", "tasuki 3", "tasuki 2 turn", "b 1 turn"]),
+        (195, ["tasuki 1", "b 1", "c 1", "tasuki 2", "b 2", "tasuki 2 turn", "b 1 turn"]),
+        (185, ["tasuki 1", "b 1", "c 1", "tasuki 2", "tasuki 2 turn", "b 1 turn"]),
+        (135, ["tasuki 1", "b 1", "c 1", "tasuki 2", "tasuki 2 turn"]),
+        (40, ["tasuki 1", "b 1"]),
+    ],
+)
+def test_tries_end_in_time_for_the_turns_of_the_fastest(
+    monkeypatch: pytest.MonkeyPatch, limit_s: float, expected: list[str]
+) -> None:
+    rates = {"tasuki 1": 100, "tasuki 2": 110, "tasuki 3": 90, "b 1": 50, "b 2": 40}
+    now, kept = [0.0], list[int]()
+    monkeypatch.setattr(trainer_peers_gpu.time, "monotonic", lambda: now[0])
+
+    def run(side: str, settings: str) -> dict[str, Any]:
+        now[0] += 10.0 if side == "c" else 30.0
+        name = f"{side} {settings}"
+        return {"tokens_per_s": rates[name]} if name in rates else {"error": "out of memory"}
+
+    tries = {"tasuki": ("1", "2", "3"), "b": ("1", "2"), "c": ("1",)}
+    results = trainer_peers_gpu.measure(tries, run, lambda each: kept.append(len(each)), turns=1, deadline=limit_s)
+    ran = [f"{each['side']} {each['settings']}{' turn' * each['is_turn']}" for each in results]
+    assert ran == expected and kept == list(range(1, len(ran) + 1))
+
+
+def test_the_table_has_the_rates_and_peaks_of_every_side() -> None:
+    def result(side: str, rate: int, peak: int, *, is_turn: bool = False) -> dict[str, Any]:
+        facts = {"side": side, "settings": f"{peak}", "is_turn": is_turn, "run_s": 1.0, "micro_batch_places": 16_384}
+        return facts | {"tokens_per_s": rate, "allocated_bytes": peak * 10**9, "driver_bytes": (peak + 3) * 10**9}
+
+    runs = [result("tasuki", 200, 90), result("trl", 100, 80), result("tasuki", 180, 60)]
+    turns = [result("tasuki", 220, 90, is_turn=True), {"side": "trl", "settings": "80", "is_turn": True, "error": "lost"}]
+    assert trainer_peers_gpu.table([*runs, *turns]).splitlines() == [
+        "tasuki [90]: [200, 220] tokens/s a GPU; peak 90.0 GB, driver 93.0 GB, 16384 places",
+        "  least [60]: 180 tokens/s a GPU; peak 60.0 GB, driver 63.0 GB, 16384 places",
+        "trl [80]: [100] tokens/s a GPU; peak 80.0 GB, driver 83.0 GB, 16384 places",
+        "  least [80]: 100 tokens/s a GPU; peak 80.0 GB, driver 83.0 GB, 16384 places",
+        "  tasuki 2.10 times as fast",
+    ]
