@@ -19,9 +19,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from tasuki.memory import arena as native
-from tasuki.memory.allocator import NativeAllocator, Transfer
+from tasuki.memory.allocator import NativeAllocator
 from tasuki.memory.arena import Arena, Keep
 from tasuki.memory.device_usage import device_usage
+from tasuki.memory.pool import device_room
 from tasuki.memory.tags import DeviceUsage, MemoryTag, TagUsage
 from tasuki.planner.layout import Layout, Part
 from tasuki.planner.plan import TRAINER_TAGS
@@ -36,6 +37,9 @@ from tasuki.wire.errors import OutOfGpuMemory, TasukiError
 # Nothing is offloaded while gradients are pending, so their content need not be kept.
 _KEEP = {MemoryTag.WEIGHTS: Keep.CONTENT, MemoryTag.OPTIMIZER: Keep.CONTENT}
 _PARTS: dict[MemoryTag, Part] = dict(zip(TAGS, TRAINER_TAGS, strict=True))
+# What leaves later waits this long, so that its copies do not delay RESUME_KV and the first tokens, unless little is free.
+_LEAVES_AFTER_S = 0.15
+_MUCH_FREE = 1 / 3
 # How often to check whether the process is ending.
 _PIN_STEP_BYTES = 256 * 2**20
 _log = logging.getLogger("tasuki.trainer")
@@ -56,6 +60,9 @@ class TrainerMemory:
         self._gradients: list[Tensor] = []
         self._returning = Returning(self._allocator)
         self._leaving: threading.Thread | None = None
+        self._is_recalled = threading.Event()
+        self._yet_to_leave: tuple[MemoryTag, ...] = ()
+        """Tags that have been paused, as far as anybody else can tell, and are as they were."""
         self._pinning: threading.Thread | None = None
         self._is_closing = threading.Event()
 
@@ -153,8 +160,8 @@ class TrainerMemory:
             torch.cuda.empty_cache()
         if later:
             # Last, because releasing memory waits for copies already started. The optimizer's part is the largest.
-            transfers = [self._allocator.pause_async([tag]) for tag in reversed(later)]
-            self._leaving = threading.Thread(target=_leave, args=(transfers,), name="leaving", daemon=True)
+            self._yet_to_leave = tuple(reversed(later))
+            self._leaving = threading.Thread(target=self._leave, name="leaving", daemon=True)
             self._leaving.start()
         return released
 
@@ -190,8 +197,14 @@ class TrainerMemory:
 
     def usage(self) -> list[TagUsage]:
         staying = {*self._staying.tags, *([MemoryTag.EXPORT] if self._choice.stays else [])}
+        waiting = self._yet_to_leave
         return [
-            replace(usage, stays=usage.tag in staying, leaves_later=self._leaves_later(usage.tag))
+            replace(
+                usage,
+                stays=usage.tag in staying,
+                leaves_later=self._leaves_later(usage.tag),
+                is_paused=usage.is_paused or usage.tag in waiting,
+            )
             for usage in self._allocator.usage()
         ]
 
@@ -220,9 +233,30 @@ class TrainerMemory:
             pinning.join()
 
     def _end_leaving(self) -> None:
+        """Waits until what leaves has left. Tags whose copies have not begun stay as they are."""
         leaving, self._leaving = self._leaving, None
         if leaving is not None:
+            self._is_recalled.set()
             leaving.join()
+            self._is_recalled.clear()
+            self._yet_to_leave = ()
+
+    def _leave(self) -> None:
+        """Copies tags to the host and releases them, one after the other. One that fails stays, and the next resume skips it."""
+        free, total = device_room(str(self._device))
+        if free > total * _MUCH_FREE and self._is_recalled.wait(_LEAVES_AFTER_S):
+            return
+        try:
+            transfers = [self._allocator.pause_async([tag]) for tag in self._yet_to_leave]
+        except TasukiError as error:
+            _log.error("event=leaving_failed reason=%s error=%s", error.reason, error.message)
+            return
+        self._yet_to_leave = ()
+        for transfer in transfers:
+            try:
+                transfer.wait()
+            except TasukiError as error:
+                _log.error("event=leaving_failed reason=%s error=%s", error.reason, error.message)
 
     def _leaves_later(self, tag: MemoryTag) -> bool:
         """Whether the tag is copied to the host and not read by a peer; memory that a peer reads is released with the answer."""
@@ -282,12 +316,3 @@ class TrainerMemory:
 
     def _mapped_bytes(self) -> int:
         return sum(usage.mapped_bytes for usage in self._allocator.usage())
-
-
-def _leave(transfers: Sequence[Transfer]) -> None:
-    """Completes started pauses one after the other. An arena that fails stays resident, and the next resume skips it."""
-    for transfer in transfers:
-        try:
-            transfer.wait()
-        except TasukiError as error:
-            _log.error("event=leaving_failed reason=%s error=%s", error.reason, error.message)
