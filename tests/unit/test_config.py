@@ -119,6 +119,7 @@ def test_wrong_key_or_value_is_named(tmp_path: Path, extra: str, overrides: list
         ([SHARED, *ADAPTER, "rollout.tp_size=2"], "trainer.lora.share_base", "rollout.tp_size = 1, not 2"),
         ([SHARED, *ADAPTER, "rollout.dp_size=2"], "trainer.lora.share_base", "rollout.dp_size = 1, not 2"),
         ([SHARED, *ADAPTER, "memory.host_budget_bytes=1GB"], "trainer.lora.share_base", "memory.host_budget_bytes"),
+        ([SHARED, *ADAPTER, "device=cuda", "memory.pool=true"], "trainer.lora.share_base", "memory.pool"),
         (
             [SHARED, *ADAPTER, "device=cuda", "trainer.devices=[0]", "rollout.devices=[1]"],
             "trainer.lora.share_base",

@@ -123,14 +123,15 @@ class RestartConfig(Schema):
 
 
 class MemoryConfig(Schema):
-    """Memory of a node on a CPU."""
+    """Memory that trainer and engine share in turn."""
 
     host_budget_bytes: Annotated[ByteSize, Field(gt=0)] | None = None
-    """Memory that trainer and engine share in turn, as they would a GPU's: bytes, or text such as "8GB" or "512MiB". Unlimited by
-    default. Copies of paused memory are not counted."""
+    """The memory of a node on a CPU, as if it were a GPU's: bytes, or text such as "8GB" or "512MiB". Unlimited by default. Copies of
+    paused memory are not counted."""
     pool: bool = False
-    """Whether this memory is allocated once, when the node starts, and lent to trainer and engine in turn. Otherwise every changeover
-    frees and allocates it. Needs `host_budget_bytes`, which is then occupied for as long as the node runs."""
+    """Whether memory is allocated once, when the node starts, and lent to trainer and engine in turn. Otherwise every changeover frees
+    and allocates it. On GPUs it takes all that is free, and torch's own memory comes from it, too. On a CPU it takes
+    `host_budget_bytes`."""
 
 
 class NodeConfig(Schema):
