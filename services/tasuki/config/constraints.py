@@ -90,7 +90,9 @@ def _check_shared_base(config: NodeConfig) -> None:
             key, "is not for memory.host_budget_bytes, which counts what one process has made; leave one of them out"
         )
     if config.memory.pool:
-        raise SettingsConflict(key, "is not for memory.pool, which reclaims what a dead process has made; leave one of them out")
+        raise SettingsConflict(
+            key, "is not for memory.pool, which reclaims what a dead process has made; leave one of them out"
+        )
 
 
 def _check_residency(config: NodeConfig) -> None:

@@ -180,7 +180,7 @@ def run_scheduler(
     """
     if server_args.device == "cuda" and not _select_gpu(gpu_id, pipe_writer):
         return
-    device = torch.device("cpu") if server_args.device == "cpu" else torch.device(server_args.device, gpu_id)
+    device = torch.device("cpu") if server_args.device == "cpu" else torch.device("cuda", gpu_id)
     if config is not None and config.memory.pool:
         join_node_pool(config, device=device, timeout_s=config.rollout.start_timeout_s)
     elif config is not None and config.memory.host_budget_bytes is not None:

@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 send_all(peer, b"", keeper.fds)
                 keeper.close()
         except TasukiError as error:
-            send_all(peer, error.message.encode(), [])
+            send_all(peer, f"{error.reason}\n{error.message}".encode(), [])
             return 1
     return 0
 

@@ -92,11 +92,14 @@ def _gpu_keepers(config: NodeConfig) -> Iterator[tuple[int, PoolKeeper]]:
 
 
 def _received(peer: socket.socket, gpu: int) -> list[int]:
-    """Raises OutOfGpuMemory with the maker's reason, InternalError if it has ended or hangs."""
+    """Raises OutOfGpuMemory or InternalError with what the maker says, and InternalError if it has ended or hangs."""
     try:
         message, fds = receive_all(peer, name=f"the pool of GPU {gpu}", timeout_s=_MAKE_S)
     except (OSError, BadHandle) as error:
         raise InternalError(f"the pool of GPU {gpu} could not be made: {error}; the supervisor's log has the cause") from error
-    if message:
-        raise OutOfGpuMemory(message.decode(), tag="pool", device=f"cuda:{gpu}")
-    return fds
+    if not message:
+        return fds
+    reason, _, text = message.decode().partition("\n")
+    if reason == OutOfGpuMemory.reason:
+        raise OutOfGpuMemory(text, tag="pool", device=f"cuda:{gpu}")
+    raise InternalError(f"the pool of GPU {gpu} could not be made: {text}")
