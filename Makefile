@@ -16,6 +16,8 @@ VERL_VERSION := 0.9.1
 # Only the system's Python, only this folder's environment, whatever is active in the caller's shell.
 export UV_PYTHON_DOWNLOADS := never
 export UV_PROJECT_ENVIRONMENT := .venv
+# torch needs a user's name; in a container a user may have none.
+export USER ?= $(shell id -un 2>/dev/null || id -u)
 # Bytecode is written by the first process that imports a module: SGLang's imports are most of a start.
 unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE
 

@@ -224,7 +224,10 @@ def measure(
 
 
 def report(rounds: Sequence[Mapping[str, Turn]]) -> dict[str, object]:
-    """Seconds of a step on each side, and by how many percent a step costs more than one of "off" in the same round."""
+    """Seconds of a step on each side, and by how many percent a step costs more than one of "off" in the same round.
+
+    rounds: seconds and CPU seconds of a step, in each turn.
+    """
     sides = {name: [turns[name] for turns in rounds] for name in rounds[0]}
     services = sorted({service for turns in sides.values() for turn in turns for service in turn.step_cpu_s})
 
@@ -244,6 +247,7 @@ def report(rounds: Sequence[Mapping[str, Turn]]) -> dict[str, object]:
             for service in services
         },
         "num_rounds": len(rounds),
+        "rounds": [{name: [turn.step_s, turn.total_cpu_s] for name, turn in turns.items()} for turns in rounds],
     }
 
 

@@ -21,6 +21,7 @@ def test_report_compares_within_rounds_and_not_across_them() -> None:
     assert found["step_cpu_s"]["off"]["median"] == pytest.approx(3.0)
     assert found["step_cpu_s_by_process"]["coordinator"] == {"off": 0.5, "watched": 0.55}
     assert found["num_rounds"] == 2
+    assert found["rounds"][1] == {"off": [1.0, 2.0], "watched": [1.0, 2.02]}
 
 
 def test_a_few_slow_turns_hardly_move_the_estimate() -> None:

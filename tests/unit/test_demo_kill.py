@@ -1,12 +1,15 @@
-"""`make demo KILL=...`: a process that is not there is refused, since killing nobody would prove nothing."""
+"""`make demo`: a process to kill that is not there is refused, and so is a folder that is no demo's."""
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import pytest
 
-from client.examples.demo.run import CONFIG, check_ranks, failpoint_of
+from client.examples.demo.run import CONFIG, check_ranks, failpoint_of, remove_earlier
 from tasuki.config.load import load_config
-from tasuki.wire.errors import InvalidArgument
+from tasuki.wire.errors import InvalidArgument, PathExists
 
 
 @pytest.mark.parametrize("process", ["trainer0", "trainer1", "scheduler0", "trainer", "rollout", "coordinator"])
@@ -21,3 +24,16 @@ def test_a_rank_that_the_node_does_not_have_is_refused(process: str, last: str) 
     config = load_config(CONFIG, overrides=["trainer.num_ranks=2"])
     with pytest.raises(InvalidArgument, match=f"--kill: there is no {process}; the last one of this node is {last}"):
         check_ranks(failpoint_of(f"{process}@SYNC"), config)
+
+
+def test_a_demo_that_failed_at_once_can_be_repeated_and_no_other_folder_is_removed(tmp_path: Path) -> None:
+    broken, other = tmp_path / "broken", tmp_path / "other"
+    for folder in (broken, other):
+        folder.mkdir()
+        shutil.copy(CONFIG, folder / "config.toml")
+    (other / "config.toml").write_text("# mine")
+    remove_earlier(broken)
+    assert not broken.exists()
+    with pytest.raises(PathExists, match="is not from a demo"):
+        remove_earlier(other)
+    assert (other / "config.toml").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pwd
 import resource
 import shutil
 import socket
@@ -72,8 +73,8 @@ def test_a_good_machine_and_a_good_node_have_no_failure(config: Path):
     assert {name: one for name, one in findings.items() if one["verdict"] == "fail"} == {}
     assert code == 0
     assert {
-        "python", "native library", "versions", "open files", "locked memory", "yama", "processes", "clock", "configuration", "model",
-        "security", "memory plan", "/dev/shm", "memory between processes, cpu", "disk of state_dir",
+        "python", "user", "native library", "versions", "open files", "locked memory", "yama", "processes", "clock", "configuration",
+        "model", "security", "memory plan", "/dev/shm", "memory between processes, cpu", "disk of state_dir",
     } <= set(findings)  # fmt: skip
     assert all(one["found"] and (one["advice"] or one["verdict"] == "ok") for one in findings.values())
 
@@ -94,6 +95,7 @@ def test_a_limit_of_the_process_is_found(limit: str, value: int, name: str):
 
 def test_faults_of_the_machine_are_found(tmp_path: Path):
     assert is_bad(host.check_python((3, 10)), Verdict.FAIL, found="3.10", advice="3.11")
+    assert is_bad(host.check_user(lambda: pwd.getpwuid(2**31 - 5)[0]), Verdict.FAIL, found="has no name", advice="export USER")
     assert is_bad(host.check_native_library(tmp_path / "no.so"), Verdict.FAIL, found="missing", advice="make native")
     (tmp_path / "scope").write_text("2\n")
     assert is_bad(host.check_yama(tmp_path / "scope"), Verdict.WARN, found="ptrace_scope 2", advice="stacks")

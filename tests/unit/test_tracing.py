@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from tasuki.client import AsyncClient
 from tasuki.wire.errors import InvalidArgument, StageOrder
-from tasuki.wire.otel import SpanSender
+from tasuki.wire.otel import SpanSender, schedule_delay_s
 from tasuki.wire.tracing import NO_TRACER, SpanKind, annotate, current_span, open_tracer, spanning
 from tests.conftest import ENVIRONMENT
 from tests.limits import limit_s
@@ -111,6 +111,12 @@ def test_spans_leave_as_often_as_the_sdks_variable_says(monkeypatch: pytest.Monk
             receiver.one(name)
         assert time.monotonic() - started < limit_s(2)
         tracer.close()
+
+
+@pytest.mark.parametrize("given", [None, "", "0", "-5", "nan", "inf", "1.5", "often"])
+def test_a_delay_that_is_no_positive_integer_counts_as_unset(given: str | None) -> None:
+    assert schedule_delay_s(given) == 5.0
+    assert schedule_delay_s("9" * 30) == 3600.0
 
 
 def test_a_full_batch_leaves_at_once_and_the_rest_at_the_end() -> None:

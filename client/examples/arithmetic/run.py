@@ -14,7 +14,7 @@ from tasuki.cli.__main__ import exit_code_of
 from tasuki.cli.train import run
 from tasuki.config.load import load_config
 from tasuki.config.schema import NodeConfig
-from tasuki.wire.errors import PathNotFound
+from tasuki.wire.errors import PathExists, PathNotFound
 
 HERE = Path(__file__).resolve().parent
 CPU, GPU = HERE / "arithmetic.toml", HERE / "gpu.toml"
@@ -57,17 +57,26 @@ def example(arguments: argparse.Namespace, *, started: float) -> int:
 
 
 def make_task(output: Path, config: Path, *, seed: int, model: Path, gsm8k: Path | None) -> None:
-    """Write config.toml and task/ into the run's folder. Raises PathNotFound without the model."""
+    """Write config.toml and task/ into the run's folder. Raises PathNotFound without the model, PathExists for another folder."""
     if not (model / "tokenizer_config.json").exists():
         raise PathNotFound(f"there is no model in {model}; `make example` makes it", path=model)
-    if (output / "config.toml").exists() and (output / "task" / "eval.jsonl").exists():
-        shutil.rmtree(output)  # from an earlier run
+    remove_earlier(output)
     output.mkdir(parents=True)
     shutil.copy(config, output / "config.toml")
     (output / "task").mkdir()
     (output / "task" / "model").symlink_to(model.resolve())
     options = ["--gsm8k", gsm8k] if gsm8k else []
     subprocess.run([sys.executable, HERE / "make_task.py", output / "task", "--seed", str(seed), *options], check=True)
+
+
+def remove_earlier(output: Path) -> None:
+    """Removes the folder of an earlier run, even of one that failed at once. Raises PathExists for another folder."""
+    config = output / "config.toml"
+    shipped = [path.read_bytes() for path in (CPU, GPU)]
+    if config.exists() and ((output / "task" / "eval.jsonl").exists() or config.read_bytes() in shipped):
+        shutil.rmtree(output)
+    if output.exists():
+        raise PathExists(f"{output} is not from this example; move it, or give another --output", path=output)
 
 
 def compare(config: NodeConfig, output: Path, *, started: float) -> int:

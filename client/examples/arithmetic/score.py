@@ -18,7 +18,8 @@ def score(folder: Path, problems: Path, *, reward: str, max_new_tokens: int, dev
     """reward: name of a function in rewards.py."""
     rewarded = getattr(importlib.import_module("rewards"), reward)
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(device)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    model.to(device)
     rows = [json.loads(line) for line in problems.open()]
     scores: list[float] = []
     for start in range(0, len(rows), BATCH_SIZE):

@@ -15,7 +15,7 @@ from tasuki.cli.train import run
 from tasuki.config.load import load_config
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.stages import RULES, Stage
-from tasuki.wire.errors import InvalidArgument
+from tasuki.wire.errors import InvalidArgument, PathExists
 
 HERE = Path(__file__).resolve().parent
 PROCESS = r"coordinator|trainer\d*|rollout|scheduler\d+"
@@ -71,9 +71,17 @@ def check_ranks(failpoint: str, config: NodeConfig) -> None:
             raise InvalidArgument("--kill", f"there is no {service}{rank}; the last one of this node is {last}")
 
 
+def remove_earlier(output: Path) -> None:
+    """Removes the folder of an earlier demo, even of one that failed at once. Raises PathExists for another folder."""
+    config = output / "config.toml"
+    if config.exists() and ((output / "task" / "eval.jsonl").exists() or config.read_bytes() == CONFIG.read_bytes()):
+        shutil.rmtree(output)
+    if output.exists():
+        raise PathExists(f"{output} is not from a demo; move it, or give another --output", path=output)
+
+
 def demo(output: Path, *, seed: int, overrides: list[str], started: float) -> int:
-    if (output / "config.toml").exists() and (output / "task" / "eval.jsonl").exists():
-        shutil.rmtree(output)  # from an earlier demo
+    remove_earlier(output)
     output.mkdir(parents=True)
     config = output / "config.toml"
     shutil.copy(CONFIG, config)

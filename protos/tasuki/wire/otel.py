@@ -23,7 +23,7 @@ from tasuki.wire.tracing import NODE_RANK, REASON, REQUEST_ID, Span, SpanKind, c
 _log = logging.getLogger("tasuki.wire")
 _MAX_WAITING = 2048
 _BATCH = 256
-_EVERY_S = 5.0
+_EVERY_S, _MAX_EVERY_S = 5.0, 3600.0
 _EXPORT_TIMEOUT_S = 10.0
 _CLOSE_S = 1.0
 _KINDS = {
@@ -41,7 +41,8 @@ class OtelTracer:
         named = {} if node_rank is None else {NODE_RANK: node_rank}
         resource = Resource.create({"service.namespace": "tasuki", "service.name": f"tasuki-{service}", **named})
         provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        self._sender = SpanSender(exporter, every_s=_schedule_delay_s())
+        delay = os.environ.get(OTEL_BSP_SCHEDULE_DELAY)  # noqa: TID251  read by OpenTelemetry too, not by tasuki
+        self._sender = SpanSender(exporter, every_s=schedule_delay_s(delay))
         provider.add_span_processor(self._sender)
         self._tracer = provider.get_tracer("tasuki")
         self._propagator = TraceContextTextMapPropagator()
@@ -96,12 +97,10 @@ class OtelSpan:
         self._span.end()
 
 
-def _schedule_delay_s() -> float:
-    """The SDK's variable, in milliseconds; a value that is no number counts as unset, as for the SDK."""
-    try:
-        return max(0.0, float(os.environ[OTEL_BSP_SCHEDULE_DELAY]) / 1e3)  # noqa: TID251  read by OpenTelemetry too, not by tasuki
-    except (KeyError, ValueError):
-        return _EVERY_S
+def schedule_delay_s(given: str | None) -> float:
+    """Seconds of the SDK's variable, which is in milliseconds. As for the SDK, a value that is no positive integer counts as unset."""
+    milliseconds = int(given) if given and given.isdecimal() else 0
+    return min(milliseconds / 1e3, _MAX_EVERY_S) if milliseconds else _EVERY_S
 
 
 class SpanSender(SpanProcessor):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import resource
 import shutil
 import sys
 import time
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -28,6 +29,7 @@ _COMPARED = ("flash-attn-4", "grpcio", "numpy", "protobuf", "pydantic", "pyzmq",
 
 def host_findings() -> Iterable[Finding]:
     yield check_python(sys.version_info[:2])
+    yield check_user(getpass.getuser)
     yield check_native_library()
     yield check_versions(installed_versions(), locked_versions(_LOCK))
     yield check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
@@ -42,6 +44,16 @@ def check_python(found: tuple[int, int]) -> Finding:
     if not least <= found <= most:
         return fail("python", text, "use Python 3.11, 3.12 or 3.13: SGLang has wheels for these")
     return ok("python", text)
+
+
+def check_user(name_of: Callable[[], str]) -> Finding:
+    """Checks that the user has a name, from which torch makes folders when it is imported. Users of a container may have none."""
+    try:
+        return ok("user", name_of())
+    except (KeyError, OSError):
+        return fail(
+            "user", f"user {os.getuid()} has no name", "export USER=tasuki, or any other name: torch cannot be imported without"
+        )
 
 
 def check_native_library(path: Path = LIBRARY_PATH) -> Finding:
