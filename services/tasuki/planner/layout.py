@@ -160,6 +160,10 @@ class Layout:
     kv_ratio: float = 0.85
     kv_tokens: int | None = None
     """Tokens in a replica's KV cache; by default what `kv_ratio` leaves, which on a GPU is also the maximum."""
+    grows_kv: bool = False
+    """Whether the KV cache is mapped as requests need it, and copies to the host continue after OFFLOAD."""
+    has_pool: bool = False
+    """Whether memory passes from trainer to engine and back without being released and created."""
     context_length: int | None = None
     """Maximum sequence length of rollout; by default the model's own."""
     has_cuda_graphs: bool = True

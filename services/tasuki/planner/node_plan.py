@@ -99,6 +99,8 @@ def node_layout(
         merges_adapters=config.served_adapter is None,
         kv_ratio=rollout.kv_ratio,
         kv_tokens=wanted_tokens(config, context_length=rollout.context_length or model.context_length),
+        grows_kv=rollout.kv_growth,
+        has_pool=config.memory.pool,
         context_length=rollout.context_length,
         max_running_requests=rollout.max_running_requests or Layout.__dataclass_fields__["max_running_requests"].default,
         overheads=overheads or Overheads(),

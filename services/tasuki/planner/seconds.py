@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from tasuki.memory.granularity import GROWING_CHUNK_BYTES
+from tasuki.memory.pool import GPU_CHUNK_BYTES
 from tasuki.memory.stages import Stage
 from tasuki.planner.layout import GB, Layout, Part, Strategy
 from tasuki.planner.plan import Plan, Sizes, sizes_of
@@ -15,12 +17,15 @@ from tasuki.planner.plan import Plan, Sizes, sizes_of
 _COPY = 1 / (55 * GB)  # host <-> device, pinned
 _MAKE = 1.8e-3 / GB  # create, scrub and map
 _RELEASE = 1.3e-3 / GB
+_MAP = 0.15e-3 / GB  # from a pool
+_UNMAP = 0.08e-3 / GB
 _CAST = 1 / (1000 * GB)  # reads a parameter, writes it in the engine's dtype
 _PULL = 1 / (373 * GB)  # over NVLink
 _READ = 1 / (2000 * GB)  # on the same GPU
 # Seconds independent of bytes.
 _COMMAND = 3e-3
 _SYNC = 8e-3
+_PIECE = 1e-3  # one layer's keys or values of a growing cache, beside copies to the host
 _RENEW = 45e-3  # what left was published under other handles: every engine rank imports them again
 _COPIED = (Part.TRAINER_WEIGHTS, Part.OPTIMIZER)
 
@@ -65,15 +70,30 @@ def _on_gpu(layout: Layout, sizes: Sizes, index: int) -> Mapping[Stage, float]:
     near = sizes.engine[Part.ROLLOUT_WEIGHTS] * is_local / layout.num_ranks
     far = sizes.engine[Part.ROLLOUT_WEIGHTS] - near
     made = 0 if layout.export_stays else trainer.get(Part.EXPORT, 0)
+    make, release = (_MAP, _UNMAP) if layout.has_pool else (_MAKE, _RELEASE)
+    if layout.grows_kv:
+        # Copies, and what they release, follow the stage.
+        released, copied = released - sum(copied.values()), {}
+    woken, pieces = _woken_cache(layout, cache)
     return {
-        Stage.LOAD_WEIGHTS: 2 * _COMMAND + made * _MAKE + (export * 3 * _CAST if trainer else 0.0),
-        Stage.RESUME_WEIGHTS: _COMMAND + weights * _MAKE,
+        Stage.LOAD_WEIGHTS: 2 * _COMMAND + made * make + (export * 3 * _CAST if trainer else 0.0),
+        Stage.RESUME_WEIGHTS: _COMMAND + weights * make,
         Stage.SYNC: _SYNC + (0 if layout.export_stays else _RENEW) + (near * _READ + far * _PULL if engine else 0.0),
-        Stage.OFFLOAD: _COMMAND + released * _RELEASE + sum(copied.values()) * _COPY,
-        Stage.RESUME_KV: _COMMAND + cache * _MAKE,
+        Stage.OFFLOAD: _COMMAND + released * release + sum(copied.values()) * _COPY,
+        Stage.RESUME_KV: _COMMAND + pieces * _PIECE + woken * make,
         Stage.DRAIN: _COMMAND,
-        Stage.PAUSE_KV: _COMMAND + cache * _RELEASE,
-        Stage.PAUSE_WEIGHTS: _COMMAND + weights * _RELEASE,
+        Stage.PAUSE_KV: _COMMAND + cache * release,
+        Stage.PAUSE_WEIGHTS: _COMMAND + weights * release,
         # Content is restored after the stage.
-        Stage.LOAD_TRAINER: 2 * _COMMAND + sum(left.values()) * _MAKE,
+        Stage.LOAD_TRAINER: 2 * _COMMAND + sum(left.values()) * make,
     }
+
+
+def _woken_cache(layout: Layout, cache_bytes: int) -> tuple[int, int]:
+    """Bytes of the KV cache that RESUME_KV maps, and the number of separate pieces: of a growing one, a chunk of each layer's keys and
+    values."""
+    if not layout.grows_kv or not cache_bytes:
+        return cache_bytes, 0
+    pieces = 2 * layout.model.num_layers
+    chunk = GPU_CHUNK_BYTES if layout.has_pool else GROWING_CHUNK_BYTES["cuda"]
+    return min(cache_bytes, pieces * chunk), pieces

@@ -20,6 +20,7 @@ from tasuki.config.gpus import gpu_not_shown
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.allocator import NativeAllocator
 from tasuki.memory.arena import set_host_budget
+from tasuki.memory.granularity import GROWING_CHUNK_BYTES
 from tasuki.memory.tags import MemoryTag
 from tasuki.rollout.adapter import AdapterBuffers, UnpinnedLora, serve_adapter
 from tasuki.rollout.cpu_attention import BatchedAttention
@@ -36,9 +37,6 @@ from tasuki.rollout.shared_base import EngineBase
 from tasuki.rpc.staying import staying_of_engine_rank
 from tasuki.transport.gloo_peers import check_gloo_peers
 from tasuki.transport.node_pool import join_node_pool
-
-# Small enough for several chunks per layer, so that the first slots of every layer need only theirs. Not measured on a GPU.
-_GROWING_CHUNK_BYTES = {"cpu": 4 * 2**20, "cuda": 128 * 2**20}
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +186,7 @@ def run_scheduler(
     grows_cache = config is not None and config.rollout.kv_growth
     allocator = rank_allocator(
         str(device),
-        chunk_bytes={MemoryTag.KV_CACHE: _GROWING_CHUNK_BYTES[str(server_args.device)]} if grows_cache else {},
+        chunk_bytes={MemoryTag.KV_CACHE: GROWING_CHUNK_BYTES[str(server_args.device)]} if grows_cache else {},
     )
     install_saver(allocator)
     _meet_in_private(port_args)
