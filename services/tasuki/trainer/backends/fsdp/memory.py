@@ -103,6 +103,8 @@ class TrainerMemory:
             for parameter in parameters:
                 parameter.grad = torch.zeros_like(parameter)
                 made.append(cast(DTensor, parameter.grad).to_local())
+        with torch.no_grad():
+            torch._foreach_zero_(made)  # on a GPU the first call loads its kernel, which the first LOAD_TRAINER would wait for
         self._gradients += made
         return made
 
