@@ -150,6 +150,7 @@ def test_an_interface_without_an_address_is_refused(folder: Path) -> None:
         for name in ("bare", "eth99"):
             state_dir = _configured(folder, 0, places[0], authority=authority, interface=name)
             argv = [*places[0].prefix, sys.executable, "-m", "tasuki.cli", "fleet", "up", str(config_path(state_dir))]
+            argv += ["--set", f"state_dir={folder / 'own'}"]
             told = subprocess.run(argv, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=60)
             assert told.returncode == 2
             assert (
