@@ -39,7 +39,9 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def _configured(folder: Path, rank: int, place: Place, *, authority: Path, attempt: int = 0, listen: str = "") -> Path:
+def _configured(
+    folder: Path, rank: int, place: Place, *, authority: Path, attempt: int = 0, listen: str = "", interface: str = ""
+) -> Path:
     """The node's state folder, with its configuration in it. listen: a host; by default the place's."""
     file = folder / "node.toml"
     file.write_text(f'state_dir = "x"\n[model]\npath = "{folder}/model"\n')
@@ -49,6 +51,7 @@ def _configured(folder: Path, rank: int, place: Place, *, authority: Path, attem
         for index, service in enumerate(("coordinator", "trainer", "rollout"))
     ]
     fleet = {"name": "lab", "num_nodes": 2, "node_rank": rank, "leader": "10.77.0.1:7000", "attempt": attempt}
+    fleet |= {"interface": interface} if interface else {}
     tables = [f"fleet.{key}={value}" for key, value in {**fleet, "node_timeout_s": TIMEOUT_S}.items()]
     overrides = [f"state_dir={state_dir}", "rollout.start_timeout_s=5", *listens, *tables, *mtls(authority)]
     config = load_config(file, overrides=overrides)
@@ -138,6 +141,21 @@ def test_a_node_that_finds_no_leader_asks_for_another_attempt(folder: Path) -> N
         with _running(places[1], alone) as process:
             assert process.wait(90) == EXIT_FLEET_ENDED
             assert "NOT_JOINED: no leader answered at 10.77.0.1:7000" in (alone / "fleet.log").read_text()
+
+
+def test_an_interface_without_an_address_is_refused(folder: Path) -> None:
+    authority = _authority(folder, "certs")
+    with namespaces(2) as places:
+        subprocess.run([*places[0].prefix, "ip", "link", "add", "bare", "type", "veth", "peer", "name", "other"], check=True)
+        for name in ("bare", "eth99"):
+            state_dir = _configured(folder, 0, places[0], authority=authority, interface=name)
+            argv = [*places[0].prefix, sys.executable, "-m", "tasuki.cli", "fleet", "up", str(config_path(state_dir))]
+            argv += ["--set", f"state_dir={folder / 'own'}"]
+            told = subprocess.run(argv, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=60)
+            assert told.returncode == 2
+            assert (
+                f'fleet.interface: "{name}" has no address on this machine; lo, {places[0].interface} have one' in told.stderr
+            )
 
 
 def test_two_leaders_do_not_share_an_address(folder: Path) -> None:

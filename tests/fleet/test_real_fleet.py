@@ -13,7 +13,7 @@ import pytest
 from tasuki.config.lock import NODE_LOCK, holder
 from tasuki.fleet import EXIT_FLEET_ENDED
 from tasuki.supervisor.processes import parent_and_state
-from tests.fleet.network import places_of
+from tests.fleet.network import can_make_namespaces, places_of
 from tests.fleet.nodes import RealFleet, real_fleet, wait_for
 
 REFUSED = 2
@@ -60,6 +60,20 @@ def test_a_node_whose_processes_are_killed_asks_for_another_attempt(folder: Path
         for pid in (guard, supervisor):
             os.kill(pid, signal.SIGKILL)
         assert [node.wait(60) for node in fleet.nodes] == [EXIT_FLEET_ENDED] * 2, fleet.logs()
+
+
+@pytest.mark.skipif(not can_make_namespaces(), reason="one namespace has one loopback interface")
+def test_trainers_that_do_not_reach_each_other_end_both_nodes_in_time_and_ask_for_another_attempt(
+    folder: Path, task: Path
+) -> None:
+    settings = ["trainer.collective_timeout_s=8"]
+    with places_of(2) as places:
+        alone = [replace(place, interface="lo") for place in places]
+        with real_fleet(folder, alone, base=task, settings=settings) as fleet:
+            fleet.start()
+            assert [node.wait(180) for node in fleet.nodes] == [EXIT_FLEET_ENDED] * 2, fleet.logs()
+            named = [node for node in fleet.nodes if "set fleet.interface to a network" in node.log.read_text()]
+            assert named, fleet.logs()
 
 
 def test_a_node_with_another_configuration_is_refused_for_good(folder: Path, task: Path) -> None:

@@ -7,12 +7,16 @@ a CUDA GPU and no network; with root, `ip` and veth pairs each node has a networ
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +24,8 @@ import pytest
 import torch
 
 from tasuki.client import Client, Phase, SamplingParams, TrainingSample
-from tests.fleet.network import can_make_namespaces, places_of
+from tests.fleet.chaos_fleet import pids
+from tests.fleet.network import Place, can_make_namespaces, places_of
 from tests.fleet.nodes import RealFleet, real_fleet
 from tests.integration.fleet_trainers import logs_of_unconnected
 from tests.models import make_model, save_checkpoint
@@ -42,14 +47,6 @@ pytestmark = [
     pytest.mark.timeout(400),
 ]
 Record = Callable[[str, object], None]
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    # Not pytest's own folder: a unix socket's path must be short.
-    folder = Path(tempfile.mkdtemp(prefix="tasuki-"))
-    yield folder
-    shutil.rmtree(folder)
 
 
 def demo_node(folder: Path) -> Path:
@@ -81,7 +78,36 @@ def doctor(fleet: RealFleet, base: Path, *arguments: str) -> tuple[int, dict[str
     return told.returncode, {one["name"]: one for one in findings}
 
 
-def check_fleet(folder: Path, settings: Sequence[str], *, transport: str, record: Record) -> None:
+@dataclass(frozen=True, slots=True)
+class Card:
+    """Two nodes that serve, on one card. digests, crossed: of every step so far."""
+
+    fleet: RealFleet
+    base: Path
+    places: Sequence[Place]
+    start_s: float
+    digests: list[bytes] = field(default_factory=list)
+    crossed: list[int] = field(default_factory=list)
+
+    def step(self, client: Client) -> None:
+        """Generates on both nodes, trains, and has both serve the same new weights. Counts what crosses in the optimizer step."""
+        client.acquire(Phase.ROLLOUT)
+        samples = generated(client)
+        client.acquire(Phase.TRAIN)
+        client.forward_backward(samples)
+        before = self._received()
+        assert client.optim_step().version == len(self.digests) + 1
+        self.crossed.append(self._received() - before)
+        client.acquire(Phase.ROLLOUT)
+        (digest,) = set(self.fleet.weights_digests())
+        self.digests.append(digest)
+
+    def _received(self) -> int:
+        return sum(place.received_bytes() for place in self.places)
+
+
+@contextmanager
+def card(folder: Path, settings: Sequence[str]) -> Iterator[Card]:
     base = demo_node(folder)
     with places_of(2) as places, real_fleet(folder, places, base=base, settings=settings) as fleet:
         for node in fleet.nodes:
@@ -89,55 +115,74 @@ def check_fleet(folder: Path, settings: Sequence[str], *, transport: str, record
         started = time.monotonic()
         fleet.start()
         fleet.wait_until_up()
-        record("start_s", round(time.monotonic() - started, 1))
-        digests: list[bytes] = []
-        crossed: list[int] = []
-        with Client(fleet.target) as client:
-            for step in range(NUM_STEPS):
-                client.acquire(Phase.ROLLOUT)
-                samples = generated(client)
-                client.acquire(Phase.TRAIN)
-                client.forward_backward(samples)
-                before = sum(place.received_bytes() for place in places)
-                assert client.optim_step().version == step + 1
-                crossed.append(sum(place.received_bytes() for place in places) - before)
-                client.acquire(Phase.ROLLOUT)
-                (digest,) = set(fleet.weights_digests())
-                digests.append(digest)
-            num_parameters = client.trainer_state().num_parameters
-        code, found = doctor(fleet, base)
-        record("doctor", {name: f"{one['verdict']}: {one['found']}" for name, one in found.items()})
-        gradients = found["fleet gradients"]
-        assert transport in gradients["found"] and gradients["verdict"] != "fail", found
-        assert not [one for one in found.values() if one["verdict"] == "fail"], found
-        rate_gbit = float(gradients["found"].split(" Gb/s")[0])
-        code, refused = doctor(fleet, base, "--min-gbit", str(rate_gbit + 1))
-        assert code == 1 and refused["fleet gradients"]["verdict"] == "fail"
-        assert f"--min-gbit demands {rate_gbit + 1:g} Gb/s" in refused["fleet gradients"]["found"]
-        _, allowed = doctor(fleet, base, "--min-gbit", str(rate_gbit / 2))
-        assert allowed["fleet gradients"]["verdict"] != "fail"
-        is_apart = places[0].host != places[1].host
+        yield Card(fleet, base, places, round(time.monotonic() - started, 1))
+
+
+def check_figures(one: Card, *, transport: str, record: Record) -> None:
+    fleet, is_apart = one.fleet, one.places[0].host != one.places[1].host
+    record("start_s", one.start_s)
+    with Client(fleet.target) as client:
+        for _ in range(NUM_STEPS):
+            one.step(client)
+        num_parameters = client.trainer_state().num_parameters
+    _, found = doctor(fleet, one.base)
+    record("doctor", {name: f"{finding['verdict']}: {finding['found']}" for name, finding in found.items()})
     gradient_bytes = 2 * 4 * num_parameters
-    record("crossed_bytes", {"optim_step": crossed, "gradients": gradient_bytes, "namespaces": is_apart})
-    assert len(set(digests)) == NUM_STEPS
+    record("crossed_bytes", {"optim_step": one.crossed, "gradients": gradient_bytes, "namespaces": is_apart})
+    assert len(set(one.digests)) == NUM_STEPS
     # NCCL's protocol for short messages sends a flag with every word.
-    assert all(gradient_bytes <= each for each in crossed)
-    assert not is_apart or max(crossed) < 3 * gradient_bytes
+    assert all(gradient_bytes <= each for each in one.crossed)
+    assert not is_apart or max(one.crossed) < 3 * gradient_bytes
+    assert not [finding for finding in found.values() if finding["verdict"] == "fail"], found
+    gradients = found["fleet gradients"]["found"]
+    assert transport in gradients
+    rate_gbit = float(gradients.split(" Gb/s")[0])
+    code, refused = doctor(fleet, one.base, "--min-gbit", str(rate_gbit + 1))
+    assert code == 1 and refused["fleet gradients"]["verdict"] == "fail"
+    assert f"--min-gbit demands {rate_gbit + 1:g} Gb/s" in refused["fleet gradients"]["found"]
+    _, allowed = doctor(fleet, one.base, "--min-gbit", str(rate_gbit / 2))
+    assert allowed["fleet gradients"]["verdict"] != "fail"
 
 
-def test_two_nodes_on_one_card_train_over_nccls_sockets_and_the_doctor_names_and_asserts_their_rate(
-    folder: Path, record_property: Record, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def record(name: str, value: object) -> None:
+def check_recovery(one: Card, *, record: Record) -> None:
+    (pid,) = pids(one.fleet.nodes[1].state_dir, "trainer")
+    os.kill(pid, signal.SIGKILL)
+    started = time.monotonic()
+    with Client(one.fleet.target) as client:
+        one.step(client)
+    record("step_after_kill_s", round(time.monotonic() - started, 1))
+    assert len(set(one.digests)) == len(one.digests)
+
+
+@pytest.fixture(scope="module")
+def on_one_card() -> Iterator[Card]:
+    # Not pytest's own folder: a unix socket's path must be short.
+    with tempfile.TemporaryDirectory(prefix="tasuki-") as name, card(Path(name), GPU) as one:
+        yield one
+
+
+@pytest.fixture
+def record(record_property: Record, capsys: pytest.CaptureFixture[str]) -> Record:
+    def tell(name: str, value: object) -> None:
         record_property(name, value)
         with capsys.disabled():
             sys.stdout.write(f"\n{name}: {value}")
 
-    check_fleet(folder, GPU, transport="by NCCL over NET/Socket", record=record)
+    return tell
+
+
+def test_two_nodes_on_one_card_train_over_nccls_sockets_and_the_doctor_names_and_asserts_their_rate(
+    on_one_card: Card, record: Record
+) -> None:
+    check_figures(on_one_card, transport="by NCCL over NET/Socket", record=record)
+
+
+def test_a_killed_trainer_is_followed_by_the_other_nodes_and_both_go_on(on_one_card: Card, record: Record) -> None:
+    check_recovery(on_one_card, record=record)
 
 
 @pytest.mark.skipif(not can_make_namespaces(), reason="needs network namespaces")
-def test_an_interface_that_the_other_node_cannot_reach_fails_in_time(folder: Path) -> None:
-    model = save_checkpoint(make_model("qwen2", seed=0), folder / "model")
-    for log in logs_of_unconnected(folder, model, connect_s=CONNECT_S, most_s=CONNECT_S + 60, device="cuda"):
+def test_an_interface_that_the_other_node_cannot_reach_fails_in_time(tmp_path: Path) -> None:
+    model = save_checkpoint(make_model("qwen2", seed=0), tmp_path / "model")
+    for log in logs_of_unconnected(tmp_path, model, connect_s=CONNECT_S, most_s=CONNECT_S + 60, device="cuda"):
         assert "PEER_UNAVAILABLE" in log and "of the fleet lab by NCCL" in log and "set fleet.interface" in log, log

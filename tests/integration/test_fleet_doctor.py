@@ -64,7 +64,8 @@ def config(folder: Path) -> NodeConfig:
 
 def _member(rank: int, *, port: int, version: str = "1") -> Member:
     target = f"localhost:{port}"
-    return Member(rank, f"b{rank}", target, target, target, version, "c" * 64, 1, 0, "m" * 64)
+    packages = {"torch": "2.11.0", "nvidia-nccl-cu13": "2.28.9" if version == "1" else "2.27.5"}
+    return Member(rank, f"b{rank}", target, target, target, version, "c" * 64, 1, 0, "m" * 64, packages=packages)
 
 
 class MeasuredTrainers(TrainerServiceServicer):
@@ -118,6 +119,7 @@ def test_a_whole_fleet_passes_with_measured_figures(config: NodeConfig) -> None:
         found = {finding.name: finding for finding in fleet_findings(config)}
     assert {finding.verdict for finding in found.values()} == {Verdict.OK}, found
     assert "Gb/s" in found["fleet rate"].found and "6 answer" in found["fleet ports"].found
+    assert found["fleet packages"].found == "nvidia-nccl-cu13 2.28.9, torch 2.11.0 on all nodes"
     assert "10.00 Gb/s from a node by gloo over TCP" in found["fleet gradients"].found
 
 
@@ -125,6 +127,7 @@ def test_missing_unlike_and_unreachable_nodes_fail(config: NodeConfig) -> None:
     with leader(config, [_member(0, port=_port(config)), _member(1, port=free_port(), version="2")]):
         verdicts = {finding.name: finding.verdict for finding in fleet_findings(config)}
     assert verdicts["fleet versions"] is Verdict.FAIL and verdicts["fleet configurations"] is Verdict.OK
+    assert verdicts["fleet packages"] is Verdict.FAIL and verdicts["fleet models"] is Verdict.OK
     assert verdicts["fleet ports"] is Verdict.FAIL and verdicts["fleet gradients"] is Verdict.FAIL
     with leader(config, [_member(0, port=_port(config))]):
         (first, *_) = fleet_findings(config)

@@ -97,7 +97,7 @@ def start_trainer(
         "--config",
         str(config),
     ]
-    environment = {**ENVIRONMENT, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": ENVIRONMENT["PYTHONPATH"], "OMP_NUM_THREADS": "1"}
     log = state_dir / "trainer.log"
     log.write_bytes(b"")
     if not inside:

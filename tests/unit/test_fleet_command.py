@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tasuki.cli.__main__ import USER_ERROR, _parser, main
-from tasuki.cli.fleet import _draw, fleet_config
+from tasuki.cli.__main__ import USER_ERROR, _parser, exit_code_of, main
+from tasuki.cli.fleet import _draw, fleet_config, up
 from tasuki.config.load import load_beside_node
 from tasuki.config.lock import NODE_LOCK, StateLock
 from tasuki.config.places import client_target, config_path, fleet_target, node_targets
@@ -19,7 +19,7 @@ from tasuki.supervisor.exit_report import write_exit_report
 from tasuki.supervisor.services import EXIT_REFUSED, node_services
 from tasuki.v1 import fleet_pb2
 from tasuki.v1.coordinator_pb2 import NodeState
-from tasuki.wire.errors import InvalidArgument
+from tasuki.wire.errors import DeadlineExceeded, InvalidArgument, NotJoined, PeerUnavailable, TasukiError
 
 ENVIRONMENT = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "node-a", "TASUKI_FLEET": "first", "TASUKI_ATTEMPT": "3"}
 
@@ -105,6 +105,26 @@ def test_the_command_line(tmp_path: Path) -> None:
 def test_a_grace_that_is_no_time_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], grace_s: str) -> None:
     assert main(["fleet", "up", str(tmp_path / "node.toml"), f"--grace-s={grace_s}"]) == USER_ERROR
     assert "--grace-s: must be a number of seconds" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (PeerUnavailable("trainer: node 0 lost another", service="trainer"), EXIT_FLEET_ENDED),
+        (DeadlineExceeded("trainer: nodes 1 have not started", service="trainer"), EXIT_FLEET_ENDED),
+        (NotJoined("no leader"), EXIT_FLEET_ENDED),
+        (PeerUnavailable("coordinator: gone", service="coordinator"), USER_ERROR),
+        (InvalidArgument("trainer.seed", "trainer: is refused", service="trainer"), USER_ERROR),
+    ],
+)
+def test_a_trainer_that_does_not_reach_the_other_nodes_asks_for_another_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: TasukiError, code: int
+) -> None:
+    def start(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("tasuki.cli.fleet.start_node", start)
+    assert exit_code_of(lambda: up(read(tmp_path), grace_s=0.0)) == code
 
 
 def test_the_state_of_a_fleet_whose_node_does_not_run_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,8 @@ from tasuki.fleet.member import Member, check_member, check_rank, member_from_pr
 from tasuki.wire.errors import FleetMismatch, InvalidArgument, PathNotFound, StaleEpoch, TasukiError
 
 CONFIG = FleetConfig(name="run-1", num_nodes=4, node_rank=0, leader="10.0.0.1:50050", attempt=2)
-LEADER = Member(0, "b0", "10.0.0.1:1", "10.0.0.1:2", "10.0.0.1:3", "0.1.0", "c", 8, 8, "m")
+PACKAGES = {"torch": "2.11.0", "nvidia-nccl-cu13": "2.28.9"}
+LEADER = Member(0, "b0", "10.0.0.1:1", "10.0.0.1:2", "10.0.0.1:3", "0.1.0", "c", 8, 8, "m", packages=PACKAGES)
 NODE = replace(LEADER, node_rank=3, boot_id="b3")
 
 
@@ -50,6 +51,13 @@ def test_a_node_that_differs_is_refused_by_field(field: str, found: object, word
     assert (error.metadata["field"], error.metadata["node_rank"], error.metadata["found"]) == (field, "3", str(found))
     assert error.metadata["expected"] == str(getattr(LEADER, field))
     assert words in error.message
+
+
+def test_a_node_with_another_package_is_refused_by_its_name() -> None:
+    for packages, found in (({**PACKAGES, "nvidia-nccl-cu13": "2.27.5"}, "2.27.5"), ({"torch": "2.11.0"}, "none")):
+        error = refusal(replace(NODE, packages=packages))
+        assert f"has nvidia-nccl-cu13 {found}, the fleet has nvidia-nccl-cu13 2.28.9; install the same" in error.message
+        assert error.metadata["field"] == "packages"
 
 
 def test_another_fleet_another_size_and_a_rank_beyond_it_are_refused() -> None:

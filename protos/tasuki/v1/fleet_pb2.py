@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15tasuki/v1/fleet.proto\x12\ttasuki.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"N\n\x0c\x46leetCommand\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x04\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x10\n\x08sequence\x18\x04 \x01(\x04\"\xda\x02\n\tFleetNode\x12\x11\n\tnode_rank\x18\x01 \x01(\r\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\x12\x1a\n\x12\x63oordinator_target\x18\x03 \x01(\t\x12\x16\n\x0etrainer_target\x18\x04 \x01(\t\x12\x16\n\x0erollout_target\x18\x05 \x01(\t\x12\x0f\n\x07version\x18\x06 \x01(\t\x12\x15\n\rconfig_digest\x18\x07 \x01(\t\x12\x11\n\tnum_ranks\x18\x08 \x01(\r\x12\x10\n\x08num_gpus\x18\t \x01(\r\x12\x14\n\x0cmodel_digest\x18\n \x01(\t\x12\x39\n\x0b\x63onfig_keys\x18\x0b \x03(\x0b\x32$.tasuki.v1.FleetNode.ConfigKeysEntry\x12\x0c\n\x04host\x18\x0c \x01(\t\x1a\x31\n\x0f\x43onfigKeysEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"c\n\x0bJoinRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x04\x12\x11\n\tnum_nodes\x18\x03 \x01(\r\x12\"\n\x04node\x18\x04 \x01(\x0b\x32\x14.tasuki.v1.FleetNode\"7\n\x0cJoinResponse\x12\x12\n\nnum_joined\x18\x01 \x01(\r\x12\x13\n\x0bheartbeat_s\x18\x02 \x01(\x01\"\x95\x01\n\x10HeartbeatRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x04\x12\x11\n\tnode_rank\x18\x03 \x01(\r\x12\x0f\n\x07\x62oot_id\x18\x04 \x01(\t\x12\x14\n\x0c\x65nds_because\x18\x05 \x01(\t\x12(\n\x04time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\'\n\x11HeartbeatResponse\x12\x12\n\nnum_joined\x18\x01 \x01(\r\"\x11\n\x0fGetFleetRequest\"!\n\x0eMeasureRequest\x12\x0f\n\x07padding\x18\x01 \x01(\x0c\"N\n\x0fMeasureResponse\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\x12(\n\x04time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x9e\x01\n\x0b\x46leetMember\x12\"\n\x04node\x18\x01 \x01(\x0b\x32\x14.tasuki.v1.FleetNode\x12-\n\tjoin_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x10\n\x08silent_s\x18\x03 \x01(\x01\x12\x19\n\x0c\x63lock_skew_s\x18\x04 \x01(\x01H\x00\x88\x01\x01\x42\x0f\n\r_clock_skew_s\"\x8e\x01\n\x10GetFleetResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x04\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x11\n\tnum_nodes\x18\x04 \x01(\r\x12\'\n\x07members\x18\x05 \x03(\x0b\x32\x16.tasuki.v1.FleetMember\x12\x10\n\x08\x65nded_by\x18\x06 \x01(\t2\x98\x02\n\x0c\x46leetService\x12\x37\n\x04Join\x12\x16.tasuki.v1.JoinRequest\x1a\x17.tasuki.v1.JoinResponse\x12\x46\n\tHeartbeat\x12\x1b.tasuki.v1.HeartbeatRequest\x1a\x1c.tasuki.v1.HeartbeatResponse\x12\x43\n\x08GetFleet\x12\x1a.tasuki.v1.GetFleetRequest\x1a\x1b.tasuki.v1.GetFleetResponse\x12\x42\n\x07Measure\x12\x19.tasuki.v1.MeasureRequest\x1a\x1a.tasuki.v1.MeasureResponse(\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15tasuki/v1/fleet.proto\x12\ttasuki.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"N\n\x0c\x46leetCommand\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x04\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x10\n\x08sequence\x18\x04 \x01(\x04\"\xc1\x03\n\tFleetNode\x12\x11\n\tnode_rank\x18\x01 \x01(\r\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\x12\x1a\n\x12\x63oordinator_target\x18\x03 \x01(\t\x12\x16\n\x0etrainer_target\x18\x04 \x01(\t\x12\x16\n\x0erollout_target\x18\x05 \x01(\t\x12\x0f\n\x07version\x18\x06 \x01(\t\x12\x15\n\rconfig_digest\x18\x07 \x01(\t\x12\x11\n\tnum_ranks\x18\x08 \x01(\r\x12\x10\n\x08num_gpus\x18\t \x01(\r\x12\x14\n\x0cmodel_digest\x18\n \x01(\t\x12\x39\n\x0b\x63onfig_keys\x18\x0b \x03(\x0b\x32$.tasuki.v1.FleetNode.ConfigKeysEntry\x12\x0c\n\x04host\x18\x0c \x01(\t\x12\x34\n\x08packages\x18\r \x03(\x0b\x32\".tasuki.v1.FleetNode.PackagesEntry\x1a\x31\n\x0f\x43onfigKeysEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a/\n\rPackagesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"c\n\x0bJoinRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x04\x12\x11\n\tnum_nodes\x18\x03 \x01(\r\x12\"\n\x04node\x18\x04 \x01(\x0b\x32\x14.tasuki.v1.FleetNode\"7\n\x0cJoinResponse\x12\x12\n\nnum_joined\x18\x01 \x01(\r\x12\x13\n\x0bheartbeat_s\x18\x02 \x01(\x01\"\x95\x01\n\x10HeartbeatRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x04\x12\x11\n\tnode_rank\x18\x03 \x01(\r\x12\x0f\n\x07\x62oot_id\x18\x04 \x01(\t\x12\x14\n\x0c\x65nds_because\x18\x05 \x01(\t\x12(\n\x04time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\'\n\x11HeartbeatResponse\x12\x12\n\nnum_joined\x18\x01 \x01(\r\"\x11\n\x0fGetFleetRequest\"!\n\x0eMeasureRequest\x12\x0f\n\x07padding\x18\x01 \x01(\x0c\"N\n\x0fMeasureResponse\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\x12(\n\x04time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x9e\x01\n\x0b\x46leetMember\x12\"\n\x04node\x18\x01 \x01(\x0b\x32\x14.tasuki.v1.FleetNode\x12-\n\tjoin_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x10\n\x08silent_s\x18\x03 \x01(\x01\x12\x19\n\x0c\x63lock_skew_s\x18\x04 \x01(\x01H\x00\x88\x01\x01\x42\x0f\n\r_clock_skew_s\"\x8e\x01\n\x10GetFleetResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x04\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x11\n\tnum_nodes\x18\x04 \x01(\r\x12\'\n\x07members\x18\x05 \x03(\x0b\x32\x16.tasuki.v1.FleetMember\x12\x10\n\x08\x65nded_by\x18\x06 \x01(\t2\x98\x02\n\x0c\x46leetService\x12\x37\n\x04Join\x12\x16.tasuki.v1.JoinRequest\x1a\x17.tasuki.v1.JoinResponse\x12\x46\n\tHeartbeat\x12\x1b.tasuki.v1.HeartbeatRequest\x1a\x1c.tasuki.v1.HeartbeatResponse\x12\x43\n\x08GetFleet\x12\x1a.tasuki.v1.GetFleetRequest\x1a\x1b.tasuki.v1.GetFleetResponse\x12\x42\n\x07Measure\x12\x19.tasuki.v1.MeasureRequest\x1a\x1a.tasuki.v1.MeasureResponse(\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,30 +34,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_FLEETNODE_CONFIGKEYSENTRY']._loaded_options = None
   _globals['_FLEETNODE_CONFIGKEYSENTRY']._serialized_options = b'8\001'
+  _globals['_FLEETNODE_PACKAGESENTRY']._loaded_options = None
+  _globals['_FLEETNODE_PACKAGESENTRY']._serialized_options = b'8\001'
   _globals['_FLEETCOMMAND']._serialized_start=69
   _globals['_FLEETCOMMAND']._serialized_end=147
   _globals['_FLEETNODE']._serialized_start=150
-  _globals['_FLEETNODE']._serialized_end=496
-  _globals['_FLEETNODE_CONFIGKEYSENTRY']._serialized_start=447
-  _globals['_FLEETNODE_CONFIGKEYSENTRY']._serialized_end=496
-  _globals['_JOINREQUEST']._serialized_start=498
-  _globals['_JOINREQUEST']._serialized_end=597
-  _globals['_JOINRESPONSE']._serialized_start=599
-  _globals['_JOINRESPONSE']._serialized_end=654
-  _globals['_HEARTBEATREQUEST']._serialized_start=657
-  _globals['_HEARTBEATREQUEST']._serialized_end=806
-  _globals['_HEARTBEATRESPONSE']._serialized_start=808
-  _globals['_HEARTBEATRESPONSE']._serialized_end=847
-  _globals['_GETFLEETREQUEST']._serialized_start=849
-  _globals['_GETFLEETREQUEST']._serialized_end=866
-  _globals['_MEASUREREQUEST']._serialized_start=868
-  _globals['_MEASUREREQUEST']._serialized_end=901
-  _globals['_MEASURERESPONSE']._serialized_start=903
-  _globals['_MEASURERESPONSE']._serialized_end=981
-  _globals['_FLEETMEMBER']._serialized_start=984
-  _globals['_FLEETMEMBER']._serialized_end=1142
-  _globals['_GETFLEETRESPONSE']._serialized_start=1145
-  _globals['_GETFLEETRESPONSE']._serialized_end=1287
-  _globals['_FLEETSERVICE']._serialized_start=1290
-  _globals['_FLEETSERVICE']._serialized_end=1570
+  _globals['_FLEETNODE']._serialized_end=599
+  _globals['_FLEETNODE_CONFIGKEYSENTRY']._serialized_start=501
+  _globals['_FLEETNODE_CONFIGKEYSENTRY']._serialized_end=550
+  _globals['_FLEETNODE_PACKAGESENTRY']._serialized_start=552
+  _globals['_FLEETNODE_PACKAGESENTRY']._serialized_end=599
+  _globals['_JOINREQUEST']._serialized_start=601
+  _globals['_JOINREQUEST']._serialized_end=700
+  _globals['_JOINRESPONSE']._serialized_start=702
+  _globals['_JOINRESPONSE']._serialized_end=757
+  _globals['_HEARTBEATREQUEST']._serialized_start=760
+  _globals['_HEARTBEATREQUEST']._serialized_end=909
+  _globals['_HEARTBEATRESPONSE']._serialized_start=911
+  _globals['_HEARTBEATRESPONSE']._serialized_end=950
+  _globals['_GETFLEETREQUEST']._serialized_start=952
+  _globals['_GETFLEETREQUEST']._serialized_end=969
+  _globals['_MEASUREREQUEST']._serialized_start=971
+  _globals['_MEASUREREQUEST']._serialized_end=1004
+  _globals['_MEASURERESPONSE']._serialized_start=1006
+  _globals['_MEASURERESPONSE']._serialized_end=1084
+  _globals['_FLEETMEMBER']._serialized_start=1087
+  _globals['_FLEETMEMBER']._serialized_end=1245
+  _globals['_GETFLEETRESPONSE']._serialized_start=1248
+  _globals['_GETFLEETRESPONSE']._serialized_end=1390
+  _globals['_FLEETSERVICE']._serialized_start=1393
+  _globals['_FLEETSERVICE']._serialized_end=1673
 # @@protoc_insertion_point(module_scope)

@@ -79,6 +79,26 @@ class FleetNode(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class PackagesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     NODE_RANK_FIELD_NUMBER: _builtins.int
     BOOT_ID_FIELD_NUMBER: _builtins.int
     COORDINATOR_TARGET_FIELD_NUMBER: _builtins.int
@@ -91,6 +111,7 @@ class FleetNode(_message.Message):
     MODEL_DIGEST_FIELD_NUMBER: _builtins.int
     CONFIG_KEYS_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
+    PACKAGES_FIELD_NUMBER: _builtins.int
     node_rank: _builtins.int
     boot_id: _builtins.str
     """Changes with every start of the node."""
@@ -118,6 +139,10 @@ class FleetNode(_message.Message):
         Omitted by GetFleet.
         """
 
+    @_builtins.property
+    def packages(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Versions of the installed packages that compute or connect nodes, such as "torch", by name. All nodes must have the same."""
+
     def __init__(
         self,
         *,
@@ -133,10 +158,11 @@ class FleetNode(_message.Message):
         model_digest: _builtins.str = ...,
         config_keys: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         host: _builtins.str = ...,
+        packages: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "config_digest", b"config_digest", "config_keys", b"config_keys", "coordinator_target", b"coordinator_target", "host", b"host", "model_digest", b"model_digest", "node_rank", b"node_rank", "num_gpus", b"num_gpus", "num_ranks", b"num_ranks", "rollout_target", b"rollout_target", "trainer_target", b"trainer_target", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot_id", b"boot_id", "config_digest", b"config_digest", "config_keys", b"config_keys", "coordinator_target", b"coordinator_target", "host", b"host", "model_digest", b"model_digest", "node_rank", b"node_rank", "num_gpus", b"num_gpus", "num_ranks", b"num_ranks", "packages", b"packages", "rollout_target", b"rollout_target", "trainer_target", b"trainer_target", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

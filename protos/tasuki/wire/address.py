@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import ipaddress
 import os
 import socket
 import stat
-from contextlib import closing
+import struct
+from contextlib import closing, suppress
 from pathlib import Path
 
 from tasuki.wire.errors import NodeRunning
@@ -17,6 +19,8 @@ LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 # sockaddr_un holds 108 bytes; the longest name below the folder takes 40.
 _MAX_SOCKET_DIR = 68
 _PROBE_TIMEOUT_S = 1.0
+_SIOCGIFADDR = 0x8915
+"""Linux's ioctl for the IPv4 address of an interface."""
 _ANY_HOST = ("0.0.0.0", "::")  # noqa: S104 - recognized, not bound
 
 
@@ -104,6 +108,18 @@ def local_address_towards(target: str) -> str:
         probe.connect(address)
         name: str = probe.getsockname()[0]
         return name
+
+
+def interfaces_with_address() -> list[str]:
+    """Names of this machine's network interfaces that have an IPv4 or IPv6 address."""
+    inet6 = Path("/proc/net/if_inet6")
+    found = {line.split()[-1] for line in inet6.read_text().splitlines()} if inet6.exists() else set[str]()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):
+                fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                found.add(name)
+    return sorted(found)
 
 
 def bind_once(host: str, port: int) -> None:

@@ -33,7 +33,16 @@ from tasuki.v1 import coordinator_pb2, fleet_pb2, types_pb2
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tasuki.v1.fleet_pb2_grpc import FleetServiceStub
 from tasuki.wire.channel import open_blocking_channel
-from tasuki.wire.errors import FleetEnded, InvalidArgument, NodeDown, NotJoined, PeerUnavailable, TasukiError, from_rpc_error
+from tasuki.wire.errors import (
+    DeadlineExceeded,
+    FleetEnded,
+    InvalidArgument,
+    NodeDown,
+    NotJoined,
+    PeerUnavailable,
+    TasukiError,
+    from_rpc_error,
+)
 
 INTERRUPTED = 130
 UP = "tasuki fleet up CONFIG"
@@ -111,11 +120,14 @@ def up(config: NodeConfig, *, grace_s: float) -> int:
 
 
 def _code_of_loss(error: TasukiError, config: NodeConfig) -> int:
-    """EXIT_FLEET_ENDED if another attempt may succeed: the fleet has ended, no leader came, or the node's processes were killed.
+    """EXIT_FLEET_ENDED if another attempt may succeed: the fleet has ended, no leader came, the trainer did not reach another node's, or
+    the node's processes were killed.
 
     Returns 0 after `tasuki down` during the start. Raises any other error.
     """
-    if not isinstance(error, FleetEnded | NotJoined | NodeDown):
+    # The trainer of a node that stays may hear of a lost one before the fleet does.
+    is_of_peers = isinstance(error, PeerUnavailable | DeadlineExceeded) and error.metadata.get("service") == "trainer"
+    if not (isinstance(error, FleetEnded | NotJoined | NodeDown) or is_of_peers):
         raise error
     to_stderr(f"tasuki: error {error.reason}: {error.message}")
     is_asked_for = isinstance(error, NodeDown) and is_requested(read_exit_report(config.state_dir))

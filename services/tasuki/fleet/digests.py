@@ -27,6 +27,16 @@ _PER_NODE = {
 }
 """Keys that may differ between nodes, like every path, [security], [paths], [track] and failpoints."""
 _PER_NODE_TABLES = ("security", "paths", "track", "failpoints")
+_PACKAGES = (
+    "torch",
+    "transformers",
+    "sglang",
+    "sglang-kernel",
+    "flash-attn-4",
+    "nvidia-nccl-cu12",
+    "nvidia-nccl-cu13",
+)
+"""Packages whose other versions give other numbers, or do not connect."""
 _SMALL_BYTES = 64 * 1024 * 1024
 _KEY_DIGITS = 16
 
@@ -43,13 +53,14 @@ def this_member(config: NodeConfig, *, boot_id: str) -> Member:
         coordinator_target=targets["coordinator"],
         trainer_target=targets["trainer"],
         rollout_target=targets["rollout"],
-        version=_tasuki_version(),
+        version=_version("tasuki") or "unknown",  # run from a checkout
         config_digest=config_digest(keys),
         num_ranks=config.trainer.num_ranks,
         num_gpus=len({*gpus.trainer, *gpus.rollout}) if config.device == "cuda" else 0,
         model_digest=model_digest(config.model.path),
         config_keys=keys,
         host=socket.gethostname(),
+        packages=_package_versions(),
     )
 
 
@@ -123,8 +134,12 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _tasuki_version() -> str:
+def _package_versions() -> dict[str, str]:
+    return {name: found for name in _PACKAGES if (found := _version(name)) is not None}
+
+
+def _version(package: str) -> str | None:
     try:
-        return version("tasuki")
-    except PackageNotFoundError:  # run from a checkout
-        return "unknown"
+        return version(package)
+    except PackageNotFoundError:
+        return None

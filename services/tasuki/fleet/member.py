@@ -22,7 +22,7 @@ _LOCAL = ("unix:", "ipv4:127.", "ipv6:[::1]", "ipv6:%5B::1%5D")
 class Member:
     """One start of a node. digests: SHA-256 in hex; num_gpus: 0 on a CPU; targets: gRPC targets as seen by the leader.
 
-    config_keys: digests by key of the parts of `config_digest`.
+    config_keys: digests by key of the parts of `config_digest`. packages: versions by name.
     """
 
     node_rank: int
@@ -37,6 +37,7 @@ class Member:
     model_digest: str
     config_keys: Mapping[str, str] = field(default_factory=dict)
     host: str = ""
+    packages: Mapping[str, str] = field(default_factory=dict)
 
     def to_proto(self) -> fleet_pb2.FleetNode:
         return fleet_pb2.FleetNode(**{name: getattr(self, name) for name in self.__slots__})
@@ -61,6 +62,7 @@ def member_from_proto(
         model_digest=node.model_digest,
         config_keys=dict(node.config_keys),
         host=node.host,
+        packages=dict(node.packages),
         **targets,
     )
 
@@ -82,8 +84,12 @@ def check_member(member: Member, leader: Member, *, config: FleetConfig, num_nod
     _require("num_nodes", config.num_nodes, num_nodes, member)
     if member.node_rank >= config.num_nodes:
         raise _mismatch("node_rank", f"below {config.num_nodes}", member.node_rank, member)
-    keys = _other_keys(leader, member)
-    for alike in ("version", "num_ranks", "num_gpus", "config_digest", "model_digest"):
+    keys = _other_keys(leader.config_keys, member.config_keys)
+    _require("version", leader.version, member.version, member)
+    for package in _other_keys(leader.packages, member.packages):
+        here, there = leader.packages.get(package, "none"), member.packages.get(package, "none")
+        raise _mismatch("packages", f"{package} {here}", f"{package} {there}", member)
+    for alike in ("num_ranks", "num_gpus", "config_digest", "model_digest"):
         _require(alike, getattr(leader, alike), getattr(member, alike), member, keys=keys)
 
 
@@ -102,6 +108,7 @@ def check_rank(member: Member, holder: Member | None) -> None:
 
 _ADVICE = {
     "version": "install the same tasuki on all nodes",
+    "packages": "install the same packages on all nodes",
     "num_ranks": "give all nodes the same trainer.num_ranks",
     "num_gpus": "use nodes with the same number of GPUs",
     "config_digest": "start all nodes from the same configuration",
@@ -128,10 +135,9 @@ def _mismatch(field: str, expected: object, found: object, member: Member, *, ke
     return FleetMismatch(text, field=field, node_rank=member.node_rank, expected=expected, found=found)
 
 
-def _other_keys(leader: Member, member: Member) -> list[str]:
-    """Configuration keys that differ, or that only one of the two has."""
-    keys = {*leader.config_keys, *member.config_keys}
-    return sorted(key for key in keys if leader.config_keys.get(key) != member.config_keys.get(key))
+def _other_keys(leader: Mapping[str, str], member: Mapping[str, str]) -> list[str]:
+    """Keys whose values differ, or that only one of the two has."""
+    return sorted(key for key in {*leader, *member} if leader.get(key) != member.get(key))
 
 
 def _hosts(node: fleet_pb2.FleetNode, certified: Sequence[str], peer: str, resolve: Resolve) -> list[str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-
 from tasuki.config.places import client_target
 from tasuki.config.ports import UNIX, fleet_port_problem
 from tasuki.config.schema import NodeConfig
@@ -11,7 +9,7 @@ from tasuki.rpc.client_paths import ClientPaths
 from tasuki.rpc.methods import PathUse
 from tasuki.rpc.port import fleet_port
 from tasuki.supervisor.node_settings import running_settings
-from tasuki.wire.address import bind_once, split_host_port
+from tasuki.wire.address import bind_once, interfaces_with_address, split_host_port
 from tasuki.wire.errors import InvalidArgument, NodeRunning, PermissionDenied
 
 
@@ -55,9 +53,11 @@ def _check_output(config: NodeConfig, *, node: NodeConfig) -> None:
 
 def _check_interface(name: str | None) -> None:
     """Before the trainers try to connect over it."""
-    here = [interface for _, interface in socket.if_nameindex()]
-    if name is not None and name not in here:
-        raise InvalidArgument("fleet.interface", f'"{name}" is not on this machine, which has {", ".join(here)}')
+    if name is None:
+        return
+    usable = interfaces_with_address()
+    if name not in usable:
+        raise InvalidArgument("fleet.interface", f'"{name}" has no address on this machine; {", ".join(usable)} have one')
 
 
 def _check_is_free(target: str, *, leader: str) -> None:

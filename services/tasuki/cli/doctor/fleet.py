@@ -177,16 +177,20 @@ def member_findings(fleet: fleet_pb2.GetFleetResponse) -> Iterator[Finding]:
         yield fail("fleet", f"{found}; missing: {missing}", "read the logs of the missing nodes")
     else:
         yield ok("fleet", found)
+    nodes = [member.node for member in fleet.members]
     for name, field in (("versions", "version"), ("configurations", "config_digest"), ("models", "model_digest")):
-        yield _alike(name, [(member.node.node_rank, getattr(member.node, field)) for member in fleet.members])
+        yield _alike(name, [(node.node_rank, getattr(node, field)) for node in nodes])
+    packages = [", ".join(f"{name} {version}" for name, version in sorted(node.packages.items())) for node in nodes]
+    yield _alike("packages", [(node.node_rank, listed) for node, listed in zip(nodes, packages, strict=True)], width=None)
 
 
-def _alike(name: str, values: Sequence[tuple[int, str]]) -> Finding:
+def _alike(name: str, values: Sequence[tuple[int, str]], *, width: int | None = 16) -> Finding:
+    """width: characters of the value to show."""
     other = [rank for rank, value in values if value != values[0][1]]
     if other:
         ranks = ", ".join(map(str, other))
         return fail(f"fleet {name}", f"nodes {ranks} differ from node {values[0][0]}", f"give all nodes the same {name}")
-    shown = values[0][1][:16] if values else "none"
+    shown = values[0][1][:width] if values else "none"
     return ok(f"fleet {name}", f"{shown} on all nodes")
 
 
