@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tasuki.config.places import room_request_path, socket_dir
 from tasuki.config.schema import MemoryConfig, ModelConfig, NodeConfig, RolloutConfig
 from tasuki.coordinator.admission import Admission
 from tasuki.coordinator.journal import Journal
@@ -31,10 +34,19 @@ def devices(services: SizedServices) -> Devices:
     return services.devices
 
 
+@pytest.fixture
+def state_dir(tmp_path: Path) -> Iterator[Path]:
+    """With a place for the node's files."""
+    yield tmp_path
+    shutil.rmtree(socket_dir(tmp_path))
+
+
+def gpu_node(state_dir: Path) -> NodeConfig:
+    return NodeConfig(state_dir=state_dir, device="cuda", model=ModelConfig(path=Path("/nowhere")))
+
+
 def make_node(journal: Journal, services: FakeServices, devices: Devices, config: NodeConfig | None = None) -> Node:
-    if config is None:
-        config = NodeConfig(state_dir=Path("/s"), device="cuda", model=ModelConfig(path=Path("/nowhere")))
-    admission = Admission(devices, config, published_bytes=journal.published_bytes)
+    admission = Admission(devices, config or gpu_node(Path("/s")), published_bytes=journal.published_bytes)
     return fake_node.make_node(journal, services, admission=admission)
 
 
@@ -118,21 +130,22 @@ async def test_what_torch_gives_back_with_the_trainer_counts_when_it_is_needed(
 
 @pytest.mark.parametrize(("cache_gb", "looks"), [(3, 1), (6, 3)])
 async def test_kv_cache_waits_for_what_leaves_behind_the_trainers_answer_only_where_it_needs_the_room(
-    journal: Journal, services: FakeServices, devices: Devices, cache_gb: int, looks: int
+    journal: Journal, services: FakeServices, devices: Devices, state_dir: Path, cache_gb: int, looks: int
 ) -> None:
     devices.looks_until_left, devices.cache_bytes = 4, cache_gb * GB
-    node = make_node(journal, services, devices)
+    node = make_node(journal, services, devices, gpu_node(state_dir))
     await acquire(node, Phase.ROLLOUT)
     assert node.state().phase is Phase.ROLLOUT
     # Where the gradients' room is enough, nobody is asked what has left.
     assert devices.looks_until_left == 4 - (looks if cache_gb == 6 else 0)
+    assert room_request_path(state_dir).exists() is (cache_gb == 6)
 
 
 async def test_kv_cache_is_refused_when_what_is_leaving_would_not_be_enough(
-    journal: Journal, services: FakeServices, devices: Devices
+    journal: Journal, services: FakeServices, devices: Devices, state_dir: Path
 ) -> None:
     devices.looks_until_left, devices.cache_bytes = 4, 11 * GB
-    error = await refused(make_node(journal, services, devices), Phase.ROLLOUT)
+    error = await refused(make_node(journal, services, devices, gpu_node(state_dir)), Phase.ROLLOUT)
     assert error.metadata["stage"] == "RESUME_KV"
     assert devices.leaving(Service.TRAINER) == set(), "it was waited for"
 

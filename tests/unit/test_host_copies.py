@@ -16,8 +16,8 @@ from torch.nn import Parameter
 from tasuki.memory import arena as native
 from tasuki.memory.allocator import pause, resume
 from tasuki.memory.arena import Arena, Keep
+from tasuki.memory.room_request import RoomRequest
 from tasuki.memory.tags import MemoryTag, TagUsage
-from tasuki.trainer.backends.fsdp import memory as trainer_memory
 from tasuki.trainer.backends.fsdp.memory import TrainerMemory
 from tasuki.trainer.backends.fsdp.staying import ExportChoice, Staying
 
@@ -80,10 +80,9 @@ def test_what_stays_leaves_only_to_make_room(mesh: DeviceMesh) -> None:
     assert bool((local_of(kept) == 3.0).all() and (moment == 4.0).all())
 
 
-def test_what_is_copied_leaves_behind_the_answer_where_the_kv_cache_grows(
-    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    memory = TrainerMemory(mesh, ExportChoice(of_parameters=False, stays=True), staying=Staying(leaves_later=True))
+def test_what_is_copied_leaves_at_a_request_where_the_kv_cache_grows(mesh: DeviceMesh, tmp_path: Path) -> None:
+    request = RoomRequest(tmp_path / "room-request")
+    memory = TrainerMemory(mesh, ExportChoice(of_parameters=False, stays=True), staying=Staying(room_request=request))
     weights = parameter(memory, mesh, 3.0, is_frozen=False)
     with memory.region(MemoryTag.OPTIMIZER):
         moment = torch.full((64, 64), 4.0)
@@ -96,6 +95,9 @@ def test_what_is_copied_leaves_behind_the_answer_where_the_kv_cache_grows(
         local_of(weights).fill_(float(turn))
         assert memory.pause([*BOTH, MemoryTag.GRADIENTS]) == 2 * MIB, "the gradients' alone"
         assert all(one.is_paused and one.leaves_later is (one.tag in BOTH) for one in usage().values())
+        if turn:
+            assert not request.is_made, "withdrawn"
+            request.make()
         deadline = time.monotonic() + 20
         while any(one.is_leaving for one in usage().values()):
             assert time.monotonic() < deadline
@@ -111,19 +113,12 @@ def test_what_is_copied_leaves_behind_the_answer_where_the_kv_cache_grows(
         assert bool((local_of(weights) == turn).all() and (moment == 4.0).all())
     assert not gradient.any()
     address = local_of(weights).data_ptr()
-    monkeypatch.setattr(trainer_memory, "_LEAVES_AFTER_S", 60.0)
-    monkeypatch.setattr(trainer_memory, "_MUCH_FREE", 0.0)
     assert memory.pause(BOTH) == 0 and all(usage()[tag].is_leaving for tag in BOTH)
+    time.sleep(0.1)
+    assert all(usage()[tag].mapped_bytes == 2 * MIB for tag in BOTH), "nobody has asked"
     assert memory.resume(BOTH) == 0, "nothing had begun to leave"
     assert not any(usage()[tag].is_paused for tag in BOTH)
     assert local_of(weights).data_ptr() == address and bool((local_of(weights) == 2).all())
-    monkeypatch.setattr(trainer_memory, "_MUCH_FREE", 2.0)
-    started = time.monotonic()
-    memory.pause(BOTH)
-    while any(one.is_leaving for one in usage().values()):
-        assert time.monotonic() < started + 20, "little is free: at once"
-    assert memory.resume(BOTH) == 4 * MIB
-    memory.wait_for_content()
     assert memory.pause(BOTH, makes_room=True) == 4 * MIB, "an engine is to start there: at once"
     memory.close()
 

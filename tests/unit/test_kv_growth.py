@@ -20,8 +20,11 @@ class Ranks:
         self.rooms, self.needed = list(sizes), [0 for _ in sizes]
         self.served = [LEAST for _ in sizes]
         self.failure: TasukiError | None = None
-        self.num_looks = 0
+        self.num_looks = self.num_lacks = 0
         self.while_looking: Callable[[], None] = lambda: None
+
+    def lack(self) -> None:
+        self.num_lacks += 1
 
     async def grow_cache(self) -> list[CacheResult]:
         self.num_looks += 1
@@ -48,7 +51,9 @@ class Ranks:
 
 
 def growth_of(ranks: Ranks, *, stall_s: float = 60.0, failures: list[TasukiError] | None = None) -> KvGrowth:
-    return KvGrowth(ranks, tp_size=1, stall_s=stall_s, on_failure=([] if failures is None else failures).append)
+    return KvGrowth(
+        ranks, tp_size=1, stall_s=stall_s, on_lack=ranks.lack, on_failure=([] if failures is None else failures).append
+    )
 
 
 async def begun(ranks: Ranks, **settings: float) -> KvGrowth:
@@ -109,7 +114,7 @@ async def test_what_lacks_memory_is_asked_for_until_there_is_some() -> None:
     ranks = Ranks()
     ranks.needed, ranks.rooms[1] = [600, 900], 400
     growth = await begun(ranks, stall_s=0.1)
-    assert growth.is_growing and ranks.served == [600, 400]
+    assert growth.is_growing and ranks.served == [600, 400] and ranks.num_lacks > 0
     assert growth.extent is not None and (growth.extent.lacking_bytes, growth.extent.free_bytes) == (2, 1)
     assert not growth.is_stalled
     await until(lambda: growth.is_stalled)
@@ -119,6 +124,9 @@ async def test_what_lacks_memory_is_asked_for_until_there_is_some() -> None:
     ranks.rooms[1] = NUM_TOKENS
     await until(lambda: not growth.is_growing)
     assert (ranks.served, growth.is_stalled) == ([600, 900], False)
+    num_lacks = ranks.num_lacks
+    await asyncio.sleep(0.05)
+    assert ranks.num_lacks == num_lacks, "nobody lacks anything"
     await growth.stop()
 
 

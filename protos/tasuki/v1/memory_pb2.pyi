@@ -59,7 +59,7 @@ class PauseResponse(_message.Message):
 
     RELEASED_BYTES_FIELD_NUMBER: _builtins.int
     released_bytes: _builtins.int
-    """Bytes returned to the system by all ranks, without tags with TagUsage.leaves_later, which are freed after the answer."""
+    """Bytes returned to the system by all ranks, without tags with TagUsage.leaves_later, which may be freed after the answer."""
     def __init__(
         self,
         *,

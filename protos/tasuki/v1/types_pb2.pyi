@@ -499,7 +499,9 @@ class TagUsage(_message.Message):
     following_bytes: _builtins.int
     """Of total_bytes, the part mapped after the resume returns, as memory becomes free."""
     leaves_later: _builtins.bool
-    """Whether a pause returns while the content is still being copied. Until then is_paused is set and mapped_bytes is not 0."""
+    """Whether a pause returns first, and the content is copied when rollout needs the room. Until then is_paused is set and mapped_bytes is
+    not 0.
+    """
     def __init__(
         self,
         *,

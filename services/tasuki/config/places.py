@@ -84,6 +84,11 @@ def pool_socket_path(state_dir: Path, gpu: int = 0) -> Path:
     return socket_dir(state_dir) / f"pool-{gpu}.sock"
 
 
+def room_request_path(state_dir: Path) -> Path:
+    """File that asks the trainer's state to leave the GPUs."""
+    return socket_dir(state_dir) / "room-request"
+
+
 def fleet_calls_path(state_dir: Path) -> Path:
     """Generate calls for the fleet's policy version; like `generate_calls_path`."""
     return socket_dir(state_dir) / "fleet-calls"

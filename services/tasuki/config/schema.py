@@ -82,7 +82,8 @@ class RolloutConfig(Schema):
     """Maximum share of a GPU for weights plus KV cache (SGLang's mem_fraction_static)."""
     kv_growth: bool = False
     """Whether rollout serves once the KV cache of one request of maximum length is mapped, and maps more as requests need it and memory
-    becomes free. The trainer's state then leaves after OFFLOAD returns. On a CPU with `memory.host_budget_bytes` it needs `memory.pool`."""
+    becomes free. The trainer's state then leaves only when the cache needs its room. On a CPU with `memory.host_budget_bytes` it needs
+    `memory.pool`."""
     max_running_requests: PositiveInt | None = None
     """Maximum concurrent requests in one replica."""
     radix_cache: bool = True

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Protocol
 
+from tasuki.config.places import room_request_path
 from tasuki.config.schema import NodeConfig
 from tasuki.coordinator.headroom import (
     TAKES,
@@ -36,6 +37,7 @@ from tasuki.coordinator.memory_record import MemoryRecord
 from tasuki.coordinator.records import Outcome
 from tasuki.memory.host import host_memory
 from tasuki.memory.pool import pool_bytes
+from tasuki.memory.room_request import RoomRequest
 from tasuki.memory.stages import RULES, Service, Stage
 from tasuki.memory.tags import MemoryTag, ServiceUsage
 from tasuki.planner.layout import Part
@@ -131,12 +133,13 @@ class Admission:
                 await asyncio.wait([reading])
 
     async def _let_leave(self, stage: Stage) -> None:
-        """Waits as long as `stage` has no room and something of the trainer is leaving, at most the time of a stalled node."""
+        """Asks the trainer's state to leave, and waits, as long as `stage` has no room: at most the time of a stalled node."""
         clock = asyncio.get_running_loop()
         ends = clock.time() + self._config.restart.progress_s
         while any(one.is_leaving for one in self._usages[Service.TRAINER].tags) and self._shortages(
             stage, self._taken(stage) or {}
         ):
+            RoomRequest(room_request_path(self._config.state_dir)).make()
             await asyncio.sleep(_LEAVING_POLL_S)
             if clock.time() >= ends or not await self._measure_all(stage):
                 return

@@ -30,7 +30,7 @@ class TagUsage:
     host_copy_bytes: int
     stays: bool = False  # over a changeover, by the planner's decision
     following_bytes: int = 0  # of the total, what comes after a resume, as memory becomes free
-    leaves_later: bool = False  # a pause answers before its pages have gone
+    leaves_later: bool = False  # a pause answers first, and its pages go when others need them
 
     @property
     def is_leaving(self) -> bool:

@@ -61,12 +61,26 @@ class KvExtent:
 class KvGrowth:
     """Growth of one engine's KV cache. Ranks check what their requests may need when the engine gets more than fits.
 
-    stall_s: after this long without memory, growth is reported as stalled, and continues. on_failure: called with errors that leave the
-    ranks in an unknown state; a mere lack of memory does not.
+    stall_s: after this long without memory, growth is reported as stalled, and continues. on_lack: called, again and again, while memory
+    lacks. on_failure: called with errors that leave the ranks in an unknown state; a mere lack of memory does not.
     """
 
-    def __init__(self, calls: CacheCalls, *, tp_size: int, stall_s: float, on_failure: Callable[[TasukiError], None]) -> None:
-        self._calls, self._tp_size, self._stall_s, self._on_failure = calls, tp_size, stall_s, on_failure
+    def __init__(
+        self,
+        calls: CacheCalls,
+        *,
+        tp_size: int,
+        stall_s: float,
+        on_lack: Callable[[], None],
+        on_failure: Callable[[TasukiError], None],
+    ) -> None:
+        self._calls, self._tp_size, self._stall_s, self._on_lack, self._on_failure = (
+            calls,
+            tp_size,
+            stall_s,
+            on_lack,
+            on_failure,
+        )
         self._task: asyncio.Task[None] | None = None
         self._is_due, self._is_stopping = asyncio.Event(), False
         self._num_coming = 0
@@ -131,6 +145,7 @@ class KvGrowth:
                 if extent.spare_tokens >= 0 or before is None or extent.served_tokens > before.served_tokens:
                     progressed, self.is_stalled = time.monotonic(), False
                 if extent.spare_tokens < 0:
+                    self._on_lack()
                     self._check_progress(extent, seconds=time.monotonic() - progressed)
                     await asyncio.sleep(_POLL_S)
                 elif not self._lacks_room():

@@ -62,7 +62,8 @@ class Drained:
 class Rollout:
     """One engine, the version of its weights, its memory, and the service's place in the ring.
 
-    growth_stall_s: for a growing KV cache, time until growth counts as stalled; None if RESUME_KV maps all of it.
+    growth_stall_s: for a growing KV cache, time until growth counts as stalled; None if RESUME_KV maps all of it. ask_for_room: called
+    while such a cache lacks memory.
     calls, seed: for the seeds of samples whose request gives none. on_serving: called when generation opens or closes. on_poison: called
     when the engine's memory can no longer be trusted.
     """
@@ -78,6 +79,7 @@ class Rollout:
         on_serving: Callable[[bool], Awaitable[None]],
         on_poison: Callable[[], None],
         growth_stall_s: float | None = None,
+        ask_for_room: Callable[[], None] = lambda: None,
     ) -> None:
         self.boot_id = uuid.uuid4().hex
         self.engine = engine
@@ -90,6 +92,7 @@ class Rollout:
                 ranks,
                 tp_size=engine.tp_size,
                 stall_s=growth_stall_s,
+                on_lack=ask_for_room,
                 on_failure=lambda error: self._poison(Stage.RESUME_KV, error),
             )
             engine.on_given = self.growth.expect

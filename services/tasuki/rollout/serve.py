@@ -11,6 +11,7 @@ from tasuki.config import places
 from tasuki.config.gpus import gpus_of
 from tasuki.config.instance import read_instance
 from tasuki.config.schema import NodeConfig
+from tasuki.memory.room_request import RoomRequest
 from tasuki.memory.stages import Service
 from tasuki.rollout.engine import start_engine
 from tasuki.rollout.memory_servicer import RolloutMemoryServicer
@@ -49,6 +50,8 @@ async def _serve(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, de
     shutdown = _Shutdown(ranks)
     tracer = open_tracer(config.telemetry.endpoint, service="rollout", node_rank=config.node_rank)
     server = _make_server(config, tracer)
+    room_request = RoomRequest(places.room_request_path(config.state_dir))
+    room_request.make()  # an engine that starts takes its whole cache, whatever the trainer has kept meanwhile
     engine = start_engine(config, model, ranks, on_death=shutdown.on_death)
     deadline.finish()
     configure_logging("rollout")  # SGLang has replaced ours
@@ -73,6 +76,7 @@ async def _serve(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, de
             seed=config.rollout.seed,
             on_poison=shutdown.on_poison,
             growth_stall_s=config.restart.progress_s if config.rollout.kv_growth else None,
+            ask_for_room=room_request.make,
             on_serving=lambda is_serving: server.set_serving(f"{_SERVICE}/Generate", is_serving),
         )
         gate = CommandGate(Failpoints.of(config, "rollout"), boot_id=rollout.boot_id)

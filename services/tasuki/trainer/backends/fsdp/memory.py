@@ -22,7 +22,6 @@ from tasuki.memory import arena as native
 from tasuki.memory.allocator import NativeAllocator
 from tasuki.memory.arena import Arena, Keep
 from tasuki.memory.device_usage import device_usage
-from tasuki.memory.pool import device_room
 from tasuki.memory.tags import DeviceUsage, MemoryTag, TagUsage
 from tasuki.planner.layout import Layout, Part
 from tasuki.planner.plan import TRAINER_TAGS
@@ -37,9 +36,8 @@ from tasuki.wire.errors import OutOfGpuMemory, TasukiError
 # Nothing is offloaded while gradients are pending, so their content need not be kept.
 _KEEP = {MemoryTag.WEIGHTS: Keep.CONTENT, MemoryTag.OPTIMIZER: Keep.CONTENT}
 _PARTS: dict[MemoryTag, Part] = dict(zip(TAGS, TRAINER_TAGS, strict=True))
-# What leaves later waits this long, so that its copies do not delay RESUME_KV and the first tokens, unless little is free.
-_LEAVES_AFTER_S = 0.15
-_MUCH_FREE = 1 / 3
+# How often to check for a room request.
+_REQUEST_POLL_S = 0.02
 # How often to check whether the process is ending.
 _PIN_STEP_BYTES = 256 * 2**20
 _log = logging.getLogger("tasuki.trainer")
@@ -61,6 +59,7 @@ class TrainerMemory:
         self._returning = Returning(self._allocator)
         self._leaving: threading.Thread | None = None
         self._is_recalled = threading.Event()
+        self._has_left = False
         self._yet_to_leave: tuple[MemoryTag, ...] = ()
         """Tags that have been paused, as far as anybody else can tell, and are as they were."""
         self._pinning: threading.Thread | None = None
@@ -140,7 +139,7 @@ class TrainerMemory:
     def pause(self, tags: Sequence[MemoryTag], *, makes_room: bool = False) -> int:
         """Releases the pages of `tags`; parameters and optimizer state move to host memory. Returns the bytes released.
 
-        For tags that leave later (Staying), copies continue after the return, and their pages are not counted.
+        Tags that leave at a request (Staying) follow after the return, and their pages are not counted.
 
         makes_room: also releases tags that stay during OFFLOAD, and everything immediately. Raises OutOfGpuMemory, with every tag still
         resident, if the host cannot pin the memory for the copies.
@@ -151,7 +150,8 @@ class TrainerMemory:
         copies = self._copies() if MemoryTag.WEIGHTS in tags and not self._choice.stays else []
         tags = [*(tag for tag in tags if makes_room or tag not in self._staying.tags), *copies]
         is_shared = MemoryTag.EXPORT in tags or (MemoryTag.WEIGHTS in tags and not self._choice.stays)
-        later = [] if makes_room else [tag for tag in tags if self._leaves_later(tag)]
+        request = self._staying.room_request
+        later = [] if makes_room or request is None else [tag for tag in tags if self._leaves_later(tag)]
         for tag in later:
             while self._allocator.arena(tag).reserve_host(_PIN_STEP_BYTES):
                 pass
@@ -160,9 +160,10 @@ class TrainerMemory:
         if self._device.type == "cuda" and (makes_room or not self._staying.cache):
             # Return cached blocks to the driver.
             torch.cuda.empty_cache()
-        if later:
+        if later and request is not None:
             # Last, because releasing memory waits for copies already started. The optimizer's part is the largest.
             self._yet_to_leave = tuple(reversed(later))
+            request.withdraw()
             self._leaving = threading.Thread(target=self._leave, name="leaving", daemon=True)
             self._leaving.start()
         return released
@@ -245,9 +246,9 @@ class TrainerMemory:
 
     def _leave(self) -> None:
         """Copies tags to the host and releases them, one after the other. One that fails stays, and the next resume skips it."""
-        free, total = device_room(str(self._device))
-        if free > total * _MUCH_FREE and self._is_recalled.wait(_LEAVES_AFTER_S):
+        if not self._is_asked_to_leave():
             return
+        self._has_left = True
         try:
             transfers = [self._allocator.pause_async([tag]) for tag in self._yet_to_leave]
         except TasukiError as error:
@@ -260,10 +261,19 @@ class TrainerMemory:
             except TasukiError as error:
                 _log.error("event=leaving_failed reason=%s error=%s", error.reason, error.message)
 
+    def _is_asked_to_leave(self) -> bool:
+        """Waits for a request. False if recalled before. The first time nobody has to ask: an engine's first batch takes memory of its
+        own, beside a cache that may have grown into all that was free."""
+        request = self._staying.room_request
+        while self._has_left and request is not None and not request.is_made:
+            if self._is_recalled.wait(_REQUEST_POLL_S):
+                return False
+        return True
+
     def _leaves_later(self, tag: MemoryTag) -> bool:
         """Whether the tag is copied to the host and not read by a peer; memory that a peer reads is released with the answer."""
         is_shared = tag is MemoryTag.WEIGHTS and self._choice.of_parameters
-        return self._staying.leaves_later and tag in _KEEP and tag not in self._staying.tags and not is_shared
+        return self._staying.room_request is not None and tag in _KEEP and tag not in self._staying.tags and not is_shared
 
     def _made(self, make: Callable[[ExportMemory], WeightExport]) -> WeightExport:
         choice = self._choice

@@ -7,7 +7,9 @@ from typing import Literal
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from tasuki.config.places import room_request_path
 from tasuki.config.schema import NodeConfig
+from tasuki.memory.room_request import RoomRequest
 from tasuki.memory.tags import MemoryTag
 from tasuki.planner.layout import Layout
 
@@ -38,17 +40,17 @@ class Staying:
 
     tags: frozenset[MemoryTag] = frozenset()
     cache: bool = False
-    leaves_later: bool = False
-    """Whether copies to the host continue after the answer, while rollout's KV cache grows into the freed room."""
+    room_request: RoomRequest | None = None
+    """With a KV cache that grows: what leaves is copied to the host when somebody makes this request, after OFFLOAD's answer."""
 
     @classmethod
     def of(cls, config: NodeConfig, mesh: DeviceMesh) -> Staying:
         """The planner's decision for the node; no tags if the services were started individually."""
-        later = config.rollout.kv_growth
+        request = RoomRequest(room_request_path(config.state_dir)) if config.rollout.kv_growth else None
         if config.residency is None:
-            return cls(leaves_later=later)
+            return cls(room_request=request)
         names = config.residency.of_trainer(mesh.get_local_rank())
-        return cls(frozenset(tag for tag in TAGS if tag in names), "cache" in names, later)
+        return cls(frozenset(tag for tag in TAGS if tag in names), "cache" in names, request)
 
 
 NOTHING_STAYS = Staying()
