@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -13,14 +15,14 @@ import pytest
 from tasuki.client import Client, Phase, SamplingParams
 from tasuki.config.failpoints import Action
 from tasuki.config.load import load_config
-from tasuki.config.places import config_path, node_targets, socket_dir
+from tasuki.config.places import config_path, node_targets, pool_socket_path, socket_dir
 from tasuki.memory.pool import pool_bytes
 from tasuki.rpc.failpoints import plant
 from tasuki.v1 import rollout_pb2, types_pb2
 from tasuki.v1.rollout_pb2_grpc import RolloutServiceStub
 from tasuki.wire.errors import TasukiError
 from tests.chaos_node import ChaosNode
-from tests.conftest import RunningNode, assert_clean_audit, started_node
+from tests.conftest import ENVIRONMENT, RunningNode, assert_clean_audit, started_node
 from tests.e2e.test_pool import free, held, usage
 from tests.footprint import MIB
 from tests.models import VOCAB_SIZE
@@ -101,6 +103,42 @@ def test_changeovers_with_a_cache_that_grows_keep_weights_and_samples(growing: R
         assert {tag.leaves_later for tag in usage(growing, "trainer").tags} == {True, False}
         client.acquire(Phase.TRAIN)
         assert chaos.log_probs() == chaos.learned
+
+
+def state_bytes(node: RunningNode) -> int:
+    """Of the trainer's weights and optimizer on the device."""
+    return sum(tag.mapped_bytes for tag in usage(node, "trainer").tags if tag.leaves_later)
+
+
+def test_the_trainers_state_leaves_when_a_growth_needs_its_room_and_not_before(growing: RunningNode) -> None:
+    command = [sys.executable, "-m", "tests.integration.chunk_holder", str(pool_socket_path(growing.state_dir))]
+    holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
+    assert holder.stdin is not None and holder.stdout is not None
+    try:
+        with Client(state_dir=growing.state_dir) as client:
+            chaos = ChaosNode(growing, client)
+            chaos.step()
+            for phase in (Phase.ROLLOUT, Phase.TRAIN, Phase.ROLLOUT):
+                client.acquire(phase)
+            stays = state_bytes(growing)
+            tokens = chaos.greedy()
+            assert stays and state_bytes(growing) == stays, "nobody needs its room"
+            print(free(growing), file=holder.stdin, flush=True)
+            assert holder.stdout.readline() == "done\n"
+            generating = threading.Thread(target=grow, args=(growing, client))
+            generating.start()
+            deadline = time.monotonic() + 60
+            while state_bytes(growing):
+                assert time.monotonic() < deadline and generating.is_alive()
+                time.sleep(0.1)
+            print(0, file=holder.stdin, flush=True)
+            generating.join()
+            assert chaos.greedy() == tokens
+            client.acquire(Phase.TRAIN)
+            assert state_bytes(growing) == stays and chaos.log_probs() == chaos.learned
+    finally:
+        holder.kill()
+        holder.wait()
 
 
 @pytest.mark.parametrize("action", [Action.KILL, Action.STOP, Action.HANG])
