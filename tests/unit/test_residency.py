@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -186,13 +187,26 @@ def test_32b_with_lora_fits_on_one_h200_where_both_services_read_one_base(shares
     assert staying_on(layout) == (frozenset(RESIDENT) if shares else {Part.ROLLOUT_WEIGHTS})
 
 
-def test_a_mixture_of_experts_shares_no_base() -> None:
-    config = node(
-        trainer={"num_ranks": 1, "lora": {"target_modules": ["q_proj"], "share_base": True}}, rollout={"lora": "adapter"}
-    )
-    mixture = replace(MODEL, num_experts=8, experts_per_token=2, expert_size=64)
-    with pytest.raises(InvalidArgument, match="trainer.lora.share_base: Qwen2ForCausalLM has experts"):
-        node_layout(config, mixture, gpu_bytes=141 * GB, host_bytes=2000 * GB)
+@pytest.mark.parametrize(
+    ("num_ranks", "changes", "problem"),
+    [
+        (1, {"num_experts": 8, "experts_per_token": 2, "expert_size": 64}, "has experts"),
+        (2, {"has_fused_gate_up": True}, "has fused layers, of which each of 2 engine ranks holds several runs of rows"),
+        (2, {"num_heads": 7}, "has 7 attention heads, which 2 ranks cannot share evenly"),
+        (4, {"num_heads": 4, "num_kv_heads": 2}, "has 2 key-value heads, which 4 ranks"),
+        (2, {"intermediate_size": 127}, "has 127 columns of the MLP"),
+        (2, {"vocab_size": 131}, "has 131 rows of the vocabulary, which 2 ranks"),
+        (2, {"vocab_size": 130}, "has 130 rows of the vocabulary: the engine pads them to a multiple of 64"),
+        (1, {"vocab_size": 131, "has_fused_gate_up": True}, ""),
+        (2, {"vocab_size": 130, "has_whole_embedding": True}, ""),
+    ],
+)
+def test_a_base_that_ranks_hold_in_different_parts_is_not_shared(num_ranks: int, changes: dict[str, Any], problem: str) -> None:
+    trainer = {"num_ranks": num_ranks, "lora": {"target_modules": ["q_proj"], "share_base": True}}
+    config = node(trainer=trainer, rollout={"lora": "adapter", "tp_size": num_ranks})
+    refused = pytest.raises(InvalidArgument, match=f"trainer.lora.share_base: Qwen2ForCausalLM {problem}.*; leave it out")
+    with refused if problem else nullcontext():
+        node_layout(config, replace(MODEL, **changes), gpu_bytes=141 * GB, host_bytes=2000 * GB)
 
 
 @pytest.mark.parametrize("stays", [True, False])
