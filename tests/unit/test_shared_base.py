@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from tasuki.memory.arena import totals
-from tasuki.transport.fd_socket import FdServer
 from tasuki.trainer.backends.fsdp.shared_base import view_of
+from tasuki.transport.fd_socket import FdServer
 from tasuki.transport.manifest import Entry, check, to_proto
 from tasuki.transport.plan import HeldSlice, Piece, Slice, held_slice
 from tasuki.transport.plan import whole as of_whole
