@@ -197,14 +197,14 @@ def _unshared(shape: ModelShape, num_ranks: int) -> str | None:
         return None
     if shape.has_fused_qkv or shape.has_fused_gate_up:
         return f"has fused layers, of which each of {num_ranks} engine ranks holds several runs of rows"
-    for size, what in (
+    for number, what in (
         (shape.num_heads, "attention heads"),
         (shape.num_kv_heads, "key-value heads"),
         (shape.intermediate_size, "columns of the MLP"),
         (shape.vocab_size, "rows of the vocabulary"),
     ):
-        if size % num_ranks:
-            return f"has {size} {what}, which {num_ranks} ranks cannot share evenly"
+        if number % num_ranks:
+            return f"has {number} {what}, which {num_ranks} ranks cannot share evenly"
     if shape.vocab_size % VOCABULARY_STEP and not shape.has_whole_embedding:
         return (
             f"has {shape.vocab_size} rows of the vocabulary: the engine pads them to a multiple of {VOCABULARY_STEP} "
