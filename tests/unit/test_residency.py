@@ -25,6 +25,7 @@ from tasuki.planner.plan import PLAN_STAGES, plan, plan_of, sizes_of
 from tasuki.planner.presets import MODELS
 from tasuki.planner.residency import as_config, decide, stay_and_leave
 from tasuki.planner.seconds import expected_seconds, leaving_seconds
+from tasuki.planner.trainer_bytes import step_moments
 from tasuki.rpc.staying import staying_of_engine_rank, staying_tags
 from tasuki.v1 import types_pb2
 from tasuki.wire.errors import InvalidArgument
@@ -178,13 +179,29 @@ def test_the_base_below_adapters_stays_in_an_engine_that_serves_them() -> None:
     assert staying_of_engine_rank(config, 0) == {MemoryTag.WEIGHTS}
 
 
-@pytest.mark.parametrize("shares", [True, False])
-def test_32b_with_lora_fits_on_one_h200_where_both_services_read_one_base(shares: bool) -> None:
-    trainer = {"num_ranks": 1, "lora": {"rank": 32, "share_base": shares}}
-    config = node(trainer=trainer, rollout={"lora": "adapter", "kv_tokens": 100_000})
-    layout = node_layout(config, MODELS["qwen2.5-32b"], gpu_bytes=141 * GB, host_bytes=2000 * GB)
-    assert plan(layout).fits is shares
-    assert staying_on(layout) == (frozenset(RESIDENT) if shares else {Part.ROLLOUT_WEIGHTS})
+@pytest.mark.parametrize(("name", "num_ranks"), [("qwen2.5-32b", 1), ("qwen2.5-72b", 2)])
+def test_one_base_for_both_services_fits_where_two_do_not(name: str, num_ranks: int) -> None:
+    model, trained = MODELS[name], {}
+    for shares in (True, False):
+        trainer = {"num_ranks": num_ranks, "micro_batch_tokens": 8192, "lora": {"rank": 32, "share_base": shares}}
+        config = node(trainer=trainer, rollout={"lora": "adapter", "kv_tokens": 100_000, "tp_size": num_ranks})
+        layout = node_layout(config, model, gpu_bytes=141 * GB, host_bytes=2000 * GB)
+        assert plan(layout).fits is shares
+        assert staying_on(layout) == (frozenset(RESIDENT) if shares else {Part.ROLLOUT_WEIGHTS})
+        trained[shares] = [parts.get(Part.TRAINER_WEIGHTS, 0) for parts in plan(layout).stage(Phase.TRAIN).gpus]
+    base = 2 * model.num_parameters / num_ranks
+    assert [abs(twice - once - base) < 0.02 * base for once, twice in zip(*trained.values(), strict=True)] == [True] * num_ranks
+
+
+def test_columns_that_ranks_join_are_planned_where_a_base_is_shared() -> None:
+    def gathered(*, shares: bool) -> int:
+        trainer = {"num_ranks": 2, "micro_batch_tokens": 4096, "lora": {"rank": 32, "share_base": shares}}
+        config = node(trainer=trainer, rollout={"lora": "adapter", "tp_size": 2})
+        layout = node_layout(config, MODEL, gpu_bytes=141 * GB, host_bytes=2000 * GB)
+        return step_moments(layout)["layer"][Part.LAYERS]
+
+    columns = MODEL.hidden_size * (MODEL.query_size + MODEL.intermediate_size)
+    assert gathered(shares=True) - gathered(shares=False) == 2 * columns
 
 
 @pytest.mark.parametrize(
