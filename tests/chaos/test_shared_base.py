@@ -86,6 +86,14 @@ def test_a_service_that_is_killed_reads_the_same_memory_again(sharing: Sharing, 
         assert bases_of(chaos, num_ranks=sharing.num_ranks) == bases
 
 
+def test_services_that_are_killed_at_once_share_memory_again(sharing: Sharing) -> None:
+    last = sharing.num_ranks - 1
+    with Client(state_dir=sharing.node.state_dir, timeout_s=240) as client:
+        chaos = ChaosNode(sharing.node, client)
+        chaos.lose(f"trainer{last}", f"scheduler{last}", phase=Phase.TRAIN)
+        assert all(bases_of(chaos, num_ranks=sharing.num_ranks))
+
+
 def test_stages_move_the_adapter_alone(sharing: Sharing) -> None:
     with Client(state_dir=sharing.node.state_dir) as client:
         client.acquire(Phase.TRAIN)
