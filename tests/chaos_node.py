@@ -63,14 +63,15 @@ class ChaosNode:
         samples = _samples(self.client.trainer_state().policy_version)
         return [one.tolist() for one in self.client.compute_log_probs(samples)]
 
-    def lose(self, process: str, *, phase: Phase) -> None:
-        """Kills the process in the phase. Trainer and engine then compute what they computed before, and the audit is clean."""
+    def lose(self, *processes: str, phase: Phase) -> None:
+        """Kills the processes in the phase. Trainer and engine then compute what they computed before, and the audit is clean."""
         self.step()
         self.client.acquire(Phase.ROLLOUT)
         tokens = self.greedy()
         self.client.acquire(phase)
-        (pid,) = self.pids(process)
-        os.kill(pid, signal.SIGKILL)
+        for process in processes:
+            (pid,) = self.pids(process)
+            os.kill(pid, signal.SIGKILL)
         time.sleep(0.5)
         self.client.acquire(Phase.TRAIN)
         assert self.log_probs() == self.learned

@@ -107,17 +107,19 @@ def node() -> Iterator[RunningNode]:
 
 
 @contextmanager
-def started_node(*, tables: str = "", overrides: Sequence[str] = (), residency: str = "[residency]") -> Iterator[RunningNode]:
+def started_node(
+    *, tables: str = "", overrides: Sequence[str] = (), residency: str = "[residency]", **sizes: int
+) -> Iterator[RunningNode]:
     """A node by `tasuki up`. tables: of the configuration, beside its usual ones. overrides: such as "a.b=c".
 
-    residency: by default everything leaves at each changeover; empty text lets the planner decide.
+    residency: by default everything leaves at each changeover; empty text lets the planner decide. sizes: of the model, other than usual.
     """
     from tests.models import make_model, save_checkpoint  # takes seconds: only when a test asks for it
 
     # Not pytest's own folder: a unix socket's path must be short.
     folder = Path(tempfile.mkdtemp(prefix="tasuki-"))
     with _MODELS:
-        model = save_checkpoint(make_model("qwen2", seed=0), folder / "model")
+        model = save_checkpoint(make_model("qwen2", seed=0, **sizes), folder / "model")
     config, state_dir = folder / "node.toml", folder / "node"
     config.write_text(
         f"""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import pytest
 from safetensors.torch import load_file
@@ -15,28 +16,45 @@ from tests.conftest import RunningNode, started_node
 from tests.e2e.test_residency import round_bytes, tags
 
 pytestmark = pytest.mark.timeout(600)
-_ONE_RANK = ["trainer.num_ranks=1", "rollout.lora=adapter", "trainer.lora.rank=4"]
+# By number of ranks: two cannot share what the engine pads, on a CPU also other MLPs.
+_SIZES: dict[int, dict[str, int]] = {1: {}, 2: {"vocab_size": 128, "intermediate_size": 128}}
 
 
-@pytest.fixture(scope="module")
-def sharing() -> Iterator[RunningNode]:
-    with started_node(overrides=[*_ONE_RANK, "trainer.lora.share_base=true"]) as started:
-        yield started
+def apart(num_ranks: int) -> list[str]:
+    return [f"trainer.num_ranks={num_ranks}", f"rollout.tp_size={num_ranks}", "rollout.lora=adapter", "trainer.lora.rank=4"]
 
 
-def base_of(chaos: ChaosNode) -> frozenset[int]:
-    (trainer,), (engine,) = chaos.pids("trainer0"), chaos.pids("scheduler0")
-    return shared_by(trainer, engine)
+@dataclass(frozen=True)
+class Sharing:
+    node: RunningNode
+    num_ranks: int
 
 
-def weight_bytes(sizes: Sequence[types_pb2.TagUsage]) -> int:
-    return sum(tag.mapped_bytes for tag in sizes if tag.tag == types_pb2.MEMORY_TAG_WEIGHTS)
+@pytest.fixture(scope="module", params=[1, 2])
+def sharing(request: pytest.FixtureRequest) -> Iterator[Sharing]:
+    with started_node(overrides=[*apart(request.param), "trainer.lora.share_base=true"], **_SIZES[request.param]) as started:
+        yield Sharing(started, request.param)
 
 
-def test_samples_and_steps_are_those_of_two_copies(sharing: RunningNode) -> None:
-    outcomes, mapped = [], []
-    with started_node(overrides=_ONE_RANK) as apart:
-        for node in (sharing, apart):
+def bases_of(chaos: ChaosNode, *, num_ranks: int) -> list[frozenset[int]]:
+    """Chunks that each rank's two processes read."""
+    bases: list[frozenset[int]] = []
+    for rank in range(num_ranks):
+        (trainer,), (engine,) = chaos.pids(f"trainer{rank}"), chaos.pids(f"scheduler{rank}")
+        bases.append(shared_by(trainer, engine))
+    assert len(frozenset().union(*bases)) == sum(map(len, bases)), "each rank has its own"
+    return bases
+
+
+def weight_bytes(sizes: Sequence[types_pb2.TagUsage]) -> list[int]:
+    """Of every rank."""
+    return [tag.mapped_bytes for tag in sorted(sizes, key=lambda tag: tag.rank) if tag.tag == types_pb2.MEMORY_TAG_WEIGHTS]
+
+
+def test_samples_and_steps_are_those_of_two_copies(sharing: Sharing) -> None:
+    outcomes, mapped, num_ranks = [], [], sharing.num_ranks
+    with started_node(overrides=apart(num_ranks), **_SIZES[num_ranks]) as two_copies:
+        for node in (sharing.node, two_copies):
             with Client(state_dir=node.state_dir) as client:
                 chaos = ChaosNode(node, client)
                 chaos.step()
@@ -45,31 +63,43 @@ def test_samples_and_steps_are_those_of_two_copies(sharing: RunningNode) -> None
                 drawn = [(sample.token_ids.tolist(), sample.rollout_log_probs.tolist()) for sample in samples]
                 outcomes.append((chaos.learned, chaos.greedy(), drawn))
                 client.acquire(Phase.TRAIN)
-                assert bool(base_of(chaos)) is (node is sharing)
+                assert [bool(base) for base in bases_of(chaos, num_ranks=num_ranks)] == [node is sharing.node] * num_ranks
                 sizes = tags(node)
                 mapped.append([weight_bytes(sizes["trainer"]), weight_bytes(sizes["rollout"])])
     assert outcomes[0] == outcomes[1]
-    assert mapped[0] == [0, mapped[1][1]] and mapped[1][0] > 0, "one copy, counted once"
+    assert [size > 0 for size in mapped[1][0]] == [True] * num_ranks
+    # Adapters as small as these lie outside the arena.
+    assert mapped[0] == [[0] * num_ranks, mapped[1][1]], "one copy, counted once"
 
 
 @pytest.mark.parametrize("phase", Phase)
-@pytest.mark.parametrize("process", ["trainer0", "scheduler0", "trainer", "rollout"])
-def test_a_service_that_is_killed_reads_the_same_memory_again(sharing: RunningNode, process: str, phase: Phase) -> None:
-    with Client(state_dir=sharing.state_dir, timeout_s=240) as client:
-        chaos = ChaosNode(sharing, client)
+@pytest.mark.parametrize("service", ["trainer", "rollout"])
+def test_a_service_that_is_killed_reads_the_same_memory_again(sharing: Sharing, service: str, phase: Phase) -> None:
+    # Of one rank the front, of two the last rank.
+    process = service if sharing.num_ranks == 1 else {"trainer": "trainer1", "rollout": "scheduler1"}[service]
+    with Client(state_dir=sharing.node.state_dir, timeout_s=240) as client:
+        chaos = ChaosNode(sharing.node, client)
         client.acquire(Phase.ROLLOUT)
-        base = base_of(chaos)
-        assert base
+        bases = bases_of(chaos, num_ranks=sharing.num_ranks)
+        assert all(bases)
         client.acquire(Phase.TRAIN)
         chaos.lose(process, phase=phase)
-        assert base_of(chaos) == base
+        assert bases_of(chaos, num_ranks=sharing.num_ranks) == bases
 
 
-def test_stages_move_the_adapter_alone(sharing: RunningNode) -> None:
-    with Client(state_dir=sharing.state_dir) as client:
+def test_services_that_are_killed_at_once_share_memory_again(sharing: Sharing) -> None:
+    last = sharing.num_ranks - 1
+    with Client(state_dir=sharing.node.state_dir, timeout_s=240) as client:
+        chaos = ChaosNode(sharing.node, client)
+        chaos.lose(f"trainer{last}", f"scheduler{last}", phase=Phase.TRAIN)
+        assert all(bases_of(chaos, num_ranks=sharing.num_ranks))
+
+
+def test_stages_move_the_adapter_alone(sharing: Sharing) -> None:
+    with Client(state_dir=sharing.node.state_dir) as client:
         client.acquire(Phase.TRAIN)
         round_bytes(client)
         moved = round_bytes(client)
-    model_bytes = sum(tensor.nbytes for tensor in load_file(sharing.model / "model.safetensors").values())
+    model_bytes = sum(tensor.nbytes for tensor in load_file(sharing.node.model / "model.safetensors").values())
     assert moved[Stage.SYNC] < model_bytes / 2
     assert moved[Stage.RESUME_WEIGHTS] == moved[Stage.PAUSE_WEIGHTS] == 0

@@ -39,6 +39,10 @@ RUNS = {
     "merged": (1, LORA),
     "adapter": (1, [*LORA, 'rollout.lora="adapter"']),
     "adapter on a shared base": (1, [*LORA, 'rollout.lora="adapter"', "trainer.lora.share_base=true"]),
+    "adapter on a shared base at TP 2": (
+        2,
+        [*LORA, 'rollout.lora="adapter"', "trainer.lora.share_base=true", "trainer.num_ranks=2", "rollout.tp_size=2"],
+    ),
     "KV cache that grows": (1, GROWING),
     "memory pool": (1, ["memory.pool=true"]),
     "memory pool and a KV cache that grows": (1, [*GROWING, "memory.pool=true"]),

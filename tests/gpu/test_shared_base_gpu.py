@@ -30,7 +30,7 @@ def make_base() -> SharedBase:
     writable = WritableBase([entry("qkv", first=0, rows=ROWS)], device=GPU)
     tensor = writable.tensors()[0]
     tensor.copy_(torch.arange(ROWS, device=GPU).unsqueeze(1) % 251)
-    base = writable.publish([entry("q", first=0, rows=ROWS - 3), entry("kv", first=ROWS - 3, rows=3)])
+    base = writable.publish([entry("q", first=0, rows=ROWS - 3), entry("kv", first=ROWS - 3, rows=3)], rank=0, num_ranks=1)
     writable.close()
     return base
 

@@ -10,7 +10,9 @@ from typing import Any
 from tasuki.config.schema import NodeConfig
 
 
-def share_base(model: Any, load: Callable[[Any], Any], *, state_dir: Path, folder: Path) -> list[str]:
+def share_base(
+    model: Any, load: Callable[[Any], Any], *, state_dir: Path, folder: Path, rank: int, num_ranks: int
+) -> list[str]:
     """Parameters that differ from those of `model`, which SGLang has loaded as ever.
 
     Of the model that makes the base, and of one that finds it with a trainer and hands it out from then on. load: a model, by that loader.
@@ -27,8 +29,8 @@ def share_base(model: Any, load: Callable[[Any], Any], *, state_dir: Path, folde
         {
             "state_dir": state_dir,
             "model": {"path": folder},
-            "trainer": {"lora": {"share_base": True}},
-            "rollout": {"lora": "adapter"},
+            "trainer": {"num_ranks": num_ranks, "lora": {"share_base": True}},
+            "rollout": {"lora": "adapter", "tp_size": num_ranks},
         }
     )
     device = torch.device("cpu")
@@ -36,15 +38,15 @@ def share_base(model: Any, load: Callable[[Any], Any], *, state_dir: Path, folde
     found: list[dict[str, Any]] = []
     chunks: list[dict[str, int]] = []
     for _ in range(2):
-        engine_base = EngineBase(config, device=device)
+        engine_base = EngineBase(config, rank=rank, device=device)
         engine_base.install()
         parameters = dict(load(model_runner.get_model_loader).named_parameters())
         found.append(parameters)
         chunks.append({name: chunk_at(parameter.data_ptr()) for name, parameter in parameters.items()})
         if len(found) == 1:
-            trainer = find_base(base_socket_path(state_dir, "rollout"), device=device)
+            trainer = find_base(base_socket_path(state_dir, "rollout", rank), device=device)
             assert trainer is not None and engine_base.base is not None
-            trainer.hand_out(base_socket_path(state_dir, "trainer"))
+            trainer.hand_out(base_socket_path(state_dir, "trainer", rank))
             engine_base.base.close()
     assert trainer is not None
     trainer.close()

@@ -67,10 +67,12 @@ class EngineRanks:
             pipe.send(_Job(tp_rank, tp_size, address, str(folder), published.SerializeToString(), adapter))
         return [self._answer(pipe) for pipe in self._pipes[:tp_size]]
 
-    def share_base(self, folder: Path, state_dir: Path) -> Outcome:
-        """As base_rank.share_base, by the first rank alone."""
-        self._pipes[0].send(_Job(0, 1, self._address(1), str(folder), b"", None, state_dir))
-        return self._answer(self._pipes[0])
+    def share_base(self, folder: Path, state_dir: Path, *, tp_size: int) -> list[Outcome]:
+        """As base_rank.share_base, by each rank."""
+        address = self._address(tp_size)
+        for tp_rank, pipe in enumerate(self._pipes[:tp_size]):
+            pipe.send(_Job(tp_rank, tp_size, address, str(folder), b"", None, state_dir))
+        return [self._answer(pipe) for pipe in self._pipes[:tp_size]]
 
     @property
     def num_ranks(self) -> int:
@@ -180,7 +182,7 @@ def _run_rank(pipe: Connection, device: str) -> None:
                 with allocator.region(MemoryTag.WEIGHTS):
                     model = _load(args)
                 if job.state_dir is not None:
-                    outcome = _share_base(model, args, allocator, job.state_dir)
+                    outcome = _share_base(model, args, allocator, job.state_dir, rank=job.tp_rank)
                 else:
                     outcome = _receive(model, allocator, job) if job.adapter is None else _receive_adapter(model, args, job)
             elif isinstance(job, bytes):
@@ -313,12 +315,13 @@ def _receive_adapter(model: Any, args: Any, job: _Job) -> Outcome:
     return dataclasses.replace(_NOTHING, different=different, checksums=list(checksums))
 
 
-def _share_base(model: Any, args: Any, allocator: NativeAllocator, state_dir: Path) -> Outcome:
+def _share_base(model: Any, args: Any, allocator: NativeAllocator, state_dir: Path, *, rank: int) -> Outcome:
     def load(loader: Any) -> Any:
         with allocator.region(MemoryTag.WEIGHTS):
             return _load(args, loader)
 
-    different = share_base(model, load, state_dir=state_dir, folder=Path(args.model_path))
+    folder = Path(args.model_path)
+    different = share_base(model, load, state_dir=state_dir, folder=folder, rank=rank, num_ranks=args.tp_size)
     return dataclasses.replace(_NOTHING, different=different)
 
 

@@ -20,7 +20,7 @@ from tasuki.memory.tags import MemoryTag
 from tasuki.rollout.rank_calls import RankCalls
 from tasuki.rollout.sync import WeightSync
 from tasuki.transport.imported_weights import import_weights
-from tasuki.transport.shared_base import find_base
+from tasuki.transport.shared_base import SharedBase, find_base
 from tasuki.v1 import types_pb2, weights_pb2
 from tasuki.wire.errors import OutOfGpuMemory, WeightsCorrupt
 from tests.base_copies import shared_by
@@ -138,27 +138,59 @@ MIXTURES = ("qwen3_moe", "mixtral")
 SHARED = [kind for kind in CONFIGS if kind not in (*MIXTURES, "gemma2", "phi3")]
 
 
-@pytest.mark.parametrize("kind", SHARED if IS_WHOLE else ["qwen2_tied", "gemma3", "glm4"])
-def test_a_shared_base_is_what_sglang_loads_and_what_the_checkpoint_has(ranks: EngineRanks, kind: str, tmp_path: Path) -> None:
-    folder = save_checkpoint(make_model(kind, seed=1), tmp_path / "model")
-    assert ranks.share_base(folder, tmp_path / "node").different == []
-    base = find_base(base_socket_path(tmp_path / "node", "rollout"), device=torch.device("cpu"))
-    assert base is not None
-    tensors, stored = base.tensors(), load_file(folder / "model.safetensors")
+# Fused layers are shared by one rank of each service alone.
+SHARED_AT_2 = [kind for kind in SHARED if kind != "glm4"]
+WHOLE_VOCABULARY = 128
+
+
+def bases_of(state_dir: Path, service: str, *, num_ranks: int) -> list[SharedBase]:
+    found = [find_base(base_socket_path(state_dir, service, rank), device=torch.device("cpu")) for rank in range(num_ranks)]
+    bases = [base for base in found if base is not None]
+    assert [(base.manifest.rank, base.manifest.num_ranks) for base in bases] == [(rank, num_ranks) for rank in range(num_ranks)]
+    return bases
+
+
+def differ_from(stored: dict[str, torch.Tensor], base: SharedBase) -> list[str]:
+    """Tensors of which the base holds anything else than its slice."""
+    tensors = base.tensors()
     assert tensors.keys() == stored.keys()
-    assert [name for name, (_, tensor) in tensors.items() if not torch.equal(tensor, stored[name])] == []
+    return [
+        name
+        for name, (entry, tensor) in tensors.items()
+        if not torch.equal(tensor, stored[name][tuple(map(slice, entry.offsets, entry.box.ends))])
+    ]
 
 
-async def test_a_trainer_learns_beside_weights_that_are_the_engines(ranks: EngineRanks, tmp_path: Path) -> None:
-    folder, state_dir = save_checkpoint(make_model("qwen2_tied", seed=1), tmp_path / "model"), tmp_path / "node"
-    ranks.share_base(folder, state_dir)
-    settings = '[trainer.lora]\nrank = 3\nshare_base = true\n[rollout]\nlora = "adapter"'
-    trainer = start_trainer(state_dir, folder, num_ranks=1, settings=settings)
+@pytest.mark.parametrize(
+    ("kind", "tp_size"),
+    [
+        *((kind, 1) for kind in (SHARED if IS_WHOLE else ["glm4"])),
+        *((kind, 2) for kind in (SHARED_AT_2 if IS_WHOLE else ["gemma3"])),
+    ],
+)
+def test_a_shared_base_is_what_sglang_loads_and_what_the_checkpoint_has(
+    ranks: EngineRanks, kind: str, tp_size: int, tmp_path: Path
+) -> None:
+    sizes = {"vocab_size": WHOLE_VOCABULARY} if tp_size > 1 else {}
+    folder = save_checkpoint(make_model(kind, seed=1, **sizes), tmp_path / "model")
+    outcomes = ranks.share_base(folder, tmp_path / "node", tp_size=tp_size)
+    assert [outcome.different for outcome in outcomes] == [[]] * tp_size
+    stored = load_file(folder / "model.safetensors")
+    assert [differ_from(stored, base) for base in bases_of(tmp_path / "node", "rollout", num_ranks=tp_size)] == [[]] * tp_size
+
+
+@pytest.mark.parametrize("kind", SHARED_AT_2 if IS_WHOLE else ["qwen2_tied"])
+async def test_a_trainer_learns_beside_weights_that_are_the_engines(ranks: EngineRanks, kind: str, tmp_path: Path) -> None:
+    folder = save_checkpoint(make_model(kind, seed=1, vocab_size=WHOLE_VOCABULARY), tmp_path / "model")
+    state_dir = tmp_path / "node"
+    ranks.share_base(folder, state_dir, tp_size=2)
+    settings = '[trainer.lora]\nrank = 3\nshare_base = true\n[rollout]\nlora = "adapter"\ntp_size = 2'
+    trainer = start_trainer(state_dir, folder, num_ranks=2, settings=settings)
     trainer.wait_until_serving()
     try:
-        base = find_base(base_socket_path(state_dir, "trainer"), device=torch.device("cpu"))
-        assert base is not None
-        assert len(shared_by(trainer.rank_pids()[0], os.getpid())) == len(base.manifest.chunk_bytes)
+        bases = bases_of(state_dir, "trainer", num_ranks=2)
+        for pid, base in zip(trainer.rank_pids(), bases, strict=True):
+            assert len(shared_by(pid, os.getpid())) == len(base.manifest.chunk_bytes)
         stored = load_file(folder / "model.safetensors")
         async with connect(trainer) as channel:
             client = TrainerClient(channel)
@@ -169,7 +201,7 @@ async def test_a_trainer_learns_beside_weights_that_are_the_engines(ranks: Engin
             start = load_file(tmp_path / "start" / "model.safetensors")
             assert start.keys() == stored.keys()
             assert [name for name, tensor in start.items() if not torch.equal(tensor, stored[name])] == []
-            await client.forward_backward(make_samples(8, vocab_size=VOCAB_SIZE))
+            await client.forward_backward(make_samples(8, vocab_size=WHOLE_VOCABULARY))
             await client.optim_step(learning_rate=0.05)
             await client.export(tmp_path / "end")
             published = import_weights((await client.publish()).weights, timeout_s=5)
@@ -177,7 +209,7 @@ async def test_a_trainer_learns_beside_weights_that_are_the_engines(ranks: Engin
         end = load_file(tmp_path / "end" / "model.safetensors")
         changed = {name for name, tensor in end.items() if not torch.equal(tensor, stored[name])}
         assert changed == {name for name in stored if name.endswith("_proj.weight")}
-        assert all(torch.equal(tensor, stored[name]) for name, (_, tensor) in base.tensors().items()), "nobody writes to it"
+        assert [differ_from(stored, base) for base in bases] == [[]] * 2, "nobody writes to it"
     finally:
         trainer.stop()
 
@@ -185,7 +217,7 @@ async def test_a_trainer_learns_beside_weights_that_are_the_engines(ranks: Engin
 def test_a_model_that_sglang_computes_with_while_it_loads_is_not_shared(ranks: EngineRanks, tmp_path: Path) -> None:
     folder = save_checkpoint(make_model("gemma2", seed=1), tmp_path / "model")
     with pytest.raises(AssertionError, match="trainer.lora.share_base: the engine computes with model.norm"):
-        ranks.share_base(folder, tmp_path / "node")
+        ranks.share_base(folder, tmp_path / "node", tp_size=1)
 
 
 COLUMNS, BOXES = ((3,), (1,)), ((2, 2), (0, 1))

@@ -1,12 +1,18 @@
-"""A stop that comes while a rank is forked."""
+"""The start of the engine ranks: a stop that comes while one is forked, and ranks that fail together."""
 
 from __future__ import annotations
 
+import multiprocessing
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from tasuki.rollout.rank_report import RankReport
+from tasuki.rollout.ranks import RankProcesses
+from tasuki.wire.errors import InternalError, TasukiError, UnsupportedModel
 from tests.conftest import ENVIRONMENT
 
 # As loguru's hook does, which SGLang brings in; an exception that a hook raises is lost.
@@ -38,3 +44,27 @@ def test_a_stop_waits_for_the_end_of_a_fork(tmp_path: Path) -> None:
         [sys.executable, "-c", FRONT, tmp_path], env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGTERM, "let go\n", "")
+
+
+TYPED = RankReport(status="failed", reason=UnsupportedModel.reason, problem="leave it out")
+UNTYPED = RankReport(status="failed", problem="ValueError: other ranks")
+
+
+@pytest.mark.parametrize(
+    ("reports", "kind", "problem"),
+    [
+        ([UNTYPED, TYPED], UnsupportedModel, "engine rank 1 could not start: leave it out"),
+        ([TYPED, UNTYPED], UnsupportedModel, "engine rank 0 could not start: leave it out"),
+        ([RankReport(status="ready"), UNTYPED], InternalError, "engine rank 1 could not start: ValueError: other ranks"),
+    ],
+)
+def test_of_ranks_that_fail_together_the_one_that_knows_why_is_believed(
+    reports: list[RankReport], kind: type[TasukiError], problem: str
+) -> None:
+    processes = RankProcesses()
+    for report in reports:
+        ours, theirs = multiprocessing.Pipe()
+        theirs.send(report)
+        processes._pipes.append(ours)
+    with pytest.raises(kind, match=problem):
+        processes.wait_for_reports()

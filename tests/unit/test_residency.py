@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -24,6 +25,7 @@ from tasuki.planner.plan import PLAN_STAGES, plan, plan_of, sizes_of
 from tasuki.planner.presets import MODELS
 from tasuki.planner.residency import as_config, decide, stay_and_leave
 from tasuki.planner.seconds import expected_seconds, leaving_seconds
+from tasuki.planner.trainer_bytes import step_moments
 from tasuki.rpc.staying import staying_of_engine_rank, staying_tags
 from tasuki.v1 import types_pb2
 from tasuki.wire.errors import InvalidArgument
@@ -182,22 +184,51 @@ def test_the_base_below_adapters_stays_in_an_engine_that_serves_them() -> None:
     assert staying_of_engine_rank(config, 0) == {MemoryTag.WEIGHTS}
 
 
-@pytest.mark.parametrize("shares", [True, False])
-def test_32b_with_lora_fits_on_one_h200_where_both_services_read_one_base(shares: bool) -> None:
-    trainer = {"num_ranks": 1, "lora": {"rank": 32, "share_base": shares}}
-    config = node(trainer=trainer, rollout={"lora": "adapter", "kv_tokens": 100_000})
-    layout = node_layout(config, MODELS["qwen2.5-32b"], gpu_bytes=141 * GB, host_bytes=2000 * GB)
-    assert plan(layout).fits is shares
-    assert staying_on(layout) == (frozenset(RESIDENT) if shares else {Part.ROLLOUT_WEIGHTS})
+@pytest.mark.parametrize(("name", "num_ranks"), [("qwen2.5-32b", 1), ("qwen2.5-72b", 2)])
+def test_one_base_for_both_services_fits_where_two_do_not(name: str, num_ranks: int) -> None:
+    model, trained = MODELS[name], {}
+    for shares in (True, False):
+        trainer = {"num_ranks": num_ranks, "micro_batch_tokens": 8192, "lora": {"rank": 32, "share_base": shares}}
+        config = node(trainer=trainer, rollout={"lora": "adapter", "kv_tokens": 100_000, "tp_size": num_ranks})
+        layout = node_layout(config, model, gpu_bytes=141 * GB, host_bytes=2000 * GB)
+        assert plan(layout).fits is shares
+        assert staying_on(layout) == (frozenset(RESIDENT) if shares else {Part.ROLLOUT_WEIGHTS})
+        trained[shares] = [parts.get(Part.TRAINER_WEIGHTS, 0) for parts in plan(layout).stage(Phase.TRAIN).gpus]
+    base = 2 * model.num_parameters / num_ranks
+    assert [abs(twice - once - base) < 0.02 * base for once, twice in zip(*trained.values(), strict=True)] == [True] * num_ranks
 
 
-def test_a_mixture_of_experts_shares_no_base() -> None:
-    config = node(
-        trainer={"num_ranks": 1, "lora": {"target_modules": ["q_proj"], "share_base": True}}, rollout={"lora": "adapter"}
-    )
-    mixture = replace(MODEL, num_experts=8, experts_per_token=2, expert_size=64)
-    with pytest.raises(InvalidArgument, match="trainer.lora.share_base: Qwen2ForCausalLM has experts"):
-        node_layout(config, mixture, gpu_bytes=141 * GB, host_bytes=2000 * GB)
+def test_columns_that_ranks_join_are_planned_where_a_base_is_shared() -> None:
+    def gathered(*, shares: bool) -> int:
+        trainer = {"num_ranks": 2, "micro_batch_tokens": 4096, "lora": {"rank": 32, "share_base": shares}}
+        config = node(trainer=trainer, rollout={"lora": "adapter", "tp_size": 2})
+        layout = node_layout(config, MODEL, gpu_bytes=141 * GB, host_bytes=2000 * GB)
+        return step_moments(layout)["layer"][Part.LAYERS]
+
+    columns = MODEL.hidden_size * (MODEL.query_size + MODEL.intermediate_size)
+    assert gathered(shares=True) - gathered(shares=False) == 2 * columns
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "changes", "problem"),
+    [
+        (1, {"num_experts": 8, "experts_per_token": 2, "expert_size": 64}, "has experts"),
+        (2, {"has_fused_gate_up": True}, "has fused layers, of which each of 2 engine ranks holds several runs of rows"),
+        (2, {"num_heads": 7}, "has 7 attention heads, which 2 ranks cannot share evenly"),
+        (4, {"num_heads": 4, "num_kv_heads": 2}, "has 2 key-value heads, which 4 ranks"),
+        (2, {"intermediate_size": 127}, "has 127 columns of the MLP"),
+        (2, {"vocab_size": 131}, "has 131 rows of the vocabulary, which 2 ranks"),
+        (2, {"vocab_size": 130}, "has 130 rows of the vocabulary: the engine pads them to a multiple of 64"),
+        (1, {"vocab_size": 131, "has_fused_gate_up": True}, ""),
+        (2, {"vocab_size": 130, "has_whole_embedding": True}, ""),
+    ],
+)
+def test_a_base_that_ranks_hold_in_different_parts_is_not_shared(num_ranks: int, changes: dict[str, Any], problem: str) -> None:
+    trainer = {"num_ranks": num_ranks, "lora": {"target_modules": ["q_proj"], "share_base": True}}
+    config = node(trainer=trainer, rollout={"lora": "adapter", "tp_size": num_ranks})
+    refused = pytest.raises(InvalidArgument, match=f"trainer.lora.share_base: Qwen2ForCausalLM {problem}.*; leave it out")
+    with refused if problem else nullcontext():
+        node_layout(config, replace(MODEL, **changes), gpu_bytes=141 * GB, host_bytes=2000 * GB)
 
 
 @pytest.mark.parametrize("stays", [True, False])

@@ -16,10 +16,14 @@ import pytest
 import torch
 
 from tasuki.memory.arena import totals
+from tasuki.trainer.backends.fsdp.shared_base import view_of
 from tasuki.transport.fd_socket import FdServer
 from tasuki.transport.manifest import Entry, check, to_proto
+from tasuki.transport.plan import HeldSlice, Piece, Slice, held_slice
+from tasuki.transport.plan import whole as of_whole
+from tasuki.transport.shards import Shard
 from tasuki.transport.shared_base import SharedBase, WritableBase, await_base, find_base
-from tasuki.wire.errors import BadHandle
+from tasuki.wire.errors import BadHandle, UnsupportedModel
 from tests.base_copies import chunk_at, chunks_of
 
 CPU = torch.device("cpu")
@@ -39,7 +43,7 @@ def entries() -> list[Entry]:
 def make_base() -> SharedBase:
     writable = WritableBase([whole("qkv", (9, 5))], device=CPU)
     writable.tensors()[0].copy_(QKV)
-    base = writable.publish(entries())
+    base = writable.publish(entries(), rank=0, num_ranks=1)
     writable.close()
     return base
 
@@ -155,12 +159,6 @@ def test_who_waits_for_a_base_that_does_not_come_is_told(path: Path) -> None:
         (lambda manifest: to_proto(replace(manifest, device_uuid="GPU-1")).SerializeToString(), "no base for cpu"),
         (lambda manifest: to_proto(replace(manifest, entries=manifest.entries[:1] * 2)).SerializeToString(), "named twice"),
         (
-            lambda manifest: to_proto(
-                replace(manifest, entries=(replace(manifest.entries[0], sizes=(4, 5)),))
-            ).SerializeToString(),
-            "not published",
-        ),
-        (
             lambda manifest: to_proto(replace(manifest, entries=(whole("q", (5, 5), 2),))).SerializeToString(),
             "not a multiple of 4",
         ),
@@ -180,3 +178,66 @@ def test_published_weights_stay_aligned_for_copies() -> None:
     manifest = make_base().manifest
     with pytest.raises(BadHandle, match="not a multiple of 256"):
         check(manifest)
+
+
+# --- what an engine rank holds of a tensor, and a trainer's shard in it
+
+SHAPE = (8, 6)
+
+
+def piece(*, source: Slice, at: int, parameter: str = "p") -> Piece:
+    return Piece("w", source, parameter, of_whole(source.shape, offset=at))
+
+
+def rows_of(start: int, length: int) -> Slice:
+    return of_whole(SHAPE).narrowed(0, start, length)
+
+
+def columns_of(start: int, length: int) -> Slice:
+    return of_whole(SHAPE).narrowed(1, start, length)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "held"),
+    [
+        ([piece(source=of_whole(SHAPE), at=12)], HeldSlice(12, (0, 0), SHAPE)),
+        ([piece(source=rows_of(4, 4), at=0)], HeldSlice(0, (4, 0), (4, 6))),
+        ([piece(source=columns_of(3, 3), at=0)], HeldSlice(0, (0, 3), (8, 3))),
+        # One after the other, as a loader that splits a fused tensor leaves them.
+        ([piece(source=rows_of(0, 5), at=6), piece(source=rows_of(5, 3), at=36)], HeldSlice(6, (0, 0), SHAPE)),
+        ([piece(source=rows_of(0, 5), at=6), piece(source=rows_of(5, 3), at=42)], None),
+        ([piece(source=rows_of(0, 4), at=0), piece(source=rows_of(5, 3), at=24)], None),
+        # Transposed while it is loaded.
+        ([piece(source=Slice(0, (6, 8), (1, 6)), at=0)], None),
+        ([Piece("w", columns_of(0, 3), "p", columns_of(0, 3))], None),
+    ],
+)
+def test_a_slice_of_a_tensor_is_found_where_it_lies_in_one_piece(pieces: list[Piece], held: HeldSlice | None) -> None:
+    assert held_slice(pieces, SHAPE) == held
+
+
+W = torch.arange(48.0).view(SHAPE)
+
+
+@pytest.mark.parametrize(
+    ("offsets", "sizes"),
+    [((4, 0), (4, 6)), ((5, 0), (2, 6)), ((0, 0), (4, 6)), ((6, 0), (3, 6)), ((4, 1), (2, 5))],
+)
+def test_a_shard_is_a_view_of_the_slice_that_contains_it_or_is_refused(
+    offsets: tuple[int, ...], sizes: tuple[int, ...]
+) -> None:
+    entry, held = Entry("w", "float32", SHAPE, (4, 0), (4, 6)), W[4:]
+    shard = Shard("w", SHAPE, offsets, torch.empty(sizes, device="meta"))
+    if offsets[0] >= 4 and sum(pair[0] for pair in (offsets, sizes)) <= 8 and sizes[1] == 6:
+        view = view_of(shard, entry, held)
+        assert torch.equal(view, W[offsets[0] : offsets[0] + sizes[0]]) and view.data_ptr() == W[offsets[0]].data_ptr()
+        return
+    with pytest.raises(UnsupportedModel, match=r"share_base: w cannot be shared: .* holds \[4, 6\] at \[4, 0\]") as refused:
+        view_of(shard, entry, held)
+    assert f"{list(sizes)} at {list(offsets)}" in refused.value.message
+
+
+def test_a_shard_of_another_dtype_is_refused() -> None:
+    shard = Shard("w", SHAPE, (0, 0), torch.empty(SHAPE, dtype=torch.bfloat16, device="meta"))
+    with pytest.raises(UnsupportedModel, match=r"of torch.float32, .* of torch.bfloat16"):
+        view_of(shard, Entry("w", "float32", SHAPE, (0, 0), SHAPE), W)

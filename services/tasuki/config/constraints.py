@@ -76,15 +76,15 @@ def _check_shared_base(config: NodeConfig) -> None:
         raise SettingsConflict(
             key, f"needs trainer.compute_dtype = {trainer.compute_dtype} to be rollout.dtype = {rollout.dtype}"
         )
-    for field, num_ranks in (
-        ("trainer.num_ranks", trainer.num_ranks),
-        ("rollout.tp_size", rollout.tp_size),
-        ("rollout.dp_size", config.dp_size),
+    for field, num_ranks, needed in (
+        ("rollout.tp_size", rollout.tp_size, trainer.num_ranks),
+        ("rollout.dp_size", config.dp_size, 1),
     ):
-        if num_ranks != 1:
-            raise SettingsConflict(key, f"needs {field} = 1, not {num_ranks}: shards of several ranks are not shared yet")
+        if num_ranks != needed:
+            ranks = f"with trainer.num_ranks = {trainer.num_ranks}, not {num_ranks}"
+            raise SettingsConflict(key, f"needs {field} = {needed} {ranks}: a trainer rank reads one engine rank's slices")
     if trainer.devices != rollout.devices:
-        raise SettingsConflict(key, "needs trainer.devices and rollout.devices to name the same GPU")
+        raise SettingsConflict(key, "needs trainer.devices and rollout.devices to name the same GPUs in the same order")
     if config.memory.host_budget_bytes is not None:
         raise SettingsConflict(
             key, "is not for memory.host_budget_bytes, which counts what one process has made; leave one of them out"

@@ -74,9 +74,9 @@ def generate_calls_path(state_dir: Path) -> Path:
     return socket_dir(state_dir) / "generate-calls"
 
 
-def base_socket_path(state_dir: Path, service: str) -> Path:
-    """Where a service hands out the model below adapters, which both read."""
-    return socket_dir(state_dir) / f"base-{service}.sock"
+def base_socket_path(state_dir: Path, service: str, rank: int = 0) -> Path:
+    """Where a rank of a service hands out its part of the model below adapters, which both services read."""
+    return socket_dir(state_dir) / f"base-{service}-{rank}.sock"
 
 
 def pool_socket_path(state_dir: Path, gpu: int = 0) -> Path:

@@ -31,8 +31,8 @@ class LoraConfig(Schema):
     in the place of their parts, GLM 4 the latter."""
     share_base: bool = False
     """Whether trainer and engine read one copy of the frozen model, which the engine loads and neither can write to. Needs
-    `rollout.lora = "adapter"`, one trainer rank, one engine rank on the same GPU, and `trainer.compute_dtype` to be `rollout.dtype`; not
-    for mixtures of experts."""
+    `rollout.lora = "adapter"`, one engine with `rollout.tp_size` = `trainer.num_ranks` on the same GPUs, and `trainer.compute_dtype` to be
+    `rollout.dtype`; not for mixtures of experts."""
 
     @model_validator(mode="after")
     def _targets_differ(self) -> LoraConfig:

@@ -161,6 +161,10 @@ class ModelShape:
 
 
 ROUTER = "mlp.gate.weight"
+SPLIT_BY_COLUMNS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
+"""Matrices of which an engine rank holds columns."""
+VOCABULARY_STEP = 64
+"""The engine pads the vocabulary to a multiple of this."""
 
 
 def check_lora_targets(shape: ModelShape, targets: Sequence[str], *, table: str = "trainer.lora") -> None:
@@ -179,12 +183,34 @@ def check_lora_targets(shape: ModelShape, targets: Sequence[str], *, table: str 
             )
 
 
-def check_shared_base(shape: ModelShape) -> None:
-    """Raises InvalidArgument for a model that the engine holds otherwise than the trainer, as its shape tells."""
+def check_shared_base(shape: ModelShape, *, num_ranks: int) -> None:
+    """Raises InvalidArgument for a model that engine and trainer, of this many ranks each, hold in different parts."""
+    problem = _unshared(shape, num_ranks)
+    if problem is not None:
+        raise InvalidArgument("trainer.lora.share_base", f"{shape.architecture} {problem}; leave it out")
+
+
+def _unshared(shape: ModelShape, num_ranks: int) -> str | None:
     if shape.num_experts:
-        raise InvalidArgument(
-            "trainer.lora.share_base", f"{shape.architecture} has experts, which the engine holds otherwise; leave it out"
+        return "has experts, which the engine holds otherwise"
+    if num_ranks == 1:
+        return None
+    if shape.has_fused_qkv or shape.has_fused_gate_up:
+        return f"has fused layers, of which each of {num_ranks} engine ranks holds several runs of rows"
+    for number, what in (
+        (shape.num_heads, "attention heads"),
+        (shape.num_kv_heads, "key-value heads"),
+        (shape.intermediate_size, "columns of the MLP"),
+        (shape.vocab_size, "rows of the vocabulary"),
+    ):
+        if number % num_ranks:
+            return f"has {number} {what}, which {num_ranks} ranks cannot share evenly"
+    if shape.vocab_size % VOCABULARY_STEP and not shape.has_whole_embedding:
+        return (
+            f"has {shape.vocab_size} rows of the vocabulary: the engine pads them to a multiple of {VOCABULARY_STEP} "
+            f"before {num_ranks} ranks share them, the trainer does not"
         )
+    return None
 
 
 def decoder_shape(

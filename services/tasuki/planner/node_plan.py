@@ -63,7 +63,7 @@ def node_layout(
     if trainer.lora is not None:
         check_lora_targets(model, trainer.lora.target_modules)
     if config.shares_base:
-        check_shared_base(model)
+        check_shared_base(model, num_ranks=trainer.num_ranks)
     if critic_lora is not None:
         check_lora_targets(model, critic_lora.target_modules, table="trainer.critic.lora")
     layout = Layout(

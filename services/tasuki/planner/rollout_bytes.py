@@ -6,12 +6,10 @@ import math
 from dataclasses import dataclass, replace
 
 from tasuki.memory.granularity import arena_bytes
-from tasuki.models.shape import ROUTER, Shapes
+from tasuki.models.shape import ROUTER, VOCABULARY_STEP, Shapes
 from tasuki.planner.kv_tokens import CPU_TOKENS
 from tasuki.planner.layout import Layout
 
-# SGLang pads the vocabulary to a multiple of this, per TP rank.
-_VOCABULARY_STEP = 64
 # SGLang's chunked prefill on a GPU with much memory; rollout/arguments.py sets it on a CPU.
 _PREFILL_TOKENS = 8192
 _CONTEXT_SLACK = 8
@@ -87,7 +85,7 @@ def _rank_tensors(unit: Shapes, tp_size: int) -> list[int]:
 def _rank_numel(name: str, shape: tuple[int, ...], tp_size: int) -> int:
     whole = math.prod(shape)
     if name in ("embed_tokens.weight", "lm_head.weight"):
-        rows = -(-shape[0] // _VOCABULARY_STEP) * _VOCABULARY_STEP
+        rows = -(-shape[0] // VOCABULARY_STEP) * VOCABULARY_STEP
         return -(-rows // tp_size) * shape[1]
     replicated = "norm" in name or name == ROUTER or name.endswith(("o_proj.bias", "down_proj.bias"))
     return whole if replicated else -(-whole // tp_size)

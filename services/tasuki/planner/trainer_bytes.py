@@ -6,7 +6,7 @@ import math
 
 from tasuki.algorithms.vocabulary_tiles import most_logits
 from tasuki.memory.granularity import CPU_MIN_TENSOR, arena_bytes, export_bytes
-from tasuki.models.shape import ModelShape, Shapes
+from tasuki.models.shape import SPLIT_BY_COLUMNS, ModelShape, Shapes
 from tasuki.planner.kept_bytes import kept_in_mlp, kept_of_routing, kept_per_token, kept_with_attention
 from tasuki.planner.layout import Checkpointing, Layout, Part
 from tasuki.planner.moments import moment_bytes
@@ -232,7 +232,15 @@ def _gathered(layout: Layout, *, layers: int) -> int:
     root = _numel(model.root()) if model.is_tied else model.hidden_size
     units = sorted((_numel(model.layer(index)) for index in range(model.num_layers)), reverse=True)
     in_flight = units[:layers] if layout.reshards_after_forward else [*units, *units[:1]]
-    return (root + sum(in_flight)) * layout.compute_bytes
+    return (root + sum(in_flight) + (_joined_columns(layout) if layers else 0)) * layout.compute_bytes
+
+
+def _joined_columns(layout: Layout) -> int:
+    """Elements of a layer's matrices that ranks have by columns, which FSDP2 copies once more to join them."""
+    if not layout.shares_base or layout.num_ranks == 1:
+        return 0
+    layer = layout.model.layer(0)
+    return sum(math.prod(layer[name]) for name in SPLIT_BY_COLUMNS)
 
 
 def _kept(layout: Layout) -> int:

@@ -21,7 +21,7 @@ from tasuki.config.schema import NodeConfig
 from tasuki.rollout.rank_report import RankReport
 from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.rpc.preload import preload
-from tasuki.wire.errors import InternalError, from_reason
+from tasuki.wire.errors import InternalError, TasukiError, from_reason
 
 _POLL_S = 0.2
 _INTERRUPTING = (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)
@@ -68,7 +68,10 @@ class RankProcesses:
                 raise self._lost(rank) from error
 
     def wait_for_reports(self) -> list[RankReport]:
-        """Returns when every rank is ready. Raises the error of a rank that fails to start; InternalError if it reported none."""
+        """Returns when every rank is ready. Raises the error of a rank that fails to start; InternalError if it reported none.
+
+        Ranks fail together when one of them does: its TasukiError says more than what the others say of it.
+        """
         reports: dict[int, RankReport] = {}
         while len(reports) < len(self._pipes):
             for rank in set(range(len(self._pipes))) - set(reports):
@@ -76,6 +79,9 @@ class RankProcesses:
                     reports[rank] = self._read_report(rank)
                 elif not self.processes[rank].is_alive():
                     raise self._lost(rank)
+            for rank, report in reports.items():
+                if report["status"] != "ready":
+                    raise _failed(rank, report)
         return [reports[rank] for rank in range(len(self._pipes))]
 
     def watch(self, on_death: Callable[[], None]) -> None:
@@ -99,9 +105,8 @@ class RankProcesses:
             report: RankReport = self._pipes[rank].recv()
         except (EOFError, OSError) as error:
             raise self._lost(rank) from error
-        if report["status"] != "ready":
-            problem = f"engine rank {rank} could not start: {report['problem']}"
-            raise from_reason(report.get("reason", InternalError.reason), problem, {"rank": str(rank)})
+        if "reason" in report:
+            raise _failed(rank, report)
         return report
 
     def _lost(self, rank: int) -> InternalError:
@@ -110,6 +115,11 @@ class RankProcesses:
         return InternalError(
             f"engine rank {rank} ended with exit code {process.exitcode} while it started (-9: out of host memory?)"
         )
+
+
+def _failed(rank: int, report: RankReport) -> TasukiError:
+    problem = f"engine rank {rank} could not start: {report['problem']}"
+    return from_reason(report.get("reason", InternalError.reason), problem, {"rank": str(rank)})
 
 
 @contextmanager

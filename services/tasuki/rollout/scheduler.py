@@ -194,7 +194,7 @@ def run_scheduler(
     base = None
     if config is not None and config.shares_base:
         with reporting(pipe_writer):
-            base = EngineBase(config, device=device)
+            base = EngineBase(config, rank=tp_rank, device=device)
     setup = RankSetup(config=config, rank=number, tp_rank=tp_rank, allocator=allocator, pipe_writer=pipe_writer, base=base)
     _install_scheduler(setup, device=server_args.device)
     sglang_scheduler.run_scheduler_process(

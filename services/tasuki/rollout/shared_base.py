@@ -1,15 +1,13 @@
 """The engine's end of a model that trainer and engine read in one copy: SGLang's own loader fills it, or finds it filled.
 
-Every parameter of SGLang's model lies in it as SGLang has it: q, k and v one behind the other, gate and up. A tensor of the checkpoint is
-a run of its parameter's rows then, which the trainer's parameter is a view of.
+Every parameter of SGLang's model lies in it as SGLang has it: q, k and v one behind the other, gate and up. A rank's rows or columns of a
+checkpoint tensor are a run of its parameter's rows then, which the trainer's shard is a view of.
 """
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -24,7 +22,7 @@ from tasuki.models.families import find_family, read_model
 from tasuki.models.shape import check_shared_base
 from tasuki.rollout.record import EngineModel, Parameters, record_plan
 from tasuki.transport.manifest import Entry, place
-from tasuki.transport.plan import Piece, whole
+from tasuki.transport.plan import Piece, held_slice
 from tasuki.transport.shared_base import SharedBase, WritableBase, find_base
 from tasuki.wire.errors import BadHandle, UnsupportedModel
 
@@ -38,13 +36,13 @@ _FILLING = frozenset({"fill_", "kaiming_uniform_", "normal_", "trunc_normal_", "
 class EngineBase:
     """The base that one engine rank shares. `base` is None until its model has been loaded."""
 
-    def __init__(self, config: NodeConfig, *, device: torch.device) -> None:
-        """Raises InvalidArgument for a mixture of experts."""
+    def __init__(self, config: NodeConfig, *, rank: int, device: torch.device) -> None:
+        """Raises as check_shared_base."""
         self.base: SharedBase | None = None
-        self._device = device
-        self._own_path = base_socket_path(config.state_dir, "rollout")
-        self._trainer_path = base_socket_path(config.state_dir, "trainer")
-        self._layout = _checkpoint_layout(config.model.path, getattr(torch, config.rollout.dtype))
+        self._device, self._rank, self._num_ranks = device, rank, config.rollout.tp_size
+        self._own_path = base_socket_path(config.state_dir, "rollout", rank)
+        self._trainer_path = base_socket_path(config.state_dir, "trainer", rank)
+        self._layout = _checkpoint_layout(config)
 
     def install(self) -> None:
         """From now on SGLang loads its model into the base."""
@@ -59,7 +57,7 @@ class EngineBase:
             writable = WritableBase(entries, device=self._device)
             _bind(parameters, writable.tensors())
             _load(model, weights, device=self._device)
-            base = writable.publish(self._checkpoint_entries(model, entries))
+            base = writable.publish(self._checkpoint_entries(model, entries), rank=self._rank, num_ranks=self._num_ranks)
             _bind(parameters, base.tensors_at(entries))
             writable.close()
         else:
@@ -74,24 +72,25 @@ class EngineBase:
         return _BaseLoader(load_config, self)
 
     def _checkpoint_entries(self, model: torch.nn.Module, entries: Sequence[Entry]) -> list[Entry]:
-        """Where the checkpoint's tensors are, by SGLang's own loader. Raises UnsupportedModel for one that is not in one run of rows."""
+        """Where the checkpoint's tensors are, by SGLang's own loader. Raises UnsupportedModel for one whose slice is not in one piece."""
         plan = record_plan(cast(EngineModel, model), _Published(self._layout))
         parameters, starts = Parameters(cast(EngineModel, model)), {entry.name: entry.arena_offset for entry in entries}
-        pieces: defaultdict[str, list[Piece]] = defaultdict(list)
+        # A tensor may go to several parameters: Gemma 3's embedding, whole, and a rank's rows of it to the head.
+        pieces: defaultdict[str, defaultdict[str, list[Piece]]] = defaultdict(lambda: defaultdict(list))
         for piece in plan.pieces:
-            pieces[piece.name].append(piece)
+            pieces[piece.name][piece.parameter].append(piece)
         found: list[Entry] = []
         for name, (shape, _) in self._layout.items():
-            run = _run_of(pieces[name], num_elements=math.prod(shape))
-            if run is None:
+            held = ((parameter, held_slice(written, shape)) for parameter, written in pieces[name].items())
+            parameter, slice_ = next((one for one in held if one[1] is not None), ("", None))
+            if slice_ is None:
                 raise UnsupportedModel(
                     f"trainer.lora.share_base: the engine does not hold {name} as the checkpoint does; leave it out",
                     tensor=name,
                 )
-            parameter, start = run
             dtype = parameters.dtype(parameter)
-            offset = starts[parameter] + start * dtype.itemsize
-            found.append(Entry(name, str(dtype).removeprefix("torch."), shape, (0,) * len(shape), shape, offset))
+            offset = starts[parameter] + slice_.start * dtype.itemsize
+            found.append(Entry(name, str(dtype).removeprefix("torch."), shape, slice_.offsets, slice_.sizes, offset))
         return found
 
 
@@ -161,21 +160,11 @@ class _Published:
         )
 
 
-def _checkpoint_layout(path: Path, dtype: torch.dtype) -> Layout:
-    config = read_json_object(path / "config.json", field="model.path")
-    shape = read_model(config).shape
-    check_shared_base(shape)
-    names = find_family(shape.architecture).checkpoint
+def _checkpoint_layout(config: NodeConfig) -> Layout:
+    shape = read_model(read_json_object(config.model.path / "config.json", field="model.path")).shape
+    check_shared_base(shape, num_ranks=config.rollout.tp_size)
+    names, dtype = find_family(shape.architecture).checkpoint, getattr(torch, config.rollout.dtype)
     return {names.tensor(name): (sizes, dtype) for name, sizes in shape.parameters().items()}
-
-
-def _run_of(pieces: Sequence[Piece], *, num_elements: int) -> tuple[str, int] | None:
-    """The parameter, and the element of it, from which on a tensor lies whole and in its own order; None when it does not."""
-    places = {(piece.parameter, piece.destination.offset - piece.source.offset) for piece in pieces}
-    is_run = all(whole(at.shape, offset=at.offset) == at for piece in pieces for at in (piece.source, piece.destination))
-    if len(places) != 1 or not is_run or sum(piece.source.numel for piece in pieces) != num_elements:
-        return None
-    return places.pop()
 
 
 def _whole_entry(name: str, parameter: torch.Tensor) -> Entry:

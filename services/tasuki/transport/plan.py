@@ -63,6 +63,15 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
+class HeldSlice:
+    """A slice of a checkpoint tensor, row-major from element `start` of a parameter on."""
+
+    start: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Constant:
     """A constant slice of a parameter, such as the padding rows of a vocabulary."""
 
@@ -87,6 +96,22 @@ class CopyPlan:
     constants: tuple[Constant, ...]
     fallback_names: tuple[str, ...]
     fallback_writes: tuple[FallbackWrite, ...]
+
+
+def held_slice(pieces: Sequence[Piece], shape: Sequence[int]) -> HeldSlice | None:
+    """What these pieces of one tensor are together in one parameter; None when they are not one slice of it, or lie apart."""
+    first, strides, rows = pieces[0], whole(shape).strides, 0
+    width = first.source.shape[1:]
+    for piece in pieces:
+        num_rows = piece.source.shape[0]
+        source = Slice(first.source.offset + rows * strides[0], (num_rows, *width), strides)
+        if piece.source != source:
+            return None
+        if piece.destination != whole(source.shape, offset=first.destination.offset + rows * math.prod(width)):
+            return None
+        rows += num_rows
+    offsets = tuple(first.source.offset // stride % size for stride, size in zip(strides, shape, strict=True))
+    return HeldSlice(first.destination.offset, offsets, (rows, *width))
 
 
 def check_coverage(plan: CopyPlan, parameter_numels: Mapping[str, int]) -> None:

@@ -1,4 +1,4 @@
-"""The model below adapters, in one copy that trainer and engine read: chunks that both map read-only.
+"""The model below adapters, or one rank's part of it, in one copy that trainer and engine read: chunks that both map read-only.
 
 Nobody owns it: whoever has mapped it hands its descriptors on, so it lives for as long as one of the two does.
 """
@@ -17,7 +17,7 @@ from tasuki.memory.tags import MemoryTag
 from tasuki.transport.chunk_memory import ExportedChunks, ImportedChunks, new_arena, tensors_at
 from tasuki.transport.device import device_uuid
 from tasuki.transport.fd_socket import FdServer, fetch
-from tasuki.transport.manifest import Entry, Manifest, check, check_complete, from_proto, place, to_proto
+from tasuki.transport.manifest import Entry, Manifest, check, from_proto, place, to_proto
 from tasuki.v1 import weights_pb2
 from tasuki.wire.errors import BadHandle
 
@@ -80,8 +80,8 @@ class WritableBase:
         view = self._arena.view(self._address, self._num_bytes) if self._device.type == "cpu" else None
         return tensors_at(self._address, self.entries, self._num_bytes, device=self._device, view=view)
 
-    def publish(self, entries: Sequence[Entry]) -> SharedBase:
-        """The same bytes, read-only, once all that was written has arrived. entries: what readers find in them."""
+    def publish(self, entries: Sequence[Entry], *, rank: int, num_ranks: int) -> SharedBase:
+        """The same bytes, read-only, once all that was written has arrived. entries: what readers find in them, of this rank."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         exported = ExportedChunks()
@@ -91,9 +91,14 @@ class WritableBase:
             sizes = tuple(exported.sizes)
             uuid = device_uuid(self._device) if self._device.type == "cuda" else ""
             manifest = Manifest(
-                rank=0, num_ranks=1, arena_bytes=sum(sizes), entries=tuple(entries), device_uuid=uuid, chunk_bytes=sizes
+                rank=rank,
+                num_ranks=num_ranks,
+                arena_bytes=sum(sizes),
+                entries=tuple(entries),
+                device_uuid=uuid,
+                chunk_bytes=sizes,
             )
-            _check(manifest)
+            check(manifest, alignment=_ALIGNMENT)
             return SharedBase(manifest, [os.dup(fd) for fd in exported.fds], device=self._device)
         finally:
             exported.close()
@@ -112,7 +117,7 @@ def find_base(path: Path, *, device: torch.device) -> SharedBase | None:
         return None
     try:
         manifest = from_proto(weights_pb2.WeightManifest.FromString(message), alignment=_ALIGNMENT)
-        _check(manifest)
+        check(manifest, alignment=_ALIGNMENT)
         if len(fds) != len(manifest.chunk_bytes) or bool(manifest.device_uuid) != (device.type == "cuda"):
             raise BadHandle(f"{path} handed out {len(fds)} descriptors that are no base for {device}", socket=path)
     except (DecodeError, BadHandle) as error:
@@ -129,11 +134,6 @@ def await_base(path: Path, *, device: torch.device, timeout_s: float) -> SharedB
             raise BadHandle(f"trainer.lora.share_base: the engine has loaded no model within {timeout_s:g} s", socket=path)
         time.sleep(_POLL_S)
     return base
-
-
-def _check(manifest: Manifest) -> None:
-    check(manifest, alignment=_ALIGNMENT)
-    check_complete([manifest])
 
 
 def _close(fds: Sequence[int]) -> None:

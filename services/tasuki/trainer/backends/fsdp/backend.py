@@ -95,7 +95,7 @@ class FsdpBackend:
         self.memory.pin_in_background(self._layout)
         self._export: WeightExport | None = None
         self._reference: Policy | None = None
-        self._base = map_base(node, device=self.device)
+        self._base = map_base(node, rank=mesh.get_local_rank(), device=self.device)
         if self._base is not None:
             self._to_close.callback(self._base.close)
         source = replace(self._source(node.model.path, lora=config.lora), base=self._base)

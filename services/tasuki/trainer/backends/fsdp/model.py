@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -15,6 +15,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from tasuki.config.trainer_schema import LoraConfig
@@ -34,7 +35,7 @@ from tasuki.trainer.backends.fsdp.rotary import fuse_rotation
 from tasuki.trainer.backends.fsdp.routing import EXPERTS, replace_routers
 from tasuki.trainer.backends.fsdp.sequence_parallel import SequenceGroup
 from tasuki.trainer.backends.fsdp.shards import head_shards, load_shards, local_shards, tensor_files
-from tasuki.trainer.backends.fsdp.shared_base import views_in
+from tasuki.trainer.backends.fsdp.shared_base import engine_placement, views_in
 from tasuki.trainer.data.micro_batch import TokenBatch
 from tasuki.transport.shared_base import SharedBase
 from tasuki.wire.errors import InvalidArgument, PathNotFound, UnsupportedModel
@@ -212,7 +213,8 @@ def _on_meta(source: NetworkSource) -> PreTrainedModel:
 
 def _materialize(network: Policy | Critic, source: NetworkSource, *, region: AbstractContextManager[None]) -> None:
     """Shards a network on the meta device and allocates its shards; initializes adapters."""
-    _shard(network, mesh=source.mesh, compute_dtype=source.compute_dtype)
+    placement = engine_placement(network.causal_lm) if source.base is not None and source.mesh.size() > 1 else None
+    _shard(network, mesh=source.mesh, compute_dtype=source.compute_dtype, placement=placement)
     device = mesh_device(source.mesh)
     make = partial(torch.empty_like, device=device)
     if source.base is not None:
@@ -232,16 +234,23 @@ def reshard(network: Policy | Critic) -> None:
         module.reshard()
 
 
-def _shard(network: Policy | Critic, *, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
+def _shard(
+    network: Policy | Critic,
+    *,
+    mesh: DeviceMesh,
+    compute_dtype: torch.dtype,
+    placement: Callable[[nn.Parameter], Shard | None] | None,
+) -> None:
     """Creates the FSDP2 groups: each layer, embedding, last norm and LM head, and the root with the rest.
 
-    A tied embedding is used at both ends of a pass, so it belongs to the root, which stays gathered in between.
+    A tied embedding is used at both ends of a pass, so it belongs to the root, which stays gathered in between. placement: of layers'
+    parameters; None shards all by rows.
     """
     # Inputs keep their dtypes: otherwise FSDP2 would round the temperatures in the batch to bfloat16.
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     decoder, head = network.causal_lm.model, network.causal_lm.lm_head
     for layer in decoder.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=precision)
+        fully_shard(layer, mesh=mesh, mp_policy=precision, shard_placement_fn=placement)
     # Not in the root's group, which is gathered first: the last weights in memory are the last that a forward pass needs.
     fully_shard(decoder.norm, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
     is_policy = isinstance(head, LmHead)
