@@ -22,7 +22,7 @@ _FIRST = {
         "integration/test_grpcurl",
     ],
     "demo": ["e2e/test_demo"],
-    "roomy": ["e2e/test_ppo", "e2e/test_residency", "e2e/test_secrets"],
+    "roomy": ["e2e/test_engine_metrics", "e2e/test_ppo", "e2e/test_residency", "e2e/test_secrets"],
     "pool": ["e2e/test_pool"],
     "ranks": [
         "integration/test_trainer_exactness",

@@ -1,9 +1,9 @@
 """What it costs a run to be watched: loops with everything on beside the same loop with everything off, by turns.
 
 A watched loop has its metrics scraped, dumps samples, feeds a tracker and has a dashboard with an open page. A traced one also sends
-spans to a receiver. Each side has a node, and a run on it that waits while it is another's turn. All make the same steps. CPU seconds are
-those of all processes of the node, of the run and of the dashboard. On a CPU it is the demo; on a GPU a model of 0.36 billion
-parameters, at random, on the demo's task.
+spans to a receiver. The side "engine" only has its metrics scraped, with SGLang's own. Each side has a node, and a run on it that waits
+while it is another's turn. All make the same steps. CPU seconds are those of all processes of the node, of the run and of the dashboard.
+On a CPU it is the demo; on a GPU a model of 0.36 billion parameters, at random, on the demo's task.
 
 Usage: python -m tests.bench.overhead --out runs/bench [--sides watched,traced] [--rounds 24] [--steps 8] [--limit-s 450]
   [--without tracker,samples]
@@ -40,7 +40,9 @@ DEMO = REPOSITORY / "client" / "examples" / "demo"
 SCRAPE_S, PAGE_S = 5.0, 2.0
 PAGE_PARTS = ("node", "run", "curves", "changeovers")
 WATCHED = ("metrics", "samples", "tracker", "dashboard")
-SIDES = {"watched": WATCHED, "traced": (*WATCHED, "tracing")}
+SIDES = {"watched": WATCHED, "traced": (*WATCHED, "tracing"), "engine": ("metrics", "engine")}
+_DEFAULT_SIDES = ("watched", "traced")
+PARTS = (*SIDES["traced"], "engine")
 _WARM_STEPS = 3
 _ENDLESS = 1_000_000
 # Weights stay as they are, so that all steps are alike.
@@ -182,6 +184,8 @@ def watch_of(folder: Path, name: str, parts: Sequence[str]) -> Iterator[Watch]:
         metrics = f"127.0.0.1:{free_port()}"
         if "metrics" in parts:
             overrides.append(f"metrics.listen={metrics}")
+        if "engine" in parts:
+            overrides.append("metrics.engine=true")
         yield Watch(make_side(folder / name, folder / "task", overrides), metrics, parts, receiver)
 
 
@@ -254,17 +258,17 @@ def report(rounds: Sequence[Mapping[str, Turn]]) -> dict[str, object]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/bench"))
-    parser.add_argument("--sides", default=",".join(SIDES), help="to compare with nothing on")
+    parser.add_argument("--sides", default=",".join(_DEFAULT_SIDES), help="to compare with nothing on")
     parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--steps", type=int, default=8, help="of a turn")
     parser.add_argument("--limit-s", type=float, default=450.0, help="no round is begun that would end later")
-    parser.add_argument("--without", default="", help=f"parts to leave off, of {', '.join(SIDES['traced'])}")
+    parser.add_argument("--without", default="", help=f"parts to leave off, of {', '.join(PARTS)}")
     arguments = parser.parse_args()
     names, left_off = arguments.sides.split(","), [part for part in arguments.without.split(",") if part]
     if not set(names) <= set(SIDES):
         parser.error(f"--sides: give some of {', '.join(SIDES)}")
-    if not set(left_off) <= set(SIDES["traced"]):
-        parser.error(f"--without: give some of {', '.join(SIDES['traced'])}")
+    if not set(left_off) <= set(PARTS):
+        parser.error(f"--without: give some of {', '.join(PARTS)}")
     folder = (arguments.out / "overhead").resolve()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

@@ -31,10 +31,12 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def roomy(lab: Path) -> Iterator[RunningNode]:
     """With a critic, and room for everything at once, whatever else the machine does: nothing leaves at a changeover.
 
-    Its services listen on ports with TLS and tokens, its metrics on a plain one.
+    Its services listen on ports with TLS and tokens, its metrics, with SGLang's, on a plain one.
     """
     ports = [f"{place}.listen=127.0.0.1:{free_port()}" for place in (*SERVICES, "metrics")]
     with started_node(
-        tables=_TABLES, residency="", overrides=[*ports, *mtls(lab)[:2], *tokens(lab), f"memory.host_budget_bytes={_ROOM}"]
+        tables=_TABLES,
+        residency="",
+        overrides=[*ports, *mtls(lab)[:2], *tokens(lab), "metrics.engine=true", f"memory.host_budget_bytes={_ROOM}"],
     ) as started:
         yield started

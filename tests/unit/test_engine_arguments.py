@@ -50,6 +50,7 @@ def test_arguments_of_every_kind_are_read_and_written(tmp_path: Path):
         ('attention_backend = "fa3"', "rollout.engine.attention_backend", "rollout.attention_backend"),
         ('load_format = "auto"', "rollout.engine.load_format", "weights are exactly the trainer's"),
         ("enable_memory_saver = false", "rollout.engine.enable_memory_saver", "tasuki sets it"),
+        ("enable_metrics = true", "rollout.engine.enable_metrics", "metrics.engine"),
         ("log_requests = true", "rollout.engine.log_requests", "in logs"),
         ("port = 30000", "rollout.engine.port", "rollout.listen"),
         ("pp_size = 2", "rollout.engine.pp_size", "rollout.tp_size"),

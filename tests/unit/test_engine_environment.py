@@ -13,10 +13,10 @@ from tasuki.trainer.environment import foreign_variables as foreign_to_ranks
     [
         "SGLANG_RETURN_ORIGINAL_LOGPROB", "SGLANG_CACHE_DIR", "SGL_ENABLE_JIT_DEEPGEMM", "NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG",
         "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCHINDUCTOR_MAX_AUTOTUNE", "TRITON_INTERPRET", "ONEDNN_DEFAULT_FPMATH_MODE",
-        "SYNC_TOKEN_IDS_ACROSS_TP", "FLASHINFER_LOGGING",
+        "SYNC_TOKEN_IDS_ACROSS_TP", "FLASHINFER_LOGGING", "PROMETHEUS_MULTIPROC_DIR",
     ],
 )  # fmt: skip
-def test_what_may_change_a_number_is_dropped(name: str) -> None:
+def test_what_may_change_a_number_or_where_metrics_go_is_dropped(name: str) -> None:
     assert foreign_variables([name, "HOME"]) == [name]
 
 

@@ -10,10 +10,11 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from tasuki.config.places import training_output_path
-from tasuki.coordinator.node_metrics import _joined, _labelled, _parsed
+from tasuki.coordinator.node_metrics import _labelled, _parsed
 from tasuki.coordinator.run_figures import last_steps, run_families
 from tasuki.rpc import gpu_seconds
 from tasuki.rpc.gpu_seconds import GpuSeconds
+from tasuki.rpc.metrics import joined
 
 NAN = float("nan")
 
@@ -87,9 +88,9 @@ def test_gpu_time_counts_while_work_goes_on_and_once_for_calls_that_overlap(monk
 def test_families_of_services_are_joined_under_one_name_and_told_apart_by_a_label():
     text = b'# HELP a_total Some.\n# TYPE a_total counter\na_total{x="1"} 2.0\n# TYPE a_created gauge\na_created 1.0\n'
     families = [_labelled(family, service) for service in ("trainer", "rollout") for family in _parsed(text)]
-    (joined,) = _joined(families)
-    assert joined.type == "counter"
-    assert [(sample.name, sample.labels, sample.value) for sample in joined.samples] == [
+    (family,) = joined(families)
+    assert family.type == "counter"
+    assert [(sample.name, sample.labels, sample.value) for sample in family.samples] == [
         ("a_total", {"service": "trainer", "x": "1"}, 2.0),
         ("a_total", {"service": "rollout", "x": "1"}, 2.0),
     ]

@@ -23,6 +23,7 @@ KEYS: Mapping[str, str] = {
     "dtype": "rollout.dtype",
     "enable_fp32_lm_head": "rollout.float32_logits",
     "enable_lora": "rollout.lora",
+    "enable_metrics": "metrics.engine",
     "gpu_id_step": "rollout.devices",
     "lora_target_modules": "trainer.lora.target_modules",
     "max_lora_rank": "trainer.lora.rank",
@@ -73,7 +74,7 @@ _REFUSED: Mapping[str, str] = {
     **dict.fromkeys(
         (
             "custom_sigquit_handler", "custom_weight_loader", "detokenizer_ipc_name", "disable_prefill_cuda_graph",
-            "enable_custom_logit_processor", "enable_memory_saver", "enable_metrics", "enable_metrics_for_all_schedulers",
+            "enable_custom_logit_processor", "enable_memory_saver", "enable_metrics_for_all_schedulers",
             "forward_hooks", "grammar_backend", "incremental_streaming_output", "instance_id", "is_embedding",
             "json_model_override_args", "lora_backend", "lora_paths", "max_loras_per_batch", "metrics_ipc_name", "rpc_ipc_name",
             "sampling_defaults", "scheduler_input_ipc_name", "skip_tokenizer_init", "sleep_on_idle", "stat_loggers",

@@ -64,6 +64,18 @@ def restart_request_path(state_dir: Path, service: str) -> Path:
     return socket_dir(state_dir) / f"restart-{service}"
 
 
+def engine_dir(state_dir: Path) -> Path:
+    """Folder of the engine's own sockets and files, which rollout empties when it starts and removes when it ends."""
+    return socket_dir(state_dir) / "tmp"
+
+
+def engine_metrics_dir(state_dir: Path) -> Path:
+    """Folder of the engine's own metrics, created if missing."""
+    place = engine_dir(state_dir) / "metrics"
+    place.mkdir(mode=0o700, exist_ok=True)
+    return place
+
+
 def instance_path(state_dir: Path) -> Path:
     """Id of this start of the node, stored with the node's sockets."""
     return socket_dir(state_dir) / "instance"

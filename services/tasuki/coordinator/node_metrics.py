@@ -35,6 +35,7 @@ from tasuki.rpc.metric_names import (
     SERVICE_UP,
     STAGE_SECONDS,
 )
+from tasuki.rpc.metrics import joined
 from tasuki.wire.errors import TasukiError
 
 _STAGE_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
@@ -95,9 +96,9 @@ class NodeMetrics:
         families = [_labelled(family, "coordinator") for family in self._registry.collect()]
         families += [_labelled(family, service) for service, text in answers.items() for family in _parsed(text)]
         families += [*self._state_families(answers), *self._memory_families(), *run_families(steps)]
-        joined = CollectorRegistry()
-        joined.register(_Families(_joined(families)))
-        return generate_latest(joined)
+        registry = CollectorRegistry()
+        registry.register(_Families(joined(families)))
+        return generate_latest(registry)
 
     def _count(self, event: StageEvent) -> None:
         if event.stage is not None and event.status is not Status.STARTED:
@@ -178,14 +179,3 @@ def _labelled(family: Metric, service: str) -> Metric:
         if not sample.name.endswith("_created"):
             labelled.add_sample(sample.name, {"service": service, **sample.labels}, sample.value)
     return labelled
-
-
-def _joined(families: Iterable[Metric]) -> list[Metric]:
-    """One of each name, with the samples of all."""
-    joined: dict[str, Metric] = {}
-    for family in families:
-        if family.samples:
-            joined.setdefault(family.name, Metric(family.name, family.documentation, family.type)).samples.extend(
-                family.samples
-            )
-    return list(joined.values())

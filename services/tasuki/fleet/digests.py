@@ -22,7 +22,7 @@ _PER_NODE = {
     "coordinator": ("listen",),
     "trainer": ("listen", "devices"),
     "rollout": ("listen", "devices"),
-    "metrics": ("listen",),
+    "metrics": ("listen", "engine"),
     "fleet": ("node_rank", "interface"),
 }
 """Keys that may differ between nodes, like every path, [security], [paths], [track] and failpoints."""

@@ -49,8 +49,7 @@ def main() -> int:
 
 def _serve(config: NodeConfig, deadline: StartupDeadline) -> int:
     model = read_model(config)
-    socket_dir = places.socket_dir(config.state_dir)
-    temp_dir = socket_dir / "tmp"
+    temp_dir = places.engine_dir(config.state_dir)
     with StateLock.take(config.state_dir, name="rollout") as lock:
         shutil.rmtree(temp_dir, ignore_errors=True)  # left by a killed service
         temp_dir.mkdir(mode=0o700)

@@ -50,6 +50,7 @@ def engine_arguments(config: NodeConfig, model: ModelFacts) -> dict[str, Any]:
         # An idle scheduler would otherwise busy-wait on a whole core.
         "sleep_on_idle": True,
         "grammar_backend": "none",
+        "enable_metrics": config.metrics.engine,
         "log_level": "warning",
     }
     arguments |= _chosen(rollout)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 
+from tasuki.config import places
 from tasuki.config.schema import NodeConfig
 from tasuki.rollout.model import ModelFacts
 from tasuki.wire.errors import UnsupportedModel
@@ -20,6 +21,8 @@ _OTHERS = frozenset(
     {
         "ATEN_CPU_CAPABILITY", "CK_MOE", "DISABLE_ADDMM_CUDA_LT", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "NVIDIA_TF32_OVERRIDE",
         "SYNC_TOKEN_IDS_ACROSS_TP", "TIMM_FUSED_ATTN", "USE_TRITON_W8A8_FP8_KERNEL",
+        # All metrics, ours too, would go to files of another program.
+        "PROMETHEUS_MULTIPROC_DIR", "prometheus_multiproc_dir",
     }
 )  # fmt: skip
 # Locations of files, logging, memory allocation and transports: they do not affect results.
@@ -64,6 +67,8 @@ def engine_environment(config: NodeConfig, model: ModelFacts, *, temp_dir: Path)
         # Avoids importing two hundred models, which takes seconds, to use one.
         "SGLANG_DISABLED_MODEL_ARCHS": ",".join(_other_models(model.architecture)),
     }
+    if config.metrics.engine:
+        everywhere["PROMETHEUS_MULTIPROC_DIR"] = str(places.engine_metrics_dir(config.state_dir))
     if config.device == "cuda":
         return everywhere
     rollout = config.rollout

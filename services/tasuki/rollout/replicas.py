@@ -18,13 +18,17 @@ Launch = tuple[ServerArgs, PortArgs]
 
 def launches_of(server_args: ServerArgs, port_args: PortArgs, *, num_replicas: int) -> list[Launch]:
     """The first replica uses SGLang's own sockets; the others have their own sockets and seed, and answer to the same front."""
-    launches = [(server_args, port_args)]
+    launches = [(copy(server_args), port_args)]
     for replica in range(1, num_replicas):
         same = {name: getattr(port_args, name) for name in ("tokenizer_ipc_name", "detokenizer_ipc_name", "instance_id")}
         arguments = copy(server_args)
         # Otherwise replicas would draw the same samples of a prompt.
         arguments.random_seed = (server_args.random_seed or 0) + replica
         launches.append((arguments, replace(PortArgs.init_new(server_args), **same)))
+    if num_replicas > 1:
+        for replica, (arguments, _) in enumerate(launches):
+            # SGLang's own label of a replica. Without it the metrics of all would be taken for one's.
+            arguments.extra_metric_labels = {"dp_rank": str(replica)}
     return launches
 
 

@@ -14,6 +14,7 @@ from tasuki.config.schema import NodeConfig
 from tasuki.memory.room_request import RoomRequest
 from tasuki.memory.stages import Service
 from tasuki.rollout.engine import start_engine
+from tasuki.rollout.engine_metrics import EngineMetrics, keep_metrics_in_memory
 from tasuki.rollout.memory_servicer import RolloutMemoryServicer
 from tasuki.rollout.metrics import EngineLoad, GenerationMetrics
 from tasuki.rollout.model import ModelFacts
@@ -43,6 +44,8 @@ _log = logging.getLogger(__name__)
 
 def serve(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, deadline: StartupDeadline) -> int:
     """Serves until told to stop (exit code 0) or until an engine rank dies (1)."""
+    if config.metrics.engine:
+        keep_metrics_in_memory()
     return uvloop.run(_serve(config, model, ranks, deadline))
 
 
@@ -90,6 +93,8 @@ async def _serve(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, de
             policy_version=lambda: rollout.policy_version,
         )
         server.metrics.refresh = load.refresh
+        if config.metrics.engine:
+            EngineMetrics(server.registry, places.engine_metrics_dir(config.state_dir))
         await rollout.fall_asleep(timeout_s=config.rollout.start_timeout_s)
         ranks.watch(shutdown.on_death)
         await server.start()

@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily
+from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from tasuki.rpc.methods import METHODS, Method
@@ -79,6 +80,16 @@ class MetricsServicer(MetricsServiceServicer):
         if self.refresh is not None:
             await self.refresh()
         return GetMetricsResponse(text=generate_latest(self._registry))
+
+
+def joined(families: Iterable[Metric]) -> list[Metric]:
+    """One of each name, with the samples of all."""
+    by_name: dict[str, Metric] = {}
+    for family in families:
+        if family.samples:
+            whole = by_name.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            whole.samples.extend(family.samples)
+    return list(by_name.values())
 
 
 def _labels(method: Method) -> tuple[str, str, str]:
