@@ -54,7 +54,8 @@ async def _serve(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, de
     tracer = open_tracer(config.telemetry.endpoint, service="rollout", node_rank=config.node_rank)
     server = _make_server(config, tracer)
     room_request = RoomRequest(places.room_request_path(config.state_dir))
-    room_request.make()  # an engine that starts takes its whole cache, whatever the trainer has kept meanwhile
+    if config.rollout.kv_growth:
+        room_request.make()  # an engine that starts takes its whole cache, whatever the trainer has kept meanwhile
     engine = start_engine(config, model, ranks, on_death=shutdown.on_death)
     deadline.finish()
     configure_logging("rollout")  # SGLang has replaced ours
