@@ -27,6 +27,7 @@ from tasuki.client import Client, Phase, SamplingParams, TrainingSample
 from tests.fleet.chaos_fleet import pids
 from tests.fleet.network import Place, can_make_namespaces, places_of
 from tests.fleet.nodes import RealFleet, real_fleet
+from tests.gpu.node_settings import GPU
 from tests.integration.fleet_trainers import logs_of_unconnected
 from tests.models import make_model, save_checkpoint
 
@@ -34,13 +35,6 @@ ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "client" / "examples" / "demo"
 NUM_STEPS, CONNECT_S = 2, 30
 PROMPTS = [[4 + digit, 5, 6, 7, 14] for digit in range(8)]
-GPU = [
-    'device="cuda"',
-    'rollout.attention_backend="triton"',
-    'rollout.sampling_backend="pytorch"',
-    'rollout.dtype="bfloat16"',
-    'trainer.compute_dtype="bfloat16"',
-]
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from tests.conftest import ENVIRONMENT
+from tests.gpu.node_settings import GPU
 
 ROOT = Path(__file__).parents[2]
 RUN_S = 400
@@ -24,13 +25,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
     pytest.mark.timeout(RUN_S + 60),
-]
-GPU = [
-    'device="cuda"',
-    'rollout.attention_backend="triton"',
-    'rollout.sampling_backend="pytorch"',
-    'rollout.dtype="bfloat16"',
-    'trainer.compute_dtype="bfloat16"',
 ]
 GROWING = ["rollout.kv_growth=true", 'rollout.kv_tokens="most"']
 LORA = ["trainer.lora.rank=16", "trainer.lora.alpha=32", "trainer.learning_rate=1.5e-2"]

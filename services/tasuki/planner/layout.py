@@ -161,7 +161,7 @@ class Layout:
     kv_tokens: int | None = None
     """Tokens in a replica's KV cache; by default what `kv_ratio` leaves, which on a GPU is also the maximum."""
     grows_kv: bool = False
-    """Whether the KV cache is mapped as requests need it, and copies to the host continue after OFFLOAD."""
+    """Whether the KV cache is mapped as requests need it, and the trainer's state is copied to the host after OFFLOAD, at need."""
     has_pool: bool = False
     """Whether memory passes from trainer to engine and back without being released and created."""
     context_length: int | None = None

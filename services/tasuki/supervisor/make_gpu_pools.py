@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tasuki.config.gpus import gpu_not_shown, gpus_of, show_gpus
+from tasuki.config.gpus import gpus_of, show_gpus
 from tasuki.config.load import load_config
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.host import host_memory
@@ -22,7 +22,7 @@ from tasuki.memory.stages import Phase
 from tasuki.planner.layout import Part
 from tasuki.planner.node_plan import plan_node
 from tasuki.transport.fd_socket import send_all
-from tasuki.wire.errors import InternalError, OutOfGpuMemory, TasukiError
+from tasuki.wire.errors import OutOfGpuMemory, TasukiError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,10 +53,7 @@ def used_gpus(config: NodeConfig) -> list[int]:
 def _make(config: NodeConfig, gpu: int) -> PoolKeeper:
     """All memory of a GPU but what the driver and NCCL take for each process. Raises OutOfGpuMemory if nothing would be left."""
     device = f"cuda:{gpu}"
-    try:
-        free, total = device_room(device)
-    except InternalError as error:
-        raise gpu_not_shown("trainer", gpu, num_shown=gpu) from error
+    free, total = device_room(device)
     plan = plan_node(config, gpu_bytes=total, host_bytes=host_memory().total_bytes)
     outside = plan.stage(Phase.TRAIN).gpus[gpu].get(Part.CONTEXTS, 0) + plan.layout.overheads.margin
     size = (free - outside) // GPU_CHUNK_BYTES * GPU_CHUNK_BYTES

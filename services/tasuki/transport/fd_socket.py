@@ -111,7 +111,8 @@ def allow_descriptors(num_fds: int) -> None:
 def receive_all(peer: socket.socket, *, name: Path | str, timeout_s: float) -> tuple[bytes, list[int]]:
     """Receives what `send_all` sends; the caller owns the descriptors.
 
-    Raises BadHandle if the peer sends something else or hangs up; OSError, as when it takes too long."""
+    Raises BadHandle if the peer sends something else or hangs up; OSError, as when it takes too long.
+    """
     deadline = time.monotonic() + timeout_s
     fds: list[int] = []
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import cast
 
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from tasuki.memory import arena as native
-from tasuki.memory.allocator import NativeAllocator
+from tasuki.memory.allocator import NativeAllocator, Transfer
 from tasuki.memory.arena import Arena, Keep
 from tasuki.memory.device_usage import device_usage
 from tasuki.memory.tags import DeviceUsage, MemoryTag, TagUsage
@@ -249,17 +249,14 @@ class TrainerMemory:
         if not self._is_asked_to_leave():
             return
         self._has_left = True
-        try:
-            transfers = [self._allocator.pause_async([tag]) for tag in self._yet_to_leave]
-        except TasukiError as error:
-            _log.error("event=leaving_failed reason=%s error=%s", error.reason, error.message)
-            return
+        transfers: list[Transfer] = []
+        for tag in self._yet_to_leave:
+            with _logged():
+                transfers.append(self._allocator.pause_async([tag]))
         self._yet_to_leave = ()
         for transfer in transfers:
-            try:
+            with _logged():
                 transfer.wait()
-            except TasukiError as error:
-                _log.error("event=leaving_failed reason=%s error=%s", error.reason, error.message)
 
     def _is_asked_to_leave(self) -> bool:
         """Waits for a request. False if recalled before. The first time nobody has to ask: an engine's first batch takes memory of its
@@ -328,3 +325,12 @@ class TrainerMemory:
 
     def _mapped_bytes(self) -> int:
         return sum(usage.mapped_bytes for usage in self._allocator.usage())
+
+
+@contextmanager
+def _logged() -> Iterator[None]:
+    """Logs an error of a tag that leaves in the background."""
+    try:
+        yield
+    except TasukiError as error:
+        _log.error("event=leaving_failed reason=%s error=%s", error.reason, error.message)

@@ -1,0 +1,9 @@
+"""Settings of a node on the machines whose GPUs run these tests."""
+
+GPU = [
+    'device="cuda"',
+    'rollout.attention_backend="triton"',
+    'rollout.sampling_backend="pytorch"',
+    'rollout.dtype="bfloat16"',
+    'trainer.compute_dtype="bfloat16"',
+]
