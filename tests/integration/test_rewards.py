@@ -289,7 +289,8 @@ def test_a_function_that_cannot_be_imported_is_refused_at_the_start(folder: Path
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_no_worker_outlives_a_process_that_is_interrupted_or_killed(folder: Path, number: int):
     (folder / "main.py").write_text(
-        "import sys\n"
+        "import signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it
         f"sys.path[:0] = {[str(ROOT / root) for root in ('protos', 'client')]}\n"
         "from pathlib import Path\n"
         "from tasuki.client.rewards import RewardPool\n"

@@ -272,5 +272,6 @@ def test_closing_leaves_no_descriptor_mapping_or_socket(tmp_path: Path) -> None:
     assert footprint() > before
     imported.close()
     trainer.close()
-    assert footprint() == before
+    left = footprint()
+    assert left[0] <= before[0] and left[1] <= before[1]  # what an earlier test's thread held may go meanwhile
     assert list(tmp_path.iterdir()) == []
