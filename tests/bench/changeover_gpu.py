@@ -5,8 +5,9 @@ of 512 samples (64 x 8, 256 + 512 tokens) and a training step, each round goes f
 from the last token of a shorter batch (192 tokens a sample) back to TRAIN. Every other round first waits for the optimizer's kernels, for
 which OptimStep does not ("settled"). Beside the seconds of every stage: the bytes that it moved, what the driver says is taken of the first
 GPU after each of them and what each tag has mapped, what the planner expected, and what `tasuki audit` says at the end. Rounds end early
-where --limit-s is over. --kv may also be "nothing": as "most", with nothing that stays, "growing": as "most", with kv_growth, or "pooled":
-as "growing", with memory.pool. --tiny: a small model on a CPU. Writes changeover_gpu.json and prints a table.
+where --limit-s is over, counted from the start of a node. --kv may also be "nothing": as "most", with nothing that stays, "growing": as
+"most", with kv_growth, or "pooled": as "growing", with memory.pool. --tiny: a small model on a CPU. Writes changeover_gpu.json after each
+round, and prints a table.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -223,9 +224,12 @@ def memory_by_stage(config: NodeConfig, load: Load) -> dict[str, dict[str, Any]]
     return memory
 
 
-def measure(config: NodeConfig, load: Load, *, num_rounds: int, ends_at: float) -> dict[str, Any]:
+def measure(
+    config: NodeConfig, load: Load, result: dict[str, Any], *, num_rounds: int, ends_at: float, keep: Callable[[], None]
+) -> None:
+    """Fills `result`, and calls `keep` after every round."""
     random = np.random.default_rng(0)
-    result: dict[str, Any] = {"rounds": []}
+    result["rounds"] = []
     with Client(state_dir=config.state_dir, timeout_s=STAGE_LIMIT_S) as client:
         started = time.perf_counter()
         events = client.acquire(Phase.ROLLOUT)
@@ -247,8 +251,9 @@ def measure(config: NodeConfig, load: Load, *, num_rounds: int, ends_at: float) 
             if time.monotonic() > ends_at:
                 break
             result["rounds"].append(round_trip(client, config, load, random, settles=index % 2 == 1))
+            result |= summaries(result["rounds"])
+            keep()
         result |= memory_by_stage(config, load)
-    return result
 
 
 def summary(rounds: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
@@ -262,17 +267,32 @@ def summary(rounds: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
     return {name: {"median": statistics.median(each), "worst": max(each)} for name, each in values.items()}
 
 
-def one(folder: Path, kv: str, load: Load, *, out: Path, num_rounds: int, limit_s: float) -> dict[str, Any]:
-    """Starts a node, measures it and stops it; its logs go to `out`."""
+def summaries(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    settled, others = ([one for one in rounds if one["is_settled"] is is_settled] for is_settled in (True, False))
+    return {"summary": summary(others), "settled": summary(settled)}
+
+
+def one(
+    folder: Path,
+    kv: str,
+    load: Load,
+    result: dict[str, Any],
+    *,
+    out: Path,
+    num_rounds: int,
+    limit_s: float,
+    keep: Callable[[], None],
+) -> None:
+    """Starts a node, measures it into `result` and stops it; its logs go to `out`."""
     ends_at = time.monotonic() + limit_s
     file = folder / f"{kv}.toml"
     file.write_text(load.config(kv))
     config = load_config(file)
     started, told = time.monotonic(), list[str]()
     node = start_node(config, tell=told.append)
-    result: dict[str, Any] = {"started_s": round(time.monotonic() - started, 1), "told": told}
+    result |= {"started_s": round(time.monotonic() - started, 1), "told": told}
     try:
-        result |= measure(config, load, num_rounds=num_rounds, ends_at=ends_at)
+        measure(config, load, result, num_rounds=num_rounds, ends_at=ends_at, keep=keep)
     finally:
         node.stop()
         shutil.copytree(config.state_dir / "logs", out / f"logs-{kv}", dirs_exist_ok=True)
@@ -284,9 +304,7 @@ def one(folder: Path, kv: str, load: Load, *, out: Path, num_rounds: int, limit_
         planned = plan_node(load_config(config.state_dir / "node.toml"), gpu_bytes=smallest_gpu(), host_bytes=2000 * GB)
         result["expected_ms"] = {stage: round(1000 * seconds, 1) for stage, seconds in expected_seconds(planned).items()}
         result["planned_gb"] = {each.stage: round(each.gpu_bytes / GB, 2) for each in planned.stages}
-    settled = [each for each in result["rounds"] if each["is_settled"]]
-    others = [each for each in result["rounds"] if not each["is_settled"]]
-    return result | {"summary": summary(others), "settled": summary(settled)}
+    keep()
 
 
 def smallest_gpu() -> int:
@@ -343,13 +361,26 @@ def main() -> None:
         load = replace(GPU, gpus=arguments.gpus)
     arguments.out.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {"size": "tiny" if arguments.tiny else arguments.size, "gpus": load.gpus}
+
+    def keep() -> None:
+        (arguments.out / "changeover_gpu.json").write_text(json.dumps(results, indent=1) + "\n")
+
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         make_model(arguments.size, folder / "model", is_tiny=arguments.tiny)
         for kv in arguments.kv:
-            results[kv] = one(folder, kv, load, out=arguments.out, num_rounds=arguments.rounds, limit_s=arguments.limit_s)
+            results[kv] = {}
+            one(
+                folder,
+                kv,
+                load,
+                results[kv],
+                out=arguments.out,
+                num_rounds=arguments.rounds,
+                limit_s=arguments.limit_s,
+                keep=keep,
+            )
             print("\n".join(table(kv, results[kv])), flush=True)
-            (arguments.out / "changeover_gpu.json").write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

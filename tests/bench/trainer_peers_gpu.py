@@ -121,7 +121,7 @@ def run_peer(side: str, settings: str, folder: Path, arguments: Namespace) -> di
         for rank in ranks:
             rank.wait(max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
-        return {"error": f"took more than {arguments.run_limit_s} s"}
+        return {"error": f"took more than {arguments.run_limit_s} s: {logs[0].read_text(errors='replace')[-1500:]}"}
     finally:
         for rank in ranks:
             rank.kill()

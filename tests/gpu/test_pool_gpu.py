@@ -6,10 +6,10 @@ Needs `make native`, a CUDA GPU and no network.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -28,6 +28,8 @@ from tests.models import make_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 CHUNK = GPU_CHUNK_BYTES
+_CONTEXTS_BYTES = 2 << 30
+"""What two processes take for contexts, kernels and page tables."""
 
 
 class Peer:
@@ -104,7 +106,7 @@ def test_nearly_all_memory_of_the_gpu_passes_from_one_process_to_the_other(peers
     other("pause")
     one("resume")
     assert one("read") == [5], "memory that is lent is not cleared"
-    assert torch.cuda.mem_get_info()[0] > free - (64 << 20), "nothing was made"
+    assert torch.cuda.mem_get_info()[0] > free - _CONTEXTS_BYTES, "nothing was made"
 
 
 def test_segments_of_torch_are_the_pools_and_go_back_to_it(peers: tuple[Peer, Peer]) -> None:
@@ -122,10 +124,9 @@ def test_chunks_of_a_killed_process_come_back_and_are_lent_again(peers: tuple[Pe
     one("allocate", 4 * CHUNK)
     assert other("usage")["num_free"] <= free - 4
     one.end()
-    for _ in range(200):
-        if other("usage")["num_free"] >= free:
-            break
-        os.sched_yield()
+    ends_at = time.monotonic() + 20
+    while other("usage")["num_free"] < free and time.monotonic() < ends_at:
+        time.sleep(0.05)
     other("allocate", free * CHUNK)
     other("write", 7)
     assert other("read") == [7]

@@ -4,57 +4,84 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tasuki.config.places import training_output_path
-from tasuki.coordinator.node_metrics import _labelled, _parsed
-from tasuki.coordinator.run_figures import last_steps, run_families
+from tasuki.coordinator import run_figures
+from tasuki.coordinator.run_figures import RunFigures
 from tasuki.rpc import gpu_seconds
 from tasuki.rpc.gpu_seconds import GpuSeconds
-from tasuki.rpc.metrics import joined
+from tasuki.rpc.metrics_text import join_texts
 
 NAN = float("nan")
 
 
-def told(steps: list[dict[str, Any]]) -> dict[tuple[str, ...], float]:
-    return {(sample.name, *sample.labels.values()): sample.value for family in run_families(steps) for sample in family.samples}
+def told(figures: RunFigures) -> dict[tuple[str, ...], float]:
+    figures.read()
+    return {(sample.name, *sample.labels.values()): sample.value for family in figures.families() for sample in family.samples}
 
 
-def run_of(folder: Path, *lines: str) -> Path:
-    """A state folder whose run left these lines."""
+def run_of(folder: Path, *lines: str) -> RunFigures:
+    """Figures of a state folder whose run left these lines."""
     (folder / "metrics.jsonl").write_text("".join(lines))
     training_output_path(folder).write_text(f"{folder}\n")
-    return folder
+    return RunFigures(folder)
 
 
-def test_the_last_whole_line_counts(tmp_path: Path):
-    steps = last_steps(run_of(tmp_path, '{"step": 1}\n', '{"step": 2}\n', '{"step": 3'))
-    assert [step["step"] for step in steps] == [1, 2]
+def test_a_torn_line_counts_once_it_is_whole(tmp_path: Path):
+    figures = run_of(tmp_path, '{"step": 1}\n', '{"step": 2}\n', '{"step": 3')
+    assert told(figures) == {("tasuki_run_step",): 2}
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('}\n{"step"')
+    assert told(figures) == {("tasuki_run_step",): 3}
 
 
-def test_only_the_end_of_a_long_file_is_read(tmp_path: Path):
+def test_each_line_is_parsed_once_and_a_new_file_begins_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    parsed: list[bytes] = []
+    monkeypatch.setattr(run_figures, "_step", lambda line: parsed.append(line) or json.loads(line))
+    figures = run_of(tmp_path, '{"step": 1, "eval_score": 0.5}\n', '{"step": 2}\n')
+    assert told(figures) == told(figures) == {("tasuki_run_step",): 2, ("tasuki_run_eval_score",): 0.5}
+    assert len(parsed) == 2
+    (tmp_path / "new").write_text('{"step": 0}\n')
+    (tmp_path / "new").replace(tmp_path / "metrics.jsonl")
+    assert told(figures) == {("tasuki_run_step",): 0}
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_only_the_end_of_many_new_lines_is_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_known: bool):
+    parsed: list[bytes] = []
+    real = run_figures._step
+    monkeypatch.setattr(run_figures, "_step", lambda line: parsed.append(line) or real(line))
+    figures = run_of(tmp_path, '{"step": 0}\n')
+    if is_known:
+        figures.read()
     filler = json.dumps({"step": 1, "metrics": {"x" * 1000: 0.0}}) + "\n"
-    steps = last_steps(run_of(tmp_path, *[filler] * 1000, '{"step": 2}\n'))
-    assert steps[-1]["step"] == 2 and 200 < len(steps) < 300
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(filler * 1000 + '{"step": 2}\n')
+    parsed.clear()
+    assert told(figures)["tasuki_run_step",] == 2 and 200 < len(parsed) < 300
 
 
 @pytest.mark.parametrize("line", ["[]\n", "nonsense\n", '{"step": "no"}\n', "\n"])
 def test_a_line_that_is_no_step_is_left_out(tmp_path: Path, line: str):
-    assert last_steps(run_of(tmp_path, line)) == []
+    assert told(run_of(tmp_path, line)) == {}
 
 
 def test_without_a_run_there_are_no_figures(tmp_path: Path):
-    assert last_steps(tmp_path) == [] and told([]) == {}
+    assert told(RunFigures(tmp_path)) == {}
+    figures = run_of(tmp_path, '{"step": 1}\n')
+    assert told(figures)
     training_output_path(tmp_path).write_text("/nonexistent\n")
-    assert last_steps(tmp_path) == []
+    assert told(figures) == {}
 
 
-def test_an_evaluation_hides_neither_the_last_reward_nor_the_last_score():
+def test_an_evaluation_hides_neither_the_last_reward_nor_the_last_score(tmp_path: Path):
     learned = {"step": 3, "mean_reward": 0.5, "metrics": {"reward/exact": 0.25, "loss": NAN}, "seconds": {"generate": 2.0}}
-    found = told([{"step": 2, "eval_score": 0.75, "metrics": {}}, learned, {"step": 4, "metrics": {}}])
+    steps = [{"step": 2, "eval_score": 0.75, "metrics": {}}, learned, {"step": 4, "metrics": {}}]
+    found = told(run_of(tmp_path, *(json.dumps(step) + "\n" for step in steps)))
     assert found == {
         ("tasuki_run_step",): 4,
         ("tasuki_run_reward", "mean"): 0.5,
@@ -85,12 +112,31 @@ def test_gpu_time_counts_while_work_goes_on_and_once_for_calls_that_overlap(monk
     assert seconds() == 16.0
 
 
-def test_families_of_services_are_joined_under_one_name_and_told_apart_by_a_label():
-    text = b'# HELP a_total Some.\n# TYPE a_total counter\na_total{x="1"} 2.0\n# TYPE a_created gauge\na_created 1.0\n'
-    families = [_labelled(family, service) for service in ("trainer", "rollout") for family in _parsed(text)]
-    (family,) = joined(families)
-    assert family.type == "counter"
-    assert [(sample.name, sample.labels, sample.value) for sample in family.samples] == [
-        ("a_total", {"service": "trainer", "x": "1"}, 2.0),
-        ("a_total", {"service": "rollout", "x": "1"}, 2.0),
+def test_texts_of_services_are_joined_under_one_name_and_told_apart_by_a_label():
+    def text(*, value: float) -> str:
+        registry = CollectorRegistry()
+        Counter("a", "Some {a} \n text.", ("x_service",), registry=registry).labels('"}\\ \n{').inc(value)
+        Counter("empty", "None yet.", ("x",), registry=registry)
+        Gauge("plain", "One.", registry=registry).set(value)
+        Gauge("own", "Has the label.", ("service",), registry=registry).labels("mine").set(value)
+        Histogram("h", "Some.", registry=registry).observe(value)
+        return generate_latest(registry).decode()
+
+    whole = join_texts([(text(value=2.0), "trainer"), (text(value=3.0), None), (text(value=4.0), "rollout")])
+    families = {family.name: family for family in text_string_to_metric_families(whole)}
+    assert {name: family.type for name, family in families.items()} == {
+        "a": "counter",
+        "plain": "gauge",
+        "own": "gauge",
+        "h": "histogram",
+    }
+    assert [(sample.name, sample.labels, sample.value) for sample in families["a"].samples] == [
+        ("a_total", {"service": "trainer", "x_service": '"}\\ \n{'}, 2.0),
+        ("a_total", {"x_service": '"}\\ \n{'}, 3.0),
+        ("a_total", {"service": "rollout", "x_service": '"}\\ \n{'}, 4.0),
     ]
+    assert [sample.labels for sample in families["plain"].samples] == [{"service": "trainer"}, {}, {"service": "rollout"}]
+    assert {sample.labels["service"] for sample in families["own"].samples} == {"mine"}
+    counts = [sample.labels.get("service") for sample in families["h"].samples if sample.name == "h_count"]
+    assert counts == ["trainer", None, "rollout"]
+    assert families["a"].documentation == "Some {a} \n text."

@@ -21,6 +21,8 @@ from tasuki.wire.errors import InvalidArgument, PathNotFound
 TRACK = "track"
 """Folder of the trackers' files in a run's folder."""
 _POLL_S = 0.5
+_SAVE_EVERY_S = 10.0
+"""A tracker that is killed receives the steps of this interval again."""
 _NICE = 10
 """Lower priority than the services, which may need the processors."""
 LEFT_ALONE_S = 60.0
@@ -33,6 +35,8 @@ class _Progress:
 
     path: Path
     last_step: int = -1
+    _saved_step: int = -1
+    _saved_at: float = 0.0
 
     @classmethod
     def of(cls, output_dir: Path, name: TrackerName) -> _Progress:
@@ -40,13 +44,21 @@ class _Progress:
         if not path.exists():
             return cls(path)
         try:
-            return cls(path, int(json.loads(path.read_text())["last_step"]))
+            step = int(json.loads(path.read_text())["last_step"])
+            return cls(path, step, step)
         except (ValueError, TypeError, KeyError) as error:
             raise InvalidArgument("run", f"{path} is damaged: {error}; remove it to send all steps again") from error
 
     def advance(self, step: int) -> None:
+        """Saved occasionally: each write to disk would delay the node's journal."""
         self.last_step = step
-        write_durably(self.path, json.dumps({"last_step": step}) + "\n")
+        if time.monotonic() - self._saved_at > _SAVE_EVERY_S:
+            self.save()
+
+    def save(self) -> None:
+        if self._saved_step != self.last_step:
+            write_durably(self.path, json.dumps({"last_step": self.last_step}) + "\n")
+            self._saved_step, self._saved_at = self.last_step, time.monotonic()
 
 
 def run(output_dir: Path, *, to: TrackerName, track: TrackConfig, follows: bool = False, pipe_fd: int | None = None) -> int:
@@ -72,6 +84,7 @@ def run(output_dir: Path, *, to: TrackerName, track: TrackConfig, follows: bool 
             if pipe_fd is None:
                 time.sleep(_POLL_S)
     finally:
+        progress.save()
         tracker.close()
     sys.stderr.write(f"{num_sent} steps to {to}, up to step {progress.last_step}: {output_dir / TRACK / to}\n")
     return 0

@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.metrics_core import Metric
-from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from tasuki.config.gpus import gpus_of
@@ -21,7 +19,7 @@ from tasuki.coordinator.phases import phase_of
 from tasuki.coordinator.planned_memory import PlannedMemory
 from tasuki.coordinator.planning import Planning
 from tasuki.coordinator.records import StageEvent, Status
-from tasuki.coordinator.run_figures import last_steps, run_families
+from tasuki.coordinator.run_figures import RunFigures
 from tasuki.memory.stages import Phase, Service
 from tasuki.memory.tags import ServiceUsage
 from tasuki.rpc.metric_names import (
@@ -35,7 +33,7 @@ from tasuki.rpc.metric_names import (
     SERVICE_UP,
     STAGE_SECONDS,
 )
-from tasuki.rpc.metrics import joined
+from tasuki.rpc.metrics_text import join_texts
 from tasuki.wire.errors import TasukiError
 
 _STAGE_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
@@ -67,6 +65,7 @@ class NodeMetrics:
         self._num_gpus = len({*gpus.trainer, *gpus.rollout})
         self._stages: Histogram = STAGE_SECONDS.histogram(registry, buckets=_STAGE_BUCKETS_S)
         self._changeovers, self._gpu_seconds = CHANGEOVERS.counter(registry), GPU_SECONDS.counter(registry)
+        self._run = RunFigures(config.state_dir)
         self._usages: dict[Service, ServiceUsage] = {}
         self._turn = asyncio.Lock()
         self._made: tuple[float, bytes] = (float("-inf"), b"")
@@ -86,19 +85,17 @@ class NodeMetrics:
             return self._made[1]
 
     async def _make(self) -> bytes:
-        texts, steps, *_ = await asyncio.gather(
-            asyncio.gather(*map(self._of_service, Service)), self._steps(), self._plan(), *map(self._measure, Service)
+        texts, *_ = await asyncio.gather(
+            asyncio.gather(*map(self._of_service, Service)), self._read_run(), self._plan(), *map(self._measure, Service)
         )
         answers: dict[Service, bytes | None] = dict(zip(Service, texts, strict=True))
         for service, text in answers.items():
             if text is None:
                 self._usages.pop(service, None)
-        families = [_labelled(family, "coordinator") for family in self._registry.collect()]
-        families += [_labelled(family, service) for service, text in answers.items() for family in _parsed(text)]
-        families += [*self._state_families(answers), *self._memory_families(), *run_families(steps)]
-        registry = CollectorRegistry()
-        registry.register(_Families(joined(families)))
-        return generate_latest(registry)
+        own = CollectorRegistry()
+        own.register(_Families([*self._state_families(answers), *self._memory_families(), *self._run.families()]))
+        texts_of = {"coordinator": generate_latest(self._registry), **answers, None: generate_latest(own)}
+        return join_texts((text.decode(), service) for service, text in texts_of.items() if text is not None).encode()
 
     def _count(self, event: StageEvent) -> None:
         if event.stage is not None and event.status is not Status.STARTED:
@@ -124,12 +121,11 @@ class NodeMetrics:
         with suppress(TasukiError):
             await self._planned.read()
 
-    async def _steps(self) -> list[Mapping[str, Any]]:
-        """None where the disk does not answer."""
+    async def _read_run(self) -> None:
+        """Leaves the figures as they are where the disk does not answer."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_READ_TIMEOUT_S):
-                return await asyncio.to_thread(last_steps, self._config.state_dir)
-        return []
+                await asyncio.to_thread(self._run.read)
 
     def _state_families(self, answers: Mapping[Service, bytes | None]) -> Iterable[Metric]:
         up, phase, gpus = SERVICE_UP.gauges(), PHASE.gauges(), GPUS.gauges()
@@ -166,16 +162,3 @@ class _Families(Collector):
 
     def collect(self) -> Iterable[Metric]:
         return self._families
-
-
-def _parsed(text: bytes | None) -> list[Metric]:
-    return [] if text is None else list(text_string_to_metric_families(text.decode()))
-
-
-def _labelled(family: Metric, service: str) -> Metric:
-    """With the label `service` on every sample, without the times at which its counters were made."""
-    labelled = Metric(family.name, family.documentation, family.type)
-    for sample in family.samples:
-        if not sample.name.endswith("_created"):
-            labelled.add_sample(sample.name, {"service": service, **sample.labels}, sample.value)
-    return labelled

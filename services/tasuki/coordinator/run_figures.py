@@ -1,13 +1,14 @@
-"""The last step of the run that trains on the node, from its metrics.jsonl."""
+"""Metrics of the run that trains on the node, from the end of its metrics.jsonl."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from prometheus_client.core import GaugeMetricFamily
 
@@ -17,44 +18,76 @@ from tasuki.rpc.metric_names import RUN_EVAL_SCORE, RUN_METRIC, RUN_REWARD, RUN_
 _TAIL_BYTES = 1 << 18
 _REWARD = "reward/"
 
-
-def last_steps(state_dir: Path) -> list[Mapping[str, Any]]:
-    """The newest steps of the node's last run, oldest first; none where nothing can be read. A line that is torn off is left out."""
-    try:
-        metrics = Path(training_output_path(state_dir).read_text().strip()) / "metrics.jsonl"
-        with metrics.open("rb") as file:
-            start = max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES)
-            file.seek(start)
-            lines = file.read(_TAIL_BYTES).splitlines(keepends=True)[1 if start else 0 :]
-    except OSError:
-        return []
-    return [step for line in lines if line.endswith(b"\n") and (step := _step(line)) is not None]
+Step = Mapping[str, Any]
+"""A line of metrics.jsonl."""
 
 
-def run_families(steps: list[Mapping[str, Any]]) -> Iterable[GaugeMetricFamily]:
-    """Gauges of the newest step that learned, and of the newest evaluation."""
-    step, reward, score, seconds, metric = (
-        name.gauges() for name in (RUN_STEP, RUN_REWARD, RUN_EVAL_SCORE, RUN_STEP_SECONDS, RUN_METRIC)
-    )
-    if steps:
-        step.add_metric([], steps[-1]["step"])
-    scores = [one["eval_score"] for one in steps if _is_number(one.get("eval_score"))]
-    if scores:
-        score.add_metric([], scores[-1])
-    learned = next((one for one in reversed(steps) if one.get("metrics")), None)
-    if learned is not None:
-        for part, value in _numbers(learned.get("seconds")).items():
-            seconds.add_metric([part], value)
-        for name, value in _numbers(learned["metrics"]).items():
-            metric.add_metric([name], value)
-            if name.startswith(_REWARD):
-                reward.add_metric([name.removeprefix(_REWARD)], value)
-        if _is_number(learned.get("mean_reward")):
-            reward.add_metric(["mean"], learned["mean_reward"])
-    return step, reward, score, seconds, metric
+class RunFigures:
+    """The newest figures of the node's last run. Each line of its file is read once."""
+
+    def __init__(self, state_dir: Path) -> None:
+        self._state_dir = state_dir
+        self._reading = threading.Lock()
+        self._file: tuple[Path, int] | None = None
+        self._offset = 0
+        self._steps: dict[str, Step] = {}
+
+    def read(self) -> None:
+        """Reads on. A line that is torn off is left to the next call; of many lines only the last 256 KiB are read."""
+        if not self._reading.acquire(blocking=False):
+            return  # the disk has not answered an earlier call
+        try:
+            path = Path(training_output_path(self._state_dir).read_text().strip()) / "metrics.jsonl"
+            with path.open("rb") as file:
+                self._read(path, file)
+        except OSError:
+            self._file, self._steps = None, {}
+        finally:
+            self._reading.release()
+
+    def families(self) -> Iterable[GaugeMetricFamily]:
+        """Gauges of the newest step that learned, and of the newest evaluation."""
+        step, reward, score, seconds, metric = (
+            name.gauges() for name in (RUN_STEP, RUN_REWARD, RUN_EVAL_SCORE, RUN_STEP_SECONDS, RUN_METRIC)
+        )
+        steps = self._steps
+        if "last" in steps:
+            step.add_metric([], steps["last"]["step"])
+        if "scored" in steps:
+            score.add_metric([], steps["scored"]["eval_score"])
+        if "learned" in steps:
+            learned = steps["learned"]
+            for part, value in _numbers(learned.get("seconds")).items():
+                seconds.add_metric([part], value)
+            for name, value in _numbers(learned["metrics"]).items():
+                metric.add_metric([name], value)
+                if name.startswith(_REWARD):
+                    reward.add_metric([name.removeprefix(_REWARD)], value)
+            if _is_number(learned.get("mean_reward")):
+                reward.add_metric(["mean"], learned["mean_reward"])
+        return step, reward, score, seconds, metric
+
+    def _read(self, path: Path, file: BinaryIO) -> None:
+        status = os.fstat(file.fileno())
+        if (path, status.st_ino) != self._file or status.st_size < self._offset:
+            self._file, self._offset, self._steps = (path, status.st_ino), 0, {}
+        start = max(self._offset, status.st_size - _TAIL_BYTES)
+        file.seek(start)
+        data = file.read(_TAIL_BYTES)
+        whole = data[: data.rfind(b"\n") + 1]
+        lines = whole.splitlines()[start > self._offset :]
+        self._offset = start + len(whole)
+        found = dict(self._steps)
+        for step in filter(None, map(_step, lines)):
+            found["last"] = step
+            if _is_number(step.get("eval_score")):
+                found["scored"] = step
+            if step.get("metrics"):
+                found["learned"] = step
+        self._steps = found
 
 
-def _step(line: bytes) -> Mapping[str, Any] | None:
+def _step(line: bytes) -> Step | None:
     try:
         step = json.loads(line)
     except ValueError:

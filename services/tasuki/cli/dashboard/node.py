@@ -53,7 +53,7 @@ class NodeFollower:
             return {"is_live": bool(self._state), "note": self._note, **self._state}
 
     def _poll(self) -> None:
-        """Polls the services' own reports, while pages are open."""
+        """Polls the services' own reports."""
         while not self._stop.is_set():
             path = self._config_path()
             if path is None:
