@@ -107,6 +107,7 @@ def run_peer(side: str, settings: str, folder: Path, arguments: Namespace) -> di
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",  # as torchtitan's run_train.sh sets
+        "HF_HUB_OFFLINE": "1",  # transformers and TRL would wait for a hub
     }
     options = [*settings.split(), *(["--device", "cpu"] if arguments.tiny else [])]
     command = [sys.executable, "-m", MODULES[side], str(folder / "work.json"), str(folder / "model"), *options]
