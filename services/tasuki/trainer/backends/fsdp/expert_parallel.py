@@ -53,22 +53,21 @@ class ParallelExperts(nn.Module):
 
     def forward(self, hidden_TH: Tensor, chosen_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """[T, H]. Collective, in backward too."""
-        chosen_S = chosen_TK.flatten()
+        chosen_S, num_chosen = chosen_TK.flatten(), chosen_TK.shape[1]
         order_S = chosen_S.argsort(stable=True)
         inverse_S = _inverse(order_S)
-        # Without names for rows, which would live longer than they are needed.
+        # Rows have no names here: they would live longer than they are needed.
         weighted_SH = self._computed(
-            _Ordered.apply(hidden_TH, order_S, inverse_S, chosen_TK.shape[1]), self._routes(chosen_S)
+            _Copied.apply(hidden_TH, order_S, inverse_S, num_chosen), self._routes(chosen_S)
         ) * weights_TK.flatten()[order_S].unsqueeze(-1)
-        weighted_SH = _Ordered.apply(weighted_SH, inverse_S, order_S, 1)
-        return weighted_SH.unflatten(0, chosen_TK.shape).sum(dim=1).to(hidden_TH.dtype)
+        return _Summed.apply(weighted_SH, order_S, inverse_S, num_chosen).to(hidden_TH.dtype)
 
     def _computed(self, rows: Tensor, routes: _Routes) -> Tensor:
         """[S, H]: the same rows, computed by the ranks of their experts."""
         order_X, inverse_X = routes.order_X, _inverse(routes.order_X)
         rows = _Exchange.apply(rows, self._group, routes.num_sent, routes.num_received)
-        rows = self._own(_Ordered.apply(rows, order_X, inverse_X, 1), routes.ends_e)
-        rows = _Ordered.apply(rows, inverse_X, order_X, 1)
+        rows = self._own(_Copied.apply(rows, order_X, inverse_X, 1), routes.ends_e)
+        rows = _Copied.apply(rows, inverse_X, order_X, 1)
         return _Exchange.apply(rows, self._group, routes.num_received, routes.num_sent)
 
     def _own(self, rows_XH: Tensor, ends_e: Tensor) -> Tensor:
@@ -134,21 +133,42 @@ def _exchanged(rows: Tensor, group: dist.ProcessGroup, num_sent: Sequence[int], 
     return received
 
 
-class _Ordered(torch.autograd.Function):
-    """[N, H] -> [N num_copies, H]: rows in another order, each `num_copies` times. Backward sums without scattering."""
+class _Copied(torch.autograd.Function):
+    """[N, H] -> [N num_copies, H]: each row's copies, after one another, in another order. No pass scatters."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor, num_copies: int) -> Tensor:
-        """order: of the copies, those of one row after one another. inverse: undoes it."""
+        """inverse: undoes `order`."""
         ctx.save_for_backward(inverse)
         ctx.num_copies = num_copies
-        return rows[order if num_copies == 1 else order // num_copies]
+        return _copied(rows, order, num_copies)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (inverse,) = ctx.saved_tensors
-        copies = grad[inverse]
-        return copies if ctx.num_copies == 1 else copies.unflatten(0, (-1, ctx.num_copies)).sum(dim=1), None, None, None
+        return _summed(grad, ctx.saved_tensors[0], ctx.num_copies), None, None, None
+
+
+class _Summed(torch.autograd.Function):
+    """[N num_copies, H] -> [N, H]: the reverse of `_Copied`, of the same arguments."""
+
+    @staticmethod
+    def forward(ctx: Any, copies: Tensor, order: Tensor, inverse: Tensor, num_copies: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.num_copies = num_copies
+        return _summed(copies, inverse, num_copies)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _copied(grad, ctx.saved_tensors[0], ctx.num_copies), None, None, None
+
+
+def _copied(rows: Tensor, order: Tensor, num_copies: int) -> Tensor:
+    return rows[order if num_copies == 1 else order // num_copies]
+
+
+def _summed(copies: Tensor, inverse: Tensor, num_copies: int) -> Tensor:
+    copies = copies[inverse]
+    return copies if num_copies == 1 else copies.unflatten(0, (-1, num_copies)).sum(dim=1)
 
 
 class _GroupedLinear(torch.autograd.Function):
