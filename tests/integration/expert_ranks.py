@@ -22,11 +22,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tasuki.algorithms.loss_types import LossConfig
 from tasuki.trainer.backends.fsdp.mesh import start_mesh
 from tasuki.trainer.backends.fsdp.shards import local_shards
+from tasuki.trainer.backends.fsdp.staying import TAGS
 from tasuki.trainer.data.samples import Samples
 from tasuki.trainer.launch import read_launch
 from tasuki.trainer.learner import Learner
 from tasuki.trainer.roles import Role
 from tasuki.trainer.service.requests import decode_samples
+from tests.extent import IS_WHOLE
 from tests.integration.learning import fsdp, learn, metric, start_learner, trained, whole_gradients, whole_parameters
 from tests.integration.trainer_samples import make_samples
 from tests.models import VOCAB_SIZE
@@ -82,9 +84,14 @@ def compare_steps(start: Callable[..., Learner], output: Path) -> Facts:
     gathered, spread = start(), start(expert_parallel=True)
     facts: Facts = {"loaded": [have_equal_shards(gathered, spread)], "steps": [], "parameters": []}
     for step in range(NUM_STEPS):
+        for learner in (gathered, spread) if step == NUM_STEPS // 2 else ():
+            # As in a changeover.
+            fsdp(learner).memory.pause(TAGS)
+            fsdp(learner).memory.resume(TAGS)
         facts["steps"].append([step_of(gathered, step), step_of(spread, step)])
     before = {name: whole_parameters(each, Role.POLICY) for name, each in (("gathered", gathered), ("spread", spread))}
     facts["parameters"].append(largest_difference(before["spread"], before["gathered"]))
+    facts["tags"] = [{usage.tag: usage.total_bytes for usage in fsdp(each).memory.usage()} for each in (gathered, spread)]
     for name, learner in (("gathered", gathered), ("spread", spread)):
         learner.save_checkpoint(output / name)
     gathered.load_checkpoint(output / "spread")
@@ -138,7 +145,9 @@ def run_case(model: Path, rung: str, *, output: Path, mesh: DeviceMesh) -> Facts
     def start(**settings: Any) -> Learner:
         return start_learner(model, mesh=mesh, checkpointing=rung, **SETTINGS | settings)
 
-    facts = {"steps": compare_steps(start, output), "collectives": count_collectives(start)}
+    facts: Facts = {"steps": compare_steps(start, output), "collectives": count_collectives(start)}
+    if IS_WHOLE:
+        facts["compiled"] = compare_gradients(start, compile="blocks")
     return facts | {
         "bfloat16": compare_gradients(start, compute_dtype="bfloat16"),
         "lora": compare_gradients(start, lora={"rank": 4, "target_modules": ["q_proj", "o_proj"]}),

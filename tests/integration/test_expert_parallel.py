@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.extent import crossed
+from tests.extent import crossed, only_whole
 from tests.integration.launched import run_ranks
 from tests.models import make_model, save_checkpoint
 
@@ -36,6 +36,7 @@ def test_twenty_steps_are_those_of_gathered_experts(facts: dict[Any, Any], case:
     for gathered, spread in found["steps"]:
         assert spread == pytest.approx(gathered, rel=1e-4, abs=1e-5)
     assert max(found["parameters"]) < 1e-5
+    assert found["tags"][0] == found["tags"][1] and found["tags"][1]["weights"] > 0
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -64,3 +65,9 @@ def test_tokens_travel_and_experts_do_not(facts: dict[Any, Any], case: tuple[str
 def test_bfloat16_and_adapters_beside_spread_experts(facts: dict[Any, Any], case: tuple[str, str]) -> None:
     assert facts[case]["bfloat16"] < 0.02
     assert facts[case]["lora"] < 1e-4
+
+
+@only_whole
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_layers_are_compiled_around_spread_experts(facts: dict[Any, Any], case: tuple[str, str]) -> None:
+    assert facts[case]["compiled"] < 1e-4
