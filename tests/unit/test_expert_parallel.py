@@ -16,10 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tasuki.cli.__main__ import main
-from tasuki.models.shape import ModelShape, decoder_shape
+from tasuki.models.shape import ModelShape
 from tasuki.planner.advice import climb
 from tasuki.planner.kept_bytes import kept_in_parallel_experts
 from tasuki.planner.layout import GB, Checkpointing, Layout, Part
+from tasuki.planner.model_shape import shape_of
 from tasuki.planner.plan import plan
 from tasuki.planner.presets import MODELS
 from tasuki.planner.trainer_bytes import step_moments, trainer_tags
@@ -27,29 +28,11 @@ from tasuki.trainer.backends.fsdp.expert_parallel import ParallelExperts, parall
 from tasuki.wire.errors import InvalidArgument
 from tests.models import CONFIGS, make_model
 from tests.saved_tensors import kept_bytes
+from tests.unit.test_published_models import PUBLISHED
 
 NUM_TOKENS, NUM_CHOSEN = 96, 2
 NUM_EXPERTS = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts"}
-MOE: dict[str, Any] = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "vocab_size": 151_936,
-    "max_position_embeddings": 40_960,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768,
-}
-"""Qwen3-30B-A3B."""
-
-
-def moe_shape(**changes: Any) -> ModelShape:
-    shape = decoder_shape(MOE, num_experts=128, experts_per_token=8, expert_size=768)
-    return replace(shape, **changes)
+MOE = MODELS["qwen3-30b-a3b"]
 
 
 def layout_of(model: ModelShape, **settings: Any) -> Layout:
@@ -116,7 +99,7 @@ def test_autograd_keeps_the_rows_that_are_counted_and_no_cast_weights(dtype: tor
     with kept_bytes([*map(local, experts.parameters())]) as kept:
         out_TH = experts(hidden_TH, chosen_TK, weights_TK)
     assert out_TH.requires_grad
-    shape = replace(moe_shape(), hidden_size=64, expert_size=32, num_experts=6, experts_per_token=NUM_CHOSEN)
+    shape = replace(MOE, hidden_size=64, expert_size=32, num_experts=6, experts_per_token=NUM_CHOSEN)
     counted = kept_in_parallel_experts(shape, rows_per_token=NUM_CHOSEN, compute_bytes=dtype.itemsize)
     # The router's are not kept here: probabilities, and the choice.
     of_router = 4 * 6 + 8 * NUM_CHOSEN
@@ -125,7 +108,7 @@ def test_autograd_keeps_the_rows_that_are_counted_and_no_cast_weights(dtype: tor
 
 
 def test_a_rank_gathers_no_experts_and_holds_as_many() -> None:
-    gathered = layout_of(moe_shape())
+    gathered = layout_of(MOE)
     spread = replace(gathered, expert_parallel=True)
     of_layer = 128 * 3 * 768 * 2048
     assert trainer_tags(spread) == trainer_tags(gathered)
@@ -138,16 +121,16 @@ def test_a_rank_gathers_no_experts_and_holds_as_many() -> None:
 
 @pytest.mark.parametrize(("num_ranks", "rows"), [(2, 2 * 8), (8, 8 * 8), (32, 32 * 4)])
 def test_rows_are_counted_as_if_all_tokens_chose_one_rank(num_ranks: int, rows: int) -> None:
-    layout = layout_of(moe_shape(), num_gpus=num_ranks, num_ranks=num_ranks, tp_size=2, expert_parallel=True)
+    layout = layout_of(MOE, num_gpus=num_ranks, num_ranks=num_ranks, tp_size=2, expert_parallel=True)
     assert layout.rows_per_token == rows
 
 
 @pytest.mark.parametrize(
     ("model", "settings", "problem"),
     [
-        (moe_shape(), {"num_ranks": 6}, "6 ranks cannot share 128 experts of Qwen3MoeForCausalLM evenly"),
+        (MOE, {"num_ranks": 6}, "6 ranks cannot share 128 experts of Qwen3MoeForCausalLM evenly"),
         (MODELS["qwen2.5-7b"], {"tp_size": 4}, "Qwen2ForCausalLM has no experts"),
-        (moe_shape(), {"critic": moe_shape(num_experts=12)}, "8 ranks cannot share 12 experts"),
+        (MOE, {"critic": replace(MOE, num_experts=12)}, "8 ranks cannot share 12 experts"),
     ],
 )
 def test_experts_that_ranks_cannot_share_are_refused(model: ModelShape, settings: dict[str, Any], problem: str) -> None:
@@ -157,15 +140,15 @@ def test_experts_that_ranks_cannot_share_are_refused(model: ModelShape, settings
 
 
 def test_a_dense_critic_beside_experts_is_planned_without_any() -> None:
-    layout = layout_of(moe_shape(), critic=MODELS["qwen2.5-7b"], tp_size=4, expert_parallel=True)
+    layout = layout_of(MOE, critic=MODELS["qwen2.5-7b"], tp_size=4, expert_parallel=True)
     of_critic = layout.of_critic()
     assert of_critic is not None and not of_critic.expert_parallel
-    of_dense_policy = layout_of(MODELS["qwen2.5-7b"], tp_size=4, critic=moe_shape(), expert_parallel=True).of_critic()
+    of_dense_policy = layout_of(MODELS["qwen2.5-7b"], tp_size=4, critic=MOE, expert_parallel=True).of_critic()
     assert of_dense_policy is not None and of_dense_policy.expert_parallel
 
 
 def test_gathered_experts_that_do_not_fit_are_told_to_stay_apart() -> None:
-    model = moe_shape(expert_size=12 * 768, experts_per_token=1, num_layers=4)
+    model = replace(MOE, expert_size=12 * 768, experts_per_token=1, num_layers=4)
     layout = layout_of(
         model, micro_batch_tokens=1024, context_length=1024, lora_rank=8, lora_targets=("q_proj",), gpu_bytes=48 * GB
     )
@@ -187,6 +170,10 @@ def test_a_node_is_told_its_key(tmp_path: Path, trainer: str, cause: str, capsys
     assert capsys.readouterr().err.startswith(f"tasuki: error INVALID_ARGUMENT: {cause}")
 
 
+def test_the_preset_is_the_published_model() -> None:
+    assert [shape_of(config) for _, config in PUBLISHED if config["architectures"] == [MOE.architecture]] == [MOE]
+
+
 def test_a_plan_says_how_many_rows_it_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["plan", str(node_of(tmp_path, "num_ranks = 8\nmicro_batch_tokens = 16384")), "--gpu-gb", "141"])
     printed = " ".join(capsys.readouterr().out.split())
@@ -196,7 +183,8 @@ def test_a_plan_says_how_many_rows_it_counts(tmp_path: Path, capsys: pytest.Capt
 
 
 def node_of(folder: Path, trainer: str) -> Path:
-    (folder / "config.json").write_text(json.dumps(MOE))
+    (_, config) = next(each for each in PUBLISHED if each[1]["architectures"] == [MOE.architecture])
+    (folder / "config.json").write_text(json.dumps(config))
     (folder / "node.toml").write_text(
         f'state_dir = "node"\ndevice = "cuda"\n[model]\npath = "{folder}"\n[rollout]\ntp_size = 2\nkv_ratio = 0.5\n'
         f"[trainer]\nexpert_parallel = true\n{trainer}\n"

@@ -40,7 +40,7 @@ class ParallelExperts(nn.Module):
     """Computes like transformers' experts. Parameters are DTensors, split by expert."""
 
     def __init__(self, experts: nn.Module, mesh: DeviceMesh) -> None:
-        """experts: on the meta device, as many as the ranks of `mesh` can share evenly."""
+        """experts: as many as the ranks of `mesh` can share evenly; on the meta device they take no memory."""
         super().__init__()
         given: Any = experts
         self._group, self._num_ranks = mesh.get_group("dp"), mesh.size()
