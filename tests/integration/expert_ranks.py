@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tasuki.algorithms.loss_types import LossConfig
+from tasuki.algorithms.loss_types import LossConfig, ValueLoss
 from tasuki.trainer.backends.fsdp.mesh import start_mesh
 from tasuki.trainer.backends.fsdp.shards import local_shards
 from tasuki.trainer.backends.fsdp.staying import TAGS
@@ -54,8 +54,15 @@ class Collectives(TorchDispatchMode):
 
 
 def samples_of(step: int) -> Samples:
-    """Of several micro-batches; every fifth time a single sample, so that one rank has a token that does not count."""
-    return decode_samples(make_samples(1 if step % 5 == 4 else 9, vocab_size=VOCAB_SIZE, seed=step, temperature=0.8))
+    """Of several micro-batches, with prompts of two samples each; every fifth time a single sample, so that one rank has a token that does
+    not count."""
+    samples = make_samples(1 if step % 5 == 4 else 9, vocab_size=VOCAB_SIZE, seed=step, temperature=0.8)
+    for one, other in zip(samples[::2], samples[1::2], strict=False):
+        other.prompt_token_ids[:] = one.prompt_token_ids
+    for sample in samples:
+        sample.values[:] = [0.1] * len(sample.completion_token_ids)
+        sample.returns[:] = [0.5] * len(sample.completion_token_ids)
+    return decode_samples(samples)
 
 
 def step_of(learner: Learner, step: int) -> tuple[float, float, float]:
@@ -126,13 +133,14 @@ def count_collectives(start: Callable[..., Learner]) -> Facts:
     return facts
 
 
-def compare_gradients(start: Callable[..., Learner], **settings: Any) -> float:
+def compare_gradients(start: Callable[..., Learner], *, role: Role = Role.POLICY, **settings: Any) -> float:
     """The largest difference of a gradient, as a part of its norm or of a thousandth of the largest."""
     gradients: list[dict[str, Tensor]] = []
     for is_spread in (False, True):
         learner = start(expert_parallel=is_spread, **settings)
-        learn(learner, Role.POLICY, samples_of(0), config=LossConfig(), max_tokens=MAX_TOKENS)
-        gradients.append(whole_gradients(learner, Role.POLICY))
+        config = LossConfig(loss=ValueLoss()) if role is Role.CRITIC else LossConfig()
+        learn(learner, role, samples_of(0), config=config, max_tokens=MAX_TOKENS)
+        gradients.append(whole_gradients(learner, role))
     gathered, spread = gradients
     assert list(gathered) == list(spread)
     scale = max(float(tensor.norm()) for tensor in gathered.values())
@@ -143,11 +151,17 @@ def run_case(model: Path, rung: str, *, output: Path, mesh: DeviceMesh) -> Facts
     output.mkdir(exist_ok=True)
 
     def start(**settings: Any) -> Learner:
-        return start_learner(model, mesh=mesh, checkpointing=rung, **SETTINGS | settings)
+        return start_learner(model, mesh=mesh, **{"checkpointing": rung, **SETTINGS, **settings})
 
     facts: Facts = {"steps": compare_steps(start, output), "collectives": count_collectives(start)}
     if IS_WHOLE:
-        facts["compiled"] = compare_gradients(start, compile="blocks")
+        facts["others"] = {
+            "compiled": compare_gradients(start, compile="blocks"),
+            "attention": compare_gradients(start, checkpointing="attention"),
+            "offloaded": compare_gradients(start, checkpointing="offloaded"),
+            "prefix_sharing": compare_gradients(start, prefix_sharing=True),
+            "critic": compare_gradients(start, role=Role.CRITIC, critic={"learning_rate": 1e-3}),
+        }
     return facts | {
         "bfloat16": compare_gradients(start, compute_dtype="bfloat16"),
         "lora": compare_gradients(start, lora={"rank": 4, "target_modules": ["q_proj", "o_proj"]}),
