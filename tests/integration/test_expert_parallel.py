@@ -32,7 +32,7 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dic
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_twenty_steps_are_those_of_gathered_experts(facts: dict[Any, Any], case: tuple[str, str]) -> None:
+def test_steps_are_those_of_gathered_experts(facts: dict[Any, Any], case: tuple[str, str]) -> None:
     found = facts[case]["steps"]
     for gathered, spread in found["steps"]:
         assert spread == pytest.approx(gathered, rel=1e-4, abs=1e-5)

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from tests.extent import IS_WHOLE
+from tests.extent import IS_WHOLE, crossed
 from tests.integration.launched import run_ranks
 from tests.integration.trainer_samples import TEMPERATURE, PlainStep, make_samples, plain_step
 from tests.integration.trainer_steps import NUM_SAMPLES
@@ -36,7 +36,7 @@ CASES = [
     *((2, kind, 64, 2) for kind in CONFIGS),
     *((2, "llama", max_tokens, 2) for max_tokens in BUDGETS if max_tokens != 64),
     # Each rank has experts of its own; micro-batches of 64 tokens are recomputed.
-    *((2, f"{kind}_spread", max_tokens, 1) for kind in SPARSE for max_tokens in (64, 4096)),
+    *((2, f"{kind}_spread", max_tokens, 1) for kind, max_tokens in crossed(SPARSE, (64, 4096))),
     (3, "qwen3_moe_spread", 64, 1),
     (4, "mixtral_spread", 64, 2),
     (2, "one_sided_spread", 64, 1),
