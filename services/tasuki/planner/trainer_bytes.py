@@ -196,8 +196,8 @@ def _at_layer(layout: Layout) -> Bytes:
 def _flowing_in_mlp(layout: Layout, index: int) -> int:
     """Elements per token, besides what is kept, at the peak of the MLP's backward.
 
-    At its product, itself freed: its gradient, and those of both factors. In spread experts also at the start, for each row of this rank:
-    the result's gradient, and those of its factors; or then the gradient of a row that has arrived, before and after sorting.
+    At the MLP's product, itself freed: its gradient, and those of both factors. Parallel experts also begin with three rows for each chosen
+    expert, the results' gradients and products with them; then a gradient has arrived, and is sorted by expert.
     """
     model = layout.model
     if not model.is_sparse(index):

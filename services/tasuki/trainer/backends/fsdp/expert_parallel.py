@@ -71,8 +71,8 @@ class ParallelExperts(nn.Module):
         return _Exchange.apply(rows, self._group, routes.num_received, routes.num_sent)
 
     def _own(self, rows_XH: Tensor, ends_e: Tensor) -> Tensor:
-        """[X, H]: this rank's experts, each of its rows."""
-        # Each made local only where it is used: autograd then adds up its gradient at once, before the next arises.
+        """[X, H]: what this rank's experts make of their rows."""
+        # Weights are made local where they are used: autograd then adds up the gradient of one before it computes the other's.
         gate_up_X2I = _GroupedLinear.apply(rows_XH, cast(DTensor, self.gate_up_proj).to_local(), ends_e)
         gate_XI, up_XI = gate_up_X2I.chunk(2, dim=-1)
         inner_XI = self._activation(gate_XI) * up_XI
@@ -93,7 +93,7 @@ class ParallelExperts(nn.Module):
 
 
 def parallelize_experts(causal_lm: nn.Module, mesh: DeviceMesh) -> None:
-    """Replaces the experts, on the meta device, by ParallelExperts. Parameters keep their names and order."""
+    """Replaces the experts by ParallelExperts. Parameters keep their names and order."""
     for parent in list(causal_lm.modules()):
         for name, module in list(parent.named_children()):
             if type(module).__name__ in _EXPERTS:
@@ -134,11 +134,11 @@ def _exchanged(rows: Tensor, group: dist.ProcessGroup, num_sent: Sequence[int], 
 
 
 class _Copied(torch.autograd.Function):
-    """[N, H] -> [N num_copies, H]: each row's copies, after one another, in another order. No pass scatters."""
+    """[N, H] -> [N num_copies, H]: copies of each row, then put in another order. Both passes gather."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor, num_copies: int) -> Tensor:
-        """inverse: undoes `order`."""
+        """order: positions of the copies before. inverse: undoes it."""
         ctx.save_for_backward(inverse)
         ctx.num_copies = num_copies
         return _copied(rows, order, num_copies)
@@ -149,7 +149,7 @@ class _Copied(torch.autograd.Function):
 
 
 class _Summed(torch.autograd.Function):
-    """[N num_copies, H] -> [N, H]: the reverse of `_Copied`, of the same arguments."""
+    """[N num_copies, H] -> [N, H]: sums the copies that `_Copied` makes with the same arguments."""
 
     @staticmethod
     def forward(ctx: Any, copies: Tensor, order: Tensor, inverse: Tensor, num_copies: int) -> Tensor:
