@@ -1,9 +1,9 @@
-"""Prints the table of docs/trainer.md: what settings take and give back by `tasuki plan`. Usage: python tools/knobs_table.py"""
+"""Prints the tables of docs/trainer.md: what settings take and give back by `tasuki plan`. Usage: python tools/knobs_table.py"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -17,6 +17,12 @@ BASE = Layout(
     kv_ratio=0.8, checkpointing=Checkpointing.FULL,
 )  # fmt: skip
 """7B on two GPUs of 141 GB: every parameter, float32 masters, 16,384 tokens a micro-batch, layers recomputed."""
+
+EXPERTS = Layout(
+    model=MODELS["qwen3-30b-a3b"], num_gpus=8, gpu_bytes=141 * GB, host_bytes=2000 * GB, num_ranks=8, tp_size=4, num_engines=2,
+    kv_ratio=0.6, checkpointing=Checkpointing.FULL,
+)  # fmt: skip
+"""30B-A3B on eight GPUs of 141 GB, otherwise the same."""
 
 
 class Knob(NamedTuple):
@@ -64,17 +70,36 @@ KNOBS = (
 )
 
 
+EXPERT_KNOBS = (
+    Knob(
+        "`expert_parallel = true`",
+        {"expert_parallel": True},
+        "rows travel to their experts and back; not measured on a GPU",
+    ),
+    Knob(
+        "the same, `micro_batch_tokens = 8192`",
+        {"expert_parallel": True, "micro_batch_tokens": 8192},
+        "sends the other parameters twice as often",
+    ),
+)
+
+
 def table() -> str:
     """Bytes in GB: of the fullest GPU in training and while weights are synced, of the host at most."""
-    return "".join(_lines())
+    return "".join(_lines(BASE, KNOBS, tokens_per_s="10,599"))
 
 
-def _lines() -> Iterator[str]:
+def experts_table() -> str:
+    """The same of a mixture of experts."""
+    return "".join(_lines(EXPERTS, EXPERT_KNOBS, tokens_per_s=""))
+
+
+def _lines(base: Layout, knobs: Sequence[Knob], *, tokens_per_s: str) -> Iterator[str]:
     yield "| setting | TRAIN | SYNC | host | its cost | tokens/s |\n|---|--:|--:|--:|---|--:|\n"
-    start = _gigabytes(BASE)
-    yield "| as above | {:.1f} | {:.1f} | {:.1f} | | 10,599 |\n".format(*start)
-    for knob in KNOBS:
-        changes = (now - then for now, then in zip(_gigabytes(replace(BASE, **knob.changes)), start, strict=True))
+    start = _gigabytes(base)
+    yield "| as above | {:.1f} | {:.1f} | {:.1f} | | {} |\n".format(*start, tokens_per_s)
+    for knob in knobs:
+        changes = (now - then for now, then in zip(_gigabytes(replace(base, **knob.changes)), start, strict=True))
         sizes = " | ".join(f"{_signed(change)}" for change in changes)
         yield f"| {knob.setting} | {sizes} | {knob.cost} | {knob.tokens_per_s} |\n"
 
@@ -90,4 +115,4 @@ def _signed(change: float) -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(table())
+    sys.stdout.write(f"{table()}\n{experts_table()}")

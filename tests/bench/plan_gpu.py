@@ -32,16 +32,19 @@ from tasuki.planner.presets import MODELS  # noqa: E402
 from tests.bench.gpus import at_least_one, require_gpus  # noqa: E402
 
 SIZES = ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b", "qwen2.5-7b")
+SHAPES = MODELS | {"qwen3-moe-12-layers": replace(MODELS["qwen3-30b-a3b"], num_layers=12)}
+"""Also one that two GPUs of 141 GB hold: 8.1 billion parameters."""
 NUM_TOKENS, NUM_STEPS = 8192, 3
 STAGES = (Phase.TRAIN, Stage.LOAD_WEIGHTS, Stage.OFFLOAD, Stage.LOAD_TRAINER)
 
 
 def layout_of(size: str, *, gpu_bytes: int, device: Literal["cpu", "cuda"], num_ranks: int) -> Layout:
     """What `measure` runs. Half of every sample are completion tokens."""
-    shape = MODELS[size]
+    shape = SHAPES[size]
     if device == "cpu":
         tiny = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 2, "num_heads": 4, "head_dim": 16, "vocab_size": 512}
-        shape = replace(shape, **tiny)
+        few = {"num_experts": 8, "experts_per_token": 2, "expert_size": 32} if shape.num_experts else {}
+        shape = replace(shape, **tiny, **few)
     num_tokens = 64 if device == "cpu" else NUM_TOKENS
     return Layout(
         model=shape, num_gpus=num_ranks, gpu_bytes=gpu_bytes, host_bytes=2000 * GB, num_ranks=num_ranks, device=device,
@@ -51,14 +54,21 @@ def layout_of(size: str, *, gpu_bytes: int, device: Literal["cpu", "cuda"], num_
 
 def make_model(folder: Path, layout: Layout, device: str) -> None:
     """A Hugging Face folder with random weights, in bfloat16."""
-    from transformers import AutoModelForCausalLM, Qwen2Config
+    from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
     shape = layout.model
-    config = Qwen2Config(
-        hidden_size=shape.hidden_size, intermediate_size=shape.intermediate_size, num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads, num_key_value_heads=shape.num_kv_heads, vocab_size=shape.vocab_size,
-        max_position_embeddings=shape.context_length, tie_word_embeddings=shape.is_tied, dtype=torch.bfloat16,
-    )  # fmt: skip
+    sizes: dict[str, Any] = {
+        "hidden_size": shape.hidden_size, "intermediate_size": shape.intermediate_size, "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads, "num_key_value_heads": shape.num_kv_heads, "vocab_size": shape.vocab_size,
+        "max_position_embeddings": shape.context_length, "tie_word_embeddings": shape.is_tied, "dtype": torch.bfloat16,
+    }  # fmt: skip
+    experts = {
+        "num_experts": shape.num_experts,
+        "num_experts_per_tok": shape.experts_per_token,
+        "moe_intermediate_size": shape.expert_size,
+        "norm_topk_prob": True,
+    }
+    config = Qwen3MoeConfig(**sizes, **experts, head_dim=shape.head_dim) if shape.num_experts else Qwen2Config(**sizes)
     with torch.device(device):
         AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
 

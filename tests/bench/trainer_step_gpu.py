@@ -1,15 +1,15 @@
 """Training steps on GPUs: `python -m tests.bench.trainer_step_gpu [--out FOLDER] [--cases 0.5b 7b-lora] [--backends fa4] [--ranks 2]
 [--compile none blocks] [--profile]`.
 
-Qwen2.5's shapes with random weights, through the learner and FSDP2 as the service runs them: bfloat16 compute, AdamW, packed samples of
-lognormal lengths (median 1,500, sigma 0.8, at most 8,192; seed fixed), the second half of each completion tokens. For each attention
-backend real tokens/s, MFU and peak memory (torch's and the driver's), of one GPU. --compile does so with each value of trainer.compile; the
-first step, which is not timed, then compiles. Prints a line of JSON a case and writes trainer_step_gpu.json. --profile adds where the time
-of one more step goes, on rank 0. --tiny tries it with tiny models on a CPU.
+Qwen2.5's shapes, and one of Qwen3's with experts, with random weights, through the learner and FSDP2 as the service runs them: bfloat16
+compute, AdamW, packed samples of lognormal lengths (median 1,500, sigma 0.8, at most 8,192; seed fixed), the second half of each completion
+tokens. For each attention backend real tokens/s, MFU and peak memory (torch's and the driver's), of one GPU. --compile does so with each
+value of trainer.compile; the first step, which is not timed, then compiles. Prints a line of JSON a case and writes trainer_step_gpu.json.
+--profile adds where the time of one more step goes, on rank 0. --tiny tries it with tiny models on a CPU.
 
 FLOPs of a step: 6 a weight of the layers and token (4 with a frozen model, and 6 of the adapters'), as many a weight of the vocabulary
-projection and completion token, and 6 L^2 a head's element and layer for causal attention over L tokens. Nothing recomputed counts. MFU
-is of 989 TFLOP/s.
+projection and completion token, and 6 L^2 a head's element and layer for causal attention over L tokens. Of experts those count that a
+token chooses. Nothing recomputed counts. MFU is of 989 TFLOP/s.
 """
 
 from __future__ import annotations
@@ -68,12 +68,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "7b-long": ("qwen2.5-7b", {"checkpointing": "full", "sequence_parallel": 2, "micro_batch_tokens": LONG + 1}),
     "7b-group": ("qwen2.5-7b", {"checkpointing": "full", "prefix_sharing": False, "micro_batch_tokens": 32_768}),
     "7b-group-shared": ("qwen2.5-7b", {"checkpointing": "full", "prefix_sharing": True, "micro_batch_tokens": 32_768}),
+    "moe": ("qwen3-moe-12-layers", {"checkpointing": "full"}),
+    "moe-parallel": ("qwen3-moe-12-layers", {"checkpointing": "full", "expert_parallel": True}),
     "7b-lora": ("qwen2.5-7b", {"checkpointing": "none", "lora": {"rank": 32}}),
     "7b-lora-recomputed": ("qwen2.5-7b", {"checkpointing": "full", "lora": {"rank": 32}}),
 }
 """Preset, and settings of [trainer]. "7b-long" has two samples of LONG tokens, on two ranks that share each,
 and "7b-tiled" the same, a rank each. "7b-group" has groups of
-GROUP samples of one prompt, a group a rank, and "7b-group-shared" computes each prompt once."""
+GROUP samples of one prompt, a group a rank, and "7b-group-shared" computes each prompt once. "moe" is Qwen3-30B-A3B with 12 of its 48
+layers, which takes two GPUs; "moe-parallel" the same, whose ranks compute their own experts."""
 PEAK_FLOPS = 989e12
 
 
@@ -87,7 +90,12 @@ def step_flops(shape: ModelShape, lengths: list[int], *, lora_rank: int | None) 
     """See above."""
     units = [shape.layer(index).values() for index in range(shape.num_layers)]
     matrices = [each for unit in units for each in unit if len(each) == 2]
-    weights = sum(rows * columns for rows, columns in matrices)
+    experts = [
+        shape.experts_per_token * rows * columns
+        for unit in units
+        for _, rows, columns in (each for each in unit if len(each) == 3)
+    ]
+    weights = sum(rows * columns for rows, columns in matrices) + sum(experts)
     adapters = 0 if lora_rank is None else sum(lora_rank * (rows + columns) for rows, columns in matrices)
     per_weight = 6 if lora_rank is None else 4
     tokens, completions = sum(lengths), sum(length // 2 for length in lengths)

@@ -21,6 +21,7 @@ NUM_STEPS = 20
 SETTINGS = 'learning_rate = 1e-3\neps = 1e-3\nmicro_batch_tokens = 64\ncollective_timeout_s = 20\ncompute_dtype = "float32"\n'
 LORA = '[trainer.lora]\nrank = 2\nalpha = 4\ntarget_modules = ["q_proj", "v_proj"]\n'
 CRITIC = "[trainer.critic]\nlearning_rate = 1e-3\n"
+EXPERTS = "expert_parallel = true\n"
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +36,12 @@ def samples_of(step: int, *, seed: int | None = None) -> list[TrainingSample]:
     return samples
 
 
-@pytest.mark.parametrize("extra", [LORA, CRITIC], ids=["lora", "critic"])
+@pytest.mark.parametrize("extra", [LORA, CRITIC, EXPERTS], ids=["lora", "critic", "experts"])
 async def test_two_nodes_of_two_ranks_learn_as_one_rank(tmp_path: Path, model: Path, extra: str) -> None:
-    alone = start_trainer(tmp_path / "alone", model, num_ranks=1, settings=SETTINGS + extra)
+    if extra == EXPERTS:
+        model = save_checkpoint(make_model("qwen3_moe", seed=3, num_experts=6), tmp_path / "model")
+    # One rank has all experts.
+    alone = start_trainer(tmp_path / "alone", model, num_ranks=1, settings=SETTINGS + extra.removeprefix(EXPERTS))
     try:
         with nodes_of(tmp_path, model, num_nodes=2, num_ranks=2, settings=SETTINGS + extra) as nodes:
             alone.wait_until_serving()

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import PreTrainedModel
 
-from tests.extent import IS_WHOLE
+from tests.extent import IS_WHOLE, crossed
 from tests.integration.launched import run_ranks
 from tests.integration.trainer_samples import TEMPERATURE, PlainStep, make_samples, plain_step
 from tests.integration.trainer_steps import NUM_SAMPLES
@@ -24,6 +25,7 @@ BUDGETS = (23, 64, 4096)
 """Padded tokens in a micro-batch: one long sample, a few, all."""
 # How a step is cut is no business of a family.
 CUT = ("llama", "qwen2", "qwen2_tied", "qwen3", "qwen3_moe") if IS_WHOLE else ("llama", "qwen3_moe")
+SPARSE = {"qwen3_moe": "num_experts", "mixtral": "num_local_experts"}
 # Three ranks leave shards of unequal size, and fewer experts than ranks can share evenly.
 CASES = [
     *((2, kind, max_tokens, 1) for kind in CUT for max_tokens in BUDGETS),
@@ -33,6 +35,11 @@ CASES = [
     (2, "qwen2_dropout", 64, 1),
     *((2, kind, 64, 2) for kind in CONFIGS),
     *((2, "llama", max_tokens, 2) for max_tokens in BUDGETS if max_tokens != 64),
+    # Each rank has experts of its own; micro-batches of 64 tokens are recomputed.
+    *((2, f"{kind}_spread", max_tokens, 1) for kind, max_tokens in crossed(SPARSE, (64, 4096))),
+    (3, "qwen3_moe_spread", 64, 1),
+    (4, "mixtral_spread", 64, 2),
+    (2, "one_sided_spread", 64, 1),
     # Two groups of two ranks, and more ranks than key heads.
     *((4, kind, 64, 2) for kind in ("qwen2", "gemma2")),
     *((4, kind, 64, 4) for kind in ("qwen2", "qwen3_moe")),
@@ -46,7 +53,20 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for kind in CONFIGS:
         save_checkpoint(make_model(kind, seed=3), folder / kind)
     save_checkpoint(make_model("qwen2", seed=3, attention_dropout=0.1), folder / "qwen2_dropout")
+    for kind, num_experts in SPARSE.items():
+        save_checkpoint(make_model(kind, seed=3, **{num_experts: 12}), folder / f"{kind}_spread")
+    save_checkpoint(one_sided_model(), folder / "one_sided_spread")
     return folder
+
+
+def one_sided_model() -> PreTrainedModel:
+    """All tokens choose one of the first two of four experts: the second of two ranks gets none."""
+    model = make_model("qwen3_moe", seed=3, num_experts=4, num_experts_per_tok=1)
+    for name, parameter in model.named_parameters():
+        if name.endswith("mlp.gate.weight"):
+            parameter.data[1] = -parameter.data[0]
+            parameter.data[2:] = 0
+    return model
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +101,13 @@ def test_a_step_equals_plain_torch_however_it_is_cut(
         torch.testing.assert_close(_under(tensors, "gradient", name, gradient), gradient, rtol=1e-5, atol=1e-5)
     for name, parameter in plain.parameters.items():
         torch.testing.assert_close(_under(tensors, "parameter", name, parameter), parameter, rtol=1e-5, atol=1e-5)
+
+
+def test_a_rank_without_tokens_has_gradients_of_zero(steps: dict[int, Path]) -> None:
+    gradients = load_file(steps[2] / "one_sided_spread-64-1.safetensors")
+    experts = [tensor for name, tensor in gradients.items() if "gradient" in name and ".experts." in name]
+    assert [bool(tensor[:2].any()) for tensor in experts] == [True] * 4
+    assert not any(bool(tensor[2:].any()) for tensor in experts)
 
 
 def _under(tensors: dict[str, torch.Tensor], prefix: str, name: str, like: torch.Tensor) -> torch.Tensor:

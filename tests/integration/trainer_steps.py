@@ -36,6 +36,7 @@ def run_step(model: Path, *, max_tokens: int, sequence_parallel: int, output: Pa
         max_grad_norm=plain.MAX_GRAD_NORM,
         # It changes what is kept for backward, so it may not change a result.
         sequence_parallel=sequence_parallel,
+        expert_parallel=model.name.endswith("_spread"),
         checkpointing="full" if max_tokens == plain.CHECKPOINTED_MAX_TOKENS else "none",
     )
     samples = decode_samples(plain.make_samples(NUM_SAMPLES, vocab_size=VOCAB_SIZE, temperature=plain.TEMPERATURE))

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
 from tasuki.models.family import full_attention
 from tasuki.planner.layout import GB, Checkpointing, Layout, Part
@@ -24,12 +24,23 @@ from tasuki.trainer.backends.fsdp.activations import set_checkpointing
 from tasuki.trainer.backends.fsdp.attention import IMPLEMENTATION, PackedAttention
 from tasuki.trainer.backends.fsdp.attention_padded import PaddedSequences
 from tasuki.trainer.backends.fsdp.boundaries import Boundaries
+from tasuki.trainer.backends.fsdp.expert_parallel import parallelize_experts
 from tasuki.trainer.backends.fsdp.model import Critic, Policy
+from tasuki.trainer.backends.fsdp.routing import replace_routers
 from tasuki.trainer.data.micro_batch import TokenBatch
 from tests.extent import IS_WHOLE
 
 NUM_TOKENS = 2003  # a size that no parameter has
+NUM_CHOSEN = 2
 HIDDEN_SIZE, NUM_LAYERS = 128, 4
+_SIZES: dict[str, Any] = {
+    "hidden_size": HIDDEN_SIZE,
+    "intermediate_size": 640,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+}
 
 
 class LiveTokens(TorchDispatchMode):
@@ -43,7 +54,7 @@ class LiveTokens(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(results):
-            if isinstance(tensor, torch.Tensor) and {NUM_TOKENS, NUM_TOKENS - 1} & set(tensor.shape):
+            if isinstance(tensor, torch.Tensor) and {NUM_TOKENS, NUM_TOKENS - 1, NUM_TOKENS * NUM_CHOSEN} & set(tensor.shape):
                 self._add(tensor.untyped_storage())
         return results
 
@@ -118,6 +129,24 @@ def test_a_critic_peaks_without_logits_as_predicted(checkpointing: str, mesh: De
     assert moments["layer"] == pytest.approx(live.peak, rel=0.02)
 
 
+@pytest.mark.parametrize(("checkpointing", "expert_size"), [("none", 320), ("full", 48)])
+def test_experts_of_a_rank_peak_as_predicted(checkpointing: str, expert_size: int, mesh: DeviceMesh):
+    """On one rank, which computes every row that the planner counts."""
+    config = Qwen3MoeConfig(
+        **_SIZES, vocab_size=64, head_dim=32, num_experts=8, num_experts_per_tok=NUM_CHOSEN, moe_intermediate_size=expert_size
+    )
+    causal_lm = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=IMPLEMENTATION)
+    replace_routers(causal_lm)
+    parallelize_experts(causal_lm, mesh)
+    set_checkpointing(causal_lm, Checkpointing(checkpointing))
+    layout = replace(_layout(causal_lm, checkpointing), expert_parallel=True)
+    policy = Policy(causal_lm, attention=_attention(causal_lm)).train()
+    with LiveTokens() as live:
+        log_probs, _ = policy(_one_sequence(64))
+        log_probs.sum().backward()
+    assert _moments(layout)["layer"] == pytest.approx(live.peak, rel=0.025)
+
+
 def test_a_critic_has_the_parameters_that_are_counted(mesh: DeviceMesh):
     causal_lm = _causal_lm("none", 64, _boundaries("none", mesh))
     of_critic = replace(_layout(causal_lm, "none"), critic=_layout(causal_lm, "none").model).of_critic()
@@ -142,14 +171,7 @@ def _boundaries(checkpointing: str, mesh: DeviceMesh) -> Boundaries:
 
 
 def _causal_lm(checkpointing: str, vocab_size: int, boundaries: Boundaries, *, kept_layers: int = 0) -> Any:
-    table = {
-        "hidden_size": HIDDEN_SIZE,
-        "intermediate_size": 640,
-        "num_hidden_layers": NUM_LAYERS,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }
-    config = Qwen2Config(**table, vocab_size=vocab_size, max_position_embeddings=4096)
+    config = Qwen2Config(**_SIZES, vocab_size=vocab_size)
     causal_lm = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=IMPLEMENTATION)
     set_checkpointing(causal_lm, Checkpointing(checkpointing), kept_layers=kept_layers, boundaries=boundaries)
     return causal_lm
@@ -161,7 +183,7 @@ def _attention(causal_lm: Any) -> PackedAttention:
 
 def _layout(causal_lm: Any, checkpointing: str) -> Layout:
     return Layout(
-        model=shape_of(causal_lm.config.to_dict() | {"architectures": ["Qwen2ForCausalLM"]}),
+        model=shape_of(causal_lm.config.to_dict() | {"architectures": [type(causal_lm).__name__]}),
         device="cpu", num_gpus=1, gpu_bytes=GB, host_bytes=GB, num_ranks=1,
         micro_batch_tokens=NUM_TOKENS, logit_tokens=NUM_TOKENS - 1, checkpointing=Checkpointing(checkpointing),
     )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
@@ -46,6 +47,8 @@ def answers(planned: Plan, advice: Advice) -> list[str]:
     if layout.device == "cuda":
         lines.append(f"GPU peak: {peak.stage}, {gb(peak.gpu_bytes)} of {gb(layout.gpu_bytes)} GB: {parts}.")
     lines.append(f"Host peak: {host.stage}, {gb(host.host_bytes)} of {gb(layout.host_bytes)} GB.")
+    if layout.expert_parallel:
+        lines.append(_experts(layout))
     size = f"{gb(planned.kv_pool.num_bytes)} GB {'on a GPU' if layout.device == 'cuda' else 'of a rank'}"
     lines.append(f"KV cache: {planned.kv_pool.num_tokens:,} tokens for each engine, {size}.")
     idle = layout.num_gpus - layout.num_engine_ranks
@@ -67,6 +70,16 @@ def answers(planned: Plan, advice: Advice) -> list[str]:
     if not planned.fits and not advice.solves:
         lines.append("No change known to the planner makes it fit: use more or larger GPUs, or a smaller model.")
     return lines
+
+
+def _experts(layout: Layout) -> str:
+    """What spread experts take."""
+    sparse = next(model for model in (layout.model, layout.critic) if model is not None and model.num_experts)
+    each, rows = sparse.num_experts // layout.num_ranks, layout.rank_tokens * replace(layout, model=sparse).rows_per_token
+    return (
+        f"Experts: {each} of {sparse.num_experts} on each rank. Counted are {rows:,} rows, the most that can reach one rank: when all "
+        f"tokens of all ranks choose its experts. Even routing brings {layout.rank_tokens * sparse.experts_per_token:,}."
+    )
 
 
 def residency(planned: Plan) -> list[str]:
@@ -178,6 +191,7 @@ def headline(layout: Layout) -> str:
     engines = f"{layout.num_engines} x TP {layout.tp_size}"
     kept = f" ({layout.kept_layers} layers kept)" if layout.kept_layers else ""
     how = f"LoRA rank {layout.lora_rank}" if layout.lora_rank is not None else "all parameters"
+    how += ", expert parallel" if layout.expert_parallel else ""
     how += ", one base for both services" if layout.shares_base else ""
     return (
         f"{layout.model.architecture} on {where}, strategy {layout.strategy}: {layout.num_ranks} FSDP ranks, {how}, "

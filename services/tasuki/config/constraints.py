@@ -154,6 +154,11 @@ def _check_num_ranks(config: NodeConfig) -> None:
     if trainer.num_ranks % trainer.sequence_parallel:
         problem = f"= {trainer.sequence_parallel} does not divide trainer.num_ranks = {trainer.num_ranks}"
         raise SettingsConflict("trainer.sequence_parallel", problem)
+    if trainer.expert_parallel and trainer.num_ranks == 1:
+        raise SettingsConflict("trainer.expert_parallel", "= true needs trainer.num_ranks above 1: one rank has all experts")
+    if trainer.expert_parallel and trainer.mlp_tile_tokens is not None:
+        problem = f"= {trainer.mlp_tile_tokens} is not for trainer.expert_parallel = true, whose ranks would exchange unequal "
+        raise SettingsConflict("trainer.mlp_tile_tokens", f"{problem}numbers of tiles; remove one of them")
 
 
 def _check_devices(config: NodeConfig) -> None:

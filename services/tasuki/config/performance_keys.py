@@ -1,5 +1,6 @@
 """Trainer settings that affect speed and memory but not results."""
 
 PERFORMANCE_TRAINER_KEYS = {
-    "listen", "num_ranks", "num_threads", "devices", "collective_timeout_s", "export", "export_stays", "export_handles"
+    "listen", "num_ranks", "num_threads", "devices", "collective_timeout_s", "export", "export_stays", "export_handles",
+    "expert_parallel",
 }  # fmt: skip

@@ -96,6 +96,10 @@ class TrainerConfig(OptimizerConfig):
     sequence_parallel: PositiveInt = 1
     """Ranks that split the tokens of each micro-batch and, in attention, its heads (Ulysses). Samples may be that many times as long.
     Must divide `num_ranks` and the model's attention heads, and must divide its key heads or be a multiple of them."""
+    expert_parallel: bool = False
+    """Whether each rank computes its own part of every layer's experts, and tokens travel to the ranks of their experts and back.
+    Otherwise every rank gathers all experts, layer by layer. `num_ranks` must divide the number of experts. Results agree up to
+    rounding. Not with `mlp_tile_tokens`."""
     on_non_finite: Literal["stop", "skip"] = "stop"
     """What to do if gradients are not finite: fail the step, or discard them and report the step as skipped."""
     critic: CriticConfig | None = None

@@ -155,12 +155,13 @@ class ModelShape:
         hidden, inner = self.hidden_size, self.expert_size
         return {
             ROUTER: (self.num_experts, hidden),
-            "mlp.experts.gate_up_proj": (self.num_experts, 2 * inner, hidden),
-            "mlp.experts.down_proj": (self.num_experts, hidden, inner),
+            **dict(zip(EXPERTS, ((self.num_experts, 2 * inner, hidden), (self.num_experts, hidden, inner)), strict=True)),
         }
 
 
 ROUTER = "mlp.gate.weight"
+EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+"""Matrices of all experts of a layer, with the expert as first dimension."""
 SPLIT_BY_COLUMNS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 """Matrices of which an engine rank holds columns."""
 VOCABULARY_STEP = 64

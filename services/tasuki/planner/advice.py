@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 from tasuki.memory.stages import Phase
-from tasuki.planner.layout import TAGS, Checkpointing, Layout, Part, Strategy, gb, unshared_heads
+from tasuki.planner.layout import TAGS, Checkpointing, Layout, Part, Strategy, gb, unshared_experts, unshared_heads
 from tasuki.planner.plan import SERVING, TRAINER_TAGS, Plan, plan
 from tasuki.planner.step_tokens import MIN_TOKENS
 
@@ -157,6 +157,7 @@ def _for_training(layout: Layout) -> Iterator[_Change]:
     yield from _export_in_place(layout)
     yield from _fewer_tokens(layout)
     yield from _shared_sequences(layout)
+    yield from _parallel_experts(layout)
     away = layout.sleeping | {Part.ROLLOUT_WEIGHTS, Part.KV_CACHE}
     if layout.sleeping != away:
         yield _Change("sleeping", _names(layout.sleeping), _names(away), replace(layout, sleeping=away), False)
@@ -260,6 +261,18 @@ def _shared_sequences(layout: Layout) -> Iterator[_Change]:
     if layout.num_ranks % twice == 0 and unshared_heads(layout.model, twice) is None:
         changed = replace(layout, sequence_parallel=twice)
         yield _Change("trainer.sequence_parallel", str(layout.sequence_parallel), str(twice), changed)
+
+
+def _parallel_experts(layout: Layout) -> Iterator[_Change]:
+    sparse = [model for model in (layout.model, layout.critic) if model is not None and model.num_experts]
+    is_possible = layout.num_ranks > 1 and layout.mlp_tile_tokens is None
+    if (
+        sparse
+        and is_possible
+        and not layout.expert_parallel
+        and not any(unshared_experts(one, layout.num_ranks) for one in sparse)
+    ):
+        yield _Change("trainer.expert_parallel", "false", "true", replace(layout, expert_parallel=True))
 
 
 def _wider_engines(layout: Layout) -> Iterator[_Change]:

@@ -45,6 +45,17 @@ def kept_in_mlp(model: ModelShape, layer: int, *, compute_bytes: int = 2, is_fus
     return (3 if is_fused else 4) * model.intermediate_size * compute_bytes
 
 
+def kept_in_parallel_experts(model: ModelShape, *, rows_per_token: int, compute_bytes: int = 2) -> int:
+    """Bytes per token inside the MLP of a layer whose experts are spread over ranks, which compute `rows_per_token` rows for it.
+
+    A row: the token, gate and up, the activation, their product, and two indices. Per chosen expert: its result, its weight and three
+    indices. The router's probabilities.
+    """
+    row = (model.hidden_size + 4 * model.expert_size) * compute_bytes + 2 * _INT64
+    choice = (model.hidden_size + 1) * compute_bytes + 3 * _INT64
+    return rows_per_token * row + model.experts_per_token * choice + _FLOAT32 * model.num_experts
+
+
 def kept_of_routing(model: ModelShape, layer: int) -> int:
     """Choice of experts of one token in a recomputed layer: probabilities and indices."""
     return model.experts_per_token * (_FLOAT32 + _INT64) if model.is_sparse(layer) else 0

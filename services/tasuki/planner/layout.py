@@ -102,6 +102,8 @@ class Layout:
     """Number of FSDP2 ranks, on the first GPUs."""
     sequence_parallel: int = 1
     """Ranks that share a micro-batch."""
+    expert_parallel: bool = False
+    """Whether each rank computes its own experts, which it alone holds."""
     tp_size: int = 1
     num_engines: int = 1
     """Engines of `tp_size` GPUs each, on the first GPUs."""
@@ -190,6 +192,8 @@ class Layout:
         problem = unshared_heads(self.model, self.sequence_parallel)
         if problem is not None:
             raise InvalidArgument("sequence_parallel", problem)
+        if self.expert_parallel:
+            self._check_experts()
         if self.tp_size * self.num_engines > self.num_gpus:
             needed = self.tp_size * self.num_engines
             raise InvalidArgument(
@@ -211,6 +215,15 @@ class Layout:
             raise InvalidArgument("sleeping", f"{', '.join(sorted(wrong))} cannot leave; what can is {', '.join(TAGS)}")
         if self.staying is not None and len(self.staying) != self.num_gpus:
             raise InvalidArgument("staying", f"must have an entry for each of {self.num_gpus} GPUs, not {len(self.staying)}")
+
+    def _check_experts(self) -> None:
+        sparse = [model for model in (self.model, self.critic) if model is not None and model.num_experts]
+        if not sparse:
+            raise InvalidArgument("expert_parallel", f"{self.model.architecture} has no experts to spread; remove it")
+        for model in sparse:
+            problem = unshared_experts(model, self.num_ranks)
+            if problem is not None:
+                raise InvalidArgument("expert_parallel", f"{problem}; give a number of ranks that divides them, or remove it")
 
     def has_rank(self, gpu: int) -> bool:
         return gpu < self.num_ranks if self.rank_gpus is None else gpu in self.rank_gpus
@@ -252,6 +265,14 @@ class Layout:
         return self.rank_tokens if self.mlp_tile_tokens is None else min(self.mlp_tile_tokens, self.rank_tokens)
 
     @property
+    def rows_per_token(self) -> int:
+        """With `expert_parallel`: most rows that the experts of one rank compute for one token of its micro-batch.
+
+        A bound: tokens of all ranks choose as many experts of this rank as a token may.
+        """
+        return self.num_ranks * min(self.model.experts_per_token, self.model.num_experts // self.num_ranks)
+
+    @property
     def longest_sequence(self) -> int:
         return self.context_length or self.model.context_length
 
@@ -271,6 +292,7 @@ class Layout:
             shares_base=False,
             critic=None,
             has_reference=False,
+            expert_parallel=self.expert_parallel and self.critic.num_experts > 0,
         )
 
 
@@ -281,6 +303,13 @@ def unshared_heads(model: ModelShape, num_ranks: int) -> str | None:
         return f"{num_ranks} ranks cannot share {heads} attention heads evenly"
     if kv_heads % num_ranks and num_ranks % kv_heads:
         return f"{num_ranks} ranks can neither share {kv_heads} key heads evenly, nor have one of them each"
+    return None
+
+
+def unshared_experts(model: ModelShape, num_ranks: int) -> str | None:
+    """Why this many ranks cannot have equally many of the model's experts; None if they can."""
+    if model.num_experts % num_ranks:
+        return f"{num_ranks} ranks cannot share {model.num_experts} experts of {model.architecture} evenly"
     return None
 
 

@@ -20,6 +20,7 @@ _ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
 _KEYS = {
     "num_ranks": "trainer.num_ranks",
     "sequence_parallel": "trainer.sequence_parallel",
+    "expert_parallel": "trainer.expert_parallel",
     "tp_size": "rollout.tp_size",
     "num_engines": "rollout.dp_size",
     "rank_gpus": "trainer.devices",
@@ -76,6 +77,7 @@ def node_layout(
         device=config.device,
         num_ranks=trainer.num_ranks,
         sequence_parallel=trainer.sequence_parallel,
+        expert_parallel=trainer.expert_parallel,
         tp_size=rollout.tp_size,
         num_engines=config.dp_size,
         compute_bytes=_ELEMENT_BYTES[trainer.compute_dtype],

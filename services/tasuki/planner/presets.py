@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from tasuki.models.shape import ModelShape
+from tasuki.models.shape import ModelShape, QkNorm
 from tasuki.planner.layout import GB, TAGS, Part
 from tasuki.wire.errors import InvalidArgument
 
@@ -33,6 +33,22 @@ MODELS = {
     "qwen2.5-7b": _qwen2_5(3584, 18_944, 28, 28, 4),
     "qwen2.5-32b": _qwen2_5(5120, 27_648, 64, 40, 8),
     "qwen2.5-72b": _qwen2_5(8192, 29_568, 80, 64, 8),
+    # config.json of Qwen/Qwen3-30B-A3B.
+    "qwen3-30b-a3b": ModelShape(
+        architecture="Qwen3MoeForCausalLM",
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_layers=48,
+        num_heads=32,
+        num_kv_heads=4,
+        head_dim=128,
+        vocab_size=151_936,
+        context_length=40_960,
+        qk_norm=QkNorm.HEAD,
+        num_experts=128,
+        experts_per_token=8,
+        expert_size=768,
+    ),
 }
 
 

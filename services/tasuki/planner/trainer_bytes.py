@@ -6,8 +6,14 @@ import math
 
 from tasuki.algorithms.vocabulary_tiles import most_logits
 from tasuki.memory.granularity import CPU_MIN_TENSOR, arena_bytes, export_bytes
-from tasuki.models.shape import SPLIT_BY_COLUMNS, ModelShape, Shapes
-from tasuki.planner.kept_bytes import kept_in_mlp, kept_of_routing, kept_per_token, kept_with_attention
+from tasuki.models.shape import EXPERTS, SPLIT_BY_COLUMNS, ModelShape, Shapes
+from tasuki.planner.kept_bytes import (
+    kept_in_mlp,
+    kept_in_parallel_experts,
+    kept_of_routing,
+    kept_per_token,
+    kept_with_attention,
+)
 from tasuki.planner.layout import Checkpointing, Layout, Part
 from tasuki.planner.moments import moment_bytes
 from tasuki.planner.shards import shards, trained_shards
@@ -122,7 +128,7 @@ def _cached(layout: Layout, *, moment: str) -> int:
     (docs/benchmarks.md); not measured for a single one since gradients are reduced in every micro-batch.
     """
     model, ranks = layout.model, layout.num_ranks
-    table, layer = _largest_table(model), max(_numel(model.layer(index)) for index in range(model.num_layers))
+    table, layer = _largest_table(model), max(_gathered_numel(layout, index) for index in range(model.num_layers))
     trains_base = layout.lora_rank is None
     if ranks > 1:
         arriving = table * layout.compute_bytes * (ranks + 1) // ranks
@@ -169,23 +175,38 @@ def _at_layer(layout: Layout) -> Bytes:
     # If the last layers are kept, they are gone when the first one is recomputed.
     is_recomputed = layout.checkpointing is not Checkpointing.NONE and not layout.kept_layers
     widest = max(range(model.num_layers), key=lambda index: _numel(model.layer(index)))
-    layer = _numel(model.layer(widest))
+    own_experts = _own_expert_matrix(layout, widest)
     # A kept layer's output lives longer than what is recomputed.
     recomputed = _layer_activations(layout, widest) if is_recomputed else _layer_input(layout)
     if is_recomputed and layout.checkpointing is Checkpointing.ATTENTION:
         recomputed -= _attention_output(layout)
-    # In backward of the MLP's product, itself freed: its gradient, those of both factors, and that of the hidden states.
-    width = 2 * (model.experts_per_token * model.expert_size if model.is_sparse(widest) else model.intermediate_size)
-    flowing = (layout.mlp_tokens * width + layout.rank_tokens * model.hidden_size) * compute
+    flowing = (layout.mlp_tokens * _flowing_in_mlp(layout, widest) + layout.rank_tokens * model.hidden_size) * compute
     if layout.has_mlp_tiles:
         # One tile, recomputed.
         flowing += layout.mlp_tokens * _kept_in_mlp(layout, widest)
     return {
         # This layer's parameters; with several ranks also the next one's, as received and as copied out.
-        Part.LAYERS: _gathered(layout, layers=1 if layout.num_ranks == 1 else 3),
-        Part.WHOLE_GRADIENTS: _whole_gradients(layout, layer) + _held_before_layers(layout),
+        Part.LAYERS: _gathered(layout, layers=1 if layout.num_ranks == 1 else 3) + _cast_bytes(layout, own_experts),
+        Part.WHOLE_GRADIENTS: _whole_gradients(layout, _gathered_numel(layout, widest) + own_experts)
+        + _held_before_layers(layout),
         Part.ACTIVATIONS: _kept(layout) + recomputed + flowing,
     }
+
+
+def _flowing_in_mlp(layout: Layout, index: int) -> int:
+    """Elements per token, besides what is kept, at the peak of the MLP's backward.
+
+    At the MLP's product, itself freed: its gradient, and those of both factors. Parallel experts also begin with three rows for each chosen
+    expert, the results' gradients and products with them; then a gradient has arrived, and is sorted by expert.
+    """
+    model = layout.model
+    if not model.is_sparse(index):
+        return 2 * model.intermediate_size
+    if not layout.expert_parallel:
+        return 2 * model.experts_per_token * model.expert_size
+    return max(
+        3 * model.experts_per_token * model.hidden_size, 2 * layout.rows_per_token * max(model.hidden_size, model.expert_size)
+    )
 
 
 def _at_table(layout: Layout) -> Bytes:
@@ -230,9 +251,29 @@ def _gathered(layout: Layout, *, layers: int) -> int:
     """Parameters of the root and of this many layers, whole, in compute dtype; at most all layers."""
     model = layout.model
     root = _numel(model.root()) if model.is_tied else model.hidden_size
-    units = sorted((_numel(model.layer(index)) for index in range(model.num_layers)), reverse=True)
+    units = sorted((_gathered_numel(layout, index) for index in range(model.num_layers)), reverse=True)
     in_flight = units[:layers] if layout.reshards_after_forward else [*units, *units[:1]]
     return (root + sum(in_flight) + (_joined_columns(layout) if layers else 0)) * layout.compute_bytes
+
+
+def _gathered_numel(layout: Layout, index: int) -> int:
+    """Elements of a layer's FSDP2 group: all parameters but spread experts."""
+    layer = layout.model.layer(index)
+    return _numel({name: shape for name, shape in layer.items() if not (layout.expert_parallel and name in EXPERTS)})
+
+
+def _own_expert_matrix(layout: Layout, index: int) -> int:
+    """Elements of this rank's part of the largest matrix of spread experts: one is used, and has a gradient, at a time."""
+    if not (layout.expert_parallel and layout.model.is_sparse(index)):
+        return 0
+    layer = layout.model.layer(index)
+    return max(math.prod(layer[name]) for name in EXPERTS) // layout.num_ranks
+
+
+def _cast_bytes(layout: Layout, numel: int) -> int:
+    """A shard's copy in compute dtype; frozen ones have it."""
+    is_cast = layout.lora_rank is None and layout.param_bytes != layout.compute_bytes
+    return numel * layout.compute_bytes if is_cast else 0
 
 
 def _joined_columns(layout: Layout) -> int:
@@ -278,6 +319,11 @@ def _layer_activations(layout: Layout, index: int) -> int:
     )
     if layout.has_mlp_tiles:
         each -= _kept_in_mlp(layout, index)
+    if layout.expert_parallel and layout.model.is_sparse(index):
+        spread = kept_in_parallel_experts(
+            layout.model, rows_per_token=layout.rows_per_token, compute_bytes=layout.compute_bytes
+        )
+        each += spread - _kept_in_mlp(layout, index)
     return layout.rank_tokens * (each + _kept_to_share(layout))
 
 

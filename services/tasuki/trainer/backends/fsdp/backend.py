@@ -295,6 +295,7 @@ class FsdpBackend:
             seed=config.seed,
             sharing=self._sharing,
             compiles=self._compiles,
+            expert_parallel=config.expert_parallel,
             shares_prompts=Sharing.of(config.prefix_sharing, device=self._node.device) is not Sharing.NEVER,
         )
 

@@ -26,6 +26,7 @@ from tasuki.models.shape import check_lora_targets
 from tasuki.trainer.backends.fsdp.attention import IMPLEMENTATION, AttentionBackend, PackedAttention, choose_kernel
 from tasuki.trainer.backends.fsdp.attention_trial import check_shared_prompts
 from tasuki.trainer.backends.fsdp.compiled_blocks import compile_blocks
+from tasuki.trainer.backends.fsdp.expert_parallel import parallelize_experts, ungathered_parameters
 from tasuki.trainer.backends.fsdp.lm_head import LmHead
 from tasuki.trainer.backends.fsdp.lora import add_adapters, initialize_adapters
 from tasuki.trainer.backends.fsdp.mesh import mesh_device
@@ -138,6 +139,8 @@ class NetworkSource:
     """Whether to compile its layers."""
     shares_prompts: bool = False
     """Whether micro-batches may have prompts that samples share."""
+    expert_parallel: bool = False
+    """Whether each rank computes its own experts, which are not gathered."""
     base: SharedBase | None = None
     """With `lora`: the weights, where they are the engine's; nothing is read from the folder then."""
 
@@ -205,6 +208,8 @@ def _on_meta(source: NetworkSource) -> PreTrainedModel:
         if source.mesh.device_type == "cuda" or source.compiles:
             fuse_pointwise(causal_lm)
             fuse_rotation(causal_lm)
+        if source.expert_parallel:
+            parallelize_experts(causal_lm, source.mesh)
         if source.lora is not None:
             check_lora_targets(model.shape, source.lora.target_modules)
             add_adapters(causal_lm, source.lora)
@@ -244,13 +249,14 @@ def _shard(
     """Creates the FSDP2 groups: each layer, embedding, last norm and LM head, and the root with the rest.
 
     A tied embedding is used at both ends of a pass, so it belongs to the root, which stays gathered in between. placement: of layers'
-    parameters; None shards all by rows.
+    parameters; None shards all by rows. Spread experts are in no group.
     """
     # Inputs keep their dtypes: otherwise FSDP2 would round the temperatures in the batch to bfloat16.
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     decoder, head = network.causal_lm.model, network.causal_lm.lm_head
     for layer in decoder.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=precision, shard_placement_fn=placement)
+        spread = set(ungathered_parameters(layer)) or None
+        fully_shard(layer, mesh=mesh, mp_policy=precision, shard_placement_fn=placement, ignored_params=spread)
     # Not in the root's group, which is gathered first: the last weights in memory are the last that a forward pass needs.
     fully_shard(decoder.norm, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
     is_policy = isinstance(head, LmHead)

@@ -1,0 +1,183 @@
+"""Run by the launcher: learners that gather experts beside learners that spread them over two ranks; rank 0 writes what came out.
+
+python -m tasuki.trainer.launch --num-ranks 2 -- tests/integration/expert_ranks.py OUTPUT_FOLDER MODEL_FOLDER:CHECKPOINTING...
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tasuki.algorithms.loss_types import LossConfig, ValueLoss
+from tasuki.trainer.backends.fsdp.mesh import start_mesh
+from tasuki.trainer.backends.fsdp.shards import local_shards
+from tasuki.trainer.backends.fsdp.staying import TAGS
+from tasuki.trainer.data.samples import Samples
+from tasuki.trainer.launch import read_launch
+from tasuki.trainer.learner import Learner
+from tasuki.trainer.roles import Role
+from tasuki.trainer.service.requests import decode_samples
+from tests.extent import IS_WHOLE
+from tests.integration.learning import fsdp, learn, metric, start_learner, trained, whole_gradients, whole_parameters
+from tests.integration.trainer_samples import make_samples
+from tests.models import VOCAB_SIZE
+
+NUM_STEPS, MAX_TOKENS = 20 if IS_WHOLE else 6, 48
+# Rounding must not decide a step: the first of Adam is the sign of a gradient otherwise.
+SETTINGS: dict[str, Any] = {"learning_rate": 1e-3, "eps": 1e-3, "weight_decay": 0.01}
+Facts = dict[str, Any]
+
+
+class Collectives(TorchDispatchMode):
+    """Those that run inside: how many all-to-alls, and how many elements FSDP2 gathers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_exchanges, self.num_gathered = 0, 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(function)
+        self.num_exchanges += "alltoall" in name
+        self.num_gathered += args[0].numel() if "allgather_base" in name else 0
+        return function(*args, **(kwargs or {}))
+
+
+def samples_of(step: int) -> Samples:
+    """Of several micro-batches, with prompts of two samples each; every fifth time a single sample, so that one rank has a token that does
+    not count."""
+    samples = make_samples(1 if step % 5 == 4 else 9, vocab_size=VOCAB_SIZE, seed=step, temperature=0.8)
+    for one, other in zip(samples[::2], samples[1::2], strict=False):
+        other.prompt_token_ids[:] = one.prompt_token_ids
+    for sample in samples:
+        sample.values[:] = [0.1] * len(sample.completion_token_ids)
+        sample.returns[:] = [0.5] * len(sample.completion_token_ids)
+    return decode_samples(samples)
+
+
+def step_of(learner: Learner, step: int) -> tuple[float, float, float]:
+    """Loss, norm of the gradients and load of the busiest expert."""
+    report = learn(learner, Role.POLICY, samples_of(step), config=LossConfig(), max_tokens=MAX_TOKENS)
+    return report.loss, learner.optim_step(Role.POLICY).grad_norm, metric(report, "expert_load_max")
+
+
+def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    assert list(one) == list(other)
+    return max(float((one[name] - tensor).abs().max()) for name, tensor in other.items())
+
+
+def have_equal_shards(one: Learner, other: Learner) -> bool:
+    """On every rank: what a publication shows to rollout."""
+    ours, theirs = (local_shards(trained(each, Role.POLICY).network.causal_lm) for each in (one, other))
+    places = [[(shard.name, shard.global_shape, shard.offsets) for shard in shards] for shards in (ours, theirs)]
+    is_equal = places[0] == places[1] and all(torch.equal(a.local, b.local) for a, b in zip(ours, theirs, strict=True))
+    everyone = [False, False]
+    dist.all_gather_object(everyone, is_equal)
+    return all(everyone)
+
+
+def compare_steps(start: Callable[..., Learner], output: Path) -> Facts:
+    """NUM_STEPS of both, a checkpoint of each that the other loads, and a step more."""
+    gathered, spread = start(), start(expert_parallel=True)
+    facts: Facts = {"loaded": [have_equal_shards(gathered, spread)], "steps": [], "parameters": []}
+    for step in range(NUM_STEPS):
+        for learner in (gathered, spread) if step == NUM_STEPS // 2 else ():
+            # As in a changeover.
+            fsdp(learner).memory.pause(TAGS)
+            fsdp(learner).memory.resume(TAGS)
+        facts["steps"].append([step_of(gathered, step), step_of(spread, step)])
+    before = {name: whole_parameters(each, Role.POLICY) for name, each in (("gathered", gathered), ("spread", spread))}
+    facts["parameters"].append(largest_difference(before["spread"], before["gathered"]))
+    facts["tags"] = [{usage.tag: usage.total_bytes for usage in fsdp(each).memory.usage()} for each in (gathered, spread)]
+    for name, learner in (("gathered", gathered), ("spread", spread)):
+        learner.save_checkpoint(output / name)
+    gathered.load_checkpoint(output / "spread")
+    facts["crossed"] = [largest_difference(whole_parameters(gathered, Role.POLICY), before["spread"])]
+    facts["loaded"].append(have_equal_shards(gathered, spread))
+    for name, learner in (("gathered", gathered), ("spread", spread)):
+        fsdp(learner).export_model(output / f"{name}-model")
+    exported = [load_file(output / f"{name}-model" / "model.safetensors") for name in before]
+    facts["exported"] = exported[0].keys() == exported[1].keys() and all(
+        torch.equal(tensor, exported[1][name]) for name, tensor in exported[0].items()
+    )
+    spread.load_checkpoint(output / "gathered")
+    facts["crossed"].append(largest_difference(whole_parameters(spread, Role.POLICY), before["gathered"]))
+    # With the moments of the other.
+    gathered.load_checkpoint(output / "gathered")
+    facts["steps"].append([step_of(gathered, NUM_STEPS), step_of(spread, NUM_STEPS)])
+    facts["parameters"].append(
+        largest_difference(whole_parameters(spread, Role.POLICY), whole_parameters(gathered, Role.POLICY))
+    )
+    return facts
+
+
+def count_collectives(start: Callable[..., Learner]) -> Facts:
+    """Of a step with one micro-batch."""
+    facts: Facts = {}
+    for name, settings in (("gathered", {}), ("spread", {"expert_parallel": True})):
+        learner = start(**settings)
+        learn(learner, Role.POLICY, samples_of(0), config=LossConfig())
+        with Collectives() as seen:
+            learn(learner, Role.POLICY, samples_of(0), config=LossConfig())
+        facts[name] = [seen.num_exchanges, seen.num_gathered]
+    return facts
+
+
+def compare_gradients(start: Callable[..., Learner], *, role: Role = Role.POLICY, **settings: Any) -> float:
+    """The largest difference of a gradient, as a part of its norm or of a thousandth of the largest."""
+    gradients: list[dict[str, Tensor]] = []
+    for is_spread in (False, True):
+        learner = start(expert_parallel=is_spread, **settings)
+        config = LossConfig(loss=ValueLoss()) if role is Role.CRITIC else LossConfig()
+        learn(learner, role, samples_of(0), config=config, max_tokens=MAX_TOKENS)
+        gradients.append(whole_gradients(learner, role))
+    gathered, spread = gradients
+    assert list(gathered) == list(spread)
+    scale = max(float(tensor.norm()) for tensor in gathered.values())
+    return max(float((spread[name] - each).norm()) / (float(each.norm()) + 1e-3 * scale) for name, each in gathered.items())
+
+
+def run_case(model: Path, rung: str, *, output: Path, mesh: DeviceMesh) -> Facts:
+    output.mkdir(exist_ok=True)
+
+    def start(**settings: Any) -> Learner:
+        return start_learner(model, mesh=mesh, **{"checkpointing": rung, **SETTINGS, **settings})
+
+    facts: Facts = {"steps": compare_steps(start, output), "collectives": count_collectives(start)}
+    if IS_WHOLE:
+        facts["others"] = {
+            "compiled": compare_gradients(start, compile="blocks"),
+            "attention": compare_gradients(start, checkpointing="attention"),
+            "offloaded": compare_gradients(start, checkpointing="offloaded"),
+            "prefix_sharing": compare_gradients(start, prefix_sharing=True),
+            "critic": compare_gradients(start, role=Role.CRITIC, critic={"learning_rate": 1e-3}),
+        }
+    return facts | {
+        "bfloat16": compare_gradients(start, compute_dtype="bfloat16"),
+        "lora": compare_gradients(start, lora={"rank": 4, "target_modules": ["q_proj", "o_proj"]}),
+    }
+
+
+def main(output: str, *cases: str) -> None:
+    mesh = start_mesh("cpu", launch=read_launch(os.environ), gpu=0, num_threads=1, timeout_s=60)
+    for case in cases:
+        model, rung = case.rsplit(":", 1)
+        stem = f"{Path(model).name}-{rung}"
+        facts = run_case(Path(model), rung, output=Path(output) / stem, mesh=mesh)
+        if dist.get_rank() == 0:
+            (Path(output) / f"{stem}.json").write_text(json.dumps(facts))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

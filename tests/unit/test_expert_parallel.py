@@ -1,0 +1,192 @@
+"""Experts of one rank that has them all: transformers' results, what autograd keeps, and what the planner says of more ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from tasuki.cli.__main__ import main
+from tasuki.models.shape import ModelShape
+from tasuki.planner.advice import climb
+from tasuki.planner.kept_bytes import kept_in_parallel_experts
+from tasuki.planner.layout import GB, Checkpointing, Layout, Part
+from tasuki.planner.model_shape import shape_of
+from tasuki.planner.plan import plan
+from tasuki.planner.presets import MODELS
+from tasuki.planner.trainer_bytes import step_moments, trainer_tags
+from tasuki.trainer.backends.fsdp.expert_parallel import ParallelExperts, parallelize_experts
+from tasuki.wire.errors import InvalidArgument
+from tests.models import CONFIGS, make_model
+from tests.saved_tensors import kept_bytes
+from tests.unit.test_published_models import PUBLISHED
+
+NUM_TOKENS, NUM_CHOSEN = 96, 2
+NUM_EXPERTS = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts"}
+MOE = MODELS["qwen3-30b-a3b"]
+
+
+def layout_of(model: ModelShape, **settings: Any) -> Layout:
+    sizes = {"num_gpus": 8, "gpu_bytes": 141 * GB, "host_bytes": 2000 * GB, "num_ranks": 8, "tp_size": 8}
+    return Layout(model=model, **{**sizes, "kv_ratio": 0.6, "checkpointing": Checkpointing.FULL, **settings})
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    dist.destroy_process_group()
+
+
+def experts_of(kind: str, mesh: DeviceMesh, *, dtype: torch.dtype = torch.float32) -> tuple[Any, ParallelExperts]:
+    """transformers', and ours with the same values in float32."""
+    theirs: Any = make_model(kind, seed=3, **{NUM_EXPERTS[kind]: 6}).get_submodule("model.layers.0.mlp.experts")
+    ours = ParallelExperts(theirs, mesh)
+    return theirs.to(dtype), ours
+
+
+def choice_of(*, hidden_size: int, num_experts: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Nobody chooses the last expert."""
+    generator = torch.Generator().manual_seed(1)
+    hidden_TH = torch.randn(NUM_TOKENS, hidden_size, generator=generator).to(dtype).requires_grad_()
+    weights_TK, chosen_TK = torch.rand(NUM_TOKENS, num_experts - 1, generator=generator).topk(NUM_CHOSEN)
+    return hidden_TH, chosen_TK, weights_TK.to(dtype).requires_grad_()
+
+
+def local(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_only_experts_are_replaced_and_names_stay(kind: str, mesh: DeviceMesh) -> None:
+    model = make_model(kind, seed=3)
+    names = [name for name, _ in model.named_parameters()]
+    parallelize_experts(model, mesh)
+    assert [name for name, _ in model.named_parameters()] == names
+    found = [name for name, module in model.named_modules() if isinstance(module, ParallelExperts)]
+    assert found == [name for name, module in model.named_modules() if name.endswith("mlp.experts")]
+    assert bool(found) is (kind in NUM_EXPERTS)
+
+
+@pytest.mark.parametrize("kind", NUM_EXPERTS)
+def test_results_and_gradients_are_those_of_transformers(kind: str, mesh: DeviceMesh) -> None:
+    results: list[list[Tensor]] = []
+    for experts in experts_of(kind, mesh):
+        hidden_TH, chosen_TK, weights_TK = choice_of(hidden_size=64, num_experts=6, dtype=torch.float32)
+        out_TH = experts(hidden_TH, chosen_TK, weights_TK)
+        (out_TH * torch.linspace(-1.0, 1.0, out_TH.numel()).view_as(out_TH)).sum().backward()
+        results.append(
+            [out_TH, *(local(each.grad) for each in (hidden_TH, weights_TK, experts.gate_up_proj, experts.down_proj))]
+        )
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert not results[1][-1][-1].any(), "the gradient of an expert that nobody chose"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_autograd_keeps_the_rows_that_are_counted_and_no_cast_weights(dtype: torch.dtype, mesh: DeviceMesh) -> None:
+    _, experts = experts_of("qwen3_moe", mesh)
+    hidden_TH, chosen_TK, weights_TK = choice_of(hidden_size=64, num_experts=6, dtype=dtype)
+    with kept_bytes([*map(local, experts.parameters())]) as kept:
+        out_TH = experts(hidden_TH, chosen_TK, weights_TK)
+    assert out_TH.requires_grad
+    shape = replace(MOE, hidden_size=64, expert_size=32, num_experts=6, experts_per_token=NUM_CHOSEN)
+    counted = kept_in_parallel_experts(shape, rows_per_token=NUM_CHOSEN, compute_bytes=dtype.itemsize)
+    # The router's are not kept here: probabilities, and the choice.
+    of_router = 4 * 6 + 8 * NUM_CHOSEN
+    ends = 4 * 6
+    assert sum(kept.values()) == NUM_TOKENS * (counted - of_router) + ends
+
+
+def test_a_rank_gathers_no_experts_and_holds_as_many() -> None:
+    gathered = layout_of(MOE)
+    spread = replace(gathered, expert_parallel=True)
+    of_layer = 128 * 3 * 768 * 2048
+    assert trainer_tags(spread) == trainer_tags(gathered)
+    one, other = (step_moments(layout)["layer"] for layout in (gathered, spread))
+    # Of three layers, and of one a matrix's part cast for its product; its gradients likewise.
+    assert one[Part.LAYERS] - other[Part.LAYERS] == 2 * (3 * of_layer - of_layer * 2 // 3 // 8)
+    assert one[Part.WHOLE_GRADIENTS] - other[Part.WHOLE_GRADIENTS] == 6 * (of_layer - of_layer * 2 // 3 // 8)
+    assert one[Part.TORCH_CACHE] - other[Part.TORCH_CACHE] == 4 * of_layer // 8
+
+
+@pytest.mark.parametrize(("num_ranks", "rows"), [(2, 2 * 8), (8, 8 * 8), (32, 32 * 4)])
+def test_rows_are_counted_as_if_all_tokens_chose_one_rank(num_ranks: int, rows: int) -> None:
+    layout = layout_of(MOE, num_gpus=num_ranks, num_ranks=num_ranks, tp_size=2, expert_parallel=True)
+    assert layout.rows_per_token == rows
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "problem"),
+    [
+        (MOE, {"num_ranks": 6}, "6 ranks cannot share 128 experts of Qwen3MoeForCausalLM evenly"),
+        (MODELS["qwen2.5-7b"], {"tp_size": 4}, "Qwen2ForCausalLM has no experts"),
+        (MOE, {"critic": replace(MOE, num_experts=12)}, "8 ranks cannot share 12 experts"),
+    ],
+)
+def test_experts_that_ranks_cannot_share_are_refused(model: ModelShape, settings: dict[str, Any], problem: str) -> None:
+    with pytest.raises(InvalidArgument, match=problem) as refused:
+        layout_of(model, expert_parallel=True, **settings)
+    assert refused.value.metadata["field"] == "expert_parallel"
+
+
+def test_a_dense_critic_beside_experts_is_planned_without_any() -> None:
+    layout = layout_of(MOE, critic=MODELS["qwen2.5-7b"], tp_size=4, expert_parallel=True)
+    of_critic = layout.of_critic()
+    assert of_critic is not None and not of_critic.expert_parallel
+    of_dense_policy = layout_of(MODELS["qwen2.5-7b"], tp_size=4, critic=MOE, expert_parallel=True).of_critic()
+    assert of_dense_policy is not None and of_dense_policy.expert_parallel
+
+
+def test_gathered_experts_that_do_not_fit_are_told_to_stay_apart() -> None:
+    model = replace(MOE, expert_size=12 * 768, experts_per_token=1, num_layers=4)
+    layout = layout_of(
+        model, micro_batch_tokens=1024, context_length=1024, lora_rank=8, lora_targets=("q_proj",), gpu_bytes=48 * GB
+    )
+    assert [(rung.setting, rung.new, rung.plan.fits) for rung in climb(plan(layout))] == [
+        ("trainer.expert_parallel", "true", True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "cause"),
+    [
+        ("num_ranks = 1", "trainer.expert_parallel = true needs trainer.num_ranks above 1"),
+        ("num_ranks = 6", "trainer.expert_parallel: 6 ranks cannot share 128 experts of Qwen3MoeForCausalLM evenly"),
+        ("num_ranks = 2\nmlp_tile_tokens = 64", "trainer.mlp_tile_tokens = 64 is not for trainer.expert_parallel = true"),
+    ],
+)
+def test_a_node_is_told_its_key(tmp_path: Path, trainer: str, cause: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(node_of(tmp_path, trainer)), "--gpu-gb", "141"]) == 2
+    assert capsys.readouterr().err.startswith(f"tasuki: error INVALID_ARGUMENT: {cause}")
+
+
+def test_the_preset_is_the_published_model() -> None:
+    assert [shape_of(config) for _, config in PUBLISHED if config["architectures"] == [MOE.architecture]] == [MOE]
+
+
+def test_a_plan_says_how_many_rows_it_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", str(node_of(tmp_path, "num_ranks = 8\nmicro_batch_tokens = 16384")), "--gpu-gb", "141"])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "8 FSDP ranks, all parameters, expert parallel" in printed
+    assert "Experts: 16 of 128 on each rank. Counted are 1,048,576 rows" in printed
+    assert "Even routing brings 131,072." in printed
+
+
+def node_of(folder: Path, trainer: str) -> Path:
+    (_, config) = next(each for each in PUBLISHED if each[1]["architectures"] == [MOE.architecture])
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "node.toml").write_text(
+        f'state_dir = "node"\ndevice = "cuda"\n[model]\npath = "{folder}"\n[rollout]\ntp_size = 2\nkv_ratio = 0.5\n'
+        f"[trainer]\nexpert_parallel = true\n{trainer}\n"
+    )
+    return folder / "node.toml"
