@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from operator import sub
 from pathlib import Path
 
 import psutil
@@ -22,6 +23,8 @@ class Footprint:
     """Of one process. memfd_bytes and shm_bytes: physical memory of what it has open or mapped, each file once."""
 
     rss_bytes: int
+    address_bytes: int
+    num_mappings: int
     num_fds: int
     memfd_bytes: int
     shm_bytes: int
@@ -35,8 +38,20 @@ def footprints(node: RunningNode) -> dict[str, Footprint]:
     found: dict[str, Footprint] = {}
     for process in (supervisor, *supervisor.children(recursive=True)):
         with suppress(psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
-            found[_name(process)] = _footprint(process)
+            found[_name(process)] = footprint(process)
     return found
+
+
+def footprint(process: psutil.Process) -> Footprint:
+    files, memory = dict(_open_files(process.pid)), process.memory_info()
+    return Footprint(
+        rss_bytes=memory.rss,
+        address_bytes=memory.vms,
+        num_mappings=len(os.listdir(f"/proc/{process.pid}/map_files")),
+        num_fds=process.num_fds(),
+        memfd_bytes=sum(size for target, size in files.values() if target.startswith("/memfd:")),
+        shm_bytes=sum(size for target, size in files.values() if target.startswith("/dev/shm/")),
+    )
 
 
 def change_over(client: Client, *, num_changeovers: int) -> None:
@@ -49,31 +64,13 @@ def change_over(client: Client, *, num_changeovers: int) -> None:
 def growth(before: dict[str, Footprint], after: dict[str, Footprint]) -> dict[str, Footprint]:
     """By process; one that came or went is an error."""
     assert after.keys() == before.keys(), "processes came or went"
-    return {
-        name: Footprint(
-            rss_bytes=after[name].rss_bytes - old.rss_bytes,
-            num_fds=after[name].num_fds - old.num_fds,
-            memfd_bytes=after[name].memfd_bytes - old.memfd_bytes,
-            shm_bytes=after[name].shm_bytes - old.shm_bytes,
-        )
-        for name, old in before.items()
-    }
+    return {name: Footprint(*map(sub, astuple(after[name]), astuple(old))) for name, old in before.items()}
 
 
 def _name(process: psutil.Process) -> str:
     words = process.cmdline()
     module = words[words.index("-m") + 1] if "-m" in words else Path(words[0]).name if words else "?"
     return f"{module} {process.pid}"
-
-
-def _footprint(process: psutil.Process) -> Footprint:
-    files = dict(_open_files(process.pid))
-    return Footprint(
-        rss_bytes=process.memory_info().rss,
-        num_fds=process.num_fds(),
-        memfd_bytes=sum(size for target, size in files.values() if target.startswith("/memfd:")),
-        shm_bytes=sum(size for target, size in files.values() if target.startswith("/dev/shm/")),
-    )
 
 
 def _open_files(pid: int) -> Iterator[tuple[tuple[int, int], tuple[str, int]]]:
