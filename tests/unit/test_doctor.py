@@ -69,7 +69,8 @@ def examined(*arguments: str | Path, limits: str = "") -> tuple[int, dict[str, d
 
 
 def test_a_good_machine_and_a_good_node_have_no_failure(config: Path):
-    code, findings = examined(config)
+    # A budget is for tags, and much less than the host memory of the processes.
+    code, findings = examined(config, "--set", "memory.host_budget_bytes=600MB", "--set", "memory.pool=true")
     assert {name: one for name, one in findings.items() if one["verdict"] == "fail"} == {}
     assert code == 0
     assert {
@@ -96,7 +97,8 @@ def test_a_limit_of_the_process_is_found(limit: str, value: int, name: str):
 def test_faults_of_the_machine_are_found(tmp_path: Path):
     assert is_bad(host.check_python((3, 10)), Verdict.FAIL, found="3.10", advice="3.11")
     assert is_bad(host.check_user(lambda: pwd.getpwuid(2**31 - 5)[0]), Verdict.FAIL, found="has no name", advice="export USER")
-    assert is_bad(host.check_native_library(tmp_path / "no.so"), Verdict.FAIL, found="missing", advice="make native")
+    for paths in ({"path": tmp_path / "no.so"}, {"preloaded": tmp_path / "no.so"}):
+        assert is_bad(host.check_native_library(**paths), Verdict.FAIL, found="no.so is missing", advice="make native")
     (tmp_path / "scope").write_text("2\n")
     assert is_bad(host.check_yama(tmp_path / "scope"), Verdict.WARN, found="ptrace_scope 2", advice="stacks")
     assert is_ok(host.check_yama(tmp_path / "none"))
@@ -158,7 +160,8 @@ def test_a_port_that_is_taken_is_found(config: Path):
             "/none",
         ),
         (["train.dataset=/none.jsonl", "train.output_dir=out", "train.reward.function=a:b"], "data of [train]", "/none.jsonl"),
-        (["memory.host_budget_bytes=1MB"], "memory plan", "host"),
+        (["memory.host_budget_bytes=1MB"], "memory plan", "give at least"),
+        (["memory.host_budget_bytes=100TB", "memory.pool=true"], "memory plan", "memory.pool needs"),
     ],
 )
 def test_a_fault_of_the_configuration_is_found(
