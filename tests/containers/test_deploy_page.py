@@ -122,10 +122,10 @@ def test_every_command_of_the_page_works(environment: dict[str, str]) -> None:
             assert part not in command or shown in done.stdout, f"{command}\n{done.stdout}"
 
 
-# The supervisor and its guard, with which all of the node ends.
+# The supervisor and its guard, with which all of the node and the container end.
 STRIKE = """import os
 for pid in filter(str.isdigit, os.listdir("/proc")):
-    if b"supervise" in open(f"/proc/{pid}/cmdline", "rb").read():
+    if int(pid) != os.getpid() and b"supervise" in open(f"/proc/{pid}/cmdline", "rb").read():
         os.kill(int(pid), 9)"""
 ASK = """import ssl, urllib.request
 context = ssl.create_default_context(cafile="/tls/ca.pem")
@@ -144,7 +144,7 @@ def test_a_node_that_is_killed_starts_again_and_the_dashboard_shows_it(environme
         return int(seen["node"]["epoch"]) if seen["is_live"] else None
 
     assert epoch() == 1
-    compose(environment, f"exec -T node python3 -c {shlex.quote(STRIKE)}")
+    compose(environment, f"exec --detach node python3 -c {shlex.quote(STRIKE)}")
     until = time.monotonic() + 120
     while epoch() != 2:
         assert time.monotonic() < until

@@ -99,7 +99,9 @@ def read_plan(config_path: Path, device_bytes: Mapping[str, int]) -> dict[str, A
     gpus = [size for device, size in device_bytes.items() if device != _CPU]
     if config.device != _CPU and not gpus:
         raise TasukiError("the size of the GPUs is known once the node has changed its phase")
-    planned = plan_node(config, gpu_bytes=min(gpus, default=_NO_GPU), host_bytes=device_bytes.get(_CPU) or host_memory().total_bytes)
+    planned = plan_node(
+        config, gpu_bytes=min(gpus, default=_NO_GPU), host_bytes=device_bytes.get(_CPU) or host_memory().total_bytes
+    )
     return MessageToDict(plan_to_proto(planned, advise(planned)), preserving_proto_field_name=True)
 
 
