@@ -245,7 +245,8 @@ def test_a_plan_that_does_not_fit_the_gpus_is_found(config: Path):
     node = load_config(config, overrides=['device="cuda"'])
     found = check_plan(node, [Gpu("tiny", 1 << 20, 1 << 20, {})])
     assert is_bad(found, Verdict.FAIL, found="", advice="tasuki plan")
-    assert is_bad(check_plan(node, []), Verdict.WARN, found="no GPU", advice="--gpu-gb")
+    sized = load_config(config, overrides=['device="cuda"', "rollout.kv_tokens=4096"])
+    assert is_bad(check_plan(sized, []), Verdict.WARN, found="no GPU", advice="--gpu-gb")
 
 
 def test_the_report_is_a_line_for_each_check_and_a_count(capsys: pytest.CaptureFixture[str], config: Path):
