@@ -110,7 +110,9 @@ def _sole_training(config: NodeConfig, output_dir: Path) -> Iterator[None]:
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InvalidArgument(key, f"{output_dir} cannot be created: {error.strerror}; name a folder that you can write to") from error
+        raise InvalidArgument(
+            key, f"{output_dir} cannot be created: {error.strerror}; name a folder that you can write to"
+        ) from error
     state_dir = Path(os.path.realpath(config.state_dir))
     with ExitStack() as locks:
         for folder in dict.fromkeys((output_dir.resolve(), state_dir)):
