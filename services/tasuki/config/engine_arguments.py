@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
@@ -183,7 +183,7 @@ def _takes(declared: ast.expr, value: Argument) -> bool:
     return True
 
 
-def _constants(choices: ast.expr) -> list[object]:
+def _constants(choices: ast.expr) -> Sequence[object]:
     """Elements of a list or tuple; empty unless all of them are literal."""
     elements = choices.elts if isinstance(choices, ast.List | ast.Tuple) else []
     values = [one.value for one in elements if isinstance(one, ast.Constant)]
