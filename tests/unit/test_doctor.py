@@ -19,7 +19,7 @@ import pytest
 from tasuki.cli import certs
 from tasuki.cli.__main__ import main
 from tasuki.cli.doctor import host
-from tasuki.cli.doctor.certificates import check_certificate
+from tasuki.cli.doctor.certificates import check_certificate, warn_of_certificate
 from tasuki.cli.doctor.finding import Finding, Verdict
 from tasuki.cli.doctor.gpus import Gpu, GpuFacts, check_compilers, check_driver, check_peers, check_strangers, gpu_findings
 from tasuki.cli.doctor.node import check_plan
@@ -198,6 +198,14 @@ def test_a_certificate_that_ends_is_found(config: Path, capsys: pytest.CaptureFi
     found = check_certificate(*pair)
     assert is_ok(found) and "for node-a, localhost, 127.0.0.1" in found.found
     assert is_bad(check_certificate(*pair, now=time.time() + 80 * 86400), Verdict.WARN, found="until 20", advice="tasuki certs")
+    of_node = [f"security.{key}={path}" for key, path in zip(("cert", "key"), pair, strict=True)]
+    warn_of_certificate(load_config(config, overrides=of_node))
+    assert capsys.readouterr().err == ""
+    assert certs.run(folder, hosts=["node-a"], days=9) == 0
+    warn_of_certificate(load_config(config, overrides=of_node))
+    warn_of_certificate(load_config(config))
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told.startswith("tasuki: warn certificate: until 20") and "a running node reloads it" in told
     viewers = check_certificate(folder / "viewer.pem", folder / "viewer.key")
     assert is_bad(viewers, Verdict.FAIL, found="unsuitable certificate purpose", advice="new server certificate")
     over = datetime.now(UTC) - timedelta(minutes=1)

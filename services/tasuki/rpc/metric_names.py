@@ -59,9 +59,7 @@ MEMORY_PLANNED = MetricName(
     ("service", "tag", "device"),
     "Memory that `tasuki plan` predicts for the phase or stage that the node is at. Working memory has no service.",
 )
-DEVICE_FREE = MetricName(
-    "tasuki_device_free_bytes", "gauge", ("device",), "Free memory, as the driver or the host reports it."
-)
+DEVICE_FREE = MetricName("tasuki_device_free_bytes", "gauge", ("device",), "Free memory, as the driver or the host reports it.")
 DEVICE_TOTAL = MetricName("tasuki_device_total_bytes", "gauge", ("device",), "Memory of the device.")
 GPUS = MetricName("tasuki_gpus", "gauge", (), "GPUs that the node shares; on a CPU the ranks of the larger service.")
 GPU_SECONDS = MetricName(
