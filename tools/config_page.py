@@ -24,9 +24,9 @@ from tasuki.config.schema import NodeConfig
 
 HEAD = """# Configuration
 
-One TOML file tells a node everything. Unknown keys are errors, and so are values out of range; the message names the key. On the command
-line `--set trainer.num_ranks=4` overrides a key, and may stand more than once. Relative paths in the file are relative to the file's
-folder; on the command line, to the working folder. This page is made by `tools/config_page.py` out of `tasuki.config.schema`.
+One TOML file configures a node and its run. Unknown keys and values out of range are errors that name the key. On the command line
+`--set trainer.num_ranks=4` overrides a key, and may be repeated. Relative paths in the file are relative to the file's folder; on the
+command line, to the working folder. `tools/config_page.py` generates this page from `tasuki.config.schema`.
 """
 
 

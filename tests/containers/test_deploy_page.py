@@ -8,6 +8,8 @@ import re
 import shlex
 import shutil
 import subprocess
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,13 +24,14 @@ ENDLESS = ("tasuki watch", "tail -F")
 ENDLESS_S = 30
 # What a command must show, beside the exit status 0.
 SHOWN = {
+    "tasuki doctor": " 0 fail",
     "tasuki plan": "It fits.",
     "run --rm train": "/runs/first",
     "docker logs": "/runs/first",
     "tasuki audit": "clean",
     "compose ps": "(healthy)",
     "GetState": '"phase"',
-    "query=tasuki_phase": '"status":"success"',
+    "query=tasuki_phase": '"phase":"TRAIN"',
     "/api/node": '"phase"',
 }
 PORTS = {
@@ -79,7 +82,8 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         node = node.replace(ours, tests)
     (ports,) = re.findall(r"^```toml\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
     sized = ports.replace("[rollout]", "[rollout]\ncontext_length = 64\nkv_tokens = 4096")
-    (config / "node.toml").write_text(node.replace("[train]", f"{sized}\n[train]", 1))
+    pool = '[memory]\npool = true\nhost_budget_bytes = "600MB"\n'
+    (config / "node.toml").write_text(node.replace("[train]", f"{sized}\n{pool}\n[train]", 1))
     for path in (folder, *folder.rglob("*")):
         path.chmod(0o755 if path.is_dir() else 0o644)
     files = "compose.yaml:compose.cpu.yaml:compose.tls.yaml"
@@ -87,19 +91,61 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {**os.environ, "PATH": path, "TASUKI_CONFIG": str(config), "TASUKI_MODELS": str(models), "COMPOSE_FILE": files}
 
 
+def compose(environment: dict[str, str], command: str, *, limit_s: float = 300) -> str:
+    """Output of `docker compose COMMAND`. Fails the test if it fails."""
+    argv = ["docker", "compose", *shlex.split(command)]
+    done = subprocess.run(argv, cwd=DEPLOY, env=environment, capture_output=True, text=True, timeout=limit_s, check=False)
+    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture
+def removed(environment: dict[str, str]) -> Iterator[None]:
+    """Removes all that the page's commands leave."""
+    yield
+    compose(environment, "--profile '*' down --volumes")
+    for left in ("lab", "first"):
+        shutil.rmtree(Path(DEPLOY, left), ignore_errors=True)
+
+
+@pytest.mark.usefixtures("removed")
 def test_every_command_of_the_page_works(environment: dict[str, str]) -> None:
-    try:
-        for command in commands_of(PAGE):
-            is_endless = any(part in command for part in ENDLESS)
-            # Users have a terminal, which `docker compose exec` asks for.
-            typed = f"timeout {ENDLESS_S} {command}" if is_endless else command
-            argv = ["script", "--quiet", "--return", "--command", typed, "/dev/null"]
-            done = subprocess.run(argv, cwd=DEPLOY, env=environment, capture_output=True, text=True, timeout=1500, check=False)
-            assert is_endless or done.returncode == 0, f"{command}\n{done.stdout}"
-            assert done.stdout.strip() or "--detach" in command or " rm " in command or " stop " in command, command
-            for part, shown in SHOWN.items():
-                assert part not in command or shown in done.stdout, f"{command}\n{done.stdout}"
-    finally:
-        subprocess.run(shlex.split("docker compose --profile * down --volumes"), cwd=DEPLOY, env=environment, check=False)
-        for left in ("lab", "first"):
-            shutil.rmtree(Path(DEPLOY, left), ignore_errors=True)
+    for command in commands_of(PAGE):
+        is_endless = any(part in command for part in ENDLESS)
+        # Users have a terminal, which `docker compose exec` asks for.
+        typed = f"timeout {ENDLESS_S} {command}" if is_endless else command
+        argv = ["script", "--quiet", "--return", "--command", typed, "/dev/null"]
+        done = subprocess.run(argv, cwd=DEPLOY, env=environment, capture_output=True, text=True, timeout=1500, check=False)
+        assert is_endless or done.returncode == 0, f"{command}\n{done.stdout}"
+        assert done.stdout.strip() or "--detach" in command or " rm " in command or " stop " in command, command
+        for part, shown in SHOWN.items():
+            assert part not in command or shown in done.stdout, f"{command}\n{done.stdout}"
+
+
+# The supervisor and its guard, with which all of the node and the container end.
+STRIKE = """import os
+for pid in filter(str.isdigit, os.listdir("/proc")):
+    if int(pid) != os.getpid() and b"supervise" in open(f"/proc/{pid}/cmdline", "rb").read():
+        os.kill(int(pid), 9)"""
+ASK = """import ssl, urllib.request
+context = ssl.create_default_context(cafile="/tls/ca.pem")
+context.load_cert_chain("/tls/viewer.pem", "/tls/viewer.key")
+print(urllib.request.urlopen("https://localhost:8765/api/node", context=context).read().decode())"""
+
+
+@pytest.mark.usefixtures("removed")
+def test_a_node_that_is_killed_starts_again_and_the_dashboard_shows_it(environment: dict[str, str]) -> None:
+    compose(environment, "run --rm certs")
+    compose(environment, "--profile dashboard up --build --detach --wait", limit_s=1500)
+
+    def epoch() -> int | None:
+        """Of the node that the dashboard sees; None while there is none."""
+        seen = json.loads(compose(environment, f"exec -T dashboard python3 -c {shlex.quote(ASK)}"))
+        return int(seen["node"]["epoch"]) if seen["is_live"] else None
+
+    assert epoch() == 1
+    compose(environment, f"exec --detach node python3 -c {shlex.quote(STRIKE)}")
+    until = time.monotonic() + 120
+    while epoch() != 2:
+        assert time.monotonic() < until
+        time.sleep(2)

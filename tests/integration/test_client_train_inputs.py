@@ -81,6 +81,8 @@ def test_the_longest_sample_is_the_longest_prompt_with_a_whole_completion(config
         ("train.reward.function=my_reward", "module:function"),
         ("train.stop_at_eval_score=0.9", "give an eval_dataset"),
         ("train.group_size=0", "train.group_size"),
+        ("train.output_dir=/dev/null/run", "train.output_dir: /dev/null/run cannot be created: Not a directory"),
+        ("state_dir=/dev/null/node", "state_dir: /dev/null/node cannot be created: Not a directory"),
         ("train.max_new_tokens=-1", "train.max_new_tokens"),
         ("train.group_sice=8", "train.group_sice: unknown key"),
         ("train.max_new_tokens=64", "train.max_new_tokens: is 64, which leaves no room for a prompt"),

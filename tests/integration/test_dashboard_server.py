@@ -235,6 +235,7 @@ def test_an_insecure_node_on_loopback_asks_for_nothing(tmp_path: Path) -> None:
         (["{run}", "--listen", "0.0.0.0:8765"], "INVALID_ARGUMENT", "--config of a node with [security]"),
         (["--config", "{config}", "--listen", "0.0.0.0:8765"], "INVALID_ARGUMENT", "security.client_ca or security.tokens"),
         (["{run}", "--listen", "8765"], "INVALID_ARGUMENT", "must be HOST:PORT"),
+        (["{run}", "--listen", "127.0.0.1:{port}"], "INVALID_ARGUMENT", "in use; give another address by --listen"),
         (["{run}/nothing"], "PATH_NOT_FOUND", "there is no folder"),
     ],
 )
@@ -243,6 +244,8 @@ def test_what_must_not_be_served_is_refused_at_start(
 ) -> None:
     config = tmp_path / "node.toml"
     config.write_text('state_dir = "state"\n[model]\npath = "model"\n')
-    assert main(["dashboard", *(one.format(run=RECORDED, config=config) for one in arguments)]) == 2
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        names = {"run": RECORDED, "config": config, "port": taken.getsockname()[1]}
+        assert main(["dashboard", *(one.format(**names) for one in arguments)]) == 2
     told = capsys.readouterr().err
     assert reason in told and words in told

@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives import serialization
 from tasuki.cli import certs
 from tasuki.config.security_schema import CallerRole
 from tasuki.rpc.access import read_roles
-from tasuki.wire.channel import open_channel
+from tasuki.wire.channel import open_blocking_channel, open_channel
 from tasuki.wire.credentials import Credentials, TlsFiles, read_tokens
 from tasuki.wire.errors import InvalidArgument
 from tasuki.wire.reloaded import Reloaded
@@ -88,6 +88,14 @@ def test_no_plaintext_channel_leaves_the_machine(target: str, tmp_path: Path) ->
     for credentials in (None, token):
         with pytest.raises(InvalidArgument, match="give credentials with `ca`"):
             open_channel(target, credentials=credentials)
+
+
+@pytest.mark.parametrize("target", ["localhost", "node-a", "a:b:c", "node-a:0", "", "::1"])
+def test_a_target_that_is_no_address_is_refused(target: str) -> None:
+    for open_one in (open_channel, open_blocking_channel):
+        with pytest.raises(InvalidArgument, match=r"must be HOST:PORT, .* or unix:PATH") as refused:
+            open_one(target)
+        assert refused.value.metadata["field"] == "target"
 
 
 def test_a_changed_file_is_read_again_and_a_broken_one_is_not_taken(tmp_path: Path) -> None:

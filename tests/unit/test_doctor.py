@@ -19,7 +19,7 @@ import pytest
 from tasuki.cli import certs
 from tasuki.cli.__main__ import main
 from tasuki.cli.doctor import host
-from tasuki.cli.doctor.certificates import check_certificate
+from tasuki.cli.doctor.certificates import check_certificate, warn_of_certificate
 from tasuki.cli.doctor.finding import Finding, Verdict
 from tasuki.cli.doctor.gpus import Gpu, GpuFacts, check_compilers, check_driver, check_peers, check_strangers, gpu_findings
 from tasuki.cli.doctor.node import check_plan
@@ -69,7 +69,8 @@ def examined(*arguments: str | Path, limits: str = "") -> tuple[int, dict[str, d
 
 
 def test_a_good_machine_and_a_good_node_have_no_failure(config: Path):
-    code, findings = examined(config)
+    # A budget is for tags, and much less than the host memory of the processes.
+    code, findings = examined(config, "--set", "memory.host_budget_bytes=600MB", "--set", "memory.pool=true")
     assert {name: one for name, one in findings.items() if one["verdict"] == "fail"} == {}
     assert code == 0
     assert {
@@ -96,7 +97,8 @@ def test_a_limit_of_the_process_is_found(limit: str, value: int, name: str):
 def test_faults_of_the_machine_are_found(tmp_path: Path):
     assert is_bad(host.check_python((3, 10)), Verdict.FAIL, found="3.10", advice="3.11")
     assert is_bad(host.check_user(lambda: pwd.getpwuid(2**31 - 5)[0]), Verdict.FAIL, found="has no name", advice="export USER")
-    assert is_bad(host.check_native_library(tmp_path / "no.so"), Verdict.FAIL, found="missing", advice="make native")
+    for paths in ({"path": tmp_path / "no.so"}, {"preloaded": tmp_path / "no.so"}):
+        assert is_bad(host.check_native_library(**paths), Verdict.FAIL, found="no.so is missing", advice="make native")
     (tmp_path / "scope").write_text("2\n")
     assert is_bad(host.check_yama(tmp_path / "scope"), Verdict.WARN, found="ptrace_scope 2", advice="stacks")
     assert is_ok(host.check_yama(tmp_path / "none"))
@@ -158,7 +160,8 @@ def test_a_port_that_is_taken_is_found(config: Path):
             "/none",
         ),
         (["train.dataset=/none.jsonl", "train.output_dir=out", "train.reward.function=a:b"], "data of [train]", "/none.jsonl"),
-        (["memory.host_budget_bytes=1MB"], "memory plan", "host"),
+        (["memory.host_budget_bytes=1MB"], "memory plan", "give at least"),
+        (["memory.host_budget_bytes=100TB", "memory.pool=true"], "memory plan", "memory.pool needs"),
     ],
 )
 def test_a_fault_of_the_configuration_is_found(
@@ -195,6 +198,14 @@ def test_a_certificate_that_ends_is_found(config: Path, capsys: pytest.CaptureFi
     found = check_certificate(*pair)
     assert is_ok(found) and "for node-a, localhost, 127.0.0.1" in found.found
     assert is_bad(check_certificate(*pair, now=time.time() + 80 * 86400), Verdict.WARN, found="until 20", advice="tasuki certs")
+    of_node = [f"security.{key}={path}" for key, path in zip(("cert", "key"), pair, strict=True)]
+    warn_of_certificate(load_config(config, overrides=of_node))
+    assert capsys.readouterr().err == ""
+    assert certs.run(folder, hosts=["node-a"], days=9) == 0
+    warn_of_certificate(load_config(config, overrides=of_node))
+    warn_of_certificate(load_config(config))
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told.startswith("tasuki: warn certificate: until 20") and "a running node reloads it" in told
     viewers = check_certificate(folder / "viewer.pem", folder / "viewer.key")
     assert is_bad(viewers, Verdict.FAIL, found="unsuitable certificate purpose", advice="new server certificate")
     over = datetime.now(UTC) - timedelta(minutes=1)
@@ -242,7 +253,8 @@ def test_a_plan_that_does_not_fit_the_gpus_is_found(config: Path):
     node = load_config(config, overrides=['device="cuda"'])
     found = check_plan(node, [Gpu("tiny", 1 << 20, 1 << 20, {})])
     assert is_bad(found, Verdict.FAIL, found="", advice="tasuki plan")
-    assert is_bad(check_plan(node, []), Verdict.WARN, found="no GPU", advice="--gpu-gb")
+    sized = load_config(config, overrides=['device="cuda"', "rollout.kv_tokens=4096"])
+    assert is_bad(check_plan(sized, []), Verdict.WARN, found="no GPU", advice="--gpu-gb")
 
 
 def test_the_report_is_a_line_for_each_check_and_a_count(capsys: pytest.CaptureFixture[str], config: Path):

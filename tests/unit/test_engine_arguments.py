@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from importlib.util import find_spec
@@ -11,7 +12,7 @@ import pytest
 
 from tasuki.cli.__main__ import main
 from tasuki.config import engine_arguments
-from tasuki.config.engine_arguments import check_argument_names, uncounted_arguments
+from tasuki.config.engine_arguments import Argument, check_argument_values, uncounted_arguments
 from tasuki.config.load import load_config
 from tasuki.config.save import save_config
 from tasuki.config.schema import NodeConfig
@@ -73,10 +74,45 @@ def test_a_table_for_a_value_is_refused(tmp_path: Path):
 
 @needs_sglang
 def test_a_name_that_sglang_has_not_is_refused_with_the_nearest_one():
-    check_argument_names(["chunked_prefill_size", "cuda_graph_bs_decode"])
     with pytest.raises(InvalidArgument, match="did you mean chunked_prefill_size") as refused:
-        check_argument_names(["chunked_prefil_size"])
+        check_argument_values({"chunked_prefil_size": 64})
     assert refused.value.metadata["field"] == "rollout.engine.chunked_prefil_size"
+
+
+@needs_sglang
+def test_a_value_that_sglang_would_stumble_over_is_refused():
+    taken: dict[str, Argument] = {
+        "chunked_prefill_size": 64, "cuda_graph_bs_decode": [1, 2], "schedule_policy": "lpm", "schedule_conservativeness": 1,
+        "disable_overlap_schedule": True, "fp8_gemm_runner_backend": "anything", "deepep_mode": "auto",
+    }  # fmt: skip
+    check_argument_values(taken)
+    for name, value, takes in (
+        ("chunked_prefill_size", "64", r"Optional\[int\]"),
+        ("chunked_prefill_size", True, r"Optional\[int\]"),
+        ("cuda_graph_bs_decode", ["1"], r"Optional\[List\[int\]\]"),
+        ("schedule_policy", "first", "'lpm', 'random'"),
+        ("deepep_mode", "none", r"Literal\['auto'"),
+        ("disable_overlap_schedule", 1, "bool"),
+    ):
+        with pytest.raises(InvalidArgument, match=f"is {re.escape(repr(value))}; SGLang takes .*{takes}") as refused:
+            check_argument_values({name: value})
+        assert refused.value.metadata["field"] == f"rollout.engine.{name}"
+
+
+@needs_sglang
+def test_the_types_of_sglangs_arguments_take_their_defaults():
+    sglang = find_spec("sglang")
+    assert sglang is not None and sglang.submodule_search_locations is not None
+    text = Path(sglang.submodule_search_locations[0], "srt", "server_args.py").read_text()
+    (fields,) = (node.body for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and node.name == "ServerArgs")
+    defaults = {
+        line.target.id: line.value.value
+        for line in fields
+        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name) and isinstance(line.value, ast.Constant)
+    }
+    given = {name: value for name, value in defaults.items() if isinstance(value, bool | int | float | str)}
+    assert len(given) > 200
+    check_argument_values(given)
 
 
 def test_every_key_that_a_refusal_names_is_one():

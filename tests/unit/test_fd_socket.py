@@ -35,6 +35,7 @@ def fd() -> Iterator[int]:
 
 
 def num_open_fds() -> int:
+    """It may shrink meanwhile, as what an earlier test's thread held goes."""
     return len(os.listdir("/proc/self/fd"))
 
 
@@ -79,7 +80,7 @@ def test_any_number_of_descriptors_arrives_in_order_over_several_messages(path: 
     assert [os.fstat(one).st_size for one in received] == [os.fstat(one).st_size for one in sent]
     for one in received:
         os.close(one)
-    assert num_open_fds() == before
+    assert num_open_fds() <= before
     os.close(other)
 
 
@@ -99,7 +100,7 @@ def test_descriptors_that_do_not_all_arrive_are_closed(
     before = num_open_fds()
     with rogue(path, answer), pytest.raises(BadHandle, match=message):
         fetch_all(path, timeout_s=5)
-    assert num_open_fds() == before
+    assert num_open_fds() <= before
 
 
 def test_socket_is_for_its_owner_alone_and_goes_with_the_server(path: Path, fd: int) -> None:
@@ -197,7 +198,7 @@ def test_malformed_answers_are_refused_and_leak_no_descriptor(
     before = num_open_fds()
     with rogue(path, answer), pytest.raises(BadHandle, match=message):
         fetch(path, timeout_s=5)
-    assert num_open_fds() == before
+    assert num_open_fds() <= before
 
 
 @pytest.mark.parametrize("sent", [b"", struct.pack("<Q", 100) + b"x"])
@@ -242,4 +243,4 @@ def test_a_server_of_another_user_is_not_listened_to(path: Path, monkeypatch: py
         pytest.raises(BadHandle, match=f"w.sock belongs to user {server_uid}"),
     ):
         fetch(path, timeout_s=5)
-    assert num_open_fds() == before
+    assert num_open_fds() <= before

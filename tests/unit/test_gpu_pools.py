@@ -12,7 +12,7 @@ import pytest
 from tasuki.config.load import load_config
 from tasuki.config.places import config_path, pool_socket_path
 from tasuki.config.schema import NodeConfig
-from tasuki.memory.library import PRELOADED_PATH, redirect_cudart
+from tasuki.memory.library import PRELOADED_PATH, check_preloadable, redirect_cudart
 from tasuki.supervisor.make_gpu_pools import used_gpus
 from tasuki.supervisor.pool import NodePool, _received
 from tasuki.supervisor.services import node_services
@@ -72,6 +72,15 @@ def test_what_the_maker_says_is_what_the_node_ends_with(message: bytes | None, e
         there.close()
         with pytest.raises(error, match=text):
             _received(here, 1)
+
+
+def test_a_library_that_would_not_be_preloaded_is_refused(tmp_path: Path) -> None:
+    check_preloadable()
+    spaced = tmp_path / "a b.so"
+    spaced.touch()
+    for path, text in ((tmp_path / "no.so", "is missing: run `make native`"), (spaced, "install tasuki elsewhere")):
+        with pytest.raises(InternalError, match=text):
+            check_preloadable(path)
 
 
 def test_a_process_without_the_preloaded_library_is_told_how_to_start() -> None:

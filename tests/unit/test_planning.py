@@ -9,9 +9,10 @@ import pytest
 
 from tasuki.cli.plan import Wishes, layout_of
 from tasuki.cli.plan_report import as_table
-from tasuki.config.schema import ModelConfig, NodeConfig
+from tasuki.config.schema import MemoryConfig, ModelConfig, NodeConfig
 from tasuki.coordinator.admission import Admission
 from tasuki.coordinator.planning import Planning, plan_to_proto
+from tasuki.memory.host import host_memory
 from tasuki.memory.stages import Service
 from tasuki.memory.tags import DeviceUsage, ServiceUsage
 from tasuki.planner.advice import advise
@@ -108,6 +109,17 @@ async def test_size_of_a_gpu_is_measured_once_and_the_answer_kept(tmp_path: Path
     assert await made.plan(gpu_bytes=None, host_bytes=10**12) is first
     assert memory.num_asked == 1
     assert (await made.plan(gpu_bytes=80 * 10**9, host_bytes=10**12)).gpu_bytes == 80 * 10**9
+
+
+async def test_a_budget_is_for_tags_and_bounds_no_process_of_the_host(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(CONFIG)
+    config = NodeConfig(
+        state_dir=Path("/s"), device="cpu", model=ModelConfig(path=tmp_path), memory=MemoryConfig(host_budget_bytes=600_000_000)
+    )
+    made = Planning(Admission(Memory(1), config, published_bytes=lambda _: None), config)
+    answer = await made.plan(gpu_bytes=None, host_bytes=None)
+    assert answer.host_bytes == host_memory().total_bytes
+    assert not (await made.plan(gpu_bytes=None, host_bytes=600_000_000)).fits
 
 
 async def test_size_that_nobody_tells_and_a_model_that_is_not_there_are_errors(tmp_path: Path) -> None:

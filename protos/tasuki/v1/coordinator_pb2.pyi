@@ -474,7 +474,7 @@ class PlanRequest(_message.Message):
     gpu_bytes: _builtins.int
     """Memory of one GPU; by default that of the node's smallest. Ignored on a CPU."""
     host_bytes: _builtins.int
-    """Memory of the host; by default the machine's, or memory.host_budget_bytes."""
+    """Memory of the host; by default the machine's."""
     def __init__(
         self,
         *,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import grpc
 import grpc.aio
 
-from tasuki.wire.address import is_beyond_loopback
+from tasuki.wire.address import is_beyond_loopback, split_host_port
 from tasuki.wire.credentials import Credentials, tls_files
 from tasuki.wire.errors import InvalidArgument
 from tasuki.wire.labelled_channel import LabelledChannel
@@ -85,6 +85,7 @@ PORT_OPTIONS: list[tuple[str, int | str]] = [
     ("grpc.max_allowed_incoming_connections", 1000),
 ]
 """For a server on a TCP port, which strangers may connect to."""
+_SCHEMES = ("unix", "unix-abstract", "dns", "ipv4", "ipv6", "vsock")
 
 
 def open_channel(
@@ -94,13 +95,14 @@ def open_channel(
 
     metadata: added to every call.
 
-    Raises InvalidArgument for a plaintext connection beyond loopback and for unusable files in `credentials`.
+    Raises InvalidArgument for a target that is no address, a plaintext connection beyond loopback, and unusable files in `credentials`.
     """
     channel = _open(target, credentials)
     return LabelledChannel(channel, metadata) if metadata else channel
 
 
 def _open(target: str, credentials: Credentials | None) -> grpc.aio.Channel:
+    _check_target(target)
     if credentials is None or target.startswith("unix:"):
         _refuse_plaintext(target)
         return grpc.aio.insecure_channel(target, options=CLIENT_OPTIONS)
@@ -114,12 +116,23 @@ def open_blocking_channel(target: str, *, credentials: Credentials | None = None
 
     Certificates are read once; a token is passed with each call (`credentials.authorization`). Raises as `open_channel`.
     """
+    _check_target(target)
     if credentials is None or credentials.ca is None or target.startswith("unix:"):
         _refuse_plaintext(target)
         return grpc.insecure_channel(target, options=CLIENT_OPTIONS)
     tls = tls_files(credentials).read()
     secured = grpc.ssl_channel_credentials(tls.ca, private_key=tls.key, certificate_chain=tls.cert)
     return grpc.secure_channel(target, secured, options=CLIENT_OPTIONS)
+
+
+def _check_target(target: str) -> None:
+    """gRPC would take a name without a port, and call port 443."""
+    if target.partition(":")[0] in _SCHEMES:
+        return
+    try:
+        split_host_port(target)
+    except ValueError as error:
+        raise InvalidArgument("target", f"{target!r} {error}, or unix:PATH of a socket") from error
 
 
 def _refuse_plaintext(target: str) -> None:

@@ -165,11 +165,13 @@ def _add_node(parser: argparse.ArgumentParser) -> None:
 
 
 def _up(arguments: argparse.Namespace) -> int:
+    from tasuki.cli.doctor.certificates import warn_of_certificate
     from tasuki.supervisor.node import start_node
     from tasuki.supervisor.post_mortem import why_it_ended
 
     config = load_config(arguments.config, overrides=arguments.overrides)
     node = start_node(config, resumes=arguments.resume)
+    warn_of_certificate(config)
     if not arguments.foreground:
         node.detach()
         return 0

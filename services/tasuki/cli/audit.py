@@ -169,8 +169,6 @@ def _text(report: AuditReport) -> str:
         lines.append(f"  {report.damage}, so what was trained cannot be audited; the journal can")
     lines.append(" ".join(f"{name.removeprefix('num_')}={count}" for name, count in report.counts.items()))
     if report.place.is_of_node:
-        lines.append(
-            f"read: {report.place.journal} of the node; the run's folder has no copy, as `tasuki train` has not ended in order"
-        )
+        lines.append(f"read: {report.place.journal} of the node; the run's folder gets its copy when `tasuki train` ends")
     lines += [f"not audited: {lacking}" for lacking in report.not_audited]
     return "\n".join(lines) + "\n"

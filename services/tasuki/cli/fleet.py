@@ -18,6 +18,7 @@ from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 from rich.table import Table
 
+from tasuki.cli.doctor.certificates import warn_of_certificate
 from tasuki.cli.missing_nodes import missing_nodes
 from tasuki.cli.node_tables import phase_name, stage_name
 from tasuki.config.fleet_environment import fleet_table
@@ -108,6 +109,7 @@ def up(config: NodeConfig, *, grace_s: float) -> int:
         node = start_node(config, waits_for=functools.partial(missing_nodes, config))
     except TasukiError as error:
         return _code_of_loss(error, config)
+    warn_of_certificate(config)
     asked = _StopSignal(config, grace_s=grace_s)
     try:
         while node.process.poll() is None:

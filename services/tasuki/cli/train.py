@@ -102,11 +102,22 @@ def check_trackers(config: NodeConfig) -> None:
 
 @contextmanager
 def _sole_training(config: NodeConfig, output_dir: Path) -> Iterator[None]:
-    """Raises NodeRunning while another `tasuki train` uses the output folder or the node, since each would disturb the other."""
-    output_dir.mkdir(parents=True, exist_ok=True)
+    """Raises NodeRunning while another `tasuki train` uses the output folder or the node, since each would disturb the other.
+
+    Raises InvalidArgument if one of them cannot be created.
+    """
+    key = f"{'train' if config.sft is None else 'sft'}.output_dir"
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidArgument(
+            key, f"{output_dir} cannot be created: {error.strerror}; name a folder that you can write to"
+        ) from error
+    state_dir = Path(os.path.realpath(config.state_dir))
     with ExitStack() as locks:
-        for folder in dict.fromkeys((output_dir.resolve(), Path(os.path.realpath(config.state_dir)))):
-            locks.enter_context(StateLock.take(folder, name=TRAINING_LOCK))
+        for folder in dict.fromkeys((output_dir.resolve(), state_dir)):
+            own = key if folder != state_dir else "state_dir"
+            locks.enter_context(StateLock.take(folder, name=TRAINING_LOCK, key=own))
         yield
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
@@ -104,6 +104,8 @@ _WITHOUT_MEMORY = frozenset(
 )  # fmt: skip
 """Arguments that use no GPU memory."""
 
+_TYPES: Mapping[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float": (int, float), "str": (str,)}
+
 
 def check_engine_arguments(arguments: Mapping[str, Argument]) -> None:
     """Raises SettingError naming the first refused argument and the alternative."""
@@ -123,27 +125,66 @@ def uncounted_arguments(arguments: Mapping[str, Argument]) -> list[str]:
     return [name for name in arguments if name not in _WITHOUT_MEMORY]
 
 
-def check_argument_names(names: Iterable[str]) -> None:
-    """Raises InvalidArgument naming the key of an argument unknown to SGLang. Does nothing if SGLang is not installed."""
-    names = list(names)
-    known = _server_arguments() if names else frozenset[str]()
-    for name in names:
+def check_argument_values(arguments: Mapping[str, Argument]) -> None:
+    """Raises InvalidArgument naming the key of an argument unknown to SGLang, or whose value is not of the type that SGLang declares.
+
+    Does nothing if SGLang is not installed.
+    """
+    known = _server_arguments() if arguments else {}
+    for name, value in arguments.items():
+        field = f"rollout.engine.{name}"
         if known and name not in known:
             close = get_close_matches(name, known, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
-            raise InvalidArgument(f"rollout.engine.{name}", f"SGLang has no such argument{hint}")
+            raise InvalidArgument(field, f"SGLang has no such argument{hint}")
+        if known and not _takes(known[name], value):
+            raise InvalidArgument(field, f"is {value!r}; SGLang takes {ast.unparse(known[name])}")
 
 
-def _server_arguments() -> frozenset[str]:
-    """Fields of SGLang's ServerArgs, parsed from its source because importing it takes seconds."""
+def _server_arguments() -> Mapping[str, ast.expr]:
+    """SGLang's ServerArgs with their types, parsed from its source because importing it takes seconds."""
     sglang = find_spec("sglang")
     if sglang is None or sglang.submodule_search_locations is None:
-        return frozenset()
+        return {}
     module = ast.parse(Path(sglang.submodule_search_locations[0], "srt", "server_args.py").read_text())
     bodies = [node.body for node in module.body if isinstance(node, ast.ClassDef) and node.name == "ServerArgs"]
-    return frozenset(
-        line.target.id
+    return {
+        line.target.id: _declared(line.annotation)
         for body in bodies
         for line in body
         if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
-    )
+    }
+
+
+def _declared(annotation: ast.expr) -> ast.expr:
+    """The type in SGLang's `A[type, help]`; the literal choices where the help is an `Arg` that has them."""
+    match annotation:
+        case ast.Subscript(value=ast.Name("A"), slice=ast.Tuple(elts=[declared, ast.Call(keywords=keywords)])):
+            choices = next((one.value for one in keywords if one.arg == "choices"), None)
+            return choices if isinstance(choices, ast.List) and _constants(choices) else declared
+        case ast.Subscript(value=ast.Name("A"), slice=ast.Tuple(elts=[declared, *_])):
+            return declared
+    return annotation
+
+
+def _takes(declared: ast.expr, value: Argument) -> bool:
+    """Whether a value is of the declared type, or one of the choices. True for types that TOML cannot express."""
+    match declared:
+        case ast.List() | ast.Subscript(value=ast.Name("Literal"), slice=ast.Tuple()):
+            return value in _constants(declared if isinstance(declared, ast.List) else declared.slice)
+        case ast.Name(name) if name in _TYPES:
+            return isinstance(value, _TYPES[name]) and (name == "bool" or not isinstance(value, bool))
+        case ast.Subscript(value=ast.Name("Optional"), slice=inner):
+            return _takes(inner, value)
+        case ast.Subscript(value=ast.Name("Union"), slice=ast.Tuple(elts=kinds)):
+            return any(_takes(kind, value) for kind in kinds)
+        case ast.Subscript(value=ast.Name("List" | "list"), slice=inner):
+            return isinstance(value, list) and all(_takes(inner, one) for one in value)
+    return True
+
+
+def _constants(choices: ast.expr) -> Sequence[object]:
+    """Elements of a list or tuple; empty unless all of them are literal."""
+    elements = choices.elts if isinstance(choices, ast.List | ast.Tuple) else []
+    values = [one.value for one in elements if isinstance(one, ast.Constant)]
+    return values if len(values) == len(elements) else []

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from types import TracebackType
 
-from tasuki.wire.errors import NodeRunning
+from tasuki.wire.errors import InvalidArgument, NodeRunning
 from tasuki.wire.flock import try_lock
 
 NODE_LOCK = "node"
@@ -26,10 +26,19 @@ class StateLock:
         self.fd = fd
 
     @classmethod
-    def take(cls, state_dir: Path, *, name: str) -> StateLock:
-        """Takes the lock. Raises NodeRunning with the holder's pid if it is held."""
-        state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(lock_path(state_dir, name=name), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    def take(cls, state_dir: Path, *, name: str, key: str = "state_dir") -> StateLock:
+        """Takes the lock, in a folder that it creates if needed.
+
+        key: of the configuration, which names the folder. Raises NodeRunning with the holder's pid if the lock is held, InvalidArgument
+        naming the key if the folder cannot be created or written.
+        """
+        try:
+            state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            fd = os.open(lock_path(state_dir, name=name), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise InvalidArgument(
+                key, f"{error.filename} cannot be created: {error.strerror}; name a folder that you can write to"
+            ) from error
         if not try_lock(fd, fcntl.LOCK_EX):
             pid = os.pread(fd, _PID_BYTES, 0).decode().strip() or "unknown"
             os.close(fd)

@@ -103,7 +103,8 @@ class RolloutConfig(Schema):
     seed: Seed = 0
     engine: dict[str, Argument] = Field(default={})
     """Additional SGLang ServerArgs by name, such as `kv_cache_dtype = "fp8_e4m3"`. Arguments that tasuki sets are refused with the key
-    to use instead. `tasuki plan` lists those whose memory it does not count."""
+    to use instead; unknown names, and values of another type than SGLang declares, are refused before the start. `tasuki plan` lists
+    arguments whose memory it does not count."""
 
     @model_validator(mode="after")
     def _engine_arguments_are_free(self) -> RolloutConfig:

@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 async def _serve(config: NodeConfig) -> None:
-    """Serves until SIGTERM or SIGINT. Nothing but the want of room for a journal is told before the epoch is on disk."""
+    """Serves until SIGTERM or SIGINT. Until the epoch is on disk, it reports only a disk without room for the journal."""
     socket_dir(config.state_dir)
     heartbeat = Heartbeat(config.state_dir, "coordinator")
     heartbeat.beat_in_loop()

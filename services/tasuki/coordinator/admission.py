@@ -265,7 +265,7 @@ class Admission:
         """What the planner says of the arena that the trainer's first publication makes; nothing when it cannot say."""
         try:
             planned = await asyncio.to_thread(
-                plan_node, self._config, gpu_bytes=await self.gpu_bytes(), host_bytes=host_bytes(self._config)
+                plan_node, self._config, gpu_bytes=await self.gpu_bytes(), host_bytes=host_memory().total_bytes
             )
         except TasukiError as error:
             _log.warning("event=admission_skipped stage=%s reason=%s", Stage.LOAD_WEIGHTS, error.message)
@@ -273,9 +273,3 @@ class Admission:
         need = needed_bytes(planned, Stage.LOAD_WEIGHTS, has_published=False)
         sizes = [parts.get(Part.EXPORT, 0) for parts in need.gpus]
         return {"cpu": sum(sizes)} if self._config.device == "cpu" else {f"cuda:{i}": size for i, size in enumerate(sizes)}
-
-
-def host_bytes(config: NodeConfig) -> int:
-    """What the node may take of the host: its budget, or all of the machine."""
-    budget = config.memory.host_budget_bytes
-    return host_memory().total_bytes if budget is None else budget

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Mapping
 
 from tasuki.config.schema import NodeConfig
-from tasuki.coordinator.admission import Admission, host_bytes
+from tasuki.coordinator.admission import Admission
+from tasuki.memory.host import host_memory
 from tasuki.planner.advice import Advice, Rung, advise, problems
 from tasuki.planner.layout import TAGS, Part
 from tasuki.planner.node_plan import plan_node
@@ -29,7 +30,7 @@ class Planning:
 
     async def plan(self, *, gpu_bytes: int | None, host_bytes: int | None) -> pb.PlanResponse:
         """Sizes that are None are the node's own. Raises what plan_node raises, and what keeps a GPU's size from being known."""
-        sizes = (await self._gpu_bytes(gpu_bytes), self._host_bytes(host_bytes))
+        sizes = (await self._gpu_bytes(gpu_bytes), host_memory().total_bytes if host_bytes is None else host_bytes)
         async with self._turn:
             if sizes not in self._made:
                 self._made = {sizes: await asyncio.to_thread(self._plan, *sizes)}
@@ -39,9 +40,6 @@ class Planning:
         if self._config.device == "cpu":
             return _NO_GPU
         return await self._admission.gpu_bytes() if given is None else given
-
-    def _host_bytes(self, given: int | None) -> int:
-        return host_bytes(self._config) if given is None else given
 
     def _plan(self, gpu_bytes: int, host_bytes: int) -> pb.PlanResponse:
         planned = plan_node(self._config, gpu_bytes=gpu_bytes, host_bytes=host_bytes)

@@ -95,6 +95,14 @@ def call(name: str, *arguments: Any, num_outs: int = 0, device: str = "", tags: 
     return [out.value for out in outs]
 
 
+def check_preloadable(path: Path = PRELOADED_PATH) -> None:
+    """Raises InternalError if the dynamic linker would ignore the library without an error."""
+    if not path.exists():
+        raise InternalError(f"{path} is missing: run `make native`, or install a wheel of tasuki")
+    if any(one == ":" or one.isspace() for one in str(path)):
+        raise InternalError(f"{path} cannot be in LD_PRELOAD, where colons and spaces separate paths: install tasuki elsewhere")
+
+
 def redirect_cudart(device_index: int, arena_id: int) -> None:
     """From now on the CUDA runtime's cudaMalloc allocates in the arena. Raises InternalError unless PRELOADED_PATH was preloaded."""
     try:

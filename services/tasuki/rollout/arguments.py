@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from tasuki.config.engine_arguments import check_argument_names
+from tasuki.config.engine_arguments import check_argument_values
 from tasuki.config.schema import NodeConfig, RolloutConfig
 from tasuki.config.trainer_schema import LoraConfig
 from tasuki.planner.kv_tokens import wanted_tokens
@@ -68,7 +68,7 @@ def engine_arguments(config: NodeConfig, model: ModelFacts) -> dict[str, Any]:
 
 def _further(engine: Mapping[str, Any], *, ours: Mapping[str, Any]) -> Mapping[str, Any]:
     """Arguments configured by SGLang's names. Raises InvalidArgument for one that the device fixes."""
-    check_argument_names(engine)
+    check_argument_values(engine)
     for name in engine:
         if name in ours:
             raise InvalidArgument(f"rollout.engine.{name}", f"is set to {ours[name]!r} on this device; remove it")

@@ -101,7 +101,7 @@ class TokenCallers:
         digest = _digest(given[0][len(_BEARER) :].strip())
         roles = [role for role, known in self._digests.items() for one in known.value if hmac.compare_digest(one, digest)]
         if not roles:
-            raise Unauthenticated("the token is none that this node knows")
+            raise Unauthenticated("this node does not know the token")
         return Caller("the token", min(roles))
 
 

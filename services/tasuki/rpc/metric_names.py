@@ -59,9 +59,7 @@ MEMORY_PLANNED = MetricName(
     ("service", "tag", "device"),
     "Memory that `tasuki plan` predicts for the phase or stage that the node is at. Working memory has no service.",
 )
-DEVICE_FREE = MetricName(
-    "tasuki_device_free_bytes", "gauge", ("device",), "Memory that the driver, or the host, would give now."
-)
+DEVICE_FREE = MetricName("tasuki_device_free_bytes", "gauge", ("device",), "Free memory, as the driver or the host reports it.")
 DEVICE_TOTAL = MetricName("tasuki_device_total_bytes", "gauge", ("device",), "Memory of the device.")
 GPUS = MetricName("tasuki_gpus", "gauge", (), "GPUs that the node shares; on a CPU the ranks of the larger service.")
 GPU_SECONDS = MetricName(
@@ -82,7 +80,7 @@ ROLLOUT_SAMPLES = MetricName(
     "tasuki_rollout_samples_total", "counter", ("finish_reason",), "Completed samples, by why they ended: stop, length or cut."
 )
 TRAINER_TOKENS = MetricName("tasuki_trainer_tokens_total", "counter", ("role",), "Tokens that losses counted.")
-TRAINER_SAMPLES = MetricName("tasuki_trainer_samples_total", "counter", ("role",), "Samples that gradients were computed of.")
+TRAINER_SAMPLES = MetricName("tasuki_trainer_samples_total", "counter", ("role",), "Samples whose gradients were computed.")
 TRAINER_STEPS = MetricName(
     "tasuki_trainer_steps_total",
     "counter",

@@ -15,7 +15,7 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tasuki.config.engine_arguments import check_argument_names
+from tasuki.config.engine_arguments import check_argument_values
 from tasuki.config.gpus import check_gpu_is_shown
 from tasuki.config.instance import begin_instance
 from tasuki.config.lock import NODE_LOCK, TRAINING_LOCK, StateLock, holder, lock_path
@@ -116,7 +116,7 @@ def start_node(
     check_host_budget(config)
     check_pool_room(config)
     check_ports(config)
-    check_argument_names(config.rollout.engine)
+    check_argument_values(config.rollout.engine)
     check_tracing_installed(config.telemetry.endpoint)
     check_state_folder(config)
     lock = StateLock.take(config.state_dir, name=NODE_LOCK)

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from tasuki.config.places import config_path, pool_socket_path
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.host import host_memory
+from tasuki.memory.library import check_preloadable
 from tasuki.memory.pool import PoolKeeper, pool_bytes
 from tasuki.supervisor.make_gpu_pools import used_gpus
 from tasuki.transport.fd_socket import MAX_ALL_FDS, allow_descriptors, receive_all
@@ -77,6 +78,7 @@ def _keepers(config: NodeConfig) -> Iterator[tuple[int, PoolKeeper]]:
 
 def _gpu_keepers(config: NodeConfig) -> Iterator[tuple[int, PoolKeeper]]:
     """Pools that a short-lived process makes."""
+    check_preloadable()
     gpus = used_gpus(config)
     allow_descriptors(len(gpus) * MAX_ALL_FDS)
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)

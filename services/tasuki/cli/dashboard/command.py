@@ -21,7 +21,7 @@ _NICE = 10
 
 
 def run(folder: Path | None, *, config_path: Path | None, listen: str) -> int:
-    """Serves the run of `folder`, or the node of `config_path`. Raises PathNotFound, InvalidArgument, and OSError for the address."""
+    """Serves the run of `folder`, or the node of `config_path`. Raises PathNotFound, InvalidArgument."""
     try:
         split_host_port(listen)
     except ValueError as error:
@@ -59,7 +59,10 @@ def make_server(folder: Path | None, *, config: NodeConfig | None, listen: str) 
     is_beyond = is_beyond_loopback(listen)
     is_open = is_beyond or (config is not None and config.security.insecure)
     token = None if is_open else make_token()
-    server = Dashboard(Feed(place), listen, token=token, guard_config=config if is_beyond else None)
+    try:
+        server = Dashboard(Feed(place), listen, token=token, guard_config=config if is_beyond else None)
+    except OSError as error:
+        raise InvalidArgument("listen", f"{listen}: {error.strerror}; give another address by --listen") from error
     # The fragment after # is never sent or logged.
     address = reachable(listen, seen_from=f"{socket.gethostname()}:0")
     server.url = f"{'https' if is_beyond else 'http'}://{address}/{'' if token is None else f'#token={token}'}"

@@ -15,7 +15,6 @@ from google.protobuf.json_format import MessageToDict
 
 from tasuki.cli.dashboard.journal_tail import STAGES, StageColumns, stage_number
 from tasuki.config.load import load_config
-from tasuki.config.schema import NodeConfig
 from tasuki.coordinator.headroom import after
 from tasuki.coordinator.memory_record import read_usages
 from tasuki.coordinator.phases import phase_of
@@ -100,12 +99,10 @@ def read_plan(config_path: Path, device_bytes: Mapping[str, int]) -> dict[str, A
     gpus = [size for device, size in device_bytes.items() if device != _CPU]
     if config.device != _CPU and not gpus:
         raise TasukiError("the size of the GPUs is known once the node has changed its phase")
-    planned = plan_node(config, gpu_bytes=min(gpus, default=_NO_GPU), host_bytes=_host_bytes(config, device_bytes))
+    planned = plan_node(
+        config, gpu_bytes=min(gpus, default=_NO_GPU), host_bytes=device_bytes.get(_CPU) or host_memory().total_bytes
+    )
     return MessageToDict(plan_to_proto(planned, advise(planned)), preserving_proto_field_name=True)
-
-
-def _host_bytes(config: NodeConfig, device_bytes: Mapping[str, int]) -> int:
-    return config.memory.host_budget_bytes or device_bytes.get(_CPU) or host_memory().total_bytes
 
 
 def _known(line: bytes) -> _Known | None:

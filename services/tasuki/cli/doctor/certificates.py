@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ssl
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from tasuki.cli.doctor.finding import Finding, fail, ok, warn
+from tasuki.cli.doctor.finding import Finding, Verdict, fail, ok, warn
+from tasuki.config.schema import NodeConfig
 
 _NAME = "certificate"
 _SOON_S = 14 * 86400
@@ -26,6 +28,16 @@ def check_certificate(cert: Path, key: Path, *, now: float | None = None) -> Fin
     if until - (time.time() if now is None else now) < _SOON_S:
         return warn(_NAME, found, _RENEW)
     return ok(_NAME, found)
+
+
+def warn_of_certificate(config: NodeConfig) -> None:
+    """Writes a line to stderr if the certificate of the node's ports has expired or soon will. The node runs without it, by its sockets."""
+    security = config.security
+    if security.cert is None or security.key is None:
+        return
+    finding = check_certificate(security.cert, security.key)
+    if finding.verdict is not Verdict.OK:
+        sys.stderr.write(f"tasuki: {finding.verdict} {finding.name}: {finding.found}; {finding.advice}\n")
 
 
 def _shown_by(cert: Path, key: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tasuki.cli.doctor.finding import Finding, fail, ok, warn
 from tasuki.memory.arena import totals
-from tasuki.memory.library import LIBRARY_PATH
+from tasuki.memory.library import LIBRARY_PATH, PRELOADED_PATH
 from tasuki.wire.address import bind_once
 from tasuki.wire.errors import TasukiError
 
@@ -56,9 +56,10 @@ def check_user(name_of: Callable[[], str]) -> Finding:
         )
 
 
-def check_native_library(path: Path = LIBRARY_PATH) -> Finding:
-    if not path.exists():
-        return fail("native library", f"{path} is missing", "run `make native`, or install a wheel of tasuki")
+def check_native_library(path: Path = LIBRARY_PATH, preloaded: Path = PRELOADED_PATH) -> Finding:
+    """preloaded: only processes on a GPU's pool load it."""
+    for missing in (one for one in (path, preloaded) if not one.exists()):
+        return fail("native library", f"{missing} is missing", "run `make native`, or install a wheel of tasuki")
     try:
         totals()
     except TasukiError as error:

@@ -11,13 +11,14 @@ from tasuki.cli.doctor.certificates import check_certificate
 from tasuki.cli.doctor.finding import Finding, Verdict, fail, ok, warn
 from tasuki.cli.doctor.gpus import Gpu
 from tasuki.cli.doctor.host import check_disk, check_port, check_shared_memory
-from tasuki.config.engine_arguments import check_argument_names
+from tasuki.config.engine_arguments import check_argument_values
 from tasuki.config.lock import NODE_LOCK, holder
 from tasuki.config.ports import port_targets
 from tasuki.config.schema import NodeConfig, SftConfig, TrainConfig
 from tasuki.memory.host import host_memory
 from tasuki.models.shape import ModelShape
 from tasuki.planner.advice import problems
+from tasuki.planner.budget import check_host_budget
 from tasuki.planner.model_shape import read_model_shape
 from tasuki.planner.node_plan import plan_node
 from tasuki.rpc.port import check_ports
@@ -26,6 +27,7 @@ from tasuki.runs.sft_training import read_sft
 from tasuki.runs.trackers import check_installed
 from tasuki.supervisor.fleet_place import check_place
 from tasuki.supervisor.model_folder import check_model_folders
+from tasuki.supervisor.pool import check_pool_room
 from tasuki.wire.address import split_host_port
 from tasuki.wire.errors import TasukiError
 from tasuki.wire.tracing import check_tracing_installed
@@ -68,16 +70,18 @@ def node_findings(config: NodeConfig, gpus: Sequence[Gpu]) -> Iterable[Finding]:
 
 
 def check_plan(config: NodeConfig, gpus: Sequence[Gpu]) -> Finding:
-    """Checks that the plan fits the machine as a whole."""
+    """Checks that the plan fits the machine as a whole, and its tags the budget, if there is one."""
     name = "memory plan"
-    gpu_bytes = min((gpu.total_bytes for gpu in gpus), default=_NO_GPU)
-    budget = config.memory.host_budget_bytes
-    try:
-        planned = plan_node(config, gpu_bytes=gpu_bytes, host_bytes=host_memory().total_bytes if budget is None else budget)
-    except TasukiError as error:
-        return fail(name, error.message, f"change {error.metadata.get('field', 'the configuration')}")
     if config.device == "cuda" and not gpus:
         return warn(name, "not made: no GPU is visible from here", "tasuki plan CONFIG --gpu-gb SIZE")
+    gpu_bytes = min((gpu.total_bytes for gpu in gpus), default=_NO_GPU)
+    try:
+        check_host_budget(config)
+        if holder(config.state_dir, name=NODE_LOCK) is None:
+            check_pool_room(config)
+        planned = plan_node(config, gpu_bytes=gpu_bytes, host_bytes=host_memory().total_bytes)
+    except TasukiError as error:
+        return fail(name, error.message, f"change {error.metadata.get('field', 'the configuration')}")
     if not planned.fits:
         return fail(name, "; ".join(problems(planned)), "run tasuki plan CONFIG to see what to change")
     available = host_memory().available_bytes
@@ -129,7 +133,7 @@ def _checked(name: str, found: str, check: Callable[[], object], *, key: str) ->
 
 
 def _check_engine(config: NodeConfig) -> None:
-    check_argument_names(config.rollout.engine)
+    check_argument_values(config.rollout.engine)
 
 
 def _check_trackers(config: NodeConfig) -> None:

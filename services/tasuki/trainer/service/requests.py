@@ -137,7 +137,8 @@ def _column(
         is_wrong_S &= num_given_S != 0
     wrong = np.flatnonzero(is_wrong_S & ~is_single_S)
     if len(wrong):
-        allowed = f"{num_completion_S[wrong[0]]}" + {_BROADCAST: " or 1", "loss_mask": " or 0"}.get(name, "")
+        num_tokens = num_completion_S[wrong[0]]
+        allowed = f"{num_tokens}" + {_BROADCAST: " or 1" if num_tokens > 1 else "", "loss_mask": " or 0"}.get(name, "")
         problem = (
             f"has {num_given_S[wrong[0]]} entries; give {allowed}, for the completion's tokens, in every sample or in none"
         )
