@@ -127,7 +127,7 @@ class Watchers:
 
 
 class Operations:
-    """Of which one runs at a time."""
+    """Those of a node or a fleet. One runs at a time."""
 
     def __init__(self, journal: Journal, *, state: Callable[[], NodeState]) -> None:
         self._journal, self._state = journal, state
@@ -146,7 +146,7 @@ class Operations:
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
-        """Held by what runs, which may enter it again."""
+        """Held by one task at a time, which may enter it again."""
         if self._holder is asyncio.current_task():
             yield
             return

@@ -105,7 +105,7 @@ class CommandGate:
         if answer is None:
             before = (self.epoch, self.sequence)
             self._fence(request.command)
-            answer = self._keep(request, asyncio.create_task(self._carry_out(request, action, before)))
+            answer = self._keep(request, asyncio.create_task(self._run_in_turn(request, action, before)))
             self._stages.add(answer)
             answer.add_done_callback(self._stages.discard)
         return cast(_Answer, await asyncio.shield(answer))
@@ -116,7 +116,7 @@ class CommandGate:
         if answer is None or self._may_try_again(answer):
             if request.command.epoch:
                 _refuse_old(request.command.epoch, current=self.epoch)
-            answer = self._keep(request, asyncio.create_task(self._carry_out(request, action)))
+            answer = self._keep(request, asyncio.create_task(self._run_in_turn(request, action)))
         return cast(_Answer, await asyncio.shield(answer))
 
     def has_begun(self, request: Commanded) -> bool:
@@ -175,7 +175,7 @@ class CommandGate:
         self._forget_old()
         return answer
 
-    async def _carry_out(
+    async def _run_in_turn(
         self, request: Commanded, action: Callable[[], Awaitable[_Answer]], before: tuple[int, int] | None = None
     ) -> _Answer:
         """Runs a command when those before it have ended. before: what a refused stage command leaves as epoch and sequence."""
