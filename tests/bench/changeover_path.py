@@ -16,8 +16,23 @@ from tasuki.client import Client, Phase
 from tests import conftest
 
 _STARTS = ("/__main__.py:", "/serve.py:", "/launch.py:", "/forked_rank.py:", "rollout/ranks.py:", "/scheduler.py:")
-_WAYS = {"OFFLOAD": "trainer/", "PAUSE_KV": "rollout/"}
-"""Stage -> where its service is."""
+_TO_SERVICE = [("task", "CoordinatorServicer.Acquire", "coordinator/"), ("rpc Pause", "", "coordinator/")]
+_WAYS = {
+    "OFFLOAD": [
+        *_TO_SERVICE,
+        ("task", "Servicer.Pause", "trainer/"),
+        ("ranks", "Servicer.Pause.<locals>.pause", "trainer/"),
+        ("pages pause", "ause", "trainer/"),
+    ],
+    "PAUSE_KV": [
+        *_TO_SERVICE,
+        ("task", "Servicer.Pause", "rollout/"),
+        ("task", ":Rollout.pause", "rollout/"),
+        ("ranks", ":RolloutEngine.run_on_ranks", "rollout/"),
+        ("pages pause", "ause", "rollout/"),
+    ],
+}
+"""Stage -> the legs of its way, from one call that goes on elsewhere to the next: its kind, a function and a folder that are open in it."""
 
 
 def main() -> None:
@@ -29,30 +44,34 @@ def main() -> None:
             for phase in (Phase.ROLLOUT, Phase.TRAIN, Phase.ROLLOUT, Phase.TRAIN):
                 client.acquire(phase)
         stacks = [line.split(" > ") for path in Path(folder).glob("*.stacks") for line in path.read_text().splitlines()]
-    for stage, service in _WAYS.items():
-        functions = path_of(stacks, service)
+    for stage, legs in _WAYS.items():
+        functions = path_of(stacks, legs)
         files = dict.fromkeys(function.partition(":")[0] for function in functions)
         print(f"{stage}: {len(files)} files, {len(functions)} functions")
         for function in functions:
             print(f"  {function}")
 
 
-def path_of(stacks: list[list[str]], service: str) -> list[str]:
-    """Every function once, in the order of the way. service: the folder of the one that gives pages back."""
-    legs = [
-        ("task", "CoordinatorServicer.Acquire", "coordinator/"),
-        ("rpc Pause", "", "coordinator/"),
-        ("task", "Servicer.Pause", service),
-        ("", "Servicer.Pause.<locals>.pause", service),
-        ("ranks", ":RolloutEngine.run_on_ranks", service),
-        ("pages pause", "ause", service),
-    ]
+def path_of(stacks: list[list[str]], legs: list[tuple[str, str, str]]) -> list[str]:
+    """Every function once, in the order of the way. Raises LookupError for a leg that no process went."""
     found: dict[str, None] = {}
     for kind, function, folder in legs:
-        for head, *functions in stacks:
-            way = [each for each in functions if not any(start in each for start in _STARTS) and not each.endswith(":run_rank")]
-            if head.startswith(kind) and any(function in each for each in way) and any(each.startswith(folder) for each in way):
-                found |= dict.fromkeys(way)
+        ways = [
+            way
+            for head, *functions in stacks
+            if head.startswith(kind)
+            and (
+                way := [
+                    each for each in functions if not any(start in each for start in _STARTS) and not each.endswith(":run_rank")
+                ]
+            )
+            and any(function in each for each in way)
+            and any(each.startswith(folder) for each in way)
+        ]
+        if not ways:
+            raise LookupError(f"no call of kind {kind!r} with {function!r} open in {folder}")
+        for way in ways:
+            found |= dict.fromkeys(way)
     return list(found)
 
 

@@ -177,23 +177,29 @@ def pinned_rate() -> dict[str, float]:
 
 def chunk_sizes() -> dict[str, Any]:
     """100 GiB in one arena by size of chunk, without torch."""
-    from tasuki.memory.allocator import pause, resume
-    from tasuki.memory.arena import Arena, Keep
+    from tasuki.memory.allocator import NativeAllocator
+    from tasuki.memory.arena import Keep
+    from tasuki.memory.tags import MemoryTag
 
     torch.zeros(1, device="cuda")
     result: dict[str, Any] = {}
+    tags = [MemoryTag.KV_CACHE]
     for mib in (64, 256, 1024, 2048):
-        arena = Arena("kv_cache", device="cuda:0", min_chunk_bytes=mib << 20, max_chunk_bytes=mib << 20)
+        allocator = NativeAllocator(tags=tags, device="cuda:0", chunk_bytes={MemoryTag.KV_CACHE: mib << 20})
+        arena = allocator.arena(MemoryTag.KV_CACHE)
         address = arena.allocate(100 * GIB)
         for name, policy in (("drop", Keep.NOTHING), ("keep chunks", Keep.CHUNKS)):
             arena.set_policy(policy)
-            times = [(timed_ms(lambda one=arena: pause([one])), timed_ms(lambda one=arena: resume([one]))) for _ in range(3)]
+            times = [
+                (timed_ms(lambda one=allocator: one.pause(tags)), timed_ms(lambda one=allocator: one.resume(tags)))
+                for _ in range(3)
+            ]
             result[f"{mib} MiB, {name}"] = {
                 "pause_ms": round(statistics.median(asleep for asleep, _ in times), 3),
                 "resume_ms": round(statistics.median(awake for _, awake in times), 3),
             }
         arena.free(address)
-        arena.close()
+        allocator.close()
     return result
 
 

@@ -23,9 +23,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tasuki.memory.allocator import pause, resume
-from tasuki.memory.arena import Arena
+from tasuki.memory.allocator import NativeAllocator
 from tasuki.memory.pool import GPU_CHUNK_BYTES, PoolKeeper, pool_chunk_bytes
+from tasuki.memory.tags import MemoryTag
 from tasuki.transport.pool_socket import PoolServer, join_pool
 
 _GIB = 1 << 30
@@ -42,7 +42,9 @@ def side(orders: Connection, device: str, num_bytes: int, socket_path: Path | No
     """Does what it is told, and answers with the milliseconds that it took."""
     if socket_path is not None:
         join_pool(socket_path, device=device, timeout_s=_JOIN_S)
-    arena = Arena("kv_cache", device=device)
+    tags = [MemoryTag.KV_CACHE]
+    allocator = NativeAllocator(tags=tags, device=device)
+    arena = allocator.arena(MemoryTag.KV_CACHE)
     address = 0
 
     def allocate() -> None:
@@ -53,7 +55,12 @@ def side(orders: Connection, device: str, num_bytes: int, socket_path: Path | No
         view = memoryview(arena.view(address, num_bytes)).cast("B")
         view[:: os.sysconf("SC_PAGESIZE")] = bytes(len(view[:: os.sysconf("SC_PAGESIZE")]))
 
-    calls = {"allocate": allocate, "touch": touch, "pause": lambda: pause([arena]), "resume": lambda: resume([arena])}
+    calls = {
+        "allocate": allocate,
+        "touch": touch,
+        "pause": lambda: allocator.pause(tags),
+        "resume": lambda: allocator.resume(tags),
+    }
     for order in iter(orders.recv, None):
         orders.send(timed_ms(calls[order]))
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 
-from tasuki.memory.allocator import pause, resume
-from tasuki.memory.arena import Arena
+from tasuki.memory.allocator import NativeAllocator
 from tasuki.memory.pool import pool_usage
+from tasuki.memory.tags import MemoryTag
 from tasuki.memory.torch_segments import take_segments_from_pool
 from tasuki.transport.pool_socket import join_pool
 from tests.gpu.arena_peer import At
@@ -28,7 +28,9 @@ def main() -> None:
     torch.cuda.set_device(DEVICE)
     join_pool(Path(sys.argv[1]), device=DEVICE, timeout_s=60)
     segments = take_segments_from_pool(DEVICE)
-    arena = Arena("weights", device=DEVICE)
+    tags = [MemoryTag.WEIGHTS]
+    allocator = NativeAllocator(tags=tags, device=DEVICE)
+    arena = allocator.arena(MemoryTag.WEIGHTS)
     address = num_bytes = 0
     for line in sys.stdin:
         verb, *numbers = line.split()
@@ -37,9 +39,9 @@ def main() -> None:
             num_bytes = int(numbers[0])
             address = arena.allocate(num_bytes)
         elif verb == "pause":
-            pause([arena])
+            allocator.pause(tags)
         elif verb == "resume":
-            resume([arena])
+            allocator.resume(tags)
         elif verb == "write":
             torch.as_tensor(At(address, num_bytes), device=DEVICE).fill_(int(numbers[0]))
             torch.cuda.synchronize()

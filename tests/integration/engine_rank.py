@@ -20,6 +20,8 @@ from tasuki.memory.allocator import NativeAllocator
 from tasuki.memory.tags import MemoryTag
 from tasuki.transport.plan import Slice
 from tasuki.v1 import weights_pb2
+from tasuki.v1.memory_pb2 import PauseRequest, ResumeRequest
+from tasuki.v1.types_pb2 import MEMORY_TAG_WEIGHTS
 from tests.integration.adapter_rank import Adapter, receive_adapter
 from tests.integration.base_rank import share_base
 from tests.integration.forked import processes
@@ -284,8 +286,8 @@ def _receive(model: Any, allocator: NativeAllocator, job: _Job) -> Outcome:
         others = _others(model, allocator)
         assert orphan.data_ptr() in {tensor.data_ptr() for tensor, _ in others}
         # Once more by the plan alone, which is what every later sync does, into pages that hold nothing.
-        rank.memory.pause([MemoryTag.WEIGHTS])
-        rank.memory.resume([MemoryTag.WEIGHTS])
+        rank.memory.pause(PauseRequest(tags=[MEMORY_TAG_WEIGHTS]))
+        rank.memory.resume(ResumeRequest(tags=[MEMORY_TAG_WEIGHTS]))
         if allocator.device == "cpu":  # what a GPU's new pages hold is not said
             assert not any(parameter.any() for _, parameter in model.named_parameters() if parameter.nbytes >= 4096)
         _poison_loaded(model)

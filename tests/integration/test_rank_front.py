@@ -18,8 +18,7 @@ import pytest
 
 from tasuki.rollout.rank_calls import RankCalls
 from tasuki.rollout.rank_line import RankLine
-from tasuki.rpc.failpoints import NO_FAILPOINTS
-from tasuki.rpc.ranks import RankFront, RankServer, answer_command, rank_error
+from tasuki.rpc.ranks import CommandRunner, RankFront, RankServer, rank_error
 from tasuki.v1.memory_pb2 import PauseResponse
 from tasuki.v1.ranks_pb2 import EngineRankCommand, EngineRankResult, RankReady, TrainerRankCommand, TrainerRankResult
 from tasuki.v1.trainer_pb2 import SaveCheckpointRequest, SaveCheckpointResponse
@@ -54,13 +53,8 @@ def run_rank(address: str, rank: int) -> None:
     server = RankServer(address, rank=rank)
     front_gone = server.front_gone()
     server.send(TrainerRankResult(rank=rank, ready=RankReady(pid=os.getpid())))
-
-    def answer(payload: bytes) -> TrainerRankResult:
-        command = TrainerRankCommand.FromString(payload)
-        result = TrainerRankResult(call=command.call, rank=rank)
-        return answer_command(command, result, handlers={"save_checkpoint": work}, failpoints=NO_FAILPOINTS)
-
-    server.serve(answer, until=[front_gone])
+    runner = CommandRunner(TrainerRankResult, {"save_checkpoint": work}, rank)
+    server.serve(runner.run, TrainerRankCommand, until=[front_gone])
     server.close()
 
 
@@ -240,12 +234,12 @@ class OtherWay(RankFront[EngineRankCommand, EngineRankResult]):
 async def test_a_line_takes_commands_in_its_thread_and_sends_what_another_says(tmp_path: Path) -> None:
     threads: set[str] = set()
 
-    def run(rank: int, payload: bytes) -> EngineRankResult:
+    def run(rank: int, one: EngineRankCommand) -> EngineRankResult:
         threads.add(threading.current_thread().name)
-        return EngineRankResult(call=EngineRankCommand.FromString(payload).call, rank=rank)
+        return EngineRankResult(call=one.call, rank=rank)
 
     front = OtherWay(tmp_path / "ranks.sock", EngineRankResult, service="test", num_ranks=2)
-    lines = [RankLine(front.address, rank=rank, run=lambda payload, rank=rank: run(rank, payload)) for rank in range(2)]
+    lines = [RankLine(front.address, rank=rank, run=lambda one, rank=rank: run(rank, one)) for rank in range(2)]
     try:
         await until(lambda: front.is_connected)
         assert [result.rank for result in await front.call(EngineRankCommand())] == [0, 1]

@@ -143,7 +143,7 @@ def test_a_plan_that_was_lowered_wrongly_is_noticed_at_its_first_sync(
 
 def received_by(rank: EngineRank, weights: weights_pb2.PublishedWeights, *, full_read_back: bool) -> list[ReceivedPiece]:
     command = ranks_pb2.ReceiveCommand(weights=weights, import_timeout_ms=2000, full_read_back=full_read_back)
-    result = rank.run(ranks_pb2.EngineRankCommand(receive=command))
+    result = rank.commands.run(ranks_pb2.EngineRankCommand(receive=command))
     assert not result.HasField("error"), result.error
     return [
         ReceivedPiece(0, one.name, Slice(one.offset, tuple(one.shape), tuple(one.strides)), one.checksum)

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tasuki.memory import arena as native
-from tasuki.memory.allocator import pause, pause_async, resume, resume_async
 from tasuki.memory.arena import Access, Arena, ArenaState, Import, Keep
 from tasuki.wire.errors import BadHandle, Busy, InternalError, InvalidArgument, OutOfGpuMemory, WrongPhase
+from tests.arenas import pause, pause_async, resume, resume_async
 
 MIB = 1 << 20
 PAGE = os.sysconf("SC_PAGESIZE")

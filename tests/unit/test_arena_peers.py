@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tasuki.memory import arena as native
-from tasuki.memory.allocator import pause, resume
 from tasuki.memory.arena import Access, Arena, Keep
+from tests.arenas import pause, resume
 
 MIB = 1 << 20
 

@@ -14,12 +14,12 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Parameter
 
 from tasuki.memory import arena as native
-from tasuki.memory.allocator import pause, resume
 from tasuki.memory.arena import Arena, Keep
 from tasuki.memory.room_request import RoomRequest
 from tasuki.memory.tags import MemoryTag, TagUsage
 from tasuki.trainer.backends.fsdp.memory import TrainerMemory
 from tasuki.trainer.backends.fsdp.staying import ExportChoice, Staying
+from tests.arenas import pause, resume
 
 MIB = 2**20
 BOTH = [MemoryTag.WEIGHTS, MemoryTag.OPTIMIZER]

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tasuki.memory import arena as native
-from tasuki.memory.allocator import pause, resume
 from tasuki.memory.arena import Access, Arena, Export, Import, Keep
 from tasuki.memory.pool import Identity, PoolKeeper, close_pool, open_pool, pool_bytes, pool_chunk_bytes, pool_usage
 from tasuki.transport.pool_socket import PoolServer, join_pool
 from tasuki.wire.errors import BadHandle, Busy, OutOfGpuMemory, WrongPhase
+from tests.arenas import pause, resume
 from tests.extent import examples
 
 CHUNK = 64 << 10

@@ -14,6 +14,8 @@ from tasuki.memory.allocator import NativeAllocator
 from tasuki.memory.tags import MemoryTag
 from tasuki.rollout.kept_content import Span, without
 from tasuki.rollout.rank_commands import RankMemory, rank_allocator
+from tasuki.rpc.usage import TAG_VALUES
+from tasuki.v1.memory_pb2 import PauseRequest, ResumeRequest
 
 WEIGHTS, KV_CACHE = MemoryTag.WEIGHTS, MemoryTag.KV_CACHE
 SPANS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), max_size=6)
@@ -58,14 +60,22 @@ class Engine(torch.nn.Module):
     def load_weights(self, weights: object) -> None: ...
 
 
+def pause(memory: RankMemory, tag: MemoryTag) -> int:
+    return memory.pause(PauseRequest(tags=[TAG_VALUES[tag]])).released_bytes
+
+
+def resume(memory: RankMemory, tag: MemoryTag) -> int:
+    return memory.resume(ResumeRequest(tags=[TAG_VALUES[tag]])).mapped_bytes
+
+
 def test_only_parameters_are_lost_with_the_weights(allocator: NativeAllocator) -> None:
     with allocator.region(WEIGHTS):
         engine = Engine()
     memory = RankMemory(allocator, engine)
     before = engine.beside(), engine.table.clone(), engine.orphan()
     for _ in range(2):
-        memory.pause([WEIGHTS])
-        memory.resume([WEIGHTS])
+        pause(memory, WEIGHTS)
+        resume(memory, WEIGHTS)
         assert not engine.weight.any()
         assert all(
             torch.equal(old, new) for old, new in zip(before, (engine.beside(), engine.table, engine.orphan()), strict=True)
@@ -79,11 +89,11 @@ def test_what_changed_since_the_last_pause_is_kept_as_it_is_now(allocator: Nativ
     with allocator.region(WEIGHTS):
         engine = Engine()
     memory = RankMemory(allocator, engine)
-    memory.pause([WEIGHTS])
-    memory.resume([WEIGHTS])
+    pause(memory, WEIGHTS)
+    resume(memory, WEIGHTS)
     engine.table.fill_(7)
-    memory.pause([WEIGHTS])
-    memory.resume([WEIGHTS])
+    pause(memory, WEIGHTS)
+    resume(memory, WEIGHTS)
     assert bool((engine.table == 7).all())
 
 
@@ -92,10 +102,10 @@ def test_a_repeated_pause_does_not_overwrite_what_was_kept(allocator: NativeAllo
         engine = Engine()
     memory = RankMemory(allocator, engine)
     expected = engine.orphan()
-    assert memory.pause([WEIGHTS]) > 0
-    assert memory.pause([WEIGHTS]) == 0
-    memory.resume([WEIGHTS])
-    assert memory.resume([WEIGHTS]) == 0
+    assert pause(memory, WEIGHTS) > 0
+    assert pause(memory, WEIGHTS) == 0
+    resume(memory, WEIGHTS)
+    assert resume(memory, WEIGHTS) == 0
     assert torch.equal(engine.orphan(), expected)
 
 
@@ -103,7 +113,7 @@ def test_of_the_cache_only_small_tables_are_kept(allocator: NativeAllocator) -> 
     with allocator.region(KV_CACHE):
         layers, addresses_of_layers = torch.ones(1 << 20), torch.arange(1024)
     memory = RankMemory(allocator, Engine())
-    memory.pause([KV_CACHE])
-    memory.resume([KV_CACHE])
+    pause(memory, KV_CACHE)
+    resume(memory, KV_CACHE)
     assert not layers.any()
     assert torch.equal(addresses_of_layers, torch.arange(1024))

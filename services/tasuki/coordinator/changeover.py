@@ -18,6 +18,7 @@ from tasuki.wire.errors import (
     DeadlineExceeded,
     DiskFull,
     InternalError,
+    Interrupted,
     PeerUnavailable,
     StageOrder,
     StaleSequence,
@@ -91,8 +92,10 @@ class Changeover:
         return self.at in (Stage.LOAD_WEIGHTS, Stage.RESUME_WEIGHTS) and self._journal.published() is None
 
     async def make_room(self) -> None:
-        """Has the trainer leave the GPUs, so that an engine can start there: takes LOAD_TRAINER back. Raises GradientsPending."""
+        """Has the trainer leave the GPUs, so that an engine can start there: takes LOAD_TRAINER back. Raises GradientsPending, and
+        Interrupted when the trainer has left, for it takes another changeover to reach `target`."""
         await self._take_back((Stage.LOAD_TRAINER, *since_phase(self.at)))
+        raise Interrupted(f"rollout was lost; it comes back before phase {self.target} is reached")
 
     async def run(self, stage: Stage) -> None:
         """Carries one stage out. Raises its error, and StageOrder when another stage must come first.

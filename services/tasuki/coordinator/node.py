@@ -81,7 +81,7 @@ class Node:
 
     async def look(self) -> NodeState:
         """The state as the services tell it, after what runs. Without a place when they do not answer, or do not fit together."""
-        async with self._operations.turn:
+        async with self._operations.turn():
             try:
                 await self._look()
             except (PeerUnavailable, StageOrder) as error:
@@ -97,18 +97,22 @@ class Node:
 
         Raises ChangeoverRunning when a different one is under way.
         """
-        self._operations.join(f"phase {phase}", request_id)
-        return self._operations.start(f"phase {phase}", request_id, lambda: self._bring_to(phase, request_id))
+        subject = f"phase {phase}"
+        self._operations.join(subject, request_id)
+        known = self._operations.find(subject, request_id)
+        return known or self._operations.begin(subject, request_id, asyncio.create_task(self._bring_to(phase, request_id)))
 
     def run_stage(self, stage: Stage, request_id: str) -> Operation:
         """The operation that carries one stage out. Raises ChangeoverRunning when another one is under way."""
-        return self._operations.start(f"stage {stage}", request_id, lambda: self._run_single(stage, request_id))
+        subject = f"stage {stage}"
+        known = self._operations.find(subject, request_id)
+        return known or self._operations.begin(subject, request_id, asyncio.create_task(self._run_single(stage, request_id)))
 
     async def recover(self) -> None:
         """Asks the services, once they answer, where the node is; from the middle of the ring it is brought to TRAIN."""
         while self._at is None:
             with suppress(DiskFull, PeerUnavailable, StageOrder):
-                async with self._operations.turn:
+                async with self._operations.turn():
                     await self._look()
                     if self._at is not None and phase_of(self._at) is None:
                         _log.warning("event=recover at=%s", self._at)
@@ -123,55 +127,38 @@ class Node:
 
     async def _bring_to(self, phase: Phase, request_id: str) -> None:
         """Tries again, as another changeover, when a service is lost on the way and has come back."""
-        for number in range(1, _MAX_TRIES + 1):
-            seen = await self._readiness.wait_ready(phase)
-            at = self._take(seen)
-            if phase_of(at) is phase and not seen.is_on_the_way_back:
-                self._tell(StageEvent("", None, Status.HELD, time=time.time()), at)
-                return
-            self._close_left(at, phase)
-            go = self._make_room if phase is Phase.ROLLOUT and seen.trainer_is_in_the_way else self._try
-            try:
-                await go(phase, next_attempt_id(self._journal, request_id), seen)
-            except (*LOSSES, Interrupted) as error:
-                if number == _MAX_TRIES:
-                    raise
-                _log.warning("event=try_again phase=%s number=%d reason=%s", phase, number + 1, error.reason)
-            else:
-                return
+        async with self._operations.turn():
+            for number in range(1, _MAX_TRIES + 1):
+                seen = await self._readiness.wait_ready(phase)
+                at = self._take(seen)
+                if phase_of(at) is phase and not seen.is_on_the_way_back:
+                    self._tell(StageEvent("", None, Status.HELD, time=time.time()), at)
+                    return
+                self._close_left(at, phase)
+                changeover = self._begin(next_attempt_id(self._journal, request_id), seen, target=phase)
+                # An engine that is being restarted takes what memory is free, and waits for the trainer to leave.
+                makes_room = phase is Phase.ROLLOUT and seen.trainer_is_in_the_way
+                try:
+                    await (changeover.make_room() if makes_room else changeover.bring_to_target())
+                except TasukiError as error:
+                    cause = error if makes_room else await self._cause(error, seen)
+                else:
+                    self._at = changeover.at
+                    self._close(changeover)
+                    return
+                self._close(changeover, cause)
+                if number == _MAX_TRIES or not isinstance(cause, (*LOSSES, Interrupted)):
+                    raise cause
+                _log.warning("event=try_again phase=%s number=%d reason=%s", phase, number + 1, cause.reason)
 
     def _close_left(self, at: Stage, phase: Phase) -> None:
         """Ends the changeover that RunStage began, before another one begins."""
         if self._open is not None:
             self._close(self._open, Interrupted(f"left at {at} when phase {phase} was asked for"))
 
-    async def _make_room(self, phase: Phase, request_id: str, seen: Observed) -> None:
-        """An engine that is being restarted takes what memory is free, and waits for the trainer to leave. Raises what it ended in:
-        Interrupted when the trainer has left, for it takes another changeover to reach `phase`."""
-        changeover = self._begin(request_id, seen, target=phase)
-        try:
-            await changeover.make_room()
-            raise Interrupted(f"rollout was lost; it comes back before phase {phase} is reached")
-        except TasukiError as error:
-            self._close(changeover, error)
-            raise
-
-    async def _try(self, phase: Phase, request_id: str, seen: Observed) -> None:
-        changeover = self._begin(request_id, seen, target=phase)
-        try:
-            await changeover.bring_to_target()
-        except TasukiError as error:
-            self._at = None
-            cause = await self._cause(error, seen)
-            self._close(changeover, cause)
-            if cause is error:
-                raise
-            raise cause from error
-        self._at = changeover.at
-        self._close(changeover)
-
     async def _cause(self, error: TasukiError, seen: Observed) -> TasukiError:
         """Looks where a failed changeover led. A service that is gone, or was restarted since it was `seen`, is the cause of it."""
+        self._at = None
         now = await self._peers.observe()
         if not now.absent and not now.in_stage:
             with suppress(StageOrder):  # then nobody knows where the node is, and the state says so
@@ -186,16 +173,17 @@ class Node:
 
     async def _run_single(self, stage: Stage, request_id: str) -> None:
         """One stage, taken back by nobody. The stages from one phase to the next are journalled as one changeover."""
-        seen, at = await self._look()
-        advance(at, stage)
-        target = leads_to(at)
-        if self._open is not None and (self._open.target is not target or not self._open.knows(seen)):
-            self._close_left(at, target)  # what was restarted may have moved the node
-        changeover = self._open or self._begin(next_attempt_id(self._journal, request_id), seen, target=target)
-        changeover.observe(seen)
-        await changeover.run(stage)
-        if phase_of(stage) is not None:
-            self._close(changeover)
+        async with self._operations.turn():
+            seen, at = await self._look()
+            advance(at, stage)
+            target = leads_to(at)
+            if self._open is not None and (self._open.target is not target or not self._open.knows(seen)):
+                self._close_left(at, target)  # what was restarted may have moved the node
+            changeover = self._open or self._begin(next_attempt_id(self._journal, request_id), seen, target=target)
+            changeover.observe(seen)
+            await changeover.run(stage)
+            if phase_of(stage) is not None:
+                self._close(changeover)
 
     async def _look(self) -> tuple[Observed, Stage]:
         """Asks the services where the node is. Raises PeerUnavailable, or StageOrder when they do not fit together."""

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from tasuki.coordinator.attempts import last_attempt
 from tasuki.coordinator.journal import Journal
@@ -65,7 +66,7 @@ class Operation:
         """Every event from the first, until the work ends; then the work's error, if it had one."""
         position = 0
         while True:
-            news, is_over = self._news, self._task.done()
+            news, is_over = self._news, self.is_over
             while position < len(self._updates):
                 yield self._updates[position]
                 position += 1
@@ -80,9 +81,13 @@ class Operation:
         await asyncio.wait([self._task])
 
     @property
+    def is_over(self) -> bool:
+        return self._task.done()
+
+    @property
     def reason(self) -> str:
         """Of the error that it ended with; empty when it runs, or ended well."""
-        if not self._task.done() or self._task.cancelled():
+        if not self.is_over or self._task.cancelled():
             return ""
         error = self._task.exception()
         return error.reason if isinstance(error, TasukiError) else ""
@@ -122,25 +127,43 @@ class Watchers:
 
 
 class Operations:
-    """Runs one operation at a time. `turn` is held by what runs."""
+    """Those of a node or a fleet. One runs at a time."""
 
     def __init__(self, journal: Journal, *, state: Callable[[], NodeState]) -> None:
         self._journal, self._state = journal, state
-        self._running: Operation | None = None
+        self._last: Operation | None = None
         self._known: OrderedDict[str, Operation] = OrderedDict()
-        self.turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
+        self._holder: asyncio.Task[Any] | None = None
         self.watchers = Watchers()
 
     def __len__(self) -> int:
         return len(self._known)
+
+    @property
+    def _running(self) -> Operation | None:
+        return None if self._last is None or self._last.is_over else self._last
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Held by one task at a time, which may enter it again."""
+        if self._holder is asyncio.current_task():
+            yield
+            return
+        async with self._lock:
+            self._holder = asyncio.current_task()
+            try:
+                yield
+            finally:
+                self._holder = None
 
     def join(self, subject: str, request_id: str) -> None:
         """Has a request mean the operation under way, if that is the same and the request is a new one."""
         if self._running is not None and self._running.subject == subject and request_id not in self._known:
             self._remember(request_id, self._running)
 
-    def start(self, subject: str, request_id: str, work: Callable[[], Awaitable[None]]) -> Operation:
-        """The operation that this request id began, or a new one that does `work`. Raises ChangeoverRunning when another is under way."""
+    def find(self, subject: str, request_id: str) -> Operation | None:
+        """The operation that this request id began; None when it may begin one. Raises ChangeoverRunning when another is under way."""
         known = self._known.get(request_id)
         if known is not None and known.subject == subject and known.reason in _TO_REPEAT:
             known = None
@@ -148,25 +171,19 @@ class Operations:
         # One that an earlier coordinator left in the middle is not answered by its interruption: it is carried out now.
         if written is not None and written.error_reason not in (*_UNANSWERED, *_TO_REPEAT):
             known = _replayed(written, self._state())
-        if known is not None:
-            if known.subject != subject:
-                raise InvalidArgument("request_id", f"{request_id!r} was used for {known.subject} before; choose another one")
-            return known
-        if self._running is not None:
+        if known is None and self._running is not None:
             raise ChangeoverRunning(
                 f"{self._running.subject} is under way; ask for {subject} when it has ended",
                 changeover_id=self._state().changeover_id,
             )
+        if known is not None and known.subject != subject:
+            raise InvalidArgument("request_id", f"{request_id!r} was used for {known.subject} before; choose another one")
+        return known
 
-        async def alone() -> None:
-            try:
-                async with self.turn:
-                    await work()
-            finally:
-                self._running = None
-
-        self._running = Operation(subject, asyncio.create_task(alone()))
-        return self._remember(request_id, self._running)
+    def begin(self, subject: str, request_id: str, task: asyncio.Task[None]) -> Operation:
+        """A new operation, whose work `task` does in its turn. For a request that `find` does not know."""
+        self._last = Operation(subject, task)
+        return self._remember(request_id, self._last)
 
     def tell(self, event: StageEvent) -> None:
         """Passes an event on to the running operation and to the watchers, with the state after it."""

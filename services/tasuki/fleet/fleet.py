@@ -78,7 +78,7 @@ class Fleet:
 
     async def look(self) -> NodeState:
         """Returns the state after running work has finished and every node was read. Raises the error of a node that does not answer."""
-        async with self._operations.turn:
+        async with self._operations.turn():
             await self._look()
             return self.state()
 
@@ -87,18 +87,24 @@ class Fleet:
 
         Raises ChangeoverRunning if a different one is running.
         """
-        self._operations.join(f"phase {phase}", request_id)
-        return self._operations.start(f"phase {phase}", request_id, lambda: self._bring_to(phase, request_id))
+        subject = f"phase {phase}"
+        self._operations.join(subject, request_id)
+        known = self._operations.find(subject, request_id)
+        return known or self._operations.begin(subject, request_id, asyncio.create_task(self._bring_to(phase, request_id)))
 
     def run_stage(self, stage: Stage, request_id: str) -> Operation:
         """Returns the operation that runs one stage on all nodes. Raises ChangeoverRunning if another one is running."""
-        return self._operations.start(f"stage {stage}", request_id, lambda: self._run_stage_alone(stage, request_id))
+        subject = f"stage {stage}"
+        known = self._operations.find(subject, request_id)
+        return known or self._operations.begin(
+            subject, request_id, asyncio.create_task(self._run_stage_alone(stage, request_id))
+        )
 
     async def recover(self) -> None:
         """Reads all nodes after they joined. Completes a pending decision; otherwise returns nodes from the middle of the ring to TRAIN."""
         while not self._is_known:
             try:
-                async with self._operations.turn:
+                async with self._operations.turn():
                     await self._look()
                     self._is_known = True
                     request_id = f"recovery-{self._journal.epoch}"
@@ -125,23 +131,24 @@ class Fleet:
 
     async def _bring_to(self, phase: Phase, request_id: str) -> None:
         """Retries, as a new changeover, if a node was unreachable on the way and is back."""
-        await self._settle(request_id)
-        for number in range(1, _MAX_TRIES + 1):
-            await self._wait_ready()
-            if self._holds(phase):
+        async with self._operations.turn():
+            await self._settle(request_id)
+            for number in range(1, _MAX_TRIES + 1):
+                await self._wait_ready()
+                if self._holds(phase):
+                    self._close_left(phase)
+                    self._operations.tell(StageEvent("", None, Status.HELD, time=time.time()))
+                    return
                 self._close_left(phase)
-                self._operations.tell(StageEvent("", None, Status.HELD, time=time.time()))
-                return
-            self._close_left(phase)
-            try:
-                await self._try(phase, request_id)
-            except _LOSSES as error:
-                if number == _MAX_TRIES:
-                    raise
-                _log.warning("event=try_again phase=%s number=%d reason=%s", phase, number + 1, error.reason)
-                await asyncio.sleep(_POLL_S * number)
-            else:
-                return
+                try:
+                    await self._try(phase, request_id)
+                except _LOSSES as error:
+                    if number == _MAX_TRIES:
+                        raise
+                    _log.warning("event=try_again phase=%s number=%d reason=%s", phase, number + 1, error.reason)
+                    await asyncio.sleep(_POLL_S * number)
+                else:
+                    return
 
     async def _settle(self, request_id: str) -> None:
         """Completes a decision left by an earlier life of the fleet or by a single stage, since it cannot be undone."""
@@ -164,25 +171,26 @@ class Fleet:
 
     async def _run_stage_alone(self, stage: Stage, request_id: str) -> None:
         """Runs one stage on all nodes, without undo. OFFLOAD is preceded by the decision."""
-        self._resolve_intents()
-        await self._look()
-        at = common_place(self._views)
-        if at is None:
-            raise StageOrder("the nodes are at different places; acquire a phase", stage=stage)
-        advance(at, stage)
-        target = leads_to(at)
-        if self._open is not None and self._open.target is not target:
-            self._close_left(target)
-        changeover = self._open
-        if changeover is None:
-            changeover = self._begin(next_attempt_id(self._journal, request_id), target=target)
-        else:
-            changeover.views = list(self._views)
-            self._journal.note_views(changeover.id, self._views)
-        await changeover.run(stage)
-        self._views = list(changeover.views)
-        if phase_of(stage) is not None:
-            self._close(changeover)
+        async with self._operations.turn():
+            self._resolve_intents()
+            await self._look()
+            at = common_place(self._views)
+            if at is None:
+                raise StageOrder("the nodes are at different places; acquire a phase", stage=stage)
+            advance(at, stage)
+            target = leads_to(at)
+            if self._open is not None and self._open.target is not target:
+                self._close_left(target)
+            changeover = self._open
+            if changeover is None:
+                changeover = self._begin(next_attempt_id(self._journal, request_id), target=target)
+            else:
+                changeover.views = list(self._views)
+                self._journal.note_views(changeover.id, self._views)
+            await changeover.run(stage)
+            self._views = list(changeover.views)
+            if phase_of(stage) is not None:
+                self._close(changeover)
 
     async def _wait_ready(self) -> None:
         """Waits until every node knows its place, at most `patience_s`; after that, the operation itself fails with the reason."""

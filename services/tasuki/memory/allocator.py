@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from tasuki.memory.arena import Arena, ArenaState, ArenaUsage, Keep
 from tasuki.memory.library import call, numbers
@@ -16,7 +16,6 @@ from tasuki.wire.errors import InvalidArgument, OutOfGpuMemory, WrongPhase
 if TYPE_CHECKING:
     from tasuki.memory.region_cuda import CudaRegions
 
-Result = TypeVar("Result")
 _CPU_MIN_CHUNK_BYTES, _CPU_MAX_CHUNK_BYTES = 2 * 2**20, 64 * 2**20
 
 
@@ -91,18 +90,28 @@ class NativeAllocator:
             yield
 
     def pause(self, tags: Sequence[MemoryTag]) -> int:
-        return pause([self.arena(tag) for tag in tags])
+        """Returns the bytes given back to the system; nothing for tags that sleep already."""
+        arenas = [self.arena(tag) for tag in tags]
+        (num_bytes,) = _call_for(arenas)("pause", _ids(arenas), len(arenas), num_outs=1)
+        return num_bytes
 
     def resume(self, tags: Sequence[MemoryTag]) -> int:
-        return self._with_cache_emptied_at_need(resume, [self.arena(tag) for tag in tags])
+        """Returns the bytes mapped. Raises OutOfGpuMemory with every tag still asleep."""
+        return self._resume("resume", [self.arena(tag) for tag in tags])
 
     def pause_async(self, tags: Sequence[MemoryTag], *, stream: int = 0) -> Transfer:
-        """Copies of tags that keep their content start behind the CUDA `stream`'s present work; pages go in the transfer's `wait`."""
-        return pause_async([self.arena(tag) for tag in tags], stream=stream)
+        """Copies of tags that keep their content start behind the CUDA `stream`'s present work; pages go in the transfer's `wait`.
+
+        The memory must not be used from now on.
+        """
+        arenas = [self.arena(tag) for tag in tags]
+        (ticket,) = _call_for(arenas)("pause_async", _ids(arenas), len(arenas), stream, num_outs=1)
+        return Transfer(ticket, arenas)
 
     def resume_async(self, tags: Sequence[MemoryTag]) -> Transfer:
         """Maps now; content that was kept is there after the transfer's `wait`, or on a stream after its `wait_on_stream`."""
-        return self._with_cache_emptied_at_need(resume_async, [self.arena(tag) for tag in tags])
+        arenas = [self.arena(tag) for tag in tags]
+        return Transfer(self._resume("resume_async", arenas), arenas)
 
     def blocks(self, tag: MemoryTag) -> list[tuple[int, int]]:
         """Address and bytes of whatever lies in the tag's region now, whoever holds it: what a pause drops or keeps."""
@@ -118,15 +127,17 @@ class NativeAllocator:
         for arena in self._arenas.values():
             arena.close()
 
-    def _with_cache_emptied_at_need(self, call: Callable[[list[Arena]], Result], arenas: list[Arena]) -> Result:
+    def _resume(self, name: str, arenas: Sequence[Arena]) -> int:
         """Blocks that torch only caches are invisible to the driver; giving them back takes long, so it is done when room is short."""
+        resume = partial(_call_for(arenas), name, _ids(arenas), len(arenas), num_outs=1)
         try:
-            return call(arenas)
+            (number,) = resume()
         except OutOfGpuMemory:
             if self._cuda is None:
                 raise
             self._cuda.empty_cache()
-            return call(arenas)
+            (number,) = resume()
+        return number
 
     def cuda_regions(self) -> CudaRegions:
         if self._cuda is None:
@@ -158,30 +169,6 @@ class Transfer:
         With `num_bytes`, once those at `address` have: content comes by rising addresses.
         """
         self._call("stream_after", self._ticket, stream, address, num_bytes)
-
-
-def pause(arenas: Sequence[Arena]) -> int:
-    """All or none. Returns the bytes given back to the system; nothing for arenas that sleep already."""
-    (num_bytes,) = _call_for(arenas)("pause", _ids(arenas), len(arenas), num_outs=1)
-    return num_bytes
-
-
-def resume(arenas: Sequence[Arena]) -> int:
-    """All or none, at the same addresses. Returns the bytes mapped. Raises OutOfGpuMemory with every arena still asleep."""
-    (num_bytes,) = _call_for(arenas)("resume", _ids(arenas), len(arenas), num_outs=1)
-    return num_bytes
-
-
-def pause_async(arenas: Sequence[Arena], *, stream: int = 0) -> Transfer:
-    """Starts copying content behind the work that the CUDA stream has so far. The memory must not be used from now on."""
-    (ticket,) = _call_for(arenas)("pause_async", _ids(arenas), len(arenas), stream, num_outs=1)
-    return Transfer(ticket, arenas)
-
-
-def resume_async(arenas: Sequence[Arena]) -> Transfer:
-    """Maps at once and starts copying content back; it is there after `wait`, or on a stream after `wait_on_stream`."""
-    (ticket,) = _call_for(arenas)("resume_async", _ids(arenas), len(arenas), num_outs=1)
-    return Transfer(ticket, arenas)
 
 
 def _call_for(arenas: Sequence[Arena]) -> partial[list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from functools import partial
 
 import grpc
 import grpc.aio
@@ -23,24 +24,14 @@ class RolloutMemoryServicer(memory_pb2_grpc.MemoryServiceServicer):
         self._rollout, self._gate = rollout, gate
 
     async def Pause(self, request: memory_pb2.PauseRequest, context: grpc.aio.ServicerContext) -> memory_pb2.PauseResponse:
-        timeout_s = remaining_s(context)
-
-        async def pause() -> memory_pb2.PauseResponse:
-            stage, tags = decode_move(request, Service.ROLLOUT)
-            released = await self._rollout.pause(stage, tags, timeout_s=timeout_s)
-            return memory_pb2.PauseResponse(released_bytes=released)
-
-        return await self._gate.stage(request, pause)
+        stage, tags = decode_move(request, Service.ROLLOUT)
+        pause = partial(self._rollout.pause, stage, tags, timeout_s=remaining_s(context))
+        return memory_pb2.PauseResponse(released_bytes=await self._gate.stage(request, pause))
 
     async def Resume(self, request: memory_pb2.ResumeRequest, context: grpc.aio.ServicerContext) -> memory_pb2.ResumeResponse:
-        timeout_s = remaining_s(context)
-
-        async def resume() -> memory_pb2.ResumeResponse:
-            stage, tags = decode_move(request, Service.ROLLOUT)
-            mapped = await self._rollout.resume(stage, tags, timeout_s=timeout_s)
-            return memory_pb2.ResumeResponse(mapped_bytes=mapped)
-
-        return await self._gate.stage(request, resume)
+        stage, tags = decode_move(request, Service.ROLLOUT)
+        resume = partial(self._rollout.resume, stage, tags, timeout_s=remaining_s(context))
+        return memory_pb2.ResumeResponse(mapped_bytes=await self._gate.stage(request, resume))
 
     async def GetUsage(
         self, request: memory_pb2.GetUsageRequest, context: grpc.aio.ServicerContext

@@ -25,9 +25,9 @@ from tasuki.rollout.kept_content import KeptContent, Span, span_of, without
 from tasuki.rollout.rank_line import RankLine
 from tasuki.rollout.receive import Received, WeightReceiver
 from tasuki.rollout.record import EngineModel
-from tasuki.rpc.failpoints import NO_FAILPOINTS, Failpoints
+from tasuki.rpc.failpoints import Failpoints
 from tasuki.rpc.heartbeat import Heartbeat
-from tasuki.rpc.ranks import Handlers, answer_command
+from tasuki.rpc.ranks import CommandRunner, Handlers
 from tasuki.rpc.usage import TAGS, usage_response
 from tasuki.transport.shared_base import SharedBase
 from tasuki.transport.verify import HeldSlice
@@ -60,7 +60,8 @@ def rank_allocator(device: str, *, chunk_bytes: Mapping[MemoryTag, int] = Mappin
 class RankMemory:
     """Pauses and resumes a rank's tags. Parameters come back by a sync, the KV cache empty, and everything else as it was.
 
-    slot_table: SGLang's map from requests to cache slots, which lies in the cache's region and must never hold slots that do not exist.
+    scheduler: SGLang's, or None for a model without an engine. Its map from requests to cache slots lies in the cache's region, and must
+    never hold slots that do not exist.
     staying: tags that never sleep, whatever is asked. cache: where a resume of the KV cache takes only the least of it.
     base: holds the parameters where the trainer reads them too; counted here alone.
     """
@@ -70,29 +71,35 @@ class RankMemory:
         allocator: NativeAllocator,
         model: EngineModel,
         *,
-        slot_table: torch.Tensor | None = None,
+        scheduler: Any = None,
         staying: frozenset[MemoryTag] = frozenset(),
         cache: GrowingCache | None = None,
         base: SharedBase | None = None,
     ) -> None:
         self._cache, self._base_bytes = cache, 0 if base is None else base.num_bytes
-        self._allocator, self._model, self._slot_table, self._staying = allocator, model, slot_table, staying
+        self._allocator, self._model, self._scheduler, self._staying = allocator, model, scheduler, staying
         # New memory of a host is zeros; what a pool lends, or a GPU gives, holds what was there before.
         self._is_zeroed = allocator.device == "cpu" and pool_usage("cpu") is None
         self._kept = {tag: KeptContent() for tag in (MemoryTag.WEIGHTS, MemoryTag.KV_CACHE)}
         self._found: dict[MemoryTag, tuple[tuple[int, int], list[Span]]] = {}
 
-    def pause(self, tags: Sequence[MemoryTag]) -> int:
-        """Gives the pages back and returns their bytes. Nothing may use them: no request runs."""
-        tags = self._all_of(tags)
+    def pause(self, request: memory_pb2.PauseRequest) -> memory_pb2.PauseResponse:
+        """Drops every cached prefix and gives the pages of the tags back.
+
+        Raises Busy while a request runs, and until the scheduler has noticed that the last one ended.
+        """
+        # Prevents SGLang from collecting garbage and emptying torch's cache, which takes longer than everything else.
+        if self._scheduler is not None and not self._scheduler.flush_cache(empty_cache=False):
+            raise Busy("requests run", num_running=len(self._scheduler.running_batch.reqs))
+        tags = self._all_of(request.tags)
         for tag in tags:
             if tag in self._kept and not self._is_paused(tag):
                 self._kept[tag].save(self._spans_to_keep(tag), device=self._allocator.device)
-        return self._allocator.pause(tags)
+        return memory_pb2.PauseResponse(released_bytes=self._allocator.pause(tags))
 
-    def resume(self, tags: Sequence[MemoryTag]) -> int:
-        """Takes pages at the same addresses and returns their bytes. Raises OutOfGpuMemory with every tag still asleep."""
-        tags = self._all_of(tags)
+    def resume(self, request: memory_pb2.ResumeRequest) -> memory_pb2.ResumeResponse:
+        """Takes pages at the same addresses. Raises OutOfGpuMemory with every tag still asleep."""
+        tags = self._all_of(request.tags)
         woken = [tag for tag in tags if self._is_paused(tag)]
         if MemoryTag.KV_CACHE in woken and self._cache is not None:
             self._cache.reset()
@@ -100,11 +107,11 @@ class RankMemory:
         for tag in woken:
             if tag in self._kept:
                 self._kept[tag].restore()
-        if MemoryTag.KV_CACHE in woken and self._slot_table is not None and not self._is_zeroed:
-            self._slot_table.zero_()
+        if MemoryTag.KV_CACHE in woken and self._scheduler is not None and not self._is_zeroed:
+            self._scheduler.req_to_token_pool.req_to_token.zero_()
         if woken and self._allocator.device != "cpu":
             torch.cuda.synchronize(self._allocator.device)
-        return mapped
+        return memory_pb2.ResumeResponse(mapped_bytes=mapped)
 
     def usage(self) -> list[TagUsage]:
         return [
@@ -123,7 +130,8 @@ class RankMemory:
         """Bytes of a tag that are in no arena."""
         return self._base_bytes if tag is MemoryTag.WEIGHTS else 0
 
-    def _all_of(self, tags: Sequence[MemoryTag]) -> list[MemoryTag]:
+    def _all_of(self, named: Sequence[types_pb2.MemoryTag.ValueType]) -> list[MemoryTag]:
+        tags = [TAGS[value] for value in named]
         wanted = [each for tag in tags for each in _TOGETHER.get(tag, (tag,))]
         return [tag for tag in wanted if (tag in self._allocator.tags or tag in tags) and tag not in self._staying]
 
@@ -174,38 +182,31 @@ class EngineRank:
         self._layout: tuple[Sequence[HeldSlice], bytes] = (), b""
         self.receiver = WeightReceiver(model if adapter is None else adapter)
         self._allocator, self._scheduler = allocator, scheduler
-        self._heartbeat: Heartbeat | None = None
-        self._failpoints = NO_FAILPOINTS
-        slot_table = None if scheduler is None else scheduler.req_to_token_pool.req_to_token
-        self.memory = RankMemory(allocator, model, slot_table=slot_table, staying=staying, cache=cache, base=base)
-        self._handlers: Handlers = {
+        self.memory = RankMemory(allocator, model, scheduler=scheduler, staying=staying, cache=cache, base=base)
+        handlers: Handlers = {
             "receive": self._receive,
-            "pause": self._pause,
-            "resume": self._resume,
+            "pause": self.memory.pause,
+            "resume": self.memory.resume,
             "get_usage": self._usage,
             "get_load": self._load,
             "grow_cache": self._grow_cache,
             "shrink_cache": self._shrink_cache,
         }
+        self.commands = CommandRunner(ranks_pb2.EngineRankResult, handlers, rank)
 
     def join_node(self, config: NodeConfig) -> None:
         """Starts the heartbeat that the node's supervisor watches."""
         name = f"scheduler{self.rank}"
-        self._failpoints = self.receiver.failpoints = Failpoints.of(config, name)
-        self._heartbeat = Heartbeat(config.state_dir, name)
-        self._heartbeat.beat_in_thread()
+        self.commands.failpoints = self.receiver.failpoints = Failpoints.of(config, name)
+        self.commands.heartbeat = Heartbeat(config.state_dir, name)
+        self.commands.heartbeat.beat_in_thread()
 
-    def run(self, command: ranks_pb2.EngineRankCommand) -> ranks_pb2.EngineRankResult:
-        """Returns errors in the result: an exception would end the scheduler and with it the whole engine."""
-        result = ranks_pb2.EngineRankResult(call=command.call, rank=self.rank)
-        return answer_command(command, result, handlers=self._handlers, failpoints=self._failpoints, heartbeat=self._heartbeat)
-
-    def run_at_once(self, command: bytes) -> ranks_pb2.EngineRankResult:
+    def run_at_once(self, command: ranks_pb2.EngineRankCommand) -> ranks_pb2.EngineRankResult:
         """Runs a command that came directly from the front, in a separate thread, once the scheduler waits for requests."""
         if self._allocator.device != "cpu":
             torch.cuda.set_device(self._allocator.device)
         with self._lock.held(), torch.no_grad():
-            return self.run(ranks_pb2.EngineRankCommand.FromString(command))
+            return self.commands.run(command)
 
     def _receive(self, command: ranks_pb2.ReceiveCommand) -> ranks_pb2.ReceiveResult:
         if self._scheduler is not None and not self._scheduler.is_fully_idle():
@@ -225,20 +226,6 @@ class EngineRank:
             )
         return result
 
-    def _pause(self, request: memory_pb2.PauseRequest) -> memory_pb2.PauseResponse:
-        if self._scheduler is not None:
-            self._release()
-        return memory_pb2.PauseResponse(released_bytes=self.memory.pause([TAGS[tag] for tag in request.tags]))
-
-    def _resume(self, request: memory_pb2.ResumeRequest) -> memory_pb2.ResumeResponse:
-        return memory_pb2.ResumeResponse(mapped_bytes=self.memory.resume([TAGS[tag] for tag in request.tags]))
-
-    def _release(self) -> None:
-        """Drops every cached prefix. Raises Busy until the scheduler has noticed that its last request ended."""
-        # Prevents SGLang from collecting garbage and emptying torch's cache, which takes longer than everything else.
-        if not self._scheduler.flush_cache(empty_cache=False):
-            raise Busy("requests run", num_running=len(self._scheduler.running_batch.reqs))
-
     def _grow_cache(self, _: ranks_pb2.GrowCacheCommand) -> ranks_pb2.CacheResult:
         return self._cache_result(ranks_pb2.CacheResult(**asdict(self._growing().grow(self._reached))))
 
@@ -247,9 +234,9 @@ class EngineRank:
 
     def _reached(self, point: str) -> None:
         """Triggers failpoints and reports progress of a command."""
-        self._failpoints.hit(point)
-        if self._heartbeat is not None:
-            self._heartbeat.progressed()
+        self.commands.failpoints.hit(point)
+        if self.commands.heartbeat is not None:
+            self.commands.heartbeat.progressed()
 
     def _growing(self) -> GrowingCache:
         if self._cache is None:
@@ -297,7 +284,7 @@ def run_command(model: EngineModel, named_tensors: Sequence[tuple[str, torch.Ten
     ((content, _),) = named_tensors
     command = ranks_pb2.EngineRankCommand.FromString(content.encode("latin-1"))
     (rank,) = _ranks
-    result = rank.run(command)
+    result = rank.commands.run(command)
     _line_to(command.reply_address).send(result)
 
 
@@ -310,7 +297,7 @@ def _line_to(address: str) -> RankLine:
     return _lines[0]
 
 
-def _run_at_once(command: bytes) -> ranks_pb2.EngineRankResult:
+def _run_at_once(command: ranks_pb2.EngineRankCommand) -> ranks_pb2.EngineRankResult:
     (rank,) = _ranks
     return rank.run_at_once(command)
 

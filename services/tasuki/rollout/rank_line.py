@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 
 from tasuki.rpc.ranks import RankServer
-from tasuki.v1.ranks_pb2 import EngineRankResult
+from tasuki.v1.ranks_pb2 import EngineRankCommand, EngineRankResult
 
 # If nobody takes a result, the front is gone and this process will end too.
 _LINGER_MS = 5000
@@ -19,14 +19,14 @@ class RankLine:
     run: executes a command from the front, in this thread.
     """
 
-    def __init__(self, address: str, *, rank: int, run: Callable[[bytes], EngineRankResult]) -> None:
+    def __init__(self, address: str, *, rank: int, run: Callable[[EngineRankCommand], EngineRankResult]) -> None:
         self.address = address
         self._results = RankServer(address, linger_ms=_LINGER_MS)
         self._commands = RankServer(address, rank=rank, linger_ms=_LINGER_MS)
         self._commands.send(EngineRankResult(rank=rank))  # lets the front send
         self._closed = os.eventfd(0)
         self._thread = threading.Thread(
-            target=lambda: self._commands.serve(run, until=[self._closed]), name="front-line", daemon=True
+            target=lambda: self._commands.serve(run, EngineRankCommand, until=[self._closed]), name="front-line", daemon=True
         )
         self._thread.start()
 

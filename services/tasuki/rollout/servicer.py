@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Sequence
+from functools import partial
 
 import grpc
 import grpc.aio
@@ -72,15 +73,11 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         return await self._gate.stage(request, receive)
 
     async def Drain(self, request: rollout_pb2.DrainRequest, context: grpc.aio.ServicerContext) -> rollout_pb2.DrainResponse:
-        timeout_s = remaining_s(context)
-
-        async def drain() -> rollout_pb2.DrainResponse:
-            drained = await self._rollout.drain(grace_s=request.grace_ms / 1000, timeout_s=timeout_s)
-            return rollout_pb2.DrainResponse(
-                num_finished=drained.num_finished, num_cut=drained.num_cut, released_bytes=drained.released_bytes
-            )
-
-        return await self._gate.stage(request, drain)
+        drain = partial(self._rollout.drain, grace_s=request.grace_ms / 1000, timeout_s=remaining_s(context))
+        drained = await self._gate.stage(request, drain)
+        return rollout_pb2.DrainResponse(
+            num_finished=drained.num_finished, num_cut=drained.num_cut, released_bytes=drained.released_bytes
+        )
 
     async def GetRolloutState(
         self, request: rollout_pb2.GetRolloutStateRequest, context: grpc.aio.ServicerContext

@@ -101,38 +101,23 @@ class CommandGate:
         order, with whatever epoch, cannot shut the coordinator out. Only within its own epoch its number stays taken: the coordinator
         takes the refusal of an undo as proof that the stage was not carried out, so the stage must not be when its command arrives late.
         """
-        command = request.command
-        before = after = (self.epoch, self.sequence)
-
-        def fence() -> None:
-            nonlocal before, after
+        answer = self._first_answer(request)
+        if answer is None:
             before = (self.epoch, self.sequence)
-            self._refuse_old(command.epoch, current=max(self.epoch, self._looked))
-            if command.epoch not in self._announced:
-                raise StaleEpoch(
-                    f"no coordinator of epoch {command.epoch} has read this service's state; ask the coordinator for the stage",
-                    epoch=command.epoch,
-                    current_epoch=max(self.epoch, self._looked),
-                )
-            taken = max(sequence for epoch, sequence in (before, self._refused, (command.epoch, 0)) if epoch == command.epoch)
-            _refuse_sequence(command.sequence, taken=taken)
-            self.epoch, self.sequence = after = (command.epoch, command.sequence)
-
-        def refused() -> None:
-            if (self.epoch, self.sequence) == after:
-                self.epoch, self.sequence = before
-                self._refused = after
-
-        return await self._run(request, action, fence=fence, refused=refused, is_stage=True)
+            self._fence(request.command)
+            answer = self._keep(request, asyncio.create_task(self._run_in_turn(request, action, before)))
+            self._stages.add(answer)
+            answer.add_done_callback(self._stages.discard)
+        return cast(_Answer, await asyncio.shield(answer))
 
     async def once(self, request: Commanded, action: Callable[[], Awaitable[_Answer]]) -> _Answer:
         """Runs a command that is no stage. Epoch 0 means that the caller does not ask to be fenced."""
-
-        def fence() -> None:
+        answer = self._first_answer(request)
+        if answer is None or self._may_try_again(answer):
             if request.command.epoch:
-                self._refuse_old(request.command.epoch, current=self.epoch)
-
-        return await self._run(request, action, fence=fence)
+                _refuse_old(request.command.epoch, current=self.epoch)
+            answer = self._keep(request, asyncio.create_task(self._run_in_turn(request, action)))
+        return cast(_Answer, await asyncio.shield(answer))
 
     def has_begun(self, request: Commanded) -> bool:
         """Whether a command with this request_id was begun, whatever came of it."""
@@ -154,55 +139,46 @@ class CommandGate:
         async with self._lock:
             return
 
-    def _refuse_old(self, epoch: int, *, current: int) -> None:
-        if epoch < current:
-            raise StaleEpoch(
-                f"epoch {epoch} is over: this service has seen {current}; read the coordinator's state again",
-                epoch=epoch,
-                current_epoch=current,
-            )
-
-    async def _run(
-        self,
-        request: Commanded,
-        action: Callable[[], Awaitable[_Answer]],
-        *,
-        fence: Callable[[], None],
-        refused: Callable[[], None] = lambda: None,
-        is_stage: bool = False,
-    ) -> _Answer:
-        """fence: called before a command that is new. refused: when its action has ended in an error that changed nothing."""
-        request_id, content = request.command.request_id, digest(request)
+    def _first_answer(self, request: Commanded) -> asyncio.Future[Any] | None:
+        """Of this very request; None when it is new."""
+        request_id = request.command.request_id
         annotate(REQUEST_ID, request_id)
         if not 0 < len(request_id) <= _MAX_REQUEST_ID:
             raise InvalidArgument(
                 "command.request_id", f"give one of 1 to {_MAX_REQUEST_ID} characters, unique for each intent"
             )
-        if not is_stage and self._may_try_again(request_id, content):
-            del self._answers[request_id]
-        if request_id not in self._answers:
-            fence()
-            task = asyncio.get_running_loop().create_task(self._one_at_a_time(request, action, refused))
-            self._answers[request_id] = content, task
-            if is_stage:
-                self._stages.add(task)
-                task.add_done_callback(self._stages.discard)
-            self._forget_old()
-        first, task = self._answers[request_id]
-        if content != first:
+        content, answer = self._answers.get(request_id, (b"", None))
+        if answer is not None and content != digest(request):
             raise InvalidArgument("command.request_id", f"{request_id} was used for another request; choose a new one")
-        return cast(_Answer, await asyncio.shield(task))
+        return answer
 
-    def _may_try_again(self, request_id: str, content: bytes) -> bool:
-        """Whether this very request ended in an error that passes, as a full disk's does when there is room."""
-        first, answer = self._answers.get(request_id, (b"", None))
-        if answer is None or first != content or not answer.done() or answer.cancelled():
-            return False
-        return isinstance(answer.exception(), self._passing)
+    def _may_try_again(self, answer: asyncio.Future[Any]) -> bool:
+        """Whether it is an error that passes, as a full disk's does when there is room."""
+        return answer.done() and not answer.cancelled() and isinstance(answer.exception(), self._passing)
 
-    async def _one_at_a_time(
-        self, request: Commanded, action: Callable[[], Awaitable[_Answer]], refused: Callable[[], None]
+    def _fence(self, command: CommandId) -> None:
+        """Takes the epoch and sequence of a stage command. Raises the errors of `stage`."""
+        current = max(self.epoch, self._looked)
+        _refuse_old(command.epoch, current=current)
+        if command.epoch not in self._announced:
+            raise StaleEpoch(
+                f"no coordinator of epoch {command.epoch} has read this service's state; ask the coordinator for the stage",
+                epoch=command.epoch,
+                current_epoch=current,
+            )
+        seen = ((self.epoch, self.sequence), self._refused, (command.epoch, 0))
+        _refuse_sequence(command.sequence, taken=max(sequence for epoch, sequence in seen if epoch == command.epoch))
+        self.epoch, self.sequence = command.epoch, command.sequence
+
+    def _keep(self, request: Commanded, answer: asyncio.Future[Any]) -> asyncio.Future[Any]:
+        self._answers[request.command.request_id] = digest(request), answer
+        self._forget_old()
+        return answer
+
+    async def _run_in_turn(
+        self, request: Commanded, action: Callable[[], Awaitable[_Answer]], before: tuple[int, int] | None = None
     ) -> _Answer:
+        """Runs a command when those before it have ended. before: what a refused stage command leaves as epoch and sequence."""
         name, command = _name(request), request.command
         async with self._lock:
             outcome, version, started = "INTERNAL", "-", time.perf_counter()
@@ -214,8 +190,9 @@ class CommandGate:
                 return answer
             except TasukiError as error:
                 outcome = error.reason
-                if error.code in REFUSALS:
-                    refused()
+                sent = (command.epoch, command.sequence)
+                if before is not None and error.code in REFUSALS and sent == (self.epoch, self.sequence):
+                    (self.epoch, self.sequence), self._refused = before, sent
                 raise
             finally:
                 # `tasuki audit` reads it (command_log.py). A request id may be any text.
@@ -236,6 +213,15 @@ class CommandGate:
             if self._answers[request_id][1].done():
                 # Nobody may have waited for it; reading the error keeps asyncio from reporting it as lost.
                 self._answers.pop(request_id)[1].exception()
+
+
+def _refuse_old(epoch: int, *, current: int) -> None:
+    if epoch < current:
+        raise StaleEpoch(
+            f"epoch {epoch} is over: this service has seen {current}; read the coordinator's state again",
+            epoch=epoch,
+            current_epoch=current,
+        )
 
 
 def _refuse_sequence(sequence: int, *, taken: int) -> None:

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -14,7 +15,7 @@ import zmq
 import zmq.asyncio
 from google.protobuf.message import Message
 
-from tasuki.rpc.failpoints import Failpoints
+from tasuki.rpc.failpoints import NO_FAILPOINTS, Failpoints
 from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.v1.ranks_pb2 import EngineRankCommand, EngineRankResult, RankError, TrainerRankCommand, TrainerRankResult
 from tasuki.wire.errors import DeadlineExceeded, InternalError, PeerUnavailable, TasukiError, from_reason
@@ -203,8 +204,8 @@ class RankServer:
     def send(self, result: Message) -> None:
         self._socket.send(result.SerializeToString())
 
-    def serve(self, answer: Callable[[bytes], Message | None], *, until: Sequence[Any]) -> Any:
-        """Answers commands. Returns the one of `until`, sockets and descriptors, that is readable; None when `answer` gives None."""
+    def serve(self, run: Callable[[CommandT], Message], kind: type[CommandT], *, until: Sequence[Any]) -> Any:
+        """Answers commands of a kind. Returns the one of `until`, sockets and descriptors, that is readable; None when told to stop."""
         poller = zmq.Poller()
         for readable in (self._socket, *until):
             poller.register(readable, zmq.POLLIN)
@@ -212,32 +213,40 @@ class RankServer:
             ready = dict(poller.poll())
             if self._socket not in ready:
                 return next(readable for readable in until if readable in ready)
-            result = answer(self._socket.recv())
-            if result is None:
+            command = kind.FromString(self._socket.recv())
+            if command.WhichOneof("command") == "stop":
                 return None
-            self.send(result)
+            self.send(run(command))
 
     def close(self) -> None:
         self._context.destroy(linger=self._linger_ms)
 
 
-def answer_command(
-    command: CommandT, result: ResultT, *, handlers: Handlers, failpoints: Failpoints, heartbeat: Heartbeat | None = None
-) -> ResultT:
-    """Runs what `handlers` has for the command and puts its answer, or its error, into `result`.
+@dataclass(slots=True)
+class CommandRunner(Generic[ResultT]):
+    """Runs the commands of a rank. Each comes to a failpoint with its own name before it is carried out, and ".done" after.
 
-    failpoints: the command comes to one with its own name before it is carried out, and ".done" after. heartbeat: shows that it runs.
+    heartbeat: shows that one runs.
     """
-    name = command.WhichOneof("command")
-    with heartbeat.working() if heartbeat is not None else nullcontext():
-        try:
-            assert name is not None, "the front always sets a command"
-            failpoints.hit(name)
-            getattr(result, name).CopyFrom(handlers[name](getattr(command, name)))
-            failpoints.hit(f"{name}.done")
-        except Exception as error:  # noqa: BLE001 - a boundary: whatever it is, the front has to hear of it
-            result.error.CopyFrom(rank_error(error))
-    return result
+
+    result: type[ResultT]
+    handlers: Handlers
+    rank: int
+    failpoints: Failpoints = NO_FAILPOINTS
+    heartbeat: Heartbeat | None = None
+
+    def run(self, command: TrainerRankCommand | EngineRankCommand) -> ResultT:
+        """The answer of the command's handler, or its error: an exception would end the rank."""
+        result, name = self.result(call=command.call, rank=self.rank), command.WhichOneof("command")
+        with self.heartbeat.working() if self.heartbeat is not None else nullcontext():
+            try:
+                assert name is not None, "the front always sets a command"
+                self.failpoints.hit(name)
+                getattr(result, name).CopyFrom(self.handlers[name](getattr(command, name)))
+                self.failpoints.hit(f"{name}.done")
+            except Exception as error:  # noqa: BLE001 - a boundary: whatever it is, the front has to hear of it
+                result.error.CopyFrom(rank_error(error))
+        return result
 
 
 def rank_error(error: Exception) -> RankError:

@@ -14,7 +14,7 @@ from torch import Tensor
 from tasuki.config.failpoints import PUBLISHED
 from tasuki.rpc.failpoints import Failpoints
 from tasuki.rpc.heartbeat import Heartbeat
-from tasuki.rpc.ranks import Handlers, RankServer, answer_command, rank_error
+from tasuki.rpc.ranks import CommandRunner, Handlers, RankServer, rank_error
 from tasuki.rpc.usage import TAGS, usage_response
 from tasuki.trainer.data.micro_batch import micro_batch, token_batch
 from tasuki.trainer.learner import Learner
@@ -167,14 +167,6 @@ def run_rank(
 
     launcher_fd: pidfd of the process that launched the ranks; its end ends the rank. heartbeat: shows when a command runs.
     """
-
-    def answer(payload: bytes) -> TrainerRankResult | None:
-        command = TrainerRankCommand.FromString(payload)
-        if command.HasField("stop"):
-            return None
-        result = TrainerRankResult(call=command.call, rank=rank)
-        return answer_command(command, result, handlers=handlers, failpoints=failpoints, heartbeat=heartbeat)
-
     with closing(RankServer(f"ipc://{ranks_path(socket_dir)}", rank=rank)) as server:
         front_gone = server.front_gone()
         try:
@@ -184,7 +176,8 @@ def run_rank(
             return False
         ready.pid = os.getpid()
         server.send(TrainerRankResult(rank=rank, ready=ready))
-        ended = server.serve(answer, until=[front_gone, launcher_fd])
+        runner = CommandRunner(TrainerRankResult, handlers, rank=rank, failpoints=failpoints, heartbeat=heartbeat)
+        ended = server.serve(runner.run, TrainerRankCommand, until=[front_gone, launcher_fd])
         if ended is not None:
             _log.warning("event=rank_leaves rank=%d cause=%s", rank, "front_gone" if ended is front_gone else "launcher_gone")
         return True

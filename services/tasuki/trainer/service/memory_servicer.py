@@ -31,9 +31,10 @@ class MemoryServicer(MemoryServiceServicer):
         self._ranks, self._state, self._staying = ranks, state, staying
 
     async def Pause(self, request: memory_pb2.PauseRequest, context: Any) -> memory_pb2.PauseResponse:
+        stage, _ = decode_move(request, Service.TRAINER)
+
         async def pause() -> memory_pb2.PauseResponse:
             async with self._state.turn:
-                stage, _ = decode_move(request, Service.TRAINER)
                 stages.raise_unless_next(stage, after=self._state.stage)
                 if self._state.has_gradients:
                     raise GradientsPending(
@@ -47,9 +48,10 @@ class MemoryServicer(MemoryServiceServicer):
         return await self._state.gate.stage(request, pause)
 
     async def Resume(self, request: memory_pb2.ResumeRequest, context: Any) -> memory_pb2.ResumeResponse:
+        stage, _ = decode_move(request, Service.TRAINER)
+
         async def resume() -> memory_pb2.ResumeResponse:
             async with self._state.turn:
-                stage, _ = decode_move(request, Service.TRAINER)
                 stages.raise_unless_next(stage, after=self._state.stage)
                 answers = await self._ranks.call(TrainerRankCommand(resume=request))
                 self._state.paused_tags.difference_update(request.tags)
