@@ -127,6 +127,7 @@ def test_chunks_of_a_killed_process_come_back_and_are_lent_again(peers: tuple[Pe
     ends_at = time.monotonic() + 20
     while other("usage")["num_free"] < free and time.monotonic() < ends_at:
         time.sleep(0.05)
-    other("allocate", free * CHUNK)
+    # torch reads through memory of the pool as well.
+    other("allocate", (free - 2) * CHUNK)
     other("write", 7)
     assert other("read") == [7]
