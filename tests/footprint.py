@@ -35,7 +35,7 @@ def footprints(node: RunningNode) -> dict[str, Footprint]:
     found: dict[str, Footprint] = {}
     for process in (supervisor, *supervisor.children(recursive=True)):
         with suppress(psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
-            found[_name(process)] = _footprint(process)
+            found[_name(process)] = footprint(process)
     return found
 
 
@@ -60,13 +60,7 @@ def growth(before: dict[str, Footprint], after: dict[str, Footprint]) -> dict[st
     }
 
 
-def _name(process: psutil.Process) -> str:
-    words = process.cmdline()
-    module = words[words.index("-m") + 1] if "-m" in words else Path(words[0]).name if words else "?"
-    return f"{module} {process.pid}"
-
-
-def _footprint(process: psutil.Process) -> Footprint:
+def footprint(process: psutil.Process) -> Footprint:
     files = dict(_open_files(process.pid))
     return Footprint(
         rss_bytes=process.memory_info().rss,
@@ -74,6 +68,12 @@ def _footprint(process: psutil.Process) -> Footprint:
         memfd_bytes=sum(size for target, size in files.values() if target.startswith("/memfd:")),
         shm_bytes=sum(size for target, size in files.values() if target.startswith("/dev/shm/")),
     )
+
+
+def _name(process: psutil.Process) -> str:
+    words = process.cmdline()
+    module = words[words.index("-m") + 1] if "-m" in words else Path(words[0]).name if words else "?"
+    return f"{module} {process.pid}"
 
 
 def _open_files(pid: int) -> Iterator[tuple[tuple[int, int], tuple[str, int]]]:
