@@ -20,7 +20,7 @@ from tasuki.wire.errors import InvalidArgument, PathNotFound
 
 TRACK = "track"
 """Folder of the trackers' files in a run's folder."""
-_POLL_S = 0.5
+_POLL_S = 2.0
 _SAVE_EVERY_S = 10.0
 """A tracker that is killed receives the steps of this interval again."""
 _NICE = 10

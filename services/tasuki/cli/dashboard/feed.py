@@ -1,4 +1,4 @@
-"""The dashboard's data, refreshed twice a second by a thread; pages wait here for changes."""
+"""The dashboard's data, refreshed every second by a thread; pages wait here for changes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tasuki.cli.dashboard.token_texts import TokenTexts
 from tasuki.config.load import load_config
 from tasuki.wire.errors import TasukiError
 
-_LOOK_S = 0.5
+_LOOK_S = 1.0
 _NOWHERE = Path("/nonexistent")
 
 Parts = dict[str, int]

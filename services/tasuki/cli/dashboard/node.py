@@ -1,4 +1,4 @@
-"""Follows a running node: its state twice a second, and occasionally its services' reports. Does not involve the ranks."""
+"""Follows a running node: its state every second, and occasionally its services' reports. Does not involve the ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tasuki.wire.errors import TasukiError
 
 _RETRY_S = 2.0
 _POLL_S = 2.0
-_LOOK_S = 0.5
+_LOOK_S = 1.0
 
 
 class NodeFollower:
