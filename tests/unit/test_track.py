@@ -195,10 +195,15 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         folder.mkdir()
         body = f"""
         import time
-        class SummaryWriter:
+        from types import SimpleNamespace
+        class Summary(SimpleNamespace):
+            Value = SimpleNamespace
+        def message(name, value): return Summary(value=[SimpleNamespace(tag=name)])
+        summary = SimpleNamespace(scalar=message, text=message)
+        class FileWriter:
             def __init__(self, folder, **options): pass
-            def add_text(self, name, text): pass
-            def add_scalar(self, name, value, step): {log}
+            def add_summary(self, summary, step=None):
+                if step is not None: {log}
             def close(self): {close}
         """
         (folder / "tensorboardX.py").write_text(textwrap.dedent(body))

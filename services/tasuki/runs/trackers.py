@@ -90,19 +90,28 @@ class TensorBoard:
     """Event files in the folder: `tensorboard --logdir`."""
 
     def __init__(self, run: TrackedRun) -> None:
-        from tensorboardX import SummaryWriter
+        from tensorboardX import FileWriter, summary
 
         # Another process started in the same second would otherwise overwrite this one's file.
-        self._writer = SummaryWriter(str(run.folder), flush_secs=1, filename_suffix=f".{os.getpid()}")
+        self._writer = FileWriter(str(run.folder), flush_secs=1, filename_suffix=f".{os.getpid()}")
+        self._scalar, self._tags = summary.scalar, dict[str, str]()
+        self._message: Any = type(self._scalar("", 0.0))
         settings = "\n".join(f"    {key} = {value!r}" for key, value in sorted(run.settings.items()))
-        self._writer.add_text("settings", settings)
+        self._writer.add_summary(summary.text("settings", settings))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+        """Writes one event for all values: an event each costs eight times as much."""
+        entries = [self._message.Value(tag=self._tag(name), simple_value=value) for name, value in values.items()]
+        self._writer.add_summary(self._message(value=entries), step)
 
     def close(self) -> None:
         self._writer.close()
+
+    def _tag(self, name: str) -> str:
+        """The name as TensorBoard takes it."""
+        if name not in self._tags:
+            self._tags[name] = self._scalar(name, 0.0).value[0].tag
+        return self._tags[name]
 
 
 class WeightsAndBiases:
