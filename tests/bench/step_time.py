@@ -19,7 +19,8 @@ PAGE = """# Where a training step's time goes
 Made by `make demo` and then `.venv/bin/python tests/bench/step_time.py runs/demo > docs/step-time.md`, on {cpus} CPUs ({cpu_model}),
 without a GPU. {num_steps} steps of {prompts} prompts x {samples} samples, at most {tokens} new tokens each, on the demo's model of
 0.1 million parameters. The first step, which also warms up, and the evaluations are left out. Median and quartiles, in milliseconds of
-wall clock. The client's clock times the parts, the coordinator's the stages; the stages lie inside the two changeovers.
+wall clock. The client's clock times the parts, the coordinator's the stages. Stages to training run while rewards are computed, so only
+the rest of that changeover is a part of the step.
 
 | part | median | quartiles | share |
 |---|---:|---:|---:|
@@ -30,7 +31,7 @@ PARTS = {
     "to_rollout": "changeover to rollout",
     "generate": "generate",
     "reward": "reward",
-    "to_train": "changeover to training",
+    "to_train": "rest of the changeover to training",
     "ref_log_probs": "log-probs of the reference",
     "forward_backward": "log-probs, loss, forward and backward",
     "optim_step": "optimizer",
@@ -41,9 +42,15 @@ STAGES = {
 }
 
 
-def row(name: str, seconds: Sequence[float], *, whole_s: float) -> str:
+BEHIND = "to_train"
+"""Its stages run beside another part."""
+
+
+def row(name: str, seconds: Sequence[float], *, whole_s: float | None) -> str:
+    """whole_s: of the step; None for what runs beside its parts."""
     low, median, high = (1000 * value for value in statistics.quantiles(seconds, n=4))
-    return f"| {name} | {median:.1f} | {low:.1f} .. {high:.1f} | {median / whole_s / 10:.1f} % |\n"
+    share = "" if whole_s is None else f"{median / whole_s / 10:.1f} %"
+    return f"| {name} | {median:.1f} | {low:.1f} .. {high:.1f} | {share} |\n"
 
 
 def rows(steps: list[dict[str, Any]]) -> str:
@@ -56,8 +63,9 @@ def rows(steps: list[dict[str, Any]]) -> str:
         text += row(PARTS[part], [step["seconds"][part] for step in steps], whole_s=whole_s)
         stages = STAGES.get(part, ())
         for stage in stages:
-            text += row(f"- `{stage}`", [step["stage_seconds"].get(stage, 0.0) for step in steps], whole_s=whole_s)
-        if stages:
+            seconds = [step["stage_seconds"].get(stage, 0.0) for step in steps]
+            text += row(f"- `{stage}`", seconds, whole_s=None if part == BEHIND else whole_s)
+        if stages and part != BEHIND:
             rest = [step["seconds"][part] - sum(step["stage_seconds"].get(stage, 0.0) for stage in stages) for step in steps]
             text += row("- journal, calls, events", rest, whole_s=whole_s)
     return text + row("**step**", totals, whole_s=whole_s)
