@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -162,8 +162,11 @@ class Operations:
         if self._running is not None and self._running.subject == subject and request_id not in self._known:
             self._remember(request_id, self._running)
 
-    def find(self, subject: str, request_id: str) -> Operation | None:
-        """The operation that this request id began; None when it may begin one. Raises ChangeoverRunning when another is under way."""
+    def start(self, subject: str, request_id: str, work: Callable[[], Coroutine[Any, Any, None]]) -> Operation:
+        """The operation that this request id began, or a new one, whose task does `work` in its turn.
+
+        Raises ChangeoverRunning when another is under way.
+        """
         known = self._known.get(request_id)
         if known is not None and known.subject == subject and known.reason in _TO_REPEAT:
             known = None
@@ -171,18 +174,16 @@ class Operations:
         # One that an earlier coordinator left in the middle is not answered by its interruption: it is carried out now.
         if written is not None and written.error_reason not in (*_UNANSWERED, *_TO_REPEAT):
             known = _replayed(written, self._state())
-        if known is None and self._running is not None:
+        if known is not None:
+            if known.subject != subject:
+                raise InvalidArgument("request_id", f"{request_id!r} was used for {known.subject} before; choose another one")
+            return known
+        if self._running is not None:
             raise ChangeoverRunning(
                 f"{self._running.subject} is under way; ask for {subject} when it has ended",
                 changeover_id=self._state().changeover_id,
             )
-        if known is not None and known.subject != subject:
-            raise InvalidArgument("request_id", f"{request_id!r} was used for {known.subject} before; choose another one")
-        return known
-
-    def begin(self, subject: str, request_id: str, task: asyncio.Task[None]) -> Operation:
-        """A new operation, whose work `task` does in its turn. For a request that `find` does not know."""
-        self._last = Operation(subject, task)
+        self._last = Operation(subject, asyncio.create_task(work()))
         return self._remember(request_id, self._last)
 
     def tell(self, event: StageEvent) -> None:

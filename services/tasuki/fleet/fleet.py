@@ -87,18 +87,12 @@ class Fleet:
 
         Raises ChangeoverRunning if a different one is running.
         """
-        subject = f"phase {phase}"
-        self._operations.join(subject, request_id)
-        known = self._operations.find(subject, request_id)
-        return known or self._operations.begin(subject, request_id, asyncio.create_task(self._bring_to(phase, request_id)))
+        self._operations.join(f"phase {phase}", request_id)
+        return self._operations.start(f"phase {phase}", request_id, lambda: self._bring_to(phase, request_id))
 
     def run_stage(self, stage: Stage, request_id: str) -> Operation:
         """Returns the operation that runs one stage on all nodes. Raises ChangeoverRunning if another one is running."""
-        subject = f"stage {stage}"
-        known = self._operations.find(subject, request_id)
-        return known or self._operations.begin(
-            subject, request_id, asyncio.create_task(self._run_stage_alone(stage, request_id))
-        )
+        return self._operations.start(f"stage {stage}", request_id, lambda: self._run_stage_alone(stage, request_id))
 
     async def recover(self) -> None:
         """Reads all nodes after they joined. Completes a pending decision; otherwise returns nodes from the middle of the ring to TRAIN."""
