@@ -74,13 +74,8 @@ class KvGrowth:
         on_lack: Callable[[], None],
         on_failure: Callable[[TasukiError], None],
     ) -> None:
-        self._calls, self._tp_size, self._stall_s, self._on_lack, self._on_failure = (
-            calls,
-            tp_size,
-            stall_s,
-            on_lack,
-            on_failure,
-        )
+        self._calls, self._tp_size, self._stall_s = calls, tp_size, stall_s
+        self._on_lack, self._on_failure = on_lack, on_failure
         self._task: asyncio.Task[None] | None = None
         self._is_due, self._is_stopping = asyncio.Event(), False
         self._num_coming = 0
