@@ -25,7 +25,7 @@ _READ = 1 / (2000 * GB)  # on the same GPU
 # Seconds independent of bytes.
 _COMMAND = 3e-3
 _SYNC = 8e-3
-_PIECE = 1e-3  # one layer's keys or values of a growing cache, beside copies to the host
+_PIECE = 0.06e-3  # one layer's keys or values of a growing cache, beside what is mapped
 _RENEW = 45e-3  # what left was published under other handles: every engine rank imports them again
 _COPIED = (Part.TRAINER_WEIGHTS, Part.OPTIMIZER)
 
