@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,6 +48,7 @@ async def change_over(node: Node, *, num_changeovers: int) -> None:
 
 
 def taken(node: Node) -> dict[str, Footprint]:
+    gc.collect()  # Descriptors of earlier tests in this process go now, not between two readings.
     return {"coordinator": footprint(psutil.Process(node.process.pid)), "services": footprint(psutil.Process())}
 
 
@@ -68,7 +70,7 @@ async def test_thousands_of_changeovers_leave_memory_addresses_and_descriptors_a
         grown = growth(before, taken(node))
         assert (await node.state()).num_changeovers == WARM_UP + NUM_CHANGEOVERS
     for name, one in grown.items():
-        assert one.num_fds <= 0 and (one.memfd_bytes, one.shm_bytes) == (0, 0), f"{name} grew by {one}"
+        assert max(one.num_fds, one.memfd_bytes, one.shm_bytes) <= 0, f"{name} grew by {one}"
         assert one.address_bytes < MAX_ADDRESS_BYTES and one.num_mappings < 10, f"{name} grew by {one}"
         assert one.rss_bytes < MAX_GROWTH_BYTES, f"{name} grew by {one}"
     assert {name: tensor.data_ptr() for name, tensor in tensors.items()} == addresses
