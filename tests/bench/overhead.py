@@ -3,9 +3,9 @@
 A watched loop has its metrics scraped, dumps samples, feeds a tracker and has a dashboard with an open page. A traced one also sends
 spans to a receiver. The side "engine" only has its metrics scraped, with SGLang's own. Each side has a node, and a run on it that waits
 while it is another's turn. All make the same steps. CPU seconds are those of all processes of the node, of the run and of the dashboard.
-On a CPU it is the demo; on a GPU a model of 0.36 billion parameters, at random, on the demo's task.
+The task is the demo, or the arithmetic of `make example`, which needs `make .example/.installed`.
 
-Usage: python -m tests.bench.overhead --out runs/bench [--sides watched,traced] [--rounds 24] [--steps 8] [--limit-s 450]
+Usage: python -m tests.bench.overhead --out runs/bench [--task demo] [--sides watched,traced] [--rounds 24] [--steps 8] [--limit-s 450]
   [--without tracker,samples]
 """
 
@@ -28,7 +28,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tests.bench.overhead_side import CLI, LIMIT_S, REWARD, Side, Turn, all_up
+from tests.bench.overhead_side import CLI, LIMIT_S, Side, Turn, all_up
+from tests.bench.overhead_tasks import Task, task_named
 from tests.bench.pairs import paired, spread
 from tests.bench.processes import REPOSITORY, tied
 from tests.ports import free_port
@@ -36,7 +37,6 @@ from tests.ports import free_port
 if TYPE_CHECKING:
     from tests.otlp import Receiver
 
-DEMO = REPOSITORY / "client" / "examples" / "demo"
 SCRAPE_S, PAGE_S = 5.0, 2.0
 PAGE_PARTS = ("node", "run", "curves", "changeovers")
 WATCHED = ("metrics", "samples", "tracker", "dashboard")
@@ -44,35 +44,6 @@ SIDES = {"watched": WATCHED, "traced": (*WATCHED, "tracing"), "engine": ("metric
 _DEFAULT_SIDES = ("watched", "traced")
 PARTS = (*SIDES["traced"], "engine")
 _WARM_STEPS = 3
-_ENDLESS = 1_000_000
-# Weights stay as they are, so that all steps are alike.
-_SETTINGS = [
-    "trainer.learning_rate=1e-9",
-    f"trainer.total_steps={_ENDLESS}",
-    f"train.num_steps={_ENDLESS}",
-    f"train.eval_every={_ENDLESS}",
-    f"train.reward.timeout_s={_ENDLESS}",
-]
-_GPU_SETTINGS = [
-    'device="cuda"',
-    "trainer.num_ranks=1",
-    'trainer.compute_dtype="bfloat16"',
-    'rollout.dtype="bfloat16"',
-    'rollout.attention_backend="triton"',
-    'rollout.sampling_backend="pytorch"',
-    "rollout.context_length=128",
-    "rollout.kv_tokens=65536",
-    "trainer.micro_batch_tokens=8192",
-    "train.max_new_tokens=64",
-]
-_GPU_MODEL = {
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}
 
 
 @contextmanager
@@ -122,33 +93,6 @@ def _await_page(url: str, dashboard: subprocess.Popen[bytes]) -> None:
             time.sleep(0.1)
 
 
-def make_task(folder: Path) -> None:
-    """The demo's; on a GPU with a larger model."""
-    subprocess.run([sys.executable, DEMO / "make_task.py", folder, "--seed", "0"], cwd=REPOSITORY, check=True)
-    if not torch.cuda.is_available():
-        return
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    config = AutoConfig.from_pretrained(folder / "model")
-    config.update(_GPU_MODEL)
-    config.layer_types = ["full_attention"] * config.num_hidden_layers
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder / "model")
-
-
-def make_side(folder: Path, task: Path, overrides: Sequence[str]) -> Side:
-    folder.mkdir(parents=True)
-    config = (REPOSITORY / "deploy" / "config" / "demo.toml").read_text()
-    ends = "stop_at_eval_score = 0.985\n"
-    assert config.count(ends) == 1
-    # The dashboard takes no settings but the file's.
-    (folder / "config.toml").write_text(f"{config.replace(ends, '')}\n[security]\ninsecure = true\n")
-    (folder / "reward.py").write_text(REWARD)
-    (folder / "task").symlink_to(task)
-    gpu = _GPU_SETTINGS if torch.cuda.is_available() else []
-    return Side(folder, [*_SETTINGS, *gpu, f"train.output_dir={folder / 'run'}", *overrides])
-
-
 @dataclass
 class Watch:
     """What is on for one side. Its node need not be up yet."""
@@ -170,7 +114,7 @@ class Watch:
 
 
 @contextmanager
-def watch_of(folder: Path, name: str, parts: Sequence[str]) -> Iterator[Watch]:
+def watch_of(folder: Path, name: str, parts: Sequence[str], *, task: Task) -> Iterator[Watch]:
     with ExitStack() as stack:
         overrides = [] if "samples" in parts else ["train.samples.groups_per_step=0"]
         receiver = None
@@ -186,17 +130,20 @@ def watch_of(folder: Path, name: str, parts: Sequence[str]) -> Iterator[Watch]:
             overrides.append(f"metrics.listen={metrics}")
         if "engine" in parts:
             overrides.append("metrics.engine=true")
-        yield Watch(make_side(folder / name, folder / "task", overrides), metrics, parts, receiver)
+        settings = task.write_side(folder / name, task=folder / "task")
+        yield Watch(Side(folder / name, [*settings, *overrides]), metrics, parts, receiver)
 
 
 def measure(
-    folder: Path, *, sides: Mapping[str, Sequence[str]], num_rounds: int, num_steps: int, limit_s: float
+    folder: Path, *, task: Task, sides: Mapping[str, Sequence[str]], num_rounds: int, num_steps: int, limit_s: float
 ) -> dict[str, object]:
     """sides: the parts that are on, by name of the side. limit_s: no round is begun that would end later."""
     started = time.monotonic()
-    make_task(folder / "task")
+    task.make(folder / "task")
     with ExitStack() as stack:
-        watches = {name: stack.enter_context(watch_of(folder, name, parts)) for name, parts in {"off": (), **sides}.items()}
+        watches = {
+            name: stack.enter_context(watch_of(folder, name, parts, task=task)) for name, parts in {"off": (), **sides}.items()
+        }
         stack.enter_context(all_up([watch.side for watch in watches.values()]))
         for watch in watches.values():
             stack.enter_context(watch.side.training())
@@ -258,6 +205,7 @@ def report(rounds: Sequence[Mapping[str, Turn]]) -> dict[str, object]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/bench"))
+    parser.add_argument("--task", choices=("demo", "arithmetic"), default="demo")
     parser.add_argument("--sides", default=",".join(_DEFAULT_SIDES), help="to compare with nothing on")
     parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--steps", type=int, default=8, help="of a turn")
@@ -274,6 +222,7 @@ def main() -> int:
     folder.mkdir(parents=True)
     found = measure(
         folder,
+        task=task_named(arguments.task),
         sides={name: [part for part in SIDES[name] if part not in left_off] for name in names},
         num_rounds=arguments.rounds,
         num_steps=arguments.steps,

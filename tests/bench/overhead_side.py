@@ -20,22 +20,6 @@ from tests.bench.processes import REPOSITORY, tied
 
 CLI = [sys.executable, "-m", "tasuki.cli"]
 LIMIT_S = 300.0
-REWARD = '''\
-"""Rewards at random, and the gate at which the run waits for its turn."""
-
-import time
-from pathlib import Path
-
-HOLD, ARRIVED = (Path(__file__).with_name(name) for name in ("hold", "arrived"))
-
-
-def exact(*, completion: str) -> float:
-    if HOLD.exists():
-        ARRIVED.touch()
-        while HOLD.exists():
-            time.sleep(0.001)
-    return sum(map(ord, completion)) % 7 / 7
-'''
 _POLL_S = 0.002
 _QUIET_S, _QUIET_CPU_S, _QUIET_LIMIT_S = 0.2, 0.02, 1.0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -83,7 +84,8 @@ def test_one_advantage_for_one_token_is_not_spread_over_others() -> None:
     assert decode_samples([one, make_sample(), one]).columns["advantages"].tolist() == [7.0, 1.0, 1.0, 1.0, 7.0]
 
 
-def test_scores_are_cut_by_sample() -> None:
+@pytest.mark.parametrize(("wanted", "rows"), [([0, 1], [[0, 1, 2], [3, 4]]), ([1], [[3, 4]]), ([], [])])
+def test_scores_are_cut_by_sample(wanted: list[int], rows: list[list[float]]) -> None:
     content = np.arange(5, dtype=np.float32).tobytes()
-    assert [row.tolist() for row in decode_scores(content, num_tokens_S=np.array([3, 2]))] == [[0.0, 1.0, 2.0], [3.0, 4.0]]
-    assert list(decode_scores(b"", num_tokens_S=np.array([], dtype=np.int64))) == []
+    assert [row.tolist() for row in decode_scores(content, num_tokens_S=np.array([3, 2]), wanted=wanted)] == rows
+    assert decode_scores(b"", num_tokens_S=np.array([], dtype=np.int64), wanted=[]) == []

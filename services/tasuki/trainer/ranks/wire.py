@@ -57,6 +57,8 @@ def decode_columns(message: SampleColumns) -> Samples:
     )
 
 
-def decode_scores(content: bytes, *, num_tokens_S: NDArray[np.int64]) -> Sequence[NDArray[np.float32]]:
-    """Scores of a micro-batch, split by sample."""
-    return np.split(np.frombuffer(content, dtype=np.float32), np.cumsum(num_tokens_S)[:-1]) if len(num_tokens_S) else []
+def decode_scores(content: bytes, *, num_tokens_S: NDArray[np.int64], wanted: Sequence[int]) -> list[NDArray[np.float32]]:
+    """Scores of the samples at the positions `wanted` of a micro-batch."""
+    scores_N = np.frombuffer(content, dtype=np.float32)
+    ends = np.cumsum(num_tokens_S).tolist()
+    return [scores_N[end - count : end] for end, count in ((ends[place], int(num_tokens_S[place])) for place in wanted)]

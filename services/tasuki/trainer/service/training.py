@@ -215,11 +215,13 @@ def _rows_of(
     """Scores of the samples at these positions. contents: of each rank's micro-batches."""
     if not positions:
         return []
+    asked = set(positions)
     scored: dict[int, NDArray[np.float32]] = {}
     for micro_batches, scores in zip(plan, contents, strict=True):
         for indices, content in zip(micro_batches, scores, strict=True):
-            rows = decode_scores(content, num_tokens_S=samples.num_completion_S[indices])
-            scored.update(zip(indices, rows, strict=True))
+            wanted = [place for place, index in enumerate(indices) if index in asked]
+            rows = decode_scores(content, num_tokens_S=samples.num_completion_S[indices], wanted=wanted)
+            scored.update(zip((indices[place] for place in wanted), rows, strict=True))
     return [scored[position] for position in positions]
 
 
