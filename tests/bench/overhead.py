@@ -193,7 +193,7 @@ def report(rounds: Sequence[Mapping[str, Turn]]) -> dict[str, object]:
         "more_step_cpu_s_percent": more(lambda turn: turn.total_cpu_s),
         "step_cpu_s_by_process": {
             service: {
-                name: statistics.median(turn.step_cpu_s.get(service, 0.0) for turn in turns) for name, turns in sides.items()
+                name: statistics.fmean(turn.step_cpu_s.get(service, 0.0) for turn in turns) for name, turns in sides.items()
             }
             for service in services
         },

@@ -161,4 +161,6 @@ def _number(value: float, *, digits: int = _DIGITS) -> float | None:
 
 
 def _numbers(values: Any) -> list[float | None]:
-    return [_number(value) for value in np.asarray(values, dtype=np.float64).tolist()]
+    rounded = np.asarray(values, dtype=np.float64).round(_DIGITS)
+    numbers: list[float | None] = rounded.tolist()
+    return numbers if np.isfinite(rounded).all() else [_number(value) for value in rounded.tolist()]

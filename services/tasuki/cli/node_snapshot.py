@@ -66,13 +66,16 @@ class NodeReader:
         """Reads the node's state. Raises NodeDown if its coordinator does not answer and no node runs in the folder."""
         states = self.read_states()
         absent = dict(states.absent)
+        listing, listed = coordinator_pb2.ListChangeoversRequest(page_size=4), coordinator_pb2.ListChangeoversResponse()
+        changeovers = self._ask(absent, "coordinator", self.coordinator.ListChangeovers, listing, listed).changeovers
         trainer_memory, rollout_memory = (self._usage(service, absent) for service in ("trainer", "rollout"))
-        return replace(states, trainer_memory=trainer_memory, rollout_memory=rollout_memory)
+        return replace(
+            states, trainer_memory=trainer_memory, rollout_memory=rollout_memory, changeovers=changeovers, absent=absent
+        )
 
     def read_states(self) -> NodeSnapshot:
-        """Like `read`, but without memory, which would involve the ranks."""
+        """Like `read`, but without changeovers, and without memory, which would involve the ranks."""
         absent: dict[str, str] = {}
-        listing = coordinator_pb2.ListChangeoversRequest(page_size=4)
         ask = functools.partial(self._ask, absent)
         node = ask(
             "coordinator", self.coordinator.GetState, coordinator_pb2.GetStateRequest(), coordinator_pb2.GetStateResponse()
@@ -84,9 +87,7 @@ class NodeReader:
             rollout=ask("rollout", self._rollout.GetRolloutState, rollout_request, rollout_pb2.GetRolloutStateResponse()),
             trainer_memory=memory_pb2.GetUsageResponse(),
             rollout_memory=memory_pb2.GetUsageResponse(),
-            changeovers=ask(
-                "coordinator", self.coordinator.ListChangeovers, listing, coordinator_pb2.ListChangeoversResponse()
-            ).changeovers,
+            changeovers=(),
             absent=absent,
         )
 

@@ -67,7 +67,7 @@ class JournalTail:
         self._lock = threading.Lock()
         self._events: deque[str] = deque(maxlen=_NUM_EVENTS)
         self._file: tuple[int, int] | None = None
-        self._last_id, self._last_epoch, self._num_ended = 0, 0, -1
+        self._last_id, self._last_epoch, self._last_ended = 0, 0, -1
         self._boots: dict[str, str] = {}
 
     def advance(self) -> bool:
@@ -136,7 +136,7 @@ class JournalTail:
         with self._lock:
             self.columns = StageColumns()
             self._events.clear()
-        self._last_id, self._last_epoch, self._num_ended, self._boots, self.num_restarts = 0, 0, -1, {}, {}
+        self._last_id, self._last_epoch, self._last_ended, self._boots, self.num_restarts = 0, 0, -1, {}, {}
 
     def _note_problem(self, text: str) -> bool:
         is_new, self.problem = text != self.problem, text
@@ -154,9 +154,9 @@ class JournalTail:
             for row in rows:
                 self._add(row)
         epoch = db.execute("SELECT coalesce(max(epoch), 0) FROM epochs").fetchone()[0]
-        ended = db.execute("SELECT count(*) FROM outcomes").fetchone()[0]
-        is_changed = bool(rows) or was_broken or (epoch, ended) != (self._last_epoch, self._num_ended)
-        self._last_epoch, self._num_ended = int(epoch), int(ended)
+        ended = db.execute("SELECT coalesce(max(number), 0) FROM outcomes").fetchone()[0]
+        is_changed = bool(rows) or was_broken or (epoch, ended) != (self._last_epoch, self._last_ended)
+        self._last_epoch, self._last_ended = int(epoch), int(ended)
         if epoch > 1:
             self.num_restarts["coordinator"] = int(epoch) - 1
         return is_changed

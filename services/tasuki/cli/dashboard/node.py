@@ -1,28 +1,24 @@
-"""Follows a running node: its state every second, and occasionally its services' reports. Does not involve the ranks."""
+"""Follows a running node: the states of its services every two seconds. Does not involve the ranks."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import grpc
-
-from tasuki.cli.node_snapshot import NodeReader, as_dict, plain
+from tasuki.cli.node_snapshot import NodeReader, as_dict
 from tasuki.config.load import load_config
-from tasuki.v1 import coordinator_pb2
 from tasuki.wire.errors import TasukiError
 
 _RETRY_S = 2.0
 _POLL_S = 2.0
-_LOOK_S = 1.0
+"""A stream of all changes would cost a node with short steps more."""
 
 
 class NodeFollower:
-    """Follows a node with two threads. Calls `tell` when something has changed."""
+    """Follows a node with a thread. Calls `tell` when something has changed."""
 
     def __init__(self, config_path: Callable[[], Path | None], tell: Callable[[], None]) -> None:
         """config_path: of the node to follow now; None if there is none."""
@@ -32,11 +28,10 @@ class NodeFollower:
         self._reader: NodeReader | None = None
         self._state: dict[str, Any] = {}
         self._note = "no node runs here"
-        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._poll, self._watch)]
+        self._thread = threading.Thread(target=self._poll, name="tasuki-node", daemon=True)
 
     def start(self) -> None:
-        for thread in self._threads:
-            thread.start()
+        self._thread.start()
 
     def close(self) -> None:
         self._stop.set()
@@ -44,8 +39,7 @@ class NodeFollower:
             reader = self._reader
         if reader is not None:
             reader.__exit__()
-        for thread in self._threads:
-            thread.join(_RETRY_S)
+        self._thread.join(_RETRY_S)
 
     def read(self) -> dict[str, Any]:
         """The current state. is_live: whether the coordinator has answered."""
@@ -53,7 +47,6 @@ class NodeFollower:
             return {"is_live": bool(self._state), "note": self._note, **self._state}
 
     def _poll(self) -> None:
-        """Polls the services' own reports."""
         while not self._stop.is_set():
             path = self._config_path()
             if path is None:
@@ -77,31 +70,12 @@ class NodeFollower:
             with self._lock:
                 self._reader = None
 
-    def _watch(self) -> None:
-        """Polls the node's place. A stream of all changes would cost a node with short steps more."""
-        while not self._stop.wait(_LOOK_S):
-            with self._lock:
-                reader = self._reader
-            if reader is None:
-                continue
-            with suppress(grpc.RpcError, ValueError):  # `_follow` reports the error
-                self._take_node(reader.coordinator.GetState(coordinator_pb2.GetStateRequest(), timeout=_POLL_S).state)
-
     def _take(self, state: dict[str, Any]) -> None:
         with self._lock:
             is_new = {**self._state, "seen": 0} != {**state, "seen": 0}
             self._state, self._note = {**state, "seen": time.time()}, ""
             if not state["node"].get("boot_id"):  # only the coordinator knows the node's place
                 self._state, self._note = {}, str(state["absent"].get("coordinator", "the coordinator does not answer"))
-        if is_new:
-            self._tell()
-
-    def _take_node(self, state: coordinator_pb2.NodeState) -> None:
-        told = plain(state)
-        with self._lock:
-            is_new = bool(self._state) and self._state["node"] != told
-            if is_new:
-                self._state = {**self._state, "node": told}
         if is_new:
             self._tell()
 
