@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import signal
 import time
@@ -30,6 +29,7 @@ from tasuki.rollout.rank_report import RankReport
 from tasuki.rollout.ranks import RankProcesses
 from tasuki.rollout.replicas import Launch, ReplicaSockets, launches_of, shares
 from tasuki.rollout.scheduler import StopTokens
+from tasuki.rpc.heap import freeze_started
 from tasuki.wire.errors import InternalError
 
 _log = logging.getLogger(__name__)
@@ -201,8 +201,7 @@ def start_engine(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, *,
     reports = cast(list[RankReport], engine._scheduler_init_result.scheduler_infos)
     num_tokens = min(report["max_total_num_tokens"] for report in reports)
     check_capacity(num_tokens, model)
-    gc.collect()
-    gc.freeze()
+    freeze_started()
     _log.info(
         "event=engine_started architecture=%s replicas=%d tp_size=%d seconds=%.1f weight_bytes=%d kv_cache_bytes=%d kv_cache_tokens=%d",
         model.architecture,

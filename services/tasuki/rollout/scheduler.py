@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any, cast
@@ -34,6 +33,7 @@ from tasuki.rollout.rank_report import RankReport, reporting
 from tasuki.rollout.record import EngineModel
 from tasuki.rollout.seeded_sampling import multinomial_with_seed
 from tasuki.rollout.shared_base import EngineBase
+from tasuki.rpc.heap import freeze_started
 from tasuki.rpc.staying import staying_of_engine_rank
 from tasuki.transport.gloo_peers import check_gloo_peers
 from tasuki.transport.node_pool import join_node_pool
@@ -112,9 +112,7 @@ class ReportingScheduler(sglang_scheduler.Scheduler):
         if self.server_args.device == "cpu":
             _sample_by_seeds()
         self._become_engine_rank()
-        # SGLang collects garbage whenever it flushes its cache; without freezing, that scans every object so far, for half a second.
-        gc.collect()
-        gc.freeze()
+        freeze_started()  # SGLang collects garbage whenever it flushes its cache.
         return dict(report)
 
     def maybe_sleep_on_idle(self) -> None:

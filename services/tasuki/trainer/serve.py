@@ -18,6 +18,7 @@ from tasuki.config.schema import NodeConfig
 from tasuki.memory.stages import Service
 from tasuki.rpc.commands import CommandGate
 from tasuki.rpc.failpoints import Failpoints
+from tasuki.rpc.heap import freeze_started
 from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.rpc.port import port_of
 from tasuki.rpc.ranks import Handlers
@@ -83,6 +84,7 @@ def run_rank(config: NodeConfig, *, launch: Launch) -> bool:
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_IGN)
         heartbeat.beat_in_thread()
+        freeze_started()
         commands = RankCommands(learner, failpoints=failpoints)
         return commands.ready(nodes_rate=nodes_rate, nodes_transport=nodes_transport), commands.handlers()
 

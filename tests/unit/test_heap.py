@@ -1,4 +1,4 @@
-"""The import before a fork."""
+"""What the garbage collector no longer visits: imports before a fork, and what a start made."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.rpc.preload import preload
+from tasuki.rpc.heap import preload
 from tests.conftest import ENVIRONMENT
 
 IMPORTED = """
@@ -20,13 +20,28 @@ KEPT = [[] for _ in range(1000)]
 PROGRAM = """
 import gc, sys
 sys.path.insert(0, sys.argv[1])
-from tasuki.rpc.preload import preload
+from tasuki.rpc.heap import preload
 before = gc.get_freeze_count()
 preload("imported_before_forks")
 import imported_before_forks
 assert not imported_before_forks.IS_COLLECTING
 assert gc.isenabled()
 assert gc.get_freeze_count() >= before + 1000
+"""
+STARTED = """
+import gc
+from tasuki.rpc.heap import freeze_started
+
+made = [[] for _ in range(1000)]
+cycle = []
+cycle.append(cycle)
+del cycle
+num_visited, num_frozen = len(gc.get_objects()), gc.get_freeze_count()
+freeze_started()
+assert gc.get_freeze_count() >= num_frozen + 1000
+assert len(gc.get_objects()) < num_visited - 1000
+gc.unfreeze()
+assert gc.collect() == 0, "garbage was frozen"
 """
 
 
@@ -36,6 +51,11 @@ def test_nothing_is_collected_meanwhile_and_what_was_made_is_frozen(tmp_path: Pa
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, tmp_path], env=ENVIRONMENT, capture_output=True, text=True, check=False
     )
+    assert done.returncode == 0, done.stderr
+
+
+def test_after_a_start_the_collector_visits_only_what_came_later() -> None:
+    done = subprocess.run([sys.executable, "-c", STARTED], env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
