@@ -139,6 +139,16 @@ def test_the_oldest_steps_go_when_the_files_are_too_large(tmp_path: Path):
     assert sum(path.stat().st_blocks * 512 for path in tmp_path.iterdir()) <= 20_000
 
 
+def test_steps_that_a_resumed_run_makes_again_outlast_the_others(tmp_path: Path):
+    with SampleDump(tmp_path) as dump:
+        for step in range(4):
+            dump.write(shown_step(step))
+    of_one = sum(path.stat().st_blocks * 512 for path in tmp_path.iterdir()) // 4
+    with SampleDump(tmp_path, max_bytes=2 * of_one) as dump:
+        dump.write(shown_step(1))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001.jsonl", "step-000003.jsonl"]
+
+
 def test_a_step_larger_than_everything_is_cut(tmp_path: Path):
     with SampleDump(tmp_path, max_bytes=1000) as dump:
         dump.write(shown_step(0, num_tokens=10_000))

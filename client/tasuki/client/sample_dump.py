@@ -41,6 +41,8 @@ class SampleDump:
         self._groups_per_step, self._max_bytes, self._seed = groups_per_step, max_bytes, seed
         self._tell, self._has_told = tell, False
         self._sizes: dict[Path, int] = {}
+        """Bytes of each file, least recently written first."""
+        self._total = 0
         self._waiting: queue.Queue[ShownSamples | None] = queue.Queue(_MAX_WAITING)
         # A hanging disk must not keep the process alive.
         self._writer = threading.Thread(target=self._run, name="tasuki-samples", daemon=True)
@@ -84,7 +86,9 @@ class SampleDump:
             return
         if not self._sizes:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._sizes = {path: _size(path) for path in self.folder.glob("step-*.jsonl")}
+            paths = sorted(self.folder.glob("step-*.jsonl"), key=lambda path: (len(path.name), path.name))
+            self._sizes = {path: _size(path) for path in paths}
+            self._total = sum(self._sizes.values())
         path = self.folder / f"step-{shown.step:06d}.jsonl"
         aside = path.with_name(f".{path.name}.partial")
         try:
@@ -93,16 +97,16 @@ class SampleDump:
         except OSError:
             aside.unlink(missing_ok=True)
             raise
+        self._total -= self._sizes.pop(path, 0)
         self._sizes[path] = _size(path)
-        self._rotate(newest=path)
+        self._total += self._sizes[path]
+        self._rotate()
 
-    def _rotate(self, *, newest: Path) -> None:
-        total = sum(self._sizes.values())
-        for path in sorted(self._sizes.keys() - {newest}):
-            if total <= self._max_bytes:
-                return
-            path.unlink(missing_ok=True)
-            total -= self._sizes.pop(path)
+    def _rotate(self) -> None:
+        while self._total > self._max_bytes and len(self._sizes) > 1:
+            oldest = next(iter(self._sizes))
+            oldest.unlink(missing_ok=True)
+            self._total -= self._sizes.pop(oldest)
 
     def _say(self, text: str) -> None:
         if not self._has_told:

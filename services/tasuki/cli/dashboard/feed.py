@@ -122,7 +122,7 @@ class Feed:
         self._plan: dict[str, Any] | None = None
         self._plan_problem, self._planned_for = "there is no configuration of a node here", None
         self._settings = _settings_of(place.config)
-        self._sample_steps: list[int] = []
+        self._samples_time, self._has_new_samples = 0, False
 
     def _look_on(self) -> None:
         while not self._stop.is_set():
@@ -141,14 +141,23 @@ class Feed:
         has_steps, has_stages = self._steps.advance(), self._journal.advance()
         told = ["run", "steps"] if has_steps else []
         told += ["changeovers", "memory", "node"] if has_stages else []
-        steps = self.sample_steps()
-        if steps != self._sample_steps:
-            self._sample_steps = steps
+        if self._see_samples():
             told.append("samples")
         if self._make_plan():
             told.append("memory")
         self._tell(*told)
         return has_steps or has_stages
+
+    def _see_samples(self) -> bool:
+        """Returns whether the folder has changed, and once more after that: another file may come within a tick of its clock."""
+        folder = self.place.samples
+        try:
+            time_ns = 0 if folder is None else folder.stat().st_mtime_ns
+        except OSError:
+            time_ns = 0
+        had_new, self._has_new_samples = self._has_new_samples, time_ns != self._samples_time
+        self._samples_time = time_ns
+        return had_new or self._has_new_samples
 
     def _make_plan(self) -> bool:
         """Plans once for each configuration and GPU size. Returns whether the plan changed."""

@@ -158,7 +158,7 @@ def _figures(feed: Feed, path: str, query: Query) -> object:
         "/api/curves": lambda: feed.curves(
             first=_number(query, "first", 0),
             last=_number(query, "last", _MAX_NUMBER),
-            points=_number(query, "points", 400, least=10, most=2000),
+            points=_number(query, "points", 200, least=10, most=2000),
         ),
         "/api/memory": lambda: feed.memory(changeovers=_number(query, "changeovers", 10, least=1)),
         "/api/changeovers": lambda: feed.changeovers(

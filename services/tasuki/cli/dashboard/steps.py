@@ -20,6 +20,7 @@ _MAX_NAMES = 400
 """Limit on names, since a foreign file may have any number."""
 _MAX_STEP = 2**53
 _DIGITS = 6
+_MAX_EXPONENT = 16
 
 _Floats = NDArray[np.float64]
 
@@ -73,10 +74,13 @@ class StepColumns:
             columns = {name: np.array(column[start:stop]) for name, column in self.columns.items()}
         size = max(1, math.ceil(len(steps) / points))
         ends = [min(index + size, len(steps)) - 1 for index in range(0, len(steps), size)]
+        reduced = {name: _buckets(values, size) for name, values in columns.items()}
+        kinds = ("mean",) if size == 1 else ("mean", "low", "high")
+        drawn = {kind: _listed(np.array([one[kind] for one in reduced.values()])) for kind in kinds}
         return {
             "steps": [int(steps[end]) for end in ends],
             "bucket": size,
-            "series": {name: _series(values, size) for name, values in columns.items()},
+            "series": {name: {kind: rows[index] for kind, rows in drawn.items()} for index, name in enumerate(columns)},
         }
 
     def _add(self, figures: StepFigures) -> None:
@@ -99,22 +103,42 @@ def _newest(column: array[float]) -> float | None:
     return next((value for value in reversed(column) if not math.isnan(value)), None)
 
 
-def _series(values: _Floats, size: int) -> dict[str, list[float | None]]:
+def _buckets(values: _Floats, size: int) -> dict[str, _Floats]:
+    """The mean of each bucket of `size` steps, and its extremes if it has several. NaN or infinite: no value."""
     if size == 1:
-        return {"mean": _listed(values)}
-    num_buckets = math.ceil(len(values) / size)
-    padded = np.full(num_buckets * size, np.nan)
+        return {"mean": values}
+    padded = np.full(math.ceil(len(values) / size) * size, np.nan)
     padded[: len(values)] = values
-    buckets = padded.reshape(num_buckets, size)
+    buckets = padded.reshape(-1, size)
     is_known = ~np.isnan(buckets)
-    known = is_known.sum(axis=1)
+    num_known = is_known.sum(axis=1)
     # Computed in parts, since the sum of values near the largest float would overflow.
-    parts = np.where(is_known, buckets, 0.0) / np.maximum(known, 1)[:, None]
-    mean = np.where(known > 0, parts.sum(axis=1), np.nan)
-    low = np.where(is_known, buckets, np.inf).min(axis=1)
-    high = np.where(is_known, buckets, -np.inf).max(axis=1)
-    return {"mean": _listed(mean), "low": _listed(low), "high": _listed(high)}
+    parts = np.where(is_known, buckets, 0.0) / np.maximum(num_known, 1)[:, None]
+    return {
+        "mean": np.where(num_known > 0, parts.sum(axis=1), np.nan),
+        "low": np.where(is_known, buckets, np.inf).min(axis=1),
+        "high": np.where(is_known, buckets, -np.inf).max(axis=1),
+    }
 
 
-def _listed(values: _Floats) -> list[float | None]:
-    return [float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None for value in values.tolist()]
+def _listed(values: _Floats) -> list[list[float | None]]:
+    """Rows of values, rounded to six significant digits, since a chart shows no more; None for what is not finite."""
+    is_finite = np.isfinite(values)
+    known = np.where(is_finite, values, 0.0)
+    with np.errstate(divide="ignore"):
+        exponents = np.where(known != 0, np.floor(np.log10(np.abs(known))), 0.0)
+    if np.any(np.abs(exponents) > _MAX_EXPONENT):
+        return [[_rounded(value) for value in row] for row in values.tolist()]
+    digits = _DIGITS - 1 - exponents
+    scale = 10.0 ** np.abs(digits)
+    # These powers of ten are exact: a quotient is the float next to the rounded decimal.
+    rows: list[list[float | None]] = np.where(
+        digits < 0, np.rint(known / scale) * scale, np.rint(known * scale) / scale
+    ).tolist()
+    for row, column in np.argwhere(~is_finite).tolist():
+        rows[row][column] = None
+    return rows
+
+
+def _rounded(value: float) -> float | None:
+    return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None

@@ -6,7 +6,7 @@ import { makeNode } from "./node.js";
 import { makeRun } from "./run.js";
 import { makeSamples } from "./samples.js";
 
-const LEAST_MS = 1000;
+const LEAST_MS = 2000;
 const RETRY_MS = 2000;
 const TABS = ["node", "memory", "run", "samples", "changeovers"];
 const KEY = "tasuki-token";
@@ -52,7 +52,7 @@ function show(tab, { focus = false } = {}) {
   void refresh();
 }
 
-/** The shown view, at most once a second; a failure is told and tried again with the next change. */
+/** The shown view, at most every two seconds; a failure is told and tried again with the next change. */
 async function refresh() {
   const tab = shown;
   if (!stale.has(tab)) return;

@@ -3,7 +3,7 @@
 import { color, drawChart } from "./chart.js";
 import { facts, h, number, put, seconds } from "./dom.js";
 
-const POINTS = 400;
+const POINTS = 200;
 
 export function makeRun(host, api) {
   let range = null;
