@@ -37,8 +37,10 @@ from tests.ports import free_port
 if TYPE_CHECKING:
     from tests.otlp import Receiver
 
-SCRAPE_S, PAGE_S = 5.0, 2.0
-PAGE_PARTS = ("node", "run", "curves", "changeovers")
+SCRAPE_S = 15.0
+"""As in deploy/prometheus."""
+PAGE = {2.0: ("node", "run"), 5.0: ("curves", "changeovers")}
+"""What an open page asks for, by seconds: its head, and its charts."""
 WATCHED = ("metrics", "samples", "tracker", "dashboard")
 SIDES = {"watched": WATCHED, "traced": (*WATCHED, "tracing"), "engine": ("metrics", "engine")}
 _DEFAULT_SIDES = ("watched", "traced")
@@ -74,7 +76,9 @@ def shown(side: Side) -> Iterator[None]:
         side.dashboard = subprocess.Popen(tied(argv), cwd=REPOSITORY, stdout=log, stderr=log)
     try:
         _await_page(url, side.dashboard)
-        with polled([f"{url}/api/{part}" for part in PAGE_PARTS], side, every_s=PAGE_S):
+        with ExitStack() as page:
+            for every_s, parts in PAGE.items():
+                page.enter_context(polled([f"{url}/api/{part}" for part in parts], side, every_s=every_s))
             yield
     finally:
         side.dashboard.terminate()

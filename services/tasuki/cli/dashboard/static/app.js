@@ -6,7 +6,7 @@ import { makeNode } from "./node.js";
 import { makeRun } from "./run.js";
 import { makeSamples } from "./samples.js";
 
-const LEAST_MS = 2000;
+const LEAST_MS = 2000; // between refreshes of a view, unless it has its own leastMs
 const RETRY_MS = 2000;
 const TABS = ["node", "memory", "run", "samples", "changeovers"];
 const KEY = "tasuki-token";
@@ -18,6 +18,8 @@ const lastRefresh = {};
 let token = "";
 let shown = "";
 let known = {};
+let headTimer = 0;
+let lastHead = -LEAST_MS;
 
 class Refused extends Error {}
 
@@ -40,6 +42,7 @@ function readPlace() {
 
 function show(tab, { focus = false } = {}) {
   shown = tab;
+  delete lastRefresh[tab];
   for (const one of TABS) {
     const isShown = one === tab;
     const button = byId(`tab-${one}`);
@@ -52,11 +55,11 @@ function show(tab, { focus = false } = {}) {
   void refresh();
 }
 
-/** The shown view, at most every two seconds; a failure is told and tried again with the next change. */
+/** The shown view, so often that a run of short steps is not slowed; a failure is told and tried again with the next change. */
 async function refresh() {
   const tab = shown;
   if (!stale.has(tab)) return;
-  const wait = LEAST_MS - (performance.now() - (lastRefresh[tab] ?? -LEAST_MS));
+  const wait = lastRefresh[tab] === undefined ? 0 : lastRefresh[tab] + (views[tab].leastMs ?? LEAST_MS) - performance.now();
   if (wait > 0) {
     setTimeout(() => void refresh(), wait);
     return;
@@ -93,6 +96,14 @@ function badge(text, kind) {
   byId("live").className = `badge ${kind}`;
 }
 
+function refreshHead() {
+  if (headTimer) return;
+  headTimer = setTimeout(() => {
+    [headTimer, lastHead] = [0, performance.now()];
+    showHead().catch(fail);
+  }, Math.max(0, lastHead + LEAST_MS - performance.now()));
+}
+
 async function showHead() {
   const [run, node] = await Promise.all([api("/api/run"), api("/api/node")]);
   byId("where").textContent = run.output_dir ?? run.archive;
@@ -106,7 +117,7 @@ function take(parts) {
   const changed = Object.keys(parts).filter((part) => parts[part] !== known[part]);
   known = parts;
   for (const tab of TABS) if (views[tab].parts.some((part) => changed.includes(part))) stale.add(tab);
-  if (changed.includes("run") || changed.includes("node")) showHead().catch(fail);
+  if (changed.includes("run") || changed.includes("node")) refreshHead();
   void refresh();
 }
 

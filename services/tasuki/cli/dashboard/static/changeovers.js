@@ -37,6 +37,7 @@ export function makeChangeovers(host, api, fail) {
   }
   const view = {
     parts: ["changeovers"],
+    leastMs: 5000,
     async refresh() {
       const [page, drawn, restarted] = await Promise.all([api(path(null)), api("/api/changeovers/chart"), api("/api/restarts")]);
       if (!older.length) hasMore = page.next;

@@ -14,6 +14,7 @@ export function makeMemory(host, api) {
   host.append(head, h("div", { class: "tools" }, h("label", {}, "Window", choice)), figures, note);
   const view = {
     parts: ["memory"],
+    leastMs: 5000,
     async refresh() {
       const memory = await api(`/api/memory?changeovers=${choice.value}`);
       const charts = memory.devices.map((device) => chartOf(device, memory));

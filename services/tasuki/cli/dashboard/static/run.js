@@ -27,6 +27,7 @@ export function makeRun(host, api) {
   }
   const view = {
     parts: ["steps", "run"],
+    leastMs: 5000,
     async refresh() {
       const wanted = range ? `&first=${range[0]}&last=${range[1]}` : "";
       const [run, curves] = await Promise.all([api("/api/run"), api(`/api/curves?points=${POINTS}${wanted}`)]);
