@@ -155,6 +155,15 @@ def test_a_step_larger_than_everything_is_cut(tmp_path: Path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_step_is_written_after_a_pause_that_closing_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tasuki.client.sample_dump._PAUSE_S", 60.0)
+    with SampleDump(tmp_path) as dump:
+        dump.write(shown_step(0))
+        time.sleep(0.1)
+        assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000000.jsonl"]
+
+
 def test_a_full_disk_is_told_once_and_samples_come_again_when_there_is_room(tmp_path: Path):
     told: list[str] = []
     with tmpfs(tmp_path / "disk", num_kib=256) as disk:

@@ -14,6 +14,8 @@ from tasuki.client.shown_samples import ShownSamples
 _MAX_WAITING = 16
 """Steps queued for a slow disk; further ones are dropped."""
 _CLOSE_TIMEOUT_S = 5.0
+_PAUSE_S = 0.1
+"""Before a step is converted: the loop then waits for the engine, and does not wait for the interpreter's lock instead."""
 _BLOCK_BYTES = 512
 """Unit of st_blocks."""
 
@@ -44,6 +46,7 @@ class SampleDump:
         """Bytes of each file, least recently written first."""
         self._total = 0
         self._waiting: queue.Queue[ShownSamples | None] = queue.Queue(_MAX_WAITING)
+        self._closing = threading.Event()
         # A hanging disk must not keep the process alive.
         self._writer = threading.Thread(target=self._run, name="tasuki-samples", daemon=True)
         self._writer.start()
@@ -67,6 +70,7 @@ class SampleDump:
 
     def close(self) -> None:
         """Waits until queued steps are written, at most 5 s."""
+        self._closing.set()
         try:
             self._waiting.put(None, timeout=_CLOSE_TIMEOUT_S)
         except queue.Full:
@@ -75,6 +79,8 @@ class SampleDump:
 
     def _run(self) -> None:
         while (shown := self._waiting.get()) is not None:
+            if self._waiting.empty():
+                self._closing.wait(_PAUSE_S)
             try:
                 self._write(shown)
             except OSError as error:
