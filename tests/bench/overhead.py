@@ -26,8 +26,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from tests.bench.overhead_side import CLI, LIMIT_S, Side, Turn, all_up
 from tests.bench.overhead_tasks import Task, task_named
 from tests.bench.pairs import paired, spread
@@ -165,7 +163,7 @@ def measure(
             rounds.append({name: watches[name].side.take_turn(num_steps) for name in order})
             round_s = max(round_s, time.monotonic() - begun)
             found = {
-                "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+                "device": task.device,
                 "parts": {name: list(watch.parts) for name, watch in watches.items()},
                 **report(rounds),
                 "steps_a_turn": num_steps,

@@ -54,6 +54,10 @@ class Task:
     left_out: str = ""
     """Text of the configuration that no override can undo."""
 
+    @property
+    def device(self) -> str:
+        return torch.cuda.get_device_name() if 'device = "cuda"' in self.config.read_text() else "cpu"
+
     def make(self, folder: Path) -> None:
         """Raises RuntimeError without SmolLM2, which `make example` installs."""
         subprocess.run([sys.executable, self.example / "make_task.py", folder, "--seed", "0"], cwd=REPOSITORY, check=True)

@@ -16,5 +16,5 @@ def test_thirty_changeovers_leave_no_descriptor_and_no_shared_memory(node: Runni
     assert len(grown) >= 6  # supervisor, coordinator, launcher, two ranks, rollout, its engine rank
     for name, one in grown.items():
         # A file may have been open for a moment when they were counted first.
-        assert one.num_fds <= 0 and (one.memfd_bytes, one.shm_bytes) == (0, 0), f"{name} grew by {one}"
+        assert max(one.num_fds, one.memfd_bytes, one.shm_bytes) <= 0, f"{name} grew by {one}"
         assert one.rss_bytes < 8 * MIB, f"{name} grew by {one}"

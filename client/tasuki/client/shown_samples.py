@@ -163,4 +163,6 @@ def _number(value: float, *, digits: int = _DIGITS) -> float | None:
 def _numbers(values: Any) -> list[float | None]:
     rounded = np.asarray(values, dtype=np.float64).round(_DIGITS)
     numbers: list[float | None] = rounded.tolist()
-    return numbers if np.isfinite(rounded).all() else [_number(value) for value in rounded.tolist()]
+    for place in np.flatnonzero(~np.isfinite(rounded)).tolist():
+        numbers[place] = None
+    return numbers

@@ -20,6 +20,6 @@ def preload(module: str) -> None:
 
 
 def freeze_started() -> None:
-    """Freezes all objects at the end of a start: a later full collection would visit each of them, which takes half a second."""
+    """Freezes all objects at the end of a start: a later full collection would visit each of them."""
     gc.collect()
     gc.freeze()

@@ -18,7 +18,7 @@ const lastRefresh = {};
 let token = "";
 let shown = "";
 let known = {};
-let headTimer = 0;
+let [headTimer, viewTimer] = [0, 0];
 let lastHead = -LEAST_MS;
 
 class Refused extends Error {}
@@ -43,6 +43,8 @@ function readPlace() {
 function show(tab, { focus = false } = {}) {
   shown = tab;
   delete lastRefresh[tab];
+  clearTimeout(viewTimer);
+  viewTimer = 0;
   for (const one of TABS) {
     const isShown = one === tab;
     const button = byId(`tab-${one}`);
@@ -61,7 +63,10 @@ async function refresh() {
   if (!stale.has(tab)) return;
   const wait = lastRefresh[tab] === undefined ? 0 : lastRefresh[tab] + (views[tab].leastMs ?? LEAST_MS) - performance.now();
   if (wait > 0) {
-    setTimeout(() => void refresh(), wait);
+    viewTimer ||= setTimeout(() => {
+      viewTimer = 0;
+      void refresh();
+    }, wait);
     return;
   }
   stale.delete(tab);
