@@ -205,6 +205,21 @@ def test_figures_come_as_the_run_makes_them(page: Browser, tmp_path: Path) -> No
     page.complaints.clear()  # of a server that is gone
 
 
+def test_a_page_does_not_draw_each_of_many_short_steps(page: Browser, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(RECORDED, folder)
+    with served(folder) as server:
+        open_tab(page, server.url, "run", "0.965")
+        for step in range(31, 43):
+            with (folder / "metrics.jsonl").open("a") as lines:
+                lines.write(json.dumps({"step": step, "mean_reward": step / 10_000}) + "\n")
+            page.evaluate("new Promise((done) => setTimeout(done, 350))")
+        page.until("document.querySelector('#view-run').innerText.includes('0.0042')")
+        asked = "performance.getEntriesByType('resource').filter((one) => one.name.includes('/api/curves')).length"
+        assert 2 <= page.evaluate(asked) <= 3
+        page.open("about:blank#left")
+
+
 async def test_a_node_that_runs_is_followed_through_a_changeover(page: Browser, tmp_path: Path) -> None:
     config = NodeConfig(state_dir=tmp_path / "state", model=ModelConfig(path=tmp_path))
     async with running_node(config) as node:
