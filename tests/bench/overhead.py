@@ -22,7 +22,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -179,7 +179,8 @@ def measure(
 def report(rounds: Sequence[Mapping[str, Turn]]) -> dict[str, object]:
     """Seconds of a step on each side, and by how many percent a step costs more than one of "off" in the same round.
 
-    rounds: seconds and CPU seconds of a step, in each turn.
+    rounds: seconds and CPU seconds of a step, in each turn. On a shared machine, the speed of its cores varies from step to step, and both
+    with it: "at_equal_work_cpu" compares the seconds of a step for each CPU second of the processes that do a step's work.
     """
     sides = {name: [turns[name] for turns in rounds] for name in rounds[0]}
     services = sorted({service for turns in sides.values() for turn in turns for service in turn.step_cpu_s})
@@ -192,6 +193,7 @@ def report(rounds: Sequence[Mapping[str, Turn]]) -> dict[str, object]:
         "step_s": {name: spread([turn.step_s for turn in turns]) for name, turns in sides.items()},
         "step_cpu_s": {name: spread([turn.total_cpu_s for turn in turns]) for name, turns in sides.items()},
         "more_step_s_percent": more(lambda turn: turn.step_s),
+        "more_step_s_percent_at_equal_work_cpu": more(lambda turn: turn.step_s / turn.work_cpu_s),
         "more_step_cpu_s_percent": more(lambda turn: turn.total_cpu_s),
         "step_cpu_s_by_process": {
             service: {
@@ -200,7 +202,7 @@ def report(rounds: Sequence[Mapping[str, Turn]]) -> dict[str, object]:
             for service in services
         },
         "num_rounds": len(rounds),
-        "rounds": [{name: [turn.step_s, turn.total_cpu_s] for name, turn in turns.items()} for turns in rounds],
+        "rounds": [{name: asdict(turn) for name, turn in turns.items()} for turns in rounds],
     }
 
 

@@ -21,6 +21,7 @@ from tests.bench.processes import REPOSITORY, tied
 CLI = [sys.executable, "-m", "tasuki.cli"]
 LIMIT_S = 300.0
 _POLL_S = 0.002
+_FORKED = "supervisor and forked ranks"
 _QUIET_S, _QUIET_CPU_S, _QUIET_LIMIT_S = 0.2, 0.02, 1.0
 
 
@@ -34,6 +35,11 @@ class Turn:
     @property
     def total_cpu_s(self) -> float:
         return sum(self.step_cpu_s.values())
+
+    @property
+    def work_cpu_s(self) -> float:
+        """Of the engine and the trainer, which nothing that watches runs in."""
+        return sum(self.step_cpu_s.get(name, 0.0) for name in (_FORKED, "rollout", "trainer"))
 
 
 @dataclass
@@ -137,7 +143,7 @@ class Side:
         assert self._train is not None
         node_pid = holder(self.folder / "node", name=NODE_LOCK)
         assert node_pid is not None, "the node has ended"
-        roots = {"supervisor and forked ranks": node_pid, "train": self._train.pid}
+        roots = {_FORKED: node_pid, "train": self._train.pid}
         if self.dashboard is not None:
             roots["dashboard"] = self.dashboard.pid
         seconds: Counter[str] = Counter()

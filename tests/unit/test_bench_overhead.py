@@ -21,7 +21,14 @@ def test_report_compares_within_rounds_and_not_across_them() -> None:
     assert found["step_cpu_s"]["off"]["median"] == pytest.approx(3.0)
     assert found["step_cpu_s_by_process"]["coordinator"] == {"off": 0.5, "watched": 0.55}
     assert found["num_rounds"] == 2
-    assert found["rounds"][1] == {"off": [1.0, 2.0], "watched": [1.0, 2.02]}
+    assert found["rounds"][1]["watched"] == {"step_s": 1.0, "step_cpu_s": {"trainer": 2.02}}
+
+
+def test_a_machine_that_slows_a_turn_slows_the_work_of_the_step_alike() -> None:
+    turns = {"off": Turn(2.0, {"trainer": 4.0, "train": 1.0}), "watched": Turn(3.03, {"trainer": 6.0, "train": 1.5, "dashboard": 0.2})}
+    found: Any = report([turns])
+    assert found["more_step_s_percent"]["watched"]["median"] == pytest.approx(51.5)
+    assert found["more_step_s_percent_at_equal_work_cpu"]["watched"]["median"] == pytest.approx(1.0)
 
 
 def test_a_few_slow_turns_hardly_move_the_estimate() -> None:
