@@ -6,6 +6,7 @@ Needs `make native` and a CUDA GPU.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +39,16 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-def start(model: Path, mesh: DeviceMesh, kind: str, **settings: Any) -> Learner:
+@contextmanager
+def started(model: Path, mesh: DeviceMesh, kind: str, **settings: Any) -> Iterator[Learner]:
+    """One at a time: each serves its export at the same address."""
     settings = {"compute_dtype": "bfloat16", "learning_rate": 1e-4, "micro_batch_tokens": MAX_TOKENS, **settings}
     learner = start_learner(model, mesh=mesh, compile=kind, **settings)
-    fsdp(learner).warm_up()
-    return learner
+    try:
+        fsdp(learner).warm_up()
+        yield learner
+    finally:
+        learner.backend.close()
 
 
 def gradients_of(learner: Learner, step: int) -> dict[str, Tensor]:
@@ -62,35 +68,33 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 def test_first_gradients_are_equal_to_rounding(
     model: Path, mesh: DeviceMesh, rung: Checkpointing, lora: dict[str, int] | None
 ) -> None:
-    plain, compiled = (start(model, mesh, each, checkpointing=str(rung), lora=lora) for each in ("none", "blocks"))
-    for learner in (plain, compiled):  # B of an adapter is zero before it, and A has no gradient
-        gradients_of(learner, 0)
-        learner.optim_step(Role.POLICY)
-    assert_close(gradients_of(compiled, 1), gradients_of(plain, 1))
-    for learner in (plain, compiled):
-        learner.backend.close()
+    found = {}
+    for kind in ("none", "blocks"):
+        with started(model, mesh, kind, checkpointing=str(rung), lora=lora) as learner:
+            gradients_of(learner, 0)  # B of an adapter is zero before it, and A has no gradient
+            learner.optim_step(Role.POLICY)
+            found[kind] = gradients_of(learner, 1)
+    assert_close(found["blocks"], found["none"])
 
 
 def test_differently_packed_steps_compile_nothing_more(model: Path, mesh: DeviceMesh) -> None:
-    learner = start(model, mesh, "blocks", checkpointing="none")
-    num_first = num_graphs()
-    for step in range(NUM_STEPS):
-        gradients_of(learner, step)
-        learner.optim_step(Role.POLICY)
-    assert num_graphs() == num_first
-    learner.backend.close()
+    with started(model, mesh, "blocks", checkpointing="none") as learner:
+        num_first = num_graphs()
+        for step in range(NUM_STEPS):
+            gradients_of(learner, step)
+            learner.optim_step(Role.POLICY)
+        assert num_graphs() == num_first
 
 
 def test_a_compiled_layer_waits_for_the_weights_that_it_reads(model: Path, mesh: DeviceMesh) -> None:
-    learner = start(model, mesh, "blocks", checkpointing="none")
-    expected = gradients_of(learner, 0)
-    for _ in range(4):
-        learner.discard_gradients(Role.POLICY)
-        assert learner.backend.memory.pause([MemoryTag.WEIGHTS], makes_room=True) > 0
-        torch.full((1 << 30,), torch.nan, device="cuda")
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        learner.backend.memory.resume([MemoryTag.WEIGHTS])
-        found = gradients_of(learner, 0)
-        assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
-    learner.backend.close()
+    with started(model, mesh, "blocks", checkpointing="none") as learner:
+        expected = gradients_of(learner, 0)
+        for _ in range(4):
+            learner.discard_gradients(Role.POLICY)
+            assert learner.backend.memory.pause([MemoryTag.WEIGHTS], makes_room=True) > 0
+            torch.full((1 << 30,), torch.nan, device="cuda")
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            learner.backend.memory.resume([MemoryTag.WEIGHTS])
+            found = gradients_of(learner, 0)
+            assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
