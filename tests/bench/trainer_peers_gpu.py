@@ -25,6 +25,7 @@ import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -79,6 +80,8 @@ TRIES: dict[str, dict[str, tuple[str, ...]]] = {
 setting has about as many places in a micro-batch as ours has tokens."""
 NUM_SURE = {OURS: 2}
 """Tries of a side that run even if the turns then lack time; 1 of others. Ours: the fastest, and what keeps least."""
+_TOLD, _ABORT_S = 3000, 10.0
+"""Last characters of a log in an error; seconds for a rank to print its stacks."""
 MODULES = {"torchtitan": "tests.bench.titan_step", "trl": "tests.bench.trl_step"}
 MULTIPLE, GROUP = 128, 8
 
@@ -101,13 +104,14 @@ def work_of(arguments: Namespace) -> dict[str, Any]:
 
 
 def run_peer(side: str, settings: str, folder: Path, arguments: Namespace) -> dict[str, Any]:
-    """A process a rank. `error` has the last lines of one that cannot run, as when memory is short."""
+    """A process a rank. `error` has the last lines of one that cannot run, and the stacks of one that is too slow."""
     shared = os.environ | {
         "WORLD_SIZE": str(arguments.ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",  # as torchtitan's run_train.sh sets
         "HF_HUB_OFFLINE": "1",  # transformers and TRL would wait for a hub
+        "PYTHONFAULTHANDLER": "1",  # says where it was, when aborted
     }
     options = [*settings.split(), *(["--device", "cpu"] if arguments.tiny else [])]
     command = [sys.executable, "-m", MODULES[side], str(folder / "work.json"), str(folder / "model"), *options]
@@ -122,14 +126,21 @@ def run_peer(side: str, settings: str, folder: Path, arguments: Namespace) -> di
         for rank in ranks:
             rank.wait(max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
-        return {"error": f"took more than {arguments.run_limit_s} s: {logs[0].read_text(errors='replace')[-1500:]}"}
+        ranks[0].send_signal(signal.SIGABRT)
+        with suppress(subprocess.TimeoutExpired):
+            ranks[0].wait(_ABORT_S)
+        return {"error": f"took more than {arguments.run_limit_s} s: {last_lines(logs[0])}"}
     finally:
         for rank in ranks:
             rank.kill()
             rank.wait()
-    said = logs[0].read_text(errors="replace")
-    answers = [line for line in said.splitlines() if line.startswith("RESULT ")]
-    return json.loads(answers[-1].removeprefix("RESULT ")) if answers else {"error": said[-1500:]}
+    answers = [line for line in logs[0].read_text(errors="replace").splitlines() if line.startswith("RESULT ")]
+    return json.loads(answers[-1].removeprefix("RESULT ")) if answers else {"error": last_lines(logs[0])}
+
+
+def last_lines(log: Path) -> str:
+    """Without the list of modules that follows the stacks."""
+    return log.read_text(errors="replace").partition("\nExtension modules:")[0][-_TOLD:]
 
 
 def run_ours(settings: str, folder: Path, arguments: Namespace) -> dict[str, Any]:
