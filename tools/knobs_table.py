@@ -53,7 +53,7 @@ KNOBS = (
     Knob(
         "`micro_batch_tokens = 65536`, `mlp_tile_tokens = 8192`",
         {"micro_batch_tokens": 65_536, "mlp_tile_tokens": 8192},
-        "recomputes the MLP once more; not run on a GPU",
+        "recomputes the MLP once more; not timed on a GPU",
     ),
     Knob("`prefix_sharing = true`", {}, "two calls in each layer's attention, for fewer tokens"),
     Knob(
