@@ -70,7 +70,8 @@ def make_model(folder: Path, layout: Layout, device: str) -> None:
     }
     config = Qwen3MoeConfig(**sizes, **experts, head_dim=shape.head_dim) if shape.num_experts else Qwen2Config(**sizes)
     with torch.device(device):
-        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+        # Saving copies a file's tensors to the host at once.
+        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder, max_shard_size="8GB")
 
 
 def make_model_apart(folder: Path, layout: Layout, device: str) -> None:
