@@ -59,7 +59,10 @@ def _manager(model: Any, args: Any, lora: LoraConfig, *, tp_rank: int) -> Any:
     from sglang.srt.configs.load_config import LoadConfig
 
     from tasuki.rollout.adapter import UnpinnedLora
+    from tasuki.rollout.arguments import LORA_BACKEND
+    from tasuki.rollout.dense_lora import install_dense_lora
 
+    install_dense_lora(lora)
     return UnpinnedLora(
         base_model=model,
         base_hf_config=model.config,
@@ -67,7 +70,7 @@ def _manager(model: Any, args: Any, lora: LoraConfig, *, tp_rank: int) -> Any:
         load_config=LoadConfig(),
         dtype=torch.bfloat16,
         server_args=args,
-        lora_backend="torch_native",
+        lora_backend=LORA_BACKEND,
         tp_size=args.tp_size,
         tp_rank=tp_rank,
         max_lora_rank=lora.rank,

@@ -25,7 +25,10 @@ def test_report_compares_within_rounds_and_not_across_them() -> None:
 
 
 def test_a_machine_that_slows_a_turn_slows_the_work_of_the_step_alike() -> None:
-    turns = {"off": Turn(2.0, {"trainer": 4.0, "train": 1.0}), "watched": Turn(3.03, {"trainer": 6.0, "train": 1.5, "dashboard": 0.2})}
+    turns = {
+        "off": Turn(2.0, {"trainer": 4.0, "train": 1.0}),
+        "watched": Turn(3.03, {"trainer": 6.0, "train": 1.5, "dashboard": 0.2}),
+    }
     found: Any = report([turns])
     assert found["more_step_s_percent"]["watched"]["median"] == pytest.approx(51.5)
     assert found["more_step_s_percent_at_equal_work_cpu"]["watched"]["median"] == pytest.approx(1.0)

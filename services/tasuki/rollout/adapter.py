@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from tasuki.config.trainer_schema import LoraConfig
 from tasuki.rollout.arguments import ADAPTER_ID
+from tasuki.rollout.dense_lora import SLOT
 from tasuki.wire.errors import BadHandle, InternalError, UnsupportedModel
 
 _PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -44,6 +45,8 @@ def serve_adapter(manager: LoRAManager, config: LoraConfig, *, tp_rank: int) -> 
     if not result.success:
         raise InternalError(f"SGLang refuses the adapter: {result.error_message}")
     manager.fetch_new_loras({ADAPTER_ID})
+    if (slot := manager.memory_pool.get_buffer_id(ADAPTER_ID)) != SLOT:
+        raise InternalError(f"SGLang keeps the adapter in slot {slot}; the kernels read slot {SLOT}")
     return AdapterBuffers(manager, config, tp_rank=tp_rank)
 
 
@@ -190,10 +193,6 @@ class UnpinnedLora(LoRAManager):
     def __init__(self, *args: Any, **options: Any) -> None:
         with _Unpinned():
             super().__init__(*args, **options)
-
-    def prepare_lora_batch(self, forward_batch: Any) -> None:
-        with _Unpinned():
-            super().prepare_lora_batch(forward_batch)
 
 
 class _Unpinned(TorchFunctionMode):

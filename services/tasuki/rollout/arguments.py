@@ -23,6 +23,8 @@ _PLANNED_FRACTION = 0.97
 
 ADAPTER_ID = "policy"
 """Adapter name in requests, if the engine serves an adapter."""
+LORA_BACKEND = "tasuki"
+"""Name of our kernels for it, see dense_lora.py."""
 
 
 def engine_arguments(config: NodeConfig, model: ModelFacts) -> dict[str, Any]:
@@ -102,6 +104,7 @@ def _adapter_arguments(adapter: LoraConfig) -> dict[str, Any]:
         "enable_lora": True,
         "max_lora_rank": adapter.rank,
         "lora_target_modules": list(adapter.target_modules),
+        "lora_backend": LORA_BACKEND,
         # Two slots, the adapter's and the one of requests without an adapter, so that neither evicts the other.
         "max_loras_per_batch": 2,
     }
@@ -112,7 +115,6 @@ def _cpu_arguments(rollout: RolloutConfig) -> dict[str, Any]:
         "max_running_requests": rollout.max_running_requests or _CPU_RUNNING_REQUESTS,
         "attention_backend": "torch_native",
         "sampling_backend": "pytorch",
-        "lora_backend": "torch_native",
         "disable_cuda_graph": True,
         # A CPU has no second processor to overlap with, and overlapping computes an unused extra token per sequence.
         "disable_overlap_schedule": True,

@@ -23,6 +23,7 @@ from tasuki.memory.granularity import GROWING_CHUNK_BYTES
 from tasuki.memory.tags import MemoryTag
 from tasuki.rollout.adapter import AdapterBuffers, UnpinnedLora, serve_adapter
 from tasuki.rollout.cpu_attention import BatchedAttention
+from tasuki.rollout.dense_lora import install_dense_lora
 from tasuki.rollout.engine_lock import EngineLock
 from tasuki.rollout.float32_logits import install_float32_logits
 from tasuki.rollout.growing_cache import GrowingCache, growing_cache
@@ -228,6 +229,8 @@ def _install_scheduler(setup: RankSetup, *, device: str | None) -> None:
         model_runner_kv_cache_mixin.PagedTokenToKVPoolAllocator = BoundedPagedSlots
     if setup.config is not None and setup.config.rollout.float32_logits:
         install_float32_logits()
+    if setup.config is not None and setup.config.served_adapter is not None:
+        install_dense_lora(setup.config.served_adapter)
     if device == "cpu":
         attention_registry.ATTENTION_BACKENDS["torch_native"] = BatchedAttention
         model_runner.LoRAManager = UnpinnedLora
