@@ -66,8 +66,8 @@ async def batch(client: AsyncClient, load: Load, random: np.random.Generator) ->
 
     questions = load.questions(random)
     probes = [ended_s(random.integers(3, load.vocab_size, load.prompt_tokens).tolist(), length) for length in lengths]
-    samples, *ends_s = await asyncio.gather(
-        client.generate(questions, load.sampling(load.new_tokens), num_samples=load.group), *probes
+    samples, ends_s = await asyncio.gather(
+        client.generate(questions, load.sampling(load.new_tokens), num_samples=load.group), asyncio.gather(*probes)
     )
     seconds = time.perf_counter() - started
     assert all(len(sample.token_ids) == load.new_tokens for sample in samples)

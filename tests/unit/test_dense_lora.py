@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 pytest.importorskip("sglang")
@@ -20,8 +22,8 @@ RANK, ALPHA, TOKENS, WIDTH = 4, 12.0, 5, 16
 @pytest.fixture(scope="module")
 def backend() -> DenseLora:
     install_dense_lora(LoraConfig(rank=RANK, alpha=ALPHA))
-    made = get_backend_from_name(LORA_BACKEND)
-    return made(max_loras_per_batch=2, device=torch.device("cpu"), server_args=None)
+    create: Any = get_backend_from_name(LORA_BACKEND)
+    return create(max_loras_per_batch=2, device=torch.device("cpu"), server_args=None)
 
 
 def buffer(rows: int, columns: int) -> Tensor:
