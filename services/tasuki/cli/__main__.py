@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
-import functools
 import os
 import signal
 import sys
@@ -16,11 +15,9 @@ from typing import TYPE_CHECKING, NoReturn
 from tasuki.cli.fleet_arguments import add_fleet_commands
 from tasuki.cli.plan_arguments import add_plan_arguments
 from tasuki.config.load import load_beside_node, load_config
-from tasuki.config.lock import StateLock
 from tasuki.config.places import config_path
 from tasuki.config.schema import NodeConfig
 from tasuki.config.track_schema import TRACKERS, TrackConfig
-from tasuki.rpc.logs import configure_logging
 from tasuki.wire.errors import NodeDown, ServiceFailed, TasukiError
 
 if TYPE_CHECKING:
@@ -138,11 +135,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="HOST:PORT",
         help="address to serve at (127.0.0.1:8765); beyond loopback uses TLS and roles of CONFIG's [security]",
     )
-    supervise = commands.add_parser("supervise")  # internal: started by `up` and `train`
-    supervise.add_argument("state_dir", type=Path)
-    supervise.add_argument("lock_fd", type=int)
-    supervise.add_argument("starter_fd", type=int)
-    supervise.set_defaults(run=_supervise)
     return parser
 
 
@@ -249,25 +241,6 @@ def _dashboard(arguments: argparse.Namespace) -> int:
     from tasuki.cli.dashboard.command import run
 
     return run(arguments.folder, config_path=arguments.config, listen=arguments.listen)
-
-
-def _supervise(arguments: argparse.Namespace) -> int:
-    from tasuki.supervisor.pool import NodePool
-    from tasuki.supervisor.services import node_services
-    from tasuki.supervisor.supervise import supervise
-
-    configure_logging("supervisor")
-    config = load_config(config_path(arguments.state_dir))
-    return supervise(
-        arguments.state_dir,
-        node_services(config, preloaded=os.environ.get("LD_PRELOAD", "")),
-        lock=StateLock(arguments.lock_fd),
-        starter_fd=arguments.starter_fd,
-        # grpc's default logs every failed connection by strangers to a port.
-        environment={"GRPC_VERBOSITY": "ERROR", **os.environ},
-        restart=config.restart,
-        make_pool=functools.partial(NodePool, config) if config.memory.pool else None,
-    )
 
 
 def _running_config(arguments: argparse.Namespace) -> NodeConfig:

@@ -1,0 +1,47 @@
+"""Runs a node's supervisor, as `tasuki up` and `tasuki train` start it: python -m tasuki.supervisor STATE_DIR LOCK_FD STARTER_FD"""
+
+from __future__ import annotations
+
+import faulthandler
+import functools
+import os
+import sys
+from pathlib import Path
+
+from tasuki.config.load import load_config
+from tasuki.config.lock import StateLock
+from tasuki.config.places import config_path
+from tasuki.rpc.logs import configure_logging
+from tasuki.supervisor.pool import NodePool
+from tasuki.supervisor.services import node_services
+from tasuki.supervisor.supervise import supervise
+from tasuki.wire.errors import ServiceFailed, TasukiError
+
+
+def main(state_dir: Path, *, lock_fd: int, starter_fd: int) -> int:
+    """Returns the exit code: 0; 1 if a service failed; 2 for any other error."""
+    faulthandler.enable(file=2)
+    configure_logging("supervisor")
+    try:
+        config = load_config(config_path(state_dir))
+        return supervise(
+            state_dir,
+            node_services(config, preloaded=os.environ.get("LD_PRELOAD", "")),
+            lock=StateLock(lock_fd),
+            starter_fd=starter_fd,
+            # grpc's default logs every failed connection by strangers to a port.
+            environment={"GRPC_VERBOSITY": "ERROR", **os.environ},
+            restart=config.restart,
+            make_pool=functools.partial(NodePool, config) if config.memory.pool else None,
+        )
+    except TasukiError as error:
+        sys.stderr.write(f"tasuki: error {error.reason}: {error.message}\n")
+        return 1 if isinstance(error, ServiceFailed) else 2
+    except OSError as error:  # an unreadable or unwritable file or folder
+        sys.stderr.write(f"tasuki: error {type(error).__name__}: {error}\n")
+        return 2
+
+
+if __name__ == "__main__":
+    folder, lock, starter = sys.argv[1:]
+    sys.exit(main(Path(folder), lock_fd=int(lock), starter_fd=int(starter)))
