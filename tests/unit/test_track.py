@@ -26,6 +26,7 @@ from tasuki.runs.tracking import tracked
 from tests.conftest import ENVIRONMENT
 
 NAN = float("nan")
+TRACK_CALL = "import sys\nfrom tasuki.cli.__main__ import main\nsys.exit(main(sys.argv[1:]))"
 
 
 def step_of(number: int) -> Step:
@@ -117,6 +118,34 @@ def scalars(folder: Path) -> dict[int, float]:
     return found
 
 
+@needs("tensorboardX")
+def test_a_full_disk_is_a_typed_error_and_does_not_hang(tmp_path: Path):
+    run_of(tmp_path, range(100))
+    # A limit on a file's size fails a write as a full disk does.
+    program = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n{TRACK_CALL}"
+    argv = [sys.executable, "-c", program, "track", str(tmp_path), "--to", "tensorboard"]
+    done = subprocess.run(argv, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith(f"tasuki: error DISK_FULL: {tmp_path / 'track/tensorboard'} cannot be written")
+
+
+def test_only_wandb_can_be_told_to_upload(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    assert main(["track", str(tmp_path), "--to", "mlflow", "--online"]) == 2
+    assert "INVALID_ARGUMENT: online: is for wandb alone" in capsys.readouterr().err
+    seen: list[TrackConfig] = []
+    monkeypatch.setattr("tasuki.cli.track.run", lambda folder, *, track, **_: seen.append(track) or 0)
+    assert main(["track", str(tmp_path), "--to", "wandb", "--online"]) == 0
+    assert seen[0].online
+
+
+def test_a_run_tells_only_wandb_to_upload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    started: list[list[str]] = []
+    monkeypatch.setattr("tasuki.runs.tracking.subprocess.Popen", lambda argv, **_: started.append(argv))
+    with tracked(tmp_path, TrackConfig(to=("wandb", "tensorboard"), online=True)):
+        pass
+    assert {argv[argv.index("--to") + 1]: "--online" in argv for argv in started} == {"wandb": True, "tensorboard": False}
+
+
 @needs("wandb")
 def test_wandb_writes_an_offline_run_without_a_network(tmp_path: Path):
     done = track(
@@ -194,17 +223,20 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         folder = tmp_path / "library"
         folder.mkdir()
         body = f"""
-        import time
+        import sys, time
         from types import SimpleNamespace
         class Summary(SimpleNamespace):
             Value = SimpleNamespace
         def message(name, value): return Summary(value=[SimpleNamespace(tag=name)])
         summary = SimpleNamespace(scalar=message, text=message)
-        class FileWriter:
-            def __init__(self, folder, **options): pass
-            def add_summary(self, summary, step=None):
-                if step is not None: {log}
+        class EventsWriter:
+            def __init__(self, prefix, suffix): pass
+            def write_event(self, event):
+                if event.summary.value[0].tag != "settings": {log}
+            def flush(self): pass
             def close(self): {close}
+        sys.modules["tensorboardX.event_file_writer"] = SimpleNamespace(EventsWriter=EventsWriter)
+        sys.modules["tensorboardX.proto.event_pb2"] = sys.modules["tensorboardX.proto"] = SimpleNamespace(Event=SimpleNamespace)
         """
         (folder / "tensorboardX.py").write_text(textwrap.dedent(body))
         monkeypatch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{ENVIRONMENT['PYTHONPATH']}")

@@ -18,7 +18,7 @@ from tasuki.config.load import load_beside_node, load_config
 from tasuki.config.places import config_path
 from tasuki.config.schema import NodeConfig
 from tasuki.config.track_schema import TRACKERS, TrackConfig
-from tasuki.wire.errors import NodeDown, ServiceFailed, TasukiError
+from tasuki.wire.errors import InvalidArgument, NodeDown, ServiceFailed, TasukiError
 
 if TYPE_CHECKING:
     _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -233,7 +233,9 @@ def _track(arguments: argparse.Namespace) -> int:
     from tasuki.runs.trackers import tracker_environment
 
     os.environ.update({**tracker_environment(arguments.output_dir / TRACK), **os.environ})
-    track = TrackConfig(project=arguments.project, name=arguments.name, online=arguments.online)
+    if arguments.online and arguments.to != "wandb":
+        raise InvalidArgument("online", "is for wandb alone; MLflow sends to MLFLOW_TRACKING_URI")
+    track = TrackConfig(to=(arguments.to,), project=arguments.project, name=arguments.name, online=arguments.online)
     return run(arguments.output_dir, to=arguments.to, track=track, follows=arguments.follow, pipe_fd=arguments.pipe_fd)
 
 

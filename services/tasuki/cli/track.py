@@ -8,10 +8,12 @@ import select
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tasuki.client.durable import write_durably
+from tasuki.client.durable import named_if_full, write_durably
 from tasuki.config.track_schema import TrackConfig, TrackerName
 from tasuki.runs.earlier_run import read_head
 from tasuki.runs.metrics_tail import MetricsTail
@@ -62,7 +64,7 @@ class _Progress:
 
 
 def run(output_dir: Path, *, to: TrackerName, track: TrackConfig, follows: bool = False, pipe_fd: int | None = None) -> int:
-    """Sends the steps that the tracker lacks. Raises PathNotFound if there is no run.
+    """Sends the steps that the tracker lacks. Raises PathNotFound if there is no run, and DiskFull.
 
     follows: continue until the run's summary exists. pipe_fd: continue until its writer has ended, then at most a minute.
     """
@@ -73,9 +75,8 @@ def run(output_dir: Path, *, to: TrackerName, track: TrackConfig, follows: bool 
     (output_dir / TRACK).mkdir(parents=True, exist_ok=True)
     if pipe_fd is not None and not _await_run(output_dir, to, pipe_fd=pipe_fd):
         return 0
-    tracker = open_tracker(to, _tracked(output_dir, to, track))
     tail, num_sent = MetricsTail(output_dir), 0
-    try:
+    with named_if_full(output_dir / TRACK / to), _opened(to, _tracked(output_dir, to, track), progress) as tracker:
         while True:
             is_over = _is_over(output_dir, follows=follows, pipe_fd=pipe_fd)
             num_sent += _send(tail, tracker, progress)
@@ -83,11 +84,20 @@ def run(output_dir: Path, *, to: TrackerName, track: TrackConfig, follows: bool 
                 break
             if pipe_fd is None:
                 time.sleep(_POLL_S)
-    finally:
-        progress.save()
-        tracker.close()
     sys.stderr.write(f"{num_sent} steps to {to}, up to step {progress.last_step}: {output_dir / TRACK / to}\n")
     return 0
+
+
+@contextmanager
+def _opened(to: TrackerName, tracked: TrackedRun, progress: _Progress) -> Iterator[Tracker]:
+    tracker = open_tracker(to, tracked)
+    try:
+        yield tracker
+    finally:
+        try:
+            progress.save()
+        finally:
+            tracker.close()
 
 
 def _send(tail: MetricsTail, tracker: Tracker, progress: _Progress) -> int:

@@ -90,22 +90,30 @@ class TensorBoard:
     """Event files in the folder: `tensorboard --logdir`."""
 
     def __init__(self, run: TrackedRun) -> None:
-        from tensorboardX import FileWriter, summary
+        from tensorboardX import summary
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event
 
-        # Another process started in the same second would otherwise overwrite this one's file.
-        self._writer = FileWriter(str(run.folder), flush_secs=1, filename_suffix=f".{os.getpid()}")
+        self._event: Any = Event
+        # Another process started in the same second would otherwise overwrite this one's file. A FileWriter would write from a thread,
+        # and wait for ever once that has met a full disk.
+        self._writer = EventsWriter(str(run.folder / "events"), f".{os.getpid()}")
         self._scalar, self._tags = summary.scalar, dict[str, str]()
         self._message: Any = type(self._scalar("", 0.0))
         settings = "\n".join(f"    {key} = {value!r}" for key, value in sorted(run.settings.items()))
-        self._writer.add_summary(summary.text("settings", settings))
+        self._write(0, summary.text("settings", settings))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Writes one event for all values, which costs less than an event each."""
         entries = [self._message.Value(tag=self._tag(name), simple_value=value) for name, value in values.items()]
-        self._writer.add_summary(self._message(value=entries), step)
+        self._write(step, self._message(value=entries))
 
     def close(self) -> None:
         self._writer.close()
+
+    def _write(self, step: int, summary: Any) -> None:
+        self._writer.write_event(self._event(wall_time=time.time(), step=step, summary=summary))
+        self._writer.flush()
 
     def _tag(self, name: str) -> str:
         """The name as TensorBoard takes it."""

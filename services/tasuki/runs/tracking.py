@@ -42,7 +42,7 @@ def tracked(output_dir: Path, track: TrackConfig) -> Iterator[None]:
 def _start(output_dir: Path, name: TrackerName, track: TrackConfig, *, read_fd: int) -> subprocess.Popen[bytes] | None:
     argv = [sys.executable, "-m", "tasuki.cli", "track", str(output_dir), "--to", name, "--project", track.project]
     argv += ["--name", track.name] if track.name is not None else []
-    argv += ["--online"] if track.online else []
+    argv += ["--online"] if track.online and name == "wandb" else []
     log = log_path(output_dir, f"track-{name}")
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
