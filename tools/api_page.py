@@ -14,7 +14,6 @@ from itertools import pairwise
 from typing import Any
 
 import tasuki.client
-from tasuki.client import types
 from tasuki.client.async_client import AsyncClient
 
 HEAD = """# Python API
@@ -23,7 +22,7 @@ HEAD = """# Python API
 used, [grpc.md](grpc.md#errors) what each error means. `TokenIds` is a sequence or array of integers, `[T]` an array with one entry for each
 completion token. Sizes are in bytes, times in seconds. This page is made by `tools/api_page.py` out of the docstrings.
 """
-# What the verbs give back; made by the client alone.
+# The last ones of the page: what the verbs give back.
 RESULTS = (
     "ForwardBackwardResult", "OptimStepResult", "SaveResult", "NodeState", "TrainerState", "RolloutState", "StageEvent", "StageStatus",
     "Changeover", "Watched",
@@ -36,14 +35,14 @@ def page() -> str:
 
 def public_names() -> list[tuple[str, Any]]:
     """In the order of the page."""
-    exported = [(name, getattr(tasuki.client, name)) for name in tasuki.client.__all__]
-    return [*sorted(exported, key=_place), *((name, getattr(types, name)) for name in RESULTS)]
+    return [(name, getattr(tasuki.client, name)) for name in sorted(tasuki.client.__all__, key=_place)]
 
 
-def _place(named: tuple[str, Any]) -> tuple[int, str]:
-    name, _ = named
+def _place(name: str) -> tuple[int, int, str]:
     first = ("AsyncClient", "Client", "Sample", "TrainingSample", "SamplingParams")
-    return (first.index(name), "") if name in first else (len(first), name)
+    if name in RESULTS:
+        return (2, RESULTS.index(name), "")
+    return (0, first.index(name), "") if name in first else (1, 0, name)
 
 
 def _sections() -> Iterator[str]:

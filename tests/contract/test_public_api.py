@@ -13,9 +13,10 @@ from tasuki.client import AsyncClient, Client
 
 ROOT = Path(__file__).parents[2]
 NAMES = {
-    "Aggregation", "AsyncClient", "CispoLoss", "Client", "Correction", "Credentials", "Dataset", "FinishReason", "GspoLoss", "KlEstimator",
-    "LossConfig", "OldPolicy", "Phase", "PolicyGradientLoss", "PpoLoss", "RewardPool", "Role", "Sample", "SamplingParams", "SapoLoss",
-    "SftLoss", "Stage", "TrainingSample", "ValueLoss", "read_jsonl",
+    "Aggregation", "AsyncClient", "Changeover", "CispoLoss", "Client", "Correction", "Credentials", "Dataset", "FinishReason",
+    "ForwardBackwardResult", "GspoLoss", "KlEstimator", "LossConfig", "NodeState", "OldPolicy", "OptimStepResult", "Phase",
+    "PolicyGradientLoss", "PpoLoss", "RewardPool", "Role", "RolloutState", "Sample", "SamplingParams", "SapoLoss", "SaveResult", "SftLoss",
+    "Stage", "StageEvent", "StageStatus", "TrainerState", "TrainingSample", "ValueLoss", "Watched", "read_jsonl",
 }  # fmt: skip
 VERBS = {
     "acquire", "begin_acquire", "begin_run", "changeovers", "close", "compute_log_probs", "compute_values", "discard_gradients",

@@ -17,6 +17,7 @@ from tasuki.client.rewards import Completion, NamedReward, RewardPool
 from tasuki.client.types import FinishReason, Sample
 from tasuki.supervisor.processes import descendants, shared_memory_of
 from tasuki.wire.errors import InvalidArgument, RewardFailed
+from tests.conftest import ENVIRONMENT
 from tests.limits import limit_s
 
 ROOT = Path(__file__).parents[2]
@@ -325,3 +326,12 @@ def test_workers_have_no_files_in_shared_memory_that_a_kill_would_leave_behind(f
     with RewardPool("my_rewards:reward", folders=[folder], num_workers=2) as pool:
         assert pool.score([ROWS[0]] * 4, ["right"] * 4).rewards.tolist() == [1.0] * 4
         assert shared_memory_of([os.getpid(), *descendants(os.getpid())]) <= others
+
+
+def test_a_script_that_its_workers_cannot_import_is_told_what_it_lacks(tmp_path: Path) -> None:
+    (tmp_path / "rewards.py").write_text("def exact(completion): return 1.0\n")
+    pool = "from pathlib import Path\nfrom tasuki.client import RewardPool\nRewardPool('rewards:exact', folders=[Path.cwd()])\n"
+    (tmp_path / "script.py").write_text(pool)
+    argv = [sys.executable, "script.py"]
+    done = subprocess.run(argv, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=limit_s(60), check=False)
+    assert done.returncode != 0 and 'below `if __name__ == "__main__":`' in done.stderr.splitlines()[-1]

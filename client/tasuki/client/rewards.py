@@ -26,6 +26,7 @@ from tasuki.wire.errors import InvalidArgument, RewardFailed
 _START_TIMEOUT_S = 60.0
 # Delay between SIGTERM and SIGKILL for a worker over its limit. pebble's default of three seconds would be waited twice.
 CONSTS.term_timeout = 0.1
+_MAIN_HINT = '; a script creates its RewardPool below `if __name__ == "__main__":`, since each worker imports the script'
 TokenIds = Sequence[int] | NDArray[np.int32]
 
 
@@ -224,7 +225,7 @@ class RewardPool:
         except FutureTimeoutError:
             problem = f"importing it took longer than {_START_TIMEOUT_S:g} s"
         except (pebble.ProcessExpired, RuntimeError) as error:
-            problem = f"importing it ended the worker process: {error}"
+            problem = f"importing it ended the worker process: {error}{_MAIN_HINT}"
         if problem:
             raise InvalidArgument("reward.function", f"cannot use {function}: {problem}")
         return taken
