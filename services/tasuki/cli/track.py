@@ -76,6 +76,9 @@ def run(output_dir: Path, *, to: TrackerName, track: TrackConfig, follows: bool 
     if pipe_fd is not None and not _await_run(output_dir, to, pipe_fd=pipe_fd):
         return 0
     tail, num_sent = MetricsTail(output_dir), 0
+    if pipe_fd is None and not follows and not _has_new(output_dir, progress):
+        sys.stderr.write(f"{to} has every step, up to step {progress.last_step}\n")
+        return 0
     with named_if_full(output_dir / TRACK / to), _opened(to, _tracked(output_dir, to, track), progress) as tracker:
         while True:
             is_over = _is_over(output_dir, follows=follows, pipe_fd=pipe_fd)
@@ -86,6 +89,10 @@ def run(output_dir: Path, *, to: TrackerName, track: TrackConfig, follows: bool 
                 time.sleep(_POLL_S)
     sys.stderr.write(f"{num_sent} steps to {to}, up to step {progress.last_step}: {output_dir / TRACK / to}\n")
     return 0
+
+
+def _has_new(output_dir: Path, progress: _Progress) -> bool:
+    return any(figures.step > progress.last_step for figures in MetricsTail(output_dir).read())
 
 
 @contextmanager

@@ -92,9 +92,8 @@ class TensorBoard:
     def __init__(self, run: TrackedRun) -> None:
         from tensorboardX import summary
         from tensorboardX.event_file_writer import EventsWriter
-        from tensorboardX.proto.event_pb2 import Event
 
-        self._event: Any = Event
+        self._event: Any = import_module("tensorboardX.proto.event_pb2").Event
         # Another process started in the same second would otherwise overwrite this one's file. A FileWriter would write from a thread,
         # and wait for ever once that has met a full disk.
         self._writer = EventsWriter(str(run.folder / "events"), f".{os.getpid()}")
