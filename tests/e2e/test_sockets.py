@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,12 @@ def test_the_only_ports_are_those_on_which_gloo_waits_for_ranks(node: RunningNod
     # SGLang may change the command line only where the environment lies as it began.
     assert sum((process / "comm").read_text().startswith("sglang::sched") for process in processes) == NUM_ENGINE_RANKS
     assert len(processes) == NUM_TRAINER_RANKS + NUM_ENGINE_RANKS
+
+
+def test_ports_of_ranks_that_met_take_no_connection(listening: list[Listener]) -> None:
+    for port in {listener.port for listener in listening if listener.kind != "unix"}:
+        with pytest.raises(TimeoutError):
+            socket.create_connection(("127.0.0.1", port), timeout=0.2)
 
 
 def test_nothing_answers_to_a_client_of_torchs_store(listening: list[Listener]) -> None:

@@ -43,6 +43,11 @@ class Rank:
     process: BaseProcess
     answers: Connection
 
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
     def answer(self) -> str:
         assert self.answers.poll(LIMIT_S), "the rank gave no answer"
         return self.answers.recv()
@@ -59,6 +64,9 @@ def run_rank(store_path: Path, rank: int, answers: Connection) -> None:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=20))
         dist.all_gather_object(given, f"from {rank}")
         answers.send(f"{given}")
+        while answers.recv():
+            dist.all_gather_object(given, f"again from {rank}", group=dist.new_group(backend="gloo"))
+            answers.send(f"{given}")
     except PeerUnavailable as error:
         answers.send(f"refused: {error}")
 
@@ -82,17 +90,29 @@ def start(tmp_path: Path) -> Iterator[Callable[[int], Rank]]:
         rank.answers.close()
 
 
-def test_ranks_of_one_user_reach_each_other(start: Callable[[int], Rank]) -> None:
+def test_ranks_that_met_take_no_further_connection_and_go_on(start: Callable[[int], Rank]) -> None:
     ranks = [start(rank) for rank in range(2)]
     assert [rank.answer() for rank in ranks] == ["['from 0', 'from 1']"] * 2
+    for _ in range(2):
+        ports = {one.port for rank in ranks for one in listeners([rank.pid]) if one.kind != "unix"}
+        assert len(ports) >= 2
+        for port in ports:
+            with pytest.raises(TimeoutError):
+                socket.create_connection(("127.0.0.1", port), timeout=0.2)
+        for rank in ranks:
+            rank.answers.send(True)
+        assert [rank.answer() for rank in ranks] == ["['again from 0', 'again from 1']"] * 2
+    for rank in ranks:
+        rank.answers.send(False)
+        rank.process.join(LIMIT_S)
+        assert rank.process.exitcode == 0
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
 def test_a_rank_refuses_a_peer_of_another_user_before_it_takes_anything_from_it(start: Callable[[int], Rank]) -> None:
     first = start(0)
-    assert first.process.pid is not None
     deadline = time.monotonic() + LIMIT_S
-    while not (ports := [one.port for one in listeners([first.process.pid]) if one.kind != "unix"]):
+    while not (ports := [one.port for one in listeners([first.pid]) if one.kind != "unix"]):
         assert time.monotonic() < deadline, "the rank does not listen"
         time.sleep(0.05)
     argv = [sys.executable, "-c", STRANGER, *map(str, (NOBODY, *ports))]

@@ -2,7 +2,8 @@
 
 Gloo does not authenticate peers. A rank listens on a port and accepts whoever connects first with a small, guessable number. Torch and
 SGLang send pickles over such connections, so a faster process of another user could run code here. The kernel knows the user at the
-other end of a loopback connection, which is checked before first use.
+other end of a loopback connection, which is checked before first use. A group that is connected needs no further connections: its port
+then drops them, since gloo would keep each one until the process has no descriptors left, and abort.
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ from __future__ import annotations
 import functools
 import ipaddress
 import json
+import logging
 import os
 import socket
+import struct
+from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -23,9 +27,11 @@ from torch.distributed import ProcessGroupGloo, Store
 from tasuki.wire.address import split_host_port
 from tasuki.wire.errors import PeerUnavailable
 
+_log = logging.getLogger(__name__)
 _gloo: Any = ProcessGroupGloo
 _TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
 _ESTABLISHED = "01"
+_SO_ATTACH_FILTER, _BPF_RETURN = 26, 0x06
 _NUM_LOOKS = 5
 """The kernel's table is not a snapshot: a row may be missed while others connect."""
 
@@ -33,7 +39,8 @@ _NUM_LOOKS = 5
 def check_gloo_peers() -> None:
     """Makes every gloo group created from now on refuse peers of other users before receiving anything. Idempotent.
 
-    Creating a group then raises PeerUnavailable. For ranks on one machine that use the loopback interface (GLOO_SOCKET_IFNAME=lo).
+    Creating a group then raises PeerUnavailable. A connected group takes no further connections. For ranks on one machine that use the
+    loopback interface (GLOO_SOCKET_IFNAME=lo).
     """
     if not hasattr(ProcessGroupGloo.__init__, "__wrapped__"):
         # There is no hook: torch and SGLang create groups from this class, whose constructor returns once all peers are connected.
@@ -113,8 +120,30 @@ def _checked(connect: Callable[..., None]) -> Callable[..., None]:
         before = _sockets()
         connect(group, *args, **kwargs)
         check_peers(_sockets() - before, num_peers=group.size() - 1)
+        close_listeners(besides=before)
 
     return connect_and_check
+
+
+def close_listeners(*, besides: set[int]) -> None:
+    """Drops all packets to this process's listening TCP sockets, except sockets `besides`, by inode. Connections that exist go on.
+
+    A filter, since gloo aborts when its listening socket is closed or fails.
+    """
+    for descriptor, inode in _descriptors().items():
+        if inode not in besides:
+            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:  # not a socket of TCP, or already closed
+                if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and one.family in (socket.AF_INET, socket.AF_INET6):
+                    _drop_packets(one)
+
+
+def _drop_packets(listener: socket.socket) -> None:
+    """Attaches the filter "return 0", in the kernel's struct sock_fprog. Source: man 7 socket, linux/filter.h."""
+    program = array("B", struct.pack("HBBI", _BPF_RETURN, 0, 0, 0))
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", 1, program.buffer_info()[0]))
+    except OSError as error:
+        _log.warning("event=gloo_port_open port=%d error=%s", listener.getsockname()[1], error)
 
 
 def check_peers(sockets: set[int], *, num_peers: int) -> None:
