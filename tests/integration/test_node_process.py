@@ -39,6 +39,17 @@ def test_stop_ends_services_and_their_children_and_says_how(start: Start) -> Non
     assert not stop_node(node.state_dir)
 
 
+def test_down_removes_what_a_killed_supervisor_and_guard_left(tmp_path: Path) -> None:
+    StateLock.take(tmp_path, name=NODE_LOCK).close()
+    left = socket_dir(tmp_path) / "pulse"
+    left.mkdir()
+    with StateLock.take(tmp_path, name="trainer"):
+        assert not stop_node(tmp_path)
+        assert left.exists(), "a service of somebody runs there"
+    assert not stop_node(tmp_path)
+    assert not left.parent.exists()
+
+
 def test_service_that_dies_takes_the_node_with_it(start: Start) -> None:
     node = start(first="good", second="dies")
     node.wait_until_up()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from tasuki.config.places import (
     journal_path,
     log_path,
     node_targets,
+    socket_dir,
     training_log_path,
     training_run_path,
 )
@@ -50,6 +52,7 @@ from tasuki.wire.errors import (
     DiskFull,
     InvalidArgument,
     NodeDown,
+    NodeRunning,
     from_rpc_error,
 )
 from tasuki.wire.tracing import check_tracing_installed
@@ -189,7 +192,16 @@ def stop_node(state_dir: Path) -> bool:
         if time.monotonic() > deadline + (_KILL_S if is_guard_left else 0.0):
             raise DeadlineExceeded(f"the node has not stopped in {STOP_TIMEOUT_S:.0f} s: {_stuck(pid)}", pid=pid)
         time.sleep(_POLL_S)
+    _remove_run_folder(state_dir)
     return len(asked) > 1
+
+
+def _remove_run_folder(state_dir: Path) -> None:
+    """Removes what a supervisor and a guard left that were killed at once, unless a service runs on its own in `state_dir`."""
+    names = {path.stem for path in state_dir.glob("*.lock")}
+    if NODE_LOCK in names and all(holder(state_dir, name=name) is None for name in names - {TRAINING_LOCK}):
+        with suppress(NodeRunning), StateLock.take(state_dir, name=NODE_LOCK):
+            shutil.rmtree(socket_dir(state_dir), ignore_errors=True)
 
 
 def _shares_lock(pid: int, state_dir: Path) -> bool:
