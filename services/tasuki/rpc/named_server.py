@@ -15,21 +15,21 @@ import grpc
 import grpc.aio
 from grpc._cython import cygrpc as _cygrpc
 
-from tasuki.rpc.interceptors import CallInterceptor, PortInterceptor
-
 if TYPE_CHECKING:
     from grpc.aio import Server
 else:
     from grpc.aio._server import Server
 
 cygrpc: Any = _cygrpc  # its stub knows a part of it
+CALL_ENDED: tuple[type[Exception], ...] = (cygrpc.ExecuteBatchError, cygrpc._ServerStoppedError)
+"""What sending raises to a caller who is gone or whose deadline has passed, and after the server's end."""
 Options = list[tuple[str, int | str]]
 
 
 class NamedServer(Server):
     """Serves registered methods only. `add_..._to_server` of generated code registers those of a service."""
 
-    def __init__(self, interceptor: CallInterceptor | PortInterceptor, options: Options) -> None:
+    def __init__(self, interceptor: grpc.aio.ServerInterceptor, options: Options) -> None:
         self._loop = cygrpc.get_working_loop()
         arguments = (self._loop, None, (), (interceptor,), tuple(options), None)
         try:
@@ -72,5 +72,5 @@ class _Loop(cygrpc.AioServer):
 
 async def _refuse(call: Any) -> None:
     context = cygrpc._ServicerContext(call, None, None, asyncio.get_running_loop())
-    with suppress(grpc.aio.AbortError, cygrpc.ExecuteBatchError):  # told, or the caller is gone
+    with suppress(grpc.aio.AbortError, *CALL_ENDED):  # told, or the caller is gone
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this service has no such method")
