@@ -40,6 +40,10 @@ class CountingTrainer(trainer_pb2_grpc.TrainerServiceServicer):
         return await self.gate.once(request, step)
 
     async def PublishWeights(self, request, context):
+        given = request.command.request_id
+        if len(given) > 1000:
+            raise InvalidArgument("request_id", given, given=given)
+
         async def publish() -> trainer_pb2.PublishWeightsResponse:
             if request.command.request_id == "out of order":
                 raise StageOrder("not now")

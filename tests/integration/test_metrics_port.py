@@ -19,6 +19,8 @@ from tasuki.rpc.http_port import MAX_CONNECTIONS
 from tests.integration.port_node import make_certs, make_tokens, mtls, port_config, tokens, write_secret
 
 TEXT = b"tasuki_phase 1\n"
+HELLO = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(400)
+"""The begin of a TLS handshake."""
 
 
 @asynccontextmanager
@@ -147,6 +149,37 @@ async def test_connections_that_say_nothing_hold_nobody_up(tmp_path: Path, unuse
             one.close()
         await asyncio.sleep(0.3)
         assert await read(port) == (200, TEXT)
+
+
+@pytest.mark.parametrize("is_encrypted", [False, True])
+async def test_connections_that_dribble_are_closed_for_a_real_client_and_after_their_time(
+    tmp_path: Path, unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch, is_encrypted: bool
+) -> None:
+    monkeypatch.setattr("tasuki.rpc.http_port.REQUEST_TIMEOUT_S", 2.0)
+    folder = make_certs(tmp_path / "certs")
+    security, host = (mtls(folder), "0.0.0.0") if is_encrypted else ((), "127.0.0.1")
+    tls = tls_of(folder, "viewer") if is_encrypted else None
+    async with served(config_of(tmp_path, unused_tcp_port, *security, host=host)) as port:
+        slow = [socket.create_connection(("127.0.0.1", port)) for _ in range(40)]
+        closed = set[int]()
+        started = time.monotonic()
+        sent = HELLO if is_encrypted else b"G" * len(HELLO)
+        for rounds in range(len(sent)):
+            if len(closed) == len(slow):
+                break
+            assert time.monotonic() - started < 60
+            for number, one in enumerate(slow):
+                try:
+                    one.send(sent[rounds : rounds + 1])
+                except OSError:
+                    closed.add(number)
+            asked = time.monotonic()
+            assert await read(port, tls=tls) == (200, TEXT)
+            assert time.monotonic() - asked < 5
+            await asyncio.sleep(0.2)
+        assert len(closed) == len(slow)
+        for one in slow:
+            one.close()
 
 
 async def test_an_address_in_use_is_tried_again_and_does_not_raise(

@@ -57,6 +57,16 @@ async def test_unknown_exception_keeps_its_text_on_the_server(served: Served) ->
     assert "secret" not in error.message
 
 
+@pytest.mark.parametrize("letter", ["x", "\x1b", "é", "\U0001f600"])
+async def test_a_long_refusal_arrives_as_itself_with_its_text_cut(served: Served, letter: str) -> None:
+    _, channel, _ = served
+    stub = trainer_pb2_grpc.TrainerServiceStub(channel)
+    error = await refused(stub.PublishWeights(trainer_pb2.PublishWeightsRequest(command=command(letter * 5000)), timeout=60))
+    assert isinstance(error, InvalidArgument) and error.metadata["field"] == "request_id"
+    assert letter * 100 in error.message and error.message.endswith("... (cut; 5012 characters)")
+    assert letter * 100 in error.metadata["given"] and error.metadata["given"].endswith("... (cut; 5000 characters)")
+
+
 async def test_error_in_a_stream_arrives_after_its_answers(served: Served) -> None:
     _, channel, _ = served
     stub = trainer_pb2_grpc.TrainerServiceStub(channel)

@@ -18,6 +18,8 @@ DOMAIN = "tasuki"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """System errors for a write without space left."""
 RETRY_AFTER_S = 1.0
+_MAX_MESSAGE_BYTES, _MAX_METADATA_BYTES = 1_000, 1_500
+"""Of a message, and of all metadata values together. gRPC sends a message thrice, encoded; clients refuse more than 8 KiB."""
 
 
 class TasukiError(Exception):
@@ -293,20 +295,25 @@ def from_reason(reason: str, message: str, metadata: dict[str, str]) -> TasukiEr
 
 
 def to_status(error: TasukiError) -> grpc.Status:
-    """Status with ErrorInfo, plus RetryInfo or PreconditionFailure if the code calls for it."""
-    details = [_packed(error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata))]
+    """Status with ErrorInfo, plus RetryInfo or PreconditionFailure if the code calls for it. Long texts are cut, and say so."""
+    message = _cut(error.message, _MAX_MESSAGE_BYTES)
+    metadata, left = dict[str, str](), _MAX_METADATA_BYTES
+    for key, value in error.metadata.items():
+        metadata[key] = _cut(value, left)
+        left = max(0, left - len(metadata[key].encode()))
+    details = [_packed(error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=metadata))]
     if error.code is grpc.StatusCode.UNAVAILABLE:
         delay = duration_pb2.Duration(seconds=int(RETRY_AFTER_S))
         details.append(_packed(error_details_pb2.RetryInfo(retry_delay=delay)))
     if error.code is grpc.StatusCode.FAILED_PRECONDITION:
         violation = error_details_pb2.PreconditionFailure.Violation(
-            type=error.reason, subject=error.metadata.get("stage", ""), description=error.message
+            type=error.reason, subject=metadata.get("stage", ""), description=message
         )
         details.append(_packed(error_details_pb2.PreconditionFailure(violations=[violation])))
     if isinstance(error, InvalidArgument):
-        field = error_details_pb2.BadRequest.FieldViolation(field=error.metadata.get("field", ""), description=error.message)
+        field = error_details_pb2.BadRequest.FieldViolation(field=metadata.get("field", ""), description=message)
         details.append(_packed(error_details_pb2.BadRequest(field_violations=[field])))
-    return rpc_status.to_status(status_pb2.Status(code=error.code.value[0], message=error.message, details=details))
+    return rpc_status.to_status(status_pb2.Status(code=error.code.value[0], message=message, details=details))
 
 
 _BROKEN_OFF = "Internal error from Core"
@@ -334,6 +341,14 @@ def from_rpc_error(error: grpc.RpcError) -> TasukiError:
     if code is grpc.StatusCode.PERMISSION_DENIED:
         return PermissionDenied(text)
     return InternalError(f"{code.name}: {text}")
+
+
+def _cut(text: str, most_bytes: int) -> str:
+    """The beginning of a text that is too long."""
+    encoded = text.encode(errors="backslashreplace")
+    if len(encoded) <= most_bytes:
+        return encoded.decode()
+    return f"{encoded[:most_bytes].decode(errors='ignore')}... (cut; {len(text)} characters)"
 
 
 def _packed(message: Message) -> any_pb2.Any:

@@ -19,6 +19,7 @@ from tasuki.config.places import config_path
 from tasuki.config.schema import NodeConfig
 from tasuki.config.track_schema import TRACKERS, TrackConfig
 from tasuki.wire.errors import InvalidArgument, NodeDown, ServiceFailed, TasukiError
+from tasuki.wire.printable import printable
 
 if TYPE_CHECKING:
     _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -41,10 +42,10 @@ def exit_code_of(command: Callable[[], int]) -> int:
     try:
         return command()
     except TasukiError as error:
-        sys.stderr.write(f"tasuki: error {error.reason}: {error.message}\n")
+        sys.stderr.write(printable(f"tasuki: error {error.reason}: {error.message}") + "\n")
         return SERVICE_ERROR if isinstance(error, ServiceFailed) else USER_ERROR
     except OSError as error:  # an unreadable or unwritable file or folder
-        sys.stderr.write(f"tasuki: error {type(error).__name__}: {error}\n")
+        sys.stderr.write(printable(f"tasuki: error {type(error).__name__}: {error}") + "\n")
         return USER_ERROR
     except KeyboardInterrupt:
         sys.stderr.write("tasuki: interrupted\n")

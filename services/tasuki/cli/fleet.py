@@ -44,6 +44,7 @@ from tasuki.wire.errors import (
     TasukiError,
     from_rpc_error,
 )
+from tasuki.wire.printable import printable
 
 INTERRUPTED = 130
 UP = "tasuki fleet up CONFIG"
@@ -208,7 +209,7 @@ def _draw(fleet: fleet_pb2.GetFleetResponse, state: coordinator_pb2.NodeState) -
         soft_wrap=True,
     )
     if fleet.ended_by or state.last_error:
-        console.print(f"error: {fleet.ended_by or state.last_error}", highlight=False, markup=False, soft_wrap=True)
+        console.print(printable(f"error: {fleet.ended_by or state.last_error}"), highlight=False, markup=False, soft_wrap=True)
     console.print(table)
 
 

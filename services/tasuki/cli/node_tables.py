@@ -11,6 +11,7 @@ from rich.text import Text
 
 from tasuki.cli.node_snapshot import NodeSnapshot
 from tasuki.v1 import coordinator_pb2, memory_pb2, types_pb2
+from tasuki.wire.printable import printable
 
 _MIB = 1024 * 1024
 _STAGES = [stage for stage in types_pb2.Stage.values() if stage != types_pb2.STAGE_UNSPECIFIED]
@@ -61,7 +62,7 @@ def _facts(snapshot: NodeSnapshot) -> Table:
         rows.append(("last error", node.last_error))
     table = Table.grid(padding=(0, 2))
     for name, value in rows:
-        table.add_row(name, Text(value))
+        table.add_row(name, Text(printable(value)))
     return table
 
 

@@ -16,6 +16,7 @@ from tasuki.supervisor.exit_report import is_requested, read_exit_report
 from tasuki.supervisor.post_mortem import has_ended, why_it_ended
 from tasuki.v1 import coordinator_pb2
 from tasuki.wire.errors import TasukiError
+from tasuki.wire.printable import printable
 
 _REDRAW_S = 0.5
 
@@ -34,9 +35,8 @@ def watch(config: NodeConfig) -> int:
                 break
     report = read_exit_report(config.state_dir)
     error = why_it_ended(config)
-    sys.stderr.write(
-        f"tasuki: {error.message}\n" if is_requested(report) else f"tasuki: error {error.reason}: {error.message}\n"
-    )
+    text = f"tasuki: {error.message}" if is_requested(report) else f"tasuki: error {error.reason}: {error.message}"
+    sys.stderr.write(f"{printable(text)}\n")
     return 0 if is_requested(report) else 1
 
 
@@ -60,7 +60,7 @@ def _list(reader: NodeReader, console: Console) -> None:
             line = (
                 event_line(response.event) if response.HasField("event") else f"{phase_name(state.phase)}, epoch {state.epoch}"
             )
-            sys.stdout.write(f"{line}\n")
+            sys.stdout.write(f"{printable(line)}\n")
             sys.stdout.flush()
     except grpc.RpcError:
         return

@@ -37,6 +37,7 @@ from tasuki.rpc.port import port_of
 from tasuki.rpc.server import RpcServer
 from tasuki.v1 import coordinator_pb2, coordinator_pb2_grpc
 from tasuki.wire.errors import TasukiError
+from tasuki.wire.printable import printable
 from tasuki.wire.tracing import Tracer, open_tracer
 
 _log = logging.getLogger("tasuki.coordinator")
@@ -55,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
         with StateLock.take(config.state_dir, name="coordinator"):
             uvloop.run(_serve(config))
     except TasukiError as error:
-        sys.stderr.write(f"tasuki: error {error.reason}: {error.message}\n")
+        sys.stderr.write(printable(f"tasuki: error {error.reason}: {error.message}") + "\n")
         return 2
     return 0
 

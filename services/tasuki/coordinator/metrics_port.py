@@ -8,13 +8,12 @@ import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from tasuki.config.schema import NodeConfig
-from tasuki.rpc.http_port import IDLE_TIMEOUT_S, HttpCaller, HttpPort
+from tasuki.rpc.http_port import HttpCaller, HttpHandler, HttpPort
 from tasuki.rpc.methods import METHODS
 from tasuki.wire.address import is_beyond_loopback
 from tasuki.wire.errors import PermissionDenied, TasukiError, Unauthenticated
@@ -68,10 +67,7 @@ class MetricsServer(HttpPort):
             raise
 
 
-class _Handler(BaseHTTPRequestHandler):
-    timeout = IDLE_TIMEOUT_S
-    server_version, sys_version = "tasuki", ""
-
+class _Handler(HttpHandler):
     def do_GET(self) -> None:
         if self.path.partition("?")[0] != "/metrics":
             self._answer(HTTPStatus.NOT_FOUND, b"see /metrics\n")

@@ -32,6 +32,7 @@ from tasuki.rpc.logs import configure_logging
 from tasuki.rpc.peer_credentials import peer_credentials
 from tasuki.wire.channel import open_channel
 from tasuki.wire.errors import FleetEnded, InvalidArgument, NotJoined, TasukiError
+from tasuki.wire.printable import printable
 
 _log = logging.getLogger("tasuki.fleet")
 
@@ -49,10 +50,10 @@ def main(argv: list[str] | None = None) -> int:
         with StateLock.take(config.state_dir, name="fleet"):
             uvloop.run(_run(config))
     except (FleetEnded, NotJoined) as error:
-        sys.stderr.write(f"tasuki: error {error.reason}: {error.message}\n")
+        sys.stderr.write(printable(f"tasuki: error {error.reason}: {error.message}") + "\n")
         return EXIT_FLEET_ENDED
     except TasukiError as error:
-        sys.stderr.write(f"tasuki: error {error.reason}: {error.message}\n")
+        sys.stderr.write(printable(f"tasuki: error {error.reason}: {error.message}") + "\n")
         return 2
     return 0
 

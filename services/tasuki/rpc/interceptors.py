@@ -14,6 +14,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import grpc
@@ -25,6 +26,7 @@ from tasuki.rpc.access import Access
 from tasuki.rpc.fleet_caller import FleetFence
 from tasuki.rpc.methods import METHODS, Method, standard_methods, unknown_method
 from tasuki.rpc.metrics import CallMetrics
+from tasuki.rpc.named_server import CALL_ENDED
 from tasuki.rpc.refusal_log import RefusalLog
 from tasuki.rpc.stranger_log import StrangerLog
 from tasuki.wire.errors import DeadlineRequired, InternalError, InvalidArgument, TasukiError, Unauthenticated, to_status
@@ -131,8 +133,8 @@ class PortInterceptor(grpc.aio.ServerInterceptor):
         """The handler as one of streams, which the server calls before a message is there."""
 
         async def answers(messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
-            async with _observed(method, context, self._observers):
-                role = self._admitted(method, context)
+            admit = partial(self._admitted, method, context)
+            async with _observed(method, context, self._observers, admit) as role:
                 _require_deadline(method, context)
                 self._fence.check(method, context, role=role)
                 requests = _decoded(messages, handler.request_deserializer)
@@ -172,8 +174,16 @@ async def _only(requests: AsyncIterator[Any]) -> Any:
     raise InvalidArgument("request", "the method takes one message, and none came")
 
 
+def _local() -> CallerRole:
+    """Who may connect to the socket may do everything."""
+    return CallerRole.PEER
+
+
 @asynccontextmanager
-async def _observed(method: Method, context: grpc.aio.ServicerContext[Any, Any], observers: Observers) -> AsyncIterator[None]:
+async def _observed(
+    method: Method, context: grpc.aio.ServicerContext[Any, Any], observers: Observers, admit: Callable[[], CallerRole] = _local
+) -> AsyncIterator[CallerRole]:
+    """The caller's role. admit: looks at the caller first, and raises for one who is refused."""
     request_id = _request_id(context)
     outcome = _Outcome()
     started = time.perf_counter()
@@ -182,8 +192,9 @@ async def _observed(method: Method, context: grpc.aio.ServicerContext[Any, Any],
         try:
             refusals = observers.refusals
             async with _errors_mapped(method, context, request_id=request_id, outcome=outcome, refusals=refusals):
+                role = admit()
                 await context.send_initial_metadata(((REQUEST_ID_KEY, request_id),))
-                yield
+                yield role
         finally:
             seconds = time.perf_counter() - started
             observers.metrics.handled(method, code=outcome.code, seconds=seconds)
@@ -219,11 +230,14 @@ async def _errors_mapped(
 ) -> AsyncIterator[None]:
     try:
         yield
+    except CALL_ENDED:
+        outcome.code = grpc.StatusCode.CANCELLED
+        raise asyncio.CancelledError from None
     except TasukiError as error:
         outcome.code, outcome.reason = error.code, error.reason
         if not isinstance(error, Unauthenticated):  # StrangerLog counts those
             refusals.refused(method.name, error, request_id=request_id)
-        await context.abort_with_status(to_status(error))
+        await _abort(context, error)
     except grpc.aio.AbortError:  # of the health service, which has told its caller
         outcome.code = next(code for code in grpc.StatusCode if code.value[0] == context.code())
         raise
@@ -234,7 +248,14 @@ async def _errors_mapped(
         outcome.code = grpc.StatusCode.INTERNAL
         _log.exception("rpc=%s request_id=%s failed", method.name, request_id)
         text = f"internal error; the service's log has the traceback under request_id={request_id}"
-        await context.abort_with_status(to_status(InternalError(text, request_id=request_id)))
+        await _abort(context, InternalError(text, request_id=request_id))
+
+
+async def _abort(context: Any, error: TasukiError) -> None:
+    try:
+        await context.abort_with_status(to_status(error))
+    except CALL_ENDED:  # nobody is told; grpcio's log would have a traceback for each
+        raise asyncio.CancelledError from None
 
 
 def _request_id(context: grpc.aio.ServicerContext[Any, Any]) -> str:

@@ -28,7 +28,8 @@ def enable_reflection(server: grpc.aio.Server, *, service_names: Sequence[str]) 
         request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
         response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
     )
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(V1_NAME, {"ServerReflectionInfo": handler}),))
+    handlers = {"ServerReflectionInfo": handler}
+    server.add_registered_method_handlers(V1_NAME, handlers)  # pyright: ignore[reportAttributeAccessIssue]  the stub does not know it
 
 
 class _ReflectionServicer(reflection.aio.ReflectionServicer):  # pyright: ignore[reportAttributeAccessIssue]  untyped library

@@ -19,12 +19,13 @@ from tasuki.config.fleet_schema import FleetConfig
 from tasuki.rpc.fleet_caller import FleetFence
 from tasuki.rpc.interceptors import CallInterceptor, Observers, PortInterceptor
 from tasuki.rpc.metrics import CallMetrics, MetricsServicer, SpanCounts
+from tasuki.rpc.named_server import NamedServer
 from tasuki.rpc.port import Port
 from tasuki.rpc.reflection import enable_reflection
 from tasuki.v1.metrics_pb2_grpc import add_MetricsServiceServicer_to_server
 from tasuki.wire.address import is_beyond_loopback, remove_dead_socket
 from tasuki.wire.channel import PORT_OPTIONS, SERVER_OPTIONS
-from tasuki.wire.errors import InvalidArgument, NodeRunning
+from tasuki.wire.errors import InvalidArgument, NodeRunning, ServiceFailed
 from tasuki.wire.tracing import NO_TRACER, Tracer
 
 _log = logging.getLogger("tasuki.rpc")
@@ -55,11 +56,10 @@ class RpcServer:
         if tracer is not NO_TRACER:
             self.registry.register(SpanCounts(tracer))
         fence, observers = FleetFence(fleet), Observers(self._metrics, tracer)
-        self._local = grpc.aio.server(interceptors=[CallInterceptor(observers, fence)], options=SERVER_OPTIONS)
+        self._local = NamedServer(CallInterceptor(observers, fence), SERVER_OPTIONS)
         self._servers = [self._local]
         if port is not None:
-            interceptor = PortInterceptor(observers, port.access, fence)
-            self._servers.append(grpc.aio.server(interceptors=[interceptor], options=PORT_OPTIONS))
+            self._servers.append(NamedServer(PortInterceptor(observers, port.access, fence), PORT_OPTIONS))
         self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]  untyped library
         self._names: list[str] = []
         self._socket_inode: int | None = None
@@ -96,16 +96,31 @@ class RpcServer:
         await self._health.set(name, status.SERVING if is_serving else status.NOT_SERVING)
 
     async def run(self, stop_event: asyncio.Event, *, grace_s: float = 5.0) -> None:
-        """Serves until `stop_event`, SIGTERM or SIGINT, then stops gracefully."""
-        await self.serve(stop_event)
-        await self.stop(grace_s=grace_s)
+        """Serves until `stop_event`, SIGTERM or SIGINT, then stops gracefully. Raises as `serve`."""
+        try:
+            await self.serve(stop_event)
+        finally:
+            await self.stop(grace_s=grace_s)
 
     async def serve(self, stop_event: asyncio.Event) -> None:
-        """Returns when `stop_event` is set, which SIGTERM and SIGINT do, too."""
+        """Returns when `stop_event` is set, which SIGTERM and SIGINT do, too.
+
+        Raises ServiceFailed, with the event set, when grpcio has ended a server: its memory is not to be trusted then, so a new process
+        has to serve.
+        """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop_event.set)
-        await stop_event.wait()
+        stopped, ended = asyncio.create_task(stop_event.wait()), [server.ended for server in self._servers]
+        try:
+            await asyncio.wait([stopped, *ended], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopped.cancel()
+        cause = next((each.result() for each in ended if each.done()), None)
+        if cause is not None:
+            _log.error("event=server_ended service=%s error=%r", self.service, cause)
+            stop_event.set()
+            raise ServiceFailed(f"{self.service} serves no more: {cause!r}", service=self.service)
 
     async def stop(self, *, grace_s: float = 5.0) -> None:
         """Tells watchers NOT_SERVING, lets running calls end for `grace_s` seconds, cancels the rest, and removes our socket."""

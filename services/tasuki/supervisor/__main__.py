@@ -16,6 +16,7 @@ from tasuki.supervisor.pool import NodePool
 from tasuki.supervisor.services import node_services
 from tasuki.supervisor.supervise import supervise
 from tasuki.wire.errors import ServiceFailed, TasukiError
+from tasuki.wire.printable import printable
 
 
 def main(state_dir: Path, *, lock_fd: int, starter_fd: int) -> int:
@@ -35,10 +36,10 @@ def main(state_dir: Path, *, lock_fd: int, starter_fd: int) -> int:
             make_pool=functools.partial(NodePool, config) if config.memory.pool else None,
         )
     except TasukiError as error:
-        sys.stderr.write(f"tasuki: error {error.reason}: {error.message}\n")
+        sys.stderr.write(printable(f"tasuki: error {error.reason}: {error.message}") + "\n")
         return 1 if isinstance(error, ServiceFailed) else 2
     except OSError as error:  # an unreadable or unwritable file or folder
-        sys.stderr.write(f"tasuki: error {type(error).__name__}: {error}\n")
+        sys.stderr.write(printable(f"tasuki: error {type(error).__name__}: {error}") + "\n")
         return 2
 
 

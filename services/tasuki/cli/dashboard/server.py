@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler
 from importlib import resources
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -16,7 +15,7 @@ from urllib.parse import parse_qs, urlsplit
 from tasuki.cli.dashboard.feed import Feed, Parts
 from tasuki.cli.dashboard.guard import Guard
 from tasuki.config.schema import NodeConfig
-from tasuki.rpc.http_port import IDLE_TIMEOUT_S, HttpPort
+from tasuki.rpc.http_port import HttpHandler, HttpPort
 from tasuki.wire.errors import InvalidArgument, PathNotFound, PermissionDenied, TasukiError, Unauthenticated
 
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
@@ -72,10 +71,7 @@ def _static_files() -> dict[str, tuple[str, bytes]]:
     return {**found, "/": found["/index.html"]}
 
 
-class _Handler(BaseHTTPRequestHandler):
-    timeout = IDLE_TIMEOUT_S
-    server_version, sys_version = "tasuki", ""
-
+class _Handler(HttpHandler):
     def do_GET(self) -> None:
         server = self.server
         assert isinstance(server, DashboardServer)

@@ -1,0 +1,103 @@
+"""A service's port under a path that is not UTF-8, which would end grpcio's server."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tasuki.rpc.access import Access, LocalCallers
+from tasuki.rpc.client_paths import ClientPaths
+from tasuki.rpc.port import Port
+from tasuki.rpc.server import RpcServer
+from tasuki.v1 import trainer_pb2_grpc
+from tasuki.wire.channel import open_channel
+from tasuki.wire.errors import ServiceFailed
+from tests.integration.counting_trainer import NAME, CountingTrainer
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+SETTINGS, HEADERS, MESSAGE = 4, 1, 0
+NO_UTF8 = b"/x/y\xff"
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    return struct.pack(">I", len(payload))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + payload
+
+
+def call(path: bytes) -> bytes:
+    """A whole connection with one call."""
+    headers = {b":method": b"POST", b":scheme": b"http", b":path": path, b":authority": b"localhost", b"te": b"trailers"}
+    headers[b"content-type"] = b"application/grpc"
+    block = b"".join(b"\x00%c%b%c%b" % (len(name), name, len(value), value) for name, value in headers.items())
+    return PREFACE + frame(SETTINGS, 0, 0, b"") + frame(HEADERS, 4, 1, block) + frame(MESSAGE, 1, 1, bytes(5))
+
+
+async def send(port: int, path: bytes) -> bytes:
+    """What comes back until a status, the connection's end, or a second without either."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(call(path))
+    answer = b""
+    try:
+        async with asyncio.timeout(1.0):
+            while b"grpc-status" not in answer and (more := await reader.read(4096)):
+                answer += more
+    except (TimeoutError, ConnectionError):
+        pass
+    writer.close()
+    return answer
+
+
+@asynccontextmanager
+async def serving(folder: Path, port: int) -> AsyncIterator[RpcServer]:
+    access = Access(LocalCallers(), ClientPaths(state_dir=folder, write=(), read=()))
+    server = RpcServer(
+        service="trainer",
+        target=f"unix:{folder}/a.sock",
+        port=Port(target=f"127.0.0.1:{port}", access=access, credentials=None),
+    )
+    server.add(trainer_pb2_grpc.add_TrainerServiceServicer_to_server, CountingTrainer(), NAME)
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.stop(grace_s=0)
+
+
+async def check(target: str) -> None:
+    async with open_channel(target) as channel:
+        assert (await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)).status
+
+
+async def test_a_path_that_is_not_utf8_is_refused_as_an_unknown_method(tmp_path: Path, unused_tcp_port: int) -> None:
+    async with serving(tmp_path, unused_tcp_port) as server:
+        for path in (NO_UTF8, b"/x/y", b"/tasuki.v1.TrainerService/OptimStep\xff"):
+            assert b"grpc-status\x0212" in await send(unused_tcp_port, path)  # UNIMPLEMENTED
+        await check(f"127.0.0.1:{unused_tcp_port}")
+        async with open_channel(server.target) as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await channel.unary_unary("/x/y")(b"", timeout=10)
+            assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_a_service_whose_server_has_ended_ends_too(
+    tmp_path: Path, unused_tcp_port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fail() -> None:
+        raise ValueError("of grpcio")
+
+    async with serving(tmp_path, unused_tcp_port) as server:
+        stop = asyncio.Event()
+        running = asyncio.create_task(server.run(stop, grace_s=0))
+        loop = asyncio.create_task(fail())  # a real one leaves memory behind that crashes the test's process
+        await asyncio.wait([loop])
+        server._servers[-1]._server._serving_task_crash_handler(loop)
+        with pytest.raises(ServiceFailed, match="of grpcio"):
+            await asyncio.wait_for(running, 60)
+        assert stop.is_set() and caplog.text.count("event=server_ended") == 1
+        assert not (tmp_path / "a.sock").exists()
