@@ -132,6 +132,14 @@ async def test_bad_settings_are_refused(client: TrainerClient) -> None:
     assert (await refused(client.optim_step(learning_rate=-1.0))).metadata["field"] == "learning_rate"
 
 
+async def test_a_path_with_a_nul_is_refused(client: TrainerClient, tmp_path: Path) -> None:
+    path = tmp_path / "a\0b"
+    for call in (client.save(path), client.load(path), client.export(path)):
+        error = await refused(call)
+        assert (error.reason, error.metadata["field"]) == ("INVALID_ARGUMENT", "path")
+        assert "has a NUL" in error.message
+
+
 async def test_a_stream_starts_with_its_header(client: TrainerClient) -> None:
     async def headless() -> AsyncIterator[trainer_pb2.ForwardBackwardRequest]:
         yield trainer_pb2.ForwardBackwardRequest(samples=trainer_pb2.TrainingSamples())
