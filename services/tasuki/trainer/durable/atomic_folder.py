@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -60,13 +60,12 @@ def claim_aside(path: Path, save_id: str) -> Path | None:
     return aside if _broadcast(b"mine" if is_mine else b"theirs") == b"mine" else None
 
 
-def rename_into_place(aside: Path, path: Path, *, last_files: Mapping[str, str]) -> None:
-    """Writes `last_files` (name -> text) to the folder, makes it durable, and renames it."""
+def rename_into_place(aside: Path, path: Path, *, finish: Callable[[], None] = lambda: None) -> None:
+    """Makes the folder durable, and renames it. finish: writes the last files, on rank 0."""
 
     def rename() -> None:
         try:
-            for name, text in last_files.items():
-                (aside / name).write_text(text)
+            finish()
             for file in aside.rglob("*"):
                 _fsync(file)
             _fsync(aside)
