@@ -31,7 +31,7 @@ FAILURES = {
     "DISK_FULL": OSError(errno.ENOSPC, "No space left on device"),
     "INVALID_ARGUMENT": OSError(errno.EACCES, "Permission denied"),
     "PATH_EXISTS": PathExists("it is there"),
-    "INTERNAL": ValueError("Invalid pattern"),
+    "INTERNAL": ValueError("Invalid pattern \udcff"),
 }
 
 
@@ -61,4 +61,4 @@ def test_every_failure_of_the_first_rank_reaches_all(tmp_path: Path) -> None:
     heard = [answer.recv() for answer in answers if answer.poll(LIMIT_S)]
     assert len(heard) == 2 and heard[0] == heard[1]
     assert [each.split()[0] for each in heard[0]] == list(FAILURES)
-    assert heard[0][-1] == "INTERNAL /saves/step-1: ValueError: Invalid pattern"
+    assert heard[0][-1] == "INTERNAL /saves/step-1: ValueError: Invalid pattern \\udcff"

@@ -100,7 +100,8 @@ def on_first_rank(action: Callable[[], None], *, path: Path) -> None:
             failure = _encoded(error)
         except Exception as error:  # noqa: BLE001 - a boundary: whatever it is, the other ranks wait
             _log.error("event=first_rank_failed path=%a", str(path), exc_info=error)
-            failure = _encoded(InternalError(f"{path}: {type(error).__name__}: {error}"))
+            text = f"{path}: {type(error).__name__}: {error}"
+            failure = _encoded(InternalError(text.encode(errors="backslashreplace").decode()))
     failure = _broadcast(failure)
     if failure:
         known = RankError.FromString(failure)
