@@ -20,10 +20,12 @@ from tasuki.trainer.backends.fsdp.checkpoint import (
     RoleFacts,
     load_checkpoint,
     save_checkpoint,
+    sealed,
     training_tensors,
 )
 from tasuki.trainer.roles import Role
 from tasuki.wire.errors import InvalidArgument
+from tests.resealed import reseal
 
 FACTS = CheckpointFacts(num_ranks=1, roles={Role.POLICY: RoleFacts(version=3, schedule_start=2, architecture="Linear")})
 
@@ -114,6 +116,7 @@ def test_a_pickle_in_the_place_of_the_tensors_is_not_run(saved: tuple[Path, list
     for tensor in index.values():
         tensor["parts"][0] |= {"start": 0, "num_bytes": len(content), "crc32": zlib.crc32(content)}
     (path / "tensors.json").write_text(json.dumps(index))
+    reseal(path)
     assert_refused(path, "cannot be restored: UnpicklingError")
     assert not (tmp_path / "ran").exists()
 
@@ -123,7 +126,11 @@ def test_a_pickle_in_the_place_of_the_tensors_is_not_run(saved: tuple[Path, list
     [
         ({"dtype": "load"}, "damaged: model.weight.dtype: .*load is not a dtype"),
         ({"size": [8, -1]}, "damaged: model.weight.size.1: "),
-        ({"size": [16, 8]}, "cannot be restored: ValueError: Size mismatch"),
+        ({"size": [16, 8]}, "damaged: model.weight: .*its parts are not the whole tensor"),
+        ({"offsets": [1, 0]}, "damaged: model.weight: .*its parts are not the whole tensor"),
+        ({"offsets": [2**62, 0]}, "damaged: model.weight: .*its parts are not the whole tensor"),
+        ({"offsets": [2**70, 0]}, "damaged: model.weight.parts.0.offsets.0: "),
+        ({"offsets": [0]}, "damaged: model.weight: .*its parts have other dimensions"),
         ({"parts": []}, "damaged: model.weight: .*its parts are not the whole tensor"),
         ({"file": "../other.distcp"}, "damaged: model.weight.parts.0.file: "),
         ({"file": "/dev/zero"}, "damaged: model.weight.parts.0.file: "),
@@ -140,13 +147,15 @@ def test_an_index_that_is_not_what_was_written_is_refused(
     place = weight if change.keys() <= weight.keys() else weight["parts"][0]
     place.update(change)
     (path / "tensors.json").write_text(json.dumps(index))
+    assert_refused(path, r"tensors\.json is damaged: its checksum differs from the one in checkpoint\.json")
+    reseal(path)
     assert_refused(path, problem)
 
 
 def _facts(*, role: str = "policy", **changed: Any) -> str:
     """A file of facts with one that is wrong."""
     fields = {"version": 3, "schedule_start": 2, "architecture": "Linear", **changed}
-    return json.dumps({"format": 3, "num_ranks": 1, "roles": {role: fields}})
+    return sealed({"format": 4, "num_ranks": 1, "roles": {role: fields}})
 
 
 @pytest.mark.parametrize(
@@ -155,9 +164,11 @@ def _facts(*, role: str = "policy", **changed: Any) -> str:
         ("{", r"checkpoint\.json is damaged: Invalid JSON"),
         ('["format"]', r"checkpoint\.json is damaged: Input should be"),
         ('{"format": 1}', "has a format that this version cannot read"),
-        ('{"format": 2, "policy_version": 3, "num_ranks": 1}', "has a format that this version cannot read"),
+        ('{"format": 3, "num_ranks": 1, "roles": {}}', "has a format that this version cannot read"),
+        ('{"format": 4, "num_ranks": 1, "roles": {}}', "damaged: its checksum differs"),
+        ('{"format": 4, "num_ranks": 1%s}' % ("0" * 5000), "damaged: "),
         (_facts(version="3"), "damaged: roles.policy.version: "),
-        (_facts(version=2**63), "damaged: roles.policy.version: "),
+        (_facts(version=2**53 + 1), "damaged: roles.policy.version: "),
         (_facts(schedule_start=-1), "damaged: roles.policy.schedule_start: "),
         (_facts(role="owner"), "damaged: roles.owner"),
     ],

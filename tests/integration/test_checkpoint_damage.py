@@ -6,19 +6,22 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from pydantic import ValidationError
 from torch import Tensor
 
 from tasuki.trainer.backends.fsdp.checkpoint import CheckpointFacts, RoleFacts, load_checkpoint, save_checkpoint
+from tasuki.trainer.backends.fsdp.checkpoint_files import StoredTensor
 from tasuki.trainer.backends.fsdp.shards import load_shards
 from tasuki.trainer.roles import Role
 from tasuki.transport.shards import Shard
 from tasuki.wire.errors import InvalidArgument, TasukiError
+from tests.resealed import reseal
 
 FACTS = CheckpointFacts(num_ranks=1, roles={Role.POLICY: RoleFacts(version=3, schedule_start=0, architecture="Linear")})
 NOBODY = 65534
@@ -110,6 +113,7 @@ def test_a_folder_that_may_not_be_read_is_refused_by_name(saved: Path) -> None:
     [
         ({"num_ranks": -1}, "damaged: num_ranks: "),
         ({"num_ranks": 2**31}, "damaged: num_ranks: "),
+        ({"version": 2**63 - 1}, r"damaged: roles.policy.version: "),
         ({"version": 2**70}, r"damaged: roles.policy.version: "),
         ({"version": -1}, r"damaged: roles.policy.version: "),
         ({"schedule_start": 2**63}, r"damaged: roles.policy.schedule_start: "),
@@ -118,9 +122,47 @@ def test_a_folder_that_may_not_be_read_is_refused_by_name(saved: Path) -> None:
 def test_numbers_out_of_range_are_refused(saved: Path, change: dict[str, int], problem: str) -> None:
     facts = json.loads((saved / "checkpoint.json").read_text())
     (facts if "num_ranks" in change else facts["roles"]["policy"]).update(change)
-    (saved / "checkpoint.json").write_text(json.dumps(facts))
+    reseal(saved, facts)
     with pytest.raises(InvalidArgument, match=problem):
         loads(saved)
+
+
+@pytest.mark.parametrize("name", ["checkpoint.json", "tensors.json"])
+def test_no_flipped_bit_of_an_index_is_loaded(saved: Path, name: str) -> None:
+    good = (saved / name).read_bytes()
+    for place in range(len(good)):
+        content = bytearray(good)
+        content[place] ^= 1 << place % 8
+        (saved / name).write_bytes(content)
+        with pytest.raises(InvalidArgument, match=r"is damaged: |has a format that"):
+            loads(saved)
+    (saved / name).write_bytes(good)
+    loads(saved)
+
+
+@pytest.mark.parametrize(
+    ("parts", "is_whole"),
+    [
+        ([([0, 0], [4, 6])], True),
+        ([([0, 0], [2, 6]), ([2, 0], [2, 6]), ([4, 0], [0, 6])], True),
+        # Four around one in the middle.
+        ([([0, 0], [1, 4]), ([0, 4], [3, 2]), ([3, 2], [1, 4]), ([1, 0], [3, 2]), ([1, 2], [2, 2])], True),
+        ([([0, 0], [2, 6]), ([0, 0], [2, 6])], False),
+        ([([0, 0], [3, 6]), ([2, 0], [1, 6])], False),
+        ([([0, 0], [2, 6]), ([4, 0], [2, 6])], False),
+        ([([0, 0], [4, 3]), ([0, 3], [4, 2])], False),
+        ([([0, 0], [4, 6]), ([0, 0], [4, 6])], False),
+    ],
+)
+def test_parts_are_a_tiling(parts: list[tuple[list[int], list[int]]], is_whole: bool) -> None:
+    place = {"file": "__0_0.distcp", "start": 0, "num_bytes": 0, "crc32": 0}
+    tensor = {
+        "dtype": "float32",
+        "size": [4, 6],
+        "parts": [{"offsets": offsets, "sizes": sizes, **place} for offsets, sizes in parts],
+    }
+    with nullcontext() if is_whole else pytest.raises(ValidationError, match="its parts are not the whole tensor"):
+        StoredTensor.model_validate(tensor)
 
 
 def test_reading_shows_progress(saved: Path) -> None:

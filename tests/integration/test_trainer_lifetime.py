@@ -14,8 +14,11 @@ import grpc.aio
 import pytest
 import torch
 
+from tasuki.trainer.durable.saves import written_path
+from tasuki.v1 import trainer_pb2
 from tasuki.wire.errors import from_rpc_error
 from tests.extent import only_whole
+from tests.integration.fleet_trainers import save_part
 from tests.integration.trainer_process import TrainerClient, TrainerProcess, connect, is_alive, start_trainer
 from tests.integration.trainer_samples import make_samples
 from tests.limits import limit_s
@@ -53,6 +56,8 @@ async def test_two_ranks_save_and_one_goes_on_where_they_were(two_ranks: Trainer
         await client.forward_backward(samples)
         await client.optim_step(learning_rate=1e-3)
         await client.save(tmp_path / "checkpoint")
+        written = await save_part(client, tmp_path / "a**b", trainer_pb2.SAVE_PART_WRITE, "x1")
+        assert written.policy_version == 1 and written_path(tmp_path / "a**b", "x1").is_dir()
         await client.forward_backward(samples)
         step_of_two = await client.optim_step(learning_rate=1e-3)
         log_probs_of_two = await client.log_probs(samples)

@@ -25,6 +25,9 @@ async def test_a_repeated_request_id_gets_the_first_answer_and_does_nothing(clie
     step = await client.optim_step(request_id="repeat-2", learning_rate=0.0)
     assert await client.optim_step(request_id="repeat-2", learning_rate=0.0) == step
     assert (await client.state()).policy_version == step.version
+    for role in (types_pb2.ROLE_CRITIC, 77):
+        error = await refused(client.optim_step(request_id="repeat-2", role=role, validate_only=True))
+        assert (error.reason, error.metadata["field"]) == ("INVALID_ARGUMENT", "role")
     await client.forward_backward(samples)
     alone = await client.optim_step(learning_rate=0.0)
     assert step.grad_norm == pytest.approx(alone.grad_norm, rel=1e-5)
@@ -130,6 +133,14 @@ async def test_bad_settings_are_refused(client: TrainerClient) -> None:
     assert (await refused(client.forward_backward([]))).metadata["field"] == "samples"
     await client.forward_backward(samples)
     assert (await refused(client.optim_step(learning_rate=-1.0))).metadata["field"] == "learning_rate"
+
+
+async def test_a_path_with_a_nul_is_refused(client: TrainerClient, tmp_path: Path) -> None:
+    path = tmp_path / "a\0b"
+    for call in (client.save(path), client.load(path), client.export(path)):
+        error = await refused(call)
+        assert (error.reason, error.metadata["field"]) == ("INVALID_ARGUMENT", "path")
+        assert "has a NUL" in error.message
 
 
 async def test_a_stream_starts_with_its_header(client: TrainerClient) -> None:

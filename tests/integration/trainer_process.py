@@ -165,9 +165,14 @@ class TrainerClient:
         role: types_pb2.Role.ValueType = ROLE_POLICY,
         learning_rate: float | None = None,
         schedule_step: int | None = None,
+        validate_only: bool = False,
     ) -> trainer_pb2.OptimStepResponse:
         request = trainer_pb2.OptimStepRequest(
-            command=command(request_id), role=role, learning_rate=learning_rate, schedule_step=schedule_step
+            command=command(request_id),
+            role=role,
+            learning_rate=learning_rate,
+            schedule_step=schedule_step,
+            validate_only=validate_only,
         )
         return await self.trainer.OptimStep(request, timeout=CALL_TIMEOUT_S)
 

@@ -58,6 +58,16 @@ def test_leftovers_of_other_saves_go_and_ours_stay(tmp_path: Path) -> None:
     assert not can_be_published(path, "mine")
 
 
+@pytest.mark.parametrize("name", ["*", "**", "a**b", "[.]", "?"])
+def test_a_name_is_no_pattern(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    others = [written_path(tmp_path / "victim", "other"), partial_path(tmp_path / f"{name}.partial-x", "other")]
+    for folder in (*others, partial_path(path, "old"), tmp_path / f".{name}.partial"):
+        folder.mkdir()
+    clear_other_saves(path, "mine")
+    assert set(tmp_path.iterdir()) == set(others)
+
+
 @pytest.mark.parametrize("save_id", ["", "../up", "a/b", "a" * 65, "ä"])
 def test_a_save_id_cannot_leave_its_folder(save_id: str) -> None:
     with pytest.raises(InvalidArgument, match="save_id"):

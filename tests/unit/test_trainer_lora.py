@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from tasuki.config.trainer_schema import LoraConfig
 from tasuki.models.families import read_model
 from tasuki.models.shape import ModelShape, check_lora_targets
-from tasuki.trainer.backends.fsdp.checkpoint import CheckpointFacts, RoleFacts, load_checkpoint
+from tasuki.trainer.backends.fsdp.checkpoint import CheckpointFacts, RoleFacts, load_checkpoint, sealed
 from tasuki.trainer.backends.fsdp.lora import add_adapters, base_parameters, trained_parameters
 from tasuki.trainer.roles import Role
 from tasuki.wire.errors import InvalidArgument
@@ -99,6 +98,6 @@ def facts(*, policy: int | None = None, critic: int | None = -1) -> CheckpointFa
 def test_a_checkpoint_of_another_kind_of_training_is_refused(
     tmp_path: Path, held: CheckpointFacts, have: CheckpointFacts, problem: str
 ) -> None:
-    (tmp_path / "checkpoint.json").write_text(json.dumps({"format": 3, **asdict(held)}))
+    (tmp_path / "checkpoint.json").write_text(sealed({"format": 4, **asdict(held)}))
     with pytest.raises(InvalidArgument, match=problem):
         load_checkpoint(tmp_path, tensors={}, have=have)

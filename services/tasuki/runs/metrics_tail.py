@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+from tasuki.trainer.durable.regular_file import open_regular
+
+_MAX_LINE_BYTES = 16 << 20
+_MAX_STEP = 2**53
 _TABLES = {"metrics": "", "seconds": "seconds/", "stage_seconds": "stage_seconds/"}
 """Tables of a step, by the prefix of their metrics' names."""
 _NOT_FIGURES = {"step", "position", "estimator"}
@@ -27,25 +33,40 @@ class MetricsTail:
     def __init__(self, output_dir: Path) -> None:
         self._path = output_dir / "metrics.jsonl"
         self._inode, self._offset = 0, 0
+        self._is_in_long_line = False
 
     def read(self, *, max_bytes: int | None = None) -> list[StepFigures]:
-        """Reads the steps written since the last call; all steps of a replaced file. Returns None while there is no file.
+        """Reads the steps written since the last call; all steps of a replaced file. Returns none while there is no regular file.
 
-        Skips invalid lines. max_bytes: stops after the line that reaches it and leaves the rest to the next call.
+        Skips invalid lines, and those above 16 MiB. max_bytes: stops after the line that reaches it and leaves the rest to the next call.
         """
         try:
-            with self._path.open("rb") as file:
-                inode, size = (status := self._path.stat()).st_ino, status.st_size
-                if inode != self._inode or size < self._offset:
-                    self._inode, self._offset = inode, 0
-                file.seek(self._offset)
-                lines = file.readlines(-1 if max_bytes is None else max_bytes)
-        except FileNotFoundError:
+            file = open_regular(self._path)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.EINVAL):
+                raise
             return []
-        if lines and not lines[-1].endswith(b"\n"):
-            lines.pop()
-        self._offset += sum(map(len, lines))
-        return [figures for line in lines if (figures := _figures(line)) is not None]
+        with file:
+            status = os.fstat(file.fileno())
+            if status.st_ino != self._inode or status.st_size < self._offset:
+                self._inode, self._offset, self._is_in_long_line = status.st_ino, 0, False
+            file.seek(self._offset)
+            end = math.inf if max_bytes is None else self._offset + max_bytes
+            found: list[StepFigures] = []
+            while self._offset < end and (line := self._line(file)):
+                if (figures := _figures(line)) is not None:
+                    found.append(figures)
+            return found
+
+    def _line(self, file: BinaryIO) -> bytes:
+        """The next line, or a part of a long one as a line without a step; empty before a line that is still being written."""
+        line = file.readline(_MAX_LINE_BYTES)
+        is_end, was_long = line.endswith(b"\n"), self._is_in_long_line
+        if not is_end and not was_long and len(line) < _MAX_LINE_BYTES:
+            return b""
+        self._offset += len(line)
+        self._is_in_long_line = not is_end
+        return b"\n" if line and (was_long or not is_end) else line
 
 
 def _figures(line: bytes) -> StepFigures | None:
@@ -53,13 +74,13 @@ def _figures(line: bytes) -> StepFigures | None:
         step = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(step, dict) or not isinstance(step.get("step"), int):
+    if not isinstance(step, dict) or type(number := step.get("step")) is not int or not 0 <= number <= _MAX_STEP:
         return None
     values = {name: value for name, value in step.items() if name not in _NOT_FIGURES}
     for table, prefix in _TABLES.items():
         inner = values.pop(table, None)
         values |= {f"{prefix}{name}": value for name, value in inner.items()} if isinstance(inner, dict) else {}
-    return StepFigures(step["step"], {name: float(value) for name, value in values.items() if _is_number(value)})
+    return StepFigures(number, {name: float(value) for name, value in values.items() if _is_number(value)})
 
 
 def _is_number(value: Any) -> bool:

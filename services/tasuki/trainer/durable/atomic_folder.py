@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -12,7 +13,9 @@ import torch.distributed as dist
 
 from tasuki.trainer.durable.saves import clear_other_saves, partial_path, written_path
 from tasuki.v1.ranks_pb2 import RankError
-from tasuki.wire.errors import NO_ROOM, DiskFull, InvalidArgument, PathExists, TasukiError, from_reason
+from tasuki.wire.errors import NO_ROOM, DiskFull, InternalError, InvalidArgument, PathExists, TasukiError, from_reason
+
+_log = logging.getLogger("tasuki.trainer")
 
 
 def start_aside(path: Path) -> Path:
@@ -57,13 +60,12 @@ def claim_aside(path: Path, save_id: str) -> Path | None:
     return aside if _broadcast(b"mine" if is_mine else b"theirs") == b"mine" else None
 
 
-def rename_into_place(aside: Path, path: Path, *, last_files: Mapping[str, str]) -> None:
-    """Writes `last_files` (name -> text) to the folder, makes it durable, and renames it."""
+def rename_into_place(aside: Path, path: Path, *, finish: Callable[[], None] = lambda: None) -> None:
+    """Makes the folder durable, and renames it. finish: writes the last files, on rank 0."""
 
     def rename() -> None:
         try:
-            for name, text in last_files.items():
-                (aside / name).write_text(text)
+            finish()
             for file in aside.rglob("*"):
                 _fsync(file)
             _fsync(aside)
@@ -86,7 +88,7 @@ def drop_aside(aside: Path, *, path: Path) -> None:
 def on_first_rank(action: Callable[[], None], *, path: Path) -> None:
     """Runs `action` on rank 0 while the others wait. If it fails, every rank raises the same error.
 
-    Converts an OSError with cannot_write.
+    Converts an OSError with cannot_write, and logs an unexpected exception and converts it to InternalError.
     """
     failure = b""
     if dist.get_rank() == 0:
@@ -96,6 +98,10 @@ def on_first_rank(action: Callable[[], None], *, path: Path) -> None:
             failure = _encoded(cannot_write(path, os_error))
         except TasukiError as error:
             failure = _encoded(error)
+        except Exception as error:  # noqa: BLE001 - a boundary: whatever it is, the other ranks wait
+            _log.error("event=first_rank_failed path=%a", str(path), exc_info=error)
+            text = f"{path}: {type(error).__name__}: {error}"
+            failure = _encoded(InternalError(text.encode(errors="backslashreplace").decode()))
     failure = _broadcast(failure)
     if failure:
         known = RankError.FromString(failure)

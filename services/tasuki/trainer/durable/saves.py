@@ -8,6 +8,7 @@ import re
 import shutil
 from pathlib import Path
 
+from tasuki.trainer.durable.regular_file import read_regular
 from tasuki.wire.errors import InvalidArgument, PathExists, PathNotFound
 
 FACTS_FILE = "checkpoint.json"
@@ -33,10 +34,10 @@ def written_path(path: Path, save_id: str) -> Path:
 def clear_other_saves(path: Path, save_id: str) -> None:
     """Removes what earlier saves to `path` left beside it."""
     mine = (partial_path(path, save_id), written_path(path, save_id))
-    for kind in ("partial", "written"):
-        for left in path.parent.glob(f".{path.name}.{kind}*"):
-            if left not in mine:
-                shutil.rmtree(left, ignore_errors=True)
+    of_path = re.compile(rf"\.{re.escape(path.name)}\.(partial|written)(-{_SAVE_ID.pattern})?")
+    for left in path.parent.iterdir():
+        if of_path.fullmatch(left.name) and left not in mine:
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def publish(path: Path, save_id: str) -> None:
@@ -74,6 +75,6 @@ def drop(path: Path, save_id: str) -> None:
 def _saved_as(path: Path) -> str | None:
     """Id of the save that created a checkpoint; None if there is none."""
     try:
-        return json.loads((path / FACTS_FILE).read_text()).get("save_id")
-    except (OSError, ValueError, AttributeError):
+        return json.loads(read_regular(path / FACTS_FILE)).get("save_id")
+    except (OSError, ValueError, AttributeError, RecursionError):
         return None

@@ -119,6 +119,8 @@ def check_learning_rate(request: OptimStepRequest) -> None:
 
 
 def check_path(text: str) -> None:
+    if "\0" in text:
+        raise InvalidArgument("path", f"{text!r} has a NUL; name a folder without one")
     if not Path(text).is_absolute():
         raise InvalidArgument("path", f"{text!r} is not absolute; the trainer has another working directory")
 

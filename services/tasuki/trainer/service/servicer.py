@@ -125,7 +125,8 @@ class TrainerServicer(TrainerServiceServicer):
         if request.validate_only:
             async with self._validating(request) as is_repeat:
                 requests.check_learning_rate(request)
-                state = self._state.roles[ROLES[request.role]] if is_repeat else self._training.check_optim_step(request)
+                training = self._training
+                state = training.role_state(request.role) if is_repeat else training.check_optim_step(request)
                 return trainer_pb2.OptimStepResponse(version=state.version)
 
         async def step() -> trainer_pb2.OptimStepResponse:

@@ -144,9 +144,13 @@ class Training:
             ],
         )
 
+    def role_state(self, role: RoleMessage.ValueType) -> RoleState:
+        """Raises InvalidArgument unless this node trains the role."""
+        return self.state.roles[self._trained(role, field="role")]
+
     def check_optim_step(self, request: trainer_pb2.OptimStepRequest) -> RoleState:
         """The role's state. Raises NoGradients, or InvalidArgument."""
-        state = self.state.roles[self._trained(request.role, field="role")]
+        state = self.role_state(request.role)
         if not state.has_gradients:
             raise NoGradients("there are no gradients: call ForwardBackward first")
         return state
@@ -163,7 +167,7 @@ class Training:
         return answers[0].optim_step
 
     async def discard_gradients(self, request: trainer_pb2.DiscardGradientsRequest) -> trainer_pb2.DiscardGradientsResponse:
-        state = self.state.roles[self._trained(request.role, field="role")]
+        state = self.role_state(request.role)
         await self.ranks.call(ranks_pb2.TrainerRankCommand(discard_gradients=request))
         state.has_gradients = False
         return trainer_pb2.DiscardGradientsResponse()

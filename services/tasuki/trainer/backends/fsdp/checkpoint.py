@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,13 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.optim import Optimizer
 
-from tasuki.trainer.backends.fsdp.checkpoint_files import DamagedFile, TensorReader, TensorWriter, damaged
+from tasuki.trainer.backends.fsdp.checkpoint_files import (
+    DamagedFile,
+    TensorReader,
+    TensorWriter,
+    damaged,
+    index_checksum,
+)
 from tasuki.trainer.backends.fsdp.lora import trained_parameters
 from tasuki.trainer.durable.atomic_folder import (
     cannot_write,
@@ -35,8 +42,10 @@ from tasuki.trainer.durable.saves import FACTS_FILE, written_path
 from tasuki.trainer.roles import Role
 from tasuki.wire.errors import InvalidArgument, PathNotFound, VersionOrder
 
-_FORMAT = 3
-_Version = Annotated[int, Field(ge=0, lt=2**63)]
+_FORMAT = 4
+_SUM, _INDEX_SUM = "crc32", "tensors_crc32"
+_Version = Annotated[int, Field(ge=0, le=2**53)]
+"""Leaves room for steps: the coordinator's journal holds 64-bit integers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +81,7 @@ def save_checkpoint(path: Path, *, tensors: Mapping[str, Tensor], facts: Checkpo
     """
     aside = start_aside(path)
     _write(aside, path, tensors=tensors)
-    rename_into_place(aside, path, last_files={FACTS_FILE: _text(facts)})
+    rename_into_place(aside, path, finish=lambda: _write_facts(aside, facts))
     return folder_bytes(path)
 
 
@@ -83,7 +92,7 @@ def write_checkpoint(path: Path, save_id: str, *, tensors: Mapping[str, Tensor],
         return 0
     _write(aside, path, tensors=tensors)
     written = written_path(path, save_id)
-    rename_into_place(aside, written, last_files={FACTS_FILE: _text(facts, save_id=save_id)})
+    rename_into_place(aside, written, finish=lambda: _write_facts(aside, facts, save_id=save_id))
     return folder_bytes(written)
 
 
@@ -98,12 +107,25 @@ def _write(aside: Path, path: Path, *, tensors: Mapping[str, Tensor]) -> None:
         raise InvalidArgument("path", f"{path} cannot be written: {_cause(error)}") from error
 
 
-def _text(facts: CheckpointFacts, **more: str) -> str:
-    return json.dumps({"format": _FORMAT, **more, **_Facts.dump_python(facts, mode="json")}, indent=2)
+def _write_facts(folder: Path, facts: CheckpointFacts, **more: str) -> None:
+    fields = {"format": _FORMAT, **more, **_Facts.dump_python(facts, mode="json"), _INDEX_SUM: index_checksum(folder)}
+    (folder / FACTS_FILE).write_text(sealed(fields))
 
 
-def read_facts(path: Path) -> CheckpointFacts:
-    """Raises PathNotFound without a checkpoint at `path`, InvalidArgument if it is foreign or unreadable."""
+def sealed(fields: Mapping[str, Any]) -> str:
+    """JSON text of the fields and their checksum."""
+    return json.dumps({**fields, _SUM: _checksum(fields)}, indent=2)
+
+
+def _checksum(fields: Mapping[str, Any]) -> int:
+    """CRC-32 of the fields as canonical JSON."""
+    return zlib.crc32(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode())
+
+
+def read_facts(path: Path) -> tuple[CheckpointFacts, int]:
+    """Facts, and the checksum of the index. Raises PathNotFound without a checkpoint at `path`, InvalidArgument if it is foreign, damaged
+    or unreadable.
+    """
     file = path / FACTS_FILE
     try:
         content = read_regular(file)
@@ -112,18 +134,21 @@ def read_facts(path: Path) -> CheckpointFacts:
     except OSError as error:
         raise InvalidArgument("path", f"{file} cannot be read as user {os.getuid()}: {error.strerror}") from error
     try:
-        if _Fields.validate_json(content).get("format") != _FORMAT:
+        fields = _Fields.validate_json(content)
+        if fields.get("format") != _FORMAT:
             raise InvalidArgument("path", f"{path} has a format that this version cannot read")
-        return _Facts.validate_json(content, strict=True)
+        if fields.pop(_SUM, None) != _checksum(fields):
+            raise InvalidArgument("path", f"{file} is damaged: its checksum differs from the one in it")
+        return _Facts.validate_json(content, strict=True), fields.get(_INDEX_SUM, -1)
     except ValidationError as error:
         raise damaged(file, error) from error
 
 
 def check_checkpoint(path: Path, *, have: CheckpointFacts) -> CheckpointFacts:
     """Reads a checkpoint's facts without its tensors. Raises those errors of load_checkpoint that are then visible."""
-    facts = read_facts(path)
+    facts, index_crc32 = read_facts(path)
     _check_fits(path, facts, have=have)
-    TensorReader(path, progressed=lambda: None)
+    TensorReader(path, index_crc32=index_crc32, progressed=lambda: None)
     return facts
 
 
@@ -136,9 +161,9 @@ def load_checkpoint(
     All or nothing: new tensors are read separately, and replace the current ones only once all are complete with correct checksums.
     progressed: called while reading. Raises VersionOrder if the checkpoint is older than `have`, and the errors of read_facts.
     """
-    facts = read_facts(path)
+    facts, index_crc32 = read_facts(path)
     _check_fits(path, facts, have=have)
-    reader = TensorReader(path, progressed=progressed)
+    reader = TensorReader(path, index_crc32=index_crc32, progressed=progressed)
     loaded: dict[str, Tensor] = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
     if facts.num_ranks == have.num_ranks:
         loaded[_random_key()] = torch.get_rng_state()

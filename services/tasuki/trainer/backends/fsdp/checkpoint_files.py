@@ -1,23 +1,24 @@
 """Checkpoint files: torch.distributed.checkpoint writes and reads the tensors, with a JSON index instead of torch's pickle.
 
 A pickle can run arbitrary code in the process that reads it; tensors are read with `weights_only`, which cannot.
-The index has a checksum of every part of a tensor, since torch does not detect damage.
+Torch does not detect damage: checkpoint.json has its own checksum and the index's, and the index that of every part of a tensor.
 """
 
 from __future__ import annotations
 
 import io
-import math
 import os
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, cast
 
 import torch
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeInt, TypeAdapter, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -31,11 +32,13 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from tasuki.trainer.durable.regular_file import open_regular, read_regular
+from tasuki.trainer.durable.saves import FACTS_FILE
 from tasuki.wire.errors import InvalidArgument
 
 _INDEX_FILE = "tensors.json"
 _CHUNK_BYTES = 16 << 20
-_Sizes = tuple[NonNegativeInt, ...]
+_Size = Annotated[int, Field(ge=0, lt=2**63)]
+_Sizes = Annotated[tuple[_Size, ...], Field(max_length=8)]
 
 
 def _known_dtype(name: str) -> str:
@@ -51,27 +54,49 @@ class _Part(BaseModel):
     offsets: _Sizes
     sizes: _Sizes
     file: Annotated[str, Field(pattern=r"^\w+\.distcp$")]
-    start: NonNegativeInt
-    num_bytes: NonNegativeInt
+    start: _Size
+    num_bytes: _Size
     crc32: Annotated[int, Field(ge=0, lt=2**32)]
     """CRC-32 of those bytes."""
 
 
-class _Tensor(BaseModel):
+class StoredTensor(BaseModel):
+    """A tensor in the index."""
+
     model_config = ConfigDict(extra="forbid")
     dtype: Annotated[str, AfterValidator(_known_dtype)]
     size: _Sizes
     parts: list[_Part]
 
     @model_validator(mode="after")
-    def _parts_are_the_whole(self) -> _Tensor:
+    def _parts_are_the_whole(self) -> StoredTensor:
         """Torch would silently leave anything that no part covers uninitialized."""
-        if sum(math.prod(part.sizes) for part in self.parts) != math.prod(self.size):
+        if any(len(part.offsets) != len(self.size) or len(part.sizes) != len(self.size) for part in self.parts):
+            raise ValueError("its parts have other dimensions")
+        # Boxes cover each element of the whole exactly once if and only if their signed corners add up to those of the whole.
+        corners = _corners((0,) * len(self.size), self.size)
+        for part in self.parts:
+            corners.subtract(_corners(part.offsets, part.sizes))
+        if any(corners.values()):
             raise ValueError("its parts are not the whole tensor")
         return self
 
 
-_Index = TypeAdapter(dict[str, _Tensor])
+def _corners(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Counter[tuple[int, ...]]:
+    """A box as the sum of its corners, each 1 or -1: the indicator function of the box is that sum of quadrants."""
+    corners: Counter[tuple[int, ...]] = Counter()
+    for ends in product((0, 1), repeat=len(sizes)):
+        corner = tuple(offset + end * size for offset, end, size in zip(offsets, ends, sizes, strict=True))
+        corners[corner] += (-1) ** sum(ends)
+    return corners
+
+
+_Index = TypeAdapter(dict[str, StoredTensor])
+
+
+def index_checksum(folder: Path) -> int:
+    """CRC-32 of the index that TensorWriter wrote."""
+    return zlib.crc32(read_regular(folder / _INDEX_FILE))
 
 
 @dataclass
@@ -107,27 +132,31 @@ class TensorWriter(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         stored = {result.index: result.storage_data for of_rank in results for result in of_rank}
-        index: dict[str, _Tensor] = {}
+        index: dict[str, StoredTensor] = {}
         for name, tensor in metadata.state_dict_metadata.items():
             assert isinstance(tensor, TensorStorageMetadata), "a checkpoint contains only tensors"
             parts = [_part(chunk, stored[MetadataIndex(name, chunk.offsets)]) for chunk in tensor.chunks]
             dtype = str(tensor.properties.dtype).removeprefix("torch.")
-            index[name] = _Tensor(dtype=dtype, size=tuple(tensor.size), parts=parts)
+            index[name] = StoredTensor(dtype=dtype, size=tuple(tensor.size), parts=parts)
         (Path(self.path) / _INDEX_FILE).write_bytes(_Index.dump_json(index))
 
 
 class TensorReader(FileSystemReader):
     """Reads what TensorWriter wrote, from regular files with correct checksums."""
 
-    def __init__(self, folder: Path, *, progressed: Callable[[], None]) -> None:
+    def __init__(self, folder: Path, *, index_crc32: int, progressed: Callable[[], None]) -> None:
         """progressed: called for every 16 MiB. Raises InvalidArgument if the index is missing or damaged."""
         super().__init__(folder)
         self.fs, self._progressed = _RegularFiles(), progressed
         file = folder / _INDEX_FILE
         try:
-            self._metadata = _metadata(_Index.validate_json(read_regular(file)))
+            content = read_regular(file)
         except OSError as error:
             raise InvalidArgument("path", f"{file} cannot be read: {error.strerror}") from error
+        if zlib.crc32(content) != index_crc32:
+            raise InvalidArgument("path", f"{file} is damaged: its checksum differs from the one in {FACTS_FILE}")
+        try:
+            self._metadata = _metadata(_Index.validate_json(content))
         except ValidationError as error:
             raise damaged(file, error) from error
 
@@ -184,7 +213,7 @@ def _part(chunk: ChunkStorageMetadata, stored: _StoredPart) -> _Part:
     )
 
 
-def _metadata(index: dict[str, _Tensor]) -> Metadata:
+def _metadata(index: dict[str, StoredTensor]) -> Metadata:
     """Converts to the metadata that torch's reader expects."""
     tensors: dict[str, Any] = {}
     stored: dict[MetadataIndex, _StoredPart] = {}

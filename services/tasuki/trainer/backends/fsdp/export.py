@@ -47,7 +47,7 @@ def export_model(path: Path, *, causal_lm: nn.Module, source: Path) -> int:
     except TasukiError:
         drop_aside(aside, path=path)
         raise
-    rename_into_place(aside, path, last_files={})
+    rename_into_place(aside, path)
     return folder_bytes(path)
 
 
