@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from tasuki.cli.__main__ import main
+from tests.conftest import ENVIRONMENT
+from tests.tiny_disk import tmpfs
+from tests.unit.test_doctor import config
+
+__all__ = ["config"]
+PLAN = [sys.executable, "-m", "tasuki.cli", "plan", "--preset", "balanced"]
 
 
 def test_an_unknown_command_is_answered_with_those_of_the_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -16,3 +25,31 @@ def test_an_unknown_command_is_answered_with_those_of_the_help(capsys: pytest.Ca
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
     assert offered == re.findall(r"^    (\w+)\b", capsys.readouterr().out, flags=re.MULTILINE)
+
+
+def test_output_without_room_is_an_error_that_names_it() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(PLAN, env=ENVIRONMENT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    told = "tasuki: error DISK_FULL: standard output cannot be written: No space left on device\n"
+    assert (done.returncode, done.stderr) == (2, told)
+
+
+def test_a_reader_that_has_gone_ends_a_command_in_silence() -> None:
+    with subprocess.Popen(
+        [*PLAN, "--json"], env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as command:
+        assert command.stdout is not None
+        command.stdout.close()
+        assert command.stderr is not None
+        assert (command.stderr.read(), command.wait(timeout=60)) == ("", 1)
+
+
+def test_up_on_a_full_disk_names_it(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with tmpfs(tmp_path / "disk", num_kib=64) as disk:
+        state_dir = disk.folder / "node"
+        state_dir.mkdir()
+        (state_dir / "node.lock").touch()
+        disk.fill()
+        assert main(["up", str(config), "--set", f"state_dir={state_dir}"]) == 2
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told.startswith(f"tasuki: error DISK_FULL: {state_dir}") and "No space left on device; free space" in told
