@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.cli.__main__ import main
+from tasuki.cli.__main__ import exit_code_of, main
 from tests.conftest import ENVIRONMENT
 from tests.tiny_disk import tmpfs
 from tests.unit.test_doctor import config
@@ -42,6 +42,11 @@ def test_a_reader_that_has_gone_ends_a_command_in_silence() -> None:
         command.stdout.close()
         assert command.stderr is not None
         assert (command.stderr.read(), command.wait(timeout=60)) == ("", 1)
+
+
+def test_an_error_of_the_system_has_a_reason_and_its_path(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code_of(lambda: len(Path("/dev/null/file").read_text())) == 2
+    assert capsys.readouterr().err == "tasuki: error PATH_NOT_FOUND: /dev/null/file: Not a directory\n"
 
 
 def test_up_on_a_full_disk_names_it(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ from tasuki.config.load import load_beside_node, load_config
 from tasuki.config.places import config_path
 from tasuki.config.schema import NodeConfig
 from tasuki.config.track_schema import TRACKERS, TrackConfig
-from tasuki.wire.errors import NO_ROOM, DiskFull, NodeDown, ServiceFailed, TasukiError
+from tasuki.wire.errors import NO_ROOM, DiskFull, NodeDown, PathNotFound, ServiceFailed, TasukiError
 
 if TYPE_CHECKING:
     _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -53,7 +53,7 @@ def exit_code_of(command: Callable[[], int]) -> int:
 
 
 def _code_of_system_error(error: OSError) -> int:
-    """Prints the error, with its reason if the disk is full, or nothing if the reader of standard output has gone."""
+    """Prints the error with its reason and path, or nothing if the reader of standard output has gone."""
     path = error.filename
     if path is None and _drops_output():
         if isinstance(error, BrokenPipeError):
@@ -62,6 +62,8 @@ def _code_of_system_error(error: OSError) -> int:
     text = f"{type(error).__name__}: {error}"
     if error.errno in NO_ROOM:
         text = f"{DiskFull.reason}: {path or 'a file'} cannot be written: {error.strerror}"
+    elif path is not None:
+        text = f"{PathNotFound.reason}: {path}: {error.strerror}"
     sys.stderr.write(f"tasuki: error {text}\n")
     return USER_ERROR
 
