@@ -63,13 +63,14 @@ def test_a_bad_line_is_named(config: Path, capsys: pytest.CaptureFixture[str], l
     file.write_text(f"{good}{line}\n")
     other = "eval_dataset" if key == "dataset" else "dataset"
     overrides = [f'sft.{key}="{file}"', f'sft.{other}="{config.parent}/good.jsonl"']
-    assert problem in _error(config, capsys, *overrides)
+    told = _error(config, capsys, *overrides)
+    assert f"INVALID_ARGUMENT: sft.{key}: " in told and problem in told
 
 
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [
-        (["sft.dataset=/nowhere/train.jsonl"], "/nowhere/train.jsonl does not exist"),
+        (["sft.dataset=/nowhere/train.jsonl"], "sft.dataset: /nowhere/train.jsonl does not exist"),
         (["sft.max_tokens=65"], "sft.max_tokens: is 65, above trainer.micro_batch_tokens of 64"),
         (["sft.max_tokens=257", "trainer.micro_batch_tokens=512"], "sft.max_tokens: is 257, above the model's context length of 256"),
         (["sft.max_tokens=6"], "train.jsonl:1: has 7 tokens; at most 6 fit"),

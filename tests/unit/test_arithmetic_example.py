@@ -82,6 +82,14 @@ def test_a_file_that_does_not_exist_is_named(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (1, f"make_task.py: dataset {tmp_path / 'none.jsonl'} does not exist\n")
 
 
+def test_a_run_ends_with_the_line_of_its_problems(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    options = ["--model", tmp_path, "--output", tmp_path / "run", "--gsm8k", tmp_path / "none.jsonl"]
+    command = [sys.executable, EXAMPLE / "run.py", *options]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (2, f"make_task.py: dataset {tmp_path / 'none.jsonl'} does not exist\n")
+
+
 @pytest.mark.parametrize(
     ("completion", "exact", "form"),
     [

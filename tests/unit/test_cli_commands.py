@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import io
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from tasuki.cli.__main__ import main
+from tasuki.cli.__main__ import exit_code_of, main
 from tasuki.cli.node_snapshot import NodeSnapshot
 from tasuki.cli.node_tables import draw
 from tasuki.v1 import coordinator_pb2, memory_pb2, rollout_pb2, trainer_pb2
+from tests.conftest import ENVIRONMENT
+from tests.tiny_disk import tmpfs
+from tests.unit.test_doctor import config
+
+__all__ = ["config"]
+PLAN = [sys.executable, "-m", "tasuki.cli", "plan", "--preset", "balanced"]
 
 
 def test_an_unknown_command_is_answered_with_those_of_the_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -25,9 +33,9 @@ def test_an_unknown_command_is_answered_with_those_of_the_help(capsys: pytest.Ca
 
 
 def test_an_error_shows_control_characters_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = tmp_path / "node.toml"
-    config.write_text('state_dir = "s"\n"\\u001b[31mevil\\u0007\\u009b" = 1\n[model]\npath = "m"\n')
-    assert main(["up", str(config)]) == 2
+    file = tmp_path / "node.toml"
+    file.write_text('state_dir = "s"\n"\\u001b[31mevil\\u0007\\u009b" = 1\n[model]\npath = "m"\n')
+    assert main(["up", str(file)]) == 2
     told = capsys.readouterr().err
     assert told.startswith("tasuki: error INVALID_ARGUMENT") and r"\x1b[31mevil\x07\x9b" in told
     assert all(char.isprintable() or char == "\n" for char in told)
@@ -48,3 +56,36 @@ def test_a_nodes_state_shows_control_characters_escaped() -> None:
     console = Console(file=shown, width=200)
     console.print(draw(snapshot))
     assert "the path /x\\x1b]0;evil\\x07 \N{LATIN SMALL LETTER E WITH ACUTE} exists" in shown.getvalue()
+
+
+def test_output_without_room_is_an_error_that_names_it() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(PLAN, env=ENVIRONMENT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    told = "tasuki: error DISK_FULL: standard output cannot be written: No space left on device\n"
+    assert (done.returncode, done.stderr) == (2, told)
+
+
+def test_a_reader_that_has_gone_ends_a_command_in_silence() -> None:
+    with subprocess.Popen(
+        [*PLAN, "--json"], env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as command:
+        assert command.stdout is not None
+        command.stdout.close()
+        assert command.stderr is not None
+        assert (command.stderr.read(), command.wait(timeout=60)) == ("", 1)
+
+
+def test_an_error_of_the_system_has_a_reason_and_its_path(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code_of(lambda: len(Path("/dev/null/file").read_text())) == 2
+    assert capsys.readouterr().err == "tasuki: error PATH_NOT_FOUND: /dev/null/file: Not a directory\n"
+
+
+def test_up_on_a_full_disk_names_it(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with tmpfs(tmp_path / "disk", num_kib=64) as disk:
+        state_dir = disk.folder / "node"
+        state_dir.mkdir()
+        (state_dir / "node.lock").touch()
+        disk.fill()
+        assert main(["up", str(config), "--set", f"state_dir={state_dir}"]) == 2
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told.startswith(f"tasuki: error DISK_FULL: {state_dir}") and "No space left on device; free space" in told

@@ -145,6 +145,11 @@ def test_wrong_key_or_value_is_named(tmp_path: Path, extra: str, overrides: list
         (["track.online=true"], "track.online", 'add "wandb" to track.to'),
         (['sft.dataset="a"', 'sft.output_dir="b"', "sft.eval_every=3"], "sft.eval_every", "give an eval_dataset"),
         (['trainer.learning_rate="1e-5"'], "trainer.learning_rate", "give a number, without quotes (got '1e-5')"),
+        (["state_dir=1"], "state_dir", "give a path in quotes (got 1)"),
+        (["model=3"], "model", "give a table (got 3)"),
+        (["train=4"], "train", "give a table (got 4)"),
+        (["failpoints=5"], "failpoints", "give a list (got 5)"),
+        (["rollout.engine=6"], "rollout.engine", "give a table (got 6)"),
         (['trainer.prefix_sharing="true"'], "trainer.prefix_sharing", "give true or false, without quotes"),
     ],
 )

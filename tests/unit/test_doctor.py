@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,10 @@ from tasuki.cli import certs
 from tasuki.cli.__main__ import main
 from tasuki.cli.doctor import host
 from tasuki.cli.doctor.certificates import check_certificate, warn_of_certificate
-from tasuki.cli.doctor.finding import Finding, Verdict
+from tasuki.cli.doctor.command import examine
+from tasuki.cli.doctor.finding import Finding, Verdict, ok
 from tasuki.cli.doctor.gpus import Gpu, GpuFacts, check_compilers, check_driver, check_peers, check_strangers, gpu_findings
-from tasuki.cli.doctor.node import check_plan
+from tasuki.cli.doctor.node import check_datasets, check_plan, check_rewards
 from tasuki.config.load import load_config
 from tests.conftest import ENVIRONMENT
 from tests.dashboard import RECORDED
@@ -38,6 +40,11 @@ def is_bad(finding: Finding, verdict: Verdict, *, found: str, advice: str) -> bo
 
 def is_ok(finding: Finding) -> bool:
     return finding.verdict is Verdict.OK and not finding.advice
+
+
+def finding_of(path: Path, name: str, overrides: Sequence[str]) -> Finding:
+    """One finding of the command, without the checks behind it."""
+    return next(finding for finding in examine(path, overrides=overrides) if finding.name == name)
 
 
 @pytest.fixture
@@ -159,8 +166,14 @@ def test_a_port_that_is_taken_is_found(config: Path):
             "security",
             "/none",
         ),
-        (["train.dataset=/none.jsonl", "train.output_dir=out", "train.reward.function=a:b"], "data of [train]", "/none.jsonl"),
+        (["state_dir=/dev/null"], "disk of state_dir", "/dev/null is not a folder"),
+        (["train.dataset=/none.jsonl", "train.output_dir=out", "train.reward.function=a"], "data of [train]", "/none.jsonl"),
         (["memory.host_budget_bytes=1MB"], "memory plan", "give at least"),
+        (
+            ["memory.host_budget_bytes=1MB", "rollout.kv_tokens=64"],
+            "memory plan",
+            "1000000 bytes leave no room for rollout.kv_tokens",
+        ),
         (["memory.host_budget_bytes=100TB", "memory.pool=true"], "memory plan", "memory.pool needs"),
     ],
 )
@@ -173,22 +186,92 @@ def test_a_fault_of_the_configuration_is_found(
     assert findings[name]["verdict"] == "fail" and found in findings[name]["found"] and findings[name]["advice"]
 
 
-def test_data_that_a_run_would_refuse_is_found(config: Path, capsys: pytest.CaptureFixture[str]):
+def test_data_that_a_run_would_refuse_is_found(config: Path):
     shutil.copy(RECORDED / "model" / "tokenizer.json", config.parent / "model")
     data = config.parent / "train.jsonl"
     data.write_text('{"prompt": "1234>", "answer": "4321"}\n')
-    run = [f"train.dataset={data}", "train.output_dir=run", "train.reward.function=a:b"]
+    run = [f"train.dataset={data}", "train.output_dir=run", "train.reward.function=a"]
 
-    def judged(*overrides: str) -> dict[str, str]:
-        main(["doctor", str(config), *(part for one in (*run, *overrides) for part in ("--set", one)), "--json"])
-        return {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)}["data of [train]"]
+    def judged(*overrides: str) -> Finding:
+        (finding,) = check_datasets(load_config(config, overrides=[*run, *overrides]), has_model=True)
+        return finding
 
-    assert judged("train.max_new_tokens=100")["verdict"] == "ok"
+    assert is_ok(judged("train.max_new_tokens=100"))
     too_long = judged("train.max_new_tokens=256")
-    assert too_long["verdict"] == "fail" and "leaves no room for a prompt" in too_long["found"]
-    assert too_long["advice"] == "change train.max_new_tokens"
+    assert too_long.verdict is Verdict.FAIL and "leaves no room for a prompt" in too_long.found
+    assert too_long.advice == "change train.max_new_tokens"
     data.write_text('{"prompt": "1234>"}\n{}\n')
-    assert "train.jsonl:2: lacks `prompt`" in judged("train.max_new_tokens=100")["found"]
+    assert "train.dataset: " in (refused := judged("train.max_new_tokens=100")).found
+    assert "train.jsonl:2: lacks `prompt`" in refused.found and refused.advice == "change train.dataset"
+    held_out, missing = config.parent / "eval.jsonl", config.parent / "none.jsonl"
+    data.write_text('{"prompt": "1234>"}\n')
+    held_out.write_text("[]\n")
+    refused = judged("train.max_new_tokens=100", f"train.eval_dataset={held_out}", "train.eval_every=1")
+    assert refused.found.startswith(f"INVALID_ARGUMENT: train.eval_dataset: {held_out}:1: expected an object")
+    assert refused.advice == "change train.eval_dataset"
+    refused = judged(f"train.eval_dataset={missing}", "train.eval_every=1")
+    assert (refused.found, refused.advice) == (f"{missing} is not a file", "change train.eval_dataset")
+
+
+@pytest.mark.parametrize(
+    ("function", "problem"),
+    [("nope:fn", "No module named 'nope'"), ("reward:nofn", "no attribute 'nofn'"), ("reward", 'expected "module:function"')],
+)
+def test_a_reward_that_a_run_would_refuse_is_found(config: Path, function: str, problem: str):
+    (config.parent / "reward.py").write_text("def score(completion):\n    return 0.0\n")
+    run = [f"train.dataset={config}", "train.output_dir=run"]
+    train = load_config(config, overrides=[*run, f"train.reward.function={function}"]).train
+    assert train is not None
+    refused = check_rewards(train, (config.parent,))
+    assert is_bad(
+        refused, Verdict.FAIL, found="INVALID_ARGUMENT: train.reward.function: ", advice="change train.reward.function"
+    )
+    assert problem in refused.found
+
+
+def test_one_of_several_rewards_is_named(config: Path):
+    run = ["train.dataset=/none", "train.output_dir=run", "train.reward.functions.exact.function=a"]
+    refused = finding_of(config, "reward of [train]", run)
+    assert is_bad(refused, Verdict.FAIL, found="got 'a'", advice="change train.reward.functions")
+
+
+def test_rewards_are_searched_beside_the_configuration(config: Path):
+    (config.parent / "beside_config.py").write_text("def score(completion):\n    return 0.0\n")
+    run = ["train.dataset=/none", "train.output_dir=run", "train.reward.functions.exact.function=beside_config:score"]
+    assert finding_of(config, "reward of [train]", run) == ok("reward of [train]", "beside_config:score")
+
+
+def test_a_light_install_starts_no_node(config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    for module in ("tasuki.supervisor.installed", "tasuki.config.engine_arguments"):
+        monkeypatch.setattr(f"{module}.find_spec", lambda name: None)
+    assert main(["doctor", str(config), "--set", "rollout.engine.bogus=1", "--json"]) == 1
+    findings = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)}
+    packages, arguments = findings["packages of a node"], findings["engine arguments"]
+    assert (packages["verdict"], packages["advice"]) == ("fail", "pip install 'tasuki[trainer,rollout]'")
+    assert (arguments["verdict"], arguments["found"]) == ("warn", "bogus not checked: SGLang is not installed")
+    assert main(["up", str(config)]) == 2
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told.startswith("tasuki: error NOT_INSTALLED: a node needs torch, ") and told.endswith("'tasuki[trainer,rollout]'")
+
+
+def test_a_folder_of_something_else_is_found(config: Path):
+    found = finding_of(config, "state_dir", [f"state_dir={config.parent}"])
+    assert is_bad(found, Verdict.FAIL, found="contains files of something else", advice="change state_dir")
+
+
+@pytest.mark.parametrize(
+    ("file", "override", "advice"),
+    [
+        ("missing.toml", [], "give the path of a node's TOML file"),
+        ("", [], "give the path of a node's TOML file"),
+        ("eval.jsonl", [], "correct the TOML of the file"),
+        ("node.toml", ["state_dir"], "give --set A.B=VALUE"),
+        ("node.toml", ["model=1"], "see docs/config.md for model"),
+    ],
+)
+def test_the_advice_for_a_configuration_names_no_path_as_a_key(config: Path, file: str, override: list[str], advice: str):
+    (config.parent / "eval.jsonl").write_text("{}\n")
+    assert is_bad(finding_of(config.parent / file, "configuration", override), Verdict.FAIL, found="", advice=advice)
 
 
 def test_a_certificate_that_ends_is_found(config: Path, capsys: pytest.CaptureFixture[str]):
@@ -265,7 +348,7 @@ def test_the_report_is_a_line_for_each_check_and_a_count(capsys: pytest.CaptureF
 
 
 def test_the_report_names_tables_in_brackets(capsys: pytest.CaptureFixture[str], config: Path):
-    run = ["train.dataset=/nonexistent", "train.output_dir=run", "train.reward.function=a:b"]
+    run = ["train.dataset=/nonexistent", "train.output_dir=run", "train.reward.function=a"]
     assert main(["doctor", str(config), *(part for one in run for part in ("--set", one))]) == 1
     assert "data of [train]" in capsys.readouterr().out
 

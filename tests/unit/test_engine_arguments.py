@@ -72,6 +72,24 @@ def test_a_table_for_a_value_is_refused(tmp_path: Path):
     assert refused.value.metadata["field"].startswith("rollout.engine.kv_cache_dtype")
 
 
+def test_speculation_on_a_cpu_is_refused(tmp_path: Path):
+    with pytest.raises(InvalidArgument, match='needs device = "cuda"') as refused:
+        load(tmp_path, 'speculative_algorithm = "NGRAM"')
+    assert refused.value.metadata["field"] == "rollout.engine.speculative_algorithm"
+    file = tmp_path / "node.toml"
+    assert load_config(file, overrides=["device=cuda"]).rollout.engine == {"speculative_algorithm": "NGRAM"}
+
+
+@needs_sglang
+@pytest.mark.parametrize("override", ["rollout.engine.bogus=1", "rollout.engine.page_size=true"])
+def test_a_plan_of_arguments_that_sglang_refuses_is_refused(tmp_path: Path, override: str, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG))
+    load(tmp_path, "")
+    assert main(["plan", str(tmp_path / "node.toml"), "--set", override]) == 2
+    assert f"tasuki: error INVALID_ARGUMENT: {override.partition('=')[0]}: " in capsys.readouterr().err
+
+
 @needs_sglang
 def test_a_name_that_sglang_has_not_is_refused_with_the_nearest_one():
     with pytest.raises(InvalidArgument, match="did you mean chunked_prefill_size") as refused:

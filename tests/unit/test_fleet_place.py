@@ -40,7 +40,9 @@ def test_a_node_that_the_leader_cannot_call_is_refused_by_key(tmp_path: Path) ->
             check_place(node(tmp_path, *PORTS, f"trainer.listen={listen}"))
         assert refused.value.metadata["field"] == "trainer.listen"
     finding = next(
-        each for each in node_findings(node(tmp_path, *PORTS, "trainer.listen=unix"), []) if each.name == "place in the fleet"
+        each
+        for each in node_findings(node(tmp_path, *PORTS, "trainer.listen=unix"), [], config_dir=tmp_path)
+        if each.name == "place in the fleet"
     )
     assert (finding.verdict, finding.advice) == (Verdict.FAIL, "change trainer.listen")
 

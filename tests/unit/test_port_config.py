@@ -35,6 +35,7 @@ def load(folder: Path, overrides: list[str]):
         [LOOPBACK, "security.insecure=true"],
         ["trainer.listen=[::1]:5001", "security.insecure=true"],
         ["trainer.listen=localhost:5001", TOKEN],
+        [LOOPBACK, "rollout.listen=[::1]:5001", TOKEN],
         [*TLS, "security.client_ca=a"],
     ],
 )
@@ -54,6 +55,13 @@ def test_ports_that_know_their_callers_are_taken(tmp_path: Path, overrides: list
         ([ANYWHERE, *TLS, "security.insecure=true"], "coordinator.listen", "set security.client_ca or security.tokens"),
         ([LOOPBACK], "trainer.listen", "open to every user of the machine"),
         ([LOOPBACK, *TLS], "trainer.listen", "open to every user of the machine"),
+        (
+            [ANYWHERE, "trainer.listen=0.0.0.0:5000"],
+            "trainer.listen",
+            '= "0.0.0.0:5000" is already taken by coordinator.listen',
+        ),
+        ([ANYWHERE, "rollout.listen=127.0.0.1:5000"], "rollout.listen", "is already taken by coordinator.listen"),
+        ([LOOPBACK, "metrics.listen=localhost:5001"], "metrics.listen", "is already taken by trainer.listen"),
         (["security.cert=c"], "security.key", "security.cert"),
         (["security.key=c"], "security.cert", "security.key"),
         (["security.client_ca=c"], "security.cert", "security.client_ca"),

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from tasuki.cli.__main__ import exit_code_of
+from tasuki.cli.__main__ import USER_ERROR, exit_code_of
 from tasuki.cli.train import run
 from tasuki.config.load import load_config
 from tasuki.config.schema import NodeConfig
@@ -57,7 +57,10 @@ def example(arguments: argparse.Namespace, *, started: float) -> int:
 
 
 def make_task(output: Path, config: Path, *, seed: int, model: Path, gsm8k: Path | None) -> None:
-    """Write config.toml and task/ into the run's folder. Raises PathNotFound without the model, PathExists for another folder."""
+    """Write config.toml and task/ into the run's folder.
+
+    Raises PathNotFound without the model, PathExists for another folder, SystemExit if make_task.py refuses, which says why.
+    """
     if not (model / "tokenizer_config.json").exists():
         raise PathNotFound(f"there is no model in {model}; `make example` makes it", path=model)
     remove_earlier(output)
@@ -66,7 +69,9 @@ def make_task(output: Path, config: Path, *, seed: int, model: Path, gsm8k: Path
     (output / "task").mkdir()
     (output / "task" / "model").symlink_to(model.resolve())
     options = ["--gsm8k", gsm8k] if gsm8k else []
-    subprocess.run([sys.executable, HERE / "make_task.py", output / "task", "--seed", str(seed), *options], check=True)
+    command = [sys.executable, HERE / "make_task.py", output / "task", "--seed", str(seed), *options]
+    if subprocess.run(command, check=False).returncode != 0:
+        sys.exit(USER_ERROR)
 
 
 def remove_earlier(output: Path) -> None:

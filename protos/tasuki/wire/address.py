@@ -67,6 +67,13 @@ def is_beyond_loopback(target: str) -> bool:
         return True
 
 
+def is_same_port(target: str, other: str) -> bool:
+    """Whether two servers of one machine could not both listen at these addresses: on one port, and one host or any host."""
+    (host, port), (other_host, other_port) = split_host_port(target), split_host_port(other)
+    hosts = {LOOPBACK[0] if one == LOOPBACK[1] else one for one in (host, other_host)}
+    return port == other_port and (len(hosts) == 1 or not hosts.isdisjoint(_ANY_HOST))
+
+
 def reachable(target: str, *, seen_from: str) -> str:
     """`target` as seen by a client that reached the node at `seen_from`: a wildcard address becomes that host."""
     if target.startswith("unix:") or split_host_port(target)[0] not in _ANY_HOST:

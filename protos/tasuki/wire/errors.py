@@ -216,6 +216,12 @@ class UnsupportedModel(TasukiError):
     code, reason = grpc.StatusCode.UNIMPLEMENTED, "UNSUPPORTED_MODEL"
 
 
+class NotInstalled(TasukiError):
+    """A package that the command needs is not installed. metadata: `packages`, and `extras` of tasuki that install them."""
+
+    code, reason = grpc.StatusCode.FAILED_PRECONDITION, "NOT_INSTALLED"
+
+
 class DeadlineRequired(TasukiError):
     """A mutating call without a deadline."""
 

@@ -18,7 +18,7 @@ from tasuki.config.load import load_beside_node, load_config
 from tasuki.config.places import config_path
 from tasuki.config.schema import NodeConfig
 from tasuki.config.track_schema import TRACKERS, TrackConfig
-from tasuki.wire.errors import InvalidArgument, NodeDown, ServiceFailed, TasukiError
+from tasuki.wire.errors import NO_ROOM, DiskFull, InvalidArgument, NodeDown, PathNotFound, ServiceFailed, TasukiError
 from tasuki.wire.printable import printable
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ USER_ERROR, SERVICE_ERROR, INTERRUPTED = 2, 1, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0; 1 if a service failed; 2 for any other error; 130 after Ctrl-C."""
+    """Returns the exit code: 0; 1 if a service failed or nobody reads the output; 2 for any other error; 130 after Ctrl-C."""
     arguments = _parser().parse_args(argv)
     return exit_code_of(lambda: arguments.run(arguments))
 
@@ -40,16 +40,45 @@ def exit_code_of(command: Callable[[], int]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupted)
     try:
-        return command()
+        code = command()
+        sys.stdout.flush()
+        return code
     except TasukiError as error:
         sys.stderr.write(printable(f"tasuki: error {error.reason}: {error.message}") + "\n")
         return SERVICE_ERROR if isinstance(error, ServiceFailed) else USER_ERROR
     except OSError as error:  # an unreadable or unwritable file or folder
-        sys.stderr.write(printable(f"tasuki: error {type(error).__name__}: {error}") + "\n")
-        return USER_ERROR
+        return _code_of_system_error(error)
     except KeyboardInterrupt:
         sys.stderr.write("tasuki: interrupted\n")
         return INTERRUPTED
+
+
+def _code_of_system_error(error: OSError) -> int:
+    """Prints the error with its reason and path, or nothing if the reader of standard output has gone."""
+    path = error.filename
+    if path is None and _drops_output():
+        if isinstance(error, BrokenPipeError):
+            return SERVICE_ERROR  # as rich does
+        path = "standard output"
+    text = f"{type(error).__name__}: {error}"
+    if error.errno in NO_ROOM:
+        text = f"{DiskFull.reason}: {path or 'a file'} cannot be written: {error.strerror}"
+    elif path is not None:
+        text = f"{PathNotFound.reason}: {path}: {error.strerror}"
+    sys.stderr.write(f"tasuki: error {text}\n")
+    return USER_ERROR
+
+
+def _drops_output() -> bool:
+    """Whether standard output cannot be written, as a line break shows: a failed write leaves nothing to flush. Drops further output."""
+    try:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    except OSError:
+        with Path(os.devnull).open("wb") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        return True
+    return False
 
 
 def _interrupted(number: int, frame: FrameType | None) -> NoReturn:

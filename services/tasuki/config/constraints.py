@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from tasuki.config.devices import MAX_GPUS, UUID
 from tasuki.config.failpoints import check_failpoint, parse_failpoint
-from tasuki.config.ports import port_problem
+from tasuki.config.ports import port_problem, shared_port_problem
 
 if TYPE_CHECKING:
     from tasuki.config.schema import NodeConfig
@@ -56,7 +56,7 @@ def check_constraints(config: NodeConfig) -> None:
     _check_critic(config)
     _check_failpoints(config)
     _check_deadlines(config)
-    problem = port_problem(config)
+    problem = shared_port_problem(config) or port_problem(config)
     if problem is not None:
         raise SettingsConflict(*problem)
 
@@ -190,6 +190,9 @@ def _check_kind_of_device(config: NodeConfig) -> None:
     if config.device == "cpu" and config.trainer.export_handles == "ipc":
         raise SettingsConflict("trainer.export_handles", '= "ipc" needs device = "cuda"')
     _check_own_settings(config)
+    if config.device == "cpu" and "speculative_algorithm" in config.rollout.engine:
+        problem = 'needs device = "cuda": SGLang does not speculate on a CPU; leave it out'
+        raise SettingsConflict("rollout.engine.speculative_algorithm", problem)
     if config.device == "cuda" and config.rollout.dtype == "float32":
         raise SettingsConflict(
             "rollout.dtype",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -141,6 +142,12 @@ def check_argument_values(arguments: Mapping[str, Argument]) -> None:
             raise InvalidArgument(field, f"is {value!r}; SGLang takes {ast.unparse(known[name])}")
 
 
+def has_sglang() -> bool:
+    """Whether SGLang is installed, so that its arguments can be checked."""
+    return find_spec("sglang") is not None
+
+
+@cache
 def _server_arguments() -> Mapping[str, ast.expr]:
     """SGLang's ServerArgs with their types, parsed from its source because importing it takes seconds."""
     sglang = find_spec("sglang")

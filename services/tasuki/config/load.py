@@ -18,6 +18,15 @@ from tasuki.config.security_schema import CallerRole
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 
 _SHOWN_CHARACTERS = 200
+_WANTED = {
+    "path_type": "give a path in quotes",
+    "model_type": "give a table",
+    "model_attributes_type": "give a table",
+    "dict_type": "give a table",
+    "tuple_type": "give a list",
+    "list_type": "give a list",
+}
+"""What to give, by pydantic's type of a problem whose own message names Python's types."""
 
 
 def load_config(path: Path, *, overrides: Sequence[str] = ()) -> NodeConfig:
@@ -90,7 +99,7 @@ def _explain(problem: Mapping[str, Any]) -> str:
         return "required, but not given"
     if isinstance(problem["input"], Mapping):  # a whole table with conflicting keys
         return str(problem.get("ctx", {}).get("error", problem["msg"]))
-    message = problem["msg"].removeprefix("Value error, ")
+    message = _WANTED.get(problem["type"]) or problem["msg"].removeprefix("Value error, ")
     return f"{message} (got {_without_password(_shown(problem['input']))})"
 
 

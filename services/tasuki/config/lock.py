@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from types import TracebackType
 
+from tasuki.config.room import disk_full_at
 from tasuki.wire.errors import InvalidArgument, NodeRunning
 from tasuki.wire.flock import try_lock
 
@@ -30,11 +31,12 @@ class StateLock:
         """Takes the lock, in a folder that it creates if needed.
 
         key: of the configuration, which names the folder. Raises NodeRunning with the holder's pid if the lock is held, InvalidArgument
-        naming the key if the folder cannot be created or written.
+        naming the key if the folder cannot be created or written, DiskFull without space.
         """
         try:
-            state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-            fd = os.open(lock_path(state_dir, name=name), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            with disk_full_at(state_dir):
+                state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+                fd = os.open(lock_path(state_dir, name=name), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise InvalidArgument(
                 key, f"{error.filename} cannot be created: {error.strerror}; name a folder that you can write to"
@@ -44,7 +46,12 @@ class StateLock:
             os.close(fd)
             raise NodeRunning(f"pid {pid} already runs a {name} on {state_dir}", state_dir=state_dir, pid=pid)
         lock = cls(fd)
-        lock.sign(os.getpid())
+        try:
+            with disk_full_at(state_dir):
+                lock.sign(os.getpid())
+        except BaseException:
+            lock.close()
+            raise
         return lock
 
     def sign(self, pid: int) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from typing import TYPE_CHECKING
 
-from tasuki.wire.address import is_beyond_loopback, split_host_port
+from tasuki.wire.address import is_beyond_loopback, is_same_port, split_host_port
 
 if TYPE_CHECKING:
     from tasuki.config.schema import NodeConfig
@@ -44,6 +45,17 @@ def fleet_port_problem(config: NodeConfig) -> tuple[str, str] | None:
         if listen == UNIX or not is_beyond_loopback(listen):
             advice = f'set it to HOST:PORT, such as "0.0.0.0:{_PORTS[service]}", with [security]'
             return f"{service}.listen", f'= "{listen}" cannot be called from node 0, at {fleet.leader}: {advice}'
+    return None
+
+
+def shared_port_problem(config: NodeConfig) -> tuple[str, str] | None:
+    """The first key whose address an earlier one already takes, and its problem; else None."""
+    listens = {f"{service}.listen": target for service, target in port_targets(config).items()}
+    if config.metrics.listen is not None:
+        listens["metrics.listen"] = config.metrics.listen
+    for (key, listen), (other, taken) in combinations(listens.items(), 2):
+        if is_same_port(listen, taken):
+            return other, f'= "{taken}" is already taken by {key} = "{listen}": choose another port'
     return None
 
 

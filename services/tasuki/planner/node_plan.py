@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tasuki.config.gpus import gpus_of
-from tasuki.config.schema import NodeConfig, RolloutConfig
+from tasuki.config.schema import NodeConfig
 from tasuki.models.shape import ModelShape, check_lora_targets, check_shared_base
 from tasuki.planner.kv_tokens import wanted_tokens
 from tasuki.planner.layout import Checkpointing, Layout, Overheads, named_as_given
@@ -121,27 +121,34 @@ def node_layout(
     if config.residency is not None:
         staying = given(layout, config, config.residency)
     else:
-        check_kv_tokens(layout, rollout)
+        check_kv_tokens(layout, config)
         must_stay = None if is_open else trainer.export_stays is not False
         staying = decide(layout, export_stays=must_stay, budget_bytes=config.memory.host_budget_bytes)
     return replace(layout, staying=staying)
 
 
-def check_kv_tokens(layout: Layout, rollout: RolloutConfig) -> None:
+def check_kv_tokens(layout: Layout, config: NodeConfig) -> None:
     """Raises InvalidArgument for a number of tokens that does not fit next to the engine's weights."""
-    if not isinstance(rollout.kv_tokens, int):
+    tokens, budget = config.rollout.kv_tokens, config.memory.host_budget_bytes
+    if not isinstance(tokens, int):
         return
-    each = kv_bytes_per_token(layout)
+    needed = tokens * kv_bytes_per_token(layout)
     most = largest_pool(layout)
-    if rollout.kv_tokens <= most.num_tokens:
+    if tokens <= most.num_tokens:
         return
-    where = "of this machine" if layout.device == "cpu" else f"that kv_ratio = {layout.kv_ratio:g} leaves of a GPU"
-    other = "" if layout.device == "cpu" else ", raise rollout.kv_ratio or rollout.tp_size"
+    if layout.host_bytes == budget and not most.num_tokens:
+        text = f"{budget} bytes leave no room for rollout.kv_tokens = {tokens}, which take {needed} next to the engine's weights; raise it"
+        raise InvalidArgument("memory.host_budget_bytes", text, needed_bytes=needed)
+    where, other = f"that kv_ratio = {layout.kv_ratio:g} leaves of a GPU", ", raise rollout.kv_ratio or rollout.tp_size"
+    if layout.device == "cpu":
+        where, other = "of this machine", ""
+        if layout.host_bytes == budget:
+            where, other = f"that memory.host_budget_bytes = {budget} leaves", ", raise memory.host_budget_bytes"
     raise InvalidArgument(
         "rollout.kv_tokens",
-        f"{rollout.kv_tokens} tokens take {rollout.kv_tokens * each} bytes, more than the {most.num_bytes} {where}; "
+        f"{tokens} tokens take {needed} bytes, more than the {most.num_bytes} {where}; "
         f"give at most {most.num_tokens}{other}, or remove it",
-        needed_bytes=rollout.kv_tokens * each,
+        needed_bytes=needed,
         free_bytes=most.num_bytes,
     )
 

@@ -11,6 +11,7 @@ from tasuki.client.dataset import Row, read_jsonl
 from tasuki.config.schema import NodeConfig, TrainConfig
 from tasuki.models.config_json import read_json_object, size
 from tasuki.runs.folder import CHECKPOINTS, RUN_FILES
+from tasuki.runs.keys import field_as_key
 from tasuki.runs.settings import RunSettings
 from tasuki.runs.tokenizer import ModelTokenizer
 from tasuki.supervisor.model_folder import check_model_folder
@@ -33,33 +34,37 @@ def read_inputs(config: NodeConfig) -> TrainInputs:
     if train is None:
         raise InvalidArgument("train", "the configuration has neither a [train] nor an [sft] table: nothing to train")
     check_model_folder(config.model.path)
-    rows = read_jsonl(train.dataset)
-    eval_rows = read_jsonl(train.eval_dataset) if train.eval_dataset is not None else []
+    with field_as_key("dataset", "train.dataset"):
+        rows = read_jsonl(train.dataset)
+    with field_as_key("dataset", "train.eval_dataset"):
+        eval_rows = read_jsonl(train.eval_dataset) if train.eval_dataset is not None else []
     _check_stop_tokens(config, train)
     tokenizer = ModelTokenizer(config.model.path)
     limit = min(_context_length(config), config.most_micro_batch_tokens)
     most = train.max_prompt_tokens
-    longest = check_lengths(
-        rows,
-        tokenizer=tokenizer,
-        limit=limit,
-        key="train.max_new_tokens",
-        max_new_tokens=train.max_new_tokens,
-        max_prompt_tokens=most,
-        path=train.dataset,
-    )
+    with field_as_key("dataset", "train.dataset"):
+        longest = check_lengths(
+            rows,
+            tokenizer=tokenizer,
+            limit=limit,
+            key="train.max_new_tokens",
+            max_new_tokens=train.max_new_tokens,
+            max_prompt_tokens=most,
+            path=train.dataset,
+        )
     key, max_new_tokens = "train.eval.max_new_tokens", train.eval.max_new_tokens
     if max_new_tokens is None:
         key, max_new_tokens = "train.max_new_tokens", train.max_new_tokens
-    check_lengths(
-        eval_rows,
-        tokenizer=tokenizer,
-        limit=limit,
-        key=key,
-        max_new_tokens=max_new_tokens,
-        max_prompt_tokens=most,
-        path=train.eval_dataset,
-    )
+    with field_as_key("dataset", "train.eval_dataset"):
+        check_lengths(
+            eval_rows,
+            tokenizer=tokenizer,
+            limit=limit,
+            key=key,
+            max_new_tokens=max_new_tokens,
+            max_prompt_tokens=most,
+            path=train.eval_dataset,
+        )
     return TrainInputs(train, tokenizer, rows, eval_rows, longest)
 
 

@@ -1,12 +1,16 @@
-"""Settings of the training loop from a [train] table."""
+"""Settings and rewards of the training loop from a [train] table."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
 from tasuki.client.evaluation import EvalSettings
-from tasuki.client.rewards import NamedReward
+from tasuki.client.rewards import NamedReward, RewardPool
 from tasuki.client.rl_loop import Settings
 from tasuki.client.types import SamplingParams
 from tasuki.config.train_schema import RewardConfig, TrainConfig
+from tasuki.runs.keys import field_as_key
 
 
 def loop_settings(train: TrainConfig) -> Settings:
@@ -37,6 +41,19 @@ def loop_settings(train: TrainConfig) -> Settings:
         save_every=train.save_every,
         seed=train.seed,
     )
+
+
+def open_rewards(reward: RewardConfig, folders: Sequence[Path], *, num_workers: int) -> RewardPool:
+    """Starts the workers of `[train.reward]`, which import its functions. Raises InvalidArgument naming the key."""
+    key = "train.reward.functions" if reward.function is None else "train.reward.function"
+    with field_as_key("reward", "train.reward"), field_as_key("reward.function", key):
+        return RewardPool(
+            named_rewards(reward),
+            folders=folders,
+            num_workers=num_workers,
+            timeout_s=reward.timeout_s,
+            on_error=reward.on_error,
+        )
 
 
 def named_rewards(reward: RewardConfig) -> str | list[NamedReward]:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from tasuki.client.dataset import Dataset, Row
 from tasuki.client.estimation import EstimatorState
-from tasuki.client.rewards import RewardPool
 from tasuki.client.rl_loop import RlLoop
 from tasuki.client.sample_dump import SampleDump
 from tasuki.client.step import Step
@@ -18,7 +17,7 @@ from tasuki.config.train_schema import TrainConfig
 from tasuki.runs.continuation import Continuation
 from tasuki.runs.folder import SAMPLES, draw_curve, summarize
 from tasuki.runs.inputs import TrainInputs
-from tasuki.runs.loop_settings import loop_settings, named_rewards
+from tasuki.runs.loop_settings import loop_settings, open_rewards
 from tasuki.runs.settings import RunSettings
 from tasuki.runs.training import Loop
 
@@ -44,13 +43,7 @@ class RlTraining:
     def opened(self, folders: Sequence[Path], *, save_now: Callable[[], bool]) -> Iterator[Loop]:
         inputs, reward = self.inputs, self.inputs.train.reward
         with (
-            RewardPool(
-                named_rewards(reward),
-                folders=folders,
-                num_workers=reward.num_workers,
-                timeout_s=reward.timeout_s,
-                on_error=reward.on_error,
-            ) as rewards,
+            open_rewards(reward, folders, num_workers=reward.num_workers) as rewards,
             _sample_dump(inputs.train) as dump,
         ):
 

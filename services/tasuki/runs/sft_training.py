@@ -20,6 +20,7 @@ from tasuki.config.schema import NodeConfig
 from tasuki.config.sft_schema import SftConfig
 from tasuki.planner.model_shape import read_model_shape
 from tasuki.runs.continuation import Continuation
+from tasuki.runs.keys import field_as_key
 from tasuki.runs.settings import RunSettings
 from tasuki.runs.sft_report import draw_sft_curve, summarize_sft
 from tasuki.runs.tokenizer import ModelTokenizer
@@ -95,8 +96,10 @@ def read_sft(config: NodeConfig, sft: SftConfig) -> SftTraining:
     check_model_folder(config.model.path)
     max_tokens = _max_tokens(config, sft)
     tokenizer = ModelTokenizer(config.model.path)
-    samples = read_sft_jsonl(sft.dataset, tokenizer, max_tokens=max_tokens)
-    eval_samples = [] if sft.eval_dataset is None else read_sft_jsonl(sft.eval_dataset, tokenizer, max_tokens=max_tokens)
+    with field_as_key("dataset", "sft.dataset"):
+        samples = read_sft_jsonl(sft.dataset, tokenizer, max_tokens=max_tokens)
+    with field_as_key("dataset", "sft.eval_dataset"):
+        eval_samples = [] if sft.eval_dataset is None else read_sft_jsonl(sft.eval_dataset, tokenizer, max_tokens=max_tokens)
     return SftTraining(sft, samples, eval_samples)
 
 

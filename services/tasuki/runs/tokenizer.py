@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasuki.client.chat import ChatTokens, Message, chat_tokens
-from tasuki.wire.errors import InvalidArgument, PathNotFound
+from tasuki.wire.errors import InvalidArgument, NotInstalled, PathNotFound
 
 # Mark of the assistant's text in a chat template, as transformers searches for it.
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -23,13 +23,14 @@ class ModelTokenizer:
     """The tokenizer of a Hugging Face model folder."""
 
     def __init__(self, model_path: Path) -> None:
-        """Raises PathNotFound if the folder has no tokenizer, InvalidArgument if it cannot be loaded."""
+        """Raises PathNotFound if the folder has no tokenizer, InvalidArgument if it cannot be loaded, NotInstalled without transformers."""
         try:
             from huggingface_hub.errors import StrictDataclassError  # comes with transformers
 
             tokenizers = _auto_tokenizer()
         except ImportError as error:
-            raise InvalidArgument("model.path", "tokenizing needs transformers: pip install 'tasuki[trainer]'") from error
+            text = "the model's tokenizer needs transformers: pip install 'tasuki[trainer]'"
+            raise NotInstalled(text, packages="transformers", extras="trainer") from error
         try:
             # Any: transformers' return type is a union of every tokenizer.
             self._tokenizer: Any = tokenizers.from_pretrained(model_path, local_files_only=True)

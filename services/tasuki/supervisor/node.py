@@ -30,12 +30,14 @@ from tasuki.config.places import (
     training_log_path,
     training_run_path,
 )
+from tasuki.config.room import disk_full_at
 from tasuki.config.save import save_config
 from tasuki.config.schema import NodeConfig
 from tasuki.planner.budget import check_host_budget
 from tasuki.rpc.port import check_ports
 from tasuki.supervisor.exit_report import node_down
 from tasuki.supervisor.fleet_place import check_place
+from tasuki.supervisor.installed import check_node_installed
 from tasuki.supervisor.model_folder import check_model_folders
 from tasuki.supervisor.node_settings import check_node_runs_with
 from tasuki.supervisor.pool import check_pool_room
@@ -110,10 +112,11 @@ def start_node(
 
     resumes: the trainer resumes where the last one in the state folder ended, instead of from the model. waits_for: polled meanwhile.
 
-    Raises NodeRunning if a node is already running, PathNotFound or InvalidArgument for the model folder, InvalidArgument if GPUs are
-    missing, ServiceFailed if a service ends before it serves, and as `check_place` for a node of a fleet. After any exception,
-    including KeyboardInterrupt, nothing is left running.
+    Raises NotInstalled without torch or SGLang, NodeRunning if a node is already running, PathNotFound or InvalidArgument for the model
+    folder, InvalidArgument if GPUs are missing, DiskFull without space in the state folder, ServiceFailed if a service ends before it
+    serves, and as `check_place` for a node of a fleet. After any exception, including KeyboardInterrupt, nothing is left running.
     """
+    check_node_installed()
     check_model_folders(config)
     check_gpu_is_shown(config)
     check_host_budget(config)
@@ -122,6 +125,18 @@ def start_node(
     check_argument_values(config.rollout.engine)
     check_tracing_installed(config.telemetry.endpoint)
     check_state_folder(config)
+    with disk_full_at(config.state_dir):
+        node = _begin(config, resumes=resumes, tell=tell)
+    try:
+        _wait_until_serving(node.config, tell=tell, supervisor=node.process, waits_for=waits_for)
+    except BaseException:
+        node.stop()
+        raise
+    return node
+
+
+def _begin(config: NodeConfig, *, resumes: bool, tell: Tell) -> StartedNode:
+    """Writes the state folder's files and starts the supervisor."""
     lock = StateLock.take(config.state_dir, name=NODE_LOCK)
     read_fd, starter_fd = os.pipe()
     try:
@@ -136,13 +151,7 @@ def start_node(
     finally:
         lock.close()
         os.close(read_fd)
-    node = StartedNode(config, process, starter_fd=starter_fd)
-    try:
-        _wait_until_serving(config, tell=tell, supervisor=process, waits_for=waits_for)
-    except BaseException:
-        node.stop()
-        raise
-    return node
+    return StartedNode(config, process, starter_fd=starter_fd)
 
 
 def _begin_at_the_model(state_dir: Path) -> None:

@@ -50,21 +50,26 @@ def examine(path: Path | None, *, overrides: Sequence[str] = (), min_gbit: float
             config = load_beside_node(path, overrides=overrides)
             yield ok("configuration", str(path))
         except TasukiError as error:
-            yield fail(
-                "configuration",
-                f"{error.reason}: {error.message}",
-                f"see docs/config.md for {error.metadata.get('field', path)}",
-            )
+            yield fail("configuration", f"{error.reason}: {error.message}", _advice(error))
     facts = read_gpu_facts()
     if facts.driver_cuda is not None or (config is not None and config.device == "cuda"):
         runs = config is not None and holder(config.state_dir, name=NODE_LOCK) is not None
         yield from gpu_findings(facts, torch_cuda=torch_cuda_version(), node_runs=runs)
-    if config is not None:
-        yield from node_findings(config, facts.gpus)
+    if path is not None and config is not None:
+        yield from node_findings(config, facts.gpus, config_dir=path.resolve().parent)
         yield from fleet_findings(running_config(config), min_gbit=min_gbit)
     else:
         yield check_shared_memory()
         yield check_passing("cpu")
+
+
+def _advice(error: TasukiError) -> str:
+    """What to do about a configuration that cannot be loaded."""
+    field = error.metadata.get("field")
+    if field is None:
+        return "give the path of a node's TOML file"
+    advice = {"config": "correct the TOML of the file", "set": "give --set A.B=VALUE"}
+    return advice.get(field, f"see docs/config.md for {field}")
 
 
 def _show(findings: Sequence[Finding]) -> None:

@@ -174,7 +174,9 @@ def check_disk(key: str, folder: Path, *, needed_bytes: int) -> Finding:
     """Checks space and permission. needed_bytes: expected size of what a run writes there."""
     place = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
     name = f"disk of {key}"
-    if not os.access(place, os.W_OK):
+    if not place.is_dir():
+        return fail(name, f"{place} is not a folder", f"choose another {key}")
+    if not os.access(place, os.W_OK | os.X_OK):
         return fail(name, f"{place} cannot be written", f"choose another {key}, or give user {os.getuid()} write permission")
     free = shutil.disk_usage(place).free
     text = f"{free / 1e9:.1f} GB free at {place}"

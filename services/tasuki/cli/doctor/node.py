@@ -11,7 +11,7 @@ from tasuki.cli.doctor.certificates import check_certificate
 from tasuki.cli.doctor.finding import Finding, Verdict, fail, ok, warn
 from tasuki.cli.doctor.gpus import Gpu
 from tasuki.cli.doctor.host import check_disk, check_port, check_shared_memory
-from tasuki.config.engine_arguments import check_argument_values
+from tasuki.config.engine_arguments import check_argument_values, has_sglang
 from tasuki.config.lock import NODE_LOCK, holder
 from tasuki.config.ports import port_targets
 from tasuki.config.schema import NodeConfig, SftConfig, TrainConfig
@@ -23,13 +23,16 @@ from tasuki.planner.model_shape import read_model_shape
 from tasuki.planner.node_plan import plan_node
 from tasuki.rpc.port import check_ports
 from tasuki.runs.inputs import read_inputs
+from tasuki.runs.loop_settings import open_rewards
 from tasuki.runs.sft_training import read_sft
 from tasuki.runs.trackers import check_installed
 from tasuki.supervisor.fleet_place import check_place
+from tasuki.supervisor.installed import check_node_installed
 from tasuki.supervisor.model_folder import check_model_folders
+from tasuki.supervisor.node import check_state_folder
 from tasuki.supervisor.pool import check_pool_room
 from tasuki.wire.address import split_host_port
-from tasuki.wire.errors import TasukiError
+from tasuki.wire.errors import NotInstalled, TasukiError
 from tasuki.wire.tracing import check_tracing_installed
 
 _PROBE_TIMEOUT_S = 120.0
@@ -38,9 +41,13 @@ _STATE_BYTES = 14
 _NO_GPU = 1
 
 
-def node_findings(config: NodeConfig, gpus: Sequence[Gpu]) -> Iterable[Finding]:
+def node_findings(config: NodeConfig, gpus: Sequence[Gpu], *, config_dir: Path) -> Iterable[Finding]:
+    """config_dir: of the configuration's file, where rewards are searched."""
     runs = holder(config.state_dir, name=NODE_LOCK) is not None
     yield ok("node", f"runs in {config.state_dir}") if runs else ok("node", "is not running")
+    if not runs:
+        yield _checked("packages of a node", "installed", check_node_installed, key="the environment")
+        yield _checked("state_dir", str(config.state_dir), lambda: check_state_folder(config), key="state_dir")
     model = _checked("model", str(config.model.path), lambda: check_model_folders(config), key="model.path")
     yield model
     security = _checked("security", _secured(config), lambda: check_ports(config), key="[security]")
@@ -49,13 +56,14 @@ def node_findings(config: NodeConfig, gpus: Sequence[Gpu]) -> Iterable[Finding]:
         yield check_certificate(config.security.cert, config.security.key)
     if config.fleet is not None and not runs:
         yield _checked("place in the fleet", config.fleet.leader, lambda: check_place(config), key="fleet")
-    arguments = ", ".join(config.rollout.engine) or "none"
-    yield _checked("engine arguments", arguments, lambda: _check_engine(config), key="[rollout.engine]")
+    yield _check_engine(config)
     endpoint = config.telemetry.endpoint
     yield _checked("tracing", endpoint or "off", lambda: check_tracing_installed(endpoint), key="telemetry.endpoint")
     yield _checked("trackers", ", ".join(config.track.to) or "none", lambda: _check_trackers(config), key="track.to")
     has_model = model.verdict is Verdict.OK
     yield from check_datasets(config, has_model=has_model)
+    if config.train is not None:
+        yield check_rewards(config.train, (Path.cwd(), config_dir))
     if has_model:
         yield check_plan(config, gpus)
     yield check_shared_memory(num_ranks=max(config.trainer.num_ranks, config.num_engine_ranks))
@@ -117,23 +125,41 @@ def check_datasets(config: NodeConfig, *, has_model: bool) -> Iterable[Finding]:
 def _check_data(table: str, run: TrainConfig | SftConfig, read: Callable[[], object] | None) -> Finding:
     """read: None without a tokenizer."""
     name = f"data of [{table}]"
-    missing = [path for path in (run.dataset, run.eval_dataset) if path is not None and not path.is_file()]
-    if missing:
-        return fail(name, f"{missing[0]} is not a file", f"change {table}.dataset or {table}.eval_dataset")
+    for key, path in ((f"{table}.dataset", run.dataset), (f"{table}.eval_dataset", run.eval_dataset)):
+        if path is not None and not path.is_file():
+            return fail(name, f"{path} is not a file", f"change {key}")
     return ok(name, str(run.dataset)) if read is None else _checked(name, str(run.dataset), read, key=f"{table}.dataset")
+
+
+def check_rewards(train: TrainConfig, folders: Sequence[Path]) -> Finding:
+    """Imports the reward functions in a worker process, as `tasuki train` does before its first step."""
+    reward = train.reward
+    functions = [reward.function] if reward.function is not None else [each.function for each in reward.functions.values()]
+
+    def check() -> None:
+        with open_rewards(reward, folders, num_workers=1):
+            return
+
+    return _checked("reward of [train]", ", ".join(functions), check, key="train.reward")
 
 
 def _checked(name: str, found: str, check: Callable[[], object], *, key: str) -> Finding:
     """key: to change if an error names none."""
     try:
         check()
+    except NotInstalled as error:
+        return fail(name, f"{error.reason}: {error.message}", f"pip install 'tasuki[{error.metadata['extras']}]'")
     except TasukiError as error:
         return fail(name, f"{error.reason}: {error.message}", f"change {error.metadata.get('field', key)}")
     return ok(name, found)
 
 
-def _check_engine(config: NodeConfig) -> None:
-    check_argument_values(config.rollout.engine)
+def _check_engine(config: NodeConfig) -> Finding:
+    name, arguments = "engine arguments", config.rollout.engine
+    found = ", ".join(arguments) or "none"
+    if arguments and not has_sglang():
+        return warn(name, f"{found} not checked: SGLang is not installed", "pip install 'tasuki[rollout]'")
+    return _checked(name, found, lambda: check_argument_values(arguments), key="[rollout.engine]")
 
 
 def _check_trackers(config: NodeConfig) -> None:
