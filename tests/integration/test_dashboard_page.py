@@ -6,11 +6,15 @@ import asyncio
 import json
 import shutil
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from tasuki.config.schema import ModelConfig, NodeConfig
+from tasuki.coordinator.journal import Journal
+from tasuki.memory.stages import HOLDS, Phase
+from tasuki.supervisor.rotation import KEPT_LOGS, rotate
 from tasuki.v1 import types_pb2
 from tests.browser import CHROMIUM, Browser, running_browser
 from tests.dashboard import RECORDED, served
@@ -53,6 +57,7 @@ def test_every_view_of_a_recorded_run_has_its_figures(page: Browser, recorded) -
     assert page.evaluate("document.querySelectorAll('#view-run svg .curve').length") > 8
     assert page.evaluate("document.querySelectorAll('#view-run svg .area').length") == 16  # parts of a step, and stages
     open_tab(page, recorded.url, "memory", "Memory of cpu")
+    assert "prediction of tasuki plan, " in page.text("#view-memory")
     assert "rollout kv_cache" in page.text("#view-memory") and "plan for these tags" in page.text("#view-memory")
     open_tab(page, recorded.url, "node", "RESUME_KV")
     assert page.evaluate("document.querySelectorAll('.ring .stage').length") == 9
@@ -118,6 +123,49 @@ def test_samples_are_for_the_keyboard(page: Browser, recorded) -> None:
     page.until("document.querySelector('#view-samples input').value === '29'")
 
 
+def test_another_step_is_chosen_while_the_focus_is_on_the_tab(page: Browser, recorded) -> None:
+    open_tab(page, recorded.url, "node", "RESUME_KV")
+    page.press("Tab", "Tab", "Home", "ArrowRight", "ArrowRight", "ArrowRight")
+    assert page.evaluate("document.activeElement.id") == "tab-samples"
+    page.until("document.querySelector('#view-samples input').value === '29'")
+    page.press("[")
+    page.until("document.querySelector('#view-samples input').value === '16'")
+    page.press("End")
+    page.until("document.querySelector('#view-changeovers').innerText.includes('c000064')")
+    page.press("[", "Home", "ArrowLeft", "ArrowLeft")
+    page.until("document.querySelector('#view-samples').innerText.includes('Group')")
+    assert page.evaluate("document.querySelector('#view-samples input').value") == "16", (
+        "keys of another view leave it as it is"
+    )
+
+
+def test_starts_of_a_node_are_no_restarts_and_the_counts_say_what_they_cover(page: Browser, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(RECORDED, folder)
+    rotate(folder / "logs" / "supervisor.log", keep=KEPT_LOGS)
+    (folder / "logs" / "supervisor.log").touch()
+    with closing(Journal(folder / "journal.sqlite")) as journal:
+        journal.begin_epoch("boot-2")
+        done = journal.begin_changeover("again", origin=HOLDS[Phase.TRAIN], target=Phase.ROLLOUT)
+        journal.end_changeover(done, seconds=0.5)
+    with served(folder) as server:
+        open_tab(page, server.url, "changeovers", "c000065")
+        page.until("document.querySelector('#view-changeovers').innerText.includes('1 since the last start')")
+        told = " ".join(page.text("#view-changeovers").split())
+        for words in (
+            "Done 63 1 since the last start",
+            "Failed 2 0 since the last start",
+            "Restarts 1 rollout 1; 0 since the last start",
+            "since the node's first start, 2026-",
+            "those of its last 2 starts",
+            "killed by signal 9",
+        ):
+            assert words in told
+        open_tab(page, server.url, "node", "RESUME_KV")
+        assert "Restarts 1 rollout 1; 0 since the last start" in " ".join(page.text("#view-node").split())
+        page.open("about:blank#left")
+
+
 def test_a_changeover_opens_to_its_stages_and_their_failures(page: Browser, recorded) -> None:
     open_tab(page, recorded.url, "changeovers", "c000064")
     page.evaluate("document.querySelector('#view-changeovers input[type=checkbox]').click()")
@@ -126,6 +174,7 @@ def test_a_changeover_opens_to_its_stages_and_their_failures(page: Browser, reco
     page.press("Enter")
     page.until("document.querySelector('.detail')?.innerText.includes('SYNC')")
     assert "PEER_UNAVAILABLE" in page.text(".detail")
+    assert page.text(".detail code") == "tasuki state" and "`" not in page.text(".detail")
     assert page.evaluate("document.activeElement.getAttribute('aria-expanded')") == "true"
 
 
@@ -138,6 +187,37 @@ def test_a_narrow_window_needs_no_sideways_scrolling(page: Browser, recorded, wi
             assert page.evaluate("document.documentElement.scrollWidth") <= width, tab
     finally:
         page.resize(1360, 1000)
+
+
+def test_the_chosen_tab_of_a_narrow_window_is_in_view(page: Browser, recorded) -> None:
+    in_view = """(() => { const [tab, tabs] = [...document.querySelectorAll('[aria-selected=true], #tabs')].reverse()
+      .map((one) => one.getBoundingClientRect());
+      return tab.left >= tabs.left && tab.right <= tabs.right + 0.5 && tab.right <= innerWidth + 0.5; })()"""
+    page.resize(400, 800)
+    try:
+        for tab in ("changeovers", "node"):
+            open_tab(page, recorded.url, tab, "Restarts")
+            assert page.evaluate(in_view), tab
+        page.evaluate("document.querySelector('#tab-node').focus()")
+        page.press("End")
+        assert page.evaluate(in_view)
+    finally:
+        page.resize(1360, 1000)
+
+
+def test_in_forced_colours_only_the_chosen_tab_is_underlined(page: Browser, recorded) -> None:
+    page.prefer(forced_colors="active")
+    try:
+        open_tab(page, recorded.url, "memory", "Memory of cpu")
+        underlined = page.evaluate("""[...document.querySelectorAll('[role=tab]')].filter((one) => {
+          const style = getComputedStyle(one);
+          return style.borderBottomStyle !== 'none' && !/^rgba.*, 0\\)$/.test(style.borderBottomColor);
+        }).map((one) => one.innerText)""")
+        assert underlined == ["Memory"]
+        heights = page.evaluate("new Set([...document.querySelectorAll('[role=tab]')].map((one) => one.offsetHeight)).size")
+        assert heights == 1
+    finally:
+        page.prefer(forced_colors="none")
 
 
 def test_dark_and_light_have_enough_contrast_for_text(page: Browser, recorded) -> None:

@@ -202,7 +202,7 @@ def test_beyond_loopback_it_asks_for_a_certificate_with_a_role(tmp_path: Path) -
     roles.write_text('"spiffe://tasuki.lab/tasuki/viewer" = "viewer"\n')
     config = port_config(tmp_path, *mtls(folder), f"security.roles={roles}")
     with served(RECORDED, config=config, host="0.0.0.0") as server:
-        assert server.url == f"https://{socket.gethostname()}:{server.server_address[1]}/"
+        assert server.url == f"https://localhost:{server.server_address[1]}/", "the certificate has no name of this machine"
         assert get(server, "/api/run", tls=tls_of(folder, "viewer"))[0] == 200
         assert get(server, "/api/run", tls=tls_of(folder, "operator"))[0] == 403
         with pytest.raises((ssl.SSLError, ConnectionError, http.client.HTTPException)):
@@ -237,6 +237,11 @@ def test_an_insecure_node_on_loopback_asks_for_nothing(tmp_path: Path) -> None:
         (["{run}", "--listen", "8765"], "INVALID_ARGUMENT", "must be HOST:PORT"),
         (["{run}", "--listen", "127.0.0.1:{port}"], "INVALID_ARGUMENT", "in use; give another address by --listen"),
         (["{run}/nothing"], "PATH_NOT_FOUND", "there is no folder"),
+        (
+            ["{run}/model"],
+            "PATH_NOT_FOUND",
+            "recorded_run/model is of no run and no node: it has other files, but none of journal.sqlite",
+        ),
     ],
 )
 def test_what_must_not_be_served_is_refused_at_start(

@@ -1,12 +1,11 @@
-"""Pages of changeovers with their stages, failures and causes, and restarts of services."""
+"""Pages of changeovers with their stages, failures and causes."""
 
 from __future__ import annotations
 
 import json
-import re
 import sqlite3
-from collections.abc import Iterator, Sequence
-from datetime import datetime
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,27 +27,46 @@ _STAGES = """
 SELECT number, stage, is_undo, stages.time AS begun, results.status AS status, seconds, bytes, error_reason, error_message
 FROM stages LEFT JOIN results USING (id) WHERE number IN (SELECT value FROM json_each(?)) ORDER BY id
 """
-_LOG_BYTES = 2_000_000
-_MAX_RESTARTS = 200
-_LOG_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(\d{3}) .*? event=(\w+) (.*)")
-_FIELD = re.compile(r"(\w+)=(.*?)(?= \w+=|$)")
+_COUNTS = """
+SELECT outcomes.status, epoch >= :first, count(*) FROM outcomes JOIN changeovers USING (number) GROUP BY 1, 2
+"""
 
 
-def page(journal: Path, *, before: int | None = None, limit: int = 50, only_failed: bool = False) -> dict[str, Any]:
-    """Changeovers, newest first, numbered below `before`; `next` continues. Raises InvalidArgument for an unreadable journal."""
+def page(
+    journal: Path, *, before: int | None = None, limit: int = 50, only_failed: bool = False, restarts_now: int | None = None
+) -> dict[str, Any]:
+    """Changeovers, newest first, numbered below `before`; `next` continues. Raises InvalidArgument for an unreadable journal.
+
+    restarts_now: of the coordinator since the node's last start, each an epoch of the journal; None if unknown.
+    """
     limit, before = max(1, min(limit, _MAX_PAGE)), _MAX_NUMBER if before is None else max(0, min(before, _MAX_NUMBER))
     try:
         with reading(journal) as db:
             db.execute("BEGIN")  # one snapshot for all
             rows = db.execute(_PAGE, {"before": before, "only_failed": only_failed, "limit": limit}).fetchall()
-            counts = {str(row[0]): int(row[1]) for row in db.execute("SELECT status, count(*) FROM outcomes GROUP BY status")}
+            counted = _counted(db, restarts_now)
             stages = _stages(db, [int(row["number"]) for row in rows])
     except (sqlite3.Error, TypeError, ValueError) as error:
         raise InvalidArgument("journal", f"{journal} cannot be read: {error}") from error
     return {
         "changeovers": [_changeover(row, stages.get(int(row["number"]), [])) for row in rows],
         "next": int(rows[-1]["number"]) if len(rows) == limit else None,
+        **counted,
+    }
+
+
+def _counted(db: sqlite3.Connection, restarts_now: int | None) -> dict[str, Any]:
+    """counts: by outcome. counts_now: of them, since the node's last start; None if unknown, or if there was one start only."""
+    epochs = db.execute("SELECT epoch, start_time FROM epochs ORDER BY epoch").fetchall()
+    first = None if restarts_now is None else max(0, len(epochs) - 1 - restarts_now)
+    counts, counts_now = Counter[str](), Counter[str]()
+    for status, is_now, count in db.execute(_COUNTS, {"first": int(epochs[first]["epoch"]) if first else 0}):
+        counts[str(status)] += int(count)
+        counts_now[str(status)] += int(count) if is_now else 0
+    return {
         "counts": counts,
+        "counts_now": counts_now if first else None,
+        "since": float(epochs[0]["start_time"]) if epochs else None,
     }
 
 
@@ -87,37 +105,3 @@ def _changeover(row: sqlite3.Row, stages: list[dict[str, Any]]) -> dict[str, Any
         "error_message": str(row["error_message"] or ""),
         "stages": stages,
     }
-
-
-def restarts(log: Path) -> list[dict[str, Any]]:
-    """Restarts of services with their causes, newest first, from the supervisor's log; empty without one."""
-    causes: dict[str, str] = {}
-    found: list[dict[str, Any]] = []
-    for time, event, fields in _log_events(log):
-        service = fields.get("service") or fields.get("process", "").rstrip("0123456789").replace("scheduler", "rollout")
-        if event == "ended":
-            causes[service] = _ended(fields.get("exit_code", ""))
-        elif event in ("stalled", "lost", "restart_asked"):
-            causes[service] = fields.get("cause", event)
-        elif event == "restart":
-            cause = causes.pop(service, "")
-            found.append({"time": time, "service": service, "number": fields.get("number", ""), "cause": cause})
-    return found[::-1][:_MAX_RESTARTS]
-
-
-def _ended(exit_code: str) -> str:
-    return f"killed by signal {exit_code[1:]}" if exit_code.startswith("-") else f"ended with exit code {exit_code}"
-
-
-def _log_events(log: Path) -> Iterator[tuple[float, str, dict[str, str]]]:
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, file.seek(0, 2) - _LOG_BYTES))
-            text = file.read(_LOG_BYTES).decode(errors="replace")
-    except OSError:
-        return
-    for match in map(_LOG_LINE.match, text.splitlines()):
-        if match is not None:
-            # The log uses the machine's local time.
-            moment = datetime.strptime(match[1], "%Y-%m-%d %H:%M:%S").timestamp() + int(match[2]) / 1000  # noqa: DTZ007
-            yield moment, match[3], dict(_FIELD.findall(match[4]))

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from pathlib import Path
 
 from tasuki.cli.dashboard.feed import Feed
 from tasuki.cli.dashboard.guard import check_listen, make_token
+from tasuki.cli.dashboard.open_address import open_address
 from tasuki.cli.dashboard.places import RunPlace, place_of, place_of_node
 from tasuki.cli.dashboard.server import DashboardServer
 from tasuki.config.load import load_config
 from tasuki.config.schema import NodeConfig
-from tasuki.wire.address import is_beyond_loopback, reachable, split_host_port
+from tasuki.wire.address import is_beyond_loopback, split_host_port
 from tasuki.wire.errors import InvalidArgument
 
 _NICE = 10
@@ -64,6 +64,13 @@ def make_server(folder: Path | None, *, config: NodeConfig | None, listen: str) 
     except OSError as error:
         raise InvalidArgument("listen", f"{listen}: {error.strerror}; give another address by --listen") from error
     # The fragment after # is never sent or logged.
-    address = reachable(listen, seen_from=f"{socket.gethostname()}:0")
-    server.url = f"{'https' if is_beyond else 'http'}://{address}/{'' if token is None else f'#token={token}'}"
+    server.url = f"{_origin(listen, config if is_beyond else None)}/{'' if token is None else f'#token={token}'}"
     return server
+
+
+def _origin(listen: str, guard_config: NodeConfig | None) -> str:
+    if guard_config is None:
+        return f"http://{listen}"
+    security = guard_config.security
+    assert security.cert is not None and security.key is not None, "check_listen asks for them"
+    return f"https://{open_address(listen, cert=security.cert, key=security.key)}"

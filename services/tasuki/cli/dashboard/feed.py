@@ -7,12 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tasuki.cli.dashboard.changeovers import page, restarts
+from tasuki.cli.dashboard.changeovers import page
 from tasuki.cli.dashboard.charts import draw
 from tasuki.cli.dashboard.journal_tail import JournalTail
 from tasuki.cli.dashboard.memory import MemoryTimeline, read_plan
 from tasuki.cli.dashboard.node import NodeFollower
 from tasuki.cli.dashboard.places import RunPlace
+from tasuki.cli.dashboard.restarts import RestartLogs
 from tasuki.cli.dashboard.samples import list_steps, read_sample, read_step
 from tasuki.cli.dashboard.steps import StepColumns
 from tasuki.cli.dashboard.summary import read_summary
@@ -77,7 +78,7 @@ class Feed:
     def node(self) -> dict[str, Any]:
         """The node's current state, with the last duration of each stage."""
         journal = self._journal
-        told = {"events": journal.events(), "last_seconds": journal.last_seconds(), "num_restarts": journal.num_restarts}
+        told = {"events": journal.events(), "last_seconds": journal.last_seconds(), "restarts": self.restarts()}
         return {**self._node.read(), **told}
 
     def curves(self, *, first: int, last: int, points: int) -> dict[str, Any]:
@@ -86,13 +87,14 @@ class Feed:
 
     def changeovers(self, *, before: int | None, limit: int, only_failed: bool) -> dict[str, Any]:
         """Raises InvalidArgument for an unreadable journal."""
-        return page(self.place.journal, before=before, limit=limit, only_failed=only_failed)
+        restarts_now = self._restarts.coordinator_restarts_now()
+        return page(self.place.journal, before=before, limit=limit, only_failed=only_failed, restarts_now=restarts_now)
 
     def changeover_chart(self, *, points: int) -> dict[str, Any]:
         return self._journal.seconds_by_changeover(points=points)
 
     def restarts(self) -> dict[str, Any]:
-        return {"restarts": restarts(self.place.supervisor_log), "counts": self._journal.num_restarts}
+        return self._restarts.read()
 
     def memory(self, *, changeovers: int) -> dict[str, Any]:
         window = self._memory.window(self._journal.copied(), changeovers=changeovers, plan=self._plan)
@@ -117,6 +119,7 @@ class Feed:
         self.place = place
         self._steps = StepColumns(place.output_dir or _NOWHERE)
         self._journal = JournalTail(place.journal)
+        self._restarts = RestartLogs(place.supervisor_log)
         self._memory = MemoryTimeline(place.memory_record)
         self._tokens: TokenTexts | None = None
         self._plan: dict[str, Any] | None = None
@@ -141,6 +144,7 @@ class Feed:
         has_steps, has_stages = self._steps.advance(), self._journal.advance()
         told = ["run", "steps"] if has_steps else []
         told += ["changeovers", "memory", "node"] if has_stages else []
+        told += ["changeovers", "node"] if self._restarts.advance() else []
         if self._see_samples():
             told.append("samples")
         if self._make_plan():

@@ -59,8 +59,6 @@ class JournalTail:
 
     path: Path
     problem: str = ""
-    num_restarts: dict[str, int] = field(default_factory=dict)
-    """By service: number of later boot ids, or of epochs after the first."""
 
     def __post_init__(self) -> None:
         self.columns = StageColumns()
@@ -68,7 +66,6 @@ class JournalTail:
         self._events: deque[str] = deque(maxlen=_NUM_EVENTS)
         self._file: tuple[int, int] | None = None
         self._last_id, self._last_epoch, self._last_ended = 0, 0, -1
-        self._boots: dict[str, str] = {}
 
     def advance(self) -> bool:
         """Returns whether there was anything new."""
@@ -136,7 +133,7 @@ class JournalTail:
         with self._lock:
             self.columns = StageColumns()
             self._events.clear()
-        self._last_id, self._last_epoch, self._last_ended, self._boots, self.num_restarts = 0, 0, -1, {}, {}
+        self._last_id, self._last_epoch, self._last_ended = 0, 0, -1
 
     def _note_problem(self, text: str) -> bool:
         is_new, self.problem = text != self.problem, text
@@ -145,7 +142,7 @@ class JournalTail:
     def _read(self, db: sqlite3.Connection) -> bool:
         was_broken, self.problem = bool(self.problem), ""
         rows = db.execute(
-            "SELECT id, number, stage, is_undo, trainer_boot_id, rollout_boot_id, status, results.time AS time, seconds, bytes,"
+            "SELECT id, number, stage, is_undo, status, results.time AS time, seconds, bytes,"
             " error_reason, error_message"
             " FROM results JOIN stages USING (id) WHERE id > ? ORDER BY id LIMIT ?",
             (self._last_id, _ROWS),
@@ -157,8 +154,6 @@ class JournalTail:
         ended = db.execute("SELECT coalesce(max(number), 0) FROM outcomes").fetchone()[0]
         is_changed = bool(rows) or was_broken or (epoch, ended) != (self._last_epoch, self._last_ended)
         self._last_epoch, self._last_ended = int(epoch), int(ended)
-        if epoch > 1:
-            self.num_restarts["coordinator"] = int(epoch) - 1
         return is_changed
 
     def _add(self, row: sqlite3.Row) -> None:
@@ -174,11 +169,6 @@ class JournalTail:
         columns.is_done.append(row["status"] == Status.DONE)
         columns.is_undo.append(bool(row["is_undo"]))
         self._events.appendleft(_event_line(row))
-        for service in ("trainer", "rollout"):
-            boot = str(row[f"{service}_boot_id"])
-            if boot and boot != self._boots.get(service, boot):
-                self.num_restarts[service] = self.num_restarts.get(service, 0) + 1
-            self._boots[service] = boot or self._boots.get(service, "")
 
 
 def _event_line(row: sqlite3.Row) -> str:

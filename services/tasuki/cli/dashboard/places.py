@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from tasuki.config.lock import NODE_LOCK, TRAINING_LOCK, lock_path
 from tasuki.config.places import (
     archived_config_path,
     config_path,
@@ -16,6 +17,9 @@ from tasuki.config.places import (
 from tasuki.runs.archive import archive_folder
 from tasuki.runs.folder import SAMPLES
 from tasuki.wire.errors import PathNotFound
+
+_OF_RUN = ("metrics.jsonl", "summary.json", "run.json", "state_dir", SAMPLES)
+"""Files of a run's output folder, of which its first steps need not have made all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +51,37 @@ class RunPlace:
 
 
 def place_of(folder: Path) -> RunPlace:
-    """Location for an output folder or a node's state folder. Called repeatedly, since runs begin and end. Raises PathNotFound."""
-    if not folder.is_dir():
-        raise PathNotFound(f"there is no folder {folder}; give the output folder of a run, or --config of a node", path=folder)
+    """Location for an output folder or a node's state folder. Called repeatedly, since runs begin and end.
+
+    An empty folder may be of a run or node that is yet to begin. Raises PathNotFound.
+    """
+    _check_folder(folder)
     if config_path(folder).is_file() and journal_path(folder).is_file() and not archived_config_path(folder).is_file():
         return place_of_node(folder)
     archive = archive_folder(folder)
     config = config_path(archive) if archive != folder else archived_config_path(folder)
     return RunPlace(folder, archive, config if config.is_file() else None, is_of_node=archive != folder)
+
+
+def _check_folder(folder: Path) -> None:
+    advice = "give the output folder of a run, the state folder of a node, or --config of a node"
+    if not folder.is_dir():
+        raise PathNotFound(f"there is no folder {folder}; {advice}", path=folder)
+    of_node = (
+        journal_path(folder),
+        config_path(folder),
+        *(lock_path(folder, name=name) for name in (NODE_LOCK, TRAINING_LOCK)),
+    )
+    signs = (*of_node, *(folder / name for name in _OF_RUN))
+    if any(path.exists() for path in signs):
+        return
+    try:
+        is_empty = not any(folder.iterdir())
+    except OSError as error:
+        raise PathNotFound(f"{folder} cannot be read: {error.strerror}; {advice}", path=folder) from error
+    if not is_empty:
+        lacks = ", ".join(path.name for path in signs)
+        raise PathNotFound(f"{folder} is of no run and no node: it has other files, but none of {lacks}; {advice}", path=folder)
 
 
 def place_of_node(state_dir: Path) -> RunPlace:

@@ -1,6 +1,7 @@
 // Tabs, the token, and the stream of changes. Each view loads its data when it becomes visible.
 
 import { makeChangeovers } from "./changeovers.js";
+import { prose, put } from "./dom.js";
 import { makeMemory } from "./memory.js";
 import { makeNode } from "./node.js";
 import { makeRun } from "./run.js";
@@ -53,8 +54,14 @@ function show(tab, { focus = false } = {}) {
     byId(`view-${one}`).hidden = !isShown;
     if (isShown && focus) button.focus();
   }
+  keepInView(tab);
   history.replaceState(null, "", `#${tab}`);
   void refresh();
+}
+
+/** In a narrow window the tabs scroll sideways. */
+function keepInView(tab) {
+  byId(`tab-${tab}`).scrollIntoView({ block: "nearest", inline: "nearest" });
 }
 
 /** The shown view, so often that a run of short steps is not slowed; a failure is told and tried again with the next change. */
@@ -85,12 +92,12 @@ function fail(error) {
 }
 
 function tell(text) {
-  byId("problem").textContent = text;
+  put(byId("problem"), prose(text));
   byId("problem").hidden = !text;
 }
 
 function ask(why) {
-  byId("ask-why").textContent = why;
+  put(byId("ask-why"), prose(why));
   byId("ask").hidden = false;
   for (const tab of TABS) byId(`view-${tab}`).hidden = true;
   byId("token").focus();
@@ -173,6 +180,7 @@ async function begin() {
     byId(`tab-${tab}`).addEventListener("click", () => show(tab));
   }
   byId("tabs").addEventListener("keydown", moveTab);
+  addEventListener("resize", () => shown && keepInView(shown));
   byId("token-use").addEventListener("click", () => {
     sessionStorage.setItem(KEY, byId("token").value.trim());
     location.reload();

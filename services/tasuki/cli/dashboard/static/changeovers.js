@@ -1,8 +1,8 @@
 // Changeovers with the seconds of their stages, failures and causes; restarts of services.
 
 import { color, drawChart } from "./chart.js";
-import { bytes, clock, facts, h, number, put, seconds, status } from "./dom.js";
-import { TO_ROLLOUT, TO_TRAIN } from "./node.js";
+import { bytes, clock, facts, h, number, prose, put, seconds, status } from "./dom.js";
+import { restarts, sinceLast, TO_ROLLOUT, TO_TRAIN } from "./node.js";
 
 const STAGES = [...TO_ROLLOUT, ...TO_TRAIN];
 const PAGE = 50;
@@ -15,14 +15,14 @@ export function makeChangeovers(host, api, fail) {
   const head = h("div", {});
   const chart = h("figure", { class: "card" });
   const body = h("tbody", {});
-  const restarts = h("div", { class: "card" });
+  const restarted = h("div", { class: "card" });
   const more = h("button", { type: "button", class: "more", on: { click: () => load().catch(fail) } }, "Show older ones");
   const columns = ["changeover", "begun", "leads to", "status", "seconds", "stages", "cause"];
   host.append(head, chart, h("div", { class: "card" },
     h("div", { class: "tools" }, h("h2", {}, "Changeovers"), h("label", {}, failed, "only with failures")),
     h("div", { class: "scroll" }, h("table", {}, h("caption", { class: "hidden" }, "Changeovers, newest first"),
       h("thead", {}, h("tr", {}, columns.map((name) => h("th", { scope: "col", class: name === "seconds" ? "number" : name === "stages" || name === "begun" ? "optional" : null }, name)))), body)),
-    more), restarts);
+    more), restarted);
 
   const path = (before) => `/api/changeovers?limit=${PAGE}${failed.checked ? "&failed=1" : ""}${before === null ? "" : `&before=${before}`}`;
   function reload() {
@@ -39,31 +39,36 @@ export function makeChangeovers(host, api, fail) {
     parts: ["changeovers"],
     leastMs: 5000,
     async refresh() {
-      const [page, drawn, restarted] = await Promise.all([api(path(null)), api("/api/changeovers/chart"), api("/api/restarts")]);
+      const [page, drawn, logged] = await Promise.all([api(path(null)), api("/api/changeovers/chart"), api("/api/restarts")]);
       if (!older.length) hasMore = page.next;
       const known = new Map([...older, ...page.changeovers].map((one) => [one.number, one]));
       const all = [...known.values()].sort((one, other) => other.number - one.number);
-      put(head, headline(page, restarted));
+      put(head, headline(page, logged), h("p", { class: "note spaced" }, covered(page, logged)));
       draw(chart, drawn);
       put(body, all.length ? all.flatMap((one) => rows(one, open, () => view.refresh().catch(fail))) : h("tr", {}, h("td", { colspan: 7 }, failed.checked ? "No failure." : "None yet.")));
       more.hidden = hasMore === null;
-      put(restarts, restartTable(restarted));
+      put(restarted, restartTable(logged));
     },
   };
   return view;
 }
 
-function headline(page, restarted) {
+function headline(page, logged) {
   const ended = page.changeovers.filter((one) => one.status === "DONE" && one.seconds);
   const median = (target) => {
     const sorted = ended.filter((one) => one.target === target).map((one) => one.seconds).sort((one, other) => one - other);
     return sorted.length ? [[`To ${target}, median`, seconds(sorted[sorted.length >> 1]), `of ${sorted.length} shown`]] : [];
   };
-  return facts([
-    ["Done", number(page.counts.DONE ?? 0)], ["Failed", number(page.counts.FAILED ?? 0)],
-    ...median("ROLLOUT"), ...median("TRAIN"),
-    ["Restarts", number(Object.values(restarted.counts).reduce((sum, one) => sum + one, 0)), Object.entries(restarted.counts).map(([name, count]) => `${name} ${count}`).join(", ")],
-  ]);
+  const count = (status) => [number(page.counts[status] ?? 0), page.counts_now && page.counts[status] ? sinceLast(page.counts_now[status] ?? 0) : ""];
+  return facts([["Done", ...count("DONE")], ["Failed", ...count("FAILED")], ...median("ROLLOUT"), ...median("TRAIN"), restarts(logged)]);
+}
+
+/** The time that the counts are of. */
+function covered(page, logged) {
+  if (page.since === null) return "";
+  const isFirst = page.counts_now === null && logged.num_starts === 1;
+  const logs = logged.num_starts > 1 ? ` Restarts are those of its last ${logged.num_starts} starts, from the supervisor's logs.` : "";
+  return `Changeovers since the node's ${isFirst ? "start" : "first start"}, ${clock(page.since, { withDate: true })}, whichever run they were for.${logs}`;
 }
 
 function draw(host, drawn) {
@@ -86,7 +91,7 @@ function rows(one, open, redraw) {
     h("td", {}, h("button", { type: "button", class: "open", "aria-expanded": String(isOpen), "data-key": one.id, on: { click: toggle } }, one.id)),
     h("td", { class: "optional" }, clock(one.start_time, { withDate: true })), h("td", {}, one.target), h("td", {}, status(one.status)),
     h("td", { class: "number" }, one.seconds ? seconds(one.seconds) : "–"), h("td", { class: "optional" }, bar(one)),
-    h("td", { class: "cause" }, isOpen ? cause.filter(Boolean).join(": ") : short(cause)));
+    h("td", { class: "cause" }, prose(isOpen ? cause.filter(Boolean).join(": ") : short(cause))));
   return isOpen ? [row, h("tr", { class: "detail" }, h("td", { colspan: 7 }, details(one)))] : [row];
 }
 
@@ -105,14 +110,14 @@ function details(one) {
   const cells = one.stages.map((stage) => h("tr", {},
     h("td", {}, stage.is_undo ? `undo of ${stage.stage}` : stage.stage), h("td", {}, clock(stage.time)), h("td", {}, status(stage.status)),
     h("td", { class: "number" }, seconds(stage.seconds)), h("td", { class: "number" }, stage.bytes ? bytes(stage.bytes) : "–"),
-    h("td", { class: "cause" }, [stage.error_reason, stage.error_message].filter(Boolean).join(": "))));
+    h("td", { class: "cause" }, prose([stage.error_reason, stage.error_message].filter(Boolean).join(": ")))));
   return h("table", {}, h("caption", {}, `from ${one.origin}, epoch ${one.epoch}, request ${one.request_id}${one.policy_version === null ? "" : `, version ${one.policy_version}`}`),
     h("thead", {}, h("tr", {}, ["stage", "begun", "status", "seconds", "bytes", "cause"].map((name) => h("th", { scope: "col", class: ["seconds", "bytes"].includes(name) ? "number" : null }, name)))), h("tbody", {}, cells));
 }
 
-function restartTable(restarted) {
-  const list = restarted.restarts;
-  if (!list.length) return [h("h2", {}, "Restarts"), h("p", { class: "note" }, "None in the supervisor's log.")];
+function restartTable(logged) {
+  const list = logged.restarts;
+  if (!list.length) return [h("h2", {}, "Restarts"), h("p", { class: "note" }, "None in the supervisor's logs.")];
   return [h("h2", {}, "Restarts"), h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, ["time", "service", "number", "cause"].map((name) => h("th", { scope: "col" }, name)))),
     h("tbody", {}, list.map((one) => h("tr", {}, h("td", {}, clock(one.time, { withDate: true })), h("td", {}, one.service), h("td", {}, one.number), h("td", { class: "cause" }, one.cause))))))];
 }

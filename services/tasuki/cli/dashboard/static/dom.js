@@ -30,6 +30,12 @@ export function put(host, ...children) {
   if (key !== undefined) [...host.querySelectorAll("[data-key]")].find((one) => one.dataset.key === key)?.focus({ preventScroll: true });
 }
 
+/** Text with commands between backticks, as elements for `put`. */
+export function prose(text) {
+  const parts = text.split("`");
+  return parts.length % 2 ? parts.map((part, place) => (place % 2 ? h("code", {}, part) : part)) : [text];
+}
+
 export function number(value, digits = 4) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (value === 0) return "0";

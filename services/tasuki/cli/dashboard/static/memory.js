@@ -1,7 +1,7 @@
 // Memory of each device by service and tag over time, against the plan.
 
 import { drawChart } from "./chart.js";
-import { bytes, clock, facts, h, put } from "./dom.js";
+import { bytes, clock, facts, h, prose, put } from "./dom.js";
 
 const WINDOWS = [[4, "last 4 changeovers"], [20, "last 20"], [200, "last 200"], [2000, "last 2,000"]];
 const FAR = 3;
@@ -21,7 +21,7 @@ export function makeMemory(host, api) {
       put(head, headline(memory));
       while (figures.children.length > charts.length) figures.lastChild.remove();
       charts.forEach((spec, place) => drawChart(figures.children[place] ?? figures.appendChild(h("figure")), spec));
-      note.textContent = told(memory);
+      put(note, prose(told(memory)));
     },
   };
   return view;

@@ -28,9 +28,21 @@ function headline(node, run) {
   } else {
     shown.push(["Node", "not running"], ["Version", version(last.policy_version)]);
   }
-  shown.push(["Restarts", number(Object.values(node.num_restarts).reduce((sum, one) => sum + one, 0)), Object.entries(node.num_restarts).map(([name, count]) => `${name} ${count}`).join(", ")]);
+  shown.push(restarts(node.restarts));
   if (run.steps) shown.push(["Step", number(run.steps[1])], ["Reward", number(last.mean_reward, 3)], ["Held-out", number(last.eval_score, 3)]);
   return facts(shown);
+}
+
+/** The fact of how often services were restarted. */
+export function restarts({ counts, counts_now: now }) {
+  const sum = (by) => Object.values(by).reduce((total, one) => total + one, 0);
+  const services = Object.entries(counts).map(([name, count]) => `${name} ${count}`).join(", ");
+  return ["Restarts", number(sum(counts)), [services, now && services && sinceLast(sum(now))].filter(Boolean).join("; ")];
+}
+
+/** Of a count, how much of it is from the node's last start. */
+export function sinceLast(count) {
+  return `${number(count)} since the last start`;
 }
 
 function version(value) {

@@ -65,8 +65,10 @@ export function makeSamples(host, api, fail) {
     event.preventDefault();
     select(Number(buttons[moved].dataset.index)).catch(fail);
   });
-  host.addEventListener("keydown", (event) => {
-    if (event.target !== field && (event.key === "[" || event.key === "]")) move(event.key === "[" ? -1 : 1);
+  // On the whole page: after a change of tabs the focus is still on the tab.
+  document.addEventListener("keydown", (event) => {
+    const by = { "[": -1, "]": 1 }[event.key];
+    if (by && !host.hidden && !event.metaKey && !event.target.matches("input")) move(by);
   });
   return {
     parts: ["samples"],

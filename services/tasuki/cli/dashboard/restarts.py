@@ -1,0 +1,93 @@
+"""Restarts of a node's services, from its supervisor's logs: one for each of the node's last starts."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from tasuki.supervisor.rotation import KEPT_LOGS, rotated_paths
+
+_LOG_BYTES = 2_000_000
+_MAX_RESTARTS = 200
+_LOG_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(\d{3}) .*? event=(\w+) (.*)")
+_FIELD = re.compile(r"(\w+)=(.*?)(?= \w+=|$)")
+
+_Stamp = tuple[int, int, int]
+"""Inode, size and time of a log."""
+
+
+class RestartLogs:
+    """Rereads a log when it changes. Services also begin at each start of the node, which is no restart."""
+
+    def __init__(self, log: Path) -> None:
+        self._paths = [log, *rotated_paths(log, keep=KEPT_LOGS)]
+        self._starts: dict[_Stamp, list[dict[str, Any]]] = {}
+        """Restarts of each start of the node; the newest of both first."""
+
+    def advance(self) -> bool:
+        """Returns whether there was anything new."""
+        starts: dict[_Stamp, list[dict[str, Any]]] = {}
+        for path in self._paths:
+            try:
+                status = path.stat()
+                stamp = (status.st_ino, status.st_size, status.st_mtime_ns)
+                starts[stamp] = self._starts[stamp] if stamp in self._starts else _restarts(path)[::-1]
+            except OSError:  # fewer starts, or rotated meanwhile
+                continue
+        is_new = list(starts) != list(self._starts)
+        self._starts = starts
+        return is_new
+
+    def read(self) -> dict[str, Any]:
+        """Restarts with their causes, newest first; their number by service, also of the node's last start alone.
+
+        counts_now: None if the logs have one start only.
+        """
+        starts = list(self._starts.values())
+        found = [restart for start in starts for restart in start]
+        return {
+            "restarts": found[:_MAX_RESTARTS],
+            "num_starts": len(starts),
+            "counts": Counter(restart["service"] for restart in found),
+            "counts_now": Counter(restart["service"] for restart in starts[0]) if len(starts) > 1 else None,
+        }
+
+    def coordinator_restarts_now(self) -> int | None:
+        """Number of the coordinator's restarts since the node's last start; None without a log."""
+        newest = next(iter(self._starts.values()), None)
+        return None if newest is None else sum(restart["service"] == "coordinator" for restart in newest)
+
+
+def _restarts(log: Path) -> list[dict[str, Any]]:
+    """Raises OSError."""
+    causes: dict[str, str] = {}
+    found: list[dict[str, Any]] = []
+    for time, event, fields in _log_events(log):
+        service = fields.get("service") or fields.get("process", "").rstrip("0123456789").replace("scheduler", "rollout")
+        if event == "ended":
+            causes[service] = _ended(fields.get("exit_code", ""))
+        elif event in ("stalled", "lost", "restart_asked"):
+            causes[service] = fields.get("cause", event)
+        elif event == "restart":
+            cause = causes.pop(service, "")
+            found.append({"time": time, "service": service, "number": fields.get("number", ""), "cause": cause})
+    return found
+
+
+def _ended(exit_code: str) -> str:
+    return f"killed by signal {exit_code[1:]}" if exit_code.startswith("-") else f"ended with exit code {exit_code}"
+
+
+def _log_events(log: Path) -> Iterator[tuple[float, str, dict[str, str]]]:
+    with log.open("rb") as file:
+        file.seek(max(0, file.seek(0, 2) - _LOG_BYTES))
+        text = file.read(_LOG_BYTES).decode(errors="replace")
+    for match in map(_LOG_LINE.match, text.splitlines()):
+        if match is not None:
+            # The log uses the machine's local time.
+            moment = datetime.strptime(match[1], "%Y-%m-%d %H:%M:%S").timestamp() + int(match[2]) / 1000  # noqa: DTZ007
+            yield moment, match[3], dict(_FIELD.findall(match[4]))

@@ -1,0 +1,53 @@
+"""Which folders the dashboard follows, and the address that it prints."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from tasuki.cli.dashboard.open_address import open_address
+from tasuki.cli.dashboard.places import place_of
+from tasuki.config.lock import NODE_LOCK, TRAINING_LOCK, StateLock
+from tasuki.wire.errors import PathNotFound
+from tests.dashboard import RECORDED
+from tests.integration.port_node import make_certs
+
+
+def test_a_folder_of_something_else_is_refused_by_what_it_lacks(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "logs").mkdir()
+    with pytest.raises(PathNotFound, match=rf"{tmp_path} is of no run .* none of journal.sqlite, .*metrics.jsonl") as refused:
+        place_of(tmp_path)
+    assert refused.value.metadata["path"] == str(tmp_path)
+
+
+def test_a_run_or_node_that_is_yet_to_begin_is_followed(tmp_path: Path) -> None:
+    assert place_of(tmp_path).output_dir == tmp_path
+    for name in (NODE_LOCK, TRAINING_LOCK):
+        folder = tmp_path / name
+        with StateLock.take(folder, name=name):
+            assert place_of(folder).output_dir == folder
+    assert place_of(RECORDED).output_dir == RECORDED
+
+
+@pytest.mark.parametrize(
+    "name", ["run.json", "metrics.jsonl", "summary.json", "state_dir", "samples", "node.toml", "journal.sqlite"]
+)
+def test_one_file_of_a_run_or_node_is_enough(tmp_path: Path, name: str) -> None:
+    (tmp_path / "notes.txt").touch()
+    (tmp_path / name).touch()
+    assert place_of(tmp_path).output_dir == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [("node-a.lab", "node-a.lab:8765"), ("localhost", "localhost:8765"), ("10.1.2.3", "10.1.2.3:8765"), ("fd00::3", "[fd00::3]:8765"),
+     (socket.gethostname(), f"{socket.gethostname()}:8765")],
+)  # fmt: skip
+def test_a_wildcard_address_is_printed_as_one_that_the_certificate_names(tmp_path: Path, host: str, address: str) -> None:
+    certs = make_certs(tmp_path / "certs", host=host)
+    for listen in ("0.0.0.0:8765", "[::]:8765"):
+        assert open_address(listen, cert=certs / "node.pem", key=certs / "node.key") == address
+    assert open_address("192.0.2.1:8765", cert=certs / "node.pem", key=certs / "node.key") == "192.0.2.1:8765"

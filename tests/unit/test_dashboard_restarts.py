@@ -1,0 +1,62 @@
+"""Restarts as the dashboard counts them: those by the supervisor, never a start of the node."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from tasuki.cli.dashboard.restarts import RestartLogs
+from tasuki.supervisor.rotation import KEPT_LOGS, rotate
+from tests.dashboard import RECORDED
+
+_START = """2026-11-23 09:00:00,000 INFO service=supervisor logger=tasuki.supervisor event=started service=coordinator pid=1
+2026-11-23 09:00:00,010 INFO service=supervisor logger=tasuki.supervisor event=started service=rollout pid=2
+2026-11-23 09:00:00,020 INFO service=supervisor logger=tasuki.supervisor event=started service=trainer pid=3
+"""
+_RESTART = """2026-11-23 09:05:00,000 ERROR service=supervisor logger=supervisor event=restart_asked service=coordinator cause=asked
+2026-11-23 09:05:01,000 WARNING service=supervisor logger=tasuki.supervisor event=restart service=coordinator number=1 killed=1 pause_s=0.2
+2026-11-23 09:05:02,000 INFO service=supervisor logger=tasuki.supervisor event=started service=coordinator pid=4
+"""
+
+
+def recorded_log(folder: Path) -> Path:
+    """One start of a node, with a restart of rollout."""
+    return Path(shutil.copy(RECORDED / "logs" / "supervisor.log", folder / "supervisor.log"))
+
+
+def test_a_start_of_the_node_is_no_restart(tmp_path: Path) -> None:
+    log = recorded_log(tmp_path)
+    logs = RestartLogs(log)
+    assert logs.advance() and not logs.advance()
+    assert logs.read()["counts"] == {"rollout": 1} and logs.read()["counts_now"] is None
+    rotate(log, keep=KEPT_LOGS)
+    log.write_text(_START)
+    assert logs.advance() and not logs.advance()
+    told = logs.read()
+    assert (told["counts"], told["counts_now"], told["num_starts"]) == ({"rollout": 1}, {}, 2)
+    (restart,) = told["restarts"]
+    assert (restart["service"], restart["cause"]) == ("rollout", "killed by signal 9")
+
+
+def test_restarts_of_all_kept_logs_are_listed_newest_first(tmp_path: Path) -> None:
+    log = recorded_log(tmp_path)
+    rotate(log, keep=KEPT_LOGS)
+    log.write_text(_START)
+    logs = RestartLogs(log)
+    logs.advance()
+    assert logs.coordinator_restarts_now() == 0
+    with log.open("a") as lines:
+        lines.write(_RESTART)
+    assert logs.advance()
+    assert [(one["service"], one["cause"]) for one in logs.read()["restarts"]] == [
+        ("coordinator", "asked"),
+        ("rollout", "killed by signal 9"),
+    ]
+    assert logs.read()["counts_now"] == {"coordinator": 1} and logs.coordinator_restarts_now() == 1
+
+
+def test_without_a_log_there_is_no_restart_to_tell(tmp_path: Path) -> None:
+    logs = RestartLogs(tmp_path / "supervisor.log")
+    assert not logs.advance()
+    assert logs.read() == {"restarts": [], "num_starts": 0, "counts": {}, "counts_now": None}
+    assert logs.coordinator_restarts_now() is None
