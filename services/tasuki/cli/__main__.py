@@ -65,7 +65,7 @@ def _code_of_system_error(error: OSError) -> int:
         text = f"{DiskFull.reason}: {path or 'a file'} cannot be written: {error.strerror}"
     elif path is not None:
         text = f"{PathNotFound.reason}: {path}: {error.strerror}"
-    sys.stderr.write(f"tasuki: error {text}\n")
+    sys.stderr.write(printable(f"tasuki: error {text}") + "\n")
     return USER_ERROR
 
 
