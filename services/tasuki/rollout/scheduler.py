@@ -25,6 +25,7 @@ from tasuki.rollout.adapter import AdapterBuffers, UnpinnedLora, serve_adapter
 from tasuki.rollout.cpu_attention import BatchedAttention
 from tasuki.rollout.dense_lora import install_dense_lora
 from tasuki.rollout.engine_lock import EngineLock
+from tasuki.rollout.first_samples import FirstSamples
 from tasuki.rollout.float32_logits import install_float32_logits
 from tasuki.rollout.growing_cache import GrowingCache, growing_cache
 from tasuki.rollout.kv_slots import BoundedPagedSlots, BoundedSlots, BoundedTokenSlots, EverySlot
@@ -89,6 +90,7 @@ class ReportingScheduler(sglang_scheduler.Scheduler):
 
     def __init__(self, *args: Any, setup: RankSetup, **kwargs: Any) -> None:
         self._setup, self._lock = setup, EngineLock()
+        self._first_samples: FirstSamples | None = None
         with reporting(setup.pipe_writer):
             super().__init__(*args, **kwargs)
 
@@ -117,6 +119,8 @@ class ReportingScheduler(sglang_scheduler.Scheduler):
         return dict(report)
 
     def maybe_sleep_on_idle(self) -> None:
+        if self._first_samples is not None and self._first_samples.is_holding:
+            return
         with self._lock.released():
             super().maybe_sleep_on_idle()
 
@@ -138,6 +142,10 @@ class ReportingScheduler(sglang_scheduler.Scheduler):
         engine_rank.receiver.warm_up()
         lock.acquire()
         self.request_receiver = LendingReceiver(self.request_receiver, lock)
+        if not self.server_args.disable_radix_cache:
+            # With overlap a batch begins before the result of the one before it is known.
+            self._first_samples = FirstSamples(self.request_receiver, num_iterations=2 if self.enable_overlap else 1)
+            self.request_receiver = self._first_samples
         if setup.config is not None:
             engine_rank.join_node(setup.config)
         register_rank(engine_rank)
