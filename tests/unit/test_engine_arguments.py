@@ -156,17 +156,20 @@ PORT_NAMES = {
 }  # fmt: skip
 
 
-def engine_of(device: str, **engine: object) -> dict[str, object]:
+def arguments_of(config: NodeConfig) -> dict[str, object]:
     """What SGLang's Engine is given."""
     pytest.importorskip("torch")
-    from tasuki.rollout.arguments import engine_arguments as arguments_of
+    from tasuki.rollout.arguments import engine_arguments
     from tasuki.rollout.model import ModelFacts
 
-    config = NodeConfig.model_validate(
-        {"state_dir": "s", "device": device, "model": {"path": "m"}, "rollout": {"engine": engine}}
-    )
     facts = ModelFacts(path="", architecture="", vocab_size=10, context_length=10, stop_token_ids=(1,), is_seeded=False)
-    return arguments_of(config, facts)
+    return engine_arguments(config, facts)
+
+
+def engine_of(device: str, **engine: object) -> dict[str, object]:
+    return arguments_of(
+        NodeConfig.model_validate({"state_dir": "s", "device": device, "model": {"path": "m"}, "rollout": {"engine": engine}})
+    )
 
 
 @needs_sglang
@@ -184,6 +187,32 @@ def test_all_that_tasuki_sets_on_a_gpu_is_refused():
     ours = engine_of("cuda")
     known = {**engine_arguments.KEYS, **engine_arguments._REFUSED}
     assert set(ours) - set(known) == set()
+
+
+@needs_sglang
+@pytest.mark.parametrize(
+    ("device", "rollout", "prompts_per_step", "captured"),
+    [
+        ("cuda", {}, 64, 512),
+        ("cuda", {"dp_size": 2, "max_running_requests": 300}, 96, 300),
+        ("cuda", {}, 32, None),
+        ("cuda", {}, 999, 1024),
+        ("cuda", {"engine": {"disable_cuda_graph": True}}, 64, None),
+        ("cpu", {}, 64, None),
+    ],
+)
+def test_graphs_are_captured_for_all_samples_of_a_step(
+    tmp_path: Path, device: str, rollout: dict[str, object], prompts_per_step: int, captured: int | None
+):
+    config = NodeConfig.model_validate(
+        {
+            "state_dir": "s", "device": device, "model": {"path": "m"}, "rollout": rollout,
+            "train": {
+                "dataset": "d", "output_dir": "o", "reward": {"function": "a:b"}, "group_size": 8, "prompts_per_step": prompts_per_step,
+            },
+        }
+    )  # fmt: skip
+    assert arguments_of(config).get("cuda_graph_max_bs_decode") == captured
 
 
 def test_a_plan_names_what_it_does_not_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -13,7 +13,7 @@ from tasuki.rollout.first_samples import FirstSamples
 
 
 def batch(*ids: str) -> Any:
-    return BatchTokenizedGenerateReqInput(batch=[SimpleNamespace(rid=rid) for rid in ids])  # pyright: ignore[reportArgumentType]
+    return BatchTokenizedGenerateReqInput(batch=[SimpleNamespace(rid=rid) for rid in ids])
 
 
 class Receiver:

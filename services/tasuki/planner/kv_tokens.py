@@ -6,6 +6,11 @@ from tasuki.config.schema import NodeConfig
 
 CPU_TOKENS = 32_768
 """Default on a CPU, where `kv_ratio` bounds nothing; more for longer sequences."""
+SGLANG_GRAPH_REQUESTS = 256
+"""Largest batch with a CUDA graph if we do not say, on GPUs of 60 to 160 GB below TP 4. Larger ones launch each kernel from the host."""
+_MOST_GRAPH_REQUESTS = 1024
+# SGLang runs at most so many at once, whatever its cache holds.
+_MOST_RUNNING_REQUESTS = 4096
 # SGLang reserves a slot ahead of the current token, and our engine a few more (rollout/arguments.py).
 _SLACK = 8
 
@@ -27,15 +32,36 @@ def wanted_tokens(config: NodeConfig, *, context_length: int) -> int | None:
 
 def needed_tokens(config: NodeConfig, *, context_length: int) -> int | None:
     """Tokens of all samples of a step on one replica at maximum length; None without [train]."""
-    if config.train is None:
+    at_once = samples_at_once(config)
+    if at_once is None:
         return None
-    num_samples = config.train.prompts_per_step * config.train.group_size
-    at_once = -(-num_samples // config.dp_size)
-    if config.rollout.max_running_requests is not None:
-        at_once = min(at_once, config.rollout.max_running_requests)
     longest = longest_sample(config)
     longest = context_length if longest is None else min(longest, context_length)
     return max(at_once * (longest + _SLACK), context_length)
+
+
+def samples_at_once(config: NodeConfig) -> int | None:
+    """Samples of a step that one replica generates at once; None without [train]."""
+    if config.train is None:
+        return None
+    at_once = -(-config.train.prompts_per_step * config.train.group_size // config.dp_size)
+    limit = config.rollout.max_running_requests
+    return at_once if limit is None else min(at_once, limit)
+
+
+def running_requests(config: NodeConfig) -> int:
+    """Requests that one replica runs at once; without [train] or a limit an estimate."""
+    if config.rollout.max_running_requests is not None:
+        return config.rollout.max_running_requests
+    return min(max(samples_at_once(config) or 0, SGLANG_GRAPH_REQUESTS), _MOST_RUNNING_REQUESTS)
+
+
+def graph_requests(config: NodeConfig) -> int | None:
+    """Requests of the largest batch that CUDA graphs are captured for; None leaves it to SGLang, or to [rollout.engine]."""
+    at_once = samples_at_once(config)
+    if at_once is None or at_once <= SGLANG_GRAPH_REQUESTS or any("cuda_graph" in name for name in config.rollout.engine):
+        return None
+    return min(at_once, _MOST_GRAPH_REQUESTS)
 
 
 def longest_sample(config: NodeConfig) -> int | None:

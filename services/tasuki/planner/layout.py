@@ -169,6 +169,8 @@ class Layout:
     context_length: int | None = None
     """Maximum sequence length of rollout; by default the model's own."""
     has_cuda_graphs: bool = True
+    graph_requests: int = 256
+    """Requests of the largest batch with a CUDA graph."""
     max_running_requests: int = 256
     overheads: Overheads = field(default_factory=Overheads)
 

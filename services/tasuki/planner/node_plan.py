@@ -7,7 +7,7 @@ from dataclasses import replace
 from tasuki.config.gpus import gpus_of
 from tasuki.config.schema import NodeConfig
 from tasuki.models.shape import ModelShape, check_lora_targets, check_shared_base
-from tasuki.planner.kv_tokens import wanted_tokens
+from tasuki.planner.kv_tokens import SGLANG_GRAPH_REQUESTS, graph_requests, running_requests, wanted_tokens
 from tasuki.planner.layout import Checkpointing, Layout, Overheads, named_as_given
 from tasuki.planner.model_shape import read_model_shape
 from tasuki.planner.plan import Plan, largest_pool, plan
@@ -104,7 +104,8 @@ def node_layout(
         grows_kv=rollout.kv_growth,
         has_pool=config.memory.pool,
         context_length=rollout.context_length,
-        max_running_requests=rollout.max_running_requests or Layout.__dataclass_fields__["max_running_requests"].default,
+        graph_requests=graph_requests(config) or SGLANG_GRAPH_REQUESTS,
+        max_running_requests=running_requests(config),
         overheads=overheads or Overheads(),
     )
     is_open = trainer.export_stays is None and trainer.export_handles == "vmm"

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from tasuki.memory.stages import RING, Phase, Stage
 from tasuki.planner.layout import Layout, Part, Strategy
-from tasuki.planner.rollout_bytes import KvPool, engine_step, engine_weights, kv_bytes_per_token, kv_pool
+from tasuki.planner.rollout_bytes import KvPool, cuda_graphs, engine_step, engine_weights, kv_bytes_per_token, kv_pool
 from tasuki.planner.trainer_bytes import Bytes, export_arena, host_moments, offloaded_bytes, trainer_tags, training_peak
 
 TRAINER_TAGS = (Part.TRAINER_WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER)
@@ -117,7 +117,7 @@ def sizes_of(layout: Layout) -> Sizes:
     engine = {
         Part.ROLLOUT_WEIGHTS: engine_weights(layout),
         Part.KV_CACHE: pool.num_bytes,
-        Part.CUDA_GRAPH: layout.overheads.cuda_graph if _is_captured(layout) else 0,
+        Part.CUDA_GRAPH: cuda_graphs(layout),
         Part.ENGINE_STEP: engine_step(layout),
     }
     trainer = trainer_tags(layout) | {Part.EXPORT: export_arena(layout)}
@@ -288,10 +288,6 @@ def _taken_at_start(layout: Layout) -> int:
     is_shared = any(layout.has_rank(gpu) and layout.has_engine(gpu) for gpu in range(layout.num_gpus))
     own = layout.overheads.rollout_context + (layout.overheads.nccl if layout.tp_size > 1 else 0)
     return own + (stays if is_shared else 0)
-
-
-def _is_captured(layout: Layout) -> bool:
-    return layout.has_cuda_graphs and layout.device == "cuda"
 
 
 def _growth(before: Mapping[Part, int], after: Mapping[Part, int]) -> Bytes:

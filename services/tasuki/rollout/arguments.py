@@ -9,7 +9,7 @@ from typing import Any
 from tasuki.config.engine_arguments import check_argument_values
 from tasuki.config.schema import NodeConfig, RolloutConfig
 from tasuki.config.trainer_schema import LoraConfig
-from tasuki.planner.kv_tokens import wanted_tokens
+from tasuki.planner.kv_tokens import graph_requests, wanted_tokens
 from tasuki.rollout.model import ModelFacts
 from tasuki.rollout.rank_commands import COMMAND_LOADER
 from tasuki.wire.errors import InvalidArgument
@@ -65,6 +65,8 @@ def engine_arguments(config: NodeConfig, model: ModelFacts) -> dict[str, Any]:
         arguments["load_format"] = "dummy"
     if config.device == "cpu":
         arguments |= _cpu_arguments(rollout)
+    elif (num_requests := graph_requests(config)) is not None:
+        arguments["cuda_graph_max_bs_decode"] = num_requests
     return {**arguments, **_further(rollout.engine, ours=arguments)}
 
 
