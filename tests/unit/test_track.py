@@ -19,11 +19,11 @@ import pytest
 from tasuki.cli.__main__ import main
 from tasuki.client.step import Step
 from tasuki.config.track_schema import TRACKERS, TrackConfig
-from tasuki.runs import metrics_tail
 from tasuki.runs.earlier_run import RunHead, write_head
 from tasuki.runs.folder import MetricsFile
 from tasuki.runs.metrics_tail import MetricsTail
 from tasuki.runs.tracking import tracked
+from tasuki.wire import line_reader
 from tests.conftest import ENVIRONMENT
 
 NAN = float("nan")
@@ -57,7 +57,7 @@ def needs(name: str):
 
 def test_tail_gives_each_whole_line_once_and_starts_again_with_a_new_file(tmp_path: Path):
     tail = MetricsTail(tmp_path)
-    assert tail.read() == []
+    assert list(tail.read()) == []
     metrics = MetricsFile(tmp_path)
     metrics.report(step_of(0))
     (first,) = tail.read()
@@ -68,7 +68,7 @@ def test_tail_gives_each_whole_line_once_and_starts_again_with_a_new_file(tmp_pa
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 1')
         file.flush()
-        assert tail.read() == []
+        assert list(tail.read()) == []
         file.write('}\nnonsense\n[]\n{"step": 99999999999999999999}\n{"step": -1}\n{"step": true}\n')
     assert [one.step for one in tail.read()] == [1]
     MetricsFile(tmp_path, [step_of(0)])  # as a resume replaces it
@@ -79,7 +79,7 @@ def test_tail_gives_each_whole_line_once_and_starts_again_with_a_new_file(tmp_pa
 def test_a_line_without_end_is_skipped_in_bounded_memory(
     tmp_path: Path, max_bytes: int | None, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(metrics_tail, "_MAX_LINE_BYTES", 16)
+    monkeypatch.setattr(line_reader, "MAX_LINE_BYTES", 16)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "seed": %s' % ("0" * 99))
     tail = MetricsTail(tmp_path)
     steps = [one.step for _ in range(20) for one in tail.read(max_bytes=max_bytes)]
@@ -92,7 +92,8 @@ def test_a_line_without_end_is_skipped_in_bounded_memory(
 @pytest.mark.timeout(20)
 def test_a_fifo_in_the_place_of_the_metrics_is_no_file(tmp_path: Path):
     os.mkfifo(tmp_path / "metrics.jsonl")
-    assert MetricsTail(tmp_path).read() == []
+    with pytest.raises(OSError, match="is not a regular file"):
+        list(MetricsTail(tmp_path).read())
 
 
 @needs("tensorboardX")

@@ -65,14 +65,15 @@ class Feed:
     def run(self) -> dict[str, Any]:
         """The run's settings and latest metrics."""
         place = self.place
+        summary, _ = read_summary(place.output_dir)
         return {
             "output_dir": None if place.output_dir is None else str(place.output_dir),
             "archive": str(place.archive),
-            "summary": read_summary(place.output_dir),
+            "summary": summary,
             "settings": self._settings,
             "steps": self._steps.bounds(),
             "last": self._steps.last(),
-            "journal_problem": self._journal.problem,
+            "problems": self._problems,
         }
 
     def node(self) -> dict[str, Any]:
@@ -122,6 +123,7 @@ class Feed:
         self._restarts = RestartLogs(place.supervisor_log)
         self._memory = MemoryTimeline(place.memory_record)
         self._tokens: TokenTexts | None = None
+        self._problems: list[str] = []
         self._plan: dict[str, Any] | None = None
         self._plan_problem, self._planned_for = "there is no configuration of a node here", None
         self._settings = _settings_of(place.config)
@@ -131,7 +133,7 @@ class Feed:
         while not self._stop.is_set():
             try:
                 place = self._find()
-            except TasukiError:  # the folder is gone, but may come back
+            except (TasukiError, OSError):  # the folder is gone, but may come back
                 place = self.place
             if place != self.place:
                 self._settle(place)
@@ -149,6 +151,8 @@ class Feed:
             told.append("samples")
         if self._make_plan():
             told.append("memory")
+        if self._see_problems():
+            told.append("run")
         self._tell(*told)
         return has_steps or has_stages
 
@@ -162,6 +166,15 @@ class Feed:
         had_new, self._has_new_samples = self._has_new_samples, time_ns != self._samples_time
         self._samples_time = time_ns
         return had_new or self._has_new_samples
+
+    def _see_problems(self) -> bool:
+        """Notes which files cannot be read. Returns whether that has changed."""
+        _, of_summary = read_summary(self.place.output_dir)
+        readers = (self.place, self._journal, self._steps, self._restarts, self._memory, self._tokens)
+        found = [reader.problem for reader in readers if reader is not None and reader.problem]
+        found += [of_summary] if of_summary else []
+        is_new, self._problems = found != self._problems, found
+        return is_new
 
     def _make_plan(self) -> bool:
         """Plans once for each configuration and GPU size. Returns whether the plan changed."""

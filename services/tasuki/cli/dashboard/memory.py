@@ -6,6 +6,7 @@ import json
 import math
 import threading
 from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +27,12 @@ from tasuki.memory.tags import ServiceUsage
 from tasuki.planner.advice import advise
 from tasuki.planner.node_plan import plan_node
 from tasuki.wire.errors import TasukiError
+from tasuki.wire.regular_file import open_regular, unreadable
 
 _RECORD_BYTES = 16_000_000
+_LINE_BYTES = 1 << 18
+_NUM_LINES = 10_000
+_MAX_BYTES = 2**53
 _MAX_POINTS = 2_000
 _NO_GPU = 1
 """Unused on a CPU, but the planner requires a GPU size."""
@@ -52,6 +57,7 @@ class MemoryTimeline:
     def __init__(self, record: Path) -> None:
         self._record = record
         self._lock = threading.Lock()
+        self.problem = ""
         self._stamp: tuple[int, int] | None = None
         self._known: list[_Known] = []
 
@@ -84,12 +90,13 @@ class MemoryTimeline:
             try:
                 status = self._record.stat()
                 if (stamp := (status.st_ino, status.st_size)) != self._stamp:
-                    with self._record.open("rb") as file:
-                        lines = file.read(_RECORD_BYTES).splitlines()
+                    with open_regular(self._record) as file:
+                        lines = deque(file.read(_RECORD_BYTES).split(b"\n"), _NUM_LINES)
                     self._known = sorted(filter(None, map(_known, lines)), key=lambda known: known.time)
                     self._stamp = stamp
-            except OSError:
-                self._stamp, self._known = None, []
+                self.problem = ""
+            except OSError as error:
+                self._stamp, self._known, self.problem = None, [], unreadable(self._record, error)
             return self._known
 
 
@@ -107,11 +114,16 @@ def read_plan(config_path: Path, device_bytes: Mapping[str, int]) -> dict[str, A
 
 def _known(line: bytes) -> _Known | None:
     """Returns None for a truncated or foreign line."""
+    if len(line) > _LINE_BYTES:
+        return None
     try:
         fields = json.loads(line)
-        usages = read_usages(fields)
+        usages, time = read_usages(fields), float(fields["time"])
         totals = {str(device): int(size) for device, size in fields["device_bytes"].items()}
-        return _Known(float(fields["time"]), _sizes_by_place(usages), totals)
+        sizes = [tag.mapped_bytes for usage in usages.values() for tag in usage.tags]
+        if not math.isfinite(time) or not all(0 <= size <= _MAX_BYTES for size in (*sizes, *totals.values())):
+            return None
+        return _Known(time, _sizes_by_place(usages), totals)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
         return None
 

@@ -37,10 +37,10 @@ from tasuki.trainer.durable.atomic_folder import (
     rename_into_place,
     start_aside,
 )
-from tasuki.trainer.durable.regular_file import read_regular
 from tasuki.trainer.durable.saves import FACTS_FILE, written_path
 from tasuki.trainer.roles import Role
 from tasuki.wire.errors import InvalidArgument, PathNotFound, VersionOrder
+from tasuki.wire.regular_file import read_regular
 
 _FORMAT = 4
 _SUM, _INDEX_SUM = "crc32", "tensors_crc32"
