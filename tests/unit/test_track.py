@@ -141,15 +141,18 @@ def scalars(folder: Path) -> dict[int, float]:
     return found
 
 
-@needs("tensorboardX")
-def test_a_full_disk_is_a_typed_error_and_does_not_hang(tmp_path: Path):
+@pytest.mark.parametrize(
+    "name", [pytest.param("tensorboard", marks=needs("tensorboardX")), pytest.param("mlflow", marks=needs("mlflow"))]
+)
+def test_a_full_disk_is_a_typed_error_and_does_not_hang(tmp_path: Path, name: str):
     run_of(tmp_path, range(100))
     # A limit on a file's size fails a write as a full disk does.
-    program = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n{TRACK_CALL}"
-    argv = [sys.executable, "-c", program, "track", str(tmp_path), "--to", "tensorboard"]
+    program = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (2048, 2048))\n{TRACK_CALL}"
+    argv = [sys.executable, "-B", "-c", program, "track", str(tmp_path), "--to", name]
     done = subprocess.run(argv, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith(f"tasuki: error DISK_FULL: {tmp_path / 'track/tensorboard'} cannot be written")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"tasuki: error DISK_FULL: {tmp_path / 'track' / name}") and "cannot be written" in line
 
 
 def test_only_wandb_can_be_told_to_upload(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):

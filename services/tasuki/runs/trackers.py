@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
@@ -149,6 +150,10 @@ class MlFlow:
     """Sends to MLFLOW_TRACKING_URI."""
 
     def __init__(self, run: TrackedRun) -> None:
+        with _system_errors_of_mlflow():
+            self._open(run)
+
+    def _open(self, run: TrackedRun) -> None:
         entities: Any = import_module("mlflow.entities")
         tracking: Any = import_module("mlflow.tracking")
 
@@ -168,12 +173,25 @@ class MlFlow:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         now_ms = round(1000 * time.time())
-        self._client.log_batch(
-            self._run_id, metrics=[self._metric(name, value, now_ms, step) for name, value in values.items()]
-        )
+        metrics = [self._metric(name, value, now_ms, step) for name, value in values.items()]
+        with _system_errors_of_mlflow():
+            self._client.log_batch(self._run_id, metrics=metrics)
 
     def close(self) -> None:
-        self._client.set_terminated(self._run_id)
+        with _system_errors_of_mlflow():
+            self._client.set_terminated(self._run_id)
+
+
+@contextmanager
+def _system_errors_of_mlflow() -> Iterator[None]:
+    """Raises the OSError that MLflow wraps, such as that of a full disk."""
+    exceptions: Any = import_module("mlflow.exceptions")
+    try:
+        yield
+    except exceptions.MlflowException as error:
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from error
+        raise
 
 
 class TrackIo:
