@@ -5,8 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from io import BufferedReader
+from io import BufferedReader, FileIO
 from pathlib import Path
+from typing import Any
 
 _MAX_PATH_BYTES = 1 << 14
 
@@ -18,7 +19,7 @@ def open_regular(path: Path) -> BufferedReader:
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         _check(os.fstat(fd), path)
-        return os.fdopen(fd, "rb")
+        return BufferedReader(_File(fd))
     except BaseException:
         os.close(fd)
         raise
@@ -44,6 +45,16 @@ def read_path(path: Path) -> Path:
     if not content or b"\0" in content:
         raise OSError(errno.EINVAL, "contains no path", str(path))
     return Path(os.fsdecode(content))
+
+
+class _File(FileIO):
+    """Fails where a file of the kernel's, such as /proc/kmsg, has nothing to read yet; BufferedReader would return None."""
+
+    def readinto(self, buffer: Any) -> int:
+        num_bytes = super().readinto(buffer)
+        if num_bytes is None:
+            raise OSError(errno.EINVAL, "is not a regular file")
+        return num_bytes
 
 
 def _check(status: os.stat_result, path: Path) -> None:

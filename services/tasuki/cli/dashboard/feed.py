@@ -37,6 +37,8 @@ class Feed:
         self._changed = threading.Condition()
         self._parts: Parts = dict.fromkeys(("run", "steps", "samples", "changeovers", "memory", "node"), 0)
         self._stop = threading.Event()
+        self._answering = threading.Lock()
+        """Held for an answer from much data, so that many at once do not need the memory of all."""
         self._settle(place())
         self._node = NodeFollower(self._node_config, lambda: self._tell("node"))
         self._thread = threading.Thread(target=self._look_on, name="tasuki-dashboard", daemon=True)
@@ -83,7 +85,8 @@ class Feed:
         return {**self._node.read(), **told}
 
     def curves(self, *, first: int, last: int, points: int) -> dict[str, Any]:
-        thinned = self._steps.thinned(first=first, last=last, points=points)
+        with self._answering:
+            thinned = self._steps.thinned(first=first, last=last, points=points)
         return {"steps": thinned["steps"], "bucket": thinned["bucket"], "bounds": self._steps.bounds(), "charts": draw(thinned)}
 
     def changeovers(self, *, before: int | None, limit: int, only_failed: bool) -> dict[str, Any]:
@@ -92,25 +95,29 @@ class Feed:
         return page(self.place.journal, before=before, limit=limit, only_failed=only_failed, restarts_now=restarts_now)
 
     def changeover_chart(self, *, points: int) -> dict[str, Any]:
-        return self._journal.seconds_by_changeover(points=points)
+        with self._answering:
+            return self._journal.seconds_by_changeover(points=points)
 
     def restarts(self) -> dict[str, Any]:
         return self._restarts.read()
 
     def memory(self, *, changeovers: int) -> dict[str, Any]:
-        window = self._memory.window(self._journal.copied(), changeovers=changeovers, plan=self._plan)
+        with self._answering:
+            window = self._memory.window(self._journal.copied(), changeovers=changeovers, plan=self._plan)
         return {**window, "plan_problem": self._plan_problem}
 
     def sample_steps(self) -> list[int]:
         return list_steps(self.place.samples)
 
     def samples(self, step: int) -> dict[str, Any]:
-        """Raises PathNotFound."""
-        return read_step(self.place.samples, step)
+        """Raises PathNotFound, and InvalidArgument for an unreadable file."""
+        with self._answering:
+            return read_step(self.place.samples, step)
 
     def sample(self, step: int, index: int) -> dict[str, Any]:
         """Raises PathNotFound and InvalidArgument."""
-        return read_sample(self.place.samples, step, index, token_text=self._token_texts())
+        with self._answering:
+            return read_sample(self.place.samples, step, index, token_text=self._token_texts())
 
     def _node_config(self) -> Path | None:
         """Configuration of a node that may be running."""

@@ -7,7 +7,7 @@ import math
 import threading
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,8 @@ from tasuki.wire.regular_file import open_regular, unreadable
 
 _RECORD_BYTES = 16_000_000
 _LINE_BYTES = 1 << 18
-_NUM_LINES = 10_000
+_NUM_LINES, _NUM_TAGS, _NUM_DEVICES = 10_000, 50_000, 64
+"""Limits on the newest reports, and on the tags of all of them together and the devices of each."""
 _MAX_BYTES = 2**53
 _MAX_POINTS = 2_000
 _NO_GPU = 1
@@ -49,6 +50,7 @@ class _Known:
     time: float
     sizes: tuple[Sizes, ...]
     device_bytes: Mapping[str, int]
+    num_tags: int
 
 
 class MemoryTimeline:
@@ -92,7 +94,7 @@ class MemoryTimeline:
                 if (stamp := (status.st_ino, status.st_size)) != self._stamp:
                     with open_regular(self._record) as file:
                         lines = deque(file.read(_RECORD_BYTES).split(b"\n"), _NUM_LINES)
-                    self._known = sorted(filter(None, map(_known, lines)), key=lambda known: known.time)
+                    self._known = sorted(_newest(lines), key=lambda known: known.time)
                     self._stamp = stamp
                 self.problem = ""
             except OSError as error:
@@ -112,6 +114,16 @@ def read_plan(config_path: Path, device_bytes: Mapping[str, int]) -> dict[str, A
     return MessageToDict(plan_to_proto(planned, advise(planned)), preserving_proto_field_name=True)
 
 
+def _newest(lines: Sequence[bytes]) -> Iterator[_Known]:
+    num_tags = 0
+    for line in reversed(lines):
+        if (known := _known(line)) is not None:
+            num_tags += known.num_tags
+            if num_tags > _NUM_TAGS:
+                return
+            yield known
+
+
 def _known(line: bytes) -> _Known | None:
     """Returns None for a truncated or foreign line."""
     if len(line) > _LINE_BYTES:
@@ -120,10 +132,13 @@ def _known(line: bytes) -> _Known | None:
         fields = json.loads(line)
         usages, time = read_usages(fields), float(fields["time"])
         totals = {str(device): int(size) for device, size in fields["device_bytes"].items()}
-        sizes = [tag.mapped_bytes for usage in usages.values() for tag in usage.tags]
-        if not math.isfinite(time) or not all(0 <= size <= _MAX_BYTES for size in (*sizes, *totals.values())):
+        tags = [tag for usage in usages.values() for tag in usage.tags]
+        sizes = [*totals.values(), *(size for tag in tags for size in (tag.mapped_bytes, tag.total_bytes))]
+        if not math.isfinite(time) or not all(0 <= size <= _MAX_BYTES for size in sizes):
             return None
-        return _Known(time, _sizes_by_place(usages), totals)
+        if len({*totals, *(tag.device for tag in tags)}) > _NUM_DEVICES:
+            return None
+        return _Known(time, _sizes_by_place(usages), totals, len(tags))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
         return None
 

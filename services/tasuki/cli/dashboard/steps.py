@@ -43,7 +43,7 @@ class StepColumns:
 
     def advance(self) -> bool:
         """Reads some of what was written since the last call. Returns whether there was anything."""
-        if len(self.steps) * max(1, len(self.columns)) > _MAX_VALUES:
+        if self._is_full():
             self.problem = f"{self.output_dir / METRICS} is too long: only steps {self.steps[0]} to {self.steps[-1]} are shown"
             return False
         try:
@@ -54,7 +54,8 @@ class StepColumns:
             return False
         with self._lock:
             for one in figures:
-                self._add(one)
+                if not self._is_full():
+                    self._add(one)
         return bool(figures)
 
     def names(self) -> list[str]:
@@ -91,6 +92,9 @@ class StepColumns:
             "bucket": size,
             "series": {name: {kind: rows[index] for kind, rows in drawn.items()} for index, name in enumerate(columns)},
         }
+
+    def _is_full(self) -> bool:
+        return len(self.steps) * max(1, len(self.columns)) >= _MAX_VALUES
 
     def _add(self, figures: StepFigures) -> None:
         if not 0 <= figures.step < _MAX_STEP:
