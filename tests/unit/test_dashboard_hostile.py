@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import socket
+import time
 from contextlib import closing
 from pathlib import Path
 
@@ -42,9 +45,9 @@ def look(feed: Feed) -> None:
 
 def ask_all(feed: Feed) -> None:
     """Everything that pages ask for."""
-    feed.node(), feed.curves(first=0, last=9, points=10), feed.memory(changeovers=10), feed.changeover_chart(points=10)
-    for step in feed.sample_steps()[:1]:
-        feed.samples(step), feed.sample(step, 0)
+    told = [feed.node(), feed.curves(first=0, last=9, points=10), feed.memory(changeovers=10), feed.changeover_chart(points=10)]
+    step = feed.sample_steps()[0]
+    assert json.dumps([*told, feed.samples(step), feed.sample(step, 0)], allow_nan=False)
 
 
 @pytest.mark.parametrize("kind", ["fifo", "device", "folder", "socket"])
@@ -66,3 +69,49 @@ def test_what_is_no_file_is_named_and_the_rest_is_shown(tmp_path: Path, kind: st
     assert f"{folder / 'metrics.jsonl'} cannot be read: is not a regular file" in feed.run()["problems"]
     with pytest.raises(InvalidArgument, match=r"step-000000.jsonl cannot be read: is not a regular file"):
         feed.samples(0)
+
+
+def tags(*devices: str, mapped_bytes: int = 1) -> str:
+    """A line of memory.jsonl."""
+    fields = {"service": "trainer", "tag": "weights", "mapped_bytes": mapped_bytes, "total_bytes": 1, "stays": False}
+    return json.dumps({"time": 1e9, "tags": [{**fields, "device": device} for device in devices], "device_bytes": {}})
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("state_dir", b"/" + b"a" * 5000, "File name too long"),
+        ("state_dir", b"/x\0y\n", "contains no path"),
+        ("state_dir", b"/\xff\xfe\n", None),
+        ("summary.json", b"[" * 100_000, "it is not JSON"),
+        ("summary.json", b" " * 2_000_000, "is larger than"),
+        ("metrics.jsonl", b'{"step": 1, "metrics": ' + b"[" * 100_000 + b"\n", None),
+        ("metrics.jsonl", b'{"step": 1, "metrics": {"\\ud800": -1e308, "%s": 1, "<b>": 1e308}}\n' % (b"n" * 1000), None),
+        ("logs/supervisor.log", b"9999-99-99 99:99:99,000 INFO x event=restart service=coordinator\n", None),
+        ("logs/supervisor.log", b"2026-11-23 09:00:00,000 INFO x event=restart " + b"a" * 1_900_000, None),
+        ("logs/node.toml", b"a = " + b"[" * 100_000, None),
+        ("logs/node.toml", b" " * 5_000_000, None),
+        ("memory.jsonl", tags("cuda:0", mapped_bytes=10**400).encode(), None),
+        ("memory.jsonl", tags(*map(str, range(1000))).encode(), None),
+        ("memory.jsonl", b'{"time": NaN, "tags": [], "device_bytes": {}}\n', None),
+        ("model/tokenizer.json", b'{"decoder": ' + b'{"decoders": [' * 90_000, "RecursionError"),
+        ("model/tokenizer.json", b'{"model": {"vocab": {"a": Infinity}}}', "OverflowError"),
+        ("samples/step-000000.jsonl", json.dumps({"token_ids": [10**30, True], "rewards": {"\ud800": 1}}).encode() + b"\n", None),
+    ],
+    ids=lambda value: value[:20] if isinstance(value, bytes) else None,
+)  # fmt: skip
+def test_any_content_is_survived_and_told(tmp_path: Path, name: str, content: bytes, problem: str | None) -> None:
+    folder = Path(shutil.copytree(RECORDED, tmp_path / "run"))
+    (folder / name).write_bytes(content)
+    started = time.process_time()
+    feed = Feed(lambda: place_of(folder))
+    look(feed)
+    ask_all(feed)
+    look(feed)
+    problems = feed.run()["problems"]
+    if problem is None:
+        assert problems == []
+    else:
+        assert re.fullmatch(rf"/.*/{name.rpartition('/')[2]} cannot be read: .*{problem}.*", *problems)
+    assert json.dumps(feed.run(), allow_nan=False).isascii()
+    assert time.process_time() - started < 5.0

@@ -18,6 +18,7 @@ from tasuki.wire.regular_file import open_regular, read_path
 
 _TAIL_BYTES = 1 << 18
 _REWARD = "reward/"
+_MAX_NAME_CHARS = 250
 
 Step = Mapping[str, Any]
 """A line of metrics.jsonl."""
@@ -99,7 +100,12 @@ def _step(line: bytes) -> Step | None:
 def _numbers(table: object) -> dict[str, float]:
     if not isinstance(table, dict):
         return {}
-    return {str(name): value for name, value in table.items() if _is_number(value)}
+    return {name: value for name, value in table.items() if _is_number(value) and _is_label(name)}
+
+
+def _is_label(name: str) -> bool:
+    """Whether the name fits into the text of metrics, which half of a surrogate pair does not."""
+    return len(name) <= _MAX_NAME_CHARS and name.isprintable()
 
 
 def _is_number(value: object) -> bool:
