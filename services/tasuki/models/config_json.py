@@ -14,6 +14,7 @@ Config = Mapping[str, Any]
 _MAX_FILE_BYTES = 100_000_000
 """The largest is the index of a model's tensors."""
 _MAX_NUMBER = 2**53
+_MAX_LAYERS = 10_000
 
 
 def read_json_object(file: Path, *, field: str) -> dict[str, Any]:
@@ -27,6 +28,14 @@ def read_json_object(file: Path, *, field: str) -> dict[str, Any]:
     return table
 
 
+def num_layers(config: Config) -> int:
+    """The number of layers. Raises InvalidArgument if it is not from 1 to 10,000."""
+    number = size(config, "num_hidden_layers")
+    if number > _MAX_LAYERS:
+        raise InvalidArgument("num_hidden_layers", f"must be at most {_MAX_LAYERS} in the model's config.json, not {number}")
+    return number
+
+
 def size(config: Config, key: str, *, default: int | None = None) -> int:
     """A positive integer. A missing or null key has the default; without one it raises InvalidArgument."""
     value = config.get(key, default)
@@ -34,7 +43,7 @@ def size(config: Config, key: str, *, default: int | None = None) -> int:
     if value is None:
         raise InvalidArgument(key, "missing in the model's config.json")
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= _MAX_NUMBER:
-        raise InvalidArgument(key, f"must be a whole number above 0 in the model's config.json, not {value!r}")
+        raise InvalidArgument(key, f"must be a whole number from 1 to {_MAX_NUMBER} in the model's config.json, not {value!r}")
     return value
 
 

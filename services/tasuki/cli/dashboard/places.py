@@ -95,8 +95,8 @@ def place_of_node(state_dir: Path) -> RunPlace:
     """Location for a node, whether it is running or not."""
     config, output_dir, problem = config_path(state_dir), None, ""
     try:
-        output_dir = read_path(training_output_path(state_dir))
-        output_dir = output_dir if output_dir.is_dir() else None
+        folder = read_path(training_output_path(state_dir))
+        output_dir = folder if folder.is_dir() else None
     except OSError as error:
         problem = unreadable(training_output_path(state_dir), error)
     return RunPlace(output_dir, state_dir, config if config.is_file() else None, is_of_node=True, problem=problem)
