@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tasuki.client.step import Step
-from tasuki.runs.earlier_run import read_head
+from tasuki.runs.earlier_run import RunHead, read_head, write_head
 from tasuki.runs.folder import MetricsFile, changeovers_of, draw_curve, read_steps, summarize, write_summary
 from tasuki.wire.errors import DiskFull, InvalidArgument
 from tests.tiny_disk import limited_files
@@ -68,6 +68,13 @@ def test_what_is_no_file_is_named_and_nothing_waits_for_it(tmp_path: Path) -> No
         read_steps(tmp_path)
     os.mkfifo(tmp_path / "run.json")
     with pytest.raises(InvalidArgument, match=r"run\.json is damaged: is not a regular file; .* choose another output_dir"):
+        read_head(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["", "a' OR '1' = '1", "../x", "a" * 101])
+def test_an_id_that_no_run_has_is_damage(tmp_path: Path, name: str) -> None:
+    write_head(tmp_path, RunHead(name, 0, {}))
+    with pytest.raises(InvalidArgument, match=r"run\.json is damaged"):
         read_head(tmp_path)
 
 

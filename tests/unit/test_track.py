@@ -184,6 +184,16 @@ def test_wandb_writes_an_offline_run_without_a_network(tmp_path: Path):
 
 
 @needs("mlflow")
+def test_mlflow_gets_names_as_it_takes_them(tmp_path: Path):
+    names = ["reward/<b>", "../../up", "/etc/x", "a//b", "x'y", "\ud800", "n" * 300]
+    (run_of(tmp_path, []) / "metrics.jsonl").write_text(json.dumps({"step": 0, "metrics": dict.fromkeys(names, 1.0)}) + "\n")
+    assert "1 steps to mlflow, up to step 0" in track(tmp_path, "mlflow").stderr
+    (metrics,) = (tmp_path / "track" / "mlflow").glob("*/*/metrics")
+    kept = {str(path.relative_to(metrics)) for path in metrics.rglob("*") if path.is_file()}
+    assert kept == {"reward/_b_", "_/_/up", "_/etc/x", "a/_/b", "x_y"}
+
+
+@needs("mlflow")
 def test_mlflow_gets_settings_and_steps_into_one_run_over_two_calls(tmp_path: Path):
     tracking: Any = import_module("mlflow.tracking")
 

@@ -6,9 +6,9 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from tasuki.client.durable import write_durably
 from tasuki.client.loop_state import LoopState, newest_checkpoint, read_pending
@@ -26,7 +26,7 @@ _MAX_BYTES = 1 << 24
 class RunHead:
     """Facts recorded when a run begins."""
 
-    id: str
+    id: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,100}$")]
     policy_version: int
     """Version of its initial weights."""
     recipe: Mapping[str, Any]

@@ -76,6 +76,7 @@ def _is_figure(name: str, value: Any) -> bool:
     try:
         return (
             len(name) <= _MAX_NAME_CHARS
+            and name.isprintable()
             and isinstance(value, int | float)
             and not isinstance(value, bool)
             and math.isfinite(value)
