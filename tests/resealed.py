@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tasuki.trainer.backends.fsdp.checkpoint import sealed
+from tasuki.wire.sealed_json import sealed
 
 
 def reseal(checkpoint: Path, fields: Mapping[str, Any] | None = None) -> None:

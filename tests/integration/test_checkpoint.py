@@ -20,11 +20,11 @@ from tasuki.trainer.backends.fsdp.checkpoint import (
     RoleFacts,
     load_checkpoint,
     save_checkpoint,
-    sealed,
     training_tensors,
 )
 from tasuki.trainer.roles import Role
 from tasuki.wire.errors import InvalidArgument
+from tasuki.wire.sealed_json import sealed
 from tests.resealed import reseal
 
 FACTS = CheckpointFacts(num_ranks=1, roles={Role.POLICY: RoleFacts(version=3, schedule_start=2, architecture="Linear")})

@@ -117,6 +117,7 @@ def test_a_folder_that_may_not_be_read_is_refused_by_name(saved: Path) -> None:
         ({"version": 2**70}, r"damaged: roles.policy.version: "),
         ({"version": -1}, r"damaged: roles.policy.version: "),
         ({"schedule_start": 2**63}, r"damaged: roles.policy.schedule_start: "),
+        ({"schedule_start": 4}, r"damaged: roles.policy.schedule_start: is 4, above the version 3$"),
     ],
 )
 def test_numbers_out_of_range_are_refused(saved: Path, change: dict[str, int], problem: str) -> None:

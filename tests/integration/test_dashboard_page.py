@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import closing
@@ -242,19 +243,30 @@ CONTRAST = """(element) => {
 
 
 def test_what_a_run_says_is_text_and_never_markup(page: Browser, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
+    folder = tmp_path / MARKUP.partition("<script>")[0] / "run"
     shutil.copytree(RECORDED, folder)
+    (folder / "memory.jsonl").unlink()
+    os.mkfifo(folder / "memory.jsonl")
     sample = {"group": MARKUP, "sample": 0, "prompt": MARKUP, "completion": MARKUP, "rewards": {MARKUP: 1}, "fields": {MARKUP: MARKUP},
               "token_ids": [0, 1], "rollout_log_probs": [-1, -2], "trainer_log_probs": [-1.5, -2]}  # fmt: skip
     (folder / "samples" / "step-000029.jsonl").write_text(json.dumps(sample) + "\n")
     (folder / "model" / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {MARKUP: 0, "x": 1}}}))
     with (folder / "metrics.jsonl").open("a") as lines:
         lines.write(json.dumps({"step": 31, "mean_reward": 1.0, "metrics": {MARKUP: 2.0, f"reward/{MARKUP}": 1.0}}) + "\n")
+        for number, sign in ((32, 1), (33, -1)):
+            extremes = {"small": sign * 5e-324, "large": sign * 1.7e308, "grad_norm": 1e308}
+            lines.write(json.dumps({"step": number, "metrics": extremes}) + "\n")
     (folder / "summary.json").write_text(json.dumps({MARKUP: MARKUP}))
     with served(folder) as server:
         open_tab(page, server.url, "samples", "onerror")
         page.until("document.querySelector('.tokens')?.innerText.includes('onerror')")
         open_tab(page, server.url, "run", "onerror")
+        assert page.text("#unreadable") == f"{folder / 'memory.jsonl'} cannot be read: is not a regular file"
+        page.evaluate("document.querySelector('#view-run details summary').click()")
+        page.until(
+            "[...document.querySelectorAll('#view-run figure')].filter((one) => one.innerText.match(/^(small|large)/)).length === 2"
+        )
+        assert page.evaluate("document.querySelector('#problem').hidden")
         open_tab(page, server.url, "node", "onerror")
         assert page.evaluate("document.title") == "run · tasuki"
         assert page.evaluate("document.querySelectorAll('main img, main script').length") == 0

@@ -106,10 +106,10 @@ def test_mutated_requests_break_nothing_and_write_nothing(server, capfd: pytest.
 def test_a_folder_without_anything_is_shown_as_one(tmp_path: Path) -> None:
     with served(tmp_path) as server:
         deadline = time.monotonic() + 60
-        while not (run := ask(server, "/api/run"))["journal_problem"]:  # the feed's thread has not looked yet
+        while not (run := ask(server, "/api/run"))["problems"]:  # the feed's thread has not looked yet
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        assert "there is no journal" in run["journal_problem"]
+        assert run["problems"] == [f"there is no journal at {tmp_path / 'journal.sqlite'}"]
         assert (run["steps"], run["summary"], run["last"]) == (None, None, {})
         assert ask(server, "/api/memory")["devices"] == []
         assert ask(server, "/api/samples") == {"steps": []}

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import shutil
 import sqlite3
+import struct
+import zlib
 from contextlib import closing
 from pathlib import Path
 
@@ -224,6 +227,34 @@ def test_a_value_of_another_kind_is_refused_with_a_cause(statement: str, run: Pa
     change(run, statement)
     assert main(["audit", str(run)]) == 2
     assert re.search("error INVALID_ARGUMENT: journal: .* where a (number|text) belongs", capsys.readouterr().err)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    "name", ["training.log", "logs/trainer.log", "journal.sqlite-wal", "fleet.sqlite-journal", "state_dir"]
+)
+def test_a_fifo_among_the_records_is_told_and_nobody_waits_for_it(
+    run: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / name).unlink(missing_ok=True)
+    os.mkfifo(run / name)
+    if name.startswith("fleet"):
+        (run / "fleet.sqlite").touch()
+    assert main(["audit", str(run)]) == 2
+    told = capsys.readouterr()
+    assert re.search(rf"{name}.* is not a regular file|is not a regular file: .*{name}", told.out + told.err)
+
+
+def test_a_number_without_end_in_a_log_is_no_command(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with (run / "logs" / "trainer.log").open("a") as log:
+        log.write(f"\nevent=command name=SYNC epoch={'9' * 5000} sequence=1 outcome=OK seconds=1 request_id='r'\n")
+    assert main(["audit", str(run)]) == 0
+
+
+def test_a_record_that_only_has_the_right_checksum_is_damage(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "training.log").write_bytes(struct.pack("<IIB", 1, zlib.crc32(b"\xff"), 1) + b"\xff")
+    assert main(["audit", str(run)]) == 2
+    assert "training.log is damaged at byte 0" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("statement", "code"), [("", 2), ("UPDATE results SET policy_version = 9 WHERE id = 3", 1)])

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import math
+import os
 import shutil
 import sqlite3
 import time
-from contextlib import closing
+from array import array
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
 
+from tasuki.cli.dashboard import journal_tail
 from tasuki.cli.dashboard.changeovers import page
-from tasuki.cli.dashboard.journal_tail import STAGES, JournalTail, reading
+from tasuki.cli.dashboard.journal_tail import STAGES, JournalTail
+from tasuki.coordinator.audit.history import read_history
 from tasuki.coordinator.journal import Journal
+from tasuki.coordinator.journal_reader import open_journal
 from tasuki.coordinator.records import Outcome
 from tasuki.memory.stages import HOLDS, Phase, Stage
 from tasuki.wire.errors import InvalidArgument, OutOfGpuMemory
@@ -37,7 +44,7 @@ def read_all(tail: JournalTail) -> JournalTail:
 def test_a_reader_sees_what_the_writer_commits_and_holds_up_none_of_it(journal: Journal, tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     tail = read_all(JournalTail(path))
-    with reading(path) as db:
+    with open_journal(path) as db:
         db.execute("BEGIN")
         assert db.execute("SELECT count(*) FROM changeovers").fetchone()[0] == 0
         started = time.perf_counter()
@@ -86,17 +93,82 @@ def test_a_journal_that_is_absent_damaged_or_strange_is_told_and_nothing_is_rais
     assert not tail.problem and len(tail.columns.times) > 100
 
 
-def test_strange_values_in_a_row_are_a_problem_and_no_crash(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [("seconds", "soon"), ("seconds", math.inf), ("seconds", 1e300), ("time", 1e300), ("time", -1e300), ("time", 2.0**62),
+     ("time", math.inf), ("time", b"\xff"), ("bytes", math.inf), ("bytes", 1e300), ("bytes", "many")],
+)  # fmt: skip
+def test_a_row_with_a_strange_value_is_left_out_and_named(tmp_path: Path, column: str, value: object) -> None:
+    path = tmp_path / "journal.sqlite"
+    shutil.copyfile(RECORDED / "journal.sqlite", path)
+    whole = len(read_all(JournalTail(path)).columns.times)
+    with closing(sqlite3.connect(path, isolation_level=None)) as db:
+        db.execute("UPDATE stages SET stage = ? WHERE id = 5", (b"\xff\xfe",))
+        db.execute(f"UPDATE results SET {column} = ? WHERE id = 9", (value,))
+    tail = read_all(JournalTail(path))
+    assert {len(column) for column in vars_of(tail)} == {whole - (1 if tail.problem else 0) - 1}
+    assert tail.problem.startswith(f"{path} has results that cannot be read, the first is 9: ") or value == 1e300
+    assert not tail.advance() and tail.last_seconds() and tail.events()
+    assert json.dumps(tail.seconds_by_changeover(points=10), allow_nan=False)
+    with suppress(InvalidArgument):
+        page(path, limit=200)
+
+
+def vars_of(tail: JournalTail) -> list[array]:
+    return [getattr(tail.columns, name) for name in tail.columns.__slots__]
+
+
+ENDLESS = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n)"
+TEXT_IDS = """
+    CREATE TABLE r AS SELECT * FROM results; DROP TABLE results; ALTER TABLE r RENAME TO results; UPDATE results SET id = 'r1';
+    CREATE TABLE s AS SELECT * FROM stages; DROP TABLE stages; ALTER TABLE s RENAME TO stages; UPDATE stages SET id = 'r1';
+"""
+
+
+@pytest.mark.parametrize(
+    ("statements", "problem"),
+    [
+        (f"CREATE VIEW numbers AS {ENDLESS} SELECT x FROM n", "numbers is not a table"),
+        (TEXT_IDS, "cannot be read"),
+        ("DROP TABLE epochs", "no such table: epochs"),
+        ("UPDATE epochs SET epoch = 9223372036854775807", ""),
+    ],
+)
+def test_a_strange_schema_neither_holds_up_nor_repeats(tmp_path: Path, statements: str, problem: str) -> None:
     path = tmp_path / "journal.sqlite"
     shutil.copyfile(RECORDED / "journal.sqlite", path)
     with closing(sqlite3.connect(path, isolation_level=None)) as db:
-        db.execute("UPDATE stages SET stage = ? WHERE id = 5", (b"\xff\xfe",))
-        db.execute("UPDATE results SET seconds = 'soon' WHERE id = 9")
+        db.executescript(statements)
+    tail = read_all(JournalTail(path))
+    assert problem in tail.problem and bool(problem) is bool(tail.problem)
+
+
+def test_a_query_without_end_is_interrupted(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    shutil.copyfile(RECORDED / "journal.sqlite", path)
+    with pytest.raises(sqlite3.OperationalError, match="interrupted"), open_journal(path, within_s=0.1) as db:
+        db.execute(f"{ENDLESS} SELECT count(*) FROM n").fetchone()
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("part", ["wal", "shm", "journal"])
+def test_a_fifo_beside_a_journal_is_refused(tmp_path: Path, part: str) -> None:
+    path = tmp_path / "journal.sqlite"
+    shutil.copyfile(RECORDED / "journal.sqlite", path)
+    os.mkfifo(tmp_path / f"journal.sqlite-{part}")
     tail = JournalTail(path)
-    tail.advance()
-    assert "cannot be read" in tail.problem
-    with pytest.raises(InvalidArgument):
-        page(path, limit=200)
+    assert tail.advance() and "is not a regular file" in tail.problem
+    with pytest.raises(InvalidArgument, match="is not a regular file"):
+        page(path)
+    with pytest.raises(InvalidArgument, match="is not a regular file"):
+        read_history(path)
+
+
+def test_the_oldest_stages_of_an_endless_journal_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_tail, "_MAX_STAGES", 100)
+    tail = read_all(JournalTail(RECORDED / "journal.sqlite"))
+    assert {len(column) for column in vars_of(tail)} == {len(tail.columns.times)} and 50 <= len(tail.columns.times) <= 100
+    assert tail.columns.numbers[-1] == 64
 
 
 def test_failures_of_a_recorded_run_have_their_causes() -> None:

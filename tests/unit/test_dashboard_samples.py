@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
+from tasuki.cli.dashboard import samples
 from tasuki.cli.dashboard.samples import list_steps, read_sample, read_step
 from tasuki.cli.dashboard.token_texts import TokenTexts
 from tasuki.wire.errors import InvalidArgument, PathNotFound
+from tasuki.wire.line_reader import MAX_LINE_BYTES
 
 RECORDED = Path(__file__).parents[1] / "recorded_run"
 
@@ -50,14 +53,16 @@ def test_lines_and_fields_of_the_wrong_kind_are_passed_over(tmp_path: Path) -> N
         read_sample(tmp_path, 7, 0, token_text=TokenTexts(None))
 
 
-def test_a_step_without_a_regular_file_is_not_found(tmp_path: Path) -> None:
+def test_a_step_without_a_regular_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "step-000001.jsonl")
     (tmp_path / "step-000002.jsonl").mkdir()
     (tmp_path / "step-x.jsonl").touch()
     assert list_steps(tmp_path) == [1, 2]
-    for step in (1, 2, 3):
-        with pytest.raises(PathNotFound):
+    for step in (1, 2):
+        with pytest.raises(InvalidArgument, match="is not a regular file"):
             read_step(tmp_path, step)
+    with pytest.raises(PathNotFound):
+        read_step(tmp_path, 3)
     with pytest.raises(PathNotFound):
         read_step(None, 0)
     assert list_steps(tmp_path / "none") == list_steps(None) == []
@@ -72,6 +77,36 @@ def test_long_completions_are_cut(tmp_path: Path) -> None:
     assert (len(sample["completion"]), len(sample["token_ids"]), sample["num_tokens"]) == (200_001, 20_000, 50_000)
 
 
+def test_a_line_without_end_is_skipped_in_bounded_memory(tmp_path: Path) -> None:
+    path = tmp_path / "step-000003.jsonl"
+    path.write_text('{"group": 1}\n')
+    os.truncate(path, 3 << 30)  # zeros that take no room on the disk
+    tracemalloc.start()
+    step = read_step(tmp_path, 3)
+    with pytest.raises(PathNotFound, match="no sample 2"):
+        read_sample(tmp_path, 3, 2, token_text=TokenTexts(None))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (len(step["samples"]), step["num_bad_lines"], step["is_cut"]) == (1, 1, True)
+    assert peak < 4 * MAX_LINE_BYTES
+
+
+def test_only_the_first_of_many_lines_names_and_steps_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samples, "_MAX_LINES", 3)
+    monkeypatch.setattr(samples, "_MAX_STEPS", 2)
+    for number in range(4):
+        (tmp_path / f"step-{number:06d}.jsonl").write_text("{}\n" * number)
+    assert list_steps(tmp_path) == [2, 3]
+    many = {"rewards": {f"{'<b>' * 100}{number}": 1.0 for number in range(1000)}}
+    (tmp_path / "step-000004.jsonl").write_text(f"{json.dumps(many)}\n" + "{}\n" * 9)
+    step = read_step(tmp_path, 4)
+    assert (len(step["samples"]), step["is_cut"]) == (3, True) and not read_step(tmp_path, 3)["is_cut"]
+    assert all(len(name) <= 201 for name in step["samples"][0]["rewards"])
+    (tmp_path / "file").touch()
+    with pytest.raises(InvalidArgument, match="file cannot be read: Not a directory"):
+        list_steps(tmp_path / "file")
+
+
 @pytest.mark.parametrize(
     ("tokenizer", "texts"),
     [
@@ -81,6 +116,7 @@ def test_long_completions_are_cut(tmp_path: Path) -> None:
          ["a", "<Ġ>", None]),
         ({"model": {"vocab": 7}}, [None, None, None]),
         ([], [None, None, None]),
+        ({"model": {"vocab": {"a": float("inf")}}}, [None, None, None]),
     ],
 )  # fmt: skip
 def test_texts_of_tokens(tokenizer: object, texts: list[str | None], tmp_path: Path) -> None:

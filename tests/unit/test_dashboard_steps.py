@@ -12,6 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as some
 
+from tasuki.cli.dashboard import steps
 from tasuki.cli.dashboard.charts import draw
 from tasuki.cli.dashboard.steps import StepColumns
 
@@ -109,3 +110,15 @@ def test_charts_of_a_recorded_run_have_each_figure_once() -> None:
     assert [one["name"] for one in parts["series"]][:3] == ["to_rollout", "evaluate", "generate"]
     num_drawn = sum(len(chart["series"]) for chart in charts)
     assert num_drawn == len(columns.names()) - 3  # versions and step counts are shown as numbers
+
+
+def test_the_first_of_very_many_steps_are_shown_and_the_limit_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "_MAX_VALUES", 1000)
+    lines = [json.dumps({"step": 0, "metrics": {f"m{number}": 1.0 for number in range(100)}})]
+    lines += [f'{{"step": {number}}}' for number in range(1, 500)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    columns = StepColumns(tmp_path)
+    while columns.advance():
+        pass
+    assert columns.bounds() == (0, 9)
+    assert columns.problem == f"{tmp_path / 'metrics.jsonl'} is too long: only steps 0 to 9 are shown"

@@ -94,6 +94,26 @@ def test_a_damaged_file_is_named(tmp_path: Path, text: str):
         newest_checkpoint(tmp_path)
 
 
+def test_no_flipped_bit_is_read(tmp_path: Path):
+    path = checkpoint(tmp_path, 3) / LOOP_FILE
+    good = path.read_bytes().rstrip()
+    for place in range(len(good)):
+        content = bytearray(good)
+        content[place] ^= 1 << place % 8
+        path.write_bytes(content)
+        with pytest.raises(InvalidArgument, match=r"version-000004/loop\.json is damaged .*remove .*version-000004"):
+            newest_checkpoint(tmp_path)
+
+
+@pytest.mark.timeout(20)
+def test_a_fifo_is_named(tmp_path: Path):
+    path = checkpoint(tmp_path, 3) / LOOP_FILE
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(InvalidArgument, match=r"loop\.json is damaged .*is not a regular file"):
+        newest_checkpoint(tmp_path)
+
+
 @pytest.mark.parametrize(("number", "kind"), [(errno.ENOSPC, DiskFull), (errno.EDQUOT, DiskFull), (errno.EIO, OSError)])
 def test_a_failed_write_names_its_file_and_only_a_full_disk_is_called_full(tmp_path: Path, number: int, kind: type[Exception]):
     with pytest.raises(kind, match="a.json"), named_if_full(tmp_path / "a.json"):

@@ -38,7 +38,15 @@ def test_a_key_that_a_model_lacks_is_named(key: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("hidden_size", -1), ("vocab_size", "many"), ("num_key_value_heads", 3), ("head_dim", 0)]
+    ("key", "value"),
+    [
+        ("hidden_size", -1),
+        ("vocab_size", "many"),
+        ("num_key_value_heads", 3),
+        ("head_dim", 0),
+        ("hidden_size", 10**30),
+        ("num_hidden_layers", 10**9),
+    ],
 )
 def test_a_key_that_makes_no_sense_is_named(key: str, value: object):
     with pytest.raises(InvalidArgument) as caught:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from tasuki.config.places import log_path
+from tasuki.config.places import exit_path, log_path
 from tasuki.config.schema import ModelConfig, NodeConfig
-from tasuki.supervisor.exit_report import write_exit_report
+from tasuki.supervisor.exit_report import node_down, write_exit_report
 from tasuki.supervisor.post_mortem import explained, why_it_ended
 from tasuki.wire.errors import Draining, NodeDown, PeerUnavailable, ServiceFailed, TasukiError, UnsupportedModel
 
@@ -25,6 +26,21 @@ def test_an_orderly_stop_is_a_node_that_is_down(failure: TasukiError, config: No
     write_exit_report(config.state_dir, reason="asked by SIGTERM", first=None, exit_codes={"trainer": 1, "rollout": -9})
     with pytest.raises(NodeDown, match="has ended: asked by SIGTERM"), explained(config):
         raise failure
+
+
+@pytest.mark.parametrize("report", ["", "[]", "{}", '{"reason": 1}', "[" * 100_000, '{"reason": "r", "first": 3}'])
+def test_a_damaged_report_is_none(report: str, config: NodeConfig) -> None:
+    exit_path(config.state_dir).write_text(report)
+    assert "has ended without a report" in why_it_ended(config).message
+    assert "the last one ended" not in node_down(config.state_dir).message
+
+
+@pytest.mark.timeout(20)
+def test_nobody_waits_for_a_fifo(config: NodeConfig) -> None:
+    os.mkfifo(exit_path(config.state_dir))
+    log_path(config.state_dir, "supervisor").unlink()
+    os.mkfifo(log_path(config.state_dir, "supervisor"))
+    assert "says nothing" in why_it_ended(config).message
 
 
 def test_a_service_that_ended_too_often_is_named_in_words_with_what_it_said(config: NodeConfig) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tasuki.client.step import Step
+from tasuki.runs.earlier_run import RunHead, read_head, write_head
 from tasuki.runs.folder import MetricsFile, changeovers_of, draw_curve, read_steps, summarize, write_summary
 from tasuki.wire.errors import DiskFull, InvalidArgument
 from tests.tiny_disk import limited_files
@@ -50,12 +52,30 @@ def test_a_last_line_that_was_torn_off_is_left_out_and_any_other_is_named(tmp_pa
     [
         b"\xff\xfe", b"[]", b'{"step": "1"}', b'{"step": 1, "policy_version": "1"}', b'{"step": 1, "num_failed_rewards": null}',
         b'{"step": 1, "seconds": null}', b'{"step": 1, "seconds": {"generate": "1"}}', b'{"step": 1, "eval_score": []}',
+        b"[" * 200_000,
     ],
 )  # fmt: skip
 def test_a_line_that_is_no_step_is_named(tmp_path: Path, line: bytes) -> None:
     (tmp_path / "metrics.jsonl").write_bytes(line + b"\n")
     with pytest.raises(InvalidArgument, match=r"metrics\.jsonl:1 is not a step"):
         read_steps(tmp_path)
+
+
+@pytest.mark.timeout(20)
+def test_what_is_no_file_is_named_and_nothing_waits_for_it(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(InvalidArgument, match=r"metrics\.jsonl cannot be read: is not a regular file; remove it"):
+        read_steps(tmp_path)
+    os.mkfifo(tmp_path / "run.json")
+    with pytest.raises(InvalidArgument, match=r"run\.json is damaged: is not a regular file; .* choose another output_dir"):
+        read_head(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["", "a' OR '1' = '1", "../x", "a" * 101])
+def test_an_id_that_no_run_has_is_damage(tmp_path: Path, name: str) -> None:
+    write_head(tmp_path, RunHead(name, 0, {}))
+    with pytest.raises(InvalidArgument, match=r"run\.json is damaged"):
+        read_head(tmp_path)
 
 
 def test_steps_of_earlier_lives_are_written_also_where_the_file_is_gone(tmp_path: Path) -> None:

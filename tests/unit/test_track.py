@@ -19,11 +19,11 @@ import pytest
 from tasuki.cli.__main__ import main
 from tasuki.client.step import Step
 from tasuki.config.track_schema import TRACKERS, TrackConfig
-from tasuki.runs import metrics_tail
 from tasuki.runs.earlier_run import RunHead, write_head
 from tasuki.runs.folder import MetricsFile
 from tasuki.runs.metrics_tail import MetricsTail
 from tasuki.runs.tracking import tracked
+from tasuki.wire import line_reader
 from tests.conftest import ENVIRONMENT
 
 NAN = float("nan")
@@ -57,7 +57,7 @@ def needs(name: str):
 
 def test_tail_gives_each_whole_line_once_and_starts_again_with_a_new_file(tmp_path: Path):
     tail = MetricsTail(tmp_path)
-    assert tail.read() == []
+    assert list(tail.read()) == []
     metrics = MetricsFile(tmp_path)
     metrics.report(step_of(0))
     (first,) = tail.read()
@@ -68,7 +68,7 @@ def test_tail_gives_each_whole_line_once_and_starts_again_with_a_new_file(tmp_pa
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 1')
         file.flush()
-        assert tail.read() == []
+        assert list(tail.read()) == []
         file.write('}\nnonsense\n[]\n{"step": 99999999999999999999}\n{"step": -1}\n{"step": true}\n')
     assert [one.step for one in tail.read()] == [1]
     MetricsFile(tmp_path, [step_of(0)])  # as a resume replaces it
@@ -79,7 +79,7 @@ def test_tail_gives_each_whole_line_once_and_starts_again_with_a_new_file(tmp_pa
 def test_a_line_without_end_is_skipped_in_bounded_memory(
     tmp_path: Path, max_bytes: int | None, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(metrics_tail, "_MAX_LINE_BYTES", 16)
+    monkeypatch.setattr(line_reader, "MAX_LINE_BYTES", 16)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "seed": %s' % ("0" * 99))
     tail = MetricsTail(tmp_path)
     steps = [one.step for _ in range(20) for one in tail.read(max_bytes=max_bytes)]
@@ -92,7 +92,8 @@ def test_a_line_without_end_is_skipped_in_bounded_memory(
 @pytest.mark.timeout(20)
 def test_a_fifo_in_the_place_of_the_metrics_is_no_file(tmp_path: Path):
     os.mkfifo(tmp_path / "metrics.jsonl")
-    assert MetricsTail(tmp_path).read() == []
+    with pytest.raises(OSError, match="is not a regular file"):
+        list(MetricsTail(tmp_path).read())
 
 
 @needs("tensorboardX")
@@ -140,15 +141,18 @@ def scalars(folder: Path) -> dict[int, float]:
     return found
 
 
-@needs("tensorboardX")
-def test_a_full_disk_is_a_typed_error_and_does_not_hang(tmp_path: Path):
+@pytest.mark.parametrize(
+    "name", [pytest.param("tensorboard", marks=needs("tensorboardX")), pytest.param("mlflow", marks=needs("mlflow"))]
+)
+def test_a_full_disk_is_a_typed_error_and_does_not_hang(tmp_path: Path, name: str):
     run_of(tmp_path, range(100))
     # A limit on a file's size fails a write as a full disk does.
-    program = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n{TRACK_CALL}"
-    argv = [sys.executable, "-c", program, "track", str(tmp_path), "--to", "tensorboard"]
+    program = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (2048, 2048))\n{TRACK_CALL}"
+    argv = [sys.executable, "-B", "-c", program, "track", str(tmp_path), "--to", name]
     done = subprocess.run(argv, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith(f"tasuki: error DISK_FULL: {tmp_path / 'track/tensorboard'} cannot be written")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"tasuki: error DISK_FULL: {tmp_path / 'track' / name}") and "cannot be written" in line
 
 
 def test_only_wandb_can_be_told_to_upload(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
@@ -177,6 +181,16 @@ def test_wandb_writes_an_offline_run_without_a_network(tmp_path: Path):
     (file,) = (tmp_path / "track/wandb").rglob("*.wandb")
     content = file.read_bytes()
     assert b"reward/exact" in content and b"trainer.betas" in content and b"mine" in content
+
+
+@needs("mlflow")
+def test_mlflow_gets_names_as_it_takes_them(tmp_path: Path):
+    names = ["reward/<b>", "../../up", "/etc/x", "a//b", "x'y", "\ud800", "n" * 300]
+    (run_of(tmp_path, []) / "metrics.jsonl").write_text(json.dumps({"step": 0, "metrics": dict.fromkeys(names, 1.0)}) + "\n")
+    assert "1 steps to mlflow, up to step 0" in track(tmp_path, "mlflow").stderr
+    (metrics,) = (tmp_path / "track" / "mlflow").glob("*/*/metrics")
+    kept = {str(path.relative_to(metrics)) for path in metrics.rglob("*") if path.is_file()}
+    assert kept == {"reward/_b_", "_/_/up", "_/etc/x", "a/_/b", "x_y"}
 
 
 @needs("mlflow")

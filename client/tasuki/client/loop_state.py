@@ -11,9 +11,12 @@ from pathlib import Path
 from tasuki.client.durable import write_durably
 from tasuki.client.step import Step
 from tasuki.wire.errors import InvalidArgument
+from tasuki.wire.regular_file import read_regular
+from tasuki.wire.sealed_json import is_intact, sealed
 
 LOOP_FILE = "loop.json"
 _PENDING_FILE = "pending.json"
+_MAX_BYTES = 1 << 24
 _NAME = re.compile(r"version-(?P<version>\d+)(-step-(?P<step>\d+))?")
 
 
@@ -29,7 +32,7 @@ class LoopState:
 
 def write_loop_state(checkpoint: Path | str, state: LoopState) -> None:
     """Writes the state last: a checkpoint without it is incomplete."""
-    write_durably(Path(checkpoint) / LOOP_FILE, json.dumps(asdict(state), indent=2) + "\n")
+    write_durably(Path(checkpoint) / LOOP_FILE, sealed(asdict(state)) + "\n")
 
 
 def write_pending(output_dir: Path, step: Step) -> None:
@@ -40,8 +43,8 @@ def write_pending(output_dir: Path, step: Step) -> None:
 def read_pending(output_dir: Path) -> Step | None:
     """Returns the last step whose updates began; None without one or if the file is unreadable."""
     try:
-        return Step.of(json.loads((output_dir / _PENDING_FILE).read_bytes()))
-    except (OSError, ValueError, TypeError, AttributeError):
+        return Step.of(json.loads(read_regular(output_dir / _PENDING_FILE, max_bytes=_MAX_BYTES)))
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return None
 
 
@@ -49,9 +52,11 @@ def read_loop_state(checkpoint: Path) -> LoopState:
     """Raises InvalidArgument naming the file if it is damaged."""
     path = checkpoint / LOOP_FILE
     try:
-        fields = json.loads(path.read_bytes())
+        fields = json.loads(read_regular(path, max_bytes=_MAX_BYTES))
+        if not is_intact(fields):
+            raise ValueError("its checksum differs from the one in it")
         return LoopState(Step.of(fields["step"]), {name: int(value) for name, value in fields["position"].items()})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise damaged_checkpoint(checkpoint, f"{path} is damaged ({type(error).__name__}: {error})") from error
 
 

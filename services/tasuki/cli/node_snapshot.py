@@ -15,6 +15,7 @@ from tasuki.config.lock import NODE_LOCK, holder
 from tasuki.config.places import log_path, node_targets
 from tasuki.config.schema import NodeConfig
 from tasuki.supervisor.exit_report import node_down
+from tasuki.supervisor.logged_error import read_log
 from tasuki.v1 import coordinator_pb2, memory_pb2, rollout_pb2, trainer_pb2
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tasuki.v1.memory_pb2_grpc import MemoryServiceStub
@@ -114,8 +115,7 @@ class NodeReader:
 
     def _start_of(self, service: str) -> str:
         """Whether the service is starting or restarting: its supervisor logs every start after the first."""
-        log = log_path(self._state_dir, "supervisor")
-        is_again = log.is_file() and f"event=restart service={service} " in log.read_text(errors="replace")
+        is_again = f"event=restart service={service} " in read_log(log_path(self._state_dir, "supervisor"))
         return "is being restarted" if is_again else "is starting"
 
     def _usage(self, service: str, absent: dict[str, str]) -> memory_pb2.GetUsageResponse:

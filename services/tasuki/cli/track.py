@@ -19,12 +19,14 @@ from tasuki.runs.earlier_run import read_head
 from tasuki.runs.metrics_tail import MetricsTail
 from tasuki.runs.trackers import TrackedRun, Tracker, check_installed, import_library, open_tracker
 from tasuki.wire.errors import InvalidArgument, PathNotFound
+from tasuki.wire.regular_file import read_regular
 
 TRACK = "track"
 """Folder of the trackers' files in a run's folder."""
 _POLL_S = 2.0
 _SAVE_EVERY_S = 10.0
 """A tracker that is killed receives the steps of this interval again."""
+_MAX_BYTES = 4096
 _NICE = 10
 """Lower priority than the services, which may need the processors."""
 LEFT_ALONE_S = 60.0
@@ -43,12 +45,12 @@ class _Progress:
     @classmethod
     def of(cls, output_dir: Path, name: TrackerName) -> _Progress:
         path = output_dir / TRACK / f"{name}.json"
-        if not path.exists():
-            return cls(path)
         try:
-            step = int(json.loads(path.read_text())["last_step"])
+            step = int(json.loads(read_regular(path, max_bytes=_MAX_BYTES))["last_step"])
             return cls(path, step, step)
-        except (ValueError, TypeError, KeyError) as error:
+        except FileNotFoundError:
+            return cls(path)
+        except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             raise InvalidArgument("run", f"{path} is damaged: {error}; remove it to send all steps again") from error
 
     def advance(self, step: int) -> None:

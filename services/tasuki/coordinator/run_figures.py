@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import os
+import sys
 import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -14,9 +14,11 @@ from prometheus_client.core import GaugeMetricFamily
 
 from tasuki.config.places import training_output_path
 from tasuki.rpc.metric_names import RUN_EVAL_SCORE, RUN_METRIC, RUN_REWARD, RUN_STEP, RUN_STEP_SECONDS
+from tasuki.wire.regular_file import open_regular, read_path
 
 _TAIL_BYTES = 1 << 18
 _REWARD = "reward/"
+_MAX_NAME_CHARS = 250
 
 Step = Mapping[str, Any]
 """A line of metrics.jsonl."""
@@ -37,8 +39,8 @@ class RunFigures:
         if not self._reading.acquire(blocking=False):
             return  # the disk has not answered an earlier call
         try:
-            path = Path(training_output_path(self._state_dir).read_text().strip()) / "metrics.jsonl"
-            with path.open("rb") as file:
+            path = read_path(training_output_path(self._state_dir)) / "metrics.jsonl"
+            with open_regular(path) as file:
                 self._read(path, file)
         except OSError:
             self._file, self._steps = None, {}
@@ -90,16 +92,21 @@ class RunFigures:
 def _step(line: bytes) -> Step | None:
     try:
         step = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    return step if isinstance(step, dict) and isinstance(step.get("step"), int) else None
+    return step if isinstance(step, dict) and isinstance(step.get("step"), int) and _is_number(step["step"]) else None
 
 
 def _numbers(table: object) -> dict[str, float]:
     if not isinstance(table, dict):
         return {}
-    return {str(name): value for name, value in table.items() if _is_number(value)}
+    return {name: value for name, value in table.items() if _is_number(value) and _is_label(name)}
+
+
+def _is_label(name: str) -> bool:
+    """Whether the name fits into the text of metrics, which half of a surrogate pair does not."""
+    return len(name) <= _MAX_NAME_CHARS and name.isprintable()
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import TypeVar
 
+from tasuki.coordinator.journal_reader import open_journal
 from tasuki.coordinator.records import Status, id_text
 from tasuki.fleet.rules import COMMIT, PREPARE, ROLLOUT, TO_TRAIN, Step
 from tasuki.memory.stages import RULES, Phase, Stage
@@ -101,14 +101,11 @@ def read_fleet_history(path: Path) -> FleetHistory:
     """Reads the journal at `path`. Raises PathNotFound, and InvalidArgument for a file that is not a fleet's journal."""
     if not path.is_file():
         raise PathNotFound(f"there is no journal at {path}", path=path)
-    # Without a write-ahead log there is no writer, and reading need not create files next to it.
-    options = "mode=ro" if path.with_name(f"{path.name}-wal").exists() else "mode=ro&immutable=1"
     try:
-        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?{options}", uri=True, isolation_level=None)) as db:
-            db.row_factory = sqlite3.Row
+        with open_journal(path) as db:
             db.execute("BEGIN")  # one snapshot of all tables
             return _read(db)
-    except (sqlite3.Error, ValueError) as error:
+    except (sqlite3.Error, OSError, ValueError) as error:
         raise InvalidArgument("journal", f"{path} cannot be read as a fleet's: {error}", path=path) from error
 
 

@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from tasuki.wire.errors import InvalidArgument, UnsupportedModel
+from tasuki.wire.regular_file import read_regular
 
 Config = Mapping[str, Any]
+_MAX_FILE_BYTES = 100_000_000
+"""The largest is the index of a model's tensors."""
+_MAX_NUMBER = 2**53
+_MAX_LAYERS = 10_000
 
 
 def read_json_object(file: Path, *, field: str) -> dict[str, Any]:
     """Raises InvalidArgument naming `field` if the file is not a JSON object."""
     try:
-        table = json.loads(file.read_text())
-    except ValueError as error:
+        table = json.loads(read_regular(file, max_bytes=_MAX_FILE_BYTES))
+    except (ValueError, RecursionError) as error:
         raise InvalidArgument(field, f"{file} is not JSON: {error}") from error
     if not isinstance(table, dict):
         raise InvalidArgument(field, f"{file} is not a JSON object")
     return table
+
+
+def num_layers(config: Config) -> int:
+    """The number of layers. Raises InvalidArgument if it is not from 1 to 10,000."""
+    number = size(config, "num_hidden_layers")
+    if number > _MAX_LAYERS:
+        raise InvalidArgument("num_hidden_layers", f"must be at most {_MAX_LAYERS} in the model's config.json, not {number}")
+    return number
 
 
 def size(config: Config, key: str, *, default: int | None = None) -> int:
@@ -30,8 +42,8 @@ def size(config: Config, key: str, *, default: int | None = None) -> int:
     value = default if value is None else value
     if value is None:
         raise InvalidArgument(key, "missing in the model's config.json")
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise InvalidArgument(key, f"must be a whole number above 0 in the model's config.json, not {value!r}")
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= _MAX_NUMBER:
+        raise InvalidArgument(key, f"must be a whole number from 1 to {_MAX_NUMBER} in the model's config.json, not {value!r}")
     return value
 
 
@@ -73,7 +85,7 @@ def elements(config: Config, key: str, *, of: type) -> list[Any] | None:
 
 def is_number(value: object) -> TypeGuard[int | float]:
     """Whether a JSON value is a number; excludes NaN and infinity, which Python accepts."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MAX_NUMBER
 
 
 def architecture_of(config: Config) -> str:

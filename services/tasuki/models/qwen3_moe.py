@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tasuki.models.config_json import Config, elements, flag, size
+from tasuki.models.config_json import Config, elements, flag, num_layers, size
 from tasuki.models.family import Family, Model, full_attention, refuse_layer_types
 from tasuki.models.qwen2 import WINDOW_KEYS
 from tasuki.models.shape import QkNorm, decoder_shape
@@ -11,7 +11,7 @@ from tasuki.models.shape import QkNorm, decoder_shape
 def _read(config: Config) -> Model:
     refuse_layer_types(config)
     has_bias = flag(config, "attention_bias")
-    num_layers = size(config, "num_hidden_layers")
+    depth = num_layers(config)
     listed, step = elements(config, "mlp_only_layers", of=int) or [], size(config, "decoder_sparse_step", default=1)
     shape = decoder_shape(
         config,
@@ -22,7 +22,7 @@ def _read(config: Config) -> Model:
         num_experts=size(config, "num_local_experts" if "num_local_experts" in config else "num_experts"),
         experts_per_token=size(config, "num_experts_per_tok"),
         expert_size=size(config, "moe_intermediate_size"),
-        dense_layers=frozenset(layer for layer in range(num_layers) if layer in listed or (layer + 1) % step),
+        dense_layers=frozenset(layer for layer in range(depth) if layer in listed or (layer + 1) % step),
     )
     return Model(shape=shape, attention=full_attention(shape))
 

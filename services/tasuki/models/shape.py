@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from tasuki.models.config_json import Config, architecture_of, flag, size
+from tasuki.models.config_json import Config, architecture_of, flag, num_layers, size
 from tasuki.wire.errors import InvalidArgument
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -234,7 +234,7 @@ def decoder_shape(
         architecture=architecture_of(config),
         hidden_size=hidden,
         intermediate_size=size(config, "intermediate_size"),
-        num_layers=size(config, "num_hidden_layers"),
+        num_layers=num_layers(config),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=size(config, "head_dim", default=hidden // heads if head_dim is None else head_dim),

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tasuki.rpc.logs import LINES_LOST
+from tasuki.wire.line_reader import MAX_LINE_BYTES, LineReader
+from tasuki.wire.regular_file import open_regular
 
 # The first one of a line: behind it there may be a caller's text, and before it what a library's progress bar has left.
 _PREFIX = re.compile(r"\d{4}-\d\d-\d\d [\d:,]+ [A-Z]+ service=\S+ logger=\S+ ")
 _LINE = re.compile(
-    rf"event=(?:(?P<start>serving) service=|(?P<lost>{LINES_LOST})|command name=(?P<name>\S+) epoch=(?P<epoch>\d+)"
-    r" sequence=(?P<sequence>\d+) outcome=(?P<outcome>\S+) seconds=\S+"
-    r"(?: boot_id=(?P<boot_id>\S*) version=(?P<version>\d+|-))? request_id=(?P<request_id>.+))"
+    rf"event=(?:(?P<start>serving) service=|(?P<lost>{LINES_LOST})|command name=(?P<name>\S+) epoch=(?P<epoch>\d{{1,19}})"
+    r" sequence=(?P<sequence>\d{1,19}) outcome=(?P<outcome>\S+) seconds=\S+"
+    r"(?: boot_id=(?P<boot_id>\S*) version=(?P<version>\d{1,19}|-))? request_id=(?P<request_id>.+))"
 )
 
 
@@ -49,9 +52,9 @@ class LoggedLife:
 
 
 def read_command_log(path: Path) -> list[LoggedLife]:
-    """The lives in a log; none when there is no log, or nothing of a service in it."""
+    """The lives in a log; none when there is no log, or nothing of a service in it. Raises OSError if it cannot be read."""
     lives = [LoggedLife()]
-    for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
+    for line in _lines(path):
         prefix = _PREFIX.search(line)
         found = _LINE.match(line, prefix.end() if prefix is not None else 0)
         if found is None:
@@ -63,6 +66,18 @@ def read_command_log(path: Path) -> list[LoggedLife]:
         else:
             lives[-1].commands.append(_command(found))
     return [life for life in lives if life.commands or life.has_beginning or life.lacks_lines]
+
+
+def _lines(path: Path) -> Iterator[str]:
+    try:
+        with open_regular(path) as file:
+            reader = LineReader()
+            for line in reader.lines(file):
+                yield from line.decode(errors="replace").splitlines()
+            file.seek(reader.offset)  # of a service that was killed, the last line may lack its end
+            yield from file.read(MAX_LINE_BYTES).decode(errors="replace").splitlines()
+    except FileNotFoundError:
+        return
 
 
 def _command(found: re.Match[str]) -> LoggedCommand:

@@ -19,10 +19,12 @@ from tasuki.config.places import (
     memory_record_path,
     training_log_path,
 )
+from tasuki.coordinator.journal_reader import open_journal
 from tasuki.supervisor.rotation import KEPT_LOGS, rotated_paths
+from tasuki.wire.regular_file import read_path
 
 _PROCESSES = ("coordinator", "trainer", "rollout", "supervisor")
-_NODE_FILE = "state_dir"
+NODE_FILE = "state_dir"
 
 
 @contextmanager
@@ -31,7 +33,7 @@ def archived(state_dir: Path, output_dir: Path) -> Iterator[None]:
 
     Until then, or if this process is killed, `archive_folder` of the output folder is the node's.
     """
-    node_file = output_dir / _NODE_FILE
+    node_file = output_dir / NODE_FILE
     if output_dir.resolve() != state_dir.resolve():
         output_dir.mkdir(parents=True, exist_ok=True)
         write_durably(node_file, f"{state_dir.resolve()}\n")
@@ -46,12 +48,15 @@ def archived(state_dir: Path, output_dir: Path) -> Iterator[None]:
 
 
 def archive_folder(folder: Path) -> Path:
-    """Folder with the archive of the run in `folder`: the node's until the run has a copy, then `folder` itself."""
+    """Folder with the archive of the run in `folder`: the node's until the run has a copy, then `folder` itself.
+
+    Raises OSError if the file that names the node cannot be read.
+    """
     try:
-        state_dir = Path((folder / _NODE_FILE).read_text().strip())
+        state_dir = read_path(folder / NODE_FILE)
+        return state_dir if journal_path(state_dir).is_file() else folder
     except FileNotFoundError:
         return folder
-    return state_dir if journal_path(state_dir).is_file() else folder
 
 
 def copy_archive(state_dir: Path, output_dir: Path) -> None:
@@ -85,10 +90,5 @@ def _copy(source: Path, target: Path) -> None:
 
 def _copy_journal(source: Path, target: Path) -> None:
     """Copies the journal consistently, even while it is written."""
-    # Without a write-ahead log there is no writer, and the file is complete.
-    options = "mode=ro" if source.with_name(f"{source.name}-wal").exists() else "mode=ro&immutable=1"
-    with (
-        closing(sqlite3.connect(f"{source.resolve().as_uri()}?{options}", uri=True)) as journal,
-        closing(sqlite3.connect(target)) as copy,
-    ):
+    with open_journal(source) as journal, closing(sqlite3.connect(target)) as copy:
         journal.backup(copy)

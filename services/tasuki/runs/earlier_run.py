@@ -6,9 +6,9 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from tasuki.client.durable import write_durably
 from tasuki.client.loop_state import LoopState, newest_checkpoint, read_pending
@@ -16,15 +16,17 @@ from tasuki.client.step import Step
 from tasuki.runs.folder import CHECKPOINTS, RUN_FILES, read_steps
 from tasuki.runs.settings import RunSettings
 from tasuki.wire.errors import InvalidArgument, PathNotFound
+from tasuki.wire.regular_file import read_regular
 
 _HEAD_FILE = "run.json"
+_MAX_BYTES = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
 class RunHead:
     """Facts recorded when a run begins."""
 
-    id: str
+    id: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,100}$")]
     policy_version: int
     """Version of its initial weights."""
     recipe: Mapping[str, Any]
@@ -77,12 +79,13 @@ def read_earlier_run(output_dir: Path) -> EarlierRun | None:
 def read_head(output_dir: Path) -> RunHead | None:
     """Returns None if no run has begun there. Raises InvalidArgument if the file is damaged."""
     path = output_dir / _HEAD_FILE
-    if not path.exists():
-        return None
     try:
-        return _Head.validate_json(path.read_bytes(), strict=True)
-    except ValidationError as error:
-        text = f"{path} is damaged: {error.errors()[0]['msg']}; without it a run cannot be resumed, choose another output_dir"
+        return _Head.validate_json(read_regular(path, max_bytes=_MAX_BYTES), strict=True)
+    except FileNotFoundError:
+        return None
+    except (ValidationError, OSError) as error:
+        problem = error.strerror if isinstance(error, OSError) else error.errors()[0]["msg"]
+        text = f"{path} is damaged: {problem}; without it a run cannot be resumed, choose another output_dir"
         raise InvalidArgument("output_dir", text) from error
 
 

@@ -15,6 +15,8 @@ from tasuki.client.step import Step
 from tasuki.config.places import training_output_path
 from tasuki.memory.stages import HOLDS
 from tasuki.wire.errors import DiskFull, InvalidArgument
+from tasuki.wire.line_reader import LineReader
+from tasuki.wire.regular_file import open_regular
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,17 +51,24 @@ class MetricsFile:
 
 
 def read_steps(output_dir: Path) -> list[Step]:
-    """Reads the steps of metrics.jsonl; ignores a truncated last line. Raises InvalidArgument naming an invalid line."""
+    """Reads the steps of metrics.jsonl; ignores a truncated last line. Raises InvalidArgument naming an invalid line or file."""
     path = output_dir / "metrics.jsonl"
-    steps: list[Step] = []
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True) if path.exists() else (), start=1):
-        try:
-            if line.endswith(b"\n"):
-                steps.append(Step.of(json.loads(line)))
-        except (ValueError, TypeError, AttributeError) as error:
-            text = f"{path}:{number} is not a step: {error}; remove the line or the file: a run can resume from a checkpoint without it"
-            raise InvalidArgument("output_dir", text) from error
-    return steps
+    try:
+        with open_regular(path) as file:
+            return [_step(line, f"{path}:{number}") for number, line in enumerate(LineReader().lines(file), start=1)]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        text = f"{path} cannot be read: {error.strerror}; remove it: a run can resume from a checkpoint without it"
+        raise InvalidArgument("output_dir", text) from error
+
+
+def _step(line: bytes, where: str) -> Step:
+    try:
+        return Step.of(json.loads(line))
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        text = f"{where} is not a step: {error}; remove the line or the file: a run can resume from a checkpoint without it"
+        raise InvalidArgument("output_dir", text) from error
 
 
 def name_run(state_dir: Path, output_dir: Path) -> None:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from tasuki.trainer.durable.regular_file import open_regular
+from tasuki.wire.line_reader import LineReader
+from tasuki.wire.regular_file import open_regular
 
-_MAX_LINE_BYTES = 16 << 20
+METRICS = "metrics.jsonl"
 _MAX_STEP = 2**53
+_MAX_NAME_CHARS = 250
+"""Limit of MLflow."""
 _TABLES = {"metrics": "", "seconds": "seconds/", "stage_seconds": "stage_seconds/"}
 """Tables of a step, by the prefix of their metrics' names."""
 _NOT_FIGURES = {"step", "position", "estimator"}
@@ -31,42 +33,29 @@ class StepFigures:
 
 class MetricsTail:
     def __init__(self, output_dir: Path) -> None:
-        self._path = output_dir / "metrics.jsonl"
-        self._inode, self._offset = 0, 0
-        self._is_in_long_line = False
+        self._path = output_dir / METRICS
+        self._inode, self._reader = 0, LineReader()
 
-    def read(self, *, max_bytes: int | None = None) -> list[StepFigures]:
-        """Reads the steps written since the last call; all steps of a replaced file. Returns none while there is no regular file.
+    def read(self, *, max_bytes: int | None = None) -> Iterator[StepFigures]:
+        """Yields the steps written since the last call; all steps of a replaced file; none while there is no file.
 
         Skips invalid lines, and those above 16 MiB. max_bytes: stops after the line that reaches it and leaves the rest to the next call.
+        Raises OSError if the file cannot be read.
         """
         try:
             file = open_regular(self._path)
-        except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.EINVAL):
-                raise
-            return []
+        except FileNotFoundError:
+            return
         with file:
             status = os.fstat(file.fileno())
-            if status.st_ino != self._inode or status.st_size < self._offset:
-                self._inode, self._offset, self._is_in_long_line = status.st_ino, 0, False
-            file.seek(self._offset)
-            end = math.inf if max_bytes is None else self._offset + max_bytes
-            found: list[StepFigures] = []
-            while self._offset < end and (line := self._line(file)):
+            if status.st_ino != self._inode or status.st_size < self._reader.offset:
+                self._inode, self._reader = status.st_ino, LineReader()
+            end = math.inf if max_bytes is None else self._reader.offset + max_bytes
+            for line in self._reader.lines(file):
                 if (figures := _figures(line)) is not None:
-                    found.append(figures)
-            return found
-
-    def _line(self, file: BinaryIO) -> bytes:
-        """The next line, or a part of a long one as a line without a step; empty before a line that is still being written."""
-        line = file.readline(_MAX_LINE_BYTES)
-        is_end, was_long = line.endswith(b"\n"), self._is_in_long_line
-        if not is_end and not was_long and len(line) < _MAX_LINE_BYTES:
-            return b""
-        self._offset += len(line)
-        self._is_in_long_line = not is_end
-        return b"\n" if line and (was_long or not is_end) else line
+                    yield figures
+                if self._reader.offset >= end:
+                    return
 
 
 def _figures(line: bytes) -> StepFigures | None:
@@ -80,11 +69,17 @@ def _figures(line: bytes) -> StepFigures | None:
     for table, prefix in _TABLES.items():
         inner = values.pop(table, None)
         values |= {f"{prefix}{name}": value for name, value in inner.items()} if isinstance(inner, dict) else {}
-    return StepFigures(number, {name: float(value) for name, value in values.items() if _is_number(value)})
+    return StepFigures(number, {name: float(value) for name, value in values.items() if _is_figure(name, value)})
 
 
-def _is_number(value: Any) -> bool:
+def _is_figure(name: str, value: Any) -> bool:
     try:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        return (
+            len(name) <= _MAX_NAME_CHARS
+            and name.isprintable()
+            and isinstance(value, int | float)
+            and not isinstance(value, bool)
+            and math.isfinite(value)
+        )
     except OverflowError:  # an integer too large for a float
         return False

@@ -20,6 +20,7 @@ from tasuki.runs.folder import CHECKPOINTS
 from tasuki.runs.recipe import check_recipe, recipe
 from tasuki.runs.settings import RunSettings
 from tasuki.wire.errors import InvalidArgument, PathNotFound
+from tasuki.wire.regular_file import read_regular
 
 
 def resumable_run(config: NodeConfig, settings: RunSettings, dataset: Dataset[Any]) -> EarlierRun | None:
@@ -57,7 +58,7 @@ def go_on(client: Client, config: NodeConfig, settings: RunSettings, earlier: Ea
     Raises VersionOrder if the node has later weights of another run, InvalidArgument for a key, and the errors of `load`.
     """
     marker = training_run_path(config.state_dir)
-    is_of_run = marker.exists() and marker.read_text() == earlier.head.id
+    is_of_run = marker.is_file() and read_regular(marker) == earlier.head.id.encode()
     if is_of_run:
         # Discards gradients of an interrupted step. Ordered after commands still running on the trainer, which may complete the step.
         _discard_gradients(client)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
@@ -21,6 +23,9 @@ _MODULES: Mapping[TrackerName, str] = {
     "mlflow": "mlflow",
     "trackio": "trackio",
 }
+
+
+_NOT_OF_MLFLOW = re.compile(r"[^/\w.\- :]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +154,10 @@ class MlFlow:
     """Sends to MLFLOW_TRACKING_URI."""
 
     def __init__(self, run: TrackedRun) -> None:
+        with _system_errors_of_mlflow():
+            self._open(run)
+
+    def _open(self, run: TrackedRun) -> None:
         entities: Any = import_module("mlflow.entities")
         tracking: Any = import_module("mlflow.tracking")
 
@@ -162,18 +171,37 @@ class MlFlow:
             return
         created = self._client.create_run(experiment_id, run_name=run.name, tags={"tasuki.run": run.id})
         self._run_id = created.info.run_id
-        params = [entities.Param(key, str(value)[:500]) for key, value in sorted(run.settings.items())]
+        params = [entities.Param(_mlflow_name(key), str(value)[:500]) for key, value in sorted(run.settings.items())]
         for first in range(0, len(params), 100):
             self._client.log_batch(self._run_id, params=params[first : first + 100])
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         now_ms = round(1000 * time.time())
-        self._client.log_batch(
-            self._run_id, metrics=[self._metric(name, value, now_ms, step) for name, value in values.items()]
-        )
+        metrics = [self._metric(_mlflow_name(name), value, now_ms, step) for name, value in values.items()]
+        with _system_errors_of_mlflow():
+            self._client.log_batch(self._run_id, metrics=metrics)
 
     def close(self) -> None:
-        self._client.set_terminated(self._run_id)
+        with _system_errors_of_mlflow():
+            self._client.set_terminated(self._run_id)
+
+
+def _mlflow_name(name: str) -> str:
+    """The name as MLflow takes it, which makes a path of it."""
+    parts = _NOT_OF_MLFLOW.sub("_", name).split("/")
+    return "/".join("_" if part.strip(".") == "" else part for part in parts)
+
+
+@contextmanager
+def _system_errors_of_mlflow() -> Iterator[None]:
+    """Raises the OSError that MLflow wraps, such as that of a full disk."""
+    exceptions: Any = import_module("mlflow.exceptions")
+    try:
+        yield
+    except exceptions.MlflowException as error:
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from error
+        raise
 
 
 class TrackIo:

@@ -14,14 +14,20 @@ from typing import Any
 
 from tasuki.config.places import REQUESTED_BY, exit_path, log_path
 from tasuki.wire.errors import NodeDown
+from tasuki.wire.regular_file import read_regular
 
+_MAX_BYTES = 1 << 20
+_KEYS = {"reason": str, "time": str, "first": str | None, "restarts": dict, "services": dict}
 _log = logging.getLogger("tasuki.supervisor")
 
 
 def read_exit_report(state_dir: Path) -> dict[str, Any]:
-    """Reads the report; empty if no node has ended there since the last start."""
-    path = exit_path(state_dir)
-    return json.loads(path.read_text()) if path.exists() else {}
+    """Reads the report; empty if no node has ended there since the last start, or if it cannot be read."""
+    try:
+        report = json.loads(read_regular(exit_path(state_dir), max_bytes=_MAX_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return report if isinstance(report, dict) and all(isinstance(report.get(key), kind) for key, kind in _KEYS.items()) else {}
 
 
 def node_down(state_dir: Path, *, start: str = "tasuki up CONFIG") -> NodeDown:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
+from pathlib import Path
+
+from tasuki.wire.regular_file import open_regular
 
 _OURS = re.compile(r"^tasuki(?:\.\w+)?: (?:error )?([A-Z_]+): (.*)$", re.MULTILINE)
 _TRACEBACK = "Traceback (most recent call last):"
 _CRASH = "Fatal Python error: "
 _NUM_LINES = 12
+_LOG_BYTES = 16_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +22,16 @@ class LoggedError:
 
     text: str
     reason: str = ""
+
+
+def read_log(path: Path) -> str:
+    """The last 16 MB of a log; empty if it is missing or cannot be read."""
+    try:
+        with open_regular(path) as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_BYTES))
+            return file.read(_LOG_BYTES).decode(errors="replace")
+    except OSError:
+        return ""
 
 
 def find_error(log: str) -> LoggedError:

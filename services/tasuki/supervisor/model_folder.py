@@ -9,8 +9,8 @@ from tasuki.config.schema import NodeConfig
 from tasuki.models.config_json import architecture_of, read_json_object
 from tasuki.models.families import FAMILIES, read_model
 from tasuki.planner.node_plan import check_critic
-from tasuki.trainer.durable.regular_file import open_regular
 from tasuki.wire.errors import InvalidArgument, PathNotFound
+from tasuki.wire.regular_file import open_regular
 
 _KEY = "model.path"
 

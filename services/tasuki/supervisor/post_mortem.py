@@ -13,7 +13,7 @@ from tasuki.config.lock import NODE_LOCK, holder
 from tasuki.config.places import log_path
 from tasuki.config.schema import NodeConfig
 from tasuki.supervisor.exit_report import describe_exit, read_exit_report
-from tasuki.supervisor.logged_error import find_error
+from tasuki.supervisor.logged_error import find_error, read_log
 from tasuki.wire.errors import NodeDown, ServiceFailed, TasukiError, from_reason
 
 _STOP_TIMEOUT_S = 10.0
@@ -31,7 +31,7 @@ def why_it_ended(config: NodeConfig) -> TasukiError:
         return NodeDown(f"the node on {state_dir} has ended: {ending['reason']}", state_dir=state_dir)
     # The supervisor had no time to write a report, or did not get that far.
     log = log_path(state_dir, "supervisor")
-    if log.exists() and "event=started" in log.read_text(errors="replace"):
+    if "event=started" in read_log(log):
         return NodeDown(
             f"the node on {state_dir} has ended without a report: its supervisor and guard were killed; see {log}", log=log
         )
@@ -61,7 +61,7 @@ def explained(config: NodeConfig) -> Iterator[None]:
 
 
 def _words_of(service: str, how: str, log: Path) -> TasukiError:
-    words = find_error(log.read_text(errors="replace") if log.exists() else "")
+    words = find_error(read_log(log))
     if words.reason:
         return from_reason(words.reason, f"{service}: {words.text}", {"service": service, "log": str(log)})
     said = f"; {log} says:\n{words.text}" if words.text else f"; {log} says nothing"

@@ -9,11 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tasuki.cli.dashboard.journal_tail import reading
+from tasuki.cli.dashboard.journal_tail import QUERY_S
+from tasuki.coordinator.journal_reader import open_journal
 from tasuki.coordinator.records import Status, id_text
 from tasuki.wire.errors import InvalidArgument
 
 _MAX_PAGE = 200
+_MAX_CHARS = 4_000
 _MAX_NUMBER = 2**63 - 1
 _PAGE = """
 SELECT number, epoch, request_id, origin, target, start_time, outcomes.status AS status, policy_version, seconds,
@@ -26,9 +28,10 @@ ORDER BY number DESC LIMIT :limit
 _STAGES = """
 SELECT number, stage, is_undo, stages.time AS begun, results.status AS status, seconds, bytes, error_reason, error_message
 FROM stages LEFT JOIN results USING (id) WHERE number IN (SELECT value FROM json_each(?)) ORDER BY id
+LIMIT 20000
 """
 _COUNTS = """
-SELECT outcomes.status, epoch >= :first, count(*) FROM outcomes JOIN changeovers USING (number) GROUP BY 1, 2
+SELECT outcomes.status, epoch >= :first, count(*) FROM outcomes JOIN changeovers USING (number) GROUP BY 1, 2 LIMIT 100
 """
 
 
@@ -41,32 +44,32 @@ def page(
     """
     limit, before = max(1, min(limit, _MAX_PAGE)), _MAX_NUMBER if before is None else max(0, min(before, _MAX_NUMBER))
     try:
-        with reading(journal) as db:
+        with open_journal(journal, within_s=QUERY_S) as db:
+            db.text_factory = lambda text: text[:_MAX_CHARS].decode(errors="replace")
             db.execute("BEGIN")  # one snapshot for all
             rows = db.execute(_PAGE, {"before": before, "only_failed": only_failed, "limit": limit}).fetchall()
             counted = _counted(db, restarts_now)
             stages = _stages(db, [int(row["number"]) for row in rows])
-    except (sqlite3.Error, TypeError, ValueError) as error:
+        changeovers = [_changeover(row, stages.get(int(row["number"]), [])) for row in rows]
+    except (sqlite3.Error, OSError, TypeError, ValueError, OverflowError) as error:
         raise InvalidArgument("journal", f"{journal} cannot be read: {error}") from error
-    return {
-        "changeovers": [_changeover(row, stages.get(int(row["number"]), [])) for row in rows],
-        "next": int(rows[-1]["number"]) if len(rows) == limit else None,
-        **counted,
-    }
+    return {"changeovers": changeovers, "next": changeovers[-1]["number"] if len(rows) == limit else None, **counted}
 
 
 def _counted(db: sqlite3.Connection, restarts_now: int | None) -> dict[str, Any]:
     """counts: by outcome. counts_now: of them, since the node's last start; None if unknown, or if there was one start only."""
-    epochs = db.execute("SELECT epoch, start_time FROM epochs ORDER BY epoch").fetchall()
-    first = None if restarts_now is None else max(0, len(epochs) - 1 - restarts_now)
+    begun = db.execute("SELECT epoch, start_time FROM epochs ORDER BY epoch LIMIT 1").fetchone()
+    of_start = "SELECT epoch FROM epochs ORDER BY epoch DESC LIMIT 1 OFFSET ?"
+    row = None if restarts_now is None else db.execute(of_start, (restarts_now,)).fetchone()
+    first = 0 if row is None or row["epoch"] == begun["epoch"] else int(row["epoch"])
     counts, counts_now = Counter[str](), Counter[str]()
-    for status, is_now, count in db.execute(_COUNTS, {"first": int(epochs[first]["epoch"]) if first else 0}):
+    for status, is_now, count in db.execute(_COUNTS, {"first": first}):
         counts[str(status)] += int(count)
         counts_now[str(status)] += int(count) if is_now else 0
     return {
         "counts": counts,
         "counts_now": counts_now if first else None,
-        "since": float(epochs[0]["start_time"]) if epochs else None,
+        "since": float(begun["start_time"]) if begun else None,
     }
 
 

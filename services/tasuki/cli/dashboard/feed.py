@@ -37,6 +37,8 @@ class Feed:
         self._changed = threading.Condition()
         self._parts: Parts = dict.fromkeys(("run", "steps", "samples", "changeovers", "memory", "node"), 0)
         self._stop = threading.Event()
+        self._answering = threading.Lock()
+        """Held for an answer from much data, so that many at once do not need the memory of all."""
         self._settle(place())
         self._node = NodeFollower(self._node_config, lambda: self._tell("node"))
         self._thread = threading.Thread(target=self._look_on, name="tasuki-dashboard", daemon=True)
@@ -65,14 +67,15 @@ class Feed:
     def run(self) -> dict[str, Any]:
         """The run's settings and latest metrics."""
         place = self.place
+        summary, _ = read_summary(place.output_dir)
         return {
             "output_dir": None if place.output_dir is None else str(place.output_dir),
             "archive": str(place.archive),
-            "summary": read_summary(place.output_dir),
+            "summary": summary,
             "settings": self._settings,
             "steps": self._steps.bounds(),
             "last": self._steps.last(),
-            "journal_problem": self._journal.problem,
+            "problems": self._problems,
         }
 
     def node(self) -> dict[str, Any]:
@@ -82,7 +85,8 @@ class Feed:
         return {**self._node.read(), **told}
 
     def curves(self, *, first: int, last: int, points: int) -> dict[str, Any]:
-        thinned = self._steps.thinned(first=first, last=last, points=points)
+        with self._answering:
+            thinned = self._steps.thinned(first=first, last=last, points=points)
         return {"steps": thinned["steps"], "bucket": thinned["bucket"], "bounds": self._steps.bounds(), "charts": draw(thinned)}
 
     def changeovers(self, *, before: int | None, limit: int, only_failed: bool) -> dict[str, Any]:
@@ -91,25 +95,29 @@ class Feed:
         return page(self.place.journal, before=before, limit=limit, only_failed=only_failed, restarts_now=restarts_now)
 
     def changeover_chart(self, *, points: int) -> dict[str, Any]:
-        return self._journal.seconds_by_changeover(points=points)
+        with self._answering:
+            return self._journal.seconds_by_changeover(points=points)
 
     def restarts(self) -> dict[str, Any]:
         return self._restarts.read()
 
     def memory(self, *, changeovers: int) -> dict[str, Any]:
-        window = self._memory.window(self._journal.copied(), changeovers=changeovers, plan=self._plan)
+        with self._answering:
+            window = self._memory.window(self._journal.copied(), changeovers=changeovers, plan=self._plan)
         return {**window, "plan_problem": self._plan_problem}
 
     def sample_steps(self) -> list[int]:
         return list_steps(self.place.samples)
 
     def samples(self, step: int) -> dict[str, Any]:
-        """Raises PathNotFound."""
-        return read_step(self.place.samples, step)
+        """Raises PathNotFound, and InvalidArgument for an unreadable file."""
+        with self._answering:
+            return read_step(self.place.samples, step)
 
     def sample(self, step: int, index: int) -> dict[str, Any]:
         """Raises PathNotFound and InvalidArgument."""
-        return read_sample(self.place.samples, step, index, token_text=self._token_texts())
+        with self._answering:
+            return read_sample(self.place.samples, step, index, token_text=self._token_texts())
 
     def _node_config(self) -> Path | None:
         """Configuration of a node that may be running."""
@@ -122,6 +130,7 @@ class Feed:
         self._restarts = RestartLogs(place.supervisor_log)
         self._memory = MemoryTimeline(place.memory_record)
         self._tokens: TokenTexts | None = None
+        self._problems: list[str] = []
         self._plan: dict[str, Any] | None = None
         self._plan_problem, self._planned_for = "there is no configuration of a node here", None
         self._settings = _settings_of(place.config)
@@ -131,7 +140,7 @@ class Feed:
         while not self._stop.is_set():
             try:
                 place = self._find()
-            except TasukiError:  # the folder is gone, but may come back
+            except (TasukiError, OSError):  # the folder is gone, but may come back
                 place = self.place
             if place != self.place:
                 self._settle(place)
@@ -149,6 +158,8 @@ class Feed:
             told.append("samples")
         if self._make_plan():
             told.append("memory")
+        if self._see_problems():
+            told.append("run")
         self._tell(*told)
         return has_steps or has_stages
 
@@ -162,6 +173,15 @@ class Feed:
         had_new, self._has_new_samples = self._has_new_samples, time_ns != self._samples_time
         self._samples_time = time_ns
         return had_new or self._has_new_samples
+
+    def _see_problems(self) -> bool:
+        """Notes which files cannot be read. Returns whether that has changed."""
+        _, of_summary = read_summary(self.place.output_dir)
+        readers = (self.place, self._journal, self._steps, self._restarts, self._memory, self._tokens)
+        found = [reader.problem for reader in readers if reader is not None and reader.problem]
+        found += [of_summary] if of_summary else []
+        is_new, self._problems = found != self._problems, found
+        return is_new
 
     def _make_plan(self) -> bool:
         """Plans once for each configuration and GPU size. Returns whether the plan changed."""

@@ -6,8 +6,6 @@ import sqlite3
 import threading
 from array import array
 from collections import deque
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,28 +13,23 @@ from typing import Any
 
 import numpy as np
 
+from tasuki.coordinator.journal_reader import open_journal
 from tasuki.coordinator.records import Status, id_text
 from tasuki.memory.stages import RING, Stage
+from tasuki.wire.regular_file import unreadable
 
 _ROWS = 20_000
 _BUSY_S = 0.2
 _NUM_EVENTS = 100
+_MAX_STAGES = 4_000_000
+"""Half of which are forgotten at a time, the oldest first."""
+_MAX_CHARS = 1_000
+_MAX_NUMBER, _MAX_SECONDS = 2**53, 1e9
+QUERY_S = 10.0
+"""Time limit for the queries of one look at a journal."""
 _MIB = 1 << 20
 STAGES = [rule.stage for rule in RING]
 _STAGE_NUMBERS = {str(stage): number for number, stage in enumerate(STAGES)}
-
-
-@contextmanager
-def reading(path: Path) -> Iterator[sqlite3.Connection]:
-    """A read-only connection. With a write-ahead log, readers and the writer do not block each other. Raises sqlite3.Error."""
-    # Without a write-ahead log there is no writer, and reading need not create files next to it.
-    options = "mode=ro" if path.with_name(f"{path.name}-wal").exists() else "mode=ro&immutable=1"
-    with closing(
-        sqlite3.connect(f"{path.resolve().as_uri()}?{options}", uri=True, timeout=_BUSY_S, isolation_level=None)
-    ) as db:
-        db.row_factory = sqlite3.Row
-        db.text_factory = lambda text: text.decode(errors="replace")
-        yield db
 
 
 @dataclass(slots=True)
@@ -52,6 +45,11 @@ class StageColumns:
     is_done: array[int] = field(default_factory=lambda: array("b"))
     is_undo: array[int] = field(default_factory=lambda: array("b"))
 
+    def forget(self, count: int) -> None:
+        """Drops the oldest rows."""
+        for column in (self.times, self.numbers, self.stages, self.seconds, self.is_done, self.is_undo):
+            del column[:count]
+
 
 @dataclass
 class JournalTail:
@@ -65,22 +63,25 @@ class JournalTail:
         self._lock = threading.Lock()
         self._events: deque[str] = deque(maxlen=_NUM_EVENTS)
         self._file: tuple[int, int] | None = None
-        self._last_id, self._last_epoch, self._last_ended = 0, 0, -1
+        self._last_id, self._last_epoch, self._last_ended, self._bad_rows = 0, 0, -1, ""
 
     def advance(self) -> bool:
         """Returns whether there was anything new."""
         try:
             status = self.path.stat()
-        except OSError:
-            return self._note_problem(f"there is no journal at {self.path}")
+        except OSError as error:
+            return self._note_problem(unreadable(self.path, error) or f"there is no journal at {self.path}")
         file = (status.st_dev, status.st_ino)
         if file != self._file:
             self._file = file
             self._begin_again()
         try:
-            with reading(self.path) as db:
+            with open_journal(self.path, busy_s=_BUSY_S, within_s=QUERY_S) as db:
+                db.text_factory = lambda text: text[:_MAX_CHARS].decode(errors="replace")
                 return self._read(db)
-        except (sqlite3.Error, TypeError, ValueError) as error:
+        except OSError as error:
+            return self._note_problem(unreadable(self.path, error))
+        except (sqlite3.Error, TypeError, ValueError, OverflowError) as error:
             is_busy = isinstance(error, sqlite3.OperationalError) and "locked" in str(error)
             return False if is_busy else self._note_problem(f"{self.path} cannot be read: {error}")
 
@@ -133,42 +134,53 @@ class JournalTail:
         with self._lock:
             self.columns = StageColumns()
             self._events.clear()
-        self._last_id, self._last_epoch, self._last_ended = 0, 0, -1
+        self._last_id, self._last_epoch, self._last_ended, self._bad_rows = 0, 0, -1, ""
 
     def _note_problem(self, text: str) -> bool:
         is_new, self.problem = text != self.problem, text
         return is_new
 
     def _read(self, db: sqlite3.Connection) -> bool:
-        was_broken, self.problem = bool(self.problem), ""
+        first_id = self._last_id
         rows = db.execute(
             "SELECT id, number, stage, is_undo, status, results.time AS time, seconds, bytes,"
             " error_reason, error_message"
             " FROM results JOIN stages USING (id) WHERE id > ? ORDER BY id LIMIT ?",
             (self._last_id, _ROWS),
-        ).fetchall()
-        with self._lock:
-            for row in rows:
-                self._add(row)
+        )
+        for row in rows:
+            if int(row["id"]) <= self._last_id:
+                raise ValueError(f"results are not numbered: {row['id']} follows {self._last_id}")
+            self._last_id = int(row["id"])
+            self._add(row)
         epoch = db.execute("SELECT coalesce(max(epoch), 0) FROM epochs").fetchone()[0]
         ended = db.execute("SELECT coalesce(max(number), 0) FROM outcomes").fetchone()[0]
-        is_changed = bool(rows) or was_broken or (epoch, ended) != (self._last_epoch, self._last_ended)
+        is_changed = self._last_id != first_id or (epoch, ended) != (self._last_epoch, self._last_ended)
         self._last_epoch, self._last_ended = int(epoch), int(ended)
-        return is_changed
+        return self._note_problem(self._bad_rows) or is_changed
 
     def _add(self, row: sqlite3.Row) -> None:
-        self._last_id = int(row["id"])
         stage = _STAGE_NUMBERS.get(str(row["stage"]))
         if stage is None:
             return
+        try:
+            time, seconds, number, line = float(row["time"]), float(row["seconds"]), int(row["number"]), _event_line(row)
+            if not (0 <= seconds < _MAX_SECONDS and 0 <= number < _MAX_NUMBER):
+                raise ValueError("a number is out of range")
+        except (TypeError, ValueError, OverflowError, OSError) as error:
+            self._bad_rows = self._bad_rows or f"{self.path} has results that cannot be read, the first is {row['id']}: {error}"
+            return
         columns = self.columns
-        columns.times.append(float(row["time"]))
-        columns.numbers.append(int(row["number"]))
-        columns.stages.append(stage)
-        columns.seconds.append(float(row["seconds"]))
-        columns.is_done.append(row["status"] == Status.DONE)
-        columns.is_undo.append(bool(row["is_undo"]))
-        self._events.appendleft(_event_line(row))
+        with self._lock:
+            if len(columns.times) >= _MAX_STAGES:
+                columns.forget(_MAX_STAGES // 2)
+            columns.times.append(time)
+            columns.numbers.append(number)
+            columns.stages.append(stage)
+            columns.seconds.append(seconds)
+            columns.is_done.append(row["status"] == Status.DONE)
+            columns.is_undo.append(bool(row["is_undo"]))
+            self._events.appendleft(line)
 
 
 def _event_line(row: sqlite3.Row) -> str:

@@ -6,7 +6,8 @@ import json
 import math
 import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,13 @@ from tasuki.memory.tags import ServiceUsage
 from tasuki.planner.advice import advise
 from tasuki.planner.node_plan import plan_node
 from tasuki.wire.errors import TasukiError
+from tasuki.wire.regular_file import open_regular, unreadable
 
 _RECORD_BYTES = 16_000_000
+_LINE_BYTES = 1 << 18
+_NUM_LINES, _NUM_TAGS, _NUM_DEVICES = 10_000, 50_000, 64
+"""Limits on the newest reports, and on the tags of all of them together and the devices of each."""
+_MAX_BYTES = 2**53
 _MAX_POINTS = 2_000
 _NO_GPU = 1
 """Unused on a CPU, but the planner requires a GPU size."""
@@ -44,6 +50,7 @@ class _Known:
     time: float
     sizes: tuple[Sizes, ...]
     device_bytes: Mapping[str, int]
+    num_tags: int
 
 
 class MemoryTimeline:
@@ -52,6 +59,7 @@ class MemoryTimeline:
     def __init__(self, record: Path) -> None:
         self._record = record
         self._lock = threading.Lock()
+        self.problem = ""
         self._stamp: tuple[int, int] | None = None
         self._known: list[_Known] = []
 
@@ -84,12 +92,13 @@ class MemoryTimeline:
             try:
                 status = self._record.stat()
                 if (stamp := (status.st_ino, status.st_size)) != self._stamp:
-                    with self._record.open("rb") as file:
-                        lines = file.read(_RECORD_BYTES).splitlines()
-                    self._known = sorted(filter(None, map(_known, lines)), key=lambda known: known.time)
+                    with open_regular(self._record) as file:
+                        lines = deque(file.read(_RECORD_BYTES).split(b"\n"), _NUM_LINES)
+                    self._known = sorted(_newest(lines), key=lambda known: known.time)
                     self._stamp = stamp
-            except OSError:
-                self._stamp, self._known = None, []
+                self.problem = ""
+            except OSError as error:
+                self._stamp, self._known, self.problem = None, [], unreadable(self._record, error)
             return self._known
 
 
@@ -105,13 +114,31 @@ def read_plan(config_path: Path, device_bytes: Mapping[str, int]) -> dict[str, A
     return MessageToDict(plan_to_proto(planned, advise(planned)), preserving_proto_field_name=True)
 
 
+def _newest(lines: Sequence[bytes]) -> Iterator[_Known]:
+    num_tags = 0
+    for line in reversed(lines):
+        if (known := _known(line)) is not None:
+            num_tags += known.num_tags
+            if num_tags > _NUM_TAGS:
+                return
+            yield known
+
+
 def _known(line: bytes) -> _Known | None:
     """Returns None for a truncated or foreign line."""
+    if len(line) > _LINE_BYTES:
+        return None
     try:
         fields = json.loads(line)
-        usages = read_usages(fields)
+        usages, time = read_usages(fields), float(fields["time"])
         totals = {str(device): int(size) for device, size in fields["device_bytes"].items()}
-        return _Known(float(fields["time"]), _sizes_by_place(usages), totals)
+        tags = [tag for usage in usages.values() for tag in usage.tags]
+        sizes = [*totals.values(), *(size for tag in tags for size in (tag.mapped_bytes, tag.total_bytes))]
+        if not math.isfinite(time) or not all(0 <= size <= _MAX_BYTES for size in sizes):
+            return None
+        if len({*totals, *(tag.device for tag in tags)}) > _NUM_DEVICES:
+            return None
+        return _Known(time, _sizes_by_place(usages), totals, len(tags))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
         return None
 

@@ -14,9 +14,10 @@ from tasuki.config.places import (
     memory_record_path,
     training_output_path,
 )
-from tasuki.runs.archive import archive_folder
+from tasuki.runs.archive import NODE_FILE, archive_folder
 from tasuki.runs.folder import SAMPLES
 from tasuki.wire.errors import PathNotFound
+from tasuki.wire.regular_file import read_path, unreadable
 
 _OF_RUN = ("metrics.jsonl", "summary.json", "run.json", "state_dir", SAMPLES)
 """Files of a run's output folder, of which its first steps need not have made all."""
@@ -32,6 +33,8 @@ class RunPlace:
     """The node's configuration as its services read it."""
     is_of_node: bool
     """Whether the node may still be running, so that its folder is read instead of a copy."""
+    problem: str = ""
+    """Why the file that names the node, or its run, cannot be read."""
 
     @property
     def journal(self) -> Path:
@@ -58,9 +61,13 @@ def place_of(folder: Path) -> RunPlace:
     _check_folder(folder)
     if config_path(folder).is_file() and journal_path(folder).is_file() and not archived_config_path(folder).is_file():
         return place_of_node(folder)
-    archive = archive_folder(folder)
+    archive, problem = folder, ""
+    try:
+        archive = archive_folder(folder)
+    except OSError as error:
+        problem = unreadable(folder / NODE_FILE, error)
     config = config_path(archive) if archive != folder else archived_config_path(folder)
-    return RunPlace(folder, archive, config if config.is_file() else None, is_of_node=archive != folder)
+    return RunPlace(folder, archive, config if config.is_file() else None, is_of_node=archive != folder, problem=problem)
 
 
 def _check_folder(folder: Path) -> None:
@@ -86,14 +93,10 @@ def _check_folder(folder: Path) -> None:
 
 def place_of_node(state_dir: Path) -> RunPlace:
     """Location for a node, whether it is running or not."""
-    config = config_path(state_dir)
-    return RunPlace(_output_of(state_dir), state_dir, config if config.is_file() else None, is_of_node=True)
-
-
-def _output_of(state_dir: Path) -> Path | None:
-    """Output folder of the last run on the node."""
+    config, output_dir, problem = config_path(state_dir), None, ""
     try:
-        folder = Path(training_output_path(state_dir).read_text().strip())
-    except (OSError, UnicodeDecodeError):
-        return None
-    return folder if folder.is_dir() else None
+        folder = read_path(training_output_path(state_dir))
+        output_dir = folder if folder.is_dir() else None
+    except OSError as error:
+        problem = unreadable(training_output_path(state_dir), error)
+    return RunPlace(output_dir, state_dir, config if config.is_file() else None, is_of_node=True, problem=problem)

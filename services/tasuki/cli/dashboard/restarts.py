@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from tasuki.supervisor.rotation import KEPT_LOGS, rotated_paths
+from tasuki.wire.regular_file import open_regular, unreadable
 
 _LOG_BYTES = 2_000_000
 _MAX_RESTARTS = 200
 _LOG_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(\d{3}) .*? event=(\w+) (.*)")
-_FIELD = re.compile(r"(\w+)=(.*?)(?= \w+=|$)")
+_FIELD = re.compile(r"\b(\w+)=(.*?)(?= \w+=|$)")
 
 _Stamp = tuple[int, int, int]
 """Inode, size and time of a log."""
@@ -25,21 +26,23 @@ class RestartLogs:
 
     def __init__(self, log: Path) -> None:
         self._paths = [log, *rotated_paths(log, keep=KEPT_LOGS)]
+        self.problem = ""
         self._starts: dict[_Stamp, list[dict[str, Any]]] = {}
         """Restarts of each start of the node; the newest of both first."""
 
     def advance(self) -> bool:
         """Returns whether there was anything new."""
         starts: dict[_Stamp, list[dict[str, Any]]] = {}
+        problem = ""
         for path in self._paths:
             try:
                 status = path.stat()
                 stamp = (status.st_ino, status.st_size, status.st_mtime_ns)
                 starts[stamp] = self._starts[stamp] if stamp in self._starts else _restarts(path)[::-1]
-            except OSError:  # fewer starts, or rotated meanwhile
-                continue
+            except OSError as error:  # there may be fewer starts, or they are rotated just now
+                problem = problem or unreadable(path, error)
         is_new = list(starts) != list(self._starts)
-        self._starts = starts
+        self._starts, self.problem = starts, problem
         return is_new
 
     def read(self) -> dict[str, Any]:
@@ -83,11 +86,17 @@ def _ended(exit_code: str) -> str:
 
 
 def _log_events(log: Path) -> Iterator[tuple[float, str, dict[str, str]]]:
-    with log.open("rb") as file:
+    with open_regular(log) as file:
         file.seek(max(0, file.seek(0, 2) - _LOG_BYTES))
         text = file.read(_LOG_BYTES).decode(errors="replace")
     for match in map(_LOG_LINE.match, text.splitlines()):
-        if match is not None:
-            # The log uses the machine's local time.
-            moment = datetime.strptime(match[1], "%Y-%m-%d %H:%M:%S").timestamp() + int(match[2]) / 1000  # noqa: DTZ007
-            yield moment, match[3], dict(_FIELD.findall(match[4]))
+        if match is not None and (moment := _moment(match[1])) is not None:
+            yield moment + int(match[2]) / 1000, match[3], dict(_FIELD.findall(match[4]))
+
+
+def _moment(text: str) -> float | None:
+    """Unix time of a local time, which the log uses; None if there is no such time."""
+    try:
+        return datetime.strptime(text, "%Y-%m-%d %H:%M:%S").timestamp()  # noqa: DTZ007
+    except (ValueError, OverflowError, OSError):
+        return None

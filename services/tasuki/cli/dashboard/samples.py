@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from heapq import nlargest
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from tasuki.trainer.durable.regular_file import open_regular
 from tasuki.wire.errors import InvalidArgument, PathNotFound
+from tasuki.wire.line_reader import LineReader
+from tasuki.wire.regular_file import open_regular
 
 _NAME = re.compile(r"step-(\d{6,15})\.jsonl")
-_MAX_BYTES = 64_000_000
+_MAX_STEPS = 100_000
+_MAX_BYTES, _MAX_LINES = 64_000_000, 10_000
+_MAX_NAMES, _NAME_CHARS = 50, 200
+"""Of a completion's rewards and fields."""
 _SHOWN_CHARS = 600
 _MAX_CHARS = 200_000
 _MAX_TOKENS = 20_000
@@ -20,33 +27,45 @@ _NUMBERS = ("reward", "advantage", "log_prob_gap", "log_prob_gap_max", "temperat
 
 
 def list_steps(folder: Path | None) -> list[int]:
-    """Steps with samples, in order; empty without the folder."""
-    try:
-        names = [] if folder is None else [path.name for path in folder.iterdir()]
-    except OSError:
+    """The newest 100,000 steps with samples, in order; empty without the folder. Raises InvalidArgument if it cannot be read."""
+    if folder is None:
         return []
-    return sorted(int(found[1]) for found in map(_NAME.fullmatch, names) if found)
+    try:
+        with os.scandir(folder) as entries:
+            matches = (_NAME.fullmatch(entry.name) for entry in entries)
+            return sorted(nlargest(_MAX_STEPS, (int(found[1]) for found in matches if found)))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise InvalidArgument("samples", f"{folder} cannot be read: {error.strerror}") from error
 
 
 def read_step(folder: Path | None, step: int) -> dict[str, Any]:
     """The step's completions with shortened texts. Raises PathNotFound for a step without samples."""
-    lines, is_cut = _lines(folder, step)
-    samples = [_head(index, sample) for index, sample in enumerate(map(_sample, lines)) if sample is not None]
-    return {"step": step, "samples": samples, "is_cut": is_cut, "num_bad_lines": len(lines) - len(samples)}
+    samples: list[dict[str, Any]] = []
+    num_lines, is_cut = 0, False
+    for line in _lines(folder, step):
+        if line is None:
+            is_cut = True
+            break
+        if (sample := _sample(line)) is not None:
+            samples.append(_head(num_lines, sample))
+        num_lines += 1
+    return {"step": step, "samples": samples, "is_cut": is_cut, "num_bad_lines": num_lines - len(samples)}
 
 
 def read_sample(folder: Path | None, step: int, index: int, *, token_text: Callable[[int], str | None]) -> dict[str, Any]:
     """One completion, up to 20,000 tokens. Raises PathNotFound, and InvalidArgument for an invalid line."""
-    lines, _ = _lines(folder, step)
-    if not 0 <= index < len(lines):
-        raise PathNotFound(f"step {step} has {len(lines)} samples, counted from 0: there is no {index}", step=step)
-    sample = _sample(lines[index])
+    line = next(islice(_lines(folder, step), index, None), None)
+    if line is None:
+        raise PathNotFound(f"step {step} has no sample {index}; they are counted from 0", step=step)
+    sample = _sample(line)
     if sample is None:
         raise InvalidArgument("sample", f"line {index + 1} of step {step} is not a sample")
     token_ids = [one for one in _list(sample, "token_ids") if isinstance(one, int)][:_MAX_TOKENS]
     return {
         **_head(index, sample, max_chars=_MAX_CHARS),
-        "fields": {str(name): _text(value, _MAX_CHARS) for name, value in _table(sample, "fields").items()},
+        "fields": {name: _text(value, _MAX_CHARS) for name, value in _table(sample, "fields").items()},
         "num_tokens": len(_list(sample, "token_ids")),
         "token_ids": token_ids,
         "tokens": [token_text(one) for one in token_ids],
@@ -54,20 +73,25 @@ def read_sample(folder: Path | None, step: int, index: int, *, token_text: Calla
     }
 
 
-def _lines(folder: Path | None, step: int) -> tuple[list[bytes], bool]:
-    """Lines of the step, without a last line that is still being written."""
+def _lines(folder: Path | None, step: int) -> Iterator[bytes | None]:
+    """Lines of the step, without a last line that is still being written. None: there are more than are shown."""
     if folder is None:
         raise PathNotFound("the node has no run yet")
     path = folder / f"step-{step:06d}.jsonl"
     try:
         with open_regular(path) as file:
-            lines = file.readlines(_MAX_BYTES)
-            is_cut = bool(file.read(1))
+            reader, num_lines = LineReader(), 0
+            for line in reader.lines(file):
+                if num_lines == _MAX_LINES or reader.offset > _MAX_BYTES:
+                    yield None
+                    return
+                if line:
+                    yield line
+                    num_lines += 1
+    except FileNotFoundError as error:
+        raise PathNotFound(f"step {step} has no samples", path=path) from error
     except OSError as error:
-        raise PathNotFound(f"step {step} has no samples: {error.strerror}", path=path) from error
-    if lines and not lines[-1].endswith(b"\n"):
-        lines.pop()
-    return lines, is_cut
+        raise InvalidArgument("samples", f"{path} cannot be read: {error.strerror}") from error
 
 
 def _sample(line: bytes) -> dict[str, Any] | None:
@@ -87,7 +111,7 @@ def _head(index: int, sample: dict[str, Any], *, max_chars: int = _SHOWN_CHARS) 
         "prompt": _text(sample.get("prompt"), max_chars),
         "completion": _text(sample.get("completion"), max_chars),
         "finish_reason": _text(sample.get("finish_reason"), _SHOWN_CHARS),
-        "rewards": {str(name): _number(value) for name, value in _table(sample, "rewards").items()},
+        "rewards": {name: _number(value) for name, value in _table(sample, "rewards").items()},
         **{name: _number(sample.get(name)) for name in _NUMBERS},
     }
 
@@ -124,4 +148,5 @@ def _list(sample: dict[str, Any], name: str) -> list[Any]:
 
 def _table(sample: dict[str, Any], name: str) -> dict[str, Any]:
     value = sample.get(name)
-    return value if isinstance(value, dict) else {}
+    entries = islice(value.items(), _MAX_NAMES) if isinstance(value, dict) else ()
+    return {_text(key, _NAME_CHARS): one for key, one in entries}

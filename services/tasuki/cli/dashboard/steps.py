@@ -13,12 +13,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tasuki.runs.metrics_tail import MetricsTail, StepFigures
+from tasuki.runs.metrics_tail import METRICS, MetricsTail, StepFigures
+from tasuki.wire.regular_file import unreadable
 
 _READ_BYTES = 2_000_000
 _MAX_NAMES = 400
 """Limit on names, since a foreign file may have any number."""
 _MAX_STEP = 2**53
+_MAX_VALUES = 20_000_000
+"""Limit on steps times names, about 160 MB: a line without a metric costs as much as one with all."""
 _DIGITS = 6
 _MAX_EXPONENT = 16
 
@@ -34,18 +37,25 @@ class StepColumns:
     columns: dict[str, array[float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.problem = ""
         self._tail = MetricsTail(self.output_dir)
         self._lock = threading.Lock()
 
     def advance(self) -> bool:
         """Reads some of what was written since the last call. Returns whether there was anything."""
+        if self._is_full():
+            self.problem = f"{self.output_dir / METRICS} is too long: only steps {self.steps[0]} to {self.steps[-1]} are shown"
+            return False
         try:
-            figures = self._tail.read(max_bytes=_READ_BYTES)
-        except OSError:  # missing or unreadable; it may appear later
+            figures = list(self._tail.read(max_bytes=_READ_BYTES))
+            self.problem = ""
+        except OSError as error:  # it may become readable
+            self.problem = unreadable(self.output_dir / METRICS, error)
             return False
         with self._lock:
             for one in figures:
-                self._add(one)
+                if not self._is_full():
+                    self._add(one)
         return bool(figures)
 
     def names(self) -> list[str]:
@@ -82,6 +92,9 @@ class StepColumns:
             "bucket": size,
             "series": {name: {kind: rows[index] for kind, rows in drawn.items()} for index, name in enumerate(columns)},
         }
+
+    def _is_full(self) -> bool:
+        return len(self.steps) * max(1, len(self.columns)) >= _MAX_VALUES
 
     def _add(self, figures: StepFigures) -> None:
         if not 0 <= figures.step < _MAX_STEP:

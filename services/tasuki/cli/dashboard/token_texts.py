@@ -7,7 +7,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-_MAX_BYTES = 200_000_000
+from tasuki.wire.regular_file import read_regular, unreadable
+
+_MAX_BYTES = 64_000_000
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -18,6 +20,7 @@ class TokenTexts:
         self._pieces: dict[int, str] = {}
         self._special: set[int] = set()
         self._is_byte_level = False
+        self.problem = ""
         if model is not None:
             self._read(model / "tokenizer.json")
 
@@ -33,9 +36,7 @@ class TokenTexts:
 
     def _read(self, path: Path) -> None:
         try:
-            if path.stat().st_size > _MAX_BYTES:
-                return
-            tokenizer = json.loads(path.read_bytes())
+            tokenizer = json.loads(read_regular(path, max_bytes=_MAX_BYTES))
             vocab = tokenizer["model"]["vocab"]
             pairs = vocab.items() if isinstance(vocab, dict) else ((pair[0], index) for index, pair in enumerate(vocab))
             self._pieces = {int(index): str(piece) for piece, index in pairs}
@@ -43,8 +44,11 @@ class TokenTexts:
                 self._pieces[int(token["id"])] = str(token["content"])
                 self._special.add(int(token["id"]))
             self._is_byte_level = _names_byte_level(tokenizer.get("decoder"))
-        except (OSError, ValueError, TypeError, KeyError, IndexError, RecursionError):
+        except OSError as error:
+            self.problem = unreadable(path, error)
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError) as error:
             self._pieces = {}
+            self.problem = f"{path} cannot be read: {type(error).__name__}: {error}"
 
 
 def _names_byte_level(decoder: Any) -> bool:

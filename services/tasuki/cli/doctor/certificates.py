@@ -6,9 +6,9 @@ import ssl
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from tasuki.cli.doctor.finding import Finding, Verdict, fail, ok, warn
+from tasuki.cli.served_certificate import read_certificate
 from tasuki.config.schema import NodeConfig
 
 _NAME = "certificate"
@@ -19,7 +19,7 @@ _RENEW = "replace it with a new server certificate, for example from `tasuki cer
 def check_certificate(cert: Path, key: Path, *, now: float | None = None) -> Finding:
     """Checks a matching certificate and key. now: Unix time in seconds."""
     try:
-        shown = _shown_by(cert, key)
+        shown = read_certificate(cert, key)
     except ssl.SSLCertVerificationError as error:
         return fail(_NAME, f"{cert}: {error.verify_message}", _RENEW)
     names = ", ".join(name for kind, name in shown.get("subjectAltName", ()) if kind in ("DNS", "IP Address"))
@@ -38,28 +38,3 @@ def warn_of_certificate(config: NodeConfig) -> None:
     finding = check_certificate(security.cert, security.key)
     if finding.verdict is not Verdict.OK:
         sys.stderr.write(f"tasuki: {finding.verdict} {finding.name}: {finding.found}; {finding.advice}\n")
-
-
-def _shown_by(cert: Path, key: Path) -> dict[str, Any]:
-    """Reads the certificate as a client that trusts only it. Raises SSLCertVerificationError if it has expired."""
-    serving, asking = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    serving.load_cert_chain(cert, key)
-    asking.check_hostname = False  # names are not checked
-    asking.load_verify_locations(cert)
-    asking.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
-    server = serving.wrap_bio(to_server, to_client, server_side=True)
-    client = asking.wrap_bio(to_client, to_server)
-    while True:
-        try:
-            client.do_handshake()
-            return client.getpeercert() or {}
-        except ssl.SSLWantReadError:
-            _answer(server)
-
-
-def _answer(server: ssl.SSLObject) -> None:
-    try:
-        server.do_handshake()
-    except ssl.SSLWantReadError:
-        return

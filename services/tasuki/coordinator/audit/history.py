@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+from tasuki.coordinator.journal_reader import open_journal
 from tasuki.coordinator.journal_schema import SCHEMA_VERSION
 from tasuki.coordinator.records import Status, id_text
 from tasuki.memory.stages import Phase, Service, Stage
@@ -79,13 +79,10 @@ def read_history(path: Path) -> History:
     """The journal at `path`. Raises PathNotFound, and InvalidArgument for a file that is no journal of this version."""
     if not path.is_file():
         raise PathNotFound(f"there is no journal at {path}", path=path)
-    # Without a write-ahead log nobody writes, and the file is all there is; then nothing is put beside it.
-    options = "mode=ro" if path.with_name(f"{path.name}-wal").exists() else "mode=ro&immutable=1"
     try:
-        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?{options}", uri=True, isolation_level=None)) as db:
-            db.row_factory = sqlite3.Row
+        with open_journal(path) as db:
             return _read(db, path)
-    except sqlite3.Error as error:
+    except (sqlite3.Error, OSError) as error:
         raise InvalidArgument("journal", f"{path} cannot be read: {error}", path=path) from error
     except ValueError as error:  # a stage, phase or status, or what is no number
         raise InvalidArgument("journal", f"{path} holds what this build does not know: {error}", path=path) from error

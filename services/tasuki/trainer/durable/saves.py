@@ -8,8 +8,8 @@ import re
 import shutil
 from pathlib import Path
 
-from tasuki.trainer.durable.regular_file import read_regular
 from tasuki.wire.errors import InvalidArgument, PathExists, PathNotFound
+from tasuki.wire.regular_file import read_regular
 
 FACTS_FILE = "checkpoint.json"
 _SAVE_ID = re.compile(r"[A-Za-z0-9-]{1,64}")

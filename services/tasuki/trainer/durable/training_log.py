@@ -16,13 +16,17 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from google.protobuf.message import DecodeError
+
 from tasuki.rpc.failpoints import Failpoints
 from tasuki.v1.ranks_pb2 import TrainingRecord
 from tasuki.wire.errors import DiskFull, GradientsNotFinite, InvalidArgument, PathNotFound
+from tasuki.wire.regular_file import open_regular
 
 _log = logging.getLogger("tasuki.trainer")
 _HEADER = struct.Struct("<IIB")
 """Size of the record, its CRC-32, and 1 once the command is done."""
+_READ_BYTES = 1 << 20
 _DONE_OFFSET = _HEADER.size - 1
 
 
@@ -162,15 +166,23 @@ class TrainingLog:
 
 
 def read_training_log(path: Path) -> list[TrainingRecord]:
-    """Reads a log without changing it, even while a trainer writes it. Raises PathNotFound, or InvalidArgument."""
+    """Reads the commands of a log, without their content, even while a trainer writes it.
+
+    Raises PathNotFound, InvalidArgument if it is damaged, and OSError if it cannot be read.
+    """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        with open_regular(path) as file:
+            return [_without_content(record) for record in _records(file.fileno(), path)]
     except FileNotFoundError as error:
         raise PathNotFound(f"there is no training log at {path}", path=path) from error
-    try:
-        return list(_records(fd, path))
-    finally:
-        os.close(fd)
+
+
+def _without_content(record: TrainingRecord) -> TrainingRecord:
+    bare = TrainingRecord(request_id=record.request_id)
+    command = record.WhichOneof("command")
+    if command is not None:
+        getattr(bare, command).SetInParent()
+    return bare
 
 
 def _records(fd: int, path: Path) -> Iterator[TrainingRecord]:
@@ -178,14 +190,27 @@ def _records(fd: int, path: Path) -> Iterator[TrainingRecord]:
     while len(header := os.pread(fd, _HEADER.size, at)) == _HEADER.size:
         num_bytes, checksum, is_done = _HEADER.unpack(header)
         num_left = max(0, size - at - _HEADER.size)
-        if not is_done and (num_bytes >= num_left or not os.pread(fd, num_left, at + _HEADER.size).strip(b"\0")):
+        if not is_done and (num_bytes >= num_left or _is_zero(fd, at + _HEADER.size)):
             return
         content = os.pread(fd, min(num_bytes, num_left), at + _HEADER.size)
         if is_done != 1 or len(content) != num_bytes or zlib.crc32(content) != checksum:
             raise InvalidArgument("training.log", f"{path} is damaged at byte {at}", byte=at)
-        yield TrainingRecord.FromString(content)
+        try:
+            record = TrainingRecord.FromString(content)
+        except DecodeError as error:
+            raise InvalidArgument("training.log", f"{path} is damaged at byte {at}", byte=at) from error
+        yield record
         at += _HEADER.size + num_bytes
         size = os.fstat(fd).st_size
+
+
+def _is_zero(fd: int, at: int) -> bool:
+    """Whether nothing but zeros follows."""
+    while content := os.pread(fd, _READ_BYTES, at):
+        if content.strip(b"\0"):
+            return False
+        at += len(content)
+    return True
 
 
 def _frame(record: TrainingRecord, *, is_done: bool) -> bytes:

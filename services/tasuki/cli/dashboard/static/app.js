@@ -1,7 +1,7 @@
 // Tabs, the token, and the stream of changes. Each view loads its data when it becomes visible.
 
 import { makeChangeovers } from "./changeovers.js";
-import { prose, put } from "./dom.js";
+import { h, prose, put } from "./dom.js";
 import { makeMemory } from "./memory.js";
 import { makeNode } from "./node.js";
 import { makeRun } from "./run.js";
@@ -120,6 +120,7 @@ async function showHead() {
   const [run, node] = await Promise.all([api("/api/run"), api("/api/node")]);
   byId("where").textContent = run.output_dir ?? run.archive;
   document.title = `${(run.output_dir ?? run.archive).split("/").pop()} · tasuki`;
+  put(byId("unreadable"), run.problems.map((line) => h("p", { class: "cause" }, line)));
   const phase = node.is_live ? String(node.node.phase).replace("PHASE_", "").replace("UNSPECIFIED", "changeover") : "";
   badge(node.is_live ? `live · ${phase}` : run.summary ? "run ended" : "no node runs", node.is_live ? "is-live" : "");
   return { run, node };

@@ -9,6 +9,7 @@ const MARKERS = 45;
 const CHAR = 6.4;
 const LEAST_ZOOM = 6;
 const FAR = 4;
+const LARGEST = 1e300; // a difference of two such values is finite
 const observers = new WeakMap();
 
 /**
@@ -68,7 +69,7 @@ function paint(parts, spec) {
     x: (index) => position(spec, index, left, right),
     y: (value) => {
       const share = spec.isLog ? (Math.log10(Math.max(value, low)) - Math.log10(low)) / (Math.log10(high) - Math.log10(low)) : (value - low) / (high - low);
-      return height - BOTTOM - Math.min(share, 1.03) * (height - BOTTOM - TOP);
+      return height - BOTTOM - Math.max(-0.03, Math.min(share, 1.03)) * (height - BOTTOM - TOP);
     },
   };
   parts.drawing = drawing;
@@ -100,7 +101,7 @@ function range(layers, spec) {
   for (const limit of spec.limits ?? []) values.push(...limit.mean);
   const known = values.filter((value) => value !== null && Number.isFinite(value) && (!spec.isLog || value > 0)).sort((one, other) => one - other);
   if (!known.length) return spec.isLog ? { low: 0.1, high: 1 } : { low: 0, high: 1 };
-  let [low, high] = [known[0], known.at(-1)];
+  let [low, high] = [known[0], known.at(-1)].map((value) => Math.max(-LARGEST, Math.min(LARGEST, value)));
   if (spec.isLog) return { low: 10 ** Math.floor(Math.log10(low)), high: 10 ** Math.max(Math.ceil(Math.log10(high)), Math.floor(Math.log10(low)) + 1) };
   const usual = [...(layers.at(-1).top ?? [])].sort((one, other) => one - other)[Math.floor(0.94 * (spec.x.length - 1))] ?? 0;
   const isCut = Boolean(spec.isStacked && !spec.limits?.length && usual > 0 && high > FAR * usual);
@@ -127,6 +128,7 @@ function niceTicks(low, high, isBinary) {
   const rough = (high - low) / 4;
   const power = isBinary ? 2 ** Math.floor(Math.log2(rough)) : 10 ** Math.floor(Math.log10(rough));
   const step = (isBinary ? [1, 2] : [1, 2, 2.5, 5, 10]).map((one) => one * power).find((one) => one >= rough);
+  if (!(step > 0 && step < Infinity)) return [low, high]; // near the least or the largest float
   const first = Math.ceil(low / step);
   return Array.from({ length: Math.max(0, Math.floor(high / step) - first + 1) }, (_, index) => Number(((first + index) * step).toPrecision(12)));
 }

@@ -110,7 +110,7 @@ function offline(node, run) {
   const settings = Object.entries(run.settings).map(([name, value]) => [name.replaceAll("_", " "), value]);
   const summary = Object.entries(run.summary ?? {}).map(([name, value]) => [name.replaceAll("_", " "), typeof value === "number" ? number(value) : String(value ?? "–")]);
   return h("div", { class: "columns" },
-    h("div", { class: "card" }, h("h2", {}, "Node"), h("p", { class: "note" }, `${sentence(node.note)} The ring shows the last seconds of each stage, from the journal.`), run.journal_problem ? h("p", { class: "cause" }, run.journal_problem) : null, pairs(settings)),
+    h("div", { class: "card" }, h("h2", {}, "Node"), h("p", { class: "note" }, `${sentence(node.note)} The ring shows the last seconds of each stage, from the journal.`), pairs(settings)),
     summary.length ? h("div", { class: "card" }, h("h2", {}, "Summary of the run"), pairs(summary)) : null);
 }
 

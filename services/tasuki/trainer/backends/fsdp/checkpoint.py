@@ -5,9 +5,7 @@ A checkpoint is a folder of torch's files with model, optimizer and random state
 
 from __future__ import annotations
 
-import json
 import os
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,13 +35,14 @@ from tasuki.trainer.durable.atomic_folder import (
     rename_into_place,
     start_aside,
 )
-from tasuki.trainer.durable.regular_file import read_regular
 from tasuki.trainer.durable.saves import FACTS_FILE, written_path
 from tasuki.trainer.roles import Role
 from tasuki.wire.errors import InvalidArgument, PathNotFound, VersionOrder
+from tasuki.wire.regular_file import read_regular
+from tasuki.wire.sealed_json import is_intact, sealed
 
 _FORMAT = 4
-_SUM, _INDEX_SUM = "crc32", "tensors_crc32"
+_INDEX_SUM = "tensors_crc32"
 _Version = Annotated[int, Field(ge=0, le=2**53)]
 """Leaves room for steps: the coordinator's journal holds 64-bit integers."""
 
@@ -55,6 +54,7 @@ class RoleFacts:
     version: _Version
     """Number of optimizer steps in its weights."""
     schedule_start: _Version
+    """The version at which its learning-rate schedule began."""
     architecture: str
     lora_rank: Annotated[int, Field(ge=1)] | None = None
     """LoRA rank if only adapters are saved; None for a whole network."""
@@ -112,16 +112,6 @@ def _write_facts(folder: Path, facts: CheckpointFacts, **more: str) -> None:
     (folder / FACTS_FILE).write_text(sealed(fields))
 
 
-def sealed(fields: Mapping[str, Any]) -> str:
-    """JSON text of the fields and their checksum."""
-    return json.dumps({**fields, _SUM: _checksum(fields)}, indent=2)
-
-
-def _checksum(fields: Mapping[str, Any]) -> int:
-    """CRC-32 of the fields as canonical JSON."""
-    return zlib.crc32(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode())
-
-
 def read_facts(path: Path) -> tuple[CheckpointFacts, int]:
     """Facts, and the checksum of the index. Raises PathNotFound without a checkpoint at `path`, InvalidArgument if it is foreign, damaged
     or unreadable.
@@ -137,11 +127,16 @@ def read_facts(path: Path) -> tuple[CheckpointFacts, int]:
         fields = _Fields.validate_json(content)
         if fields.get("format") != _FORMAT:
             raise InvalidArgument("path", f"{path} has a format that this version cannot read")
-        if fields.pop(_SUM, None) != _checksum(fields):
+        if not is_intact(fields):
             raise InvalidArgument("path", f"{file} is damaged: its checksum differs from the one in it")
-        return _Facts.validate_json(content, strict=True), fields.get(_INDEX_SUM, -1)
+        facts = _Facts.validate_json(content, strict=True)
     except ValidationError as error:
         raise damaged(file, error) from error
+    for role, each in facts.roles.items():
+        if each.schedule_start > each.version:
+            problem = f"is {each.schedule_start}, above the version {each.version}"
+            raise InvalidArgument("path", f"{file} is damaged: roles.{role}.schedule_start: {problem}")
+    return facts, fields.get(_INDEX_SUM, -1)
 
 
 def check_checkpoint(path: Path, *, have: CheckpointFacts) -> CheckpointFacts:

@@ -31,9 +31,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from tasuki.trainer.durable.regular_file import open_regular, read_regular
 from tasuki.trainer.durable.saves import FACTS_FILE
 from tasuki.wire.errors import InvalidArgument
+from tasuki.wire.regular_file import open_regular, read_regular
 
 _INDEX_FILE = "tensors.json"
 _CHUNK_BYTES = 16 << 20
