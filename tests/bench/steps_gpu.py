@@ -155,6 +155,8 @@ def one(
 
 def line(way: str, steps: Sequence[dict[str, Any]]) -> str:
     """Medians over the steps after the first, which has the costs of a start."""
+    if not steps:
+        return f"{way:8s} no step began within --limit-s"
     later = steps[1:] or steps
     rate, early, to_rollout, to_train, learn = (
         statistics.median(of)

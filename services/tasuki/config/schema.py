@@ -87,7 +87,8 @@ class RolloutConfig(Schema):
     max_running_requests: PositiveInt | None = None
     """Maximum concurrent requests in one replica."""
     radix_cache: bool = True
-    """Whether samples share the KV cache of a common prefix (SGLang's radix cache). With very short prompts it costs more than it saves."""
+    """Whether samples share the KV cache of a common prefix (SGLang's radix cache). The first sample of each prompt then starts ahead of
+    the others. With very short prompts it costs more than it saves."""
     attention_backend: Literal["fa3", "flashinfer", "triton"] | None = None
     """SGLang's attention backend on a GPU; by default SGLang chooses one for the card."""
     sampling_backend: Literal["flashinfer", "pytorch"] | None = None
