@@ -72,6 +72,32 @@ def test_events_are_the_stages_that_ended_last(journal: Journal, tmp_path: Path)
     assert events[1].endswith("c000120  LOAD_WEIGHTS    DONE  0.250 s, 0.0 MiB")
 
 
+@pytest.mark.parametrize(
+    ("damage", "is_listed", "num_stages"),
+    [
+        ("UPDATE changeovers SET start_time = 1e300 WHERE number = 2", False, 0),
+        ("UPDATE changeovers SET start_time = 'soon' WHERE number = 2", False, 0),
+        ("UPDATE changeovers SET epoch = 'first' WHERE number = 2", False, 0),
+        ("UPDATE outcomes SET seconds = 9e999 WHERE number = 2", False, 0),
+        ("UPDATE stages SET time = -1 WHERE number = 2", True, 0),
+        ("UPDATE results SET bytes = 'many' WHERE id = 2", True, 0),
+    ],
+)
+def test_a_changeover_that_cannot_be_read_is_left_out_and_named(
+    journal: Journal, tmp_path: Path, damage: str, is_listed: bool, num_stages: int
+) -> None:
+    for number in range(3):
+        write_changeover(journal, f"a{number}")
+    with closing(sqlite3.connect(tmp_path / "journal.sqlite")) as db:
+        db.execute(damage)
+        db.commit()
+    told = page(tmp_path / "journal.sqlite")
+    listed = {one["number"]: len(one["stages"]) for one in told["changeovers"]}
+    assert listed == {3: 1, **({2: num_stages} if is_listed else {}), 1: 1}
+    assert "changeover 2" in told["problem"]
+    json.dumps(told, allow_nan=False)
+
+
 def test_a_journal_that_is_absent_damaged_or_strange_is_told_and_nothing_is_raised(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     tail = JournalTail(path)

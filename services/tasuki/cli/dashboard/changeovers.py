@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,8 @@ from tasuki.wire.errors import InvalidArgument
 _MAX_PAGE = 200
 _MAX_CHARS = 4_000
 _MAX_NUMBER = 2**63 - 1
+# Times of the year 5138 and earlier.
+_MAX_SECONDS = 1e11
 _PAGE = """
 SELECT number, epoch, request_id, origin, target, start_time, outcomes.status AS status, policy_version, seconds,
     error_reason, error_message
@@ -40,6 +41,8 @@ def page(
 ) -> dict[str, Any]:
     """Changeovers, newest first, numbered below `before`; `next` continues. Raises InvalidArgument for an unreadable journal.
 
+    `problem` names the first row that cannot be read; such rows are left out.
+
     restarts_now: of the coordinator since the node's last start, each an epoch of the journal; None if unknown.
     """
     limit, before = max(1, min(limit, _MAX_PAGE)), _MAX_NUMBER if before is None else max(0, min(before, _MAX_NUMBER))
@@ -49,11 +52,20 @@ def page(
             db.execute("BEGIN")  # one snapshot for all
             rows = db.execute(_PAGE, {"before": before, "only_failed": only_failed, "limit": limit}).fetchall()
             counted = _counted(db, restarts_now)
-            stages = _stages(db, [int(row["number"]) for row in rows])
-        changeovers = [_changeover(row, stages.get(int(row["number"]), [])) for row in rows]
+            stages = db.execute(
+                _STAGES, (json.dumps([row["number"] for row in rows if isinstance(row["number"], int)]),)
+            ).fetchall()
     except (sqlite3.Error, OSError, TypeError, ValueError, OverflowError) as error:
         raise InvalidArgument("journal", f"{journal} cannot be read: {error}") from error
-    return {"changeovers": changeovers, "next": changeovers[-1]["number"] if len(rows) == limit else None, **counted}
+    found: dict[int, dict[str, Any]] = {}
+    problem = ""
+    for read, each in [*((_changeover, row) for row in rows), *((_stage, row) for row in stages)]:
+        try:
+            read(each, found)
+        except (TypeError, ValueError, OverflowError) as error:
+            problem = problem or f"{journal} has rows that cannot be read, the first of changeover {each['number']}: {error}"
+    last = rows[-1]["number"] if len(rows) == limit else None
+    return {"changeovers": list(found.values()), "next": last if isinstance(last, int) else None, "problem": problem, **counted}
 
 
 def _counted(db: sqlite3.Connection, restarts_now: int | None) -> dict[str, Any]:
@@ -69,42 +81,48 @@ def _counted(db: sqlite3.Connection, restarts_now: int | None) -> dict[str, Any]
     return {
         "counts": counts,
         "counts_now": counts_now if first else None,
-        "since": float(begun["start_time"]) if begun else None,
+        "since": _seconds(begun["start_time"]) if begun else None,
     }
 
 
-def _stages(db: sqlite3.Connection, numbers: Sequence[int]) -> dict[int, list[dict[str, Any]]]:
-    rows = db.execute(_STAGES, (json.dumps(numbers),))
-    found: dict[int, list[dict[str, Any]]] = {}
-    for row in rows:
-        found.setdefault(int(row["number"]), []).append(
-            {
-                "stage": str(row["stage"]),
-                "is_undo": bool(row["is_undo"]),
-                "time": float(row["begun"]),
-                "status": str(row["status"] or Status.STARTED),
-                "seconds": float(row["seconds"] or 0),
-                "bytes": int(row["bytes"] or 0),
-                "error_reason": str(row["error_reason"] or ""),
-                "error_message": str(row["error_message"] or ""),
-            }
-        )
-    return found
-
-
-def _changeover(row: sqlite3.Row, stages: list[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "number": int(row["number"]),
-        "id": id_text(int(row["number"])),
+def _changeover(row: sqlite3.Row, found: dict[int, dict[str, Any]]) -> None:
+    number = int(row["number"])
+    found[number] = {
+        "number": number,
+        "id": id_text(number),
         "epoch": int(row["epoch"]),
         "request_id": str(row["request_id"]),
         "origin": str(row["origin"]),
         "target": str(row["target"]),
-        "start_time": float(row["start_time"]),
+        "start_time": _seconds(row["start_time"]),
         "status": str(row["status"] or Status.STARTED),
         "policy_version": row["policy_version"] if isinstance(row["policy_version"], int) else None,
-        "seconds": float(row["seconds"] or 0),
+        "seconds": _seconds(row["seconds"] or 0),
         "error_reason": str(row["error_reason"] or ""),
         "error_message": str(row["error_message"] or ""),
-        "stages": stages,
+        "stages": [],
     }
+
+
+def _stage(row: sqlite3.Row, found: dict[int, dict[str, Any]]) -> None:
+    """Adds a stage to its changeover, unless that could not be read."""
+    stage = {
+        "stage": str(row["stage"]),
+        "is_undo": bool(row["is_undo"]),
+        "time": _seconds(row["begun"]),
+        "status": str(row["status"] or Status.STARTED),
+        "seconds": _seconds(row["seconds"] or 0),
+        "bytes": int(row["bytes"] or 0),
+        "error_reason": str(row["error_reason"] or ""),
+        "error_message": str(row["error_message"] or ""),
+    }
+    if (changeover := found.get(int(row["number"]))) is not None:
+        changeover["stages"].append(stage)
+
+
+def _seconds(value: object) -> float:
+    """A duration or a Unix time. Raises ValueError if it is neither."""
+    seconds = float(str(value))
+    if not 0 <= seconds < _MAX_SECONDS:
+        raise ValueError(f"{seconds:g} seconds are out of range")
+    return seconds
