@@ -46,22 +46,23 @@ def test_the_first_sample_of_each_prompt_goes_ahead(num_iterations: int) -> None
     assert samples.recv_requests() == []
 
 
-def test_messages_keep_their_order() -> None:
-    abort = AbortReq(rid="a-")
-    samples = FirstSamples(Receiver([batch("a-0-0.", "a-0-1."), abort, batch("b-0-0.")], [batch("c-0-0.")]), num_iterations=1)
-    assert told(samples.recv_requests()) == [["a-0-0."]]
-    assert told(samples.recv_requests()) == [["a-0-1."], abort, ["b-0-0."], ["c-0-0."]]
-
-
-def test_only_recent_prompts_are_waited_for() -> None:
-    samples = FirstSamples(Receiver([batch("a-0-0.")], [], [batch("a-0-1.", "a-0-2.")]), num_iterations=2)
-    samples.recv_requests()
-    samples.recv_requests()
-    assert told(samples.recv_requests()) == [["a-0-1."]], "two iterations after the first"
-    assert samples.is_holding
-    samples = FirstSamples(Receiver([batch("a-0-0.")], [batch("a-0-1.")]), num_iterations=1)
-    assert told(samples.recv_requests()) == [["a-0-0."]]
+def test_calls_do_not_wait_for_each_other() -> None:
+    samples = FirstSamples(
+        Receiver([batch("a-0-0.", "a-0-1."), batch("b-0-0.")], [batch("c-0-0.", "c-0-1.")]), num_iterations=2
+    )
+    assert told(samples.recv_requests()) == [["a-0-0."], ["b-0-0."]]
+    assert told(samples.recv_requests()) == [["c-0-0."]]
     assert told(samples.recv_requests()) == [["a-0-1."]]
+    assert told(samples.recv_requests()) == [["c-0-1."]]
+
+
+def test_a_command_overtakes_no_request() -> None:
+    abort = AbortReq(rid="a-")
+    samples = FirstSamples(Receiver([batch("a-0-0.", "a-0-1."), abort, batch("b-0-0.", "b-0-1.")]), num_iterations=2)
+    assert told(samples.recv_requests()) == [["a-0-0."], ["a-0-1."], abort, ["b-0-0."]]
+    assert samples.is_holding
+    assert samples.recv_requests() == []
+    assert told(samples.recv_requests()) == [["b-0-1."]]
 
 
 def test_a_command_alone_is_delivered_at_once() -> None:

@@ -6,7 +6,6 @@ SGLang computes all prompts of one batch side by side, equal ones as well, and c
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from typing import Any
 
 from sglang.srt.managers.io_struct import BatchTokenizedGenerateReqInput
@@ -19,45 +18,42 @@ class FirstSamples:
         """num_iterations: of the scheduler's loop, from a batch's start until its prompts are cached."""
         self._receiver = receiver
         self._num_iterations = num_iterations
-        self._waiting: deque[Any] = deque()
-        """Messages in order of arrival."""
-        self._begun: dict[str, int] = {}
-        """Iteration in which a prompt was first delivered, for the recent ones."""
+        self._held: deque[tuple[int, Any]] = deque()
+        """Requests, with the iteration that they begin in."""
         self._iteration = 0
 
     @property
     def is_holding(self) -> bool:
-        """Whether messages wait for a later iteration."""
-        return bool(self._waiting)
+        """Whether requests wait for a later iteration."""
+        return bool(self._held)
 
     def recv_requests(self) -> list[Any]:
         """Called once in every iteration; returns what is to begin now."""
-        for message in self._receiver.recv_requests():
-            self._waiting.extend(_parts(message))
         self._iteration += 1
-        earliest = self._iteration - self._num_iterations
-        self._begun = {prompt: begun for prompt, begun in self._begun.items() if begun > earliest}
-        delivered: list[Any] = []
-        while self._waiting and self._begun.keys().isdisjoint(prompts := _prompts(self._waiting[0])):
-            delivered.append(self._waiting.popleft())
-            self._begun |= dict.fromkeys(prompts, self._iteration)
+        delivered = self._due(self._iteration)
+        for message in self._receiver.recv_requests():
+            if not isinstance(message, BatchTokenizedGenerateReqInput):
+                # It may abort requests that are held.
+                delivered += [*self._due(self._iteration + self._num_iterations), message]
+                continue
+            first, others = _parts(message)
+            delivered.append(first)
+            if others.batch:
+                self._held.append((self._iteration + self._num_iterations, others))
         return delivered
 
+    def _due(self, iteration: int) -> list[Any]:
+        due: list[Any] = []
+        while self._held and self._held[0][0] <= iteration:
+            due.append(self._held.popleft()[1])
+        return due
 
-def _parts(message: Any) -> Iterator[Any]:
-    """Splits a batch into the first sample of every prompt and the others; any other message is one part."""
-    if not isinstance(message, BatchTokenizedGenerateReqInput):
-        yield message
-        return
+
+def _parts(message: BatchTokenizedGenerateReqInput) -> tuple[BatchTokenizedGenerateReqInput, BatchTokenizedGenerateReqInput]:
+    """The first sample of every prompt, and the others."""
     first: dict[str, Any] = {}
     others = [request for request in message.batch if first.setdefault(_prompt(request), request) is not request]
-    yield BatchTokenizedGenerateReqInput(batch=list(first.values()))
-    if others:
-        yield BatchTokenizedGenerateReqInput(batch=others)
-
-
-def _prompts(message: Any) -> set[str]:
-    return {_prompt(request) for request in message.batch} if isinstance(message, BatchTokenizedGenerateReqInput) else set()
+    return BatchTokenizedGenerateReqInput(batch=list(first.values())), BatchTokenizedGenerateReqInput(batch=others)
 
 
 def _prompt(request: Any) -> str:
