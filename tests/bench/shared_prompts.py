@@ -5,6 +5,7 @@
 A node generates PROMPTS x GROUP samples of new prompts, by turns as one call with GROUP samples of each prompt, and as one that has every
 prompt GROUP times. Only the former tells the engine which requests share a prompt, so it computes each of them once. Prints medians and
 ranges of the seconds and of the pairs' ratios; writes shared_prompts.json to --out. TMPDIR says where the model lies, such as /dev/shm.
+On a GPU the trainer has adapters, so that it takes little memory.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from tests.bench.gpus import at_least_one, require_gpus
 from tests.bench.pairs import spread
 from tests.bench.plan_gpu import SIZES
 
+SIZE_NAMES = ("prompts", "group", "prompt_tokens", "new_tokens")
+
 
 async def seconds_of(client: AsyncClient, load: Load, prompts: list[list[int]], *, is_shared: bool) -> float:
     started = time.perf_counter()
@@ -42,25 +45,51 @@ async def seconds_of(client: AsyncClient, load: Load, prompts: list[list[int]], 
     return time.perf_counter() - started
 
 
-async def measure(config: NodeConfig, load: Load, *, num_rounds: int) -> dict[str, Any]:
-    random = np.random.default_rng(0)
-    seconds: dict[bool, list[float]] = {True: [], False: []}
+async def measure(config: NodeConfig, loads: list[Load], *, num_rounds: int) -> list[dict[str, Any]]:
     async with AsyncClient(state_dir=config.state_dir, timeout_s=STAGE_LIMIT_S) as client:
         await client.acquire(Phase.ROLLOUT)
-        for is_shared in (True, False):  # what a first batch costs
-            await seconds_of(client, load, load.questions(random), is_shared=is_shared)
-        for turn in range(num_rounds):
-            for is_shared in (True, False) if turn % 2 else (False, True):
-                seconds[is_shared].append(await seconds_of(client, load, load.questions(random), is_shared=is_shared))
+        results = list[dict[str, Any]]()
+        for load in loads:
+            results.append(await compare(client, load, num_rounds=num_rounds))
+            tell(results[-1])
+    return results
+
+
+async def compare(client: AsyncClient, load: Load, *, num_rounds: int) -> dict[str, Any]:
+    random = np.random.default_rng(0)
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    for is_shared in (True, False):  # what a first batch costs
+        await seconds_of(client, load, load.questions(random), is_shared=is_shared)
+    for turn in range(num_rounds):
+        for is_shared in (True, False) if turn % 2 else (False, True):
+            seconds[is_shared].append(await seconds_of(client, load, load.questions(random), is_shared=is_shared))
     ratios = [separate / shared for shared, separate in zip(seconds[True], seconds[False], strict=True)]
     num_tokens = load.prompts * load.group * load.new_tokens
-    return {
+    return {name: getattr(load, name) for name in SIZE_NAMES} | {
         "shared_s": spread(seconds[True]),
         "separate_s": spread(seconds[False]),
         "separate_to_shared": spread(ratios),
         "shared_tokens_per_s": num_tokens / statistics.median(seconds[True]),
         "separate_tokens_per_s": num_tokens / statistics.median(seconds[False]),
     }
+
+
+def tell(result: dict[str, Any]) -> None:
+    print(
+        f"{result['prompts']} prompts of {result['prompt_tokens']} tokens, {result['group']} samples of {result['new_tokens']} each:"
+    )
+    for name, key, unit in (
+        ("shared", "shared_s", " s"),
+        ("separate", "separate_s", " s"),
+        ("ratio", "separate_to_shared", ""),
+    ):
+        found = result[key]
+        print(f"  {name:8} {found['median']:.2f}{unit} ({found['least']:.2f} to {found['greatest']:.2f})", flush=True)
+
+
+def tokens(text: str) -> tuple[int, int]:
+    prompt, _, new = text.partition(":")
+    return at_least_one(prompt), at_least_one(new)
 
 
 def main() -> None:
@@ -70,36 +99,33 @@ def main() -> None:
     model.add_argument("--size", choices=SIZES, help="a shape, on a GPU")
     parser.add_argument("--prompts", type=at_least_one)
     parser.add_argument("--group", type=at_least_one)
-    parser.add_argument("--prompt-tokens", type=at_least_one)
-    parser.add_argument("--new-tokens", type=at_least_one)
+    parser.add_argument("--tokens", type=tokens, nargs="+", metavar="PROMPT:NEW", help="lengths, measured one after the other")
     parser.add_argument("--rounds", type=at_least_one, default=5)
     parser.add_argument("--out", type=Path, default=Path())
     arguments = parser.parse_args()
-    load = replace(TINY, prompts=16, group=16, prompt_tokens=64, vocab_size=30_000, context=512)
-    if arguments.size is not None:
+    load, overrides = replace(TINY, prompts=16, group=16, prompt_tokens=64, vocab_size=30_000, context=512), list[str]()
+    if arguments.model is not None:
+        overrides.append(f'model.path="{arguments.model.resolve()}"')
+    else:
         require_gpus(1)
         load = replace(GPU, gpus=1)
-    given = {name: getattr(arguments, name) for name in ("prompts", "group", "prompt_tokens", "new_tokens")}
-    load = replace(load, **{name: value for name, value in given.items() if value is not None})
+        overrides.append("trainer.lora.rank=32")
+    load = replace(load, prompts=arguments.prompts or load.prompts, group=arguments.group or load.group)
+    lengths = arguments.tokens or [(load.prompt_tokens, load.new_tokens)]
+    loads = [replace(load, prompt_tokens=prompt, new_tokens=new) for prompt, new in lengths]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         if arguments.size is not None:
             make_model(arguments.size, folder / "model", is_tiny=False)
-        (folder / "node.toml").write_text(load.config("needed"))
-        given_model = () if arguments.model is None else (f'model.path="{arguments.model.resolve()}"',)
-        config = load_config(folder / "node.toml", overrides=given_model)
+        longest = max(loads, key=lambda load: load.prompt_tokens + load.new_tokens)
+        (folder / "node.toml").write_text(longest.config("needed"))
+        config = load_config(folder / "node.toml", overrides=overrides)
         node = start_node(config, tell=lambda _: None)
         try:
-            result = asyncio.run(measure(config, load, num_rounds=arguments.rounds))
+            results = asyncio.run(measure(config, loads, num_rounds=arguments.rounds))
         finally:
             node.stop()
-    sizes = {name: getattr(load, name) for name in given}
-    (arguments.out / "shared_prompts.json").write_text(json.dumps(sizes | result, indent=1) + "\n")
-    shared, separate, ratio = (result[name] for name in ("shared_s", "separate_s", "separate_to_shared"))
-    print(f"{load.prompts} prompts of {load.prompt_tokens} tokens, {load.group} samples of {load.new_tokens} each:")
-    print(f"  shared   {shared['median']:.2f} s ({shared['least']:.2f} to {shared['greatest']:.2f})")
-    print(f"  separate {separate['median']:.2f} s ({separate['least']:.2f} to {separate['greatest']:.2f})")
-    print(f"  ratio    {ratio['median']:.2f} ({ratio['least']:.2f} to {ratio['greatest']:.2f})")
+    (arguments.out / "shared_prompts.json").write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -132,20 +132,23 @@ def one(
     """Starts a node, measures its steps into `result` and stops it; its logs go to the folder of results."""
     ends_at = time.monotonic() + arguments.limit_s
     file = folder / f"{way}.toml"
-    file.write_text(load.config(arguments.kv))
+    with_probes = replace(load, prompts=load.prompts + -(-NUM_PROBES // load.group))
+    file.write_text(with_probes.config(arguments.kv))
     config = load_config(file, overrides=(f"state_dir={folder / way}", *WAYS[way], *arguments.set))
     started = time.monotonic()
-    node = start_node(config, tell=lambda _: None)
-    result |= {"started_s": round(time.monotonic() - started, 1), "steps": []}
 
     def add(found: dict[str, Any]) -> None:
         result["steps"].append(found)
         keep()
 
     try:
-        asyncio.run(steps(config, load, num_steps=arguments.steps, ends_at=ends_at, add=add))
+        node = start_node(config, tell=lambda _: None)
+        result |= {"started_s": round(time.monotonic() - started, 1), "steps": []}
+        try:
+            asyncio.run(steps(config, load, num_steps=arguments.steps, ends_at=ends_at, add=add))
+        finally:
+            node.stop()
     finally:
-        node.stop()
         shutil.copytree(config.state_dir / "logs", arguments.out / f"logs-{way}", dirs_exist_ok=True)
     if load.device == "cuda":
         planned = plan_node(load_config(config.state_dir / "node.toml"), gpu_bytes=smallest_gpu(), host_bytes=2000 * GB)

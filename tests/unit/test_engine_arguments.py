@@ -191,18 +191,18 @@ def test_all_that_tasuki_sets_on_a_gpu_is_refused():
 
 @needs_sglang
 @pytest.mark.parametrize(
-    ("device", "rollout", "prompts_per_step", "captured"),
+    ("device", "rollout", "prompts_per_step", "running", "captured"),
     [
-        ("cuda", {}, 64, 512),
-        ("cuda", {"dp_size": 2, "max_running_requests": 300}, 96, 300),
-        ("cuda", {}, 32, None),
-        ("cuda", {}, 999, 1024),
-        ("cuda", {"engine": {"disable_cuda_graph": True}}, 64, None),
-        ("cpu", {}, 64, None),
+        ("cuda", {}, 64, 512, 512),
+        ("cuda", {"dp_size": 2, "max_running_requests": 300}, 96, 300, 300),
+        ("cuda", {}, 4, 256, None),
+        ("cuda", {}, 999, 4096, 1024),
+        ("cuda", {"engine": {"disable_cuda_graph": True}}, 64, 512, None),
+        ("cpu", {}, 64, 256, None),
     ],
 )
-def test_graphs_are_captured_for_all_samples_of_a_step(
-    tmp_path: Path, device: str, rollout: dict[str, object], prompts_per_step: int, captured: int | None
+def test_all_samples_of_a_step_run_at_once_with_graphs(
+    device: str, rollout: dict[str, object], prompts_per_step: int, running: int, captured: int | None
 ):
     config = NodeConfig.model_validate(
         {
@@ -212,7 +212,8 @@ def test_graphs_are_captured_for_all_samples_of_a_step(
             },
         }
     )  # fmt: skip
-    assert arguments_of(config).get("cuda_graph_max_bs_decode") == captured
+    arguments = arguments_of(config)
+    assert (arguments["max_running_requests"], arguments.get("cuda_graph_max_bs_decode")) == (running, captured)
 
 
 def test_a_plan_names_what_it_does_not_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

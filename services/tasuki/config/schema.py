@@ -85,7 +85,8 @@ class RolloutConfig(Schema):
     becomes free. The trainer's state then leaves only when the cache needs its room. On a CPU with `memory.host_budget_bytes` it needs
     `memory.pool`."""
     max_running_requests: PositiveInt | None = None
-    """Maximum concurrent requests in one replica."""
+    """Maximum concurrent requests in one replica; others wait. By default 256 on a CPU. On a GPU a step's samples, at least 256, or without
+    [train] as many as SGLang allows."""
     radix_cache: bool = True
     """Whether samples share the KV cache of a common prefix (SGLang's radix cache). The first sample of each prompt then starts ahead of
     the others. With very short prompts it costs more than it saves."""

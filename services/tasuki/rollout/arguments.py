@@ -9,7 +9,7 @@ from typing import Any
 from tasuki.config.engine_arguments import check_argument_values
 from tasuki.config.schema import NodeConfig, RolloutConfig
 from tasuki.config.trainer_schema import LoraConfig
-from tasuki.planner.kv_tokens import graph_requests, wanted_tokens
+from tasuki.planner.kv_tokens import graph_requests, running_requests, wanted_tokens
 from tasuki.rollout.model import ModelFacts
 from tasuki.rollout.rank_commands import COMMAND_LOADER
 from tasuki.wire.errors import InvalidArgument
@@ -65,8 +65,8 @@ def engine_arguments(config: NodeConfig, model: ModelFacts) -> dict[str, Any]:
         arguments["load_format"] = "dummy"
     if config.device == "cpu":
         arguments |= _cpu_arguments(rollout)
-    elif (num_requests := graph_requests(config)) is not None:
-        arguments["cuda_graph_max_bs_decode"] = num_requests
+    else:
+        arguments |= _gpu_arguments(config)
     return {**arguments, **_further(rollout.engine, ours=arguments)}
 
 
@@ -110,6 +110,14 @@ def _adapter_arguments(adapter: LoraConfig) -> dict[str, Any]:
         # Two slots, the adapter's and the one of requests without an adapter, so that neither evicts the other.
         "max_loras_per_batch": 2,
     }
+
+
+def _gpu_arguments(config: NodeConfig) -> dict[str, Any]:
+    """Only the requests that the plan counts run at once. More would also run without CUDA graphs."""
+    at_once, captured = running_requests(config), graph_requests(config)
+    return ({} if config.train is None else {"max_running_requests": at_once}) | (
+        {} if captured is None else {"cuda_graph_max_bs_decode": captured}
+    )
 
 
 def _cpu_arguments(rollout: RolloutConfig) -> dict[str, Any]:
