@@ -86,6 +86,15 @@ def test_other_methods_are_refused(server) -> None:
         assert connection.getresponse().status == 501
 
 
+def test_a_head_has_no_body_and_needs_the_token(server) -> None:
+    for headers, status in (({}, 401), ({"Authorization": f"Bearer {token_of(server)}"}, 200)):
+        connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=10)
+        connection.request("HEAD", "/api/run", headers=headers)
+        answer = connection.getresponse()
+        assert (answer.status, answer.read()) == (status, b"")
+        assert int(answer.headers["Content-Length"]) > 0
+
+
 def test_mutated_requests_break_nothing_and_write_nothing(server, capfd: pytest.CaptureFixture[str]) -> None:
     randomness = random.Random(1)
     request = (
@@ -240,7 +249,7 @@ def test_an_insecure_node_on_loopback_asks_for_nothing(tmp_path: Path) -> None:
         (
             ["{run}/model"],
             "PATH_NOT_FOUND",
-            "recorded_run/model is of no run and no node: it has other files, but none of journal.sqlite",
+            "recorded_run/model belongs to neither a run nor a node: it has none of journal.sqlite",
         ),
     ],
 )

@@ -78,11 +78,11 @@ async def test_grpcurl_of_the_page_works(lab: Path) -> None:
     if shutil.which("grpcurl", path=PATH) is None:
         pytest.skip("grpcurl is not there: `make grpcurl` builds it where go is installed")
     (line,) = [line for block in blocks("text") for line in block.splitlines()]
-    header = f"-H {re.search(r'`-H (.*?)`', PAGE)[1]}"
+    header = re.search(r"`(-expand-headers -H .*?)`", PAGE)[1]
     async with port_node(port_config(lab, *mtls(lab / "lab")), lab / "lab") as node:
         assert '"phase": "PHASE_TRAIN"' in await run_at(node, ["bash", "-c", line], lab)
     (lab / "second").mkdir()
     config = port_config(lab / "second", *mtls(lab / "lab")[:2], f"security.tokens.trainer={lab}/lab/trainer.token")
     async with port_node(config, lab / "lab") as node:
-        with_token = re.sub(r"-cert \S+ -key \S+", header.replace("\\", ""), line)
+        with_token = "export TOKEN=$(cat lab/trainer.token); " + re.sub(r"-cert \S+ -key \S+", lambda _: header, line)
         assert '"phase": "PHASE_TRAIN"' in await run_at(node, ["bash", "-c", with_token], lab)

@@ -243,6 +243,8 @@ def test_a_fifo_among_the_records_is_told_and_nobody_waits_for_it(
     assert main(["audit", str(run)]) == 2
     told = capsys.readouterr()
     assert re.search(rf"{name}.* is not a regular file|is not a regular file: .*{name}", told.out + told.err)
+    if name.endswith(".log"):
+        assert "apart from what cannot be read, clean" in told.out
 
 
 def test_a_number_without_end_in_a_log_is_no_command(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -274,4 +276,4 @@ async def test_a_damaged_training_log_is_told_together_with_the_journals_verdict
     told = capsys.readouterr().out
     assert "training.log is damaged at byte 0" in told
     assert "load a checkpoint" not in told
-    assert ("broken: sync-of-published" if statement else "apart from it clean") in told
+    assert ("broken: sync-of-published" if statement else "apart from what cannot be read, clean") in told

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from pathlib import Path
 
@@ -43,7 +44,7 @@ def test_again_in_the_same_folder_makes_new_certificates_of_the_same_authority(t
         after[name].verify_directly_issued_by(after["ca"])
 
 
-@pytest.mark.parametrize("host", ["", "a b", "a/b", "*", "é", "a..b"])
+@pytest.mark.parametrize("host", ["", "a b", "a/b", "*", "é", "a..b", "a\n", 64 * "a", ".".join(130 * ["a"])])
 def test_a_host_that_is_none_is_refused(tmp_path: Path, host: str) -> None:
     with pytest.raises(InvalidArgument, match="neither the name nor the address"):
         run(tmp_path, hosts=[host], days=1)
@@ -54,8 +55,16 @@ def test_a_folder_with_another_key_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "ca.key").write_bytes((tmp_path / "node.key").read_bytes())
     with pytest.raises(InvalidArgument, match="not the key of"):
         run(tmp_path, hosts=["a"], days=1)
-    with pytest.raises(InvalidArgument, match="at least 1"):
-        run(tmp_path / "other", hosts=["a"], days=0)
+    for days in (0, 99_999_999):
+        with pytest.raises(InvalidArgument, match="days: .* between 1 and 3650"):
+            run(tmp_path / "other", hosts=["a"], days=days)
     (tmp_path / "file").touch()
     with pytest.raises(InvalidArgument, match="folder: .*/file/certs cannot be created: "):
         run(tmp_path / "file" / "certs", hosts=["a"], days=1)
+
+
+@pytest.mark.timeout(20)
+def test_a_fifo_in_the_place_of_the_authority_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "ca.key")
+    with pytest.raises(InvalidArgument, match="is not a regular file"):
+        run(tmp_path, hosts=["a"], days=1)

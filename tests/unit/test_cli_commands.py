@@ -6,6 +6,7 @@ import io
 import re
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,20 @@ def test_a_reader_that_has_gone_ends_a_command_in_silence() -> None:
         command.stdout.close()
         assert command.stderr is not None
         assert (command.stderr.read(), command.wait(timeout=60)) == ("", 1)
+
+
+def test_closed_streams_take_no_output() -> None:
+    done = subprocess.run(
+        ["sh", "-c", '"$@" >&- 2>&-', "sh", *PLAN], env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"tasuki {version('tasuki')}\n"
 
 
 def test_an_error_of_the_system_has_a_reason_and_its_path(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import os
 import secrets
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,28 @@ def test_a_file_without_a_good_token_is_refused_without_telling_it(tmp_path: Pat
 def test_a_secret_that_every_user_may_read_or_write_is_refused(tmp_path: Path, mode: int) -> None:
     with pytest.raises(InvalidArgument, match="chmod 600"):
         read_tokens("f", secret(tmp_path / "t", "a" * 40, mode=mode))
+
+
+@pytest.mark.parametrize("opened", ["file", "folder"])
+@pytest.mark.parametrize(
+    "read", [lambda path: read_tokens("f", path), read_roles, lambda path: TlsFiles(ca=("f", path)).read()]
+)
+def test_a_file_that_every_user_may_replace_decides_nothing(
+    tmp_path: Path, read: Callable[[Path], object], opened: str
+) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    file = secret(folder / "file", "a" * 40)
+    if opened == "file":
+        file.chmod(0o622)
+    else:
+        folder.chmod(0o777)
+    with pytest.raises(InvalidArgument, match="every user of the machine|is open to every user"):
+        read(file)
+    file.chmod(0o600)
+    folder.chmod(0o1777)  # as /tmp: only the owner replaces a file
+    with suppress(InvalidArgument):  # the text is no certificate
+        read(file)
 
 
 def test_tls_files_are_checked_by_key(tmp_path: Path) -> None:

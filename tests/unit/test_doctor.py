@@ -123,7 +123,7 @@ def test_other_versions_than_the_locks_are_found(tmp_path: Path):
     found = host.check_versions({"torch": "2.12.0", "sglang": "0.5.15.post1"}, locked)
     assert is_bad(found, Verdict.WARN, found="torch 2.12.0 (lock: 2.11.0)", advice="make setup")
     assert is_bad(
-        host.check_versions({"torch": "2.11.0"}, locked), Verdict.WARN, found="sglang not", advice="tasuki[trainer,rollout]"
+        host.check_versions({"torch": "2.11.0"}, locked), Verdict.WARN, found="sglang not", advice=".[trainer,rollout]"
     )
     assert host.locked_versions(tmp_path / "none") == {}
 
@@ -247,11 +247,13 @@ def test_a_light_install_starts_no_node(config: Path, capsys: pytest.CaptureFixt
     assert main(["doctor", str(config), "--set", "rollout.engine.bogus=1", "--json"]) == 1
     findings = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)}
     packages, arguments = findings["packages of a node"], findings["engine arguments"]
-    assert (packages["verdict"], packages["advice"]) == ("fail", "pip install 'tasuki[trainer,rollout]'")
+    assert (packages["verdict"], packages["advice"]) == ("fail", "pip install '.[trainer,rollout]' in tasuki's checkout")
     assert (arguments["verdict"], arguments["found"]) == ("warn", "bogus not checked: SGLang is not installed")
     assert main(["up", str(config)]) == 2
     (told,) = capsys.readouterr().err.splitlines()
-    assert told.startswith("tasuki: error NOT_INSTALLED: a node needs torch, ") and told.endswith("'tasuki[trainer,rollout]'")
+    assert told.startswith("tasuki: error NOT_INSTALLED: a node needs torch, ") and told.endswith(
+        "'.[trainer,rollout]' in tasuki's checkout"
+    )
 
 
 def test_a_folder_of_something_else_is_found(config: Path):
@@ -308,7 +310,7 @@ def test_a_tracker_that_is_not_installed_is_found(
     monkeypatch.setattr("tasuki.runs.trackers.find_spec", lambda name: None)
     assert main(["doctor", str(config), "--set", 'track.to=["wandb"]', "--json"]) == 1
     findings = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)}
-    assert "pip install 'tasuki[wandb]'" in findings["trackers"]["found"]
+    assert "pip install '.[wandb]'" in findings["trackers"]["found"]
 
 
 def test_faults_of_gpus_are_found():

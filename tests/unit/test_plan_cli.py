@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tasuki.cli.__main__ import main
+from tasuki.memory.host import host_memory
 from tasuki.planner.plan import PLAN_STAGES
 from tasuki.planner.presets import PRESETS
 
@@ -227,3 +228,9 @@ def test_wider_engines_are_advised_together_with_how_many_there_are(capsys: pyte
     main(["plan", "--preset", "balanced", "--gpus", "8", "--gpu-gb", "14", "--tp", "1", "--lora-rank", "8"])
     printed = capsys.readouterr().out
     assert "rollout.tp_size: 1 (rollout.dp_size 8) -> 2 (rollout.dp_size 4)" in printed
+
+
+def test_a_node_on_a_cpu_is_planned_with_this_machines_memory(node: Path, capsys: pytest.CaptureFixture[str]):
+    for device, host_bytes in (("cpu", host_memory().total_bytes), ("cuda", 2000 * 10**9)):
+        main(["plan", str(node), "--gpu-gb", "80", "--set", f'device="{device}"', "--json"])
+        assert json.loads(capsys.readouterr().out)["host_bytes"] == host_bytes

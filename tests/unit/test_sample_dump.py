@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import stat
 import threading
 import time
 from dataclasses import replace
@@ -82,6 +83,11 @@ def test_a_line_has_all_that_is_known_of_a_sample(settings: Settings):
     # The client's log-probs are -0.5 from rollout and -0.25 from the trainer.
     assert line["rollout_log_probs"] == [-0.5] * 3 and line["trainer_log_probs"] == [-0.25] * 3
     assert line["log_prob_gap"] == line["log_prob_gap_max"] == 0.25
+
+
+def test_samples_are_for_their_owner_alone(settings: Settings):
+    run(settings)
+    assert stat.S_IMODE((settings.output_dir / "samples").stat().st_mode) == 0o700
 
 
 def test_log_probs_before_the_first_of_several_updates_are_shown_where_the_loop_has_them(settings: Settings):

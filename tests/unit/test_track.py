@@ -228,7 +228,7 @@ def test_a_tracker_that_is_not_installed_is_refused_before_anything_else(
 ):
     monkeypatch.setattr("tasuki.runs.trackers.find_spec", lambda name: None)
     assert main(["track", str(run_of(tmp_path, [0])), "--to", "wandb"]) == 2
-    assert "pip install 'tasuki[wandb]'" in capsys.readouterr().err
+    assert "NOT_INSTALLED: to: wandb is not installed: pip install '.[wandb]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("resumes", [[], ["--resume"]])
@@ -239,8 +239,15 @@ def test_a_run_without_its_trackers_library_is_refused_before_a_node_starts(
     (tmp_path / "node.toml").write_text('state_dir = "node"\n[model]\npath = "model"\n[track]\nto = ["mlflow"]\n')
     assert main(["train", str(tmp_path / "node.toml"), *resumes]) == 2
     told = capsys.readouterr().err
-    assert "track.to" in told and "pip install 'tasuki[mlflow]'" in told
+    assert "track.to" in told and "pip install '.[mlflow]'" in told
     assert not (tmp_path / "node").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"\0\xff\n{}\n"])
+def test_a_run_without_steps_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes):
+    (tmp_path / "metrics.jsonl").write_bytes(content)
+    assert main(["track", str(tmp_path), "--to", "tensorboard"]) == 2
+    assert "metrics.jsonl has no steps" in capsys.readouterr().err
 
 
 def test_a_damaged_note_of_what_was_sent_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -72,7 +72,7 @@ class AsyncClient:
 
         otlp_endpoint: OTLP/HTTP endpoint for OpenTelemetry spans, such as "http://127.0.0.1:4318"; needs the extra `otel`.
         """
-        check_tracing_installed(otlp_endpoint, key="otlp_endpoint")
+        check_tracing_installed(otlp_endpoint)
         self._otlp_endpoint = otlp_endpoint
         self._recovery_timeout_s = recovery_timeout_s
         self._target = resolve_target(target, state_dir)
@@ -357,7 +357,7 @@ class AsyncClient:
                 self._target,
                 recovery_timeout_s=self._recovery_timeout_s,
                 credentials=self._credentials,
-                tracer=open_tracer(self._otlp_endpoint, service="client", key="otlp_endpoint"),
+                tracer=open_tracer(self._otlp_endpoint, service="client"),
             )
         return self._opened
 

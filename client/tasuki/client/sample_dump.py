@@ -91,7 +91,7 @@ class SampleDump:
         if not lines:
             return
         if not self._sizes:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # prompts and completions are the user's alone
             paths = sorted(self.folder.glob("step-*.jsonl"), key=lambda path: (len(path.name), path.name))
             self._sizes = {path: _size(path) for path in paths}
             self._total = sum(self._sizes.values())

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tasuki.wire.errors import InvalidArgument
+from tasuki.wire.regular_file import read_regular
 
 MIN_TOKEN_CHARS = 32
+_MAX_BYTES = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +131,20 @@ def _check_pair(cert: tuple[str, Path], key: tuple[str, Path]) -> None:
 
 
 def read_file(field: str, path: Path) -> bytes:
-    """Reads the file that `field` names. Raises InvalidArgument if it is unreadable or not a regular file."""
+    """Reads the file that `field` names, which decides who is trusted.
+
+    Raises InvalidArgument if it is unreadable, not a regular file, or if every user of the machine can change or replace it.
+    """
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # reading a FIFO would block; a device is endless
-            raise InvalidArgument(field, f"{path} is not a regular file")
-        return path.read_bytes()
+        content, real = read_regular(path, max_bytes=_MAX_BYTES), path.resolve()
+        if any(_is_open_to_all(each) for each in {path.absolute().parent, real.parent, real}):
+            raise InvalidArgument(field, f"every user of the machine can replace {path}; chmod o-w the file and its folder")
     except OSError as error:
         raise InvalidArgument(field, f"{path} cannot be read: {error.strerror}") from error
+    return content
+
+
+def _is_open_to_all(path: Path) -> bool:
+    """Whether every user can write the file or replace files of the folder; a sticky one, as /tmp, protects others' files."""
+    mode = path.stat().st_mode
+    return bool(mode & stat.S_IWOTH) and not mode & stat.S_ISVTX

@@ -10,7 +10,8 @@ from typing import Protocol
 
 import grpc.aio
 
-from tasuki.wire.errors import InvalidArgument, TasukiError
+from tasuki.wire.errors import NotInstalled, TasukiError
+from tasuki.wire.extras import install_extras
 
 REQUEST_ID = "tasuki.request_id"
 """Attribute that links spans, log lines and journal entries."""
@@ -145,26 +146,27 @@ class _NoTracer:
 NO_TRACER: Tracer = _NoTracer()
 
 
-def open_tracer(endpoint: str | None, *, service: str, node_rank: int | None = None, key: str = "telemetry.endpoint") -> Tracer:
+def open_tracer(endpoint: str | None, *, service: str, node_rank: int | None = None) -> Tracer:
     """Opens a tracer that exports by OTLP over HTTP; without an endpoint, one that does nothing.
 
     endpoint: e.g. "http://127.0.0.1:4318". service: sets `service.name` to "tasuki-SERVICE". node_rank: of a node in a fleet.
-    Raises InvalidArgument naming `key` if OpenTelemetry is not installed.
+    Raises NotInstalled without OpenTelemetry.
     """
     if endpoint is None:
         return NO_TRACER
-    check_tracing_installed(endpoint, key=key)
+    check_tracing_installed(endpoint)
     from tasuki.wire.otel import OtelTracer
 
     return OtelTracer(endpoint, service=service, node_rank=node_rank)
 
 
-def check_tracing_installed(endpoint: str | None, *, key: str = "telemetry.endpoint") -> None:
-    """Raises InvalidArgument naming `key` if an endpoint is set and the extra `otel` is not installed."""
+def check_tracing_installed(endpoint: str | None) -> None:
+    """Raises NotInstalled if an endpoint is set and OpenTelemetry is missing."""
     if endpoint is None:
         return
     try:
         import opentelemetry.exporter.otlp.proto.http
         import opentelemetry.sdk.trace  # noqa: F401
     except ImportError as error:
-        raise InvalidArgument(key, "OpenTelemetry is not installed; install it with: pip install 'tasuki[otel]'") from error
+        text = f"telemetry needs OpenTelemetry: {install_extras('otel')}"
+        raise NotInstalled(text, packages="opentelemetry", extras="otel") from error

@@ -8,9 +8,10 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from tasuki.cli.fleet_arguments import add_fleet_commands
 from tasuki.cli.plan_arguments import add_plan_arguments
@@ -36,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def exit_code_of(command: Callable[[], int]) -> int:
     """Runs a command. Turns errors into one line and an exit code; a crash in native code prints the Python stack to stderr."""
     faulthandler.enable(file=2)
+    _open_missing_streams()
     # Also restores SIGINT, which shells ignore for background jobs.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupted)
@@ -51,6 +53,13 @@ def exit_code_of(command: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("tasuki: interrupted\n")
         return INTERRUPTED
+
+
+def _open_missing_streams() -> None:
+    """Discards output where the caller has closed standard output or standard error."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - open until the end
 
 
 def _code_of_system_error(error: OSError) -> int:
@@ -86,10 +95,20 @@ def _interrupted(number: int, frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt
 
 
+class _Version(argparse.Action):
+    def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, **options)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        sys.stdout.write(f"tasuki {version('tasuki')}\n")
+        parser.exit()
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tasuki", description="RL post-training as services that take turns on the same GPUs."
     )
+    parser.add_argument("--version", action=_Version, help="print the version and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     up = _command(commands, "up", _up, "start a node: coordinator, trainer and rollout")
     up.add_argument("config", type=Path, metavar="CONFIG")

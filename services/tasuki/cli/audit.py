@@ -34,7 +34,8 @@ def run(path: Path, *, as_json: bool) -> int:
     """
     place = _place(path)
     folder = place.folder
-    lives = {service: _lives(folder, service) for service in Service}  # read before the journal, since a node may be running
+    # Read before the journal, since a node may be running.
+    lives, unreadable = _all_lives(folder)
     history = read_history(place.journal)
     found = audit(history)
     found = replace(found, violation=found.violation or audit_commands(history, lives))
@@ -42,6 +43,7 @@ def run(path: Path, *, as_json: bool) -> int:
     if fleet is not None and fleet.violation is not None:
         found = replace(found, violation=found.violation or _of_fleet(fleet.violation))
     records, damage = _training(folder)
+    problems = (*unreadable, f"{damage}, so what was trained cannot be audited") if damage else unreadable
     repetition = first_repetition(records)
     if repetition and found.violation is None:
         found = replace(found, violation=Violation(Invariant.TRAINED_ONCE, repetition))
@@ -49,11 +51,11 @@ def run(path: Path, *, as_json: bool) -> int:
     counts = {**_counts(found), "num_logged_commands": num_commands, "num_training_records": len(records)}
     if fleet is not None:
         counts |= {f"num_fleet_{name}": getattr(fleet, f"num_{name}") for name in ("changeovers", "decisions", "steps")}
-    report = AuditReport(found.violation, damage, _not_audited(folder, lives), counts, place)
+    report = AuditReport(found.violation, problems, _not_audited(folder, lives), counts, place)
     sys.stdout.write(_json(report) if as_json else _text(report))
     if found.violation is not None:
         return BROKEN
-    return UNREADABLE if damage else CLEAN
+    return UNREADABLE if problems else CLEAN
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +69,10 @@ class RunPlace:
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """Result of an audit. damage: of the trainer's log. not_audited: records that are missing."""
+    """Result of an audit. problems: files that cannot be read. not_audited: records that are missing."""
 
     violation: Violation | None
-    damage: str
+    problems: tuple[str, ...]
     not_audited: tuple[str, ...]
     counts: dict[str, Any]
     place: RunPlace
@@ -126,8 +128,19 @@ def _place(path: Path) -> RunPlace:
     return RunPlace(path.parent, path)
 
 
+def _all_lives(folder: Path) -> tuple[dict[Service, list[LoggedLife]], tuple[str, ...]]:
+    """Lives of each service, and why a log cannot be read; a service with such a log is left out."""
+    lives, problems = dict[Service, list[LoggedLife]](), list[str]()
+    for service in Service:
+        try:
+            lives[service] = _lives(folder, service)
+        except OSError as error:
+            problems.append(f"{error.filename} cannot be read: {error.strerror}, so commands of {service} cannot be audited")
+    return lives, tuple(problems)
+
+
 def _lives(folder: Path, service: Service) -> list[LoggedLife]:
-    """Lives of a service whose logs still exist; older ones are missing."""
+    """Lives of a service whose logs still exist; older ones are missing. Raises OSError."""
     log = log_path(folder, service)
     return [life for place in (log.with_suffix(".log.old"), log) for life in read_command_log(place)]
 
@@ -140,11 +153,11 @@ def _counts(found: Audit) -> dict[str, Any]:
 
 def _json(report: AuditReport) -> str:
     violation = None if report.violation is None else asdict(report.violation)
-    is_clean = violation is None and not report.damage
+    is_clean = violation is None and not report.problems
     content = {
         "is_clean": is_clean,
         "violation": violation,
-        "damage": report.damage,
+        "problems": report.problems,
         "not_audited": report.not_audited,
         "journal": str(report.place.journal),
         **report.counts,
@@ -164,9 +177,9 @@ def _text(report: AuditReport) -> str:
         }
         lines += [f"  {name}: {value}" for name, value in where.items() if value]
         lines.append(f"  expected: {violation.expected}")
-    if report.damage:
-        lines[0] = f"damaged: the trainer's log; apart from it {lines[0]}"
-        lines.append(f"  {report.damage}, so what was trained cannot be audited; the journal can")
+    if report.problems:
+        lines[0] = f"incomplete: apart from what cannot be read, {lines[0]}"
+        lines += [f"  {problem}" for problem in report.problems]
     lines.append(" ".join(f"{name.removeprefix('num_')}={count}" for name, count in report.counts.items()))
     if report.place.is_of_node:
         lines.append(f"read: {report.place.journal} of the node; the run's folder gets its copy when `tasuki train` ends")

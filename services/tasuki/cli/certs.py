@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 import secrets
 import socket
 import sys
@@ -14,7 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tasuki.config.security_schema import CallerRole
-from tasuki.wire.errors import InvalidArgument
+from tasuki.wire.errors import InvalidArgument, NotInstalled
+from tasuki.wire.extras import install_extras
+from tasuki.wire.regular_file import read_regular
 
 if TYPE_CHECKING:
     from cryptography import x509
@@ -24,6 +27,8 @@ _TRUST_DOMAIN = "spiffe://tasuki.lab"
 _THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 _AUTHORITY_DAYS = 3650
 _CLOCKS_DIFFER = timedelta(minutes=5)
+_MAX_BYTES = 1 << 20
+_HOST = re.compile(r"(?=.{1,253}\Z)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +44,15 @@ def run(folder: Path, *, hosts: Sequence[str], days: int, is_fleet: bool = False
 
     is_fleet: whether nodes call each other with the node's certificate, which then has the role peer.
 
-    Raises InvalidArgument for an invalid host, number of days or folder, and if the package cryptography is missing.
+    Raises InvalidArgument for an invalid host, number of days or folder, and NotInstalled without the package cryptography.
     """
     try:
         import cryptography  # noqa: F401 - looked for, before anything is written
     except ModuleNotFoundError as error:
-        raise InvalidArgument("certs", "needs the package cryptography: pip install 'tasuki[certs]'") from error
-    if days < 1:
-        raise InvalidArgument("days", f"{days} must be at least 1")
+        text = f"`tasuki certs` needs cryptography: {install_extras('certs')}"
+        raise NotInstalled(text, packages="cryptography", extras="certs") from error
+    if not 1 <= days <= _AUTHORITY_DAYS:
+        raise InvalidArgument("days", f"{days} must be between 1 and {_AUTHORITY_DAYS}, the authority's own validity")
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -86,8 +92,8 @@ def read_authority(folder: Path) -> Authority:
     from cryptography.hazmat.primitives.asymmetric import ec
 
     try:
-        key = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), password=None)
-        cert = x509.load_pem_x509_certificate((folder / "ca.pem").read_bytes())
+        key = serialization.load_pem_private_key(read_regular(folder / "ca.key", max_bytes=_MAX_BYTES), password=None)
+        cert = x509.load_pem_x509_certificate(read_regular(folder / "ca.pem", max_bytes=_MAX_BYTES))
     except (OSError, ValueError, TypeError) as error:
         raise InvalidArgument("folder", f"{folder} has no usable ca.pem and ca.key: {error}; name another folder") from error
     if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != cert.public_key():
@@ -157,11 +163,7 @@ def _general_name(host: str) -> x509.GeneralName:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
         pass
-    if (
-        not host
-        or not host.isascii()
-        or not all(part and part.replace("-", "").replace("_", "").isalnum() for part in host.split("."))
-    ):
+    if _HOST.fullmatch(host) is None:
         raise InvalidArgument("host", f"{host!r} is neither the name nor the address of a machine")
     return x509.DNSName(host)
 

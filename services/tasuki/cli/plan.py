@@ -19,6 +19,7 @@ from tasuki.config.engine_arguments import check_argument_values, uncounted_argu
 from tasuki.config.load import load_config
 from tasuki.config.ports import fleet_port_problem
 from tasuki.config.schema import NodeConfig
+from tasuki.memory.host import host_memory
 from tasuki.models.shape import ModelShape
 from tasuki.planner.advice import advise
 from tasuki.planner.layout import GB, Checkpointing, Layout, Strategy, named_as_given
@@ -124,7 +125,7 @@ def _of_node(config: Path, wishes: Wishes) -> Layout:
     # Unused on a CPU.
     gpu_bytes = _gpu_bytes(wishes, default=1.0 if node.device == "cpu" else None)
     shape = read_model_shape(node.model.path)
-    return node_layout(node, shape, gpu_bytes=gpu_bytes, host_bytes=_host_bytes(wishes), num_gpus=wishes.num_gpus)
+    return node_layout(node, shape, gpu_bytes=gpu_bytes, host_bytes=_host_bytes(wishes, node), num_gpus=wishes.num_gpus)
 
 
 def _node(config: Path, wishes: Wishes) -> NodeConfig:
@@ -210,7 +211,10 @@ def _gpu_bytes(wishes: Wishes, *, default: float | None) -> int:
     return _bytes("gpu-gb", size)
 
 
-def _host_bytes(wishes: Wishes) -> int:
+def _host_bytes(wishes: Wishes, node: NodeConfig | None = None) -> int:
+    """By default this machine's memory for a node on a CPU."""
+    if wishes.host_gb is None and node is not None and node.device == "cpu":
+        return host_memory().total_bytes
     return _bytes("host-gb", DEFAULT_HOST_GB if wishes.host_gb is None else wishes.host_gb)
 
 

@@ -17,7 +17,10 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", type=int, dest="num_gpus", metavar="N", help="GPUs of the node")
     parser.add_argument("--gpu-gb", type=float, metavar="GB", help="memory of one GPU, in 10^9 bytes")
     parser.add_argument(
-        "--host-gb", type=float, metavar="GB", help=f"memory of the host, in 10^9 bytes (default: {DEFAULT_HOST_GB:g})"
+        "--host-gb",
+        type=float,
+        metavar="GB",
+        help=f"memory of the host, in 10^9 bytes (default: {DEFAULT_HOST_GB:g}; for a node on a CPU this machine's)",
     )
     parser.add_argument(
         "--nodes", type=int, dest="num_nodes", metavar="N", help="nodes of the fleet (default: [fleet] num_nodes)"

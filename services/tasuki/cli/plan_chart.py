@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from tasuki.cli.plan_report import groups, headline
 from tasuki.planner.layout import GB, Part, gb
 from tasuki.planner.plan import Plan
-from tasuki.wire.errors import InvalidArgument
+from tasuki.wire.errors import InvalidArgument, NotInstalled
+from tasuki.wire.extras import install_extras
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,12 +39,13 @@ _PAPER = {"facecolor": "white", "edgecolor": "none", "pad": 0.6, "alpha": 0.85}
 
 
 def draw_plan(planned: Plan, file: Path) -> None:
-    """Writes `file`. Raises InvalidArgument for a suffix unknown to matplotlib, a file that cannot be written, or if matplotlib is
-    missing."""
+    """Writes `file`. Raises InvalidArgument for a suffix unknown to matplotlib or a file that cannot be written, and NotInstalled
+    without matplotlib."""
     try:
         from matplotlib.figure import Figure  # takes half a second to import; no other command draws
     except ImportError as error:
-        raise InvalidArgument("plot", 'drawing needs matplotlib: pip install "tasuki[trainer]"') from error
+        text = f"drawing needs matplotlib: {install_extras('trainer')}"
+        raise NotInstalled(text, packages="matplotlib", extras="trainer") from error
     layout = planned.layout
     kinds = groups(planned) if layout.device == "cuda" else []
     figure = Figure(figsize=(11, 2.2 + 3.4 * len(kinds) + 2.2), layout="constrained")

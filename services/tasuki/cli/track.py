@@ -16,7 +16,7 @@ from pathlib import Path
 from tasuki.client.durable import named_if_full, write_durably
 from tasuki.config.track_schema import TrackConfig, TrackerName
 from tasuki.runs.earlier_run import read_head
-from tasuki.runs.metrics_tail import MetricsTail
+from tasuki.runs.metrics_tail import METRICS, MetricsTail
 from tasuki.runs.trackers import TrackedRun, Tracker, check_installed, import_library, open_tracker
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 from tasuki.wire.regular_file import read_regular
@@ -66,19 +66,22 @@ class _Progress:
 
 
 def run(output_dir: Path, *, to: TrackerName, track: TrackConfig, follows: bool = False, pipe_fd: int | None = None) -> int:
-    """Sends the steps that the tracker lacks. Raises PathNotFound if there is no run, and DiskFull.
+    """Sends the steps that the tracker lacks. Raises PathNotFound if there is no run, InvalidArgument for one without steps,
+    DiskFull, and NotInstalled without the tracker's library.
 
     follows: continue until the run's summary exists. pipe_fd: continue until its writer has ended, then at most a minute.
     """
     check_installed(to, key="to")
-    if pipe_fd is None and not (output_dir / "metrics.jsonl").is_file():
-        raise PathNotFound(f"{output_dir} has no metrics.jsonl: give the output folder of a run", path=output_dir)
+    if pipe_fd is None and not (output_dir / METRICS).is_file():
+        raise PathNotFound(f"{output_dir} has no {METRICS}: give the output folder of a run", path=output_dir)
     progress = _Progress.of(output_dir, to)
     (output_dir / TRACK).mkdir(parents=True, exist_ok=True)
     if pipe_fd is not None and not _await_run(output_dir, to, pipe_fd=pipe_fd):
         return 0
     tail, num_sent = MetricsTail(output_dir), 0
     if pipe_fd is None and not follows and not _has_new(output_dir, progress):
+        if progress.last_step < 0:
+            raise InvalidArgument("run", f"{output_dir / METRICS} has no steps")
         sys.stderr.write(f"{to} has every step, up to step {progress.last_step}\n")
         return 0
     with named_if_full(output_dir / TRACK / to), _opened(to, _tracked(output_dir, to, track), progress) as tracker:

@@ -94,7 +94,7 @@ def resume(config: NodeConfig, *, config_dir: Path, may_start: bool = True) -> i
 
 
 def check_trackers(config: NodeConfig) -> None:
-    """Raises InvalidArgument if the library of a tracker or of tracing is not installed."""
+    """Raises NotInstalled if the library of a tracker or of tracing is missing."""
     check_tracing_installed(config.telemetry.endpoint)
     for name in config.track.to:
         check_installed(name, key="track.to")
@@ -186,4 +186,5 @@ def _train(
     seconds = sum(step.total_seconds() for step in start.steps) + time.monotonic() - started
     summary = training.summary(metrics.steps, seconds=seconds, changeovers=changeovers, policy_version=policy_version)
     write_summary(settings.output_dir, summary)
-    sys.stdout.write("\n".join(f"{name:<20} {value}" for name, value in summary.items()) + f"\n{settings.output_dir}\n")
+    lines = [f"{name:<20} {value}" for name, value in summary.items() if value is not None]
+    sys.stdout.write("\n".join([*lines, str(settings.output_dir)]) + "\n")

@@ -92,7 +92,7 @@ class _Handler(HttpHandler):
         self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(body)
+        self.write_body(body)
 
 
 async def _awaited(work: Awaitable[bytes]) -> bytes:

@@ -131,6 +131,17 @@ class HttpHandler(BaseHTTPRequestHandler):
     timeout = IDLE_TIMEOUT_S
     server_version, sys_version = "tasuki", ""
 
+    def do_HEAD(self) -> None:
+        """Answers as GET, without the body."""
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        raise NotImplementedError
+
+    def write_body(self, body: bytes) -> None:
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
     def parse_request(self) -> bool:
         is_valid = super().parse_request()
         assert isinstance(self.server, HttpPort)

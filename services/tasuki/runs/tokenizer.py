@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from tasuki.client.chat import ChatTokens, Message, chat_tokens
 from tasuki.wire.errors import InvalidArgument, NotInstalled, PathNotFound
+from tasuki.wire.extras import install_extras
 
 # Mark of the assistant's text in a chat template, as transformers searches for it.
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -29,7 +30,7 @@ class ModelTokenizer:
 
             tokenizers = _auto_tokenizer()
         except ImportError as error:
-            text = "the model's tokenizer needs transformers: pip install 'tasuki[trainer]'"
+            text = f"the model's tokenizer needs transformers: {install_extras('trainer')}"
             raise NotInstalled(text, packages="transformers", extras="trainer") from error
         try:
             # Any: transformers' return type is a union of every tokenizer.

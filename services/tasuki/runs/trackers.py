@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tasuki.config.track_schema import TrackerName
-from tasuki.wire.errors import InvalidArgument
+from tasuki.wire.errors import NotInstalled
+from tasuki.wire.extras import install_extras
 
 _MODULES: Mapping[TrackerName, str] = {
     "tensorboard": "tensorboardX",
@@ -54,9 +55,9 @@ class Tracker(Protocol):
 
 
 def check_installed(name: TrackerName, *, key: str) -> None:
-    """Raises InvalidArgument naming the key if the tracker's library is not installed."""
+    """Raises NotInstalled if the library of the tracker that `key` names is missing."""
     if find_spec(_MODULES[name]) is None:
-        raise InvalidArgument(key, f"{name} is not installed; install it with: pip install 'tasuki[{name}]'")
+        raise NotInstalled(f"{key}: {name} is not installed: {install_extras(name)}", packages=_MODULES[name], extras=name)
 
 
 def tracker_environment(folder: Path) -> dict[str, str]:

@@ -88,7 +88,7 @@ def _check_folder(folder: Path) -> None:
         raise PathNotFound(f"{folder} cannot be read: {error.strerror}; {advice}", path=folder) from error
     if not is_empty:
         lacks = ", ".join(path.name for path in signs)
-        raise PathNotFound(f"{folder} is of no run and no node: it has other files, but none of {lacks}; {advice}", path=folder)
+        raise PathNotFound(f"{folder} belongs to neither a run nor a node: it has none of {lacks}; {advice}", path=folder)
 
 
 def place_of_node(state_dir: Path) -> RunPlace:

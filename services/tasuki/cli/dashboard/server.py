@@ -86,7 +86,7 @@ class _Handler(HttpHandler):
     def _answer_figures(self, server: DashboardServer, path: str, query: Query) -> None:
         try:
             server.guard.check(self)
-            if path == "/api/events":
+            if path == "/api/events" and self.command == "GET":
                 self._stream(server)
                 return
             self._answer_json(HTTPStatus.OK, _figures(server.feed, path, query))
@@ -133,7 +133,7 @@ class _Handler(HttpHandler):
 
     def _answer(self, status: HTTPStatus, content_type: str, body: bytes) -> None:
         self._begin(status, content_type, length=len(body))
-        self.wfile.write(body)
+        self.write_body(body)
 
     def _begin(self, status: HTTPStatus, content_type: str, *, length: int | None = None) -> None:
         self.send_response(status)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tasuki.cli.doctor.finding import Finding, fail, ok, warn
+from tasuki.wire.extras import install_extras
 
 _GIB = 1 << 30
 _P2P_READ = 0
@@ -52,7 +53,7 @@ def check_driver(driver: tuple[int, int] | None, *, torch_cuda: tuple[int, int] 
         return fail(name, "no NVIDIA driver answers", 'install one, give the container its GPUs, or set device = "cpu"')
     text = f"runs CUDA {_dotted(driver)}"
     if torch_cuda is None:
-        return warn(name, f"{text}; torch is not installed, or built for a CPU", "pip install 'tasuki[trainer,rollout]'")
+        return warn(name, f"{text}; torch is not installed, or built for a CPU", install_extras("trainer", "rollout"))
     text += f", torch is built for {_dotted(torch_cuda)}"
     if driver[0] < torch_cuda[0]:
         return fail(name, text, f"install a driver for CUDA {torch_cuda[0]} or later")

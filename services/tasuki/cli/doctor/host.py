@@ -18,6 +18,7 @@ from tasuki.memory.arena import totals
 from tasuki.memory.library import LIBRARY_PATH, PRELOADED_PATH
 from tasuki.wire.address import bind_once
 from tasuki.wire.errors import TasukiError
+from tasuki.wire.extras import install_extras
 
 _MIB, _GIB = 1 << 20, 1 << 30
 _PYTHONS = ((3, 11), (3, 13))
@@ -92,7 +93,7 @@ def check_versions(installed: Mapping[str, str], locked: Mapping[str, set[str]])
     name = "versions"
     missing = [each for each in ("torch", "sglang") if each not in installed]
     if missing:
-        return warn(name, f"{', '.join(missing)} not installed", "a node needs them: pip install 'tasuki[trainer,rollout]'")
+        return warn(name, f"{', '.join(missing)} not installed", f"a node needs them: {install_extras('trainer', 'rollout')}")
     others = [
         f"{each} {has} (lock: {' or '.join(sorted(locked[each]))})"
         for each, has in installed.items()

@@ -33,6 +33,7 @@ from tasuki.supervisor.node import check_state_folder
 from tasuki.supervisor.pool import check_pool_room
 from tasuki.wire.address import split_host_port
 from tasuki.wire.errors import NotInstalled, TasukiError
+from tasuki.wire.extras import install_extras
 from tasuki.wire.tracing import check_tracing_installed
 
 _PROBE_TIMEOUT_S = 120.0
@@ -148,7 +149,7 @@ def _checked(name: str, found: str, check: Callable[[], object], *, key: str) ->
     try:
         check()
     except NotInstalled as error:
-        return fail(name, f"{error.reason}: {error.message}", f"pip install 'tasuki[{error.metadata['extras']}]'")
+        return fail(name, f"{error.reason}: {error.message}", install_extras(error.metadata["extras"]))
     except TasukiError as error:
         return fail(name, f"{error.reason}: {error.message}", f"change {error.metadata.get('field', key)}")
     return ok(name, found)
@@ -158,7 +159,7 @@ def _check_engine(config: NodeConfig) -> Finding:
     name, arguments = "engine arguments", config.rollout.engine
     found = ", ".join(arguments) or "none"
     if arguments and not has_sglang():
-        return warn(name, f"{found} not checked: SGLang is not installed", "pip install 'tasuki[rollout]'")
+        return warn(name, f"{found} not checked: SGLang is not installed", install_extras("rollout"))
     return _checked(name, found, lambda: check_argument_values(arguments), key="[rollout.engine]")
 
 
