@@ -135,12 +135,14 @@ async def test_bad_settings_are_refused(client: TrainerClient) -> None:
     assert (await refused(client.optim_step(learning_rate=-1.0))).metadata["field"] == "learning_rate"
 
 
-async def test_a_path_with_a_nul_is_refused(client: TrainerClient, tmp_path: Path) -> None:
-    path = tmp_path / "a\0b"
+@pytest.mark.parametrize(
+    ("path", "problem"), [("/a\0b", "has a NUL"), ("/", "is the root"), ("//", "is the root"), ("/.", "is the root")]
+)
+async def test_a_path_of_no_folder_is_refused(client: TrainerClient, path: str, problem: str) -> None:
     for call in (client.save(path), client.load(path), client.export(path)):
         error = await refused(call)
         assert (error.reason, error.metadata["field"]) == ("INVALID_ARGUMENT", "path")
-        assert "has a NUL" in error.message
+        assert problem in error.message
 
 
 async def test_a_stream_starts_with_its_header(client: TrainerClient) -> None:

@@ -240,15 +240,20 @@ async def test_a_command_cut_off_between_begin_and_commit_is_carried_out_once_wh
     assert ids(path) == ["a", "b"]
 
 
-async def test_a_log_whose_checkpoint_is_gone_says_what_to_do(path: Path, config: NodeConfig, tmp_path: Path) -> None:
-    gone = tmp_path / "version-000002"
+@pytest.mark.parametrize("kind", [PathNotFound, InvalidArgument])
+async def test_a_log_whose_checkpoint_is_gone_or_another_says_what_to_do(
+    path: Path, config: NodeConfig, tmp_path: Path, kind: type[TasukiError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def load_checkpoint(*_: object) -> Message:
+        raise PathNotFound("it is gone", path="p") if kind is PathNotFound else InvalidArgument("path", "it is another")
+
+    training = CountingTraining()
+    monkeypatch.setattr(training, "load_checkpoint", load_checkpoint)
     log = opened(path)
-    loaded = trainer_pb2.LoadCheckpointRequest(path=str(gone))
+    loaded = trainer_pb2.LoadCheckpointRequest(path=str(tmp_path / "version-000002"))
     await log.loaded(TrainingRecord(recipe=recipe(config), checkpoint=loaded))
-    with pytest.raises(
-        PathNotFound, match=r"version-000002 is not a checkpoint: .*; training\.log builds on it: restore it, or `tasuki up`"
-    ):
-        await restore(CountingTraining(), log, config=config)
+    with pytest.raises(kind, match=r"it is (gone|another); training\.log builds on it: restore it, or `tasuki up`"):
+        await restore(training, log, config=config)
     log.close()
 
 

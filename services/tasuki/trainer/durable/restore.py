@@ -19,7 +19,7 @@ from tasuki.trainer.durable.training_log import TrainingLog
 from tasuki.trainer.service.saving import read_written
 from tasuki.trainer.service.training import Training
 from tasuki.v1.ranks_pb2 import LogOutline, TrainingRecord
-from tasuki.wire.errors import InvalidArgument, PathNotFound, TasukiError
+from tasuki.wire.errors import InvalidArgument, TasukiError, from_reason
 
 _log = logging.getLogger("tasuki.trainer")
 
@@ -86,12 +86,12 @@ async def restore(training: Training, log: TrainingLog, *, config: NodeConfig) -
         try:
             async with training.state.training():
                 answer = await _carry_out(training, record)
-        except PathNotFound as error:
-            advice = "training.log builds on it: restore it, or `tasuki up` without --resume and then `tasuki train --resume`"
-            raise PathNotFound(f"{error.message}; {advice}", **error.metadata) from error
         except TasukiError as error:
             if record.WhichOneof("command") == "checkpoint":
-                raise
+                advice = (
+                    "training.log builds on it: restore it, or `tasuki up` without --resume and then `tasuki train --resume`"
+                )
+                raise from_reason(error.reason, f"{error.message}; {advice}", dict(error.metadata)) from error
             answer = error
         if record.request_id:
             training.state.gate.restore(record.request_id, content=record.digest, answer=answer)

@@ -121,8 +121,11 @@ def check_learning_rate(request: OptimStepRequest) -> None:
 def check_path(text: str) -> None:
     if "\0" in text:
         raise InvalidArgument("path", f"{text!r} has a NUL; name a folder without one")
-    if not Path(text).is_absolute():
+    path = Path(text)
+    if not path.is_absolute():
         raise InvalidArgument("path", f"{text!r} is not absolute; the trainer has another working directory")
+    if not path.name:
+        raise InvalidArgument("path", f"{text!r} is the root of the file system; name a folder")
 
 
 def _column(
