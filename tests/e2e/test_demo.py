@@ -122,7 +122,7 @@ def _run(output: Path, port: int, overrides: Sequence[str], receiver: Receiver) 
     try:
         resumed = subprocess.run(
             [sys.executable, "-m", "tasuki.cli", "train", output / "config.toml", "--resume", *arguments],
-            cwd=RUN.parent, env={**ENVIRONMENT, MARK: str(output)}, capture_output=True, text=True, timeout=START_S, check=False,
+            cwd=output.parent, env={**ENVIRONMENT, MARK: str(output)}, capture_output=True, text=True, timeout=START_S, check=False,
         )  # fmt: skip
     finally:
         ended.set()

@@ -53,7 +53,7 @@ def example(arguments: argparse.Namespace, *, started: float) -> int:
     if arguments.gsm8k is not None:
         overrides += GSM8K
     config = load_config(output / "config.toml", overrides=[*overrides, *arguments.overrides])
-    return run(config, config_dir=HERE, started=started) or compare(config, output, started=started)
+    return run(config, config_dir=output, started=started) or compare(config, output, started=started)
 
 
 def make_task(output: Path, config: Path, *, seed: int, model: Path, gsm8k: Path | None) -> None:
@@ -66,6 +66,7 @@ def make_task(output: Path, config: Path, *, seed: int, model: Path, gsm8k: Path
     remove_earlier(output)
     output.mkdir(parents=True)
     shutil.copy(config, output / "config.toml")
+    shutil.copy(HERE / "rewards.py", output)  # the folder then works with every command of tasuki
     (output / "task").mkdir()
     (output / "task" / "model").symlink_to(model.resolve())
     options = ["--gsm8k", gsm8k] if gsm8k else []

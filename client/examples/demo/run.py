@@ -85,13 +85,14 @@ def demo(output: Path, *, seed: int, overrides: list[str], started: float) -> in
     output.mkdir(parents=True)
     config = output / "config.toml"
     shutil.copy(CONFIG, config)
+    shutil.copy(HERE / "reward.py", output)  # the folder then works with every command of tasuki
 
     sys.stdout.write(f"making the task in {output / 'task'}: tokenizer, tiny model, supervised start\n")
     sys.stdout.flush()
     # In a separate process, so that its torch does not occupy memory next to the services.
     subprocess.run([sys.executable, HERE / "make_task.py", output / "task", "--seed", str(seed)], check=True)
     seeds = [f"{table}.seed={seed}" for table in ("trainer", "rollout", "train")]
-    return run(load_config(config, overrides=[*seeds, *overrides]), config_dir=HERE, started=started)
+    return run(load_config(config, overrides=[*seeds, *overrides]), config_dir=output, started=started)
 
 
 if __name__ == "__main__":
