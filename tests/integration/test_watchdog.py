@@ -58,6 +58,23 @@ def test_a_process_that_is_stopped_while_it_starts_is_noticed(watchdog: Watchdog
     assert stall.cause.startswith("no heartbeat for ")
 
 
+def test_a_launched_process_that_is_stopped_without_a_pulse_is_noticed(watchdog: Watchdog) -> None:
+    with subprocess.Popen(["sleep", "600"]) as process:
+        try:
+            watchdog.launched("trainer", process.pid)
+            assert first_stall(watchdog, begin=1000, end=1020) is None
+            process.send_signal(signal.SIGSTOP)
+            wait_for(lambda: parent_and_state(process.pid)[1] == "T")
+            found = first_stall(watchdog, begin=1020, end=1040)
+            assert found is not None
+            assert STALL_S <= found[0] <= STALL_S + 1
+            assert (found[1].service, found[1].pid) == ("trainer", process.pid)
+            watchdog.forget("trainer")
+            assert first_stall(watchdog, begin=1040, end=1060) is None
+        finally:
+            process.kill()
+
+
 def test_a_process_that_ends_while_it_starts_is_left_to_its_service_to_explain(
     watchdog: Watchdog, starting: subprocess.Popen[bytes]
 ) -> None:

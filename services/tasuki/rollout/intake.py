@@ -11,8 +11,8 @@ from typing import Any
 from tasuki.rollout.generate import EngineRequest
 
 AT_ONCE = 1024
-"""Requests submitted in one turn of the event loop, 20 ms of SGLang's front. The engine starts on a part as it arrives: a step's samples in one
-part are batched alike, and therefore computed alike, at any speed of this process."""
+"""Requests submitted in one turn of the event loop, 20 ms of SGLang's front. The engine starts on a part as it arrives: only within one
+part are samples batched, and therefore computed, alike at any speed of this process."""
 _MAX_ENDED = 2048
 """Completions that a call collects in one turn of the event loop."""
 Answer = Mapping[str, Any]

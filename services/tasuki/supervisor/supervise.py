@@ -159,6 +159,7 @@ class Supervisor:
                 preexec_fn=in_child,
             )
         self._pids[process.pid] = service
+        self._watchdog.launched(service.name, process.pid)
         _log.info("event=started service=%s pid=%d", service.name, process.pid)
 
     def _wait(self) -> tuple[str, str | None]:

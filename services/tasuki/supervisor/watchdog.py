@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 import subprocess
 import sys
@@ -43,6 +44,14 @@ class _Watched:
     progress_time: float
 
 
+@dataclass(slots=True)
+class _Launched:
+    """A process that the supervisor started. running_time: when it was last seen not to be stopped."""
+
+    service: str
+    running_time: float
+
+
 class Watchdog:
     """Watches the heartbeats of one node.
 
@@ -52,9 +61,14 @@ class Watchdog:
     def __init__(self, state_dir: Path, *, stall_s: float, progress_s: float) -> None:
         self._state_dir, self._stall_s, self._progress_s = state_dir, stall_s, progress_s
         self._seen: dict[Path, _Watched] = {}
+        self._launched: dict[int, _Launched] = {}
         self._checked = 0.0
         for path in self._paths():  # left by a killed node
             path.unlink(missing_ok=True)
+
+    def launched(self, service: str, pid: int) -> None:
+        """Watches a process for being stopped, which it may be before it has a heartbeat. The trainer's launcher never has one."""
+        self._launched[pid] = _Launched(service, math.inf)
 
     def check(self, *, now: float) -> Stall | None:
         """Returns the first process found hanging or gone; looks at most twice a second."""
@@ -62,17 +76,26 @@ class Watchdog:
             return None
         if now - self._checked > _GAP_S:
             self._seen.clear()
+            for launched in self._launched.values():
+                launched.running_time = math.inf
         self._checked = now
         return next(self._stalls(now), None)
 
     def forget(self, service: str) -> None:
         """Forgets a service whose processes are gone."""
+        self._launched = {pid: launched for pid, launched in self._launched.items() if launched.service != service}
         for path in self._paths():
             if _service_of(path) == service:
                 path.unlink(missing_ok=True)
                 self._seen.pop(path, None)
 
     def _stalls(self, now: float) -> Iterator[Stall]:
+        for pid, launched in self._launched.items():
+            if launched.running_time > now or parent_and_state(pid)[1] != "T":
+                launched.running_time = now
+            elif now - launched.running_time > self._stall_s:
+                stopped_s = now - launched.running_time
+                yield Stall(launched.service, launched.service, pid, f"stopped for {stopped_s:.1f} s")
         for path in self._paths():
             pulse = read_pulse(path)
             if pulse is None:
