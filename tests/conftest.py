@@ -23,7 +23,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).parents[1]
 PYTHON_PATH = [*(str(ROOT / folder) for folder in ("protos", "services", "client")), os.environ.get("PYTHONPATH", "")]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, PYTHON_PATH))}
+API_KEY = "7d1c09aa5be24f31"
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, PYTHON_PATH)), "WANDB_API_KEY": API_KEY}
 
 _MODELS = threading.Lock()
 """Models are drawn from torch's one generator: nodes that start side by side would have others."""

@@ -16,7 +16,7 @@ from tasuki.config.load import load_config
 from tasuki.config.places import config_path
 from tasuki.config.ports import port_targets
 from tasuki.wire.errors import PermissionDenied, Unauthenticated
-from tests.conftest import RunningNode, tasuki
+from tests.conftest import API_KEY, RunningNode, tasuki
 from tests.dashboard import get, served, token_of
 from tests.integration.node_process import wait_for
 from tests.integration.port_node import write_secret
@@ -29,7 +29,7 @@ API = ("run", "node", "restarts", "curves", "memory", "changeovers", "changeover
 
 @pytest.fixture
 def secrets(roomy: RunningNode, lab: Path, tmp_path: Path) -> list[bytes]:
-    """Tokens that the node knows and one that it does not, and each line of its keys; all have been used."""
+    """Tokens that the node knows and one that it does not, each line of its keys, all used, and a key in the caller's environment."""
     wrong = tmp_path / "wrong.token"
     write_secret(wrong, "deadbeef" * 8 + "\n")
     target = port_targets(load_config(config_path(roomy.state_dir)))["coordinator"].replace("127.0.0.1", "localhost")
@@ -46,13 +46,15 @@ def secrets(roomy: RunningNode, lab: Path, tmp_path: Path) -> list[bytes]:
         client.generate([[5, 6]], SamplingParams(max_new_tokens=4))
     with at_the_port(wrong) as client, pytest.raises(Unauthenticated):
         client.state()
-    lines = [line for file in (*lab.glob("*.token"), *lab.glob("*.key"), wrong) for line in file.read_bytes().splitlines()]
+    lines = [API_KEY.encode()]
+    lines += [line for file in (*lab.glob("*.token"), *lab.glob("*.key"), wrong) for line in file.read_bytes().splitlines()]
     return [line for line in lines if not line.startswith(b"-----")]
 
 
 def told_by_processes(roomy: RunningNode) -> Iterator[tuple[str, bytes]]:
-    """Arguments and environments of the command and of all below it."""
-    for pid in process_tree(roomy.up.pid):
+    """Arguments of the command, and arguments and environments of all below it."""
+    yield "up cmdline", Path(f"/proc/{roomy.up.pid}/cmdline").read_bytes()
+    for pid in set(process_tree(roomy.up.pid)) - {roomy.up.pid}:
         with contextlib.suppress(OSError):  # it has ended meanwhile
             yield from ((f"{pid} {name}", Path(f"/proc/{pid}/{name}").read_bytes()) for name in ("cmdline", "environ"))
 

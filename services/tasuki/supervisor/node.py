@@ -37,6 +37,7 @@ from tasuki.planner.budget import check_host_budget
 from tasuki.rpc.port import check_ports
 from tasuki.supervisor.exit_report import node_down
 from tasuki.supervisor.fleet_place import check_place
+from tasuki.supervisor.inherited import without_secrets
 from tasuki.supervisor.installed import check_node_installed
 from tasuki.supervisor.model_folder import check_model_folders
 from tasuki.supervisor.node_settings import check_node_runs_with
@@ -275,7 +276,13 @@ def _spawn_supervisor(config: NodeConfig, *, lock_fd: int, read_fd: int) -> subp
     rotate(log, keep=KEPT_LOGS)
     with log.open("wb") as output:
         return subprocess.Popen(
-            argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, pass_fds=(lock_fd, read_fd), start_new_session=True
+            argv,
+            env=without_secrets(os.environ),  # noqa: TID251 - handed on
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            pass_fds=(lock_fd, read_fd),
+            start_new_session=True,
         )
 
 
