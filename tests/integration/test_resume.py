@@ -96,12 +96,14 @@ async def test_a_node_that_began_from_its_model_gets_the_checkpoint_and_what_is_
     run.train(6, saves=4)
     run.checkpoint(3)
     run.checkpoint(8)
+    checkpoints = run.output_dir / "checkpoints"
+    (checkpoints / "version-000009").symlink_to("/dev/null")
+    (checkpoints / "version-000010").write_text("no folder")
     _begin_at_the_model(run.folder / "node")
     run.node.policy_version = 0
     found = await run.go_on()
     assert (found.first_step, run.node.policy_version) == (4, 4)
-    left = sorted(path.name for path in (run.output_dir / "checkpoints").iterdir())
-    assert left == ["version-000003", "version-000004"]
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["version-000003", "version-000004"]
     # From here on the node is the run's again.
     MetricsFile(run.output_dir, found.steps).report(Step(4, policy_version=4, mean_reward=0.5, num_policy_steps=1))
     run.node.policy_version = 5

@@ -25,6 +25,7 @@ def named_if_full(path: Path) -> Iterator[None]:
 def write_durably(path: Path, text: str) -> None:
     """Replaces a file atomically: writes aside, fsyncs, renames. Raises DiskFull, or OSError."""
     aside = path.with_name(f".{path.name}.partial")
+    aside.unlink(missing_ok=True)  # it may be a FIFO, which would wait for a reader
     try:
         with named_if_full(path), aside.open("w") as file:
             file.write(text)

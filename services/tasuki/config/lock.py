@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import stat
 from pathlib import Path
 from types import TracebackType
 
@@ -41,6 +42,9 @@ class StateLock:
             raise InvalidArgument(
                 key, f"{error.filename} cannot be created: {error.strerror}; name a folder that you can write to"
             ) from error
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise InvalidArgument(key, f"{lock_path(state_dir, name=name)} is not a regular file; remove it")
         if not try_lock(fd, fcntl.LOCK_EX):
             pid = os.pread(fd, _PID_BYTES, 0).decode().strip() or "unknown"
             os.close(fd)
@@ -77,7 +81,7 @@ def lock_path(state_dir: Path, *, name: str) -> Path:
 def holder(state_dir: Path, *, name: str) -> int | None:
     """Pid of the lock's holder, or None."""
     path = lock_path(state_dir, name=name)
-    if not path.exists():
+    if not path.is_file():
         return None
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:

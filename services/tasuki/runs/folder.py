@@ -125,7 +125,10 @@ def draw_curve(output_dir: Path, steps: Sequence[Step]) -> None:
         axes.grid(alpha=0.3)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(loc=place)
-    figure.savefig(output_dir / "curve.png", dpi=120)
+    aside = output_dir / ".curve.partial"
+    aside.unlink(missing_ok=True)
+    figure.savefig(aside, dpi=120, format="png")
+    aside.replace(output_dir / "curve.png")
 
 
 def _line(step: Step) -> str:

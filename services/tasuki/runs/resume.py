@@ -112,7 +112,15 @@ def _remove_incomplete(checkpoints: Path, earlier: EarlierRun) -> None:
     for path in checkpoints.glob("version-*"):
         order = checkpoint_order(path)
         if order and order > (newest or (earlier.saved_version, -1)) and not (path / LOOP_FILE).exists():
-            shutil.rmtree(path)
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """Removes a folder, or whatever else someone has put in its place."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _make_way(output_dir: Path, earlier: EarlierRun) -> None:
@@ -123,7 +131,7 @@ def _make_way(output_dir: Path, earlier: EarlierRun) -> None:
         return
     kept = output_dir / f"model-{earlier.steps[-1].step if earlier.steps else 0:06d}"
     if kept.exists():
-        shutil.rmtree(model)  # of the same step
+        _remove(model)  # of the same step
     else:
         model.rename(kept)
 
