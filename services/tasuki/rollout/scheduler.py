@@ -186,26 +186,33 @@ def run_scheduler(
     if server_args.device == "cuda" and not _select_gpu(gpu_id, pipe_writer):
         return
     device = torch.device("cpu") if server_args.device == "cpu" else torch.device("cuda", gpu_id)
+    with reporting(pipe_writer):
+        allocator = _rank_memory(config, device)
+        install_saver(allocator)
+        _meet_in_private(port_args)
+        setup = RankSetup(
+            config=config,
+            rank=tp_rank if rank is None else rank,
+            tp_rank=tp_rank,
+            allocator=allocator,
+            pipe_writer=pipe_writer,
+            base=EngineBase(config, rank=tp_rank, device=device) if config is not None and config.shares_base else None,
+        )
+        _install_scheduler(setup, device=server_args.device)
+    sglang_scheduler.run_scheduler_process(
+        server_args, port_args, gpu_id, tp_rank, attn_cp_rank, moe_dp_rank, moe_ep_rank, pp_rank, dp_rank, pipe_writer
+    )
+
+
+def _rank_memory(config: NodeConfig | None, device: torch.device) -> NativeAllocator:
+    """The rank's share of the node's pool or of its host budget, where it has one."""
     if config is not None and config.memory.pool:
         join_node_pool(config, device=device, timeout_s=config.rollout.start_timeout_s)
     elif config is not None and config.memory.host_budget_bytes is not None:
         set_host_budget(config.memory.host_budget_bytes // config.num_engine_ranks)
     grows_cache = config is not None and config.rollout.kv_growth
-    allocator = rank_allocator(
-        str(device),
-        chunk_bytes={MemoryTag.KV_CACHE: GROWING_CHUNK_BYTES[str(server_args.device)]} if grows_cache else {},
-    )
-    install_saver(allocator)
-    _meet_in_private(port_args)
-    number = tp_rank if rank is None else rank
-    base = None
-    if config is not None and config.shares_base:
-        with reporting(pipe_writer):
-            base = EngineBase(config, rank=tp_rank, device=device)
-    setup = RankSetup(config=config, rank=number, tp_rank=tp_rank, allocator=allocator, pipe_writer=pipe_writer, base=base)
-    _install_scheduler(setup, device=server_args.device)
-    sglang_scheduler.run_scheduler_process(
-        server_args, port_args, gpu_id, tp_rank, attn_cp_rank, moe_dp_rank, moe_ep_rank, pp_rank, dp_rank, pipe_writer
+    return rank_allocator(
+        str(device), chunk_bytes={MemoryTag.KV_CACHE: GROWING_CHUNK_BYTES[device.type]} if grows_cache else {}
     )
 
 
