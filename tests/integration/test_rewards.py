@@ -138,6 +138,17 @@ def test_a_failing_reward_names_sample_prompt_and_cause(pool: RewardPool, comple
     assert pool.score(ROWS, ["right", "right"]).rewards.tolist() == [1.0, 0.5]
 
 
+@pytest.mark.parametrize("pause_s", [0.0, 1.0])
+def test_a_worker_that_is_killed_between_two_samples_is_replaced(folder: Path, pause_s: float):
+    with RewardPool("my_rewards:reward", folders=[folder], timeout_s=10.0, num_workers=2) as pool:
+        for _ in range(3):
+            workers = {int(pid) for pid in pool.score([ROWS[0]] * 8, ["pid"] * 8).rewards}
+            for worker in workers:
+                os.kill(worker, signal.SIGKILL)
+            time.sleep(pause_s)  # pebble may or may not have noticed
+        assert pool.score(ROWS, ["right", "right"]).rewards.tolist() == [1.0, 0.5]
+
+
 def test_a_reward_that_ignores_sigterm_is_killed_at_once(pool: RewardPool):
     started = time.monotonic()
     with pytest.raises(RewardFailed):

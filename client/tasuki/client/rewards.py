@@ -108,13 +108,8 @@ class RewardPool:
         self._timeout_s, self._on_error = timeout_s, on_error
         paths = tuple(str(folder.absolute()) for folder in folders)
         self._sources: list[Source] = [(*_split(reward.function), paths) for reward in self._rewards]
-        # spawn, since a forked child would inherit gRPC's threads and locks in an unknown state.
-        self._pool = pebble.ProcessPool(
-            num_workers,
-            initializer=reward_worker.prepare,
-            initargs=(self._sources,),
-            context=PipeLockContext(),
-        )
+        self._num_workers = num_workers
+        self._pool = self._new_pool()
         self._aside = Aside("tasuki-rewards")
         try:
             self._taken = self._aside.call(self._read_parameters)
@@ -127,6 +122,12 @@ class RewardPool:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+    def _new_pool(self) -> pebble.ProcessPool:
+        # spawn, since a forked child would inherit gRPC's threads and locks in an unknown state.
+        return pebble.ProcessPool(
+            self._num_workers, initializer=reward_worker.prepare, initargs=(self._sources,), context=PipeLockContext()
+        )
 
     def close(self) -> None:
         """Ends the workers immediately."""
@@ -162,16 +163,39 @@ class RewardPool:
         completions: Sequence[str] | Sequence[Completion],
         group_size: int,
     ) -> Scores:
-        """Fills `futures`, which the caller may cancel, and waits for them."""
+        """Fills `futures`, which the caller may cancel, and waits for them.
+
+        A worker that is killed between two samples breaks the pool, for example by the kernel without memory. New workers then score all.
+        """
+        try:
+            return self._gather_once(futures, rows, completions, group_size)
+        except _PoolBroken:
+            self._pool.stop()
+            self._pool.join()
+            self._pool = self._new_pool()
+            futures.clear()
+        try:
+            return self._gather_once(futures, rows, completions, group_size)
+        except _PoolBroken as error:
+            raise RewardFailed(f"the reward workers were killed twice: {error}", cause=str(error)) from error
+
+    def _gather_once(
+        self,
+        futures: list[pebble.ProcessFuture[Answer]],
+        rows: Sequence[Mapping[str, object]],
+        completions: Sequence[str] | Sequence[Completion],
+        group_size: int,
+    ) -> Scores:
+        """Raises _PoolBroken."""
         futures.extend(
-            self._pool.schedule(reward_worker.score, args=(source, arguments), timeout=self._timeout_s)
+            self._scheduled(source, arguments)
             for index, completion in enumerate(completions)
             for source, arguments in self._calls(rows[index // group_size], completion)
         )
         values_NR = np.zeros((len(completions), len(self._rewards)), dtype=np.float32)
         has_failed_NR = np.zeros(values_NR.shape, dtype=np.bool_)
         for place, future in zip(np.ndindex(values_NR.shape), futures, strict=True):
-            value, cause = self._outcome(future, self._rewards[place[1]].function)
+            value, cause = self._outcome(future)
             if cause and self._on_error == "fail":
                 raise self._failed(cause, self._rewards[place[1]], sample=place[0], prompt=place[0] // group_size)
             has_failed_NR[place] = bool(cause)
@@ -202,7 +226,13 @@ class RewardPool:
             {reward.name: int(has_failed_NR[:, index].sum()) for index, reward in enumerate(self._rewards)},
         )
 
-    def _outcome(self, future: pebble.ProcessFuture[Answer], function: str) -> Answer:
+    def _scheduled(self, source: Source, arguments: dict[str, object]) -> pebble.ProcessFuture[Answer]:
+        try:
+            return self._pool.schedule(reward_worker.score, args=(source, arguments), timeout=self._timeout_s)
+        except RuntimeError as error:
+            raise _PoolBroken(str(error)) from error
+
+    def _outcome(self, future: pebble.ProcessFuture[Answer]) -> Answer:
         try:
             # Earlier calls are done, so this one runs or is next. Waiting longer than a start plus its limit means a broken pool.
             return future.result(timeout=self._timeout_s + _START_TIMEOUT_S)
@@ -210,8 +240,8 @@ class RewardPool:
             return math.nan, f"gave no answer within {self._timeout_s:g} s; its worker was killed"
         except pebble.ProcessExpired as error:
             return math.nan, f"ended its worker process (exit code {error.exitcode})"
-        except RuntimeError as error:  # BrokenProcessPool: a worker died between two samples
-            raise RewardFailed(f"reward {function}: the worker pool is broken: {error}", cause=error) from error
+        except RuntimeError as error:  # BrokenProcessPool
+            raise _PoolBroken(str(error)) from error
 
     def _read_parameters(self) -> list[frozenset[str] | None]:
         return [self._parameters(reward.function, source) for reward, source in zip(self._rewards, self._sources, strict=True)]
@@ -233,6 +263,10 @@ class RewardPool:
     def _failed(self, cause: str, reward: NamedReward, *, sample: int, prompt: int) -> RewardFailed:
         text = f"reward {reward.function} failed for sample {sample} (prompt {prompt}): {cause}"
         return RewardFailed(text, sample=sample, prompt=prompt, cause=cause, reward=reward.name)
+
+
+class _PoolBroken(Exception):
+    """pebble gives the pool up."""
 
 
 def _named(function: str | Sequence[NamedReward]) -> tuple[NamedReward, ...]:
