@@ -63,14 +63,14 @@ def test_service_that_ends_before_it_serves_is_not_tried_again(start: Start) -> 
     assert (node.exit["reason"], node.exit["restarts"]) == ("second ended by itself before it served", {})
 
 
-def test_process_without_a_heartbeat_is_dumped_and_its_service_started_anew(start: Start) -> None:
+def test_stopped_process_is_dumped_and_its_service_restarted(start: Start) -> None:
     node = start(max_restarts=2, first="good", beats="good")
     node.wait_until_up()
     before = pids_of(node, "beats")
     os.kill(before[0], signal.SIGSTOP)
     wait_for(lambda: len(pids_of(node, "beats")) == 2 and pids_of(node, "beats")[0] != before[0])
     (stacks,) = stall_dir(node.state_dir).iterdir()
-    assert re.match(rf"beats, pid {before[0]}: no heartbeat for \d+\.\d s\n", stacks.read_text())
+    assert re.match(rf"beats, pid {before[0]}: stopped for \d+\.\d s\n", stacks.read_text())
     assert "supervised_node.py" in stacks.read_text()
     assert not is_alive(before[0])
     node.pids += pids_of(node, "beats")
