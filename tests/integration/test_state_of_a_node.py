@@ -19,6 +19,7 @@ from tasuki.config.places import log_path, node_targets, socket_dir
 from tasuki.config.save import save_config
 from tasuki.config.schema import ModelConfig, NodeConfig
 from tasuki.supervisor.exit_report import write_exit_report
+from tasuki.supervisor.node import CALL_TIMEOUT_S, running_node
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tasuki.v1.types_pb2 import PHASE_TRAIN
 from tasuki.wire.channel import open_channel
@@ -70,4 +71,33 @@ async def test_services_that_are_away_are_marked_and_the_others_told(
     assert "the supervisor was killed by SIGKILL" in error
     with pytest.raises(NodeDown, match="because the supervisor was killed by SIGKILL"):
         await asyncio.to_thread(show_state, config, as_json=False)
+    shutil.rmtree(socket_dir(config.state_dir))
+
+
+async def test_a_coordinator_that_is_stopped_once_it_serves_is_waited_for(tmp_path: Path) -> None:
+    config = NodeConfig(state_dir=tmp_path / "state", model=ModelConfig(path=tmp_path))
+    config.state_dir.mkdir()
+    save_config(config, config.state_dir / "node.toml")
+    told: list[str] = []
+
+    def join() -> None:
+        with running_node(config, may_start=False, tell=tell):
+            told.append("joined")
+
+    def tell(line: str) -> None:
+        told.append(line)
+        if line.startswith("coordinator serves"):
+            process.send_signal(signal.SIGSTOP)
+            loop.call_soon_threadsafe(loop.call_later, 1.5 * CALL_TIMEOUT_S, process.send_signal, signal.SIGCONT)
+
+    loop = asyncio.get_running_loop()
+    with StateLock.take(config.state_dir, name=NODE_LOCK):
+        begin_instance(config.state_dir)
+        async with serving(config) as (trainer, rollout), open_channel(node_targets(config)["coordinator"]) as channel:
+            process = await start_coordinator(config)
+            await Node(config, trainer, rollout, process, channel, CoordinatorServiceStub(channel)).settled()
+            await asyncio.to_thread(join)
+            process.kill()
+            await process.wait()
+    assert told[-1] == "joined"
     shutil.rmtree(socket_dir(config.state_dir))

@@ -155,8 +155,8 @@ def test_a_life_of_the_trainer_that_comes_back_is_found_out(run: Path, capsys: p
         (
             "rollout",
             r"\Z",
-            "\nevent=command name=SYNC epoch=2 sequence=99 outcome=OK seconds=0.1 boot_id=rollout-1 version=4 request_id='by hand'",
-            "an intent in the journal for 'by hand', which rollout carried out",
+            "\nevent=command name=SYNC epoch=2 sequence=99 outcome=OK seconds=0.1 boot_id=rollout-1 version=4 request_id='manual'",
+            "an intent in the journal for 'manual', which rollout carried out",
         ),
         ("rollout", " name=SYNC epoch=1 sequence=12 ", " name=SYNC epoch=1 sequence=13 ", "SYNC at epoch 1 and sequence 12"),
         ("rollout", " name=DRAIN epoch=1 ", " name=PAUSE_KV epoch=1 ", "DRAIN at epoch 1 and sequence 6"),

@@ -18,7 +18,8 @@ from tests.integration.port_node import make_certs
 def test_a_folder_of_something_else_is_refused_by_what_it_lacks(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "logs").mkdir()
-    with pytest.raises(PathNotFound, match=rf"{tmp_path} belongs to neither a run nor a node: it has none of journal.sqlite, .*metrics.jsonl") as refused:
+    problem = rf"{tmp_path} belongs to neither a run nor a node: it has none of journal.sqlite, .*metrics.jsonl"
+    with pytest.raises(PathNotFound, match=problem) as refused:
         place_of(tmp_path)
     assert refused.value.metadata["path"] == str(tmp_path)
 

@@ -94,7 +94,7 @@ def test_a_phase_that_nodes_came_to_by_themselves_is_told_as_theirs() -> None:
         with tempfile.TemporaryDirectory(dir=memory_folder()) as folder:
             fleet = SimulatedFleet(Path(folder), num_nodes=2)
             await reach(fleet, Phase.TRAIN, "first")
-            assert await fleet.run_stage(Stage.LOAD_WEIGHTS, "by hand") is None
+            assert await fleet.run_stage(Stage.LOAD_WEIGHTS, "manual") is None
             for node in fleet.nodes:
                 node.kill(Service.TRAINER)
             await reach(fleet, Phase.TRAIN, "back")

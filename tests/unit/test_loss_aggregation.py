@@ -1,4 +1,4 @@
-"""Weights of tokens against the means that they stand for, and over any cut of the samples."""
+"""Weights of tokens against the means that they represent, and over any cut of the samples."""
 
 from __future__ import annotations
 

@@ -14,12 +14,12 @@ from tasuki.coordinator.audit.replay import audit
 from tasuki.memory.stages import Phase
 from tasuki.v1 import memory_pb2, trainer_pb2, types_pb2
 from tasuki.wire.errors import InvalidArgument, StageOrder, StaleEpoch, StaleSequence, TasukiError
-from tests.unit.simulated_node import SimulatedNode
+from tests.unit.simulated_node import RESTART_S, SimulatedNode
 from tests.unit.virtual_time import VirtualTimeLoop
 
 
-def by_hand(epoch: int, sequence: int) -> types_pb2.CommandId:
-    return types_pb2.CommandId(epoch=epoch, sequence=sequence, request_id="by hand")
+def manual(epoch: int, sequence: int) -> types_pb2.CommandId:
+    return types_pb2.CommandId(epoch=epoch, sequence=sequence, request_id="manual")
 
 
 async def round_trip(node: SimulatedNode, name: str) -> list[TasukiError | None]:
@@ -37,7 +37,7 @@ def test_a_wrong_number_is_refused_and_changes_nothing(
         assert await round_trip(node, "first") == [None, None]
         assert node.trainer is not None
         with pytest.raises(error):
-            await node.trainer.PublishWeights(trainer_pb2.PublishWeightsRequest(command=by_hand(epoch, sequence)))
+            await node.trainer.PublishWeights(trainer_pb2.PublishWeightsRequest(command=manual(epoch, sequence)))
         assert await round_trip(node, "second") == [None, None]
         await node.restart_coordinator()
         assert await round_trip(node, "third") == [None, None]
@@ -52,7 +52,7 @@ def test_after_a_number_that_somebody_else_took_the_coordinator_goes_on_and_the_
         node = SimulatedNode(tmp_path, fault=lambda: None, waits_for_room=False)
         assert await round_trip(node, "first") == [None, None]
         assert node.trainer is not None
-        await node.trainer.PublishWeights(trainer_pb2.PublishWeightsRequest(command=by_hand(1, 5000)))
+        await node.trainer.PublishWeights(trainer_pb2.PublishWeightsRequest(command=manual(1, 5000)))
         refused = await node.acquire(Phase.TRAIN, "back")
         assert isinstance(refused, StaleSequence)
         assert await node.acquire(Phase.TRAIN, "back again") is None
@@ -73,12 +73,30 @@ def test_a_number_that_was_taken_by_a_refused_stage_is_passed_over_and_the_audit
         node = SimulatedNode(tmp_path, fault=lambda: None, waits_for_room=False)
         assert node.trainer is not None
         assert await round_trip(node, "first") == [None, None]
-        wrong = memory_pb2.ResumeRequest(command=by_hand(1, 5000), stage=types_pb2.STAGE_LOAD_TRAINER)
+        wrong = memory_pb2.ResumeRequest(command=manual(1, 5000), stage=types_pb2.STAGE_LOAD_TRAINER)
         with pytest.raises(StageOrder):
             await node.trainer.Resume(wrong)
         assert isinstance((await round_trip(node, "refused"))[0], StaleSequence)
         assert await round_trip(node, "second") == [None, None]
         await node.close()
+
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        runner.run(live())
+
+
+def test_a_service_that_took_a_foreign_epoch_is_restarted_and_the_coordinator_goes_on(tmp_path: Path) -> None:
+    async def live() -> None:
+        node = SimulatedNode(tmp_path, fault=lambda: None, waits_for_room=False)
+        assert await round_trip(node, "first") == [None, None]
+        trainer = node.trainer
+        assert trainer is not None
+        trainer.gate.look(2**62)
+        await trainer.PublishWeights(trainer_pb2.PublishWeightsRequest(command=manual(2**62, 1)))
+        assert isinstance(await node.acquire(Phase.TRAIN, "back"), StaleEpoch)
+        await asyncio.sleep(2 * RESTART_S)
+        assert node.trainer is not trainer
+        assert await round_trip(node, "second") == [None, None]
+        node.logs.close()
 
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         runner.run(live())

@@ -21,6 +21,7 @@ from tasuki.wire.errors import (
     Interrupted,
     PeerUnavailable,
     StageOrder,
+    StaleEpoch,
     StaleSequence,
     TasukiError,
 )
@@ -113,7 +114,7 @@ class Changeover:
             await self._carry_out(intent, after, published=published.answer)
 
     async def _take_back(self, stages: Sequence[Stage]) -> None:
-        """Undoes `stages`, which stand in the order in which they were run, and asks the services where that led."""
+        """Undoes `stages`, given in the order in which they ran, and asks the services where the node is."""
         for stage in undo_path(stages):
             intent = self._journal.intend(stage, self.id, is_undo=True, **self._boots)
             try:
@@ -146,6 +147,9 @@ class Changeover:
             self._report(self._journal.failed(intent, error, seconds=time.perf_counter() - started))
             if isinstance(error, StaleSequence):
                 self._journal.pass_over(int(error.metadata["current_sequence"]))
+            if isinstance(error, StaleEpoch) and not self._journal.has_epoch(int(error.metadata["current_epoch"])):
+                # No coordinator had it, and none can go on from it: only a service that starts again forgets it.
+                self._restart(_service_of(intent), f"it takes stages of an epoch that no coordinator had: {error.message}")
             self._forget_memory()
             raise
         if intent.is_undo:
@@ -170,6 +174,12 @@ class Changeover:
             event.error_reason or "-",
         )
         self._tell(event, self.at)
+
+
+def _service_of(intent: Intent) -> Service:
+    """The service that carries the stage out, or its undo."""
+    undo = RULES[intent.stage].undo if intent.is_undo else intent.stage
+    return RULES[undo if isinstance(undo, Stage) else intent.stage].service
 
 
 def _boots(seen: Observed) -> dict[str, str]:

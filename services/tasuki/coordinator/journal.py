@@ -53,6 +53,10 @@ class Journal:
         self.epoch, self._sequence = int(row.lastrowid or 0), 0
         return self.epoch
 
+    def has_epoch(self, epoch: int) -> bool:
+        """Whether it is this coordinator's, or one before or after it."""
+        return self._db.execute("SELECT 1 FROM epochs WHERE epoch = ?", (epoch,)).fetchone() is not None
+
     def begin_changeover(self, request_id: str, *, origin: Stage, target: Phase) -> str:
         """Writes down that the node is to be brought from `origin` to `target`. Returns the changeover's id."""
         row = self._write(

@@ -47,10 +47,10 @@ class Observed:
     absent: tuple[Service, ...] = ()
     """Services that do not answer. They count as freshly started, which they will be."""
     in_stage: tuple[Service, ...] = ()
-    """Services that still carry out a command of an earlier coordinator: nobody knows yet where they stand."""
+    """Services that still carry out a command of an earlier coordinator: nobody knows yet where they are."""
 
     def require_all(self) -> None:
-        """Raises PeerUnavailable naming a service that does not answer, or does not stand still."""
+        """Raises PeerUnavailable naming a service that does not answer, or still carries out a stage."""
         for service in self.absent:
             raise PeerUnavailable(f"{service} does not answer", peer=service)
         for service in self.in_stage:

@@ -1,4 +1,4 @@
-"""Asks the services where they stand, and waits for those that cannot be asked yet."""
+"""Asks the services where they are, and waits for those that cannot be asked yet."""
 
 from __future__ import annotations
 

@@ -56,6 +56,7 @@ from tasuki.wire.errors import (
     InvalidArgument,
     NodeDown,
     NodeRunning,
+    PeerUnavailable,
     from_rpc_error,
 )
 from tasuki.wire.tracing import check_tracing_installed
@@ -65,7 +66,7 @@ _KILL_S = 3.0
 _POLL_S = 0.1
 # Each may contain all samples since a checkpoint.
 _KEPT_TRAINING_LOGS = 2
-_CALL_TIMEOUT_S = 2.0
+CALL_TIMEOUT_S = 2.0
 # In addition to the engine's start_timeout_s, since on CUDA the trainer starts after the engine.
 _START_MARGIN_S = 300.0
 _TELL_EVERY_S = 15.0
@@ -293,10 +294,7 @@ def _wait_until_serving(
     deadline = started + config.rollout.start_timeout_s + _START_MARGIN_S
     waiting = {service.name: service for service in node_services(config) if service.target}
     while waiting:
-        if holder(config.state_dir, name=NODE_LOCK) is None:
-            if supervisor is not None:
-                supervisor.wait()
-            raise why_it_ended(config)
+        _check_runs(config, supervisor)
         for service in [service for service in waiting.values() if _is_serving(service)]:
             tell(f"{service.name} serves after {time.monotonic() - started:.1f} s")
             del waiting[service.name]
@@ -307,19 +305,41 @@ def _wait_until_serving(
         if time.monotonic() > deadline:
             raise DeadlineExceeded(f"{', '.join(waiting)} did not serve within {deadline - started:.0f} s")
         time.sleep(_POLL_S)
-    state = node_state(config)
-    # The coordinator determines the stage once the services answer; a running node may be between phases.
-    while supervisor is not None and state.phase == types_pb2.PHASE_UNSPECIFIED:
-        if time.monotonic() > deadline:
-            raise DeadlineExceeded(f"the node did not reach a phase: {state.last_error or 'no error is known'}")
-        if state.last_error.startswith(DiskFull.reason):
-            raise DiskFull(state.last_error.partition(": ")[2], path=config.state_dir)
-        time.sleep(_POLL_S)
-        state = node_state(config)
+    state = _state_with_phase(config, supervisor=supervisor, deadline=deadline)
     where = f"coordinator at {node_targets(config)['coordinator']}"
     if config.fleet is not None:  # its nodes accept commands from the fleet only
         where = f"in fleet {config.fleet.name!r}, which clients call at {config.fleet.leader}"
     tell(f"the node is up: {types_pb2.Phase.Name(state.phase)}, {where}")
+
+
+def _check_runs(config: NodeConfig, supervisor: subprocess.Popen[bytes] | None) -> None:
+    """Raises why the node ended, if it has. supervisor: of a node started here, whose report is waited for."""
+    if holder(config.state_dir, name=NODE_LOCK) is None:
+        if supervisor is not None:
+            supervisor.wait()
+        raise why_it_ended(config)
+
+
+def _state_with_phase(
+    config: NodeConfig, *, supervisor: subprocess.Popen[bytes] | None, deadline: float
+) -> coordinator_pb2.NodeState:
+    """Of a node that starts, the state once the coordinator has determined its phase; a running node may be between phases.
+
+    A coordinator that does not answer is being restarted, and is waited for.
+    """
+    problem = ""
+    while True:
+        _check_runs(config, supervisor)
+        with suppress(DeadlineExceeded, PeerUnavailable):
+            state = node_state(config)
+            if supervisor is None or state.phase != types_pb2.PHASE_UNSPECIFIED:
+                return state
+            problem = state.last_error
+            if problem.startswith(DiskFull.reason):
+                raise DiskFull(problem.partition(": ")[2], path=config.state_dir)
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(f"the node did not reach a phase: {problem or 'no error is known'}")
+        time.sleep(_POLL_S)
 
 
 def node_state(config: NodeConfig) -> coordinator_pb2.NodeState:
@@ -330,7 +350,7 @@ def node_state(config: NodeConfig) -> coordinator_pb2.NodeState:
     with open_blocking_channel(node_targets(config)["coordinator"]) as channel:
         request = coordinator_pb2.GetStateRequest()
         try:
-            return CoordinatorServiceStub(channel).GetState(request, timeout=_CALL_TIMEOUT_S, wait_for_ready=True).state
+            return CoordinatorServiceStub(channel).GetState(request, timeout=CALL_TIMEOUT_S, wait_for_ready=True).state
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
 
@@ -353,7 +373,7 @@ def _is_serving(service: ServiceCommand) -> bool:
     with open_blocking_channel(service.target) as channel:
         request = health_pb2.HealthCheckRequest(service=service.health_name)
         try:
-            answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=_CALL_TIMEOUT_S)
+            answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=CALL_TIMEOUT_S)
         except grpc.RpcError:
             return False
     return answer.status == health_pb2.HealthCheckResponse.SERVING
