@@ -3,7 +3,7 @@
 python supervised_node.py STATE_DIR LOCK_FD STARTER_FD MAX_RESTARTS NAME=KIND...
 
 Kinds: "good" stops when asked and takes its child along, "deaf" ignores SIGTERM, "dies" ends by itself with code 7 soon after it
-started, "fails" does so at once. A service whose name is "beats" shows a heartbeat, one whose name is "pooled" holds the whole pool.
+started, "fails" does so at once, "stops" is stopped by SIGSTOP at once. A service whose name is "beats" shows a heartbeat, one whose name is "pooled" holds the whole pool.
 Each has a socket, a child in another session, a file and a semaphore in shared memory, as engines and trainers do.
 """
 
@@ -27,6 +27,8 @@ def service(name: str, kind: str, *, state_dir: Path, run_folder: Path) -> None:
     blocks: list[object] = []
     if kind == "fails":
         sys.exit(7)
+    if kind == "stops":
+        os.kill(os.getpid(), signal.SIGSTOP)
     if kind == "deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     listener = socket.socket(socket.AF_UNIX)

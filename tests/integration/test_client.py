@@ -165,7 +165,7 @@ async def test_what_the_coordinator_says_of_a_peer_is_an_error_at_once(node: Scr
     assert node.refusals == []
 
 
-async def test_an_old_epoch_is_read_anew(node: ScriptedNode, client: AsyncClient):
+async def test_an_old_epoch_is_read_again(node: ScriptedNode, client: AsyncClient):
     await client.forward_backward([SAMPLE])
     node.epoch = node.gate.epoch = 5  # a coordinator that was started again
     assert (await client.optim_step()).version == 1

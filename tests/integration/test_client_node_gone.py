@@ -16,7 +16,7 @@ from tests.integration.test_client import SAMPLE
 from tests.limits import limit_s
 
 
-async def test_a_node_that_was_started_anew_is_not_trained_by_the_client_of_the_one_before(tmp_path: Path) -> None:
+async def test_a_node_that_was_restarted_is_not_trained_by_the_client_of_the_one_before(tmp_path: Path) -> None:
     async with scripted_node(tmp_path) as node, AsyncClient(state_dir=tmp_path, timeout_s=20) as client:
         node.instance_id = "first"
         await client.generate([[1]])

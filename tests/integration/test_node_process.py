@@ -56,7 +56,7 @@ def test_service_that_dies_takes_the_node_with_it(start: Start) -> None:
     assert node.process.wait(timeout=2 * LIMIT_S) == 1
     node.assert_gone()
     assert (node.exit["reason"], node.exit["first"]) == (
-        "second ended by itself more often than restart.max_restarts allows",
+        "second ended by itself, more often than restart.max_restarts allows",
         "second",
     )
     assert node.exit["services"]["second"] == {"exit_code": 7}
@@ -91,6 +91,7 @@ def test_killed_guard_leaves_nothing_behind(start: Start) -> None:
     os.kill(node.process.pid, signal.SIGKILL)
     node.process.wait()
     node.assert_gone()
+    assert node.exit["reason"] == "the guard was killed"
 
 
 def test_starter_that_is_killed_takes_the_node_with_it(start: Start) -> None:

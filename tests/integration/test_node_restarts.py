@@ -21,7 +21,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         yield start
 
 
-def test_service_that_is_killed_is_started_anew_without_its_children_and_the_others_stay(start: Start) -> None:
+def test_service_that_is_killed_is_restarted_without_its_children_and_the_others_stay(start: Start) -> None:
     node = start(max_restarts=2, first="good", second="deaf")
     node.wait_until_up()
     first, second = pids_of(node, "first"), pids_of(node, "second")
@@ -61,6 +61,12 @@ def test_service_that_ends_before_it_serves_is_not_tried_again(start: Start) -> 
     node = start(max_restarts=2, first="good", second="fails")
     assert node.process.wait(timeout=60) == 1
     assert (node.exit["reason"], node.exit["restarts"]) == ("second ended by itself before it served", {})
+
+
+def test_service_that_is_stopped_before_it_serves_ends_the_node_which_says_so(start: Start) -> None:
+    node = start(max_restarts=2, first="good", second="stops")
+    assert node.process.wait(timeout=60) == 1
+    assert re.fullmatch(r"second hung \(second: stopped for \d+\.\d s\) before it served", node.exit["reason"])
 
 
 def test_stopped_process_is_dumped_and_its_service_restarted(start: Start) -> None:

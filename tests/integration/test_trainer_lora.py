@@ -118,7 +118,7 @@ async def test_published_and_exported_weights_have_the_adapters_added_and_rounde
 
 
 @only_whole
-async def test_a_trainer_started_anew_has_the_adapters_of_its_log_and_of_its_checkpoint(
+async def test_a_trainer_restarted_has_the_adapters_of_its_log_and_of_its_checkpoint(
     client: TrainerClient, trainer: TrainerProcess, model: Path, node: Path, tmp_path: Path
 ) -> None:
     samples = await samples_of_now(client)

@@ -55,7 +55,7 @@ def test_a_cast_that_loses_precision_is_refused_with_the_dtype_to_use(tmp_path: 
     trainer.close()
 
 
-def test_moved_parameters_are_recorded_anew(trainer: Trainer) -> None:
+def test_moved_parameters_are_recorded_again(trainer: Trainer) -> None:
     model = AwkwardModel()
     receiver = WeightReceiver(model)
     receive(receiver, trainer.publish(0))
@@ -68,7 +68,7 @@ def test_moved_parameters_are_recorded_anew(trainer: Trainer) -> None:
     assert_holds(model, expected(trainer))
 
 
-def test_a_new_trainer_is_imported_anew(trainer: Trainer, tmp_path: Path) -> None:
+def test_a_new_trainer_is_imported_again(trainer: Trainer, tmp_path: Path) -> None:
     model = AwkwardModel()
     receiver = WeightReceiver(model)
     receive(receiver, trainer.publish(0))

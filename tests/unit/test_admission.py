@@ -311,7 +311,7 @@ def replace_budget(config: NodeConfig, num_bytes: int) -> NodeConfig:
     return config.model_copy(update={"memory": MemoryConfig(host_budget_bytes=num_bytes)})
 
 
-async def test_memory_of_a_service_that_was_started_anew_is_asked_for_anew(
+async def test_memory_of_a_service_that_was_restarted_is_asked_for_again(
     journal: Journal, services: FakeServices, devices: Devices
 ) -> None:
     node = make_node(journal, services, devices)

@@ -130,7 +130,7 @@ def test_what_is_missing_in_the_journal_is_found_out(
     assert audited(run, capsys) == (1, "none-missing", expected)
 
 
-def test_commands_of_which_a_journal_that_was_made_anew_knows_nothing_are_found_out(
+def test_commands_of_which_a_journal_that_was_recreated_knows_nothing_are_found_out(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     change(run, *(f"DELETE FROM {table}" for table in ("results", "stages", "outcomes", "changeovers")))

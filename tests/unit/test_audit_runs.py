@@ -32,7 +32,7 @@ async def test_a_rollout_that_serves_an_older_version_than_before_is_found_out(t
     assert (violation.invariant, violation.changeover_id) == (Invariant.VERSIONS_GROW, "c000003")
 
 
-async def test_training_that_begins_anew_with_new_services_is_no_breach(tmp_path: Path) -> None:
+async def test_training_that_begins_again_with_new_services_is_no_breach(tmp_path: Path) -> None:
     journal, services = Journal(tmp_path / "journal.sqlite"), FakeServices()
     for version, boot in ((3, "boot-1"), (0, "boot-2")):
         services.version = version

@@ -44,7 +44,7 @@ async def test_lost_answer_on_the_way_to_train_is_tried_again(
 
 
 @pytest.mark.parametrize("failing", [*TO_ROLLOUT, *TO_TRAIN])
-async def test_stage_that_does_not_end_has_its_service_started_anew(failing: Stage, node: Node, services: FakeServices) -> None:
+async def test_stage_that_does_not_end_has_its_service_restarted(failing: Stage, node: Node, services: FakeServices) -> None:
     if failing in TO_TRAIN:
         await acquire(node, Phase.ROLLOUT)
     target = Phase.TRAIN if failing in TO_TRAIN else Phase.ROLLOUT
@@ -64,7 +64,7 @@ async def test_service_that_is_lost_again_and_again_ends_the_changeover_with_its
     assert node.state().phase is Phase.TRAIN
 
 
-async def test_corrupt_weights_are_not_served_and_rollout_is_synced_anew_once_it_is_back(
+async def test_corrupt_weights_are_not_served_and_rollout_is_synced_again_once_it_is_back(
     node: Node, services: FakeServices
 ) -> None:
     services.fail_once[Stage.SYNC] = WeightsCorrupt("lm_head.weight differs on rank 0")
@@ -81,7 +81,7 @@ async def test_corrupt_weights_are_not_served_and_rollout_is_synced_anew_once_it
     assert (node.state().phase, services.served, node.state().last_error) == (Phase.ROLLOUT, 0, "")
 
 
-async def test_poisoned_rollout_that_nobody_starts_anew_is_an_error_and_the_trainer_can_go_on(
+async def test_poisoned_rollout_that_nobody_restarts_is_an_error_and_the_trainer_can_go_on(
     node: Node, services: FakeServices
 ) -> None:
     services.poison = "planted"
@@ -123,7 +123,7 @@ async def test_service_that_dies_in_a_stage_is_waited_for_and_the_phase_reached(
 
 
 @pytest.mark.parametrize("at", [Stage.LOAD_TRAINER, Stage.LOAD_WEIGHTS])
-async def test_trainer_leaves_the_gpus_before_an_engine_is_started_anew(
+async def test_trainer_leaves_the_gpus_before_an_engine_is_restarted(
     at: Stage, node: Node, services: FakeServices, journal: Journal
 ) -> None:
     if at is Stage.LOAD_WEIGHTS:
@@ -175,7 +175,7 @@ async def test_training_goes_on_while_rollout_is_away(node: Node, services: Fake
     assert services.asked == []
 
 
-async def test_trainer_that_was_started_anew_while_rollout_serves_is_loaded_at_the_next_changeover(
+async def test_trainer_that_was_restarted_while_rollout_serves_is_loaded_at_the_next_changeover(
     node: Node, services: FakeServices
 ) -> None:
     await acquire(node, Phase.ROLLOUT)
@@ -240,7 +240,7 @@ async def test_rollout_that_was_only_silent_while_the_trainer_made_room_for_it_i
     assert ("undo", Stage.RESUME_WEIGHTS) in services.asked
 
 
-async def test_changeover_whose_publication_was_not_heard_begins_anew(
+async def test_changeover_whose_publication_was_not_heard_begins_again(
     node: Node, services: FakeServices, journal: Journal
 ) -> None:
     await acquire(node, Phase.ROLLOUT)
@@ -253,7 +253,7 @@ async def test_changeover_whose_publication_was_not_heard_begins_anew(
     assert (services.served, node.state().policy_version) == (1, 1)
 
 
-async def test_refusal_by_a_service_that_was_started_anew_is_a_loss_and_tried_again(
+async def test_refusal_by_a_service_that_was_restarted_is_a_loss_and_tried_again(
     node: Node, services: FakeServices, journal: Journal
 ) -> None:
     async def restart(stage: Stage) -> None:

@@ -32,9 +32,7 @@ async def test_full_disk_refuses_a_command_before_it_is_carried_out(path: Path, 
     assert ids(path) == ["a", "c"]
 
 
-async def test_a_mark_that_cannot_be_written_stops_training_until_the_trainer_is_started_anew(
-    path: Path, tmp_path: Path
-) -> None:
+async def test_a_mark_that_cannot_be_written_stops_training_until_the_trainer_is_restarted(path: Path, tmp_path: Path) -> None:
     log = TrainingLog(path, failpoints=Failpoints("trainer", folder=tmp_path))
     await write(log, learn("a"))
     plant(tmp_path, "trainer", "log.commit", Action.FULL)

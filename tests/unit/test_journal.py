@@ -13,7 +13,7 @@ import pytest
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.records import Intent, Outcome, Status
 from tasuki.memory.stages import HOLDS, Phase, Stage
-from tasuki.wire.errors import DiskFull, OutOfGpuMemory
+from tasuki.wire.errors import DiskFull, InvalidArgument, OutOfGpuMemory
 
 TRAIN = HOLDS[Phase.TRAIN]
 
@@ -27,6 +27,12 @@ def journal(tmp_path: Path) -> Journal:
 
 def intend(journal: Journal, changeover_id: str, stage: Stage, *, is_undo: bool = False) -> Intent:
     return journal.intend(stage, changeover_id, is_undo=is_undo, trainer_boot_id="t1", rollout_boot_id="r1")
+
+
+def test_something_else_under_the_name_of_the_journal_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "journal.sqlite")
+    with pytest.raises(InvalidArgument, match="state_dir: .*journal.sqlite is no regular file"):
+        Journal(tmp_path / "journal.sqlite")
 
 
 def test_epoch_grows_with_every_start(tmp_path: Path) -> None:
@@ -43,7 +49,7 @@ def test_journal_commits_with_full_sync_in_wal_mode(journal: Journal) -> None:
     assert journal._db.execute("PRAGMA synchronous").fetchone()[0] == 2
 
 
-def test_sequence_grows_by_one_in_an_epoch_and_starts_anew_in_the_next(journal: Journal) -> None:
+def test_sequence_grows_by_one_in_an_epoch_and_restarts_in_the_next(journal: Journal) -> None:
     changeover_id = journal.begin_changeover("r1", origin=TRAIN, target=Phase.ROLLOUT)
     first = [intend(journal, changeover_id, stage) for stage in (Stage.LOAD_WEIGHTS, Stage.RESUME_WEIGHTS)]
     journal.begin_epoch("boot-2")

@@ -98,7 +98,7 @@ def test_services_that_do_not_fit_together_stand_nowhere() -> None:
 
 
 @pytest.mark.parametrize("rollout", [rule.stage for rule in RING if rule.service is Service.ROLLOUT])
-def test_trainer_that_was_started_anew_leaves_the_node_where_rollout_is(rollout: Stage) -> None:
+def test_trainer_that_was_restarted_leaves_the_node_where_rollout_is(rollout: Stage) -> None:
     is_asleep = rollout is Stage.PAUSE_WEIGHTS
     assert ring_position(trainer=None, rollout=rollout) is (Stage.LOAD_TRAINER if is_asleep else rollout)
     assert lost_weights(trainer=None, rollout=rollout) is (rollout in (Stage.RESUME_WEIGHTS, Stage.SYNC))

@@ -44,7 +44,7 @@ def test_nobody_waits_for_a_fifo(config: NodeConfig) -> None:
 
 
 def test_a_service_that_ended_too_often_is_named_in_words_with_what_it_said(config: NodeConfig) -> None:
-    reason = "coordinator ended by itself more often than restart.max_restarts allows"
+    reason = "coordinator ended by itself, more often than restart.max_restarts allows"
     write_exit_report(
         config.state_dir, reason=reason, first="coordinator", exit_codes={"coordinator": -9}, restarts={"coordinator": 5}
     )

@@ -199,9 +199,7 @@ def config(tmp_path: Path) -> NodeConfig:
     return NodeConfig(state_dir=tmp_path / "state", model=ModelConfig(path=tmp_path))
 
 
-async def test_a_trainer_started_anew_gives_the_same_answers_and_carries_nothing_out_again(
-    path: Path, config: NodeConfig
-) -> None:
+async def test_a_trainer_restarted_gives_the_same_answers_and_carries_nothing_out_again(path: Path, config: NodeConfig) -> None:
     async with trainer(path, config) as (_, ask):
         answers = [await ask("a"), await ask("b")]
         with pytest.raises(GradientsNotFinite):

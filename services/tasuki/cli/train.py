@@ -32,6 +32,7 @@ from tasuki.supervisor.fleet_place import check_run
 from tasuki.supervisor.node import check_state_folder, running_node
 from tasuki.supervisor.node_settings import adopt_node
 from tasuki.supervisor.post_mortem import explained
+from tasuki.supervisor.processes import continue_children
 from tasuki.wire.errors import InvalidArgument
 from tasuki.wire.tracing import check_tracing_installed
 
@@ -146,6 +147,7 @@ def _run(
             explained(config),
         ):
             _train(config, training, loop, earlier, request, started=started)
+    continue_children()
     return 0
 
 

@@ -17,7 +17,7 @@ from tasuki.coordinator.journal_schema import SCHEMA_VERSION, TABLES
 from tasuki.coordinator.records import ChangeoverRecord, Intent, Outcome, StageEvent, Status, id_number, id_text
 from tasuki.memory.stages import Phase, Stage
 from tasuki.rpc.failpoints import NO_FAILPOINTS, Failpoints
-from tasuki.wire.errors import DiskFull, TasukiError
+from tasuki.wire.errors import DiskFull, InvalidArgument, TasukiError
 
 _MAX_NUMBER = 2**63 - 1
 
@@ -29,7 +29,10 @@ class Journal:
     """
 
     def __init__(self, path: Path, *, failpoints: Failpoints = NO_FAILPOINTS) -> None:
+        """Raises DiskFull if the file cannot be written, InvalidArgument if something else has its name."""
         self._path, self._failpoints = path, failpoints
+        if path.exists() and not path.is_file():
+            raise InvalidArgument("state_dir", f"{path} is no regular file; remove it, or choose another folder")
         with self._writing():
             self._db = sqlite3.connect(path, isolation_level=None)
             try:

@@ -61,6 +61,14 @@ def has_ended(pid: int) -> bool:
     return parent_and_state(pid)[1] in "ZX"
 
 
+def continue_children() -> None:
+    """Continues this process's stopped children, which could not end with it."""
+    for pid in descendants(os.getpid()):
+        if parent_and_state(pid) == (os.getpid(), "T"):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+
 def end_descendants(*, grace_s: float, kill_s: float, watch: Callable[[dict[int, int]], None]) -> None:
     """Gives the processes below this one `grace_s` to end, then sends SIGKILL for up to `kill_s` until none is left.
 

@@ -83,6 +83,7 @@ class Supervisor:
         self._state_dir = state_dir
         self._resources = resources
         self._environment = environment
+        self._guard_pid = os.getppid()
         self._starter_fd: int | None = starter_fd
         os.set_blocking(starter_fd, False)
         self._services = {service.name: service for service in services}
@@ -166,13 +167,15 @@ class Supervisor:
         """Waits a moment and handles events. Returns why the node must stop, or an empty string, and the service to blame."""
         time.sleep(_TICK_S)
         asked = _asked_to_stop()
+        if os.getppid() != self._guard_pid:  # whose end sends SIGTERM
+            return "the guard was killed", None
         if asked is not None:
             return f"{REQUESTED_BY} {asked.name}", None
         if self._starter_is_gone():
             return "the process that started the node ended", None
         self._see_who_serves()
-        for name in self._ended():
-            why = self._start_again(name)
+        for name, how in self._ended().items():
+            why = self._start_again(name, how)
             if why:
                 return why, name
         return "", None
@@ -182,32 +185,36 @@ class Supervisor:
             if service.name not in self._served and (not service.target or listens(service.target)):
                 self._served.add(service.name)
 
-    def _ended(self) -> list[str]:
-        """Services that ended unexpectedly, or were killed here because they hung or a restart was requested."""
-        ended = self._note(reap())
+    def _ended(self) -> dict[str, str]:
+        """Services that ended unexpectedly, or must be killed because they hang or a restart was requested, and which of these."""
+        ended = dict.fromkeys(self._note(reap()), "ended by itself")
         if (stall := self._watchdog.check(now=time.monotonic())) is not None and stall.service not in ended:
             stacks = "-" if stall.is_gone else dump_stacks(self._state_dir, stall)
             event = "lost" if stall.is_gone else "stalled"
             _log.error("event=%s process=%s pid=%d cause=%s stacks=%s", event, stall.process, stall.pid, stall.cause, stacks)
-            ended.append(stall.service)
+            ended[stall.service] = f"lost {stall.process}" if stall.is_gone else f"hung ({stall.process}: {stall.cause})"
         for name in self._services:
             request = restart_request_path(self._state_dir, name)
             if request.exists() and name not in ended:
-                _log.error("event=restart_asked service=%s cause=%s", name, request.read_text())
-                ended.append(name)
+                cause = request.read_text()
+                _log.error("event=restart_asked service=%s cause=%s", name, cause)
+                ended[name] = f"had to be restarted ({cause})"
             request.unlink(missing_ok=True)
         return ended
 
-    def _start_again(self, name: str) -> str:
-        """Kills what is left of the service and schedules its restart. Returns why it must not restart, or an empty string."""
+    def _start_again(self, name: str, how: str) -> str:
+        """Kills what is left of the service and schedules its restart. Returns why it must not restart, or an empty string.
+
+        how: why it must be started again, as a verb of the service.
+        """
         code = self._exit_codes.get(name)
         if code in self._services[name].final_codes:
             return f"{name} ended with exit code {code}"
         if name not in self._served:
-            return f"{name} ended by itself before it served"
+            return f"{name} {how} before it served"
         pause_s = self._restarts.next_pause(name, now=time.monotonic())
         if pause_s is None:
-            return f"{name} ended by itself more often than restart.max_restarts allows"
+            return f"{name} {how}, more often than restart.max_restarts allows"
         self._resources.scan()
         num_killed = kill_service(name, kill_s=_KILL_S, watch=self._watch_end)
         self._watchdog.forget(name)
