@@ -3,8 +3,9 @@
 python supervised_node.py STATE_DIR LOCK_FD STARTER_FD MAX_RESTARTS NAME=KIND...
 
 Kinds: "good" stops when asked and takes its child along, "deaf" ignores SIGTERM, "dies" ends by itself with code 7 soon after it
-started, "fails" does so at once, "stops" is stopped by SIGSTOP at once. A service whose name is "beats" shows a heartbeat, one whose name is "pooled" holds the whole pool.
-Each has a socket, a child in another session, a file and a semaphore in shared memory, as engines and trainers do.
+started, "fails" does so at once, "stops" is stopped by SIGSTOP at once. A service whose name is "beats" shows a heartbeat, one whose
+name is "pooled" holds the whole pool. Each has a socket, a child in another session, a file and a semaphore in shared memory, as engines
+and trainers do.
 """
 
 from __future__ import annotations
