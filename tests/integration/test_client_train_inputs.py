@@ -125,6 +125,16 @@ def test_what_a_run_makes_in_a_new_state_folder_is_no_users_file(config: Path):
         check_state_folder(node)
 
 
+@pytest.mark.parametrize("name", ["node.toml", "training.log", "logs/supervisor.log"])
+def test_a_fifo_in_the_place_of_a_nodes_file_is_refused(config: Path, name: str):
+    node = load_config(config)
+    (node.state_dir / name).parent.mkdir(parents=True)
+    (node.state_dir / "journal.sqlite").touch()
+    os.mkfifo(node.state_dir / name)
+    with pytest.raises(InvalidArgument, match=f"state_dir: .*{name} is no regular file"):
+        check_state_folder(node)
+
+
 def test_an_earlier_run_is_not_overwritten(config: Path, capsys: pytest.CaptureFixture[str]):
     (config.parent / "run").mkdir()
     (config.parent / "run" / "summary.json").write_text("{}")

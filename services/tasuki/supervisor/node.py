@@ -165,9 +165,13 @@ def _begin_at_the_model(state_dir: Path) -> None:
 def check_state_folder(config: NodeConfig) -> None:
     """Refuses a folder with other files, since a node writes node.toml to its folder and removes `run` from it.
 
-    Raises InvalidArgument. Files that `tasuki train` creates there before the node starts are allowed.
+    Raises InvalidArgument, also for a FIFO or device in the place of a file. Files that `tasuki train` creates there before the node
+    starts are allowed.
     """
     state_dir = Path(os.path.realpath(config.state_dir))
+    for path in (*state_dir.glob("*"), *state_dir.glob("logs/*")):
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise InvalidArgument("state_dir", f"{path} is no regular file; remove it, or choose another folder")
     if not state_dir.is_dir() or lock_path(state_dir, name=NODE_LOCK).exists() or journal_path(state_dir).exists():
         return
     made_by_train = {lock_path(state_dir, name=TRAINING_LOCK)}
