@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tasuki.algorithms.loss_types import SettingError
 from tasuki.cli.__main__ import main
 from tasuki.config import engine_arguments
 from tasuki.config.engine_arguments import Argument, check_argument_values, uncounted_arguments
@@ -55,6 +56,10 @@ def test_arguments_of_every_kind_are_read_and_written(tmp_path: Path):
         ("log_requests = true", "rollout.engine.log_requests", "in logs"),
         ("port = 30000", "rollout.engine.port", "rollout.listen"),
         ("pp_size = 2", "rollout.engine.pp_size", "rollout.tp_size"),
+        ("kv_events_config = '{}'", "rollout.engine.kv_events_config", "listens at no address"),
+        ('hicache_storage_backend = "dynamic"', "rollout.engine.hicache_storage_backend", "connects to none"),
+        ('spec_trace_dir = "/tmp"', "rollout.engine.spec_trace_dir", "in logs"),
+        ('speculative_token_map = "x"', "rollout.engine.speculative_token_map", "model's folder alone"),
         ('disaggregation_mode = "prefill"', "rollout.engine.disaggregation_mode", "rollout.tp_size"),
         ('speculative_algorithm = "EAGLE"', "rollout.engine.speculative_algorithm", "NGRAM"),
         ('speculative_draft_model_path = "x"', "rollout.engine.speculative_draft_model_path", "NGRAM"),
@@ -64,6 +69,45 @@ def test_an_argument_of_tasukis_own_is_refused_with_what_to_use(tmp_path: Path, 
     with pytest.raises(InvalidArgument, match=advice) as refused:
         load(tmp_path, engine)
     assert refused.value.metadata["field"] == key
+
+
+SAYS_A_PLACE = re.compile(
+    r"addr|config|corpus|dir(_|$)|disk|dump|endpoint|export|extra|file|folder|host|http|input|ipc|location|mooncake|output|path|port|"
+    r"remote|server|socket|storage|template|trace|url"
+)
+NO_PLACES = {
+    "cuda_graph_config",
+    "deepep_dispatcher_output_dtype",
+    "disable_outlines_disk_cache",
+    "enable_attn_tp_input_scattered",
+    "enable_broadcast_mm_inputs_process",
+    "enable_cache_report",
+    "enable_profile_cuda_graph",
+    "extra_metric_labels",
+    "hf_chat_template_name",
+    "load_balance_method",
+    "mm_process_config",
+    "model_config_parser",
+    "skip_server_warmup",
+    "speculative_ngram_external_corpus_max_tokens",
+    "weight_loader_prefetch_checkpoints",
+}
+"""Switches, choices, tables and numbers whose names say a place."""
+
+
+@needs_sglang
+def test_no_argument_names_an_address_or_a_place_to_read_or_write():
+    """A new SGLang may have arguments that open a port or write prompts to a file."""
+    allowed = {name for name in NAMES if SAYS_A_PLACE.search(name) and accepts(name)}
+    assert allowed <= NO_PLACES
+
+
+def accepts(name: str) -> bool:
+    try:
+        engine_arguments.check_engine_arguments({name: "NGRAM"})
+    except SettingError:
+        return False
+    return True
 
 
 def test_a_table_for_a_value_is_refused(tmp_path: Path):

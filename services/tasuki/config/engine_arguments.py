@@ -43,7 +43,9 @@ KEYS: Mapping[str, str] = {
 _WEIGHTS = "the engine's weights are exactly the trainer's"
 _PARALLEL = "only rollout.tp_size and rollout.dp_size set an engine's parallelism"
 _PORTS = "the engine opens no port; callers reach rollout at rollout.listen"
+_PEERS = "the engine listens at no address and connects to none"
 _TEXT = "prompts and completions would be in logs"
+_FILES = "the engine reads the model's folder alone, and writes only below state_dir"
 _OURS = "tasuki sets it itself"
 _REFUSED: Mapping[str, str] = {
     **dict.fromkeys(
@@ -57,20 +59,43 @@ _REFUSED: Mapping[str, str] = {
     ),
     **dict.fromkeys(
         (
-            "attn_cp_size", "dcp_size", "dist_init_addr", "elastic_ep_backend", "enable_dp_attention", "enable_eplb", "ep_size",
-            "moe_dense_tp_size", "moe_dp_size", "nnodes", "node_rank", "pp_size", "use_ray",
+            "attn_cp_size", "dcp_size", "dist_init_addr", "elastic_ep_backend", "elastic_ep_rejoin", "enable_dp_attention",
+            "enable_elastic_expert_backup", "enable_eplb", "ep_size", "init_expert_location", "moe_a2a_backend", "moe_dense_tp_size",
+            "moe_dp_size", "nnodes", "node_rank", "pp_size", "use_ray",
         ),
         _PARALLEL,
     ),
     **dict.fromkeys(
         (
-            "admin_api_key", "api_key", "enable_http2", "engine_info_bootstrap_port", "grpc_http_sidecar_port", "grpc_mode", "host",
-            "nccl_port", "port", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_keyfile_password",
+            "admin_api_key", "api_key", "enable_http2", "enable_ssl_refresh", "engine_info_bootstrap_port", "fastapi_root_path",
+            "grpc_http_sidecar_port", "grpc_mode", "host", "nccl_port", "port", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile",
+            "ssl_keyfile_password",
         ),
         _PORTS,
     ),
     **dict.fromkeys(
-        ("crash_dump_folder", "log_level", "log_level_http", "log_requests", "log_requests_level", "log_requests_target"), _TEXT
+        (
+            "enable_adaptive_dispatch_to_encoder", "enable_forward_pass_metrics", "enable_lmcache", "enable_mm_global_cache",
+            "enable_trace", "hicache_storage_backend", "hicache_storage_backend_extra_config", "hicache_storage_prefetch_policy",
+            "kv_events_config", "modelexpress_config", "mooncake_ib_device", "otlp_traces_endpoint", "tool_server", "trace_modules",
+        ),
+        _PEERS,
+    ),
+    **dict.fromkeys(
+        (
+            "crash_dump_folder", "debug_tensor_dump_input_file", "debug_tensor_dump_layers", "debug_tensor_dump_output_folder",
+            "export_metrics_to_file", "export_metrics_to_file_dir", "log_level", "log_level_http", "log_requests",
+            "log_requests_format", "log_requests_level", "log_requests_target", "msprobe_dump_config", "spec_trace_dir",
+        ),
+        _TEXT,
+    ),
+    **dict.fromkeys(
+        (
+            "chat_template", "completion_template", "deepep_config", "dllm_algorithm_config", "download_dir",
+            "expert_distribution_recorder_mode", "file_storage_path", "hisparse_config", "lmcache_config_file", "pdmux_config_path",
+            "revision", "speculative_adaptive_config", "speculative_ngram_external_corpus_path", "speculative_token_map",
+        ),
+        _FILES,
     ),
     **dict.fromkeys(
         (
@@ -86,7 +111,9 @@ _REFUSED: Mapping[str, str] = {
 }  # fmt: skip
 _REFUSED_PREFIXES: Mapping[str, str] = {
     "disaggregation_": _PARALLEL,
+    "decoupled_spec_": _PEERS,
     "encoder_": _PARALLEL,
+    "forward_pass_metrics_": _PEERS,
     "kt_": _WEIGHTS,
     "modelopt_": _WEIGHTS,
     "remote_instance_": _WEIGHTS,
