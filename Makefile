@@ -37,7 +37,7 @@ EXTRAS := --extra certs --extra otel --extra rollout --extra tensorboard --extra
 SAMPLED := $(shell grep -rl 'tests.extent import' tests/unit tests/integration tests/e2e --include='test_*.py') tests/integration/test_loss_cuts.py tests/integration/test_engine_parts.py \
   tests/integration/test_trainer_memory.py
 
-.PHONY: help setup trackers demo example test oracles chaos fleet containers check protos native lint types buf bench bench-memory bench-memory-gpu bench-sync-gpu grpcurl jobset clean
+.PHONY: help setup trackers demo example test oracles chaos fleet containers check protos native lint types buf bench bench-memory bench-memory-gpu bench-changeover-gpu bench-sync-gpu grpcurl jobset clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-22s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -100,6 +100,9 @@ bench-memory-gpu: setup  ## the same on a GPU, and SGLang with it, beside torch_
 	$(BIN)/python tests/bench/memory_gpu.py --out runs/bench
 	$(BIN)/python tests/bench/sglang_memory_gpu.py --out runs/bench
 	$(BIN)/python tests/bench/trainer_memory_gpu.py --out runs/bench
+
+bench-changeover-gpu: setup  ## changeovers of a whole node on GPUs, beside SGLang with torch_memory_saver, host copies and buckets; SIZE=qwen2.5-7b GPUS=2
+	$(BIN)/python -m tests.bench.changeover_peers --size $(or $(SIZE),qwen2.5-3b) --gpus $(or $(GPUS),1) --rounds 10 --limit-s 600 --out runs/bench
 
 bench-sync-gpu: setup  ## weights into running engines on GPUs: by RPC, and beside SGLang's own ways and checkpoint-engine; CASES="7b:4:4 7b:4:1x4" is model:trainers:TPxENGINES
 	@status=0; for bench in sync_peers sync_engine_gpu; do \

@@ -3,11 +3,12 @@
 A node with random weights, float32 masters, N trainer ranks and N replicas, started once for each way to size the KV cache. After a batch
 of 512 samples (64 x 8, 256 + 512 tokens) and a training step, each round goes from the end of an optimizer step to the first token, then
 from the last token of a shorter batch (192 tokens a sample) back to TRAIN. Every other round first waits for the optimizer's kernels, for
-which OptimStep does not ("settled"). Beside the seconds of every stage: the bytes that it moved, what the driver says is taken of the first
-GPU after each of them and what each tag has mapped, what the planner expected, and what `tasuki audit` says at the end. Rounds end early
-where --limit-s is over, counted from the start of a node. --kv may also be "nothing": as "most", with nothing that stays, "growing": as
-"most", with kv_growth, or "pooled": as "growing", with memory.pool. --tiny: a small model on a CPU. Writes changeover_gpu.json after each
-round, and prints a table.
+which OptimStep does not ("settled"). "unused_ms" is the time that neither side uses: until the first token, and from the last one until
+the trainer has computed the log-probs of one sample. Beside the seconds of every stage: the bytes that it moved, what the driver says is
+taken of the first GPU after each of them and what each tag has mapped, what the planner expected, and what `tasuki audit` says at the
+end. Rounds end early where --limit-s is over, counted from the start of a node. --kv may also be "nothing": as "most", with nothing that
+stays, "growing": as "most", with kv_growth, or "pooled": as "growing", with memory.pool. --tiny: a small model on a CPU. Writes
+changeover_gpu.json after each round, and prints a table.
 """
 
 from __future__ import annotations
@@ -51,6 +52,9 @@ from tests.bench.gpus import at_least_one, require_gpus
 from tests.bench.plan_gpu import SIZES
 
 STAGE_LIMIT_S, SETTLE_S = 300.0, 0.3
+THERE = ("to_rollout_ms", "to_first_token_ms", "same_token_again_ms")
+BACK = ("to_train_ms", "to_first_log_probs_ms")
+"""The latter's first kernels begin before it ends: an upper bound of what passes until the first kernel of training."""
 CONFIG = """
 state_dir = "node-{kv}"
 device = "{device}"
@@ -202,6 +206,8 @@ def round_trip(client: Client, config: NodeConfig, load: Load, random: np.random
     leaving = time.perf_counter()
     back = client.acquire(Phase.TRAIN)
     returned = time.perf_counter()
+    client.compute_log_probs(samples[:1])
+    computed = time.perf_counter()
     return {
         "is_settled": settles,
         "to_rollout_ms": round(1000 * (serves - started), 2),
@@ -209,6 +215,8 @@ def round_trip(client: Client, config: NodeConfig, load: Load, random: np.random
         "same_token_again_ms": round(1000 * (again - answered), 2),
         "generate_s": round(generated - again, 2),
         "to_train_ms": round(1000 * (returned - leaving), 2),
+        "to_first_log_probs_ms": round(1000 * (computed - leaving), 2),
+        "unused_ms": round(1000 * (answered - started + computed - leaving), 2),
         "stages_ms": stages_ms(there) | stages_ms(back),
         "stages_gb": stages_gb(there) | stages_gb(back),
         **mapped,
@@ -263,7 +271,7 @@ def summary(rounds: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Median and the worst of every figure; of ten rounds the worst is the 99th percentile."""
     named = [
         {
-            **{key: one[key] for key in ("to_rollout_ms", "to_first_token_ms", "same_token_again_ms", "to_train_ms")},
+            **{key: one[key] for key in (*THERE, *BACK, "unused_ms")},
             **one["stages_ms"],
         }
         for one in rounds
@@ -336,7 +344,7 @@ def table(kv: str, result: dict[str, Any]) -> list[str]:
     ]
     expected = result.get("expected_ms", {})
     stages = [rule.stage for rule in RING]
-    order = ["to_rollout_ms", "to_first_token_ms", "same_token_again_ms", *stages[:5], "to_train_ms", *stages[5:]]
+    order = [*THERE, *stages[:5], *BACK, *stages[5:], "unused_ms"]
     for name in order:
         if name in result["summary"]:
             figures = result["summary"][name]

@@ -18,15 +18,14 @@ import torch
 import torch.distributed as dist
 from checkpoint_engine.ps import ParameterServer
 from loguru import logger
-from sglang.srt.utils import MultiprocessingSerializer
 from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
-from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ByRows
 
 from tasuki.transport.device import device_uuid
 from tasuki.transport.export import WeightExport
+from tests.bench.peer_buckets import Buckets
 from tests.bench.sync_gpu import CHANGE
 from tests.bench.sync_ranks import answer
 from tests.bench.sync_shapes import QWEN, random_shards
@@ -49,7 +48,7 @@ class PeerTrainer:
         self._export = WeightExport(self._shards, rank=rank, num_ranks=num_ranks, dtype=torch.bfloat16, socket_path=path)
         mesh = init_device_mesh("cuda", (num_ranks,))
         self._tensors = {shard.name: _dtensor(shard.local, shard.global_shape, mesh) for shard in self._shards}
-        self._sent: Any = None
+        self._buckets = Buckets(self._tensors)
         self._places: dict[str, torch.Tensor] = {}
         # It takes its rank from there.
         os.environ["RANK"] = str(rank)
@@ -68,19 +67,11 @@ class PeerTrainer:
 
     def bucket(self, num_bytes: str, index: str) -> dict[str, Any]:
         """Whole tensors of at most `num_bytes` (or one that is larger) in one new tensor, with its handle."""
-        torch.cuda.ipc_collect()
-        buckets = self._buckets(int(num_bytes))
-        bucket = FlattenedTensorBucket(named_tensors=[(name, self._whole(name)) for name in buckets[int(index)]])
-        content = {"flattened_tensor": bucket.get_flattened_tensor(), "metadata": bucket.get_metadata()}
-        self._sent = bucket
-        payload = MultiprocessingSerializer.serialize(content, output_str=True)
-        return {"payload": payload, "num_handles": 1, "num_buckets": len(buckets)}
+        return self._buckets.send(int(num_bytes), int(index))
 
     def tensors(self) -> dict[str, Any]:
         """All whole tensors, each with a handle."""
-        torch.cuda.ipc_collect()
-        self._sent = [(name, self._whole(name)) for name in self._tensors]
-        return {"payload": MultiprocessingSerializer.serialize(self._sent, output_str=True), "num_handles": len(self._sent)}
+        return self._buckets.send_each()
 
     def make_places(self) -> dict[str, Any]:
         """Memory for all tensors whole, as if it were the engine's own."""
@@ -99,7 +90,7 @@ class PeerTrainer:
 
     def check_places(self) -> dict[str, Any]:
         """Compares them with what `full_tensor` gathers, and gives them up."""
-        is_equal = all(torch.equal(place, self._whole(name)) for name, place in self._places.items())
+        is_equal = all(torch.equal(place, self._buckets.whole(name)) for name, place in self._places.items())
         self._places.clear()
         return {"is_equal": is_equal}
 
@@ -121,9 +112,7 @@ class PeerTrainer:
 
     def forget_sent(self) -> dict[str, Any]:
         """Gives up what was handed out last; torch keeps the memory."""
-        self._sent = None
-        torch.cuda.synchronize()
-        torch.cuda.ipc_collect()
+        self._buckets.forget_sent()
         return {}
 
     def trim(self) -> dict[str, Any]:
@@ -136,28 +125,14 @@ class PeerTrainer:
         self._export.close()
         dist.destroy_process_group()
 
-    def _whole(self, name: str) -> torch.Tensor:
-        return self._tensors[name].full_tensor()
-
     def _contiguous_part(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Neighbours, as in the files of a checkpoint, about as many bytes on each rank. All ranks gather all."""
         total, offset = sum(tensor.nbytes for tensor in self._tensors.values()), 0
         for name, tensor in self._tensors.items():
-            whole = self._whole(name)
+            whole = self._buckets.whole(name)
             if offset * self._num_ranks // total == self._rank:
                 yield name, whole
             offset += tensor.nbytes
-
-    def _buckets(self, num_bytes: int) -> list[list[str]]:
-        buckets: list[list[str]] = [[]]
-        size = 0
-        for name, tensor in self._tensors.items():
-            if buckets[-1] and size + tensor.nbytes > num_bytes:
-                buckets.append([])
-                size = 0
-            buckets[-1].append(name)
-            size += tensor.nbytes
-        return buckets
 
 
 def _dtensor(local: torch.Tensor, shape: tuple[int, ...], mesh: Any) -> DTensor:

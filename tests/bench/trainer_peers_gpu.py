@@ -69,9 +69,9 @@ TRIES: dict[str, dict[str, tuple[str, ...]]] = {
             "--recompute full",
         ),
         "trl": (
+            "--recompute full --batch 3 --liger",
             "--recompute full --batch 3 --liger --attention flash_attention_4",
-            "--recompute none --batch 2 --liger --attention flash_attention_4",
-            "--recompute full --batch 6 --liger --attention flash_attention_4",
+            "--recompute none --batch 2 --liger",
             "--recompute full --batch 3",
         ),
     },

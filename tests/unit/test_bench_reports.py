@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.bench import sync_report, trainer_peers_gpu
+from tests.bench import changeover_chart, changeover_peers, sync_report, trainer_peers_gpu
 
 ROUND = {"total_ms": 5.0, "cpu_ms": 9.0, "num_rpcs": 1, "num_handles": 0, "host_ms": 0.0}
 CASE = {
@@ -197,3 +197,17 @@ def test_the_table_has_the_rates_and_peaks_of_every_side() -> None:
         "  least [80]: 100 tokens/s a GPU; peak 80.0 GB, driver 83.0 GB, 16384 places",
         "  tasuki 2.10 times as fast",
     ]
+
+
+def test_changeovers_of_both_sides_are_in_one_table_and_chart(tmp_path: Path) -> None:
+    names = [name for of_side in (*changeover_chart.TO_ROLLOUT, *changeover_chart.TO_TRAINING) for name in of_side]
+    names += ["to_rollout_ms", "to_first_token_ms", "to_train_ms"]
+    rounds = [dict.fromkeys(names, value) for value in (900.0, 5.0, 7.0, 9.0)]
+    figures = changeover_peers.summary(rounds)
+    assert figures["send weights"] == {"median": 7.0, "worst": 9.0}  # the first round has the costs of a start
+    ours = {"size": "qwen2.5-3b", "gpus": 1, "pooled": {"rounds": rounds, "settled": figures}}
+    results = {"size": "qwen2.5-3b", "gpus": 1, "gpu": "NVIDIA H200", "ours": ours, "theirs": {"summary": figures}}
+    rows = changeover_peers.table(results).splitlines()
+    assert [row.split("  ")[0] for row in rows[1:]] == ["tasuki, pooled", "torch_memory_saver way"]
+    changeover_chart.chart(results, tmp_path / "chart.png")
+    assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
