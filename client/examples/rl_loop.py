@@ -151,7 +151,9 @@ class RlLoop:
         limit = self.settings.sampling.max_new_tokens if sampling.max_new_tokens is None else sampling.max_new_tokens
         sampling = replace(sampling, max_new_tokens=limit, stop_token_ids=self.settings.sampling.stop_token_ids)
         with step.timed("evaluate"):
-            prompts, samples = self.complete(self.eval_rows, sampling, num_samples=evaluation.num_samples)
+            prompts, samples = self.complete(
+                self.eval_rows, sampling, num_samples=evaluation.num_samples, is_last=step.step == self.settings.num_steps
+            )
             figures = eval_figures(self.score(self.eval_rows, prompts, samples), evaluation)
         step.eval_score = figures.pop("mean", None)
         step.metrics |= {f"eval/{name}": value for name, value in figures.items()}
@@ -184,10 +186,11 @@ class RlLoop:
 
         def generate(num_prompts: int) -> list[Group]:
             rows = self.dataset.next_rows(num_prompts)
+            is_last = len(generated) + 1 == settings.max_batches
             with step.timed("generate"):
-                prompts, samples = self.complete(rows, settings.sampling, num_samples=settings.group_size)
                 greedy = self.greedy_samples(rows)
-            if len(generated) + 1 == settings.max_batches:
+                prompts, samples = self.complete(rows, settings.sampling, num_samples=settings.group_size, is_last=is_last)
+            if is_last:
                 # Nothing more will be generated: the trainer resumes while rewards are computed.
                 step.begin_acquire(self.client, Phase.TRAIN)
             with step.timed("reward"):
@@ -213,11 +216,11 @@ class RlLoop:
         return groups
 
     def complete(
-        self, rows: Sequence[Row], sampling: SamplingParams, *, num_samples: int
+        self, rows: Sequence[Row], sampling: SamplingParams, *, num_samples: int, is_last: bool = False
     ) -> tuple[list[list[int]], list[Sample]]:
-        """Generates completions; returns the prompts and the samples, ordered by prompt."""
+        """Generates completions; returns the prompts and the samples, ordered by prompt. is_last: of the step."""
         prompts = [self.tokenizer.encode_prompt(row["prompt"]) for row in rows]
-        return prompts, self.client.generate(prompts, sampling, num_samples=num_samples)
+        return prompts, self.client.generate(prompts, sampling, num_samples=num_samples, is_last=is_last)
 
     def completions(self, prompts: Sequence[list[int]], samples: Sequence[Sample]) -> list[Completion]:
         """Decodes samples for the reward functions."""

@@ -67,6 +67,16 @@ def test_the_changeover_to_train_begins_before_the_rewards(settings: Settings):
     assert seen[0] == ["acquire ROLLOUT", "generate", "begin_acquire TRAIN"]
 
 
+@pytest.mark.parametrize("kind", ["grpo", "remax", "dapo"])
+def test_the_last_generation_of_a_step_says_so(settings: Settings, kind: str):
+    own = {"grpo": settings, "remax": remax(settings), "dapo": dapo(settings, max_batches=3)}[kind]
+    client = LoopClient()
+    steps_of(loop_of(client, replace(own, num_steps=2, eval_every=1), eval_rows=ROWS[:2], reward=equal))
+    # Each step begins with an evaluation; the run ends with one.
+    of_step = {"grpo": [False, True], "remax": [False, False, True], "dapo": [False, False, False, True]}[kind]
+    assert [call.is_last for call in client.of("generate")] == [*of_step, *of_step, True]
+
+
 def test_dapo_begins_it_with_the_last_batch_that_may_be_generated(settings: Settings):
     def reward(prompt: int, number: int) -> float:
         seen.append((len(client.of("generate")), "begin_acquire TRAIN" in client.verbs()))
@@ -307,7 +317,7 @@ def test_one_completion_a_prompt_is_no_group_that_agrees(settings: Settings):
 def test_remax_takes_the_greedy_completions_reward_off(settings: Settings):
     client = LoopClient()
     steps_of(loop_of(client, remax(settings), reward=lambda prompt, number: prompt + number))
-    sampled, greedy = client.of("generate")
+    greedy, sampled = client.of("generate")
     assert (greedy.sampling.temperature, greedy.sampling.max_new_tokens, greedy.prompts) == (0.0, 8, sampled.prompts)
     (update,) = client.of("forward_backward")
     # The greedy completion is a group's only one: its number is 0.
