@@ -127,8 +127,9 @@ class RlLoop:
         for number in range(first_step, settings.num_steps + 1):
             step = Step(number)
             is_last = number == settings.num_steps
-            step.acquire(self.client, Phase.ROLLOUT)
-            step.policy_version = self.client.state().policy_version
+            if self.needs_rollout(number):
+                step.acquire(self.client, Phase.ROLLOUT)
+            step.policy_version = self.client.trainer_state().policy_version
             if self.eval_rows and (is_last or number % (settings.eval_every or settings.num_steps) == 0):
                 self.evaluate(step)
             target = settings.stop_at_eval_score
@@ -140,13 +141,19 @@ class RlLoop:
                 break
         self.client.export_model(settings.output_dir / "model")
 
+    def needs_rollout(self, number: int) -> bool:
+        """Whether a step generates; the last one does only to evaluate."""
+        return number < self.settings.num_steps or bool(self.eval_rows)
+
     def evaluate(self, step: Step) -> None:
         """Generates and scores completions of the held-out prompts."""
         evaluation, sampling = self.settings.evaluation, self.settings.evaluation.sampling_params()
         limit = self.settings.sampling.max_new_tokens if sampling.max_new_tokens is None else sampling.max_new_tokens
         sampling = replace(sampling, max_new_tokens=limit, stop_token_ids=self.settings.sampling.stop_token_ids)
         with step.timed("evaluate"):
-            prompts, samples = self.complete(self.eval_rows, sampling, num_samples=evaluation.num_samples)
+            prompts, samples = self.complete(
+                self.eval_rows, sampling, num_samples=evaluation.num_samples, is_last=step.step == self.settings.num_steps
+            )
             figures = eval_figures(self.score(self.eval_rows, prompts, samples), evaluation)
         step.eval_score = figures.pop("mean", None)
         step.metrics |= {f"eval/{name}": value for name, value in figures.items()}
@@ -160,36 +167,42 @@ class RlLoop:
             samples, places = self.training_samples(groups)
             if has_loss_tokens(samples):
                 self.update(step, samples, places=places, groups=groups, shown=shown)
+        is_due = self.settings.save_every and (step.step + 1) % self.settings.save_every == 0
+        is_saved = self.save_now() or is_due
+        if not is_saved and self.needs_rollout(step.step + 1):
+            # Runs while the step's figures and samples are written.
+            step.begin_acquire(self.client, Phase.ROLLOUT)
         if self.dump is not None:
             with step.timed("write_samples"):
                 self.dump.write(shown)
         step.estimator = self.state.numbers()
-        is_due = self.settings.save_every and (step.step + 1) % self.settings.save_every == 0
-        if self.save_now() or is_due:
+        if is_saved:
             self.save(step)
 
     def sample_groups(self, step: Step, shown: ShownSamples) -> list[Group]:
         """Generates the groups of a step; with dynamic sampling, only groups whose rewards differ."""
         settings = self.settings
-        # If nothing more will be generated, the trainer resumes while rewards are computed.
-        is_all = settings.max_batches == 1 and settings.advantages.estimator is not Estimator.GREEDY_BASELINE
         generated: list[tuple[list[Sample], Scores]] = []
 
         def generate(num_prompts: int) -> list[Group]:
             rows = self.dataset.next_rows(num_prompts)
+            is_last = len(generated) + 1 == settings.max_batches
             with step.timed("generate"):
-                prompts, samples = self.complete(rows, settings.sampling, num_samples=settings.group_size)
-            if is_all:
-                self.client.begin_acquire(Phase.TRAIN)
+                greedy = self.greedy_samples(rows)
+                prompts, samples = self.complete(rows, settings.sampling, num_samples=settings.group_size, is_last=is_last)
+            if is_last:
+                # Nothing more will be generated: the trainer resumes while rewards are computed.
+                step.begin_acquire(self.client, Phase.TRAIN)
             with step.timed("reward"):
                 completions = self.completions(prompts, samples)
                 scores = self.rewards.score(rows, completions, group_size=settings.group_size)
+                greedy_rewards = self.greedy_rewards(rows, prompts, greedy)
             generated.append((samples, scores))
             rewards_S = self.shaped(samples, scores.rewards)
             shown.add(rows, completions, samples, scores, rewards_S)
             rewards_PG = rewards_S.reshape(len(rows), settings.group_size)
-            made = zip(groups_of(prompts, samples, rewards_PG), self.greedy_rewards(rows, step), strict=True)
-            return [replace(group, greedy_reward=greedy) for group, greedy in made]
+            made = zip(groups_of(prompts, samples, rewards_PG), greedy_rewards, strict=True)
+            return [replace(group, greedy_reward=reward) for group, reward in made]
 
         if settings.max_batches == 1:
             groups = generate(settings.prompts_per_step)
@@ -203,11 +216,11 @@ class RlLoop:
         return groups
 
     def complete(
-        self, rows: Sequence[Row], sampling: SamplingParams, *, num_samples: int
+        self, rows: Sequence[Row], sampling: SamplingParams, *, num_samples: int, is_last: bool = False
     ) -> tuple[list[list[int]], list[Sample]]:
-        """Generates completions; returns the prompts and the samples, ordered by prompt."""
+        """Generates completions; returns the prompts and the samples, ordered by prompt. is_last: of the step."""
         prompts = [self.tokenizer.encode_prompt(row["prompt"]) for row in rows]
-        return prompts, self.client.generate(prompts, sampling, num_samples=num_samples)
+        return prompts, self.client.generate(prompts, sampling, num_samples=num_samples, is_last=is_last)
 
     def completions(self, prompts: Sequence[list[int]], samples: Sequence[Sample]) -> list[Completion]:
         """Decodes samples for the reward functions."""
@@ -227,14 +240,19 @@ class RlLoop:
         lengths_S = np.array([len(sample.token_ids) for sample in samples])
         return rewards_S + soft_overlong_penalty(lengths_S, max_completion_tokens=limit, buffer_tokens=buffer)
 
-    def greedy_rewards(self, rows: Sequence[Row], step: Step) -> list[float | None]:
-        """Rewards of each prompt's greedy completion, ReMax's baseline."""
+    def greedy_samples(self, rows: Sequence[Row]) -> list[Sample] | None:
+        """Generates each prompt's greedy completion for ReMax's baseline; None for other estimators."""
         if self.settings.advantages.estimator is not Estimator.GREEDY_BASELINE:
+            return None
+        return self.complete(rows, replace(self.settings.sampling, temperature=0.0), num_samples=1)[1]
+
+    def greedy_rewards(
+        self, rows: Sequence[Row], prompts: Sequence[list[int]], samples: Sequence[Sample] | None
+    ) -> Sequence[float | None]:
+        """Rewards of the greedy completions, one for each prompt."""
+        if samples is None:
             return [None] * len(rows)
-        with step.timed("generate"):
-            prompts, samples = self.complete(rows, replace(self.settings.sampling, temperature=0.0), num_samples=1)
-        with step.timed("reward"):
-            return self.shaped(samples, self.score(rows, prompts, samples).rewards).tolist()
+        return self.shaped(samples, self.score(rows, prompts, samples).rewards).tolist()
 
     def teaches(self, groups: Sequence[Group]) -> bool:
         """Whether a batch of these groups has a gradient."""

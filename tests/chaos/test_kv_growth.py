@@ -160,6 +160,33 @@ def test_an_engine_that_is_struck_while_its_cache_grows_comes_back(growing: Runn
 
 @pytest.mark.parametrize("action", [Action.KILL, Action.STOP, Action.HANG])
 @pytest.mark.parametrize("point", ["shrink_cache", "shrink_cache.served", "shrink_cache.done"])
+def test_an_engine_that_is_struck_while_its_last_samples_end_makes_them_again(
+    growing: RunningNode, point: str, action: Action
+) -> None:
+    """Before DRAIN; nothing of the cache is lost to the pool, and the trainer finds its room."""
+    with Client(state_dir=growing.state_dir, timeout_s=240) as client:
+        chaos = ChaosNode(growing, client)
+        chaos.step()
+        client.acquire(Phase.ROLLOUT)
+        tokens = chaos.greedy()
+        boot_id = state(growing).boot_id
+        plant(socket_dir(growing.state_dir), "scheduler0", point, action)
+        generating = threading.Thread(target=generate_long, args=(growing,))
+        generating.start()
+        while state(growing).num_running == 0:
+            assert generating.is_alive()
+        assert len(client.generate([[5, 6]], _MANY, num_samples=500, is_last=True)) == 500
+        generating.join()
+        assert state(growing).boot_id != boot_id
+        assert greedy_again(chaos) == tokens
+        client.acquire(Phase.TRAIN)
+        assert chaos.log_probs() == chaos.learned
+        assert free(growing) + held(growing) == pool_bytes(_BUDGET)
+    assert_clean_audit(growing.state_dir)
+
+
+@pytest.mark.parametrize("action", [Action.KILL, Action.STOP, Action.HANG])
+@pytest.mark.parametrize("point", ["shrink_cache", "shrink_cache.served", "shrink_cache.done"])
 def test_an_engine_that_is_struck_while_its_cache_shrinks_comes_back(growing: RunningNode, point: str, action: Action) -> None:
     with Client(state_dir=growing.state_dir) as client:
         chaos = ChaosNode(growing, client)

@@ -6,40 +6,75 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.conftest import ENVIRONMENT, RunningNode
+from tests.conftest import ENVIRONMENT, RunningNode, assert_clean_audit, started_node
+from tests.extent import only_whole
 
 pytestmark = pytest.mark.timeout(240)
 NUM_STEPS = 8
 LIMIT_S = 120.0
 REWARD = "def odd(prompt, completion, **fields):\n    return float(len(set(completion)) % 2)\n"
 Train = Callable[..., "subprocess.Popen[str]"]
+KILLED_IN = 4
+# Ends `tasuki train` before a step's line is written, once the changeover that follows the step is in the journal.
+KILLED = f"""
+import os, signal, sqlite3, sys, time
+from tasuki.cli.__main__ import main
+from tasuki.runs.folder import MetricsFile
+
+journal, write, num_expected = sqlite3.connect(sys.argv.pop(1)), MetricsFile.report, [0]
+
+def report(self, step):
+    while step.step == {KILLED_IN} and changeovers() == num_expected[0]:
+        time.sleep(0.001)
+    if step.step == {KILLED_IN}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    write(self, step)
+    if step.step == {KILLED_IN - 1}:  # was saved, so that none has been begun
+        num_expected[0] = changeovers() + 1
+
+def changeovers():
+    return journal.execute("SELECT count(*) FROM changeovers WHERE target = 'ROLLOUT'").fetchone()[0]
+
+MetricsFile.report = report
+sys.exit(main())
+"""
 
 
-@pytest.fixture
-def train(node: RunningNode, tmp_path: Path) -> Train:
-    """Starts `tasuki train` on the node, with its output in `run`."""
-    (tmp_path / "odd_reward.py").write_text(REWARD)
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps({"prompt": letter * 4}) + "\n" for letter in "abcdefgh"))
+def training(
+    node: RunningNode, folder: Path, *options: str, program: Sequence[str] = ("-m", "tasuki.cli"), output: str = "run"
+) -> subprocess.Popen[str]:
+    """Starts `tasuki train` on the node, with its output below `folder`."""
     settings = {
-        "train.dataset": f"{tmp_path}/train.jsonl", "train.output_dir": f"{tmp_path}/run", "train.reward.function": "odd_reward:odd",
+        "train.dataset": f"{folder}/train.jsonl", "train.output_dir": f"{folder}/{output}", "train.reward.function": "odd_reward:odd",
         "train.prompts_per_step": 3, "train.group_size": 6, "train.max_new_tokens": 6, "train.num_steps": NUM_STEPS,
         "train.save_every": 2,
     }  # fmt: skip
+    arguments = [argument for key, value in settings.items() for argument in ("--set", f"{key}={json.dumps(value)}")]
+    return subprocess.Popen(
+        [sys.executable, *program, "train", str(node.config), *options, *arguments],
+        cwd=folder, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
 
-    def start(*options: str) -> subprocess.Popen[str]:
-        arguments = [argument for key, value in settings.items() for argument in ("--set", f"{key}={json.dumps(value)}")]
-        return subprocess.Popen(
-            [sys.executable, "-m", "tasuki.cli", "train", str(node.config), *options, *arguments],
-            cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
 
-    return start
+@pytest.fixture
+def task(tmp_path: Path) -> Path:
+    """The folder of the reward and the dataset."""
+    (tmp_path / "odd_reward.py").write_text(REWARD)
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps({"prompt": letter * 4}) + "\n" for letter in "abcdefgh"))
+    return tmp_path
+
+
+@pytest.fixture
+def train(node: RunningNode, task: Path) -> Train:
+    return partial(training, node, task)
 
 
 def test_a_killed_client_is_resumed_without_a_step_lost_or_told_twice(train: Train, tmp_path: Path) -> None:
@@ -57,6 +92,33 @@ def test_a_killed_client_is_resumed_without_a_step_lost_or_told_twice(train: Tra
         assert later["policy_version"] == step["policy_version"] + step["num_policy_steps"]
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["policy_version"] == steps[-1]["policy_version"]
+
+
+@only_whole
+def test_a_client_killed_while_the_next_changeover_runs_is_resumed_with_the_same_figures(task: Path) -> None:
+    """Its step has been made and has no line yet. Two nodes, because versions only grow."""
+    with started_node() as node, training(node, task, output="undisturbed") as done:
+        text, _ = done.communicate(timeout=LIMIT_S)
+    assert done.returncode == 0, text
+    with started_node() as node:
+        with training(node, task, program=("-c", KILLED, str(node.state_dir / "journal.sqlite"))) as killed:
+            text, _ = killed.communicate(timeout=LIMIT_S)
+        assert killed.returncode == -signal.SIGKILL, text
+        with training(node, task, "--resume") as resumed:
+            text, _ = resumed.communicate(timeout=LIMIT_S)
+        assert resumed.returncode == 0, text
+        assert_clean_audit(node.state_dir)
+    assert "resuming from the node's own policy version" in text
+    undisturbed, steps = figures(task / "undisturbed"), figures(task / "run")
+    assert len(steps) == NUM_STEPS + 1
+    assert [step["grad_norm"] for step in steps if step["step"] == KILLED_IN] == [None], "only the client knew it"
+    assert [one for one in steps if one["step"] != KILLED_IN] == [one for one in undisturbed if one["step"] != KILLED_IN]
+
+
+def figures(output: Path) -> list[dict[str, Any]]:
+    """Of each step, without times."""
+    steps = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in step.items() if not name.endswith("seconds")} for step in steps]
 
 
 def test_a_run_whose_groups_all_agree_saves_what_is_due_and_once(train: Train, tmp_path: Path) -> None:

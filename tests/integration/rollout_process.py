@@ -178,7 +178,13 @@ class RolloutClient:
 
 
 def generate_request(
-    prompts: list[list[int]], *, num_samples: int = 1, first_prompt: int = 0, request_id: str = "", **sampling: object
+    prompts: list[list[int]],
+    *,
+    num_samples: int = 1,
+    first_prompt: int = 0,
+    request_id: str = "",
+    is_last: bool = False,
+    **sampling: object,
 ) -> rollout_pb2.GenerateRequest:
     return rollout_pb2.GenerateRequest(
         request_id=request_id,
@@ -186,6 +192,7 @@ def generate_request(
         num_samples=num_samples,
         first_prompt=first_prompt,
         sampling_params=types_pb2.SamplingParams(**sampling),
+        is_last=is_last,
     )
 
 

@@ -207,6 +207,37 @@ async def test_requests_wait_while_others_hold_the_memory_and_none_fails(node: N
     assert len(await many) == NUM_WAITING
 
 
+async def test_the_last_call_gives_the_cache_back_as_its_samples_end_and_a_later_one_grows_it_again(
+    node: Node, rollout: RolloutClient
+) -> None:
+    await rollout.wake(node.trainer.publish(7))
+    await rollout.generate(**MANY)
+    mapped, total, following = await kv_bytes(rollout)
+    assert (await rollout.state()).kv_cache.served_tokens > NUM_MANY * 250, "it was not the last call"
+    long = asyncio.ensure_future(rollout.generate([[5, 6]], num_samples=8, max_new_tokens=250, ignore_eos=True))
+    while (await rollout.state()).num_running == 0:
+        await asyncio.sleep(0.01)
+    last = asyncio.ensure_future(rollout.generate(**MANY, is_last=True))
+    while (await kv_bytes(rollout))[0] > mapped - (mapped - (total - following)) / 2:
+        assert not long.done()
+        await asyncio.sleep(0.01)
+    assert (await rollout.state()).stage == types_pb2.STAGE_RESUME_KV, "before DRAIN"
+    # Another takes what it gave back: what comes now waits for room, as for any growth, and none of it fails.
+    node.hold(node.free_bytes)
+    later = asyncio.ensure_future(rollout.generate(**{**MANY, "num_samples": NUM_WAITING}))
+    await growth_until(rollout, is_short)
+    node.hold(0)
+    made = await long
+    assert {len(sample.token_ids) for sample in made} == {250}
+    check_log_probs(node, made, prompt=[5, 6])
+    assert (len(await last), len(await later)) == (NUM_MANY, NUM_WAITING)
+    assert "Retract" not in node.rollout.log.read_text()
+    await growth_until(rollout, lambda state: not state.is_growing)
+    await rollout.drain()
+    mapped, _, _ = await kv_bytes(rollout)
+    assert (await rollout.pause(types_pb2.STAGE_PAUSE_KV, KV)).released_bytes == mapped
+
+
 async def test_a_drain_gives_back_what_the_last_samples_cannot_need(node: Node, rollout: RolloutClient) -> None:
     await rollout.wake(node.trainer.publish(7))
     await rollout.generate(**MANY)

@@ -20,7 +20,7 @@ class Ranks:
         self.rooms, self.needed = list(sizes), [0 for _ in sizes]
         self.served = [LEAST for _ in sizes]
         self.failure: TasukiError | None = None
-        self.num_looks = self.num_lacks = 0
+        self.num_looks = self.num_lacks = self.num_shrinks = 0
         self.while_looking: Callable[[], None] = lambda: None
 
     def lack(self) -> None:
@@ -36,7 +36,8 @@ class Ranks:
         return answers
 
     async def shrink_cache(self) -> list[CacheResult]:
-        self.served = [LEAST for _ in self.sizes]
+        self.num_shrinks += 1
+        self.served = [max(LEAST, needed) for needed in self.needed]
         return [self._answer(rank, released_bytes=5) for rank in range(len(self.sizes))]
 
     def _grown(self, rank: int) -> CacheResult:
@@ -170,13 +171,83 @@ async def test_it_stops_between_two_looks_and_goes_on_from_there() -> None:
     ranks.rooms = list(ranks.sizes)
     await asyncio.sleep(0.05)
     assert ranks.num_looks == num_looks
+    ranks.needed = [0, 0]
     assert await growth.shrink() == 10
     assert growth.extent is not None and growth.extent.mapped_tokens == 2 * LEAST
+    ranks.needed = [600, 600]
     await growth.begin()
     await until(lambda: ranks.served == [600, 600])
     await growth.stop()
     growth.forget()
     assert growth.extent is None and not growth.is_growing
+
+
+async def test_ranks_shrink_as_the_requests_of_the_last_call_end() -> None:
+    ranks = Ranks()
+    growth = await begun(ranks)
+    ranks.needed = [1600, 1600]
+    growth.is_last_call = True
+    growth.expect(3200)
+    await until(lambda: ranks.served == [1600, 1600])
+    for num_left in range(399, 100, -1):
+        growth.ended(num_left)
+    await asyncio.sleep(0.02)
+    assert ranks.num_shrinks == 0
+    ranks.needed = [400, 60]
+    growth.ended(99)
+    await until(lambda: ranks.served == [400, 60])
+    growth.ended(30)
+    await asyncio.sleep(0.02)
+    assert ranks.num_shrinks == 1
+    ranks.needed = [100, 0]
+    growth.ended(24)
+    await until(lambda: ranks.served == [100, LEAST])
+    for num_left in (2, 1, 0):
+        growth.ended(num_left)
+    await asyncio.sleep(0.02)
+    assert ranks.num_shrinks == 2, "nothing is left that PAUSE_KV would wait for"
+    await growth.stop()
+
+
+async def test_a_call_after_the_last_one_grows_the_cache_again() -> None:
+    ranks = Ranks()
+    ranks.needed = [800, 800]
+    growth = await begun(ranks)
+    growth.is_last_call = True
+    growth.ended(400)
+    ranks.needed = [100, 100]
+    growth.ended(50)
+    await until(lambda: ranks.num_shrinks == 1)
+    growth.is_last_call = False
+    ranks.needed, ranks.rooms = [900, 900], [300, 300]
+    growth.expect(1600)
+    await until(lambda: growth.is_growing and ranks.num_lacks > 0)
+    ranks.rooms = list(ranks.sizes)
+    await until(lambda: ranks.served == [900, 900])
+    for num_left in range(300, 0, -1):
+        growth.ended(num_left)
+    await asyncio.sleep(0.02)
+    assert ranks.num_shrinks == 1
+    await growth.stop()
+
+
+async def test_requests_that_come_while_ranks_shrink_have_them_look_again() -> None:
+    class BusyRanks(Ranks):
+        async def shrink_cache(self) -> list[CacheResult]:
+            answers = await super().shrink_cache()
+            self.needed = [700, 700]
+            growth.expect(1400)
+            return answers
+
+    ranks = BusyRanks()
+    ranks.needed = [800, 800]
+    growth = await begun(ranks)
+    growth.is_last_call = True
+    growth.ended(400)
+    ranks.needed = [100, 100]
+    growth.ended(50)
+    await until(lambda: ranks.num_shrinks == 1 and ranks.served == [700, 700])
+    await growth.stop()
 
 
 async def test_an_engine_that_ends_does_not_wait_for_a_look_without_an_answer() -> None:

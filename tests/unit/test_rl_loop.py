@@ -33,8 +33,7 @@ def test_a_step_of_grpo_is_one_generation_and_one_update(settings: Settings):
     client = LoopClient()
     (step,) = steps_of(loop_of(client, settings))
     assert client.verbs() == [
-        "acquire ROLLOUT", "generate", "begin_acquire TRAIN", "acquire TRAIN", "forward_backward", "optim_step", "acquire ROLLOUT",
-        "export_model",
+        "acquire ROLLOUT", "generate", "begin_acquire TRAIN", "acquire TRAIN", "forward_backward", "optim_step", "export_model",
     ]  # fmt: skip
     (update,) = client.of("forward_backward")
     assert (update.loss, len(update.samples)) == (settings.loss, 12)
@@ -57,7 +56,7 @@ def test_the_schedule_is_told_the_step_also_by_a_run_that_goes_on(settings: Sett
     assert [call.schedule_step for call in client.of("optim_step")] == [3, 3, 4, 4]
 
 
-def test_the_changeover_begins_before_the_rewards_and_where_nothing_more_is_generated(settings: Settings):
+def test_the_changeover_to_train_begins_before_the_rewards(settings: Settings):
     client, seen = LoopClient(), list[list[str]]()
 
     def reward(prompt: int, number: int) -> float:
@@ -66,16 +65,79 @@ def test_the_changeover_begins_before_the_rewards_and_where_nothing_more_is_gene
 
     steps_of(loop_of(client, settings, reward=reward))
     assert seen[0] == ["acquire ROLLOUT", "generate", "begin_acquire TRAIN"]
-    for own in (dapo(settings), replace(settings, advantages=AdvantageSettings(estimator=Estimator.GREEDY_BASELINE))):
-        client = LoopClient()
-        steps_of(loop_of(client, own))
-        assert "begin_acquire TRAIN" not in client.verbs()
+
+
+@pytest.mark.parametrize("kind", ["grpo", "remax", "dapo"])
+def test_the_last_generation_of_a_step_says_so(settings: Settings, kind: str):
+    own = {"grpo": settings, "remax": remax(settings), "dapo": dapo(settings, max_batches=3)}[kind]
+    client = LoopClient()
+    steps_of(loop_of(client, replace(own, num_steps=2, eval_every=1), eval_rows=ROWS[:2], reward=equal))
+    # Each step begins with an evaluation; the run ends with one.
+    of_step = {"grpo": [False, True], "remax": [False, False, True], "dapo": [False, False, False, True]}[kind]
+    assert [call.is_last for call in client.of("generate")] == [*of_step, *of_step, True]
+
+
+def test_dapo_begins_it_with_the_last_batch_that_may_be_generated(settings: Settings):
+    def reward(prompt: int, number: int) -> float:
+        seen.append((len(client.of("generate")), "begin_acquire TRAIN" in client.verbs()))
+        return 1.0
+
+    client, seen = LoopClient(), list[tuple[int, bool]]()
+    steps_of(loop_of(client, dapo(settings, max_batches=2), reward=reward))
+    assert set(seen) == {(1, False), (2, True)}
+    client = LoopClient()
+    steps_of(loop_of(client, dapo(settings)))
+    assert len(client.of("generate")) == 1 and "begin_acquire TRAIN" not in client.verbs(), (
+        "the rewards say that it was the last"
+    )
+
+
+def test_remax_begins_it_after_the_greedy_completions(settings: Settings):
+    client, seen = LoopClient(), list[list[str]]()
+
+    def reward(prompt: int, number: int) -> float:
+        seen.append(client.verbs())
+        return float(number)
+
+    steps_of(loop_of(client, remax(settings), reward=reward))
+    assert all(verbs == ["acquire ROLLOUT", "generate", "generate", "begin_acquire TRAIN"] for verbs in seen)
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dapo", "remax", "ppo"])
+def test_the_changeover_to_rollout_begins_with_the_end_of_the_last_update(settings: Settings, kind: str):
+    """Before the step is reported, in every step that another one follows."""
+    twice = replace(settings, num_mini_batches=2, loss=LossConfig(old_policy=OldPolicy.GIVEN))
+    own = {"grpo": twice, "dapo": dapo(twice), "remax": remax(settings), "ppo": ppo(twice)}[kind]
+    own = replace(own, num_steps=3)
+    client, reported = LoopClient(), list[list[str]]()
+    loop_of(client, own).run(lambda step: reported.append(client.verbs()))
+    for verbs in reported[:2]:
+        assert verbs[-2:] == ["optim_step", "begin_acquire ROLLOUT"]
+    assert client.verbs().count("begin_acquire ROLLOUT") == client.verbs().count("acquire ROLLOUT") - 1 == 2
+    assert client.verbs()[-2:] == ["optim_step", "export_model"], "nothing is generated any more"
+
+
+def test_it_does_not_begin_where_the_trainer_saves(settings: Settings):
+    client, reported = LoopClient(), list[str]()
+    own = replace(settings, num_steps=4, save_every=2)
+    loop_of(client, own).run(lambda step: reported.append(client.verbs()[-1]))
+    assert reported == ["begin_acquire ROLLOUT", "save", "begin_acquire ROLLOUT", "save", "save"]
+
+
+def test_it_begins_for_an_evaluation_that_ends_the_run(settings: Settings):
+    client, reported = LoopClient(), list[str]()
+    loop_of(client, settings, eval_rows=ROWS[:2]).run(lambda step: reported.append(client.verbs()[-1]))
+    assert reported == ["begin_acquire ROLLOUT", "generate"] and client.verbs()[-3:] == [
+        "acquire ROLLOUT",
+        "generate",
+        "export_model",
+    ]
 
 
 def test_groups_that_all_agree_teach_nothing(settings: Settings):
     client = LoopClient()
     (step,) = steps_of(loop_of(client, settings, reward=equal))
-    assert client.verbs() == ["acquire ROLLOUT", "generate", "begin_acquire TRAIN", "acquire ROLLOUT", "export_model"]
+    assert client.verbs() == ["acquire ROLLOUT", "generate", "begin_acquire TRAIN", "export_model"]
     assert (step.num_equal_groups, step.num_policy_steps, step.mean_reward) == (3, 0, 1.0)
 
 
@@ -209,6 +271,11 @@ def test_a_step_that_taught_the_critic_nothing_saves_no_second_checkpoint(settin
     assert [path.name for path in complete_checkpoints(settings.output_dir / "checkpoints")] == ["version-000000"]
 
 
+def remax(settings: Settings) -> Settings:
+    estimator = AdvantageSettings(estimator=Estimator.GREEDY_BASELINE)
+    return replace(settings, advantages=estimator, loss=LossConfig(loss=PolicyGradientLoss()))
+
+
 def dapo(settings: Settings, **own: Any) -> Settings:
     return replace(settings, **{"max_batches": 4, **own})
 
@@ -249,10 +316,8 @@ def test_one_completion_a_prompt_is_no_group_that_agrees(settings: Settings):
 
 def test_remax_takes_the_greedy_completions_reward_off(settings: Settings):
     client = LoopClient()
-    estimator = AdvantageSettings(estimator=Estimator.GREEDY_BASELINE)
-    own = replace(settings, advantages=estimator, loss=LossConfig(loss=PolicyGradientLoss()))
-    steps_of(loop_of(client, own, reward=lambda prompt, number: prompt + number))
-    sampled, greedy = client.of("generate")
+    steps_of(loop_of(client, remax(settings), reward=lambda prompt, number: prompt + number))
+    greedy, sampled = client.of("generate")
     assert (greedy.sampling.temperature, greedy.sampling.max_new_tokens, greedy.prompts) == (0.0, 8, sampled.prompts)
     (update,) = client.of("forward_backward")
     # The greedy completion is a group's only one: its number is 0.

@@ -41,7 +41,7 @@ class Step:
     seconds: dict[str, float] = field(default_factory=dict)
     """By part of the step. Their sum is the duration of the step."""
     stage_seconds: dict[str, float] = field(default_factory=dict)
-    """By stage of the step's changeovers; included in to_rollout and to_train."""
+    """By stage of the step's changeovers. to_rollout and to_train have only what the loop waited for."""
     position: dict[str, int] = field(default_factory=dict)
     """Position in the dataset after the step."""
     estimator: dict[str, float] = field(default_factory=dict)
@@ -69,6 +69,11 @@ class Step:
         with self.timed(f"to_{phase.lower()}"):
             events = client.acquire(phase)
         self.stage_seconds |= {event.stage: event.seconds for event in events if event.stage and event.seconds}
+
+    def begin_acquire(self, client: Client, phase: Phase) -> None:
+        """Begins a changeover that the next `acquire` waits for. Waits here for one that was begun before."""
+        with self.timed(f"to_{phase.lower()}"):
+            client.begin_acquire(phase)
 
     @property
     def is_evaluation(self) -> bool:

@@ -77,14 +77,24 @@ class Client:
         self._loop.close()
 
     def generate(
-        self, prompts: Sequence[TokenIds], sampling_params: SamplingParams | None = None, *, num_samples: int = 1
+        self,
+        prompts: Sequence[TokenIds],
+        sampling_params: SamplingParams | None = None,
+        *,
+        num_samples: int = 1,
+        is_last: bool = False,
     ) -> list[Sample]:
-        return self._run(self._client.generate(prompts, sampling_params, num_samples=num_samples))
+        return self._run(self._client.generate(prompts, sampling_params, num_samples=num_samples, is_last=is_last))
 
     def generate_stream(
-        self, prompts: Sequence[TokenIds], sampling_params: SamplingParams | None = None, *, num_samples: int = 1
+        self,
+        prompts: Sequence[TokenIds],
+        sampling_params: SamplingParams | None = None,
+        *,
+        num_samples: int = 1,
+        is_last: bool = False,
     ) -> Generator[Sample, None, None]:
-        return self._iterate(self._client.generate_stream(prompts, sampling_params, num_samples=num_samples))
+        return self._iterate(self._client.generate_stream(prompts, sampling_params, num_samples=num_samples, is_last=is_last))
 
     def begin_run(self, *, keep_optimizer: bool = False) -> int:
         return self._run(self._client.begin_run(keep_optimizer=keep_optimizer))

@@ -51,6 +51,7 @@ class GenerateRequest(_message.Message):
     NUM_SAMPLES_FIELD_NUMBER: _builtins.int
     SAMPLING_PARAMS_FIELD_NUMBER: _builtins.int
     FIRST_PROMPT_FIELD_NUMBER: _builtins.int
+    IS_LAST_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Identifies the call; optional, at most 128 characters. Repeated with the same id and the same served version, even after a
     restart, a call uses the same seeds. Any other call uses different ones.
@@ -59,6 +60,10 @@ class GenerateRequest(_message.Message):
     """Samples for each prompt; at least 1."""
     first_prompt: _builtins.int
     """Position of the first prompt among all prompts of a caller who splits them over several requests. Offsets the seeds."""
+    is_last: _builtins.bool
+    """Whether the caller needs no other samples before phase TRAIN. A growing KV cache then releases what the last samples cannot need as
+    they end, along with cached prefixes. Requests that follow are served all the same.
+    """
     @_builtins.property
     def prompts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Prompt]:
         """At least one."""
@@ -73,10 +78,11 @@ class GenerateRequest(_message.Message):
         num_samples: _builtins.int = ...,
         sampling_params: _types_pb2.SamplingParams | None = ...,
         first_prompt: _builtins.int = ...,
+        is_last: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling_params", b"sampling_params"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_prompt", b"first_prompt", "num_samples", b"num_samples", "prompts", b"prompts", "request_id", b"request_id", "sampling_params", b"sampling_params"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_prompt", b"first_prompt", "is_last", b"is_last", "num_samples", b"num_samples", "prompts", b"prompts", "request_id", b"request_id", "sampling_params", b"sampling_params"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

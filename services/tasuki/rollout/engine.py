@@ -48,8 +48,10 @@ class RolloutEngine:
         self.num_replicas = len(engine.launches)
         self.num_finished = 0
         self.num_cut = 0
-        self.on_given: Callable[[int], None] = _ignore_given
+        self.on_given: Callable[[int], None] = _ignore_number
         """Called with the KV tokens that submitted requests may take."""
+        self.on_ended: Callable[[int], None] = _ignore_number
+        """Called when a request has ended and none waits to be submitted, with the number of those that are left."""
         self._engine = engine
         self._requests: Any = engine.tokenizer_manager
         # Installs SGLang's handlers for SIGTERM and SIGQUIT, which would end this process at once, then replaces them with the service's:
@@ -150,6 +152,8 @@ class RolloutEngine:
         self.num_cut += is_cut
         self.num_finished += not is_cut
         self._intake.notice_room()
+        if not self.num_waiting:
+            self.on_ended(len(self._requests.rid_to_state))
 
     def _room(self) -> int:
         """Number of further requests that keep the engine busy without only lengthening its queue."""
@@ -280,7 +284,7 @@ class _EmbeddedEngine(Engine):
         return [], []
 
 
-def _ignore_given(num_tokens: int) -> None: ...
+def _ignore_number(number: int) -> None: ...
 
 
 def _ignore(number: int, frame: FrameType | None) -> None: ...

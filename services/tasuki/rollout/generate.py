@@ -64,6 +64,8 @@ class GenerationRequest:
     """Id under which the caller may repeat the call."""
     first_prompt: int = 0
     """Position of prompts[0] among all of the caller's prompts."""
+    is_last: bool = False
+    """Whether the caller needs no other samples in this phase."""
 
     def question(self) -> str:
         """Digest that is equal for calls with the same content, whatever their ids."""

@@ -1,4 +1,4 @@
-"""Grows the KV cache after RESUME_KV as requests need it, and shrinks it as the last of them end."""
+"""Grows the KV cache after RESUME_KV as requests need it, and shrinks it as the last of a phase end."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from tasuki.v1.ranks_pb2 import CacheResult
 from tasuki.wire.errors import TasukiError
 
 _POLL_S = 0.02
+_TAIL_SHARE = 4
+"""The cache shrinks when this part of the requests of the last call is left, and again with this part of those."""
 _log = logging.getLogger(__name__)
 
 
@@ -79,6 +81,9 @@ class KvGrowth:
         self._task: asyncio.Task[None] | None = None
         self._is_due, self._is_stopping = asyncio.Event(), False
         self._num_coming = 0
+        self.is_last_call = False
+        """Whether the newest call said that none follows before phase TRAIN."""
+        self._num_left = self._most_left = 0
         self.extent: KvExtent | None = None
         """None while the cache is paused and until the ranks have reported."""
         self.is_stalled = False
@@ -92,7 +97,8 @@ class KvGrowth:
         """Starts background growth from what is mapped."""
         await self.stop()
         self.forget()
-        self._is_stopping = False
+        self._is_stopping = self.is_last_call = False
+        self._num_left = self._most_left = 0
         self._is_due.clear()
         self._task = asyncio.create_task(self._grow_for_ever())
 
@@ -100,6 +106,12 @@ class KvGrowth:
         """Records submitted requests that may need this many tokens, in the worst case all on one replica."""
         self._num_coming += num_tokens
         if self._lacks_room():
+            self._is_due.set()
+
+    def ended(self, num_left: int) -> None:
+        """Records that a request has ended. num_left: requests in the engine; no others wait."""
+        self._num_left, self._most_left = num_left, max(self._most_left, num_left)
+        if self._is_tail:
             self._is_due.set()
 
     async def stop(self) -> None:
@@ -118,9 +130,8 @@ class KvGrowth:
     async def shrink(self) -> int:
         """Releases what no request can need; growth must have stopped. Returns the bytes released on all ranks."""
         assert self._task is None or self._task.done()
-        answers = await self._calls.shrink_cache()
-        self.extent = KvExtent.of(answers, tp_size=self._tp_size)
-        return sum(answer.released_bytes for answer in answers)
+        _, released_bytes = await self._shrink()
+        return released_bytes
 
     def forget(self) -> None:
         """Resets the state when the cache is paused."""
@@ -131,23 +142,43 @@ class KvGrowth:
         extent = self.extent
         return extent is None or (self._num_coming > extent.spare_tokens and not extent.is_whole)
 
+    @property
+    def _is_tail(self) -> bool:
+        """Whether so few requests of the last call are left that their cache is worth shrinking. Without any PAUSE_KV is near."""
+        return self.is_last_call and 0 < self._num_left <= self._most_left // _TAIL_SHARE
+
     async def _grow_for_ever(self) -> None:
         progressed = time.monotonic()
         try:
             while not self._is_stopping:
                 before = self.extent
-                extent = await self._look()
+                extent = await (self._release() if self._is_tail else self._look())
                 if extent.spare_tokens >= 0 or before is None or extent.served_tokens > before.served_tokens:
                     progressed, self.is_stalled = time.monotonic(), False
                 if extent.spare_tokens < 0:
                     self._on_lack()
                     self._check_progress(extent, seconds=time.monotonic() - progressed)
                     await asyncio.sleep(_POLL_S)
-                elif not self._lacks_room():
+                elif not (self._lacks_room() or self._is_tail):
                     self._is_due.clear()
                     await self._is_due.wait()
         except TasukiError as error:
             self._on_failure(error)
+
+    async def _release(self) -> KvExtent:
+        """Makes the ranks release what the last requests cannot need. Requests submitted meanwhile make them look again."""
+        self._num_coming, self._most_left = 0, self._num_left
+        started = time.monotonic()
+        extent, released_bytes = await self._shrink()
+        _log.info(
+            "event=kv_shrunk seconds=%.3f released_bytes=%d %s", time.monotonic() - started, released_bytes, _numbers(extent)
+        )
+        return extent
+
+    async def _shrink(self) -> tuple[KvExtent, int]:
+        answers = await self._calls.shrink_cache()
+        extent = self.extent = KvExtent.of(answers, tp_size=self._tp_size)
+        return extent, sum(answer.released_bytes for answer in answers)
 
     async def _look(self) -> KvExtent:
         """Makes the ranks map what they need. Requests submitted meanwhile may be missed."""

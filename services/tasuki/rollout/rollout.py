@@ -95,7 +95,7 @@ class Rollout:
                 on_lack=ask_for_room,
                 on_failure=lambda error: self._poison(Stage.RESUME_KV, error),
             )
-            engine.on_given = self.growth.expect
+            engine.on_given, engine.on_ended = self.growth.expect, self.growth.ended
         self._sync = sync
         self._on_serving, self._on_poison = on_serving, on_poison
         self._calls, self._rollout_seed = calls, seed
@@ -226,6 +226,8 @@ class Rollout:
         self._check_open()
         call, version = uuid.uuid4().hex, self._held_version
         assert version is not None
+        if self.growth is not None:
+            self.growth.is_last_call = request.is_last
 
         # SGLang aborts by prefix: the separators keep this call from aborting another, and sample 1 from aborting sample 10.
         prefix = f"{call}-"

@@ -46,6 +46,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             sampling,
             request_id=request.request_id,
             first_prompt=request.first_prompt,
+            is_last=request.is_last,
         )
         with self._metrics.generating():
             async for samples in self._rollout.generate(generation):
