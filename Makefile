@@ -58,7 +58,8 @@ test: setup grpcurl jobset  ## all tests; none needs the network
 oracles: $(ORACLES)  ## every advantage and loss against verl's and TRL's own functions
 	.oracles-venv/bin/python -m pytest -c tests/oracles/pytest.ini tests/oracles $(PYTEST_ARGS)
 
-chaos: setup  ## every process killed and stopped in every stage, and other long proofs; writes runs/chaos
+chaos: setup  ## every process killed and stopped in every stage, ThreadSanitizer, and other long proofs; writes runs/chaos
+	$(MAKE) -s -C csrc tsan
 	TASUKI_PROOFS=whole OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/chaos $(SAMPLED) $(PYTEST_ARGS)
 
 fleet: setup  ## real fleets on this machine, with root in network namespaces, and on Slurm where it is installed; every message cut, every process struck; writes runs/fleet

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 from tasuki.client import Client, Phase
 from tests import conftest
@@ -36,20 +37,31 @@ _WAYS = {
 
 
 def main() -> None:
+    for stage, functions in measured_paths().items():
+        print(f"{stage}: {len(files_of(functions))} files, {len(functions)} functions")
+        for function in functions:
+            print(f"  {function}")
+
+
+def measured_paths() -> dict[str, list[str]]:
+    """Stage -> the functions `file:name` that its changeover passes, of a node started for it."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "sitecustomize.py").write_text(f"from tests.bench.call_stacks import follow\n\nfollow({folder!r})\n")
         paths = (folder, str(conftest.ROOT), conftest.ENVIRONMENT["PYTHONPATH"])
-        conftest.ENVIRONMENT["PYTHONPATH"] = os.pathsep.join(paths)
-        with conftest.started_node() as node, Client(state_dir=node.state_dir) as client:
+        with (
+            mock.patch.dict(conftest.ENVIRONMENT, PYTHONPATH=os.pathsep.join(paths)),
+            conftest.started_node() as node,
+            Client(state_dir=node.state_dir) as client,
+        ):
             for phase in (Phase.ROLLOUT, Phase.TRAIN, Phase.ROLLOUT, Phase.TRAIN):
                 client.acquire(phase)
         stacks = [line.split(" > ") for path in Path(folder).glob("*.stacks") for line in path.read_text().splitlines()]
-    for stage, legs in _WAYS.items():
-        functions = path_of(stacks, legs)
-        files = dict.fromkeys(function.partition(":")[0] for function in functions)
-        print(f"{stage}: {len(files)} files, {len(functions)} functions")
-        for function in functions:
-            print(f"  {function}")
+    return {stage: path_of(stacks, legs) for stage, legs in _WAYS.items()}
+
+
+def files_of(functions: list[str]) -> list[str]:
+    """Each file once, in the order of the way."""
+    return list(dict.fromkeys(function.partition(":")[0] for function in functions))
 
 
 def path_of(stacks: list[list[str]], legs: list[tuple[str, str, str]]) -> list[str]:

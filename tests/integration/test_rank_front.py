@@ -54,7 +54,8 @@ def run_rank(address: str, rank: int) -> None:
     front_gone = server.front_gone()
     server.send(TrainerRankResult(rank=rank, ready=RankReady(pid=os.getpid())))
     runner = CommandRunner(TrainerRankResult, {"save_checkpoint": work}, rank)
-    server.serve(runner.run, TrainerRankCommand, until=[front_gone])
+    for one in server.commands(TrainerRankCommand, until=[front_gone]):
+        server.send(runner.run(one))
     server.close()
 
 
@@ -224,9 +225,9 @@ class OtherWay(RankFront[EngineRankCommand, EngineRankResult]):
 
     lines: Sequence[RankLine] = ()
 
-    async def _deliver(self, commands: Sequence[EngineRankCommand]) -> None:
+    async def _send(self, commands: Sequence[EngineRankCommand]) -> None:
         if not self.lines:
-            await super()._deliver(commands)
+            await super()._send(commands)
         for rank, (line, one) in enumerate(zip(self.lines, commands, strict=False)):
             line.send(EngineRankResult(call=one.call, rank=rank, pause=PauseResponse(released_bytes=rank + 3)))
 

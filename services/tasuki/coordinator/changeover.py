@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 
 from tasuki.coordinator.admission import Admission
 from tasuki.coordinator.changeover_trace import NO_TRACE, ChangeoverTrace
@@ -36,6 +37,11 @@ Tell = Callable[[StageEvent, Stage], None]
 """Takes what happened, and where the node is after it."""
 Restart = Callable[[Service, str], None]
 """Has a service that hangs killed and restarted; takes the cause."""
+
+
+@dataclass(slots=True)
+class _Attempt:
+    outcome: Outcome = field(default_factory=Outcome)
 
 
 class Changeover:
@@ -111,14 +117,16 @@ class Changeover:
         async with nullcontext() if self._admission is None else self._admission.during(stage):
             intent = self._journal.intend(stage, self.id, is_undo=False, **self._boots)
             self._tell(StageEvent(self.id, stage, Status.STARTED, time=intent.time), self.at)
-            await self._carry_out(intent, after, published=published.answer)
+            with self._recorded(intent, leads_to=after) as attempt:
+                attempt.outcome = await self._peers.carry_out(intent, published=published.answer)
 
     async def _take_back(self, stages: Sequence[Stage]) -> None:
         """Undoes `stages`, given in the order in which they ran, and asks the services where the node is."""
         for stage in undo_path(stages):
             intent = self._journal.intend(stage, self.id, is_undo=True, **self._boots)
             try:
-                await self._carry_out(intent, self.at)
+                with self._recorded(intent, leads_to=self.at) as attempt:
+                    attempt.outcome = await self._peers.carry_out(intent, published=b"")
             except StageOrder:
                 # The stage was never carried out; or rollout went on after it was seen, and the trainer must not return beside it.
                 if stage is Stage.RESUME_WEIGHTS and not (await self._peers.observe()).is_asleep:
@@ -136,13 +144,14 @@ class Changeover:
         except TasukiError as error:
             _log.error("event=undo_failed changeover=%s cause=%s reason=%s", self.id, cause.reason, error.reason)
 
-    async def _carry_out(self, intent: Intent, leads_to: Stage, *, published: bytes = b"") -> None:
-        """Sends a command that is written down, and writes down what came of it."""
-        started = time.perf_counter()
+    @contextmanager
+    def _recorded(self, intent: Intent, *, leads_to: Stage) -> Iterator[_Attempt]:
+        """Writes down what comes of the command that the block sends; its intent is written down."""
+        started, attempt = time.perf_counter(), _Attempt()
         try:
             with self.trace.stage(intent) as span:
-                outcome = await self._peers.carry_out(intent, published=published)
-                span.set("tasuki.bytes", outcome.num_bytes)
+                yield attempt
+                span.set("tasuki.bytes", attempt.outcome.num_bytes)
         except TasukiError as error:
             self._report(self._journal.failed(intent, error, seconds=time.perf_counter() - started))
             if isinstance(error, StaleSequence):
@@ -155,9 +164,9 @@ class Changeover:
         if intent.is_undo:
             self._forget_memory()
         elif self._admission is not None:
-            self._admission.done(intent.stage, outcome)
+            self._admission.done(intent.stage, attempt.outcome)
         self.at = leads_to
-        self._report(self._journal.done(intent, outcome, seconds=time.perf_counter() - started))
+        self._report(self._journal.done(intent, attempt.outcome, seconds=time.perf_counter() - started))
 
     def _forget_memory(self) -> None:
         if self._admission is not None:

@@ -97,12 +97,20 @@ class Node:
 
         Raises ChangeoverRunning when a different one is under way.
         """
-        self._operations.join(f"phase {phase}", request_id)
-        return self._operations.start(f"phase {phase}", request_id, lambda: self._bring_to(phase, request_id))
+        subject = f"phase {phase}"
+        self._operations.join(subject, request_id)
+        known = self._operations.find(subject, request_id)
+        if known is not None:
+            return known
+        return self._operations.add(request_id, Operation(subject, asyncio.create_task(self._bring_to(phase, request_id))))
 
     def run_stage(self, stage: Stage, request_id: str) -> Operation:
         """The operation that carries one stage out. Raises ChangeoverRunning when another one is under way."""
-        return self._operations.start(f"stage {stage}", request_id, lambda: self._run_single(stage, request_id))
+        subject = f"stage {stage}"
+        known = self._operations.find(subject, request_id)
+        if known is not None:
+            return known
+        return self._operations.add(request_id, Operation(subject, asyncio.create_task(self._run_single(stage, request_id))))
 
     async def recover(self) -> None:
         """Asks the services, once they answer, where the node is; from the middle of the ring it is brought to TRAIN."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -162,8 +162,8 @@ class Operations:
         if self._running is not None and self._running.subject == subject and request_id not in self._known:
             self._remember(request_id, self._running)
 
-    def start(self, subject: str, request_id: str, work: Callable[[], Coroutine[Any, Any, None]]) -> Operation:
-        """The operation that this request id began, or a new one, whose task does `work` in its turn.
+    def find(self, subject: str, request_id: str) -> Operation | None:
+        """The operation that this request id began, which is to be followed. None for a new one, which `add` takes.
 
         Raises ChangeoverRunning when another is under way.
         """
@@ -183,8 +183,12 @@ class Operations:
                 f"{self._running.subject} is under way; ask for {subject} when it has ended",
                 changeover_id=self._state().changeover_id,
             )
-        self._last = Operation(subject, asyncio.create_task(work()))
-        return self._remember(request_id, self._last)
+        return None
+
+    def add(self, request_id: str, operation: Operation) -> Operation:
+        """Takes a new operation, whose task waits for its turn."""
+        self._last = operation
+        return self._remember(request_id, operation)
 
     def tell(self, event: StageEvent) -> None:
         """Passes an event on to the running operation and to the watchers, with the state after it."""

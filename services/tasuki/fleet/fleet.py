@@ -87,12 +87,22 @@ class Fleet:
 
         Raises ChangeoverRunning if a different one is running.
         """
-        self._operations.join(f"phase {phase}", request_id)
-        return self._operations.start(f"phase {phase}", request_id, lambda: self._bring_to(phase, request_id))
+        subject = f"phase {phase}"
+        self._operations.join(subject, request_id)
+        known = self._operations.find(subject, request_id)
+        if known is not None:
+            return known
+        return self._operations.add(request_id, Operation(subject, asyncio.create_task(self._bring_to(phase, request_id))))
 
     def run_stage(self, stage: Stage, request_id: str) -> Operation:
         """Returns the operation that runs one stage on all nodes. Raises ChangeoverRunning if another one is running."""
-        return self._operations.start(f"stage {stage}", request_id, lambda: self._run_stage_alone(stage, request_id))
+        subject = f"stage {stage}"
+        known = self._operations.find(subject, request_id)
+        if known is not None:
+            return known
+        return self._operations.add(
+            request_id, Operation(subject, asyncio.create_task(self._run_stage_alone(stage, request_id)))
+        )
 
     async def recover(self) -> None:
         """Reads all nodes after they joined. Completes a pending decision; otherwise returns nodes from the middle of the ring to TRAIN."""

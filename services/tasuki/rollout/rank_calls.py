@@ -57,6 +57,26 @@ class RankCalls(RankFront[ranks_pb2.EngineRankCommand, ranks_pb2.EngineRankResul
         """Tags that are mapped on every rank."""
         return [tag for tag in (MemoryTag.WEIGHTS, MemoryTag.KV_CACHE) if tag in self._awake]
 
+    async def call(
+        self, command: ranks_pb2.EngineRankCommand | Sequence[ranks_pb2.EngineRankCommand], *, timeout_s: float | None = None
+    ) -> list[ranks_pb2.EngineRankResult]:
+        """Runs one command, the same in every rank, between the same two batches on all of them.
+
+        A sync goes directly to the ranks once they are connected.
+        """
+        assert isinstance(command, ranks_pb2.EngineRankCommand)
+        commands = [command] * self.num_ranks
+        async with self._calling(commands, timeout_s=timeout_s) as results:
+            if self._running is not None:
+                await asyncio.wait([self._running])
+            command.reply_address = self.address
+            if command.HasField("receive") and self.is_connected:
+                await self._send(commands)
+            else:
+                self._running = asyncio.ensure_future(self._engine.run_on_ranks(command.SerializeToString()))
+                await asyncio.shield(self._running)
+        return results
+
     async def receive(self, receive: ranks_pb2.ReceiveCommand, *, timeout_s: float) -> list[ranks_pb2.ReceiveResult]:
         """Copies the published weights on every rank. After any error the engine's weights are unknown.
 
@@ -120,18 +140,6 @@ class RankCalls(RankFront[ranks_pb2.EngineRankCommand, ranks_pb2.EngineRankResul
         """Load of every rank's scheduler."""
         command = ranks_pb2.EngineRankCommand(get_load=ranks_pb2.GetLoadCommand())
         return [result.get_load for result in await self.call(command, timeout_s=timeout_s)]
-
-    async def _deliver(self, commands: Sequence[ranks_pb2.EngineRankCommand]) -> None:
-        """Sends a sync directly to the ranks once they are connected; anything else between the same two batches on all ranks."""
-        if self._running is not None:
-            await asyncio.wait([self._running])
-        command = commands[0]
-        command.reply_address = self.address
-        if command.HasField("receive") and self.is_connected:
-            await super()._deliver(commands)
-        else:
-            self._running = asyncio.ensure_future(self._engine.run_on_ranks(command.SerializeToString()))
-            await asyncio.shield(self._running)
 
     async def _raise_errors(self, results: Sequence[ranks_pb2.EngineRankResult]) -> None:
         """Raises what a rank reported; a mere lack of memory, which has changed nothing, only when no rank has worse to say."""

@@ -25,14 +25,16 @@ class RankLine:
         self._commands = RankServer(address, rank=rank, linger_ms=_LINGER_MS)
         self._commands.send(EngineRankResult(rank=rank))  # lets the front send
         self._closed = os.eventfd(0)
-        self._thread = threading.Thread(
-            target=lambda: self._commands.serve(run, EngineRankCommand, until=[self._closed]), name="front-line", daemon=True
-        )
+        self._thread = threading.Thread(target=self._answer, args=(run,), name="front-line", daemon=True)
         self._thread.start()
 
     def send(self, result: EngineRankResult) -> None:
         """Must be called from the thread that created this object."""
         self._results.send(result)
+
+    def _answer(self, run: Callable[[EngineRankCommand], EngineRankResult]) -> None:
+        for command in self._commands.commands(EngineRankCommand, until=[self._closed]):
+            self._commands.send(run(command))
 
     def close(self) -> None:
         os.eventfd_write(self._closed, 1)

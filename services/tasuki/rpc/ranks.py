@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -78,6 +78,14 @@ class RankFront(Generic[CommandT, ResultT]):
         have answered within `timeout_s`; the ranks go on.
         """
         commands = [command] * self.num_ranks if isinstance(command, Message) else command
+        async with self._calling(commands, timeout_s=timeout_s) as results:
+            await self._send(commands)
+        return results
+
+    @asynccontextmanager
+    async def _calling(self, commands: Sequence[CommandT], *, timeout_s: float | None) -> AsyncIterator[list[ResultT]]:
+        """A call that the block sends to the ranks. Fills in the results when it has ended, and raises as `call` does."""
+        results: list[ResultT] = []
         try:
             async with asyncio.timeout(timeout_s), self._turn:
                 if self._cause is not None:
@@ -86,10 +94,9 @@ class RankFront(Generic[CommandT, ResultT]):
                 self._results.clear()
                 for each in commands:
                     each.call = self._call
-                await self._deliver(commands)
-                results = await self._wait_for_results()
+                yield results
+                results += await self._wait_for_results()
                 await self._raise_errors(results)
-                return results
         except TimeoutError as error:
             assert timeout_s is not None
             text = f"not every {self._service} rank answered within {timeout_s:g} s"
@@ -117,8 +124,8 @@ class RankFront(Generic[CommandT, ResultT]):
         self._context.destroy(linger=_LINGER_MS)
         self._path.unlink(missing_ok=True)
 
-    async def _deliver(self, commands: Sequence[CommandT]) -> None:
-        """Sends each rank its command. A service with another way to its ranks overrides this."""
+    async def _send(self, commands: Sequence[CommandT]) -> None:
+        """Each rank its command."""
         for rank, command in enumerate(commands):
             try:
                 await self._socket.send_multipart([rank_identity(rank), command.SerializeToString()])
@@ -191,6 +198,7 @@ class RankServer:
 
     def __init__(self, address: str, *, rank: int | None = None, linger_ms: int = 1000) -> None:
         """rank: None for a socket that only sends. linger_ms: how long the last result may take to leave after `close`."""
+        self.ended_by: Any = None
         self._context, self._linger_ms = zmq.Context(), linger_ms
         self._socket = self._context.socket(zmq.DEALER)
         if rank is not None:
@@ -204,19 +212,20 @@ class RankServer:
     def send(self, result: Message) -> None:
         self._socket.send(result.SerializeToString())
 
-    def serve(self, run: Callable[[CommandT], Message], kind: type[CommandT], *, until: Sequence[Any]) -> Any:
-        """Answers commands of a kind. Returns the one of `until`, sockets and descriptors, that is readable; None when told to stop."""
+    def commands(self, kind: type[CommandT], *, until: Sequence[Any]) -> Iterator[CommandT]:
+        """Commands as they come, until one says stop, or one of `until` is readable: sockets and descriptors. That one is `ended_by`."""
         poller = zmq.Poller()
         for readable in (self._socket, *until):
             poller.register(readable, zmq.POLLIN)
         while True:
             ready = dict(poller.poll())
             if self._socket not in ready:
-                return next(readable for readable in until if readable in ready)
+                self.ended_by = next(readable for readable in until if readable in ready)
+                return
             command = kind.FromString(self._socket.recv())
             if command.WhichOneof("command") == "stop":
-                return None
-            self.send(run(command))
+                return
+            yield command
 
     def close(self) -> None:
         self._context.destroy(linger=self._linger_ms)

@@ -177,7 +177,9 @@ def run_rank(
         ready.pid = os.getpid()
         server.send(TrainerRankResult(rank=rank, ready=ready))
         runner = CommandRunner(TrainerRankResult, handlers, rank=rank, failpoints=failpoints, heartbeat=heartbeat)
-        ended = server.serve(runner.run, TrainerRankCommand, until=[front_gone, launcher_fd])
-        if ended is not None:
-            _log.warning("event=rank_leaves rank=%d cause=%s", rank, "front_gone" if ended is front_gone else "launcher_gone")
+        for command in server.commands(TrainerRankCommand, until=[front_gone, launcher_fd]):
+            server.send(runner.run(command))
+        if server.ended_by is not None:
+            cause = "front_gone" if server.ended_by is front_gone else "launcher_gone"
+            _log.warning("event=rank_leaves rank=%d cause=%s", rank, cause)
         return True

@@ -46,5 +46,5 @@ class TrainerRanks(RankFront[TrainerRankCommand, TrainerRankResult]):
 
     async def stop(self) -> None:
         """Tells the ranks to exit, and closes."""
-        await self._deliver([TrainerRankCommand(stop=RankStop())] * self.num_ranks)
+        await self._send([TrainerRankCommand(stop=RankStop())] * self.num_ranks)
         self.close()
