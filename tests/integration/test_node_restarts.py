@@ -50,6 +50,20 @@ def test_service_that_is_killed_with_the_whole_pool_finds_it_free_again(
     assert "event=reclaimed device=cpu chunks=8 free=8" in capfd.readouterr().err
 
 
+def test_service_that_may_start_beside_another_does_so_once_and_waits_for_it_when_restarted(start: Start) -> None:
+    node = start(max_restarts=2, first="late", beside="good")
+    node.wait_until_up()
+    before = {name: pids_of(node, name) for name in ("first", "beside")}
+    for pids in before.values():
+        os.kill(pids[0], signal.SIGKILL)
+    for name, pids in before.items():
+        wait_for(lambda name=name, pids=pids: len(pids_of(node, name)) == 2 and pids_of(node, name)[0] != pids[0])
+        node.pids += pids_of(node, name)
+    assert (node.state_dir / "beside.saw").read_text().split() == ["False", "True"]
+    stop_node(node.state_dir)
+    node.assert_gone()
+
+
 def test_service_that_dies_again_and_again_ends_the_node_after_its_restarts(start: Start) -> None:
     node = start(max_restarts=2, first="good", second="dies")
     node.wait_until_up()

@@ -60,7 +60,8 @@ def _serve(config: NodeConfig, deadline: StartupDeadline) -> int:
         heartbeat = Heartbeat(config.state_dir, "rollout")  # covers the start; the service has its own
         ranks = RankProcesses()
         try:
-            if config.device == "cuda":
+            # At the node's start a trainer that serves already has left the engine its room.
+            if config.device == "cuda" and places.FIRST_START_VARIABLE not in os.environ:
                 wait_for_trainer_to_leave(places.node_targets(config)["trainer"])
             ranks.start(config, held=[lock])
             from tasuki.rollout.serve import serve

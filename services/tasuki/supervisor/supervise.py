@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from tasuki.config.lock import StateLock
-from tasuki.config.places import REQUESTED_BY, exit_path, log_path, restart_request_path
+from tasuki.config.places import FIRST_START_VARIABLE, REQUESTED_BY, exit_path, log_path, restart_request_path
 from tasuki.config.schema import RestartConfig
 from tasuki.supervisor.exit_report import write_exit_report
 from tasuki.supervisor.pool import NodePool
@@ -137,7 +137,8 @@ class Supervisor:
         now = time.monotonic()
         for name, not_before in list(self._waiting.items()):
             service = self._services[name]
-            if now >= not_before and (service.after is None or listens(self._services[service.after].target)):
+            after = None if service.is_first_beside and self._starts_first(name) else service.after
+            if now >= not_before and (after is None or listens(self._services[after].target)):
                 del self._waiting[name]
                 self._start(service)
 
@@ -148,10 +149,11 @@ class Supervisor:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
             die_with_parent(supervisor_pid, signal.SIGTERM)
 
+        first = {FIRST_START_VARIABLE: "1"} if self._starts_first(service.name) else {}
         with _fresh_log(log_path(self._state_dir, service.name)) as log:
             process = subprocess.Popen(
                 service.argv,
-                env={**self._environment, **service.environment, SERVICE_VARIABLE: service.name},
+                env={**self._environment, **service.environment, **first, SERVICE_VARIABLE: service.name},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -162,6 +164,10 @@ class Supervisor:
         self._pids[process.pid] = service
         self._watchdog.launched(service.name, process.pid)
         _log.info("event=started service=%s pid=%d", service.name, process.pid)
+
+    def _starts_first(self, name: str) -> bool:
+        """Whether the service has not served since the node started."""
+        return name not in self._served
 
     def _wait(self) -> tuple[str, str | None]:
         """Waits a moment and handles events. Returns why the node must stop, or an empty string, and the service to blame."""
