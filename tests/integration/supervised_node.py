@@ -3,10 +3,10 @@
 python supervised_node.py STATE_DIR LOCK_FD STARTER_FD MAX_RESTARTS NAME=KIND...
 
 Kinds: "good" stops when asked and takes its child along, "deaf" ignores SIGTERM, "dies" ends by itself with code 7 soon after it
-started, "fails" does so at once, "stops" is stopped by SIGSTOP at once, "late" is good, but listens after a second. A service whose name
-is "beats" shows a heartbeat, one whose name is "pooled" holds the whole pool. One whose name is "beside" waits for "first" except at the
-node's start, and writes down whether that listens. Each has a socket, a child in another session, a file and a semaphore in shared memory,
-as engines and trainers do.
+started, "fails" does so at once, "stops" is stopped by SIGSTOP at once, "late" is good, but listens a second after "beside" starts. A
+service whose name is "beats" shows a heartbeat, one whose name is "pooled" holds the whole pool, one whose name is "gpu" needs a GPU's
+pool. One whose name is "beside" waits for "first" except at the node's start, and writes down whether that listens. Each has a socket, a
+child in another session, a file and a semaphore in shared memory, as engines and trainers do.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ def service(name: str, kind: str, *, state_dir: Path, run_folder: Path) -> None:
         with (state_dir / "beside.saw").open("a") as saw:
             saw.write(f"{is_listening(run_folder / 'first.sock')}\n")
     if kind == "late":
+        while not (state_dir / "beside.saw").exists():
+            time.sleep(0.05)
         time.sleep(1.0)
         kind = "good"
     if kind == "deaf":
@@ -113,8 +115,11 @@ def main() -> int:
         )
         for name, kind in names
     ]
-    memory = MemoryConfig(host_budget_bytes=POOL_BYTES, pool=any(name == "pooled" for name, _ in names))
-    config = NodeConfig(state_dir=state_dir, model=ModelConfig(path=state_dir), memory=memory)
+    has_gpu = any(name == "gpu" for name, _ in names)
+    pool = has_gpu or any(name == "pooled" for name, _ in names)
+    memory = MemoryConfig(host_budget_bytes=None if has_gpu else POOL_BYTES, pool=pool)
+    device = "cuda" if has_gpu else "cpu"
+    config = NodeConfig(state_dir=state_dir, device=device, model=ModelConfig(path=state_dir), memory=memory)
     environment = {key: value for key, value in os.environ.items() if key in ("PATH", "PYTHONPATH")}
     return supervise(
         state_dir,

@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 
 from tasuki.config.places import log_path, restart_request_path, stall_dir
+from tasuki.config.schema import ModelConfig, NodeConfig
 from tasuki.supervisor.node import stop_node
+from tasuki.supervisor.post_mortem import why_it_ended
+from tasuki.wire.errors import InternalError
 from tests.integration.node_process import Start, is_alive, nodes_in, pids_of, wait_for
 
 
@@ -62,6 +65,16 @@ def test_service_that_may_start_beside_another_does_so_once_and_waits_for_it_whe
     assert (node.state_dir / "beside.saw").read_text().split() == ["False", "True"]
     stop_node(node.state_dir)
     node.assert_gone()
+
+
+def test_node_whose_pool_cannot_be_made_ends_with_that_error(start: Start, capfd: pytest.CaptureFixture[str]) -> None:
+    node = start(max_restarts=2, gpu="good")
+    assert node.process.wait(timeout=60) == 1
+    log_path(node.state_dir, "supervisor").parent.mkdir()
+    log_path(node.state_dir, "supervisor").write_text(capfd.readouterr().err)
+    why = why_it_ended(NodeConfig(state_dir=node.state_dir, model=ModelConfig(path=node.state_dir)))
+    assert isinstance(why, InternalError)
+    assert why.message.startswith("supervisor: the pool of GPU 0 could not be made")
 
 
 def test_service_that_dies_again_and_again_ends_the_node_after_its_restarts(start: Start) -> None:

@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -27,6 +28,8 @@ from tasuki.supervisor.restart_policy import RestartPolicy
 from tasuki.supervisor.rotation import KEPT_LOGS, rotate
 from tasuki.supervisor.services import ServiceCommand, listens
 from tasuki.supervisor.watchdog import Watchdog, dump_stacks
+from tasuki.wire.errors import TasukiError
+from tasuki.wire.printable import printable
 
 _log = logging.getLogger("tasuki.supervisor")
 _GRACE_S = 5.0
@@ -111,6 +114,8 @@ class Supervisor:
                 code = 1 if first else 0
         except Exception as error:  # noqa: BLE001 - whatever it was, the services must not stay behind
             _log.exception("event=failed")
+            if isinstance(error, TasukiError):
+                sys.stderr.write(printable(f"tasuki: error {error.reason}: {error.message}") + "\n")
             reason, code = f"the supervisor failed: {type(error).__name__}: {error}", 1
         _log.info("event=stop reason=%s", reason)
         # The fleet service reports the reason to the other nodes.
