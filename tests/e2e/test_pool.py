@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
+from datetime import datetime
 
 import grpc
 import pytest
 
 from tasuki.client import Client, Phase
 from tasuki.config.load import load_config
-from tasuki.config.places import config_path, node_targets
+from tasuki.config.places import config_path, log_path, node_targets
 from tasuki.memory.pool import pool_bytes
 from tasuki.v1 import memory_pb2
 from tasuki.v1.memory_pb2_grpc import MemoryServiceStub
@@ -59,6 +61,24 @@ def test_changeovers_keep_weights_and_samples_and_the_chunks_add_up(pooled: Runn
                 client.acquire(phase)
                 assert free(pooled) + held(pooled) == pool_bytes(_BUDGET)
             assert chaos.greedy() == tokens
+        client.acquire(Phase.TRAIN)
+        assert chaos.log_probs() == chaos.learned
+
+
+def test_trainer_and_engine_start_at_once_in_a_pool_that_holds_both() -> None:
+    pool = ["memory.pool=true", f"memory.host_budget_bytes={2 * _BUDGET}"]
+    with (
+        started_node(overrides=pool, residency="[residency]\nstarts_together = true") as node,
+        Client(state_dir=node.state_dir) as client,
+    ):
+        log = log_path(node.state_dir, "supervisor").read_text()
+        started = re.findall(r"^(\S+ \S+) .*event=started service=(\w+)", log, re.MULTILINE)
+        times = {name: datetime.fromisoformat(stamp) for stamp, name in started}
+        assert (times["trainer"] - times["rollout"]).total_seconds() < 1
+        chaos = ChaosNode(node, client)
+        chaos.step()
+        client.acquire(Phase.ROLLOUT)
+        assert chaos.greedy()
         client.acquire(Phase.TRAIN)
         assert chaos.log_probs() == chaos.learned
 

@@ -3,9 +3,10 @@
 python supervised_node.py STATE_DIR LOCK_FD STARTER_FD MAX_RESTARTS NAME=KIND...
 
 Kinds: "good" stops when asked and takes its child along, "deaf" ignores SIGTERM, "dies" ends by itself with code 7 soon after it
-started, "fails" does so at once, "stops" is stopped by SIGSTOP at once. A service whose name is "beats" shows a heartbeat, one whose
-name is "pooled" holds the whole pool. Each has a socket, a child in another session, a file and a semaphore in shared memory, as engines
-and trainers do.
+started, "fails" does so at once, "stops" is stopped by SIGSTOP at once, "late" is good, but listens a second after "beside" starts. A
+service whose name is "beats" shows a heartbeat, one whose name is "pooled" holds the whole pool, one whose name is "gpu" needs a GPU's
+pool. One whose name is "beside" waits for "first" except at the node's start, and writes down whether that listens. Each has a socket, a
+child in another session, a file and a semaphore in shared memory, as engines and trainers do.
 """
 
 from __future__ import annotations
@@ -30,6 +31,14 @@ def service(name: str, kind: str, *, state_dir: Path, run_folder: Path) -> None:
         sys.exit(7)
     if kind == "stops":
         os.kill(os.getpid(), signal.SIGSTOP)
+    if name == "beside":
+        with (state_dir / "beside.saw").open("a") as saw:
+            saw.write(f"{is_listening(run_folder / 'first.sock')}\n")
+    if kind == "late":
+        while not (state_dir / "beside.saw").exists():
+            time.sleep(0.05)
+        time.sleep(1.0)
+        kind = "good"
     if kind == "deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     listener = socket.socket(socket.AF_UNIX)
@@ -61,6 +70,11 @@ def service(name: str, kind: str, *, state_dir: Path, run_folder: Path) -> None:
     time.sleep(1.0 if kind == "dies" else 600)
     del mapping, semaphore, blocks
     sys.exit(7)
+
+
+def is_listening(address: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(str(address)) == 0
 
 
 def hold_pool(state_dir: Path) -> object:
@@ -96,11 +110,16 @@ def main() -> int:
             argv=[sys.executable, __file__, "service", name, kind, str(state_dir), str(run_folder)],
             target=f"unix:{run_folder / name}.sock",
             health_name="",
+            after="first" if name == "beside" else None,
+            is_first_beside=name == "beside",
         )
         for name, kind in names
     ]
-    memory = MemoryConfig(host_budget_bytes=POOL_BYTES, pool=any(name == "pooled" for name, _ in names))
-    config = NodeConfig(state_dir=state_dir, model=ModelConfig(path=state_dir), memory=memory)
+    has_gpu = any(name == "gpu" for name, _ in names)
+    pool = has_gpu or any(name == "pooled" for name, _ in names)
+    memory = MemoryConfig(host_budget_bytes=None if has_gpu else POOL_BYTES, pool=pool)
+    device = "cuda" if has_gpu else "cpu"
+    config = NodeConfig(state_dir=state_dir, device=device, model=ModelConfig(path=state_dir), memory=memory)
     environment = {key: value for key, value in os.environ.items() if key in ("PATH", "PYTHONPATH")}
     return supervise(
         state_dir,

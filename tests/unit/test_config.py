@@ -150,7 +150,17 @@ def test_wrong_key_or_value_is_named(tmp_path: Path, extra: str, overrides: list
         (["train=4"], "train", "give a table (got 4)"),
         (["failpoints=5"], "failpoints", "give a list (got 5)"),
         (["rollout.engine=6"], "rollout.engine", "give a table (got 6)"),
-        (['trainer.prefix_sharing="true"'], "trainer.prefix_sharing", "give true or false, without quotes"),
+        (
+            ['trainer.prefix_sharing="true"'],
+            "trainer.prefix_sharing",
+            "give true or false, without quotes, or \"auto\" (got 'true')",
+        ),
+        (
+            ['rollout.kv_tokens="all"'],
+            "rollout.kv_tokens",
+            'give a number, without quotes, or "needed" or "most" (got \'all\')',
+        ),
+        (["rollout.kv_tokens=true"], "rollout.kv_tokens", 'give a number, or "needed" or "most" (got True)'),
     ],
 )
 def test_settings_that_do_not_go_together_are_both_named(tmp_path: Path, overrides: list[str], field: str, other: str) -> None:

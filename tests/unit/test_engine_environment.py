@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
-from tasuki.rollout.environment import foreign_variables
+from tasuki.rollout.environment import cache_variables, foreign_variables
 from tasuki.trainer.environment import foreign_variables as foreign_to_ranks
 
 
@@ -29,6 +34,17 @@ def test_what_may_change_a_number_or_where_metrics_go_is_dropped(name: str) -> N
 )  # fmt: skip
 def test_places_logs_memory_and_transports_stay(name: str) -> None:
     assert foreign_variables([name]) == []
+
+
+def test_compiled_kernels_of_the_engine_are_kept_in_the_nodes_folder_unless_another_is_given(tmp_path: Path) -> None:
+    kept = cache_variables(tmp_path, given=("HOME",))
+    assert cache_variables(tmp_path, given=("TORCHINDUCTOR_CACHE_DIR",)) == {}
+    script = "from torch._inductor.runtime.cache_dir_utils import cache_dir; print(cache_dir())"
+    # The folder of temporary files is one that the next start of a node does not find.
+    environment = {**os.environ, "TMPDIR": str(tmp_path / "run"), **kept}
+    command = [sys.executable, "-c", script]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()
+    assert Path(found) == tmp_path / "compiled-engine" and Path(found).is_dir()
 
 
 def test_ranks_keep_all_but_settings_of_the_compiler() -> None:

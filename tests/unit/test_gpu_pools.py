@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tasuki.config.gpus import gpu_processes
 from tasuki.config.load import load_config
 from tasuki.config.places import config_path, pool_socket_path
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.library import PRELOADED_PATH, check_preloadable, redirect_cudart
-from tasuki.supervisor.make_gpu_pools import used_gpus
+from tasuki.memory.pool import GPU_CHUNK_BYTES
+from tasuki.memory.stages import Phase
+from tasuki.planner.layout import GB, Part
+from tasuki.planner.node_plan import node_layout
+from tasuki.planner.plan import Plan, plan
+from tasuki.planner.presets import MODELS
+from tasuki.supervisor.make_gpu_pools import gpu_pool_bytes, used_gpus
 from tasuki.supervisor.pool import NodePool, _received
 from tasuki.supervisor.services import node_services
 from tasuki.transport.fd_socket import send_all
 from tasuki.wire.errors import InternalError, OutOfGpuMemory, TasukiError
+from tests.unit.test_doctor_nvml import Library
 
 
 def node(folder: Path, *overrides: str) -> NodeConfig:
@@ -56,11 +66,65 @@ def test_a_node_whose_gpu_has_no_driver_says_why_it_has_no_pool(tmp_path: Path) 
     assert not pool_socket_path(tmp_path / "node").exists()
 
 
+def h200s(**trainer: Any) -> Plan:
+    """A node of 7B on two GPUs of 141 GB, of whose memory its plan takes almost all."""
+    given = {"state_dir": "s", "device": "cuda", "model": {"path": "m"}, "memory": {"pool": True}}
+    config = NodeConfig.model_validate({**given, "trainer": {"num_ranks": 2, **trainer}, "rollout": {"kv_tokens": "most"}})
+    return plan(node_layout(config, MODELS["qwen2.5-7b"], gpu_bytes=141 * GB, host_bytes=2000 * GB))
+
+
+def test_a_pool_takes_all_of_an_empty_gpu_but_contexts_also_where_the_plan_fills_it() -> None:
+    for planned in (h200s(), h200s(micro_batch_tokens=300_000)):
+        context = GB // 2  # of the process that makes the pool
+        size = gpu_pool_bytes(planned, 0, free_bytes=141 * GB - context, read_processes=no_processes)
+        outside = planned.stage(Phase.TRAIN).gpus[0][Part.CONTEXTS] + planned.layout.overheads.margin
+        assert 141 * GB - context - outside - GPU_CHUNK_BYTES < size <= 141 * GB - context - outside
+        assert size % GPU_CHUNK_BYTES == 0
+
+
+def test_a_pool_beside_another_process_is_refused_with_the_bytes_and_the_process() -> None:
+    planned = h200s()
+    peak = max(sum(size for part, size in stage.gpus[1].items() if part is not Part.CONTEXTS) for stage in planned.stages)
+    with pytest.raises(OutOfGpuMemory, match=r"pid 4711 \(60000000000 bytes\)") as refused:
+        gpu_pool_bytes(
+            planned, 1, free_bytes=81 * GB, read_processes=lambda gpu: {4711: 60 * GB, os.getpid(): GB} if gpu else {}
+        )
+    assert str(os.getpid()) not in refused.value.message
+    metadata = refused.value.metadata
+    assert (metadata["device"], metadata["free_bytes"]) == ("cuda:1", str(81 * GB))
+    assert peak < int(metadata["needed_bytes"]) <= 141 * GB
+    with pytest.raises(OutOfGpuMemory, match="run nvidia-smi on the host"):
+        gpu_pool_bytes(planned, 0, free_bytes=81 * GB, read_processes=no_processes)
+
+
+def test_a_pool_that_holds_the_planned_peak_is_made_beside_another_process() -> None:
+    config = NodeConfig.model_validate(
+        {"state_dir": "s", "device": "cuda", "model": {"path": "m"}, "rollout": {"kv_tokens": 100_000, "context_length": 4096}}
+        | {"trainer": {"num_ranks": 2, "micro_batch_tokens": 8192}, "memory": {"pool": True}}
+    )
+    planned = plan(node_layout(config, MODELS["qwen2.5-1.5b"], gpu_bytes=141 * GB, host_bytes=2000 * GB))
+    assert gpu_pool_bytes(planned, 0, free_bytes=81 * GB, read_processes=no_processes) > 70 * GB
+
+
+def test_processes_of_a_gpu_are_those_of_the_one_that_the_node_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", Library(is_missing=False))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert gpu_processes(0) == {7: 0, 8: 3} and gpu_processes(1) == {}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
+    assert gpu_processes(1) == {7: 0, 8: 3} and gpu_processes(0) == gpu_processes(2) == {}
+    monkeypatch.setitem(sys.modules, "pynvml", Library(is_missing=True))
+    assert gpu_processes(1) == {}
+
+
+def no_processes(gpu: int) -> dict[int, int]:
+    return {}
+
+
 @pytest.mark.parametrize(
     ("message", "error", "text"),
     [
-        (b"GPU_MEMORY\ncuda:1 has 3 bytes free", OutOfGpuMemory, "^cuda:1 has 3 bytes free"),
-        (b"INVALID_ARGUMENT\nmodel.path: no folder", InternalError, "GPU 1 could not be made: model.path: no folder"),
+        (b'["GPU_MEMORY", "cuda:1 has 3 bytes free", {"free_bytes": "3"}]', OutOfGpuMemory, "^cuda:1 has 3 bytes free"),
+        (b'["INVALID_ARGUMENT", "model.path: no folder", {}]', InternalError, "GPU 1 could not be made: model.path: no folder"),
         (None, InternalError, "GPU 1 could not be made: .* hung up"),
     ],
 )
@@ -70,8 +134,9 @@ def test_what_the_maker_says_is_what_the_node_ends_with(message: bytes | None, e
         if message is not None:
             send_all(there, message, [])
         there.close()
-        with pytest.raises(error, match=text):
+        with pytest.raises(error, match=text) as refused:
             _received(here, 1)
+    assert refused.value.metadata.get("free_bytes") == ("3" if error is OutOfGpuMemory else None)
 
 
 def test_a_library_that_would_not_be_preloaded_is_refused(tmp_path: Path) -> None:

@@ -53,20 +53,27 @@ def node(model: Path, **tables: Any) -> NodeConfig:
 def test_the_decision_and_the_counted_tokens_go_into_the_configuration(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "smallest_gpu_bytes", lambda: 80 * GB)
     told: list[str] = []
-    decided = with_residency(node(model, rollout={"kv_tokens": 20_000}), tell=told.append).residency
+    decided = with_residency(node(model, rollout={"kv_tokens": 20_000}), resumes=False, tell=told.append).residency
     assert decided is not None and decided.kv_tokens == 20_000
     assert set(decided.trainer[0]) == {"weights", "gradients", "optimizer", "export", "cache"}
     assert set(decided.rollout[0]) == {"weights", "kv_cache"}
-    assert len(told) == 1 and told[0].startswith("GPU 0: stays trainer weights") and told[0].endswith("leaves nothing")
-    most = with_residency(node(model, rollout={"kv_tokens": "most"}), tell=told.append).residency
+    assert len(told) == 2 and told[0].startswith("GPU 0: stays trainer weights") and told[0].endswith("leaves nothing")
+    assert decided.starts_together and told[1].startswith("trainer and rollout start at the same time")
+    most = with_residency(node(model, rollout={"kv_tokens": "most"}), resumes=False, tell=told.append).residency
     assert most is not None and most.kv_tokens is None, "the engine measures what kv_ratio leaves"
+
+
+def test_a_trainer_that_replays_steps_waits_for_the_engine(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "smallest_gpu_bytes", lambda: 80 * GB)
+    resumed = with_residency(node(model, rollout={"kv_tokens": 20_000}), resumes=True, tell=lambda line: None).residency
+    assert resumed is not None and not resumed.starts_together
 
 
 def test_what_is_given_is_kept(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "smallest_gpu_bytes", lambda: 80 * GB)
     told: list[str] = []
     config = node(model, residency={})
-    assert with_residency(config, tell=told.append) is config
+    assert with_residency(config, resumes=False, tell=told.append) is config
     assert told[0].startswith("GPU 0: stays nothing; leaves trainer weights")
 
 
@@ -74,15 +81,17 @@ def test_where_nobody_says_how_large_a_gpu_is_nothing_stays(model: Path, monkeyp
     monkeypatch.setattr(cli, "smallest_gpu_bytes", lambda: None)
     told: list[str] = []
     config = node(model)
-    assert with_residency(config, tell=told.append) is config
+    assert with_residency(config, resumes=False, tell=told.append) is config
     assert "NVML does not report" in told[0]
 
 
 def test_on_a_cpu_the_machines_memory_or_its_budget_decides(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "host_memory", lambda: HostMemory(64 * GB, 32 * GB))
-    roomy = with_residency(node(model, device="cpu", rollout={"kv_tokens": 4096}), tell=lambda line: None).residency
+    roomy = with_residency(
+        node(model, device="cpu", rollout={"kv_tokens": 4096}), resumes=False, tell=lambda line: None
+    ).residency
     tight = node(model, device="cpu", rollout={"kv_tokens": 4096}, memory={"host_budget_bytes": 3 * GB})
-    held = with_residency(tight, tell=lambda line: None).residency
+    held = with_residency(tight, resumes=False, tell=lambda line: None).residency
     assert roomy is not None and held is not None
     assert roomy.kv_tokens is None and set(held.trainer[0]) < set(roomy.trainer[0]) == {
         "weights", "gradients", "optimizer", "export",
@@ -92,10 +101,10 @@ def test_on_a_cpu_the_machines_memory_or_its_budget_decides(model: Path, monkeyp
 def test_more_tokens_than_fit_are_refused_before_anything_starts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "smallest_gpu_bytes", lambda: 80 * GB)
     with pytest.raises(InvalidArgument, match="rollout.kv_tokens: 9000000 tokens take .* give at most"):
-        with_residency(node(model, rollout={"kv_tokens": 9_000_000}), tell=lambda line: None)
+        with_residency(node(model, rollout={"kv_tokens": 9_000_000}), resumes=False, tell=lambda line: None)
     # What was decided is not decided again by services, whose GPUs may seem a little smaller.
     counted = node(model, rollout={"kv_tokens": 9_000_000}, residency=ResidencyConfig(kv_tokens=9_000_000).model_dump())
-    assert with_residency(counted, tell=lambda line: None) is counted
+    assert with_residency(counted, resumes=False, tell=lambda line: None) is counted
 
 
 def test_a_plan_says_what_stays_and_the_seconds_of_each_stage(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -164,6 +164,8 @@ def archived_config_path(output_dir: Path) -> Path:
     return output_dir / "logs" / "node.toml"
 
 
+FIRST_START_VARIABLE = "TASUKI_FIRST_START"
+"""Environment variable that the supervisor sets for a service that has not served since the node started."""
 REQUESTED_BY = "asked by"
 """Prefix of the reason in `exit_path` if someone stopped the node."""
 

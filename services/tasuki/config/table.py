@@ -41,13 +41,15 @@ def check_kind(value: object, annotation: Any) -> None:
             check_kind(one, Union[tuple(elements)])  # noqa: UP007  made from a list
         return
     is_number, is_bool = any(kind in (int, float, ByteSize) for kind in kinds), bool in kinds
-    if isinstance(value, bool) and is_number and not is_bool:
-        raise ValueError("give a number")
     words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
+    quoted = " or ".join(f'"{word}"' for word in words if isinstance(word, str))
+    other = f", or {quoted}" if quoted else ""
+    if isinstance(value, bool) and is_number and not is_bool:
+        raise ValueError(f"give a number{other}")
     is_text = any(kind in (str, Path, ByteSize, Any, object) for kind in kinds) or value in words
     if isinstance(value, str) and not is_text and (is_number or is_bool):
         wanted = "a number" if is_number else "true or false"
-        raise ValueError(f"give {wanted}, without quotes")
+        raise ValueError(f"give {wanted}, without quotes{other}")
 
 
 def _kinds(annotation: Any) -> Iterator[Any]:

@@ -60,13 +60,15 @@ def given(layout: Layout, config: NodeConfig, residency: ResidencyConfig) -> Sta
     return tuple(map(frozenset, staying))
 
 
-def as_config(layout: Layout, config: NodeConfig, *, kv_tokens: int | None) -> ResidencyConfig:
+def as_config(layout: Layout, config: NodeConfig, *, kv_tokens: int | None, starts_together: bool = False) -> ResidencyConfig:
     """Converts a layout's `staying` to the node's configuration, by rank."""
     assert layout.staying is not None
     gpus = gpus_of(config)
     trainer = tuple(_names(layout.staying[gpu], _OF_TRAINER) for gpu in gpus.trainer)
     rollout = tuple(_names(layout.staying[gpu], _OF_ENGINE) for gpu in gpus.rollout)
-    return ResidencyConfig.model_validate({"trainer": trainer, "rollout": rollout, "kv_tokens": kv_tokens})
+    return ResidencyConfig.model_validate(
+        {"trainer": trainer, "rollout": rollout, "kv_tokens": kv_tokens, "starts_together": starts_together}
+    )
 
 
 def stay_and_leave(layout: Layout) -> list[tuple[str, list[Part], list[Part]]]:

@@ -19,7 +19,7 @@ from tasuki.config.gpus import show_gpus
 from tasuki.config.load import load_config
 from tasuki.config.lock import StateLock
 from tasuki.config.schema import NodeConfig
-from tasuki.rollout.environment import engine_environment, foreign_variables
+from tasuki.rollout.environment import cache_variables, engine_environment, foreign_variables
 from tasuki.rollout.model import read_model
 from tasuki.rollout.ranks import RankProcesses
 from tasuki.rollout.startup_deadline import StartupDeadline
@@ -55,12 +55,14 @@ def _serve(config: NodeConfig, deadline: StartupDeadline) -> int:
         temp_dir.mkdir(mode=0o700)
         # Runs at interpreter exit, after multiprocessing has removed its own files there (at priority -100).
         Finalize(None, shutil.rmtree, args=(temp_dir, True), exitpriority=-200)
-        _set_environment(engine_environment(config, model, temp_dir=temp_dir))
+        kept = cache_variables(config.state_dir, given=os.environ)
+        _set_environment({**engine_environment(config, model, temp_dir=temp_dir), **kept})
         show_gpus(config)
         heartbeat = Heartbeat(config.state_dir, "rollout")  # covers the start; the service has its own
         ranks = RankProcesses()
         try:
-            if config.device == "cuda":
+            # At the node's start a trainer that serves already has left the engine its room.
+            if config.device == "cuda" and places.FIRST_START_VARIABLE not in os.environ:
                 wait_for_trainer_to_leave(places.node_targets(config)["trainer"])
             ranks.start(config, held=[lock])
             from tasuki.rollout.serve import serve

@@ -10,6 +10,7 @@ from tasuki.config.engine_arguments import check_argument_values
 from tasuki.config.schema import NodeConfig, RolloutConfig
 from tasuki.config.trainer_schema import LoraConfig
 from tasuki.planner.kv_tokens import graph_requests, running_requests, wanted_tokens
+from tasuki.planner.start import MEASURED_FREE
 from tasuki.rollout.model import ModelFacts
 from tasuki.rollout.rank_commands import COMMAND_LOADER
 from tasuki.wire.errors import InvalidArgument
@@ -19,7 +20,7 @@ from tasuki.wire.errors import InvalidArgument
 _CONTEXT_SLACK = 8
 # On a CPU SGLang would allocate thousands of request slots.
 _CPU_RUNNING_REQUESTS = 256
-_PLANNED_FRACTION = 0.97
+_PLANNED_FRACTION = 1 - MEASURED_FREE
 
 ADAPTER_ID = "policy"
 """Adapter name in requests, if the engine serves an adapter."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -81,6 +81,15 @@ def engine_environment(config: NodeConfig, model: ModelFacts, *, temp_dir: Path)
         # The CUDA build of torch loads an NCCL that needs a driver; ranks on a CPU use gloo.
         "SGLANG_NCCL_SO_PATH": "/nonexistent",
     }
+
+
+def cache_variables(state_dir: Path, *, given: Collection[str]) -> dict[str, str]:
+    """Variables, unless given, that keep what torch.compile makes of SGLang's functions in the node's private folder for the next start.
+
+    By default it goes to the folder of temporary files, which is removed with the node. Triton's own cache is in the user's home.
+    """
+    ours = {"TORCHINDUCTOR_CACHE_DIR": str(state_dir.resolve() / "compiled-engine")}
+    return {name: value for name, value in ours.items() if name not in given}
 
 
 def _other_models(architecture: str) -> list[str]:

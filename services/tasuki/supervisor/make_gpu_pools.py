@@ -8,12 +8,14 @@ The descriptors keep the memory. The supervisor makes no CUDA context, which wou
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from tasuki.config.gpus import gpus_of, show_gpus
+from tasuki.config.gpus import gpu_processes, gpus_of, show_gpus
 from tasuki.config.load import load_config
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.host import host_memory
@@ -21,6 +23,7 @@ from tasuki.memory.pool import GPU_CHUNK_BYTES, PoolKeeper, device_room
 from tasuki.memory.stages import Phase
 from tasuki.planner.layout import Part
 from tasuki.planner.node_plan import plan_node
+from tasuki.planner.plan import Plan
 from tasuki.transport.fd_socket import send_all
 from tasuki.wire.errors import OutOfGpuMemory, TasukiError
 
@@ -39,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 send_all(peer, b"", keeper.fds)
                 keeper.close()
         except TasukiError as error:
-            send_all(peer, f"{error.reason}\n{error.message}".encode(), [])
+            send_all(peer, json.dumps([error.reason, error.message, dict(error.metadata)]).encode(), [])
             return 1
     return 0
 
@@ -51,21 +54,38 @@ def used_gpus(config: NodeConfig) -> list[int]:
 
 
 def _make(config: NodeConfig, gpu: int) -> PoolKeeper:
-    """All memory of a GPU but what the driver and NCCL take for each process. Raises OutOfGpuMemory if nothing would be left."""
+    """Raises as `gpu_pool_bytes`."""
     device = f"cuda:{gpu}"
     free, total = device_room(device)
     plan = plan_node(config, gpu_bytes=total, host_bytes=host_memory().total_bytes)
-    outside = plan.stage(Phase.TRAIN).gpus[gpu].get(Part.CONTEXTS, 0) + plan.layout.overheads.margin
-    size = (free - outside) // GPU_CHUNK_BYTES * GPU_CHUNK_BYTES
-    if size <= 0:
+    return PoolKeeper(gpu_pool_bytes(plan, gpu, free_bytes=free, read_processes=gpu_processes), device=device)
+
+
+def gpu_pool_bytes(plan: Plan, gpu: int, *, free_bytes: int, read_processes: Callable[[int], Mapping[int, int]]) -> int:
+    """All memory of a GPU but what the driver and NCCL take for each process.
+
+    read_processes: bytes on a GPU by pid. Raises OutOfGpuMemory, with the processes that hold the GPU, if the pool would be smaller than
+    the plan's peak, which residency and KV tokens rely on, or than the pool of an empty GPU if that is smaller.
+    """
+    layout = plan.layout
+    outside = plan.stage(Phase.TRAIN).gpus[gpu].get(Part.CONTEXTS, 0) + layout.overheads.margin
+    peak = max(sum(stage.gpus[gpu].values()) - stage.gpus[gpu].get(Part.CONTEXTS, 0) for stage in plan.stages)
+    # This process's own context is among what is not free, and ends with it.
+    most = layout.gpu_bytes - outside - layout.overheads.trainer_context
+    size = (free_bytes - outside) // GPU_CHUNK_BYTES * GPU_CHUNK_BYTES
+    needed = outside + max(GPU_CHUNK_BYTES, min(peak, most))
+    if free_bytes < needed:
+        device, holders = f"cuda:{gpu}", read_processes(gpu)
+        held = [f"pid {pid} ({num_bytes} bytes)" for pid, num_bytes in holders.items() if pid != os.getpid()]
         raise OutOfGpuMemory(
-            f"{device} has {free} bytes free, of which the node's processes need {outside} beside memory.pool; free the GPU",
+            f"{device} has {free_bytes} bytes free, and a node with memory.pool needs {needed} at its start, as planned; its memory is held"
+            f" by {', '.join(held) or 'processes that are not visible from here: run nvidia-smi on the host'}; end them, or use other GPUs",
             tag="pool",
-            needed_bytes=outside + GPU_CHUNK_BYTES,
-            free_bytes=free,
+            needed_bytes=needed,
+            free_bytes=free_bytes,
             device=device,
         )
-    return PoolKeeper(size, device=device)
+    return size
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ _POLL_S = 0.1
 # Each may contain all samples since a checkpoint.
 _KEPT_TRAINING_LOGS = 2
 CALL_TIMEOUT_S = 2.0
-# In addition to the engine's start_timeout_s, since on CUDA the trainer starts after the engine.
+# In addition to the engine's start_timeout_s, since on CUDA the trainer may start after the engine.
 _START_MARGIN_S = 300.0
 _TELL_EVERY_S = 15.0
 Tell = Callable[[str], None]
@@ -143,7 +143,7 @@ def _begin(config: NodeConfig, *, resumes: bool, tell: Tell) -> StartedNode:
     read_fd, starter_fd = os.pipe()
     try:
         check_place(config)
-        config = with_residency(config, tell=tell)
+        config = with_residency(config, resumes=resumes, tell=tell)
         save_config(config, config_path(config.state_dir))
         exit_path(config.state_dir).unlink(missing_ok=True)
         begin_instance(config.state_dir)

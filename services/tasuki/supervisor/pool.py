@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from tasuki.memory.pool import PoolKeeper, pool_bytes
 from tasuki.supervisor.make_gpu_pools import used_gpus
 from tasuki.transport.fd_socket import MAX_ALL_FDS, allow_descriptors, receive_all
 from tasuki.transport.pool_socket import PoolServer
-from tasuki.wire.errors import BadHandle, InternalError, OutOfGpuMemory
+from tasuki.wire.errors import BadHandle, InternalError, OutOfGpuMemory, from_reason
 
 _MAKE_S = 120.0
 
@@ -101,7 +102,7 @@ def _received(peer: socket.socket, gpu: int) -> list[int]:
         raise InternalError(f"the pool of GPU {gpu} could not be made: {error}; the supervisor's log has the cause") from error
     if not message:
         return fds
-    reason, _, text = message.decode().partition("\n")
+    reason, text, metadata = json.loads(message)
     if reason == OutOfGpuMemory.reason:
-        raise OutOfGpuMemory(text, tag="pool", device=f"cuda:{gpu}")
+        raise from_reason(reason, text, metadata)
     raise InternalError(f"the pool of GPU {gpu} could not be made: {text}")

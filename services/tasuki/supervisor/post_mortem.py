@@ -27,10 +27,12 @@ def why_it_ended(config: NodeConfig) -> TasukiError:
     first = ending.get("first")
     if first:
         return _words_of(first, f"{ending['reason']} ({describe_exit(ending, first)})", log_path(state_dir, first))
+    log = log_path(state_dir, "supervisor")
     if ending:
+        if find_error(read_log(log)).reason:
+            return _words_of("supervisor", ending["reason"], log)
         return NodeDown(f"the node on {state_dir} has ended: {ending['reason']}", state_dir=state_dir)
     # The supervisor had no time to write a report, or did not get that far.
-    log = log_path(state_dir, "supervisor")
     if "event=started" in read_log(log):
         return NodeDown(
             f"the node on {state_dir} has ended without a report: its supervisor and guard were killed; see {log}", log=log

@@ -12,13 +12,16 @@ from tasuki.planner.model_shape import read_model_shape
 from tasuki.planner.node_plan import node_layout
 from tasuki.planner.plan import plan
 from tasuki.planner.residency import as_config, stay_and_leave
+from tasuki.planner.start import starts_together
 
 # Unused on a CPU, but the planner requires a GPU size.
 _NO_GPU = 1
 
 
-def with_residency(config: NodeConfig, *, tell: Callable[[str], None]) -> NodeConfig:
+def with_residency(config: NodeConfig, *, resumes: bool, tell: Callable[[str], None]) -> NodeConfig:
     """Adds `[residency]` unless it is configured, as the planner decides. tell: takes one line for each kind of device.
+
+    resumes: the trainer replays the steps of its log at the start, which needs the memory of a step.
 
     If the GPUs' size is unknown, nothing stays. Raises InvalidArgument if `rollout.kv_tokens` does not fit.
     """
@@ -35,7 +38,11 @@ def with_residency(config: NodeConfig, *, tell: Callable[[str], None]) -> NodeCo
         return config
     is_counted = config.device == "cuda" and layout.kv_tokens is not None
     kv_tokens = plan(layout).kv_pool.num_tokens if is_counted else None
-    return config.model_copy(update={"residency": as_config(layout, config, kv_tokens=kv_tokens)})
+    together = not resumes and starts_together(layout)
+    if together:
+        tell("trainer and rollout start at the same time: every GPU has room for both")
+    residency = as_config(layout, config, kv_tokens=kv_tokens, starts_together=together)
+    return config.model_copy(update={"residency": residency})
 
 
 def residency_lines(layout: Layout) -> list[str]:

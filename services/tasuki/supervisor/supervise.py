@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from tasuki.config.lock import StateLock
-from tasuki.config.places import REQUESTED_BY, exit_path, log_path, restart_request_path
+from tasuki.config.places import FIRST_START_VARIABLE, REQUESTED_BY, exit_path, log_path, restart_request_path
 from tasuki.config.schema import RestartConfig
 from tasuki.supervisor.exit_report import write_exit_report
 from tasuki.supervisor.pool import NodePool
@@ -27,6 +28,8 @@ from tasuki.supervisor.restart_policy import RestartPolicy
 from tasuki.supervisor.rotation import KEPT_LOGS, rotate
 from tasuki.supervisor.services import ServiceCommand, listens
 from tasuki.supervisor.watchdog import Watchdog, dump_stacks
+from tasuki.wire.errors import TasukiError
+from tasuki.wire.printable import printable
 
 _log = logging.getLogger("tasuki.supervisor")
 _GRACE_S = 5.0
@@ -111,6 +114,8 @@ class Supervisor:
                 code = 1 if first else 0
         except Exception as error:  # noqa: BLE001 - whatever it was, the services must not stay behind
             _log.exception("event=failed")
+            if isinstance(error, TasukiError):
+                sys.stderr.write(printable(f"tasuki: error {error.reason}: {error.message}") + "\n")
             reason, code = f"the supervisor failed: {type(error).__name__}: {error}", 1
         _log.info("event=stop reason=%s", reason)
         # The fleet service reports the reason to the other nodes.
@@ -137,7 +142,8 @@ class Supervisor:
         now = time.monotonic()
         for name, not_before in list(self._waiting.items()):
             service = self._services[name]
-            if now >= not_before and (service.after is None or listens(self._services[service.after].target)):
+            after = None if service.is_first_beside and self._starts_first(name) else service.after
+            if now >= not_before and (after is None or listens(self._services[after].target)):
                 del self._waiting[name]
                 self._start(service)
 
@@ -148,10 +154,11 @@ class Supervisor:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
             die_with_parent(supervisor_pid, signal.SIGTERM)
 
+        first = {FIRST_START_VARIABLE: "1"} if self._starts_first(service.name) else {}
         with _fresh_log(log_path(self._state_dir, service.name)) as log:
             process = subprocess.Popen(
                 service.argv,
-                env={**self._environment, **service.environment, SERVICE_VARIABLE: service.name},
+                env={**self._environment, **service.environment, **first, SERVICE_VARIABLE: service.name},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -162,6 +169,10 @@ class Supervisor:
         self._pids[process.pid] = service
         self._watchdog.launched(service.name, process.pid)
         _log.info("event=started service=%s pid=%d", service.name, process.pid)
+
+    def _starts_first(self, name: str) -> bool:
+        """Whether the service has not served since the node started."""
+        return name not in self._served
 
     def _wait(self) -> tuple[str, str | None]:
         """Waits a moment and handles events. Returns why the node must stop, or an empty string, and the service to blame."""

@@ -21,6 +21,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.utils import counters
 from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 
+from tasuki.planner.start import TRIAL_TOKENS
 from tasuki.trainer.backends.fsdp.routing import Router
 from tasuki.trainer.data.micro_batch import SequencePart, TokenBatch, token_batch
 from tasuki.trainer.data.samples import Samples
@@ -28,8 +29,6 @@ from tasuki.wire.errors import InvalidArgument
 
 _FIELD = "trainer.compile"
 _TOKENS_DIM = 1
-# A prime.
-_TRIAL_TOKENS = 67
 # Several of each at once: passes with and without gradients, adapters on and off, frozen networks, kinds of layers.
 _MOST_GRAPHS = 64
 _log = logging.getLogger("tasuki.trainer")
@@ -78,11 +77,11 @@ def trial_batch(part: SequencePart, *, device: torch.device) -> TokenBatch:
     num = part.num_parts
     samples = Samples(
         num_prompt_S=np.full(num, 1),
-        num_completion_S=np.full(num, _TRIAL_TOKENS),
+        num_completion_S=np.full(num, TRIAL_TOKENS),
         policy_version_S=np.zeros(num, dtype=np.uint64),
         temperature_S=np.ones(num, dtype=np.float32),
-        token_ids_T=np.zeros(num * (1 + _TRIAL_TOKENS), dtype=np.int32),
-        columns={"loss_mask": np.ones(num * _TRIAL_TOKENS, dtype=np.float32)},
+        token_ids_T=np.zeros(num * (1 + TRIAL_TOKENS), dtype=np.int32),
+        columns={"loss_mask": np.ones(num * TRIAL_TOKENS, dtype=np.float32)},
     )
     return token_batch(samples, device=device, part=part)
 

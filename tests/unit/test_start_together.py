@@ -1,0 +1,79 @@
+"""When trainer and engine start at the same time: only where each GPU holds both, whenever SGLang looks at its free memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasuki.config.schema import NodeConfig
+from tasuki.memory.stages import Phase
+from tasuki.planner.layout import GB, Layout, Part
+from tasuki.planner.node_plan import node_layout
+from tasuki.planner.plan import plan
+from tasuki.planner.presets import MODELS
+from tasuki.planner.start import parts_at_start, starts_together
+from tasuki.rollout.arguments import _PLANNED_FRACTION
+from tasuki.supervisor.services import node_services
+
+MODEL = MODELS["qwen2.5-7b"]
+
+
+def node(**tables: Any) -> NodeConfig:
+    given = {"state_dir": "s", "device": "cuda", "model": {"path": "m"}}
+    trainer = {"num_ranks": 2, **tables.pop("trainer", {})}
+    rollout = {"context_length": 4096, "kv_tokens": 400_000, **tables.pop("rollout", {})}
+    return NodeConfig.model_validate(given | {"trainer": trainer, "rollout": rollout} | tables)
+
+
+def h200s(config: NodeConfig, *, gpu_bytes: int = 141 * GB) -> Layout:
+    return node_layout(config, MODEL, gpu_bytes=gpu_bytes, host_bytes=2000 * GB)
+
+
+def test_both_start_at_once_where_the_planned_cache_and_the_trainers_state_fit() -> None:
+    assert starts_together(h200s(node()))
+    assert not starts_together(h200s(node(rollout={"kv_tokens": 1_000_000})))
+    assert not starts_together(h200s(node(), gpu_bytes=80 * GB))
+
+
+def test_the_trainer_waits_where_the_engine_sizes_its_cache_or_loads_for_both() -> None:
+    most = node(rollout={"kv_tokens": "most"})
+    assert not starts_together(h200s(most))
+    assert not starts_together(h200s(node(memory={"pool": True})))
+    assert not starts_together(replace(h200s(node()), shares_base=True))
+    assert not starts_together(replace(h200s(node()), device="cpu"))
+
+
+def test_services_on_gpus_of_their_own_start_at_once_however_full_these_are() -> None:
+    apart = {"trainer": {"devices": ["0", "1"]}, "rollout": {"devices": ["2", "3"], "kv_tokens": "most"}}
+    assert starts_together(h200s(node(**apart), gpu_bytes=90 * GB))
+
+
+@pytest.mark.parametrize("gpu_bytes", range(60 * GB, 200 * GB, 10 * GB))
+def test_sglang_finds_room_for_the_planned_cache_whenever_it_looks(gpu_bytes: int) -> None:
+    """It takes what is free after its weights, less a share of what was free before them, and silently serves fewer tokens than asked."""
+    layout = h200s(node(), gpu_bytes=gpu_bytes)
+    if not starts_together(layout):
+        return
+    parts = parts_at_start(layout, 0)
+    after_weights = gpu_bytes - sum(size for part, size in parts.items() if part not in (Part.KV_CACHE, Part.CUDA_GRAPH))
+    before_weights = gpu_bytes  # the trainer has not begun: SGLang's share is the largest
+    assert after_weights - (1 - _PLANNED_FRACTION) * before_weights >= parts[Part.KV_CACHE]
+
+
+def test_a_start_counts_all_of_both_but_the_memory_of_a_step() -> None:
+    layout = h200s(node())
+    at_start, step = parts_at_start(layout, 0), plan(layout).stage(Phase.TRAIN).gpus[0]
+    both = (Part.TRAINER_WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER, Part.EXPORT)
+    assert {*both, Part.ROLLOUT_WEIGHTS, Part.KV_CACHE, Part.CUDA_GRAPH, Part.CONTEXTS, Part.WHOLE_GRADIENTS} <= at_start.keys()
+    assert all(at_start[part] == step[part] for part in both if part in step)
+    assert at_start[Part.ACTIVATIONS] < step[Part.ACTIVATIONS] / 10
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_the_trainer_waits_for_rollout_on_a_gpu_unless_residency_says_otherwise(tmp_path: Path, *, together: bool) -> None:
+    config = node(residency={"kv_tokens": 400_000, "starts_together": together}, state_dir=str(tmp_path))
+    trainer = next(service for service in node_services(config) if service.name == "trainer")
+    assert (trainer.after, trainer.is_first_beside) == ("rollout", together)
