@@ -49,6 +49,14 @@ def decide(layout: Layout, *, export_stays: bool | None, budget_bytes: int | Non
     return tuple(kinds[layout.has_rank(index), layout.has_engine(index)] for index in range(layout.num_gpus))
 
 
+def decided_again(layout: Layout) -> Layout:
+    """The layout of GPUs with what stays decided again, after a change of other settings; others, which decided nothing, as they are."""
+    if layout.staying is None or layout.device == "cpu":
+        return replace(layout, staying=None)
+    is_open = replace(layout, staying=None)
+    return replace(layout, staying=decide(is_open, export_stays=True if layout.export_stays else None))
+
+
 def given(layout: Layout, config: NodeConfig, residency: ResidencyConfig) -> Staying:
     """What the configuration sets itself."""
     gpus = gpus_of(config)
