@@ -185,4 +185,4 @@ def _keeping(layout: Layout, staying: frozenset[Part]) -> Layout:
 
 def _seconds(leaving: frozenset[Part], sizes: Sizes) -> float:
     known = {**sizes.trainer, **sizes.engine, Part.TORCH_CACHE: sum(sizes.work.values())}
-    return sum(leaving_seconds(part, known[part]) for part in leaving)
+    return sum(leaving_seconds(part, known[part], frozen=sizes.frozen) for part in leaving)
