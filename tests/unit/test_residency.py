@@ -121,6 +121,20 @@ def test_everything_stays_beside_the_kv_that_a_run_needs() -> None:
     assert max(seconds.values()) < 0.05
 
 
+def test_room_goes_to_activations_before_it_goes_to_what_may_stay() -> None:
+    rollout = {"tp_size": 1, "context_length": None}
+    layouts = [
+        h200s(
+            node(train=TRAIN, trainer={"checkpointing": each, "micro_batch_tokens": None}, rollout=rollout), gpu_bytes=150 * GB
+        )
+        for each in ("full", "auto")
+    ]
+    assert [(layout.checkpointing, layout.kept_layers) for layout in layouts] == [("full", 1), ("attention", 14)]
+    assert [leaves for layout in layouts for _, _, leaves in stay_and_leave(layout)] == [[], [Part.GRADIENTS, Part.KV_CACHE]]
+    kept, left = (sum(expected_seconds(plan(layout)).values()) for layout in layouts)
+    assert left - kept == pytest.approx(0.09, abs=0.01)
+
+
 def test_with_most_kv_the_trainer_leaves_and_the_engines_weights_stay() -> None:
     layout = h200s(node())
     assert Part.ROLLOUT_WEIGHTS in staying_on(layout)
