@@ -4,7 +4,8 @@ python tests/bench/micro_batches.py [--model qwen2.5-7b] [--seeds 20] [--out FOL
 
 Ranks are in lock step, so a step takes the dearest k-th micro-batch of any rank, for every k. The ideal is the cost of all real tokens,
 evenly over the ranks. "padded" deals samples in snake order by length, and cuts each rank's into micro-batches of at most the cap in
-padded tokens; "packed" is the trainer's plan. Writes micro_batches.json and micro_batches.png, and prints a table.
+padded tokens; "packed" is the trainer's plan; "by length" is one that charges the LM head for prompts, too. Writes micro_batches.json and
+micro_batches.png, and prints a table.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tasuki.models.family import Model, full_attention
 from tasuki.planner.presets import MODELS
@@ -38,10 +40,32 @@ class Lengths:
     num_samples: int
     max_tokens: int
     """In one micro-batch."""
+    completion_median: int | None = None
+    """Of completions, with the same sigma, beside prompts of such tokens; None for samples without prompts."""
 
-    def draw(self, seed: int) -> list[int]:
-        tokens = np.random.default_rng(seed).lognormal(np.log(self.median), self.sigma, self.num_samples)
-        return np.clip(tokens, 1, self.longest).astype(int).tolist()
+    def draw(self, seed: int) -> Drawn:
+        random = np.random.default_rng(seed)
+
+        def tokens(median: int, longest: int) -> NDArray[np.int64]:
+            drawn = random.lognormal(np.log(median), self.sigma, self.num_samples)
+            return np.clip(drawn, 1, longest).astype(np.int64)
+
+        if self.completion_median is None:
+            lengths = tokens(self.median, self.longest)
+            return Drawn(lengths, lengths)
+        prompts, completions = tokens(self.median, self.longest // 2), tokens(self.completion_median, self.longest // 2)
+        return Drawn(prompts + completions, completions)
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """[S] tokens of samples, and of their completions."""
+
+    lengths: NDArray[np.int64]
+    completions: NDArray[np.int64]
+
+    def flops(self, cost: SampleCost) -> list[float]:
+        return cost.flops(self.lengths, completions_S=self.completions).tolist()
 
 
 LENGTHS = {
@@ -52,6 +76,7 @@ LENGTHS = {
     "long": Lengths(median=8000, sigma=0.7, longest=32_768, num_samples=256, max_tokens=32_768),
     "long, few": Lengths(median=8000, sigma=0.7, longest=32_768, num_samples=64, max_tokens=32_768),
     "short": Lengths(median=100, sigma=0.5, longest=512, num_samples=512, max_tokens=16_384),
+    "with prompts": Lengths(median=1500, sigma=0.8, longest=16_384, num_samples=256, max_tokens=16_384, completion_median=500),
 }
 
 
@@ -72,38 +97,41 @@ def padded_snake_plan(lengths: Sequence[int], *, num_ranks: int, max_tokens: int
     return [micro_batches + [[]] * (num_steps - len(micro_batches)) for micro_batches in plan]
 
 
-def packed_cost(plan: MicroBatchPlan, lengths: Sequence[int], *, cost: SampleCost) -> float:
-    """FLOPs that a rank waits for, without padding."""
-    flops = cost.flops(np.array(lengths)).tolist()
+def packed_cost(plan: MicroBatchPlan, flops: Sequence[float]) -> float:
+    """FLOPs that a rank waits for, without padding. flops: of each sample."""
     return sum(max(sum(flops[index] for index in part) for part in step) for step in zip(*plan, strict=True))
 
 
-def padded_cost(plan: MicroBatchPlan, lengths: Sequence[int], *, cost: SampleCost) -> float:
-    """FLOPs that a rank waits for, where every sample is as long as the longest of its micro-batch."""
-    flops = cost.flops(np.array(lengths)).tolist()
+def padded_cost(plan: MicroBatchPlan, flops: Sequence[float]) -> float:
+    """FLOPs that a rank waits for, where every sample is as dear as the dearest of its micro-batch."""
     return sum(
         max(len(part) * max((flops[index] for index in part), default=0.0) for part in step) for step in zip(*plan, strict=True)
     )
 
 
-def ideal_cost(lengths: Sequence[int], *, num_ranks: int, cost: SampleCost) -> float:
-    """FLOPs of all tokens, evenly over ranks."""
-    return float(cost.flops(np.array(lengths)).sum()) / num_ranks
+def ideal_cost(flops: Sequence[float], *, num_ranks: int) -> float:
+    """FLOPs of all samples, evenly over ranks."""
+    return sum(flops) / num_ranks
 
 
 def compare(each: Lengths, *, num_ranks: int, cost: SampleCost, num_seeds: int) -> dict[str, float]:
     """Means over seeds: cost over the ideal and micro-batches of a rank, under both plans, and what the packed plan took to make."""
     rows: list[dict[str, float]] = []
     for seed in range(num_seeds):
-        lengths = each.draw(seed)
-        ideal = ideal_cost(lengths, num_ranks=num_ranks, cost=cost)
+        drawn = each.draw(seed)
+        lengths, completions, flops = drawn.lengths.tolist(), drawn.completions.tolist(), drawn.flops(cost)
+        ideal = ideal_cost(flops, num_ranks=num_ranks)
         padded = padded_snake_plan(lengths, num_ranks=num_ranks, max_tokens=each.max_tokens)
         started = time.perf_counter()
-        packed = plan_micro_batches(lengths, num_ranks=num_ranks, max_tokens=each.max_tokens, cost=cost)
+        packed = plan_micro_batches(
+            lengths, completions=completions, num_ranks=num_ranks, max_tokens=each.max_tokens, cost=cost
+        )
         seconds = time.perf_counter() - started
+        by_length = plan_micro_batches(lengths, num_ranks=num_ranks, max_tokens=each.max_tokens, cost=cost)
         rows.append({
-            "padded": padded_cost(padded, lengths, cost=cost) / ideal,
-            "packed": packed_cost(packed, lengths, cost=cost) / ideal,
+            "padded": padded_cost(padded, flops) / ideal,
+            "packed": packed_cost(packed, flops) / ideal,
+            "by_length": packed_cost(by_length, flops) / ideal,
             "padded_micro_batches": len(padded[0]),
             "packed_micro_batches": len(packed[0]),
             "plan_ms": 1e3 * seconds,
@@ -152,11 +180,16 @@ def main() -> None:
     }
     (arguments.out / "micro_batches.json").write_text(json.dumps(table, indent=1) + "\n")
     draw(results, arguments.out / "micro_batches.png")
-    print(f"{'lengths':12s} {'ranks':>5s} {'padded':>7s} {'packed':>7s} {'micro-batches':>14s} {'plan, ms':>9s}")
+    print(
+        f"{'lengths':12s} {'ranks':>5s} {'padded':>7s} {'by length':>9s} {'packed':>7s} {'micro-batches':>14s} {'plan, ms':>9s}"
+    )
     for name, by_ranks in results.items():
         for ranks, row in by_ranks.items():
             counts = f"{row['padded_micro_batches']:.1f} -> {row['packed_micro_batches']:.1f}"
-            print(f"{name:12s} {ranks:>5s} {row['padded']:7.3f} {row['packed']:7.3f} {counts:>14s} {row['plan_ms']:9.1f}")
+            print(
+                f"{name:12s} {ranks:>5s} {row['padded']:7.3f} {row['by_length']:9.3f} {row['packed']:7.3f} {counts:>14s} "
+                f"{row['plan_ms']:9.1f}"
+            )
 
 
 if __name__ == "__main__":

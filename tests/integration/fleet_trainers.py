@@ -136,9 +136,13 @@ class Fleet:
         return list(answers)
 
     def deal(self, samples: Sequence[TrainingSample]) -> Dealt:
-        lengths = [len(sample.prompt_token_ids) + len(sample.completion_token_ids) for sample in samples]
+        completions = [len(sample.completion_token_ids) for sample in samples]
+        lengths = [len(sample.prompt_token_ids) + completion for sample, completion in zip(samples, completions, strict=True)]
         cost = sample_cost(read_model_file(self.model))
-        return deal_samples(lengths, num_nodes=len(self.clients), num_ranks=self.num_ranks, max_tokens=4096, cost=cost)
+        num_nodes = len(self.clients)
+        return deal_samples(
+            lengths, completions=completions, num_nodes=num_nodes, num_ranks=self.num_ranks, max_tokens=4096, cost=cost
+        )
 
     async def forward_backward(
         self,

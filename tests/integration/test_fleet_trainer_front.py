@@ -158,7 +158,9 @@ async def front(
 
 
 def deal(num_nodes: int):
-    return lambda lengths: deal_samples(lengths, num_nodes=num_nodes, num_ranks=1, max_tokens=64, cost=COST)
+    return lambda lengths, completions: deal_samples(
+        lengths, completions=completions, num_nodes=num_nodes, num_ranks=1, max_tokens=64, cost=COST
+    )
 
 
 def command(request_id: str = "r", *, epoch: int = EPOCH) -> CommandId:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,21 +20,30 @@ from tests.bench.micro_batches import LENGTHS, RANKS, ideal_cost, packed_cost, p
 
 QWEN = sample_cost(Model(shape=MODELS["qwen2.5-7b"], attention=full_attention(MODELS["qwen2.5-7b"])))
 CAP = 40
+# The longest and the shortest often: they fill micro-batches in tokens long before they are even in cost.
+LENGTHS_OF_CALLS = st.integers(1, CAP) | st.sampled_from([1, 2, CAP // 2, CAP])
+SAMPLES = LENGTHS_OF_CALLS.flatmap(lambda length: st.tuples(st.just(length), st.integers(1, length)))
 CALLS = st.fixed_dictionaries(
     {
-        # The longest and the shortest often: they fill micro-batches in tokens long before they are even in cost.
-        "lengths": st.lists(st.integers(1, CAP) | st.sampled_from([1, 2, CAP // 2, CAP]), min_size=1, max_size=80),
         "num_ranks": st.integers(1, 5),
         "max_tokens": st.integers(CAP, 3 * CAP),
-        "cost": st.builds(SampleCost, linear=st.floats(0.01, 100), quadratic=st.floats(0, 10)),
+        "cost": st.builds(SampleCost, linear=st.floats(0.01, 100), quadratic=st.floats(0, 10), head=st.floats(0, 100)),
+        "samples": st.lists(SAMPLES, min_size=1, max_size=80),
     }
-)
+).map(lambda call: arguments_of(**call))
 
 
-def costs_of(plan: MicroBatchPlan, lengths: Sequence[int], cost: SampleCost) -> list[list[float]]:
+def arguments_of(*, samples: Sequence[tuple[int, int]], **others: Any) -> dict[str, Any]:
+    return {"lengths": [length for length, _ in samples], "completions": [completion for _, completion in samples], **others}
+
+
+def flops_of(call: dict) -> list[float]:
+    return call["cost"].flops(np.array(call["lengths"]), completions_S=np.array(call["completions"])).tolist()
+
+
+def costs_of(plan: MicroBatchPlan, flops: Sequence[float]) -> list[list[float]]:
     """[micro-batch][rank]."""
-    flops = cost.flops(np.array(lengths))
-    return [[float(flops[part].sum()) for part in step] for step in zip(*plan, strict=True)]
+    return [[sum(flops[index] for index in part) for part in step] for step in zip(*plan, strict=True)]
 
 
 @given(call=CALLS)
@@ -56,11 +66,11 @@ def test_a_micro_batch_is_empty_only_where_no_other_has_two_samples(call: dict) 
 
 @given(call=CALLS)
 def test_the_kth_micro_batches_are_even_or_no_exchange_of_two_samples_lowers_the_dearest(call: dict) -> None:
-    lengths, cap, cost = call["lengths"], call["max_tokens"], call["cost"]
+    lengths, cap = call["lengths"], call["max_tokens"]
     plan = plan_micro_batches(**call)
-    flops = [*cost.flops(np.array(lengths)), 0.0]
+    flops = [*flops_of(call), 0.0]
     tokens = [*lengths, 0]
-    for step, costs in zip(zip(*plan, strict=True), costs_of(plan, lengths, cost), strict=True):
+    for step, costs in zip(zip(*plan, strict=True), costs_of(plan, flops), strict=True):
         dear = int(np.argmax(costs))
         if costs[dear] <= 1.001 * sum(costs) / len(costs):
             continue
@@ -69,26 +79,30 @@ def test_the_kth_micro_batches_are_even_or_no_exchange_of_two_samples_lowers_the
                 for taken_index in (*step[other], -1):  # the last is no sample
                     shift, moved = flops[given_index] - flops[taken_index], tokens[given_index] - tokens[taken_index]
                     fits = sum(tokens[index] for index in step[other]) + moved <= cap
+                    fits &= sum(tokens[index] for index in step[dear]) - moved <= cap
                     assert not (fits and shift > 0 and max(costs[dear] - shift, costs[other] + shift) < 0.999999 * costs[dear])
 
 
 @given(call=CALLS)
 def test_the_dearest_micro_batches_come_first(call: dict) -> None:
-    costs = [max(step) for step in costs_of(plan_micro_batches(**call), call["lengths"], call["cost"])]
+    costs = [max(step) for step in costs_of(plan_micro_batches(**call), flops_of(call))]
     assert all(one >= 0.999999 * other for one, other in pairwise(costs))
 
 
 @given(call=CALLS, data=st.data())
-def test_the_order_of_samples_decides_only_among_those_of_one_length(call: dict, data: st.DataObject) -> None:
+def test_the_order_of_samples_decides_only_among_those_of_one_length_and_cost(call: dict, data: st.DataObject) -> None:
     order = data.draw(st.permutations(range(len(call["lengths"]))))
-    shuffled = [call["lengths"][index] for index in order]
+    shuffled = {**call, **{name: [call[name][index] for index in order] for name in ("lengths", "completions")}}
 
-    def shapes(plan: MicroBatchPlan, lengths: Sequence[int]) -> list[list[list[int]]]:
-        return [[sorted(lengths[index] for index in part) for part in rank] for rank in plan]
+    def shapes(call: dict) -> list[list[list[tuple[int, float]]]]:
+        flops = flops_of(call)
+        return [
+            [sorted((call["lengths"][index], flops[index]) for index in part) for part in rank]
+            for rank in plan_micro_batches(**call)
+        ]
 
-    plan = plan_micro_batches(**call)
-    assert plan == plan_micro_batches(**call)
-    assert shapes(plan, call["lengths"]) == shapes(plan_micro_batches(**{**call, "lengths": shuffled}), shuffled)
+    assert plan_micro_batches(**call) == plan_micro_batches(**call)
+    assert shapes(call) == shapes(shuffled)
 
 
 @pytest.mark.parametrize("num_ranks", RANKS)
@@ -97,15 +111,29 @@ def test_a_step_costs_little_more_than_the_ideal(name: str, num_ranks: int) -> N
     each = LENGTHS[name]
     bound = {"long, few": 1.15, "long-tailed": 1.05, "wide": 1.04}.get(name, 1.03)
     for seed in range(5):
-        lengths = each.draw(seed)
-        plan = plan_micro_batches(lengths, num_ranks=num_ranks, max_tokens=each.max_tokens, cost=QWEN)
+        drawn = each.draw(seed)
+        lengths, flops = drawn.lengths.tolist(), drawn.flops(QWEN)
+        completions = drawn.completions.tolist()
+        plan = plan_micro_batches(lengths, completions=completions, num_ranks=num_ranks, max_tokens=each.max_tokens, cost=QWEN)
         # No plan can be cheaper than this.
-        least = max(ideal_cost(lengths, num_ranks=num_ranks, cost=QWEN), float(QWEN.flops(np.array(lengths)).max()))
-        assert packed_cost(plan, lengths, cost=QWEN) <= bound * least
+        least = max(ideal_cost(flops, num_ranks=num_ranks), max(flops))
+        assert packed_cost(plan, flops) <= bound * least
         padded = padded_snake_plan(lengths, num_ranks=num_ranks, max_tokens=each.max_tokens)
         assert len(plan[0]) <= len(padded[0])
         if num_ranks == 8:
-            assert padded_cost(padded, lengths, cost=QWEN) > 1.1 * packed_cost(plan, lengths, cost=QWEN)
+            assert padded_cost(padded, flops) > 1.1 * packed_cost(plan, flops)
+
+
+def test_prompts_do_not_count_as_what_the_head_computes() -> None:
+    each, by_length, by_cost = LENGTHS["with prompts"], 0.0, 0.0
+    for seed in range(5):
+        drawn = each.draw(seed)
+        flops, settings = drawn.flops(QWEN), {"num_ranks": 8, "max_tokens": each.max_tokens, "cost": QWEN}
+        by_length += packed_cost(plan_micro_batches(drawn.lengths.tolist(), **settings), flops)
+        by_cost += packed_cost(
+            plan_micro_batches(drawn.lengths.tolist(), completions=drawn.completions.tolist(), **settings), flops
+        )
+    assert by_cost < 0.99 * by_length
 
 
 def test_a_batch_that_fits_is_one_micro_batch_for_each_rank() -> None:
@@ -137,7 +165,7 @@ def test_short_samples_are_beside_each_other_while_a_long_one_runs() -> None:
     """One that fills its micro-batch shares the step with the others' fullest, not with their average."""
     cost = SampleCost(linear=1.0, quadratic=0.0)
     plan = plan_micro_batches([16, *[1] * 24], num_ranks=2, max_tokens=16, cost=cost)
-    assert costs_of(plan, [16, *[1] * 24], cost) == [[16, 16], [4, 4]]
+    assert costs_of(plan, [16.0, *[1.0] * 24]) == [[16, 16], [4, 4]]
 
 
 @pytest.mark.parametrize("shortest", [1, 500, 9000])

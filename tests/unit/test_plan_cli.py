@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -234,3 +235,64 @@ def test_a_node_on_a_cpu_is_planned_with_this_machines_memory(node: Path, capsys
     for device, host_bytes in (("cpu", host_memory().total_bytes), ("cuda", 2000 * 10**9)):
         main(["plan", str(node), "--gpu-gb", "80", "--set", f'device="{device}"', "--json"])
         assert json.loads(capsys.readouterr().out)["host_bytes"] == host_bytes
+
+
+SEVEN_B = {
+    "hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
+    "head_dim": 128, "vocab_size": 152_064, "max_position_embeddings": 32_768,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("settings", "ladder"),
+    [
+        ([], None),
+        (["trainer.optimizer_on_host=true"], [("trainer.optimizer_on_host", "true", "false")]),
+        (
+            ["trainer.optimizer_on_host=true", "residency={}"],
+            [("residency", "as given", "removed"), ("trainer.optimizer_on_host", "true", "false")],
+        ),
+        (
+            ["trainer.checkpointing=offloaded", "trainer.micro_batch_tokens=65536"],
+            [("trainer.checkpointing", "offloaded", "full")],
+        ),
+    ],
+)
+def test_a_host_that_is_short_is_told_which_setting_of_the_node_takes_it(
+    node: Path, settings: list[str], ladder: list[tuple[str, str, str]] | None, capsys: pytest.CaptureFixture[str]
+):
+    (node.parent / "model" / "config.json").write_text(json.dumps(CONFIG | SEVEN_B))
+    layout = ["trainer.num_ranks=8", "rollout.dp_size=2", "rollout.tp_size=4", "rollout.kv_ratio=0.8"]
+
+    def plan(*overrides: str) -> int:
+        sets = [word for each in (*layout, *overrides) for word in ("--set", each)]
+        return main(["plan", str(node), "--gpu-gb", "141", "--host-gb", "60", "--json", *sets])
+
+    assert plan(*settings) == (0 if ladder is None else 1)
+    planned = json.loads(capsys.readouterr().out)
+    assert [(rung["setting"], rung["old"], rung["new"]) for rung in planned["ladder"]] == (ladder or [])
+    assert all(rung["is_available"] for rung in planned["ladder"])
+    if ladder is None:
+        assert planned["max_kv_ratio"] > 0.8, "the ratio counts what stays, which needs no copy on the host"
+        return
+    assert planned["ladder"][-1]["fits"] and "host lacks" in planned["problems"][0]
+    changed = [f"{setting}={new}" for setting, _, new in ladder if setting != "residency"]
+    assert plan(*(each for each in settings if each != "residency={}"), *changed) == 0
+
+
+def test_cuda_graphs_that_the_engine_does_without_are_not_counted(node: Path, capsys: pytest.CaptureFixture[str]):
+    def plan(*overrides: str) -> dict[str, Any]:
+        main(["plan", str(node), "--gpu-gb", "10", "--json", *(word for each in overrides for word in ("--set", each))])
+        return json.loads(capsys.readouterr().out)
+
+    def graphs(planned: dict[str, Any]) -> int:
+        return next(stage for stage in planned["stages"] if stage["stage"] == "ROLLOUT")["gpus"][0].get("cuda_graph", 0)
+
+    without = plan("rollout.engine.disable_cuda_graph=true")
+    assert graphs(plan()) == graphs(plan("rollout.engine.disable_cuda_graph=false")) > graphs(without) == 0
+    assert without["not_counted"] == []
+
+
+def test_advice_turns_cuda_graphs_off_by_the_engines_argument(node: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", str(node), "--gpu-gb", "4.5", "--set", "rollout.kv_ratio=0.01"]) == 1
+    assert "Change rollout.engine.disable_cuda_graph: false -> true: " in capsys.readouterr().out.replace("\n", " ")

@@ -121,6 +121,20 @@ def test_everything_stays_beside_the_kv_that_a_run_needs() -> None:
     assert max(seconds.values()) < 0.05
 
 
+def test_room_goes_to_activations_before_it_goes_to_what_may_stay() -> None:
+    rollout = {"tp_size": 1, "context_length": None}
+    layouts = [
+        h200s(
+            node(train=TRAIN, trainer={"checkpointing": each, "micro_batch_tokens": None}, rollout=rollout), gpu_bytes=150 * GB
+        )
+        for each in ("full", "auto")
+    ]
+    assert [(layout.checkpointing, layout.kept_layers) for layout in layouts] == [("full", 1), ("attention", 14)]
+    assert [leaves for layout in layouts for _, _, leaves in stay_and_leave(layout)] == [[], [Part.GRADIENTS, Part.KV_CACHE]]
+    kept, left = (sum(expected_seconds(plan(layout)).values()) for layout in layouts)
+    assert left - kept == pytest.approx(0.09, abs=0.01)
+
+
 def test_with_most_kv_the_trainer_leaves_and_the_engines_weights_stay() -> None:
     layout = h200s(node())
     assert Part.ROLLOUT_WEIGHTS in staying_on(layout)
@@ -146,7 +160,7 @@ def test_no_choice_that_fits_costs_less(tokens: int) -> None:
     room = layout.gpu_bytes * 0.96 - layout.overheads.margin
 
     def cost(staying: frozenset[Part]) -> float:
-        return sum(leaving_seconds(part, known[part]) for part in RESIDENT if part not in staying)
+        return sum(leaving_seconds(part, known[part], frozen=sizes.frozen) for part in RESIDENT if part not in staying)
 
     def fits(staying: frozenset[Part]) -> bool:
         planned = plan_of(replace(layout, staying=(staying,) * layout.num_gpus), sizes)
@@ -184,6 +198,33 @@ def test_the_base_below_adapters_stays_in_an_engine_that_serves_them() -> None:
     config = node(trainer={"lora": {"rank": 32}}, rollout={"lora": "adapter", "kv_ratio": 0.9})
     assert Part.ROLLOUT_WEIGHTS in staying_on(h200s(config))
     assert staying_of_engine_rank(config, 0) == {MemoryTag.WEIGHTS}
+
+
+def test_a_base_that_never_changes_costs_no_copy_to_the_host() -> None:
+    def offload_s(**trainer: Any) -> float:
+        residency = {"trainer": [["export"], ["export"]]}
+        config = node(trainer=trainer, rollout={"tp_size": 2, "kv_tokens": 8192}, residency=residency)
+        planned = plan(node_layout(config, MODEL, gpu_bytes=141 * GB, host_bytes=2000 * GB))
+        return expected_seconds(planned)[Stage.OFFLOAD]
+
+    adapters = {"lora": {"rank": 32}}
+    # Without the base, 0.16 GB of masters and 0.32 GB of moments; with it 7.8 GB, which would take 0.14 s.
+    assert offload_s(**adapters) < 0.06
+    assert offload_s() > 0.8, "7.6 billion masters and their moments are copied every time"
+    critic = {"critic": {"lora": {"rank": 32}}}
+    assert offload_s(**adapters, **critic) < 0.08
+    reference = node(train=TRAIN | {"loss": {"kl_coef": 0.01}}, rollout={"kv_tokens": 8192})
+    frozen = sizes_of(h200s(reference)).frozen
+    assert frozen == pytest.approx(2 * MODEL.num_parameters / 2, rel=0.01) and sizes_of(h200s(node())).frozen == 0
+    shared = node(trainer={"lora": {"rank": 32, "share_base": True}}, rollout={"lora": "adapter", "tp_size": 2})
+    assert sizes_of(h200s(shared)).frozen == 0, "the engine's base stays"
+
+
+def test_a_base_that_returns_without_having_been_copied_leaves_before_what_is_copied_both_ways() -> None:
+    size = GB
+    base, masters = (leaving_seconds(Part.TRAINER_WEIGHTS, size, frozen=frozen) for frozen in (size, 0))
+    assert masters == leaving_seconds(Part.OPTIMIZER, size, frozen=0) == leaving_seconds(Part.OPTIMIZER, size, frozen=size)
+    assert masters - base == pytest.approx(1 / 55)
 
 
 @pytest.mark.parametrize(("name", "num_ranks"), [("qwen2.5-32b", 1), ("qwen2.5-72b", 2)])

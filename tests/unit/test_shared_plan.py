@@ -33,7 +33,9 @@ def num_tokens(samples: Samples, plan: MicroBatchPlan) -> list[list[int]]:
     groups=GROUPS,
     num_ranks=st.integers(1, 4),
     room=st.integers(0, 60),
-    cost=st.builds(SampleCost, linear=st.floats(0.01, 100), quadratic=st.floats(0, 10), merge=st.floats(0, 1)),
+    cost=st.builds(
+        SampleCost, linear=st.floats(0.01, 100), quadratic=st.floats(0, 10), head=st.floats(0, 50), merge=st.floats(0, 1)
+    ),
     sharing=st.sampled_from(Sharing),
 )
 def test_a_plan_holds_every_sample_once_within_the_cap(

@@ -131,6 +131,8 @@ _WITHOUT_MEMORY = frozenset(
     }
 )  # fmt: skip
 """Arguments that use no GPU memory."""
+_COUNTED = frozenset({"disable_cuda_graph"})
+"""Arguments that a plan reads."""
 
 _TYPES: Mapping[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float": (int, float), "str": (str,)}
 
@@ -150,7 +152,7 @@ def check_engine_arguments(arguments: Mapping[str, Argument]) -> None:
 
 def uncounted_arguments(arguments: Mapping[str, Argument]) -> list[str]:
     """Names of arguments that may change memory use but are not counted by a plan."""
-    return [name for name in arguments if name not in _WITHOUT_MEMORY]
+    return [name for name in arguments if name not in _WITHOUT_MEMORY | _COUNTED]
 
 
 def check_argument_values(arguments: Mapping[str, Argument]) -> None:

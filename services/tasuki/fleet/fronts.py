@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from tasuki.config.instance import read_instance
 from tasuki.config.places import fleet_calls_path
 from tasuki.config.schema import NodeConfig
 from tasuki.fleet.calls import Nodes
 from tasuki.fleet.rollout_front import CallSeeds, RolloutFront
-from tasuki.fleet.trainer_front import TrainerFront
+from tasuki.fleet.trainer_front import Deal, TrainerFront
 from tasuki.planner.model_shape import read_model_file
 from tasuki.rollout.seeds import CallNumbers
 from tasuki.rpc.server import RpcServer
@@ -29,15 +29,17 @@ def add_fronts(server: RpcServer, nodes: Nodes, config: NodeConfig, *, epoch: in
     server.add(add_TrainerServiceServicer_to_server, trainer, "tasuki.v1.TrainerService")
 
 
-def sample_dealer(config: NodeConfig, *, num_nodes: int) -> Callable[[Sequence[int]], list[list[int]]]:
+def sample_dealer(config: NodeConfig, *, num_nodes: int) -> Deal:
     """Distributes samples by their cost under the policy. Under other roles it differs only by a constant factor."""
     trainer = config.trainer
     cost = sample_cost(read_model_file(config.model.path), is_frozen=trainer.lora is not None)
     num_ranks = trainer.num_ranks // trainer.sequence_parallel
 
-    def deal(lengths: Sequence[int]) -> list[list[int]]:
+    def deal(lengths: Sequence[int], completions: Sequence[int]) -> list[list[int]]:
         # Samples that are too long are refused by their node.
         most = max(config.most_micro_batch_tokens, *lengths)
-        return deal_samples(lengths, num_nodes=num_nodes, num_ranks=num_ranks, max_tokens=most, cost=cost)
+        return deal_samples(
+            lengths, completions=completions, num_nodes=num_nodes, num_ranks=num_ranks, max_tokens=most, cost=cost
+        )
 
     return deal

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from tasuki.fleet.calls import Nodes
 from tasuki.fleet.rollout_front import no_stage_here
@@ -23,6 +23,9 @@ from tasuki.v1.trainer_pb2_grpc import TrainerServiceServicer
 from tasuki.v1.types_pb2 import TrainingSample
 from tasuki.wire.errors import DeadlineExceeded, DiskFull, FleetEnded, InternalError, PeerUnavailable, TasukiError
 
+Deal: TypeAlias = Callable[[Sequence[int], Sequence[int]], list[list[int]]]
+"""Assigns samples to nodes, deterministically, by their numbers of tokens and of a completion's."""
+
 _log = logging.getLogger("tasuki.fleet")
 _READ_TIMEOUT_S = 10.0
 _PASSING = (DiskFull, PeerUnavailable, DeadlineExceeded, FleetEnded)
@@ -33,8 +36,8 @@ _Scored = TypeVar("_Scored", trainer_pb2.TokenLogProbs, trainer_pb2.TokenValues)
 class TrainerFront(TrainerServiceServicer):
     """Sends every command to all nodes, and each node its share of the samples."""
 
-    def __init__(self, nodes: Nodes, *, epoch: int, deal: Callable[[Sequence[int]], list[list[int]]]) -> None:
-        """epoch: of the fleet's coordinator. deal: assigns samples to nodes by their numbers of tokens, deterministically."""
+    def __init__(self, nodes: Nodes, *, epoch: int, deal: Deal) -> None:
+        """epoch: of the fleet's coordinator."""
         self._nodes, self._deal = nodes, deal
         self._gate = CommandGate(passing=_PASSING)
         self._gate.epoch = epoch
@@ -203,7 +206,8 @@ class TrainerFront(TrainerServiceServicer):
         return TrainerCalls.within(self._nodes.all(), remaining_s(context))
 
     def _shares(self, samples: Sequence[TrainingSample]) -> list[list[int]]:
-        return self._deal([num_tokens(sample) for sample in samples])
+        completions = [len(sample.completion_token_ids) for sample in samples]
+        return self._deal([num_tokens(sample) for sample in samples], completions)
 
 
 def _merged(

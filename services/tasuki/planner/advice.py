@@ -13,6 +13,7 @@ from itertools import combinations
 from tasuki.memory.stages import Phase
 from tasuki.planner.layout import TAGS, Checkpointing, Layout, Part, Strategy, gb, unshared_experts, unshared_heads
 from tasuki.planner.plan import SERVING, TRAINER_TAGS, Plan, plan
+from tasuki.planner.residency import decided_again
 from tasuki.planner.step_tokens import MIN_TOKENS
 
 _RATIO_STEPS = 100
@@ -49,12 +50,12 @@ class Advice:
 
 
 def advise(planned: Plan) -> Advice:
-    """Advice for the layout before deciding what stays, which follows from the rest."""
-    layout = replace(planned.layout, staying=None)
+    """Advice for the layout. Where what stays was decided, every change decides it again."""
+    layout = planned.layout
     return Advice(
-        must_leave=smallest_sleeping(layout),
+        must_leave=smallest_sleeping(replace(layout, staying=None)),
         max_kv_ratio=largest_kv_ratio(layout),
-        ladder=() if planned.fits else climb(plan(layout)),
+        ladder=() if planned.fits else climb(planned),
     )
 
 
@@ -94,16 +95,23 @@ def largest_kv_ratio(layout: Layout) -> float | None:
     """Finds the ratio by bisection: a larger cache never takes less memory or holds shorter sequences."""
 
     def is_too_large(hundredths: int) -> bool:
-        tried = plan(replace(layout, kv_ratio=hundredths / _RATIO_STEPS))
+        tried = _plan_again(replace(layout, kv_ratio=hundredths / _RATIO_STEPS))
         return not (tried.fits_gpu and tried.fits_host)
 
     ratio = bisect_left(range(1, _RATIO_STEPS), True, key=is_too_large) / _RATIO_STEPS
-    return ratio if ratio > 0 and plan(replace(layout, kv_ratio=ratio)).fits else None
+    return ratio if ratio > 0 and _plan_again(replace(layout, kv_ratio=ratio)).fits else None
 
 
 def climb(planned: Plan) -> tuple[Rung, ...]:
-    """Applies changes for what is short, one on top of the other; keeps those that help, until everything fits."""
+    """Applies changes for what is short, one on top of the other; keeps those that help, until everything fits.
+
+    Where the configuration gives what stays, the planner's own decision comes first: a change may be enough only with it.
+    """
     rungs: list[Rung] = []
+    decided = _plan_again(planned.layout)
+    if decided.layout.staying != planned.layout.staying and not planned.fits:
+        rungs.append(Rung("residency", "as given", "removed", True, decided))
+        planned = decided
     while not planned.fits and (rung := _next_rung(planned)) is not None:
         rungs.append(rung)
         planned = rung.plan
@@ -113,7 +121,8 @@ def climb(planned: Plan) -> tuple[Rung, ...]:
 def _next_rung(planned: Plan) -> Rung | None:
     """The first change that makes it fit, else the first that reduces the shortage; supported settings come first."""
     rungs = [
-        Rung(change.setting, change.old, change.new, change.is_available, plan(change.layout)) for change in _changes(planned)
+        Rung(change.setting, change.old, change.new, change.is_available, _plan_again(change.layout))
+        for change in _changes(planned)
     ]
     for is_enough in (lambda rung: rung.plan.fits, lambda rung: _shortage(rung.plan) < _shortage(planned)):
         for is_available in (True, False):
@@ -121,6 +130,10 @@ def _next_rung(planned: Plan) -> Rung | None:
                 if rung.is_available is is_available and is_enough(rung):
                     return rung
     return None
+
+
+def _plan_again(layout: Layout) -> Plan:
+    return plan(decided_again(layout))
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,9 +171,7 @@ def _for_training(layout: Layout) -> Iterator[_Change]:
     yield from _fewer_tokens(layout)
     yield from _shared_sequences(layout)
     yield from _parallel_experts(layout)
-    away = layout.sleeping | {Part.ROLLOUT_WEIGHTS, Part.KV_CACHE}
-    if layout.sleeping != away:
-        yield _Change("sleeping", _names(layout.sleeping), _names(away), replace(layout, sleeping=away), False)
+    yield from _sleeping(layout, layout.sleeping | {Part.ROLLOUT_WEIGHTS, Part.KV_CACHE})
     if not layout.reshards_after_forward:
         yield _Change("reshard after forward", "no", "yes", replace(layout, reshards_after_forward=True), False)
     if layout.num_ranks < layout.num_gpus and layout.rank_gpus is None:
@@ -177,14 +188,12 @@ def _for_rollout(layout: Layout) -> Iterator[_Change]:
     if (ratio := largest_kv_ratio(layout)) is not None and ratio < layout.kv_ratio:
         yield _Change("rollout.kv_ratio", f"{layout.kv_ratio:g}", f"{ratio:g}", replace(layout, kv_ratio=ratio))
     if layout.has_cuda_graphs and layout.device == "cuda":
-        yield _Change("CUDA graphs", "yes", "no", replace(layout, has_cuda_graphs=False), False)
+        yield _Change("rollout.engine.disable_cuda_graph", "false", "true", replace(layout, has_cuda_graphs=False))
     if layout.max_running_requests > 1:
         fewer = max(1, layout.max_running_requests // 4)
         changed = replace(layout, max_running_requests=fewer)
         yield _Change("rollout.max_running_requests", str(layout.max_running_requests), str(fewer), changed)
-    away = layout.sleeping | set(TRAINER_TAGS)
-    if layout.sleeping != away:
-        yield _Change("sleeping", _names(layout.sleeping), _names(away), replace(layout, sleeping=away), False)
+    yield from _sleeping(layout, layout.sleeping | set(TRAINER_TAGS))
     yield from _wider_engines(layout)
 
 
@@ -202,11 +211,10 @@ def _for_changeover(layout: Layout) -> Iterator[_Change]:
 
 
 def _for_host(layout: Layout) -> Iterator[_Change]:
+    if layout.optimizer_on_host:
+        yield _Change("trainer.optimizer_on_host", "true", "false", replace(layout, optimizer_on_host=False))
     for part in (Part.OPTIMIZER, Part.TRAINER_WEIGHTS):
-        if part in layout.sleeping:
-            stays = layout.sleeping - {part}
-            changed = replace(layout, sleeping=stays, leaves_early=layout.leaves_early - {part})
-            yield _Change("sleeping", _names(layout.sleeping), _names(stays), changed, False)
+        yield from _sleeping(layout, layout.sleeping - {part})
     if layout.checkpointing is Checkpointing.OFFLOADED:
         changed = replace(layout, checkpointing=Checkpointing.FULL)
         yield _Change("trainer.checkpointing", layout.checkpointing, changed.checkpointing, changed)
@@ -225,6 +233,14 @@ def _for_cache(planned: Plan) -> Iterator[_Change]:
     if layout.kv_tokens is not None:
         changed = replace(layout, kv_tokens=layout.longest_sequence)
         yield _Change("rollout.kv_tokens", str(layout.kv_tokens), str(layout.longest_sequence), changed)
+
+
+def _sleeping(layout: Layout, parts: frozenset[Part]) -> Iterator[_Change]:
+    """Lets exactly these tags leave, unless what stays is decided again anyway."""
+    if layout.staying is None and layout.sleeping != parts:
+        changed = replace(layout, sleeping=parts, leaves_early=layout.leaves_early & parts)
+        old, new = (f"{_names(frozenset(TAGS) - one)} stays" for one in (layout.sleeping, parts))
+        yield _Change("residency", old, new, changed)
 
 
 def _more_checkpointing(layout: Layout) -> Iterator[_Change]:

@@ -104,6 +104,7 @@ def node_layout(
         grows_kv=rollout.kv_growth,
         has_pool=config.memory.pool,
         context_length=rollout.context_length,
+        has_cuda_graphs=rollout.engine.get("disable_cuda_graph") is not True,
         graph_requests=graph_requests(config) or SGLANG_GRAPH_REQUESTS,
         max_running_requests=running_requests(config),
         overheads=overheads or Overheads(),

@@ -13,7 +13,15 @@ from typing import TypeAlias
 from tasuki.memory.stages import RING, Phase, Stage
 from tasuki.planner.layout import Layout, Part, Strategy
 from tasuki.planner.rollout_bytes import KvPool, cuda_graphs, engine_step, engine_weights, kv_bytes_per_token, kv_pool
-from tasuki.planner.trainer_bytes import Bytes, export_arena, host_moments, offloaded_bytes, trainer_tags, training_peak
+from tasuki.planner.trainer_bytes import (
+    Bytes,
+    export_arena,
+    frozen_bytes,
+    host_moments,
+    offloaded_bytes,
+    trainer_tags,
+    training_peak,
+)
 
 TRAINER_TAGS = (Part.TRAINER_WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER)
 _STEP = {Part.LAYERS, Part.WHOLE_GRADIENTS, Part.ACTIVATIONS, Part.LOGITS}
@@ -110,6 +118,8 @@ class Sizes:
     work: Mapping[Part, int]
     """Peak of a training step."""
     kv_pool: KvPool
+    frozen: int
+    """Of the trainer's weights, bytes that are copied to the host once, not whenever they leave."""
 
 
 def sizes_of(layout: Layout) -> Sizes:
@@ -121,7 +131,7 @@ def sizes_of(layout: Layout) -> Sizes:
         Part.ENGINE_STEP: engine_step(layout),
     }
     trainer = trainer_tags(layout) | {Part.EXPORT: export_arena(layout)}
-    return Sizes(trainer, engine, training_peak(layout), pool)
+    return Sizes(trainer, engine, training_peak(layout), pool, frozen_bytes(layout))
 
 
 def largest_pool(layout: Layout) -> KvPool:

@@ -49,6 +49,14 @@ def decide(layout: Layout, *, export_stays: bool | None, budget_bytes: int | Non
     return tuple(kinds[layout.has_rank(index), layout.has_engine(index)] for index in range(layout.num_gpus))
 
 
+def decided_again(layout: Layout) -> Layout:
+    """The layout of GPUs with what stays decided again, after a change of other settings; others, which decided nothing, as they are."""
+    if layout.staying is None or layout.device == "cpu":
+        return replace(layout, staying=None)
+    is_open = replace(layout, staying=None)
+    return replace(layout, staying=decide(is_open, export_stays=True if layout.export_stays else None))
+
+
 def given(layout: Layout, config: NodeConfig, residency: ResidencyConfig) -> Staying:
     """What the configuration sets itself."""
     gpus = gpus_of(config)
@@ -179,4 +187,4 @@ def _keeping(layout: Layout, staying: frozenset[Part]) -> Layout:
 
 def _seconds(leaving: frozenset[Part], sizes: Sizes) -> float:
     known = {**sizes.trainer, **sizes.engine, Part.TORCH_CACHE: sum(sizes.work.values())}
-    return sum(leaving_seconds(part, known[part]) for part in leaving)
+    return sum(leaving_seconds(part, known[part], frozen=sizes.frozen) for part in leaving)

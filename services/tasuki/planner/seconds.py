@@ -30,11 +30,11 @@ _RENEW = 45e-3  # what left was published under other handles: every engine rank
 _COPIED = (Part.TRAINER_WEIGHTS, Part.OPTIMIZER)
 
 
-def leaving_seconds(part: Part, num_bytes: int) -> float:
-    """Seconds of a whole round in which `part` leaves and returns."""
+def leaving_seconds(part: Part, num_bytes: int, *, frozen: int) -> float:
+    """Seconds of a whole round in which `part` leaves and returns. frozen: of the trainer's weights, bytes that the host has already."""
     seconds = num_bytes * (_MAKE + _RELEASE)
     if part in _COPIED:
-        return seconds + 2 * num_bytes * _COPY
+        return seconds + (2 * num_bytes - (frozen if part is Part.TRAINER_WEIGHTS else 0)) * _COPY
     return seconds + (_RENEW if part is Part.EXPORT else 0.0)
 
 
@@ -57,7 +57,9 @@ def _on_gpu(layout: Layout, sizes: Sizes, index: int) -> Mapping[Stage, float]:
     trainer = {**sizes.trainer, Part.TORCH_CACHE: sum(sizes.work.values())} if layout.has_rank(index) else {}
     engine = sizes.engine if layout.has_engine(index) else {}
     left = {part: size for part, size in trainer.items() if part in layout.leaving}
-    copied = {part: size for part, size in left.items() if part in _COPIED}
+    copied = sum(size for part, size in left.items() if part in _COPIED)
+    if Part.TRAINER_WEIGHTS in left:
+        copied -= sizes.frozen
     released = sum(left.values()) + sum(
         trainer.get(part, 0)
         for part, stays in ((Part.EXPORT, layout.export_stays), (Part.TORCH_CACHE, layout.cache_stays))
@@ -73,13 +75,13 @@ def _on_gpu(layout: Layout, sizes: Sizes, index: int) -> Mapping[Stage, float]:
     make, release = (_MAP, _UNMAP) if layout.has_pool else (_MAKE, _RELEASE)
     if layout.grows_kv:
         # Copies, and what they release, follow the stage.
-        released, copied = released - sum(copied.values()), {}
+        released, copied = released - sum(size for part, size in left.items() if part in _COPIED), 0
     woken, pieces = _woken_cache(layout, cache)
     return {
         Stage.LOAD_WEIGHTS: 2 * _COMMAND + made * make + (export * 3 * _CAST if trainer else 0.0),
         Stage.RESUME_WEIGHTS: _COMMAND + weights * make,
         Stage.SYNC: _SYNC + (0 if layout.export_stays else _RENEW) + (near * _READ + far * _PULL if engine else 0.0),
-        Stage.OFFLOAD: _COMMAND + released * release + sum(copied.values()) * _COPY,
+        Stage.OFFLOAD: _COMMAND + released * release + copied * _COPY,
         Stage.RESUME_KV: _COMMAND + pieces * _PIECE + woken * make,
         Stage.DRAIN: _COMMAND,
         Stage.PAUSE_KV: _COMMAND + cache * release,

@@ -23,7 +23,8 @@ _MERGE = 2640
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleCost:
-    """FLOPs of forward and backward for a sample of L tokens: `linear * L + quadratic * L**2`, less where attention has a window.
+    """FLOPs of forward and backward for a sample of L tokens, C of them a completion's: `linear * L + quadratic * L**2 + head * C`, less
+    where attention has a window.
 
     Recomputed layers scale both terms almost equally, and scoring takes about a third of both, so ratios between samples also hold there.
     """
@@ -33,13 +34,19 @@ class SampleCost:
     """Sum over layers with full causal attention."""
     windows: tuple[tuple[int, float], ...] = ()
     """(window, coefficient of L**2 up to that length) of the other layers."""
+    head: float = 0.0
+    """Of the LM head, which only positions that predict a completion token reach."""
     merge: float = 0.0
     """Extra cost of a token that continues a shared prompt."""
 
-    def flops(self, lengths_S: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Returns [S] for samples of `lengths_S` tokens; increases with the length."""
+    def flops(self, lengths_S: NDArray[np.int64], *, completions_S: NDArray[np.int64] | None = None) -> NDArray[np.float64]:
+        """Returns [S] for samples of `lengths_S` tokens; increases with the length.
+
+        completions_S: those of a completion; by default all, an upper bound.
+        """
         tokens_S = lengths_S.astype(np.float64)
         flops_S = self.linear * tokens_S + self.quadratic * tokens_S**2
+        flops_S += self.head * (tokens_S if completions_S is None else completions_S)
         for window, quadratic in self.windows:
             flops_S += quadratic * (tokens_S**2 - np.maximum(tokens_S - window, 0) ** 2)
         return flops_S
@@ -48,10 +55,12 @@ class SampleCost:
 def sample_cost(model: Model, *, is_frozen: bool = False) -> SampleCost:
     """Cost under `model`. is_frozen: whether only adapters are trained."""
     shape = model.shape
+    per_weight = _FROZEN if is_frozen else _TRAINED
     each = float(_ATTENTION * shape.query_size)
     num_layers = Counter(model.attention.windows)
     return SampleCost(
-        linear=float((_FROZEN if is_frozen else _TRAINED) * _weights_per_token(shape)),
+        linear=float(per_weight * _weights_per_token(shape)),
+        head=float(per_weight * shape.num_outputs * shape.hidden_size),
         quadratic=each * num_layers.pop(None, 0),
         windows=tuple((window, each * count) for window, count in num_layers.items() if window is not None),
         merge=float(_MERGE * shape.query_size * shape.num_layers),
@@ -59,7 +68,7 @@ def sample_cost(model: Model, *, is_frozen: bool = False) -> SampleCost:
 
 
 def _weights_per_token(shape: ModelShape) -> int:
-    """Elements of the matrices that multiply one token: only the chosen experts, and no embedding."""
+    """Elements of the matrices that multiply one token: only the chosen experts, without embedding and LM head."""
     matrices = [weight for index in range(shape.num_layers) for weight in shape.layer(index).values()]
     chosen = sum(math.prod(matrix[1:]) * shape.experts_per_token for matrix in matrices if len(matrix) == 3)
-    return chosen + sum(math.prod(matrix) for matrix in matrices if len(matrix) == 2) + shape.num_outputs * shape.hidden_size
+    return chosen + sum(math.prod(matrix) for matrix in matrices if len(matrix) == 2)

@@ -28,21 +28,26 @@ _EVEN = 1.001
 _MAX_SWAPS = 64
 
 
-def plan_micro_batches(lengths: Sequence[int], *, num_ranks: int, max_tokens: int, cost: SampleCost) -> MicroBatchPlan:
+def plan_micro_batches(
+    lengths: Sequence[int], *, completions: Sequence[int] | None = None, num_ranks: int, max_tokens: int, cost: SampleCost
+) -> MicroBatchPlan:
     """Plans few micro-batches of at most `max_tokens` tokens, balancing cost between ranks.
 
     Ranks run in lock step: a round, the k-th micro-batches of all ranks, takes as long as its most expensive one. Rounds are in descending
-    cost. A micro-batch is empty only if no other has two samples. The order of samples only affects those of equal length.
+    cost. A micro-batch is empty only if no other has two samples. The order of samples only affects those of equal length
+    and cost.
 
-    lengths: tokens of each sample, at least one sample, none above `max_tokens`.
+    lengths: tokens of each sample, at least one sample, none above `max_tokens`. completions: of which a completion's; by default all.
     """
-    costs = cost.flops(np.asarray(lengths, dtype=np.int64)).tolist()
+    num_completion_S = None if completions is None else np.asarray(completions, dtype=np.int64)
+    costs = cost.flops(np.asarray(lengths, dtype=np.int64), completions_S=num_completion_S).tolist()
     return plan_units(lengths, costs, num_ranks=num_ranks, max_tokens=max_tokens)
 
 
 def plan_units(lengths: Sequence[int], costs: Sequence[float], *, num_ranks: int, max_tokens: int) -> MicroBatchPlan:
     """Like plan_micro_batches, for samples or indivisible groups with the given `costs`."""
-    descending = sorted(map(_Sample, lengths, costs, range(len(lengths))), key=lambda sample: (-sample.length, sample.position))
+    samples = map(_Sample, lengths, costs, range(len(lengths)))
+    descending = sorted(samples, key=lambda sample: (-sample.length, -sample.cost, sample.position))
     assert descending[0].length <= max_tokens, "check_sequences refuses such a sample"
     fewest = _best_fit(descending, max_tokens=max_tokens)
     num_rounds = -(-len(fewest) // num_ranks)
@@ -129,18 +134,23 @@ def _even_out(bins: Sequence[_Bin], *, max_tokens: int) -> None:
 
 
 def _exchange(dear: _Bin, cheap: _Bin, *, max_tokens: int) -> bool:
-    """Exchanges a sample for a shorter one, or for none, to minimize the difference in cost. Returns whether it decreased."""
+    """Exchanges a sample for a cheaper one, or for none, to minimize the difference in cost. Returns whether it decreased."""
     least = gap = _cost(dear) - _cost(cheap)
     room = max_tokens - sum(sample.length for sample in cheap)
-    partners = [_NOTHING, *sorted(cheap)]
-    lengths, costs = [sample.length for sample in partners], [sample.cost for sample in partners]
+    dear_room = max_tokens - sum(sample.length for sample in dear)
+    partners = sorted([_NOTHING, *cheap], key=lambda partner: partner.cost)
+    costs = [partner.cost for partner in partners]
     best: tuple[_Sample, _Sample] | None = None
     for sample in dear:
-        first = bisect_left(lengths, sample.length - room)
         nearest = bisect_left(costs, sample.cost - gap / 2)
-        for place in {max(nearest - 1, first), max(nearest, first)}:
-            if place < len(partners) and (left := abs(gap - 2 * (sample.cost - costs[place]))) < least:
-                least, best = left, (sample, partners[place])
+        for places in (range(nearest - 1, -1, -1), range(nearest, len(partners))):
+            for place in places:
+                left = abs(gap - 2 * (sample.cost - costs[place]))
+                if left >= least:
+                    break
+                if -dear_room <= sample.length - partners[place].length <= room:
+                    least, best = left, (sample, partners[place])
+                    break
     if best is None:
         return False
     given, taken = best

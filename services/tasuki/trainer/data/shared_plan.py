@@ -38,7 +38,8 @@ def plan_shared(
     A part of a group fits `max_tokens` with its prompt counted once, and computes the prompt separately.
     """
     lengths = samples.num_tokens_S.tolist()
-    alone = plan_micro_batches(lengths, num_ranks=num_ranks, max_tokens=max_tokens, cost=cost)
+    completions = samples.num_completion_S.tolist()
+    alone = plan_micro_batches(lengths, completions=completions, num_ranks=num_ranks, max_tokens=max_tokens, cost=cost)
     if sharing is Sharing.NEVER:
         return samples, alone
     groups = _groups_of_prompts(samples)
@@ -78,8 +79,8 @@ class _Flops:
             for position in positions:
                 group[position] = number
         return cls(
-            cost.flops(samples.num_tokens_S).tolist(),
-            cost.flops(samples.num_prompt_S).tolist(),
+            cost.flops(samples.num_tokens_S, completions_S=samples.num_completion_S).tolist(),
+            cost.flops(samples.num_prompt_S, completions_S=np.zeros_like(samples.num_prompt_S)).tolist(),
             (cost.merge * samples.num_completion_S).tolist(),
             group,
         )
