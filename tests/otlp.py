@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -36,6 +37,8 @@ class Receiver:
     hangs: bool = False
     status: int = 200
     num_requests: int = 0
+    authorizations: Counter[str | None] = field(default_factory=Counter)
+    """Requests by their `authorization` header."""
     _bodies: list[bytes] = field(default_factory=list)
     _spans: list[ReceivedSpan] = field(default_factory=list)
 
@@ -89,6 +92,7 @@ def receiving(*, hangs: bool = False, status: int = 200) -> Iterator[Receiver]:
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
             receiver.num_requests += 1
+            receiver.authorizations[self.headers["Authorization"]] += 1
             if receiver.hangs:
                 released.wait()
                 return

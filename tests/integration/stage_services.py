@@ -16,6 +16,7 @@ from tasuki.memory.device_usage import device_usage
 from tasuki.rpc.commands import CommandGate
 from tasuki.rpc.port import port_of
 from tasuki.rpc.server import RpcServer
+from tasuki.rpc.service_tracer import open_service_tracer
 from tasuki.rpc.usage import TAGS, usage_response
 from tasuki.v1 import memory_pb2, memory_pb2_grpc, rollout_pb2, rollout_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 from tasuki.v1.types_pb2 import (
@@ -34,7 +35,6 @@ from tasuki.v1.types_pb2 import (
 )
 from tasuki.v1.weights_pb2 import PublishedWeights
 from tasuki.wire.errors import DeadlineExceeded, StageOrder, TasukiError
-from tasuki.wire.tracing import open_tracer
 
 # The stages after which a service accepts each of its stages, as a step forwards or as an undo.
 _AFTER = {
@@ -177,7 +177,7 @@ async def serving(config: NodeConfig) -> AsyncIterator[tuple[StageService, Stage
         ("trainer", trainer, Trainer(trainer), trainer_pb2_grpc.add_TrainerServiceServicer_to_server),
         ("rollout", rollout, Rollout(rollout), rollout_pb2_grpc.add_RolloutServiceServicer_to_server),
     ):
-        tracer = open_tracer(config.telemetry.endpoint, service=name, node_rank=config.node_rank)
+        tracer = open_service_tracer(config, service=name)
         server = RpcServer(service=name, target=targets[name], port=port_of(config, name), tracer=tracer)
         server.add(add, servicer, f"tasuki.v1.{name.title()}Service")
         server.add(memory_pb2_grpc.add_MemoryServiceServicer_to_server, Memory(service), "tasuki.v1.MemoryService")

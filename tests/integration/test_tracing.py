@@ -20,6 +20,7 @@ from tasuki.memory import stages
 from tasuki.v1.types_pb2 import STAGE_SYNC
 from tasuki.wire.errors import OutOfGpuMemory
 from tests.integration.coordinator_process import Node, running_node
+from tests.integration.port_node import write_secret
 from tests.limits import limit_s
 from tests.otlp import ReceivedSpan, Receiver, receiving
 from tests.ports import free_port
@@ -28,19 +29,20 @@ TO_ROLLOUT = path(stages.Stage.LOAD_TRAINER, stages.Phase.ROLLOUT)
 
 
 @asynccontextmanager
-async def traced_node(folder: Path, endpoint: str) -> AsyncIterator[Node]:
+async def traced_node(folder: Path, endpoint: str, *, headers_file: Path | None = None) -> AsyncIterator[Node]:
     config = NodeConfig(
         state_dir=folder / "state",
         model=ModelConfig(path=folder),
-        telemetry=TelemetryConfig(endpoint=endpoint),
+        telemetry=TelemetryConfig(endpoint=endpoint, headers_file=headers_file),
         metrics=MetricsConfig(listen=f"127.0.0.1:{free_port()}"),
     )
     async with running_node(config) as node:
         yield node
 
 
-async def acquire(node: Node, phase: Phase, *, endpoint: str | None) -> None:
-    async with AsyncClient(state_dir=node.config.state_dir, otlp_endpoint=endpoint) as client:
+async def acquire(node: Node, phase: Phase, *, endpoint: str | None, headers_file: Path | None = None) -> None:
+    state_dir = node.config.state_dir
+    async with AsyncClient(state_dir=state_dir, otlp_endpoint=endpoint, otlp_headers_file=headers_file) as client:
         await client.acquire(phase)
 
 
@@ -87,6 +89,17 @@ async def test_a_changeover_is_one_trace_from_the_client_to_the_services(tmp_pat
     assert {span.attributes["tasuki.changeover_id"] for span in (*stages, changeover)} == {
         changeover.attributes["tasuki.changeover_id"]
     }
+
+
+async def test_every_process_sends_the_headers_of_the_file(tmp_path: Path) -> None:
+    headers_file = tmp_path / "otlp.headers"
+    write_secret(headers_file, "authorization: Bearer s3cret\n")
+    with receiving() as receiver:
+        async with traced_node(tmp_path, receiver.endpoint, headers_file=headers_file) as node:
+            await acquire(node, Phase.ROLLOUT, endpoint=receiver.endpoint, headers_file=headers_file)
+        services = {span.service for span in receiver.spans}
+    assert services == {"tasuki-client", "tasuki-coordinator", "tasuki-trainer", "tasuki-rollout"}
+    assert set(receiver.authorizations) == {"Bearer s3cret"}
 
 
 async def test_a_failed_stage_and_its_undo_are_seen(tmp_path: Path) -> None:

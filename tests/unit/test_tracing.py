@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from tasuki.client import AsyncClient
-from tasuki.wire.errors import NotInstalled, StageOrder
+from tasuki.config.load import load_config
+from tasuki.config.telemetry_schema import TelemetryConfig
+from tasuki.rpc.service_tracer import check_telemetry
+from tasuki.wire.credentials import read_headers
+from tasuki.wire.errors import InvalidArgument, NotInstalled, StageOrder
 from tasuki.wire.otel import SpanSender, schedule_delay_s
 from tasuki.wire.tracing import NO_TRACER, SpanKind, annotate, current_span, open_tracer, spanning
 from tests.conftest import ENVIRONMENT
+from tests.integration.port_node import write_secret
 from tests.limits import limit_s
 from tests.otlp import receiving
 from tests.ports import free_port
@@ -100,6 +107,64 @@ def test_spans_come_with_parents_attributes_and_failures() -> None:
     assert outer.attributes["tasuki.request_id"] == "r1" and not outer.is_failed
     assert inner.service == "tasuki-trainer"
     assert tracer.counts() == {"sent": 2, "failed": 0, "dropped": 0}
+
+
+def test_headers_of_a_file_go_with_each_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "authorization=Bearer of-the-environment")
+    headers_file = tmp_path / "otlp.headers"
+    write_secret(headers_file, "# of the collector\n\nAuthorization: Bearer s3cret:1\nx-scope-orgid: lab\n")
+    headers = read_headers("headers_file", headers_file)
+    assert headers == {"authorization": "Bearer s3cret:1", "x-scope-orgid": "lab"}
+    with receiving() as receiver:
+        tracer = open_tracer(receiver.endpoint, service="trainer", headers=headers)
+        tracer.begin("work", kind=SpanKind.INTERNAL).end()
+        tracer.close()
+    assert receiver.authorizations == {"Bearer s3cret:1": 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "holds no headers"),
+        ("# none\n", "holds no headers"),
+        ("authorization=Bearer s3cret\n", "line 1 of .* is no header"),
+        ("a: 1\ntwo words: s3cret\n", "line 2 of .* is no header"),
+        ("a: s3c\x01ret\n", "line 1 of .* is no header"),
+        ("a: s3crét\n", "is not ASCII"),
+    ],
+)
+def test_a_file_that_holds_no_headers_is_refused_without_its_content(text: str, problem: str, tmp_path: Path) -> None:
+    headers_file = tmp_path / "otlp.headers"
+    write_secret(headers_file, text)
+    telemetry = TelemetryConfig(endpoint="http://127.0.0.1:4318", headers_file=headers_file)
+    with pytest.raises(InvalidArgument, match=problem) as raised:
+        check_telemetry(telemetry)
+    assert raised.value.metadata["field"] == "telemetry.headers_file"
+    assert "s3c" not in raised.value.message
+
+
+def test_a_file_of_headers_is_missing_a_fifo_or_open_to_all(tmp_path: Path) -> None:
+    headers_file = tmp_path / "otlp.headers"
+    telemetry = TelemetryConfig(endpoint="http://127.0.0.1:4318", headers_file=headers_file)
+    with pytest.raises(InvalidArgument, match="cannot be read: No such file"):
+        check_telemetry(telemetry)
+    os.mkfifo(headers_file, 0o600)
+    with pytest.raises(InvalidArgument, match="cannot be read"):
+        check_telemetry(telemetry)
+    headers_file.unlink()
+    headers_file.write_text("authorization: Bearer s3cret\n")
+    headers_file.chmod(0o644)
+    with pytest.raises(InvalidArgument, match="is open to every user of the machine; chmod 600"):
+        AsyncClient("unix:/nowhere", otlp_endpoint=telemetry.endpoint, otlp_headers_file=headers_file)
+
+
+def test_headers_without_an_endpoint_are_refused(tmp_path: Path) -> None:
+    config = tmp_path / "node.toml"
+    config.write_text('state_dir = "node"\n[model]\npath = "model"\n[telemetry]\nheaders_file = "otlp.headers"\n')
+    with pytest.raises(InvalidArgument, match=r"telemetry.*headers_file needs telemetry\.endpoint"):
+        load_config(config)
+    loaded = load_config(config, overrides=["telemetry.endpoint=http://127.0.0.1:4318"])
+    assert loaded.telemetry.headers_file == tmp_path / "otlp.headers"
 
 
 def test_spans_leave_as_often_as_the_sdks_variable_says(monkeypatch: pytest.MonkeyPatch) -> None:

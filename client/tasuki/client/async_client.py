@@ -35,7 +35,7 @@ from tasuki.client.types import (
     Watched,
 )
 from tasuki.v1 import coordinator_pb2, rollout_pb2, trainer_pb2, types_pb2
-from tasuki.wire.credentials import Credentials
+from tasuki.wire.credentials import Credentials, read_headers
 from tasuki.wire.errors import Asleep, Draining, InternalError, InvalidArgument, PeerUnavailable, from_rpc_error
 from tasuki.wire.tracing import check_tracing_installed, open_tracer
 
@@ -62,6 +62,7 @@ class AsyncClient:
         timeout_s: float = 600.0,
         recovery_timeout_s: float = 600.0,
         otlp_endpoint: str | None = None,
+        otlp_headers_file: Path | str | None = None,
     ) -> None:
         """target: the coordinator's address, e.g. "unix:/run/tasuki/coordinator.sock" or "node-a:50050"; or the node's state folder.
 
@@ -71,8 +72,11 @@ class AsyncClient:
         for a service to restart.
 
         otlp_endpoint: OTLP/HTTP endpoint for OpenTelemetry spans, such as "http://127.0.0.1:4318"; needs the extra `otel`.
+
+        otlp_headers_file: headers for it, one `name: value` per line, in a file that only you can read.
         """
         check_tracing_installed(otlp_endpoint)
+        self._otlp_headers = None if otlp_headers_file is None else read_headers("otlp_headers_file", Path(otlp_headers_file))
         self._otlp_endpoint = otlp_endpoint
         self._recovery_timeout_s = recovery_timeout_s
         self._target = resolve_target(target, state_dir)
@@ -368,7 +372,7 @@ class AsyncClient:
                 self._target,
                 recovery_timeout_s=self._recovery_timeout_s,
                 credentials=self._credentials,
-                tracer=open_tracer(self._otlp_endpoint, service="client"),
+                tracer=open_tracer(self._otlp_endpoint, service="client", headers=self._otlp_headers),
             )
         return self._opened
 

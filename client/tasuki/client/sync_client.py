@@ -49,6 +49,7 @@ class Client:
         timeout_s: float = 600.0,
         recovery_timeout_s: float = 600.0,
         otlp_endpoint: str | None = None,
+        otlp_headers_file: Path | str | None = None,
     ) -> None:
         self._client = AsyncClient(
             target,
@@ -57,6 +58,7 @@ class Client:
             timeout_s=timeout_s,
             recovery_timeout_s=recovery_timeout_s,
             otlp_endpoint=otlp_endpoint,
+            otlp_headers_file=otlp_headers_file,
         )
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="tasuki-client", daemon=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import ssl
 import stat
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from tasuki.wire.errors import InvalidArgument
 from tasuki.wire.regular_file import read_regular
 
 MIN_TOKEN_CHARS = 32
+_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _MAX_BYTES = 1 << 24
 
 
@@ -100,6 +102,28 @@ def read_tokens(field: str, path: Path) -> tuple[str, ...]:
             field, f"{path} must hold tokens of {MIN_TOKEN_CHARS} characters or more, one per line; create one: {advice}"
         )
     return tokens
+
+
+def read_headers(field: str, path: Path) -> dict[str, str]:
+    """Reads HTTP headers, one `name: value` per line; names become lower case. Skips blank lines and lines that start with #.
+
+    Raises InvalidArgument naming `field`, never a value, for a file without headers, with another line, or readable by every user.
+    """
+    check_secret(field, path)
+    try:
+        lines = [line.strip() for line in read_file(field, path).decode("ascii").splitlines()]
+    except UnicodeDecodeError as error:
+        raise InvalidArgument(field, f"{path} is not ASCII") from error
+    headers: dict[str, str] = {}
+    for number, line in enumerate(lines, start=1):
+        if line and not line.startswith("#"):
+            name, separator, value = line.partition(":")
+            if not separator or not _HEADER_NAME.fullmatch(name) or not value.strip().isprintable():
+                raise InvalidArgument(field, f"line {number} of {path} is no header; write it as `name: value`")
+            headers[name.lower()] = value.strip()
+    if not headers:
+        raise InvalidArgument(field, f"{path} holds no headers; write one per line, as `authorization: Bearer ...`")
+    return headers
 
 
 def authorization(credentials: Credentials | None) -> tuple[tuple[str, str], ...]:

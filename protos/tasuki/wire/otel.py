@@ -36,8 +36,11 @@ _KINDS = {
 class OtelTracer:
     """A tracer with a private provider, so that it does not affect a program's own OpenTelemetry setup."""
 
-    def __init__(self, endpoint: str, *, service: str, node_rank: int | None = None) -> None:
-        exporter = trace_exporter.OTLPSpanExporter(f"{endpoint.rstrip('/')}/v1/traces", timeout=_EXPORT_TIMEOUT_S)
+    def __init__(
+        self, endpoint: str, *, service: str, headers: Mapping[str, str] | None = None, node_rank: int | None = None
+    ) -> None:
+        url, sent = f"{endpoint.rstrip('/')}/v1/traces", None if headers is None else dict(headers)
+        exporter = trace_exporter.OTLPSpanExporter(url, headers=sent, timeout=_EXPORT_TIMEOUT_S)
         named = {} if node_rank is None else {NODE_RANK: node_rank}
         resource = Resource.create({"service.namespace": "tasuki", "service.name": f"tasuki-{service}", **named})
         provider = TracerProvider(resource=resource, shutdown_on_exit=False)

@@ -146,18 +146,20 @@ class _NoTracer:
 NO_TRACER: Tracer = _NoTracer()
 
 
-def open_tracer(endpoint: str | None, *, service: str, node_rank: int | None = None) -> Tracer:
+def open_tracer(
+    endpoint: str | None, *, service: str, headers: Mapping[str, str] | None = None, node_rank: int | None = None
+) -> Tracer:
     """Opens a tracer that exports by OTLP over HTTP; without an endpoint, one that does nothing.
 
-    endpoint: e.g. "http://127.0.0.1:4318". service: sets `service.name` to "tasuki-SERVICE". node_rank: of a node in a fleet.
-    Raises NotInstalled without OpenTelemetry.
+    endpoint: e.g. "http://127.0.0.1:4318". service: sets `service.name` to "tasuki-SERVICE". headers: sent with each export; None leaves
+    them to the SDK's variables. node_rank: of a node in a fleet. Raises NotInstalled without OpenTelemetry.
     """
     if endpoint is None:
         return NO_TRACER
     check_tracing_installed(endpoint)
     from tasuki.wire.otel import OtelTracer
 
-    return OtelTracer(endpoint, service=service, node_rank=node_rank)
+    return OtelTracer(endpoint, service=service, headers=headers, node_rank=node_rank)
 
 
 def check_tracing_installed(endpoint: str | None) -> None:

@@ -14,6 +14,7 @@ from tasuki.client.sync_client import Client
 from tasuki.config.lock import TRAINING_LOCK, StateLock
 from tasuki.config.places import client_target
 from tasuki.config.schema import NodeConfig
+from tasuki.rpc.service_tracer import check_telemetry
 from tasuki.runs.archive import archived
 from tasuki.runs.earlier_run import EarlierRun, run_has_ended
 from tasuki.runs.expansion import expansion
@@ -34,7 +35,6 @@ from tasuki.supervisor.node_settings import adopt_node
 from tasuki.supervisor.post_mortem import explained
 from tasuki.supervisor.processes import continue_children
 from tasuki.wire.errors import InvalidArgument
-from tasuki.wire.tracing import check_tracing_installed
 
 
 def read_training(config: NodeConfig) -> Training:
@@ -95,8 +95,8 @@ def resume(config: NodeConfig, *, config_dir: Path, may_start: bool = True) -> i
 
 
 def check_trackers(config: NodeConfig) -> None:
-    """Raises NotInstalled if the library of a tracker or of tracing is missing."""
-    check_tracing_installed(config.telemetry.endpoint)
+    """Raises NotInstalled if the library of a tracker or of tracing is missing, and as `check_telemetry`."""
+    check_telemetry(config.telemetry)
     for name in config.track.to:
         check_installed(name, key="track.to")
 
@@ -163,7 +163,7 @@ def _train(
 ) -> None:
     settings, target = training.settings, client_target(config)
     with (
-        Client(target, otlp_endpoint=config.telemetry.endpoint) as client,
+        Client(target, otlp_endpoint=config.telemetry.endpoint, otlp_headers_file=config.telemetry.headers_file) as client,
         TrainProgress(target, num_steps=settings.num_steps) as progress,
     ):
         check_longest_sample(training.longest_sample, limit=client.trainer_state().micro_batch_tokens)

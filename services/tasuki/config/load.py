@@ -143,6 +143,7 @@ _PATH_KEYS = (
     ("sft", "output_dir"),
     *(("security", key) for key in ("cert", "key", "client_ca", "roles")),
     *(("security", "tokens", role.label) for role in CallerRole),
+    ("telemetry", "headers_file"),
     ("paths", "write"),
     ("paths", "read"),
 )

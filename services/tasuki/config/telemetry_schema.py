@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, model_validator
 
 from tasuki.config.table import Schema
 
@@ -23,3 +24,12 @@ class TelemetryConfig(Schema):
     endpoint: Annotated[str, AfterValidator(_check_endpoint)] | None = None
     """OTLP/HTTP endpoint, such as "http://127.0.0.1:4318"; none by default. If it does not answer, spans are dropped and the run is not
     delayed."""
+    headers_file: Path | None = None
+    """File of HTTP headers for the endpoint, such as `authorization: Bearer ...`, one per line. Read when a process starts. Another user of
+    the machine must not be able to read it."""
+
+    @model_validator(mode="after")
+    def _headers_have_an_endpoint(self) -> TelemetryConfig:
+        if self.headers_file is not None and self.endpoint is None:
+            raise ValueError("headers_file needs telemetry.endpoint, which receives the headers")
+        return self

@@ -35,10 +35,11 @@ from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.rpc.logs import configure_logging
 from tasuki.rpc.port import port_of
 from tasuki.rpc.server import RpcServer
+from tasuki.rpc.service_tracer import open_service_tracer
 from tasuki.v1 import coordinator_pb2, coordinator_pb2_grpc
 from tasuki.wire.errors import TasukiError
 from tasuki.wire.printable import printable
-from tasuki.wire.tracing import Tracer, open_tracer
+from tasuki.wire.tracing import Tracer
 
 _log = logging.getLogger("tasuki.coordinator")
 # A changeover that runs may finish a stage in this time; the supervisor gives 5 s.
@@ -66,7 +67,7 @@ async def _serve(config: NodeConfig) -> None:
     socket_dir(config.state_dir)
     heartbeat = Heartbeat(config.state_dir, "coordinator")
     heartbeat.beat_in_loop()
-    tracer = open_tracer(config.telemetry.endpoint, service="coordinator", node_rank=config.node_rank)
+    tracer = open_service_tracer(config, service="coordinator")
     try:
         targets, boot_id, instance = node_targets(config), uuid.uuid4().hex, read_instance(config.state_dir)
         state = coordinator_pb2.NodeState(

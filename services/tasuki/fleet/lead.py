@@ -24,11 +24,12 @@ from tasuki.rpc.failpoints import Failpoints
 from tasuki.rpc.port import fleet_port
 from tasuki.rpc.rank_store import RankStoreServicer
 from tasuki.rpc.server import RpcServer
+from tasuki.rpc.service_tracer import open_service_tracer
 from tasuki.v1.coordinator_pb2_grpc import add_CoordinatorServiceServicer_to_server
 from tasuki.v1.fleet_pb2_grpc import add_FleetServiceServicer_to_server
 from tasuki.v1.rank_store_pb2_grpc import add_RankStoreServiceServicer_to_server
 from tasuki.wire.errors import FleetEnded
-from tasuki.wire.tracing import NO_TRACER, Tracer, open_tracer
+from tasuki.wire.tracing import NO_TRACER, Tracer
 
 _log = logging.getLogger("tasuki.fleet")
 _GRACE_S = 3.0
@@ -43,7 +44,7 @@ async def lead(config: NodeConfig, leader: Member, stop: asyncio.Event) -> None:
     assert config.fleet is not None
     boot_id = uuid.uuid4().hex
     async with AsyncExitStack() as stack:
-        tracer = open_tracer(config.telemetry.endpoint, service="fleet", node_rank=config.node_rank)
+        tracer = open_service_tracer(config, service="fleet")
         stack.push_async_callback(asyncio.to_thread, tracer.close)
         path = fleet_journal_path(config.state_dir)
         journal = stack.enter_context(closing(FleetJournal(path, failpoints=Failpoints.of(config, "fleet"))))

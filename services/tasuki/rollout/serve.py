@@ -31,10 +31,11 @@ from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.rpc.logs import configure_logging
 from tasuki.rpc.port import port_of
 from tasuki.rpc.server import RpcServer
+from tasuki.rpc.service_tracer import open_service_tracer
 from tasuki.rpc.staying import staying_tags
 from tasuki.rpc.usage import TAGS
 from tasuki.v1 import memory_pb2_grpc, rollout_pb2_grpc
-from tasuki.wire.tracing import Tracer, open_tracer
+from tasuki.wire.tracing import Tracer
 
 _SERVICE = "tasuki.v1.RolloutService"
 _POISON_GRACE_S = 0.2
@@ -51,7 +52,7 @@ def serve(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, deadline:
 
 async def _serve(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, deadline: StartupDeadline) -> int:
     shutdown = _Shutdown(ranks)
-    tracer = open_tracer(config.telemetry.endpoint, service="rollout", node_rank=config.node_rank)
+    tracer = open_service_tracer(config, service="rollout")
     server = _make_server(config, tracer)
     room_request = RoomRequest(places.room_request_path(config.state_dir))
     if config.rollout.kv_growth:

@@ -35,6 +35,7 @@ from tasuki.config.save import save_config
 from tasuki.config.schema import NodeConfig
 from tasuki.planner.budget import check_host_budget
 from tasuki.rpc.port import check_ports
+from tasuki.rpc.service_tracer import check_telemetry
 from tasuki.supervisor.exit_report import node_down
 from tasuki.supervisor.fleet_place import check_place
 from tasuki.supervisor.inherited import without_secrets
@@ -59,7 +60,6 @@ from tasuki.wire.errors import (
     PeerUnavailable,
     from_rpc_error,
 )
-from tasuki.wire.tracing import check_tracing_installed
 
 STOP_TIMEOUT_S = 10.0
 _KILL_S = 3.0
@@ -125,7 +125,7 @@ def start_node(
     check_pool_room(config)
     check_ports(config)
     check_argument_values(config.rollout.engine)
-    check_tracing_installed(config.telemetry.endpoint)
+    check_telemetry(config.telemetry)
     check_state_folder(config)
     with disk_full_at(config.state_dir):
         node = _begin(config, resumes=resumes, tell=tell)

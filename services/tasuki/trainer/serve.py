@@ -23,6 +23,7 @@ from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.rpc.port import port_of
 from tasuki.rpc.ranks import Handlers
 from tasuki.rpc.server import RpcServer
+from tasuki.rpc.service_tracer import open_service_tracer
 from tasuki.rpc.staying import staying_tags
 from tasuki.trainer.backends.fsdp.backend import FsdpBackend
 from tasuki.trainer.backends.fsdp.mesh import mesh_device, start_mesh
@@ -46,7 +47,7 @@ from tasuki.trainer.service.training import Training
 from tasuki.v1.memory_pb2_grpc import add_MemoryServiceServicer_to_server
 from tasuki.v1.ranks_pb2 import RankReady
 from tasuki.v1.trainer_pb2_grpc import add_TrainerServiceServicer_to_server
-from tasuki.wire.tracing import Tracer, open_tracer
+from tasuki.wire.tracing import Tracer
 
 _log = logging.getLogger("tasuki.trainer")
 _GRACE_S = 5.0
@@ -117,7 +118,7 @@ async def serve(config: NodeConfig, *, launch: Launch) -> int:
     own_rank = threading.Thread(target=run_rank, args=(config,), kwargs={"launch": launch}, name="rank-0", daemon=True)
     own_rank.start()
     cleanup = ExitStack()
-    tracer = open_tracer(config.telemetry.endpoint, service="trainer", node_rank=config.node_rank)
+    tracer = open_service_tracer(config, service="trainer")
     cleanup.callback(tracer.close)
     try:
         ready = await _ready_or_stopped(ranks, stop)

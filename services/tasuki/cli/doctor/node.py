@@ -22,6 +22,7 @@ from tasuki.planner.budget import check_host_budget
 from tasuki.planner.model_shape import read_model_shape
 from tasuki.planner.node_plan import plan_node
 from tasuki.rpc.port import check_ports
+from tasuki.rpc.service_tracer import check_telemetry
 from tasuki.runs.inputs import read_inputs
 from tasuki.runs.loop_settings import open_rewards
 from tasuki.runs.sft_training import read_sft
@@ -34,7 +35,6 @@ from tasuki.supervisor.pool import check_pool_room
 from tasuki.wire.address import split_host_port
 from tasuki.wire.errors import NotInstalled, TasukiError
 from tasuki.wire.extras import install_extras
-from tasuki.wire.tracing import check_tracing_installed
 
 _PROBE_TIMEOUT_S = 120.0
 _STATE_BYTES = 14
@@ -59,7 +59,7 @@ def node_findings(config: NodeConfig, gpus: Sequence[Gpu], *, config_dir: Path) 
         yield _checked("place in the fleet", config.fleet.leader, lambda: check_place(config), key="fleet")
     yield _check_engine(config)
     endpoint = config.telemetry.endpoint
-    yield _checked("tracing", endpoint or "off", lambda: check_tracing_installed(endpoint), key="telemetry.endpoint")
+    yield _checked("tracing", endpoint or "off", lambda: check_telemetry(config.telemetry), key="telemetry.endpoint")
     yield _checked("trackers", ", ".join(config.track.to) or "none", lambda: _check_trackers(config), key="track.to")
     has_model = model.verdict is Verdict.OK
     yield from check_datasets(config, has_model=has_model)
