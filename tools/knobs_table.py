@@ -42,6 +42,11 @@ KNOBS = (
         "10,744",
     ),
     Knob('`checkpointing = "offloaded"`', {"checkpointing": Checkpointing.OFFLOADED}, "copies overlap computation", "10,345 *"),
+    Knob(
+        "`reshard_after_forward = false`",
+        {"reshards_after_forward": False},
+        "none: layers are sent once a micro-batch, not twice; not measured",
+    ),
     Knob("`micro_batch_tokens = 8192`", {"micro_batch_tokens": 8192}, "parameters and gradients are sent twice as often"),
     Knob("`micro_batch_tokens = 65536`", {"micro_batch_tokens": 65_536}, "none; for long samples"),
     Knob(

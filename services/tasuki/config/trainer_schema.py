@@ -128,6 +128,9 @@ class TrainerConfig(OptimizerConfig):
     """What each layer keeps from forward to backward: everything ("none" is recomputed), its input and attention's output, its input
     only, or its input in host memory. Later values take less memory and more time; gradients are the same. "auto" is the first that
     fits according to the planner. On a GPU, as many layers as still fit keep everything."""
+    reshard_after_forward: bool = True
+    """Whether a rank frees the other ranks' parameters of a layer after its forward pass, and gathers them again in backward. Otherwise
+    all layers stay whole, in `compute_dtype`, until backward has passed them. Results are the same."""
     mlp_tile_tokens: PositiveInt | None = None
     """Tokens per tile of an MLP, which a rank computes one at a time and recomputes in backward. Makes room for long samples. By default
     one tile."""

@@ -151,6 +151,8 @@ def _changes(planned: Plan) -> Iterator[_Change]:
 
 
 def _for_training(layout: Layout) -> Iterator[_Change]:
+    if not layout.reshards_after_forward:
+        yield _Change("trainer.reshard_after_forward", "false", "true", replace(layout, reshards_after_forward=True))
     yield from _more_checkpointing(layout)
     yield from _optimizer_on_host(layout)
     yield from _export_leaves(layout)
@@ -161,8 +163,6 @@ def _for_training(layout: Layout) -> Iterator[_Change]:
     away = layout.sleeping | {Part.ROLLOUT_WEIGHTS, Part.KV_CACHE}
     if layout.sleeping != away:
         yield _Change("sleeping", _names(layout.sleeping), _names(away), replace(layout, sleeping=away), False)
-    if not layout.reshards_after_forward:
-        yield _Change("reshard after forward", "no", "yes", replace(layout, reshards_after_forward=True), False)
     if layout.num_ranks < layout.num_gpus and layout.rank_gpus is None:
         yield _Change(
             "trainer.num_ranks", str(layout.num_ranks), str(layout.num_gpus), replace(layout, num_ranks=layout.num_gpus)

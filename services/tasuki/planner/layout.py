@@ -133,6 +133,7 @@ class Layout:
     """Whether the moments always stay in host memory."""
     optimizer_8bit: bool = False
     reshards_after_forward: bool = True
+    """Whether layers are gathered again in backward; otherwise all stay whole until then."""
     has_reference: bool = False
     lora_rank: int | None = None
     """Rank of adapters on linear layers; the base model is then frozen, in compute dtype, and stays in the engine."""

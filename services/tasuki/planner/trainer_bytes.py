@@ -150,7 +150,7 @@ def offloaded_bytes(layout: Layout) -> int:
 def _at_loss(layout: Layout) -> Bytes:
     """Peak at the loss: a tile of logits with its gradient, and the whole weight's gradient, with all activations present."""
     model, compute, places, tile = layout.model, layout.compute_bytes, _logit_places(layout), _tile_logits(layout)
-    gathered = _gathered(layout, layers=0 if layout.num_ranks == 1 else 1) + _gathered_head(layout)
+    gathered = _gathered_layers(layout, at_loss=True) + _gathered_head(layout)
     if layout.lora_rank is None:
         gathered += model.num_outputs * model.hidden_size * compute
     # Gradients of the hidden states accumulate in float32.
@@ -186,7 +186,7 @@ def _at_layer(layout: Layout) -> Bytes:
         flowing += layout.mlp_tokens * _kept_in_mlp(layout, widest)
     return {
         # This layer's parameters; with several ranks also the next one's, as received and as copied out.
-        Part.LAYERS: _gathered(layout, layers=1 if layout.num_ranks == 1 else 3) + _cast_bytes(layout, own_experts),
+        Part.LAYERS: _gathered_layers(layout, at_loss=False) + _cast_bytes(layout, own_experts),
         Part.WHOLE_GRADIENTS: _whole_gradients(layout, _gathered_numel(layout, widest) + own_experts)
         + _held_before_layers(layout),
         Part.ACTIVATIONS: _kept(layout) + recomputed + flowing,
@@ -252,8 +252,19 @@ def _gathered(layout: Layout, *, layers: int) -> int:
     model = layout.model
     root = _numel(model.root()) if model.is_tied else model.hidden_size
     units = sorted((_gathered_numel(layout, index) for index in range(model.num_layers)), reverse=True)
-    in_flight = units[:layers] if layout.reshards_after_forward else [*units, *units[:1]]
-    return (root + sum(in_flight) + (_joined_columns(layout) if layers else 0)) * layout.compute_bytes
+    return (root + sum(units[:layers]) + (_joined_columns(layout) if layers else 0)) * layout.compute_bytes
+
+
+def _gathered_layers(layout: Layout, *, at_loss: bool) -> int:
+    """Same, of the root and the layers present where forward ends, or in backward of the last layer.
+
+    With several ranks a layer is there as received, too: the one before the loss, and the next one of backward, unless all stay whole.
+    """
+    is_alone, num_layers = layout.num_ranks == 1, layout.model.num_layers
+    if layout.reshards_after_forward:
+        return _gathered(layout, layers=(0 if is_alone else 1) if at_loss else (1 if is_alone else 3))
+    arriving = max(_gathered_numel(layout, index) for index in range(num_layers)) * layout.compute_bytes
+    return _gathered(layout, layers=num_layers) + (0 if is_alone or not at_loss else arriving)
 
 
 def _gathered_numel(layout: Layout, index: int) -> int:

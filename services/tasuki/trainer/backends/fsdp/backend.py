@@ -294,6 +294,7 @@ class FsdpBackend:
             lora=lora,
             seed=config.seed,
             sharing=self._sharing,
+            reshards_after_forward=config.reshard_after_forward,
             compiles=self._compiles,
             expert_parallel=config.expert_parallel,
             shares_prompts=Sharing.of(config.prefix_sharing, device=self._node.device) is not Sharing.NEVER,

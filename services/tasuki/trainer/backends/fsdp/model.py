@@ -135,6 +135,8 @@ class NetworkSource:
     """Seed for new adapters."""
     sharing: SequenceGroup | None = None
     """Ranks that compute the other parts of each micro-batch."""
+    reshards_after_forward: bool = True
+    """Whether layers are freed after their forward pass, and gathered again in backward."""
     compiles: bool = False
     """Whether to compile its layers."""
     shares_prompts: bool = False
@@ -219,7 +221,7 @@ def _on_meta(source: NetworkSource) -> PreTrainedModel:
 def _materialize(network: Policy | Critic, source: NetworkSource, *, region: AbstractContextManager[None]) -> None:
     """Shards a network on the meta device and allocates its shards; initializes adapters."""
     placement = engine_placement(network.causal_lm) if source.base is not None and source.mesh.size() > 1 else None
-    _shard(network, mesh=source.mesh, compute_dtype=source.compute_dtype, placement=placement)
+    _shard(network, source, placement=placement)
     device = mesh_device(source.mesh)
     make = partial(torch.empty_like, device=device)
     if source.base is not None:
@@ -234,17 +236,13 @@ def _materialize(network: Policy | Critic, source: NetworkSource, *, region: Abs
 
 
 def reshard(network: Policy | Critic) -> None:
-    """Frees what a forward pass has left gathered, of root and LM head, if no backward pass follows."""
+    """Frees what a forward pass has left gathered, if no backward pass follows: root and LM head, or everything."""
     for module in groups_of(network):
         module.reshard()
 
 
 def _shard(
-    network: Policy | Critic,
-    *,
-    mesh: DeviceMesh,
-    compute_dtype: torch.dtype,
-    placement: Callable[[nn.Parameter], Shard | None] | None,
+    network: Policy | Critic, source: NetworkSource, *, placement: Callable[[nn.Parameter], Shard | None] | None
 ) -> None:
     """Creates the FSDP2 groups: each layer, embedding, last norm and LM head, and the root with the rest.
 
@@ -252,11 +250,19 @@ def _shard(
     parameters; None shards all by rows. Spread experts are in no group.
     """
     # Inputs keep their dtypes: otherwise FSDP2 would round the temperatures in the batch to bfloat16.
-    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    mesh = source.mesh
+    precision = MixedPrecisionPolicy(param_dtype=source.compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     decoder, head = network.causal_lm.model, network.causal_lm.lm_head
     for layer in decoder.layers:
         spread = set(ungathered_parameters(layer)) or None
-        fully_shard(layer, mesh=mesh, mp_policy=precision, shard_placement_fn=placement, ignored_params=spread)
+        fully_shard(
+            layer,
+            mesh=mesh,
+            mp_policy=precision,
+            reshard_after_forward=source.reshards_after_forward,
+            shard_placement_fn=placement,
+            ignored_params=spread,
+        )
     # Not in the root's group, which is gathered first: the last weights in memory are the last that a forward pass needs.
     fully_shard(decoder.norm, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
     is_policy = isinstance(head, LmHead)
