@@ -110,6 +110,29 @@ def test_no_bit_of_a_loss_gradient_or_parameter_changes(model: Path, mesh: Devic
         assert_equal(*(whole_parameters(learner, role) for learner in learners))
 
 
+@pytest.mark.parametrize("reshards", [True, False])
+def test_a_call_that_fails_between_forward_and_backward_leaves_no_old_weights(
+    model: Path, mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reshards: bool
+) -> None:
+    other = start(model, mesh, reshards=True)
+    learn(other, Role.POLICY, SAMPLES, config=LOSSES[Role.POLICY])
+    other.optim_step(Role.POLICY)
+    other.save_checkpoint(tmp_path / "other")
+    learner = start(model, mesh, reshards=reshards)
+
+    def fail(role: Role, loss: Tensor) -> None:
+        raise torch.OutOfMemoryError(f"no room for the {role}'s gradients of {loss:.3f}")
+
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(learner.backend, "backward", fail)
+        learn(learner, Role.POLICY, SAMPLES, config=LOSSES[Role.POLICY])
+    assert not gathered(learner)
+    learner.load_checkpoint(tmp_path / "other")
+    for each in (learner, other):
+        learn(each, Role.POLICY, SAMPLES, config=LOSSES[Role.POLICY])
+    assert_equal(*(whole_gradients(each, Role.POLICY) for each in (learner, other)))
+
+
 def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():

@@ -141,7 +141,7 @@ class FsdpBackend:
     def routing_metrics(self, role: Role) -> Mapping[str, Metric]:
         return self._trained[role].expert_load.take()
 
-    def end_scoring(self, role: Role) -> None:
+    def release_gathered(self, role: Role) -> None:
         reshard(self._network(role))
 
     def check_alike(self, numbers: Mapping[str, float]) -> None:
@@ -193,7 +193,7 @@ class FsdpBackend:
             with torch.no_grad():
                 for role in (*self._trained, *frozen):
                     self._scores(role, batch)
-                    self.end_scoring(role)
+                    self.release_gathered(role)
 
     def _scores(self, role: Role, batch: TokenBatch) -> Tensor:
         return self.score_values(batch) if role is Role.CRITIC else self.score_tokens(role, batch)[0]
