@@ -68,6 +68,16 @@ KNOBS = (
         "8,996",
     ),
     Knob("`optimizer_8bit = true`", {"optimizer_8bit": True}, "changes the numbers", "9,559 *"),
+    Knob(
+        "a KL reference: `[train]` with `loss.kl_coef` or `advantages.kl_coef`",
+        {"has_reference": True},
+        "one more forward pass of each sample",
+    ),
+    Knob(
+        "the same, `reference_on_host = true`",
+        {"has_reference": True, "reference_on_host": True},
+        "copies the reference to the GPU in each micro-batch that it scores; not measured",
+    ),
     Knob('`param_dtype = "bfloat16"`', {"param_bytes": 2}, "small updates are lost: [config.md](config.md)"),
     Knob("`export_stays = false`", {"export_stays": False}, "rollout maps the copy at every sync"),
     Knob("`[trainer.lora]`, rank 32", {"lora_rank": 32}, "trains only adapters"),

@@ -143,6 +143,11 @@ class TrainerConfig(OptimizerConfig):
     its kernel fails a trial at start."""
     lora: LoraConfig | None = None
     """Trains adapters on a frozen model, which is then also the reference policy."""
+    reference_on_host: bool | None = None
+    """Whether the weights of the KL reference stay in host memory, pinned on a GPU, and are copied layer by layer whenever it scores.
+    Otherwise they are on the GPU, and leave with the other weights. Log-probs are the same. Setting it also plans the reference. By
+    default they are on the GPU if `[train]` has a KL coefficient; if it has none, nothing is planned, and a client's reference takes what
+    the host has left. Not with `[trainer.lora]`, where the frozen model is the reference."""
     optimizer_on_host: bool = False
     """Whether AdamW's moments stay in host memory, pinned on a GPU, and are streamed through the device block by block in each step. They
     then take no GPU memory and stay in place during a changeover. Results are the same."""
@@ -159,6 +164,12 @@ class TrainerConfig(OptimizerConfig):
             raise ValueError(
                 'export_handles = "ipc" is for a copy that stays: not with export = "parameters" or export_stays = false'
             )
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_need_no_reference(self) -> TrainerConfig:
+        if self.lora is not None and self.reference_on_host is not None:
+            raise ValueError("with [trainer.lora] the frozen model is the reference; remove reference_on_host")
         return self
 
     @model_validator(mode="after")

@@ -13,7 +13,15 @@ from typing import TypeAlias
 from tasuki.memory.stages import RING, Phase, Stage
 from tasuki.planner.layout import Layout, Part, Strategy
 from tasuki.planner.rollout_bytes import KvPool, cuda_graphs, engine_step, engine_weights, kv_bytes_per_token, kv_pool
-from tasuki.planner.trainer_bytes import Bytes, export_arena, host_moments, offloaded_bytes, trainer_tags, training_peak
+from tasuki.planner.trainer_bytes import (
+    Bytes,
+    export_arena,
+    host_moments,
+    host_reference,
+    offloaded_bytes,
+    trainer_tags,
+    training_peak,
+)
 
 TRAINER_TAGS = (Part.TRAINER_WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER)
 _STEP = {Part.LAYERS, Part.WHOLE_GRADIENTS, Part.ACTIVATIONS, Part.LOGITS}
@@ -247,6 +255,7 @@ def _host(
         # Pinned once, at the first pause, then kept.
         ranks = [one.leaving | one.leaves_early for gpu, one in enumerate(layouts) if layout.has_rank(gpu)]
         host |= {part: trainer[part] * sum(part in leaving for leaving in ranks) for part in _COPIED}
+    host[Part.TRAINER_WEIGHTS] = host.get(Part.TRAINER_WEIGHTS, 0) + host_reference(layout) * layout.num_ranks
     host[Part.OPTIMIZER] = host.get(Part.OPTIMIZER, 0) + host_moments(layout) * layout.num_ranks
     if layout.strategy is Strategy.RELAUNCH and stage is Stage.LOAD_WEIGHTS:
         # The checkpoint on its way to disk.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from tasuki.algorithms.vocabulary_tiles import most_logits
-from tasuki.memory.granularity import CPU_MIN_TENSOR, arena_bytes, export_bytes
+from tasuki.memory.granularity import ALIGNMENT, CPU_MIN_TENSOR, arena_bytes, export_bytes, rounded_up
 from tasuki.models.shape import EXPERTS, SPLIT_BY_COLUMNS, ModelShape, Shapes
 from tasuki.planner.kept_bytes import (
     kept_in_mlp,
@@ -21,7 +21,6 @@ from tasuki.planner.shards import shards, trained_shards
 Bytes = dict[Part, int]
 # For what is computed in float32 whatever the parameters' dtype.
 _FLOAT32 = 4
-_ALIGNMENT = 256
 
 
 def trainer_tags(layout: Layout) -> Bytes:
@@ -31,7 +30,7 @@ def trainer_tags(layout: Layout) -> Bytes:
     if critic is not None:
         critic_weights, critic_trained = _kept_tensors(critic)
         weights, trained = weights + critic_weights, trained + critic_trained
-    if layout.has_reference and layout.lora_rank is None:
+    if _has_reference_shards(layout) and not layout.reference_on_host:
         weights += _frozen_shards(layout)
     return {
         Part.TRAINER_WEIGHTS: _tag_bytes(weights, layout),
@@ -48,7 +47,18 @@ def gradient_bytes(layout: Layout) -> int:
 
 def host_moments(layout: Layout) -> int:
     """Host memory of one rank for optimizer state that stays there."""
-    return sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in _moments(layout)) if layout.optimizer_on_host else 0
+    return sum(rounded_up(size, ALIGNMENT) for size in _moments(layout)) if layout.optimizer_on_host else 0
+
+
+def host_reference(layout: Layout) -> int:
+    """Host memory of one rank for a reference that stays there. Scoring with it takes less of a GPU than a step."""
+    if not (_has_reference_shards(layout) and layout.reference_on_host):
+        return 0
+    return sum(rounded_up(size, ALIGNMENT) for size in _frozen_shards(layout))
+
+
+def _has_reference_shards(layout: Layout) -> bool:
+    return layout.has_reference and layout.lora_rank is None
 
 
 def _moments(layout: Layout) -> list[int]:
@@ -86,11 +96,11 @@ def export_arena(layout: Layout) -> int:
     if layout.exports_parameters:
         # On a CPU, tensors too small for the arena of the weights are copied, in whole chunks.
         small = [size for size in (math.prod(shape) * layout.engine_bytes for shape in shards(layout)) if size < CPU_MIN_TENSOR]
-        num_bytes = sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in small)
+        num_bytes = sum(rounded_up(size, ALIGNMENT) for size in small)
         return export_bytes(num_bytes, device=layout.device) if layout.device == "cpu" and num_bytes else 0
     published = shards(layout) if layout.merges_adapters else trained_shards(layout)
     tensors = (math.prod(shape) * layout.engine_bytes for shape in published)
-    num_bytes = sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in tensors)
+    num_bytes = sum(rounded_up(size, ALIGNMENT) for size in tensors)
     return export_bytes(num_bytes, device=layout.device)
 
 

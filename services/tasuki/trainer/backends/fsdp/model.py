@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +14,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
@@ -27,6 +27,7 @@ from tasuki.trainer.backends.fsdp.attention import IMPLEMENTATION, AttentionBack
 from tasuki.trainer.backends.fsdp.attention_trial import check_shared_prompts
 from tasuki.trainer.backends.fsdp.compiled_blocks import compile_blocks
 from tasuki.trainer.backends.fsdp.expert_parallel import parallelize_experts, ungathered_parameters
+from tasuki.trainer.backends.fsdp.host_shards import HostShards
 from tasuki.trainer.backends.fsdp.lm_head import LmHead
 from tasuki.trainer.backends.fsdp.lora import add_adapters, initialize_adapters
 from tasuki.trainer.backends.fsdp.mesh import mesh_device
@@ -143,6 +144,8 @@ class NetworkSource:
     """Whether micro-batches may have prompts that samples share."""
     expert_parallel: bool = False
     """Whether each rank computes its own experts, which are not gathered."""
+    on_host: HostShards | None = None
+    """If set, where the shards are; the region of load_policy is not used then."""
     base: SharedBase | None = None
     """With `lora`: the weights, where they are the engine's; nothing is read from the folder then."""
 
@@ -224,9 +227,11 @@ def _materialize(network: Policy | Critic, source: NetworkSource, *, region: Abs
     _shard(network, source, placement=placement)
     device = mesh_device(source.mesh)
     make = partial(torch.empty_like, device=device)
+    if source.on_host is not None:
+        make = source.on_host.make(network)
     if source.base is not None:
         make = views_in(source.base, network.causal_lm, otherwise=make)
-    with region:
+    with nullcontext() if source.on_host is not None else region:
         # FSDP2 also pads the shards here, so that they stay where they are from now on.
         network._apply(make)
     set_buffers(network.causal_lm, source.model, device=device)
@@ -251,6 +256,7 @@ def _shard(
     """
     # Inputs keep their dtypes: otherwise FSDP2 would round the temperatures in the batch to bfloat16.
     mesh = source.mesh
+    offload = OffloadPolicy() if source.on_host is None else source.on_host.policy
     precision = MixedPrecisionPolicy(param_dtype=source.compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     decoder, head = network.causal_lm.model, network.causal_lm.lm_head
     for layer in decoder.layers:
@@ -259,21 +265,22 @@ def _shard(
             layer,
             mesh=mesh,
             mp_policy=precision,
+            offload_policy=offload,
             reshard_after_forward=source.reshards_after_forward,
             shard_placement_fn=placement,
             ignored_params=spread,
         )
     # Not in the root's group, which is gathered first: the last weights in memory are the last that a forward pass needs.
-    fully_shard(decoder.norm, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+    fully_shard(decoder.norm, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=False)
     is_policy = isinstance(head, LmHead)
     if not (is_policy and head.weight is decoder.embed_tokens.weight):
-        embedding = fully_shard(decoder.embed_tokens, mesh=mesh, mp_policy=precision)
+        embedding = fully_shard(decoder.embed_tokens, mesh=mesh, mp_policy=precision, offload_policy=offload)
         # Its gradient needs only the token ids.
         embedding.set_unshard_in_backward(False)
         if is_policy:
             # Backward starts with it.
-            fully_shard(head, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
-    fully_shard(network, mesh=mesh, mp_policy=precision)
+            fully_shard(head, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=False)
+    fully_shard(network, mesh=mesh, mp_policy=precision, offload_policy=offload)
     if mesh.size() == 1:
         return
     for module in groups_of(network):
