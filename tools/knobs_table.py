@@ -42,6 +42,11 @@ KNOBS = (
         "10,744",
     ),
     Knob('`checkpointing = "offloaded"`', {"checkpointing": Checkpointing.OFFLOADED}, "copies overlap computation", "10,345 *"),
+    Knob(
+        "`reshard_after_forward = false`",
+        {"reshards_after_forward": False},
+        "none: layers are sent once a micro-batch, not twice; not measured",
+    ),
     Knob("`micro_batch_tokens = 8192`", {"micro_batch_tokens": 8192}, "parameters and gradients are sent twice as often"),
     Knob("`micro_batch_tokens = 65536`", {"micro_batch_tokens": 65_536}, "none; for long samples"),
     Knob(
@@ -63,6 +68,16 @@ KNOBS = (
         "8,996",
     ),
     Knob("`optimizer_8bit = true`", {"optimizer_8bit": True}, "changes the numbers", "9,559 *"),
+    Knob(
+        "a KL reference: `[train]` with `loss.kl_coef` or `advantages.kl_coef`",
+        {"has_reference": True},
+        "one more forward pass of each sample",
+    ),
+    Knob(
+        "the same, `reference_on_host = true`",
+        {"has_reference": True, "reference_on_host": True},
+        "copies the reference to the GPU in each micro-batch that it scores; not measured",
+    ),
     Knob('`param_dtype = "bfloat16"`', {"param_bytes": 2}, "small updates are lost: [config.md](config.md)"),
     Knob("`export_stays = false`", {"export_stays": False}, "rollout maps the copy at every sync"),
     Knob("`[trainer.lora]`, rank 32", {"lora_rank": 32}, "trains only adapters"),

@@ -157,7 +157,7 @@ def everyone(mine: bytes) -> list[bytes]:
 
 def main(output: Path, model: Path) -> None:
     mesh = start_mesh("cpu", launch=read_launch(os.environ), gpu=0, num_threads=1, timeout_s=60)
-    awake, sleeper = (make_learner(model, mesh=mesh, critic={"learning_rate": 1e-2}) for _ in range(2))
+    awake, sleeper = (make_learner(model, mesh=mesh, critic={"learning_rate": 1e-2}, reference_on_host=False) for _ in range(2))
     at_start = [tensor.data_ptr() for tensor in local_tensors(sleeper)]
     losses: dict[str, list[list[float]]] = {"awake": [], "sleeper": []}
     for _ in range(NUM_STEPS):

@@ -180,6 +180,18 @@ class NodeConfig(Schema):
         return DEFAULT_MICRO_BATCH_TOKENS[self.device] * self.trainer.sequence_parallel if tokens is None else tokens
 
     @property
+    def has_reference(self) -> bool:
+        """Whether weights of a KL reference are planned."""
+        has_kl = self.train is not None and (self.train.loss.kl_coef > 0 or self.train.advantages.kl_coef > 0)
+        return self.trainer.lora is None and (has_kl or self.trainer.reference_on_host is not None)
+
+    @property
+    def reference_is_on_host(self) -> bool:
+        """Also without a planned reference: then no GPU has room for one."""
+        on_host = self.trainer.reference_on_host
+        return not self.has_reference if on_host is None else on_host
+
+    @property
     def num_engine_ranks(self) -> int:
         return self.dp_size * self.rollout.tp_size
 

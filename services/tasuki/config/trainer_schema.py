@@ -128,6 +128,9 @@ class TrainerConfig(OptimizerConfig):
     """What each layer keeps from forward to backward: everything ("none" is recomputed), its input and attention's output, its input
     only, or its input in host memory. Later values take less memory and more time; gradients are the same. "auto" is the first that
     fits according to the planner. On a GPU, as many layers as still fit keep everything."""
+    reshard_after_forward: bool = True
+    """Whether a rank frees the other ranks' parameters of a layer after its forward pass, and gathers them again in backward. Otherwise
+    all layers stay whole, in `compute_dtype`, until backward has passed them. Results are the same."""
     mlp_tile_tokens: PositiveInt | None = None
     """Tokens per tile of an MLP, which a rank computes one at a time and recomputes in backward. Makes room for long samples. By default
     one tile."""
@@ -140,6 +143,11 @@ class TrainerConfig(OptimizerConfig):
     its kernel fails a trial at start."""
     lora: LoraConfig | None = None
     """Trains adapters on a frozen model, which is then also the reference policy."""
+    reference_on_host: bool | None = None
+    """Whether the weights of the KL reference stay in host memory, pinned on a GPU, and are copied layer by layer whenever it scores.
+    Otherwise they are on the GPU, and leave with the other weights. Log-probs are the same. Setting it also plans the reference. By
+    default they are on the GPU if `[train]` has a KL coefficient; if it has none, nothing is planned, and a client's reference takes what
+    the host has left. Not with `[trainer.lora]`, where the frozen model is the reference."""
     optimizer_on_host: bool = False
     """Whether AdamW's moments stay in host memory, pinned on a GPU, and are streamed through the device block by block in each step. They
     then take no GPU memory and stay in place during a changeover. Results are the same."""
@@ -156,6 +164,12 @@ class TrainerConfig(OptimizerConfig):
             raise ValueError(
                 'export_handles = "ipc" is for a copy that stays: not with export = "parameters" or export_stays = false'
             )
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_need_no_reference(self) -> TrainerConfig:
+        if self.lora is not None and self.reference_on_host is not None:
+            raise ValueError("with [trainer.lora] the frozen model is the reference; remove reference_on_host")
         return self
 
     @model_validator(mode="after")

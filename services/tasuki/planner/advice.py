@@ -164,7 +164,10 @@ def _changes(planned: Plan) -> Iterator[_Change]:
 
 
 def _for_training(layout: Layout) -> Iterator[_Change]:
+    if not layout.reshards_after_forward:
+        yield _Change("trainer.reshard_after_forward", "false", "true", replace(layout, reshards_after_forward=True))
     yield from _more_checkpointing(layout)
+    yield from _reference_on_host(layout)
     yield from _optimizer_on_host(layout)
     yield from _export_leaves(layout)
     yield from _export_in_place(layout)
@@ -172,8 +175,6 @@ def _for_training(layout: Layout) -> Iterator[_Change]:
     yield from _shared_sequences(layout)
     yield from _parallel_experts(layout)
     yield from _sleeping(layout, layout.sleeping | {Part.ROLLOUT_WEIGHTS, Part.KV_CACHE})
-    if not layout.reshards_after_forward:
-        yield _Change("reshard after forward", "no", "yes", replace(layout, reshards_after_forward=True), False)
     if layout.num_ranks < layout.num_gpus and layout.rank_gpus is None:
         yield _Change(
             "trainer.num_ranks", str(layout.num_ranks), str(layout.num_gpus), replace(layout, num_ranks=layout.num_gpus)
@@ -206,6 +207,7 @@ def _for_changeover(layout: Layout) -> Iterator[_Change]:
         yield _Change("leave before LOAD_WEIGHTS", _names(layout.leaves_early), _names(changed.leaves_early), changed, False)
     yield from _export_in_place(layout)
     yield from _fewer_tokens(layout)
+    yield from _reference_on_host(layout)
     yield from _optimizer_on_host(layout)
     yield from _wider_engines(layout)
 
@@ -247,6 +249,12 @@ def _more_checkpointing(layout: Layout) -> Iterator[_Change]:
     rungs = list(Checkpointing)
     for rung in rungs[rungs.index(layout.checkpointing) + 1 :]:
         yield _Change("trainer.checkpointing", layout.checkpointing, rung, replace(layout, checkpointing=rung, kept_layers=0))
+
+
+def _reference_on_host(layout: Layout) -> Iterator[_Change]:
+    is_possible = layout.has_reference and layout.lora_rank is None and layout.device == "cuda"
+    if is_possible and not layout.reference_on_host:
+        yield _Change("trainer.reference_on_host", "false", "true", replace(layout, reference_on_host=True))
 
 
 def _optimizer_on_host(layout: Layout) -> Iterator[_Change]:

@@ -133,7 +133,11 @@ class Layout:
     """Whether the moments always stay in host memory."""
     optimizer_8bit: bool = False
     reshards_after_forward: bool = True
+    """Whether layers are gathered again in backward; otherwise all stay whole until then."""
     has_reference: bool = False
+    """Whether there is a KL reference beside the policy. With adapters it takes nothing."""
+    reference_on_host: bool = False
+    """Whether the reference's shards always stay in host memory."""
     lora_rank: int | None = None
     """Rank of adapters on linear layers; the base model is then frozen, in compute dtype, and stays in the engine."""
     lora_targets: tuple[str, ...] | None = None

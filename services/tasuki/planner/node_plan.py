@@ -89,9 +89,11 @@ def node_layout(
         # If residency is open, tokens are chosen first: none of it costs as much as a step of more and smaller micro-batches.
         checkpointing=Checkpointing.OFFLOADED if trainer.checkpointing == "auto" else Checkpointing(trainer.checkpointing),
         mlp_tile_tokens=trainer.mlp_tile_tokens,
+        reshards_after_forward=trainer.reshard_after_forward,
         optimizer_on_host=trainer.optimizer_on_host,
         optimizer_8bit=trainer.optimizer_8bit,
-        has_reference=config.train is not None and (config.train.loss.kl_coef > 0 or config.train.advantages.kl_coef > 0),
+        has_reference=config.has_reference,
+        reference_on_host=config.has_reference and config.reference_is_on_host,
         lora_rank=None if trainer.lora is None else trainer.lora.rank,
         lora_targets=None if trainer.lora is None else trainer.lora.target_modules,
         critic=_critic_shape(config, model),

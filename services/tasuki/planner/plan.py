@@ -18,6 +18,7 @@ from tasuki.planner.trainer_bytes import (
     export_arena,
     frozen_bytes,
     host_moments,
+    host_reference,
     offloaded_bytes,
     trainer_tags,
     training_peak,
@@ -257,6 +258,7 @@ def _host(
         # Pinned once, at the first pause, then kept.
         ranks = [one.leaving | one.leaves_early for gpu, one in enumerate(layouts) if layout.has_rank(gpu)]
         host |= {part: trainer[part] * sum(part in leaving for leaving in ranks) for part in _COPIED}
+    host[Part.TRAINER_WEIGHTS] = host.get(Part.TRAINER_WEIGHTS, 0) + host_reference(layout) * layout.num_ranks
     host[Part.OPTIMIZER] = host.get(Part.OPTIMIZER, 0) + host_moments(layout) * layout.num_ranks
     if layout.strategy is Strategy.RELAUNCH and stage is Stage.LOAD_WEIGHTS:
         # The checkpoint on its way to disk.

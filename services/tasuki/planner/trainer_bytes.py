@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from tasuki.algorithms.vocabulary_tiles import most_logits
-from tasuki.memory.granularity import CPU_MIN_TENSOR, arena_bytes, export_bytes
+from tasuki.memory.granularity import ALIGNMENT, CPU_MIN_TENSOR, arena_bytes, export_bytes, rounded_up
 from tasuki.models.shape import EXPERTS, SPLIT_BY_COLUMNS, ModelShape, Shapes
 from tasuki.planner.kept_bytes import (
     kept_in_mlp,
@@ -21,7 +21,6 @@ from tasuki.planner.shards import shards, trained_shards
 Bytes = dict[Part, int]
 # For what is computed in float32 whatever the parameters' dtype.
 _FLOAT32 = 4
-_ALIGNMENT = 256
 
 
 def trainer_tags(layout: Layout) -> Bytes:
@@ -31,7 +30,7 @@ def trainer_tags(layout: Layout) -> Bytes:
     if critic is not None:
         critic_weights, critic_trained = _kept_tensors(critic)
         weights, trained = weights + critic_weights, trained + critic_trained
-    if layout.has_reference and layout.lora_rank is None:
+    if _has_reference_shards(layout) and not layout.reference_on_host:
         weights += _frozen_shards(layout)
     return {
         Part.TRAINER_WEIGHTS: _tag_bytes(weights, layout),
@@ -55,7 +54,18 @@ def gradient_bytes(layout: Layout) -> int:
 
 def host_moments(layout: Layout) -> int:
     """Host memory of one rank for optimizer state that stays there."""
-    return sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in _moments(layout)) if layout.optimizer_on_host else 0
+    return sum(rounded_up(size, ALIGNMENT) for size in _moments(layout)) if layout.optimizer_on_host else 0
+
+
+def host_reference(layout: Layout) -> int:
+    """Host memory of one rank for a reference that stays there. Scoring with it takes less of a GPU than a step."""
+    if not (_has_reference_shards(layout) and layout.reference_on_host):
+        return 0
+    return sum(rounded_up(size, ALIGNMENT) for size in _frozen_shards(layout))
+
+
+def _has_reference_shards(layout: Layout) -> bool:
+    return layout.has_reference and layout.lora_rank is None
 
 
 def _moments(layout: Layout) -> list[int]:
@@ -93,11 +103,11 @@ def export_arena(layout: Layout) -> int:
     if layout.exports_parameters:
         # On a CPU, tensors too small for the arena of the weights are copied, in whole chunks.
         small = [size for size in (math.prod(shape) * layout.engine_bytes for shape in shards(layout)) if size < CPU_MIN_TENSOR]
-        num_bytes = sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in small)
+        num_bytes = sum(rounded_up(size, ALIGNMENT) for size in small)
         return export_bytes(num_bytes, device=layout.device) if layout.device == "cpu" and num_bytes else 0
     published = shards(layout) if layout.merges_adapters else trained_shards(layout)
     tensors = (math.prod(shape) * layout.engine_bytes for shape in published)
-    num_bytes = sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in tensors)
+    num_bytes = sum(rounded_up(size, ALIGNMENT) for size in tensors)
     return export_bytes(num_bytes, device=layout.device)
 
 
@@ -157,7 +167,7 @@ def offloaded_bytes(layout: Layout) -> int:
 def _at_loss(layout: Layout) -> Bytes:
     """Peak at the loss: a tile of logits with its gradient, and the whole weight's gradient, with all activations present."""
     model, compute, places, tile = layout.model, layout.compute_bytes, _logit_places(layout), _tile_logits(layout)
-    gathered = _gathered(layout, layers=0 if layout.num_ranks == 1 else 1) + _gathered_head(layout)
+    gathered = _gathered_layers(layout, at_loss=True) + _gathered_head(layout)
     if layout.lora_rank is None:
         gathered += model.num_outputs * model.hidden_size * compute
     # Gradients of the hidden states accumulate in float32.
@@ -193,7 +203,7 @@ def _at_layer(layout: Layout) -> Bytes:
         flowing += layout.mlp_tokens * _kept_in_mlp(layout, widest)
     return {
         # This layer's parameters; with several ranks also the next one's, as received and as copied out.
-        Part.LAYERS: _gathered(layout, layers=1 if layout.num_ranks == 1 else 3) + _cast_bytes(layout, own_experts),
+        Part.LAYERS: _gathered_layers(layout, at_loss=False) + _cast_bytes(layout, own_experts),
         Part.WHOLE_GRADIENTS: _whole_gradients(layout, _gathered_numel(layout, widest) + own_experts)
         + _held_before_layers(layout),
         Part.ACTIVATIONS: _kept(layout) + recomputed + flowing,
@@ -259,8 +269,19 @@ def _gathered(layout: Layout, *, layers: int) -> int:
     model = layout.model
     root = _numel(model.root()) if model.is_tied else model.hidden_size
     units = sorted((_gathered_numel(layout, index) for index in range(model.num_layers)), reverse=True)
-    in_flight = units[:layers] if layout.reshards_after_forward else [*units, *units[:1]]
-    return (root + sum(in_flight) + (_joined_columns(layout) if layers else 0)) * layout.compute_bytes
+    return (root + sum(units[:layers]) + (_joined_columns(layout) if layers else 0)) * layout.compute_bytes
+
+
+def _gathered_layers(layout: Layout, *, at_loss: bool) -> int:
+    """Same, of the root and the layers present where forward ends, or in backward of the last layer.
+
+    With several ranks a layer is there as received, too: the one before the loss, and the next one of backward, unless all stay whole.
+    """
+    is_alone, num_layers = layout.num_ranks == 1, layout.model.num_layers
+    if layout.reshards_after_forward:
+        return _gathered(layout, layers=(0 if is_alone else 1) if at_loss else (1 if is_alone else 3))
+    arriving = max(_gathered_numel(layout, index) for index in range(num_layers)) * layout.compute_bytes
+    return _gathered(layout, layers=num_layers) + (0 if is_alone or not at_loss else arriving)
 
 
 def _gathered_numel(layout: Layout, index: int) -> int:

@@ -93,8 +93,8 @@ class Backend(Protocol):
         """Metrics of the role's experts, over passes with gradient since the last call; equal on every rank. Empty without experts."""
         ...
 
-    def end_scoring(self, role: Role) -> None:
-        """Releases what forward passes without backward have gathered."""
+    def release_gathered(self, role: Role) -> None:
+        """Releases what forward passes without backward have gathered: after scoring, or when backward failed."""
         ...
 
     def check_alike(self, numbers: Mapping[str, float]) -> None:

@@ -99,12 +99,17 @@ class Learner:
         """
         total = torch.zeros((), dtype=torch.float64, device=self.backend.device)
         metrics: dict[str, Metric] = {}
-        for batch in micro_batches:
-            part = self._loss(role, batch, config=config, kept=kept)
-            self.backend.backward(role, part.loss)
-            total += part.loss.detach()
-            metrics = _merged(metrics, part.metrics)
-            self._progressed()
+        try:
+            for batch in micro_batches:
+                part = self._loss(role, batch, config=config, kept=kept)
+                self.backend.backward(role, part.loss)
+                total += part.loss.detach()
+                metrics = _merged(metrics, part.metrics)
+                self._progressed()
+        except BaseException:
+            # A later pass would compute with what is gathered, even after a step or a checkpoint.
+            self.backend.release_gathered(role)
+            raise
         self.roles[role].has_gradients = True
         return _report(total, {**metrics, **self.backend.routing_metrics(role)})
 
@@ -140,11 +145,13 @@ class Learner:
     def score(self, role: Role, batches: Sequence[TokenBatch]) -> list[Tensor]:
         """Computes log-probs of the policy or reference, or values of the critic: [N] float32 for each batch, in host memory."""
         scores: list[Tensor] = []
-        for batch in batches:
-            score_N = self.backend.score_values(batch) if role is Role.CRITIC else self.backend.score_tokens(role, batch)[0]
-            scores.append(score_N.float().cpu())
-            self._progressed()
-        self.backend.end_scoring(role)
+        try:
+            for batch in batches:
+                score_N = self.backend.score_values(batch) if role is Role.CRITIC else self.backend.score_tokens(role, batch)[0]
+                scores.append(score_N.float().cpu())
+                self._progressed()
+        finally:
+            self.backend.release_gathered(role)
         return scores
 
     def publish(self) -> Publication:

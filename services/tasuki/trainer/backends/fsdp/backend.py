@@ -33,6 +33,7 @@ from tasuki.trainer.backends.fsdp.checkpoint import (
     write_checkpoint,
 )
 from tasuki.trainer.backends.fsdp.compiled_blocks import compile_mlps, compiling_ahead, trial_batch
+from tasuki.trainer.backends.fsdp.host_shards import HostShards
 from tasuki.trainer.backends.fsdp.lora import adapters_off, merged_rows, trained_parameters
 from tasuki.trainer.backends.fsdp.memory import TrainerMemory
 from tasuki.trainer.backends.fsdp.mesh import mesh_device
@@ -65,6 +66,7 @@ from tasuki.transport.export import ExportMemory, WeightExport
 from tasuki.transport.node_pool import join_node_pool
 from tasuki.wire.errors import OutOfGpuMemory
 
+_HOST_ADVICE = "free memory of the host, or set trainer.reference_on_host = false for a reference on the GPU"
 _log = logging.getLogger("tasuki.trainer")
 
 
@@ -141,8 +143,9 @@ class FsdpBackend:
     def routing_metrics(self, role: Role) -> Mapping[str, Metric]:
         return self._trained[role].expert_load.take()
 
-    def end_scoring(self, role: Role) -> None:
-        reshard(self._network(role))
+    def release_gathered(self, role: Role) -> None:
+        if role is not Role.REFERENCE or self._node.trainer.lora is not None or self._reference is not None:
+            reshard(self._network(role))
 
     def check_alike(self, numbers: Mapping[str, float]) -> None:
         if self._replicas is not None:
@@ -193,7 +196,7 @@ class FsdpBackend:
             with torch.no_grad():
                 for role in (*self._trained, *frozen):
                     self._scores(role, batch)
-                    self.end_scoring(role)
+                    self.release_gathered(role)
 
     def _scores(self, role: Role, batch: TokenBatch) -> Tensor:
         return self.score_values(batch) if role is Role.CRITIC else self.score_tokens(role, batch)[0]
@@ -241,12 +244,25 @@ class FsdpBackend:
             if self._node.trainer.lora is not None:
                 return self._policy
             if self._reference is None:
-                source = self._source(self._node.model.path, lora=None, is_frozen=True)
-                self._reference = load_policy(source, region=self._weights()).requires_grad_(False).eval()
-                self.memory.guard(groups_of(self._reference))
-                self.memory.freeze(self._reference.parameters())
+                self._reference = self._load_reference()
             return self._reference
         return self._trained[role].network
+
+    def _load_reference(self) -> Policy:
+        """Raises as HostShards where it stays on the host."""
+        source = self._source(self._node.model.path, lora=None, is_frozen=True)
+        if not self._node.reference_is_on_host:
+            reference = load_policy(source, region=self._weights()).requires_grad_(False).eval()
+            self.memory.guard(groups_of(reference))
+            self.memory.freeze(reference.parameters())
+            return reference
+        with ExitStack() as undo:
+            given = "= true" if self._node.has_reference else "unset, and no KL coefficient in [train]:"
+            shards = HostShards(self._mesh, setting=f"trainer.reference_on_host {given}", advice=_HOST_ADVICE)
+            undo.callback(shards.close)
+            reference = load_policy(replace(source, on_host=shards), region=self._weights()).requires_grad_(False).eval()
+            self._to_close.push(undo.pop_all())
+            return reference
 
     def _train(self, network: Policy | Critic, config: OptimizerConfig) -> Trained:
         set_checkpointing(
@@ -294,6 +310,7 @@ class FsdpBackend:
             lora=lora,
             seed=config.seed,
             sharing=self._sharing,
+            reshards_after_forward=config.reshard_after_forward,
             compiles=self._compiles,
             expert_parallel=config.expert_parallel,
             shares_prompts=Sharing.of(config.prefix_sharing, device=self._node.device) is not Sharing.NEVER,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +14,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
@@ -27,6 +27,7 @@ from tasuki.trainer.backends.fsdp.attention import IMPLEMENTATION, AttentionBack
 from tasuki.trainer.backends.fsdp.attention_trial import check_shared_prompts
 from tasuki.trainer.backends.fsdp.compiled_blocks import compile_blocks
 from tasuki.trainer.backends.fsdp.expert_parallel import parallelize_experts, ungathered_parameters
+from tasuki.trainer.backends.fsdp.host_shards import HostShards
 from tasuki.trainer.backends.fsdp.lm_head import LmHead
 from tasuki.trainer.backends.fsdp.lora import add_adapters, initialize_adapters
 from tasuki.trainer.backends.fsdp.mesh import mesh_device
@@ -135,12 +136,16 @@ class NetworkSource:
     """Seed for new adapters."""
     sharing: SequenceGroup | None = None
     """Ranks that compute the other parts of each micro-batch."""
+    reshards_after_forward: bool = True
+    """Whether layers are freed after their forward pass, and gathered again in backward."""
     compiles: bool = False
     """Whether to compile its layers."""
     shares_prompts: bool = False
     """Whether micro-batches may have prompts that samples share."""
     expert_parallel: bool = False
     """Whether each rank computes its own experts, which are not gathered."""
+    on_host: HostShards | None = None
+    """If set, where the shards are; the region of load_policy is not used then."""
     base: SharedBase | None = None
     """With `lora`: the weights, where they are the engine's; nothing is read from the folder then."""
 
@@ -219,12 +224,14 @@ def _on_meta(source: NetworkSource) -> PreTrainedModel:
 def _materialize(network: Policy | Critic, source: NetworkSource, *, region: AbstractContextManager[None]) -> None:
     """Shards a network on the meta device and allocates its shards; initializes adapters."""
     placement = engine_placement(network.causal_lm) if source.base is not None and source.mesh.size() > 1 else None
-    _shard(network, mesh=source.mesh, compute_dtype=source.compute_dtype, placement=placement)
+    _shard(network, source, placement=placement)
     device = mesh_device(source.mesh)
     make = partial(torch.empty_like, device=device)
+    if source.on_host is not None:
+        make = source.on_host.make(network)
     if source.base is not None:
         make = views_in(source.base, network.causal_lm, otherwise=make)
-    with region:
+    with nullcontext() if source.on_host is not None else region:
         # FSDP2 also pads the shards here, so that they stay where they are from now on.
         network._apply(make)
     set_buffers(network.causal_lm, source.model, device=device)
@@ -234,17 +241,13 @@ def _materialize(network: Policy | Critic, source: NetworkSource, *, region: Abs
 
 
 def reshard(network: Policy | Critic) -> None:
-    """Frees what a forward pass has left gathered, of root and LM head, if no backward pass follows."""
+    """Frees what a forward pass has left gathered, if no backward pass follows: root and LM head, or everything."""
     for module in groups_of(network):
         module.reshard()
 
 
 def _shard(
-    network: Policy | Critic,
-    *,
-    mesh: DeviceMesh,
-    compute_dtype: torch.dtype,
-    placement: Callable[[nn.Parameter], Shard | None] | None,
+    network: Policy | Critic, source: NetworkSource, *, placement: Callable[[nn.Parameter], Shard | None] | None
 ) -> None:
     """Creates the FSDP2 groups: each layer, embedding, last norm and LM head, and the root with the rest.
 
@@ -252,22 +255,32 @@ def _shard(
     parameters; None shards all by rows. Spread experts are in no group.
     """
     # Inputs keep their dtypes: otherwise FSDP2 would round the temperatures in the batch to bfloat16.
-    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    mesh = source.mesh
+    offload = OffloadPolicy() if source.on_host is None else source.on_host.policy
+    precision = MixedPrecisionPolicy(param_dtype=source.compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     decoder, head = network.causal_lm.model, network.causal_lm.lm_head
     for layer in decoder.layers:
         spread = set(ungathered_parameters(layer)) or None
-        fully_shard(layer, mesh=mesh, mp_policy=precision, shard_placement_fn=placement, ignored_params=spread)
+        fully_shard(
+            layer,
+            mesh=mesh,
+            mp_policy=precision,
+            offload_policy=offload,
+            reshard_after_forward=source.reshards_after_forward,
+            shard_placement_fn=placement,
+            ignored_params=spread,
+        )
     # Not in the root's group, which is gathered first: the last weights in memory are the last that a forward pass needs.
-    fully_shard(decoder.norm, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+    fully_shard(decoder.norm, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=False)
     is_policy = isinstance(head, LmHead)
     if not (is_policy and head.weight is decoder.embed_tokens.weight):
-        embedding = fully_shard(decoder.embed_tokens, mesh=mesh, mp_policy=precision)
+        embedding = fully_shard(decoder.embed_tokens, mesh=mesh, mp_policy=precision, offload_policy=offload)
         # Its gradient needs only the token ids.
         embedding.set_unshard_in_backward(False)
         if is_policy:
             # Backward starts with it.
-            fully_shard(head, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
-    fully_shard(network, mesh=mesh, mp_policy=precision)
+            fully_shard(head, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=False)
+    fully_shard(network, mesh=mesh, mp_policy=precision, offload_policy=offload)
     if mesh.size() == 1:
         return
     for module in groups_of(network):

@@ -1,0 +1,119 @@
+"""A KL reference whose shards stay in host memory, on learners of one and of three ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from tasuki.algorithms.loss_types import LossConfig
+from tasuki.memory.host import HostMemory, host_memory
+from tasuki.memory.tags import MemoryTag
+from tasuki.planner.trainer_bytes import host_reference
+from tasuki.trainer.backends.fsdp import host_buffers
+from tasuki.trainer.backends.fsdp.staying import TAGS
+from tasuki.trainer.data.micro_batch import token_batch
+from tasuki.trainer.learner import Learner
+from tasuki.trainer.roles import Role
+from tasuki.trainer.service.requests import decode_samples
+from tasuki.wire.errors import InvalidArgument
+from tests.integration.launched import run_ranks
+from tests.integration.learning import fsdp, learn, start_learner
+from tests.integration.plain_critic import value_samples
+from tests.models import make_model, save_checkpoint
+
+SAMPLES = decode_samples(value_samples(9))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(make_model("llama", seed=0), tmp_path_factory.mktemp("model") / "llama")
+
+
+def weights_bytes(learner: Learner) -> int:
+    """In blocks of the tag, not its chunks."""
+    return fsdp(learner).memory._allocator.arena(MemoryTag.WEIGHTS).usage().used_bytes
+
+
+def reference_scores(learner: Learner) -> torch.Tensor:
+    return learner.score(Role.REFERENCE, [token_batch(SAMPLES, device=learner.backend.device)])[0]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_scores_are_those_of_a_reference_on_the_device(model: Path, mesh: DeviceMesh, dtype: str) -> None:
+    here, there = (
+        start_learner(model, mesh=mesh, learning_rate=1e-2, compute_dtype=dtype, reference_on_host=on_host)
+        for on_host in (False, True)
+    )
+    expected = reference_scores(here)
+    assert torch.equal(reference_scores(there), expected)
+    for learner in (here, there):
+        learn(learner, Role.POLICY, SAMPLES, config=LossConfig())
+        learner.optim_step(Role.POLICY)
+        fsdp(learner).memory.pause(TAGS)
+        fsdp(learner).memory.resume(TAGS)
+    assert torch.equal(reference_scores(there), expected), "a step, a sleep and a return do not touch it"
+    policy = there.score(Role.POLICY, [token_batch(SAMPLES, device=there.backend.device)])[0]
+    assert not torch.equal(policy, expected)
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_the_tag_grows_only_by_a_reference_on_the_device(model: Path, mesh: DeviceMesh, on_host: bool) -> None:
+    learner = start_learner(model, mesh=mesh, reference_on_host=on_host)
+    before = weights_bytes(learner)
+    reference_scores(learner)
+    reference = fsdp(learner)._reference
+    assert reference is not None
+    num_bytes = sum(param.numel() * 4 for param in reference.parameters())
+    assert weights_bytes(learner) - before == pytest.approx(0 if on_host else num_bytes, rel=0.02)
+    assert host_reference(fsdp(learner)._layout) == pytest.approx(num_bytes if on_host else 0, rel=0.02)
+
+
+def test_a_reference_that_nothing_planned_is_not_on_the_device(model: Path, mesh: DeviceMesh) -> None:
+    learner = start_learner(model, mesh=mesh)
+    assert not fsdp(learner)._layout.has_reference
+    before = weights_bytes(learner)
+    scores = reference_scores(learner)
+    assert weights_bytes(learner) == before
+    assert torch.equal(scores, reference_scores(start_learner(model, mesh=mesh, reference_on_host=False)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"reference_on_host": True}, r"trainer.reference_on_host: = true needs \d+ bytes of host memory for 1 ranks"),
+        ({}, r"trainer.reference_on_host: unset, and no KL coefficient in \[train\]: needs \d+ bytes"),
+    ],
+    ids=["on host", "unplanned"],
+)
+def test_a_host_without_room_refuses_and_the_learner_goes_on(
+    model: Path, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], text: str
+) -> None:
+    learner = start_learner(model, mesh=mesh, **settings)
+    with monkeypatch.context() as patch, pytest.raises(InvalidArgument, match=text) as refused:
+        patch.setattr(host_buffers, "host_memory", lambda: HostMemory(total_bytes=1 << 40, available_bytes=4096))
+        reference_scores(learner)
+    assert "4096 are available" in str(refused.value) and int(refused.value.metadata["needed_bytes"]) > 4096
+    assert host_memory().available_bytes > 4096
+    assert reference_scores(learner).isfinite().all()
+    learn(learner, Role.POLICY, SAMPLES, config=LossConfig())
+    learner.optim_step(Role.POLICY)
+
+
+def test_uneven_shards_of_three_ranks_score_alike(tmp_path: Path) -> None:
+    """131 rows of embeddings are not divided by 3, so FSDP2 pads that shard."""
+    kinds = [save_checkpoint(make_model(kind, seed=2), tmp_path / kind) for kind in ("qwen2_tied", "qwen3_moe")]
+    run_ranks("reference_ranks.py", tmp_path, *map(str, kinds), num_ranks=3)
+    assert (tmp_path / "equal").read_text() == "True True"

@@ -1,0 +1,77 @@
+"""What the planner counts for a KL reference: nothing that is not said to be used, and on the GPU or the host as configured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from tasuki.config.schema import NodeConfig
+from tasuki.memory.stages import Phase
+from tasuki.planner.advice import advise
+from tasuki.planner.layout import GB, Layout, Part
+from tasuki.planner.node_plan import node_layout
+from tasuki.planner.plan import plan
+from tasuki.planner.presets import MODELS
+
+MODEL = MODELS["qwen2.5-7b"]
+KL = {"dataset": "d.jsonl", "output_dir": "o", "reward": {"function": "r.py:r"}, "loss": {"kl_coef": 0.1}}
+ADAPTERS = {"lora": {"rank": 8}}
+
+
+def layout(*, train: dict[str, Any] | None = None, **trainer: Any) -> Layout:
+    config = NodeConfig.model_validate(
+        {"state_dir": "s", "model": {"path": "m"}, "device": "cuda", "train": train}
+        | {"trainer": {"micro_batch_tokens": 2048, "num_ranks": 2, **trainer}, "rollout": {"kv_ratio": 0.3, "tp_size": 2}}
+    )
+    return node_layout(config, MODEL, gpu_bytes=141 * GB, host_bytes=500 * GB)
+
+
+def weights(one: Layout) -> tuple[int, int]:
+    """Of the trainer, on the first GPU in a step, and on the host."""
+    training = plan(one).stage(Phase.TRAIN)
+    return training.gpus[0][Part.TRAINER_WEIGHTS], training.host.get(Part.TRAINER_WEIGHTS, 0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "has_reference", "on_host"),
+    [
+        ({}, False, False),
+        ({"train": KL}, True, False),
+        ({"train": KL, "reference_on_host": True}, True, True),
+        ({"reference_on_host": False}, True, False),
+        ({"reference_on_host": True}, True, True),
+        ({"train": KL, **ADAPTERS}, False, False),
+    ],
+    ids=str,
+)
+def test_a_reference_is_planned_where_a_key_says_that_it_is_used(
+    settings: dict[str, Any], has_reference: bool, on_host: bool
+) -> None:
+    found = layout(**settings)
+    assert (found.has_reference, found.reference_on_host) == (has_reference, on_host)
+
+
+def test_its_bytes_are_on_the_gpu_or_on_the_host() -> None:
+    none, on_gpu, on_host = (layout(**settings) for settings in ({}, {"reference_on_host": False}, {"reference_on_host": True}))
+    shard = MODEL.num_parameters  # two bytes each, over two ranks
+    assert weights(on_gpu)[0] - weights(none)[0] == pytest.approx(shard, abs=2**30), "in chunks of up to 1 GiB"
+    assert weights(on_host)[0] == weights(none)[0]
+    assert weights(on_host)[1] - weights(none)[1] == pytest.approx(2 * shard, rel=0.02)
+
+
+def test_a_reference_that_is_in_the_way_is_told_to_stay_on_the_host() -> None:
+    roomy = replace(layout(reference_on_host=False, checkpointing="offloaded", optimizer_on_host=True), staying=None)
+    assert plan(roomy).fits
+    short = plan(replace(roomy, gpu_bytes=plan(roomy).gpu_peak.gpu_bytes))
+    assert not short.fits
+    rungs = advise(short).ladder
+    assert ("trainer.reference_on_host", "true", True) in [(rung.setting, rung.new, rung.is_available) for rung in rungs]
+    assert rungs[-1].plan.fits
+
+
+def test_adapters_have_no_reference_to_place() -> None:
+    with pytest.raises(ValidationError, match=r"with \[trainer.lora\] the frozen model is the reference; remove"):
+        layout(**ADAPTERS, reference_on_host=True)
