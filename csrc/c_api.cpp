@@ -219,6 +219,10 @@ int tasuki_get_usage(uint64_t arena, tasuki_usage* usage) {
   });
 }
 
+int tasuki_copied_bytes(uint64_t* bytes) {
+  return guarded([&]() -> Status { return bytes == nullptr ? bad("bytes: null") : (*bytes = copied_bytes(), Status{}); });
+}
+
 int tasuki_get_totals(tasuki_totals* totals) {
   return guarded([&]() -> Status {
     if (totals == nullptr) return bad("totals: null");

@@ -3,14 +3,17 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 
 namespace tasuki {
 namespace {
 
 // Pinning has a high cost per call, and a mapping cannot grow, so small requests are rounded up.
 constexpr size_t kSegmentStep = size_t{16} << 20;
-// Restores are reported in pieces, so that readers of the first need not wait for the last.
+// Copies are made in pieces, so that their progress shows, and readers of the first need not wait for the last.
 constexpr size_t kPiece = size_t{64} << 20;
+
+std::atomic<uint64_t> num_copied_bytes{0};
 
 size_t bytes_of(const std::vector<Range>& runs) {
   size_t bytes = 0;
@@ -27,6 +30,8 @@ bool are_same(const std::vector<Range>& one, const std::vector<Range>& other) {
 
 }  // namespace
 
+uint64_t copied_bytes() { return num_copied_bytes; }
+
 Status HostCopy::save(uintptr_t base, const std::vector<Range>& runs, const Ranges& constant) {
   // Equal runs have equal places in host memory.
   Ranges valid = are_same(runs, runs_) ? valid_ : Ranges();
@@ -41,8 +46,12 @@ Status HostCopy::save(uintptr_t base, const std::vector<Range>& runs, const Rang
       size_t bytes = std::min(run.bytes - done, segments_[segment].bytes - used);
       Saved piece{{run.offset + done, bytes}, segments_[segment].host + used};
       for (const Range& part : valid.missing_in(piece.range)) {
-        status = driver_.copy_to_host(device_, piece.host + (part.offset - piece.range.offset), base + part.offset, part.bytes);
-        if (!status.ok()) return status;
+        for (size_t at = part.offset; at < part.end(); at += kPiece) {
+          size_t copied = std::min(kPiece, part.end() - at);
+          status = driver_.copy_to_host(device_, piece.host + (at - piece.range.offset), base + at, copied);
+          if (!status.ok()) return status;
+          num_copied_bytes += copied;
+        }
       }
       saved_.push_back(piece);
       done += bytes, used += bytes;
@@ -80,6 +89,7 @@ Status HostCopy::restore(uintptr_t base, const std::vector<Range>& runs, const R
         Status status = driver_.copy_from_host(device_, base + done, piece.host + (done - piece.range.offset), bytes);
         if (status.ok()) status = reached(base + done + bytes);
         if (!status.ok()) return status;
+        num_copied_bytes += bytes;
       }
     }
   }

@@ -57,6 +57,9 @@ class HostCopy {
   size_t pinned_bytes_ = 0;
 };
 
+// Bytes of content whose copies have been made or, on a GPU, started in this process. Needs no lock.
+uint64_t copied_bytes();
+
 // Pins host memory. Reports the numbers if there is not enough.
 Status pin(Driver& driver, int device, size_t bytes, void** host);
 

@@ -14,7 +14,7 @@ extern "C" {
 #endif
 #pragma GCC visibility push(default)
 
-#define TASUKI_ABI_VERSION 7
+#define TASUKI_ABI_VERSION 8
 
 enum tasuki_code {
   TASUKI_OK = 0,
@@ -165,6 +165,9 @@ int tasuki_pause_async(const uint64_t* arenas, size_t num_arenas, void* stream, 
 int tasuki_resume_async(const uint64_t* arenas, size_t num_arenas, uint64_t* ticket);
 int tasuki_wait(uint64_t ticket, uint64_t* bytes);
 int tasuki_poll(uint64_t ticket, int* is_reached);
+/* Bytes copied to and from the host so far, by all arenas; on a GPU, whose copies have been started. Answers at once, also while another
+ * thread copies. */
+int tasuki_copied_bytes(uint64_t* bytes);
 /* bytes: 0 waits for the whole resume, else for the range at `address` and all lower addresses of its arena. */
 int tasuki_stream_after(uint64_t ticket, void* stream, const void* address, size_t bytes);
 

@@ -59,6 +59,11 @@ PANELS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
         ),
     ),
     ("Memory by tag", "bytes", (("sum by (service, tag) (tasuki_memory_mapped_bytes{NODE})", "{{service}} {{tag}}"),)),
+    (
+        "Memory yet to move",
+        "bytes",
+        (("sum by (service, tag, movement) (tasuki_memory_pending_bytes{NODE})", "{{service}} {{tag}} {{movement}}"),),
+    ),
     ("Memory as planned", "bytes", (("sum by (service, tag) (tasuki_memory_planned_bytes{NODE})", "{{service}} {{tag}}"),)),
     (
         "Devices",

@@ -77,6 +77,16 @@ TEST(blocks_freed_during_a_transfer_keep_their_pages_until_it_ends) {
   CHECK(s.fake->used_bytes() == 0 && s.resume({arena}) == 0);
 }
 
+TEST(copies_show_their_progress) {
+  Setup s;
+  uint64_t arena = s.arena("optimizer"), before = copied_bytes();
+  s.block(arena, 20 * kPage, 7);
+  s.pause({arena}, kContent);
+  CHECK(copied_bytes() == before + 20 * kPage);
+  s.resume({arena});
+  CHECK(copied_bytes() == before + 40 * kPage);
+}
+
 TEST(answers_that_nobody_asks_for_do_not_pile_up) {
   Setup s;
   uint64_t arena = s.arena("optimizer"), ticket = 0;

@@ -51,7 +51,7 @@ def _rank(rank: int, num_ranks: int, folder: str) -> None:
     learner = start_learner(Path(folder) / "model", mesh=mesh, **settings)
     expected = _gradients(learner)
     for turn in range(NUM_TURNS):
-        assert learner.backend.memory.pause([MemoryTag.WEIGHTS]) > 0
+        assert learner.backend.memory.pause([MemoryTag.WEIGHTS]).num_bytes > 0
         _scribble()
         learner.backend.memory.resume([MemoryTag.WEIGHTS])
         transfer = fsdp(learner).memory._returning._transfers[MemoryTag.WEIGHTS]

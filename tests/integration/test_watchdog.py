@@ -12,6 +12,7 @@ import pytest
 from tasuki.config.places import pulse_dir
 from tasuki.config.schema import ModelConfig, NodeConfig
 from tasuki.rollout.ranks import RankProcesses
+from tasuki.rpc.heartbeat import Heartbeat, read_pulse
 from tasuki.supervisor.processes import parent_and_state
 from tasuki.supervisor.watchdog import Stall, Watchdog
 from tests.integration.node_process import wait_for
@@ -28,7 +29,7 @@ def watchdog(tmp_path: Path) -> Watchdog:
 def starting(tmp_path: Path, watchdog: Watchdog) -> Iterator[subprocess.Popen[bytes]]:
     """A process with a pulse that has not begun to beat."""
     with subprocess.Popen(["sleep", "600"]) as process:
-        (pulse_dir(tmp_path) / f"scheduler0-{process.pid}").write_bytes(bytes(16))
+        (pulse_dir(tmp_path) / f"scheduler0-{process.pid}").write_bytes(bytes(24))
         yield process
         process.kill()
 
@@ -82,6 +83,36 @@ def test_a_process_that_ends_while_it_starts_is_left_to_its_service_to_explain(
     starting.kill()
     wait_for(lambda: parent_and_state(starting.pid)[1] in "ZX")
     assert first_stall(watchdog, begin=1003, end=1010) is None
+
+
+def test_a_transfer_in_the_background_without_progress_is_noticed_while_the_process_beats(tmp_path: Path) -> None:
+    watchdog = Watchdog(tmp_path, stall_s=STALL_S, progress_s=60.0)
+    heartbeat, moved = Heartbeat(tmp_path, "trainer0"), [0]
+    heartbeat.beat_in_thread()
+    (path,) = pulse_dir(tmp_path).iterdir()
+
+    def beat() -> int:
+        pulse = read_pulse(path)
+        assert pulse is not None
+        return pulse.beats
+
+    def look(now: float) -> Stall | None:
+        """After two more beats, the second of which has read the progress."""
+        seen = beat()
+        wait_for(lambda: beat() > seen + 1)
+        return watchdog.check(now=now)
+
+    try:
+        with heartbeat.transferring(lambda: moved[0]):
+            for now in range(1000, 1030, 2):
+                moved[0] += 1
+                assert look(float(now)) is None, "it comes further"
+            stalls = [stall for now in range(1030, 1044, 2) if (stall := look(float(now))) is not None]
+        assert [(stall.service, stall.process) for stall in stalls][:1] == [("trainer", "trainer0")]
+        assert stalls[0].cause.startswith("no progress of a transfer in the background for ")
+        assert look(1050.0) is None and look(1070.0) is None, "nothing moves any more"
+    finally:
+        heartbeat.close()
 
 
 def test_a_spawned_engine_rank_has_a_pulse_before_it_imports_the_engine(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ async def test_a_rank_without_room_keeps_every_rank_asleep_and_usable(memory: Ra
     assert await asleep(memory) == [(0, True, True), (1, True, True)]
     assert memory.resident_tags == [MemoryTag.KV_CACHE]
     ranks.limit_memory(0, tp_rank=1)
-    assert await memory.resume(weights, timeout_s=10) > 0
+    assert (await memory.resume(weights, timeout_s=10)).num_bytes > 0
     assert await asleep(memory) == [(0, False, False), (1, False, False)]
 
 
@@ -85,8 +85,8 @@ async def test_a_repeated_pause_or_resume_moves_nothing(memory: RankCalls) -> No
     released = await memory.pause(weights, timeout_s=10)
     assert await memory.pause(weights, timeout_s=10) == 0
     assert await memory.pause([MemoryTag.KV_CACHE, *weights], timeout_s=10) == 0
-    assert await memory.resume(weights, timeout_s=10) == released
-    assert await memory.resume(weights, timeout_s=10) == 0
+    assert (await memory.resume(weights, timeout_s=10)).num_bytes == released
+    assert (await memory.resume(weights, timeout_s=10)).num_bytes == 0
 
 
 # --- weights

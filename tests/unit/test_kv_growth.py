@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 
+from tasuki.memory.tags import MemoryTag, MovementKind
 from tasuki.rollout.kv_growth import KvExtent, KvGrowth
 from tasuki.v1.ranks_pb2 import CacheResult
 from tasuki.wire.errors import DeadlineExceeded, TasukiError
@@ -22,6 +24,8 @@ class Ranks:
         self.failure: TasukiError | None = None
         self.num_looks = self.num_lacks = self.num_shrinks = 0
         self.while_looking: Callable[[], None] = lambda: None
+        self.mapped_bytes = 0
+        """Of each rank, by the next look."""
 
     def lack(self) -> None:
         self.num_lacks += 1
@@ -29,6 +33,9 @@ class Ranks:
     async def grow_cache(self) -> list[CacheResult]:
         self.num_looks += 1
         answers = [self._grown(rank) for rank in range(len(self.sizes))]
+        for answer in answers:
+            answer.mapped_bytes = self.mapped_bytes
+        self.mapped_bytes = 0
         self.while_looking()
         await asyncio.sleep(0)
         if self.failure is not None:
@@ -97,6 +104,21 @@ async def test_requests_that_come_during_a_look_have_another_one_follow() -> Non
     growth.expect(400)
     await until(lambda: ranks.served == [800, 800])
     await growth.stop()
+
+
+async def test_a_growth_ends_with_the_bytes_that_it_has_mapped_and_tells_them_once() -> None:
+    ranks = Ranks()
+    growth = await begun(ranks)
+    ranks.needed, ranks.mapped_bytes = [700, 300], 6
+    growth.expect(LEAST)
+    growth.expect(1)
+    await until(lambda: ranks.served == [700, 300])
+    await growth.stop()
+    await growth.stop()
+    (ended,) = growth.take_ended()
+    assert (ended.kind, ended.tag, ended.num_bytes) == (MovementKind.GROW, MemoryTag.KV_CACHE, 2 * 6)
+    assert ended.seconds > 0 and ended.end_time <= time.time()
+    assert growth.take_ended() == ()
 
 
 async def test_a_whole_cache_is_not_looked_at_again() -> None:

@@ -63,6 +63,8 @@ class StageEvent(_message.Message):
     BYTES_FIELD_NUMBER: _builtins.int
     ERROR_REASON_FIELD_NUMBER: _builtins.int
     ERROR_MESSAGE_FIELD_NUMBER: _builtins.int
+    BEGUN_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
     changeover_id: _builtins.str
     stage: _types_pb2.Stage.ValueType
     status: Global___StageStatus.ValueType
@@ -75,6 +77,12 @@ class StageEvent(_message.Message):
     error_message: _builtins.str
     @_builtins.property
     def time(self) -> _timestamp_pb2.Timestamp: ...
+    @_builtins.property
+    def begun(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Movement]:
+        """What goes on behind the stage, and what had gone on behind earlier stages of the same service until it ended."""
+
+    @_builtins.property
+    def ended(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Movement]: ...
     def __init__(
         self,
         *,
@@ -86,10 +94,12 @@ class StageEvent(_message.Message):
         bytes: _builtins.int = ...,
         error_reason: _builtins.str = ...,
         error_message: _builtins.str = ...,
+        begun: _abc.Iterable[_types_pb2.Movement] | None = ...,
+        ended: _abc.Iterable[_types_pb2.Movement] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["time", b"time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "changeover_id", b"changeover_id", "error_message", b"error_message", "error_reason", b"error_reason", "seconds", b"seconds", "stage", b"stage", "status", b"status", "time", b"time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begun", b"begun", "bytes", b"bytes", "changeover_id", b"changeover_id", "ended", b"ended", "error_message", b"error_message", "error_reason", b"error_reason", "seconds", b"seconds", "stage", b"stage", "status", b"status", "time", b"time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -121,7 +121,8 @@ class RestartConfig(Schema):
     """Restarts of one service allowed within `window_s`; the next failure stops the node. 0 stops it at the first."""
     window_s: PositiveFloat = 600.0
     stall_s: PositiveFloat = 30.0
-    """A process without a heartbeat for this long is killed and restarted. Its stacks go to `state_dir`/stalls."""
+    """A process without a heartbeat for this long, or without progress of a copy in the background, is killed and restarted. Its stacks go
+    to `state_dir`/stalls."""
     progress_s: PositiveFloat = 300.0
     """Likewise for a rank's command without progress: a micro-batch, a copy of weights, a file."""
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tasuki.coordinator.journal_schema import SCHEMA_VERSION, TABLES
+from tasuki.coordinator.movement_rows import INSERT_MOVEMENT, movement_rows, read_movements
 from tasuki.coordinator.records import ChangeoverRecord, Intent, Outcome, StageEvent, Status, id_number, id_text
 from tasuki.memory.stages import Phase, Stage
 from tasuki.rpc.failpoints import NO_FAILPOINTS, Failpoints
@@ -43,7 +44,7 @@ class Journal:
             except BaseException:
                 self._db.close()
                 raise
-        self._unwritten: list[tuple[object, ...]] = []
+        self._unwritten: list[tuple[Intent, tuple[object, ...], Outcome]] = []
         self.epoch = 0
         self._sequence = 0
 
@@ -111,7 +112,8 @@ class Journal:
         try:
             self._hit(f"{stage}.intended")
         except DiskFull as error:
-            self._unwritten.append(_result_row(intent, Status.FAILED, Outcome(), time=now, seconds=0.0, error=error))
+            row = _result_row(intent, Status.FAILED, Outcome(), time=now, seconds=0.0, error=error)
+            self._unwritten.append((intent, row, Outcome()))
             raise
         return intent
 
@@ -232,11 +234,12 @@ class Journal:
 
     def _changeover(self, row: sqlite3.Row) -> ChangeoverRecord:
         stages = self._db.execute(
-            "SELECT stage, status, coalesce(results.time, stages.time) AS time, seconds, bytes, error_reason, error_message"
+            "SELECT id, stage, status, coalesce(results.time, stages.time) AS time, seconds, bytes, error_reason, error_message"
             " FROM stages LEFT JOIN results USING (id) WHERE number = ? ORDER BY id",
             (row["number"],),
         ).fetchall()
         changeover_id = id_text(row["number"])
+        movements = read_movements(self._db, row["number"])
         return ChangeoverRecord(
             changeover_id=changeover_id,
             epoch=row["epoch"],
@@ -259,6 +262,8 @@ class Journal:
                     num_bytes=stage["bytes"] or 0,
                     error_reason=stage["error_reason"] or "",
                     error_message=stage["error_message"] or "",
+                    begun=movements.begun(stage["id"]),
+                    ended=movements.ended(stage["id"]),
                 )
                 for stage in stages
             ),
@@ -274,7 +279,8 @@ class Journal:
         error: TasukiError | None = None,
     ) -> StageEvent:
         now = time.time()
-        self._unwritten.append(_result_row(intent, status, outcome, time=now, seconds=seconds, error=error))
+        row = _result_row(intent, status, outcome, time=now, seconds=seconds, error=error)
+        self._unwritten.append((intent, row, outcome))
         self._hit(f"{intent.stage}.note")
         self._write_results()
         self._hit(f"{intent.stage}.noted")
@@ -287,6 +293,8 @@ class Journal:
             num_bytes=outcome.num_bytes,
             error_reason=error.reason if error else "",
             error_message=error.message if error else "",
+            begun=outcome.begun,
+            ended=outcome.ended,
         )
 
     def _write(self, statement: str, values: Sequence[object]) -> sqlite3.Cursor:
@@ -298,8 +306,23 @@ class Journal:
         """Results that there was no room for come before anything else."""
         with self._writing():
             while self._unwritten:
-                self._db.execute("INSERT INTO results VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", self._unwritten[0])
+                intent, row, outcome = self._unwritten[0]
+                with self._transaction():
+                    self._db.execute("INSERT INTO results VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
+                    self._db.executemany(INSERT_MOVEMENT, movement_rows(intent.id, outcome))
                 del self._unwritten[0]
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        """One commit for a result and what it tells of movements: all or nothing."""
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._db.execute("COMMIT")
+        except BaseException:
+            if self._db.in_transaction:  # SQLite may have rolled back by itself
+                self._db.execute("ROLLBACK")
+            raise
 
     def _hit(self, failpoint: str) -> None:
         with self._writing():

@@ -48,6 +48,16 @@ CREATE TABLE IF NOT EXISTS results (
     error_reason TEXT NOT NULL,
     error_message TEXT NOT NULL
 );
+CREATE TABLE IF NOT EXISTS movements (
+    id INTEGER NOT NULL REFERENCES stages,
+    kind TEXT NOT NULL,
+    tag TEXT NOT NULL,
+    status TEXT NOT NULL,
+    bytes INTEGER NOT NULL,
+    seconds REAL NOT NULL,
+    end_time REAL,
+    PRIMARY KEY (id, kind, tag, status)
+);
 CREATE TABLE IF NOT EXISTS fleets (
     id INTEGER PRIMARY KEY AUTOINCREMENT,
     name TEXT NOT NULL,

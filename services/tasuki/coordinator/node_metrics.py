@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 
@@ -29,6 +30,7 @@ from tasuki.rpc.metric_names import (
     GPU_SECONDS,
     GPUS,
     MEMORY_MAPPED,
+    MEMORY_PENDING,
     PHASE,
     SERVICE_UP,
     STAGE_SECONDS,
@@ -140,20 +142,24 @@ class NodeMetrics:
         return up, phase, gpus
 
     def _memory_families(self) -> Iterable[Metric]:
-        mapped, free, total = (name.gauges() for name in (MEMORY_MAPPED, DEVICE_FREE, DEVICE_TOTAL))
-        sizes: dict[tuple[str, str, str], int] = {}
+        mapped, moving, free, total = (name.gauges() for name in (MEMORY_MAPPED, MEMORY_PENDING, DEVICE_FREE, DEVICE_TOTAL))
+        sizes: Counter[tuple[str, str, str]] = Counter()
+        pending: Counter[tuple[str, str, str, str]] = Counter()
         devices: dict[str, tuple[int, int]] = {}
         for service, usage in self._usages.items():
             for tag in usage.tags:
-                key = (service, tag.tag, tag.device)
-                sizes[key] = sizes.get(key, 0) + tag.mapped_bytes
+                sizes[service, tag.tag, tag.device] += tag.mapped_bytes
+                if tag.pending is not None:
+                    pending[service, tag.tag, tag.device, tag.pending] += tag.pending_bytes
             devices |= {device.device: (device.free_bytes, device.total_bytes) for device in usage.devices}
         for key, size in sizes.items():
             mapped.add_metric(key, size)
+        for key, size in pending.items():
+            moving.add_metric(key, size)
         for device, (free_bytes, total_bytes) in devices.items():
             free.add_metric([device], free_bytes)
             total.add_metric([device], total_bytes)
-        return mapped, self._planned.family(self._node.state().at), free, total
+        return mapped, moving, self._planned.family(self._node.state().at), free, total
 
 
 class _Families(Collector):

@@ -15,6 +15,7 @@ from tasuki.coordinator.phases import lost_weights, ring_position
 from tasuki.coordinator.records import Intent, Outcome
 from tasuki.memory.stages import RULES, Phase, Rpc, Service, Stage, Undo
 from tasuki.memory.tags import ServiceUsage
+from tasuki.rpc.movements import moved_by
 from tasuki.rpc.stages import named_tags, stage_from_proto, stage_to_proto
 from tasuki.rpc.usage import read_usage
 from tasuki.v1 import memory_pb2, metrics_pb2, rollout_pb2, trainer_pb2, types_pb2, weights_pb2
@@ -210,10 +211,10 @@ class GrpcPeers:
                 # OFFLOAD takes LOAD_TRAINER back for one reason: an engine is to start where the trainer is.
                 makes_room = intent.is_undo and stage is Stage.OFFLOAD
                 pause = memory_pb2.PauseRequest(command=command, stage=number, tags=tags, makes_room=makes_room)
-                return Outcome((await _answer(service, memory.Pause(pause, timeout=self._timeout_s))).released_bytes)
+                return _outcome(await _answer(service, memory.Pause(pause, timeout=self._timeout_s)))
             case Rpc.RESUME:
                 resume = memory_pb2.ResumeRequest(command=command, stage=number, tags=tags)
-                return Outcome((await _answer(service, memory.Resume(resume, timeout=self._timeout_s))).mapped_bytes)
+                return _outcome(await _answer(service, memory.Resume(resume, timeout=self._timeout_s)))
 
     async def _publish(self, command: types_pb2.CommandId) -> Outcome:
         request = trainer_pb2.PublishWeightsRequest(command=command)
@@ -230,6 +231,11 @@ class GrpcPeers:
         request = rollout_pb2.DrainRequest(command=command, grace_ms=round(1000 * self._drain_grace_s))
         answer = await _answer(Service.ROLLOUT, self._rollout.Drain(request, timeout=self._timeout_s + self._drain_grace_s))
         return Outcome(answer.released_bytes)
+
+
+def _outcome(answer: memory_pb2.PauseResponse | memory_pb2.ResumeResponse) -> Outcome:
+    moved = moved_by([answer])
+    return Outcome(moved.num_bytes, begun=moved.begun, ended=moved.ended)
 
 
 async def _answer(service: Service, call: Awaitable[_Answer]) -> _Answer:

@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from tasuki.coordinator.phases import next_stage, phase_of
 from tasuki.memory.stages import Phase, Stage
+from tasuki.memory.tags import Movement
 
 
 class Status(StrEnum):
@@ -40,6 +41,10 @@ class Outcome:
     num_bytes: int = 0
     answer: bytes = b""
     policy_version: int | None = None
+    begun: tuple[Movement, ...] = ()
+    """What goes on behind the stage."""
+    ended: tuple[Movement, ...] = ()
+    """What went on behind earlier stages of the same service, and has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +59,8 @@ class StageEvent:
     num_bytes: int = 0
     error_reason: str = ""
     error_message: str = ""
+    begun: tuple[Movement, ...] = ()
+    ended: tuple[Movement, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

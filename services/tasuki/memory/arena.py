@@ -85,6 +85,12 @@ def freeze(address: int, num_bytes: int) -> bool:
     return bool(is_ours)
 
 
+def copied_bytes() -> int:
+    """Bytes copied to and from the host so far, by all arenas. Answers at once, also while another thread copies."""
+    (num_bytes,) = call("copied_bytes", num_outs=1)
+    return num_bytes
+
+
 def totals() -> Totals:
     counted = numbers([0] * len(fields(Totals)))
     call("get_totals", counted)

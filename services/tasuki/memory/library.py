@@ -19,7 +19,7 @@ from tasuki.wire.errors import (
     WrongPhase,
 )
 
-ABI_VERSION = 7
+ABI_VERSION = 8
 LIBRARY_PATH = Path(__file__).with_name("libtasuki_memory.so")
 PRELOADED_PATH = Path(__file__).with_name("libtasuki_cudart.so")
 """For LD_PRELOAD of processes on a pool of a GPU; see `redirect_cudart`."""
@@ -63,6 +63,7 @@ def _library() -> ctypes.CDLL:
         "tasuki_resume_async": [pointer, ctypes.c_size_t, pointer],
         "tasuki_wait": [u64, pointer],
         "tasuki_poll": [u64, pointer],
+        "tasuki_copied_bytes": [pointer],
         "tasuki_stream_after": [u64, pointer, pointer, ctypes.c_size_t],
         "tasuki_get_usage": [u64, pointer],
         "tasuki_get_totals": [pointer],

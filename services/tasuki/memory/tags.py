@@ -17,6 +17,38 @@ class MemoryTag(StrEnum):
     EXPORT = "export"
 
 
+class MovementKind(StrEnum):
+    """How memory moves behind a stage's answer."""
+
+    LEAVE = "LEAVE"
+    """Copied to the host and released when rollout needs the room: from OFFLOAD until LOAD_TRAINER."""
+    RETURN = "RETURN"
+    """Copied back into mapped pages: from LOAD_TRAINER until OFFLOAD."""
+    GROW = "GROW"
+    """Mapped as requests need it: from RESUME_KV until DRAIN."""
+
+
+@dataclass(frozen=True, slots=True)
+class Movement:
+    """What goes on behind a stage's answer, by tag. seconds, end_time (since 1970): 0 while it goes on."""
+
+    kind: MovementKind
+    tag: MemoryTag
+    num_bytes: int
+    """The most that may move, or what has moved in the end."""
+    seconds: float = 0.0
+    end_time: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What a pause or resume came to: bytes released or mapped, what goes on behind it, and what has ended since the last one."""
+
+    num_bytes: int
+    begun: tuple[Movement, ...] = ()
+    ended: tuple[Movement, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class TagUsage:
     """One tag on one device. Bytes."""
@@ -31,11 +63,21 @@ class TagUsage:
     stays: bool = False  # over a changeover, by the planner's decision
     following_bytes: int = 0  # of the total, what comes after a resume, as memory becomes free
     leaves_later: bool = False  # a pause answers first, and its pages go when others need them
+    pending_bytes: int = 0  # what a stage's answer left to be moved, and is not moved yet
 
     @property
     def is_leaving(self) -> bool:
         """Whether it is asleep, and its pages are still there."""
         return self.leaves_later and self.is_paused and self.mapped_bytes > 0
+
+    @property
+    def pending(self) -> MovementKind | None:
+        """How the pending bytes will move; None without any."""
+        if not self.pending_bytes:
+            return None
+        if self.is_paused:
+            return MovementKind.LEAVE
+        return MovementKind.GROW if self.tag is MemoryTag.KV_CACHE else MovementKind.RETURN
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from tasuki.memory.tags import MemoryTag, Movement, MovementKind
 from tasuki.v1.ranks_pb2 import CacheResult
 from tasuki.wire.errors import TasukiError
 
@@ -87,6 +88,8 @@ class KvGrowth:
         self.extent: KvExtent | None = None
         """None while the cache is paused and until the ranks have reported."""
         self.is_stalled = False
+        self._grown_bytes, self._grown_s = 0, 0.0
+        self._ended: list[Movement] = []
 
     @property
     def is_growing(self) -> bool:
@@ -99,6 +102,7 @@ class KvGrowth:
         self.forget()
         self._is_stopping = self.is_last_call = False
         self._num_left = self._most_left = 0
+        self._grown_bytes, self._grown_s = 0, 0.0
         self._is_due.clear()
         self._task = asyncio.create_task(self._grow_for_ever())
 
@@ -120,6 +124,13 @@ class KvGrowth:
         self._is_due.set()
         if self._task is not None:
             await asyncio.wait([self._task])
+            self._task = None
+            self._ended.append(Movement(MovementKind.GROW, MemoryTag.KV_CACHE, self._grown_bytes, self._grown_s, time.time()))
+
+    def take_ended(self) -> tuple[Movement, ...]:
+        """Growths that have ended since the last call: the bytes mapped on all ranks, and how long commands mapped them."""
+        ended, self._ended = tuple(self._ended), []
+        return ended
 
     async def close(self) -> None:
         """Stops growth immediately, even during a command; for an engine that is ending."""
@@ -129,7 +140,7 @@ class KvGrowth:
 
     async def shrink(self) -> int:
         """Releases what no request can need; growth must have stopped. Returns the bytes released on all ranks."""
-        assert self._task is None or self._task.done()
+        assert self._task is None
         _, released_bytes = await self._shrink()
         return released_bytes
 
@@ -186,8 +197,11 @@ class KvGrowth:
         started, before = time.monotonic(), self.extent
         answers = await self._calls.grow_cache()
         extent = self.extent = KvExtent.of(answers, tp_size=self._tp_size)
+        mapped_bytes = sum(answer.mapped_bytes for answer in answers)
+        if mapped_bytes:
+            self._grown_bytes += mapped_bytes
+            self._grown_s += time.monotonic() - started
         if before is not None and extent.served_tokens > before.served_tokens:
-            mapped_bytes = sum(answer.mapped_bytes for answer in answers)
             _log.info(
                 "event=kv_grown seconds=%.3f mapped_bytes=%d %s", time.monotonic() - started, mapped_bytes, _numbers(extent)
             )

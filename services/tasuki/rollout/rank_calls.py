@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from tasuki.memory.tags import MemoryTag
+from tasuki.memory.tags import MemoryTag, Moved
+from tasuki.rpc.movements import moved_by
 from tasuki.rpc.ranks import RankFront
 from tasuki.rpc.usage import TAG_VALUES, joined
 from tasuki.v1 import memory_pb2, ranks_pb2
@@ -104,8 +105,8 @@ class RankCalls(RankFront[ranks_pb2.EngineRankCommand, ranks_pb2.EngineRankResul
         self._awake -= set(tags) - self._staying
         return sum(result.pause.released_bytes for result in results)
 
-    async def resume(self, tags: Sequence[MemoryTag], *, timeout_s: float) -> int:
-        """Takes pages for `tags` at the same addresses. Returns the bytes mapped over all ranks.
+    async def resume(self, tags: Sequence[MemoryTag], *, timeout_s: float) -> Moved:
+        """Takes pages for `tags` at the same addresses, on all ranks.
 
         Raises OutOfGpuMemory when a rank has no room; then what slept before sleeps on every rank. After any other error the memory's
         state is unknown.
@@ -117,7 +118,7 @@ class RankCalls(RankFront[ranks_pb2.EngineRankCommand, ranks_pb2.EngineRankResul
             await self.pause([tag for tag in tags if tag not in self._awake], timeout_s=timeout_s)
             raise
         self._awake |= set(tags)
-        return sum(result.resume.mapped_bytes for result in results)
+        return moved_by([result.resume for result in results])
 
     async def grow_cache(self) -> Sequence[ranks_pb2.CacheResult]:
         """Maps and serves the KV cache that requests may need, as far as there is room."""

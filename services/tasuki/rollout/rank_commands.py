@@ -19,7 +19,7 @@ from tasuki.memory.allocator import NativeAllocator
 from tasuki.memory.arena import ArenaState
 from tasuki.memory.device_usage import device_usage
 from tasuki.memory.pool import pool_usage
-from tasuki.memory.tags import MemoryTag, TagUsage
+from tasuki.memory.tags import MemoryTag, Moved, Movement, MovementKind, TagUsage
 from tasuki.rollout.engine_lock import EngineLock
 from tasuki.rollout.kept_content import KeptContent, Span, span_of, without
 from tasuki.rollout.rank_line import RankLine
@@ -27,6 +27,7 @@ from tasuki.rollout.receive import Received, WeightReceiver
 from tasuki.rollout.record import EngineModel
 from tasuki.rpc.failpoints import Failpoints
 from tasuki.rpc.heartbeat import Heartbeat
+from tasuki.rpc.movements import resume_response
 from tasuki.rpc.ranks import CommandRunner, Handlers
 from tasuki.rpc.usage import TAGS, usage_response
 from tasuki.transport.shared_base import SharedBase
@@ -111,7 +112,10 @@ class RankMemory:
             self._scheduler.req_to_token_pool.req_to_token.zero_()
         if woken and self._allocator.device != "cpu":
             torch.cuda.synchronize(self._allocator.device)
-        return memory_pb2.ResumeResponse(mapped_bytes=mapped)
+        begun: tuple[Movement, ...] = ()
+        if MemoryTag.KV_CACHE in tags and self._cache is not None:
+            begun = (Movement(MovementKind.GROW, MemoryTag.KV_CACHE, self._pending_bytes()),)
+        return resume_response(Moved(mapped, begun))
 
     def usage(self) -> list[TagUsage]:
         return [
@@ -122,9 +126,15 @@ class RankMemory:
                 host_copy_bytes=usage.host_copy_bytes + (self._kept[usage.tag].host_bytes if usage.tag in self._kept else 0),
                 stays=usage.tag in self._staying,
                 following_bytes=self._cache.following_bytes if self._cache and usage.tag is MemoryTag.KV_CACHE else 0,
+                pending_bytes=self._pending_bytes() if usage.tag is MemoryTag.KV_CACHE and not usage.is_paused else 0,
             )
             for usage in self._allocator.usage()
         ]
+
+    def _pending_bytes(self) -> int:
+        """Of the KV cache, what is not mapped yet; 0 if it does not grow."""
+        usage = self._allocator.arena(MemoryTag.KV_CACHE).usage()
+        return 0 if self._cache is None else usage.total_bytes - usage.mapped_bytes
 
     def _outside(self, tag: MemoryTag) -> int:
         """Bytes of a tag that are in no arena."""

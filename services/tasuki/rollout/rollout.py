@@ -9,11 +9,11 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from tasuki.memory.stages import START, Stage
-from tasuki.memory.tags import MemoryTag
+from tasuki.memory.tags import MemoryTag, Moved, Movement
 from tasuki.rollout.generate import (
     EngineRequest,
     GenerationRequest,
@@ -123,14 +123,14 @@ class Rollout:
         await self._on_serving(False)
         _log.info("event=asleep released_bytes=%d", released)
 
-    async def resume(self, stage: Stage, tags: list[MemoryTag], *, timeout_s: float) -> int:
-        """Runs RESUME_WEIGHTS or RESUME_KV; the latter commits the received version and serves it. Returns the bytes mapped.
+    async def resume(self, stage: Stage, tags: list[MemoryTag], *, timeout_s: float) -> Moved:
+        """Runs RESUME_WEIGHTS or RESUME_KV; the latter commits the received version and serves it.
 
         Raises OutOfGpuMemory with everything unchanged.
         """
         check_stage(stage, after=self.stage, poison_reason=self.poison_reason)
         with self._poisoning(stage, unless=OutOfGpuMemory):
-            mapped = await self.ranks.resume(tags, timeout_s=timeout_s)
+            moved = await self.ranks.resume(tags, timeout_s=timeout_s)
             if is_serving(stage) and self.growth is not None:
                 await self.growth.begin()
         self.stage = stage
@@ -138,11 +138,11 @@ class Rollout:
             self._highest_served = self._held_version
             self._calls.begin_version(self._held_version)
             await self._open()
-        _log.info("event=stage stage=%s mapped_bytes=%d policy_version=%s", stage, mapped, self._held_version)
-        return mapped
+        _log.info("event=stage stage=%s mapped_bytes=%d policy_version=%s", stage, moved.num_bytes, self._held_version)
+        return replace(moved, ended=self._ended())
 
-    async def pause(self, stage: Stage, tags: list[MemoryTag], *, timeout_s: float) -> int:
-        """Runs PAUSE_KV, which drops cached prefixes, or PAUSE_WEIGHTS, after which no version is held. Returns the bytes released."""
+    async def pause(self, stage: Stage, tags: list[MemoryTag], *, timeout_s: float) -> Moved:
+        """Runs PAUSE_KV, which drops cached prefixes, or PAUSE_WEIGHTS, after which no version is held."""
         check_stage(stage, after=self.stage, poison_reason=self.poison_reason)
         if self.poison_reason is None:
             check_idle(stage, num_running=self.num_running)
@@ -156,7 +156,7 @@ class Rollout:
             self._held_version = None
         self.stage = stage
         _log.info("event=stage stage=%s released_bytes=%d", stage, released)
-        return released
+        return Moved(released, ended=self._ended())
 
     async def receive(self, weights: weights_pb2.PublishedWeights, *, timeout_s: float) -> SyncReport:
         """Runs SYNC. A refusal before any write changes nothing; any other failure poisons the engine."""
@@ -295,6 +295,10 @@ class Rollout:
     async def _stop_growth(self) -> None:
         if self.growth is not None:
             await self.growth.stop()
+
+    def _ended(self) -> tuple[Movement, ...]:
+        """What has ended since the last answer to a pause or resume."""
+        return () if self.growth is None else self.growth.take_ended()
 
     def _poison(self, stage: Stage, error: BaseException) -> None:
         self.poison_reason = f"{stage} failed: {type(error).__name__}: {error}"

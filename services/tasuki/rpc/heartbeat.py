@@ -1,7 +1,7 @@
 """A process's pulse, in a file that the supervisor reads: whether it lives, and whether what it does goes on.
 
-16 bytes, shared by mmap: how often the pulse beat, and how far the work is (odd while something runs, so that a supervisor knows
-when to expect progress).
+24 bytes, shared by mmap: how often the pulse beat, how far the work is (odd while something runs, so that a supervisor knows when to
+expect progress), and the same of what moves in the background.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import mmap
 import os
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from pathlib import Path
 from tasuki.config.constraints import HEARTBEAT_S
 from tasuki.config.places import pulse_dir
 
-_COUNTERS = struct.Struct("<QQ")
+_COUNTERS = struct.Struct("<QQQ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +28,15 @@ class Pulse:
 
     beats: int
     progress: int
+    transferred: int
 
     @property
     def is_working(self) -> bool:
         return self.progress % 2 == 1
+
+    @property
+    def is_transferring(self) -> bool:
+        return self.transferred % 2 == 1
 
 
 def read_pulse(path: Path) -> Pulse | None:
@@ -53,7 +58,9 @@ class Heartbeat:
         """process: e.g. "coordinator", "trainer1" for a rank, "scheduler0"; what comes before the digits is not another's."""
         self._path = pulse_dir(state_dir) / f"{process}-{os.getpid()}"
         self._shared = self._open()
-        self._beats = self._progress = 0
+        self._beats = self._progress = self._transferred = 0
+        self._transfer: Callable[[], int] | None = None
+        self._transfer_progress = 0
         self._write = threading.Lock()
         self._end = threading.Event()
         self._task: asyncio.Task[None] | None = None
@@ -81,6 +88,17 @@ class Heartbeat:
         """What runs has come further."""
         self._move_on(2)
 
+    @contextmanager
+    def transferring(self, progress: Callable[[], int]) -> Iterator[None]:
+        """Something moves in the background, beside what runs. progress: grows as it comes further; read at each beat. Not nested."""
+        self._transfer_progress, self._transfer = progress(), progress
+        self._move_transfer_on(1)
+        try:
+            yield
+        finally:
+            self._transfer = None
+            self._move_transfer_on(1)
+
     def close(self) -> None:
         """No pulse is expected any more."""
         self._end.set()
@@ -100,8 +118,13 @@ class Heartbeat:
             await asyncio.sleep(HEARTBEAT_S)
 
     def _beat(self) -> None:
+        transfer = self._transfer
+        progress = self._transfer_progress if transfer is None else transfer()
         with self._write:
             self._beats += 1
+            if self._transfer is not None and progress != self._transfer_progress:
+                self._transfer_progress = progress
+                self._transferred += 2
             self._show()
 
     def _move_on(self, steps: int) -> None:
@@ -109,16 +132,21 @@ class Heartbeat:
             self._progress += steps
             self._show()
 
+    def _move_transfer_on(self, steps: int) -> None:
+        with self._write:
+            self._transferred += steps
+            self._show()
+
     def _show(self) -> None:
         if self._shared is None:
             self._shared = self._open()
         if self._shared is not None:
-            _COUNTERS.pack_into(self._shared, 0, self._beats, self._progress)
+            _COUNTERS.pack_into(self._shared, 0, self._beats, self._progress, self._transferred)
 
     def _open(self) -> mmap.mmap | None:
         """None while there is no room for it: a full disk must not end what could go on, and nobody misses a pulse that never was."""
         try:
-            self._path.write_bytes(_COUNTERS.pack(0, 0))
+            self._path.write_bytes(_COUNTERS.pack(0, 0, 0))
             with self._path.open("r+b") as file:
                 return mmap.mmap(file.fileno(), _COUNTERS.size)
         except OSError:

@@ -42,6 +42,7 @@ class _Watched:
     pulse: Pulse
     beat_time: float
     progress_time: float
+    transfer_time: float
 
 
 @dataclass(slots=True)
@@ -55,7 +56,8 @@ class _Launched:
 class Watchdog:
     """Watches the heartbeats of one node.
 
-    stall_s: maximum age of a heartbeat. progress_s: maximum time without progress of a command.
+    stall_s: maximum age of a heartbeat, and maximum time without progress of what moves in the background. progress_s: the same of a
+    command.
     """
 
     def __init__(self, state_dir: Path, *, stall_s: float, progress_s: float) -> None:
@@ -100,23 +102,28 @@ class Watchdog:
             pulse = read_pulse(path)
             if pulse is None:
                 continue
-            seen = self._seen.setdefault(path, _Watched(pulse, now, now))
+            seen = self._seen.setdefault(path, _Watched(pulse, now, now, now))
             if pulse.beats != seen.pulse.beats:
                 seen.beat_time = now
             if pulse.progress != seen.pulse.progress or not pulse.is_working:
                 seen.progress_time = now
+            if pulse.transferred != seen.pulse.transferred or not pulse.is_transferring:
+                seen.transfer_time = now
             seen.pulse = pulse
             process, pid = path.name.rpartition("-")[::2]
             state = parent_and_state(int(pid))[1]
             if not pulse.beats and state != "T":
                 # Starting: an import may hold the GIL for longer than the heartbeat limit.
-                seen.beat_time = seen.progress_time = now
+                seen.beat_time = seen.progress_time = seen.transfer_time = now
             if state in "ZX":
                 # A process that ends in order removes its heartbeat file. If it never had a heartbeat, its service reports why it ended.
                 if pulse.beats and path.exists():
                     yield Stall(_service_of(path), process, int(pid), "the process is gone", is_gone=True)
             elif now - seen.beat_time > self._stall_s:
                 yield Stall(_service_of(path), process, int(pid), f"no heartbeat for {now - seen.beat_time:.1f} s")
+            elif now - seen.transfer_time > self._stall_s:
+                cause = f"no progress of a transfer in the background for {now - seen.transfer_time:.1f} s"
+                yield Stall(_service_of(path), process, int(pid), cause)
             elif now - seen.progress_time > self._progress_s:
                 yield Stall(_service_of(path), process, int(pid), f"no progress for {now - seen.progress_time:.1f} s")
 

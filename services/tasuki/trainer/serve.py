@@ -71,7 +71,7 @@ def run_rank(config: NodeConfig, *, launch: Launch) -> bool:
             cleanup.callback(replicas.close)
         nodes_rate = None if replicas is None else replicas.measure_rate()
         nodes_transport = "" if replicas is None else replicas.transport()
-        backend = FsdpBackend(config, mesh=mesh, replicas=replicas)
+        backend = FsdpBackend(config, mesh=mesh, replicas=replicas, heartbeat=heartbeat, failpoints=failpoints)
         cleanup.callback(backend.close)
         backend.warm_up()
         learner = Learner(

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from tasuki.coordinator.journal_reader import open_journal
 from tasuki.coordinator.journal_schema import SCHEMA_VERSION
+from tasuki.coordinator.movement_rows import MovementRows, read_movements
 from tasuki.coordinator.records import Status, id_text
 from tasuki.memory.stages import Phase, Service, Stage
 from tasuki.wire.errors import InvalidArgument, PathNotFound
@@ -71,6 +72,7 @@ class History:
     endings: tuple[ChangeoverEnding, ...]
     intents: tuple[StageIntent, ...]
     results: tuple[StageResult, ...]
+    movements: MovementRows = field(default_factory=lambda: MovementRows({}))
     highest: dict[str, int] = field(default_factory=dict)
     """The last number that was ever given in a table, by the table's name, as SQLite remembers it."""
 
@@ -108,8 +110,15 @@ def _read(db: sqlite3.Connection, path: Path) -> History:
         endings=rows("SELECT * FROM outcomes ORDER BY number", _ending),
         intents=rows("SELECT * FROM stages ORDER BY id", _intent),
         results=rows("SELECT * FROM results ORDER BY id", _result),
+        movements=_movements(db),
         highest=dict(rows("SELECT * FROM sqlite_sequence", lambda row: (_text(row, "name"), _number(row, "seq")))),
     )
+
+
+def _movements(db: sqlite3.Connection) -> MovementRows:
+    """None of a journal that an earlier build wrote, which had no such table."""
+    has_table = db.execute("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'movements'").fetchone()
+    return read_movements(db) if has_table else MovementRows({})
 
 
 def _changeover(row: sqlite3.Row) -> BegunChangeover:

@@ -36,6 +36,9 @@ class Invariant(StrEnum):
     VERSIONS_GROW = "versions-grow"
     """A life of rollout never serves an older version than before, and the trainer publishes an older one only after it was restarted in
     another epoch: a checkpoint that is older than the present version is refused."""
+    MOVEMENTS = "movements-end"
+    """What goes on behind a stage has ended when the opposite stage is answered by the same life of the service, and moved no more than
+    was named."""
     TARGET = "target"
     """A changeover that is done has reached its phase, and tells the version that is served there."""
     EXECUTED_ONCE = "executed-once"

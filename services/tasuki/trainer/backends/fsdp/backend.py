@@ -21,6 +21,8 @@ from tasuki.memory.arena import set_host_budget
 from tasuki.memory.tags import MemoryTag
 from tasuki.planner.layout import Checkpointing
 from tasuki.planner.node_plan import check_critic
+from tasuki.rpc.failpoints import NO_FAILPOINTS, Failpoints
+from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.trainer.backend import LearnerFacts, Publication
 from tasuki.trainer.backends.fsdp import export
 from tasuki.trainer.backends.fsdp.activations import set_checkpointing
@@ -73,8 +75,18 @@ _log = logging.getLogger("tasuki.trainer")
 class FsdpBackend:
     """Implements tasuki.trainer.backend.Backend, which documents the methods."""
 
-    def __init__(self, node: NodeConfig, *, mesh: DeviceMesh, replicas: NodeReplicas | None = None) -> None:
+    def __init__(
+        self,
+        node: NodeConfig,
+        *,
+        mesh: DeviceMesh,
+        replicas: NodeReplicas | None = None,
+        heartbeat: Heartbeat | None = None,
+        failpoints: Failpoints = NO_FAILPOINTS,
+    ) -> None:
         """Loads the initial weights. mesh: of this node. replicas: this rank's counterparts on other nodes.
+
+        heartbeat, failpoints: for what goes on in the background.
 
         Raises the errors of read_model_config, check_critic and load_shards.
         """
@@ -92,7 +104,11 @@ class FsdpBackend:
         self._sharing = SequenceGroup.of(mesh, size=config.sequence_parallel, timeout_s=config.collective_timeout_s)
         _log.info("event=checkpointing choice=%s kept_layers=%d", self._layout.checkpointing, self._layout.kept_layers)
         self.memory = TrainerMemory(
-            mesh, ExportChoice.of(node, self._layout, rank=mesh.get_local_rank()), staying=Staying.of(node, mesh)
+            mesh,
+            ExportChoice.of(node, self._layout, rank=mesh.get_local_rank()),
+            staying=Staying.of(node, mesh),
+            heartbeat=heartbeat,
+            failpoints=failpoints,
         )
         self.memory.pin_in_background(self._layout)
         self._export: WeightExport | None = None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import cast
 
@@ -19,13 +19,16 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from tasuki.memory import arena as native
-from tasuki.memory.allocator import NativeAllocator, Transfer
+from tasuki.memory.allocator import NativeAllocator
 from tasuki.memory.arena import Arena, Keep
 from tasuki.memory.device_usage import device_usage
-from tasuki.memory.tags import DeviceUsage, MemoryTag, TagUsage
+from tasuki.memory.tags import DeviceUsage, MemoryTag, Moved, Movement, TagUsage
 from tasuki.planner.layout import Layout, Part
 from tasuki.planner.plan import TRAINER_TAGS
 from tasuki.planner.trainer_bytes import trainer_tags
+from tasuki.rpc.failpoints import NO_FAILPOINTS, Failpoints
+from tasuki.rpc.heartbeat import Heartbeat
+from tasuki.trainer.backends.fsdp.leaving import PIN_STEP_BYTES, Leaving, showing_progress
 from tasuki.trainer.backends.fsdp.mesh import mesh_device
 from tasuki.trainer.backends.fsdp.returning import TAGS as RETURNING_TAGS
 from tasuki.trainer.backends.fsdp.returning import Returning
@@ -36,17 +39,22 @@ from tasuki.wire.errors import OutOfGpuMemory, TasukiError
 # Nothing is offloaded while gradients are pending, so their content need not be kept.
 _KEEP = {MemoryTag.WEIGHTS: Keep.CONTENT, MemoryTag.OPTIMIZER: Keep.CONTENT}
 _PARTS: dict[MemoryTag, Part] = dict(zip(TAGS, TRAINER_TAGS, strict=True))
-# How often to check for a room request.
-_REQUEST_POLL_S = 0.02
-# How often to check whether the process is ending.
-_PIN_STEP_BYTES = 256 * 2**20
 _log = logging.getLogger("tasuki.trainer")
 
 
 class TrainerMemory:
     """Pausable memory of one rank. Tensors keep their addresses for the life of the process."""
 
-    def __init__(self, mesh: DeviceMesh, export: ExportChoice, *, staying: Staying = NOTHING_STAYS) -> None:
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        export: ExportChoice,
+        *,
+        staying: Staying = NOTHING_STAYS,
+        heartbeat: Heartbeat | None = None,
+        failpoints: Failpoints = NO_FAILPOINTS,
+    ) -> None:
+        """heartbeat: shows the progress of background work. failpoints: reached by it."""
         device = mesh_device(mesh)
         self._mesh, self._device, self._choice, self._staying = mesh, device, export, staying
         self._allocator = NativeAllocator(tags=TAGS, device=str(device), keep=_KEEP)
@@ -56,12 +64,11 @@ class TrainerMemory:
         self._export: WeightExport | None = None
         self._is_export_there = False
         self._gradients: list[Tensor] = []
-        self._returning = Returning(self._allocator)
-        self._leaving: threading.Thread | None = None
-        self._is_recalled = threading.Event()
-        self._has_left = False
-        self._yet_to_leave: tuple[MemoryTag, ...] = ()
-        """Tags that have been paused, as far as anybody else can tell, and are as they were."""
+        self._returning = Returning(self._allocator, reached=failpoints.hit)
+        self._leaving = Leaving(self._allocator, heartbeat=heartbeat, reached=failpoints.hit)
+        self._heartbeat = heartbeat
+        self._ended: list[Movement] = []
+        """What has ended behind the last answer, until an answer tells it."""
         self._pinning: threading.Thread | None = None
         self._is_closing = threading.Event()
 
@@ -93,7 +100,7 @@ class TrainerMemory:
         """Stops background work."""
         self._is_closing.set()
         self._end_pinning()
-        self._end_leaving()
+        self._leaving.end()
 
     def make_gradients(self, parameters: Iterable[Parameter]) -> list[Tensor]:
         """Allocates zero gradients for all parameters, into which FSDP2 then accumulates in place. Returns this rank's shards."""
@@ -136,16 +143,16 @@ class TrainerMemory:
         assert self._export is not None
         return self._export
 
-    def pause(self, tags: Sequence[MemoryTag], *, makes_room: bool = False) -> int:
-        """Releases the pages of `tags`; parameters and optimizer state move to host memory. Returns the bytes released.
+    def pause(self, tags: Sequence[MemoryTag], *, makes_room: bool = False) -> Moved:
+        """Releases the pages of `tags`; parameters and optimizer state move to host memory.
 
-        Tags that leave at a request (Staying) follow after the return, and their pages are not counted.
+        Tags that leave at a request (Staying) follow after the return: their pages are not counted, but named as begun.
 
         makes_room: also releases tags that stay during OFFLOAD, and everything immediately. Raises OutOfGpuMemory, with every tag still
         resident, if the host cannot pin the memory for the copies.
         """
         self._end_pinning()
-        self._end_leaving()
+        self._ended += self._leaving.end()
         self.wait_for_content()
         copies = self._copies() if MemoryTag.WEIGHTS in tags and not self._choice.stays else []
         tags = [*(tag for tag in tags if makes_room or tag not in self._staying.tags), *copies]
@@ -153,28 +160,26 @@ class TrainerMemory:
         request = self._staying.room_request
         later = [] if makes_room or request is None else [tag for tag in tags if self._leaves_later(tag)]
         for tag in later:
-            while self._allocator.arena(tag).reserve_host(_PIN_STEP_BYTES):
+            while self._allocator.arena(tag).reserve_host(PIN_STEP_BYTES):
                 pass
         with self._export.leaving() if self._export is not None and is_shared else nullcontext():
             released = self._allocator.pause([tag for tag in tags if tag not in later])
         if self._device.type == "cuda" and (makes_room or not self._staying.cache):
             # Return cached blocks to the driver.
             torch.cuda.empty_cache()
+        begun: tuple[Movement, ...] = ()
         if later and request is not None:
             # Last, because releasing memory waits for copies already started. The optimizer's part is the largest.
-            self._yet_to_leave = tuple(reversed(later))
-            request.withdraw()
-            self._leaving = threading.Thread(target=self._leave, name="leaving", daemon=True)
-            self._leaving.start()
-        return released
+            begun = self._leaving.begin(tuple(reversed(later)), request=request)
+        return self._moved(released, begun)
 
-    def resume(self, tags: Sequence[MemoryTag]) -> int:
-        """Maps pages for `tags` and restores their content. Returns the bytes mapped.
+    def resume(self, tags: Sequence[MemoryTag]) -> Moved:
+        """Maps pages for `tags` and restores their content.
 
         Content may still be arriving on return. Forward passes through `guard`ed groups may begin; everything else needs
         `wait_for_content`. Collective. Raises OutOfGpuMemory on all ranks, with every tag still paused, if one of them has no room.
         """
-        self._end_leaving()
+        self._ended += self._leaving.end()
         slept = [usage.tag for usage in self._allocator.usage() if usage.is_paused and usage.tag in tags]
         error: TasukiError | None = None
         mapped = 0
@@ -187,7 +192,7 @@ class TrainerMemory:
             # Their content was not kept.
             with torch.no_grad():
                 torch._foreach_zero_(self._gradients)
-        return mapped
+        return self._moved(mapped, self._returning.take_begun())
 
     def guard(self, groups: Iterable[FSDPModule]) -> None:
         """Same as Returning.guard; does nothing on a CPU, where copies are synchronous."""
@@ -200,27 +205,31 @@ class TrainerMemory:
 
     def usage(self) -> list[TagUsage]:
         staying = {*self._staying.tags, *([MemoryTag.EXPORT] if self._choice.stays else [])}
-        waiting = self._yet_to_leave
-        return [
-            replace(
+        waiting, returning = self._leaving.waiting, self._returning.pending()
+
+        def with_movements(usage: TagUsage) -> TagUsage:
+            is_paused = usage.is_paused or usage.tag in waiting
+            return replace(
                 usage,
                 stays=usage.tag in staying,
                 leaves_later=self._leaves_later(usage.tag),
-                is_paused=usage.is_paused or usage.tag in waiting,
+                is_paused=is_paused,
+                pending_bytes=usage.mapped_bytes if is_paused else returning.get(usage.tag, 0),
             )
-            for usage in self._allocator.usage()
-        ]
+
+        return [with_movements(usage) for usage in self._allocator.usage()]
 
     def device_usage(self) -> DeviceUsage:
         return device_usage(str(self._device), self._mesh.get_local_rank())
 
     def _pin(self, arenas: Mapping[Arena, int]) -> None:
         """arenas: with the number of bytes that each will need."""
-        started = time.monotonic()
+        started, num_steps = time.monotonic(), 0
         try:
-            for arena, total_bytes in arenas.items():
-                while arena.reserve_host(_PIN_STEP_BYTES, total_bytes=total_bytes) and not self._is_closing.is_set():
-                    pass
+            with showing_progress(self._heartbeat, lambda: num_steps):
+                for arena, total_bytes in arenas.items():
+                    while arena.reserve_host(PIN_STEP_BYTES, total_bytes=total_bytes) and not self._is_closing.is_set():
+                        num_steps += 1
         except TasukiError as error:  # raised again by the pause that needs the memory
             _log.error("event=pinning_failed reason=%s error=%s", error.reason, error.message)
             return
@@ -235,37 +244,10 @@ class TrainerMemory:
         if pinning is not None:
             pinning.join()
 
-    def _end_leaving(self) -> None:
-        """Waits until what leaves has left. Tags whose copies have not begun stay as they are."""
-        leaving, self._leaving = self._leaving, None
-        if leaving is not None:
-            self._is_recalled.set()
-            leaving.join()
-            self._is_recalled.clear()
-            self._yet_to_leave = ()
-
-    def _leave(self) -> None:
-        """Copies tags to the host and releases them, one after the other. One that fails stays, and the next resume skips it."""
-        if not self._is_asked_to_leave():
-            return
-        self._has_left = True
-        transfers: list[Transfer] = []
-        for tag in self._yet_to_leave:
-            with _logged():
-                transfers.append(self._allocator.pause_async([tag]))
-        self._yet_to_leave = ()
-        for transfer in transfers:
-            with _logged():
-                transfer.wait()
-
-    def _is_asked_to_leave(self) -> bool:
-        """Waits for a request. False if recalled before. The first time nobody has to ask: an engine's first batch takes memory of its
-        own, beside a cache that may have grown into all that was free."""
-        request = self._staying.room_request
-        while self._has_left and request is not None and not request.is_made:
-            if self._is_recalled.wait(_REQUEST_POLL_S):
-                return False
-        return True
+    def _moved(self, num_bytes: int, begun: tuple[Movement, ...]) -> Moved:
+        """The answer to a pause or resume, which tells once what has ended."""
+        ended, self._ended = (*self._ended, *self._returning.take_ended()), []
+        return Moved(num_bytes, begun, ended)
 
     def _leaves_later(self, tag: MemoryTag) -> bool:
         """Whether the tag is copied to the host and not read by a peer; memory that a peer reads is released with the answer."""
@@ -325,12 +307,3 @@ class TrainerMemory:
 
     def _mapped_bytes(self) -> int:
         return sum(usage.mapped_bytes for usage in self._allocator.usage())
-
-
-@contextmanager
-def _logged() -> Iterator[None]:
-    """Logs an error of a tag that leaves in the background."""
-    try:
-        yield
-    except TasukiError as error:
-        _log.error("event=leaving_failed reason=%s error=%s", error.reason, error.message)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -11,28 +13,44 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from tasuki.memory.allocator import NativeAllocator, Transfer
-from tasuki.memory.tags import MemoryTag
+from tasuki.memory.tags import MemoryTag, Movement, MovementKind
 from tasuki.wire.errors import TasukiError
 
 TAGS = (MemoryTag.WEIGHTS, MemoryTag.OPTIMIZER)
 """Tags restored, in this order: training starts with the weights."""
 
 
-class Returning:
-    """Tags of one rank that are mapped while their content is being restored."""
+@dataclass(slots=True)
+class _Return:
+    """One tag's. started: on the monotonic clock. is_told: whether an answer has said that it goes on."""
 
-    def __init__(self, allocator: NativeAllocator) -> None:
-        self._allocator = allocator
-        self._transfers: dict[MemoryTag, Transfer] = {}
+    transfer: Transfer
+    num_bytes: int
+    started: float
+    is_arriving: bool = True
+    is_told: bool = False
+
+
+class Returning:
+    """Tags of one rank that are mapped while their content is being restored.
+
+    reached: called with a failpoint's name when a tag's content is there.
+    """
+
+    def __init__(self, allocator: NativeAllocator, *, reached: Callable[[str], None] = lambda _: None) -> None:
+        self._allocator, self._reached = allocator, reached
+        self._returns: dict[MemoryTag, _Return] = {}
+        self._ended: list[Movement] = []
 
     def begin(self, tags: Sequence[MemoryTag]) -> None:
         """Maps those of `tags` that are in TAGS and starts their copies. Raises OutOfGpuMemory with all of them paused."""
         try:
             for tag in TAGS:
                 if tag in tags:
-                    self._transfers[tag] = self._allocator.resume_async([tag])
+                    started, transfer = time.monotonic(), self._allocator.resume_async([tag])
+                    self._returns[tag] = _Return(transfer, self._allocator.arena(tag).usage().mapped_bytes, started)
         except TasukiError:
-            begun = list(self._transfers)
+            begun = list(self._returns)
             self.wait()
             self._allocator.pause(begun)
             raise
@@ -40,8 +58,38 @@ class Returning:
     def wait(self, tags: Iterable[MemoryTag] = TAGS) -> None:
         """Waits until `tags` have their content."""
         for tag in tags:
-            if (transfer := self._transfers.pop(tag, None)) is not None:
-                transfer.wait()
+            if (one := self._returns.pop(tag, None)) is not None:
+                arrived_bytes = 0
+                try:
+                    arrived_bytes = one.transfer.wait()
+                    self._reached("return.done")
+                finally:
+                    self._end(tag, one, arrived_bytes)
+
+    def pending(self) -> dict[MemoryTag, int]:
+        """Bytes of tags whose content is still arriving. On a CPU it is there once `begin` returns."""
+        for tag, one in self._returns.items():
+            if one.transfer.is_done:
+                self._end(tag, one, one.num_bytes)
+        return {tag: one.num_bytes for tag, one in self._returns.items() if one.is_arriving}
+
+    def take_begun(self) -> tuple[Movement, ...]:
+        """What goes on from now on, for an answer that says so."""
+        pending = self.pending()
+        for tag in pending:
+            self._returns[tag].is_told = True
+        return tuple(Movement(MovementKind.RETURN, tag, num_bytes) for tag, num_bytes in pending.items())
+
+    def take_ended(self) -> tuple[Movement, ...]:
+        """What an answer said goes on, and has ended since the last call."""
+        ended, self._ended = tuple(self._ended), []
+        return ended
+
+    def _end(self, tag: MemoryTag, one: _Return, num_bytes: int) -> None:
+        if one.is_arriving and one.is_told:
+            seconds = time.monotonic() - one.started
+            self._ended.append(Movement(MovementKind.RETURN, tag, num_bytes, seconds, time.time()))
+        one.is_arriving = False
 
     def guard(self, groups: Iterable[FSDPModule]) -> None:
         """Lets forward passes through `groups` begin before all weights are back. Other readers of weights need `wait`."""
@@ -54,13 +102,13 @@ class Returning:
 
     def _await_shard(self, last: tuple[int, int], group: nn.Module, _inputs: object) -> None:
         """last: address and size of the group's highest shard; lower ones arrive first."""
-        transfer = self._transfers.get(MemoryTag.WEIGHTS)
-        if transfer is None:
+        returning = self._returns.get(MemoryTag.WEIGHTS)
+        if returning is None:
             return
         address, num_bytes = last
         for stream in (torch.cuda.current_stream(), _gathering_stream(group)):
             if stream is not None:
-                transfer.wait_on_stream(stream.cuda_stream, address=address, num_bytes=num_bytes)
+                returning.transfer.wait_on_stream(stream.cuda_stream, address=address, num_bytes=num_bytes)
 
 
 def _shards(group: nn.Module) -> Iterator[Tensor]:
