@@ -6,26 +6,35 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import suppress
 
 import grpc
 import pytest
 
+from tasuki.cli.__main__ import main
 from tasuki.client import Client, Phase, SamplingParams
 from tasuki.config.failpoints import Action
 from tasuki.config.load import load_config
-from tasuki.config.places import config_path, node_targets, pool_socket_path, socket_dir
+from tasuki.config.places import config_path, journal_path, node_targets, pool_socket_path, room_request_path, socket_dir
+from tasuki.coordinator.audit.history import read_history
 from tasuki.memory.pool import pool_bytes
+from tasuki.memory.room_request import RoomRequest
+from tasuki.memory.stages import Stage
+from tasuki.memory.tags import MovementKind
 from tasuki.rpc.failpoints import plant
-from tasuki.v1 import rollout_pb2, types_pb2
+from tasuki.v1 import rollout_pb2, trainer_pb2, types_pb2
 from tasuki.v1.rollout_pb2_grpc import RolloutServiceStub
+from tasuki.v1.trainer_pb2_grpc import TrainerServiceStub
 from tasuki.wire.errors import TasukiError
 from tests.chaos_node import ChaosNode
 from tests.conftest import ENVIRONMENT, RunningNode, assert_clean_audit, started_node
 from tests.e2e.test_pool import free, held, usage
 from tests.footprint import MIB
+from tests.limits import limit_s
 from tests.models import VOCAB_SIZE
+from tests.ports import free_port
 
 pytestmark = pytest.mark.timeout(600)
 # 128 MiB of KV cache: 2 layers, keys and values, 2 heads of 16, bfloat16.
@@ -44,6 +53,7 @@ def growing() -> Iterator[RunningNode]:
         "rollout.kv_growth=true",
         f"rollout.kv_tokens={_KV_TOKENS}",
         f"restart.progress_s={_PROGRESS_S}",
+        f"metrics.listen=127.0.0.1:{free_port()}",
     ]
     with started_node(overrides=settings) as started:
         yield started
@@ -139,6 +149,104 @@ def test_the_trainers_state_leaves_when_a_growth_needs_its_room_and_not_before(g
     finally:
         holder.kill()
         holder.wait()
+
+
+def test_what_goes_on_behind_stages_is_shown_and_journalled(growing: RunningNode, capsys: pytest.CaptureFixture[str]) -> None:
+    with Client(state_dir=growing.state_dir) as client:
+        for phase in (Phase.ROLLOUT, Phase.TRAIN, Phase.ROLLOUT):
+            client.acquire(phase)
+        stays = state_bytes(growing)
+        assert main(["state", str(config_path(growing.state_dir))]) == 0
+        shown = " ".join(capsys.readouterr().out.split())
+        assert "to leave" in shown and "rollout kv_cache" in shown and "to grow" in shown
+        with urllib.request.urlopen(
+            f"http://{load_config(config_path(growing.state_dir)).metrics.listen}/metrics", timeout=60
+        ) as text:
+            told = text.read().decode()
+        pending = [line for line in told.splitlines() if line.startswith("tasuki_memory_pending_bytes{")]
+        assert sum(float(line.split()[-1]) for line in pending if 'movement="LEAVE"' in line) == stays > 0
+        grow(growing, client)
+        client.acquire(Phase.TRAIN)
+    history = read_history(journal_path(growing.state_dir))
+    begun, ended = history.movements.begun, history.movements.ended
+    assert [intent.stage for intent in history.intents[-6:]] == [
+        Stage.OFFLOAD, Stage.RESUME_KV, Stage.DRAIN, Stage.PAUSE_KV, Stage.PAUSE_WEIGHTS, Stage.LOAD_TRAINER,
+    ]  # fmt: skip
+    offload, resume_kv, _, pause_kv, _, load_trainer = (intent.id for intent in history.intents[-6:])
+    assert sum(one.num_bytes for one in begun(offload)) == stays
+    assert {(one.kind, one.num_bytes) for one in ended(load_trainer)} == {(MovementKind.LEAVE, 0)}, "nobody needed its room"
+    (grows,), (grew,) = begun(resume_kv), ended(pause_kv)
+    assert (grows.kind, grew.kind) == (MovementKind.GROW, MovementKind.GROW) and 0 < grew.num_bytes < grows.num_bytes
+    assert_clean_audit(growing.state_dir)
+
+
+def trainer_boot_id(node: RunningNode) -> str:
+    with grpc.insecure_channel(node_targets(load_config(config_path(node.state_dir)))["trainer"]) as channel:
+        return TrainerServiceStub(channel).GetTrainerState(trainer_pb2.GetTrainerStateRequest(), timeout=30).boot_id
+
+
+def has_restarted(node: RunningNode, boot_id: str) -> bool:
+    try:
+        return trainer_boot_id(node) != boot_id
+    except grpc.RpcError:
+        return False
+
+
+def wait_for_restart(node: RunningNode, boot_id: str) -> float:
+    """Seconds until the trainer is back by itself, while rollout serves and nobody asks the trainer for anything."""
+    started = time.monotonic()
+    while not has_restarted(node, boot_id):
+        assert time.monotonic() - started < limit_s(90.0)
+        time.sleep(0.2)
+    return time.monotonic() - started
+
+
+@pytest.mark.parametrize("action", [Action.KILL, Action.STOP, Action.HANG])
+@pytest.mark.parametrize("point", ["leave", "leave.done"])
+def test_a_trainer_that_is_struck_while_its_state_leaves_comes_back(growing: RunningNode, point: str, action: Action) -> None:
+    """Behind OFFLOAD, where no command waits for it: one that hangs is found by the progress of its copies."""
+    with Client(state_dir=growing.state_dir, timeout_s=240) as client:
+        chaos = ChaosNode(growing, client)
+        client.acquire(Phase.TRAIN)
+        chaos.step()
+        for phase in (Phase.ROLLOUT, Phase.TRAIN):
+            client.acquire(phase)
+        boot_id = trainer_boot_id(growing)
+        plant(socket_dir(growing.state_dir), "trainer0", point, action)
+        client.acquire(Phase.ROLLOUT)
+        tokens = chaos.greedy()
+        RoomRequest(room_request_path(growing.state_dir)).make()
+        wait_for_restart(growing, boot_id)
+        assert chaos.greedy() == tokens, "rollout goes on"
+        client.acquire(Phase.TRAIN)
+        assert chaos.log_probs() == chaos.learned
+        client.acquire(Phase.ROLLOUT)
+        assert chaos.greedy() == tokens
+    assert_clean_audit(growing.state_dir)
+
+
+@pytest.mark.parametrize("action", [Action.KILL, Action.STOP])
+def test_a_trainer_that_is_struck_as_its_content_returns_comes_back(growing: RunningNode, action: Action) -> None:
+    with Client(state_dir=growing.state_dir, timeout_s=240) as client:
+        chaos = ChaosNode(growing, client)
+        client.acquire(Phase.TRAIN)
+        chaos.step()
+        client.acquire(Phase.ROLLOUT)
+        tokens = chaos.greedy()
+        RoomRequest(room_request_path(growing.state_dir)).make()
+        deadline = time.monotonic() + 60
+        while state_bytes(growing):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        boot_id = trainer_boot_id(growing)
+        plant(socket_dir(growing.state_dir), "trainer0", "return.done", action)
+        client.acquire(Phase.TRAIN)
+        client.acquire(Phase.ROLLOUT)
+        assert trainer_boot_id(growing) != boot_id
+        assert chaos.greedy() == tokens
+        client.acquire(Phase.TRAIN)
+        assert chaos.log_probs() == chaos.learned
+    assert_clean_audit(growing.state_dir)
 
 
 @pytest.mark.parametrize("action", [Action.KILL, Action.STOP, Action.HANG])
