@@ -71,8 +71,15 @@ _log = logging.getLogger("tasuki.trainer")
 class FsdpBackend:
     """Implements tasuki.trainer.backend.Backend, which documents the methods."""
 
-    def __init__(self, node: NodeConfig, *, mesh: DeviceMesh, replicas: NodeReplicas | None = None) -> None:
-        """Loads the initial weights. mesh: of this node. replicas: this rank's counterparts on other nodes.
+    def __init__(
+        self,
+        node: NodeConfig,
+        *,
+        mesh: DeviceMesh,
+        replicas: NodeReplicas | None = None,
+        ended: Callable[[str], None] = lambda part: None,
+    ) -> None:
+        """Loads the initial weights. mesh: of this node. replicas: this rank's counterparts on other nodes. ended: told of each part.
 
         Raises the errors of read_model_config, check_critic and load_shards.
         """
@@ -99,12 +106,17 @@ class FsdpBackend:
         if self._base is not None:
             self._to_close.callback(self._base.close)
         source = replace(self._source(node.model.path, lora=config.lora), base=self._base)
+        ended("planning")
         self._policy = load_policy(source, region=self._weights())
+        ended("model")
         self._trained = {Role.POLICY: self._train(self._policy, config)}
+        ended("memory")
         if config.critic is not None:
             path = config.critic.path or node.model.path
             critic = load_critic(self._source(path, lora=config.critic.lora), region=self._weights())
+            ended("model")
             self._trained[Role.CRITIC] = self._train(critic, config.critic)
+            ended("memory")
 
     @property
     def _compiles(self) -> bool:
