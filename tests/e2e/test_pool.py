@@ -16,10 +16,11 @@ from tasuki.client import Client, Phase
 from tasuki.config.load import load_config
 from tasuki.config.places import config_path, log_path, node_targets
 from tasuki.memory.pool import pool_bytes
+from tasuki.rpc.start_seconds import read_start_seconds
 from tasuki.v1 import memory_pb2
 from tasuki.v1.memory_pb2_grpc import MemoryServiceStub
 from tests.chaos_node import ChaosNode
-from tests.conftest import RunningNode, assert_clean_audit, started_node
+from tests.conftest import RunningNode, assert_clean_audit, started_node, tasuki
 from tests.extent import only_whole
 from tests.footprint import MIB, change_over, footprints, growth
 
@@ -31,6 +32,20 @@ _BUDGET = 96 * MIB
 def pooled() -> Iterator[RunningNode]:
     with started_node(overrides=["memory.pool=true", f"memory.host_budget_bytes={_BUDGET}"]) as started:
         yield started
+
+
+def assert_seconds_are_told(node: RunningNode) -> None:
+    """By `tasuki up`, `tasuki state` and the services' logs alike."""
+    up = (node.config.parent / "up.log").read_text()
+    state = tasuki("state", node.config, timeout_s=60).stdout
+    for service, parts in {"trainer": ("imports", "model", "memory"), "rollout": ("imports", "weights", "engine")}.items():
+        total, line = re.findall(rf"^{service} serves after ([\d.]+) s: (.*)$", up, re.MULTILINE)[0]
+        seconds = dict(part.rsplit(" ", 1) for part in line.split(", "))
+        counted = read_start_seconds(node.state_dir, service)
+        assert set(parts) <= counted.keys() and float(seconds["imports"]) > 0.2
+        assert sum(counted.values()) <= float(total) + 0.1
+        assert f"{service} start" in state and f"imports {seconds['imports']}" in state
+        assert "event=started_in seconds=" in log_path(node.state_dir, service).read_text()
 
 
 def usage(node: RunningNode, service: str) -> memory_pb2.GetUsageResponse:
@@ -75,6 +90,7 @@ def test_trainer_and_engine_start_at_once_in_a_pool_that_holds_both() -> None:
         started = re.findall(r"^(\S+ \S+) .*event=started service=(\w+)", log, re.MULTILINE)
         times = {name: datetime.fromisoformat(stamp) for stamp, name in started}
         assert (times["trainer"] - times["rollout"]).total_seconds() < 1
+        assert_seconds_are_told(node)
         chaos = ChaosNode(node, client)
         chaos.step()
         client.acquire(Phase.ROLLOUT)

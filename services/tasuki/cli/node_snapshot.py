@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import grpc
@@ -14,6 +14,7 @@ from google.protobuf.message import Message
 from tasuki.config.lock import NODE_LOCK, holder
 from tasuki.config.places import log_path, node_targets
 from tasuki.config.schema import NodeConfig
+from tasuki.rpc.start_seconds import read_start_seconds
 from tasuki.supervisor.exit_report import node_down
 from tasuki.supervisor.logged_error import read_log
 from tasuki.v1 import coordinator_pb2, memory_pb2, rollout_pb2, trainer_pb2
@@ -42,6 +43,8 @@ class NodeSnapshot:
     rollout_memory: memory_pb2.GetUsageResponse
     changeovers: Sequence[coordinator_pb2.Changeover]
     absent: Mapping[str, str]
+    start_seconds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Of each service's last start, by part."""
 
 
 class NodeReader:
@@ -71,7 +74,12 @@ class NodeReader:
         changeovers = self._ask(absent, "coordinator", self.coordinator.ListChangeovers, listing, listed).changeovers
         trainer_memory, rollout_memory = (self._usage(service, absent) for service in ("trainer", "rollout"))
         return replace(
-            states, trainer_memory=trainer_memory, rollout_memory=rollout_memory, changeovers=changeovers, absent=absent
+            states,
+            trainer_memory=trainer_memory,
+            rollout_memory=rollout_memory,
+            changeovers=changeovers,
+            absent=absent,
+            start_seconds={name: read_start_seconds(self._state_dir, name) for name in ("trainer", "rollout")},
         )
 
     def read_states(self) -> NodeSnapshot:
@@ -132,6 +140,7 @@ def as_dict(snapshot: NodeSnapshot) -> dict[str, object]:
         "rollout": {**plain(snapshot.rollout), "memory": plain(snapshot.rollout_memory)},
         "changeovers": [plain(changeover) for changeover in snapshot.changeovers],
         "absent": dict(snapshot.absent),
+        "start_seconds": {name: dict(parts) for name, parts in snapshot.start_seconds.items()},
     }
 
 

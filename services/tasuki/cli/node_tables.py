@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from datetime import UTC
 
 from rich.console import Group, RenderableType
@@ -14,6 +15,7 @@ from tasuki.cli.node_snapshot import NodeSnapshot
 from tasuki.memory.tags import MemoryTag, MovementKind
 from tasuki.rpc.movements import decode_movements
 from tasuki.rpc.usage import read_usage
+from tasuki.rpc.start_seconds import parts_line
 from tasuki.v1 import coordinator_pb2, memory_pb2, types_pb2
 from tasuki.wire.printable import printable
 
@@ -69,6 +71,10 @@ def phase_name(phase: types_pb2.Phase.ValueType) -> str:
     return types_pb2.Phase.Name(phase).removeprefix("PHASE_") if phase else "between phases"
 
 
+def _start(parts: Mapping[str, float]) -> str:
+    return f"{sum(parts.values()):.1f} s: {parts_line(parts)}"
+
+
 def _facts(snapshot: NodeSnapshot) -> Table:
     node, trainer, rollout = snapshot.node, snapshot.trainer, snapshot.rollout
     served = str(node.policy_version) if node.HasField("policy_version") else "none yet"
@@ -84,6 +90,7 @@ def _facts(snapshot: NodeSnapshot) -> Table:
         ("stage", f"{stage_name(node.stage)}, next {stage_name(node.next_stage)}" if node.stage else "unknown"),
         ("policy version", f"trainer {learned}, rollout {served}"),
         *((name, snapshot.absent.get(name, text)) for name, text in told.items()),
+        *((f"{name} start", _start(parts)) for name, parts in snapshot.start_seconds.items() if parts),
     ]
     if node.last_error:
         rows.append(("last error", node.last_error))

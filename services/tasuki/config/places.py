@@ -96,6 +96,11 @@ def pool_socket_path(state_dir: Path, gpu: int = 0) -> Path:
     return socket_dir(state_dir) / f"pool-{gpu}.sock"
 
 
+def start_seconds_path(state_dir: Path, service: str) -> Path:
+    """Seconds of the parts of a service's last start, as JSON."""
+    return socket_dir(state_dir) / f"start-{service}.json"
+
+
 def room_request_path(state_dir: Path) -> Path:
     """File that asks the trainer's state to leave the GPUs."""
     return socket_dir(state_dir) / "room-request"
@@ -164,6 +169,8 @@ def archived_config_path(output_dir: Path) -> Path:
     return output_dir / "logs" / "node.toml"
 
 
+LAUNCHED_VARIABLE = "TASUKI_LAUNCHED"
+"""Environment variable with the seconds of the machine's monotonic clock at which the supervisor launched the service."""
 FIRST_START_VARIABLE = "TASUKI_FIRST_START"
 """Environment variable that the supervisor sets for a service that has not served since the node started."""
 REQUESTED_BY = "asked by"

@@ -26,6 +26,7 @@ from tasuki.rollout.startup_deadline import StartupDeadline
 from tasuki.rpc.gpu_wait import wait_for_trainer_to_leave
 from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.rpc.logs import configure_logging
+from tasuki.rpc.start_seconds import StartSeconds
 from tasuki.wire.errors import TasukiError
 
 _log = logging.getLogger(__name__)
@@ -41,13 +42,13 @@ def main() -> int:
         config = load_config(arguments.config, overrides=arguments.overrides)
         configure_logging("rollout")
         logging.getLogger("sglang").setLevel(logging.WARNING)
-        return _serve(config, StartupDeadline(config.rollout.start_timeout_s))
+        return _serve(config, StartupDeadline(config.rollout.start_timeout_s), StartSeconds(os.environ))
     except TasukiError as error:
         sys.stderr.write(f"tasuki.rollout: {error.reason}: {error.message}\n")
         return 1
 
 
-def _serve(config: NodeConfig, deadline: StartupDeadline) -> int:
+def _serve(config: NodeConfig, deadline: StartupDeadline, start: StartSeconds) -> int:
     model = read_model(config)
     temp_dir = places.engine_dir(config.state_dir)
     with StateLock.take(config.state_dir, name="rollout") as lock:
@@ -64,10 +65,12 @@ def _serve(config: NodeConfig, deadline: StartupDeadline) -> int:
             # At the node's start a trainer that serves already has left the engine its room.
             if config.device == "cuda" and places.FIRST_START_VARIABLE not in os.environ:
                 wait_for_trainer_to_leave(places.node_targets(config)["trainer"])
+                start.end("room")
             ranks.start(config, held=[lock])
             from tasuki.rollout.serve import serve
 
-            return serve(config, model, ranks, deadline)
+            start.end("imports")
+            return serve(config, model, ranks, deadline, start)
         finally:
             deadline.finish()
             ranks.kill()

@@ -22,6 +22,7 @@ class RankReport(TypedDict, total=False):
     weight_bytes: int
     kv_cache_bytes: int
     page_size: int
+    start_seconds: dict[str, float]
 
 
 @contextmanager

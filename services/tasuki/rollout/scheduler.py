@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any, cast
@@ -32,6 +33,7 @@ from tasuki.rollout.kv_slots import BoundedPagedSlots, BoundedSlots, BoundedToke
 from tasuki.rollout.memory_saver import install_saver
 from tasuki.rollout.rank_commands import EngineRank, rank_allocator, register_rank
 from tasuki.rollout.rank_report import RankReport, reporting
+from tasuki.rollout.rank_seconds import count_seconds
 from tasuki.rollout.record import EngineModel
 from tasuki.rollout.seeded_sampling import multinomial_with_seed
 from tasuki.rollout.shared_base import EngineBase
@@ -77,6 +79,8 @@ class RankSetup:
     tp_rank: int
     allocator: NativeAllocator
     pipe_writer: Connection
+    start_seconds: Mapping[str, float]
+    """Of the parts of SGLang's start that have run."""
     base: EngineBase | None = None
     """Where the trainer reads the engine's model."""
 
@@ -112,6 +116,7 @@ class ReportingScheduler(sglang_scheduler.Scheduler):
         report["weight_bytes"] = _weight_bytes(self)
         report["kv_cache_bytes"] = _kv_cache_bytes(self)
         report["page_size"] = self.page_size
+        report["start_seconds"] = dict(self._setup.start_seconds)
         if self.server_args.device == "cpu":
             _sample_by_seeds()
         self._become_engine_rank()
@@ -197,6 +202,7 @@ def run_scheduler(
             allocator=allocator,
             pipe_writer=pipe_writer,
             base=EngineBase(config, rank=tp_rank, device=device) if config is not None and config.shares_base else None,
+            start_seconds=count_seconds(model_runner.ModelRunner),
         )
         _install_scheduler(setup, device=server_args.device)
     sglang_scheduler.run_scheduler_process(

@@ -32,6 +32,7 @@ from tasuki.rpc.logs import configure_logging
 from tasuki.rpc.port import port_of
 from tasuki.rpc.server import RpcServer
 from tasuki.rpc.service_tracer import open_service_tracer
+from tasuki.rpc.start_seconds import StartSeconds
 from tasuki.rpc.staying import staying_tags
 from tasuki.rpc.usage import TAGS
 from tasuki.v1 import memory_pb2_grpc, rollout_pb2_grpc
@@ -43,14 +44,16 @@ _GRACE_S = 5.0
 _log = logging.getLogger(__name__)
 
 
-def serve(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, deadline: StartupDeadline) -> int:
+def serve(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, deadline: StartupDeadline, start: StartSeconds) -> int:
     """Serves until told to stop (exit code 0) or until an engine rank dies (1)."""
     if config.metrics.engine:
         keep_metrics_in_memory()
-    return uvloop.run(_serve(config, model, ranks, deadline))
+    return uvloop.run(_serve(config, model, ranks, deadline, start))
 
 
-async def _serve(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, deadline: StartupDeadline) -> int:
+async def _serve(
+    config: NodeConfig, model: ModelFacts, ranks: RankProcesses, deadline: StartupDeadline, start: StartSeconds
+) -> int:
     shutdown = _Shutdown(ranks)
     tracer = open_service_tracer(config, service="rollout")
     server = _make_server(config, tracer)
@@ -59,6 +62,7 @@ async def _serve(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, de
         room_request.make()  # an engine that starts takes its whole cache, whatever the trainer has kept meanwhile
     engine = start_engine(config, model, ranks, on_death=shutdown.on_death)
     deadline.finish()
+    start.end("engine", within=engine.reports[0].get("start_seconds", {}))
     configure_logging("rollout")  # SGLang has replaced ours
     socket_dir = places.socket_dir(config.state_dir)
     rank_calls = RankCalls(
@@ -98,7 +102,9 @@ async def _serve(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, de
         if config.metrics.engine:
             EngineMetrics(server.registry, places.engine_metrics_dir(config.state_dir))
         await rollout.fall_asleep(timeout_s=config.rollout.start_timeout_s)
+        start.end("falling asleep")
         ranks.watch(shutdown.on_death)
+        start.tell(config.state_dir, "rollout")
         await server.start()
         heartbeat.beat_in_loop()
         await server.serve(shutdown.stop)

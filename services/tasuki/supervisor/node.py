@@ -36,6 +36,7 @@ from tasuki.config.schema import NodeConfig
 from tasuki.planner.budget import check_host_budget
 from tasuki.rpc.port import check_ports
 from tasuki.rpc.service_tracer import check_telemetry
+from tasuki.rpc.start_seconds import read_start_seconds, serves_line
 from tasuki.supervisor.exit_report import node_down
 from tasuki.supervisor.fleet_place import check_place
 from tasuki.supervisor.inherited import without_secrets
@@ -300,7 +301,8 @@ def _wait_until_serving(
     while waiting:
         _check_runs(config, supervisor)
         for service in [service for service in waiting.values() if _is_serving(service)]:
-            tell(f"{service.name} serves after {time.monotonic() - started:.1f} s")
+            parts = read_start_seconds(config.state_dir, service.name)
+            tell(serves_line(service.name, parts, after_s=time.monotonic() - started))
             del waiting[service.name]
         if time.monotonic() - told >= _TELL_EVERY_S:
             told = time.monotonic()

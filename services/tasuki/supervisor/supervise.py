@@ -18,7 +18,14 @@ from pathlib import Path
 from typing import BinaryIO
 
 from tasuki.config.lock import StateLock
-from tasuki.config.places import FIRST_START_VARIABLE, REQUESTED_BY, exit_path, log_path, restart_request_path
+from tasuki.config.places import (
+    FIRST_START_VARIABLE,
+    LAUNCHED_VARIABLE,
+    REQUESTED_BY,
+    exit_path,
+    log_path,
+    restart_request_path,
+)
 from tasuki.config.schema import RestartConfig
 from tasuki.supervisor.exit_report import write_exit_report
 from tasuki.supervisor.pool import NodePool
@@ -154,11 +161,13 @@ class Supervisor:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
             die_with_parent(supervisor_pid, signal.SIGTERM)
 
-        first = {FIRST_START_VARIABLE: "1"} if self._starts_first(service.name) else {}
+        ours = {SERVICE_VARIABLE: service.name, LAUNCHED_VARIABLE: str(time.monotonic())}
+        if self._starts_first(service.name):
+            ours[FIRST_START_VARIABLE] = "1"
         with _fresh_log(log_path(self._state_dir, service.name)) as log:
             process = subprocess.Popen(
                 service.argv,
-                env={**self._environment, **service.environment, **first, SERVICE_VARIABLE: service.name},
+                env={**self._environment, **service.environment, **ours},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

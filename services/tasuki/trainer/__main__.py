@@ -21,6 +21,7 @@ from tasuki.config.schema import NodeConfig
 from tasuki.memory.stages import Service
 from tasuki.rpc.gpu_wait import wait_for_rollout_to_leave
 from tasuki.rpc.logs import configure_logging
+from tasuki.rpc.start_seconds import StartSeconds
 from tasuki.rpc.staying import staying_tags
 from tasuki.trainer.environment import cache_variables, nccl_log_variables, socket_variables
 from tasuki.trainer.launch import Launch, read_launch
@@ -33,6 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="A.B=VALUE")
     arguments = parser.parse_args(argv)
     configure_logging("trainer")
+    start = StartSeconds(os.environ)
     try:
         launch = read_launch(os.environ)
         config = load_config(arguments.config, overrides=arguments.overrides)
@@ -44,9 +46,9 @@ def main(argv: list[str] | None = None) -> int:
         os.environ |= {name: value for name, value in cache_variables(config.state_dir).items() if name not in os.environ}
         show_gpus(config)
         if launch.rank != 0:
-            return _work(config, launch)
+            return _work(config, launch, start)
         with StateLock.take(config.state_dir, name="trainer"):
-            return _serve(config, launch)
+            return _serve(config, launch, start)
     except TasukiError as error:
         if os.environ.get("RANK", "0") == "0":
             sys.stderr.write(f"tasuki: error {error.reason}: {error.message}\n")
@@ -62,25 +64,28 @@ def _fresh_nccl_log(config: NodeConfig, launch: Launch) -> Path:
     return path
 
 
-def _work(config: NodeConfig, launch: Launch) -> int:
+def _work(config: NodeConfig, launch: Launch, start: StartSeconds) -> int:
     from tasuki.trainer.serve import run_rank  # torch
 
-    _wait_for_rollout(config)
-    return 0 if run_rank(config, launch=launch) else 1
+    start.end("imports")
+    _wait_for_rollout(config, start)
+    return 0 if run_rank(config, launch=launch, start=start) else 1
 
 
-def _serve(config: NodeConfig, launch: Launch) -> int:
+def _serve(config: NodeConfig, launch: Launch, start: StartSeconds) -> int:
     import uvloop
 
     from tasuki.trainer.serve import serve  # torch
 
-    _wait_for_rollout(config)
-    return uvloop.run(serve(config, launch=launch))
+    start.end("imports")
+    _wait_for_rollout(config, start)
+    return uvloop.run(serve(config, launch=launch, start=start))
 
 
-def _wait_for_rollout(config: NodeConfig) -> None:
+def _wait_for_rollout(config: NodeConfig, start: StartSeconds) -> None:
     if config.device == "cuda":
         wait_for_rollout_to_leave(node_targets(config)["rollout"], staying=staying_tags(config, Service.ROLLOUT))
+        start.end("room")
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from tasuki.rpc.port import port_of
 from tasuki.rpc.ranks import Handlers
 from tasuki.rpc.server import RpcServer
 from tasuki.rpc.service_tracer import open_service_tracer
+from tasuki.rpc.start_seconds import StartSeconds
 from tasuki.rpc.staying import staying_tags
 from tasuki.trainer.backends.fsdp.backend import FsdpBackend
 from tasuki.trainer.backends.fsdp.mesh import mesh_device, start_mesh
@@ -53,10 +54,10 @@ _log = logging.getLogger("tasuki.trainer")
 _GRACE_S = 5.0
 
 
-def run_rank(config: NodeConfig, *, launch: Launch) -> bool:
+def run_rank(config: NodeConfig, *, launch: Launch, start: StartSeconds) -> bool:
     """Serves the front until it stops. Returns False if the start failed."""
 
-    def start() -> tuple[RankReady, Handlers]:
+    def begin() -> tuple[RankReady, Handlers]:
         trainer = config.trainer
         mesh = start_mesh(
             config.device,
@@ -71,9 +72,13 @@ def run_rank(config: NodeConfig, *, launch: Launch) -> bool:
             cleanup.callback(replicas.close)
         nodes_rate = None if replicas is None else replicas.measure_rate()
         nodes_transport = "" if replicas is None else replicas.transport()
-        backend = FsdpBackend(config, mesh=mesh, replicas=replicas, heartbeat=heartbeat, failpoints=failpoints)
+        start.end("meeting")
+        backend = FsdpBackend(
+            config, mesh=mesh, replicas=replicas, heartbeat=heartbeat, failpoints=failpoints, ended=start.end
+        )
         cleanup.callback(backend.close)
         backend.warm_up()
+        start.end("kernels")
         learner = Learner(
             backend,
             optimizers=trained_roles(trainer),
@@ -94,7 +99,7 @@ def run_rank(config: NodeConfig, *, launch: Launch) -> bool:
         cleanup.callback(heartbeat.close)
         failpoints = Failpoints.of(config, f"trainer{launch.rank}")
         return run_commands(
-            start,
+            begin,
             rank=launch.rank,
             socket_dir=socket_dir(config.state_dir),
             launcher_fd=launch.launcher_fd,
@@ -103,7 +108,7 @@ def run_rank(config: NodeConfig, *, launch: Launch) -> bool:
         )
 
 
-async def serve(config: NodeConfig, *, launch: Launch) -> int:
+async def serve(config: NodeConfig, *, launch: Launch, start: StartSeconds) -> int:
     """Rank 0: serves until a signal or until the ranks fail; runs its own rank in a thread."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -115,7 +120,9 @@ async def serve(config: NodeConfig, *, launch: Launch) -> int:
         num_ranks=launch.num_ranks,
         collective_timeout_s=config.trainer.collective_timeout_s,
     )
-    own_rank = threading.Thread(target=run_rank, args=(config,), kwargs={"launch": launch}, name="rank-0", daemon=True)
+    own_rank = threading.Thread(
+        target=run_rank, args=(config,), kwargs={"launch": launch, "start": start}, name="rank-0", daemon=True
+    )
     own_rank.start()
     cleanup = ExitStack()
     tracer = open_service_tracer(config, service="trainer")
@@ -150,7 +157,10 @@ async def serve(config: NodeConfig, *, launch: Launch) -> int:
             store = await asyncio.to_thread(join_store, config, launch)
             await agree_on_log(log, store, config=config)
             ends.append(until_another_starts(config, store.name))
+        start.end("planning")
         await restore(training, log, config=config)
+        start.end("restoring")
+        start.tell(config.state_dir, "trainer")
         server = _server(training, log, ready=ready, config=config, tracer=tracer)
         await server.start()
         heartbeat = Heartbeat(config.state_dir, "trainer")

@@ -83,8 +83,9 @@ class FsdpBackend:
         replicas: NodeReplicas | None = None,
         heartbeat: Heartbeat | None = None,
         failpoints: Failpoints = NO_FAILPOINTS,
+        ended: Callable[[str], None] = lambda part: None,
     ) -> None:
-        """Loads the initial weights. mesh: of this node. replicas: this rank's counterparts on other nodes.
+        """Loads the initial weights. mesh: of this node. replicas: this rank's counterparts on other nodes. ended: told of each part.
 
         heartbeat, failpoints: for what goes on in the background.
 
@@ -117,12 +118,17 @@ class FsdpBackend:
         if self._base is not None:
             self._to_close.callback(self._base.close)
         source = replace(self._source(node.model.path, lora=config.lora), base=self._base)
+        ended("planning")
         self._policy = load_policy(source, region=self._weights())
+        ended("model")
         self._trained = {Role.POLICY: self._train(self._policy, config)}
+        ended("memory")
         if config.critic is not None:
             path = config.critic.path or node.model.path
             critic = load_critic(self._source(path, lora=config.critic.lora), region=self._weights())
+            ended("model")
             self._trained[Role.CRITIC] = self._train(critic, config.critic)
+            ended("memory")
 
     @property
     def _compiles(self) -> bool:
