@@ -14,8 +14,8 @@ from rich.text import Text
 from tasuki.cli.node_snapshot import NodeSnapshot
 from tasuki.memory.tags import MemoryTag, MovementKind
 from tasuki.rpc.movements import decode_movements
-from tasuki.rpc.usage import read_usage
 from tasuki.rpc.start_seconds import parts_line
+from tasuki.rpc.usage import read_usage
 from tasuki.v1 import coordinator_pb2, memory_pb2, types_pb2
 from tasuki.wire.printable import printable
 
