@@ -26,7 +26,7 @@ TO_TRAIN = path(HOLDS[Phase.ROLLOUT], Phase.TRAIN)
 @pytest.fixture(params=["tmpfs", "limit"])
 def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TinyDisk]:
     folder = tmp_path / "disk"
-    with tmpfs(folder, num_kib=512) if request.param == "tmpfs" else limited_files(folder) as disk:
+    with tmpfs(folder, num_kib=640) if request.param == "tmpfs" else limited_files(folder) as disk:
         yield disk
 
 

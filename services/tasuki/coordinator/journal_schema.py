@@ -57,7 +57,7 @@ CREATE TABLE IF NOT EXISTS movements (
     seconds REAL NOT NULL,
     end_time REAL,
     PRIMARY KEY (id, kind, tag, status)
-);
+) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS fleets (
     id INTEGER PRIMARY KEY AUTOINCREMENT,
     name TEXT NOT NULL,
