@@ -131,7 +131,7 @@ def test_scores_keep_nothing_and_do_not_disturb_a_step(model: Path, mesh: Device
 
 
 def test_a_host_without_room_for_the_inputs_is_told_at_the_start(model: Path, mesh: DeviceMesh) -> None:
-    with pytest.raises(InvalidArgument, match=r'trainer.checkpointing: = "offloaded" needs 768000000000000 bytes') as refused:
+    with pytest.raises(InvalidArgument, match=r'trainer.checkpointing: "offloaded" needs 768000000000000 bytes') as refused:
         start(model, mesh, Checkpointing.OFFLOADED, micro_batch_tokens=10**12)
     # Of three layers, 64 float32 numbers for each token.
     assert refused.value.metadata == {"field": "trainer.checkpointing", "needed_bytes": str(3 * 10**12 * 64 * 4)}

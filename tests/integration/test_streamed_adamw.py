@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tasuki.algorithms.loss_types import LossConfig, ValueLoss
+from tasuki.memory.host import host_memory
 from tasuki.memory.tags import MemoryTag
-from tasuki.trainer.backends.fsdp import streamed_adamw
+from tasuki.trainer.backends.fsdp import host_buffers, streamed_adamw
 from tasuki.trainer.backends.fsdp.staying import TAGS
 from tasuki.trainer.backends.fsdp.streamed_adamw import StreamedAdamW
 from tasuki.trainer.learner import Learner
 from tasuki.trainer.roles import Role
 from tasuki.trainer.service.requests import decode_samples
+from tasuki.wire.errors import InvalidArgument
 from tests.integration.learning import fsdp, learn, start_learner, trained, whole_parameters
 from tests.integration.plain_critic import add_head, value_samples
 from tests.models import make_model, save_checkpoint
@@ -118,3 +121,17 @@ def test_a_run_begins_with_fresh_moments(model: Path, mesh: DeviceMesh) -> None:
     for state in trained(learner, Role.POLICY).optimizer.optimizer.state.values():
         tensors: list[Tensor] = [state["step"], state["exp_avg"].to_local(), state["exp_avg_sq"].to_local()]
         assert not any(bool(tensor.any()) for tensor in tensors)
+
+
+def test_a_host_without_room_for_the_moments_is_told_at_the_start(
+    model: Path, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = host_memory()
+    network = trained(start(model, mesh, optimizer_on_host=True), Role.POLICY).network
+    needed = 8 * sum(parameter.numel() for parameter in network.parameters())
+    monkeypatch.setattr(host_buffers, "host_memory", lambda: replace(free, available_bytes=needed // 2))
+    with pytest.raises(
+        InvalidArgument, match=r"^trainer.optimizer_on_host: true needs \d+ bytes .*, but \d+ are available; remove it"
+    ):
+        start(model, mesh, optimizer_on_host=True)
+    start(model, mesh, optimizer_on_host=False)

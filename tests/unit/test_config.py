@@ -111,6 +111,8 @@ def test_wrong_key_or_value_is_named(tmp_path: Path, extra: str, overrides: list
         (["trainer.export=parameters"], "trainer.export", "rollout.dtype = bfloat16"),
         (["trainer.devices=['0']"], "trainer.devices", "needs rollout.devices, too, and device ="),
         (["trainer.export_handles=ipc"], "trainer.export_handles", 'device = "cuda"'),
+        (["trainer.attention_backend=fa4"], "trainer.attention_backend", '= "fa4" needs device = "cuda"'),
+        (["trainer.attention_backend=varlen"], "trainer.attention_backend", '= "varlen" needs device = "cuda"'),
         (["rollout.lora=adapter"], "rollout.lora", "[trainer.lora]"),
         (["rollout.lora=adapter", 'trainer.lora.target_modules=["qkv_proj"]'], "rollout.lora", "adapters of qkv_proj"),
         ([SHARED], "trainer.lora.share_base", 'needs rollout.lora = "adapter"'),

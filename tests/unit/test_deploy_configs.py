@@ -10,7 +10,8 @@ import pytest
 
 from tasuki.cli.__main__ import main
 from tasuki.config.load import load_config
-from tasuki.planner.presets import MODELS
+from tasuki.planner.layout import GB
+from tasuki.planner.presets import MODELS, PRESETS
 
 CONFIGS = sorted((Path(__file__).parents[2] / "deploy" / "config").glob("*.toml"))
 
@@ -18,6 +19,7 @@ PLANNED = {
     "constrained": ("qwen2.5-7b", 32, "trainer.optimizer_on_host=false"),
     "balanced": ("qwen2.5-7b", 80, "trainer.checkpointing=none"),
     "70b": ("qwen2.5-72b", 141, "trainer.optimizer_on_host=false"),
+    "72b-lora": ("qwen2.5-72b", 80, "trainer.checkpointing=none"),
 }
 """The model that an example is for, memory of a GPU, and a change with which it does not fit."""
 
@@ -43,6 +45,16 @@ def test_an_example_fits_the_gpus_that_it_names(name: str, tmp_path: Path, capsy
     assert main(arguments) == 0
     assert main([*arguments, "--set", needed]) == 1, "it would not fit without"
     capsys.readouterr()
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_an_example_is_for_the_gpus_of_its_preset(name: str):
+    preset = PRESETS["70b+" if name == "70b" else name]
+    model, gpu_gb, _ = PLANNED[name]
+    config = load_config(CONFIGS[0].with_stem(name))
+    assert (preset.model, preset.gpu_bytes, preset.num_gpus) == (model, gpu_gb * GB, config.trainer.num_ranks)
+    assert config.rollout.kv_ratio == preset.settings["kv_ratio"]
+    assert preset.settings.get("lora_rank") == (config.trainer.lora and config.trainer.lora.rank)
 
 
 def write_config(folder: Path, model: str) -> None:

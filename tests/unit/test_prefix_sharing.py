@@ -167,7 +167,7 @@ def test_a_kernel_without_windows_over_prompts_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize("kernel", [Fa4Sequences, VarlenSequences])
 def test_a_kernel_that_cannot_run_here_is_refused(kernel: Kernel) -> None:
-    with pytest.raises(InvalidArgument, match="trainer.prefix_sharing: = true is not possible here"):
+    with pytest.raises(InvalidArgument, match="trainer.prefix_sharing: true is not possible here"):
         check_shared_prompts(kernel, **SETTINGS)
 
 

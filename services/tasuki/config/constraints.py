@@ -189,6 +189,9 @@ def _check_devices(config: NodeConfig) -> None:
 def _check_kind_of_device(config: NodeConfig) -> None:
     if config.device == "cpu" and config.trainer.export_handles == "ipc":
         raise SettingsConflict("trainer.export_handles", '= "ipc" needs device = "cuda"')
+    if config.device == "cpu" and config.trainer.attention_backend in ("fa4", "varlen"):
+        problem = f'= "{config.trainer.attention_backend}" needs device = "cuda": leave it out'
+        raise SettingsConflict("trainer.attention_backend", problem)
     _check_own_settings(config)
     if config.device == "cpu" and "speculative_algorithm" in config.rollout.engine:
         problem = 'needs device = "cuda": SGLang does not speculate on a CPU; leave it out'

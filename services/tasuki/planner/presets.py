@@ -67,15 +67,16 @@ class Preset:
 # shard gradients after every micro-batch. GPU counts and models are ours where those give none.
 PRESETS = {
     "constrained": Preset(
-        "7B on GPUs of 48 GB: KV ratio 0.3, no CUDA graphs, 4,096 tokens, everything leaves",
+        "7B on GPUs of 32 GB: KV ratio 0.3, no CUDA graphs, 4,096 tokens, moments on the host, everything leaves",
         "qwen2.5-7b",
         8,
-        48 * GB,
+        32 * GB,
         {
             "kv_ratio": 0.3,
             "tp_size": 4,
             "has_cuda_graphs": False,
             "micro_batch_tokens": 4096,
+            "optimizer_on_host": True,
             "leaves_early": frozenset(TAGS[1:3]),
         },
     ),

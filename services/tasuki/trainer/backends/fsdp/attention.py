@@ -166,7 +166,7 @@ def choose_kernel(
             _log.info("event=attention backend=%s architecture=%s seconds=%.1f", backend, shape.architecture, seconds)
             return _KERNELS[backend]
         if wanted != "auto":
-            raise InvalidArgument("trainer.attention_backend", f'= "{wanted}" is not possible here: {problem}')
+            raise InvalidArgument("trainer.attention_backend", f'"{wanted}" is not possible here: {problem}')
         if device.type == "cuda":
             _log.warning("event=attention_unusable backend=%s architecture=%s cause=%a", backend, shape.architecture, problem)
     raise AssertionError("sdpa supports every model")

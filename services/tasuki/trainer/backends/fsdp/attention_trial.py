@@ -27,11 +27,11 @@ def check_shared_prompts(
     if kernel == PaddedSequences.of:
         return
     if any(window is not None for window in attention.windows):
-        problem = f'= true: attention of {shape.architecture} has windows, which need trainer.attention_backend = "sdpa"'
+        problem = f'true: attention of {shape.architecture} has windows, which need trainer.attention_backend = "sdpa"'
         raise InvalidArgument(_FIELD, problem)
     problem = _fault(kernel, shape, attention, dtype=dtype, device=device)
     if problem is not None:
-        raise InvalidArgument(_FIELD, f"= true is not possible here: {problem}")
+        raise InvalidArgument(_FIELD, f"true is not possible here: {problem}")
 
 
 def _fault(kernel: Kernel, shape: ModelShape, attention: Attention, *, dtype: torch.dtype, device: torch.device) -> str | None:

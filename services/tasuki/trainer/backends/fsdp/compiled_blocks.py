@@ -63,10 +63,10 @@ def compiling_ahead() -> Iterator[None]:
         yield
     except (TorchDynamoException, CppCompileError, InvalidCxxCompiler) as error:
         first_line = str(error).strip().partition("\n")[0]
-        problem = f'= "blocks" is not possible here: {type(error).__name__}: {first_line}; fix that, or choose "none"'
+        problem = f'"blocks" is not possible here: {type(error).__name__}: {first_line}; fix that, or choose "none"'
         raise InvalidArgument(_FIELD, problem) from error
     if not num_graphs():
-        problem = '= "blocks" compiled nothing: torch.compile is switched off in this process'
+        problem = '"blocks" compiled nothing: torch.compile is switched off in this process'
         raise InvalidArgument(_FIELD, problem)
     _log.info("event=compiled graphs=%d seconds=%.1f", num_graphs(), time.monotonic() - started)
     _log_later_graphs()

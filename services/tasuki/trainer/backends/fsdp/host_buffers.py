@@ -58,7 +58,7 @@ def take_buffers(mesh: DeviceMesh, sizes: Sequence[int], *, setting: str, advice
     # No rank allocates before all have checked.
     available = _least(host_memory().available_bytes, mesh)
     problem = f"needs {needed} bytes of host memory for {mesh.size()} ranks"
-    key, _, value = setting.partition(" ")
+    key, _, value = setting.partition(" = ")
     if needed > available:
         raise InvalidArgument(key, f"{value} {problem}, but {available} are available; {advice}", needed_bytes=needed)
     if mesh.device_type == "cpu":
