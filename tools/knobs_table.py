@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from tasuki.algorithms.vocabulary_tiles import most_logits
 from tasuki.memory.stages import Phase, Stage
-from tasuki.planner.layout import GB, Checkpointing, Layout
+from tasuki.planner.layout import GB, TAGS, Checkpointing, Layout, Part
 from tasuki.planner.plan import plan
 from tasuki.planner.presets import MODELS
 
@@ -31,6 +32,17 @@ class Knob(NamedTuple):
     cost: str
     tokens_per_s: str = ""
     """A GPU, where it was measured (docs/benchmarks.md)."""
+
+
+def _fewer_kv_tokens(kv_ratio: float) -> int:
+    return plan(BASE).kv_pool.num_tokens - plan(replace(BASE, kv_ratio=kv_ratio)).kv_pool.num_tokens
+
+
+def _untiled_bytes() -> int:
+    """What float32 logits of all positions, with a gradient in compute dtype, take beyond a tile's."""
+    model, places = BASE.model, BASE.rank_tokens
+    tile = most_logits(places, hidden_size=model.hidden_size, vocab_size=model.num_outputs, device=BASE.device)
+    return (4 + BASE.compute_bytes) * (places * model.num_outputs - tile)
 
 
 KNOBS = (
@@ -79,6 +91,22 @@ KNOBS = (
         "copies the reference to the GPU in each micro-batch that it scores; not measured",
     ),
     Knob('`param_dtype = "bfloat16"`', {"param_bytes": 2}, "small updates are lost: [config.md](config.md)"),
+    Knob(
+        "`empty_cache_early = true`",
+        {"empties_cache": True},
+        "LOAD_WEIGHTS returns the blocks that OFFLOAD returns otherwise; not measured",
+    ),
+    *(
+        Knob(
+            f"`[residency]` with the trainer's `{name}`",
+            {"sleeping": frozenset(TAGS) - {part}},
+            "they stay during rollout, half on each GPU, and no changeover copies them",
+        )
+        for name, part in (("weights", Part.TRAINER_WEIGHTS), ("optimizer", Part.OPTIMIZER))
+    ),
+    Knob("`rollout.kv_ratio = 0.6`", {"kv_ratio": 0.6}, f"{_fewer_kv_tokens(0.6):,} fewer tokens in rollout's KV cache"),
+    Knob('`compile = "blocks"`', {}, "compiles at the start; the plan is the same; speed not measured"),
+    Knob("LM head in tiles: no setting, always on", {}, f"all logits at once would take {_untiled_bytes() / GB:.1f} GB more"),
     Knob("`export_stays = false`", {"export_stays": False}, "rollout maps the copy at every sync"),
     Knob("`[trainer.lora]`, rank 32", {"lora_rank": 32}, "trains only adapters"),
     Knob("`num_ranks = 4`, on four GPUs", {"num_gpus": 4, "num_ranks": 4}, "two more GPUs"),

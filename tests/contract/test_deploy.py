@@ -140,3 +140,13 @@ def test_docker_waits_longer_than_an_orderly_stop_takes():
 def test_the_page_names_every_variable_of_ours():
     ours = set(re.findall(r"\$\{(TASUKI_\w+)", (DEPLOY / "compose.yaml").read_text()))
     assert set(re.findall(r"`(TASUKI_\w+)`", (ROOT / "docs" / "deploy.md").read_text())) == ours
+
+
+def test_another_malloc_is_in_the_image_and_preloaded_only_if_it_is_asked_for() -> None:
+    base, *_, last = re.split(r"^FROM ", DOCKERFILE, flags=re.MULTILINE)[1:]
+    assert "libjemalloc2" in base.split()
+    lines = [line.strip() for line in last.splitlines()]
+    assert lines.index("ARG MALLOC") + 1 == lines.index("ENV LD_PRELOAD=${MALLOC}"), "without a default, so that it is empty"
+    assert not any(line.startswith("RUN") for line in lines[lines.index("ARG MALLOC") :]), "nothing of the build is preloaded"
+    page = (ROOT / "docs" / "deploy.md").read_text()
+    assert "--build-arg MALLOC=libjemalloc.so.2" in page

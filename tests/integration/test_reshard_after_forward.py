@@ -67,9 +67,9 @@ def at_loss(learner: Learner) -> list[int]:
         sizes.append(gathered_bytes(learner))
         backward(role, loss)
 
-    learner.backend.backward = look  # type: ignore[method-assign]
+    learner.backend.backward = look
     learn(learner, Role.POLICY, SAMPLES, config=LOSSES[Role.POLICY], max_tokens=48)
-    learner.backend.backward = backward  # type: ignore[method-assign]
+    learner.backend.backward = backward
     return sizes
 
 

@@ -143,6 +143,9 @@ class TrainerConfig(OptimizerConfig):
     its kernel fails a trial at start."""
     lora: LoraConfig | None = None
     """Trains adapters on a frozen model, which is then also the reference policy."""
+    empty_cache_early: bool = False
+    """Whether torch's cache is returned to the GPU in LOAD_WEIGHTS, before rollout wakes. Otherwise it is returned at OFFLOAD, and both
+    share the GPU during a sync. A cache that stays (`[residency]`) is not emptied."""
     reference_on_host: bool | None = None
     """Whether the weights of the KL reference stay in host memory, pinned on a GPU, and are copied layer by layer whenever it scores.
     Otherwise they are on the GPU, and leave with the other weights. Log-probs are the same. Setting it also plans the reference. By

@@ -43,7 +43,7 @@ def _gpu(device: str, rank: int) -> DeviceUsage:
 
     free, total = torch.cuda.mem_get_info(device)  # with what is free in a pool
     pool = pool_usage(device)
-    reserved, allocated = _torch_pool(torch.device(device).index or 0)
+    reserved, allocated = torch_pool(torch.device(device).index or 0)
     by_pid = _bytes_by_pid(str(torch.cuda.get_device_properties(device).uuid))
     # NVML counts a pool for all processes that have joined it.
     ours = by_pid.get(os.getpid()) if pool is None else None
@@ -65,7 +65,7 @@ def _gpu(device: str, rank: int) -> DeviceUsage:
     )
 
 
-def _torch_pool(index: int) -> tuple[int, int]:
+def torch_pool(index: int) -> tuple[int, int]:
     """Bytes that torch's default pool holds, and those of them in tensors. Its other pools are our arenas, asleep or not."""
     import torch
 

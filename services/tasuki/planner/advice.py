@@ -200,7 +200,7 @@ def _for_rollout(layout: Layout) -> Iterator[_Change]:
 
 def _for_changeover(layout: Layout) -> Iterator[_Change]:
     if not layout.empties_cache:
-        yield _Change("torch's cache", "kept until OFFLOAD", "given back before", replace(layout, empties_cache=True), False)
+        yield _Change("trainer.empty_cache_early", "false", "true", replace(layout, empties_cache=True))
     early = frozenset({Part.GRADIENTS, Part.OPTIMIZER}) & layout.sleeping
     if layout.strategy is Strategy.STAGED and not early <= layout.leaves_early:
         changed = replace(layout, leaves_early=layout.leaves_early | early)

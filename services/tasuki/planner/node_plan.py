@@ -89,6 +89,7 @@ def node_layout(
         # If residency is open, tokens are chosen first: none of it costs as much as a step of more and smaller micro-batches.
         checkpointing=Checkpointing.OFFLOADED if trainer.checkpointing == "auto" else Checkpointing(trainer.checkpointing),
         mlp_tile_tokens=trainer.mlp_tile_tokens,
+        empties_cache=trainer.empty_cache_early,
         reshards_after_forward=trainer.reshard_after_forward,
         optimizer_on_host=trainer.optimizer_on_host,
         optimizer_8bit=trainer.optimizer_8bit,

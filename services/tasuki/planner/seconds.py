@@ -65,6 +65,8 @@ def _on_gpu(layout: Layout, sizes: Sizes, index: int) -> Mapping[Stage, float]:
         for part, stays in ((Part.EXPORT, layout.export_stays), (Part.TORCH_CACHE, layout.cache_stays))
         if not stays
     )
+    is_emptied = layout.empties_cache and not layout.cache_stays
+    emptied = trainer.get(Part.TORCH_CACHE, 0) if is_emptied else 0
     weights = engine.get(Part.ROLLOUT_WEIGHTS, 0) if Part.ROLLOUT_WEIGHTS in layout.sleeping else 0
     cache = sum(engine.get(part, 0) for part in (Part.KV_CACHE, Part.CUDA_GRAPH)) if Part.KV_CACHE in layout.sleeping else 0
     # Of what a replica reads, the trainer rank on its own GPU has one part.
@@ -78,10 +80,10 @@ def _on_gpu(layout: Layout, sizes: Sizes, index: int) -> Mapping[Stage, float]:
         released, copied = released - sum(size for part, size in left.items() if part in _COPIED), 0
     woken, pieces = _woken_cache(layout, cache)
     return {
-        Stage.LOAD_WEIGHTS: 2 * _COMMAND + made * make + (export * 3 * _CAST if trainer else 0.0),
+        Stage.LOAD_WEIGHTS: 2 * _COMMAND + emptied * release + made * make + (export * 3 * _CAST if trainer else 0.0),
         Stage.RESUME_WEIGHTS: _COMMAND + weights * make,
         Stage.SYNC: _SYNC + (0 if layout.export_stays else _RENEW) + (near * _READ + far * _PULL if engine else 0.0),
-        Stage.OFFLOAD: _COMMAND + released * release + copied * _COPY,
+        Stage.OFFLOAD: _COMMAND + (released - emptied) * release + copied * _COPY,
         Stage.RESUME_KV: _COMMAND + pieces * _PIECE + woken * make,
         Stage.DRAIN: _COMMAND,
         Stage.PAUSE_KV: _COMMAND + cache * release,

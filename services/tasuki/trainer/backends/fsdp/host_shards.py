@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,8 @@ class HostShards:
             made = torch.empty_like(param, device="cpu")
             if id(param) in starts:
                 local, start = _local(made), starts[id(param)]
-                local.set_(self._buffers[0][start : start + local.nbytes].view(local.dtype).view(local.shape))
+                view = self._buffers[0][start : start + local.nbytes].view(local.dtype).view(local.shape)
+                cast(Any, local).set_(view)  # torch declares it for storages alone
             return made
 
         return place

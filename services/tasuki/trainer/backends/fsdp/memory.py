@@ -33,6 +33,7 @@ from tasuki.trainer.backends.fsdp.mesh import mesh_device
 from tasuki.trainer.backends.fsdp.returning import TAGS as RETURNING_TAGS
 from tasuki.trainer.backends.fsdp.returning import Returning
 from tasuki.trainer.backends.fsdp.staying import NOTHING_STAYS, TAGS, ExportChoice, Staying
+from tasuki.trainer.backends.fsdp.torch_cache import return_cached_blocks
 from tasuki.transport.export import ExportMemory, WeightExport
 from tasuki.wire.errors import OutOfGpuMemory, TasukiError
 
@@ -130,6 +131,8 @@ class TrainerMemory:
         Raises OutOfGpuMemory on all ranks if one of them has no room.
         """
         self._returning.wait([MemoryTag.WEIGHTS])
+        if self._device.type == "cuda" and self._staying.empties_cache_early:
+            return_cached_blocks(self._device)
         if not (self._is_export_there and self._choice.stays):
             error: TasukiError | None = None
             try:
@@ -165,8 +168,7 @@ class TrainerMemory:
         with self._export.leaving() if self._export is not None and is_shared else nullcontext():
             released = self._allocator.pause([tag for tag in tags if tag not in later])
         if self._device.type == "cuda" and (makes_room or not self._staying.cache):
-            # Return cached blocks to the driver.
-            torch.cuda.empty_cache()
+            return_cached_blocks(self._device)
         begun: tuple[Movement, ...] = ()
         if later and request is not None:
             # Last, because releasing memory waits for copies already started. The optimizer's part is the largest.

@@ -43,14 +43,18 @@ class Staying:
     room_request: RoomRequest | None = None
     """With a KV cache that grows: what leaves is copied to the host when somebody makes this request, after OFFLOAD's answer."""
 
+    empties_cache_early: bool = False
+    """Whether torch's cache is emptied before the engine wakes; otherwise at OFFLOAD, unless it stays."""
+
     @classmethod
     def of(cls, config: NodeConfig, mesh: DeviceMesh) -> Staying:
         """The planner's decision for the node; no tags if the services were started individually."""
         request = RoomRequest(room_request_path(config.state_dir)) if config.rollout.kv_growth else None
+        is_early = config.trainer.empty_cache_early
         if config.residency is None:
-            return cls(room_request=request)
+            return cls(room_request=request, empties_cache_early=is_early)
         names = config.residency.of_trainer(mesh.get_local_rank())
-        return cls(frozenset(tag for tag in TAGS if tag in names), "cache" in names, request)
+        return cls(frozenset(tag for tag in TAGS if tag in names), "cache" in names, request, is_early and "cache" not in names)
 
 
 NOTHING_STAYS = Staying()

@@ -1,0 +1,83 @@
+"""A KL reference in pinned host memory, and torch's cache returned before a publication, on a GPU.
+
+Needs `make native` and a CUDA GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from tasuki.memory.device_usage import torch_pool
+from tasuki.memory.tags import MemoryTag
+from tasuki.trainer.backends.fsdp.staying import Staying
+from tasuki.trainer.data.micro_batch import token_batch
+from tasuki.trainer.learner import Learner
+from tasuki.trainer.roles import Role
+from tasuki.trainer.service.requests import decode_samples
+from tests.integration.learning import fsdp, start_learner
+from tests.integration.plain_critic import value_samples
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cuda", (1,), mesh_dim_names=("dp",))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    config = Qwen2Config(
+        hidden_size=1024, intermediate_size=2816, num_hidden_layers=8, num_attention_heads=16, num_key_value_heads=16,
+        vocab_size=4096, max_position_embeddings=1024, dtype=torch.bfloat16,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def weights_bytes(learner: Learner) -> int:
+    return fsdp(learner).memory._allocator.arena(MemoryTag.WEIGHTS).usage().used_bytes
+
+
+def test_a_reference_on_the_host_is_pinned_and_scores_the_same_bits(mesh: DeviceMesh, model: Path) -> None:
+    samples = decode_samples(value_samples(32))
+    scores: list[torch.Tensor] = []
+    for on_host in (False, True):
+        learner = start_learner(model, mesh=mesh, compute_dtype="bfloat16", reference_on_host=on_host)
+        batch = token_batch(samples, device=learner.backend.device)
+        before = weights_bytes(learner)
+        scores.append(torch.cat(learner.score(Role.REFERENCE, [batch, batch])))
+        reference = fsdp(learner)._reference
+        assert reference is not None
+        shards = [param.to_local() for param in reference.parameters()]
+        assert {(shard.device.type, shard.is_pinned()) for shard in shards} == {("cpu", True) if on_host else ("cuda", False)}
+        grown = weights_bytes(learner) - before
+        assert grown == 0 if on_host else grown >= sum(shard.nbytes for shard in shards)
+        learner.backend.close()
+    assert torch.equal(*scores)
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_a_publication_returns_the_cache_only_if_it_is_told_to(mesh: DeviceMesh, model: Path, is_early: bool) -> None:
+    learner = start_learner(model, mesh=mesh, empty_cache_early=is_early)
+    assert fsdp(learner).memory._staying == Staying(empties_cache_early=is_early)
+    block = torch.empty(2 * 10**9, dtype=torch.uint8, device="cuda")
+    del block
+    learner.publish()
+    reserved, allocated = torch_pool(0)
+    assert (reserved - allocated < 10**9) is is_early
+    learner.backend.withdraw()
+    learner.backend.close()
+    torch.cuda.empty_cache()

@@ -1,0 +1,71 @@
+"""When the trainer returns torch's cached blocks, how often it tries, and what the planner counts for it. torch's figures are scripted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tasuki.config.schema import NodeConfig
+from tasuki.memory.stages import Stage
+from tasuki.planner.advice import advise
+from tasuki.planner.layout import GB, Checkpointing, Layout, Part
+from tasuki.planner.node_plan import node_layout
+from tasuki.planner.plan import plan
+from tasuki.planner.presets import MODELS
+from tasuki.planner.seconds import expected_seconds
+from tasuki.trainer.backends.fsdp import torch_cache
+
+LAYOUT = Layout(
+    model=MODELS["qwen2.5-7b"], num_gpus=2, gpu_bytes=141 * GB, host_bytes=2000 * GB, num_ranks=2, tp_size=2, kv_ratio=0.5,
+    checkpointing=Checkpointing.FULL,
+)  # fmt: skip
+EARLY = replace(LAYOUT, empties_cache=True)
+
+
+@pytest.mark.parametrize(
+    ("left_gb", "tries"),
+    [([0.2], 1), ([0.999], 1), ([1.0, 0.5], 2), ([5.0, 3.0, 0.1], 3), ([5.0, 3.0, 2.0], 3)],
+    ids=str,
+)
+def test_it_tries_until_less_than_1_gb_is_cached_and_at_most_three_times(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, left_gb: Sequence[float], tries: int
+) -> None:
+    calls: list[str] = []
+    left = iter(left_gb)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append("wait"))
+    monkeypatch.setattr(torch_cache, "torch_pool", lambda index: (int(next(left) * GB) + 7 * GB, 7 * GB))
+    found = torch_cache.return_cached_blocks(torch.device("cuda", 0))
+    assert calls == ["empty", *["wait", "empty"] * (tries - 1)]
+    assert found == int(left_gb[tries - 1] * GB)
+    assert ("event=cache_kept" in caplog.text) is (found >= GB)
+
+
+def test_an_engine_wakes_beside_the_cache_unless_it_was_emptied() -> None:
+    late, early = (plan(layout) for layout in (LAYOUT, EARLY))
+    for stage in (Stage.LOAD_WEIGHTS, Stage.RESUME_WEIGHTS, Stage.SYNC):
+        assert late.stage(stage).gpus[0][Part.TORCH_CACHE] > GB
+        assert Part.TORCH_CACHE not in early.stage(stage).gpus[0]
+    assert early.stage(Stage.OFFLOAD) == late.stage(Stage.OFFLOAD)
+
+
+def test_returning_it_takes_its_time_in_the_earlier_stage() -> None:
+    late, early = (expected_seconds(plan(layout)) for layout in (LAYOUT, EARLY))
+    moved = early[Stage.LOAD_WEIGHTS] - late[Stage.LOAD_WEIGHTS]
+    assert moved == pytest.approx(late[Stage.OFFLOAD] - early[Stage.OFFLOAD])
+    assert moved > 0.001
+
+
+def test_the_key_reaches_the_plan_and_the_advice() -> None:
+    tables = {"state_dir": "s", "model": {"path": "m"}, "device": "cuda"}
+    for is_early in (False, True):
+        config = NodeConfig.model_validate(tables | {"trainer": {"empty_cache_early": is_early}})
+        layout = node_layout(config, MODELS["qwen2.5-0.5b"], gpu_bytes=141 * GB, host_bytes=2000 * GB)
+        assert layout.empties_cache is is_early
+    short = plan(replace(LAYOUT, gpu_bytes=plan(LAYOUT).stage(Stage.SYNC).gpu_bytes))
+    assert not short.fits
+    rung = advise(short).ladder[0]
+    assert (rung.setting, rung.new, rung.is_available, rung.plan.fits) == ("trainer.empty_cache_early", "true", True, True)
