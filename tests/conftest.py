@@ -24,7 +24,13 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 ROOT = Path(__file__).parents[1]
 PYTHON_PATH = [*(str(ROOT / folder) for folder in ("protos", "services", "client")), os.environ.get("PYTHONPATH", "")]
 API_KEY = "7d1c09aa5be24f31"
-ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, PYTHON_PATH)), "WANDB_API_KEY": API_KEY}
+_SECRETS = {
+    "WANDB_API_KEY": API_KEY,
+    "MYSQL_PWD": API_KEY,
+    "RESULTS_AT": f"postgresql://me:{API_KEY}@localhost/results",
+    "OTEL_EXPORTER_OTLP_HEADERS": f"authorization=Bearer {API_KEY}",
+}
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, PYTHON_PATH)), **_SECRETS}
 
 _MODELS = threading.Lock()
 """Models are drawn from torch's one generator: nodes that start side by side would have others."""
