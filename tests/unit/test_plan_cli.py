@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -234,3 +235,9 @@ def test_a_node_on_a_cpu_is_planned_with_this_machines_memory(node: Path, capsys
     for device, host_bytes in (("cpu", host_memory().total_bytes), ("cuda", 2000 * 10**9)):
         main(["plan", str(node), "--gpu-gb", "80", "--set", f'device="{device}"', "--json"])
         assert json.loads(capsys.readouterr().out)["host_bytes"] == host_bytes
+
+
+def test_a_config_json_that_is_no_file_is_named_as_what_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    assert main(["plan", str(tmp_path), "--gpu-gb", "80"]) == 2
+    assert "config.json is not a regular file; give a config.json or its folder" in capsys.readouterr().err
