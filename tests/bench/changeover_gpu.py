@@ -28,7 +28,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import grpc
 import numpy as np
 
 from tasuki.client import Client, Phase, SamplingParams, TrainingSample
@@ -48,6 +47,7 @@ from tasuki.v1 import memory_pb2, rollout_pb2
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tasuki.v1.memory_pb2_grpc import MemoryServiceStub
 from tasuki.v1.rollout_pb2_grpc import RolloutServiceStub
+from tasuki.wire.channel import open_blocking_channel
 from tests.bench.gpus import at_least_one, require_gpus
 from tests.bench.plan_gpu import SIZES
 
@@ -171,7 +171,7 @@ def mapped_gb(config: NodeConfig) -> dict[str, float]:
     """What each tag of both services has mapped, over all ranks."""
     mapped: Counter[str] = Counter()
     for service in ("trainer", "rollout"):
-        with grpc.insecure_channel(node_targets(config)[service]) as channel:
+        with open_blocking_channel(node_targets(config)[service]) as channel:
             usage = MemoryServiceStub(channel).GetUsage(memory_pb2.GetUsageRequest(), timeout=STAGE_LIMIT_S)
         for tag in usage.tags:
             mapped[f"{service} {TAGS[tag.tag]}"] += tag.mapped_bytes
@@ -180,7 +180,7 @@ def mapped_gb(config: NodeConfig) -> dict[str, float]:
 
 def kv_tokens(config: NodeConfig) -> dict[str, int]:
     """Of a KV cache that grows: the whole, mapped, served, needed."""
-    with grpc.insecure_channel(node_targets(config)["rollout"]) as channel:
+    with open_blocking_channel(node_targets(config)["rollout"]) as channel:
         state = RolloutServiceStub(channel).GetRolloutState(rollout_pb2.GetRolloutStateRequest(), timeout=STAGE_LIMIT_S)
     return {name: getattr(state.kv_cache, name) for name in ("num_tokens", "mapped_tokens", "served_tokens", "needed_tokens")}
 
@@ -226,7 +226,7 @@ def round_trip(client: Client, config: NodeConfig, load: Load, random: np.random
 def memory_by_stage(config: NodeConfig, load: Load) -> dict[str, dict[str, Any]]:
     """After every stage of one round without samples: GB that are taken of the first GPU, and those that each tag has mapped."""
     memory: dict[str, dict[str, Any]] = {"taken_gb": {}, "mapped_gb": {}}
-    with grpc.insecure_channel(node_targets(config)["coordinator"]) as channel:
+    with open_blocking_channel(node_targets(config)["coordinator"]) as channel:
         coordinator = CoordinatorServiceStub(channel)
         for stage in (rule.stage for rule in RING):
             coordinator.RunStage(pb.RunStageRequest(stage=stage_to_proto(stage)), timeout=STAGE_LIMIT_S)

@@ -23,7 +23,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import grpc
 import numpy as np
 
 from tasuki.client import Client, LossConfig, Phase, Role, SamplingParams, TrainingSample, ValueLoss
@@ -36,6 +35,7 @@ from tasuki.planner.plan import PLAN_STAGES, PlanStage
 from tasuki.rpc.stages import stage_to_proto
 from tasuki.v1 import coordinator_pb2 as pb
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+from tasuki.wire.channel import open_blocking_channel
 from tests.bench.gpus import at_least_one, require_gpus
 from tests.bench.plan_gpu import SIZES, make_model
 from tests.bench.plan_gpu import layout_of as trainer_layout
@@ -110,7 +110,7 @@ def measure(config: Path, *, gpus: int, before: int, has_critic: bool) -> dict[P
     state_dir, seen = config.parent / "node", dict[PlanStage, int]()
     random = np.random.default_rng(0)
     prompts = random.integers(1, 30_000, (NUM_REQUESTS, PROMPT_TOKENS)).tolist()
-    coordinator = CoordinatorServiceStub(grpc.insecure_channel(node_targets(load_config(config))["coordinator"]))
+    coordinator = CoordinatorServiceStub(open_blocking_channel(node_targets(load_config(config))["coordinator"]))
     with Client(state_dir=state_dir) as client:
         for turn in range(NUM_STEPS):
             client.acquire(Phase.TRAIN)

@@ -24,7 +24,7 @@ from tasuki.cli.doctor.certificates import check_certificate, warn_of_certificat
 from tasuki.cli.doctor.command import examine
 from tasuki.cli.doctor.finding import Finding, Verdict, ok
 from tasuki.cli.doctor.gpus import Gpu, GpuFacts, check_compilers, check_driver, check_peers, check_strangers, gpu_findings
-from tasuki.cli.doctor.node import check_datasets, check_plan, check_rewards
+from tasuki.cli.doctor.node import check_datasets, check_passing, check_plan, check_rewards
 from tasuki.config.load import load_config
 from tests.conftest import ENVIRONMENT
 from tests.dashboard import RECORDED
@@ -313,6 +313,36 @@ def test_a_tracker_that_is_not_installed_is_found(
     assert "pip install '.[wandb]'" in findings["trackers"]["found"]
 
 
+def write_program(path: Path, script: str) -> None:
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+
+
+def test_an_nvcc_older_than_torchs_cuda_is_found_in_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    said = "Cuda compilation tools, release 12.4, V12.4.131"
+    write_program(tmp_path / "nvcc", f'[ "$1" = --version ] && echo "{said}"')
+    write_program(tmp_path / "cc", "true")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    facts = GpuFacts((13, 0), [Gpu("H100", 80 * GB, 79 * GB, {})])
+
+    def compilers() -> Finding:
+        findings = gpu_findings(facts, torch_cuda=(13, 0), node_runs=False)
+        return next(finding for finding in findings if finding.name == "compilers")
+
+    assert is_bad(compilers(), Verdict.WARN, found="nvcc of CUDA 12.4, torch is built for 13.0", advice="PATH")
+    for broken in ("exit 1", "echo nothing", f'echo "{said}"; exit 1', "printf '\\377'"):
+        write_program(tmp_path / "nvcc", broken)
+        assert is_bad(compilers(), Verdict.WARN, found="version is unknown", advice="--version")
+
+
+def test_memory_of_a_gpu_that_does_not_pass_is_found(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # as in a container without its GPUs
+    finding = check_passing("cuda:0")
+    assert finding.name == "memory between processes, cuda:0"
+    assert is_bad(finding, Verdict.FAIL, found="", advice="the same GPUs, or set trainer.export_handles")
+    assert "CUDA" in finding.found or "NVIDIA" in finding.found
+
+
 def test_faults_of_gpus_are_found():
     free = Gpu("H100", 80 * GB, 79 * GB + GB // 2, {})
     assert is_bad(check_driver(None, torch_cuda=(13, 0)), Verdict.FAIL, found="no NVIDIA driver", advice='device = "cpu"')
@@ -322,6 +352,18 @@ def test_faults_of_gpus_are_found():
     assert is_ok(check_driver((13, 1), torch_cuda=(13, 0)))
     assert is_bad(check_compilers(None, None), Verdict.FAIL, found="no C compiler", advice="gcc")
     assert is_bad(check_compilers(None, "/usr/bin/cc"), Verdict.WARN, found="no nvcc", advice="nvcc")
+    both, cuda = ("/cuda/bin/nvcc", "/usr/bin/cc"), (13, 0)
+    assert is_bad(
+        check_compilers(*both, nvcc_cuda=(12, 8), torch_cuda=cuda),
+        Verdict.WARN,
+        found="CUDA 12.8, torch is built for 13.0",
+        advice="13.0",
+    )
+    assert is_bad(
+        check_compilers(*both, nvcc_cuda=None, torch_cuda=cuda), Verdict.WARN, found="unknown", advice="nvcc --version"
+    )
+    assert is_ok(check_compilers(*both, nvcc_cuda=(13, 0), torch_cuda=cuda))
+    assert is_ok(check_compilers(*both, nvcc_cuda=(13, 1), torch_cuda=cuda))
     assert is_bad(check_peers([(0, 1)], num_gpus=2), Verdict.WARN, found="0-1", advice="same GPU")
     assert is_ok(check_peers([], num_gpus=8)) and is_ok(check_peers([], num_gpus=1))
     held = Gpu("H100", 80 * GB, 20 * GB, {4711: 60 * GB})

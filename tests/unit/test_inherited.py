@@ -49,7 +49,8 @@ def test_a_value_that_tells_of_a_secret_is_dropped(name: str, value: str) -> Non
         ("SLURM_PROCID", "0"), ("SLURM_JOB_NODELIST", "n[1-2]"), ("JOB_COMPLETION_INDEX", "1"), ("JOBSET_NAME", "run"),
         ("MASTER_ADDR", "n1"), ("OTEL_BSP_SCHEDULE_DELAY", "100"), ("OTEL_EXPORTER_OTLP_CERTIFICATE", "/ca.pem"),
         ("OTEL_EXPORTER_OTLP_CLIENT_KEY", "/client.key"), ("OTEL_RESOURCE_ATTRIBUTES", "team=rl,host=a"), ("HTTP_PROXY", "http://proxy:3128"),
-        ("UV_INDEX_URL", "https://pypi.example/simple"), ("TASUKI_PROOFS", "whole"), ("SECRETARY", "1"), ("KEYBOARD", "1"), ("MONKEY", "1"), ("AUTHOR", "me@example.com"),
+        ("UV_INDEX_URL", "https://pypi.example/simple"), ("TASUKI_PROOFS", "whole"), ("SECRETARY", "1"), ("KEYBOARD", "1"), ("MONKEY", "1"),
+        ("AUTHOR", "me@example.com"),
     ],
 )  # fmt: skip
 def test_others_are_kept(name: str, value: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -296,3 +297,9 @@ def test_cuda_graphs_that_the_engine_does_without_are_not_counted(node: Path, ca
 def test_advice_turns_cuda_graphs_off_by_the_engines_argument(node: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["plan", str(node), "--gpu-gb", "4.5", "--set", "rollout.kv_ratio=0.01"]) == 1
     assert "Change rollout.engine.disable_cuda_graph: false -> true: " in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_a_config_json_that_is_no_file_is_named_as_what_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    assert main(["plan", str(tmp_path), "--gpu-gb", "80"]) == 2
+    assert "config.json is not a regular file; give a config.json or its folder" in capsys.readouterr().err

@@ -110,6 +110,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action=_Version, help="print the version and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_node_commands(commands)
+    _add_run_commands(commands)
+    _add_machine_commands(commands)
+    add_fleet_commands(commands)
+    _add_run_viewers(commands)
+    return parser
+
+
+def _add_node_commands(commands: _Commands) -> None:
     up = _command(commands, "up", _up, "start a node: coordinator, trainer and rollout")
     up.add_argument("config", type=Path, metavar="CONFIG")
     up.add_argument("--foreground", action="store_true", help="stay in the foreground; Ctrl-C stops the node")
@@ -127,6 +136,9 @@ def _parser() -> argparse.ArgumentParser:
     state.add_argument("--serving", action="store_true", help="exit with 1 unless all three services answer")
     watch = _command(commands, "watch", _watch, "follow stages and memory until Ctrl-C")
     _add_node(watch)
+
+
+def _add_run_commands(commands: _Commands) -> None:
     train = _command(commands, "train", _train, "train as set in CONFIG's [train] or [sft] table; start the node if none runs")
     train.add_argument("config", type=Path, metavar="CONFIG")
     train.add_argument(
@@ -144,6 +156,9 @@ def _parser() -> argparse.ArgumentParser:
         "run_path", type=Path, metavar="RUN", help="a state folder, an output folder, a journal, or a node's CONFIG"
     )
     audit.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _add_machine_commands(commands: _Commands) -> None:
     certs = _command(
         commands, "certs", _certs, "create a CA and certificates for ports in a lab; run again to renew the certificates"
     )
@@ -165,7 +180,9 @@ def _parser() -> argparse.ArgumentParser:
         help="fail if gradients of a running fleet cross nodes at less than this many 10^9 bits/s",
     )
     _add_overrides(doctor)
-    add_fleet_commands(commands)
+
+
+def _add_run_viewers(commands: _Commands) -> None:
     track = _command(commands, "track", _track, "send a run's metrics to an experiment tracker")
     track.add_argument("output_dir", type=Path, metavar="RUN", help="the run's output folder")
     track.add_argument("--to", required=True, choices=TRACKERS)
@@ -184,7 +201,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="HOST:PORT",
         help="address to serve at (127.0.0.1:8765); beyond loopback uses TLS and roles of CONFIG's [security]",
     )
-    return parser
 
 
 def _command(commands: _Commands, name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:

@@ -24,7 +24,8 @@ def read_model_file(path: Path) -> Model:
     """
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
-        raise PathNotFound(f"model: {file} does not exist; give a config.json or its folder", path=file)
+        found = "is not a regular file" if file.exists() else "does not exist"
+        raise PathNotFound(f"model: {file} {found}; give a config.json or its folder", path=file)
     return read_model(read_json_object(file, field="model"))
 
 

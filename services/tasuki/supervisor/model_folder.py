@@ -30,7 +30,8 @@ def check_model_folder(path: Path) -> None:
         raise PathNotFound(f"{_KEY}: {path} is not a folder; give a Hugging Face model folder", path=path)
     config = path / "config.json"
     if not config.is_file():
-        raise PathNotFound(f"{_KEY}: {path} has no config.json; give a Hugging Face model folder", path=config)
+        found = "'s config.json is not a regular file" if config.exists() else " has no config.json"
+        raise PathNotFound(f"{_KEY}: {path}{found}; give a Hugging Face model folder", path=config)
     table = read_json_object(config, field=_KEY)
     if not table.get("architectures"):
         raise InvalidArgument(_KEY, f"{config} has no `architectures`, so the model is unknown")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -18,6 +19,7 @@ _P2P_READ = 0
 """NVML_P2P_CAPS_INDEX_READ, which nvidia-ml-py 13 defines as a tuple by a trailing comma."""
 _STRANGER_BYTES = _GIB // 2
 """Memory held by others is reported from this size."""
+_NVCC_TIMEOUT_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,9 @@ def gpu_findings(facts: GpuFacts, *, torch_cuda: tuple[int, int] | None, node_ru
     yield check_driver(facts.driver_cuda, torch_cuda=torch_cuda)
     if facts.driver_cuda is None:
         return
-    yield check_compilers(shutil.which("nvcc"), shutil.which("cc") or shutil.which("gcc"))
+    nvcc = shutil.which("nvcc")
+    version = None if nvcc is None else nvcc_version(nvcc)
+    yield check_compilers(nvcc, shutil.which("cc") or shutil.which("gcc"), nvcc_cuda=version, torch_cuda=torch_cuda)
     yield check_peers(facts.without_peers, num_gpus=len(facts.gpus))
     yield check_strangers(facts.gpus, node_runs=node_runs)
 
@@ -62,13 +66,32 @@ def check_driver(driver: tuple[int, int] | None, *, torch_cuda: tuple[int, int] 
     return ok(name, text)
 
 
-def check_compilers(nvcc: str | None, cc: str | None) -> Finding:
+def check_compilers(
+    nvcc: str | None, cc: str | None, *, nvcc_cuda: tuple[int, int] | None = None, torch_cuda: tuple[int, int] | None = None
+) -> Finding:
+    """nvcc_cuda: CUDA version of `nvcc`; None if it tells none."""
     name = "compilers"
     if cc is None:
         return fail(name, "no C compiler", "install gcc: Triton compiles its launchers with it")
     if nvcc is None:
         return warn(name, f"{cc}, no nvcc", "install CUDA's nvcc where SGLang's kernels for this card are not built in")
-    return ok(name, f"{cc}, {nvcc}")
+    if nvcc_cuda is None:
+        return warn(name, f"{cc}, {nvcc} whose version is unknown", f"run {nvcc} --version; install CUDA's nvcc if it fails")
+    text = f"{cc}, {nvcc} of CUDA {_dotted(nvcc_cuda)}"
+    if torch_cuda is not None and nvcc_cuda < torch_cuda:
+        advice = f"install nvcc of CUDA {_dotted(torch_cuda)}, or put it first in PATH: SGLang's kernels are compiled with it"
+        return warn(name, f"{text}, torch is built for {_dotted(torch_cuda)}", advice)
+    return ok(name, text)
+
+
+def nvcc_version(nvcc: str) -> tuple[int, int] | None:
+    """CUDA version that `nvcc --version` prints; None if it does not run or prints none."""
+    try:
+        done = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=_NVCC_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired, UnicodeDecodeError):
+        return None
+    found = re.search(r"\brelease (\d+)\.(\d+)", done.stdout)
+    return None if found is None or done.returncode != 0 else (int(found[1]), int(found[2]))
 
 
 def check_peers(without: Sequence[tuple[int, int]], *, num_gpus: int) -> Finding:
