@@ -43,7 +43,9 @@ def frozen_bytes(layout: Layout) -> int:
     """Bytes of rank 0's weights that no step changes: bases of adapters, and a reference. Without an arena's rounding."""
     frozen = [network for network in (layout, layout.of_critic()) if network is not None and network.lora_rank is not None]
     num_bytes = sum(sum(_frozen_shards(network)) for network in frozen if not network.shares_base)
-    return num_bytes + (sum(_frozen_shards(layout)) if layout.has_reference and not layout.reference_on_host and layout.lora_rank is None else 0)
+    return num_bytes + (
+        sum(_frozen_shards(layout)) if layout.has_reference and not layout.reference_on_host and layout.lora_rank is None else 0
+    )
 
 
 def gradient_bytes(layout: Layout) -> int:
