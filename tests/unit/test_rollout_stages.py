@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tasuki.memory.stages import START, Service, Stage
-from tasuki.memory.tags import MemoryTag
+from tasuki.memory.tags import MemoryTag, Moved
 from tasuki.rollout.generate import Completion, EngineRequest, GenerationRequest
 from tasuki.rollout.model import ModelFacts
 from tasuki.rollout.rollout import Rollout
@@ -87,10 +87,10 @@ class NoMemory:
     async def pause(self, tags: list[MemoryTag], *, timeout_s: float) -> int:
         return 0
 
-    async def resume(self, tags: list[MemoryTag], *, timeout_s: float) -> int:
+    async def resume(self, tags: list[MemoryTag], *, timeout_s: float) -> Moved:
         if self.is_full:
             raise OutOfGpuMemory("no room", needed_bytes=2, free_bytes=1)
-        return 0
+        return Moved(0)
 
 
 async def said(is_serving: bool) -> None: ...
