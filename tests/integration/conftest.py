@@ -59,7 +59,7 @@ def rollout_process(rollout_model: Path, tmp_path_factory: pytest.TempPathFactor
     assert stop_rollout(rollout) == 0, rollout.log.read_text()[-4000:]
     assert psutil.wait_procs(ranks, timeout=limit_s(10))[1] == []
     assert left_of(shared) == []
-    assert sorted(path.name for path in rollout.socket_dir.iterdir()) == ["pulse"]
+    assert sorted(path.name for path in rollout.socket_dir.iterdir()) == ["pulse", "start-rollout.json"]
 
 
 @pytest.fixture(scope="session")

@@ -95,7 +95,7 @@ async def test_coordinator_that_crashes_on_a_full_disk_comes_back_says_so_and_go
                 assert (await node.settled()).phase == PHASE_ROLLOUT
             assert (await node.acquire(PHASE_TRAIN))[-1].state.phase == PHASE_TRAIN
             assert (await node.state()).last_error == ""
-            assert [pulse.stat().st_size for pulse in pulse_dir(config.state_dir).glob(f"coordinator-{process.pid}")] == [16]
+            assert [pulse.stat().st_size for pulse in pulse_dir(config.state_dir).glob(f"coordinator-{process.pid}")] == [24]
             process.send_signal(signal.SIGKILL)
             await process.wait()
             disk.fill()

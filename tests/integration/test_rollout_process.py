@@ -191,4 +191,4 @@ def test_a_dead_rank_ends_the_service_and_leaves_nothing(engine_pair: RolloutPro
     assert left_of(shared) == []
     assert "event=engine_lost" in engine_pair.log.read_text()
     left = {path.name for path in engine_pair.socket_dir.iterdir()}
-    assert left - {"generate-calls"} == {"pair-0.sock", "pair-1.sock", "pulse"}
+    assert left - {"generate-calls"} == {"pair-0.sock", "pair-1.sock", "pulse", "start-rollout.json"}

@@ -140,7 +140,7 @@ def test_a_file_that_holds_no_headers_is_refused_without_its_content(text: str, 
     with pytest.raises(InvalidArgument, match=problem) as raised:
         check_telemetry(telemetry)
     assert raised.value.metadata["field"] == "telemetry.headers_file"
-    assert "s3c" not in raised.value.message
+    assert "s3c" not in raised.value.message.replace(str(tmp_path), "")
 
 
 def test_a_file_of_headers_is_missing_a_fifo_or_open_to_all(tmp_path: Path) -> None:

@@ -279,8 +279,8 @@ class FsdpBackend:
             self.memory.freeze(reference.parameters())
             return reference
         with ExitStack() as undo:
-            given = "= true" if self._node.has_reference else "unset, and no KL coefficient in [train]:"
-            shards = HostShards(self._mesh, setting=f"trainer.reference_on_host {given}", advice=_HOST_ADVICE)
+            given = "true" if self._node.has_reference else "unset (no KL coefficient in [train])"
+            shards = HostShards(self._mesh, setting=f"trainer.reference_on_host = {given}", advice=_HOST_ADVICE)
             undo.callback(shards.close)
             reference = load_policy(replace(source, on_host=shards), region=self._weights()).requires_grad_(False).eval()
             self._to_close.push(undo.pop_all())
