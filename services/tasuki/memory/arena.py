@@ -14,7 +14,7 @@ from tasuki.memory.library import buffer_at, call, chunk_rows, chunk_table, driv
 
 
 class Keep(IntFlag):
-    """What a pause keeps."""
+    """Parts that a pause keeps."""
 
     NOTHING = 0
     CONTENT = 1  # copied to pinned host memory and back
@@ -148,7 +148,7 @@ class Arena:
         return list(self._buffers.items())
 
     def set_policy(self, keep: Keep) -> None:
-        """What the next pauses keep."""
+        """Sets what the next pauses keep."""
         self._call("set_policy", self.id, int(keep))
 
     def set_idle(self, spans: Sequence[tuple[int, int]]) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""How many bytes tensors really take: torch's segments, and the chunks of our arenas under them."""
+"""Bytes that tensors really take: torch's segments, and the chunks of our arenas under them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def equal_chunks(num_bytes: int, *, device: str) -> int:
 
 
 def _segments(tensors: Iterable[int]) -> Iterable[int]:
-    """What torch asks of an allocator for these tensors: the smallest gap that is large enough serves, else a new segment."""
+    """Segments that torch allocates for these tensors: the smallest sufficient gap is used, else a new segment."""
     gaps: dict[int, list[int]] = {_SMALL_SEGMENT: [], _LARGE_SEGMENT: []}
     for tensor in tensors:
         block = rounded_up(tensor, _BLOCK)

@@ -58,7 +58,7 @@ def pool_chunk_bytes(pool_bytes: int) -> int:
 
 
 def pool_bytes(num_bytes: int) -> int:
-    """What a CPU's pool of `num_bytes` really holds, in whole chunks."""
+    """Bytes that a CPU's pool of `num_bytes` really holds, in whole chunks."""
     chunk_bytes = pool_chunk_bytes(num_bytes)
     return max(1, num_bytes // chunk_bytes) * chunk_bytes
 

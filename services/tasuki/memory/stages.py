@@ -42,7 +42,7 @@ class Stage(StrEnum):
 
 
 START = "START"
-"""What errors call the place of a service that has completed no stage yet; elsewhere it is None."""
+"""Name, in errors, for the position of a service that has completed no stage yet; elsewhere it is None."""
 
 
 class Rpc(StrEnum):

@@ -1,4 +1,4 @@
-"""How long a call may still take."""
+"""Time left for a call."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ _NO_DEADLINE_S = 600.0
 
 
 def remaining_s(context: grpc.aio.ServicerContext) -> float:
-    """Until the call's deadline."""
+    """Seconds until the call's deadline."""
     remaining = context.time_remaining()
     return _NO_DEADLINE_S if remaining is None else remaining

@@ -69,7 +69,7 @@ class TrainerMemory:
         self._leaving = Leaving(self._allocator, heartbeat=heartbeat, reached=failpoints.hit)
         self._heartbeat = heartbeat
         self._ended: list[Movement] = []
-        """What has ended behind the last answer, until an answer tells it."""
+        """Movements ended since the last answer, until an answer reports them."""
         self._pinning: threading.Thread | None = None
         self._is_closing = threading.Event()
 
