@@ -165,7 +165,7 @@ class TrainerMemory:
         for tag in later:
             while self._allocator.arena(tag).reserve_host(PIN_STEP_BYTES):
                 pass
-        with self._export.leaving() if self._export is not None and is_shared else nullcontext():
+        with self._export.released() if self._export is not None and is_shared else nullcontext():
             released = self._allocator.pause([tag for tag in tags if tag not in later])
         if self._device.type == "cuda" and (makes_room or not self._staying.cache):
             return_cached_blocks(self._device)
