@@ -24,7 +24,7 @@ Usages = Mapping[Service, ServiceUsage]
 
 
 class MemoryRecord:
-    """Appends a line where tags have other sizes than before, or others are mapped than stages lead to. A full disk costs a line."""
+    """Appends a line if sizes of tags changed, or other tags are mapped than the stages explain. A full disk costs a line."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -56,7 +56,7 @@ def read_usages(line: Mapping[str, Any]) -> dict[Service, ServiceUsage]:
 
 
 def _reached_by_stages(usages: Usages) -> set[str]:
-    """The tags as they are wherever on the ring the node may be, if nothing but stages moves them."""
+    """Possible states of the tags over all positions in the ring, if only stages move them."""
     reached: set[str] = set()
     now = dict(usages)
     for rule in (*RING, *RING):
