@@ -15,7 +15,7 @@ class FleetHold:
     def __init__(self, config: FleetConfig | None, journal: Journal) -> None:
         self._config, self._journal = config, journal
         self._sequence = 0
-        """Of the fleet's last command since this process was started; a connection to an earlier one is gone."""
+        """Sequence of the fleet's last command to this process; connections to an earlier one are closed."""
 
     def check(self, command: FleetCommand | None) -> None:
         """Adopts the command's numbers as the highest.

@@ -12,7 +12,7 @@ from tasuki.wire.regular_file import check_regular
 
 _MAX_VALUE_BYTES = 64_000_000
 _NUM_INSTRUCTIONS = 10_000
-"""Of SQLite, between two looks at the clock."""
+"""Instructions of SQLite between two checks of the time limit."""
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from tasuki.memory.tags import DeviceUsage, MemoryTag, ServiceUsage, TagUsage
 
 _log = logging.getLogger("tasuki.coordinator")
 _MAX_BYTES = 16_000_000
-"""Of a file; a line has about 200 bytes for each tag of a GPU."""
+"""Size limit of a file; a line has about 200 bytes for each tag of a GPU."""
 
 Usages = Mapping[Service, ServiceUsage]
 

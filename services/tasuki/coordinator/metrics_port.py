@@ -20,7 +20,7 @@ from tasuki.wire.errors import PermissionDenied, TasukiError, Unauthenticated
 
 _log = logging.getLogger("tasuki.coordinator")
 _METHOD = METHODS["/tasuki.v1.MetricsService/GetMetrics"]
-"""Whoever may call it may scrape."""
+"""Method whose callers may also scrape."""
 _ANSWER_TIMEOUT_S = 10.0
 _RETRY_S = 5.0
 Text = Callable[[], Awaitable[bytes]]

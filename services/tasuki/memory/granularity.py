@@ -15,9 +15,9 @@ _MIN_CHUNK, _MAX_CHUNK, _GROWTH_PART = 64 * _MIB, 1024 * _MIB, 8
 # memory/allocator.py and region_cpu.py.
 _CPU_MIN_CHUNK, _CPU_MAX_CHUNK, CPU_MIN_TENSOR = 2 * _MIB, 64 * _MIB, 2048
 ALIGNMENT = 256
-"""Of tensors that share a buffer."""
+"""Alignment of tensors that share a buffer, in bytes."""
 GROWING_CHUNK_BYTES = {"cpu": 4 * _MIB, "cuda": 128 * _MIB}
-"""Of a KV cache that grows: small enough for several chunks per layer, so that the first slots of every layer need only theirs."""
+"""Chunk size of a growing KV cache: several chunks per layer, so the first slots of each layer map only their own."""
 
 
 def rounded_up(num_bytes: int, step: int) -> int:

@@ -73,7 +73,7 @@ class CommandGate:
         """Epoch and sequence of the stage command that was refused last."""
         self._answers: OrderedDict[str, tuple[bytes, asyncio.Future[Any]]] = OrderedDict()
         self._stages: set[asyncio.Future[Any]] = set()
-        """Of those answers the ones of stage commands that are not there yet."""
+        """Pending answers of stage commands."""
         self._lock = asyncio.Lock()
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import grpc.aio
 
 _NO_DEADLINE_S = 600.0
-"""Of a read whose caller gives none; a mutating call without one is refused."""
+"""Deadline of a read whose caller sets none; a mutating call without one is refused."""
 
 
 def remaining_s(context: grpc.aio.ServicerContext) -> float:

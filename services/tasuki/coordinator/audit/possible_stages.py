@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from tasuki.memory.stages import RING, RULES, Rpc, Service, Stage, allowed_after, stages_of
 
 _At = Stage | None
-"""The last stage that a service says it completed; None: freshly started."""
+"""Last stage that a service reports as completed; None: freshly started."""
 
 
 def _accepted_after(stage: Stage) -> list[_At]:
@@ -18,14 +18,14 @@ def _accepted_after(stage: Stage) -> list[_At]:
 
 
 _RUNS: dict[Stage, dict[_At, _At]] = {stage: dict.fromkeys(_accepted_after(stage), stage) for stage in Stage}
-"""Where a command leads, from each place where it is accepted."""
+"""Stage that a command leads to, by each stage at which it is accepted."""
 _WITHDRAWN: dict[_At, _At] = {
     None: None,
     Stage.LOAD_WEIGHTS: Stage.LOAD_TRAINER,
     Stage.LOAD_TRAINER: Stage.LOAD_TRAINER,
 }
 _UNDOS = {rule.stage: _RUNS[rule.undo] if isinstance(rule.undo, Stage) else _WITHDRAWN for rule in RING if rule.undo_command}
-"""SYNC and PAUSE_KV are missing: no command takes them back, they go with another stage's undo."""
+"""Moves of each undo. SYNC and PAUSE_KV are missing: they are undone with another stage."""
 
 
 @dataclass(slots=True)

@@ -95,7 +95,7 @@ def _endings(history: History) -> dict[str, ChangeoverEnding]:
 
 
 _UNKNOWN = {error.reason for error in (DeadlineExceeded, InternalError, PeerUnavailable, Interrupted)}
-"""Reasons after which a command may have been carried out all the same."""
+"""Error reasons after which a command may still have run."""
 
 
 @dataclass(slots=True)
