@@ -54,7 +54,7 @@ def event_line(event: coordinator_pb2.StageEvent) -> str:
 
 
 def _movements(event: coordinator_pb2.StageEvent) -> str:
-    """Movements ended since earlier stages, and those that continue after this one."""
+    """Ended movements of earlier stages, and movements that continue after this one."""
     ended = [
         f"{one.tag} {_ENDED[one.kind]} {_mib(one.num_bytes)} MiB in {one.seconds:.3f} s"
         for one in decode_movements(event.ended)
