@@ -78,7 +78,7 @@ def _round(
         if not leaves:
             allocator.pause([MemoryTag.WEIGHTS])
             return
-        with export.leaving():
+        with export.released():
             allocator.pause(allocator.tags)
 
     copies = [tag for tag in allocator.tags if tag is MemoryTag.EXPORT]

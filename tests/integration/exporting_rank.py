@@ -78,7 +78,7 @@ class TrainerRank:
     def offload(self) -> int:
         if not self.leaves:
             return self.allocator.pause([WEIGHTS])
-        with self.export.leaving():
+        with self.export.released():
             return self.allocator.pause([WEIGHTS, EXPORT])
 
     def load(self) -> None:

@@ -165,7 +165,7 @@ def test_a_refused_pause_hands_out_the_same_version_again(start: Start, monkeypa
     trainer = start(dtype=torch.float32, published=torch.bfloat16, in_place=False, leaves=True)
     receiver = WeightReceiver(Engine(torch.bfloat16))
     weights = trainer.publish(0)
-    with pytest.raises(OutOfGpuMemory), trainer.export.leaving():
+    with pytest.raises(OutOfGpuMemory), trainer.export.released():
         raise OutOfGpuMemory("no pinned memory", tag="weights", needed_bytes=1, free_bytes=0)
     receive(receiver, weights)
     receive(receiver, weights)

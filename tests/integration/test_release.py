@@ -41,7 +41,7 @@ def test_nothing_is_handed_out_while_the_memory_is_away(trainer: TrainerRank, ca
     """Not even other files that have got the numbers of descriptors which were handed out before."""
     weights = trainer.publish(0)
     numbers = set(trainer.export._arena.fds)
-    with ExitStack() as cleanup, trainer.export.leaving():
+    with ExitStack() as cleanup, trainer.export.released():
         others = [os.memfd_create("another-secret") for _ in range(200)]
         for other in others:
             cleanup.callback(os.close, other)

@@ -54,7 +54,7 @@ def event_line(event: coordinator_pb2.StageEvent) -> str:
 
 
 def _movements(event: coordinator_pb2.StageEvent) -> str:
-    """What went on behind earlier stages, and what goes on behind this one."""
+    """Ended movements of earlier stages, and movements that continue after this one."""
     ended = [
         f"{one.tag} {_ENDED[one.kind]} {_mib(one.num_bytes)} MiB in {one.seconds:.3f} s"
         for one in decode_movements(event.ended)
@@ -130,7 +130,7 @@ def _memory(snapshot: NodeSnapshot) -> Table:
 
 
 def _pending(snapshot: NodeSnapshot) -> str:
-    """What stages left to be moved behind them, and is not moved yet, over all ranks."""
+    """Bytes still to be moved after stages have answered, over all ranks."""
     sizes: Counter[tuple[str, MemoryTag, MovementKind]] = Counter()
     for service, usage in _usages(snapshot):
         for tag in read_usage(usage).tags:

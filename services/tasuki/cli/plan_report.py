@@ -73,7 +73,7 @@ def answers(planned: Plan, advice: Advice) -> list[str]:
 
 
 def _experts(layout: Layout) -> str:
-    """What spread experts take."""
+    """Memory of experts spread over ranks."""
     sparse = next(model for model in (layout.model, layout.critic) if model is not None and model.num_experts)
     each, rows = sparse.num_experts // layout.num_ranks, layout.rank_tokens * replace(layout, model=sparse).rows_per_token
     return (
@@ -83,7 +83,7 @@ def _experts(layout: Layout) -> str:
 
 
 def residency(planned: Plan) -> list[str]:
-    """What stays, what leaves, and the expected seconds of a changeover's stages."""
+    """Tags that stay and leave, and the expected seconds of a changeover's stages."""
     kinds = stay_and_leave(planned.layout)
     lines = [f"{name}: stays {_listed(stays)}; leaves {_listed(leaves)}." for name, stays, leaves in kinds]
     seconds = expected_seconds(planned)

@@ -39,7 +39,7 @@ PUBLISHED, RECEIVED = "publish_weights", "receive"
 
 
 class Action(StrEnum):
-    """What happens to a process at a failpoint."""
+    """Action on a process at a failpoint."""
 
     KILL = "kill"
     """SIGKILL."""

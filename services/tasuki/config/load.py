@@ -28,7 +28,7 @@ _WANTED = {
     "tuple_type": "give a list",
     "list_type": "give a list",
 }
-"""What to give, by pydantic's type of a problem whose own message names Python's types."""
+"""Advice by pydantic's problem type, where its message names Python's types."""
 
 
 def load_config(path: Path, *, overrides: Sequence[str] = ()) -> NodeConfig:

@@ -46,7 +46,7 @@ class RewardConfig(Schema):
     timeout_s: PositiveFloat = 10.0
     """Time limit per sample."""
     on_error: Literal["fail", "zero", "skip"] = "fail"
-    """What to do if a reward raises, times out or is not finite: end the run, count 0, or skip the sample in baseline and loss."""
+    """Action if a reward raises, times out or is not finite: end the run, count 0, or skip the sample in baseline and loss."""
 
     @model_validator(mode="after")
     def _is_one_or_several(self) -> RewardConfig:

@@ -101,7 +101,7 @@ class TrainerConfig(OptimizerConfig):
     Otherwise every rank gathers all experts, layer by layer. `num_ranks` must divide the number of experts. Results agree up to
     rounding. Not with `mlp_tile_tokens`."""
     on_non_finite: Literal["stop", "skip"] = "stop"
-    """What to do if gradients are not finite: fail the step, or discard them and report the step as skipped."""
+    """Action if gradients are not finite: fail the step, or discard them and report the step as skipped."""
     critic: CriticConfig | None = None
     micro_batch_tokens: PositiveInt | None = None
     """Maximum tokens in a micro-batch; longer samples are refused. Defaults to 8192 on a CPU. On a GPU it is the first of 16384, 8192, ...
@@ -113,8 +113,8 @@ class TrainerConfig(OptimizerConfig):
     of micro-batches accumulate with that rounding; memory halves. Not with `[trainer.lora]`, where adapters are float32 and the
     frozen model is in `compute_dtype`."""
     export: Literal["auto", "parameters", "copy"] = "auto"
-    """What rollout reads at a sync: the parameters themselves, without extra memory, if `param_dtype` equals `rollout.dtype`; or a copy in
-    that dtype. "auto" is "parameters" where possible."""
+    """Source of a sync: the parameters themselves, without extra memory, if `param_dtype` equals `rollout.dtype`; or a copy in that
+    dtype. "auto" is "parameters" where possible."""
     export_stays: bool | None = None
     """Whether the memory that rollout reads (copy or parameters) stays on the GPU after OFFLOAD. Otherwise it leaves, and rollout maps it
     at every sync. By default it stays if, according to the planner, everything then fits."""
@@ -125,7 +125,7 @@ class TrainerConfig(OptimizerConfig):
     """Attention over packed sequences: FlashAttention-4, torch's `varlen_attn`, or torch's `scaled_dot_product_attention`, which pads
     and supports every model and dtype. "auto" is the first that is installed and computes correct results at start; the log names it."""
     checkpointing: Literal["auto", "none", "attention", "full", "offloaded"] = "auto"
-    """What each layer keeps from forward to backward: everything ("none" is recomputed), its input and attention's output, its input
+    """Tensors a layer keeps from forward to backward: everything ("none" is recomputed), its input and attention's output, its input
     only, or its input in host memory. Later values take less memory and more time; gradients are the same. "auto" is the first that
     fits according to the planner. On a GPU, as many layers as still fit keep everything."""
     reshard_after_forward: bool = True
@@ -135,7 +135,7 @@ class TrainerConfig(OptimizerConfig):
     """Tokens per tile of an MLP, which a rank computes one at a time and recomputes in backward. Makes room for long samples. By default
     one tile."""
     compile: Literal["none", "blocks"] = "none"
-    """What torch.compile compiles: nothing, or every layer of the networks except attention and experts. Results agree up to rounding.
+    """Scope of torch.compile: nothing, or every layer of the networks except attention and experts. Results agree up to rounding.
     Compilation happens at start; on a CPU it needs g++ or the compiler in CXX."""
     prefix_sharing: Literal["auto"] | bool = False
     """Whether samples of one prompt in a micro-batch share its computation. Results agree up to rounding, and `micro_batch_tokens` counts

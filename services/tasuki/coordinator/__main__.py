@@ -86,7 +86,7 @@ async def _serve(config: NodeConfig) -> None:
 
 
 def _make_node(config: NodeConfig, boot_id: str, tracer: Tracer) -> tuple[Node, Journal, GrpcPeers, Admission]:
-    """With a new epoch in its journal. Raises DiskFull, with nothing left open, when that cannot be written."""
+    """Creates the node, with a new epoch in its journal. Raises DiskFull, with nothing left open, if that cannot be written."""
     targets = node_targets(config)
     journal = Journal(journal_path(config.state_dir), failpoints=Failpoints.of(config, "coordinator"))
     try:
@@ -165,7 +165,7 @@ async def _serve_node(
 
 
 def _ask_for_restart(request: Path, cause: str) -> None:
-    """The file alone is the request: where there is no room for the cause, it is asked without."""
+    """Requests a restart. The file alone is the request: on a full disk it lacks the cause."""
     try:
         request.write_text(cause)
     except OSError as error:

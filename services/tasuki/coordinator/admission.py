@@ -1,10 +1,9 @@
-"""Lets a stage begin only where there is room for what it takes.
+"""Admits a stage only if its devices have room for the memory it takes.
 
-GPUs are measured once a changeover, by the service that has nothing else to do meanwhile: rollout during LOAD_WEIGHTS, the trainer
-during DRAIN. From there on their free memory is reckoned, by what the stages give and take; that leaves out what torch gives back with
-OFFLOAD, so it is never more than there is. A CPU's memory is looked at before each stage. What the tags of a service hold is asked for
-once in its life, and again when a stage moved other bytes than expected. A stage is refused only by numbers that both services have
-just given.
+GPUs are measured once a changeover, by the service that is idle meanwhile: rollout during LOAD_WEIGHTS, the trainer during DRAIN.
+After that, free memory is estimated from the bytes that each stage gives and takes. The estimate ignores what torch releases in
+OFFLOAD, so it is never too high. Host memory is read before each stage on a CPU. A service's tags are read once in its life, and
+again when a stage moved an unexpected number of bytes. A stage is refused only on numbers that both services have just reported.
 """
 
 from __future__ import annotations
@@ -50,15 +49,15 @@ _log = logging.getLogger("tasuki.coordinator")
 
 
 class MemoryReader(Protocol):
-    """What the admission asks of the services."""
+    """Reads the memory usage of both services."""
 
     async def usage(self, service: Service) -> ServiceUsage:
-        """Raises TasukiError when it does not answer, or is busy."""
+        """Memory usage of one service. Raises TasukiError if it is busy or does not answer."""
         ...
 
 
 class Admission:
-    """What is known of both services' memory. One for each coordinator."""
+    """Tracks the memory of both services. One per coordinator."""
 
     def __init__(
         self,
@@ -68,9 +67,9 @@ class Admission:
         published_bytes: Callable[[str], int | None],
         record: MemoryRecord | None = None,
     ) -> None:
-        """published_bytes: what the trainer of this boot id published last, of the journal; None when it has not.
+        """published_bytes: bytes that the trainer with this boot id published last, from the journal; None if it never published.
 
-        record: gets what both services say.
+        record: receives the usage that both services report.
         """
         self._memory, self._config, self._published_bytes, self._record = memory, config, published_bytes, record
         self._boots: Mapping[Service, str] = {}
@@ -81,7 +80,7 @@ class Admission:
         self._sizes: dict[str, int] = {}
 
     def meet(self, boots: Mapping[Service, str]) -> None:
-        """Takes the services' boot ids. What one that is gone had said is forgotten."""
+        """Adopts the services' boot ids, and forgets all readings if one has changed."""
         if boots == self._boots:
             return
         self.forget()
@@ -89,17 +88,17 @@ class Admission:
         self._has_published = self._published_bytes(boots[Service.TRAINER]) is not None
 
     def forget(self) -> None:
-        """The services' memory has been moved by other ways than the stages'."""
+        """Discards all readings: memory moved outside the stages."""
         self._usages, self._free, self._is_measured = {}, None, False
 
     async def admit(self, stage: Stage) -> None:
-        """Raises OutOfGpuMemory, with numbers and advice, when `stage` has no room.
+        """Raises OutOfGpuMemory, with numbers and advice, if `stage` has no room.
 
-        A service that does not say what it holds is no reason to refuse: its own arenas do that, or the stage meets what ails it.
+        A service that does not report its memory is no reason to refuse: its arenas refuse, or the stage fails by itself.
         """
         is_first = stage is Stage.LOAD_WEIGHTS and not self._has_published
         if stage in (Stage.LOAD_WEIGHTS, Stage.DRAIN):
-            self._free = None  # what is known is of the changeover before
+            self._free = None  # measured in an earlier changeover
         if stage not in TAKES:
             return
         self._look_at_host()
@@ -109,7 +108,7 @@ class Admission:
         if not await self._measure_all(stage):
             return
         if stage is Stage.RESUME_KV:
-            await self._let_leave(stage)
+            await self._await_release(stage)
         is_made = any(one.tag is MemoryTag.EXPORT for one in self._usages[Service.TRAINER].tags)
         needed = await self._first_export() if is_first and not is_made else self._taken(stage)
         if needed and (shortages := self._shortages(stage, needed)):
@@ -118,7 +117,7 @@ class Admission:
 
     @asynccontextmanager
     async def during(self, stage: Stage) -> AsyncIterator[None]:
-        """Admits `stage`, and measures while it runs on the other service. Raises as `admit`."""
+        """Admits `stage`, and measures the idle service while the stage runs. Raises as `admit`."""
         await self.admit(stage)
         asked = () if self._is_measured else self._idle_during(stage)
         self._is_measured = False
@@ -132,8 +131,8 @@ class Admission:
                 reading.cancel()
                 await asyncio.wait([reading])
 
-    async def _let_leave(self, stage: Stage) -> None:
-        """Asks the trainer's state to leave, and waits, as long as `stage` has no room: at most the time of a stalled node."""
+    async def _await_release(self, stage: Stage) -> None:
+        """Asks the trainer to release its state and waits until `stage` has room, at most `restart.progress_s`."""
         clock = asyncio.get_running_loop()
         ends = clock.time() + self._config.restart.progress_s
         while any(one.is_leaving for one in self._usages[Service.TRAINER].tags) and self._shortages(
@@ -145,31 +144,31 @@ class Admission:
                 return
 
     def done(self, stage: Stage, outcome: Outcome) -> None:
-        """Reckons with what a stage has taken or given."""
+        """Updates the estimate with the bytes that a stage took or gave."""
         service = RULES[stage].service
         usage = self._usages.get(service)
         if stage is Stage.LOAD_WEIGHTS and not self._has_published:
             self._has_published = True
-            self._doubt(service)  # it may have made an arena
+            self._doubt(service)  # it may have created an arena
         elif usage is not None:
             given, taken = given_by(stage, usage), taken_by(stage, usage)
             self._move_free(given)
             self._move_free({device: -size for device, size in taken.items()})
             self._usages[service] = after(stage, usage)
-            # Published bytes are another thing; DRAIN and SYNC move none.
+            # LOAD_WEIGHTS reports published bytes, not moved ones; DRAIN and SYNC move none.
             is_moving = bool(given or taken) and stage is not Stage.LOAD_WEIGHTS
             if is_moving and sum(given.values()) + sum(taken.values()) != outcome.num_bytes:
-                self._doubt(service)  # its tags have grown, or others of them moved
+                self._doubt(service)  # its tags have grown, or other tags moved
             if any(one.is_leaving for one in self._usages.get(service, usage).tags):
-                self._usages.pop(service, None)  # until it is asked again, what has left counts as little as what has not
+                self._usages.pop(service, None)  # its pages leave gradually: ask again
 
     def _doubt(self, service: Service) -> None:
-        """What is reckoned of its memory may be wrong."""
+        """Discards the readings of a service and the estimate of free memory."""
         self._usages.pop(service, None)
         self._free = None
 
     async def gpu_bytes(self) -> int:
-        """Memory of the smallest device; remembered for good. Raises TasukiError when it is not known and nobody tells."""
+        """Memory of the smallest device, read once. Raises TasukiError if it is unknown and rollout does not report it."""
         if not self._sizes:
             self._note_sizes(await self._memory.usage(Service.ROLLOUT))
         return min(self._sizes.values())
@@ -185,22 +184,22 @@ class Admission:
     def _idle_during(self, stage: Stage) -> Sequence[Service]:
         if self._config.device == "cuda":
             return {Stage.LOAD_WEIGHTS: (Service.ROLLOUT,), Stage.DRAIN: (Service.TRAINER,)}.get(stage, ())
-        # A trainer may have grown while it trained, by a reference policy, and a budget knows of nothing else. It answers behind the stage.
+        # The trainer may have grown while it trained, by a reference policy, which only the budget can notice. It answers after the stage.
         has_budget = self._config.memory.host_budget_bytes is not None
         return (Service.TRAINER,) if has_budget and stage is Stage.LOAD_WEIGHTS else ()
 
     def _taken(self, stage: Stage) -> Bytes | None:
-        """None while nobody knows."""
+        """Bytes that `stage` takes by device; None if unknown."""
         usage = self._usages.get(RULES[stage].service)
         return None if usage is None else taken_by(stage, usage)
 
     def _has_room(self, stage: Stage, needed: Bytes) -> bool:
-        """As far as is known."""
+        """Whether the known free memory suffices on every device."""
         free = self._free_for(stage)
         return needed.keys() <= free.keys() and not any(lacks_room(device, size, free) for device, size in needed.items())
 
     def _shortages(self, stage: Stage, needed: Bytes) -> list[Shortage]:
-        """Measured devices that lack room."""
+        """Measured devices without enough room."""
         free = self._free_for(stage)
         return [
             Shortage(
@@ -215,13 +214,13 @@ class Admission:
         ]
 
     def _free_for(self, stage: Stage) -> Bytes:
-        """With what torch only caches in the service that carries `stage` out."""
+        """Free memory by device, including the cached blocks of torch in the service that runs `stage`."""
         usage = self._usages.get(RULES[stage].service)
         cached = {} if usage is None else cached_bytes(usage)
         return {device: size + cached.get(device, 0) for device, size in (self._free or {}).items()}
 
     async def _measure_all(self, stage: Stage) -> bool:
-        """Whether both services have answered."""
+        """Measures both services. Returns whether both answered."""
         readings = await self._read(tuple(Service))
         self._take(readings)
         self._is_measured = len(readings) == len(Service)
@@ -230,7 +229,7 @@ class Admission:
         return self._is_measured
 
     async def _read(self, services: Sequence[Service]) -> dict[Service, ServiceUsage]:
-        """Of those that answer."""
+        """Usage of the services that answer."""
         answers = await asyncio.gather(*(self._memory.usage(service) for service in services), return_exceptions=True)
         readings: dict[Service, ServiceUsage] = {}
         for service, answer in zip(services, answers, strict=True):
@@ -253,16 +252,16 @@ class Admission:
         self._look_at_host()
 
     def _look_at_host(self) -> None:
-        """On a CPU free memory is known as soon as both services have told what they hold."""
+        """Computes the free memory of a CPU node once both services have reported."""
         if self._config.device == "cpu" and len(self._usages) == len(Service):
             available, budget = host_memory().available_bytes, self._config.memory.host_budget_bytes
             if self._config.memory.pool and budget is not None:
-                # The machine has given it already.
+                # The pool has already taken the budget from the machine.
                 available = budget = pool_bytes(budget)
             self._free = {"cpu": free_of_host(available, self._usages.values(), budget_bytes=budget)}
 
     async def _first_export(self) -> Bytes:
-        """What the planner says of the arena that the trainer's first publication makes; nothing when it cannot say."""
+        """Planned bytes of the arena that the first publication creates; empty if the planner fails."""
         try:
             planned = await asyncio.to_thread(
                 plan_node, self._config, gpu_bytes=await self.gpu_bytes(), host_bytes=host_memory().total_bytes

@@ -1,4 +1,4 @@
-"""One request, tried more than once: under which names the journal has its changeovers."""
+"""Names of a request's changeovers in the journal, when it was tried more than once."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from tasuki.coordinator.records import ChangeoverRecord
 
 
 def next_attempt_id(journal: Journal, request_id: str) -> str:
-    """`request_id`, or with a number behind it when the journal has it: the same request, tried again."""
+    """Returns `request_id`, with a number appended if the journal has it from an earlier try."""
     return list(_names(journal, request_id))[-1]
 
 
 def last_attempt(journal: Journal, request_id: str) -> ChangeoverRecord | None:
-    """What became of a request when it was tried for the last time; None when it never was."""
+    """Last try of a request; None if it was never tried."""
     tried = list(_names(journal, request_id))[:-1]
     return journal.find(tried[-1]) if tried else None
 
 
 def _names(journal: Journal, request_id: str) -> Iterator[str]:
-    """Those that the journal has, and the next one."""
+    """Yields the names that the journal has, then the next one."""
     number, name = 1, request_id
     while journal.find(name) is not None:
         yield name

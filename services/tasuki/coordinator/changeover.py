@@ -1,4 +1,4 @@
-"""One changeover: intent, act, result for each stage; when one fails, the finished ones are taken back."""
+"""One changeover: intent, act and result for each stage; if one fails, the finished ones are undone."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from tasuki.wire.errors import (
 )
 
 _log = logging.getLogger("tasuki.coordinator")
-# After these nobody knows whether the stage was carried out, or still is. It is not sent again, but its undo is sent: a service
-# takes one command at a time, in their order, so the undo finds the stage finished, or is refused because it never began. Of a full disk
-# it is not said whether the intent was not written, or the result.
+# After these errors the stage may be done, running or never begun. It is not sent again, but its undo is: a service runs commands one
+# at a time in order, so the undo finds the stage finished, or is refused because it never began. DiskFull does not say which write
+# failed, the intent or the result.
 _OUTCOME_UNKNOWN = (DeadlineExceeded, DiskFull, InternalError, PeerUnavailable)
 
 Tell = Callable[[StageEvent, Stage], None]
@@ -45,7 +45,7 @@ class _Attempt:
 
 
 class Changeover:
-    """Runs the stages of one hand-over. `at` is where the node is."""
+    """Runs the stages of one changeover. `at` is the stage that the node is at."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Changeover:
         admission: Admission | None = None,
         trace: ChangeoverTrace = NO_TRACE,
     ) -> None:
-        """admission: None lets every stage begin."""
+        """admission: None admits every stage."""
         self.id, self.target, self.trace = changeover_id, target, trace
         self.started = time.perf_counter()
         self._journal, self._peers, self._tell, self._restart = journal, peers, tell, restart
@@ -68,7 +68,7 @@ class Changeover:
         self.observe(seen)
 
     def observe(self, seen: Observed) -> None:
-        """Takes what the services say as the truth. Raises StageOrder when they do not fit together."""
+        """Adopts the state that the services report. Raises StageOrder if they contradict each other."""
         self.at = seen.place()
         self._is_on_the_way_back = seen.is_on_the_way_back
         self._boots = _boots(seen)
@@ -76,11 +76,11 @@ class Changeover:
             self._admission.meet({Service.TRAINER: seen.trainer_boot_id, Service.ROLLOUT: seen.rollout_boot_id})
 
     def knows(self, seen: Observed) -> bool:
-        """Whether both services are still those that it took the node from."""
+        """Whether both services are still in the lives that were last observed."""
         return self._boots == _boots(seen)
 
     async def bring_to_target(self) -> None:
-        """Brings the node to `target`. When a stage fails, the finished ones are taken back and the stage's error is raised."""
+        """Brings the node to `target`. If a stage fails, the finished ones are undone and its error is raised."""
         if self._is_on_the_way_back or self._lacks_publication() or turns_back(self.at, self.target):
             await self._take_back(since_phase(self.at))
         for stage in path(self.at, self.target):
@@ -95,19 +95,21 @@ class Changeover:
                 raise
 
     def _lacks_publication(self) -> bool:
-        """Whether SYNC is ahead with weights of which no coordinator learned the answer."""
+        """Whether SYNC is still to come but no coordinator learned the answer of LOAD_WEIGHTS."""
         return self.at in (Stage.LOAD_WEIGHTS, Stage.RESUME_WEIGHTS) and self._journal.published() is None
 
     async def make_room(self) -> None:
-        """Has the trainer leave the GPUs, so that an engine can start there: takes LOAD_TRAINER back. Raises GradientsPending, and
-        Interrupted when the trainer has left, for it takes another changeover to reach `target`."""
+        """Undoes LOAD_TRAINER, so that an engine can start on the trainer's GPUs.
+
+        Raises GradientsPending, and Interrupted once the trainer has left: `target` then takes another changeover.
+        """
         await self._take_back((Stage.LOAD_TRAINER, *since_phase(self.at)))
         raise Interrupted(f"rollout was lost; it comes back before phase {self.target} is reached")
 
     async def run(self, stage: Stage) -> None:
-        """Carries one stage out. Raises its error, and StageOrder when another stage must come first.
+        """Runs one stage. Raises its error, and StageOrder if another stage must come first.
 
-        Raises OutOfGpuMemory, with nothing written down and nothing sent, when there is no room for what the stage takes.
+        Raises OutOfGpuMemory, with nothing recorded or sent, if the stage has no room.
         """
         after = advance(self.at, stage)
         published = self._journal.published() if stage is Stage.SYNC else Outcome()
@@ -121,24 +123,24 @@ class Changeover:
                 attempt.outcome = await self._peers.carry_out(intent, published=published.answer)
 
     async def _take_back(self, stages: Sequence[Stage]) -> None:
-        """Undoes `stages`, given in the order in which they ran, and asks the services where the node is."""
+        """Undoes `stages`, given in the order they ran, and observes the services afterwards."""
         for stage in undo_path(stages):
             intent = self._journal.intend(stage, self.id, is_undo=True, **self._boots)
             try:
                 with self._recorded(intent, leads_to=self.at) as attempt:
                     attempt.outcome = await self._peers.carry_out(intent, published=b"")
             except StageOrder:
-                # The stage was never carried out; or rollout went on after it was seen, and the trainer must not return beside it.
+                # The stage never ran; or rollout went on after it was observed, and the trainer must not return beside it.
                 if stage is Stage.RESUME_WEIGHTS and not (await self._peers.observe()).is_asleep:
                     raise
         seen = await self._peers.observe()
         for service in seen.absent:
-            if self._boots[f"{service}_boot_id"]:  # it counts as freshly started, and may hold all that it held
+            if self._boots[f"{service}_boot_id"]:  # it counts as freshly started, but may still hold all its memory
                 raise PeerUnavailable(f"{service} does not say where it is after the undo", peer=service)
         self.observe(seen)
 
     async def _take_back_after(self, cause: TasukiError, stages: Sequence[Stage]) -> None:
-        """As _take_back, for a caller that raises `cause`: an error of the undo itself is journalled and logged."""
+        """Undoes as `_take_back`, for a caller that raises `cause`: an error of the undo is journalled and logged."""
         try:
             await self._take_back(stages)
         except TasukiError as error:
@@ -146,7 +148,7 @@ class Changeover:
 
     @contextmanager
     def _recorded(self, intent: Intent, *, leads_to: Stage) -> Iterator[_Attempt]:
-        """Writes down what comes of the command that the block sends; its intent is written down."""
+        """Records the result of the command that the block sends, after its intent."""
         started, attempt = time.perf_counter(), _Attempt()
         try:
             with self.trace.stage(intent) as span:
@@ -157,7 +159,7 @@ class Changeover:
             if isinstance(error, StaleSequence):
                 self._journal.pass_over(int(error.metadata["current_sequence"]))
             if isinstance(error, StaleEpoch) and not self._journal.has_epoch(int(error.metadata["current_epoch"])):
-                # No coordinator had it, and none can go on from it: only a service that starts again forgets it.
+                # No coordinator ever had this epoch, so none can continue from it; only a restart of the service clears it.
                 self._restart(_service_of(intent), f"it takes stages of an epoch that no coordinator had: {error.message}")
             self._forget_memory()
             raise
@@ -186,11 +188,11 @@ class Changeover:
 
 
 def _service_of(intent: Intent) -> Service:
-    """The service that carries the stage out, or its undo."""
+    """Service that runs the stage, or its undo."""
     undo = RULES[intent.stage].undo if intent.is_undo else intent.stage
     return RULES[undo if isinstance(undo, Stage) else intent.stage].service
 
 
 def _boots(seen: Observed) -> dict[str, str]:
-    """As an intent has them."""
+    """Boot ids under the names that an intent uses."""
     return {"trainer_boot_id": seen.trainer_boot_id, "rollout_boot_id": seen.rollout_boot_id}

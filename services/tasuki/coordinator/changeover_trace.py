@@ -1,4 +1,4 @@
-"""The span of a changeover, and those of its stages."""
+"""Spans of a changeover and of its stages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tasuki.wire.tracing import CHANGEOVER_ID, NO_TRACER, REQUEST_ID, Span, Span
 
 
 class ChangeoverTrace:
-    """Begins with the changeover, below the call that asked for it."""
+    """Span of a changeover, child of the call that requested it."""
 
     def __init__(self, tracer: Tracer, *, changeover_id: str, target: Phase, request_id: str) -> None:
         self._tracer, self._changeover_id = tracer, changeover_id
@@ -21,13 +21,13 @@ class ChangeoverTrace:
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Calls in the block are below the changeover."""
+        """Makes calls in the block children of the changeover."""
         with current(self._span):
             yield
 
     @contextmanager
     def stage(self, intent: Intent) -> Iterator[Span]:
-        """The span of a stage, or of its undo. Calls in the block are below it."""
+        """Span of a stage, or of its undo; parent of the calls in the block."""
         name = f"undo {intent.stage}" if intent.is_undo else f"stage {intent.stage}"
         attributes = {REQUEST_ID: intent.request_id, CHANGEOVER_ID: self._changeover_id}
         with self.around(), spanning(self._tracer.begin(name, kind=SpanKind.INTERNAL, attributes=attributes)) as span:

@@ -1,4 +1,4 @@
-"""A coordinator whose journal cannot be opened: it lives, says so to everyone who asks, and tries again until there is room."""
+"""Serves a coordinator whose journal cannot be opened: it reports DiskFull and retries until there is room."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tasuki.wire.errors import DiskFull
 
 _log = logging.getLogger("tasuki.coordinator")
 _TRY_EVERY_S = 0.5
-# For whoever is being answered; watchers wait for ever and are cut.
+# Time for calls to finish at the stop; watchers never finish and are cut.
 _GRACE_S = 0.5
 _Opened = TypeVar("_Opened")
 
 
 class DiskFullServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
-    """Tells its state, and refuses everything else with DiskFull. state: without an epoch, which nothing but a journal gives."""
+    """Reports the state, and refuses everything else with DiskFull. state: has no epoch, since only a journal assigns one."""
 
     def __init__(self, state: pb.NodeState, error: DiskFull, *, port_targets: Mapping[str, str]) -> None:
         self._state, self._error, self._port_targets = state, error, port_targets
@@ -52,14 +52,14 @@ class DiskFullServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
 
 
 async def wait_for_disk(open_journal: Callable[[], _Opened], state: pb.NodeState, *, config: NodeConfig) -> _Opened | None:
-    """What `open_journal` returns once it does not raise DiskFull any more; meanwhile everybody is told.
+    """Retries `open_journal` until it no longer raises DiskFull, and returns its result; meanwhile callers get the error.
 
-    None when the process is asked to stop before that.
+    Returns None if the process is asked to stop first.
     """
     try:
         return open_journal()
     except DiskFull as error:
-        failure = DiskFull(error.message, **error.metadata)  # the first one would keep all that it failed in alive
+        failure = DiskFull(error.message, **error.metadata)  # the original would keep its traceback and frames alive
     _log.error("event=no_room error=%s", failure.message)
     state.last_error = f"{failure.reason}: {failure.message}"
     server = RpcServer(

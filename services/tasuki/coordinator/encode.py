@@ -1,4 +1,4 @@
-"""The coordinator's values as protobuf messages, and back."""
+"""Converts the coordinator's values to protobuf messages and back."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def state_to_proto(state: NodeState, *, instance: Instance) -> coordinator_pb2.N
 
 
 def state_for(context: Any, state: coordinator_pb2.NodeState, *, port_targets: Mapping[str, str]) -> coordinator_pb2.NodeState:
-    """The state as a caller is told it: one at a port is told of ports, and "" of a service without one."""
+    """State for one caller: at a port it has the services' ports, "" for a service without one."""
     if context.peer().startswith("unix:"):
         return state
     told = coordinator_pb2.NodeState()

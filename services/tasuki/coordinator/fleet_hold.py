@@ -1,4 +1,4 @@
-"""The fleet that commands this node, and how far it has come: nothing that it sent earlier is carried out later."""
+"""Fences commands of the node's fleet: a command sent earlier is never executed after a later one."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ class FleetHold:
     def __init__(self, config: FleetConfig | None, journal: Journal) -> None:
         self._config, self._journal = config, journal
         self._sequence = 0
-        """Of the fleet's last command since this process was started; a connection to an earlier one is gone."""
+        """Sequence of the fleet's last command to this process; connections to an earlier one are closed."""
 
     def check(self, command: FleetCommand | None) -> None:
-        """Takes the command's numbers as the highest.
+        """Adopts the command's numbers as the highest.
 
-        Raises HeldByFleet for another caller than the fleet, StaleEpoch for an earlier life or another attempt of it, StaleSequence for
-        a command that comes after a later one, InvalidArgument when the node belongs to no fleet, and DiskFull.
+        Raises HeldByFleet for a caller other than the fleet, StaleEpoch for its earlier life or another attempt, StaleSequence for a
+        command older than the last, InvalidArgument if the node belongs to no fleet, and DiskFull.
         """
         if not self._is_new(command):
             raise self._late(command)
 
     def check_look(self, command: FleetCommand) -> None:
-        """As `check`, for a look: the channel repeats a read that was cut off, and the last number may come again."""
+        """Checks a look as `check` does, but accepts the last number again: the channel repeats an interrupted read."""
         if not self._is_new(command) and command.sequence < self._sequence:
             raise self._late(command)
 
@@ -37,7 +37,7 @@ class FleetHold:
         return StaleSequence(text, sequence=command.sequence, current_sequence=self._sequence)
 
     def _is_new(self, command: FleetCommand | None) -> bool:
-        """Takes the numbers unless the sequence was seen before. Raises as `check`, but for StaleSequence."""
+        """Adopts the numbers unless the sequence was seen before. Raises as `check`, except StaleSequence."""
         if self._config is None:
             if command is not None:
                 raise InvalidArgument("fleet", f"this node belongs to no fleet, and is called by {command.name!r}; set [fleet]")

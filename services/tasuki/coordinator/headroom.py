@@ -1,7 +1,7 @@
-"""Whether a stage has room: what it takes of each device, what is free there, who holds the rest, and what to change. Pure.
+"""Room for a stage: bytes it takes on each device, bytes free there, the holders of the rest, and advice. Pure.
 
-On a GPU `free` is what the driver would give. On a CPU it is what the machine would give, and with `memory.host_budget_bytes` no more than
-what the tags of both services leave of the budget.
+On a GPU `free` is the driver's free memory. On a CPU it is the machine's available memory, limited by what the tags of both services
+leave of `memory.host_budget_bytes`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Bytes = Mapping[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """One device that is short before a stage. `held`: by whom -> bytes."""
+    """One device that lacks room for a stage. `held`: holder -> bytes."""
 
     device: str
     needed_bytes: int
@@ -42,9 +42,9 @@ class Shortage:
 
 
 def taken_by(stage: Stage, usage: ServiceUsage) -> Bytes:
-    """What the tags of `stage` take when they wake: nothing for those that are awake, or whose memory was kept.
+    """Bytes by device that the tags of `stage` take when they resume.
 
-    Nor what follows later, as memory becomes free.
+    Excludes mapped and kept memory, and bytes that follow later as memory becomes free.
     """
     return _sums(
         (one.device, max(0, one.total_bytes - one.following_bytes - one.mapped_bytes - one.kept_bytes))
@@ -53,12 +53,12 @@ def taken_by(stage: Stage, usage: ServiceUsage) -> Bytes:
 
 
 def given_by(stage: Stage, usage: ServiceUsage) -> Bytes:
-    """What the tags of `stage` leave to others with its answer: nothing for those that stay, or leave later."""
+    """Bytes by device that the tags of `stage` have released when it answers; none for tags that stay or leave later."""
     return _sums((one.device, one.mapped_bytes) for one in _of(stage, usage, _GIVES) if not (one.stays or one.leaves_later))
 
 
 def after(stage: Stage, usage: ServiceUsage) -> ServiceUsage:
-    """The same tags once `stage` is done."""
+    """The same usage once `stage` is done."""
     wakes, sleeps = _of(stage, usage, TAKES), _of(stage, usage, _GIVES)
 
     def moved(one: TagUsage) -> TagUsage:
@@ -72,17 +72,17 @@ def after(stage: Stage, usage: ServiceUsage) -> ServiceUsage:
 
 
 def free_of_gpus(usages: Iterable[ServiceUsage]) -> dict[str, int]:
-    """What the driver would give on each device of services that were asked just now."""
+    """Bytes free by device, from services that have just reported."""
     free: dict[str, int] = {}
     for usage in usages:
         for one in usage.devices:
-            # The ranks on one device did not look at the same moment.
+            # Ranks on one device read at different moments: take the lowest.
             free[one.device] = min(one.free_bytes, free.get(one.device, one.free_bytes))
     return free
 
 
 def free_of_host(available_bytes: int, usages: Iterable[ServiceUsage], *, budget_bytes: int | None) -> int:
-    """What the machine would give, and no more than both services leave of the budget."""
+    """Bytes available on the host, limited by what both services leave of the budget."""
     if budget_bytes is None:
         return available_bytes
     held = sum(one.mapped_bytes + one.kept_bytes for usage in usages for one in usage.tags)
@@ -90,17 +90,17 @@ def free_of_host(available_bytes: int, usages: Iterable[ServiceUsage], *, budget
 
 
 def woken_by(stage: Stage, usage: ServiceUsage) -> list[str]:
-    """The tags of `stage` that the service has."""
+    """Tags that `stage` resumes in this service."""
     return list(dict.fromkeys(one.tag for one in _of(stage, usage, TAKES)))
 
 
 def cached_bytes(usage: ServiceUsage) -> Bytes:
-    """What torch only caches in the service's own processes: its arenas have it emptied when they lack shortage."""
+    """Bytes by device that torch caches in the service's processes; its arenas empty this cache when they lack memory."""
     return _sums((one.device, one.torch_cached_bytes) for one in usage.devices)
 
 
 def holders(device: str, usages: Mapping[Service, ServiceUsage]) -> dict[str, int]:
-    """Who holds the device's memory, the largest first. "others" are processes that are none of this node's ranks."""
+    """Bytes by holder of the device's memory, largest first. "others" are processes outside this node's ranks."""
     held: Counter[str] = Counter()
     for service, usage in usages.items():
         for one in usage.tags:
@@ -116,17 +116,17 @@ def holders(device: str, usages: Mapping[Service, ServiceUsage]) -> dict[str, in
 
 
 def margin_bytes(device: str) -> int:
-    """What must stay free beside a stage's need: on a GPU what `tasuki plan` leaves, too."""
+    """Bytes that must stay free beyond a stage's need: on a GPU the margin of `tasuki plan`, on a CPU 0."""
     return 0 if device == "cpu" else _MARGIN
 
 
 def lacks_room(device: str, needed_bytes: int, free: Bytes) -> bool:
-    """Of a device that was measured, whether it is short for a stage that takes something there."""
+    """Whether a measured device is short of the memory that a stage takes there; False for devices not measured."""
     return needed_bytes > 0 and device in free and needed_bytes + margin_bytes(device) > free[device]
 
 
 def refusal(stage: Stage, shortages: list[Shortage], *, tags: Sequence[str], config: NodeConfig) -> OutOfGpuMemory:
-    """The error of a stage that was not begun. shortages: devices without shortage. tags: what there is no room for."""
+    """Error of a stage that was not begun. shortages: devices that lack room. tags: those that do not fit."""
     shortages = sorted(shortages, key=lambda shortage: -shortage.short_bytes)
     worst = shortages[0]
     lines = [
@@ -152,7 +152,7 @@ def refusal(stage: Stage, shortages: list[Shortage], *, tags: Sequence[str], con
 
 
 def _advice(stage: Stage, shortage: Shortage, config: NodeConfig) -> str:
-    """What to change, the nearest thing first."""
+    """Advice on what to change, simplest first."""
     changes: list[str] = []
     budget = config.memory.host_budget_bytes
     if shortage.device == "cpu" and budget is not None:

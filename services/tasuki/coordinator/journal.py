@@ -1,8 +1,7 @@
-"""The coordinator's memory: what it set out to do and what came of it, in SQLite.
+"""Journal of the coordinator: intents and their results, in SQLite.
 
-Rows are added and never changed: `stages` holds intents and `results` what came of them, so a stage without a result is one
-whose outcome no coordinator learned. A commit is on disk before the call returns (WAL, synchronous=FULL; 0.2 ms), hence plain
-calls without a thread.
+Rows are added and never changed: `stages` holds intents, `results` their outcomes. A stage without a result is one whose outcome no
+coordinator learned. A commit is on disk before the call returns (WAL, synchronous=FULL; 0.2 ms), so calls need no thread.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ _MAX_NUMBER = 2**63 - 1
 class Journal:
     """One node's journal. The caller holds the state folder's lock, so there is one writer.
 
-    Whatever writes raises DiskFull when it cannot, and then nothing was written; a result is kept, and written as soon as there is room.
+    Methods that write raise DiskFull if they cannot, and have then written nothing. A result is kept, and written once there is room.
     """
 
     def __init__(self, path: Path, *, failpoints: Failpoints = NO_FAILPOINTS) -> None:
-        """Raises DiskFull if the file cannot be written, InvalidArgument if something else has its name."""
+        """Opens or creates the file. Raises DiskFull if it cannot be written, InvalidArgument if it is no regular file."""
         self._path, self._failpoints = path, failpoints
         if path.exists() and not path.is_file():
             raise InvalidArgument("state_dir", f"{path} is no regular file; remove it, or choose another folder")
@@ -52,17 +51,17 @@ class Journal:
         self._db.close()
 
     def begin_epoch(self, boot_id: str) -> int:
-        """A new epoch, higher than every one before. Its commands are numbered from 1."""
+        """Begins an epoch higher than all before; its commands are numbered from 1."""
         row = self._write("INSERT INTO epochs (boot_id, start_time) VALUES (?, ?)", (boot_id, time.time()))
         self.epoch, self._sequence = int(row.lastrowid or 0), 0
         return self.epoch
 
     def has_epoch(self, epoch: int) -> bool:
-        """Whether it is this coordinator's, or one before or after it."""
+        """Whether the journal has this epoch, of any life of the coordinator."""
         return self._db.execute("SELECT 1 FROM epochs WHERE epoch = ?", (epoch,)).fetchone() is not None
 
     def begin_changeover(self, request_id: str, *, origin: Stage, target: Phase) -> str:
-        """Writes down that the node is to be brought from `origin` to `target`. Returns the changeover's id."""
+        """Records the start of a changeover from `origin` to `target`. Returns its id."""
         row = self._write(
             "INSERT INTO changeovers (epoch, request_id, origin, target, start_time) VALUES (?, ?, ?, ?, ?)",
             (self.epoch, request_id, origin, target, time.time()),
@@ -72,7 +71,7 @@ class Journal:
     def end_changeover(
         self, changeover_id: str, *, seconds: float, policy_version: int | None = None, error: TasukiError | None = None
     ) -> ChangeoverRecord:
-        """Writes down how a changeover ended. Returns it as it is then."""
+        """Records the outcome of a changeover. Returns the completed record."""
         self._write(
             "INSERT INTO outcomes VALUES (?, ?, ?, ?, ?, ?)",
             (
@@ -87,9 +86,9 @@ class Journal:
         return self.changeovers(limit=1, before=id_number(changeover_id) + 1)[0]
 
     def intend(self, stage: Stage, changeover_id: str, *, is_undo: bool, trainer_boot_id: str, rollout_boot_id: str) -> Intent:
-        """Writes a stage down before it is sent, and numbers it."""
+        """Records a stage before it is sent, and numbers it."""
         self._hit(f"{stage}.intend")
-        sequence = self._sequence + 1  # taken once it is on disk, so that an audit finds no number missing
+        sequence = self._sequence + 1  # used only once it is on disk, so an audit finds no gap
         request_id = f"{changeover_id}-{self.epoch}-{sequence}"
         now = time.time()
         row = self._write(
@@ -118,21 +117,21 @@ class Journal:
         return intent
 
     def pass_over(self, sequence: int) -> None:
-        """The numbers up to `sequence` are taken in a service, by somebody who is not the coordinator."""
+        """Skips numbers up to `sequence`, which another caller has used in a service."""
         self._sequence = max(self._sequence, sequence)
 
     def done(self, intent: Intent, outcome: Outcome, *, seconds: float) -> StageEvent:
-        """Writes down that the stage, or its undo, was carried out."""
+        """Records that the stage or its undo was carried out."""
         return self._result(intent, Status.UNDONE if intent.is_undo else Status.DONE, outcome, seconds=seconds)
 
     def failed(self, intent: Intent, error: TasukiError, *, seconds: float) -> StageEvent:
-        """Writes down that the stage, or its undo, was refused or failed."""
+        """Records that the stage or its undo was refused or failed."""
         return self._result(intent, Status.FAILED, Outcome(), seconds=seconds, error=error)
 
     def unresolved(self) -> list[Intent]:
-        """Intents without a result, oldest first: what a coordinator was doing when it stopped.
+        """Intents without a result, oldest first: the work a coordinator left unfinished.
 
-        Each is settled before the next intent, so they are all at the end.
+        Each intent is settled before the next, so these are the last rows.
         """
         self._write_results()
         rows = self._db.execute(
@@ -160,7 +159,7 @@ class Journal:
         return [self._changeover(row) for row in rows]
 
     def served_version(self, rollout_boot_id: str) -> int | None:
-        """The version that this incarnation of rollout was brought to last."""
+        """Last version served by this life of rollout."""
         row = self._db.execute(
             "SELECT policy_version FROM outcomes JOIN changeovers USING (number) WHERE status = ? AND target = ?"
             " AND number IN (SELECT number FROM stages WHERE rollout_boot_id = ?) ORDER BY number DESC LIMIT 1",
@@ -169,11 +168,11 @@ class Journal:
         return row["policy_version"] if row else None
 
     def published(self) -> Outcome | None:
-        """What the last LOAD_WEIGHTS came to: the version, and the answer that SYNC passes on. None when no coordinator learned it."""
+        """Outcome of the last LOAD_WEIGHTS: the version, and the answer that SYNC passes on. None if no coordinator learned it."""
         return self._last(Stage.LOAD_WEIGHTS)
 
     def _last(self, stage: Stage) -> Outcome | None:
-        """What the last carrying out of a stage with an answer came to."""
+        """Outcome of the last run of a stage; None if it failed, or gave no answer."""
         row = self._db.execute(
             "SELECT status, bytes, answer, policy_version FROM stages LEFT JOIN results USING (id)"
             " WHERE stage = ? AND NOT is_undo ORDER BY id DESC LIMIT 1",
@@ -184,22 +183,22 @@ class Journal:
         return Outcome(row["bytes"], answer=row["answer"], policy_version=row["policy_version"])
 
     def received(self) -> Outcome | None:
-        """What the last SYNC came to: the version, and the sums of what rollout received. None when no coordinator learned it."""
+        """Outcome of the last SYNC: the version, and checksums of what rollout received. None if no coordinator learned it."""
         return self._last(Stage.SYNC)
 
     def fleet_epoch(self, name: str) -> tuple[int, int]:
-        """The highest attempt of a fleet that has commanded the node, and of its lives in that attempt; (0, 0) when none has."""
+        """Highest attempt of a fleet that commanded the node, and its highest epoch in that attempt; (0, 0) if none did."""
         query = "SELECT attempt, epoch FROM fleets WHERE name = ? ORDER BY attempt DESC, epoch DESC LIMIT 1"
         row = self._db.execute(query, (name,)).fetchone()
         return (row["attempt"], row["epoch"]) if row else (0, 0)
 
     def take_fleet_epoch(self, name: str, *, attempt: int, epoch: int) -> None:
-        """Writes down that the node is commanded by a later life of a fleet."""
+        """Records that a later life of a fleet commands the node."""
         values = (name, attempt, epoch, time.time())
         self._write("INSERT INTO fleets (name, attempt, epoch, time) VALUES (?, ?, ?, ?)", values)
 
     def published_bytes(self, trainer_boot_id: str) -> int | None:
-        """Of the last LOAD_WEIGHTS of this incarnation of the trainer; None when it has published nothing yet."""
+        """Bytes of the last LOAD_WEIGHTS of this life of the trainer; None if it has published nothing yet."""
         row = self._db.execute(
             "SELECT bytes FROM results JOIN stages USING (id) WHERE stage = ? AND status = ? AND trainer_boot_id = ?"
             " ORDER BY id DESC LIMIT 1",
@@ -208,7 +207,7 @@ class Journal:
         return row["bytes"] if row else None
 
     def find(self, request_id: str) -> ChangeoverRecord | None:
-        """The changeover that a request began, in whatever epoch."""
+        """Changeover that a request began, in any epoch."""
         row = self._db.execute("SELECT number FROM changeovers WHERE request_id = ?", (request_id,)).fetchone()
         return self.changeovers(limit=1, before=int(row["number"]) + 1)[0] if row else None
 
@@ -216,7 +215,7 @@ class Journal:
         return next(iter(self.changeovers(limit=1)), None)
 
     def num_done(self) -> int:
-        """Changeovers that reached their phase, over all epochs."""
+        """Number of changeovers that reached their phase, over all epochs."""
         return int(self._db.execute("SELECT count(*) FROM outcomes WHERE status = ?", (Status.DONE,)).fetchone()[0])
 
     def changeovers(self, *, limit: int, before: int | None = None) -> list[ChangeoverRecord]:
@@ -228,7 +227,7 @@ class Journal:
         return [self._changeover(row) for row in rows]
 
     def target_of(self, changeover_id: str) -> Phase:
-        """Where a changeover of this journal was to lead."""
+        """Target phase of a changeover in this journal."""
         number = id_number(changeover_id)
         return Phase(self._db.execute("SELECT target FROM changeovers WHERE number = ?", (number,)).fetchone()["target"])
 
@@ -303,7 +302,7 @@ class Journal:
             return self._db.execute(statement, values)
 
     def _write_results(self) -> None:
-        """Results that there was no room for come before anything else."""
+        """Writes the results that found no room earlier; they come before any other row."""
         with self._writing():
             while self._unwritten:
                 intent, row, outcome = self._unwritten[0]
@@ -314,7 +313,7 @@ class Journal:
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        """One commit for a result and what it tells of movements: all or nothing."""
+        """Commits a result and its movements together, or neither."""
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield

@@ -1,4 +1,4 @@
-"""Opens a journal without writing to it: of a running node, of one that ended, or a copy."""
+"""Opens a journal read-only: of a running or ended node, or a copy."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tasuki.wire.regular_file import check_regular
 
 _MAX_VALUE_BYTES = 64_000_000
 _NUM_INSTRUCTIONS = 10_000
-"""Of SQLite, between two looks at the clock."""
+"""Instructions of SQLite between two checks of the time limit."""
 
 
 @contextmanager
 def open_journal(path: Path, *, busy_s: float = 5.0, within_s: float | None = None) -> Iterator[sqlite3.Connection]:
     """A read-only connection. With a write-ahead log, readers and the writer do not block each other.
 
-    busy_s: to wait for a locked file. within_s: after which queries are interrupted. Raises sqlite3.Error, and OSError if the file is
+    busy_s: longest wait for a locked file. within_s: time limit of queries. Raises sqlite3.Error, and OSError if the file is
     missing or not regular.
     """
     check_regular(path)
@@ -36,7 +36,7 @@ def open_journal(path: Path, *, busy_s: float = 5.0, within_s: float | None = No
         if within_s is not None:
             end = time.monotonic() + within_s
             db.set_progress_handler(lambda: time.monotonic() > end, _NUM_INSTRUCTIONS)
-        # A view may have endless rows.
+        # A view may yield endless rows.
         foreign = db.execute("SELECT name FROM sqlite_master WHERE type = 'view' OR sql LIKE 'CREATE VIRTUAL%'").fetchone()
         if foreign is not None:
             raise sqlite3.DatabaseError(f"{foreign['name']} is not a table")

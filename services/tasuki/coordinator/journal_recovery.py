@@ -1,4 +1,4 @@
-"""What an earlier life of the coordinator left open in the journal, and how it is ended."""
+"""Closes the entries that an earlier life of the coordinator left open in the journal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tasuki.wire.errors import Interrupted
 
 
 def close_interrupted(journal: Journal) -> str:
-    """Ends what earlier epochs left open. Returns the error of the last changeover, empty when it was well."""
+    """Ends changeovers left open by earlier epochs. Returns the error of the last changeover, empty if it succeeded."""
     for left in journal.unfinished():
         error = Interrupted(f"the coordinator stopped in the middle of {left.changeover_id}", changeover_id=left.changeover_id)
         journal.end_changeover(left.changeover_id, seconds=0.0, error=error)
@@ -23,7 +23,7 @@ _WITH_WEIGHTS = (Stage.RESUME_KV, Stage.DRAIN, Stage.PAUSE_KV)
 
 
 def resolve_intents(journal: Journal, at: Stage) -> None:
-    """Gives the stages whose outcome no coordinator learned the one that the services show."""
+    """Gives stages without a result the outcome that the services show."""
     for intent in journal.unresolved():
         is_left = intent.stage in (at, *since_phase(at)) or (intent.stage is Stage.RESUME_WEIGHTS and at in _WITH_WEIGHTS)
         if is_left is not intent.is_undo:

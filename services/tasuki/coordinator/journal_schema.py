@@ -1,4 +1,4 @@
-"""The tables of the journal, as SQLite makes them. What a row of each says: docs/changeover.md."""
+"""Tables of the journal in SQLite. docs/changeover.md explains their rows."""
 
 from __future__ import annotations
 

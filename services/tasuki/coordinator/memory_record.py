@@ -1,6 +1,6 @@
-"""memory.jsonl in a node's folder: what the services said of their tags, whenever it was something new.
+"""memory.jsonl in a node's folder: usage of the services' tags, whenever it changed.
 
-With the journal, which has every stage with its time, it tells the memory of each device at every moment of the node's life.
+With the times of stages in the journal, it gives the memory of each device at every moment of the node's life.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from tasuki.memory.tags import DeviceUsage, MemoryTag, ServiceUsage, TagUsage
 
 _log = logging.getLogger("tasuki.coordinator")
 _MAX_BYTES = 16_000_000
-"""Of a file; a line has about 200 bytes for each tag of a GPU."""
+"""Size limit of a file; a line has about 200 bytes for each tag of a GPU."""
 
 Usages = Mapping[Service, ServiceUsage]
 
 
 class MemoryRecord:
-    """Appends a line where tags have other sizes than before, or others are mapped than stages lead to. A full disk costs a line."""
+    """Appends a line if sizes of tags changed, or other tags are mapped than the stages explain. A full disk costs a line."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._known: set[str] = set()
 
     def note(self, usages: Usages) -> None:
-        """usages: of both services, as they have just said, or as reckoned since."""
+        """usages: of both services, as just reported, or as estimated since."""
         tags = _listed(usages)
         if json.dumps(tags) in self._known:
             return
@@ -47,7 +47,7 @@ class MemoryRecord:
 
 
 def read_usages(line: Mapping[str, Any]) -> dict[Service, ServiceUsage]:
-    """What `note` wrote. Raises KeyError, TypeError and ValueError for something else."""
+    """Usages that `note` wrote. Raises KeyError, TypeError or ValueError for any other line."""
     devices = tuple(DeviceUsage(name, 0, int(size), 0, 0, 0, 0) for name, size in line["device_bytes"].items())
     return {
         service: ServiceUsage(tuple(_tag(one) for one in line["tags"] if one["service"] == service), devices)
@@ -56,7 +56,7 @@ def read_usages(line: Mapping[str, Any]) -> dict[Service, ServiceUsage]:
 
 
 def _reached_by_stages(usages: Usages) -> set[str]:
-    """The tags as they are wherever on the ring the node may be, if nothing but stages moves them."""
+    """Possible states of the tags over all positions in the ring, if only stages move them."""
     reached: set[str] = set()
     now = dict(usages)
     for rule in (*RING, *RING):

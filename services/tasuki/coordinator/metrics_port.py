@@ -1,4 +1,4 @@
-"""GET /metrics on the node's own address: plain on loopback, with the TLS and the callers of [security] elsewhere."""
+"""Serves GET /metrics at the node's address: plain on loopback, elsewhere with TLS and the callers of [security]."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tasuki.wire.errors import PermissionDenied, TasukiError, Unauthenticated
 
 _log = logging.getLogger("tasuki.coordinator")
 _METHOD = METHODS["/tasuki.v1.MetricsService/GetMetrics"]
-"""Whoever may call it may scrape."""
+"""Method whose callers may also scrape."""
 _ANSWER_TIMEOUT_S = 10.0
 _RETRY_S = 5.0
 Text = Callable[[], Awaitable[bytes]]
 
 
 async def serve_metrics(config: NodeConfig, text: Text) -> None:
-    """Serves until it is cancelled. An address that is in use is tried again, and costs the node nothing but its metrics."""
+    """Serves until cancelled. An address in use is retried; meanwhile the node only lacks metrics."""
     assert config.metrics.listen is not None
     is_told = False
     while True:
@@ -53,12 +53,12 @@ class MetricsServer(HttpPort):
     """Answers with the text of the node's metrics."""
 
     def __init__(self, config: NodeConfig, listen: str, text: Text, *, loop: asyncio.AbstractEventLoop) -> None:
-        """Raises OSError when the address cannot be had, InvalidArgument naming a key of [security] whose file cannot be used."""
+        """Binds the address. Raises OSError if it is unavailable, InvalidArgument naming a key of [security] whose file cannot be used."""
         self._text, self._loop = text, loop
         super().__init__(listen, _Handler, guard=config if is_beyond_loopback(listen) else None)
 
     def text(self) -> bytes:
-        """Of the event loop, from a connection's thread. Raises TimeoutError."""
+        """Text of the metrics, made in the event loop; called from a connection's thread. Raises TimeoutError."""
         future = asyncio.run_coroutine_threadsafe(_awaited(self._text()), self._loop)
         try:
             return future.result(_ANSWER_TIMEOUT_S)
@@ -85,7 +85,7 @@ class _Handler(HttpHandler):
             self._answer(HTTPStatus.SERVICE_UNAVAILABLE, b"the coordinator is busy\n")
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the library's name
-        """Nothing: scrapes would fill the log."""
+        """Logs nothing: scrapes would fill the log."""
 
     def _answer(self, status: HTTPStatus, body: bytes, *, content_type: str = "text/plain; charset=utf-8") -> None:
         self.send_response(status)

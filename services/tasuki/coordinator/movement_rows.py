@@ -1,4 +1,4 @@
-"""The journal's table `movements`: what went on behind stages, written with their results."""
+"""Table `movements` of the journal: movements after stages' answers, written with their results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BEGUN, ENDED = "BEGUN", "ENDED"
 
 @dataclass(frozen=True, slots=True)
 class MovementRows:
-    """Rows by the id of the stage whose answer told them, and by status."""
+    """Rows by the id of the stage whose answer reported them, and by status."""
 
     rows: Mapping[tuple[int, str], tuple[Movement, ...]]
 
@@ -28,7 +28,7 @@ class MovementRows:
 
 
 def movement_rows(stage_id: int, outcome: Outcome) -> list[Sequence[object]]:
-    """As INSERT_MOVEMENT takes them."""
+    """Rows for INSERT_MOVEMENT."""
     told = ((BEGUN, outcome.begun), (ENDED, outcome.ended))
     return [
         (stage_id, one.kind, one.tag, status, one.num_bytes, one.seconds, one.end_time or None)
@@ -38,7 +38,7 @@ def movement_rows(stage_id: int, outcome: Outcome) -> list[Sequence[object]]:
 
 
 def read_movements(db: sqlite3.Connection, number: int | None = None) -> MovementRows:
-    """Of a changeover, or of all. Raises ValueError for a kind, tag or status that this build does not know, or what is no number."""
+    """Reads movements of a changeover, or of all. Raises ValueError for an unknown kind, tag or status, or a value that is no number."""
     query, values = "SELECT * FROM movements ORDER BY id", ()
     if number is not None:
         query, values = "SELECT * FROM movements WHERE id IN (SELECT id FROM stages WHERE number = ?)", (number,)

@@ -1,4 +1,4 @@
-"""The node as its coordinator knows it: where it is, the one operation that runs, and who watches."""
+"""Node of a coordinator: its stage, the running operation, and its watchers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Node:
         admission: Admission | None = None,
         tracer: Tracer = NO_TRACER,
     ) -> None:
-        """recovery_timeout_s: how long a changeover waits for a service that is gone to come back. admission: None lets all begin."""
+        """recovery_timeout_s: longest wait of a changeover for a missing service. admission: None admits every stage."""
         self._journal, self._peers = journal, peers
         self._restart, self._readiness = restart, ReadinessProbe(peers, timeout_s=recovery_timeout_s)
         self._admission, self._tracer = admission, tracer
@@ -80,7 +80,7 @@ class Node:
         )
 
     async def look(self) -> NodeState:
-        """The state as the services tell it, after what runs. Without a place when they do not answer, or do not fit together."""
+        """State that the services report, after the running operation. Has no stage if they do not answer, or contradict each other."""
         async with self._operations.turn():
             try:
                 await self._look()
@@ -93,9 +93,9 @@ class Node:
         return b"" if received is None else hashlib.sha256(received.answer).digest()
 
     def acquire(self, phase: Phase, request_id: str) -> Operation:
-        """The operation that brings the node to `phase`: the one this request id began, the one under way, or a new one.
+        """Operation that brings the node to `phase`: the one this request id began, the running one, or a new one.
 
-        Raises ChangeoverRunning when a different one is under way.
+        Raises ChangeoverRunning while a different one runs.
         """
         subject = f"phase {phase}"
         self._operations.join(subject, request_id)
@@ -105,7 +105,7 @@ class Node:
         return self._operations.add(request_id, Operation(subject, asyncio.create_task(self._bring_to(phase, request_id))))
 
     def run_stage(self, stage: Stage, request_id: str) -> Operation:
-        """The operation that carries one stage out. Raises ChangeoverRunning when another one is under way."""
+        """Operation that runs one stage. Raises ChangeoverRunning while another one runs."""
         subject = f"stage {stage}"
         known = self._operations.find(subject, request_id)
         if known is not None:
@@ -113,7 +113,7 @@ class Node:
         return self._operations.add(request_id, Operation(subject, asyncio.create_task(self._run_single(stage, request_id))))
 
     async def recover(self) -> None:
-        """Asks the services, once they answer, where the node is; from the middle of the ring it is brought to TRAIN."""
+        """Observes the services once they answer, and brings a node in the middle of the ring to TRAIN."""
         while self._at is None:
             with suppress(DiskFull, PeerUnavailable, StageOrder):
                 async with self._operations.turn():
@@ -126,11 +126,11 @@ class Node:
             await asyncio.sleep(_POLL_S if self._at is None else 0)
 
     async def stop(self) -> None:
-        """Cuts the running operation off; its stage stays in the journal as an intent without a result."""
+        """Cancels the running operation; its stage stays in the journal as an intent without a result."""
         await self._operations.stop()
 
     async def _bring_to(self, phase: Phase, request_id: str) -> None:
-        """Tries again, as another changeover, when a service is lost on the way and has come back."""
+        """Retries, as another changeover, if a service was lost on the way and has come back."""
         async with self._operations.turn():
             for number in range(1, _MAX_TRIES + 1):
                 seen = await self._readiness.wait_ready(phase)
@@ -156,12 +156,12 @@ class Node:
                 _log.warning("event=try_again phase=%s number=%d reason=%s", phase, number + 1, cause.reason)
 
     def _close_left(self, at: Stage, phase: Phase) -> None:
-        """Ends the changeover that RunStage began, before another one begins."""
+        """Ends the changeover that RunStage began, before another begins."""
         if self._open is not None:
             self._close(self._open, Interrupted(f"left at {at} when phase {phase} was asked for"))
 
     async def _cause(self, error: TasukiError, seen: Observed) -> TasukiError:
-        """Looks where a failed changeover led. A service that is gone, or was restarted since it was `seen`, is the cause of it."""
+        """Observes the node after a failed changeover. A service gone or restarted since `seen` is its cause."""
         self._at = None
         now = await self._peers.observe()
         if not now.absent and not now.in_stage:
@@ -176,7 +176,7 @@ class Node:
         return PeerUnavailable(f"{lost} was lost in the middle of the changeover ({error.reason}: {error.message})", peer=lost)
 
     async def _run_single(self, stage: Stage, request_id: str) -> None:
-        """One stage, taken back by nobody. The stages from one phase to the next are journalled as one changeover."""
+        """Runs one stage, without undo. The stages from one phase to the next are journalled as one changeover."""
         async with self._operations.turn():
             seen, at = await self._look()
             advance(at, stage)
@@ -190,13 +190,13 @@ class Node:
                 self._close(changeover)
 
     async def _look(self) -> tuple[Observed, Stage]:
-        """Asks the services where the node is. Raises PeerUnavailable, or StageOrder when they do not fit together."""
+        """Observes the services. Raises PeerUnavailable, or StageOrder if they contradict each other."""
         seen = await self._peers.observe()
         seen.require_all()
         return seen, self._take(seen)
 
     def _take(self, seen: Observed) -> Stage:
-        """Takes what the services say as the truth. Raises StageOrder when they do not fit together."""
+        """Adopts the state that the services report. Raises StageOrder if they contradict each other."""
         self._readiness.poison = seen.poison
         if seen.served_version is not None:
             self._policy_version = seen.served_version
@@ -241,6 +241,6 @@ class Node:
         self._tell(ended.ending(), self._at)
 
     def _tell(self, event: StageEvent, at: Stage | None) -> None:
-        """Passes an event on to the running operation and to the watchers; the node is at `at` after it."""
+        """Sends an event to the running operation and the watchers; the node is at `at` after it."""
         self._at = at
         self._operations.tell(event)

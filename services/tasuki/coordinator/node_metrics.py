@@ -1,4 +1,4 @@
-"""All metrics of a node in one text: the coordinator's, those of trainer and rollout, memory beside its plan, and the run's."""
+"""All metrics of a node in one text: of coordinator, trainer, rollout and run, and measured and planned memory."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _CHANGEOVER = "CHANGEOVER"
 class NodeMetrics:
     """Reads everything when it is asked, at most once a second. `follow` counts changeovers meanwhile.
 
-    registry: the coordinator's own. What cannot be read is left out; memory is told as it was last known.
+    registry: the coordinator's own. Unreadable metrics are left out; memory is reported as last known.
     """
 
     def __init__(
@@ -73,13 +73,13 @@ class NodeMetrics:
         self._made: tuple[float, bytes] = (float("-inf"), b"")
 
     async def follow(self) -> None:
-        """Counts what ends, until the node's watchers are released."""
+        """Counts ended changeovers until the node's watchers are released."""
         with self._node.watchers.watching() as updates:
             while (update := await updates.get()) is not None:
                 self._count(update.event)
 
     async def text(self) -> bytes:
-        """Prometheus' text format."""
+        """All metrics in Prometheus' text format."""
         clock = asyncio.get_running_loop()
         async with self._turn:
             if clock.time() - self._made[0] > _FRESH_S:
@@ -107,14 +107,14 @@ class NodeMetrics:
             self._gpu_seconds.labels("changeover").inc(event.seconds * self._num_gpus)
 
     async def _of_service(self, service: Service) -> bytes | None:
-        """None when it does not answer."""
+        """Metrics of one service; None if it does not answer."""
         try:
             return await self._peers.metrics(service, timeout_s=_READ_TIMEOUT_S)
         except TasukiError:
             return None
 
     async def _measure(self, service: Service) -> None:
-        """Not during a changeover, whose stages would wait for the ranks' answers."""
+        """Measures memory, except during a changeover, whose stages would wait for the ranks' answers."""
         with suppress(TasukiError):
             if not self._node.state().changeover_id:
                 self._usages[service] = await self._peers.usage(service)
@@ -124,7 +124,7 @@ class NodeMetrics:
             await self._planned.read()
 
     async def _read_run(self) -> None:
-        """Leaves the figures as they are where the disk does not answer."""
+        """Reads the run's figures; keeps the old ones if the disk does not answer."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_READ_TIMEOUT_S):
                 await asyncio.to_thread(self._run.read)

@@ -1,6 +1,6 @@
-"""The operations of a coordinator: one at a time, each found again by its request id, also in an earlier life's journal.
+"""Operations of a coordinator: one at a time, each found by its request id, also in the journal of an earlier life.
 
-An operation outlives its callers: each of them reads its events from the first one on.
+An operation outlives its callers; each caller reads its events from the first.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class StateUpdate:
 
 
 class Operation:
-    """One piece of work and what it told. `subject` is what was asked for, so that a request id used twice is noticed."""
+    """One piece of work and its events. `subject` is the request, so a request id reused for another one is noticed."""
 
     def __init__(self, subject: str, task: asyncio.Task[None]) -> None:
         self.subject = subject
@@ -63,7 +63,7 @@ class Operation:
         self._wake()
 
     async def follow(self) -> AsyncIterator[StateUpdate]:
-        """Every event from the first, until the work ends; then the work's error, if it had one."""
+        """Yields every event from the first until the work ends, then raises the work's error, if any."""
         position = 0
         while True:
             news, is_over = self._news, self.is_over
@@ -76,7 +76,7 @@ class Operation:
         self._task.result()
 
     async def stop(self) -> None:
-        """Ends the work where it is."""
+        """Cancels the work at its current point."""
         self._task.cancel()
         await asyncio.wait([self._task])
 
@@ -86,7 +86,7 @@ class Operation:
 
     @property
     def reason(self) -> str:
-        """Of the error that it ended with; empty when it runs, or ended well."""
+        """Reason of the error that ended it; empty while it runs or if it succeeded."""
         if not self.is_over or self._task.cancelled():
             return ""
         error = self._task.exception()
@@ -94,7 +94,7 @@ class Operation:
 
     def _end(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled():
-            task.exception()  # read here, so that asyncio does not report an error that every follower has left
+            task.exception()  # read here, so asyncio does not report an error with no follower left
         self._wake()
 
     def _wake(self) -> None:
@@ -103,14 +103,14 @@ class Operation:
 
 
 class Watchers:
-    """Who watches a node: each has its own queue."""
+    """Watchers of a node, each with its own queue."""
 
     def __init__(self) -> None:
         self._queues: set[asyncio.Queue[StateUpdate | None]] = set()
 
     @contextmanager
     def watching(self) -> Iterator[asyncio.Queue[StateUpdate | None]]:
-        """A queue of what happens from now on, and None at the end. One that is not read loses its oldest events."""
+        """Queue of events from now on, then None. A queue that is not read loses its oldest events."""
         queue: asyncio.Queue[StateUpdate | None] = asyncio.Queue(_BACKLOG)
         self._queues.add(queue)
         try:
@@ -119,7 +119,7 @@ class Watchers:
             self._queues.discard(queue)
 
     def tell(self, update: StateUpdate | None) -> None:
-        """None lets every watcher go, so that a server can stop."""
+        """Sends an update to every watcher; None ends them all, so that a server can stop."""
         for queue in self._queues:
             if queue.full():
                 queue.get_nowait()
@@ -127,7 +127,7 @@ class Watchers:
 
 
 class Operations:
-    """Those of a node or a fleet. One runs at a time."""
+    """Operations of a node or a fleet. One runs at a time."""
 
     def __init__(self, journal: Journal, *, state: Callable[[], NodeState]) -> None:
         self._journal, self._state = journal, state
@@ -146,7 +146,7 @@ class Operations:
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
-        """Held by one task at a time, which may enter it again."""
+        """Lock held by one task at a time; the task may enter it again."""
         if self._holder is asyncio.current_task():
             yield
             return
@@ -158,20 +158,20 @@ class Operations:
                 self._holder = None
 
     def join(self, subject: str, request_id: str) -> None:
-        """Has a request mean the operation under way, if that is the same and the request is a new one."""
+        """Attaches a new request id to the running operation, if both ask for the same."""
         if self._running is not None and self._running.subject == subject and request_id not in self._known:
             self._remember(request_id, self._running)
 
     def find(self, subject: str, request_id: str) -> Operation | None:
-        """The operation that this request id began, which is to be followed. None for a new one, which `add` takes.
+        """Operation that this request id began, to be followed; None for a new request, which `add` takes.
 
-        Raises ChangeoverRunning when another is under way.
+        Raises ChangeoverRunning while another operation runs.
         """
         known = self._known.get(request_id)
         if known is not None and known.subject == subject and known.reason in _TO_REPEAT:
             known = None
         written = None if known is not None else last_attempt(self._journal, request_id)
-        # One that an earlier coordinator left in the middle is not answered by its interruption: it is carried out now.
+        # A changeover that an earlier coordinator left interrupted is run now; its interruption is not its answer.
         if written is not None and written.error_reason not in (*_UNANSWERED, *_TO_REPEAT):
             known = _replayed(written, self._state())
         if known is not None:
@@ -186,19 +186,19 @@ class Operations:
         return None
 
     def add(self, request_id: str, operation: Operation) -> Operation:
-        """Takes a new operation, whose task waits for its turn."""
+        """Adds a new operation; its task waits for its turn."""
         self._last = operation
         return self._remember(request_id, operation)
 
     def tell(self, event: StageEvent) -> None:
-        """Passes an event on to the running operation and to the watchers, with the state after it."""
+        """Sends an event, with the state after it, to the running operation and the watchers."""
         update = StateUpdate(event, self._state())
         if self._running is not None:
             self._running.tell(update)
         self.watchers.tell(update)
 
     async def stop(self) -> None:
-        """Cuts the running operation off where it is."""
+        """Cancels the running operation at its current point."""
         if self._running is not None:
             await self._running.stop()
 
@@ -210,7 +210,7 @@ class Operations:
 
 
 def _replayed(changeover: ChangeoverRecord, state: NodeState) -> Operation:
-    """A changeover that ended in an earlier life of the coordinator, as an operation that ended."""
+    """Ended operation rebuilt from a changeover of an earlier life of the coordinator."""
     operation = Operation(f"phase {changeover.target}", asyncio.create_task(_ended(changeover)))
     for event in (*changeover.events, changeover.ending()):
         operation.tell(StateUpdate(event, state))

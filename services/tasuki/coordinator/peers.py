@@ -1,4 +1,4 @@
-"""Trainer and rollout as the coordinator calls them: one RPC for each stage and for each undo, with a deadline."""
+"""Calls of the coordinator to trainer and rollout: one RPC for each stage and undo, with a deadline."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _Answer = TypeVar("_Answer")
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What both services say of themselves."""
+    """State that both services report."""
 
     trainer_boot_id: str
     rollout_boot_id: str
@@ -43,15 +43,15 @@ class Observed:
     trainer_version: int | None = None
     served_version: int | None = None
     received_version: int | None = None
-    """Of weights that rollout holds and does not serve yet."""
+    """Version of the weights that rollout holds but does not serve yet."""
     poison: str = ""
     absent: tuple[Service, ...] = ()
-    """Services that do not answer. They count as freshly started, which they will be."""
+    """Services that do not answer. They count as freshly started, as they will be."""
     in_stage: tuple[Service, ...] = ()
-    """Services that still carry out a command of an earlier coordinator: nobody knows yet where they are."""
+    """Services that still run a command of an earlier coordinator: their stage is not yet known."""
 
     def require_all(self) -> None:
-        """Raises PeerUnavailable naming a service that does not answer, or still carries out a stage."""
+        """Raises PeerUnavailable naming a service that does not answer or still runs a stage."""
         for service in self.absent:
             raise PeerUnavailable(f"{service} does not answer", peer=service)
         for service in self.in_stage:
@@ -59,27 +59,27 @@ class Observed:
 
     @property
     def is_asleep(self) -> bool:
-        """Whether rollout says that it holds no memory."""
+        """Whether rollout reports that it holds no memory."""
         return Service.ROLLOUT not in self.absent and self.rollout_stage in (None, Stage.PAUSE_WEIGHTS)
 
     def restarted_since(self, before: Observed) -> Service | None:
-        """A service that is gone, or was restarted, since `before`."""
+        """Service that is gone or was restarted since `before`; None if neither."""
         if self.trainer_boot_id != before.trainer_boot_id:
             return Service.TRAINER
         return Service.ROLLOUT if self.rollout_boot_id != before.rollout_boot_id else None
 
     @property
     def is_on_the_way_back(self) -> bool:
-        """Whether the way forwards is closed: what was published is gone, or the trainer has learned since."""
+        """Whether the node can only go back: the publication is gone, or the trainer has trained since."""
         versions = {self.trainer_version, self.received_version} - {None}
         is_stale = self.rollout_stage is Stage.SYNC and len(versions) > 1
         return is_stale or lost_weights(trainer=self.trainer_stage, rollout=self.rollout_stage)
 
     def lacks(self, phase: Phase) -> Service | None:
-        """The service without which no step towards `phase` can be made; it has to come back first.
+        """Service that must come back before any step towards `phase`; None if none is missing.
 
-        An engine takes its memory while the trainer is away: the trainer has to leave before it, and does not return before it. A trainer
-        that is gone is not waited for while rollout is awake: it may need rollout's memory to start.
+        An engine takes its memory while the trainer is off the GPUs: the trainer leaves before it starts, and returns after it.
+        A missing trainer is not waited for while rollout is awake, since it may need rollout's memory to start.
         """
         if Service.ROLLOUT in self.absent and (phase is Phase.ROLLOUT or self.trainer_stage is Stage.OFFLOAD):
             return None if self.trainer_is_in_the_way else Service.ROLLOUT
@@ -89,12 +89,12 @@ class Observed:
 
     @property
     def trainer_is_in_the_way(self) -> bool:
-        """Whether an engine that starts would find the trainer on the GPUs."""
+        """Whether the trainer is on the GPUs that a starting engine needs."""
         is_resident = self.trainer_stage in (None, Stage.LOAD_TRAINER, Stage.LOAD_WEIGHTS)
         return Service.ROLLOUT in self.absent and Service.TRAINER not in self.absent and is_resident
 
     def place(self) -> Stage:
-        """Where the node is. Raises StageOrder when the two services do not fit together."""
+        """Stage that the node is at. Raises StageOrder if the two services contradict each other."""
         trainer, rollout = self.trainer_stage, self.rollout_stage
         at = ring_position(trainer=trainer, rollout=rollout)
         if at is None:
@@ -104,14 +104,14 @@ class Observed:
 
 
 class Peers(Protocol):
-    """What a changeover asks of trainer and rollout. Every call raises TasukiError."""
+    """Calls that a changeover makes to trainer and rollout. Each may raise TasukiError."""
 
     async def observe(self) -> Observed:
-        """Both services' states, as far as they answer."""
+        """States of the services that answer."""
         ...
 
     async def carry_out(self, intent: Intent, *, published: bytes) -> Outcome:
-        """Has the stage carried out, or taken back. `published`: the answer of LOAD_WEIGHTS, which SYNC needs."""
+        """Runs the stage, or its undo. `published`: the answer of LOAD_WEIGHTS, which SYNC needs."""
         ...
 
 
@@ -128,7 +128,7 @@ class GrpcPeers:
         drain_grace_s: float,
         tracer: Tracer = NO_TRACER,
     ) -> None:
-        """epoch: the coordinator's; once its state was read, a service refuses stage commands of older ones."""
+        """epoch: the coordinator's; a service whose state it has read refuses stage commands of older epochs."""
         targets = {Service.TRAINER: trainer_target, Service.ROLLOUT: rollout_target}
         self._channels = {service: tracer.link(open_channel(target)) for service, target in targets.items()}
         self._trainer = TrainerServiceStub(self._channels[Service.TRAINER])
@@ -162,26 +162,26 @@ class GrpcPeers:
         )
 
     async def _trainer_state(self) -> trainer_pb2.GetTrainerStateResponse:
-        """Empty when the trainer does not answer."""
+        """State of the trainer; empty if it does not answer."""
         call = self._trainer.GetTrainerState(trainer_pb2.GetTrainerStateRequest(epoch=self._epoch), timeout=_READ_TIMEOUT_S)
         with suppress(PeerUnavailable, DeadlineExceeded):
             return await _answer(Service.TRAINER, call)
         return trainer_pb2.GetTrainerStateResponse()
 
     async def _rollout_state(self) -> rollout_pb2.GetRolloutStateResponse:
-        """Empty when rollout does not answer."""
+        """State of rollout; empty if it does not answer."""
         call = self._rollout.GetRolloutState(rollout_pb2.GetRolloutStateRequest(epoch=self._epoch), timeout=_READ_TIMEOUT_S)
         with suppress(PeerUnavailable, DeadlineExceeded):
             return await _answer(Service.ROLLOUT, call)
         return rollout_pb2.GetRolloutStateResponse()
 
     async def usage(self, service: Service) -> ServiceUsage:
-        """Memory of the service's ranks by tag and device, and of the devices. Raises TasukiError, also when they are busy."""
+        """Memory of the service's ranks by tag and device, and of the devices. Raises TasukiError, also if the ranks are busy."""
         call = self._memory[service].GetUsage(memory_pb2.GetUsageRequest(), timeout=_USAGE_TIMEOUT_S)
         return read_usage(await _answer(service, call))
 
     async def metrics(self, service: Service, *, timeout_s: float) -> bytes:
-        """What the service tells Prometheus. Raises TasukiError."""
+        """Metrics of the service in Prometheus' format. Raises TasukiError."""
         call = self._metrics[service].GetMetrics(metrics_pb2.GetMetricsRequest(), timeout=timeout_s)
         return (await _answer(service, call)).text
 
@@ -208,7 +208,7 @@ class GrpcPeers:
             case Rpc.DRAIN:
                 return await self._drain(command)
             case Rpc.PAUSE:
-                # OFFLOAD takes LOAD_TRAINER back for one reason: an engine is to start where the trainer is.
+                # LOAD_TRAINER is undone by OFFLOAD only to let an engine start on the trainer's GPUs.
                 makes_room = intent.is_undo and stage is Stage.OFFLOAD
                 pause = memory_pb2.PauseRequest(command=command, stage=number, tags=tags, makes_room=makes_room)
                 return _outcome(await _answer(service, memory.Pause(pause, timeout=self._timeout_s)))

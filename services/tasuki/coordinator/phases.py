@@ -1,6 +1,6 @@
-"""The ring of stages: where a node is, what may come next, and the way back. Pure: no I/O, no proto.
+"""Ring of stages: a node's position, the next stage, and the way back. Pure: no I/O, no proto.
 
-A node is *at* the stage that was completed last: at LOAD_TRAINER it is in phase TRAIN, at RESUME_KV in phase ROLLOUT,
+A node is *at* the stage it completed last: at LOAD_TRAINER it is in phase TRAIN, at RESUME_KV in phase ROLLOUT,
 elsewhere in the middle of a changeover. The rows of the ring are in memory/stages.py.
 """
 
@@ -13,17 +13,17 @@ from tasuki.wire.errors import StageOrder
 
 
 def next_stage(at: Stage) -> Stage:
-    """The only stage that may come next."""
+    """Only stage that may come next."""
     return NEXT[at]
 
 
 def phase_of(at: Stage) -> Phase | None:
-    """The phase that holds at `at`; None in the middle of a changeover."""
+    """Phase that holds at `at`; None in the middle of a changeover."""
     return RULES[at].completes
 
 
 def advance(at: Stage, stage: Stage) -> Stage:
-    """Where the node is after `stage`. Raises StageOrder when another one must come first."""
+    """Position of the node after `stage`. Raises StageOrder if another stage must come first."""
     if RULES[stage].after is not at:
         raise StageOrder(
             f"{stage} cannot come after {at}; the next stage is {NEXT[at]}", stage=stage, after=at, allowed=NEXT[at]
@@ -32,7 +32,7 @@ def advance(at: Stage, stage: Stage) -> Stage:
 
 
 def path(at: Stage, to: Phase) -> tuple[Stage, ...]:
-    """The stages that lead forwards from `at` to phase `to`; none when it holds."""
+    """Stages that lead forwards from `at` to phase `to`; none if it already holds."""
     stages: list[Stage] = []
     while phase_of(at) is not to:
         at = next_stage(at)
@@ -41,7 +41,7 @@ def path(at: Stage, to: Phase) -> tuple[Stage, ...]:
 
 
 def leads_to(at: Stage) -> Phase:
-    """The phase that comes next, going forwards."""
+    """Next phase, going forwards."""
     phase = None
     while phase is None:
         at = next_stage(at)
@@ -50,7 +50,7 @@ def leads_to(at: Stage) -> Phase:
 
 
 def since_phase(at: Stage) -> tuple[Stage, ...]:
-    """The stages completed since a phase last held, in their order; none while one holds."""
+    """Stages completed since a phase last held, in order; none while one holds."""
     stages: list[Stage] = []
     while phase_of(at) is None:
         stages.insert(0, at)
@@ -59,10 +59,10 @@ def since_phase(at: Stage) -> tuple[Stage, ...]:
 
 
 def undo_path(finished: Sequence[Stage]) -> tuple[Stage, ...]:
-    """The stages of `finished` in the order in which they are taken back; none when one of them has no undo.
+    """Stages of `finished` in the order they are undone; none if one of them has no undo.
 
-    Newest first, and rollout's before the trainer's: so rollout's memory leaves before the trainer takes its own again, and
-    every state on the way back is one that the ring has (`ring_position`), even if the coordinator dies in the middle.
+    Newest first, rollout's before the trainer's: rollout releases its memory before the trainer takes its own. Every state on the way
+    back has a place in the ring (`ring_position`), even if the coordinator dies in the middle.
     """
     if not all(RULES[stage].has_undo for stage in finished):
         return ()
@@ -73,16 +73,16 @@ def undo_path(finished: Sequence[Stage]) -> tuple[Stage, ...]:
 
 
 def turns_back(at: Stage, to: Phase) -> bool:
-    """Whether undoing is the way from `at` to phase `to`: it held last, and every stage since then can be taken back."""
+    """Whether undoing leads from `at` to phase `to`: it held last, and every stage since has an undo."""
     stages = since_phase(at)
     return bool(undo_path(stages)) and phase_of(RULES[stages[0]].after) is to
 
 
 def ring_position(*, trainer: Stage | None, rollout: Stage | None) -> Stage | None:
-    """Where the node is, from the last stage that each service says it completed (None: freshly started).
+    """Position of the node, from the last stage that each service reports as completed (None: freshly started).
 
-    A rollout that was restarted is asleep, which fits wherever the trainer is. A trainer that was restarted is loaded, and the
-    node is where rollout is: it goes on to LOAD_TRAINER, or back (`lost_weights`). None when the two do not fit together.
+    A restarted rollout is asleep, which is compatible with any position of the trainer. A restarted trainer is loaded, so the node is
+    where rollout is: it goes on to LOAD_TRAINER, or back (`lost_weights`). None if the two contradict each other.
     """
     if trainer is None and rollout is not None and rollout is not Stage.PAUSE_WEIGHTS:
         return rollout
@@ -93,8 +93,10 @@ def ring_position(*, trainer: Stage | None, rollout: Stage | None) -> Stage | No
 
 
 def lost_weights(*, trainer: Stage | None, rollout: Stage | None) -> bool:
-    """Whether rollout is to receive weights that are no longer published: the trainer was restarted, or took them back, and perhaps
-    made room, while rollout did not answer. The only way is back."""
+    """Whether rollout waits for weights that are no longer published, so the node can only go back.
+
+    The trainer was restarted, or withdrew them and perhaps released its memory, while rollout did not answer.
+    """
     if trainer is Stage.OFFLOAD:
         return rollout is Stage.RESUME_WEIGHTS
     return trainer in (None, Stage.LOAD_TRAINER) and rollout in (Stage.RESUME_WEIGHTS, Stage.SYNC)

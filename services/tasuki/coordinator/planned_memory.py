@@ -1,4 +1,4 @@
-"""What the planner says each device holds at the place where the node is, under the labels of what is measured."""
+"""Planned memory of each device at the node's current stage, with the labels of the measured memory."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class PlannedMemory:
         self._plan: PlanResponse | None = None
 
     async def read(self) -> None:
-        """Raises TasukiError where no plan can be made now."""
+        """Makes the plan. Raises TasukiError if none can be made now."""
         if self._plan is None:
             self._plan = await self._planning.plan(gpu_bytes=None, host_bytes=None)
 
     def family(self, at: Stage | None) -> GaugeMetricFamily:
-        """At the phase that `at` completes, at its fullest, or at the stage; empty while either is unknown."""
+        """Planned bytes at `at`, or the peak of the phase that it completes; empty while stage or plan is unknown."""
         family = MEMORY_PLANNED.gauges()
         if self._plan is None or at is None:
             return family
@@ -52,7 +52,7 @@ class PlannedMemory:
         return family
 
     def _add(self, family: GaugeMetricFamily, device: PlannedDevice) -> None:
-        # On a CPU what is measured is the host's, under the name of torch's device.
+        # On a CPU the measured memory is the host's, under the name of torch's device.
         name = "cpu" if device.device == _HOST and self._device == "cpu" else device.device
         for part in device.parts:
             service, tag = TAGS.get(part.part, ("", part.part))

@@ -1,4 +1,4 @@
-"""The planner's answer for this node, as `tasuki plan --json` gives it, on the wire."""
+"""Plan of this node on the wire, as `tasuki plan --json` prints it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tasuki.planner.residency import stay_and_leave
 from tasuki.planner.seconds import expected_seconds
 from tasuki.v1 import coordinator_pb2 as pb
 
-# On a CPU the planner has no use for the size of a GPU, and wants one.
+# The planner needs a GPU size, but ignores it on a CPU.
 _NO_GPU = 1
 
 
 class Planning:
-    """Plans the node's configuration, once for each size of its devices; beside the event loop, which goes on with a changeover."""
+    """Plans the node's configuration once for each size of its devices, in a thread, so that changeovers continue."""
 
     def __init__(self, admission: Admission, config: NodeConfig) -> None:
         self._admission, self._config = admission, config
@@ -29,7 +29,7 @@ class Planning:
         self._turn = asyncio.Lock()
 
     async def plan(self, *, gpu_bytes: int | None, host_bytes: int | None) -> pb.PlanResponse:
-        """Sizes that are None are the node's own. Raises what plan_node raises, and what keeps a GPU's size from being known."""
+        """Plans for these sizes; None is the node's. Raises as plan_node, and if a GPU's size cannot be read."""
         sizes = (await self._gpu_bytes(gpu_bytes), host_memory().total_bytes if host_bytes is None else host_bytes)
         async with self._turn:
             if sizes not in self._made:

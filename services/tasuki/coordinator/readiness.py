@@ -1,4 +1,4 @@
-"""Asks the services where they are, and waits for those that cannot be asked yet."""
+"""Observes the services, and waits for those that do not answer yet."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _POLL_S, _POLL_IDLE_S = 0.2, 0.02
 
 
 class ReadinessProbe:
-    """`waiting` says for whom, empty when for nobody; `poison` why rollout must be restarted, as it was seen last."""
+    """`waiting` names the awaited service, or is empty; `poison` is the last observed reason to restart rollout."""
 
     def __init__(self, peers: Peers, *, timeout_s: float) -> None:
-        """timeout_s: how long a service is waited for."""
+        """timeout_s: longest wait for a service."""
         self._peers, self._timeout_s = peers, timeout_s
         self.waiting = self.poison = ""
 
     async def wait_idle(self) -> Observed:
-        """What both services say when no command of an earlier coordinator runs in them. Raises PeerUnavailable when that lasts."""
+        """State of both services once no command of an earlier coordinator runs. Raises PeerUnavailable on timeout."""
         clock = asyncio.get_running_loop().time
         ends = clock() + self._timeout_s
         seen = await self._peers.observe()
@@ -33,9 +33,9 @@ class ReadinessProbe:
         return seen
 
     async def wait_ready(self, phase: Phase) -> Observed:
-        """The same, when no service is lacking without which there is no way to `phase`.
+        """State of both services once no service needed to reach `phase` is missing.
 
-        Raises PeerUnavailable, or EnginePoisoned, when one does not come back in time.
+        Raises PeerUnavailable, or EnginePoisoned, if one does not come back in time.
         """
         clock = asyncio.get_running_loop().time
         ends = clock() + self._timeout_s

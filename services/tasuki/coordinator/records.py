@@ -1,4 +1,4 @@
-"""What the journal holds and the coordinator tells: stages and changeovers as values."""
+"""Stages and changeovers as values, for the journal and its readers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Intent:
-    """A stage command as it is written down before it is sent."""
+    """Stage command as recorded before it is sent."""
 
     id: int
     changeover_id: str
@@ -36,15 +36,15 @@ class Intent:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a stage came to. `answer`: what a later stage needs of it; `policy_version`: what it published or received."""
+    """Outcome of a stage. `answer`: data for a later stage; `policy_version`: the version published or received."""
 
     num_bytes: int = 0
     answer: bytes = b""
     policy_version: int | None = None
     begun: tuple[Movement, ...] = ()
-    """What goes on behind the stage."""
+    """Movements that continue after the stage."""
     ended: tuple[Movement, ...] = ()
-    """What went on behind earlier stages of the same service, and has ended."""
+    """Movements of earlier stages of the same service that have ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class StageEvent:
 
 @dataclass(frozen=True, slots=True)
 class ChangeoverRecord:
-    """One hand-over as the journal tells it; `events` has what became of each intent, in the order of the intents."""
+    """One changeover as recorded; `events` has the outcome of each intent, in order."""
 
     changeover_id: str
     epoch: int
@@ -81,14 +81,14 @@ class ChangeoverRecord:
     events: tuple[StageEvent, ...]
 
     def stages(self) -> tuple[StageEvent, ...]:
-        """One event for each stage, as it is now: a stage that was taken back is UNDONE."""
+        """Latest event of each stage: a stage that was undone is UNDONE."""
         latest: dict[Stage | None, StageEvent] = {}
         for event in self.events:
             latest[event.stage] = event
         return tuple(latest.values())
 
     def ending(self) -> StageEvent:
-        """The event that closes the changeover: it has no stage, and the status and the seconds of the whole."""
+        """Event that closes the changeover: no stage, with the status and seconds of the whole."""
         return StageEvent(
             self.changeover_id,
             None,
@@ -102,7 +102,7 @@ class ChangeoverRecord:
 
 @dataclass(frozen=True, slots=True)
 class NodeState:
-    """The node as the coordinator tells it. `at` is None while nobody knows where it is."""
+    """State of the node, as the coordinator reports it. `at` is None while its stage is unknown."""
 
     at: Stage | None
     epoch: int
@@ -114,11 +114,11 @@ class NodeState:
     num_changeovers: int
     last_error: str
     weights_digest: bytes = b""
-    """SHA-256 of the sums of what rollout holds; empty when nobody knows them."""
+    """SHA-256 of the checksums of rollout's weights; empty if unknown."""
 
     @property
     def phase(self) -> Phase | None:
-        """None in the middle of a changeover."""
+        """Current phase; None in the middle of a changeover."""
         return phase_of(self.at) if self.at else None
 
     @property
@@ -132,5 +132,5 @@ def id_text(number: int) -> str:
 
 
 def id_number(changeover_id: str) -> int:
-    """The number in such an id."""
+    """Number in a changeover's id."""
     return int(changeover_id.removeprefix("c"))

@@ -1,4 +1,4 @@
-"""Metrics of the run that trains on the node, from the end of its metrics.jsonl."""
+"""Metrics of the run on the node, from the end of its metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Step = Mapping[str, Any]
 
 
 class RunFigures:
-    """The newest figures of the node's last run. Each line of its file is read once."""
+    """Newest figures of the node's last run. Each line of its file is read once."""
 
     def __init__(self, state_dir: Path) -> None:
         self._state_dir = state_dir
@@ -35,7 +35,7 @@ class RunFigures:
         self._steps: dict[str, Step] = {}
 
     def read(self) -> None:
-        """Reads on. A line that is torn off is left to the next call; of many lines only the last 256 KiB are read."""
+        """Reads new lines, at most the last 256 KiB. An incomplete line is left to the next call."""
         if not self._reading.acquire(blocking=False):
             return  # the disk has not answered an earlier call
         try:
@@ -48,7 +48,7 @@ class RunFigures:
             self._reading.release()
 
     def families(self) -> Iterable[GaugeMetricFamily]:
-        """Gauges of the newest step that learned, and of the newest evaluation."""
+        """Gauges of the newest step that updated weights, and of the newest evaluation."""
         step, reward, score, seconds, metric = (
             name.gauges() for name in (RUN_STEP, RUN_REWARD, RUN_EVAL_SCORE, RUN_STEP_SECONDS, RUN_METRIC)
         )
@@ -104,7 +104,7 @@ def _numbers(table: object) -> dict[str, float]:
 
 
 def _is_label(name: str) -> bool:
-    """Whether the name fits into the text of metrics, which half of a surrogate pair does not."""
+    """Whether the name can be encoded as a label; a lone surrogate cannot."""
     return len(name) <= _MAX_NAME_CHARS and name.isprintable()
 
 

@@ -29,7 +29,7 @@ _MAX_PAGE_SIZE = 1000
 
 
 class Operated(Protocol):
-    """What a coordinator operates: its node, or a fleet of nodes."""
+    """Node, or fleet of nodes, that a coordinator operates."""
 
     @property
     def watchers(self) -> Watchers: ...

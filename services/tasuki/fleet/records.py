@@ -23,7 +23,7 @@ class NodeView:
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """What a node's rollout received and verified. checksums: of each whole tensor, in name order."""
+    """Checksums of the weights that a node's rollout received and verified. checksums: of each whole tensor, in name order."""
 
     policy_version: int
     layout_digest: bytes

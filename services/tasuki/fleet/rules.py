@@ -54,7 +54,7 @@ def step_forward(view: NodeView, decision: Decision, *, until: Stage) -> Stage |
 
 
 def agreed(sums: Mapping[int, Sums | None]) -> Sums:
-    """What every node received. Raises WeightsDiffer naming the deviating nodes and tensors. sums: by rank."""
+    """Checksums that every node agrees on. Raises WeightsDiffer naming the deviating nodes and tensors. sums: by rank."""
     unknown = [rank for rank, one in sums.items() if one is None]
     if unknown:
         raise WeightsDiffer(f"nodes {_listed(unknown)} do not know what they received", nodes=_listed(unknown), tensors="")

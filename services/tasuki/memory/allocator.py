@@ -1,4 +1,4 @@
-"""The allocator that really frees: an arena per tag, `region` puts tensors into it, pause and resume move the pages of several."""
+"""Allocator that returns memory to the system: one arena per tag, filled in a `region`, paused and resumed by tag."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class NativeAllocator:
         max_chunk_bytes: int = 0,
         chunk_bytes: Mapping[MemoryTag, int] | None = None,
     ) -> None:
-        """`keep`: what a pause of each tag keeps, nothing by default.
+        """`keep`: parts that a pause of each tag keeps; none by default.
 
-        Chunk sizes: 0 is the default, on a GPU the measured 64 MiB to 1 GiB, on a CPU 2 to 64 MiB. chunk_bytes: the one size of a tag.
+        Chunk sizes: 0 is the default, on a GPU the measured 64 MiB to 1 GiB, on a CPU 2 to 64 MiB. chunk_bytes: fixed size by tag.
         """
         sizes = chunk_bytes or {}
         self._device = device
         if device == "cpu":
-            # A mapping costs the same whatever its size there, and models are small.
+            # On a CPU a mapping costs the same at any size, and models are small.
             min_chunk_bytes, max_chunk_bytes = min_chunk_bytes or _CPU_MIN_CHUNK_BYTES, max_chunk_bytes or _CPU_MAX_CHUNK_BYTES
         self._arenas = {
             tag: Arena(
@@ -76,13 +76,13 @@ class NativeAllocator:
         return self._arenas[tag] if tag in self._arenas else self._adopted[tag]
 
     def adopt(self, tag: MemoryTag, arena: Arena) -> None:
-        """From now on `tag` is this arena, which stays the caller's to fill and to close: it is paused, resumed and counted here."""
+        """Pauses, resumes and counts this arena as `tag`. The caller still fills and closes it."""
         assert tag not in self.tags
         self._adopted[tag] = arena
 
     @contextmanager
     def region(self, tag: MemoryTag) -> Iterator[None]:
-        """Tensors that this thread makes inside belong to `tag`. Raises WrongPhase while the tag sleeps."""
+        """Allocates tensors that this thread makes in the block in `tag`. Raises WrongPhase while the tag sleeps."""
         arena = self.arena(tag)
         if arena.usage().state in (ArenaState.PAUSED, ArenaState.PAUSING):
             raise WrongPhase(f"{tag} is asleep: resume it before making tensors in it", needed=f"resume {tag}")
@@ -90,7 +90,7 @@ class NativeAllocator:
             yield
 
     def pause(self, tags: Sequence[MemoryTag]) -> int:
-        """Returns the bytes given back to the system; nothing for tags that sleep already."""
+        """Returns the bytes given back to the system; 0 for tags already asleep."""
         arenas = [self.arena(tag) for tag in tags]
         (num_bytes,) = _call_for(arenas)("pause", _ids(arenas), len(arenas), num_outs=1)
         return num_bytes
@@ -109,26 +109,26 @@ class NativeAllocator:
         return Transfer(ticket, arenas)
 
     def resume_async(self, tags: Sequence[MemoryTag]) -> Transfer:
-        """Maps now; content that was kept is there after the transfer's `wait`, or on a stream after its `wait_on_stream`."""
+        """Maps at once; kept content is back after the transfer's `wait`, or on a stream after its `wait_on_stream`."""
         arenas = [self.arena(tag) for tag in tags]
         return Transfer(self._resume("resume_async", arenas), arenas)
 
     def blocks(self, tag: MemoryTag) -> list[tuple[int, int]]:
-        """Address and bytes of whatever lies in the tag's region now, whoever holds it: what a pause drops or keeps."""
+        """Address and bytes of each block in the tag's region: the content that a pause drops or keeps."""
         return self.arena(tag).buffers() if self._cuda is None else self._cuda.blocks(tag)
 
     def usage(self) -> list[TagUsage]:
         return [_tag_usage(tag, self._device, arena.usage()) for tag, arena in (self._arenas | self._adopted).items()]
 
     def close(self) -> None:
-        """Gives every address back. Raises Busy while a tensor in a region lives."""
+        """Releases all addresses. Raises Busy while a tensor in a region lives."""
         if self._cuda is not None:
             self._cuda.close()
         for arena in self._arenas.values():
             arena.close()
 
     def _resume(self, name: str, arenas: Sequence[Arena]) -> int:
-        """Blocks that torch only caches are invisible to the driver; giving them back takes long, so it is done when room is short."""
+        """Resumes, and empties torch's cache if memory is short: the driver does not count cached blocks as free, and emptying is slow."""
         resume = partial(_call_for(arenas), name, _ids(arenas), len(arenas), num_outs=1)
         try:
             (number,) = resume()
@@ -146,7 +146,7 @@ class NativeAllocator:
 
 
 class Transfer:
-    """A pause or resume whose copies are under way. `wait` is called once."""
+    """Pause or resume whose copies are in progress. `wait` is called once."""
 
     def __init__(self, ticket: int, arenas: Sequence[Arena]) -> None:
         self._ticket = ticket
@@ -154,19 +154,19 @@ class Transfer:
 
     @property
     def is_done(self) -> bool:
-        """Whether the copies have finished; the pages of a pause go in `wait` all the same."""
+        """Whether the copies have finished; a pause still releases its pages in `wait`."""
         (is_reached,) = self._call("poll", self._ticket, num_outs=1)
         return bool(is_reached)
 
     def wait(self) -> int:
-        """Ends the transfer. Returns bytes given back (pause) or mapped (resume); a failure has left every arena as it was."""
+        """Ends the transfer. Returns bytes released (pause) or mapped (resume); a failure leaves every arena as it was."""
         (num_bytes,) = self._call("wait", self._ticket, num_outs=1)
         return num_bytes
 
     def wait_on_stream(self, stream: int, *, address: int = 0, num_bytes: int = 0) -> None:
-        """Work given to the CUDA stream from now on starts after the content of a resume has come back.
+        """Makes later work on the CUDA stream wait until the content of a resume is back.
 
-        With `num_bytes`, once those at `address` have: content comes by rising addresses.
+        With `num_bytes`, only until those at `address` are back: content returns by rising addresses.
         """
         self._call("stream_after", self._ticket, stream, address, num_bytes)
 

@@ -1,4 +1,4 @@
-"""Arenas: memory at addresses that stay, over csrc. tasuki_memory.h says what each call promises."""
+"""Arenas: memory at fixed addresses, over csrc. tasuki_memory.h documents each call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tasuki.memory.library import buffer_at, call, chunk_rows, chunk_table, driv
 
 
 class Keep(IntFlag):
-    """What a pause keeps."""
+    """Parts that a pause keeps."""
 
     NOTHING = 0
     CONTENT = 1  # copied to pinned host memory and back
@@ -51,7 +51,7 @@ class ArenaUsage:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Everything of this process."""
+    """Totals over this process."""
 
     num_arenas: int
     mapped_bytes: int
@@ -66,7 +66,7 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class SharedChunk:
-    """A piece of an arena that another process can map: bytes [offset, offset + num_bytes) from the arena's base are in `fd`."""
+    """Part of an arena that another process can map: `fd` holds bytes [offset, offset + num_bytes) from the arena's base."""
 
     offset: int
     num_bytes: int
@@ -74,19 +74,21 @@ class SharedChunk:
 
 
 def set_host_budget(num_bytes: int) -> None:
-    """At most this many bytes in host arenas of this process, so that a CPU runs out of memory as cleanly as a GPU; 0 lifts the limit."""
+    """Limits the bytes in host arenas of this process, so that a CPU runs out of memory as cleanly as a GPU; 0 is no limit."""
     call("set_host_budget", num_bytes, device="cpu")
 
 
 def freeze(address: int, num_bytes: int) -> bool:
-    """Promises that these bytes do not change until their block is freed: pauses that keep content copy them once. False, and nothing
-    happens, for an address in no arena."""
+    """Declares these bytes constant until their block is freed, so pauses that keep content copy them once.
+
+    Returns False, without effect, for an address in no arena.
+    """
     (is_ours,) = call("freeze", address, num_bytes, num_outs=1)
     return bool(is_ours)
 
 
 def copied_bytes() -> int:
-    """Bytes copied to and from the host so far, by all arenas. Answers at once, also while another thread copies."""
+    """Bytes copied to and from the host so far, by all arenas. Never waits, even while another thread copies."""
     (num_bytes,) = call("copied_bytes", num_outs=1)
     return num_bytes
 
@@ -103,7 +105,7 @@ def _free(address: int, buffers: dict[int, int]) -> None:
 
 
 class Arena:
-    """One tag on one device: addresses that stay, memory that comes and goes."""
+    """One tag on one device: fixed addresses whose memory is mapped and released."""
 
     def __init__(
         self,
@@ -135,7 +137,7 @@ class Arena:
         address = self.allocate(num_bytes)
         block = buffer_at(address, num_bytes)
         self._buffers[address] = num_bytes
-        # Not at exit: tensors may be used until the very end, and the process's end frees everything.
+        # Not at exit: tensors may be used until the end, and the process's end frees everything.
         weakref.finalize(block, _free, address, self._buffers).atexit = False
         return block
 
@@ -148,7 +150,7 @@ class Arena:
         return list(self._buffers.items())
 
     def set_policy(self, keep: Keep) -> None:
-        """What the next pauses keep."""
+        """Sets what the next pauses keep."""
         self._call("set_policy", self.id, int(keep))
 
     def set_idle(self, spans: Sequence[tuple[int, int]]) -> tuple[int, int]:
@@ -177,7 +179,7 @@ class Arena:
         return ArenaUsage(*counts, state=ArenaState(state))
 
     def export(self, access: Access) -> Export:
-        """Fresh descriptors of every chunk that holds memory; stale after the next pause that does not keep chunks."""
+        """New descriptors of every chunk with memory; stale after the next pause that does not keep chunks."""
         table = chunk_table([(0, 0, 0)] * self.usage().num_chunks)
         num_chunks, base, export = self._call("export", self.id, access, table, len(table), num_outs=3)
         chunks = [SharedChunk(*row) for row in chunk_rows(table[:num_chunks])]
@@ -188,7 +190,7 @@ class Arena:
         self._call("bind_slot", slot, driver_and_index(self.device)[1], self.id)
 
     def close(self) -> None:
-        """Gives addresses and memory back. Raises Busy while blocks are in use."""
+        """Releases addresses and memory. Raises Busy while blocks are in use."""
         self._call("destroy_arena", self.id)
 
 
@@ -199,7 +201,7 @@ class Export:
         self._id, self.base, self.chunks = export_id, base, chunks
 
     def close_fds(self) -> None:
-        """After they were sent: our copies are not needed any more."""
+        """Closes our copies of the descriptors, once sent."""
         for chunk in self.chunks:
             os.close(chunk.fd)
         self.chunks = []
@@ -210,10 +212,10 @@ class Export:
 
 
 class Import:
-    """A peer's chunks at addresses of ours. The peer's memory stays alive until this is closed."""
+    """Chunks of a peer mapped at our addresses. The peer's memory stays alive until this is closed."""
 
     def __init__(self, chunks: Sequence[SharedChunk], *, device: str, access: Access) -> None:
-        """The descriptors stay the caller's. Raises BadHandle for anything that is not exactly what it says."""
+        """Maps the chunks; the caller keeps the descriptors. Raises BadHandle if one does not match its description."""
         self.device = device
         self._call = partial(call, device=device)
         driver, index = driver_and_index(device)
@@ -230,11 +232,11 @@ class Import:
         self._call("map_import", self._id)
 
     def release(self) -> None:
-        """Lets go of the peer's memory and keeps the addresses. Idempotent."""
+        """Releases the peer's memory and keeps the addresses. Idempotent."""
         self._call("drop_import", self._id)
 
     def renew(self, chunks: Sequence[SharedChunk]) -> None:
-        """After `drop`: other chunks of the peer at the same addresses. Raises BadHandle, and then holds nothing."""
+        """Maps other chunks of the peer at the same addresses, after `release`. Raises BadHandle, and then holds nothing."""
         self._call("renew_import", self._id, _described(chunks), len(chunks))
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What one rank sees of its device: all memory, what is free, its own part, and that of others."""
+"""Memory of a rank's device: total, free, held by this rank, and held by others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many bytes tensors really take: torch's segments, and the chunks of our arenas under them."""
+"""Bytes that tensors really take: torch's segments, and the chunks of our arenas under them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _MIN_CHUNK, _MAX_CHUNK, _GROWTH_PART = 64 * _MIB, 1024 * _MIB, 8
 # memory/allocator.py and region_cpu.py.
 _CPU_MIN_CHUNK, _CPU_MAX_CHUNK, CPU_MIN_TENSOR = 2 * _MIB, 64 * _MIB, 2048
 ALIGNMENT = 256
-"""Of tensors that share a buffer."""
+"""Alignment of tensors that share a buffer, in bytes."""
 GROWING_CHUNK_BYTES = {"cpu": 4 * _MIB, "cuda": 128 * _MIB}
-"""Of a KV cache that grows: small enough for several chunks per layer, so that the first slots of every layer need only theirs."""
+"""Chunk size of a growing KV cache: several chunks per layer, so the first slots of each layer map only their own."""
 
 
 def rounded_up(num_bytes: int, step: int) -> int:
@@ -56,7 +56,7 @@ def equal_chunks(num_bytes: int, *, device: str) -> int:
 
 
 def _segments(tensors: Iterable[int]) -> Iterable[int]:
-    """What torch asks of an allocator for these tensors: the smallest gap that is large enough serves, else a new segment."""
+    """Segments that torch allocates for these tensors: the smallest sufficient gap is used, else a new segment."""
     gaps: dict[int, list[int]] = {_SMALL_SEGMENT: [], _LARGE_SEGMENT: []}
     for tensor in tensors:
         block = rounded_up(tensor, _BLOCK)

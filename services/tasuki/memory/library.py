@@ -1,4 +1,4 @@
-"""The native library's C interface, and the only place that speaks ctypes to it: csrc/tasuki_memory.h says what each call promises."""
+"""C interface of the native library, and the only module that uses ctypes. csrc/tasuki_memory.h documents each call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One pool of physical chunks a device, made once and lent to the node's processes in turn. csrc/pool.h has the mechanism."""
+"""Pool of physical chunks per device, made once and lent to the node's processes in turn. csrc/pool.h has the mechanism."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def pool_chunk_bytes(pool_bytes: int) -> int:
 
 
 def pool_bytes(num_bytes: int) -> int:
-    """What a CPU's pool of `num_bytes` really holds, in whole chunks."""
+    """Bytes that a CPU's pool of `num_bytes` really holds, in whole chunks."""
     chunk_bytes = pool_chunk_bytes(num_bytes)
     return max(1, num_bytes // chunk_bytes) * chunk_bytes
 
@@ -84,7 +84,7 @@ class PoolKeeper:
 
     @classmethod
     def of(cls, fds: Sequence[int], *, device: str) -> PoolKeeper:
-        """Keeps chunks that another process has made. fds: their table's and theirs, which become the keeper's."""
+        """Keeps chunks that another process made. fds: of their table and the chunks; the keeper takes them over."""
         keeper = cls.__new__(cls)
         keeper.device, keeper.fds = device, list(fds)
         return keeper
@@ -95,7 +95,7 @@ class PoolKeeper:
         return PoolUsage(*counted)
 
     def reclaim(self) -> int:
-        """Frees the chunks of processes whose death is certain. Returns how many chunks, and readers of chunks, that were."""
+        """Frees the chunks of processes that are certainly dead. Returns the number of chunks and of chunk readers freed."""
         (num_freed,) = call("reclaim_pool", self.fds[0], num_outs=1)
         return num_freed
 
@@ -122,12 +122,12 @@ def open_pool(fds: Sequence[int], *, device: str, identity: Identity) -> None:
 
 
 def close_pool(device: str) -> None:
-    """Raises Busy while arenas or imports use it."""
+    """Closes the pool. Raises Busy while arenas or imports use it."""
     call("close_pool", *driver_and_index(device), device=device, tags=("pool",))
 
 
 def pool_usage(device: str) -> PoolUsage | None:
-    """Of the pool that this process has opened for the device; None without one."""
+    """Usage of the pool that this process opened for the device; None without one."""
     counted = numbers([0] * len(fields(PoolUsage)))
     call("get_pool", *driver_and_index(device), counted, device=device, tags=("pool",))
     usage = PoolUsage(*counted)

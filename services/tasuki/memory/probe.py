@@ -30,7 +30,7 @@ class _AtAddress:
 
 
 def give(device: str) -> None:
-    """Writes a pattern, and has another process read it. Raises TasukiError, or RuntimeError with what that process says."""
+    """Writes a pattern for another process to read. Raises TasukiError, or RuntimeError with that process's output."""
     _begin(device)
     arena = Arena("probe", device=device, capacity_bytes=64 << 20)
     address = arena.allocate(_NUM_BYTES)
@@ -49,7 +49,7 @@ def give(device: str) -> None:
 
 
 def take(device: str, offset: int, described: Sequence[str]) -> None:
-    """The other process: reads at `offset` of the chunks. Raises RuntimeError when it reads something else."""
+    """Reads the pattern in the other process, at `offset` of the chunks. Raises RuntimeError if it differs."""
     _begin(device)
     chunks = [SharedChunk(*map(int, one.split(":"))) for one in described]
     imported = Import(chunks, device=device, access=Access.READ_ONLY)

@@ -13,7 +13,7 @@ from tasuki.wire.errors import InvalidArgument
 
 
 def refuse_expandable_segments() -> None:
-    """With them torch maps pages by itself, beside the arenas."""
+    """Refuses expandable segments, with which torch maps pages outside the arenas."""
     # What is in force, however it was set: by either environment variable or at run time.
     snapshot: Any = torch.cuda.memory._snapshot()
     if snapshot["allocator_settings"]["expandable_segments"]:
@@ -47,7 +47,7 @@ class CudaRegions:
         return torch.cuda.use_mem_pool(self._pools[tag], device=self._device)
 
     def pool(self, tag: str) -> torch.cuda.MemPool:
-        """For torch.cuda.graph(pool=...): what a capture allocates then belongs to the tag."""
+        """Pool for torch.cuda.graph(pool=...), so that allocations of a capture belong to the tag."""
         return self._pools[tag]
 
     def blocks(self, tag: str) -> list[tuple[int, int]]:

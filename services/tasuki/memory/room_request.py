@@ -1,4 +1,4 @@
-"""A file of the node by which rollout or the coordinator asks the trainer's state to leave the GPUs; it stays there until then."""
+"""File by which rollout or the coordinator asks the trainer to release its state from the GPUs, which stays there until then."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 class RoomRequest:
-    """One request per changeover: the trainer withdraws it when it offloads, others make it when they lack memory."""
+    """One request per changeover: made by a process that lacks memory, withdrawn by the trainer when it offloads."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

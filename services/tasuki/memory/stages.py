@@ -1,4 +1,4 @@
-"""The ring of stages, one row for each: who carries it out, by which RPC, what memory moves, and what takes it back. A pure table.
+"""Ring of stages, one row each: service, RPC, memory moved, and undo. A pure table.
 
         LOAD_WEIGHTS > RESUME_WEIGHTS > SYNC > OFFLOAD > RESUME_KV
 TRAIN                                                                ROLLOUT
@@ -14,14 +14,14 @@ from tasuki.memory.tags import MemoryTag
 
 
 class Phase(StrEnum):
-    """Who holds the GPUs."""
+    """Phase of a node: the service that holds the GPUs."""
 
     TRAIN = "TRAIN"
     ROLLOUT = "ROLLOUT"
 
 
 class Service(StrEnum):
-    """Who carries a stage out."""
+    """Service that runs a stage."""
 
     TRAINER = "trainer"
     ROLLOUT = "rollout"
@@ -42,11 +42,11 @@ class Stage(StrEnum):
 
 
 START = "START"
-"""What errors call the place of a service that has completed no stage yet; elsewhere it is None."""
+"""Name, in errors, for the position of a service that has completed no stage yet; elsewhere it is None."""
 
 
 class Rpc(StrEnum):
-    """What carries a stage out."""
+    """RPC that runs a stage."""
 
     PUBLISH_WEIGHTS = "PublishWeights"
     RECEIVE_WEIGHTS = "ReceiveWeights"
@@ -56,19 +56,19 @@ class Rpc(StrEnum):
 
 
 class Undo(StrEnum):
-    """How a stage is taken back where no other stage does it."""
+    """Undo of a stage that no other stage undoes."""
 
     WITHDRAW_WEIGHTS = "WithdrawWeights"
-    """By this RPC."""
+    """Undone by this RPC."""
     WITH_EARLIER = ""
-    """By the undo of the service's stage before it."""
+    """Undone by the undo of the service's previous stage."""
     NEVER = "never"
-    """Not at all: the weights are gone, and only a SYNC brings them again."""
+    """Not undone: the weights are gone, and only a SYNC restores them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One row: a node at `after` may run `stage`, which `service` carries out; the node is then at `stage`."""
+    """One row: a node at `after` may run `stage` on `service`, and is then at `stage`."""
 
     after: Stage
     stage: Stage
@@ -76,11 +76,11 @@ class Rule:
     rpc: Rpc
     undo: Stage | Undo
     resumes: tuple[MemoryTag, ...] = ()
-    """Tags that take their pages."""
+    """Tags that map their pages."""
     pauses: tuple[MemoryTag, ...] = ()
-    """Tags that give their pages back."""
+    """Tags that release their pages."""
     completes: Phase | None = None
-    """The phase that holds from here on."""
+    """Phase that begins with this stage."""
 
     @property
     def has_undo(self) -> bool:
@@ -88,19 +88,19 @@ class Rule:
 
     @property
     def undo_command(self) -> str:
-        """The stage or RPC that takes this one back; empty when none is sent."""
+        """Stage or RPC that undoes this one; empty if none is sent."""
         return self.undo if self.has_undo else ""
 
     @property
     def named_tags(self) -> tuple[MemoryTag, ...]:
-        """The tags that a Pause or Resume names: captured graphs go with the cache, and an export with its publication."""
+        """Tags that a Pause or Resume names, without captured graphs, which go with the cache, and exports, which go with a publication."""
         unnamed = (MemoryTag.CUDA_GRAPH, MemoryTag.EXPORT)
         return tuple(tag for tag in (*self.resumes, *self.pauses) if tag not in unnamed)
 
 
 _WEIGHTS = (MemoryTag.WEIGHTS,)
 _CACHE = (MemoryTag.KV_CACHE, MemoryTag.CUDA_GRAPH)
-# All that the trainer can pause, also where some of it could stay; the planner counts on it.
+# Every tag that the trainer can pause, even those that could stay; the planner relies on it.
 _TRAINING = (MemoryTag.WEIGHTS, MemoryTag.GRADIENTS, MemoryTag.OPTIMIZER)
 
 RING = (
@@ -172,7 +172,7 @@ RING = (
         stage=Stage.LOAD_TRAINER,
         service=Service.TRAINER,
         rpc=Rpc.RESUME,
-        # To make room for an engine that starts.
+        # Makes room for a starting engine.
         undo=Stage.OFFLOAD,
         resumes=_TRAINING,
         completes=Phase.TRAIN,
@@ -186,22 +186,21 @@ NEXT = {rule.after: rule.stage for rule in RING}
 
 
 def stages_of(service: Service, rpc: Rpc | None = None) -> tuple[Stage, ...]:
-    """The stages that a service carries out, in their order; with `rpc` those that come by it."""
+    """Stages of a service, in order; with `rpc`, only those that this RPC runs."""
     return tuple(rule.stage for rule in RING if rule.service is service and rpc in (None, rule.rpc))
 
 
 def last_of(service: Service, at: Stage) -> Stage:
-    """The stage that a service completed last when the node is at `at`."""
+    """Stage that a service completed last when the node is at `at`."""
     while RULES[at].service is not service:
         at = RULES[at].after
     return at
 
 
 def allowed_after(service: Service, at: Stage | None) -> tuple[Stage, ...]:
-    """What a service accepts that completed `at` last (None: freshly started): its next stage first, then the one that takes `at` back.
+    """Stages accepted by a service that completed `at` last (None: freshly started): its next stage, then the one that undoes `at`.
 
-    A fresh rollout is asleep, as after PAUSE_WEIGHTS, and a fresh trainer loaded, as after LOAD_TRAINER; told to load, it has nothing
-    to do.
+    A fresh rollout is asleep, as after PAUSE_WEIGHTS. A fresh trainer is loaded, as after LOAD_TRAINER, so loading is then a no-op.
     """
     if at is None:
         last = last_of(service, HOLDS[Phase.TRAIN])

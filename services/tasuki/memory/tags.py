@@ -1,4 +1,4 @@
-"""The classes of memory that sleep and wake, and what is known of each and of the device they share. Plain data."""
+"""Memory tags, their movements, and the usage of tags and devices. Plain data."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class MemoryTag(StrEnum):
-    """A named class of memory that is paused and resumed as a whole."""
+    """Named class of memory that is paused and resumed as a whole."""
 
     WEIGHTS = "weights"
     GRADIENTS = "gradients"
@@ -18,7 +18,7 @@ class MemoryTag(StrEnum):
 
 
 class MovementKind(StrEnum):
-    """How memory moves behind a stage's answer."""
+    """Kind of movement that continues after a stage's answer."""
 
     LEAVE = "LEAVE"
     """Copied to the host and released when rollout needs the room: from OFFLOAD until LOAD_TRAINER."""
@@ -30,19 +30,19 @@ class MovementKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Movement:
-    """What goes on behind a stage's answer, by tag. seconds, end_time (since 1970): 0 while it goes on."""
+    """Movement of one tag after a stage's answer. seconds, end_time (since 1970): 0 while it lasts."""
 
     kind: MovementKind
     tag: MemoryTag
     num_bytes: int
-    """The most that may move, or what has moved in the end."""
+    """Most bytes that may move; once it has ended, the bytes moved."""
     seconds: float = 0.0
     end_time: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What a pause or resume came to: bytes released or mapped, what goes on behind it, and what has ended since the last one."""
+    """Result of a pause or resume: bytes released or mapped, movements that continue, and movements ended since the last one."""
 
     num_bytes: int
     begun: tuple[Movement, ...] = ()
@@ -56,23 +56,23 @@ class TagUsage:
     tag: MemoryTag
     device: str
     mapped_bytes: int
-    total_bytes: int  # when it is awake
+    total_bytes: int  # while it is awake
     is_paused: bool
     kept_bytes: int  # physical memory without an address
     host_copy_bytes: int
-    stays: bool = False  # over a changeover, by the planner's decision
-    following_bytes: int = 0  # of the total, what comes after a resume, as memory becomes free
-    leaves_later: bool = False  # a pause answers first, and its pages go when others need them
-    pending_bytes: int = 0  # what a stage's answer left to be moved, and is not moved yet
+    stays: bool = False  # through a changeover, as the planner decided
+    following_bytes: int = 0  # part of the total, mapped after a resume as memory becomes free
+    leaves_later: bool = False  # a pause answers at once; pages are released when others need them
+    pending_bytes: int = 0  # still to be moved after a stage's answer
 
     @property
     def is_leaving(self) -> bool:
-        """Whether it is asleep, and its pages are still there."""
+        """Whether it is asleep but still has pages."""
         return self.leaves_later and self.is_paused and self.mapped_bytes > 0
 
     @property
     def pending(self) -> MovementKind | None:
-        """How the pending bytes will move; None without any."""
+        """Kind of movement of the pending bytes; None if there are none."""
         if not self.pending_bytes:
             return None
         if self.is_paused:
@@ -82,22 +82,22 @@ class TagUsage:
 
 @dataclass(frozen=True, slots=True)
 class DeviceUsage:
-    """One device as one rank sees it. Bytes. On "cpu" it is the host: its memory and the rank's resident part of it."""
+    """One device as one rank sees it, in bytes. "cpu" is the host: its memory and the rank's resident part."""
 
     device: str
     rank: int
     total_bytes: int
-    free_bytes: int  # the driver, on "cpu" the system, would give them now
-    process_bytes: int  # this process's, whoever in it took them
-    torch_cached_bytes: int  # held by torch's own allocator and used by no tensor; not visible as free; 0 on "cpu"
+    free_bytes: int  # available now from the driver, on "cpu" from the system
+    process_bytes: int  # held by this process as a whole
+    torch_cached_bytes: int  # cached by torch's allocator, in no tensor; not counted as free; 0 on "cpu"
     other_processes_bytes: int
     pool_bytes: int = 0  # of the node's pool on the device; 0 without one
-    pool_free_bytes: int = 0  # of its chunks that nobody holds
+    pool_free_bytes: int = 0  # of its free chunks
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceUsage:
-    """What the ranks of one service say of their tags and of the devices that they are on."""
+    """Usage that the ranks of one service report, by tag and device."""
 
     tags: tuple[TagUsage, ...]
     devices: tuple[DeviceUsage, ...]

@@ -1,4 +1,4 @@
-"""torch's own memory on a pool: working memory of a step or a batch, and whatever else it caches in segments."""
+"""Memory of torch's default pool on the node's pool: working memory of a step or batch, and cached segments."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def take_segments_from_pool(device: str) -> Arena:
 
 
 def _count_pool_as_free() -> None:
-    """SGLang sizes its cache, and `device_usage` counts, by what torch says is free."""
+    """Adds the pool's free bytes to torch's free memory, by which SGLang sizes its cache and `device_usage` counts."""
     of_driver: Any = torch.cuda.mem_get_info
 
     @functools.wraps(of_driver)

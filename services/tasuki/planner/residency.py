@@ -58,7 +58,7 @@ def decided_again(layout: Layout) -> Layout:
 
 
 def given(layout: Layout, config: NodeConfig, residency: ResidencyConfig) -> Staying:
-    """What the configuration sets itself."""
+    """Residency that the configuration sets explicitly."""
     gpus = gpus_of(config)
     staying = [set[Part]() for _ in range(layout.num_gpus)]
     for rank, gpu in enumerate(gpus.trainer):

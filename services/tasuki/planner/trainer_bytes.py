@@ -315,7 +315,7 @@ def _joined_columns(layout: Layout) -> int:
 
 
 def _kept(layout: Layout) -> int:
-    """What forward saved of all layers."""
+    """Bytes that forward saves, over all layers."""
     num_layers, checkpointing = layout.model.num_layers, layout.checkpointing
     if checkpointing is Checkpointing.OFFLOADED:
         return min(2, num_layers) * _layer_input(layout) + _routing(layout, num_layers)

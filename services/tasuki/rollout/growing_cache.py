@@ -20,7 +20,7 @@ SPARE_SHARE = 4
 
 
 class Demand(Protocol):
-    """What a rank's scheduler may still need from the cache; see SchedulerDemand."""
+    """Cache tokens that a rank's scheduler may still need; see SchedulerDemand."""
 
     def tokens_to_come(self) -> int: ...
 

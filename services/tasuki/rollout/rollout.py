@@ -297,7 +297,7 @@ class Rollout:
             await self.growth.stop()
 
     def _ended(self) -> tuple[Movement, ...]:
-        """What has ended since the last answer to a pause or resume."""
+        """Movements ended since the last answer to a pause or resume."""
         return () if self.growth is None else self.growth.take_ended()
 
     def _poison(self, stage: Stage, error: BaseException) -> None:

@@ -1,4 +1,4 @@
-"""Who calls at a port, and whether he may: certificates and tokens, roles, folders."""
+"""Authentication and authorization of callers at a port: certificates, tokens, roles, folders."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _BEARER = "bearer "
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """name: as refusals tell it, never a secret. role: None for a certificate that has none."""
+    """Identified caller. name: shown in refusals, never a secret. role: None for a certificate without one."""
 
     name: str
     role: CallerRole | None
 
 
 class Callers(Protocol):
-    """Tells who makes a call."""
+    """Identifies the caller of a call."""
 
     def of(self, context: Any) -> Caller:
-        """Raises Unauthenticated for a stranger."""
+        """Identity of the caller. Raises Unauthenticated for an unknown one."""
         ...
 
 
@@ -47,14 +47,14 @@ class Access:
         self._callers, self._paths = callers, paths
 
     def check(self, method: Method, context: Any) -> CallerRole:
-        """The caller's role. Raises Unauthenticated, and PermissionDenied when it is not enough."""
+        """Returns the caller's role. Raises Unauthenticated, and PermissionDenied if the role is too low."""
         caller = self._callers.of(context)
         if method.role is None or caller.role is None or caller.role < method.role:
             raise _denied(caller, method.name, method.role)
         return caller.role
 
     def check_request(self, method: Method, request: Any, *, role: CallerRole) -> None:
-        """Raises PermissionDenied for an epoch or a path that the caller must not give."""
+        """Raises PermissionDenied for an epoch or path that the caller's role may not give."""
         if method.epoch_role is not None and role < method.epoch_role:
             for field in EPOCH_FIELDS.intersection(request.DESCRIPTOR.fields_by_name):
                 if request.HasField(field):
@@ -64,7 +64,7 @@ class Access:
 
 
 def access_of(config: NodeConfig) -> Access:
-    """Raises InvalidArgument naming a key of [security] whose file cannot be used."""
+    """Access by the configuration. Raises InvalidArgument naming a key of [security] whose file cannot be used."""
     security = config.security
     paths = ClientPaths.of(config)
     if security.client_ca is not None:
@@ -75,29 +75,29 @@ def access_of(config: NodeConfig) -> Access:
 
 
 class LocalCallers:
-    """Lets every user of the machine do everything: `security.insecure`."""
+    """Allows everything to every user of the machine: `security.insecure`."""
 
     def of(self, context: Any) -> Caller:
         return Caller("a user of the machine", CallerRole.PEER)
 
 
 class TokenCallers:
-    """Knows callers by the bearer token in the header `authorization`."""
+    """Identifies callers by the bearer token in the header `authorization`."""
 
     def __init__(self, files: Mapping[CallerRole, Path]) -> None:
-        """Raises InvalidArgument naming the key of a file that cannot be used."""
+        """Reads the token files. Raises InvalidArgument naming the key of a file that cannot be used."""
 
         def read(role: CallerRole) -> tuple[bytes, ...]:
             return tuple(map(_digest, read_tokens(f"security.tokens.{role.label}", files[role])))
 
-        # Who deletes a file to revoke what is in it must not be left with its tokens.
+        # Deleting a file revokes its tokens.
         self._digests = {role: Reloaded([path], lambda role=role: read(role), broken=()) for role, path in files.items()}
 
     def of(self, context: Any) -> Caller:
         given = [value for key, value in context.invocation_metadata() or () if key == "authorization"]
         if len(given) != 1 or not isinstance(given[0], str) or not given[0].lower().startswith(_BEARER):
             raise Unauthenticated('this port asks for one header "authorization: Bearer TOKEN"')
-        # Digests, all of them: how long the comparison takes tells nothing of a token.
+        # Compares digests, and all of them: the time taken reveals nothing about a token.
         digest = _digest(given[0][len(_BEARER) :].strip())
         roles = [role for role, known in self._digests.items() for one in known.value if hmac.compare_digest(one, digest)]
         if not roles:
@@ -106,10 +106,10 @@ class TokenCallers:
 
 
 class CertifiedCallers:
-    """Knows callers by the certificate that TLS has checked: by its SPIFFE id, else by its common name."""
+    """Identifies callers by the certificate that TLS verified: its SPIFFE id, else its common name."""
 
     def __init__(self, roles: Path | None) -> None:
-        """roles: `security.roles`. Raises InvalidArgument when it cannot be used."""
+        """roles: `security.roles`. Raises InvalidArgument if it cannot be used."""
         self._roles = None if roles is None else Reloaded([roles], lambda: read_roles(roles), broken={})
 
     def of(self, context: Any) -> Caller:
@@ -121,7 +121,7 @@ class CertifiedCallers:
 
 
 def _certified_name(shown: Mapping[str, Sequence[bytes]]) -> str:
-    """The SPIFFE id, else the common name; "" for a common name that looks like an id, which whoever asks for a certificate may choose."""
+    """SPIFFE id, else common name; "" for a common name that looks like an id, since its requester may choose it freely."""
     for field in ("peer_spiffe_id", "x509_common_name"):
         name = next(iter(shown.get(field, ())), b"").decode(errors="replace")
         if name:
@@ -130,7 +130,7 @@ def _certified_name(shown: Mapping[str, Sequence[bytes]]) -> str:
 
 
 def read_roles(path: Path) -> dict[str, CallerRole]:
-    """The role of each name in the file of `security.roles`. Raises InvalidArgument."""
+    """Role by name, from the file of `security.roles`. Raises InvalidArgument."""
     field = "security.roles"
     text = read_file(field, path)
     try:

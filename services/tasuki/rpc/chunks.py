@@ -1,4 +1,4 @@
-"""How samples and their scores are cut into messages."""
+"""Splits samples and their scores into messages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _Part = TypeVar("_Part", bound=Message)
 
 
 def chunks(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
-    """Runs that fit a message; a single part always does, since so did the request that it came with. None for no parts."""
+    """Yields runs of parts that fit a message; nothing for no parts. A single part always fits, as it did in its request."""
     chunk: list[_Part] = []
     chunk_bytes = 0
     for part in parts:

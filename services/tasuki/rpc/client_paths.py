@@ -1,4 +1,4 @@
-"""Folders that a caller at a port may name: everything else on the machine is the node's user's own."""
+"""Folders that a caller at a port may name; every other path on the machine is refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tasuki.wire.errors import InvalidArgument, PermissionDenied
 
 
 class ClientPaths:
-    """The folders of `paths.write` and `paths.read`. What lies in the state folder, such as its sockets, is in none but those below it."""
+    """Folders of `paths.write` and `paths.read`. The state folder, with its sockets, is excluded, but not folders listed below it."""
 
     def __init__(self, *, state_dir: Path, write: Sequence[Path], read: Sequence[Path]) -> None:
         self._state_dir = state_dir.absolute()
@@ -30,10 +30,9 @@ class ClientPaths:
         return cls(state_dir=config.state_dir, write=write, read=config.paths.read)
 
     def check(self, text: str, *, use: PathUse) -> None:
-        """Raises InvalidArgument for a path that is relative or has `..` in it, PermissionDenied for one that is not below a folder for
-        this use, or leads through a link there.
+        """Raises InvalidArgument for a relative path or one with `..`, PermissionDenied for one outside the folders of this use.
 
-        A link above such a folder, or the folder itself as one, is the administrator's.
+        A link below such a folder is refused, too. The folder itself, or a folder above it, may be a link: the administrator made it.
         """
         path = Path(text)
         if not path.is_absolute() or ".." in path.parts or "\0" in text:
@@ -56,7 +55,7 @@ class ClientPaths:
             )
 
     def _innermost(self, path: Path, use: PathUse) -> Path | None:
-        """The folder nearest above `path`, under the name that the path has it by; None when that is the state folder, or none is."""
+        """Nearest folder above `path`, as spelled in the path; None if there is none, or it is the state folder."""
         allowed = {name: True for folder in self._folders[use] for name in (folder, folder.resolve())}
         names = {self._state_dir: False, self._state_dir.resolve(): False, **allowed}
         above = [name for name in names if name in path.parents]
@@ -68,7 +67,7 @@ _KEYS = {PathUse.WRITE: "paths.write", PathUse.READ: "paths.read"}
 
 
 def _links(path: Path, folder: Path) -> Iterator[Path]:
-    """What is a link on the way from `folder` to `path`, both without."""
+    """Links between `folder` and `path`, excluding both."""
     at = folder
     for part in path.relative_to(folder).parts:
         at /= part

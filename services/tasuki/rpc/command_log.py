@@ -1,4 +1,4 @@
-"""The commands in a service's log: the gate writes a line for each that was carried out or refused, and an audit reads them."""
+"""Reads the commands in a service's log. The gate writes one line for each that was executed or refused; the audit reads them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tasuki.rpc.logs import LINES_LOST
 from tasuki.wire.line_reader import MAX_LINE_BYTES, LineReader
 from tasuki.wire.regular_file import open_regular
 
-# The first one of a line: behind it there may be a caller's text, and before it what a library's progress bar has left.
+# Only the first match in a line: text of a caller may follow it, and remains of a progress bar may precede it.
 _PREFIX = re.compile(r"\d{4}-\d\d-\d\d [\d:,]+ [A-Z]+ service=\S+ logger=\S+ ")
 _LINE = re.compile(
     rf"event=(?:(?P<start>serving) service=|(?P<lost>{LINES_LOST})|command name=(?P<name>\S+) epoch=(?P<epoch>\d{{1,19}})"
@@ -24,7 +24,7 @@ _LINE = re.compile(
 class LoggedCommand:
     """outcome: "OK" or the reason of the error. request_id: as Python's ascii() writes it.
 
-    boot_id: of the life that carried it out. policy_version: that it published or received.
+    boot_id: of the life that executed it. policy_version: the version that it published or received.
     """
 
     name: str
@@ -37,22 +37,22 @@ class LoggedCommand:
 
     @property
     def is_stage(self) -> bool:
-        """Whether it has a place in the coordinator's sequence."""
+        """Whether it is numbered in the coordinator's sequence."""
         return self.sequence > 0
 
 
 @dataclass(slots=True)
 class LoggedLife:
-    """One life of a service, as far as its log goes."""
+    """One life of a service, as far as its log reaches."""
 
     commands: list[LoggedCommand] = field(default_factory=list)
     has_beginning: bool = False
     lacks_lines: bool = False
-    """Whether lines could not be written, as on a full disk."""
+    """Whether lines were lost, as on a full disk."""
 
 
 def read_command_log(path: Path) -> list[LoggedLife]:
-    """The lives in a log; none when there is no log, or nothing of a service in it. Raises OSError if it cannot be read."""
+    """Lives in a log; empty if there is no log or no service in it. Raises OSError if it cannot be read."""
     lives = [LoggedLife()]
     for line in _lines(path):
         prefix = _PREFIX.search(line)
@@ -74,7 +74,7 @@ def _lines(path: Path) -> Iterator[str]:
             reader = LineReader()
             for line in reader.lines(file):
                 yield from line.decode(errors="replace").splitlines()
-            file.seek(reader.offset)  # of a service that was killed, the last line may lack its end
+            file.seek(reader.offset)  # the last line of a killed service may be incomplete
             yield from file.read(MAX_LINE_BYTES).decode(errors="replace").splitlines()
     except FileNotFoundError:
         return

@@ -1,4 +1,4 @@
-"""Fencing, order and exactly-once answers of mutating commands: one gate for each service."""
+"""Fencing, order and exactly-once answers of mutating commands: one gate per service."""
 
 from __future__ import annotations
 
@@ -37,19 +37,18 @@ REFUSALS = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMEN
 
 
 class Commanded(Protocol):
-    """A request, or the header of one, that carries a CommandId."""
+    """Request, or its header, that carries a CommandId."""
 
     @property
     def command(self) -> CommandId: ...
 
 
 class CommandGate:
-    """Runs commands one at a time, each once: a repeated request gets the first answer, or the first error. Only one that is no stage,
-    and that ended in a `passing` error, such as a full disk, is tried again.
+    """Runs commands one at a time, each once: a repeated request gets the first answer or error.
 
-    A request repeats another when request_id, message type and content agree; the same request_id on anything else is refused.
-
-    A command outlives its caller: a cancelled or timed-out call leaves it running, and the same request_id finds it again.
+    Only a command that is no stage and ended in a `passing` error, such as a full disk, runs again. A request repeats another if
+    request_id, message type and content agree; the same request_id with other content is refused. A command outlives its caller:
+    after a cancelled or timed-out call it keeps running, and the same request_id finds it.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class CommandGate:
         boot_id: str = "",
         passing: tuple[type[TasukiError], ...] = (DiskFull,),
     ) -> None:
-        """failpoints: each command comes to one with its stage's or its own name before it is carried out, and ".done" after.
+        """failpoints: each command hits one named after its stage or itself before it runs, and one with ".done" after.
 
         boot_id: of this life of the service, for the log.
         """
@@ -74,19 +73,19 @@ class CommandGate:
         """Epoch and sequence of the stage command that was refused last."""
         self._answers: OrderedDict[str, tuple[bytes, asyncio.Future[Any]]] = OrderedDict()
         self._stages: set[asyncio.Future[Any]] = set()
-        """Of those answers the ones of stage commands that are not there yet."""
+        """Pending answers of stage commands."""
         self._lock = asyncio.Lock()
 
     @property
     def is_in_stage(self) -> bool:
-        """Whether a stage command is being carried out, or waits for its turn."""
+        """Whether a stage command runs or waits for its turn."""
         return bool(self._stages)
 
     def look(self, epoch: int) -> None:
-        """A coordinator reads the state: no stage command of an older one that arrives from now on changes what it sees.
+        """Records that a coordinator read the state, which fences later stage commands of older coordinators.
 
-        The latest look counts, and not the highest: an epoch that no coordinator has shuts none out for longer than to its next look.
-        Epoch 0 means that somebody else reads.
+        The latest look counts, not the highest: a bogus epoch locks the coordinator out only until its next look.
+        Epoch 0 is a read by any other caller.
         """
         if epoch:
             self._looked = epoch
@@ -95,11 +94,12 @@ class CommandGate:
     async def stage(self, request: Commanded, action: Callable[[], Awaitable[_Answer]]) -> _Answer:
         """Runs a stage command of the coordinator.
 
-        Raises StaleEpoch below the highest epoch carried out and the one that looked last, and for one that no coordinator has shown by
-        a look; StaleSequence when the sequence number does not grow; InvalidArgument when it is further ahead than a coordinator can
-        have come, or without a request_id. A refused command leaves the epoch and its sequence as they were: one out of
-        order, with whatever epoch, cannot shut the coordinator out. Only within its own epoch its number stays taken: the coordinator
-        takes the refusal of an undo as proof that the stage was not carried out, so the stage must not be when its command arrives late.
+        Raises StaleEpoch for an epoch below the highest executed or the last look, or one that never looked.
+        Raises StaleSequence if the sequence number does not grow.
+        Raises InvalidArgument if it is further ahead than a coordinator can be, or without a request_id.
+
+        A refused command leaves epoch and sequence unchanged, so a misplaced one cannot lock the coordinator out. Within its epoch its
+        number stays used: a refused undo proves that the stage never ran, so a late command for that stage must not run either.
         """
         answer = self._first_answer(request)
         if answer is None:
@@ -111,7 +111,7 @@ class CommandGate:
         return cast(_Answer, await asyncio.shield(answer))
 
     async def once(self, request: Commanded, action: Callable[[], Awaitable[_Answer]]) -> _Answer:
-        """Runs a command that is no stage. Epoch 0 means that the caller does not ask to be fenced."""
+        """Runs a command that is no stage. Epoch 0 means that the caller does not ask for fencing."""
         answer = self._first_answer(request)
         if answer is None or self._may_try_again(answer):
             if request.command.epoch:
@@ -120,15 +120,15 @@ class CommandGate:
         return cast(_Answer, await asyncio.shield(answer))
 
     def has_begun(self, request: Commanded) -> bool:
-        """Whether a command with this request_id was begun, whatever came of it."""
+        """Whether a command with this request_id was begun, whatever its outcome."""
         return request.command.request_id in self._answers
 
     def restore(self, request_id: str, *, content: bytes, answer: Message | TasukiError) -> None:
-        """Gives `answer` to whoever repeats a command that an earlier life of the service carried out. content: its `digest`."""
+        """Registers `answer` for repeats of a command that an earlier life of the service executed. content: its `digest`."""
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         if isinstance(answer, TasukiError):
             future.set_exception(answer)
-            future.exception()  # read here, so that asyncio does not report it as lost
+            future.exception()  # read here, so asyncio does not report it as lost
         else:
             future.set_result(answer)
         self._answers[request_id] = content, future
@@ -140,7 +140,7 @@ class CommandGate:
             return
 
     def _first_answer(self, request: Commanded) -> asyncio.Future[Any] | None:
-        """Of this very request; None when it is new."""
+        """Answer of this same request; None if it is new."""
         request_id = request.command.request_id
         annotate(REQUEST_ID, request_id)
         if not 0 < len(request_id) <= _MAX_REQUEST_ID:
@@ -153,11 +153,11 @@ class CommandGate:
         return answer
 
     def _may_try_again(self, answer: asyncio.Future[Any]) -> bool:
-        """Whether it is an error that passes, as a full disk's does when there is room."""
+        """Whether it ended in a passing error, such as a full disk."""
         return answer.done() and not answer.cancelled() and isinstance(answer.exception(), self._passing)
 
     def _fence(self, command: CommandId) -> None:
-        """Takes the epoch and sequence of a stage command. Raises the errors of `stage`."""
+        """Adopts the epoch and sequence of a stage command. Raises as `stage`."""
         current = max(self.epoch, self._looked)
         _refuse_old(command.epoch, current=current)
         if command.epoch not in self._announced:
@@ -178,7 +178,7 @@ class CommandGate:
     async def _run_in_turn(
         self, request: Commanded, action: Callable[[], Awaitable[_Answer]], before: tuple[int, int] | None = None
     ) -> _Answer:
-        """Runs a command when those before it have ended. before: what a refused stage command leaves as epoch and sequence."""
+        """Runs a command after those before it. before: epoch and sequence to restore if a stage command is refused."""
         name, command = _name(request), request.command
         async with self._lock:
             outcome, version, started = "INTERNAL", "-", time.perf_counter()
@@ -211,7 +211,7 @@ class CommandGate:
     def _forget_old(self) -> None:
         for request_id in list(self._answers)[: max(0, len(self._answers) - _KEPT_ANSWERS)]:
             if self._answers[request_id][1].done():
-                # Nobody may have waited for it; reading the error keeps asyncio from reporting it as lost.
+                # There may be no waiter left; reading the error keeps asyncio from reporting it as lost.
                 self._answers.pop(request_id)[1].exception()
 
 
@@ -225,8 +225,10 @@ def _refuse_old(epoch: int, *, current: int) -> None:
 
 
 def _refuse_sequence(sequence: int, *, taken: int) -> None:
-    """taken: the highest number of its epoch that came here, 0 when none has: then the other service, or an earlier life of this one,
-    had those before."""
+    """Refuses a sequence number. taken: highest number of its epoch received here.
+
+    It is 0 if none was: the other service, or an earlier life of this one, received the earlier numbers.
+    """
     if sequence <= taken:
         raise StaleSequence(f"stage command {sequence} comes after {taken}", sequence=sequence, current_sequence=taken)
     if sequence - taken > (_MAX_STEP if taken else _MAX_FIRST):
@@ -235,7 +237,7 @@ def _refuse_sequence(sequence: int, *, taken: int) -> None:
 
 
 def _name(request: Commanded) -> str:
-    """The stage that a command carries out, e.g. "SYNC", or its own name, e.g. "OptimStep"."""
+    """Name of the command's stage, e.g. "SYNC", or of the command itself, e.g. "OptimStep"."""
     if isinstance(request, PauseRequest | ResumeRequest) and (stage := stage_from_proto(request.stage)) is not None:
         return stage
     name = type(request).__name__.removesuffix("Request").removesuffix("Header")
@@ -243,14 +245,14 @@ def _name(request: Commanded) -> str:
 
 
 def _version(answer: object) -> str:
-    """The version that was published or received, for the log."""
+    """Version that was published or received, for the log."""
     if isinstance(answer, PublishWeightsResponse):
         return str(answer.weights.policy_version)
     return str(answer.policy_version) if isinstance(answer, ReceiveWeightsResponse) else "-"
 
 
 def digest(request: Commanded) -> bytes:
-    """Of message type and content without the CommandId, whose epoch may have changed since the first try."""
+    """Digest of message type and content, without the CommandId, whose epoch may differ between tries."""
     body = type(request)()
     cast(Message, body).CopyFrom(cast(Message, request))
     cast(Message, body).ClearField("command")

@@ -1,14 +1,14 @@
-"""How long a call may still take."""
+"""Time left for a call."""
 
 from __future__ import annotations
 
 import grpc.aio
 
 _NO_DEADLINE_S = 600.0
-"""Of a read whose caller gives none; a mutating call without one is refused."""
+"""Deadline of a read whose caller sets none; a mutating call without one is refused."""
 
 
 def remaining_s(context: grpc.aio.ServicerContext) -> float:
-    """Until the call's deadline."""
+    """Seconds until the call's deadline."""
     remaining = context.time_remaining()
     return _NO_DEADLINE_S if remaining is None else remaining

@@ -1,4 +1,4 @@
-"""Carries out faults on request, compiled in: what a test of recovery needs, and what nothing else may switch on (`unsafe = true`)."""
+"""Injects faults for recovery tests. They are compiled in, and need `unsafe = true`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _SIGNALS = {Action.KILL: signal.SIGKILL, Action.STOP: signal.SIGSTOP}
 
 
 class Failpoints:
-    """The failpoints of one process; none in a node that was not made for tests."""
+    """Failpoints of one process; inactive in a node that was not made for tests."""
 
     def __init__(self, process: str, specs: Sequence[str] = (), *, folder: Path | None = None) -> None:
-        """process: e.g. "coordinator", "trainer1" for rank 1, "rollout", "scheduler0". folder: remembers what has fired, and is where
-        `plant` puts more; None when there is to be nothing."""
+        """process: e.g. "coordinator", "trainer1" for rank 1, "rollout", "scheduler0". folder: keeps the record of
+        those that fired, and those added by `plant`; None for no failpoints."""
         self._process, self._folder = process, folder
         self._points = [one for spec in specs if folder and (one := parse_failpoint(spec)).process == process]
         self._hits: Counter[str] = Counter()
@@ -34,7 +34,7 @@ class Failpoints:
         return cls(process, config.failpoints, folder=socket_dir(config.state_dir)) if config.unsafe else NO_FAILPOINTS
 
     def hit(self, point: str) -> None:
-        """Comes to `point`, where anything may happen but damage."""
+        """Runs the action planted at `point`, if any, except damage to data."""
         if self._folder is None:
             return
         self._hits[point] += 1
@@ -48,7 +48,7 @@ class Failpoints:
                 return
 
     def corrupts(self, point: str) -> bool:
-        """Whether what the caller has made at `point` is to be damaged, which it does itself."""
+        """Whether the caller shall damage the data it made at `point`."""
         if self._folder is None:
             return False
         self._made[point] += 1
@@ -56,7 +56,7 @@ class Failpoints:
         return bool(asked) or _is_taken(_planted(self._folder, self._process, point, Action.CORRUPT))
 
     def _fires(self, one: Failpoint, point: str, nth: int) -> bool:
-        """Whether it does, and has not: a process that was restarted must not die of the same failpoint again."""
+        """Whether it fires now and never did before: a restarted process must not die of the same failpoint again."""
         assert self._folder is not None
         return one.point == point and one.nth == nth and _is_first(self._folder / f"fired-{one.process}-{point}-{nth}")
 
@@ -71,7 +71,7 @@ class Failpoints:
 
 
 def plant(folder: Path, process: str, point: str, action: Action) -> None:
-    """The next time that `process` of a running, unsafe node comes to `point`: `action`. folder: its sockets'."""
+    """Runs `action` the next time `process` of a running, unsafe node hits `point`. folder: of its sockets."""
     _planted(folder, process, point, action).touch(mode=0o600)
 
 

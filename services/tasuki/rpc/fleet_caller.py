@@ -1,4 +1,4 @@
-"""Who commands a node of a fleet: the fleet alone. One look at each call that changes something, at every service of the node."""
+"""Ensures that only its fleet commands a node: every service checks each call that changes state."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _FOR_CLIENTS = (CallerRole.TRAINER, CallerRole.OPERATOR)
 
 
 def fleet_metadata(command: FleetCommand) -> tuple[tuple[str, bytes], ...]:
-    """The metadata that shows a call to be the fleet's."""
+    """Metadata that identifies a call of the fleet."""
     return ((FLEET_KEY, command.SerializeToString()),)
 
 
 class FleetFence:
-    """Lets calls of clients through to a node without a fleet, and to a node of a fleet those of its fleet."""
+    """Admits calls of clients to a node without a fleet, and only the fleet's calls to a node of a fleet."""
 
     def __init__(self, config: FleetConfig | None) -> None:
         self._config = config
 
     def check(self, method: Method, context: Any, *, role: CallerRole = CallerRole.PEER) -> None:
-        """Raises HeldByFleet for a caller beside the fleet, StaleEpoch for another attempt, PermissionDenied below the role peer.
+        """Raises HeldByFleet for a caller outside the fleet, StaleEpoch for another attempt, PermissionDenied below the role peer.
 
-        Reads are for everybody, and stage commands for the node's own coordinator, which has an epoch.
+        Any caller may read. Stage commands are for the node's coordinator, which has an epoch.
         """
         if method.role not in _FOR_CLIENTS:
             return

@@ -1,4 +1,4 @@
-"""GPU time of a service by what it was held for, counted while the work goes on and not only when it ends."""
+"""Counts a service's GPU seconds by use, while the work runs and not only at its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A service that was restarted beside the other one waits here until that one has left the GPU."""
+"""Waits, in a service restarted beside the other one, until the other has left the GPU."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ _READ_TIMEOUT_S = 5.0
 
 
 def wait_for_trainer_to_leave(target: str) -> None:
-    """Returns when the trainer is offloaded, but for what stays beside an engine, or no trainer answers: an engine that starts takes what
-    memory is free."""
+    """Returns when the trainer is offloaded, except for what stays beside an engine, or no trainer answers.
+
+    A starting engine takes all the memory that is free.
+    """
     with open_blocking_channel(target) as channel:
         stub = TrainerServiceStub(channel)
 
@@ -53,7 +55,7 @@ def _wait(resident_tags: Callable[[], Sequence[int]], service: str) -> None:
         try:
             has_left = not resident_tags()
         except grpc.RpcError as error:
-            # Any other error is of a service that is there, and busy.
+            # Any other error means that the service is there, but busy.
             has_left = cast(grpc.Call, error).code() is grpc.StatusCode.UNAVAILABLE
         if has_left:
             _log.info("event=room seconds=%.1f", time.monotonic() - started)

@@ -1,4 +1,4 @@
-"""Keeps Python's garbage collector away from what a process made at its start."""
+"""Keeps Python's garbage collector from visiting objects made at a process's start."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import importlib
 
 
 def preload(module: str) -> None:
-    """Imports `module` and freezes all objects there are: a fork's collector neither visits them nor copies their pages.
+    """Imports `module` and freezes all objects: the collector of a fork neither visits them nor copies their pages.
 
     Nothing is collected meanwhile: an import makes objects that stay, and the collector would take a seventh of the time.
     """

@@ -1,7 +1,7 @@
-"""A process's pulse, in a file that the supervisor reads: whether it lives, and whether what it does goes on.
+"""Pulse of a process, in a file that the supervisor reads: whether it lives, and whether its work progresses.
 
-24 bytes, shared by mmap: how often the pulse beat, how far the work is (odd while something runs, so that a supervisor knows when to
-expect progress), and the same of what moves in the background.
+24 bytes, shared by mmap: number of beats, progress of the work (odd while it runs, so that a supervisor knows when to expect
+progress), and the same for background transfers.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ def read_pulse(path: Path) -> Pulse | None:
 
 
 class Heartbeat:
-    """This process's pulse, until `close`. It begins to beat with `beat_in_thread` or `beat_in_loop`.
+    """Pulse of this process, until `close`. It begins to beat with `beat_in_thread` or `beat_in_loop`.
 
-    Until then the process starts, and hangs for the supervisor only when somebody has stopped it (SIGSTOP).
+    Until then the process is starting; the supervisor counts it as hung only if it was stopped (SIGSTOP).
     """
 
     def __init__(self, state_dir: Path, process: str) -> None:
-        """process: e.g. "coordinator", "trainer1" for a rank, "scheduler0"; what comes before the digits is not another's."""
+        """process: e.g. "coordinator", "trainer1" for a rank, "scheduler0"; the part before the digits names one kind of process."""
         self._path = pulse_dir(state_dir) / f"{process}-{os.getpid()}"
         self._shared = self._open()
         self._beats = self._progress = self._transferred = 0
@@ -67,17 +67,17 @@ class Heartbeat:
         self._thread: threading.Thread | None = None
 
     def beat_in_thread(self) -> None:
-        """Shows that the process is scheduled, whatever its main thread does."""
+        """Beats from a thread: shows that the process is scheduled, whatever its main thread does."""
         self._thread = threading.Thread(target=self._beat_until_end, name="heartbeat", daemon=True)
         self._thread.start()
 
     def beat_in_loop(self) -> None:
-        """Shows that the event loop turns."""
+        """Beats from the event loop: shows that it runs."""
         self._task = asyncio.get_running_loop().create_task(self._beat_for_ever())
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Something runs that must progress. Not nested."""
+        """Marks work that must progress. Not nested."""
         self._move_on(1)
         try:
             yield
@@ -85,12 +85,12 @@ class Heartbeat:
             self._move_on(1)
 
     def progressed(self) -> None:
-        """What runs has come further."""
+        """Records progress of the running work."""
         self._move_on(2)
 
     @contextmanager
     def transferring(self, progress: Callable[[], int]) -> Iterator[None]:
-        """Something moves in the background, beside what runs. progress: grows as it comes further; read at each beat. Not nested."""
+        """Marks a background transfer beside the running work. progress: a growing count, read at each beat. Not nested."""
         self._transfer_progress, self._transfer = progress(), progress
         self._move_transfer_on(1)
         try:
@@ -100,7 +100,7 @@ class Heartbeat:
             self._move_transfer_on(1)
 
     def close(self) -> None:
-        """No pulse is expected any more."""
+        """Ends the pulse; none is expected afterwards."""
         self._end.set()
         if self._task is not None:
             self._task.cancel()
@@ -144,7 +144,7 @@ class Heartbeat:
             _COUNTERS.pack_into(self._shared, 0, self._beats, self._progress, self._transferred)
 
     def _open(self) -> mmap.mmap | None:
-        """None while there is no room for it: a full disk must not end what could go on, and nobody misses a pulse that never was."""
+        """Opens the pulse file; None if there is no room for it, since a full disk must not end the process."""
         try:
             self._path.write_bytes(_COUNTERS.pack(0, 0, 0))
             with self._path.open("r+b") as file:

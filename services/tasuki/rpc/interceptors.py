@@ -1,7 +1,7 @@
-"""What every tasuki.v1 call passes through: request id, deadline, log line, metrics, errors.
+"""Interceptors of every tasuki.v1 call: request id, deadline, log line, metrics, errors.
 
-The order, outside in: metrics see every call, the log line every outcome, the error mapping every exception of a handler. At a port the
-caller is looked at next, before anything that he sends is read. This is the only place with `except Exception`.
+From the outside in: metrics see every call, the log line every outcome, the error mapping every exception of a handler. At a port,
+the caller is checked next, before any message is read. This is the only place with `except Exception`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tasuki.wire.tracing import NO_TRACER, REQUEST_ID, SpanKind, Tracer, current
 _log = logging.getLogger("tasuki.rpc")
 
 
-# Calls of others are spans only below a span of the caller: they are polled, or belong to a changeover.
+# Other methods get a span only below a span of the caller: they are polled, or belong to a changeover.
 _BEGIN_TRACES = (CallerRole.TRAINER, CallerRole.OPERATOR)
 
 
@@ -48,7 +48,7 @@ class _Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Observers:
-    """Who sees every call."""
+    """Observers of every call."""
 
     metrics: CallMetrics
     tracer: Tracer = NO_TRACER
@@ -101,9 +101,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
 
 class PortInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps every handler at a port, also those of health and reflection; what no table knows is nobody's.
+    """Wraps every handler at a port, also those of health and reflection; methods in no table are refused.
 
-    A caller is let in before his first message is read, and again before each answer of a stream: a role that is taken away ends it.
+    A caller is checked before the first message is read, and again before each answer of a stream, so a revoked role ends it.
     """
 
     def __init__(self, observers: Observers, access: Access, fence: FleetFence) -> None:
@@ -130,7 +130,7 @@ class PortInterceptor(grpc.aio.ServerInterceptor):
             raise
 
     def _guarded(self, handler: Any, method: Method) -> grpc.RpcMethodHandler[Any, Any]:
-        """The handler as one of streams, which the server calls before a message is there."""
+        """Wraps the handler as a streaming one, which the server calls before a message arrives."""
 
         async def answers(messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
             admit = partial(self._admitted, method, context)
@@ -175,7 +175,7 @@ async def _only(requests: AsyncIterator[Any]) -> Any:
 
 
 def _local() -> CallerRole:
-    """Who may connect to the socket may do everything."""
+    """Admits every caller at the unix socket, which may do everything."""
     return CallerRole.PEER
 
 
@@ -183,7 +183,7 @@ def _local() -> CallerRole:
 async def _observed(
     method: Method, context: grpc.aio.ServicerContext[Any, Any], observers: Observers, admit: Callable[[], CallerRole] = _local
 ) -> AsyncIterator[CallerRole]:
-    """The caller's role. admit: looks at the caller first, and raises for one who is refused."""
+    """Observes one call and yields the caller's role. admit: checks the caller first, and raises if refused."""
     request_id = _request_id(context)
     outcome = _Outcome()
     started = time.perf_counter()
@@ -254,7 +254,7 @@ async def _errors_mapped(
 async def _abort(context: Any, error: TasukiError) -> None:
     try:
         await context.abort_with_status(to_status(error))
-    except CALL_ENDED:  # nobody is told; grpcio's log would have a traceback for each
+    except CALL_ENDED:  # the caller is gone; grpcio would log a traceback for each
         raise asyncio.CancelledError from None
 
 
@@ -264,7 +264,7 @@ def _request_id(context: grpc.aio.ServicerContext[Any, Any]) -> str:
 
 
 def _metadata(context: grpc.aio.ServicerContext[Any, Any], wanted: str) -> str:
-    """Empty when the caller has not sent it."""
+    """Value of a metadata key; empty if the caller did not send it."""
     for key, value in context.invocation_metadata() or ():
         if key == wanted and isinstance(value, str):
             return value

@@ -10,7 +10,7 @@ LINES_LOST = "log_lines_lost"
 
 
 class _OneLine(logging.Formatter):
-    """Escapes what cannot be printed in a message of ours: text of a caller may be in it, and makes no line of its own."""
+    """Escapes unprintable characters in our messages, so that text of a caller cannot start a new line."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         if record.name.startswith("tasuki") and not record.message.isprintable():
@@ -20,7 +20,7 @@ class _OneLine(logging.Formatter):
 
 
 class _Lines(logging.StreamHandler):
-    """Says so, once there is room again, when lines could not be written: an audit must not miss what was never there to find."""
+    """Reports lost lines once there is room again, so that an audit does not count them as missing."""
 
     _has_lost = False
 

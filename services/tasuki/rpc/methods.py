@@ -1,4 +1,4 @@
-"""What is known of every method: its kind and whether it changes state, from its descriptor, and who may call it at a port."""
+"""Properties of every method: kind and mutation, from its descriptor, and the least role that may call it at a port."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tasuki.config.security_schema import CallerRole
 from tasuki.rpc.reflection import V1_NAME, describe_v1
 from tasuki.v1 import coordinator_pb2, fleet_pb2, memory_pb2, metrics_pb2, rank_store_pb2, rollout_pb2, trainer_pb2
 
-# They change the phase, but carry no CommandId: they are how one comes to an epoch.
+# They change the phase but carry no CommandId: a client needs no epoch for them.
 _COORDINATOR_MUTATIONS = {"Acquire", "RunStage"}
-# The least role that may call a method at a port. One that is missing here is nobody's: tests/unit/test_methods.py walks the descriptors.
+# The least role that may call a method at a port. A method missing here is refused: tests/unit/test_methods.py walks the descriptors.
 _VIEWER, _TRAINER, _OPERATOR, _PEER = CallerRole
 _ROLES: dict[str, CallerRole] = {
     "grpc.health.v1.Health/Check": _VIEWER,
@@ -73,7 +73,7 @@ _READS = {"LoadCheckpoint"}
 
 
 class PathUse(StrEnum):
-    """What a service does at a path that a caller names."""
+    """Use of a path that a caller names."""
 
     WRITE = "write"
     READ = "read"
@@ -89,15 +89,15 @@ class Method:
     """"unary", "server_stream", "client_stream" or "bidi_stream", as grpc_type is called in metrics."""
     needs_deadline: bool
     role: CallerRole | None
-    """The least that may call it at a port; None: nobody."""
+    """Least role that may call it at a port; None if no role may."""
     epoch_role: CallerRole | None
-    """The least that may set the request's `epoch` or `fleet`; None: it has neither."""
+    """Least role that may set the request's `epoch` or `fleet`; None if it has neither."""
     path_use: PathUse | None
-    """What the service does at the request's `path`; None: it has none."""
+    """Use of the request's `path`; None if it has none."""
 
 
 def _carries_command(message: Descriptor, *, depth: int = 2) -> bool:
-    """Whether a request holds a CommandId, itself or in its header."""
+    """Whether a request has a CommandId, directly or in its header."""
     for field in message.fields:
         below = field.message_type
         if below is None:
@@ -147,7 +147,7 @@ METHODS: dict[str, Method] = _methods(
 
 
 def standard_methods() -> dict[str, Method]:
-    """Those of health and reflection, under both names of the latter."""
+    """Methods of health and reflection, the latter under both names."""
     describe_v1()
     pool = descriptor_pool.Default()
     names = (health.SERVICE_NAME, reflection.SERVICE_NAME, V1_NAME)
@@ -155,7 +155,7 @@ def standard_methods() -> dict[str, Method]:
 
 
 def unknown_method(path: str) -> Method:
-    """A method of which no table tells anything: nobody may call it at a port."""
+    """Method in no table, which no role may call at a port."""
     service, _, method = path.removeprefix("/").partition("/")
     return Method(
         name=f"{service}/{method}",

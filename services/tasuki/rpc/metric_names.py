@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 @dataclass(frozen=True, slots=True)
 class MetricName:
     name: str
-    """As it is queried; that of a counter ends in _total."""
+    """Name in queries; a counter's ends in _total."""
     kind: Literal["counter", "gauge", "histogram"]
     labels: tuple[str, ...]
     text: str

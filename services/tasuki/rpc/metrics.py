@@ -54,7 +54,7 @@ class CallMetrics:
 
 
 class SpanCounts(Collector):
-    """What became of the spans of `tracer`."""
+    """Counts of the spans of `tracer`, by outcome."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
@@ -70,7 +70,7 @@ class SpanCounts(Collector):
 
 
 class MetricsServicer(MetricsServiceServicer):
-    """Tells a registry's metrics. refresh: brings up to date what has to be asked for; it may not raise."""
+    """Serves a registry's metrics. refresh: updates polled values before each answer; must not raise."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
@@ -83,7 +83,7 @@ class MetricsServicer(MetricsServiceServicer):
 
 
 def joined(families: Iterable[Metric]) -> list[Metric]:
-    """One of each name, with the samples of all."""
+    """Merges metric families by name, with the samples of all."""
     by_name: dict[str, Metric] = {}
     for family in families:
         if family.samples:

@@ -1,4 +1,4 @@
-"""What goes on behind a stage's answer, on the wire: of a rank, of all ranks of a service, of a stage."""
+"""Movements after a stage's answer, on the wire: of a rank, of all ranks of a service, of a stage."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def resume_response(moved: Moved) -> memory_pb2.ResumeResponse:
 
 
 def moved_by(responses: Sequence[memory_pb2.PauseResponse | memory_pb2.ResumeResponse]) -> Moved:
-    """One answer for all ranks: bytes are added, and an end is that of the slowest."""
+    """Merges the ranks' answers: bytes are summed, and the end is the slowest rank's."""
     return Moved(
         sum(one.released_bytes if isinstance(one, memory_pb2.PauseResponse) else one.mapped_bytes for one in responses),
         begun=_joined(movement for one in responses for movement in decode_movements(one.begun)),
@@ -33,7 +33,7 @@ def encode_movements(movements: Iterable[Movement]) -> list[types_pb2.Movement]:
 
 
 def decode_movements(messages: Iterable[types_pb2.Movement]) -> tuple[Movement, ...]:
-    """Leaves out tags and kinds that this build does not know."""
+    """Decodes movements, without tags and kinds that this build does not know."""
     known = types_pb2.MovementKind.values()
     return tuple(
         Movement(

@@ -22,7 +22,7 @@ else:
 
 cygrpc: Any = _cygrpc  # its stub knows a part of it
 CALL_ENDED: tuple[type[Exception], ...] = (cygrpc.ExecuteBatchError, cygrpc._ServerStoppedError)
-"""What sending raises to a caller who is gone or whose deadline has passed, and after the server's end."""
+"""Errors of sending to a caller that is gone or past its deadline, and after the server's end."""
 Options = list[tuple[str, int | str]]
 
 

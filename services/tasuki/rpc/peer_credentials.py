@@ -1,4 +1,4 @@
-"""What a node shows at the ports of other nodes of its fleet."""
+"""Credentials of a node at the ports of other nodes of its fleet."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tasuki.wire.errors import InvalidArgument
 
 
 def peer_credentials(security: SecurityConfig) -> Credentials | None:
-    """The node's own certificate, or the first token of role peer; None where ports on loopback let everybody in.
+    """The node's own certificate, or the first token of role peer; None if ports on loopback admit every caller.
 
     `client_ca` has to have signed the nodes' certificates, too. Raises InvalidArgument for TLS without it.
     """

@@ -1,4 +1,4 @@
-"""A service's port: its address, its certificate, and who may call it."""
+"""Port of a service: address, certificate and access."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SETTLE_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """Where a service listens beside its unix socket."""
+    """Address where a service listens in addition to its unix socket."""
 
     target: str
     """E.g. "0.0.0.0:50051"."""
@@ -31,7 +31,7 @@ class Port:
 
 
 def port_of(config: NodeConfig, service: str) -> Port | None:
-    """None for a service without a port. Raises InvalidArgument naming a key of [security] whose file cannot be used."""
+    """Port of a service; None if it has none. Raises InvalidArgument naming a key of [security] whose file cannot be used."""
     target = port_targets(config).get(service)
     if target is None:
         return None
@@ -41,7 +41,7 @@ def port_of(config: NodeConfig, service: str) -> Port | None:
 def port_at(config: NodeConfig, target: str, *, key: str) -> Port:
     """A port beside those of the three services, with the same security.
 
-    key: that names the address in the configuration. Raises InvalidArgument naming it, or a key of [security].
+    key: of the address in the configuration. Raises InvalidArgument naming it, or a key of [security].
     """
     security = config.security
     if security.client_ca is None and not security.tokens.files and not security.insecure:
@@ -64,7 +64,7 @@ def fleet_port(config: NodeConfig) -> Port:
 
 
 def check_ports(config: NodeConfig) -> None:
-    """Raises what a service that is started now would raise for its port, and for the certificate that it shows to its fleet."""
+    """Raises as the start of a service would, for its port and for the certificate that it shows to its fleet."""
     for service in port_targets(config):
         port_of(config, service)
     if config.fleet is not None:
@@ -72,7 +72,7 @@ def check_ports(config: NodeConfig) -> None:
 
 
 def _server_credentials(config: NodeConfig) -> grpc.ServerCredentials | None:
-    """TLS with the certificate that is in the files when a connection begins."""
+    """TLS credentials that read the certificate files at the start of each connection."""
     security = config.security
     if security.cert is None or security.key is None:
         return None
@@ -90,11 +90,10 @@ def _server_credentials(config: NodeConfig) -> grpc.ServerCredentials | None:
 
 
 class _Changes:
-    """What grpc asks for at the begin of each connection: a new certificate, or None while it is the old one.
+    """Callback that grpc calls at the start of each connection: returns a new certificate, or None if unchanged.
 
-    While it is answered here no other connection gets further, but one that got its answer just before may still take up the old
-    certificate, which is freed when this one answers (grpc/grpc#36693). The pause lets it come to an end. Delete it when grpc holds a
-    reference meanwhile.
+    It blocks other connections. A connection answered just before may still be loading the old certificate, which is freed once this
+    call returns (grpc/grpc#36693). The pause lets that connection finish. Delete it when grpc holds a reference meanwhile.
     """
 
     def __init__(self, material: Reloaded[TlsMaterial]) -> None:

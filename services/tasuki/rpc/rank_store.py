@@ -1,4 +1,4 @@
-"""tasuki.v1.RankStoreService: the store in which the trainers of a fleet's nodes find each other, in memory."""
+"""tasuki.v1.RankStoreService: in-memory store through which the trainers of a fleet find each other."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _MAX_WAIT_S = 3600.0
 
 @dataclass(slots=True, eq=False)
 class _Store:
-    """Of one start of all trainers."""
+    """Store of one start of all trainers."""
 
     name: str
     values: dict[str, bytes] = field(default_factory=dict)
     num_bytes: int = 0
     ended_by: str = ""
-    """Why nobody may use it any more; empty while it lives."""
+    """Why it has ended; empty while it is in use."""
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     def put(self, key: str, value: bytes) -> None:
-        """Raises InvalidArgument for what is too large."""
+        """Stores a value. Raises InvalidArgument if it is too large."""
         if len(value) > MAX_VALUE_BYTES:
             raise InvalidArgument("value", f"has {len(value)} bytes; at most {MAX_VALUE_BYTES} are kept")
         if not key or key == END_KEY or len(key.encode()) > _MAX_KEY_BYTES:
@@ -181,7 +181,7 @@ class RankStoreServicer(RankStoreServiceServicer):
         return store
 
     async def _wait_for_start(self, name: str, *, timeout_s: float) -> None:
-        """Returns when the store is the present one, or a trainer waits for the others. Raises DeadlineExceeded."""
+        """Returns when the store is current, or a trainer waits for the others. Raises DeadlineExceeded."""
         if self._store is not None and self._store.name == name:
             return
         try:

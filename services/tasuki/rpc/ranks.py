@@ -37,12 +37,12 @@ def rank_identity(rank: int) -> bytes:
 class RankFront(Generic[CommandT, ResultT]):
     """Calls the ranks, one call at a time. Owns the socket; `close` removes it.
 
-    When a rank dies, or some ranks fail in `call` where others do not, the ranks no longer hold the same state: the running call and
-    all later ones raise, and `broken` is set for whoever runs the service to end it.
+    If a rank dies, or only some ranks fail in `call`, their states differ. The running call and all later ones then raise, and `broken`
+    is set, so that the service is ended.
     """
 
     straggler_timeout_s: float | None = None
-    """How long the others may take once a rank has failed; None: as long as the caller waits."""
+    """Seconds that the other ranks may take once one has failed; None for as long as the caller waits."""
     breaking: frozenset[str] = frozenset()
     """Reasons of errors after which the ranks' state is undefined, though all of them agree."""
 
@@ -68,7 +68,7 @@ class RankFront(Generic[CommandT, ResultT]):
 
     @property
     def is_connected(self) -> bool:
-        """Whether every rank has been heard, and so can be sent to."""
+        """Whether every rank has connected, so commands can be sent to it."""
         return all(rank_identity(rank) in self._connected for rank in range(self.num_ranks))
 
     async def call(self, command: CommandT | Sequence[CommandT], *, timeout_s: float | None = None) -> list[ResultT]:
@@ -84,7 +84,7 @@ class RankFront(Generic[CommandT, ResultT]):
 
     @asynccontextmanager
     async def _calling(self, commands: Sequence[CommandT], *, timeout_s: float | None) -> AsyncIterator[list[ResultT]]:
-        """A call that the block sends to the ranks. Fills in the results when it has ended, and raises as `call` does."""
+        """Awaits a call that the block sends to the ranks, fills in the results, and raises as `call` does."""
         results: list[ResultT] = []
         try:
             async with asyncio.timeout(timeout_s), self._turn:
@@ -103,7 +103,7 @@ class RankFront(Generic[CommandT, ResultT]):
             raise DeadlineExceeded(text, stage=commands[0].WhichOneof("command") or "") from error
 
     def watch(self, rank: int, *, pid: int) -> None:
-        """Notices the end of a rank's process at once, whatever ended it."""
+        """Watches a rank's process, and notices its end at once."""
         fd = os.pidfd_open(pid)
         self._pid_fds.append(fd)
 
@@ -125,7 +125,7 @@ class RankFront(Generic[CommandT, ResultT]):
         self._path.unlink(missing_ok=True)
 
     async def _send(self, commands: Sequence[CommandT]) -> None:
-        """Each rank its command."""
+        """Sends each rank its command."""
         for rank, command in enumerate(commands):
             try:
                 await self._socket.send_multipart([rank_identity(rank), command.SerializeToString()])
@@ -176,7 +176,7 @@ class RankFront(Generic[CommandT, ResultT]):
             identity, payload = await self._socket.recv_multipart()
             result = self._result.FromString(payload)
             self._connected.add(identity)
-            # A result of a call that was given up may still arrive.
+            # A result of an abandoned call may still arrive.
             if result.call == self._call:
                 self._results[result.rank] = result
                 self._arrived.set()
@@ -194,7 +194,7 @@ Handlers = Mapping[str, Callable[[Any], Message]]
 
 
 class RankServer:
-    """A rank's socket, of the thread that uses it."""
+    """Socket of a rank, used by one thread."""
 
     def __init__(self, address: str, *, rank: int | None = None, linger_ms: int = 1000) -> None:
         """rank: None for a socket that only sends. linger_ms: how long the last result may take to leave after `close`."""
@@ -259,7 +259,7 @@ class CommandRunner(Generic[ResultT]):
 
 
 def rank_error(error: Exception) -> RankError:
-    """As the front hears of it: an error of ours keeps its reason, any other is logged and has none."""
+    """Encodes an error for the front: a TasukiError keeps its reason, any other is logged and has none."""
     if isinstance(error, TasukiError):
         return RankError(reason=error.reason, message=error.message, metadata=error.metadata)
     _log.error("event=rank_failed", exc_info=error)

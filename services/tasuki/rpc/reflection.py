@@ -33,7 +33,7 @@ def enable_reflection(server: grpc.aio.Server, *, service_names: Sequence[str]) 
 
 
 class _ReflectionServicer(reflection.aio.ReflectionServicer):  # pyright: ignore[reportAttributeAccessIssue]  untyped library
-    """Also knows single methods, such as "tasuki.v1.RolloutService.Generate", which protobuf's pool of symbols leaves out."""
+    """Adds single methods, such as "tasuki.v1.RolloutService.Generate", which protobuf's symbol pool lacks."""
 
     def _file_containing_symbol(self, request: Any, symbol: str) -> Any:
         answer = super()._file_containing_symbol(request, symbol)

@@ -1,4 +1,4 @@
-"""Log lines about refused calls: few enough that no caller can fill a disk with them."""
+"""Log lines about refused calls, limited so that no caller can fill a disk."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class RpcServer:
         fleet: FleetConfig | None = None,
         tracer: Tracer = NO_TRACER,
     ) -> None:
-        """fleet: that alone may command the service. tracer: of its calls."""
+        """fleet: the only one that may command the service. tracer: of its calls."""
         self.service, self.target = service, target
         self._path = Path(target.removeprefix("unix:"))
         self._port = port
@@ -131,7 +131,7 @@ class RpcServer:
         _log.info("event=stopped service=%s", self.service)
 
     def _bind_socket(self) -> None:
-        remove_dead_socket(self._path)  # grpcio would take over one that another server still uses, without a word
+        remove_dead_socket(self._path)  # grpcio would silently take over one that another server still uses
         # grpcio makes the socket with the process's umask; there is no other way to have it 0600 from its first moment.
         umask = os.umask(0o177)
         try:

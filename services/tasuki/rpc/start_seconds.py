@@ -1,4 +1,4 @@
-"""Where the seconds of a service's start go: each service counts its parts, logs them and leaves them in the run folder for others."""
+"""Seconds of each part of a service's start, which the service counts, logs and leaves in the run folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a service stays over a changeover, on every one of its ranks."""
+"""Tags of a service that stay mapped through a changeover, on every rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def staying_of_engine_rank(config: NodeConfig, rank: int) -> frozenset[MemoryTag
 
 
 def staying_tags(config: NodeConfig, service: Service) -> frozenset[types_pb2.MemoryTag.ValueType]:
-    """As requests name them, without those that only some ranks keep."""
+    """Tags under their names in requests, without those that only some ranks keep."""
     if service is Service.ROLLOUT:
         ranks = [staying_of_engine_rank(config, rank) for rank in range(config.num_engine_ranks)]
     else:

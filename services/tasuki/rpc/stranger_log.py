@@ -1,4 +1,4 @@
-"""Log lines about callers whom nobody knows: few enough that they cannot fill a disk."""
+"""Log lines about unknown callers, limited so that they cannot fill a disk."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class StrangerLog:
         self._told = float("-inf")
 
     def refused(self, method: str, *, peer: str) -> None:
-        """A stranger at `peer` called `method`."""
+        """Counts, and perhaps logs, a refused call of `method` by an unknown caller at `peer`."""
         self._num_refused += 1
         now = time.monotonic()
         if now - self._told < _EVERY_S:

@@ -1,4 +1,4 @@
-"""Memory usage on the wire, as both memory services give it."""
+"""Memory usage on the wire, as both memory services report it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _DEFAULT_INTERVAL_MS = 1000
 
 
 def usage_response(tags: Sequence[TagUsage], device: DeviceUsage) -> memory_pb2.GetUsageResponse:
-    """One rank's."""
+    """Response of one rank."""
     return memory_pb2.GetUsageResponse(
         tags=[types_pb2.TagUsage(**_values(TagUsage, usage), tag=TAG_VALUES[usage.tag], rank=device.rank) for usage in tags],
         devices=[types_pb2.DeviceUsage(**_values(DeviceUsage, device))],
@@ -35,7 +35,7 @@ def usage_response(tags: Sequence[TagUsage], device: DeviceUsage) -> memory_pb2.
 
 
 def joined(answers: Sequence[memory_pb2.GetUsageResponse]) -> memory_pb2.GetUsageResponse:
-    """All ranks'."""
+    """Merged response of all ranks."""
     return memory_pb2.GetUsageResponse(
         tags=[tag for answer in answers for tag in answer.tags],
         devices=[device for answer in answers for device in answer.devices],
@@ -43,7 +43,7 @@ def joined(answers: Sequence[memory_pb2.GetUsageResponse]) -> memory_pb2.GetUsag
 
 
 def read_usage(response: memory_pb2.GetUsageResponse) -> ServiceUsage:
-    """What `usage_response` and `joined` made. Tags that this build does not know are left out."""
+    """Decodes the output of `usage_response` and `joined`, without tags that this build does not know."""
     return ServiceUsage(
         tags=tuple(TagUsage(tag=TAGS[usage.tag], **_values(TagUsage, usage)) for usage in response.tags if usage.tag in TAGS),
         devices=tuple(DeviceUsage(**_values(DeviceUsage, device)) for device in response.devices),
@@ -51,14 +51,14 @@ def read_usage(response: memory_pb2.GetUsageResponse) -> ServiceUsage:
 
 
 def _values(kind: type[TagUsage | DeviceUsage], usage: object) -> dict[str, Any]:
-    """What message and dataclass have under the same names: all but the tag."""
+    """Fields that message and dataclass share by name: all but the tag."""
     return {field.name: getattr(usage, field.name) for field in fields(kind) if field.name != "tag"}
 
 
 async def watch_usage(
     request: memory_pb2.WatchUsageRequest, read: Callable[[], Awaitable[memory_pb2.GetUsageResponse]]
 ) -> AsyncIterator[memory_pb2.WatchUsageResponse]:
-    """What WatchUsage streams. While the ranks are in the middle of something long there is no answer."""
+    """Stream of WatchUsage. There is no answer while the ranks run a long command."""
     interval_ms = request.interval_ms if request.HasField("interval_ms") else _DEFAULT_INTERVAL_MS
     if interval_ms not in _INTERVAL_MS:
         raise InvalidArgument("interval_ms", f"{interval_ms} ms; from {_INTERVAL_MS.start} to {_INTERVAL_MS.stop - 1}")

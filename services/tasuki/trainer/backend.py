@@ -130,7 +130,7 @@ class Backend(Protocol):
         ...
 
     def check_checkpoint(self, path: Path, *, have: LearnerFacts) -> LearnerFacts:
-        """What load_checkpoint would return. Raises every error visible without reading tensors."""
+        """Facts that load_checkpoint would return. Raises every error visible without reading tensors."""
         ...
 
     def load_checkpoint(self, path: Path, *, have: LearnerFacts, progressed: Callable[[], None]) -> LearnerFacts:

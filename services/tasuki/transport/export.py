@@ -29,7 +29,7 @@ class ExportMemory:
     """How published weights are stored.
 
     parameters: arena whose tensors are published in place if they have the published dtype; all others are copied.
-    leaves: whether the memory is freed between publications (`WeightExport.leaving`). handles: "ipc" copies everything to an allocation
+    leaves: whether the memory is freed between publications (`WeightExport.released`). handles: "ipc" copies everything to an allocation
     of torch's, which cannot leave.
     """
 
@@ -138,8 +138,8 @@ class WeightExport:
         self._header.write_state(ArenaState.WITHDRAWN)
 
     @contextmanager
-    def leaving(self) -> Iterator[None]:
-        """Lets the arenas free their memory in the block: withdraws the publication and stops sharing.
+    def released(self) -> Iterator[None]:
+        """Releases the memory for the block: withdraws the publication and stops sharing, so that the arenas can free it.
 
         On error the memory is shared again. Memory that a reader has mapped stays alive until the reader releases it.
         """

@@ -99,7 +99,7 @@ class CopyPlan:
 
 
 def held_slice(pieces: Sequence[Piece], shape: Sequence[int]) -> HeldSlice | None:
-    """What these pieces of one tensor are together in one parameter; None when they are not one slice of it, or lie apart."""
+    """Slice of one parameter that these pieces of a tensor form; None if they form no single slice, or lie apart."""
     first, strides, rows = pieces[0], whole(shape).strides, 0
     width = first.source.shape[1:]
     for piece in pieces:

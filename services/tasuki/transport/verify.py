@@ -93,7 +93,7 @@ class Comparison:
 
 
 def _gap(numel: int, slices: Sequence[Slice]) -> str:
-    """What is wrong with the slices regardless of their contents; empty if nothing."""
+    """Defect of the slices regardless of their contents; empty if there is none."""
     if not slices:
         return "no engine rank reads it"
     missing, repeated = count_uncovered(numel, slices)

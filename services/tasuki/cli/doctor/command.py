@@ -64,7 +64,7 @@ def examine(path: Path | None, *, overrides: Sequence[str] = (), min_gbit: float
 
 
 def _advice(error: TasukiError) -> str:
-    """What to do about a configuration that cannot be loaded."""
+    """Advice on a configuration that cannot be loaded."""
     field = error.metadata.get("field")
     if field is None:
         return "give the path of a node's TOML file"

@@ -21,7 +21,7 @@ class Finding:
     verdict: Verdict
     found: str
     advice: str = ""
-    """What to do; empty if all is well."""
+    """Action to take; empty if all is well."""
 
 
 def ok(name: str, found: str) -> Finding:

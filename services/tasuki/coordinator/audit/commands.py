@@ -1,4 +1,4 @@
-"""Compares what the services say they did with what the journal says they were asked. Pure."""
+"""Compares the services' logs with the commands in the journal. Pure."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ _CHANGED_NOTHING = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID
 
 
 def audit_commands(history: History, lives: Mapping[Service, Sequence[LoggedLife]]) -> Violation | None:
-    """lives: of each service what its logs hold, oldest first, which need not reach back to the beginning. They were read before the
-    journal was: what a log holds was written down before."""
+    """Compares every logged life with the journal.
+
+    lives: of each service, oldest first; they need not reach back to the beginning. Read the logs before the journal, so that every
+    logged command already has its intent.
+    """
     try:
         for service, logged in lives.items():
             for life in logged:
@@ -53,7 +56,7 @@ def _check_order(service: Service, life: Sequence[LoggedCommand]) -> None:
 
 
 class _Comparison:
-    """Of one service's logs with the journal."""
+    """Compares one service's logs with the journal."""
 
     def __init__(self, history: History, service: Service, lives: Sequence[LoggedLife]) -> None:
         self._service, self._lives = service, lives
@@ -70,14 +73,14 @@ class _Comparison:
     def check_results(self) -> None:
         for intent, command in self._pairs():
             result = self._results.get(intent.id)
-            # An undo is settled, too, when there was nothing to take back.
+            # An undo is also settled if there was nothing to undo.
             is_done = result is not None and result.status is not Status.FAILED and not (intent.is_undo and result.is_settled)
             if command.outcome != "OK" and result is not None and is_done:
                 expected = f"FAILED in the journal, since the service answered {command.outcome}, found {result.status}"
                 raise Broken.at_intent(intent, Invariant.EXECUTED_ONCE, expected)
 
     def check_asked(self) -> None:
-        """Every stage command that was carried out has an intent that asked for just this."""
+        """Checks that every executed stage command has a matching intent."""
         for command in self._logged.values():
             if command.is_stage and command.request_id not in self._intents and _may_have_changed(command):
                 expected = f"an intent in the journal for {command.request_id}, which {self._service} carried out"
@@ -93,7 +96,7 @@ class _Comparison:
 
     def _check_answer(self, intent: StageIntent, result: StageResult, command: LoggedCommand) -> None:
         known = intent.boot_ids[self._service]  # empty when it was silent then
-        # It may have been restarted since it was seen; then nobody had seen the new life before.
+        # It may have restarted since it was observed; its new life is then unknown here.
         if known and command.boot_id not in ("", known) and self._first_seen.get(command.boot_id, intent.id + 1) <= intent.id:
             expected = f"{self._service} with boot id {command.boot_id}, which carried it out, found {known}"
             raise Broken.at_intent(intent, Invariant.AS_ASKED, expected)
@@ -102,7 +105,7 @@ class _Comparison:
             raise Broken.at_intent(intent, Invariant.AS_ASKED, expected)
 
     def check_none_missing(self) -> None:
-        """Up to the last line of a life: what came after it may have been cut off with a machine."""
+        """Checks up to the last line of a life: later lines may be lost to a machine crash."""
         for life in self._lives:
             numbers = [_number(command) for command in life.commands if command.is_stage]
             if life.lacks_lines or not numbers:
@@ -127,7 +130,7 @@ class _Comparison:
 
 
 def _name(intent: StageIntent) -> str:
-    """As the service's log names the command; empty when none is sent."""
+    """Name of the command in the service's log; empty if none is sent."""
     return RULES[intent.stage].undo_command if intent.is_undo else intent.stage
 
 

@@ -1,4 +1,4 @@
-"""Whether everything that a journal ever numbered is still in it, and whether lives of services follow one another. Pure."""
+"""Checks that no numbered row is missing from a journal, and that lives of services do not interleave. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tasuki.wire.errors import StaleSequence
 
 
 def check_gaps(history: History) -> None:
-    """Raises Broken at the first number that is missing, and where a life of a service comes back after another one."""
+    """Raises Broken at the first missing number, or where a life of a service comes back after another."""
     _check_none_missing("epochs", history.epochs, history, name=lambda number: f"epoch {number}")
     changeovers = [id_number(changeover.id) for changeover in history.changeovers]
     _check_none_missing("changeovers", changeovers, history, name=id_text)
@@ -23,7 +23,7 @@ def check_gaps(history: History) -> None:
 
 
 def _check_none_missing(table: str, numbers: Sequence[int], history: History, *, name: Callable[[int], str]) -> None:
-    """Rows are numbered from 1, are never removed, and a number of a row that could not be written is given again."""
+    """Checks that rows are numbered from 1 without a gap; the number of a row that failed to write is reused."""
     for expected, number in enumerate(numbers, start=1):
         if number != expected:
             raise Broken.at_changeover(Invariant.NONE_MISSING, f"{name(expected)}, found {name(number)} in its place")
@@ -38,7 +38,7 @@ def _check_sequences(history: History) -> None:
     epoch, sequence = 0, 0
     for intent in history.intents:
         sequence = sequence + 1 if intent.epoch == epoch else 1
-        # Somebody else took numbers in a service: the coordinator goes on after those.
+        # Another caller used numbers in a service: the coordinator continues after those.
         if intent.sequence != sequence and not (sequence > 1 and intent.id - 1 in passed_over):
             raise Broken.at_intent(intent, Invariant.NONE_MISSING, f"sequence {sequence}, found {intent.sequence}")
         epoch, sequence = intent.epoch, intent.sequence

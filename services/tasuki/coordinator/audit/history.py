@@ -40,7 +40,7 @@ class ChangeoverEnding:
 
 @dataclass(frozen=True, slots=True)
 class StageIntent:
-    """A row of `stages`. boot_ids: the services' as they were seen last before it."""
+    """A row of `stages`. boot_ids: of the services, as last observed before it."""
 
     id: int
     changeover_id: str
@@ -54,7 +54,7 @@ class StageIntent:
 
 @dataclass(frozen=True, slots=True)
 class StageResult:
-    """A row of `results`. id: the intent's. is_settled: no answer, but what the services showed later."""
+    """A row of `results`. id: of the intent. is_settled: inferred from the services' later state, not an answer."""
 
     id: int
     status: Status
@@ -65,7 +65,7 @@ class StageResult:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """Everything in a journal, in the order in which it was written."""
+    """Contents of a journal, in the order written."""
 
     epochs: tuple[int, ...]
     changeovers: tuple[BegunChangeover, ...]
@@ -74,11 +74,11 @@ class History:
     results: tuple[StageResult, ...]
     movements: MovementRows = field(default_factory=lambda: MovementRows({}))
     highest: dict[str, int] = field(default_factory=dict)
-    """The last number that was ever given in a table, by the table's name, as SQLite remembers it."""
+    """Last number given in each table, by table name, from SQLite's own count."""
 
 
 def read_history(path: Path) -> History:
-    """The journal at `path`. Raises PathNotFound, and InvalidArgument for a file that is no journal of this version."""
+    """Reads the journal at `path`. Raises PathNotFound, and InvalidArgument for a file that is no journal of this version."""
     if not path.is_file():
         raise PathNotFound(f"there is no journal at {path}", path=path)
     try:
@@ -86,7 +86,7 @@ def read_history(path: Path) -> History:
             return _read(db, path)
     except (sqlite3.Error, OSError) as error:
         raise InvalidArgument("journal", f"{path} cannot be read: {error}", path=path) from error
-    except ValueError as error:  # a stage, phase or status, or what is no number
+    except ValueError as error:  # an unknown stage, phase or status, or a value that is no number
         raise InvalidArgument("journal", f"{path} holds what this build does not know: {error}", path=path) from error
 
 
@@ -99,7 +99,7 @@ def _read(db: sqlite3.Connection, path: Path) -> History:
     damage = db.execute("PRAGMA quick_check(1)").fetchone()[0]
     if damage != "ok":
         raise InvalidArgument("journal", f"{path} is damaged: {damage}", path=path)
-    db.execute("BEGIN")  # one moment for all tables
+    db.execute("BEGIN")  # one snapshot of all tables
 
     def rows(query: str, make: Callable[[sqlite3.Row], _Row]) -> tuple[_Row, ...]:
         return tuple(make(row) for row in db.execute(query))
@@ -116,7 +116,7 @@ def _read(db: sqlite3.Connection, path: Path) -> History:
 
 
 def _movements(db: sqlite3.Connection) -> MovementRows:
-    """None of a journal that an earlier build wrote, which had no such table."""
+    """Movements by result; empty for a journal of an earlier build, which has no such table."""
     has_table = db.execute("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'movements'").fetchone()
     return read_movements(db) if has_table else MovementRows({})
 
@@ -145,12 +145,12 @@ def _intent(row: sqlite3.Row) -> StageIntent:
 
 
 def _result(row: sqlite3.Row) -> StageResult:
-    is_settled = row["seconds"] == 0.0  # `resolve_intents` writes it so; no answer comes in no time
+    is_settled = row["seconds"] == 0.0  # written so by `resolve_intents`; a real answer takes time
     return StageResult(_number(row, "id"), Status(row["status"]), _version(row), _text(row, "error_reason"), is_settled)
 
 
 def _number(row: sqlite3.Row, column: str) -> int:
-    """SQLite keeps whatever it is given, also where a number belongs. Raises ValueError."""
+    """Checks a numeric column, since SQLite stores values of any type. Raises ValueError."""
     value = row[column]
     if not isinstance(value, int):
         raise ValueError(f"{value!r} as {column}, where a number belongs")

@@ -1,4 +1,4 @@
-"""What a journal shows going on behind stages, and whether it ended in time. Pure."""
+"""Background movements recorded in a journal, and whether they ended in time. Pure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ENDS = {
 
 @dataclass(frozen=True, slots=True)
 class _Open:
-    """What goes on behind the stages of one life of a service."""
+    """Background movements of one life of a service."""
 
     boot_id: str
     movements: tuple[Movement, ...]
@@ -33,7 +33,7 @@ class _Open:
 
 @dataclass(frozen=True, slots=True)
 class _Suspect:
-    """A breach, unless the service turns out to have been restarted before the answer."""
+    """Breach, unless the service turns out to have restarted before the answer."""
 
     boot_id: str
     changeover_id: str
@@ -42,16 +42,16 @@ class _Suspect:
 
 @dataclass(slots=True)
 class MovementsTrace:
-    """Movements behind the stages of both services. Every method raises Broken."""
+    """Background movements of both services. Every method may raise Broken."""
 
     rows: MovementRows
     num_ended: int = 0
     _open: dict[Service, _Open] = field(default_factory=dict)
-    """None of a service while nobody knows, after an answer was lost."""
+    """Movements by service; None while unknown, after a lost answer."""
     _suspects: dict[Service, _Suspect] = field(default_factory=dict)
 
     def seen(self, intent: StageIntent) -> None:
-        """Takes the boot ids of an intent. Those of a later changeover tell whether a service was restarted meanwhile."""
+        """Adopts the boot ids of an intent. Those of a later changeover show whether a service restarted meanwhile."""
         for service, suspect in list(self._suspects.items()):
             if suspect.changeover_id != intent.changeover_id:
                 del self._suspects[service]
@@ -83,7 +83,7 @@ class MovementsTrace:
             self._open[service] = _Open(intent.boot_ids[service], begun)
 
     def not_heard(self, intent: StageIntent) -> None:
-        """Nobody knows whether it was carried out, or what its answer told."""
+        """Handles a lost answer: execution and movements are unknown."""
         self._open.pop(RULES[intent.stage].service, None)
 
     def _going_on(self, service: Service, intent: StageIntent) -> tuple[Movement, ...] | None:

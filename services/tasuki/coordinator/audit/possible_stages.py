@@ -1,4 +1,4 @@
-"""What a journal lets one service be: the stages that it may have completed last. Pure."""
+"""Stages that one service may have completed last, according to a journal. Pure."""
 
 from __future__ import annotations
 
@@ -7,39 +7,39 @@ from dataclasses import dataclass, field
 from tasuki.memory.stages import RING, RULES, Rpc, Service, Stage, allowed_after, stages_of
 
 _At = Stage | None
-"""The last stage that a service says it completed; None: freshly started."""
+"""Last stage that a service reports as completed; None: freshly started."""
 
 
 def _accepted_after(stage: Stage) -> list[_At]:
-    """Wherever a service accepts it. Rollout gives memory up from anywhere, once it is poisoned."""
+    """Stages at which a service accepts the command. A poisoned rollout releases memory from any stage."""
     rule = RULES[stage]
     gives_up = rule.service is Service.ROLLOUT and rule.rpc is Rpc.PAUSE
     return [at for at in (None, *stages_of(rule.service)) if gives_up or stage in allowed_after(rule.service, at)]
 
 
 _RUNS: dict[Stage, dict[_At, _At]] = {stage: dict.fromkeys(_accepted_after(stage), stage) for stage in Stage}
-"""Where a command leads, from each place where it is accepted."""
+"""Stage that a command leads to, by each stage at which it is accepted."""
 _WITHDRAWN: dict[_At, _At] = {
     None: None,
     Stage.LOAD_WEIGHTS: Stage.LOAD_TRAINER,
     Stage.LOAD_TRAINER: Stage.LOAD_TRAINER,
 }
 _UNDOS = {rule.stage: _RUNS[rule.undo] if isinstance(rule.undo, Stage) else _WITHDRAWN for rule in RING if rule.undo_command}
-"""SYNC and PAUSE_KV are missing: no command takes them back, they go with another stage's undo."""
+"""Moves of each undo. SYNC and PAUSE_KV are missing: they are undone with another stage."""
 
 
 @dataclass(slots=True)
 class PossibleStages:
-    """One service, as far as the journal tells."""
+    """One service, as far as the journal shows."""
 
     boot_id: str = ""
     is_absent: bool = False
-    """Whether it did not answer when the coordinator looked last: what was seen then says nothing of it."""
+    """Whether it was silent at the coordinator's last look, which then says nothing about it."""
     at: set[_At] = field(default_factory=lambda: {None})
     at_if_new: set[_At] = field(default_factory=lambda: {None})
-    """The same, if it was restarted since its boot id was seen last."""
+    """Possible stages if it restarted since its boot id was last observed."""
     unknown: list[tuple[Stage, bool]] = field(default_factory=list)
-    """Commands without an answer. They may be carried out until the service answers a later one."""
+    """Commands without an answer, which may run until the service answers a later one."""
 
     def may_be(self) -> set[_At]:
         stages = set(self.at)
@@ -48,7 +48,7 @@ class PossibleStages:
         return stages
 
     def seen(self, boot_id: str) -> None:
-        """The coordinator saw this boot id; empty when the service did not answer, and counts as freshly started."""
+        """Records an observed boot id; empty if the service was silent and counts as freshly started."""
         self.is_absent = not boot_id
         if not boot_id:
             self.at = self.may_be() | self.at_if_new
@@ -58,11 +58,11 @@ class PossibleStages:
             self.at_if_new = {None}
 
     def seen_again(self) -> None:
-        """A new look at the same boot id: it was not restarted before."""
+        """Records that the same boot id was observed later: the service had not restarted."""
         self.at_if_new = {None}
 
     def carried_out(self, stage: Stage, *, is_undo: bool) -> bool:
-        """The service says that it did. False when it cannot have."""
+        """Records that the service reported success. Returns False if that is impossible."""
         if not _is_command(stage, is_undo=is_undo):
             return True
         at = _moved(self.may_be(), stage, is_undo=is_undo)
@@ -71,19 +71,19 @@ class PossibleStages:
         return bool(at)
 
     def refused(self, stage: Stage, *, is_undo: bool) -> None:
-        """The service says that it did not; whatever was asked before has ended."""
+        """Records that the service reported a refusal; earlier commands have ended."""
         if _is_command(stage, is_undo=is_undo):
             self.at, self.unknown = self.may_be(), []
 
     def out_of_order(self, stage: Stage, *, is_undo: bool) -> None:
-        """The service says that the command does not fit where it is: it was restarted, unless there is such a place."""
+        """Records that the command did not fit the service's stage: it restarted, unless a possible stage explains it."""
         self.refused(stage, is_undo=is_undo)
         if _is_command(stage, is_undo=is_undo):
             moves = (_UNDOS if is_undo else _RUNS)[stage]
             self.at = {at for at in self.at if at not in moves} or self.at | self.at_if_new
 
     def not_heard(self, stage: Stage, *, is_undo: bool) -> None:
-        """Nobody knows whether the service did, or still will."""
+        """Records a lost answer: the command may have run, or may still run."""
         if _is_command(stage, is_undo=is_undo):
             self.unknown.append((stage, is_undo))
             self.at_if_new = self.at_if_new | _moved(self.at_if_new, stage, is_undo=is_undo)

@@ -1,7 +1,7 @@
-"""Replays a journal against the ring of stages, and names the first promise that it shows broken. Pure: no I/O.
+"""Replays a journal against the ring of stages, and finds the first broken invariant. Pure: no I/O.
 
-The journal tells what the coordinator asked and what it heard. A lost answer and a service that was restarted leave more than one
-place where a service may be (`possible_stages`); what fits none of them is broken.
+The journal holds the coordinator's commands and their answers. After a lost answer or a restart, a service may be at one of several
+stages (`possible_stages`); an entry that fits none of them is a breach.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tasuki.wire.errors import DeadlineExceeded, InternalError, Interrupted, Pee
 
 @dataclass(slots=True)
 class Audit:
-    """What a journal holds, up to the first violation, if there is one."""
+    """Counts over a journal, up to the first violation, if any."""
 
     num_epochs: int = 0
     num_changeovers: int = 0
@@ -37,9 +37,9 @@ class Audit:
     num_unanswered: int = 0
     num_versions_served: int = 0
     num_rewinds: int = 0
-    """How often training restarted, or went back to an older checkpoint."""
+    """Number of times training restarted, or went back to an older checkpoint."""
     num_movements_ended: int = 0
-    """Behind stages."""
+    """Number of background movements of stages."""
     violation: Violation | None = None
 
 
@@ -60,7 +60,7 @@ def audit(history: History) -> Audit:
 
 
 def _results(history: History) -> dict[int, StageResult]:
-    """By the intent's id."""
+    """Results by the intent's id."""
     intents = {intent.id: intent for intent in history.intents}
     results: dict[int, StageResult] = {}
     for result in history.results:
@@ -78,7 +78,7 @@ def _results(history: History) -> dict[int, StageResult]:
 
 
 def _endings(history: History) -> dict[str, ChangeoverEnding]:
-    """By the changeover's id."""
+    """Endings by the changeover's id."""
     begun = {changeover.id for changeover in history.changeovers}
     endings: dict[str, ChangeoverEnding] = {}
     for ending in history.endings:
@@ -95,7 +95,7 @@ def _endings(history: History) -> dict[str, ChangeoverEnding]:
 
 
 _UNKNOWN = {error.reason for error in (DeadlineExceeded, InternalError, PeerUnavailable, Interrupted)}
-"""Reasons after which a command may have been carried out all the same."""
+"""Error reasons after which a command may still have run."""
 
 
 @dataclass(slots=True)
@@ -105,13 +105,13 @@ class _Replay:
     results: dict[int, StageResult]
     endings: dict[str, ChangeoverEnding]
     services: dict[Service, PossibleStages] = field(default_factory=lambda: {service: PossibleStages() for service in Service})
-    """The trainer first."""
+    """Both services, the trainer first."""
     believed: Stage | None = None
-    """Where the coordinator takes the node to be; None after an undo, when it asks."""
+    """Stage that the coordinator assumes; None after an undo, when it asks the services."""
     goal: Stage | None = None
-    """The last stage of the changeover. It is taken back when there was no room to write its result down."""
+    """Last stage of the changeover, which is undone if its result could not be written."""
     ways_back: list[tuple[Stage, ...]] = field(default_factory=list)
-    """What may be taken back next, while stages are taken back."""
+    """Stages that may be undone next, while undoing."""
     weights: WeightsTrace = field(default_factory=WeightsTrace)
     movements: MovementsTrace = field(init=False)
 
@@ -159,7 +159,7 @@ class _Replay:
                 raise Broken.at_intent(intent, Invariant.SETTLED, "a result, since another intent follows")
 
     def _changeovers(self) -> Iterator[tuple[BegunChangeover, list[StageIntent]]]:
-        """Each with its intents; a changeover is over when the next one begins."""
+        """Yields each changeover with its intents; it is over when the next one begins. Raises Broken."""
         intents = list(self.history.intents)
         for number, changeover in enumerate(self.history.changeovers, start=1):
             own: list[StageIntent] = []
@@ -250,7 +250,7 @@ class _Replay:
             self.found.num_stages_done += not intent.is_undo
             at = possible.may_be()
             if result.is_settled and intent.is_undo:
-                # Nothing is left of the stage, be it that the undo was carried out, or that there was nothing to take back.
+                # The stage has left nothing behind: its undo ran, or there was nothing to undo.
                 possible.not_heard(intent.stage, is_undo=True)
             elif not possible.carried_out(intent.stage, is_undo=intent.is_undo) and not possible.at_if_new - {None}:
                 raise Broken.at_intent(intent, Invariant.RING, f"a refusal, since the service is at {_names(at)}")
@@ -276,14 +276,13 @@ class _Replay:
             raise Broken.at_changeover(Invariant.TARGET, expected, changeover.id, epoch=changeover.epoch)
 
     def _places(self, *, or_new: bool = False) -> set[Stage]:
-        """Where the node may be. or_new: also if a service was restarted of which the journal does not know yet."""
+        """Stages that the node may be at. or_new: includes a restart that the journal does not show yet."""
         return {at for _, at in self._positions(or_new=or_new)}
 
     def _narrow(self, at: Stage, *, or_new: bool = False) -> bool:
-        """Takes it as known that the node stood at `at`; False when it cannot have.
+        """Narrows the possible stages to those with the node at `at`. Returns False if there are none.
 
-        or_new: no boot ids were written down with it, so that whoever may have counted as freshly started may have been silent instead,
-        and stay where it was.
+        or_new: no boot ids were recorded, so a service that counted as freshly started may have been silent instead, and unmoved.
         """
         fitting = [pair for pair, place in self._positions(or_new=or_new) if place is at]
         for index, possible in enumerate(self.services.values()):

@@ -1,4 +1,4 @@
-"""Which version a journal shows published, held by rollout, and served. Pure."""
+"""Versions published, held by rollout and served, according to a journal. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tasuki.memory.stages import Service, Stage
 
 @dataclass(frozen=True, slots=True)
 class _Weights:
-    """boot_id: of the service that has them. version: None when the answer that would have told it was lost."""
+    """Weights held by one life of a service. boot_id: of that life. version: None if its answer was lost."""
 
     boot_id: str
     version: int | None
@@ -20,15 +20,15 @@ class _Weights:
 
 @dataclass(slots=True)
 class WeightsTrace:
-    """The weights' way from trainer to rollout. Every method that raises, raises Broken."""
+    """Path of the weights from trainer to rollout. Methods that raise, raise Broken."""
 
     num_rewinds: int = 0
     _published: _Weights | None = None
     _held: _Weights | None = None
     _last: _Weights | None = None
-    """The latest publication with a version, also after it was withdrawn."""
+    """Latest publication with a version, even if withdrawn since."""
     _served: dict[str, int] = field(default_factory=dict)
-    """The latest version by rollout's boot id."""
+    """Latest version by rollout's boot id."""
     _versions: set[int] = field(default_factory=set)
 
     @property
@@ -56,7 +56,7 @@ class WeightsTrace:
                 self._serve(intent)
 
     def not_heard(self, intent: StageIntent) -> None:
-        """Nobody knows whether it was carried out."""
+        """Handles a lost answer: the stage may or may not have run."""
         if intent.stage is Stage.SYNC and not intent.is_undo and self._published is not None:
             self._held = _Weights(intent.boot_ids[Service.ROLLOUT], self._published.version, intent.epoch)
 

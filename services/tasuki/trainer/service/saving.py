@@ -83,7 +83,7 @@ class Saving:
 
 
 def read_written(record_path: Path) -> TrainingRecord | None:
-    """What an earlier life of the trainer wrote as its part of a save; None if nothing can be published."""
+    """Record that an earlier life of the trainer wrote as its part of a save; None if nothing can be published."""
     try:
         record = TrainingRecord.FromString(record_path.read_bytes())
     except FileNotFoundError:

@@ -29,7 +29,7 @@ class HostShards:
         return CPUOffloadPolicy(pin_memory=self._mesh.device_type == "cuda")
 
     def make(self, network: nn.Module) -> Callable[[Tensor], Tensor]:
-        """What takes the place of a parameter: its shard in this memory. network: sharded, on meta. Collective. Raises as take_buffers.
+        """Function that replaces a parameter by its shard in this memory. network: sharded, on meta. Collective. Raises as take_buffers.
 
         FSDP2 copies a shard that it has to pad, so those stay outside.
         """

@@ -81,8 +81,10 @@ class Leaving:
             self._reached("leave.done")
 
     def _is_asked(self, request: RoomRequest) -> bool:
-        """Waits for a request. False if recalled before. The first time nobody has to ask: an engine's first batch takes memory of its
-        own, beside a cache that may have grown into all that was free."""
+        """Waits for a request. Returns False if recalled first.
+
+        The first time needs no request: an engine's first batch takes memory while its cache may already fill all that was free.
+        """
         while self._has_left and not request.is_made:
             if self._is_recalled.wait(_REQUEST_POLL_S):
                 return False

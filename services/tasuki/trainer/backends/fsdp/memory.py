@@ -69,7 +69,7 @@ class TrainerMemory:
         self._leaving = Leaving(self._allocator, heartbeat=heartbeat, reached=failpoints.hit)
         self._heartbeat = heartbeat
         self._ended: list[Movement] = []
-        """What has ended behind the last answer, until an answer tells it."""
+        """Movements ended since the last answer, until an answer reports them."""
         self._pinning: threading.Thread | None = None
         self._is_closing = threading.Event()
 
@@ -165,7 +165,7 @@ class TrainerMemory:
         for tag in later:
             while self._allocator.arena(tag).reserve_host(PIN_STEP_BYTES):
                 pass
-        with self._export.leaving() if self._export is not None and is_shared else nullcontext():
+        with self._export.released() if self._export is not None and is_shared else nullcontext():
             released = self._allocator.pause([tag for tag in tags if tag not in later])
         if self._device.type == "cuda" and (makes_room or not self._staying.cache):
             return_cached_blocks(self._device)

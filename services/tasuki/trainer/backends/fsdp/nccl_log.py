@@ -1,4 +1,4 @@
-"""What NCCL's log says about connections. NCCL has no call that names the transport it chose."""
+"""Connections reported in NCCL's log. NCCL has no call that names the transport it chose."""
 
 from __future__ import annotations
 

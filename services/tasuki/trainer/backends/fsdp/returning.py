@@ -74,14 +74,14 @@ class Returning:
         return {tag: one.num_bytes for tag, one in self._returns.items() if one.is_arriving}
 
     def take_begun(self) -> tuple[Movement, ...]:
-        """What goes on from now on, for an answer that says so."""
+        """Movements that continue from now on, for the answer to report."""
         pending = self.pending()
         for tag in pending:
             self._returns[tag].is_told = True
         return tuple(Movement(MovementKind.RETURN, tag, num_bytes) for tag, num_bytes in pending.items())
 
     def take_ended(self) -> tuple[Movement, ...]:
-        """What an answer said goes on, and has ended since the last call."""
+        """Movements reported earlier that have ended since the last call."""
         ended, self._ended = tuple(self._ended), []
         return ended
 

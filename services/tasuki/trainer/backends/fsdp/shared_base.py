@@ -47,7 +47,7 @@ def engine_placement(causal_lm: nn.Module) -> Callable[[nn.Parameter], Shard | N
 
 
 def views_in(base: SharedBase, causal_lm: nn.Module, *, otherwise: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """What takes a parameter's place: a view of the base, or `otherwise` of what is not in the base.
+    """Function that replaces a parameter by a view of the base, or by `otherwise` if it is not in the base.
 
     causal_lm: sharded, on meta. Raises UnsupportedModel for a parameter that is not in the base as the trainer has it.
     """

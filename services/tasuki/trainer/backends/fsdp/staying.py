@@ -36,7 +36,7 @@ class ExportChoice:
 
 @dataclass(frozen=True, slots=True)
 class Staying:
-    """What one rank keeps during OFFLOAD: tags, and whether torch keeps its cache."""
+    """Memory that one rank keeps during OFFLOAD: tags, and whether torch keeps its cache."""
 
     tags: frozenset[MemoryTag] = frozenset()
     cache: bool = False
