@@ -107,6 +107,11 @@ KNOBS = (
     Knob("`rollout.kv_ratio = 0.6`", {"kv_ratio": 0.6}, f"{_fewer_kv_tokens(0.6):,} fewer tokens in rollout's KV cache"),
     Knob('`compile = "blocks"`', {}, "compiles at the start; the plan is the same; speed not measured"),
     Knob("LM head in tiles: no setting, always on", {}, f"all logits at once would take {_untiled_bytes() / GB:.1f} GB more"),
+    Knob(
+        "`model.preload = true`, with a checkpoint in bfloat16",
+        {"preloaded_bytes": 2 * BASE.model.num_parameters},
+        "one copy of the files at the node's start; not measured",
+    ),
     Knob("`export_stays = false`", {"export_stays": False}, "rollout maps the copy at every sync"),
     Knob("`[trainer.lora]`, rank 32", {"lora_rank": 32}, "trains only adapters"),
     Knob("`num_ranks = 4`, on four GPUs", {"num_gpus": 4, "num_ranks": 4}, "two more GPUs"),

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 # Trainer in blues, rollout in oranges, memory that varies within a step in greens, the rest in grays.
 _COLORS = {
     Part.CONTEXTS: "#8c8c8c",
+    Part.MODEL_COPY: "#bdbdbd",
     Part.TRAINER_WEIGHTS: "#08519c",
     Part.GRADIENTS: "#4292c6",
     Part.OPTIMIZER: "#9ecae1",

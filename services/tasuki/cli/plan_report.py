@@ -22,7 +22,7 @@ COLUMNS: dict[str, tuple[Part, ...]] = {
     "step": (Part.LAYERS, Part.WHOLE_GRADIENTS, Part.ACTIVATIONS, Part.LOGITS, Part.TORCH_CACHE),
     "rollout": (Part.ROLLOUT_WEIGHTS,),
     "KV": (Part.KV_CACHE, Part.CUDA_GRAPH, Part.ENGINE_STEP),
-    "other": (Part.CONTEXTS,),
+    "other": (Part.CONTEXTS, Part.MODEL_COPY),
 }
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import stat
 from pathlib import Path
 
 from tasuki.config.schema import NodeConfig
@@ -57,6 +59,22 @@ def pulse_dir(state_dir: Path) -> Path:
     place = socket_dir(state_dir) / "pulse"
     place.mkdir(mode=0o700, exist_ok=True)
     return place
+
+
+def model_copy_dir(state_dir: Path) -> Path:
+    """Private (0700) folder in shared memory of a running node's copy of its model. Creates no folder."""
+    digest = hashlib.sha256(os.fsencode(os.path.realpath(state_dir))).hexdigest()[:16]
+    return Path("/dev/shm") / f"tasuki-model-{os.getuid()}-{digest}"  # noqa: S108 - its owner and mode are checked
+
+
+def model_source(config: NodeConfig) -> Path:
+    """Folder in which services read the model's weights: the node's copy, or `model.path` if there is none of this user."""
+    place = model_copy_dir(config.state_dir)
+    if not config.model.preload or not place.exists():
+        return config.model.path
+    status = place.lstat()
+    is_private = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
+    return place if is_private else config.model.path
 
 
 def restart_request_path(state_dir: Path, service: str) -> Path:

@@ -44,6 +44,9 @@ KvTokens = Annotated[Literal["needed", "most"] | PositiveInt, BeforeValidator(_c
 class ModelConfig(Schema):
     path: Path
     """Hugging Face model folder with config.json, safetensors and tokenizer."""
+    preload: bool = False
+    """Whether the node copies the folder to /dev/shm when it starts, for its services to read there, also when they restart. Use it for
+    a folder on a slow or network disk. The copy takes the size of its files in host memory until the node ends."""
 
 
 class CoordinatorConfig(Schema):

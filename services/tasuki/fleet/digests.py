@@ -19,6 +19,7 @@ from tasuki.fleet.member import Member
 from tasuki.wire.errors import PathNotFound
 
 _PER_NODE = {
+    "model": ("preload",),
     "coordinator": ("listen",),
     "trainer": ("listen", "devices"),
     "rollout": ("listen", "devices"),

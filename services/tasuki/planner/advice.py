@@ -213,6 +213,8 @@ def _for_changeover(layout: Layout) -> Iterator[_Change]:
 
 
 def _for_host(layout: Layout) -> Iterator[_Change]:
+    if layout.preloaded_bytes:
+        yield _Change("model.preload", "true", "false", replace(layout, preloaded_bytes=0))
     if layout.optimizer_on_host:
         yield _Change("trainer.optimizer_on_host", "true", "false", replace(layout, optimizer_on_host=False))
     for part in (Part.OPTIMIZER, Part.TRAINER_WEIGHTS):

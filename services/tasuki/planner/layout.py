@@ -34,6 +34,7 @@ class Part(StrEnum):
     ENGINE_STEP = "engine's batch"
     TORCH_CACHE = "torch's cache"
     CONTEXTS = "contexts, NCCL"
+    MODEL_COPY = "model in /dev/shm"
 
 
 TAGS = (Part.TRAINER_WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER, Part.ROLLOUT_WEIGHTS, Part.KV_CACHE)
@@ -136,6 +137,8 @@ class Layout:
     """Whether layers are gathered again in backward; otherwise all stay whole until then."""
     has_reference: bool = False
     """Whether there is a KL reference beside the policy. With adapters it takes nothing."""
+    preloaded_bytes: int = 0
+    """The node's copy of the model in shared memory."""
     reference_on_host: bool = False
     """Whether the reference's shards always stay in host memory."""
     lora_rank: int | None = None

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from tasuki.config.gpus import gpus_of
 from tasuki.config.schema import NodeConfig
+from tasuki.models.folder_files import model_files_bytes
 from tasuki.models.shape import ModelShape, check_lora_targets, check_shared_base
 from tasuki.planner.kv_tokens import SGLANG_GRAPH_REQUESTS, graph_requests, running_requests, wanted_tokens
 from tasuki.planner.layout import Checkpointing, Layout, Overheads, named_as_given
@@ -94,6 +95,7 @@ def node_layout(
         optimizer_on_host=trainer.optimizer_on_host,
         optimizer_8bit=trainer.optimizer_8bit,
         has_reference=config.has_reference,
+        preloaded_bytes=model_files_bytes(config.model.path) if config.model.preload else 0,
         reference_on_host=config.has_reference and config.reference_is_on_host,
         lora_rank=None if trainer.lora is None else trainer.lora.rank,
         lora_targets=None if trainer.lora is None else trainer.lora.target_modules,

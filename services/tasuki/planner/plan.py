@@ -254,6 +254,7 @@ def _host(
 ) -> Bytes:
     """layouts: by GPU."""
     host = {Part.CONTEXTS: layout.overheads.host_process * (layout.num_ranks + layout.num_engine_ranks + 1)}
+    host[Part.MODEL_COPY] = layout.preloaded_bytes
     if layout.strategy is not Strategy.RESIDENT:
         # Pinned once, at the first pause, then kept.
         ranks = [one.leaving | one.leaves_early for gpu, one in enumerate(layouts) if layout.has_rank(gpu)]

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tasuki.config.engine_arguments import check_argument_values
+from tasuki.config.places import model_source
 from tasuki.config.schema import NodeConfig, RolloutConfig
 from tasuki.config.trainer_schema import LoraConfig
 from tasuki.planner.kv_tokens import graph_requests, running_requests, wanted_tokens
@@ -33,7 +34,7 @@ def engine_arguments(config: NodeConfig, model: ModelFacts) -> dict[str, Any]:
     rollout = config.rollout
     num_tokens, fraction = _kv_cache(config, model)
     arguments: dict[str, Any] = {
-        "model_path": str(config.model.path),
+        "model_path": str(model_source(config)),
         "device": config.device,
         "tp_size": rollout.tp_size,
         "dtype": rollout.dtype,

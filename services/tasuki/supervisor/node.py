@@ -41,6 +41,7 @@ from tasuki.supervisor.exit_report import node_down
 from tasuki.supervisor.fleet_place import check_place
 from tasuki.supervisor.inherited import without_secrets
 from tasuki.supervisor.installed import check_node_installed
+from tasuki.supervisor.model_copy import preloaded_model, remove_model_copy
 from tasuki.supervisor.model_folder import check_model_folders
 from tasuki.supervisor.node_settings import check_node_runs_with
 from tasuki.supervisor.pool import check_pool_room
@@ -139,18 +140,19 @@ def start_node(
 
 
 def _begin(config: NodeConfig, *, resumes: bool, tell: Tell) -> StartedNode:
-    """Writes the state folder's files and starts the supervisor."""
+    """Copies the model if configured, writes the state folder's files and starts the supervisor. Raises as preloaded_model."""
     lock = StateLock.take(config.state_dir, name=NODE_LOCK)
     read_fd, starter_fd = os.pipe()
     try:
         check_place(config)
         config = with_residency(config, resumes=resumes, tell=tell)
-        save_config(config, config_path(config.state_dir))
-        exit_path(config.state_dir).unlink(missing_ok=True)
-        begin_instance(config.state_dir)
-        if not resumes:
-            _begin_at_the_model(config.state_dir)
-        process = _spawn_supervisor(config, lock_fd=lock.fd, read_fd=read_fd)
+        with preloaded_model(config, tell=tell):
+            save_config(config, config_path(config.state_dir))
+            exit_path(config.state_dir).unlink(missing_ok=True)
+            begin_instance(config.state_dir)
+            if not resumes:
+                _begin_at_the_model(config.state_dir)
+            process = _spawn_supervisor(config, lock_fd=lock.fd, read_fd=read_fd)
     finally:
         lock.close()
         os.close(read_fd)
@@ -208,15 +210,16 @@ def stop_node(state_dir: Path) -> bool:
         if time.monotonic() > deadline + (_KILL_S if is_guard_left else 0.0):
             raise DeadlineExceeded(f"the node has not stopped in {STOP_TIMEOUT_S:.0f} s: {_stuck(pid)}", pid=pid)
         time.sleep(_POLL_S)
-    _remove_run_folder(state_dir)
+    _remove_what_is_left(state_dir)
     return len(asked) > 1
 
 
-def _remove_run_folder(state_dir: Path) -> None:
+def _remove_what_is_left(state_dir: Path) -> None:
     """Removes what a supervisor and a guard left that were killed at once, unless a service runs on its own in `state_dir`."""
     names = {path.stem for path in state_dir.glob("*.lock")}
     if NODE_LOCK in names and all(holder(state_dir, name=name) is None for name in names - {TRAINING_LOCK}):
         with suppress(NodeRunning), StateLock.take(state_dir, name=NODE_LOCK):
+            remove_model_copy(state_dir)
             shutil.rmtree(socket_dir(state_dir), ignore_errors=True)
 
 

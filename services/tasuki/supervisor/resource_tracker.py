@@ -8,13 +8,14 @@ import time
 from pathlib import Path
 
 from tasuki.config.places import socket_dir
+from tasuki.supervisor.model_copy import remove_model_copy
 from tasuki.supervisor.processes import descendants, shared_memory, shared_memory_of
 
 _SCAN_EVERY_S = 10.0
 
 
 class ResourceTracker:
-    """The run folder with its sockets, and files in /dev/shm used by the processes below this one."""
+    """The run folder with its sockets, the copy of the model, and files in /dev/shm used by the processes below this one."""
 
     def __init__(self, state_dir: Path) -> None:
         self._state_dir = state_dir
@@ -39,4 +40,5 @@ class ResourceTracker:
         """Removes the resources; call it once none of the processes is left."""
         for path in self._ours:
             path.unlink(missing_ok=True)
+        remove_model_copy(self._state_dir)
         shutil.rmtree(socket_dir(self._state_dir), ignore_errors=True)

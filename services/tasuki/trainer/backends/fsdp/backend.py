@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from tasuki.algorithms.batch import Metric
-from tasuki.config.places import socket_dir
+from tasuki.config.places import model_source, socket_dir
 from tasuki.config.schema import NodeConfig
 from tasuki.config.trainer_schema import LoraConfig, OptimizerConfig
 from tasuki.memory.arena import set_host_budget
@@ -94,7 +94,8 @@ class FsdpBackend:
         config = node.trainer
         self._node, self._mesh, self._replicas = node, mesh, replicas
         self.device, self.num_ranks = mesh_device(mesh), mesh.size()
-        self._model_config = read_model_config(node.model.path)
+        self._model_path = model_source(node)
+        self._model_config = read_model_config(self._model_path)
         check_critic(node)
         torch.manual_seed(config.seed)
         if node.memory.pool:
@@ -117,14 +118,14 @@ class FsdpBackend:
         self._base = map_base(node, rank=mesh.get_local_rank(), device=self.device)
         if self._base is not None:
             self._to_close.callback(self._base.close)
-        source = replace(self._source(node.model.path, lora=config.lora), base=self._base)
+        source = replace(self._source(self._model_path, lora=config.lora), base=self._base)
         ended("planning")
         self._policy = load_policy(source, region=self._weights())
         ended("model")
         self._trained = {Role.POLICY: self._train(self._policy, config)}
         ended("memory")
         if config.critic is not None:
-            path = config.critic.path or node.model.path
+            path = config.critic.path or self._model_path
             critic = load_critic(self._source(path, lora=config.critic.lora), region=self._weights())
             ended("model")
             self._trained[Role.CRITIC] = self._train(critic, config.critic)
@@ -272,7 +273,7 @@ class FsdpBackend:
 
     def _load_reference(self) -> Policy:
         """Raises as HostShards where it stays on the host."""
-        source = self._source(self._node.model.path, lora=None, is_frozen=True)
+        source = self._source(self._model_path, lora=None, is_frozen=True)
         if not self._node.reference_is_on_host:
             reference = load_policy(source, region=self._weights()).requires_grad_(False).eval()
             self.memory.guard(groups_of(reference))
@@ -324,7 +325,7 @@ class FsdpBackend:
         is_base = is_frozen or lora is not None
         return NetworkSource(
             path=path,
-            config=self._model_config if path == self._node.model.path else read_model_config(path),
+            config=self._model_config if path == self._model_path else read_model_config(path),
             mesh=self._mesh,
             param_dtype=compute_dtype if is_base else getattr(torch, config.param_dtype),
             compute_dtype=compute_dtype,

@@ -16,12 +16,12 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from tasuki.models.checkpoint import CheckpointNames
 from tasuki.models.families import find_family
+from tasuki.models.folder_files import INDEX_FILE
 from tasuki.trainer.backends.fsdp.lora import adapter_parameters, base_parameters
 from tasuki.transport.shards import Shard, checkpoint_shards
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 from tasuki.wire.regular_file import open_regular
 
-INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 
 

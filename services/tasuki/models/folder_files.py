@@ -1,0 +1,42 @@
+"""The files of a Hugging Face model folder that services read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tasuki.models.config_json import read_json_object
+from tasuki.wire.errors import InvalidArgument, PathNotFound
+
+INDEX_FILE = "model.safetensors.index.json"
+_KEY = "model.path"
+_TEXTS = (".json", ".jinja", ".model", ".txt")
+
+
+def model_files(folder: Path) -> list[Path]:
+    """Lists configuration, tokenizer and weights. With an index, only the weights that it names: other formats may lie beside them.
+
+    Raises PathNotFound without a folder, InvalidArgument for an index that cannot be read.
+    """
+    if not folder.is_dir():
+        raise PathNotFound(f"{_KEY}: {folder} is not a folder", path=folder)
+    indexed = _indexed(folder / INDEX_FILE) if (folder / INDEX_FILE).is_file() else None
+    return sorted(path for path in folder.iterdir() if path.is_file() and _is_read(path, indexed))
+
+
+def _indexed(index: Path) -> set[str]:
+    """Names of the files with weights."""
+    weight_map = read_json_object(index, field=_KEY).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise InvalidArgument(_KEY, f"{index} has no `weight_map`")
+    return {str(name) for name in weight_map.values()}
+
+
+def _is_read(path: Path, indexed: set[str] | None) -> bool:
+    if path.suffix == ".safetensors":
+        return indexed is None or path.name in indexed
+    return path.suffix in _TEXTS
+
+
+def model_files_bytes(folder: Path) -> int:
+    """Bytes of these files. Raises as model_files."""
+    return sum(path.stat().st_size for path in model_files(folder))
