@@ -26,8 +26,8 @@ from typing import Any
 import torch
 
 from tests.bench.changeover_chart import chart
-from tests.bench.changeover_gpu import GPU, TINY, Load, make_model
 from tests.bench.gpus import at_least_one, require_gpus
+from tests.bench.node_load import GPU, TINY, Load, make_model
 from tests.bench.plan_gpu import SIZES
 from tests.bench.sync_ranks import Ranks
 

@@ -26,8 +26,9 @@ from tasuki.client import AsyncClient, Phase
 from tasuki.config.load import load_config
 from tasuki.config.schema import NodeConfig
 from tasuki.supervisor.node import start_node
-from tests.bench.changeover_gpu import GPU, STAGE_LIMIT_S, TINY, Load, make_model
+from tests.bench.changeover_gpu import STAGE_LIMIT_S
 from tests.bench.gpus import at_least_one, require_gpus
+from tests.bench.node_load import GPU, TINY, Load, make_model
 from tests.bench.pairs import spread
 from tests.bench.plan_gpu import SIZES
 

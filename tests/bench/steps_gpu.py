@@ -31,18 +31,9 @@ from tasuki.planner.layout import GB
 from tasuki.planner.node_plan import plan_node
 from tasuki.planner.presets import MODELS
 from tasuki.supervisor.node import start_node
-from tests.bench.changeover_gpu import (
-    GPU,
-    STAGE_LIMIT_S,
-    TINY,
-    Load,
-    make_model,
-    mapped_gb,
-    smallest_gpu,
-    stages_ms,
-    taken_bytes,
-)
+from tests.bench.changeover_gpu import STAGE_LIMIT_S, mapped_gb, smallest_gpu, stages_ms, taken_bytes
 from tests.bench.gpus import at_least_one, require_gpus
+from tests.bench.node_load import GPU, TINY, Load, make_model
 
 _ADAPTERS = ("trainer.lora.rank=32",)
 WAYS = {
