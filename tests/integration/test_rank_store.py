@@ -137,11 +137,14 @@ def test_a_node_that_starts_again_ends_the_store_and_waits_for_all(port: FleetPo
 
 
 def test_torch_groups_meet_in_the_store(port: FleetPort) -> None:
+    groups: list[dist.ProcessGroupGloo] = []  # gloo may abort the process when a group ends before its peer has finished
+
     def work(store: FleetStore, rank: int) -> list[float]:
         options = dist.ProcessGroupGloo._Options()
         options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
         options._timeout = timedelta(seconds=20)
         group = dist.ProcessGroupGloo(dist.PrefixStore("replicate/0", store), rank, 2, options)
+        groups.append(group)
         tensor = torch.full((3,), float(rank + 1))
         group.allreduce([tensor]).wait()
         return tensor.tolist()
