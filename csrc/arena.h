@@ -60,6 +60,7 @@ class Arena {
   // Pause, in this order. A failed step leaves the arena unchanged.
   Status begin_save();  // starts the copy to the host
   void forget_saved() { host_copy_.forget(); }
+  void reuse_saved() { host_copy_.reuse(); }
   // Host memory that a save lacks, now or once it has `total_bytes`; and what was pinned for it.
   size_t missing_host_bytes(size_t total_bytes) const { return host_copy_.missing_bytes(blocks_.runs(), total_bytes); }
   void adopt_host(void* host, size_t bytes) { host_copy_.adopt(host, bytes); }

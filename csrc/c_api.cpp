@@ -152,12 +152,12 @@ int tasuki_set_policy(uint64_t arena, uint32_t flags) {
   });
 }
 
-int tasuki_pause(const uint64_t* arenas, size_t num_arenas, uint64_t* given_back_bytes) {
+int tasuki_pause(const uint64_t* arenas, size_t num_arenas, int is_unchanged, uint64_t* given_back_bytes) {
   return guarded([&]() -> Status {
     if (given_back_bytes == nullptr) return bad("given_back_bytes: null");
     *given_back_bytes = 0;
     Status status = check_ids(arenas, num_arenas);
-    return status.ok() ? process().memory.pause(to_ids(arenas, num_arenas), given_back_bytes) : status;
+    return status.ok() ? process().memory.pause(to_ids(arenas, num_arenas), given_back_bytes, is_unchanged != 0) : status;
   });
 }
 
@@ -170,13 +170,13 @@ int tasuki_resume(const uint64_t* arenas, size_t num_arenas, uint64_t* mapped_by
   });
 }
 
-int tasuki_pause_async(const uint64_t* arenas, size_t num_arenas, void* stream, uint64_t* ticket) {
+int tasuki_pause_async(const uint64_t* arenas, size_t num_arenas, int is_unchanged, void* stream, uint64_t* ticket) {
   return guarded([&]() -> Status {
     if (ticket == nullptr) return bad("ticket: null");
     Status status = check_ids(arenas, num_arenas);
     if (!status.ok()) return status;
     uintptr_t after = reinterpret_cast<uintptr_t>(stream);
-    return process().memory.pause_async(to_ids(arenas, num_arenas), after, ticket);
+    return process().memory.pause_async(to_ids(arenas, num_arenas), after, ticket, is_unchanged != 0);
   });
 }
 

@@ -35,7 +35,7 @@ uint64_t copied_bytes() { return num_copied_bytes; }
 Status HostCopy::save(uintptr_t base, const std::vector<Range>& runs, const Ranges& constant) {
   // Equal runs have equal places in host memory.
   Ranges valid = are_same(runs, runs_) ? valid_ : Ranges();
-  valid_.clear();
+  forget();
   Status status = grow(bytes_of(runs));
   if (!status.ok()) return status;
   saved_.clear();
@@ -58,6 +58,7 @@ Status HostCopy::save(uintptr_t base, const std::vector<Range>& runs, const Rang
     }
   }
   runs_ = runs, valid_ = constant;
+  for (const Range& run : runs) copied_.add(run);
   return {};
 }
 
@@ -100,7 +101,7 @@ void HostCopy::drop() {
   for (const Segment& segment : segments_) static_cast<void>(driver_.unpin(device_, segment.host, segment.bytes));
   segments_.clear();
   saved_.clear();
-  valid_.clear();
+  forget();
   pinned_bytes_ = 0;
 }
 

@@ -25,8 +25,10 @@ class HostCopy {
   // Memory pinned by another thread, for the next saves.
   void adopt(void* host, size_t bytes);
   // Marks the saved copy of `range` as outdated.
-  void forget(const Range& range) { valid_.remove(range); }
-  void forget() { valid_.clear(); }
+  void forget(const Range& range) { valid_.remove(range), copied_.remove(range); }
+  void forget() { valid_.clear(), copied_.clear(); }
+  // Makes the next save rely on the last: nothing has been written since its content was restored.
+  void reuse() { valid_ = copied_; }
   // Receives the address up to which copies have been started.
   using Reached = std::function<Status(uintptr_t end)>;
   // Starts copying back the saved bytes still covered by `runs`, by ascending address, and calls `reached` after every piece.
@@ -54,6 +56,7 @@ class HostCopy {
   std::vector<Saved> saved_;
   std::vector<Range> runs_;  // saved last
   Ranges valid_;             // bytes whose copy is current
+  Ranges copied_;            // bytes saved last
   size_t pinned_bytes_ = 0;
 };
 

@@ -142,13 +142,13 @@ Status Memory::set_policy(uint64_t arena, const PausePolicy& policy) {
   return status;
 }
 
-Status Memory::pause(const Ids& ids, uint64_t* given_back) {
+Status Memory::pause(const Ids& ids, uint64_t* given_back, bool is_unchanged) {
   Lock lock(mutex_);
   std::vector<Arena*> arenas;
   uint64_t ticket = 0;
   Status status = find(ids, &arenas);
   if (status.ok()) status = settle(arenas);
-  if (status.ok()) status = begin_pause(arenas, nullptr, &ticket);
+  if (status.ok()) status = begin_pause(arenas, nullptr, is_unchanged, &ticket);
   return status.ok() ? take(ticket, given_back) : status;
 }
 
@@ -162,12 +162,12 @@ Status Memory::resume(const Ids& ids, uint64_t* mapped_bytes) {
   return status.ok() ? take(ticket, mapped_bytes) : status;
 }
 
-Status Memory::pause_async(const Ids& ids, uintptr_t stream, uint64_t* ticket) {
+Status Memory::pause_async(const Ids& ids, uintptr_t stream, uint64_t* ticket, bool is_unchanged) {
   Lock lock(mutex_);
   std::vector<Arena*> arenas;
   Status status = find(ids, &arenas);
   if (status.ok()) status = settle(arenas);
-  return status.ok() ? begin_pause(arenas, &stream, ticket) : status;
+  return status.ok() ? begin_pause(arenas, &stream, is_unchanged, ticket) : status;
 }
 
 Status Memory::resume_async(const Ids& ids, uint64_t* ticket) {

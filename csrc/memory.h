@@ -64,12 +64,13 @@ class Memory {
   Status set_policy(uint64_t arena, const PausePolicy& policy);
 
   // All or none of `arenas`. Arenas already paused (or resident) count zero bytes.
-  Status pause(const Ids& arenas, uint64_t* given_back);
+  // is_unchanged: nothing was written since the last resume, so what the last pause saved is not copied again.
+  Status pause(const Ids& arenas, uint64_t* given_back, bool is_unchanged = false);
   Status resume(const Ids& arenas, uint64_t* mapped_bytes);
 
   // Starts the copies after the work queued on `stream` so far, and returns. The memory must not be used before the ticket was waited
   // for: `wait` releases the pages. A resume maps immediately; its content is ready after the ticket, on the host or on a stream.
-  Status pause_async(const Ids& arenas, uintptr_t stream, uint64_t* ticket);
+  Status pause_async(const Ids& arenas, uintptr_t stream, uint64_t* ticket, bool is_unchanged = false);
   Status resume_async(const Ids& arenas, uint64_t* ticket);
   Status wait(uint64_t ticket, uint64_t* bytes);
   Status poll(uint64_t ticket, bool* is_reached);
@@ -125,7 +126,7 @@ class Memory {
   Status settle(const std::vector<Arena*>& arenas);
   uint64_t add(Transfer transfer);
   Status take(uint64_t ticket, uint64_t* bytes);
-  Status begin_pause(const std::vector<Arena*>& arenas, const uintptr_t* stream, uint64_t* ticket);
+  Status begin_pause(const std::vector<Arena*>& arenas, const uintptr_t* stream, bool is_unchanged, uint64_t* ticket);
   Status begin_resume(const std::vector<Arena*>& arenas, uint64_t* ticket);
   Status restore(Transfer* transfer);
   void finish(Transfer* transfer);

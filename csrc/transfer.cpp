@@ -79,7 +79,7 @@ Status Memory::mark(const std::vector<Arena*>& arenas, Transfer* transfer) {
   return {};
 }
 
-Status Memory::begin_pause(const std::vector<Arena*>& arenas, const uintptr_t* stream, uint64_t* ticket) {
+Status Memory::begin_pause(const std::vector<Arena*>& arenas, const uintptr_t* stream, bool is_unchanged, uint64_t* ticket) {
   Transfer transfer;
   transfer.is_pause = true;
   transfer.arenas = arenas;
@@ -92,6 +92,7 @@ Status Memory::begin_pause(const std::vector<Arena*>& arenas, const uintptr_t* s
   if (stream == nullptr) status = synchronize(saved);
   for (Arena* arena : saved) {
     if (status.ok() && stream != nullptr) status = arena->driver().copy_after(arena->device(), *stream);
+    if (is_unchanged) arena->reuse_saved();
     if (status.ok()) status = arena->begin_save();
   }
   // Copies started before a failure read memory that stays mapped; the next save is ordered after them.

@@ -7,7 +7,9 @@ which OptimStep does not ("settled"). "unused_ms" is the time that neither side 
 the trainer has computed the log-probs of one sample. Beside the seconds of every stage: the bytes that it moved, what the driver says is
 taken of the first GPU after each of them and what each tag has mapped, what the planner expected, and what `tasuki audit` says at the
 end. Rounds end early where --limit-s is over, counted from the start of a node. --kv may also be "nothing": as "most", with nothing that
-stays, "growing": as "most", with kv_growth, or "pooled": as "growing", with memory.pool. --tiny: a small model on a CPU. Writes
+stays, "growing": as "most", with kv_growth, or "pooled": as "growing", with memory.pool. --tail: an eighth of a round's samples have four
+times as many tokens, and every other round says that no more follow before TRAIN ("last"), so that the cache shrinks and the trainer's
+state returns meanwhile; no round settles. --tiny: a small model on a CPU. Writes
 changeover_gpu.json after each round, and prints a table.
 """
 
@@ -21,6 +23,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -97,7 +100,22 @@ def kv_tokens(config: NodeConfig) -> dict[str, int]:
     return {name: getattr(state.kv_cache, name) for name in ("num_tokens", "mapped_tokens", "served_tokens", "needed_tokens")}
 
 
-def round_trip(client: Client, config: NodeConfig, load: Load, random: np.random.Generator, *, settles: bool) -> dict[str, Any]:
+def generate_with_tail(client: Client, load: Load, random: np.random.Generator, *, is_last: bool) -> None:
+    questions = load.questions(random)
+    num_long = max(1, len(questions) // 8)
+
+    def generate(asked: list[list[int]], num_tokens: int) -> None:
+        client.generate(asked, load.sampling(num_tokens), num_samples=load.group, is_last=is_last)
+
+    longer = threading.Thread(target=generate, args=(questions[:num_long], 4 * load.round_tokens))
+    longer.start()
+    generate(questions[num_long:], load.round_tokens)
+    longer.join()
+
+
+def round_trip(
+    client: Client, config: NodeConfig, load: Load, random: np.random.Generator, *, settles: bool, is_last: bool | None
+) -> dict[str, Any]:
     """From the end of an optimizer step to the first token and, behind a batch of tokens, back to the trainer."""
     version = client.trainer_state().policy_version
     samples = load.samples(random, count=2 * load.gpus, version=version)
@@ -112,7 +130,10 @@ def round_trip(client: Client, config: NodeConfig, load: Load, random: np.random
     answered = time.perf_counter()
     client.generate([[5, 6, 7]], SamplingParams(max_new_tokens=1))
     again = time.perf_counter()
-    client.generate(load.questions(random), load.sampling(load.round_tokens), num_samples=load.group)
+    if is_last is None:
+        client.generate(load.questions(random), load.sampling(load.round_tokens), num_samples=load.group)
+    else:
+        generate_with_tail(client, load, random, is_last=is_last)
     generated = time.perf_counter()
     mapped = {"mapped_gb": mapped_gb(config), "kv_tokens": kv_tokens(config)}
     leaving = time.perf_counter()
@@ -122,6 +143,7 @@ def round_trip(client: Client, config: NodeConfig, load: Load, random: np.random
     computed = time.perf_counter()
     return {
         "is_settled": settles,
+        "is_last": is_last,
         "to_rollout_ms": round(1000 * (serves - started), 2),
         "to_first_token_ms": round(1000 * (answered - started), 2),
         "same_token_again_ms": round(1000 * (again - answered), 2),
@@ -148,7 +170,14 @@ def memory_by_stage(config: NodeConfig, load: Load) -> dict[str, dict[str, Any]]
 
 
 def measure(
-    config: NodeConfig, load: Load, result: dict[str, Any], *, num_rounds: int, ends_at: float, keep: Callable[[], None]
+    config: NodeConfig,
+    load: Load,
+    result: dict[str, Any],
+    *,
+    num_rounds: int,
+    has_tail: bool,
+    ends_at: float,
+    keep: Callable[[], None],
 ) -> None:
     """Fills `result`, and calls `keep` after every round."""
     random = np.random.default_rng(0)
@@ -173,7 +202,8 @@ def measure(
         for index in range(num_rounds):
             if time.monotonic() > ends_at:
                 break
-            result["rounds"].append(round_trip(client, config, load, random, settles=index % 2 == 1))
+            turn = {"settles": False, "is_last": index % 2 == 1} if has_tail else {"settles": index % 2 == 1, "is_last": None}
+            result["rounds"].append(round_trip(client, config, load, random, **turn))
             result |= summaries(result["rounds"])
             keep()
         result |= memory_by_stage(config, load)
@@ -194,8 +224,8 @@ def summary(rounds: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def summaries(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    settled, others = ([one for one in rounds if one["is_settled"] is is_settled] for is_settled in (True, False))
-    return {"summary": summary(others), "settled": summary(settled)}
+    """Of every other round as "settled" or, with a tail, "last"."""
+    return {"summary": summary(rounds[::2]), "settled" if rounds[0]["is_last"] is None else "last": summary(rounds[1::2])}
 
 
 def one(
@@ -206,6 +236,7 @@ def one(
     *,
     out: Path,
     num_rounds: int,
+    has_tail: bool,
     limit_s: float,
     keep: Callable[[], None],
 ) -> None:
@@ -218,7 +249,7 @@ def one(
     node = start_node(config, tell=told.append)
     result |= {"started_s": round(time.monotonic() - started, 1), "told": told}
     try:
-        measure(config, load, result, num_rounds=num_rounds, ends_at=ends_at, keep=keep)
+        measure(config, load, result, num_rounds=num_rounds, has_tail=has_tail, ends_at=ends_at, keep=keep)
     finally:
         node.stop()
         shutil.copytree(config.state_dir / "logs", out / f"logs-{kv}", dirs_exist_ok=True)
@@ -253,9 +284,9 @@ def table(kv: str, result: dict[str, Any]) -> list[str]:
         if name in result["summary"]:
             figures = result["summary"][name]
             first = result["first_stages_ms"].get(name, "")
-            settled = result["settled"].get(name, {"median": float("nan"), "worst": float("nan")})
+            other = (result.get("settled") or result["last"]).get(name, {"median": float("nan"), "worst": float("nan")})
             lines.append(
-                f"  {name:20s}{figures['median']:10.1f}{figures['worst']:10.1f}{settled['median']:10.1f}{settled['worst']:10.1f}"
+                f"  {name:20s}{figures['median']:10.1f}{figures['worst']:10.1f}{other['median']:10.1f}{other['worst']:10.1f}"
                 f"{first:>12}{expected.get(name, ''):>10}"
             )
     return lines
@@ -271,6 +302,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=at_least_one, default=10)
     parser.add_argument("--limit-s", type=float, default=600.0)
+    parser.add_argument("--tail", action="store_true")
     parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args()
     load = TINY
@@ -295,6 +327,7 @@ def main() -> None:
                 results[kv],
                 out=arguments.out,
                 num_rounds=arguments.rounds,
+                has_tail=arguments.tail,
                 limit_s=arguments.limit_s,
                 keep=keep,
             )

@@ -17,10 +17,10 @@ from tasuki.cli.__main__ import main
 from tasuki.client import Client, Phase, SamplingParams
 from tasuki.config.failpoints import Action
 from tasuki.config.load import load_config
-from tasuki.config.places import config_path, journal_path, node_targets, pool_socket_path, room_request_path, socket_dir
+from tasuki.config.places import config_path, journal_path, node_targets, pool_socket_path, room_signal_path, socket_dir
 from tasuki.coordinator.audit.history import read_history
 from tasuki.memory.pool import pool_bytes
-from tasuki.memory.room_request import RoomRequest
+from tasuki.memory.room_signal import RoomSignal
 from tasuki.memory.stages import Stage
 from tasuki.memory.tags import MovementKind
 from tasuki.rpc.failpoints import plant
@@ -215,13 +215,82 @@ def test_a_trainer_that_is_struck_while_its_state_leaves_comes_back(growing: Run
         plant(socket_dir(growing.state_dir), "trainer0", point, action)
         client.acquire(Phase.ROLLOUT)
         tokens = chaos.greedy()
-        RoomRequest(room_request_path(growing.state_dir)).make()
+        RoomSignal(room_signal_path(growing.state_dir)).request()
         wait_for_restart(growing, boot_id)
         assert chaos.greedy() == tokens, "rollout goes on"
         client.acquire(Phase.TRAIN)
         assert chaos.log_probs() == chaos.learned
         client.acquire(Phase.ROLLOUT)
         assert chaos.greedy() == tokens
+    assert_clean_audit(growing.state_dir)
+
+
+def end_last_samples(node: RunningNode, client: Client) -> threading.Thread:
+    """Generates a batch of which only long samples are left when this returns: the cache shrinks, and room is offered."""
+    generating = threading.Thread(target=generate_long, args=(node,))
+    generating.start()
+    while state(node).num_running == 0:
+        assert generating.is_alive()
+    assert len(client.generate([[5, 6]], _MANY, num_samples=500, is_last=True)) == 500
+    return generating
+
+
+def wait_until_state_is(node: RunningNode, num_bytes: int) -> None:
+    deadline = time.monotonic() + 60
+    while state_bytes(node) != num_bytes:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_the_trainers_state_returns_before_drain_as_the_last_samples_end(growing: RunningNode) -> None:
+    signal = RoomSignal(room_signal_path(growing.state_dir))
+    with Client(state_dir=growing.state_dir) as client:
+        chaos = ChaosNode(growing, client)
+        client.acquire(Phase.TRAIN)
+        chaos.step()
+        client.acquire(Phase.ROLLOUT)
+        tokens = chaos.greedy()
+        stays = sum(tag.total_bytes for tag in usage(growing, "trainer").tags if tag.leaves_later)
+        signal.request()
+        wait_until_state_is(growing, 0)
+        end_last_samples(growing, client).join()
+        wait_until_state_is(growing, stays)
+        # An engine that needs the room again gets it, and its samples are the same.
+        signal.request()
+        wait_until_state_is(growing, 0)
+        assert chaos.greedy() == tokens
+        end_last_samples(growing, client).join()
+        wait_until_state_is(growing, stays)
+        client.acquire(Phase.TRAIN)
+        assert chaos.log_probs() == chaos.learned
+        chaos.step()
+        client.acquire(Phase.ROLLOUT)
+        client.acquire(Phase.TRAIN)
+        assert chaos.log_probs() == chaos.learned, "what the step wrote was copied"
+    history = read_history(journal_path(growing.state_dir))
+    loads = [intent.id for intent in history.intents if intent.stage is Stage.LOAD_TRAINER]
+    returned = [one.num_bytes for one in history.movements.ended(loads[-2]) if one.kind is MovementKind.RETURN]
+    assert sum(returned) == stays
+    assert_clean_audit(growing.state_dir)
+
+
+@pytest.mark.parametrize("action", [Action.KILL, Action.STOP, Action.HANG])
+def test_a_trainer_that_is_struck_as_its_state_returns_early_comes_back(growing: RunningNode, action: Action) -> None:
+    with Client(state_dir=growing.state_dir, timeout_s=240) as client:
+        chaos = ChaosNode(growing, client)
+        client.acquire(Phase.TRAIN)
+        chaos.step()
+        client.acquire(Phase.ROLLOUT)
+        tokens = chaos.greedy()
+        RoomSignal(room_signal_path(growing.state_dir)).request()
+        wait_until_state_is(growing, 0)
+        boot_id = trainer_boot_id(growing)
+        plant(socket_dir(growing.state_dir), "trainer0", "return", action)
+        end_last_samples(growing, client).join()
+        wait_for_restart(growing, boot_id)
+        assert chaos.greedy() == tokens, "rollout goes on"
+        client.acquire(Phase.TRAIN)
+        assert chaos.log_probs() == chaos.learned
     assert_clean_audit(growing.state_dir)
 
 
@@ -233,11 +302,8 @@ def test_a_trainer_that_is_struck_as_its_content_returns_comes_back(growing: Run
         chaos.step()
         client.acquire(Phase.ROLLOUT)
         tokens = chaos.greedy()
-        RoomRequest(room_request_path(growing.state_dir)).make()
-        deadline = time.monotonic() + 60
-        while state_bytes(growing):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        RoomSignal(room_signal_path(growing.state_dir)).request()
+        wait_until_state_is(growing, 0)
         boot_id = trainer_boot_id(growing)
         plant(socket_dir(growing.state_dir), "trainer0", "return.done", action)
         client.acquire(Phase.TRAIN)

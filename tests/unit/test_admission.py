@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.config.places import room_request_path, socket_dir
+from tasuki.config.places import room_signal_path, socket_dir
 from tasuki.config.schema import MemoryConfig, ModelConfig, NodeConfig, RolloutConfig
 from tasuki.coordinator.admission import Admission
 from tasuki.coordinator.journal import Journal
@@ -138,7 +138,7 @@ async def test_kv_cache_waits_for_what_leaves_behind_the_trainers_answer_only_wh
     assert node.state().phase is Phase.ROLLOUT
     # Where the gradients' room is enough, nobody is asked what has left.
     assert devices.looks_until_left == 4 - (looks if cache_gb == 6 else 0)
-    assert room_request_path(state_dir).exists() is (cache_gb == 6)
+    assert room_signal_path(state_dir).exists() is (cache_gb == 6)
 
 
 async def test_kv_cache_is_refused_when_what_is_leaving_would_not_be_enough(

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from tasuki.config.places import pulse_dir
 from tasuki.memory import arena as native
 from tasuki.memory.arena import Arena, Keep
-from tasuki.memory.room_request import RoomRequest
+from tasuki.memory.room_signal import RoomSignal
 from tasuki.memory.tags import MemoryTag, Movement, MovementKind, TagUsage
 from tasuki.rpc.failpoints import Failpoints
 from tasuki.rpc.heartbeat import Heartbeat, Pulse, read_pulse
@@ -85,8 +85,8 @@ def test_what_stays_leaves_only_to_make_room(mesh: DeviceMesh) -> None:
 
 
 def test_what_is_copied_leaves_at_a_request_where_the_kv_cache_grows(mesh: DeviceMesh, tmp_path: Path) -> None:
-    request = RoomRequest(tmp_path / "room-request")
-    memory = TrainerMemory(mesh, ExportChoice(of_parameters=False, stays=True), staying=Staying(room_request=request))
+    signal = RoomSignal(tmp_path / "room-request")
+    memory = TrainerMemory(mesh, ExportChoice(of_parameters=False, stays=True), staying=Staying(room_signal=signal))
     weights = parameter(memory, mesh, 3.0, is_frozen=False)
     with memory.region(MemoryTag.OPTIMIZER):
         moment = torch.full((64, 64), 4.0)
@@ -100,8 +100,8 @@ def test_what_is_copied_leaves_at_a_request_where_the_kv_cache_grows(mesh: Devic
         assert memory.pause([*BOTH, MemoryTag.GRADIENTS]).num_bytes == 2 * MIB, "the gradients' alone"
         assert all(one.is_paused and one.leaves_later is (one.tag in BOTH) for one in usage().values())
         if turn:
-            assert not request.is_made, "withdrawn"
-            request.make()
+            assert not signal.is_requested, "cleared"
+            signal.request()
         deadline = time.monotonic() + 20
         while any(one.is_leaving for one in usage().values()):
             assert time.monotonic() < deadline
@@ -150,7 +150,7 @@ def test_an_address_in_no_arena_is_not_frozen() -> None:
 def growing(mesh: DeviceMesh, folder: Path, **settings: Any) -> tuple[TrainerMemory, list[torch.Tensor]]:
     """Memory beside a KV cache that grows, and the tensors in it."""
     choice = ExportChoice(of_parameters=False, stays=True)
-    staying = Staying(room_request=RoomRequest(folder / "room-request"))
+    staying = Staying(room_signal=RoomSignal(folder / "room-request"))
     memory = TrainerMemory(mesh, choice, staying=staying, **settings)
     weights = parameter(memory, mesh, 3.0, is_frozen=False)
     with memory.region(MemoryTag.OPTIMIZER):
@@ -186,6 +186,58 @@ def test_an_answer_tells_what_leaves_later_and_the_next_one_what_has_left(mesh: 
         (tag, 0, 0.0) for tag in reversed(BOTH)
     ]
     assert not memory.pause(BOTH, makes_room=True).ended, "an end is told once"
+    memory.close()
+
+
+def test_what_has_left_returns_where_room_is_offered_and_leaves_again_without_a_copy(mesh: DeviceMesh, tmp_path: Path) -> None:
+    signal = RoomSignal(tmp_path / "room-request")
+    memory, tensors = growing(mesh, tmp_path)
+    address = local_of(tensors[0]).data_ptr()
+    memory.pause(BOTH)
+    wait_until(lambda: not pending(memory))
+    signal.offer()
+    wait_until(lambda: pending(memory) == dict.fromkeys(BOTH, 2 * MIB))
+    assert all(usage.is_paused for usage in memory.usage() if usage.tag in BOTH), "it may leave again"
+    copied = native.copied_bytes()
+    signal.request()
+    wait_until(lambda: not pending(memory))
+    assert not any(usage.mapped_bytes for usage in memory.usage())
+    assert native.copied_bytes() == copied, "the host still has it"
+    signal.offer()
+    wait_until(lambda: pending(memory) == dict.fromkeys(BOTH, 2 * MIB))
+    resumed = memory.resume(BOTH)
+    assert resumed.num_bytes == 0, "nothing is left for LOAD_TRAINER"
+    kinds = [(one.kind, one.tag) for one in resumed.ended]
+    assert kinds[:2] == [(MovementKind.LEAVE, tag) for tag in reversed(BOTH)]
+    assert kinds[2:] == [(MovementKind.RETURN, tag) for tag in BOTH], "told once, though they returned twice"
+    memory.wait_for_content()
+    assert local_of(tensors[0]).data_ptr() == address
+    assert bool((local_of(tensors[0]) == 3.0).all() and (tensors[1] == 4.0).all())
+    # What training writes then is copied by the next pause.
+    local_of(tensors[0]).fill_(5.0)
+    assert memory.pause(BOTH, makes_room=True).num_bytes == 4 * MIB
+    memory.resume(BOTH)
+    memory.wait_for_content()
+    assert bool((local_of(tensors[0]) == 5.0).all())
+    memory.close()
+
+
+def test_what_has_left_waits_for_room_before_it_returns(mesh: DeviceMesh, tmp_path: Path) -> None:
+    signal = RoomSignal(tmp_path / "room-request")
+    memory, _tensors = growing(mesh, tmp_path)
+    memory.pause(BOTH)
+    wait_until(lambda: not pending(memory))
+    totals = native.totals()
+    native.set_host_budget(totals.mapped_bytes + totals.kept_bytes + 3 * MIB)
+    try:
+        signal.offer()
+        wait_until(lambda: pending(memory) == {MemoryTag.WEIGHTS: 2 * MIB})
+        time.sleep(0.1)
+        assert pending(memory) == {MemoryTag.WEIGHTS: 2 * MIB}, "no room for the optimizer's state"
+    finally:
+        native.set_host_budget(0)
+    wait_until(lambda: pending(memory) == dict.fromkeys(BOTH, 2 * MIB))
+    memory.resume(BOTH)
     memory.close()
 
 

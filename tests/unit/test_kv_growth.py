@@ -6,12 +6,26 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
+from tasuki.memory.room_signal import RoomSignal
 from tasuki.memory.tags import MemoryTag, MovementKind
 from tasuki.rollout.kv_growth import KvExtent, KvGrowth
 from tasuki.v1.ranks_pb2 import CacheResult
 from tasuki.wire.errors import DeadlineExceeded, TasukiError
 
 NUM_TOKENS, LEAST = 1600, 50
+
+
+class Room(RoomSignal):
+    """Counts what it is told."""
+
+    def __init__(self) -> None:
+        self.num_requests = self.num_offers = 0
+
+    def request(self) -> None:
+        self.num_requests += 1
+
+    def offer(self) -> None:
+        self.num_offers += 1
 
 
 class Ranks:
@@ -22,13 +36,11 @@ class Ranks:
         self.rooms, self.needed = list(sizes), [0 for _ in sizes]
         self.served = [LEAST for _ in sizes]
         self.failure: TasukiError | None = None
-        self.num_looks = self.num_lacks = self.num_shrinks = 0
+        self.num_looks = self.num_shrinks = 0
+        self.room = Room()
         self.while_looking: Callable[[], None] = lambda: None
         self.mapped_bytes = 0
         """Of each rank, by the next look."""
-
-    def lack(self) -> None:
-        self.num_lacks += 1
 
     async def grow_cache(self) -> list[CacheResult]:
         self.num_looks += 1
@@ -60,7 +72,7 @@ class Ranks:
 
 def growth_of(ranks: Ranks, *, stall_s: float = 60.0, failures: list[TasukiError] | None = None) -> KvGrowth:
     return KvGrowth(
-        ranks, tp_size=1, stall_s=stall_s, on_lack=ranks.lack, on_failure=([] if failures is None else failures).append
+        ranks, tp_size=1, stall_s=stall_s, room=ranks.room, on_failure=([] if failures is None else failures).append
     )
 
 
@@ -137,7 +149,7 @@ async def test_what_lacks_memory_is_asked_for_until_there_is_some() -> None:
     ranks = Ranks()
     ranks.needed, ranks.rooms[1] = [600, 900], 400
     growth = await begun(ranks, stall_s=0.1)
-    assert growth.is_growing and ranks.served == [600, 400] and ranks.num_lacks > 0
+    assert growth.is_growing and ranks.served == [600, 400] and ranks.room.num_requests > 0
     assert growth.extent is not None and (growth.extent.lacking_bytes, growth.extent.free_bytes) == (2, 1)
     assert not growth.is_stalled
     await until(lambda: growth.is_stalled)
@@ -147,9 +159,9 @@ async def test_what_lacks_memory_is_asked_for_until_there_is_some() -> None:
     ranks.rooms[1] = NUM_TOKENS
     await until(lambda: not growth.is_growing)
     assert (ranks.served, growth.is_stalled) == ([600, 900], False)
-    num_lacks = ranks.num_lacks
+    num_requests = ranks.room.num_requests
     await asyncio.sleep(0.05)
-    assert ranks.num_lacks == num_lacks, "nobody lacks anything"
+    assert ranks.room.num_requests == num_requests, "nobody lacks anything"
     await growth.stop()
 
 
@@ -239,11 +251,13 @@ async def test_a_call_after_the_last_one_grows_the_cache_again() -> None:
     growth.ended(400)
     ranks.needed = [100, 100]
     growth.ended(50)
+    assert ranks.room.num_offers == 0
     await until(lambda: ranks.num_shrinks == 1)
+    assert ranks.room.num_offers == 1, "the trainer's state may return to what has been released"
     growth.is_last_call = False
     ranks.needed, ranks.rooms = [900, 900], [300, 300]
     growth.expect(1600)
-    await until(lambda: growth.is_growing and ranks.num_lacks > 0)
+    await until(lambda: growth.is_growing and ranks.room.num_requests > 0)
     ranks.rooms = list(ranks.sizes)
     await until(lambda: ranks.served == [900, 900])
     for num_left in range(300, 0, -1):

@@ -72,6 +72,14 @@ async def test_movements_are_journalled_with_the_stages_that_tell_them(
     assert (code, told["num_movements_ended"]) == (0, 2)
 
 
+async def test_what_left_may_have_returned_before_load_trainer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    services = moving()
+    services.ended[Stage.LOAD_TRAINER] = (LEFT, replace(LEFT, kind=MovementKind.RETURN))
+    await run(tmp_path, services, Phase.ROLLOUT, Phase.TRAIN)
+    code, told = audit(tmp_path, capsys)
+    assert (code, told["num_movements_ended"]) == (0, 3)
+
+
 async def test_an_audit_names_a_movement_that_has_not_ended_when_it_must(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -109,6 +117,11 @@ async def test_a_service_that_was_restarted_has_ended_what_went_on_behind_it(
             f"at most {12 * MIB} bytes by LEAVE of optimizer, found {13 * MIB}",
         ),
         (Stage.LOAD_TRAINER, replace(LEFT, tag=MemoryTag.WEIGHTS), "the beginning of LEAVE of weights, which has ended"),
+        (
+            Stage.LOAD_TRAINER,
+            replace(LEFT, kind=MovementKind.RETURN, tag=MemoryTag.WEIGHTS),
+            "the beginning of RETURN of weights, which has ended",
+        ),
         (Stage.PAUSE_KV, replace(GREW, kind=MovementKind.RETURN), "the beginning of RETURN of kv_cache, which has ended"),
     ],
 )

@@ -119,8 +119,8 @@ def start_seconds_path(state_dir: Path, service: str) -> Path:
     return socket_dir(state_dir) / f"start-{service}.json"
 
 
-def room_request_path(state_dir: Path) -> Path:
-    """File that asks the trainer's state to leave the GPUs."""
+def room_signal_path(state_dir: Path) -> Path:
+    """File that requests the room of the trainer's state on the GPUs; the offer of room lies beside it (memory/room_signal.py)."""
     return socket_dir(state_dir) / "room-request"
 
 

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Protocol
 
-from tasuki.config.places import room_request_path
+from tasuki.config.places import room_signal_path
 from tasuki.config.schema import NodeConfig
 from tasuki.coordinator.headroom import (
     TAKES,
@@ -36,7 +36,7 @@ from tasuki.coordinator.memory_record import MemoryRecord
 from tasuki.coordinator.records import Outcome
 from tasuki.memory.host import host_memory
 from tasuki.memory.pool import pool_bytes
-from tasuki.memory.room_request import RoomRequest
+from tasuki.memory.room_signal import RoomSignal
 from tasuki.memory.stages import RULES, Service, Stage
 from tasuki.memory.tags import MemoryTag, ServiceUsage
 from tasuki.planner.layout import Part
@@ -138,7 +138,7 @@ class Admission:
         while any(one.is_leaving for one in self._usages[Service.TRAINER].tags) and self._shortages(
             stage, self._taken(stage) or {}
         ):
-            RoomRequest(room_request_path(self._config.state_dir)).make()
+            RoomSignal(room_signal_path(self._config.state_dir)).request()
             await asyncio.sleep(_LEAVING_POLL_S)
             if clock.time() >= ends or not await self._measure_all(stage):
                 return

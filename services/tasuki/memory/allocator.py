@@ -89,23 +89,26 @@ class NativeAllocator:
         with self._cuda.region(tag) if self._cuda is not None else Placing(arena):
             yield
 
-    def pause(self, tags: Sequence[MemoryTag]) -> int:
-        """Returns the bytes given back to the system; 0 for tags already asleep."""
+    def pause(self, tags: Sequence[MemoryTag], *, is_unchanged: bool = False) -> int:
+        """Returns the bytes given back to the system; 0 for tags already asleep.
+
+        is_unchanged: promises that nothing was written since the last resume; the host's copies are then not made again.
+        """
         arenas = [self.arena(tag) for tag in tags]
-        (num_bytes,) = _call_for(arenas)("pause", _ids(arenas), len(arenas), num_outs=1)
+        (num_bytes,) = _call_for(arenas)("pause", _ids(arenas), len(arenas), is_unchanged, num_outs=1)
         return num_bytes
 
     def resume(self, tags: Sequence[MemoryTag]) -> int:
         """Returns the bytes mapped. Raises OutOfGpuMemory with every tag still asleep."""
         return self._resume("resume", [self.arena(tag) for tag in tags])
 
-    def pause_async(self, tags: Sequence[MemoryTag], *, stream: int = 0) -> Transfer:
+    def pause_async(self, tags: Sequence[MemoryTag], *, stream: int = 0, is_unchanged: bool = False) -> Transfer:
         """Copies of tags that keep their content start behind the CUDA `stream`'s present work; pages go in the transfer's `wait`.
 
-        The memory must not be used from now on.
+        The memory must not be used from now on. is_unchanged: as in `pause`.
         """
         arenas = [self.arena(tag) for tag in tags]
-        (ticket,) = _call_for(arenas)("pause_async", _ids(arenas), len(arenas), stream, num_outs=1)
+        (ticket,) = _call_for(arenas)("pause_async", _ids(arenas), len(arenas), is_unchanged, stream, num_outs=1)
         return Transfer(ticket, arenas)
 
     def resume_async(self, tags: Sequence[MemoryTag]) -> Transfer:

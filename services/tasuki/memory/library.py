@@ -19,7 +19,7 @@ from tasuki.wire.errors import (
     WrongPhase,
 )
 
-ABI_VERSION = 8
+ABI_VERSION = 9
 LIBRARY_PATH = Path(__file__).with_name("libtasuki_memory.so")
 PRELOADED_PATH = Path(__file__).with_name("libtasuki_cudart.so")
 """For LD_PRELOAD of processes on a pool of a GPU; see `redirect_cudart`."""
@@ -57,9 +57,9 @@ def _library() -> ctypes.CDLL:
         "tasuki_set_idle": [u64, pointer, ctypes.c_size_t, pointer, pointer],
         "tasuki_reserve_host": [u64, u64, u64, pointer],
         "tasuki_set_policy": [u64, ctypes.c_uint32],
-        "tasuki_pause": [pointer, ctypes.c_size_t, pointer],
+        "tasuki_pause": [pointer, ctypes.c_size_t, ctypes.c_int, pointer],
         "tasuki_resume": [pointer, ctypes.c_size_t, pointer],
-        "tasuki_pause_async": [pointer, ctypes.c_size_t, pointer, pointer],
+        "tasuki_pause_async": [pointer, ctypes.c_size_t, ctypes.c_int, pointer, pointer],
         "tasuki_resume_async": [pointer, ctypes.c_size_t, pointer],
         "tasuki_wait": [u64, pointer],
         "tasuki_poll": [u64, pointer],

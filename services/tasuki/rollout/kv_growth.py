@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from tasuki.memory.room_signal import RoomSignal
 from tasuki.memory.tags import MemoryTag, Movement, MovementKind
 from tasuki.v1.ranks_pb2 import CacheResult
 from tasuki.wire.errors import TasukiError
@@ -64,8 +65,8 @@ class KvExtent:
 class KvGrowth:
     """Growth of one engine's KV cache. Ranks check what their requests may need when the engine gets more than fits.
 
-    stall_s: after this long without memory, growth is reported as stalled, and continues. on_lack: called, again and again, while memory
-    lacks. on_failure: called with errors that leave the ranks in an unknown state; a mere lack of memory does not.
+    stall_s: after this long without memory, growth is reported as stalled, and continues. room: requested while memory lacks, offered
+    once the cache has shrunk. on_failure: called with errors that leave the ranks in an unknown state; a mere lack of memory does not.
     """
 
     def __init__(
@@ -74,11 +75,11 @@ class KvGrowth:
         *,
         tp_size: int,
         stall_s: float,
-        on_lack: Callable[[], None],
+        room: RoomSignal,
         on_failure: Callable[[TasukiError], None],
     ) -> None:
         self._calls, self._tp_size, self._stall_s = calls, tp_size, stall_s
-        self._on_lack, self._on_failure = on_lack, on_failure
+        self._room, self._on_failure = room, on_failure
         self._task: asyncio.Task[None] | None = None
         self._is_due, self._is_stopping = asyncio.Event(), False
         self._num_coming = 0
@@ -167,7 +168,7 @@ class KvGrowth:
                 if extent.spare_tokens >= 0 or before is None or extent.served_tokens > before.served_tokens:
                     progressed, self.is_stalled = time.monotonic(), False
                 if extent.spare_tokens < 0:
-                    self._on_lack()
+                    self._room.request()
                     self._check_progress(extent, seconds=time.monotonic() - progressed)
                     await asyncio.sleep(_POLL_S)
                 elif not (self._lacks_room() or self._is_tail):
@@ -189,6 +190,7 @@ class KvGrowth:
     async def _shrink(self) -> tuple[KvExtent, int]:
         answers = await self._calls.shrink_cache()
         extent = self.extent = KvExtent.of(answers, tp_size=self._tp_size)
+        self._room.offer()
         return extent, sum(answer.released_bytes for answer in answers)
 
     async def _look(self) -> KvExtent:

@@ -12,6 +12,7 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from tasuki.memory.room_signal import RoomSignal
 from tasuki.memory.stages import START, Stage
 from tasuki.memory.tags import MemoryTag, Moved, Movement
 from tasuki.rollout.generate import (
@@ -62,8 +63,8 @@ class Drained:
 class Rollout:
     """One engine, the version of its weights, its memory, and the service's place in the ring.
 
-    growth_stall_s: for a growing KV cache, time until growth counts as stalled; None if RESUME_KV maps all of it. ask_for_room: called
-    while such a cache lacks memory.
+    growth_stall_s: for a growing KV cache, time until growth counts as stalled; None if RESUME_KV maps all of it. room: requested while
+    such a cache lacks memory, and offered once it has shrunk.
     calls, seed: for the seeds of samples whose request gives none. on_serving: called when generation opens or closes. on_poison: called
     when the engine's memory can no longer be trusted.
     """
@@ -79,7 +80,7 @@ class Rollout:
         on_serving: Callable[[bool], Awaitable[None]],
         on_poison: Callable[[], None],
         growth_stall_s: float | None = None,
-        ask_for_room: Callable[[], None] = lambda: None,
+        room: RoomSignal | None = None,
     ) -> None:
         self.boot_id = uuid.uuid4().hex
         self.engine = engine
@@ -87,12 +88,12 @@ class Rollout:
         self.poison_reason: str | None = None
         self.ranks = ranks
         self.growth: KvGrowth | None = None
-        if growth_stall_s is not None:
+        if growth_stall_s is not None and room is not None:
             self.growth = KvGrowth(
                 ranks,
                 tp_size=engine.tp_size,
                 stall_s=growth_stall_s,
-                on_lack=ask_for_room,
+                room=room,
                 on_failure=lambda error: self._poison(Stage.RESUME_KV, error),
             )
             engine.on_given, engine.on_ended = self.growth.expect, self.growth.ended

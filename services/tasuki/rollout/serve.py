@@ -11,7 +11,7 @@ from tasuki.config import places
 from tasuki.config.gpus import gpus_of
 from tasuki.config.instance import read_instance
 from tasuki.config.schema import NodeConfig
-from tasuki.memory.room_request import RoomRequest
+from tasuki.memory.room_signal import RoomSignal
 from tasuki.memory.stages import Service
 from tasuki.rollout.engine import start_engine
 from tasuki.rollout.engine_metrics import EngineMetrics, keep_metrics_in_memory
@@ -57,9 +57,9 @@ async def _serve(
     shutdown = _Shutdown(ranks)
     tracer = open_service_tracer(config, service="rollout")
     server = _make_server(config, tracer)
-    room_request = RoomRequest(places.room_request_path(config.state_dir))
+    room = RoomSignal(places.room_signal_path(config.state_dir))
     if config.rollout.kv_growth:
-        room_request.make()  # an engine that starts takes its whole cache, whatever the trainer has kept meanwhile
+        room.request()  # an engine that starts takes its whole cache, whatever the trainer has kept meanwhile
     engine = start_engine(config, model, ranks, on_death=shutdown.on_death)
     deadline.finish()
     start.end("engine", within=engine.reports[0].get("start_seconds", {}))
@@ -85,7 +85,7 @@ async def _serve(
             seed=config.rollout.seed,
             on_poison=shutdown.on_poison,
             growth_stall_s=config.restart.progress_s if config.rollout.kv_growth else None,
-            ask_for_room=room_request.make,
+            room=room,
             on_serving=lambda is_serving: server.set_serving(f"{_SERVICE}/Generate", is_serving),
         )
         gate = CommandGate(Failpoints.of(config, "rollout"), boot_id=rollout.boot_id)

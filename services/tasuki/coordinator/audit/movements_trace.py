@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tasuki.coordinator.audit.history import StageIntent, StageResult
 from tasuki.coordinator.audit.invariants import Broken, Invariant
@@ -66,10 +66,14 @@ class MovementsTrace:
         if result.is_settled:
             self.not_heard(intent)
             return
-        going_on = self._going_on(service, intent)
+        known = going_on = self._going_on(service, intent)
         for ended in self.rows.ended(intent.id):
             self.num_ended += 1
-            if going_on is not None:
+            if known is None or going_on is None:
+                continue
+            if stage is Stage.LOAD_TRAINER and ended.kind is MovementKind.RETURN:
+                self._end(intent, ended, _may_return_early(known))
+            else:
                 going_on = self._end(intent, ended, going_on)
         late = [one for one in going_on or () if one.kind is _ENDS.get(stage)]
         if late:
@@ -99,3 +103,8 @@ class MovementsTrace:
             expected = f"at most {begun[0].num_bytes} bytes by {ended.kind} of {ended.tag}, found {ended.num_bytes}"
             raise Broken.at_intent(intent, Invariant.MOVEMENTS, expected)
         return tuple(one for one in going_on if one is not begun[0])
+
+
+def _may_return_early(movements: tuple[Movement, ...]) -> tuple[Movement, ...]:
+    """Returns that no answer could announce: of what had left, between two stages."""
+    return tuple(replace(one, kind=MovementKind.RETURN) for one in movements if one.kind is MovementKind.LEAVE)

@@ -1,4 +1,4 @@
-"""State that leaves behind OFFLOAD's answer: copied to the host and released when somebody asks for the room."""
+"""State that leaves after OFFLOAD's answer, when its room is requested, and returns before LOAD_TRAINER where room is offered."""
 
 from __future__ import annotations
 
@@ -10,46 +10,62 @@ from contextlib import contextmanager
 
 from tasuki.memory import arena as native
 from tasuki.memory.allocator import NativeAllocator, Transfer
-from tasuki.memory.room_request import RoomRequest
+from tasuki.memory.pool import device_room
+from tasuki.memory.room_signal import RoomSignal
 from tasuki.memory.tags import MemoryTag, Movement, MovementKind
 from tasuki.rpc.heartbeat import Heartbeat
+from tasuki.trainer.backends.fsdp.returning import Returning
 from tasuki.wire.errors import TasukiError
 
-# How often to check for a room request.
-_REQUEST_POLL_S = 0.02
+# How often to check the signal.
+_SIGNAL_POLL_S = 0.02
 # How often to check whether the process is ending.
 PIN_STEP_BYTES = 256 * 2**20
+# Left free on a GPU by an early return, for what torch may still allocate in the engine.
+_SPARE_BYTES = 2 << 30
 _log = logging.getLogger("tasuki.trainer")
 
 
 class Leaving:
-    """Tags of one rank that have been paused, as far as anybody else can tell, and are as they were until the room is needed.
+    """Tags of one rank that count as paused, whose pages go and come by a signal until LOAD_TRAINER.
 
-    heartbeat: shows the progress of the copies. reached: called with a failpoint's name, before the copies and once all have left.
+    Nothing writes to them meanwhile, so what has returned leaves again without a copy.
+    heartbeat: shows the progress of the copies. reached: called with a failpoint's name, before and after tags leave, and before one
+    returns.
     """
 
-    def __init__(self, allocator: NativeAllocator, *, heartbeat: Heartbeat | None, reached: Callable[[str], None]) -> None:
-        self._allocator, self._heartbeat, self._reached = allocator, heartbeat, reached
+    def __init__(
+        self,
+        allocator: NativeAllocator,
+        returning: Returning,
+        *,
+        heartbeat: Heartbeat | None,
+        reached: Callable[[str], None],
+    ) -> None:
+        """returning: takes over tags that return early."""
+        self._allocator, self._returning = allocator, returning
+        self._heartbeat, self._reached = heartbeat, reached
+        self._spare_bytes = 0 if allocator.device == "cpu" else _SPARE_BYTES
         self._thread: threading.Thread | None = None
         self._is_recalled = threading.Event()
         self._has_left = False
         self._tags: tuple[MemoryTag, ...] = ()
         self._left: dict[MemoryTag, Movement] = {}
         self.waiting: tuple[MemoryTag, ...] = ()
-        """Tags whose copies have not begun."""
+        """Tags that have their pages, and may still leave."""
 
-    def begin(self, tags: Sequence[MemoryTag], *, request: RoomRequest) -> tuple[Movement, ...]:
-        """Has `tags` leave, in this order, once `request` is made. Returns what goes on from now on."""
+    def begin(self, tags: Sequence[MemoryTag], *, signal: RoomSignal) -> tuple[Movement, ...]:
+        """Has `tags` leave, in this order, once room is requested. Returns the movements that continue."""
         self._tags = self.waiting = tuple(tags)
         self._left = {}
-        request.withdraw()
+        signal.clear()
         begun = tuple(Movement(MovementKind.LEAVE, tag, self._allocator.arena(tag).usage().mapped_bytes) for tag in tags)
-        self._thread = threading.Thread(target=self._leave, args=(request,), name="leaving", daemon=True)
+        self._thread = threading.Thread(target=self._follow, args=(signal,), name="leaving", daemon=True)
         self._thread.start()
         return begun
 
     def end(self) -> tuple[Movement, ...]:
-        """Waits until what leaves has left. Tags whose copies have not begun stay as they are, and moved no bytes."""
+        """Waits until what leaves has left. Tags that have not left stay as they are, and moved no bytes."""
         thread, self._thread = self._thread, None
         if thread is None:
             return ()
@@ -59,10 +75,23 @@ class Leaving:
         tags, self._tags, self.waiting = self._tags, (), ()
         return tuple(self._left.get(tag, Movement(MovementKind.LEAVE, tag, 0, 0.0, time.time())) for tag in tags)
 
-    def _leave(self, request: RoomRequest) -> None:
-        """Copies tags to the host and releases them, one after the other. One that fails stays, and the next resume skips it."""
-        if not self._is_asked(request):
-            return
+    def _follow(self, signal: RoomSignal) -> None:
+        """Leaves and returns as `signal` says, until recalled.
+
+        The first time a process leaves without a request: an engine's first batch takes memory while its cache may already fill all
+        that was free.
+        """
+        if not self._has_left:
+            self._leave()
+        while not self._is_recalled.wait(_SIGNAL_POLL_S):
+            if signal.is_requested and self.waiting:
+                self._leave()
+            elif signal.is_offered:
+                self._return_one()
+            self._returning.pending()  # notes when content has arrived
+
+    def _leave(self) -> None:
+        """Copies tags to the host and releases them, one after the other. One that fails keeps its pages until LOAD_TRAINER."""
         self._has_left = True
         with showing_progress(self._heartbeat, native.copied_bytes):
             self._reached("leave")
@@ -70,7 +99,8 @@ class Leaving:
             transfers: dict[MemoryTag, Transfer] = {}
             for tag in self.waiting:
                 with _logged():
-                    transfers[tag] = self._allocator.pause_async([tag])
+                    is_unchanged = self._returning.cancel(tag)
+                    transfers[tag] = self._allocator.pause_async([tag], is_unchanged=is_unchanged)
             self.waiting = ()
             for tag, transfer in transfers.items():
                 with _logged():
@@ -80,15 +110,20 @@ class Leaving:
                     _log.info("event=left tag=%s seconds=%.3f released_bytes=%d", tag, seconds, released)
             self._reached("leave.done")
 
-    def _is_asked(self, request: RoomRequest) -> bool:
-        """Waits for a request. Returns False if recalled first.
-
-        The first time needs no request: an engine's first batch takes memory while its cache may already fill all that was free.
-        """
-        while self._has_left and not request.is_made:
-            if self._is_recalled.wait(_REQUEST_POLL_S):
-                return False
-        return True
+    def _return_one(self) -> None:
+        """Maps the tag that training needs first of those that have left, if there is room, and starts its copy."""
+        away = [tag for tag in reversed(self._tags) if tag in self._left and tag not in self.waiting]
+        if not away:
+            return
+        needed_bytes = self._allocator.arena(away[0]).usage().total_bytes
+        free_bytes, _ = device_room(self._allocator.device)
+        if free_bytes < needed_bytes + self._spare_bytes:
+            return
+        with showing_progress(self._heartbeat, native.copied_bytes), _logged():
+            self._reached("return")
+            self._returning.begin([away[0]], is_early=True)
+            self.waiting = (away[0], *self.waiting)
+            _log.info("event=returned_early tag=%s bytes=%d", away[0], needed_bytes)
 
 
 @contextmanager
@@ -103,8 +138,8 @@ def showing_progress(heartbeat: Heartbeat | None, progress: Callable[[], int]) -
 
 @contextmanager
 def _logged() -> Iterator[None]:
-    """Logs an error of a tag's own: the tag stays."""
+    """Logs an error of one tag, which then stays as it is."""
     try:
         yield
     except TasukiError as error:
-        _log.error("event=leaving_failed reason=%s error=%s", error.reason, error.message)
+        _log.error("event=moving_failed reason=%s error=%s", error.reason, error.message)

@@ -66,7 +66,7 @@ class TrainerMemory:
         self._is_export_there = False
         self._gradients: list[Tensor] = []
         self._returning = Returning(self._allocator, reached=failpoints.hit)
-        self._leaving = Leaving(self._allocator, heartbeat=heartbeat, reached=failpoints.hit)
+        self._leaving = Leaving(self._allocator, self._returning, heartbeat=heartbeat, reached=failpoints.hit)
         self._heartbeat = heartbeat
         self._ended: list[Movement] = []
         """Movements ended since the last answer, until an answer reports them."""
@@ -160,8 +160,8 @@ class TrainerMemory:
         copies = self._copies() if MemoryTag.WEIGHTS in tags and not self._choice.stays else []
         tags = [*(tag for tag in tags if makes_room or tag not in self._staying.tags), *copies]
         is_shared = MemoryTag.EXPORT in tags or (MemoryTag.WEIGHTS in tags and not self._choice.stays)
-        request = self._staying.room_request
-        later = [] if makes_room or request is None else [tag for tag in tags if self._leaves_later(tag)]
+        signal = self._staying.room_signal
+        later = [] if makes_room or signal is None else [tag for tag in tags if self._leaves_later(tag)]
         for tag in later:
             while self._allocator.arena(tag).reserve_host(PIN_STEP_BYTES):
                 pass
@@ -170,9 +170,9 @@ class TrainerMemory:
         if self._device.type == "cuda" and (makes_room or not self._staying.cache):
             return_cached_blocks(self._device)
         begun: tuple[Movement, ...] = ()
-        if later and request is not None:
+        if later and signal is not None:
             # Last, because releasing memory waits for copies already started. The optimizer's part is the largest.
-            begun = self._leaving.begin(tuple(reversed(later)), request=request)
+            begun = self._leaving.begin(tuple(reversed(later)), signal=signal)
         return self._moved(released, begun)
 
     def resume(self, tags: Sequence[MemoryTag]) -> Moved:
@@ -254,7 +254,7 @@ class TrainerMemory:
     def _leaves_later(self, tag: MemoryTag) -> bool:
         """Whether the tag is copied to the host and not read by a peer; memory that a peer reads is released with the answer."""
         is_shared = tag is MemoryTag.WEIGHTS and self._choice.of_parameters
-        return self._staying.room_request is not None and tag in _KEEP and tag not in self._staying.tags and not is_shared
+        return self._staying.room_signal is not None and tag in _KEEP and tag not in self._staying.tags and not is_shared
 
     def _made(self, make: Callable[[ExportMemory], WeightExport]) -> WeightExport:
         choice = self._choice

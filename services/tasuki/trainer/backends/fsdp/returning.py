@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ TAGS = (MemoryTag.WEIGHTS, MemoryTag.OPTIMIZER)
 
 @dataclass(slots=True)
 class _Return:
-    """One tag's. started: on the monotonic clock. is_told: whether an answer has said that it goes on."""
+    """One tag's. started: on the monotonic clock. is_told: whether its end is to be reported."""
 
     transfer: Transfer
     num_bytes: int
@@ -41,37 +42,56 @@ class Returning:
         self._allocator, self._reached = allocator, reached
         self._returns: dict[MemoryTag, _Return] = {}
         self._ended: list[Movement] = []
+        self._lock = threading.RLock()
+        """Tags that return early do so in a thread of Leaving, while this one answers."""
 
-    def begin(self, tags: Sequence[MemoryTag]) -> None:
-        """Maps those of `tags` that are in TAGS and starts their copies. Raises OutOfGpuMemory with all of them paused."""
-        try:
-            for tag in TAGS:
-                if tag in tags:
-                    started, transfer = time.monotonic(), self._allocator.resume_async([tag])
-                    self._returns[tag] = _Return(transfer, self._allocator.arena(tag).usage().mapped_bytes, started)
-        except TasukiError:
-            begun = list(self._returns)
-            self.wait()
-            self._allocator.pause(begun)
-            raise
+    def begin(self, tags: Sequence[MemoryTag], *, is_early: bool = False) -> None:
+        """Maps those of `tags` that are in TAGS and starts their copies. Raises OutOfGpuMemory with all of them paused.
+
+        is_early: before LOAD_TRAINER, so the next answer reports them, also if they have ended by then.
+        """
+        begun: list[MemoryTag] = []
+        with self._lock:
+            try:
+                for tag in TAGS:
+                    if tag in tags:
+                        started, transfer = time.monotonic(), self._allocator.resume_async([tag])
+                        num_bytes = self._allocator.arena(tag).usage().mapped_bytes
+                        self._returns[tag] = _Return(transfer, num_bytes, started, is_told=is_early)
+                        begun.append(tag)
+            except TasukiError:
+                self.wait(begun)
+                self._allocator.pause(begun)
+                raise
+
+    def cancel(self, tag: MemoryTag) -> bool:
+        """Waits until the content of `tag` has arrived and forgets its return. Returns whether it was returning, or has returned."""
+        with self._lock:
+            one = self._returns.pop(tag, None)
+            self._ended = [ended for ended in self._ended if ended.tag is not tag]
+            if one is not None:
+                one.transfer.wait()
+            return one is not None
 
     def wait(self, tags: Iterable[MemoryTag] = TAGS) -> None:
         """Waits until `tags` have their content."""
-        for tag in tags:
-            if (one := self._returns.pop(tag, None)) is not None:
-                arrived_bytes = 0
-                try:
-                    arrived_bytes = one.transfer.wait()
-                    self._reached("return.done")
-                finally:
-                    self._end(tag, one, arrived_bytes)
+        with self._lock:
+            for tag in tags:
+                if (one := self._returns.pop(tag, None)) is not None:
+                    arrived_bytes = 0
+                    try:
+                        arrived_bytes = one.transfer.wait()
+                        self._reached("return.done")
+                    finally:
+                        self._end(tag, one, arrived_bytes)
 
     def pending(self) -> dict[MemoryTag, int]:
         """Bytes of tags whose content is still arriving. On a CPU it is there once `begin` returns."""
-        for tag, one in self._returns.items():
-            if one.transfer.is_done:
-                self._end(tag, one, one.num_bytes)
-        return {tag: one.num_bytes for tag, one in self._returns.items() if one.is_arriving}
+        with self._lock:
+            for tag, one in self._returns.items():
+                if one.transfer.is_done:
+                    self._end(tag, one, one.num_bytes)
+            return {tag: one.num_bytes for tag, one in self._returns.items() if one.is_arriving}
 
     def take_begun(self) -> tuple[Movement, ...]:
         """Movements that continue from now on, for the answer to report."""

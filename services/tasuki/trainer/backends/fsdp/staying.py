@@ -7,9 +7,9 @@ from typing import Literal
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from tasuki.config.places import room_request_path
+from tasuki.config.places import room_signal_path
 from tasuki.config.schema import NodeConfig
-from tasuki.memory.room_request import RoomRequest
+from tasuki.memory.room_signal import RoomSignal
 from tasuki.memory.tags import MemoryTag
 from tasuki.planner.layout import Layout
 
@@ -40,8 +40,8 @@ class Staying:
 
     tags: frozenset[MemoryTag] = frozenset()
     cache: bool = False
-    room_request: RoomRequest | None = None
-    """With a KV cache that grows: what leaves is copied to the host when somebody makes this request, after OFFLOAD's answer."""
+    room_signal: RoomSignal | None = None
+    """With a KV cache that grows: what leaves is copied to the host when room is requested, after OFFLOAD's answer."""
 
     empties_cache_early: bool = False
     """Whether torch's cache is emptied before the engine wakes; otherwise at OFFLOAD, unless it stays."""
@@ -49,12 +49,12 @@ class Staying:
     @classmethod
     def of(cls, config: NodeConfig, mesh: DeviceMesh) -> Staying:
         """The planner's decision for the node; no tags if the services were started individually."""
-        request = RoomRequest(room_request_path(config.state_dir)) if config.rollout.kv_growth else None
+        signal = RoomSignal(room_signal_path(config.state_dir)) if config.rollout.kv_growth else None
         is_early = config.trainer.empty_cache_early
         if config.residency is None:
-            return cls(room_request=request, empties_cache_early=is_early)
+            return cls(room_signal=signal, empties_cache_early=is_early)
         names = config.residency.of_trainer(mesh.get_local_rank())
-        return cls(frozenset(tag for tag in TAGS if tag in names), "cache" in names, request, is_early and "cache" not in names)
+        return cls(frozenset(tag for tag in TAGS if tag in names), "cache" in names, signal, is_early and "cache" not in names)
 
 
 NOTHING_STAYS = Staying()
