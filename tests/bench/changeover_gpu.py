@@ -7,10 +7,10 @@ which OptimStep does not ("settled"). "unused_ms" is the time that neither side 
 the trainer has computed the log-probs of one sample. Beside the seconds of every stage: the bytes that it moved, what the driver says is
 taken of the first GPU after each of them and what each tag has mapped, what the planner expected, and what `tasuki audit` says at the
 end. Rounds end early where --limit-s is over, counted from the start of a node. --kv may also be "nothing": as "most", with nothing that
-stays, "growing": as "most", with kv_growth, or "pooled": as "growing", with memory.pool. --tail: an eighth of a round's samples have four
-times as many tokens, and every other round says that no more follow before TRAIN ("last"), so that the cache shrinks and the trainer's
-state returns meanwhile; no round settles. --tiny: a small model on a CPU. Writes
-changeover_gpu.json after each round, and prints a table.
+stays, "growing": as "most", with kv_growth, or "pooled": as "growing", with memory.pool. --tail, with a growing cache: each round requests
+the room of the trainer's state, as a larger batch would; an eighth of its samples have four times as many tokens, and every other round
+says that no more follow before TRAIN ("last"), so that the cache shrinks and the state returns meanwhile. --tiny: a small model on a CPU.
+Writes changeover_gpu.json after each round, and prints a table.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ import numpy as np
 from tasuki.client import Client, Phase, SamplingParams
 from tasuki.client.types import StageEvent
 from tasuki.config.load import load_config
-from tasuki.config.places import node_targets
+from tasuki.config.places import node_targets, room_signal_path
 from tasuki.config.schema import NodeConfig
+from tasuki.memory.room_signal import RoomSignal
 from tasuki.memory.stages import RING
 from tasuki.planner.layout import GB
 from tasuki.planner.node_plan import plan_node
@@ -133,6 +134,7 @@ def round_trip(
     if is_last is None:
         client.generate(load.questions(random), load.sampling(load.round_tokens), num_samples=load.group)
     else:
+        RoomSignal(room_signal_path(config.state_dir)).request()
         generate_with_tail(client, load, random, is_last=is_last)
     generated = time.perf_counter()
     mapped = {"mapped_gb": mapped_gb(config), "kv_tokens": kv_tokens(config)}

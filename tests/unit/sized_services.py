@@ -38,6 +38,8 @@ class Devices:
     """How often the trainer is asked after OFFLOAD until what it copies to the host has left; 0: it leaves with the answer."""
     silent: dict[Service, TasukiError] = field(default_factory=dict)
     asked: list[Service] = field(default_factory=list)
+    asked_briefly: list[Service] = field(default_factory=list)
+    """Those asked without what torch caches."""
 
     def sizes(self, service: Service) -> dict[MemoryTag, int]:
         if service is Service.TRAINER:
@@ -63,8 +65,9 @@ class Devices:
         )
         return {MemoryTag.WEIGHTS, MemoryTag.OPTIMIZER} if is_under_way else set()
 
-    async def usage(self, service: Service) -> ServiceUsage:
+    async def usage(self, service: Service, *, skip_torch_cache: bool = False) -> ServiceUsage:
         self.asked.append(service)
+        self.asked_briefly += [service] if skip_torch_cache else []
         await asyncio.sleep(0)
         if service in self.silent:
             raise self.silent[service]

@@ -75,6 +75,7 @@ async def test_with_room_enough_every_stage_begins_and_memory_is_read_once_a_cha
         await acquire(node, Phase.ROLLOUT)
         assert devices.asked == [Service.TRAINER, Service.ROLLOUT]
     assert node.state().num_changeovers == 7
+    assert devices.asked_briefly == [Service.TRAINER] * 3, "DRAIN would wait for the count of what torch caches"
 
 
 async def test_stage_without_room_is_refused_with_numbers_before_anything_is_sent(

@@ -148,12 +148,19 @@ Global___ResumeResponse: _TypeAlias = ResumeResponse  # noqa: Y015
 class GetUsageRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    SKIP_TORCH_CACHE_FIELD_NUMBER: _builtins.int
+    skip_torch_cache: _builtins.bool
+    """Leaves torch_cached_bytes at 0, and process_bytes of a process that the driver does not list at a lower bound. Counting what torch
+    caches takes milliseconds with thousands of tensors.
+    """
     def __init__(
         self,
+        *,
+        skip_torch_cache: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["skip_torch_cache", b"skip_torch_cache"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

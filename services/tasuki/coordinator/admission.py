@@ -51,7 +51,7 @@ _log = logging.getLogger("tasuki.coordinator")
 class MemoryReader(Protocol):
     """Reads the memory usage of both services."""
 
-    async def usage(self, service: Service) -> ServiceUsage:
+    async def usage(self, service: Service, *, skip_torch_cache: bool = False) -> ServiceUsage:
         """Memory usage of one service. Raises TasukiError if it is busy or does not answer."""
         ...
 
@@ -121,7 +121,8 @@ class Admission:
         await self.admit(stage)
         asked = () if self._is_measured else self._idle_during(stage)
         self._is_measured = False
-        reading = asyncio.create_task(self._read(asked)) if asked else None
+        # DRAIN usually finds no requests and waits for the reading. The trainer has emptied its cache, or keeps it.
+        reading = asyncio.create_task(self._read(asked, skip_torch_cache=stage is Stage.DRAIN)) if asked else None
         try:
             yield
             if reading is not None:
@@ -228,9 +229,10 @@ class Admission:
             _log.warning("event=admission_skipped stage=%s answered=%s", stage, ",".join(readings) or "-")
         return self._is_measured
 
-    async def _read(self, services: Sequence[Service]) -> dict[Service, ServiceUsage]:
+    async def _read(self, services: Sequence[Service], *, skip_torch_cache: bool = False) -> dict[Service, ServiceUsage]:
         """Usage of the services that answer."""
-        answers = await asyncio.gather(*(self._memory.usage(service) for service in services), return_exceptions=True)
+        calls = (self._memory.usage(service, skip_torch_cache=skip_torch_cache) for service in services)
+        answers = await asyncio.gather(*calls, return_exceptions=True)
         readings: dict[Service, ServiceUsage] = {}
         for service, answer in zip(services, answers, strict=True):
             if isinstance(answer, ServiceUsage):

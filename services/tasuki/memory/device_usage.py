@@ -12,9 +12,12 @@ from tasuki.memory.pool import pool_usage
 from tasuki.memory.tags import DeviceUsage
 
 
-def device_usage(device: str, rank: int) -> DeviceUsage:
-    """The device at this moment; device is "cpu" or torch's name of a GPU, rank the caller's place in its service."""
-    return _host(rank) if device == "cpu" else _gpu(device, rank)
+def device_usage(device: str, rank: int, *, skip_torch_cache: bool = False) -> DeviceUsage:
+    """The device at this moment; device is "cpu" or torch's name of a GPU, rank the caller's place in its service.
+
+    skip_torch_cache: does not count what torch caches, which takes milliseconds with thousands of tensors.
+    """
+    return _host(rank) if device == "cpu" else _gpu(device, rank, skip_torch_cache=skip_torch_cache)
 
 
 def resident_bytes() -> int:
@@ -38,12 +41,12 @@ def _host(rank: int) -> DeviceUsage:
     )
 
 
-def _gpu(device: str, rank: int) -> DeviceUsage:
+def _gpu(device: str, rank: int, *, skip_torch_cache: bool) -> DeviceUsage:
     import torch
 
     free, total = torch.cuda.mem_get_info(device)  # with what is free in a pool
     pool = pool_usage(device)
-    reserved, allocated = torch_pool(torch.device(device).index or 0)
+    reserved, allocated = (0, 0) if skip_torch_cache else torch_pool(torch.device(device).index or 0)
     by_pid = _bytes_by_pid(str(torch.cuda.get_device_properties(device).uuid))
     # NVML counts a pool for all processes that have joined it.
     ours = by_pid.get(os.getpid()) if pool is None else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from functools import partial
 
 import grpc
@@ -38,10 +38,13 @@ class RolloutMemoryServicer(memory_pb2_grpc.MemoryServiceServicer):
         self, request: memory_pb2.GetUsageRequest, context: grpc.aio.ServicerContext
     ) -> memory_pb2.GetUsageResponse:
         # Of a shorter deadline a part, so that the caller hears why it was not met.
-        return await self._rollout.ranks.usage(timeout_s=min(USAGE_TIMEOUT_S, 0.9 * remaining_s(context)))
+        return await self._rollout.ranks.usage(request, timeout_s=min(USAGE_TIMEOUT_S, 0.9 * remaining_s(context)))
 
     async def WatchUsage(
         self, request: memory_pb2.WatchUsageRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[memory_pb2.WatchUsageResponse]:
-        async for response in watch_usage(request, lambda: self._rollout.ranks.usage(timeout_s=USAGE_TIMEOUT_S)):
+        def usage() -> Awaitable[memory_pb2.GetUsageResponse]:
+            return self._rollout.ranks.usage(memory_pb2.GetUsageRequest(), timeout_s=USAGE_TIMEOUT_S)
+
+        async for response in watch_usage(request, usage):
             yield response

@@ -132,9 +132,9 @@ class RankCalls(RankFront[ranks_pb2.EngineRankCommand, ranks_pb2.EngineRankResul
         results = await self.call(command, timeout_s=self._growth_timeout_s)
         return [result.shrink_cache for result in results]
 
-    async def usage(self, *, timeout_s: float) -> memory_pb2.GetUsageResponse:
+    async def usage(self, request: memory_pb2.GetUsageRequest, *, timeout_s: float) -> memory_pb2.GetUsageResponse:
         """Of every rank, by the ranks themselves. Raises DeadlineExceeded when they are busy for longer."""
-        command = ranks_pb2.EngineRankCommand(get_usage=memory_pb2.GetUsageRequest())
+        command = ranks_pb2.EngineRankCommand(get_usage=request)
         return joined([result.get_usage for result in await self.call(command, timeout_s=timeout_s)])
 
     async def load(self, *, timeout_s: float) -> list[ranks_pb2.LoadResult]:

@@ -258,8 +258,9 @@ class EngineRank:
         moved.MergeFrom(ranks_pb2.CacheResult(**asdict(self._growing().extent())))
         return moved
 
-    def _usage(self, _: memory_pb2.GetUsageRequest) -> memory_pb2.GetUsageResponse:
-        return usage_response(self.memory.usage(), device_usage(self._allocator.device, self.rank))
+    def _usage(self, request: memory_pb2.GetUsageRequest) -> memory_pb2.GetUsageResponse:
+        device = device_usage(self._allocator.device, self.rank, skip_torch_cache=request.skip_torch_cache)
+        return usage_response(self.memory.usage(), device)
 
     def _load(self, _: ranks_pb2.GetLoadCommand) -> ranks_pb2.LoadResult:
         scheduler = self._scheduler

@@ -149,9 +149,9 @@ class RankCommands:
     def resume(self, request: memory_pb2.ResumeRequest) -> memory_pb2.ResumeResponse:
         return resume_response(self._backend.memory.resume([TAGS[tag] for tag in request.tags]))
 
-    def get_usage(self, _: memory_pb2.GetUsageRequest) -> memory_pb2.GetUsageResponse:
+    def get_usage(self, request: memory_pb2.GetUsageRequest) -> memory_pb2.GetUsageResponse:
         memory = self._backend.memory
-        return usage_response(memory.usage(), memory.device_usage())
+        return usage_response(memory.usage(), memory.device_usage(skip_torch_cache=request.skip_torch_cache))
 
 
 def run_rank(

@@ -221,8 +221,8 @@ class TrainerMemory:
 
         return [with_movements(usage) for usage in self._allocator.usage()]
 
-    def device_usage(self) -> DeviceUsage:
-        return device_usage(str(self._device), self._mesh.get_local_rank())
+    def device_usage(self, *, skip_torch_cache: bool = False) -> DeviceUsage:
+        return device_usage(str(self._device), self._mesh.get_local_rank(), skip_torch_cache=skip_torch_cache)
 
     def _pin(self, arenas: Mapping[Arena, int]) -> None:
         """arenas: with the number of bytes that each will need."""
