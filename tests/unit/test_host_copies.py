@@ -100,7 +100,7 @@ def test_what_is_copied_leaves_at_a_request_where_the_kv_cache_grows(mesh: Devic
         assert memory.pause([*BOTH, MemoryTag.GRADIENTS]).num_bytes == 2 * MIB, "the gradients' alone"
         assert all(one.is_paused and one.leaves_later is (one.tag in BOTH) for one in usage().values())
         if turn:
-            assert not request.is_made, "withdrawn"
+            assert not request.is_made, "cancelled"
             request.make()
         deadline = time.monotonic() + 20
         while any(one.is_leaving for one in usage().values()):

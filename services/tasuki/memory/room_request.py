@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 class RoomRequest:
-    """One request per changeover: made by a process that lacks memory, withdrawn by the trainer when it offloads."""
+    """One request per changeover: made by a process that lacks memory, cancelled by the trainer when it offloads."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -18,5 +18,5 @@ class RoomRequest:
     def make(self) -> None:
         self._path.touch()
 
-    def withdraw(self) -> None:
+    def cancel(self) -> None:
         self._path.unlink(missing_ok=True)
