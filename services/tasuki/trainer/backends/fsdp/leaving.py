@@ -39,10 +39,10 @@ class Leaving:
         """Tags whose copies have not begun."""
 
     def begin(self, tags: Sequence[MemoryTag], *, request: RoomRequest) -> tuple[Movement, ...]:
-        """Has `tags` leave, in this order, once `request` is made. Returns what goes on from now on."""
+        """Lets `tags` leave, in this order, once `request` is made. Returns the movements that have begun."""
         self._tags = self.waiting = tuple(tags)
         self._left = {}
-        request.withdraw()
+        request.cancel()
         begun = tuple(Movement(MovementKind.LEAVE, tag, self._allocator.arena(tag).usage().mapped_bytes) for tag in tags)
         self._thread = threading.Thread(target=self._leave, args=(request,), name="leaving", daemon=True)
         self._thread.start()
@@ -93,7 +93,7 @@ class Leaving:
 
 @contextmanager
 def showing_progress(heartbeat: Heartbeat | None, progress: Callable[[], int]) -> Iterator[None]:
-    """Has the supervisor watch background work, whose progress grows, by the process's heartbeat if it has one."""
+    """Reports progress of background work in the process's heartbeat, if it has one, for the supervisor."""
     if heartbeat is None:
         yield
         return
@@ -103,7 +103,7 @@ def showing_progress(heartbeat: Heartbeat | None, progress: Callable[[], int]) -
 
 @contextmanager
 def _logged() -> Iterator[None]:
-    """Logs an error of a tag's own: the tag stays."""
+    """Logs an error of one tag, which then stays."""
     try:
         yield
     except TasukiError as error:
