@@ -97,12 +97,15 @@ def test_a_start_that_takes_too_long_is_given_up(tmp_path: Path, rollout_model: 
 @pytest.mark.parametrize("number", [signal.SIGTERM, *([signal.SIGKILL, signal.SIGINT] if IS_WHOLE else [])])
 def test_a_start_that_is_stopped_leaves_no_process(tmp_path: Path, rollout_model: Path, number: signal.Signals) -> None:
     rollout = start_rollout(tmp_path / "node", rollout_model)
-    while not (processes := children(rollout)):
-        assert rollout.process.poll() is None
-        time.sleep(0.02)
-    rollout.process.send_signal(number)
-    assert rollout.process.wait(limit_s(10)) in (128 + number, -number)
-    assert still_there(processes) == []
+    try:
+        while not (processes := children(rollout)):
+            assert rollout.process.poll() is None
+            time.sleep(0.02)
+        rollout.process.send_signal(number)
+        assert rollout.process.wait(limit_s(10)) in (128 + number, -number)
+        assert still_there(processes) == []
+    finally:
+        stop_rollout(rollout)
 
 
 # --- two ranks
