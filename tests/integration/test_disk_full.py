@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -28,10 +27,13 @@ from tasuki.trainer.roles import Role
 from tasuki.v1.types_pb2 import PHASE_ROLLOUT, PHASE_TRAIN, PHASE_UNSPECIFIED
 from tasuki.wire.errors import DiskFull, InvalidArgument, PathNotFound
 from tests.integration.coordinator_process import DEADLINE_S, Node, coordinated
+from tests.integration.one_rank import group
 from tests.integration.stage_services import serving
 from tests.models import make_model
 from tests.models import save_checkpoint as save_start_model
 from tests.tiny_disk import TinyDisk, limited_files, tmpfs
+
+__all__ = ["group"]
 
 FACTS = CheckpointFacts(num_ranks=1, roles={Role.POLICY: RoleFacts(version=3, schedule_start=2, architecture="Linear")})
 
@@ -95,13 +97,6 @@ async def test_coordinator_that_crashes_on_a_full_disk_comes_back_says_so_and_go
 async def killed(node: Node) -> None:
     node.process.kill()
     await node.process.wait()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture(params=["tmpfs", "limit"])
