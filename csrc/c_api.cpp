@@ -279,8 +279,8 @@ int tasuki_map_import(uint64_t import_id) {
   return guarded([&] { return process().memory.map_import(import_id); });
 }
 
-int tasuki_drop_import(uint64_t import_id) {
-  return guarded([&] { return process().memory.drop_import(import_id); });
+int tasuki_release_import(uint64_t import_id) {
+  return guarded([&] { return process().memory.release_import(import_id); });
 }
 
 int tasuki_renew_import(uint64_t import_id, const tasuki_chunk* chunks, size_t num_chunks) {

@@ -97,7 +97,7 @@ Status HostCopy::restore(uintptr_t base, const std::vector<Range>& runs, const R
   return {};
 }
 
-void HostCopy::drop() {
+void HostCopy::release() {
   for (const Segment& segment : segments_) static_cast<void>(driver_.unpin(device_, segment.host, segment.bytes));
   segments_.clear();
   saved_.clear();

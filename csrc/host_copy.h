@@ -13,7 +13,7 @@ namespace tasuki {
 class HostCopy {
  public:
   HostCopy(Driver& driver, int device) : driver_(driver), device_(device) {}
-  ~HostCopy() { drop(); }
+  ~HostCopy() { release(); }
   HostCopy(const HostCopy&) = delete;
   HostCopy& operator=(const HostCopy&) = delete;
 
@@ -34,7 +34,7 @@ class HostCopy {
   // Starts copying back the saved bytes still covered by `runs`, by ascending address, and calls `reached` after every piece.
   Status restore(uintptr_t base, const std::vector<Range>& runs, const Reached& reached);
   // Frees the pinned memory; the saved content is lost.
-  void drop();
+  void release();
 
   size_t pinned_bytes() const { return pinned_bytes_; }
 

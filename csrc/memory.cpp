@@ -293,10 +293,10 @@ Status Memory::unmap_import(uint64_t id) {
   return found == imports_.end() ? failure(Code::not_found, "no such import") : found->second->unmap();
 }
 
-Status Memory::drop_import(uint64_t id) {
+Status Memory::release_import(uint64_t id) {
   Lock lock(mutex_);
   auto found = imports_.find(id);
-  return found == imports_.end() ? failure(Code::not_found, "no such import") : found->second->drop();
+  return found == imports_.end() ? failure(Code::not_found, "no such import") : found->second->release();
 }
 
 Status Memory::renew_import(uint64_t id, const std::vector<SharedChunk>& chunks) {

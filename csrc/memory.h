@@ -60,7 +60,7 @@ class Memory {
   // keeps no content. Pins without holding the mutex.
   Status reserve_host(uint64_t arena, size_t total_bytes, size_t max_bytes, size_t* missing);
 
-  // What later pauses of this arena keep; by default they drop everything.
+  // What later pauses of this arena keep; by default they discard everything.
   Status set_policy(uint64_t arena, const PausePolicy& policy);
 
   // All or none of `arenas`. Arenas already paused (or resident) count zero bytes.
@@ -86,7 +86,7 @@ class Memory {
   Status open_import(DriverKind kind, int device, Access access, const std::vector<SharedChunk>& chunks, uint64_t* id, uintptr_t* base);
   Status map_import(uint64_t id);
   Status unmap_import(uint64_t id);
-  Status drop_import(uint64_t id);
+  Status release_import(uint64_t id);
   Status renew_import(uint64_t id, const std::vector<SharedChunk>& chunks);
   Status close_import(uint64_t id);
 

@@ -97,7 +97,7 @@ Status Import::import_chunks(const std::vector<SharedChunk>& chunks) {
 
 Status Import::map() {
   if (is_mapped_) return {};
-  if (pieces_.empty()) return failure(Code::bad_argument, "the import was dropped: renew it first");
+  if (pieces_.empty()) return failure(Code::bad_argument, "the import was released: renew it first");
   Status status = map_first(pieces_.size());
   is_mapped_ = status.ok();
   return status;
@@ -118,7 +118,7 @@ Status Import::unmap() {
   return {};
 }
 
-Status Import::drop() {
+Status Import::release() {
   Status status = unmap();
   while (status.ok() && !pieces_.empty()) {
     status = driver_.release(pieces_.back().physical);
@@ -128,7 +128,7 @@ Status Import::drop() {
 }
 
 Status Import::renew(const std::vector<SharedChunk>& chunks) {
-  if (!pieces_.empty()) return failure(Code::bad_argument, "the import still holds chunks: drop it first");
+  if (!pieces_.empty()) return failure(Code::bad_argument, "the import still holds chunks: release it first");
   size_t granularity = 0;
   Status status = driver_.granularity(device_, &granularity);
   if (status.ok()) status = check_layout(chunks, granularity);
@@ -137,7 +137,7 @@ Status Import::renew(const std::vector<SharedChunk>& chunks) {
   }
   if (status.ok()) status = import_chunks(chunks);
   if (status.ok()) status = map();
-  if (!status.ok()) static_cast<void>(drop());
+  if (!status.ok()) static_cast<void>(release());
   return status;
 }
 

@@ -61,8 +61,8 @@ class Import {
   Status map();
   Status unmap();
   // Unmaps the peer's memory; the addresses stay reserved. Idempotent.
-  Status drop();
-  // After a drop: maps other chunks of the peer at the same addresses.
+  Status release();
+  // After a release: maps other chunks of the peer at the same addresses.
   Status renew(const std::vector<SharedChunk>& chunks);
   uintptr_t base() const { return base_; }
   uint64_t bytes() const;

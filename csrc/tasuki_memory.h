@@ -151,7 +151,7 @@ int tasuki_set_idle(uint64_t arena, const tasuki_span* spans, size_t num_spans, 
  * still lacking, so that no pause has to pin. Does nothing if a pause keeps no content. Does not block other calls. */
 int tasuki_reserve_host(uint64_t arena, uint64_t total_bytes, uint64_t max_bytes, uint64_t* missing_bytes);
 
-/* From the next pause on; 0, the default, drops everything. */
+/* From the next pause on; 0, the default, discards everything. */
 int tasuki_set_policy(uint64_t arena, uint32_t flags);
 
 /* All arenas or none; arenas already paused (or resident) count zero bytes. is_unchanged: promises that nothing was written since the
@@ -184,7 +184,7 @@ int tasuki_import(int driver, int device, int access, const tasuki_chunk* chunks
 int tasuki_unmap_import(uint64_t import_id);
 int tasuki_map_import(uint64_t import_id);
 /* Drop unmaps the peer's memory and keeps the addresses; renew maps other chunks there, none beyond the end of the first ones. */
-int tasuki_drop_import(uint64_t import_id);
+int tasuki_release_import(uint64_t import_id);
 int tasuki_renew_import(uint64_t import_id, const tasuki_chunk* chunks, size_t num_chunks);
 int tasuki_close_import(uint64_t import_id);
 

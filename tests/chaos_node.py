@@ -18,11 +18,12 @@ import numpy as np
 
 from tasuki.client import Client, Phase, SamplingParams, Stage, TrainingSample
 from tasuki.config.failpoints import Action
-from tasuki.config.places import log_path, pulse_dir, socket_dir
+from tasuki.config.places import log_path, socket_dir
 from tasuki.coordinator import phases
 from tasuki.rpc.failpoints import plant
 from tests.conftest import RunningNode, assert_clean_audit
 from tests.limits import limit_s
+from tests.pulses import pids
 
 PROCESSES = ("coordinator", "trainer1", "rollout", "scheduler0")
 STAGES = tuple(phases.RULES)
@@ -98,9 +99,7 @@ class ChaosNode:
         return Recovery(process, stage, number.name, self._detected(process, when), recovered_s)
 
     def pids(self, process: str) -> list[int]:
-        """Of the living processes of that name."""
-        found = [int(path.name.rpartition("-")[2]) for path in pulse_dir(self.node.state_dir).glob(f"{process}-*")]
-        return [pid for pid in found if Path(f"/proc/{pid}").exists()]
+        return pids(self.node.state_dir, process)
 
     def greedy(self) -> list[list[int]]:
         return [sample.token_ids.tolist() for sample in self.client.generate(PROMPTS, GREEDY)]

@@ -65,11 +65,11 @@ TEST(an_import_that_fails_at_any_call_leaves_nothing) {
   }
 }
 
-TEST(a_dropped_import_holds_nothing_and_gets_other_chunks_at_the_same_addresses) {
+TEST(a_released_import_holds_nothing_and_gets_other_chunks_at_the_same_addresses) {
   Imported s;
   CHECK(s.memory.renew_import(s.import, s.chunks).code == Code::bad_argument);
-  CHECK_OK(s.memory.drop_import(s.import));
-  CHECK_OK(s.memory.drop_import(s.import));
+  CHECK_OK(s.memory.release_import(s.import));
+  CHECK_OK(s.memory.release_import(s.import));
   CHECK(!s.fake->is_mapped(s.there) && s.memory.totals().imported_bytes == 0);
   CHECK(s.memory.map_import(s.import).code == Code::bad_argument);
   for (const auto& [physical, chunk] : s.fake->chunks) CHECK(chunk.num_references == 1);
@@ -91,7 +91,7 @@ TEST(a_renewal_that_fails_at_any_call_holds_nothing_and_may_be_tried_again) {
   for (const char* call : {"import_fd", "map", "allow"}) {
     for (int after = 0; after < 2; ++after) {
       Imported s;
-      CHECK_OK(s.memory.drop_import(s.import));
+      CHECK_OK(s.memory.release_import(s.import));
       s.fake->fail(call, after);
       CHECK(!s.memory.renew_import(s.import, s.chunks).ok());
       CHECK(!s.fake->is_mapped(s.there));

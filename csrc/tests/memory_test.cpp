@@ -92,7 +92,7 @@ TEST(kept_content_comes_back_and_the_host_copy_is_taken_once) {
   CHECK(s.usage(arena).host_copy_bytes == pinned && s.fake->pinned.size() == 1);
 }
 
-TEST(dropped_content_is_not_restored_from_an_older_copy) {
+TEST(discarded_content_is_not_restored_from_an_older_copy) {
   Setup s;
   uint64_t arena = s.arena("optimizer");
   uintptr_t a = s.block(arena, kPage, 1);

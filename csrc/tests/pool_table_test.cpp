@@ -141,7 +141,7 @@ TEST(what_is_no_table_is_refused) {
   close(unsealed);
 }
 
-// Plain memory stands for what the chunks hold: ThreadSanitizer reports two that touch one chunk without an order between them.
+// Plain memory in place of the content of chunks: ThreadSanitizer reports two that touch one chunk without an order between them.
 TEST(threads_that_race_for_chunks_never_hold_one_together) {
   constexpr size_t kNumChunks = 3, kNumThreads = 4;
   Table t(kNumChunks);

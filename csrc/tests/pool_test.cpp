@@ -102,7 +102,7 @@ TEST(a_reader_keeps_published_chunks_from_others) {
   CHECK_OK(trainer.memory.close_export(id));
   CHECK(trainer.pause() == kChunk && rollout.block_or_null(2) == nullptr);
   CHECK(rollout.memory.renew_import(import, chunks).code == Code::bad_argument);
-  CHECK_OK(rollout.memory.drop_import(import));
+  CHECK_OK(rollout.memory.release_import(import));
   // Sent before the chunk was given back, opened after: what lies there is nobody's.
   CHECK(rollout.memory.renew_import(import, chunks).code == Code::bad_handle);
   CHECK(s.usage().num_read == 0 && rollout.block_or_null(2) != nullptr);

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from tasuki.config.places import pulse_dir
 from tests.conftest import ENVIRONMENT, ROOT
+from tests.pulses import pids
 
 pytestmark = pytest.mark.timeout(1800)
 NUM_STEPS = 12
@@ -48,9 +48,7 @@ def _finished(output: Path, process: subprocess.Popen[str]) -> None:
 
 
 def _rank_pid(output: Path, rank: int) -> int:
-    """Of the living process of a trainer rank."""
-    found = [int(path.name.rpartition("-")[2]) for path in pulse_dir(output / "node").glob(f"trainer{rank}-*")]
-    (pid,) = [pid for pid in found if Path(f"/proc/{pid}").exists()]
+    (pid,) = pids(output / "node", f"trainer{rank}")
     return pid
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +21,7 @@ MAKEFILE = (ROOT / "Makefile").read_text()
 def commands() -> Iterator[tuple[str, list[str]]]:
     """Page and words of each line of the shell blocks, with continued lines joined."""
     for page in PAGES:
-        for block in re.findall(r"^```(?:sh|text|bash)\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE):
+        for block in re.findall(r"^ *```(?:sh|text|bash)\n(.*?)^ *```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE):
             for line in block.replace("\\\n", " ").splitlines():
                 words = shlex.split(line, comments=True)
                 if words:
@@ -34,7 +35,7 @@ def named(page: str, words: list[str]) -> str:
 TASUKI = [
     (page, words[words.index("tasuki") + 1 :])
     for page, words in commands()
-    if words[0] in ("tasuki", "docker", "ssh") and "tasuki" in words
+    if (words[0] in ("tasuki", "docker", "ssh") or "=" in words[0]) and "tasuki" in words
 ]
 MAKE = [(page, words[1:]) for page, words in commands() if words[0] == "make"]
 SCRIPTS = [(page, words) for page, words in commands() if words[0].endswith("python")]
@@ -56,6 +57,13 @@ def test_make_has_the_target_and_reads_the_variable(page: str, arguments: list[s
 def test_a_python_program_is_there(page: str, words: list[str]) -> None:
     program = f"{words[2].replace('.', '/')}.py" if words[1] == "-m" else words[1]
     assert (ROOT / program).is_file()
+
+
+def test_extras_that_pages_install_are_those_of_the_project() -> None:
+    pages = "".join((ROOT / page).read_text() for page in PAGES)
+    named = {extra for extras in re.findall(r"'\.\[([\w,]+)\]'", pages) for extra in extras.split(",")}
+    assert "otel" in named
+    assert named <= set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
 
 
 def test_commands_are_found() -> None:

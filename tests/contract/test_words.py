@@ -1,4 +1,4 @@
-"""Docstrings and comments are plain technical English: none has a wording that is hard to read."""
+"""Docstrings, comments and documents are plain technical English: none has a wording that is hard to read."""
 
 from __future__ import annotations
 
@@ -11,15 +11,41 @@ from pathlib import Path
 import pytest
 
 _ROOT = Path(__file__).parents[2]
-_FOLDERS = ("services/tasuki", "client/tasuki", "protos/tasuki/wire")
-_UNCLEAR = re.compile(r"\banew\b|(?<!instead )\bof its own\b|\bby hand\b|\bails\b|\bmeets what\b", re.IGNORECASE)
-_OPENING = re.compile(r"(?:What|That) ")
+_PRODUCT = ("services/tasuki", "client", "protos/tasuki/wire")
+_DOCUMENTS = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "docs/*.md",
+    "protos/tasuki/v1/*.proto",
+    "csrc/**/*.h",
+    "csrc/**/*.cpp",
+)
+_EVERYWHERE = re.compile(r"\banew\b|\bstands\b|\bby hand\b|\bails\b|\bmeets what\b|\bthat which\b", re.IGNORECASE)
+_IN_PRODUCT = re.compile(rf"{_EVERYWHERE.pattern}|(?<!instead )\bof its own\b", re.IGNORECASE)
+_NAMES = re.compile(r"(?:^|_)(?:anew|stands|by_hand|let_go|withhold|withheld)(?:_|$)")
+_OPENING = re.compile(r"(?:Also|As|By|Has|Its|Of|Ours|So|Such|That|Theirs|Those|What|Which|Who|Whose)\b")
 
 
-def test_docstrings_and_comments_have_no_unclear_wording() -> None:
-    paths = [path for folder in _FOLDERS for path in sorted((_ROOT / folder).rglob("*.py")) if "_pb2" not in path.name]
-    found = [f"{path.relative_to(_ROOT)}:{finding}" for path in paths for finding in _findings(path)]
+def test_docstrings_and_comments_of_the_product_have_no_unclear_wording() -> None:
+    paths = _python(*_PRODUCT)
+    found = [f"{path.relative_to(_ROOT)}:{finding}" for path in paths for finding in _product_findings(path)]
     assert len(paths) > 200
+    assert not found, "\n".join(found)
+
+
+def test_tests_and_tools_have_no_unclear_wording() -> None:
+    paths = [path for path in _python("tests", "tools") if path != Path(__file__)]
+    found = [f"{path.relative_to(_ROOT)}:{finding}" for path in paths for finding in _test_findings(path)]
+    assert len(paths) > 200
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("pattern", _DOCUMENTS)
+def test_documents_protos_and_native_code_have_no_unclear_wording(pattern: str) -> None:
+    paths = list(_ROOT.glob(pattern))
+    found = [f"{path.relative_to(_ROOT)}:{finding}" for path in paths for finding in _document_findings(path)]
+    assert paths
     assert not found, "\n".join(found)
 
 
@@ -27,29 +53,56 @@ def test_docstrings_and_comments_have_no_unclear_wording() -> None:
     "source",
     [
         '"""What a rank holds."""\n',
+        '"""Who holds the GPUs."""\n',
         'class A:\n    a: int\n    """That the samples have."""\n',
+        'a = 1\n"""Of a sample."""\n',
         "# made\n# anew\n",
+        "# where a node stands\n",
         'def f() -> None:\n    """Gives a rank a copy of\n    its own."""\n',
     ],
 )
 def test_unclear_wording_is_found(source: str, tmp_path: Path) -> None:
     path = tmp_path / "source.py"
     path.write_text(source)
-    assert len(list(_findings(path))) == 1
+    assert len(list(_product_findings(path))) == 1
 
 
-def _findings(path: Path) -> Iterator[str]:
+def test_unclear_wording_of_tests_and_documents_is_found(tmp_path: Path) -> None:
+    (tmp_path / "test.py").write_text('def test_a_stage_by_hand() -> None:\n    """Of a node that stands."""\n')
+    assert len(list(_test_findings(tmp_path / "test.py"))) == 2
+    (tmp_path / "page.md").write_text("Files are written\nby\nhand.\n")
+    assert list(_document_findings(tmp_path / "page.md")) == ["2: rewrite the sentence with 'by hand'"]
+
+
+def _python(*folders: str) -> list[Path]:
+    paths = (path for folder in folders for path in sorted((_ROOT / folder).rglob("*.py")))
+    return [path for path in paths if "_pb2" not in path.name and "node_modules" not in path.parts]
+
+
+def _product_findings(path: Path) -> Iterator[str]:
     for line, text in _docstrings(path):
         if _OPENING.match(text):
             yield f"{line}: a docstring opens with {text.split()[0]!r}; begin with a verb or a noun phrase"
-        yield from _unclear(line, text)
-    for line, text in _comments(path):
-        yield from _unclear(line, text)
+    yield from _unclear(path, _IN_PRODUCT)
 
 
-def _unclear(line: int, text: str) -> Iterator[str]:
-    for match in _UNCLEAR.finditer(" ".join(text.split())):
-        yield f"{line}: rewrite the sentence with {match.group()!r}"
+def _test_findings(path: Path) -> Iterator[str]:
+    yield from _unclear(path, _EVERYWHERE)
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and _NAMES.search(node.name):
+            yield f"{node.lineno}: rename {node.name}"
+
+
+def _unclear(path: Path, words: re.Pattern[str]) -> Iterator[str]:
+    for line, text in (*_docstrings(path), *_comments(path)):
+        for match in words.finditer(" ".join(text.split())):
+            yield f"{line}: rewrite the sentence with {match.group()!r}"
+
+
+def _document_findings(path: Path) -> Iterator[str]:
+    text = re.sub(r"\s", " ", path.read_text())
+    for match in _EVERYWHERE.finditer(text):
+        yield f"{path.read_text()[: match.start()].count(chr(10)) + 1}: rewrite the sentence with {match.group()!r}"
 
 
 def _docstrings(path: Path) -> Iterator[tuple[int, str]]:

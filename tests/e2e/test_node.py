@@ -119,7 +119,7 @@ def test_command_of_an_older_epoch_is_refused(coordinator: CoordinatorServiceStu
     assert refusal(TrainerServiceStub(channels["trainer"]).PublishWeights, stale).reason == "STALE_EPOCH"
 
 
-def test_stages_by_hand_turn_back_from_the_middle(coordinator: CoordinatorServiceStub) -> None:
+def test_single_stages_turn_back_from_the_middle(coordinator: CoordinatorServiceStub) -> None:
     acquire(coordinator, PHASE_ROLLOUT)
     for stage in (STAGE_DRAIN, STAGE_PAUSE_KV):
         coordinator.RunStage(pb.RunStageRequest(stage=stage), timeout=LIMIT_S)

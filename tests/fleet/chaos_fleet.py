@@ -16,7 +16,7 @@ import grpc
 
 from tasuki.client import Client, Phase, Stage
 from tasuki.config.failpoints import Action
-from tasuki.config.places import pulse_dir, socket_dir
+from tasuki.config.places import socket_dir
 from tasuki.coordinator import phases
 from tasuki.memory.stages import Phase as RingPhase
 from tasuki.memory.stages import Stage as RingStage
@@ -26,6 +26,7 @@ from tasuki.v1.rollout_pb2_grpc import RolloutServiceStub
 from tasuki.wire.address import unix_target
 from tasuki.wire.channel import open_blocking_channel
 from tests.fleet.nodes import RealFleet
+from tests.pulses import pids
 
 STAGES = tuple(phases.RULES)
 TO_ROLLOUT = phases.path(RingStage.LOAD_TRAINER, RingPhase.ROLLOUT)
@@ -55,12 +56,6 @@ def strike(fleet: RealFleet, client: Client, *, rank: int, process: str, stage: 
     with when_started(fleet.target, stage, lambda: (struck.append(time.monotonic()), os.kill(pid, number))):
         client.acquire(Phase.ROLLOUT if stage in TO_ROLLOUT else Phase.TRAIN)
     return time.monotonic() - struck[0]
-
-
-def pids(state_dir: Path, process: str) -> list[int]:
-    """Of the living processes of that name."""
-    found = [int(path.name.rpartition("-")[2]) for path in pulse_dir(state_dir).glob(f"{process}-*")]
-    return [pid for pid in found if Path(f"/proc/{pid}").exists()]
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import asyncio
 import shutil
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +47,8 @@ class Node:
     config: NodeConfig
     trainer: StageService
     rollout: StageService
+    start: Callable[[], Awaitable[asyncio.subprocess.Process]]
+    """Starts a further coordinator."""
     process: asyncio.subprocess.Process
     channel: grpc.aio.Channel
     stub: Any
@@ -54,8 +56,13 @@ class Node:
     async def restart(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
         await asyncio.wait_for(self.process.wait(), DEADLINE_S)
-        self.process = await start_coordinator(self.config)
+        self.process = await self.start()
         await self.settled()
+
+    async def stop(self) -> None:
+        """Sends SIGTERM; the exit code must be 0."""
+        self.process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(self.process.wait(), DEADLINE_S) == 0
 
     async def settled(self) -> pb.NodeState:
         """The state once the coordinator has found out where the node is and has brought it to a phase."""
@@ -91,7 +98,33 @@ class Node:
             raise from_rpc_error(error) from error
 
 
-async def start_coordinator(config: NodeConfig) -> asyncio.subprocess.Process:
+@asynccontextmanager
+async def coordinators(config: NodeConfig) -> AsyncIterator[Callable[[], Awaitable[asyncio.subprocess.Process]]]:
+    """Gives a function that starts a coordinator. Kills those that still run at the end, and removes the node's sockets."""
+    started: list[asyncio.subprocess.Process] = []
+
+    async def start() -> asyncio.subprocess.Process:
+        started.append(await _start(config))
+        return started[-1]
+
+    try:
+        yield start
+    finally:
+        for process in started:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
+        shutil.rmtree(socket_dir(config.state_dir), ignore_errors=True)
+
+
+@asynccontextmanager
+async def coordinated(config: NodeConfig, trainer: StageService, rollout: StageService) -> AsyncIterator[Node]:
+    """A node of these services whose coordinator has been started, and is killed at the end if it still runs."""
+    async with coordinators(config) as start, open_channel(node_targets(config)["coordinator"]) as channel:
+        yield Node(config, trainer, rollout, start, await start(), channel, CoordinatorServiceStub(channel))
+
+
+async def _start(config: NodeConfig) -> asyncio.subprocess.Process:
     log = log_path(config.state_dir, "coordinator")
     log.parent.mkdir(exist_ok=True)
     with log.open("ab") as output:
@@ -114,13 +147,8 @@ async def running_node(config: NodeConfig) -> AsyncIterator[Node]:
     """The same for any configuration whose state folder is not there yet."""
     config.state_dir.mkdir()
     save_config(config, config.state_dir / "node.toml")
-    async with serving(config) as (trainer, rollout):
-        process = await start_coordinator(config)
-        channel = open_channel(node_targets(config)["coordinator"])
-        node = Node(config, trainer, rollout, process, channel, CoordinatorServiceStub(channel))
+    async with serving(config) as services, coordinated(config, *services) as node:
         await node.settled()
         yield node
-        await channel.close(None)
-        node.process.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(node.process.wait(), DEADLINE_S) == 0
-    shutil.rmtree(socket_dir(config.state_dir))
+        await node.channel.close(None)
+        await node.stop()

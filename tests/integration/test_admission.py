@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import shutil
 import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -11,14 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.config.places import node_targets, socket_dir
 from tasuki.config.save import save_config
 from tasuki.config.schema import MemoryConfig, ModelConfig, NodeConfig
 from tasuki.coordinator.journal import Journal
 from tasuki.memory.allocator import NativeAllocator
 from tasuki.memory.arena import Keep, set_host_budget, totals
 from tasuki.memory.tags import MemoryTag
-from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tasuki.v1.types_pb2 import (
     PHASE_ROLLOUT,
     PHASE_TRAIN,
@@ -27,9 +23,8 @@ from tasuki.v1.types_pb2 import (
     STAGE_PAUSE_WEIGHTS,
     STAGE_UNSPECIFIED,
 )
-from tasuki.wire.channel import open_channel
 from tasuki.wire.errors import OutOfGpuMemory
-from tests.integration.coordinator_process import DEADLINE_S, Node, start_coordinator
+from tests.integration.coordinator_process import Node, coordinated
 from tests.integration.stage_services import StageService, serving
 
 MIB = 2**20
@@ -82,14 +77,11 @@ async def node_with(tmp_path: Path, arenas: Arenas, *, budget_bytes: int) -> Asy
     arenas.limit(budget_bytes)
     async with serving(config) as (trainer, rollout):
         trainer.arenas, rollout.arenas = arenas.trainer, arenas.engine
-        process = await start_coordinator(config)
-        async with open_channel(node_targets(config)["coordinator"]) as channel:
-            node = Node(config, trainer, rollout, process, channel, CoordinatorServiceStub(channel))
+        async with coordinated(config, trainer, rollout) as node:
             await node.settled()
             yield node
-        node.process.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(node.process.wait(), DEADLINE_S) == 0
-    shutil.rmtree(socket_dir(config.state_dir))
+            await node.channel.close(None)
+            await node.stop()
 
 
 async def change_budget(node: Node, arenas: Arenas, num_bytes: int) -> None:

@@ -6,13 +6,12 @@ import json
 import os
 import pickle
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from tasuki.trainer.backends.fsdp.checkpoint import (
@@ -25,7 +24,10 @@ from tasuki.trainer.backends.fsdp.checkpoint import (
 from tasuki.trainer.roles import Role
 from tasuki.wire.errors import InvalidArgument
 from tasuki.wire.sealed_json import sealed
+from tests.integration.one_rank import group
 from tests.resealed import reseal
+
+__all__ = ["group"]
 
 FACTS = CheckpointFacts(num_ranks=1, roles={Role.POLICY: RoleFacts(version=3, schedule_start=2, architecture="Linear")})
 
@@ -38,13 +40,6 @@ class Malicious:
 
     def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
         return os.mkdir, (str(self.folder),)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def trained(seed: int) -> tuple[nn.Module, torch.optim.AdamW]:

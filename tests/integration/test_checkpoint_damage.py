@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from pydantic import ValidationError
 from torch import Tensor
 
@@ -21,17 +20,13 @@ from tasuki.trainer.backends.fsdp.shards import load_shards
 from tasuki.trainer.roles import Role
 from tasuki.transport.shards import Shard
 from tasuki.wire.errors import InvalidArgument, TasukiError
+from tests.integration.one_rank import group
 from tests.resealed import reseal
+
+__all__ = ["group"]
 
 FACTS = CheckpointFacts(num_ranks=1, roles={Role.POLICY: RoleFacts(version=3, schedule_start=0, architecture="Linear")})
 NOBODY = 65534
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from tasuki.algorithms.loss_types import LossConfig, ValueLoss
 from tasuki.planner.layout import Checkpointing
@@ -24,8 +22,11 @@ from tasuki.v1.types_pb2 import TrainingSample
 from tasuki.wire.errors import InvalidArgument
 from tests.extent import IS_WHOLE
 from tests.integration.learning import fsdp, learn, start_learner, whole_gradients, whole_parameters
+from tests.integration.one_rank import mesh
 from tests.models import VOCAB_SIZE, make_model, save_checkpoint
 from tests.operators import CountedOperators
+
+__all__ = ["mesh"]
 
 NUM_LAYERS = 4
 # Longer than what a CPU attends to by plain products.
@@ -35,13 +36,6 @@ MAX_TOKENS = 320
 NUM_STEPS = 50 if IS_WHOLE else 3
 RUNGS = tuple(Checkpointing)
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-
-
-@pytest.fixture(scope="module", autouse=True)
-def mesh() -> Iterator[DeviceMesh]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

@@ -94,7 +94,7 @@ async def test_stage_out_of_order_is_refused_and_everything_goes_on(node: Node) 
     assert (await node.acquire(PHASE_ROLLOUT))[-1].state.phase == PHASE_ROLLOUT
 
 
-async def test_stages_by_hand_lead_around_and_repeats_get_the_first_answer(node: Node) -> None:
+async def test_single_stages_lead_around_and_repeats_get_the_first_answer(node: Node) -> None:
     for stage in TO_ROLLOUT:
         first = await node.run_stage(stage, f"hand-{stage}")
         again = await node.run_stage(stage, f"hand-{stage}")

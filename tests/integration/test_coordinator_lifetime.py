@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import signal
 import uuid
 from collections.abc import AsyncIterator
@@ -13,7 +12,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from tasuki.config.places import log_path, node_targets, socket_dir
+from tasuki.config.places import log_path, node_targets
 from tasuki.config.save import save_config
 from tasuki.config.schema import CoordinatorConfig, ModelConfig, NodeConfig, RestartConfig, RolloutConfig
 from tasuki.config.trainer_schema import TrainerConfig
@@ -29,9 +28,10 @@ from tasuki.v1.types_pb2 import (
     STAGE_UNSPECIFIED,
     CommandId,
 )
+from tasuki.wire.address import socket_folder
 from tasuki.wire.channel import open_channel
 from tasuki.wire.errors import TasukiError, from_rpc_error
-from tests.integration.coordinator_process import DEADLINE_S, TO_ROLLOUT, Node, running_coordinator, start_coordinator
+from tests.integration.coordinator_process import DEADLINE_S, TO_ROLLOUT, Node, coordinators, running_coordinator
 from tests.limits import limit_s
 
 
@@ -48,12 +48,12 @@ async def test_watchers_do_not_keep_the_coordinator_from_stopping(node: Node) ->
     node.process.send_signal(signal.SIGTERM)
     await asyncio.wait_for(node.process.wait(), DEADLINE_S)
     assert asyncio.get_running_loop().time() - started < limit_s(2.0)
-    node.process = await start_coordinator(node.config)
+    node.process = await node.start()
     await node.settled()
 
 
 async def test_second_coordinator_is_refused_before_it_touches_anything(node: Node) -> None:
-    second = await start_coordinator(node.config)
+    second = await node.start()
     assert await asyncio.wait_for(second.wait(), DEADLINE_S) == 2
     log = log_path(node.config.state_dir, "coordinator").read_text()
     assert f"tasuki: error NODE_RUNNING: pid {node.process.pid} already runs a coordinator on" in log
@@ -99,7 +99,7 @@ async def test_coordinator_killed_in_the_middle_finds_the_node_and_brings_it_to_
     node.rollout.hold[STAGE_SYNC].set()
     await node.rollout.gate.idle()
     assert (node.trainer.stage, node.rollout.stage) == (STAGE_LOAD_WEIGHTS, STAGE_SYNC)
-    node.process = await start_coordinator(node.config)
+    node.process = await node.start()
     state = await node.settled()
     assert (state.phase, state.epoch, node.rollout.served) == (PHASE_TRAIN, 2, None)
     assert (await node.acquire(PHASE_ROLLOUT, "cut off"))[-1].state.phase == PHASE_ROLLOUT
@@ -117,15 +117,24 @@ async def test_services_that_stay_away_are_named(tmp_path: Path) -> None:
     )
     config.state_dir.mkdir()
     save_config(config, config.state_dir / "node.toml")
-    process = await start_coordinator(config)
-    async with open_channel(node_targets(config)["coordinator"]) as channel:
+    async with coordinators(config) as start, open_channel(node_targets(config)["coordinator"]) as channel:
+        process = await start()
         call = CoordinatorServiceStub(channel).Acquire(
             pb.AcquireRequest(phase=PHASE_ROLLOUT), timeout=DEADLINE_S, wait_for_ready=True
         )
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await call.read()
-    error = from_rpc_error(refused.value)
-    assert (error.reason, error.metadata["peer"]) == ("PEER_UNAVAILABLE", "rollout")
-    process.terminate()
-    assert await asyncio.wait_for(process.wait(), DEADLINE_S) == 0
-    shutil.rmtree(socket_dir(config.state_dir))
+        error = from_rpc_error(refused.value)
+        assert (error.reason, error.metadata["peer"]) == ("PEER_UNAVAILABLE", "rollout")
+        process.terminate()
+        assert await asyncio.wait_for(process.wait(), DEADLINE_S) == 0
+
+
+async def test_a_test_that_fails_leaves_no_coordinator_and_no_sockets(tmp_path: Path, unused_tcp_port: int) -> None:
+    with pytest.raises(ZeroDivisionError):
+        async with running_coordinator(tmp_path, metrics_port=unused_tcp_port) as node:
+            stopped = await node.start()  # refused, or stopped before that
+            stopped.send_signal(signal.SIGSTOP)
+            raise ZeroDivisionError
+    assert (node.process.returncode, stopped.returncode) == (-signal.SIGKILL, -signal.SIGKILL)
+    assert not socket_folder(node.config.state_dir).exists()

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tasuki.config.places import node_targets, pulse_dir, socket_dir
+from tasuki.config.places import pulse_dir
 from tasuki.config.save import save_config
 from tasuki.config.schema import ModelConfig, NodeConfig
 from tasuki.trainer.backends.fsdp.checkpoint import (
@@ -27,15 +24,16 @@ from tasuki.trainer.backends.fsdp.checkpoint import (
 )
 from tasuki.trainer.backends.fsdp.export import export_model
 from tasuki.trainer.roles import Role
-from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tasuki.v1.types_pb2 import PHASE_ROLLOUT, PHASE_TRAIN, PHASE_UNSPECIFIED
-from tasuki.wire.channel import open_channel
 from tasuki.wire.errors import DiskFull, InvalidArgument, PathNotFound
-from tests.integration.coordinator_process import DEADLINE_S, Node, start_coordinator
+from tests.integration.coordinator_process import DEADLINE_S, Node, coordinated
+from tests.integration.one_rank import group
 from tests.integration.stage_services import serving
 from tests.models import make_model
 from tests.models import save_checkpoint as save_start_model
 from tests.tiny_disk import TinyDisk, limited_files, tmpfs
+
+__all__ = ["group"]
 
 FACTS = CheckpointFacts(num_ranks=1, roles={Role.POLICY: RoleFacts(version=3, schedule_start=2, architecture="Linear")})
 
@@ -45,26 +43,21 @@ async def test_coordinator_on_a_full_disk_refuses_and_goes_on_when_there_is_room
         config = NodeConfig(state_dir=disk.folder / "state", model=ModelConfig(path=tmp_path))
         config.state_dir.mkdir()
         save_config(config, config.state_dir / "node.toml")
-        async with serving(config) as (trainer, rollout):
-            process = await start_coordinator(config)
-            async with open_channel(node_targets(config)["coordinator"]) as channel:
-                node = Node(config, trainer, rollout, process, channel, CoordinatorServiceStub(channel))
-                await node.settled()
-                await node.acquire(PHASE_ROLLOUT)
-                num_commands = len(trainer.commands) + len(rollout.commands)
-                disk.fill()
-                with pytest.raises(DiskFull, match="journal.sqlite cannot be written"):
-                    for _ in range(20):  # until the pages that the journal has are full, too
-                        await node.acquire(PHASE_TRAIN)
-                        await node.acquire(PHASE_ROLLOUT)
-                assert process.returncode is None
-                disk.free()
-                assert (await node.acquire(PHASE_TRAIN))[-1].state.phase == PHASE_TRAIN
-                assert (await node.acquire(PHASE_ROLLOUT))[-1].state.phase == PHASE_ROLLOUT
-                assert len(trainer.commands) + len(rollout.commands) > num_commands
-            process.send_signal(signal.SIGTERM)
-            assert await asyncio.wait_for(process.wait(), DEADLINE_S) == 0
-        shutil.rmtree(socket_dir(config.state_dir))
+        async with serving(config) as (trainer, rollout), coordinated(config, trainer, rollout) as node:
+            await node.settled()
+            await node.acquire(PHASE_ROLLOUT)
+            num_commands = len(trainer.commands) + len(rollout.commands)
+            disk.fill()
+            with pytest.raises(DiskFull, match="journal.sqlite cannot be written"):
+                for _ in range(20):  # until the pages that the journal has are full, too
+                    await node.acquire(PHASE_TRAIN)
+                    await node.acquire(PHASE_ROLLOUT)
+            assert node.process.returncode is None
+            disk.free()
+            assert (await node.acquire(PHASE_TRAIN))[-1].state.phase == PHASE_TRAIN
+            assert (await node.acquire(PHASE_ROLLOUT))[-1].state.phase == PHASE_ROLLOUT
+            assert len(trainer.commands) + len(rollout.commands) > num_commands
+            await node.stop()
 
 
 async def test_coordinator_that_crashes_on_a_full_disk_comes_back_says_so_and_goes_on_when_there_is_room(
@@ -74,43 +67,36 @@ async def test_coordinator_that_crashes_on_a_full_disk_comes_back_says_so_and_go
         config = NodeConfig(state_dir=disk.folder / "state", model=ModelConfig(path=tmp_path))
         config.state_dir.mkdir()
         save_config(config, config.state_dir / "node.toml")
-        async with serving(config) as (trainer, rollout), open_channel(node_targets(config)["coordinator"]) as channel:
-            process = await start_coordinator(config)
-            node = Node(config, trainer, rollout, process, channel, CoordinatorServiceStub(channel))
+        async with serving(config) as services, coordinated(config, *services) as node:
             await node.settled()
             await node.acquire(PHASE_ROLLOUT)
             disk.fill()
-            process.send_signal(signal.SIGKILL)
-            await process.wait()
-            node.process = process = await start_coordinator(config)
+            await killed(node)
+            node.process = await node.start()
             state = await node.state()
             assert state.last_error.startswith("DISK_FULL: the journal")
             assert (state.phase, state.epoch) == (PHASE_UNSPECIFIED, 0)
             with pytest.raises(DiskFull, match="journal.sqlite cannot be written"):
                 await node.acquire(PHASE_TRAIN)
             await asyncio.sleep(2.0)
-            assert process.returncode is None
+            assert node.process.returncode is None
             disk.free()
             async with asyncio.timeout(DEADLINE_S):
                 assert (await node.settled()).phase == PHASE_ROLLOUT
             assert (await node.acquire(PHASE_TRAIN))[-1].state.phase == PHASE_TRAIN
             assert (await node.state()).last_error == ""
-            assert [pulse.stat().st_size for pulse in pulse_dir(config.state_dir).glob(f"coordinator-{process.pid}")] == [24]
-            process.send_signal(signal.SIGKILL)
-            await process.wait()
+            (pulse,) = pulse_dir(config.state_dir).glob(f"coordinator-{node.process.pid}")
+            assert pulse.stat().st_size == 24
+            await killed(node)
             disk.fill()
-            process = await start_coordinator(config)
+            node.process = await node.start()
             assert (await node.state()).last_error.startswith("DISK_FULL")
-            process.send_signal(signal.SIGTERM)
-            assert await asyncio.wait_for(process.wait(), DEADLINE_S) == 0
-        shutil.rmtree(socket_dir(config.state_dir))
+            await node.stop()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+async def killed(node: Node) -> None:
+    node.process.kill()
+    await node.process.wait()
 
 
 @pytest.fixture(params=["tmpfs", "limit"])

@@ -35,7 +35,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def receive(receiver: WeightReceiver, weights: weights_pb2.PublishedWeights) -> None:
-    """A sync, with a front that lets go as the ranks do."""
+    """A sync, with a front that releases its import as the ranks do."""
     front = import_weights(weights, timeout_s=2)
     pieces = [ReceivedPiece(0, *sums) for sums in receiver.receive(weights, import_timeout_s=2).checksums]
     check_received(pieces, front)
@@ -148,7 +148,7 @@ def test_what_leaves_is_really_gone_from_publisher_and_reader(start: Start) -> N
         trainer.load()
 
 
-def test_a_reader_that_does_not_let_go_is_accounted_for_by_the_system_alone(start: Start) -> None:
+def test_a_reader_that_does_not_release_is_accounted_for_by_the_system_alone(start: Start) -> None:
     trainer = start(dtype=torch.float32, published=torch.bfloat16, in_place=False, leaves=True)
     before = native.totals().imported_bytes
     imported = import_weights(trainer.publish(0), timeout_s=2)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -55,17 +56,30 @@ def how(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+_launchers: list[subprocess.Popen[bytes]] = []
+
+
+@pytest.fixture(autouse=True)
+def no_launcher_outlives_its_test() -> Iterator[None]:
+    yield
+    while _launchers:
+        with _launchers.pop() as launcher:
+            launcher.terminate()
+
+
 def launch_ranks(folder: Path, how: str, *kinds: str) -> subprocess.Popen[bytes]:
     (folder / "rank_of_test.py").write_text(RANK)
     (folder / "shared_by_ranks.py").write_text(SHARED)
     preload = ["--preload", "shared_by_ranks"] if how == "forked" else []
     launch = [sys.executable, "-m", "tasuki.trainer.launch", "--num-ranks", str(len(kinds)), *preload, "--"]
     path = os.pathsep.join([str(folder), ENVIRONMENT["PYTHONPATH"]])
-    return subprocess.Popen(
+    launcher = subprocess.Popen(
         [*launch, "-m", "rank_of_test", str(folder), *kinds],
         env=ENVIRONMENT | {"TMPDIR": str(folder), "PYTHONPATH": path},
         stderr=subprocess.PIPE,
     )
+    _launchers.append(launcher)
+    return launcher
 
 
 def facts_of(folder: Path, num_ranks: int) -> list[list[object]]:

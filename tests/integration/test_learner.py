@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,9 +10,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
@@ -33,29 +31,18 @@ from tasuki.trainer.roles import Role
 from tasuki.trainer.service.requests import decode_samples
 from tasuki.wire.errors import GradientsNotFinite, InvalidArgument, VersionOrder
 from tests.integration.learning import fsdp, learn, start_learner, trained, whole_parameters
-from tests.integration.plain_critic import PlainCritic, add_head, value_samples
+from tests.integration.one_rank import mesh, model
+from tests.integration.plain_critic import PlainCritic, value_samples
 from tests.integration.trainer_samples import make_samples
 from tests.models import VOCAB_SIZE, make_model, save_checkpoint
+
+__all__ = ["mesh", "model"]
 
 LOSSES = {Role.POLICY: LossConfig(correction=Correction(token_truncation=None)), Role.CRITIC: LossConfig(loss=ValueLoss())}
 SCHEDULE = {"learning_rate": 1.0, "lr_schedule": "linear", "warmup_steps": 1, "total_steps": 3}
 RATES = [0.5, 1.0, 0.5, 0.0]
 """Of the steps of SCHEDULE."""
 CRITIC = {"learning_rate": 1e-2}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def mesh() -> Iterator[DeviceMesh]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
-    dist.destroy_process_group()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = save_checkpoint(make_model("llama", seed=0), tmp_path_factory.mktemp("model") / "llama")
-    add_head(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

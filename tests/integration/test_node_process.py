@@ -103,7 +103,7 @@ def test_starter_that_is_killed_takes_the_node_with_it(start: Start) -> None:
     assert node.exit["reason"] == "the process that started the node ended"
 
 
-def test_node_that_was_let_go_outlives_its_starter(start: Start) -> None:
+def test_node_that_was_handed_over_outlives_its_starter(start: Start) -> None:
     node = start(first="good")
     node.wait_until_up()
     os.write(node.starter_fd, b"1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import shutil
@@ -10,8 +11,11 @@ import signal
 import ssl
 import subprocess
 import sys
+import time
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,7 +37,7 @@ _TRACE = "0af7651916cd43dd8448eb211c80319c"
 
 def commands(page: str, *, containing: str) -> list[str]:
     """Of the page's blocks, with continued lines as one."""
-    blocks = re.findall(r"^```(?:sh|text)\n(.*?)^```", (ROOT / "docs" / page).read_text(), re.DOTALL | re.MULTILINE)
+    blocks = re.findall(r"^ *```(?:sh|text)\n(.*?)^ *```", (ROOT / "docs" / page).read_text(), re.DOTALL | re.MULTILINE)
     lines = [line for block in blocks for line in block.replace("\\\n", "").splitlines() if containing in line]
     assert lines
     return lines
@@ -51,6 +55,17 @@ async def run(line: str, folder: Path, **variables: str) -> str:
     output, _ = await asyncio.wait_for(process.communicate(), 120)
     assert process.returncode == 0, f"{line}\n{output.decode()}"
     return output.decode()
+
+
+def targets_of(url: str, process: subprocess.Popen[bytes]) -> list[dict[str, Any]]:
+    """Targets of a Prometheus that starts, once it has some."""
+    deadline = time.monotonic() + 60
+    while True:
+        with suppress(OSError), urllib.request.urlopen(f"{url}/api/v1/targets", timeout=5) as answer:
+            if targets := json.load(answer)["data"]["activeTargets"]:
+                return targets
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 @pytest.fixture
@@ -74,13 +89,18 @@ def status(url: str, *, lab: Path) -> int:
         return answer.status
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(4))
 def test_each_dashboard_of_the_page_shows_itself(number: int, folder: Path) -> None:
-    lines = [line for line in commands("dashboard.md", containing="tasuki dashboard") if not line.startswith("ssh ")]
-    assert len(lines) == 3
+    lines = commands("dashboard.md", containing="tasuki dashboard")
+    assert len(lines) == 4
     line, port = lines[number], free_port()
     line = line.replace(":8765", f":{port}") if "--listen" in line else f"{line} --listen 127.0.0.1:{port}"
-    environment = {**ENVIRONMENT, "PATH": _PATH}
+    # In the place of ssh: the other machine is this one, and its command runs here.
+    ssh = folder / "bin" / "ssh"
+    ssh.parent.mkdir()
+    ssh.write_text('#!/bin/sh\n[ "$1" = -L ] && shift 3 && exec "$@"\n')
+    ssh.chmod(0o755)
+    environment = {**ENVIRONMENT, "PATH": f"{ssh.parent}{os.pathsep}{_PATH}"}
     with subprocess.Popen(
         ["bash", "-c", f"exec {line}"], cwd=folder, env=environment, stdout=subprocess.PIPE, text=True
     ) as shown:
@@ -109,6 +129,24 @@ async def test_curl_of_the_metrics_page_works(tmp_path: Path) -> None:
     port = free_port()
     async with running_coordinator(tmp_path, metrics_port=port):
         assert 'tasuki_phase{phase="TRAIN"} 1' in await run(line.replace(":9464", f":{port}"), tmp_path)
+
+
+def test_prometheus_of_the_metrics_page_starts_and_scrapes_the_nodes_address(tmp_path: Path) -> None:
+    needs("prometheus")
+    (line,) = commands("metrics.md", containing="prometheus --config.file")
+    (tmp_path / "deploy").symlink_to(ROOT / "deploy")
+    port = free_port()
+    with subprocess.Popen(
+        ["bash", "-c", f"exec {line} --web.listen-address=127.0.0.1:{port}"],
+        cwd=tmp_path,
+        env={**ENVIRONMENT, "PATH": _PATH},
+        stderr=subprocess.DEVNULL,
+    ) as process:
+        try:
+            (target,) = targets_of(f"http://127.0.0.1:{port}", process)
+            assert target["scrapeUrl"] == "http://127.0.0.1:9464/metrics"
+        finally:
+            process.terminate()
 
 
 async def test_curl_of_the_metrics_page_works_over_tls(folder: Path) -> None:

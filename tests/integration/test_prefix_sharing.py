@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from tasuki.algorithms.loss_types import LossConfig, ValueLoss
 from tasuki.trainer.data.micro_batch import token_batch
@@ -22,9 +21,12 @@ from tasuki.v1 import loss_pb2
 from tasuki.v1.types_pb2 import TrainingSample
 from tests.extent import IS_WHOLE, crossed
 from tests.integration.learning import COST, learn, start_learner, whole_gradients, whole_parameters
+from tests.integration.one_rank import mesh
 from tests.integration.trainer_process import TrainerClient, TrainerProcess, connect, samples_of_now, start_trainer
 from tests.integration.trainer_samples import make_samples
 from tests.models import VOCAB_SIZE, make_model, save_checkpoint
+
+__all__ = ["mesh"]
 
 SETTINGS = 'compute_dtype = "float32"\nlearning_rate = 1e-3\nmicro_batch_tokens = 64\n'
 NUM_GROUPS, GROUP_SIZE = 5, 4
@@ -47,13 +49,6 @@ def grouped_samples() -> list[TrainingSample]:
         sample.values[:] = [0.1] * len(sample.completion_token_ids)
         sample.returns[:] = [0.3 * (index % 3)] * len(sample.completion_token_ids)
     return samples
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[DeviceMesh]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
-    dist.destroy_process_group()
 
 
 def shared(samples: Samples) -> Samples:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,26 +28,15 @@ from tasuki.trainer.service.requests import decode_samples
 from tasuki.wire.errors import InvalidArgument
 from tests.integration.forked import processes
 from tests.integration.learning import fsdp, learn, start_learner, trained, whole_gradients, whole_parameters
-from tests.integration.plain_critic import add_head, value_samples
+from tests.integration.one_rank import mesh, model
+from tests.integration.plain_critic import value_samples
 from tests.models import make_model, save_checkpoint
+
+__all__ = ["mesh", "model"]
 
 LOSSES = {Role.POLICY: LossConfig(), Role.CRITIC: LossConfig(loss=ValueLoss())}
 RATE, DECAY = 1e-3, 0.1
 SETTINGS = {"learning_rate": RATE, "weight_decay": DECAY, "critic": {"learning_rate": 1e-2}}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def mesh() -> Iterator[DeviceMesh]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
-    dist.destroy_process_group()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = save_checkpoint(make_model("llama", seed=0), tmp_path_factory.mktemp("model") / "llama")
-    add_head(folder)
-    return folder
 
 
 @pytest.fixture(autouse=True)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from tasuki.algorithms.loss_types import LossConfig
 from tasuki.memory.host import HostMemory, host_memory
@@ -24,17 +22,13 @@ from tasuki.trainer.service.requests import decode_samples
 from tasuki.wire.errors import InvalidArgument
 from tests.integration.launched import run_ranks
 from tests.integration.learning import fsdp, learn, start_learner
+from tests.integration.one_rank import mesh
 from tests.integration.plain_critic import value_samples
 from tests.models import make_model, save_checkpoint
 
+__all__ = ["mesh"]
+
 SAMPLES = decode_samples(value_samples(9))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def mesh() -> Iterator[DeviceMesh]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

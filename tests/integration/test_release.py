@@ -48,13 +48,13 @@ def test_nothing_is_handed_out_while_the_memory_is_away(trainer: TrainerRank, ca
         assert numbers - {trainer.export._header_fd} <= set(others)
         with pytest.raises(BadHandle, match="shares nothing now"):
             import_weights(weights, timeout_s=2)
-        assert not caplog.records, "what was withheld was not even tried to be sent"
+        assert not caplog.records, "a message with released memory was attempted"
 
 
 # --- a reader
 
 
-def test_a_reader_that_never_let_go_sees_the_memory_of_the_new_publication(trainer: TrainerRank) -> None:
+def test_a_reader_that_never_releases_sees_the_memory_of_the_new_publication(trainer: TrainerRank) -> None:
     imported = import_weights(trainer.publish(0), timeout_s=2)
     offload_and_load(trainer)
     weights = trainer.publish(1)

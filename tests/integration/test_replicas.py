@@ -27,6 +27,7 @@ from tests.integration.rollout_process import (
     wait_until_serving,
 )
 from tests.models import make_model, save_checkpoint
+from tests.pulses import engine_rank_pids
 
 pytestmark = pytest.mark.timeout(600)
 PROMPTS = [[5, 6, 7], [9, 10], list(range(3, 40))]
@@ -60,8 +61,7 @@ async def client(replicas: RolloutProcess) -> AsyncIterator[RolloutClient]:
 
 
 def ranks_of(replicas: RolloutProcess) -> list[psutil.Process]:
-    children = psutil.Process(replicas.process.pid).children(recursive=True)
-    return [child for child in children if child.name().startswith("sglang::sched")]
+    return [psutil.Process(pid) for pid in engine_rank_pids(replicas.state_dir)]
 
 
 async def test_both_replicas_receive_each_version_and_generate_with_it(

@@ -33,7 +33,7 @@ CONTEXT_LENGTH = 256
 WEIGHTS, KV = types_pb2.MEMORY_TAG_WEIGHTS, types_pb2.MEMORY_TAG_KV_CACHE
 
 
-async def test_asleep_it_refuses_to_generate_and_says_where_it_stands(rollout: RolloutClient, rollout_model: Path) -> None:
+async def test_asleep_it_refuses_to_generate_and_names_its_stage(rollout: RolloutClient, rollout_model: Path) -> None:
     assert isinstance(await refused(rollout.generate([[5]])), Asleep)
     state = await rollout.state()
     assert not state.HasField("policy_version")

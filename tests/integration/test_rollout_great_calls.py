@@ -1,4 +1,4 @@
-"""Calls of the size that a client may send: rollout lives on under them, answers others meanwhile, and lets go of one that is given up."""
+"""Calls of the size that a client may send: rollout lives on under them, answers others meanwhile, and cancels one that is given up."""
 
 from __future__ import annotations
 

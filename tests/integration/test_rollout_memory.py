@@ -15,6 +15,7 @@ from tasuki.wire.errors import DeadlineExceeded, InvalidArgument
 from tests.integration.conftest import KV_CACHE_TOKENS
 from tests.integration.rollout_process import RolloutClient, RolloutProcess, TestTrainer
 from tests.integration.test_rollout import refused
+from tests.pulses import engine_rank_pids
 
 WEIGHTS, KV = types_pb2.MEMORY_TAG_WEIGHTS, types_pb2.MEMORY_TAG_KV_CACHE
 GIB = 1 << 30
@@ -24,8 +25,8 @@ class Rank:
     """The engine rank's process as the system sees it."""
 
     def __init__(self, rollout: RolloutProcess) -> None:
-        children = psutil.Process(rollout.process.pid).children(recursive=True)
-        (self.process,) = [child for child in children if child.name().startswith("sglang::sched")]
+        (pid,) = engine_rank_pids(rollout.state_dir)
+        self.process = psutil.Process(pid)
 
     def resident_bytes(self) -> int:
         return self.process.memory_info().rss

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import time
@@ -30,6 +31,7 @@ from tests.integration.rollout_process import (
 )
 from tests.limits import limit_s
 from tests.models import make_model
+from tests.pulses import engine_rank_pids
 from tests.refusal import refused
 
 pytestmark = pytest.mark.timeout(600)
@@ -95,12 +97,15 @@ def test_a_start_that_takes_too_long_is_given_up(tmp_path: Path, rollout_model: 
 @pytest.mark.parametrize("number", [signal.SIGTERM, *([signal.SIGKILL, signal.SIGINT] if IS_WHOLE else [])])
 def test_a_start_that_is_stopped_leaves_no_process(tmp_path: Path, rollout_model: Path, number: signal.Signals) -> None:
     rollout = start_rollout(tmp_path / "node", rollout_model)
-    while not (processes := children(rollout)):
-        assert rollout.process.poll() is None
-        time.sleep(0.02)
-    rollout.process.send_signal(number)
-    assert rollout.process.wait(limit_s(10)) in (128 + number, -number)
-    assert still_there(processes) == []
+    try:
+        while not (processes := children(rollout)):
+            assert rollout.process.poll() is None
+            time.sleep(0.02)
+        rollout.process.send_signal(number)
+        assert rollout.process.wait(limit_s(10)) in (128 + number, -number)
+        assert still_there(processes) == []
+    finally:
+        stop_rollout(rollout)
 
 
 # --- two ranks
@@ -182,10 +187,10 @@ async def test_corrupt_weights_poison_the_engine(client: RolloutClient, pair_tra
 
 def test_a_dead_rank_ends_the_service_and_leaves_nothing(engine_pair: RolloutProcess, pair_trainer: TestTrainer) -> None:
     processes = children(engine_pair)
-    ranks = [process for process in processes if process.name().startswith("sglang::sched")]
-    assert len(ranks) == 2
+    ranks = engine_rank_pids(engine_pair.state_dir)
+    assert len(ranks) == 2 and set(ranks) <= {process.pid for process in processes}
     shared = shared_memory([engine_pair.process.pid, *(process.pid for process in processes)])
-    ranks[1].kill()
+    os.kill(ranks[1], signal.SIGKILL)
     assert engine_pair.process.wait(limit_s(15)) == 1
     assert still_there(processes) == []
     assert left_of(shared) == []

@@ -6,6 +6,7 @@ import asyncio
 import json
 import shutil
 import signal
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -15,16 +16,14 @@ from tasuki.cli.state import show_state
 from tasuki.cli.watch import watch
 from tasuki.config.instance import Instance, begin_instance, read_instance
 from tasuki.config.lock import NODE_LOCK, StateLock
-from tasuki.config.places import log_path, node_targets, socket_dir
+from tasuki.config.places import log_path, socket_dir
 from tasuki.config.save import save_config
 from tasuki.config.schema import ModelConfig, NodeConfig
 from tasuki.supervisor.exit_report import write_exit_report
 from tasuki.supervisor.node import CALL_TIMEOUT_S, running_node
-from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tasuki.v1.types_pb2 import PHASE_TRAIN
-from tasuki.wire.channel import open_channel
 from tasuki.wire.errors import NodeDown
-from tests.integration.coordinator_process import DEADLINE_S, Node, start_coordinator
+from tests.integration.coordinator_process import DEADLINE_S, coordinated
 from tests.integration.stage_services import serving
 
 
@@ -34,11 +33,12 @@ async def test_services_that_are_away_are_marked_and_the_others_told(
     config = NodeConfig(state_dir=tmp_path / "state", model=ModelConfig(path=tmp_path))
     config.state_dir.mkdir()
     save_config(config, config.state_dir / "node.toml")
-    with StateLock.take(config.state_dir, name=NODE_LOCK):
+    async with AsyncExitStack() as until_the_end:
+        until_the_end.enter_context(StateLock.take(config.state_dir, name=NODE_LOCK))
         begin_instance(config.state_dir)
-        async with serving(config) as (trainer, rollout), open_channel(node_targets(config)["coordinator"]) as channel:
-            process = await start_coordinator(config)
-            await Node(config, trainer, rollout, process, channel, CoordinatorServiceStub(channel)).settled()
+        async with serving(config) as services:
+            node = await until_the_end.enter_async_context(coordinated(config, *services))
+            await node.settled()
             with NodeReader(config) as reader:
                 assert dict((await asyncio.to_thread(reader.read)).absent) == {}
             assert await asyncio.to_thread(show_state, config, as_json=False, must_serve=True) == 0
@@ -59,8 +59,8 @@ async def test_services_that_are_away_are_marked_and_the_others_told(
         assert await asyncio.to_thread(show_state, config, as_json=False, must_serve=True) == 1
         watching = asyncio.create_task(asyncio.to_thread(watch, config))
         await asyncio.sleep(1.0)
-        process.send_signal(signal.SIGKILL)
-        await asyncio.wait_for(process.wait(), DEADLINE_S)
+        node.process.kill()
+        await asyncio.wait_for(node.process.wait(), DEADLINE_S)
         await asyncio.to_thread(show_state, config, as_json=True)
         told = capsys.readouterr().out
         assert json.loads(told[told.index("{") :])["absent"]["coordinator"] == "is being restarted"
@@ -93,11 +93,8 @@ async def test_a_coordinator_that_is_stopped_once_it_serves_is_waited_for(tmp_pa
     loop = asyncio.get_running_loop()
     with StateLock.take(config.state_dir, name=NODE_LOCK):
         begin_instance(config.state_dir)
-        async with serving(config) as (trainer, rollout), open_channel(node_targets(config)["coordinator"]) as channel:
-            process = await start_coordinator(config)
-            await Node(config, trainer, rollout, process, channel, CoordinatorServiceStub(channel)).settled()
+        async with serving(config) as services, coordinated(config, *services) as node:
+            process = node.process
+            await node.settled()
             await asyncio.to_thread(join)
-            process.kill()
-            await process.wait()
     assert told[-1] == "joined"
-    shutil.rmtree(socket_dir(config.state_dir))

@@ -60,7 +60,7 @@ def test_copies_leave_with_the_weights_and_stay_when_told(ranks: list[dict[str, 
         assert mapped["copy_leaves"] == mapped["same_dtype_copied"] == [0, 0, 0]
         assert min(mapped["copy_stays"]) > 0
         leaving = rank["published"]["copy_leaves"]
-        assert len(set(leaving["num_imports"])) == 1, "a reader lets go"
+        assert len(set(leaving["num_imports"])) == 1, "a reader releases its imports"
         assert rank["published"]["copy_stays"]["num_imports"][0] > leaving["num_imports"][0]
 
 

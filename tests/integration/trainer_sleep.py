@@ -114,7 +114,7 @@ PUBLISHING = {
 
 
 def publish_rounds(learner: Learner, *, engine_dtype: str = "bfloat16") -> dict[str, Any]:
-    """Three rounds of a changeover as one reader sees them, which lets go when it is told to; what each of them was like."""
+    """Facts of three changeovers as seen by one reader, which releases its import when told to."""
     reader: ImportedWeights | None = None
     facts: dict[str, list[Any]] = {"is_equal": [], "num_imports": [], "tags": []}
     for _ in range(3):

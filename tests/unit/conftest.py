@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +29,21 @@ def tmp_path() -> Iterator[Path]:
     """In memory: no test cuts the power, so no commit need wait for a disk."""
     with tempfile.TemporaryDirectory(prefix="tasuki-unit-", dir=memory_folder(), ignore_cleanup_errors=True) as folder:
         yield Path(folder)
+
+
+@pytest.fixture
+def node_file(tmp_path: Path) -> Path:
+    """Configuration of a node that would start on a CPU, if its model folder had weights."""
+    from tests.unit.test_plan_cli import CONFIG
+
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(CONFIG))
+    (model / "tokenizer_config.json").write_text("{}")
+    (model / "model.safetensors").write_bytes(b"")
+    file = tmp_path / "node.toml"
+    file.write_text(f'state_dir = "{tmp_path}/node"\n[model]\npath = "model"\n')
+    return file
 
 
 @pytest.fixture

@@ -189,7 +189,7 @@ def test_a_boot_id_that_no_service_had_is_found_out(run: Path, capsys: pytest.Ca
     )
 
 
-def test_a_stage_by_hand_that_was_refused_is_no_breach(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_single_stage_that_was_refused_is_no_breach(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = (
         "event=command name=SYNC epoch=2 sequence=99 outcome=STAGE_ORDER seconds=0.1 boot_id=rollout-1 version=- request_id='x'"
     )

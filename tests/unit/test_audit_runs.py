@@ -115,7 +115,7 @@ async def test_rollout_that_was_only_silent_when_a_changeover_began_that_came_to
     assert audit(history).violation is None
 
 
-async def test_changeover_by_hand_that_came_to_no_stage_is_not_the_one_that_goes_on_after_a_service_was_lost(
+async def test_changeover_by_single_stages_that_came_to_no_stage_is_not_the_one_that_goes_on_after_a_service_was_lost(
     tmp_path: Path,
 ) -> None:
     failpoints, services = JournalFailpoints(on_crash=lambda: None), FakeServices()

@@ -123,7 +123,7 @@ async def test_stage_out_of_order_is_refused_and_no_service_is_asked(wrong: Stag
     await acquire(node, Phase.ROLLOUT)
 
 
-async def test_acquire_turns_back_what_was_begun_by_hand(node: Node, services: FakeServices, journal: Journal) -> None:
+async def test_acquire_turns_back_what_single_stages_began(node: Node, services: FakeServices, journal: Journal) -> None:
     for stage in TO_ROLLOUT[:3]:
         await events(node.run_stage(stage, f"hand {stage}"))
     await acquire(node, Phase.TRAIN)
@@ -132,7 +132,7 @@ async def test_acquire_turns_back_what_was_begun_by_hand(node: Node, services: F
     assert [one.error_reason for one in journal.changeovers(limit=2)] == ["", "INTERRUPTED"]
 
 
-async def test_acquire_finishes_what_was_begun_by_hand(node: Node, services: FakeServices) -> None:
+async def test_acquire_finishes_what_single_stages_began(node: Node, services: FakeServices) -> None:
     for stage in TO_ROLLOUT[:3]:
         await events(node.run_stage(stage, f"hand {stage}"))
     await acquire(node, Phase.ROLLOUT)

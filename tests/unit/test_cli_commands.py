@@ -18,9 +18,7 @@ from tasuki.cli.node_tables import draw
 from tasuki.v1 import coordinator_pb2, memory_pb2, rollout_pb2, trainer_pb2
 from tests.conftest import ENVIRONMENT
 from tests.tiny_disk import tmpfs
-from tests.unit.test_doctor import config
 
-__all__ = ["config"]
 PLAN = [sys.executable, "-m", "tasuki.cli", "plan", "--preset", "balanced"]
 
 
@@ -95,12 +93,12 @@ def test_an_error_of_the_system_has_a_reason_and_its_path(capsys: pytest.Capture
     assert capsys.readouterr().err == "tasuki: error PATH_NOT_FOUND: /dev/null/file: Not a directory\n"
 
 
-def test_up_on_a_full_disk_names_it(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_up_on_a_full_disk_names_it(node_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with tmpfs(tmp_path / "disk", num_kib=64) as disk:
         state_dir = disk.folder / "node"
         state_dir.mkdir()
         (state_dir / "node.lock").touch()
         disk.fill()
-        assert main(["up", str(config), "--set", f"state_dir={state_dir}"]) == 2
+        assert main(["up", str(node_file), "--set", f"state_dir={state_dir}"]) == 2
     told = capsys.readouterr().err.splitlines()[-1]
     assert told.startswith(f"tasuki: error DISK_FULL: {state_dir}") and "No space left on device; free space" in told

@@ -23,7 +23,8 @@ from tasuki.planner.layout import GB, Checkpointing, Layout, Part
 from tasuki.planner.model_shape import shape_of
 from tasuki.planner.plan import plan
 from tasuki.planner.presets import MODELS
-from tasuki.planner.trainer_bytes import step_moments, trainer_tags
+from tasuki.planner.step_bytes import step_moments
+from tasuki.planner.trainer_bytes import trainer_tags
 from tasuki.trainer.backends.fsdp.expert_parallel import ParallelExperts, parallelize_experts
 from tasuki.wire.errors import InvalidArgument
 from tests.models import CONFIGS, make_model

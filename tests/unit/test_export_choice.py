@@ -206,11 +206,11 @@ RISING = {Stage.LOAD_WEIGHTS, Stage.RESUME_WEIGHTS, Stage.SYNC}
 
 def test_a_copy_that_leaves_is_there_from_load_weights_to_sync_alone() -> None:
     assert present(h200s(), Part.EXPORT) == set(PLAN_STAGES)
-    leaving = h200s(export_stays=False)
-    assert present(leaving, Part.EXPORT) == RISING
-    grown = needed_bytes(plan(leaving), Stage.LOAD_WEIGHTS).gpus[0]
+    released = h200s(export_stays=False)
+    assert present(released, Part.EXPORT) == RISING
+    grown = needed_bytes(plan(released), Stage.LOAD_WEIGHTS).gpus[0]
     assert grown[Part.EXPORT] == pytest.approx(2 * MODEL.num_parameters / 4, rel=0.01)
-    freed = plan(h200s()).stage(Phase.ROLLOUT).gpu_bytes - plan(leaving).stage(Phase.ROLLOUT).gpu_bytes
+    freed = plan(h200s()).stage(Phase.ROLLOUT).gpu_bytes - plan(released).stage(Phase.ROLLOUT).gpu_bytes
     assert freed == grown[Part.EXPORT]
 
 
@@ -219,9 +219,9 @@ def test_published_parameters_need_no_copy_and_stay_or_leave_themselves() -> Non
     assert present(in_place, Part.EXPORT) == set()
     assert present(in_place, Part.TRAINER_WEIGHTS) == set(PLAN_STAGES)
     assert Part.TRAINER_WEIGHTS not in plan(in_place).stage(Phase.ROLLOUT).host
-    leaving = replace(in_place, export_stays=False)
-    assert Phase.ROLLOUT not in present(leaving, Part.TRAINER_WEIGHTS)
-    assert Part.TRAINER_WEIGHTS in plan(leaving).stage(Phase.ROLLOUT).host
+    released = replace(in_place, export_stays=False)
+    assert Phase.ROLLOUT not in present(released, Part.TRAINER_WEIGHTS)
+    assert Part.TRAINER_WEIGHTS in plan(released).stage(Phase.ROLLOUT).host
 
 
 def test_bfloat16_parameters_take_half_of_weights_gradients_and_moments() -> None:

@@ -202,7 +202,7 @@ def test_malformed_answers_are_refused_and_leak_no_descriptor(
 
 
 @pytest.mark.parametrize("sent", [b"", struct.pack("<Q", 100) + b"x"])
-def test_a_server_that_stands_still_is_left_in_time(path: Path, sent: bytes) -> None:
+def test_a_server_that_hangs_is_left_in_time(path: Path, sent: bytes) -> None:
     done = threading.Event()
 
     def stall(peer: socket.socket) -> None:

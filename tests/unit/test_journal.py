@@ -69,7 +69,7 @@ def test_number_of_an_intent_that_could_not_be_written_is_given_again(journal: J
     assert (again.id, again.sequence) == (2, 2)
 
 
-def test_stage_without_a_result_is_unresolved_and_stands_as_started(journal: Journal) -> None:
+def test_stage_without_a_result_is_unresolved_and_remains_started(journal: Journal) -> None:
     changeover_id = journal.begin_changeover("r1", origin=TRAIN, target=Phase.ROLLOUT)
     done = intend(journal, changeover_id, Stage.LOAD_WEIGHTS)
     journal.done(done, Outcome(num_bytes=7, answer=b"handles", policy_version=3), seconds=0.5)

@@ -10,7 +10,7 @@ import torch
 from tasuki.planner.kept_bytes import kept_in_mlp
 from tasuki.planner.layout import GB, Checkpointing, Layout
 from tasuki.planner.presets import MODELS
-from tasuki.planner.trainer_bytes import step_moments
+from tasuki.planner.step_bytes import step_moments
 from tasuki.trainer.backends.fsdp.mlp_tiles import tile_mlps
 from tests.extent import crossed
 from tests.models import CONFIGS, make_model

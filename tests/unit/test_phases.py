@@ -82,7 +82,7 @@ def test_turning_back_leads_to_the_phase_that_held_last() -> None:
 
 
 @given(at=stages)
-def test_stages_since_the_last_phase_lead_to_where_the_node_stands(at: Stage) -> None:
+def test_stages_since_the_last_phase_lead_to_the_stage_of_the_node(at: Stage) -> None:
     done = since_phase(at)
     assert (done == ()) == (phase_of(at) is not None)
     assert path(done[0] if done else at, leads_to(at))[-1] is HOLDS[leads_to(at)]
@@ -201,7 +201,7 @@ class AnySequenceOfStages(RuleBasedStateMachine):
         assert phase_of(self.at) is not None
 
     @invariant()
-    def the_services_tell_where_the_node_stands(self) -> None:
+    def the_services_tell_the_stage_of_the_node(self) -> None:
         assert ring_position(trainer=self.services.trainer_stage, rollout=self.services.rollout_stage) is self.at
 
     @invariant()

@@ -50,7 +50,7 @@ def test_a_preset_prints_every_stage_and_the_answers(name: str, capsys: pytest.C
     assert ("Change trainer.optimizer_on_host: false -> true: " in printed) is not fits
 
 
-def test_a_nodes_configuration_is_planned_as_it_stands(node: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_nodes_configuration_is_planned_unchanged(node: Path, capsys: pytest.CaptureFixture[str]):
     arguments = ["plan", str(node), "--gpu-gb", "80", "--host-gb", "100", "--set", "rollout.kv_ratio=0.5", "--json"]
     assert main(arguments) == 0
     planned = json.loads(capsys.readouterr().out)

@@ -18,7 +18,7 @@ from tasuki.planner.layout import GB, MIB, TAGS, Checkpointing, Layout, Part, St
 from tasuki.planner.node_plan import plan_node
 from tasuki.planner.plan import PLAN_STAGES, Plan, PlanStage, needed_bytes, plan
 from tasuki.planner.presets import MODELS, PRESETS
-from tasuki.planner.trainer_bytes import step_moments
+from tasuki.planner.step_bytes import step_moments
 from tasuki.wire.errors import InvalidArgument
 from tests.bench import plan_gpu
 from tests.extent import examples
@@ -93,7 +93,7 @@ SEED_32B = {
     "tp_size": 8,
     "kv_ratio": 0.9,
     "micro_batch_tokens": 16_384,
-    "leaves_early": frozenset({Part.GRADIENTS, Part.OPTIMIZER}),
+    "released_early": frozenset({Part.GRADIENTS, Part.OPTIMIZER}),
     "sync_bucket_bytes": 2 * 2**30,
     "empties_cache": True,
 }

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 from tasuki.models.family import full_attention
 from tasuki.planner.layout import GB, Checkpointing, Layout, Part
 from tasuki.planner.model_shape import shape_of
-from tasuki.planner.trainer_bytes import step_moments
+from tasuki.planner.step_bytes import step_moments
 from tasuki.trainer.backends.fsdp.activations import set_checkpointing
 from tasuki.trainer.backends.fsdp.attention import IMPLEMENTATION, PackedAttention
 from tasuki.trainer.backends.fsdp.attention_padded import PaddedSequences

@@ -23,12 +23,12 @@ import tasuki.rollout.ranks as ranks
 from tasuki.config.schema import ModelConfig, NodeConfig
 from tasuki.rollout.startup_deadline import StartupDeadline
 
-def let_go():
+def forked():
     os.kill(os.getpid(), signal.SIGTERM)
-    print("let go", flush=True)
+    print("forked", flush=True)
 
 ranks.preload = lambda module: None
-os.register_at_fork(after_in_parent=let_go)
+os.register_at_fork(after_in_parent=forked)
 StartupDeadline(60)
 processes = ranks.RankProcesses()
 try:
@@ -43,7 +43,7 @@ def test_a_stop_waits_for_the_end_of_a_fork(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", FRONT, tmp_path], env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False
     )
-    assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGTERM, "let go\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGTERM, "forked\n", "")
 
 
 TYPED = RankReport(status="failed", reason=UnsupportedModel.reason, problem="leave it out")

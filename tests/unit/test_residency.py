@@ -24,8 +24,8 @@ from tasuki.planner.node_plan import node_layout
 from tasuki.planner.plan import PLAN_STAGES, plan, plan_of, sizes_of
 from tasuki.planner.presets import MODELS
 from tasuki.planner.residency import as_config, decide, stay_and_leave
-from tasuki.planner.seconds import expected_seconds, leaving_seconds
-from tasuki.planner.trainer_bytes import step_moments
+from tasuki.planner.seconds import expected_seconds, release_seconds
+from tasuki.planner.step_bytes import step_moments
 from tasuki.rpc.staying import staying_of_engine_rank, staying_tags
 from tasuki.v1 import types_pb2
 from tasuki.wire.errors import InvalidArgument
@@ -160,7 +160,7 @@ def test_no_choice_that_fits_costs_less(tokens: int) -> None:
     room = layout.gpu_bytes * 0.96 - layout.overheads.margin
 
     def cost(staying: frozenset[Part]) -> float:
-        return sum(leaving_seconds(part, known[part], frozen=sizes.frozen) for part in RESIDENT if part not in staying)
+        return sum(release_seconds(part, known[part], frozen=sizes.frozen) for part in RESIDENT if part not in staying)
 
     def fits(staying: frozenset[Part]) -> bool:
         planned = plan_of(replace(layout, staying=(staying,) * layout.num_gpus), sizes)
@@ -179,11 +179,11 @@ def test_what_stays_never_makes_a_plan_fail_that_fits_without(gb: int, tokens: i
         layout = h200s(node(trainer={"num_ranks": ranks}, rollout={"kv_tokens": tokens}), gpu_bytes=gb * GB)
     except InvalidArgument:
         return
-    leaving = replace(layout, staying=(frozenset[Part](),) * layout.num_gpus)
-    if plan(leaving).fits:
+    released = replace(layout, staying=(frozenset[Part](),) * layout.num_gpus)
+    if plan(released).fits:
         assert plan(layout).fits
     for stage in PLAN_STAGES:
-        assert plan(layout).stage(stage).gpu_bytes >= plan(leaving).stage(stage).gpu_bytes
+        assert plan(layout).stage(stage).gpu_bytes >= plan(released).stage(stage).gpu_bytes
 
 
 def test_apart_from_each_other_both_services_keep_everything() -> None:
@@ -222,8 +222,8 @@ def test_a_base_that_never_changes_costs_no_copy_to_the_host() -> None:
 
 def test_a_base_that_returns_without_having_been_copied_leaves_before_what_is_copied_both_ways() -> None:
     size = GB
-    base, masters = (leaving_seconds(Part.TRAINER_WEIGHTS, size, frozen=frozen) for frozen in (size, 0))
-    assert masters == leaving_seconds(Part.OPTIMIZER, size, frozen=0) == leaving_seconds(Part.OPTIMIZER, size, frozen=size)
+    base, masters = (release_seconds(Part.TRAINER_WEIGHTS, size, frozen=frozen) for frozen in (size, 0))
+    assert masters == release_seconds(Part.OPTIMIZER, size, frozen=0) == release_seconds(Part.OPTIMIZER, size, frozen=size)
     assert masters - base == pytest.approx(1 / 55)
 
 

@@ -11,7 +11,7 @@ from tasuki.trainer.durable.saves import (
     can_be_published,
     check_save_id,
     clear_other_saves,
-    drop,
+    delete,
     partial_path,
     publish,
     written_path,
@@ -53,8 +53,8 @@ def test_leftovers_of_other_saves_go_and_ours_stay(tmp_path: Path) -> None:
     write(tmp_path / "step-10", "old")
     clear_other_saves(path, "mine")
     assert {each.name for each in tmp_path.iterdir()} == {".step-1.written-mine", ".step-10.written-old"}
-    drop(path, "mine")
-    drop(path, "mine")
+    delete(path, "mine")
+    delete(path, "mine")
     assert not can_be_published(path, "mine")
 
 

@@ -108,7 +108,7 @@ class NodeMachine(RuleBasedStateMachine):
         assert error is None or isinstance(error, EXPECTED), repr(error)
 
     @rule(faults=faults(5))
-    def next_stage_by_hand(self, faults: list[Fault | None]) -> None:
+    def next_single_stage(self, faults: list[Fault | None]) -> None:
         """Also when the node was moved since it was looked at: the refusal names the stage that comes next."""
         at = self.node.node.state().next_stage or Stage.LOAD_WEIGHTS
         self.faults = faults
@@ -117,7 +117,7 @@ class NodeMachine(RuleBasedStateMachine):
             self.runner.run(self.node.run_stage(Stage(error.metadata["allowed"]), self._id("hand")))
 
     @rule(stage=st.sampled_from(Stage))
-    def any_stage_by_hand(self, stage: Stage) -> None:
+    def any_single_stage(self, stage: Stage) -> None:
         self.runner.run(self.node.run_stage(stage, self._id("hand")))
 
     @rule(faults=faults(2))

@@ -136,7 +136,7 @@ class ShownSamples:
             self._learned[id(batch[position])].trainer_log_probs = row
 
     def lines(self, *, max_bytes: int) -> list[bytes]:
-        """As many lines as fit."""
+        """Lines that fit into `max_bytes`."""
         lines: list[bytes] = []
         room = max_bytes
         for one in self.samples:

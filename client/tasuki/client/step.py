@@ -39,9 +39,9 @@ class Step:
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of evaluation, advantages and losses (docs/algorithms.md): means over the step's updates; for maxima, the largest."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """By part of the step. Their sum is the duration of the step."""
+    """Seconds of each part of the step. Their sum is the duration of the step."""
     stage_seconds: dict[str, float] = field(default_factory=dict)
-    """By stage of the step's changeovers. to_rollout and to_train have only what the loop waited for."""
+    """Seconds of each stage of the step's changeovers. to_rollout and to_train have only what the loop waited for."""
     position: dict[str, int] = field(default_factory=dict)
     """Position in the dataset after the step."""
     estimator: dict[str, float] = field(default_factory=dict)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 
 class Phase(StrEnum):
-    """Who holds the GPUs."""
+    """Holder of the GPUs."""
 
     TRAIN = "TRAIN"
     ROLLOUT = "ROLLOUT"
@@ -160,7 +160,7 @@ class ForwardBackwardResult:
     denominator: float
     """Divisor of the loss's sum over tokens."""
     metrics: Mapping[str, float]
-    """By name; see docs/algorithms.md. A mean over no values is omitted."""
+    """Metrics by name; see docs/algorithms.md. A mean over no values is omitted."""
     num_micro_batches: int
     seconds: float
     log_probs: tuple[NDArray[np.float32], ...] = ()

@@ -19,7 +19,7 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """System errors for a write without space left."""
 RETRY_AFTER_S = 1.0
 _MAX_MESSAGE_BYTES, _MAX_METADATA_BYTES = 1_000, 1_500
-"""Of a message, and of all metadata values together. gRPC sends a message thrice, encoded; clients refuse more than 8 KiB."""
+"""Limits of a message, and of all metadata values together. gRPC sends a message thrice, encoded; clients refuse more than 8 KiB."""
 
 
 class TasukiError(Exception):

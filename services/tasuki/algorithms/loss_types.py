@@ -215,7 +215,7 @@ class LossConfig:
             raise SettingError("old_policy", f"{self.old_policy}, but {type(self.loss).__name__} has no ratio; use current")
 
     def _check_types(self) -> None:
-        """Also accepts enum members by value."""
+        """Accepts enum members by value, too."""
         for name, enum in (("aggregation", Aggregation), ("kl_estimator", KlEstimator), ("old_policy", OldPolicy)):
             object.__setattr__(self, name, member(enum, getattr(self, name), field=name))
         for name, classes in (("loss", get_args(Loss)), ("correction", (Correction,))):

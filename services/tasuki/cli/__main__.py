@@ -65,7 +65,7 @@ def _open_missing_streams() -> None:
 def _code_of_system_error(error: OSError) -> int:
     """Prints the error with its reason and path, or nothing if the reader of standard output has gone."""
     path = error.filename
-    if path is None and _drops_output():
+    if path is None and _discards_output():
         if isinstance(error, BrokenPipeError):
             return SERVICE_ERROR  # as rich does
         path = "standard output"
@@ -78,8 +78,8 @@ def _code_of_system_error(error: OSError) -> int:
     return USER_ERROR
 
 
-def _drops_output() -> bool:
-    """Whether standard output cannot be written, as a line break shows: a failed write leaves nothing to flush. Drops further output."""
+def _discards_output() -> bool:
+    """Whether standard output cannot be written, as a line break shows: a failed write leaves nothing to flush. Discards further output."""
     try:
         sys.stdout.write("\n")
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Which nodes a starting node of a fleet is waiting for."""
+"""Nodes that a starting node of a fleet is waiting for."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class NodeSnapshot:
     changeovers: Sequence[coordinator_pb2.Changeover]
     absent: Mapping[str, str]
     start_seconds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Of each service's last start, by part."""
+    """Duration of each service's last start, by part."""
 
 
 class NodeReader:

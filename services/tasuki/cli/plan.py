@@ -212,7 +212,7 @@ def _gpu_bytes(wishes: Wishes, *, default: float | None) -> int:
 
 
 def _host_bytes(wishes: Wishes, node: NodeConfig | None = None) -> int:
-    """By default this machine's memory for a node on a CPU."""
+    """Host memory to plan with: as asked, or this machine's for a node on a CPU."""
     if wishes.host_gb is None and node is not None and node.device == "cpu":
         return host_memory().total_bytes
     return _bytes("host-gb", DEFAULT_HOST_GB if wishes.host_gb is None else wishes.host_gb)

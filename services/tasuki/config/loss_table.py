@@ -17,7 +17,7 @@ from tasuki.config.table import check_kind
 LOSSES: Mapping[str, type] = {
     re.sub(r"(?<=[a-z])(?=[A-Z])", "_", loss.__name__.removesuffix("Loss")).lower(): loss for loss in get_args(Loss)
 }
-"""By name: "ppo", "policy_gradient", ..."""
+"""Losses by name: "ppo", "policy_gradient", ..."""
 SHARED = tuple(
     field.name for field in dataclasses.fields(LossConfig) if field.name not in ("loss", "old_policy", "denominator")
 )

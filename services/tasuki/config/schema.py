@@ -63,7 +63,7 @@ class CoordinatorConfig(Schema):
 
 class RolloutConfig(Schema):
     listen: Listen = "unix"
-    """As `coordinator.listen`."""
+    """Same as `coordinator.listen`."""
     tp_size: PositiveInt = 1
     """GPUs over which one replica's weights are sharded by tensor parallelism."""
     dp_size: PositiveInt | None = None
@@ -191,7 +191,7 @@ class NodeConfig(Schema):
 
     @property
     def reference_is_on_host(self) -> bool:
-        """Also without a planned reference: then no GPU has room for one."""
+        """True also without a planned reference: then no GPU has room for one."""
         on_host = self.trainer.reference_on_host
         return not self.has_reference if on_host is None else on_host
 

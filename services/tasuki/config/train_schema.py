@@ -31,7 +31,7 @@ LEAST_TEMPERATURE = 1e-5
 
 class NamedRewardConfig(Schema):
     function: str
-    """As `train.reward.function`."""
+    """Same as `train.reward.function`."""
     weight: float = 1.0
     """Weight of the reward in the sum; 0 reports it without training on it."""
 

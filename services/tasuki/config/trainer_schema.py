@@ -79,12 +79,12 @@ class CriticConfig(OptimizerConfig):
 
 
 DEFAULT_MICRO_BATCH_TOKENS = {"cpu": 8192, "cuda": 16_384}
-"""By device. On a GPU the planner may choose fewer."""
+"""Default by device. On a GPU the planner may choose fewer."""
 
 
 class TrainerConfig(OptimizerConfig):
     listen: Listen = "unix"
-    """As `coordinator.listen`."""
+    """Same as `coordinator.listen`."""
     num_ranks: PositiveInt = 1
     """Number of FSDP2 ranks: one per GPU, or one process each on a CPU."""
     devices: Devices | None = None

@@ -36,7 +36,7 @@ _OUTCOME_UNKNOWN = (DeadlineExceeded, DiskFull, InternalError, PeerUnavailable)
 Tell = Callable[[StageEvent, Stage], None]
 """Takes what happened, and where the node is after it."""
 Restart = Callable[[Service, str], None]
-"""Has a service that hangs killed and restarted; takes the cause."""
+"""Kills and restarts a service that hangs; takes the cause."""
 
 
 @dataclass(slots=True)

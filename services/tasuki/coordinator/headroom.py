@@ -23,7 +23,7 @@ _MOST_DEVICES = 4
 _MARGIN = Overheads().margin
 
 Bytes = Mapping[str, int]
-"""By device."""
+"""Bytes per device."""
 
 
 @dataclass(frozen=True, slots=True)

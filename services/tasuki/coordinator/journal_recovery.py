@@ -19,7 +19,7 @@ def close_interrupted(journal: Journal) -> str:
 
 
 _WITH_WEIGHTS = (Stage.RESUME_KV, Stage.DRAIN, Stage.PAUSE_KV)
-"""Where rollout still has what RESUME_WEIGHTS gave it, although a phase has held since then."""
+"""Stages at which rollout still holds weights from RESUME_WEIGHTS, although a phase has held since then."""
 
 
 def resolve_intents(journal: Journal, at: Stage) -> None:

@@ -35,7 +35,7 @@ LOSSES = (DeadlineExceeded, EnginePoisoned, InternalError, PeerUnavailable, Weig
 again; an error that changed nothing, such as a lack of memory, is the caller's."""
 _UNANSWERED = {error.reason for error in (*LOSSES, Interrupted)}
 _TO_REPEAT = (DiskFull.reason, NotJoined.reason)
-"""Nothing was carried out: a request that comes again by the same id is tried again."""
+"""Reasons for which nothing was carried out: a repeated request id is tried again."""
 _KEPT = 256
 _BACKLOG = 1024
 

@@ -76,7 +76,7 @@ class FleetNodes:
 
     @property
     def joined(self) -> list[Joined]:
-        """By rank."""
+        """Joined nodes in the order of their ranks."""
         return [self._joined[rank] for rank in sorted(self._joined)]
 
     @property

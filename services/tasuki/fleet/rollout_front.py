@@ -60,7 +60,7 @@ class _Part:
     """A range of prompts on one node."""
 
     node: int
-    """Its rank."""
+    """Rank of the node."""
     prompts: range
     missing: dict[int, int] = field(default_factory=dict)
     """Missing samples, by the prompt's position in the call."""

@@ -117,7 +117,7 @@ class NativeAllocator:
         return Transfer(self._resume("resume_async", arenas), arenas)
 
     def blocks(self, tag: MemoryTag) -> list[tuple[int, int]]:
-        """Address and bytes of each block in the tag's region: the content that a pause drops or keeps."""
+        """Address and bytes of each block in the tag's region: the content that a pause discards or keeps."""
         return self.arena(tag).buffers() if self._cuda is None else self._cuda.blocks(tag)
 
     def usage(self) -> list[TagUsage]:

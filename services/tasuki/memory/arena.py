@@ -233,7 +233,7 @@ class Import:
 
     def release(self) -> None:
         """Releases the peer's memory and keeps the addresses. Idempotent."""
-        self._call("drop_import", self._id)
+        self._call("release_import", self._id)
 
     def renew(self, chunks: Sequence[SharedChunk]) -> None:
         """Maps other chunks of the peer at the same addresses, after `release`. Raises BadHandle, and then holds nothing."""

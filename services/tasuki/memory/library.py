@@ -72,7 +72,7 @@ def _library() -> ctypes.CDLL:
         "tasuki_import": [i32, i32, i32, pointer, ctypes.c_size_t, pointer, pointer],
         "tasuki_unmap_import": [u64],
         "tasuki_map_import": [u64],
-        "tasuki_drop_import": [u64],
+        "tasuki_release_import": [u64],
         "tasuki_renew_import": [u64, pointer, ctypes.c_size_t],
         "tasuki_close_import": [u64],
         "tasuki_bind_slot": [i32, i32, u64],

@@ -20,7 +20,7 @@ class Attention:
     query_scale: float
     """Scale of query-key products."""
     windows: tuple[int | None, ...]
-    """By layer, the number of tokens visible to a token, including itself; None for all before it."""
+    """Number of tokens visible to a token in each layer, including itself; None for all before it."""
     logit_softcap: float | None = None
     """c in c tanh(x / c) on the scaled products; None if not capped."""
 

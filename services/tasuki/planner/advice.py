@@ -77,14 +77,14 @@ def problems(planned: Plan) -> list[str]:
 
 
 def smallest_sleeping(layout: Layout) -> frozenset[Part] | None:
-    """Of all choices of tags that fit, the one that moves the fewest bytes on the busiest GPU."""
+    """Choice of tags that fits and moves the fewest bytes on the busiest GPU; None if none fits."""
     if layout.strategy is Strategy.RESIDENT or layout.device == "cpu":
         return frozenset() if plan(layout).fits else None
     best: tuple[int, frozenset[Part]] | None = None
     for size in range(len(TAGS) + 1):
         for chosen in combinations(TAGS, size):
             sleeping = frozenset(chosen)
-            tried = plan(replace(layout, sleeping=sleeping, leaves_early=layout.leaves_early & sleeping))
+            tried = plan(replace(layout, sleeping=sleeping, released_early=layout.released_early & sleeping))
             moved = _moved_bytes(tried)
             if tried.fits and (best is None or moved < best[0]):
                 best = moved, sleeping
@@ -202,9 +202,11 @@ def _for_changeover(layout: Layout) -> Iterator[_Change]:
     if not layout.empties_cache:
         yield _Change("trainer.empty_cache_early", "false", "true", replace(layout, empties_cache=True))
     early = frozenset({Part.GRADIENTS, Part.OPTIMIZER}) & layout.sleeping
-    if layout.strategy is Strategy.STAGED and not early <= layout.leaves_early:
-        changed = replace(layout, leaves_early=layout.leaves_early | early)
-        yield _Change("leave before LOAD_WEIGHTS", _names(layout.leaves_early), _names(changed.leaves_early), changed, False)
+    if layout.strategy is Strategy.STAGED and not early <= layout.released_early:
+        changed = replace(layout, released_early=layout.released_early | early)
+        yield _Change(
+            "leave before LOAD_WEIGHTS", _names(layout.released_early), _names(changed.released_early), changed, False
+        )
     yield from _export_in_place(layout)
     yield from _fewer_tokens(layout)
     yield from _reference_on_host(layout)
@@ -242,7 +244,7 @@ def _for_cache(planned: Plan) -> Iterator[_Change]:
 def _sleeping(layout: Layout, parts: frozenset[Part]) -> Iterator[_Change]:
     """Lets exactly these tags leave, unless what stays is decided again anyway."""
     if layout.staying is None and layout.sleeping != parts:
-        changed = replace(layout, sleeping=parts, leaves_early=layout.leaves_early & parts)
+        changed = replace(layout, sleeping=parts, released_early=layout.released_early & parts)
         old, new = (f"{_names(frozenset(TAGS) - one)} stays" for one in (layout.sleeping, parts))
         yield _Change("residency", old, new, changed)
 
@@ -321,7 +323,7 @@ def _shortage(planned: Plan) -> int:
 
 def _moved_bytes(planned: Plan) -> int:
     """Bytes that leave a GPU in a whole round."""
-    sleeping = planned.layout.leaving | ({Part.CUDA_GRAPH} if Part.KV_CACHE in planned.layout.sleeping else set())
+    sleeping = planned.layout.released | ({Part.CUDA_GRAPH} if Part.KV_CACHE in planned.layout.sleeping else set())
     trained, served = planned.stage(Phase.TRAIN), planned.stage(Phase.ROLLOUT)
     moved: list[int] = []
     for one, other in zip(trained.gpus, served.gpus, strict=True):

@@ -162,7 +162,7 @@ class Layout:
     """Whether torch keeps a step's working memory during OFFLOAD."""
     empties_cache: bool = False
     """Whether the trainer empties torch's cache before the engine wakes, instead of at OFFLOAD."""
-    leaves_early: frozenset[Part] = frozenset()
+    released_early: frozenset[Part] = frozenset()
     """Trainer's tags that leave before the weights are published."""
     sync_bucket_bytes: int | None = None
     """Transfers weights in buckets of this size; by default through an arena that holds the whole shard."""
@@ -219,7 +219,7 @@ class Layout:
         ):  # fmt: skip
             if on is not None and (len(set(on)) != num_ranks or not set(on) <= set(range(self.num_gpus))):
                 raise InvalidArgument(name, f"must be {num_ranks} of {self.num_gpus} GPUs, not {on}")
-        wrong = (self.sleeping | self.leaves_early) - frozenset(TAGS)
+        wrong = (self.sleeping | self.released_early) - frozenset(TAGS)
         if wrong:
             raise InvalidArgument("sleeping", f"{', '.join(sorted(wrong))} cannot leave; what can is {', '.join(TAGS)}")
         if self.staying is not None and len(self.staying) != self.num_gpus:
@@ -254,7 +254,7 @@ class Layout:
         )
 
     @property
-    def leaving(self) -> frozenset[Part]:
+    def released(self) -> frozenset[Part]:
         """The tags of `sleeping` that actually leave: parameters that stay for the engine's next read do not."""
         return self.sleeping - ({Part.TRAINER_WEIGHTS} if self.exports_parameters and self.export_stays else frozenset())
 

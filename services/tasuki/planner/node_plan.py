@@ -60,17 +60,30 @@ def node_layout(
 
     Raises InvalidArgument naming the configuration's key.
     """
-    trainer, rollout, gpus = config.trainer, config.rollout, gpus_of(config)
-    critic_lora = None if trainer.critic is None else trainer.critic.lora
+    _check_adapters(config, model)
+    num_gpus = max(*gpus_of(config).trainer, *gpus_of(config).rollout) + 1 if num_gpus is None else num_gpus
+    layout = _as_configured(config, model, gpu_bytes=gpu_bytes, host_bytes=host_bytes, num_gpus=num_gpus)
+    return _with_residency(_with_open_settings(replace(layout, overheads=overheads or Overheads()), config), config)
+
+
+def _check_adapters(config: NodeConfig, model: ModelShape) -> None:
+    """Raises InvalidArgument for adapters, or a shared base, that the model does not support."""
+    trainer = config.trainer
     if trainer.lora is not None:
         check_lora_targets(model, trainer.lora.target_modules)
     if config.shares_base:
         check_shared_base(model, num_ranks=trainer.num_ranks)
-    if critic_lora is not None:
-        check_lora_targets(model, critic_lora.target_modules, table="trainer.critic.lora")
-    layout = Layout(
+    if trainer.critic is not None and trainer.critic.lora is not None:
+        check_lora_targets(model, trainer.critic.lora.target_modules, table="trainer.critic.lora")
+
+
+def _as_configured(config: NodeConfig, model: ModelShape, *, gpu_bytes: int, host_bytes: int, num_gpus: int) -> Layout:
+    """Layout with the settings that the configuration leaves open at the values from which the search for them starts."""
+    trainer, rollout, gpus = config.trainer, config.rollout, gpus_of(config)
+    critic_lora = None if trainer.critic is None else trainer.critic.lora
+    return Layout(
         model=model,
-        num_gpus=max(*gpus.trainer, *gpus.rollout) + 1 if num_gpus is None else num_gpus,
+        num_gpus=num_gpus,
         rank_gpus=gpus.trainer if gpus.names else None,
         engine_gpus=gpus.rollout if gpus.names else None,
         gpu_bytes=gpu_bytes,
@@ -112,26 +125,35 @@ def node_layout(
         has_cuda_graphs=rollout.engine.get("disable_cuda_graph") is not True,
         graph_requests=graph_requests(config) or SGLANG_GRAPH_REQUESTS,
         max_running_requests=running_requests(config),
-        overheads=overheads or Overheads(),
     )
-    is_open = trainer.export_stays is None and trainer.export_handles == "vmm"
-    # What the engine reads leaves first: it is away during a step and costs one copy per changeover.
-    leaving = replace(layout, export_stays=False) if is_open else layout
+
+
+def _with_open_settings(layout: Layout, config: NodeConfig) -> Layout:
+    """Chooses micro-batch tokens, checkpointing and whether the export stays, where the configuration leaves them open."""
+    trainer = config.trainer
+    # What the engine reads is released first: it is away during a step and costs one copy per changeover.
+    chosen = replace(layout, export_stays=False) if _is_export_open(config) else layout
     if trainer.micro_batch_tokens is None and config.device == "cuda":
-        leaving = replace(leaving, micro_batch_tokens=most_tokens(leaving))
+        chosen = replace(chosen, micro_batch_tokens=most_tokens(chosen))
     if trainer.checkpointing == "auto":
-        leaving = with_fastest_checkpointing(leaving)
-    leaving = with_last_layer_kept(leaving)
-    layout = replace(leaving, export_stays=layout.export_stays)
-    if is_open and not plan(layout).fits:
-        layout = replace(layout, export_stays=False)
+        chosen = with_fastest_checkpointing(chosen)
+    chosen = replace(with_last_layer_kept(chosen), export_stays=layout.export_stays)
+    if _is_export_open(config) and not plan(chosen).fits:
+        return replace(chosen, export_stays=False)
+    return chosen
+
+
+def _with_residency(layout: Layout, config: NodeConfig) -> Layout:
+    """Parts that stay on each GPU: as configured, or decided with the room that a step leaves."""
     if config.residency is not None:
-        staying = given(layout, config, config.residency)
-    else:
-        check_kv_tokens(layout, config)
-        must_stay = None if is_open else trainer.export_stays is not False
-        staying = decide(layout, export_stays=must_stay, budget_bytes=config.memory.host_budget_bytes)
-    return replace(layout, staying=staying)
+        return replace(layout, staying=given(layout, config, config.residency))
+    check_kv_tokens(layout, config)
+    must_stay = None if _is_export_open(config) else config.trainer.export_stays is not False
+    return replace(layout, staying=decide(layout, export_stays=must_stay, budget_bytes=config.memory.host_budget_bytes))
+
+
+def _is_export_open(config: NodeConfig) -> bool:
+    return config.trainer.export_stays is None and config.trainer.export_handles == "vmm"
 
 
 def check_kv_tokens(layout: Layout, config: NodeConfig) -> None:

@@ -13,16 +13,8 @@ from typing import TypeAlias
 from tasuki.memory.stages import RING, Phase, Stage
 from tasuki.planner.layout import Layout, Part, Strategy
 from tasuki.planner.rollout_bytes import KvPool, cuda_graphs, engine_step, engine_weights, kv_bytes_per_token, kv_pool
-from tasuki.planner.trainer_bytes import (
-    Bytes,
-    export_arena,
-    frozen_bytes,
-    host_moments,
-    host_reference,
-    offloaded_bytes,
-    trainer_tags,
-    training_peak,
-)
+from tasuki.planner.step_bytes import offloaded_bytes, training_peak
+from tasuki.planner.trainer_bytes import Bytes, export_arena, frozen_bytes, host_moments, host_reference, trainer_tags
 
 TRAINER_TAGS = (Part.TRAINER_WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER)
 _STEP = {Part.LAYERS, Part.WHOLE_GRADIENTS, Part.ACTIVATIONS, Part.LOGITS}
@@ -45,9 +37,9 @@ class StagePlan:
 
     stage: PlanStage
     gpus: tuple[Mapping[Part, int], ...]
-    """By GPU."""
+    """Bytes of each GPU."""
     host: Mapping[Part, int]
-    """By content of the copies; CONTEXTS are the processes."""
+    """Bytes by content of the copies; CONTEXTS are the processes."""
 
     @property
     def gpu_bytes(self) -> int:
@@ -120,7 +112,7 @@ class Sizes:
     """Peak of a training step."""
     kv_pool: KvPool
     frozen: int
-    """Of the trainer's weights, bytes that are copied to the host once, not whenever they leave."""
+    """Bytes of the trainer's weights that are copied to the host once, not whenever they leave."""
 
 
 def sizes_of(layout: Layout) -> Sizes:
@@ -213,9 +205,9 @@ def _present(layout: Layout, stage: PlanStage) -> tuple[set[Part], set[Part]]:
         trainer.discard(Part.EXPORT)
     is_alone = layout.strategy is Strategy.RELAUNCH
     if stage in _WITHOUT_TRAINER or (is_alone and stage in _RISING[1:]):
-        trainer -= layout.leaving if layout.strategy is not Strategy.RESIDENT else set()
+        trainer -= layout.released if layout.strategy is not Strategy.RESIDENT else set()
     elif stage in _RISING:
-        trainer -= layout.leaves_early
+        trainer -= layout.released_early
         if not layout.empties_cache:
             trainer |= {Part.TORCH_CACHE}
     if layout.cache_stays and stage is not Phase.TRAIN:
@@ -257,8 +249,8 @@ def _host(
     host[Part.MODEL_COPY] = layout.preloaded_bytes
     if layout.strategy is not Strategy.RESIDENT:
         # Pinned once, at the first pause, then kept.
-        ranks = [one.leaving | one.leaves_early for gpu, one in enumerate(layouts) if layout.has_rank(gpu)]
-        host |= {part: trainer[part] * sum(part in leaving for leaving in ranks) for part in _COPIED}
+        ranks = [one.released | one.released_early for gpu, one in enumerate(layouts) if layout.has_rank(gpu)]
+        host |= {part: trainer[part] * sum(part in released for released in ranks) for part in _COPIED}
     host[Part.TRAINER_WEIGHTS] = host.get(Part.TRAINER_WEIGHTS, 0) + host_reference(layout) * layout.num_ranks
     host[Part.OPTIMIZER] = host.get(Part.OPTIMIZER, 0) + host_moments(layout) * layout.num_ranks
     if layout.strategy is Strategy.RELAUNCH and stage is Stage.LOAD_WEIGHTS:
@@ -293,11 +285,11 @@ def _taken_at_start(layout: Layout) -> int:
     if layout.device == "cpu":
         return 0
     if layout.staying is None:
-        never_leaves = frozenset(TRAINER_TAGS) - layout.leaving
+        never_released = frozenset(TRAINER_TAGS) - layout.released
     else:
         kept = all(Part.TRAINER_WEIGHTS in one for gpu, one in enumerate(layout.staying) if layout.has_rank(gpu))
-        never_leaves = frozenset({Part.TRAINER_WEIGHTS} if layout.exports_parameters and kept else ())
-    stays = sum(size for part, size in trainer_tags(layout).items() if part in never_leaves)
+        never_released = frozenset({Part.TRAINER_WEIGHTS} if layout.exports_parameters and kept else ())
+    stays = sum(size for part, size in trainer_tags(layout).items() if part in never_released)
     is_shared = any(layout.has_rank(gpu) and layout.has_engine(gpu) for gpu in range(layout.num_gpus))
     own = layout.overheads.rollout_context + (layout.overheads.nccl if layout.tp_size > 1 else 0)
     return own + (stays if is_shared else 0)

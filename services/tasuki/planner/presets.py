@@ -77,7 +77,7 @@ PRESETS = {
             "has_cuda_graphs": False,
             "micro_batch_tokens": 4096,
             "optimizer_on_host": True,
-            "leaves_early": frozenset(TAGS[1:3]),
+            "released_early": frozenset(TAGS[1:3]),
         },
     ),
     "balanced": Preset(
@@ -92,7 +92,7 @@ PRESETS = {
         "qwen2.5-72b",
         8,
         141 * GB,
-        {"kv_ratio": 0.8, "tp_size": 4, "has_reference": True, "leaves_early": frozenset(TAGS[1:3])},
+        {"kv_ratio": 0.8, "tp_size": 4, "has_reference": True, "released_early": frozenset(TAGS[1:3])},
     ),
     "72b-lora": Preset(
         "72B by LoRA of rank 32 on GPUs of 80 GB: KV ratio 0.4, TP 8, sequences of 1,536 tokens",

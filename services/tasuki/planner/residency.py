@@ -1,4 +1,4 @@
-"""Decides what stays on each GPU during the other phase: of all choices that fit, the one whose leaving costs least."""
+"""Decides what stays on each GPU during the other phase: of all choices that fit, the one whose release costs least."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tasuki.config.residency_schema import ResidencyConfig
 from tasuki.config.schema import NodeConfig
 from tasuki.planner.layout import RESIDENT, TAGS, Layout, Part, Strategy
 from tasuki.planner.plan import PLAN_STAGES, Sizes, parts_on_gpu, plan_of, sizes_of
-from tasuki.planner.seconds import leaving_seconds
+from tasuki.planner.seconds import release_seconds
 
 # Share of a GPU reserved for errors in the prediction of a stage (docs/benchmarks.md: 4.3 % of the stage at worst).
 _RESERVE = 0.04
@@ -26,7 +26,7 @@ _OF_ENGINE = {"weights": Part.ROLLOUT_WEIGHTS, "kv_cache": Part.KV_CACHE}
 _TAG_PARTS = {*TAGS, Part.EXPORT}
 
 Staying = tuple[frozenset[Part], ...]
-"""By GPU; on a CPU by rank."""
+"""Parts that stay, for each GPU; on a CPU for each rank."""
 
 
 def decide(layout: Layout, *, export_stays: bool | None, budget_bytes: int | None = None) -> Staying:
@@ -144,8 +144,8 @@ def _cheapest(
 ) -> frozenset[Part]:
     """The part of `present` that stays; only what must stay if no choice fits."""
     must_stay = _must_stay(layout, export_stays=export_stays) & present
-    choices = sorted(_choices(layout, present, export_stays=export_stays), key=lambda leaving: _seconds(leaving, sizes))
-    return next((present - leaving for leaving in choices if fits(present - leaving)), must_stay)
+    choices = sorted(_choices(layout, present, export_stays=export_stays), key=lambda released: _seconds(released, sizes))
+    return next((present - released for released in choices if fits(present - released)), must_stay)
 
 
 def _choices(layout: Layout, present: frozenset[Part], *, export_stays: bool | None) -> Iterator[frozenset[Part]]:
@@ -155,11 +155,11 @@ def _choices(layout: Layout, present: frozenset[Part], *, export_stays: bool | N
     open_parts = sorted(present - must_stay)
     for count in range(len(open_parts) + 1):
         for chosen in combinations(open_parts, count):
-            leaving = frozenset(chosen)
+            released = frozenset(chosen)
             # Parameters read in place leave with everything else that is read.
-            is_whole = not leaving & published or published & present <= leaving
-            if is_whole and (export_stays is not False or published & present <= leaving):
-                yield leaving
+            is_whole = not released & published or published & present <= released
+            if is_whole and (export_stays is not False or published & present <= released):
+                yield released
 
 
 def _must_stay(layout: Layout, *, export_stays: bool | None) -> frozenset[Part]:
@@ -185,6 +185,6 @@ def _keeping(layout: Layout, staying: frozenset[Part]) -> Layout:
     return replace(layout, staying=(staying,) * layout.num_gpus).on_gpu(0)
 
 
-def _seconds(leaving: frozenset[Part], sizes: Sizes) -> float:
+def _seconds(released: frozenset[Part], sizes: Sizes) -> float:
     known = {**sizes.trainer, **sizes.engine, Part.TORCH_CACHE: sum(sizes.work.values())}
-    return sum(leaving_seconds(part, known[part], frozen=sizes.frozen) for part in leaving)
+    return sum(release_seconds(part, known[part], frozen=sizes.frozen) for part in released)

@@ -30,7 +30,7 @@ _RENEW = 45e-3  # what left was published under other handles: every engine rank
 _COPIED = (Part.TRAINER_WEIGHTS, Part.OPTIMIZER)
 
 
-def leaving_seconds(part: Part, num_bytes: int, *, frozen: int) -> float:
+def release_seconds(part: Part, num_bytes: int, *, frozen: int) -> float:
     """Seconds of a whole round in which `part` leaves and returns. frozen: of the trainer's weights, bytes that the host has already."""
     seconds = num_bytes * (_MAKE + _RELEASE)
     if part in _COPIED:
@@ -56,7 +56,7 @@ def _on_gpu(layout: Layout, sizes: Sizes, index: int) -> Mapping[Stage, float]:
     export = sizes.trainer[Part.EXPORT]
     trainer = {**sizes.trainer, Part.TORCH_CACHE: sum(sizes.work.values())} if layout.has_rank(index) else {}
     engine = sizes.engine if layout.has_engine(index) else {}
-    left = {part: size for part, size in trainer.items() if part in layout.leaving}
+    left = {part: size for part, size in trainer.items() if part in layout.released}
     copied = sum(size for part, size in left.items() if part in _COPIED)
     if Part.TRAINER_WEIGHTS in left:
         copied -= sizes.frozen

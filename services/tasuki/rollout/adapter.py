@@ -137,7 +137,7 @@ class _Split:
 
 
 def _split_of(name: str, module: Any, config: Any, *, tp_rank: int) -> _Split:
-    """By kind of module: ranks split the input of a row-parallel layer and the outputs of a column-parallel one."""
+    """Dimension that ranks split, by kind of module: the input of a row-parallel layer and the outputs of a column-parallel one."""
     layer, kind = module.base_layer, name.rpartition(".")[2]
     if isinstance(module, RowParallelLinearWithLoRA):
         size = layer.input_size_per_partition

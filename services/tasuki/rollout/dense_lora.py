@@ -21,7 +21,7 @@ from tasuki.config.trainer_schema import LoraConfig
 from tasuki.rollout.arguments import LORA_BACKEND
 
 SLOT = 1
-"""Of the adapter in SGLang's buffers; slot 0 belongs to requests without one, which tasuki never makes."""
+"""Slot of the adapter in SGLang's buffers; slot 0 belongs to requests without one, which tasuki never makes."""
 
 
 def install_dense_lora(config: LoraConfig) -> None:
@@ -41,7 +41,7 @@ class DenseLora(BaseLoRABackend):
         """SGLang sets attributes of it."""
 
     def prepare_lora_batch(self, *_: object, **__: object) -> None:
-        """Has nothing to prepare."""
+        """Does nothing: there is nothing to prepare."""
 
     def run_lora_a_sgemm(self, x: Tensor, weights: Tensor, *_: object, **__: object) -> Tensor:
         """[T, in] times A of one or several parts, [parts * r, in]."""

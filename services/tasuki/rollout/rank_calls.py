@@ -133,7 +133,7 @@ class RankCalls(RankFront[ranks_pb2.EngineRankCommand, ranks_pb2.EngineRankResul
         return [result.shrink_cache for result in results]
 
     async def usage(self, request: memory_pb2.GetUsageRequest, *, timeout_s: float) -> memory_pb2.GetUsageResponse:
-        """Of every rank, by the ranks themselves. Raises DeadlineExceeded when they are busy for longer."""
+        """Memory usage as every rank reports it. Raises DeadlineExceeded when they are busy for longer."""
         command = ranks_pb2.EngineRankCommand(get_usage=request)
         return joined([result.get_usage for result in await self.call(command, timeout_s=timeout_s)])
 

@@ -132,7 +132,7 @@ class RankMemory:
         ]
 
     def _pending_bytes(self) -> int:
-        """Of the KV cache, what is not mapped yet; 0 if it does not grow."""
+        """Bytes of the KV cache that are not mapped yet; 0 if it does not grow."""
         usage = self._allocator.arena(MemoryTag.KV_CACHE).usage()
         return 0 if self._cache is None else usage.total_bytes - usage.mapped_bytes
 

@@ -80,7 +80,7 @@ class RankSetup:
     allocator: NativeAllocator
     pipe_writer: Connection
     start_seconds: Mapping[str, float]
-    """Of the parts of SGLang's start that have run."""
+    """Duration of each part of SGLang's start that has run."""
     base: EngineBase | None = None
     """Where the trainer reads the engine's model."""
 

@@ -56,9 +56,9 @@ class RankStoreServicer(RankStoreServiceServicer):
     def __init__(self, *, fleet: str, attempt: int, num_nodes: int) -> None:
         self._fleet, self._attempt, self._num_nodes = fleet, attempt, num_nodes
         self._joining: dict[int, pb.JoinRanksRequest] = {}
-        """By node: the launches that wait for the others."""
+        """Launches that wait for the others, by node."""
         self._joined: dict[int, str] = {}
-        """By node: the launch in the present store."""
+        """Launch in the present store, by node."""
         self._store: _Store | None = None
         self._news = asyncio.Condition()
 

@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def used_gpus(config: NodeConfig) -> list[int]:
-    """Of either service, as all processes of the node number them."""
+    """GPUs of either service, as all processes of the node number them."""
     gpus = gpus_of(config)
     return sorted({*gpus.trainer, *gpus.rollout})
 

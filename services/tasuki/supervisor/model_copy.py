@@ -39,8 +39,18 @@ def preloaded_model(config: NodeConfig, *, tell: Callable[[str], None]) -> Itera
 
 def remove_model_copy(state_dir: Path) -> None:
     """Removes the copy, also an unfinished one; call it once no service reads it."""
-    for place in (model_copy_dir(state_dir), _unfinished(model_copy_dir(state_dir))):
+    for place in _copies(state_dir):
         shutil.rmtree(place, ignore_errors=True)
+
+
+def copy_room_bytes(state_dir: Path, folder: Path) -> int:
+    """Room in `folder` of shared memory for the node's copy. The copy of a killed node counts as room: a start removes it."""
+    left = (file for place in _copies(state_dir) for file in place.glob("*"))
+    return _free_bytes(folder) + sum(file.stat().st_size for file in left)
+
+
+def _copies(state_dir: Path) -> tuple[Path, Path]:
+    return model_copy_dir(state_dir), _unfinished(model_copy_dir(state_dir))
 
 
 def _unfinished(place: Path) -> Path:

@@ -66,7 +66,7 @@ class NodePool:
 
 
 def _keepers(config: NodeConfig) -> Iterator[tuple[int, PoolKeeper]]:
-    """By GPU; a CPU's is number 0."""
+    """Pool of each GPU; a CPU is number 0."""
     size = config.memory.host_budget_bytes
     if not config.memory.pool:
         return

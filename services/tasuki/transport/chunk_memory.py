@@ -181,7 +181,7 @@ class ImportedChunks(PeerMemory):
         self._import = self._checked(lambda: Import(self._chunks(fds), device=name, access=Access.READ_ONLY))
 
     def tensors(self, entries: Sequence[Entry] | None = None) -> list[torch.Tensor]:
-        """Of the manifest's entries, or of others in the same bytes."""
+        """Tensors of the manifest's entries, or of others in the same bytes."""
         # They say they are on `device`, whichever GPU the memory is on: there it is mapped, and there the kernels run.
         num_bytes = self._manifest.arena_bytes
         view = self._import.view(0, num_bytes) if self._device.type == "cpu" else None

@@ -20,7 +20,7 @@ from tasuki.wire.errors import BadHandle
 MAX_FDS = 253
 """The kernel's limit per message."""
 MAX_ALL_FDS = 4096
-"""Of `send_all`, over all its messages."""
+"""Limit of `send_all`, over all its messages."""
 _LENGTH = struct.Struct("<Q")
 _CREDENTIALS = struct.Struct("3i")
 _COUNT = struct.Struct("<Q")

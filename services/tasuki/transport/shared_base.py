@@ -76,7 +76,7 @@ class WritableBase:
         self._address = self._arena.allocate(self._num_bytes)
 
     def tensors(self) -> list[torch.Tensor]:
-        """Of the entries, to be filled. Must not be used after `close`."""
+        """Tensors of the entries, to be filled. Must not be used after `close`."""
         view = self._arena.view(self._address, self._num_bytes) if self._device.type == "cpu" else None
         return tensors_at(self._address, self.entries, self._num_bytes, device=self._device, view=view)
 
@@ -127,7 +127,7 @@ def find_base(path: Path, *, device: torch.device) -> SharedBase | None:
 
 
 def await_base(path: Path, *, device: torch.device, timeout_s: float) -> SharedBase:
-    """As find_base, once it is there. Raises BadHandle when it is not in time."""
+    """Waits for the base, then acts as find_base. Raises BadHandle if it does not appear in time."""
     deadline = time.monotonic() + timeout_s
     while (base := find_base(path, device=device)) is None:
         if time.monotonic() > deadline:

@@ -187,7 +187,7 @@ def _device(name: str, points: Sequence[tuple[float, int, Sizes]], total: int | 
 
 
 def _planned(plan: Mapping[str, Any], places: Sequence[int], *, is_cpu: bool) -> dict[str, Any]:
-    """By device and point: the plan's bytes for tags, and for everything. A phase counts at its peak."""
+    """Planned bytes of tags and in total, by device and point. A phase counts at its peak."""
     stages = {stage["stage"]: stage for stage in plan.get("stages", ())}
     devices: dict[str, list[tuple[int, int]]] = {}
     by_place: dict[int, dict[str, tuple[int, int]]] = {}

@@ -19,7 +19,7 @@ _NAME = re.compile(r"step-(\d{6,15})\.jsonl")
 _MAX_STEPS = 100_000
 _MAX_BYTES, _MAX_LINES = 64_000_000, 10_000
 _MAX_NAMES, _NAME_CHARS = 50, 200
-"""Of a completion's rewards and fields."""
+"""Limits on names of a completion's rewards and fields."""
 _SHOWN_CHARS = 600
 _MAX_CHARS = 200_000
 _MAX_TOKENS = 20_000

@@ -17,7 +17,8 @@ from tasuki.cli.doctor.finding import Finding, Verdict, fail, ok
 from tasuki.cli.doctor.fleet import fleet_findings, running_config
 from tasuki.cli.doctor.gpus import gpu_findings, read_gpu_facts, torch_cuda_version
 from tasuki.cli.doctor.host import check_shared_memory, host_findings
-from tasuki.cli.doctor.node import check_passing, node_findings
+from tasuki.cli.doctor.memory import check_passing
+from tasuki.cli.doctor.node import node_findings
 from tasuki.config.load import load_beside_node
 from tasuki.config.lock import NODE_LOCK, holder
 from tasuki.config.schema import NodeConfig

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -11,16 +9,13 @@ from tasuki.cli.doctor.certificates import check_certificate
 from tasuki.cli.doctor.finding import Finding, Verdict, fail, ok, warn
 from tasuki.cli.doctor.gpus import Gpu
 from tasuki.cli.doctor.host import check_disk, check_port, check_shared_memory
+from tasuki.cli.doctor.memory import check_model_copy, check_passing, check_plan
 from tasuki.config.engine_arguments import check_argument_values, has_sglang
 from tasuki.config.lock import NODE_LOCK, holder
 from tasuki.config.ports import port_targets
 from tasuki.config.schema import NodeConfig, SftConfig, TrainConfig
-from tasuki.memory.host import host_memory
 from tasuki.models.shape import ModelShape
-from tasuki.planner.advice import problems
-from tasuki.planner.budget import check_host_budget
 from tasuki.planner.model_shape import read_model_shape
-from tasuki.planner.node_plan import plan_node
 from tasuki.rpc.port import check_ports
 from tasuki.rpc.service_tracer import check_telemetry
 from tasuki.runs.inputs import read_inputs
@@ -31,15 +26,12 @@ from tasuki.supervisor.fleet_place import check_place
 from tasuki.supervisor.installed import check_node_installed
 from tasuki.supervisor.model_folder import check_model_folders
 from tasuki.supervisor.node import check_state_folder
-from tasuki.supervisor.pool import check_pool_room
 from tasuki.wire.address import split_host_port
 from tasuki.wire.errors import NotInstalled, TasukiError
 from tasuki.wire.extras import install_extras
 
-_PROBE_TIMEOUT_S = 120.0
 _STATE_BYTES = 14
 """Bytes of a parameter in a checkpoint: float32 weight and both moments, plus its share of the exported model."""
-_NO_GPU = 1
 
 
 def node_findings(config: NodeConfig, gpus: Sequence[Gpu], *, config_dir: Path) -> Iterable[Finding]:
@@ -67,6 +59,8 @@ def node_findings(config: NodeConfig, gpus: Sequence[Gpu], *, config_dir: Path) 
         yield check_rewards(config.train, (Path.cwd(), config_dir))
     if has_model:
         yield check_plan(config, gpus)
+        if config.model.preload and not runs:
+            yield check_model_copy(config)
     yield check_shared_memory(num_ranks=max(config.trainer.num_ranks, config.num_engine_ranks))
     yield check_passing("cpu")
     if config.device == "cuda" and gpus and not runs:
@@ -76,43 +70,6 @@ def node_findings(config: NodeConfig, gpus: Sequence[Gpu], *, config_dir: Path) 
         yield check_disk(key, folder, needed_bytes=needed)
     for key, target in _ports(config).items() if not runs else ():
         yield check_port(key, *split_host_port(target))
-
-
-def check_plan(config: NodeConfig, gpus: Sequence[Gpu]) -> Finding:
-    """Checks that the plan fits the machine as a whole, and its tags the budget, if there is one."""
-    name = "memory plan"
-    if config.device == "cuda" and not gpus:
-        return warn(name, "not made: no GPU is visible from here", "tasuki plan CONFIG --gpu-gb SIZE")
-    gpu_bytes = min((gpu.total_bytes for gpu in gpus), default=_NO_GPU)
-    try:
-        check_host_budget(config)
-        if holder(config.state_dir, name=NODE_LOCK) is None:
-            check_pool_room(config)
-        planned = plan_node(config, gpu_bytes=gpu_bytes, host_bytes=host_memory().total_bytes)
-    except TasukiError as error:
-        return fail(name, error.message, f"change {error.metadata.get('field', 'the configuration')}")
-    if not planned.fits:
-        return fail(name, "; ".join(problems(planned)), "run tasuki plan CONFIG to see what to change")
-    available = host_memory().available_bytes
-    if planned.host_peak.host_bytes > available:
-        text = f"needs {planned.host_peak.host_bytes / 1e9:.1f} GB of host memory, {available / 1e9:.1f} GB are free now"
-        return warn(name, text, "end other programs on the machine")
-    return ok(name, f"fits; {planned.kv_pool.num_tokens:,} tokens of KV cache")
-
-
-def check_passing(device: str) -> Finding:
-    """Checks that memory passes between processes by file descriptor, as weights do."""
-    name = f"memory between processes, {device}"
-    argv = [sys.executable, "-m", "tasuki.memory.probe", device]
-    try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return fail(name, str(error), "run it separately: python -m tasuki.memory.probe " + device)
-    if done.returncode != 0:
-        said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        advice = 'run trainer and rollout in one container with the same GPUs, or set trainer.export_handles = "ipc"'
-        return fail(name, said, advice if device != "cpu" else "allow memfd_create and descriptors over sockets")
-    return ok(name, "2 MiB written by one process were read by another")
 
 
 def check_datasets(config: NodeConfig, *, has_model: bool) -> Iterable[Finding]:

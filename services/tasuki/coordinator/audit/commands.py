@@ -66,7 +66,7 @@ class _Comparison:
         self._results = {result.id: result for result in history.results}
         self._logged = {command.request_id: command for life in lives for command in life.commands}
         self._first_seen: dict[str, int] = {}
-        """By boot id the first intent that knows of it."""
+        """Boot id to the first intent that mentions it."""
         for intent in history.intents:
             self._first_seen.setdefault(intent.boot_ids[service], intent.id)
 

@@ -20,7 +20,7 @@ _ENDS = {
     Stage.OFFLOAD: MovementKind.RETURN,
     Stage.PAUSE_KV: MovementKind.GROW,
 }
-"""By the answer to these stages they have ended."""
+"""Stages whose answer means that the movement has ended."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ class SampleCost:
     windows: tuple[tuple[int, float], ...] = ()
     """(window, coefficient of L**2 up to that length) of the other layers."""
     head: float = 0.0
-    """Of the LM head, which only positions that predict a completion token reach."""
+    """Term for the LM head, which only positions that predict a completion token reach."""
     merge: float = 0.0
     """Extra cost of a token that continues a shared prompt."""
 

@@ -18,7 +18,7 @@ from tasuki.trainer.data.samples import NO_PREFIX, Samples, starts
 class Sharing(Enum):
     NEVER = auto()
     WHERE_CHEAPER = auto()
-    """If it takes fewer operations."""
+    """Shares if that takes fewer operations."""
     ALWAYS = auto()
 
     @classmethod

@@ -80,8 +80,8 @@ def rename_into_place(aside: Path, path: Path, *, finish: Callable[[], None] = l
     on_first_rank(rename, path=path)
 
 
-def drop_aside(aside: Path, *, path: Path) -> None:
-    """Removes what a failed attempt to write `path` left behind."""
+def delete_aside(aside: Path, *, path: Path) -> None:
+    """Deletes what a failed attempt to write `path` left behind."""
     on_first_rank(lambda: shutil.rmtree(aside, ignore_errors=True), path=path)
 
 

@@ -66,8 +66,8 @@ def can_be_published(path: Path, save_id: str) -> bool:
     return written_path(path, save_id).is_dir() or _saved_as(path) == save_id
 
 
-def drop(path: Path, save_id: str) -> None:
-    """Removes what was written but not published. Idempotent."""
+def delete(path: Path, save_id: str) -> None:
+    """Deletes what was written but not published. Idempotent."""
     for left in (partial_path(path, save_id), written_path(path, save_id)):
         shutil.rmtree(left, ignore_errors=True)
 

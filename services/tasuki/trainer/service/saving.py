@@ -51,7 +51,7 @@ class Saving:
                 return await self._publish(request, record)
             case SavePart.SAVE_PART_DROP:
                 self._written = None
-                await asyncio.to_thread(saves.drop, Path(request.path), request.save_id)
+                await asyncio.to_thread(saves.delete, Path(request.path), request.save_id)
                 return SaveCheckpointResponse()
         self._log.check_not_behind()
         saved = await self._by_ranks(request)
@@ -70,7 +70,7 @@ class Saving:
         if written is None or (written.save_id, written.path) != (request.save_id, request.path):
             raise InvalidArgument("save_id", f"{request.path} was not written by the save {request.save_id}")
         if written.log_position != self._log.position:
-            text = f"the trainer has trained since it wrote {request.path}; drop it and save again"
+            text = f"the trainer has trained since it wrote {request.path}; save again"
             raise VersionOrder(text, have=written.answer.policy_version, want=written.answer.policy_version)
         await asyncio.to_thread(saves.publish, Path(request.path), request.save_id)
         await self._log.saved(_of_checkpoint(record, request, written.answer))

@@ -30,7 +30,7 @@ from tasuki.wire.errors import InvalidArgument
 
 _log = logging.getLogger("tasuki.trainer")
 IMPLEMENTATION = "tasuki_packed"
-"""Its name in transformers, which creates no mask for an implementation that it does not know."""
+"""Name of this attention in transformers, which creates no mask for an implementation that it does not know."""
 
 
 class Sequences(Protocol):

@@ -30,7 +30,7 @@ from tasuki.trainer.backends.fsdp.lora import trained_parameters
 from tasuki.trainer.durable.atomic_folder import (
     cannot_write,
     claim_aside,
-    drop_aside,
+    delete_aside,
     folder_bytes,
     rename_into_place,
     start_aside,
@@ -100,7 +100,7 @@ def _write(aside: Path, path: Path, *, tensors: Mapping[str, Tensor]) -> None:
     try:
         dcp.save({**tensors, _random_key(): torch.get_rng_state()}, storage_writer=TensorWriter(aside, sync_files=True))
     except CheckpointException as error:
-        drop_aside(aside, path=path)
+        delete_aside(aside, path=path)
         for failure, _ in error.failures.values():
             if isinstance(failure, OSError):
                 raise cannot_write(path, failure) from error

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tasuki.models.folder_files import INDEX_FILE
 from tasuki.trainer.backends.fsdp.lora import adapted_weights, adapter_tensors, base_parameters, write_adapter
 from tasuki.trainer.backends.fsdp.shards import SINGLE_FILE, tensor_files, whole_tensors
-from tasuki.trainer.durable.atomic_folder import drop_aside, folder_bytes, on_first_rank, rename_into_place, start_aside
+from tasuki.trainer.durable.atomic_folder import delete_aside, folder_bytes, on_first_rank, rename_into_place, start_aside
 from tasuki.wire.errors import TasukiError
 
 _OS_CODE = re.compile(r"(?:code: |os error )(\d+)")
@@ -46,7 +46,7 @@ def export_model(path: Path, *, causal_lm: nn.Module, source: Path) -> int:
             adapter = adapter_tensors(causal_lm)
             on_first_rank(lambda: write_adapter(aside / "adapter", adapter, causal_lm=causal_lm, source=source), path=path)
     except TasukiError:
-        drop_aside(aside, path=path)
+        delete_aside(aside, path=path)
         raise
     rename_into_place(aside, path)
     return folder_bytes(path)

@@ -55,7 +55,7 @@ class Leaving:
         """Tags that have their pages, and may still leave."""
 
     def begin(self, tags: Sequence[MemoryTag], *, signal: RoomSignal) -> tuple[Movement, ...]:
-        """Has `tags` leave, in this order, once room is requested. Returns the movements that continue."""
+        """Lets `tags` leave, in this order, once room is requested. Returns the movements that continue."""
         self._tags = self.waiting = tuple(tags)
         self._left = {}
         signal.clear()
@@ -128,7 +128,7 @@ class Leaving:
 
 @contextmanager
 def showing_progress(heartbeat: Heartbeat | None, progress: Callable[[], int]) -> Iterator[None]:
-    """Has the supervisor watch background work, whose progress grows, by the process's heartbeat if it has one."""
+    """Reports progress of background work in the process's heartbeat, if it has one, for the supervisor."""
     if heartbeat is None:
         yield
         return

@@ -101,7 +101,7 @@ def _cut_as(base: DTensor, factor: DTensor, *, dim: int) -> Tensor:
 
 
 def adapted_weights(causal_lm: nn.Module) -> dict[str, AdaptedWeight]:
-    """By name of the weight; empty without adapters."""
+    """Adapted weights by name; empty without adapters."""
     params = cast(dict[str, DTensor], {name: param.detach() for name, param in causal_lm.named_parameters()})
     adapted: dict[str, AdaptedWeight] = {}
     for name, a in params.items():

@@ -18,7 +18,7 @@ from tasuki.algorithms.batch import Metric
 
 _ROUTERS = ("MixtralTopKRouter", "Qwen3MoeTopKRouter")
 EXPERTS = "grouped_mm"
-"""Its name in transformers: sorts tokens by expert and computes all experts in one grouped product."""
+"""Name in transformers of the implementation that sorts tokens by expert and computes all experts in one grouped product."""
 
 
 def routing_operators() -> list[OpOverload]:

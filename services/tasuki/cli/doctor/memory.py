@@ -1,0 +1,80 @@
+"""Checks of `tasuki doctor` on the memory of a node: its plan, the copy of its model, and passing memory between processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tasuki.cli.doctor.finding import Finding, fail, ok, warn
+from tasuki.cli.doctor.gpus import Gpu
+from tasuki.config.lock import NODE_LOCK, holder
+from tasuki.config.places import model_copy_dir
+from tasuki.config.schema import NodeConfig
+from tasuki.memory.host import host_memory
+from tasuki.models.folder_files import model_files_bytes
+from tasuki.planner.advice import problems
+from tasuki.planner.budget import check_host_budget
+from tasuki.planner.node_plan import plan_node
+from tasuki.supervisor.model_copy import copy_room_bytes
+from tasuki.supervisor.pool import check_pool_room
+from tasuki.wire.errors import TasukiError
+
+PROBE = (sys.executable, "-m", "tasuki.memory.probe")
+_PROBE_TIMEOUT_S = 120.0
+_REMAINDER_BYTES = 1 << 30
+"""Shared memory that the copy should leave for NCCL and the engine."""
+_NO_GPU = 1
+
+
+def check_plan(config: NodeConfig, gpus: Sequence[Gpu]) -> Finding:
+    """Checks that the plan fits the machine as a whole, and its tags the budget, if there is one."""
+    name = "memory plan"
+    if config.device == "cuda" and not gpus:
+        return warn(name, "not made: no GPU is visible from here", "tasuki plan CONFIG --gpu-gb SIZE")
+    gpu_bytes = min((gpu.total_bytes for gpu in gpus), default=_NO_GPU)
+    try:
+        check_host_budget(config)
+        if holder(config.state_dir, name=NODE_LOCK) is None:
+            check_pool_room(config)
+        planned = plan_node(config, gpu_bytes=gpu_bytes, host_bytes=host_memory().total_bytes)
+    except TasukiError as error:
+        return fail(name, error.message, f"change {error.metadata.get('field', 'the configuration')}")
+    if not planned.fits:
+        return fail(name, "; ".join(problems(planned)), "run tasuki plan CONFIG to see what to change")
+    available = host_memory().available_bytes
+    if planned.host_peak.host_bytes > available:
+        text = f"needs {planned.host_peak.host_bytes / 1e9:.1f} GB of host memory, {available / 1e9:.1f} GB are free now"
+        return warn(name, text, "end other programs on the machine")
+    return ok(name, f"fits; {planned.kv_pool.num_tokens:,} tokens of KV cache")
+
+
+def check_model_copy(config: NodeConfig, *, folder: Path | None = None) -> Finding:
+    """Checks that the copy of `model.preload` fits. folder: where it will lie; by default the node's place in shared memory."""
+    name = "copy of the model"
+    folder = model_copy_dir(config.state_dir).parent if folder is None else folder
+    if not folder.is_dir():
+        return fail(name, f"{folder} is missing", "mount a tmpfs there, or remove model.preload")
+    needed, room = model_files_bytes(config.model.path), copy_room_bytes(config.state_dir, folder)
+    text = f"takes {needed / 1e6:,.1f} MB, {folder} has room for {room / 1e6:,.1f} MB"
+    if needed > room:
+        advice = "enlarge it (docker run --shm-size, or remount it), free memory, or remove model.preload"
+        return fail(name, text, advice)
+    if room - needed < _REMAINDER_BYTES:
+        return warn(name, text, "leave 1 GiB or more for NCCL and the engine: enlarge it, or remove model.preload")
+    return ok(name, text)
+
+
+def check_passing(device: str, *, probe: Sequence[str] = PROBE) -> Finding:
+    """Checks that memory passes between processes by file descriptor, as weights do. probe: command that tries it."""
+    name = f"memory between processes, {device}"
+    try:
+        done = subprocess.run([*probe, device], capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return fail(name, str(error), "run it separately: python -m tasuki.memory.probe " + device)
+    if done.returncode != 0:
+        said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        advice = 'run trainer and rollout in one container with the same GPUs, or set trainer.export_handles = "ipc"'
+        return fail(name, said, advice if device != "cpu" else "allow memfd_create and descriptors over sockets")
+    return ok(name, "2 MiB written by one process were read by another")

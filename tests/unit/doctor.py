@@ -1,0 +1,42 @@
+"""Findings of `tasuki doctor`, and the command as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tasuki.cli.doctor.command import examine
+from tasuki.cli.doctor.finding import Finding, Verdict
+from tests.conftest import ENVIRONMENT
+
+
+def is_bad(finding: Finding, verdict: Verdict, *, found: str, advice: str) -> bool:
+    return finding.verdict is verdict and found in finding.found and advice in finding.advice
+
+
+def is_ok(finding: Finding) -> bool:
+    return finding.verdict is Verdict.OK and not finding.advice
+
+
+def finding_of(path: Path, name: str, overrides: Sequence[str]) -> Finding:
+    """One finding of the command, without the checks behind it."""
+    return next(finding for finding in examine(path, overrides=overrides) if finding.name == name)
+
+
+def examined(*arguments: str | Path, limits: str = "") -> tuple[int, dict[str, dict[str, Any]]]:
+    """Exit code and findings by name of the command as a user runs it. limits: Python that runs in its process first."""
+    program = f"import resource, sys\n{limits}\nfrom tasuki.cli.__main__ import main\nsys.exit(main(sys.argv[1:]))"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "doctor", *map(str, arguments), "--json"],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.stdout, done.stderr
+    return done.returncode, {finding["name"]: finding for finding in json.loads(done.stdout)}
