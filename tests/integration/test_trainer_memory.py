@@ -64,6 +64,12 @@ def test_copies_leave_with_the_weights_and_stay_when_told(ranks: list[dict[str, 
         assert rank["published"]["copy_stays"]["num_imports"][0] > leaving["num_imports"][0]
 
 
+def test_a_rehearsal_leaves_memory_only_where_copies_stay(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        rehearsed = {how: sum(rank["published"][how]["rehearsed"]) for how in PUBLISHING}
+        assert rehearsed["copy_leaves"] == rehearsed["same_dtype_copied"] == 0 < rehearsed["copy_stays"]
+
+
 def test_published_parameters_keep_their_chunks_or_leave_as_others_do(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         kept = {how: [tags["weights"] for tags in rank["published"][how]["tags"]] for how in PUBLISHING}

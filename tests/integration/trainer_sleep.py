@@ -117,6 +117,8 @@ def publish_rounds(learner: Learner, *, engine_dtype: str = "bfloat16") -> dict[
     """Facts of three changeovers as seen by one reader, which releases its import when told to."""
     reader: ImportedWeights | None = None
     facts: dict[str, list[Any]] = {"is_equal": [], "num_imports": [], "tags": []}
+    fsdp(learner).rehearse_publication()
+    facts["rehearsed"] = [usage.mapped_bytes for usage in fsdp(learner).memory.usage() if usage.tag == "export"]
     for _ in range(3):
         version, handles = learner.policy_version, everyone(learner.publish().export.handle().SerializeToString())
         weights = PublishedWeights(policy_version=version, boot_id="boot", handles=map(WeightHandle.FromString, handles))

@@ -198,6 +198,7 @@ async def test_tag_that_has_grown_is_noticed_by_the_bytes_that_a_stage_moves(
     devices.asked.clear()
     devices.cache_bytes += GB
     await acquire(node, Phase.TRAIN)
+    assert devices.asked == devices.asked_briefly[-2:] == [Service.TRAINER] * 2, "at DRAIN, and again as PAUSE_KV released more"
     devices.cache_bytes = 12 * GB
     error = await refused(node, Phase.ROLLOUT)
     assert (error.metadata["stage"], error.metadata["needed_bytes"]) == ("RESUME_KV", str(12 * GB))

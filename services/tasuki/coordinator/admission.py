@@ -102,6 +102,9 @@ class Admission:
         if stage not in TAKES:
             return
         self._look_at_host()
+        if stage is Stage.LOAD_TRAINER and self._free is None and self._config.device != "cpu":
+            # PAUSE_KV released what the cache had grown by. No later stage needs rollout's figures, so the trainer's usually suffice.
+            self._take(await self._read((RULES[stage].service,), skip_torch_cache=True))
         needed = self._taken(stage)
         if not is_first and needed is not None and self._has_room(stage, needed):
             return

@@ -193,19 +193,24 @@ class FsdpBackend:
         return Publication(self._export, self._export.publish(policy_version, replaced=replaced))
 
     def warm_up(self) -> None:
-        """Compiles for the first passes and, on a GPU, prepares the first publication: its kernels and, if it stays, its memory.
+        """Compiles for the first passes and, on a GPU, rehearses the first publication.
 
         Logs if that lacks room. Raises InvalidArgument if layers cannot be compiled.
         """
         if self._compiles:
             self._compile()
-        if self.device.type != "cuda" or not self.memory.export_stays:
+        if self.device.type != "cuda":
             return
         try:
-            self.publish(policy_version=0)
-            self.withdraw()
+            self.rehearse_publication()
         except OutOfGpuMemory as error:
             _log.warning("event=not_warm reason=%s error=%s", error.reason, error.message)
+
+    def rehearse_publication(self) -> None:
+        """Publishes and withdraws once, which loads kernels. Keeps the memory if it stays during OFFLOAD. Raises OutOfGpuMemory."""
+        self.publish(policy_version=0)
+        self.withdraw()
+        self.memory.release_export()
 
     def _compile(self) -> None:
         """Runs every kind of pass. A reference with separate weights is compiled at its first use."""

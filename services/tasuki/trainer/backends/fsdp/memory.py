@@ -73,10 +73,6 @@ class TrainerMemory:
         self._pinning: threading.Thread | None = None
         self._is_closing = threading.Event()
 
-    @property
-    def export_stays(self) -> bool:
-        return self._choice.stays
-
     def region(self, tag: MemoryTag) -> AbstractContextManager[None]:
         """Allocates tensors created in the block under `tag`."""
         return self._allocator.region(tag)
@@ -145,6 +141,12 @@ class TrainerMemory:
             self._is_export_there = True
         assert self._export is not None
         return self._export
+
+    def release_export(self) -> None:
+        """Releases the memory of a withdrawn export that does not stay; the next one reallocates it."""
+        if self._export is not None and not self._choice.stays and (copies := self._copies()):
+            with self._export.released():
+                self._allocator.pause(copies)
 
     def pause(self, tags: Sequence[MemoryTag], *, makes_room: bool = False) -> Moved:
         """Releases the pages of `tags`; parameters and optimizer state move to host memory.
