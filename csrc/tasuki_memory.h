@@ -14,7 +14,7 @@ extern "C" {
 #endif
 #pragma GCC visibility push(default)
 
-#define TASUKI_ABI_VERSION 8
+#define TASUKI_ABI_VERSION 9
 
 enum tasuki_code {
   TASUKI_OK = 0,
