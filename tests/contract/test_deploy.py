@@ -13,7 +13,7 @@ import yaml
 
 from tasuki.cli.__main__ import _parser
 from tasuki.config.load import load_config
-from tasuki.supervisor.node import STOP_TIMEOUT_S
+from tasuki.supervisor.stop import STOP_TIMEOUT_S
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

@@ -15,8 +15,8 @@ from tasuki.fleet.digests import config_keys
 from tasuki.rollout.arguments import engine_arguments
 from tasuki.rollout.model import ModelFacts
 from tasuki.supervisor.model_copy import preloaded_model, remove_model_copy
-from tasuki.supervisor.node import stop_node
 from tasuki.supervisor.resource_tracker import ResourceTracker
+from tasuki.supervisor.stop import stop_node
 from tasuki.wire.errors import InvalidArgument
 
 _WEIGHTS = "model-00001-of-00001.safetensors"

@@ -12,8 +12,8 @@ import pytest
 
 from tasuki.config.places import log_path, restart_request_path, stall_dir
 from tasuki.config.schema import ModelConfig, NodeConfig
-from tasuki.supervisor.node import stop_node
 from tasuki.supervisor.post_mortem import why_it_ended
+from tasuki.supervisor.stop import stop_node
 from tasuki.wire.errors import InternalError
 from tests.integration.node_process import Start, is_alive, nodes_in, pids_of, wait_for
 

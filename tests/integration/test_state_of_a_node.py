@@ -20,7 +20,8 @@ from tasuki.config.places import log_path, socket_dir
 from tasuki.config.save import save_config
 from tasuki.config.schema import ModelConfig, NodeConfig
 from tasuki.supervisor.exit_report import write_exit_report
-from tasuki.supervisor.node import CALL_TIMEOUT_S, running_node
+from tasuki.supervisor.node import running_node
+from tasuki.supervisor.serving import CALL_TIMEOUT_S
 from tasuki.v1.types_pb2 import PHASE_TRAIN
 from tasuki.wire.errors import NodeDown
 from tests.integration.coordinator_process import DEADLINE_S, coordinated

@@ -63,18 +63,7 @@ class Wishes:
 
 def run(arguments: argparse.Namespace) -> int:
     """Returns 0 if the plan fits, else 1."""
-    names = ("tp_size", "micro_batch_tokens", "kv_ratio", "context_length", "checkpointing", "lora_rank")
-    settings = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
-    wishes = Wishes(
-        preset=arguments.preset,
-        num_gpus=arguments.num_gpus,
-        gpu_gb=arguments.gpu_gb,
-        host_gb=arguments.host_gb,
-        strategy=arguments.strategy,
-        settings=settings,
-        overrides=arguments.overrides,
-        num_nodes=arguments.num_nodes,
-    )
+    wishes = _wishes(arguments)
     if arguments.plot is not None:
         _check_picture(arguments.plot)
     with named_as_given(_FLAGS):
@@ -104,6 +93,21 @@ def run(arguments: argparse.Namespace) -> int:
         for key in not_counted:
             sys.stdout.write(f"Not counted: {key}. Its memory is taken from the KV cache or may be missing; try it.\n")
     return 0 if planned.fits else DOES_NOT_FIT
+
+
+def _wishes(arguments: argparse.Namespace) -> Wishes:
+    names = ("tp_size", "micro_batch_tokens", "kv_ratio", "context_length", "checkpointing", "lora_rank")
+    settings = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    return Wishes(
+        preset=arguments.preset,
+        num_gpus=arguments.num_gpus,
+        gpu_gb=arguments.gpu_gb,
+        host_gb=arguments.host_gb,
+        strategy=arguments.strategy,
+        settings=settings,
+        overrides=arguments.overrides,
+        num_nodes=arguments.num_nodes,
+    )
 
 
 def layout_of(config: Path | None, wishes: Wishes) -> Layout:

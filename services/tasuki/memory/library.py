@@ -30,6 +30,49 @@ class _Chunk(ctypes.Structure):
     _fields_ = [("offset", ctypes.c_uint64), ("bytes", ctypes.c_uint64), ("fd", ctypes.c_int32), ("reserved", ctypes.c_int32)]
 
 
+_U64, _I32, _POINTER = ctypes.c_uint64, ctypes.c_int, ctypes.c_void_p
+_SIGNATURES: dict[str, list[Any]] = {
+    "tasuki_set_host_budget": [_U64],
+    "tasuki_get_room": [_I32, _I32, _POINTER, _POINTER],
+    "tasuki_make_pool": [_I32, _I32, _U64, _U64, _POINTER],
+    "tasuki_open_pool": [_I32, _I32, _POINTER, ctypes.c_size_t, ctypes.c_uint32, _U64],
+    "tasuki_close_pool": [_I32, _I32],
+    "tasuki_get_pool": [_I32, _I32, _POINTER],
+    "tasuki_read_pool": [_I32, _POINTER],
+    "tasuki_reclaim_pool": [_I32, _POINTER],
+    "tasuki_identify_process": [ctypes.c_uint32, _POINTER],
+    "tasuki_create_arena": [_I32, ctypes.c_char_p, _I32, _POINTER, _POINTER],
+    "tasuki_destroy_arena": [_U64],
+    "tasuki_allocate": [_U64, _U64, _POINTER],
+    "tasuki_free": [_POINTER],
+    "tasuki_freeze": [_POINTER, _U64, _POINTER],
+    "tasuki_set_idle": [_U64, _POINTER, ctypes.c_size_t, _POINTER, _POINTER],
+    "tasuki_reserve_host": [_U64, _U64, _U64, _POINTER],
+    "tasuki_set_policy": [_U64, ctypes.c_uint32],
+    "tasuki_pause": [_POINTER, ctypes.c_size_t, ctypes.c_int, _POINTER],
+    "tasuki_resume": [_POINTER, ctypes.c_size_t, _POINTER],
+    "tasuki_pause_async": [_POINTER, ctypes.c_size_t, ctypes.c_int, _POINTER, _POINTER],
+    "tasuki_resume_async": [_POINTER, ctypes.c_size_t, _POINTER],
+    "tasuki_wait": [_U64, _POINTER],
+    "tasuki_poll": [_U64, _POINTER],
+    "tasuki_copied_bytes": [_POINTER],
+    "tasuki_stream_after": [_U64, _POINTER, _POINTER, ctypes.c_size_t],
+    "tasuki_get_usage": [_U64, _POINTER],
+    "tasuki_get_totals": [_POINTER],
+    "tasuki_export": [_U64, _I32, _POINTER, ctypes.c_size_t, _POINTER, _POINTER, _POINTER],
+    "tasuki_close_export": [_U64],
+    "tasuki_import": [_I32, _I32, _I32, _POINTER, ctypes.c_size_t, _POINTER, _POINTER],
+    "tasuki_unmap_import": [_U64],
+    "tasuki_map_import": [_U64],
+    "tasuki_release_import": [_U64],
+    "tasuki_renew_import": [_U64, _POINTER, ctypes.c_size_t],
+    "tasuki_close_import": [_U64],
+    "tasuki_bind_slot": [_I32, _I32, _U64],
+    "tasuki_copy_and_sum": [_POINTER, ctypes.c_size_t, _POINTER, ctypes.c_size_t, ctypes.c_uint32],
+}
+"""Arguments of the library's functions; each returns a code."""
+
+
 @functools.cache
 def _library() -> ctypes.CDLL:
     if not LIBRARY_PATH.exists():
@@ -38,47 +81,7 @@ def _library() -> ctypes.CDLL:
     if library.tasuki_abi_version() != ABI_VERSION:
         raise InternalError(f"{LIBRARY_PATH} is of another version: run `make native`")
     library.tasuki_last_error.restype = ctypes.c_char_p
-    u64, i32, pointer = ctypes.c_uint64, ctypes.c_int, ctypes.c_void_p
-    signatures: dict[str, list[Any]] = {
-        "tasuki_set_host_budget": [u64],
-        "tasuki_get_room": [i32, i32, pointer, pointer],
-        "tasuki_make_pool": [i32, i32, u64, u64, pointer],
-        "tasuki_open_pool": [i32, i32, pointer, ctypes.c_size_t, ctypes.c_uint32, u64],
-        "tasuki_close_pool": [i32, i32],
-        "tasuki_get_pool": [i32, i32, pointer],
-        "tasuki_read_pool": [i32, pointer],
-        "tasuki_reclaim_pool": [i32, pointer],
-        "tasuki_identify_process": [ctypes.c_uint32, pointer],
-        "tasuki_create_arena": [i32, ctypes.c_char_p, i32, pointer, pointer],
-        "tasuki_destroy_arena": [u64],
-        "tasuki_allocate": [u64, u64, pointer],
-        "tasuki_free": [pointer],
-        "tasuki_freeze": [pointer, u64, pointer],
-        "tasuki_set_idle": [u64, pointer, ctypes.c_size_t, pointer, pointer],
-        "tasuki_reserve_host": [u64, u64, u64, pointer],
-        "tasuki_set_policy": [u64, ctypes.c_uint32],
-        "tasuki_pause": [pointer, ctypes.c_size_t, ctypes.c_int, pointer],
-        "tasuki_resume": [pointer, ctypes.c_size_t, pointer],
-        "tasuki_pause_async": [pointer, ctypes.c_size_t, ctypes.c_int, pointer, pointer],
-        "tasuki_resume_async": [pointer, ctypes.c_size_t, pointer],
-        "tasuki_wait": [u64, pointer],
-        "tasuki_poll": [u64, pointer],
-        "tasuki_copied_bytes": [pointer],
-        "tasuki_stream_after": [u64, pointer, pointer, ctypes.c_size_t],
-        "tasuki_get_usage": [u64, pointer],
-        "tasuki_get_totals": [pointer],
-        "tasuki_export": [u64, i32, pointer, ctypes.c_size_t, pointer, pointer, pointer],
-        "tasuki_close_export": [u64],
-        "tasuki_import": [i32, i32, i32, pointer, ctypes.c_size_t, pointer, pointer],
-        "tasuki_unmap_import": [u64],
-        "tasuki_map_import": [u64],
-        "tasuki_release_import": [u64],
-        "tasuki_renew_import": [u64, pointer, ctypes.c_size_t],
-        "tasuki_close_import": [u64],
-        "tasuki_bind_slot": [i32, i32, u64],
-        "tasuki_copy_and_sum": [pointer, ctypes.c_size_t, pointer, ctypes.c_size_t, ctypes.c_uint32],
-    }
-    for name, argtypes in signatures.items():
+    for name, argtypes in _SIGNATURES.items():
         getattr(library, name).argtypes = argtypes
     return library
 

@@ -121,7 +121,7 @@ class GrowingCache:
         return grown
 
     def shrink(self, reached: Callable[[str], None]) -> int:
-        """Drops cached prefixes, serves only what is needed, and releases what lies above it and above every used slot.
+        """Evicts cached prefixes, serves only what is needed, and releases what lies above it and above every used slot.
 
         Returns the bytes released.
         """

@@ -49,7 +49,7 @@ class Call:
         self._news.set()
 
     def cut(self) -> int:
-        """Drops the waiting requests. Returns their number."""
+        """Cancels the waiting requests. Returns their number."""
         num_cut, self.num_waiting = self.num_waiting, 0
         self._ended.extend((index, None) for index in range(self._num_taken, self._num_taken + num_cut))
         self._news.set()
@@ -95,13 +95,13 @@ class Intake:
         self._work.set()
 
     def leave(self, call: Call) -> None:
-        """Drops the call's requests that are not yet submitted."""
+        """Cancels the call's requests that are not yet submitted."""
         for calls in (self._new, self._begun):
             if call in calls:
                 calls.remove(call)
 
     def cut(self) -> int:
-        """Drops all waiting requests. Returns their number."""
+        """Cancels all waiting requests. Returns their number."""
         calls = (*self._new, *self._begun)
         self._new.clear()
         self._begun.clear()

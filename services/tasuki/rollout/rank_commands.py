@@ -85,7 +85,7 @@ class RankMemory:
         self._found: dict[MemoryTag, tuple[tuple[int, int], list[Span]]] = {}
 
     def pause(self, request: memory_pb2.PauseRequest) -> memory_pb2.PauseResponse:
-        """Drops every cached prefix and gives the pages of the tags back.
+        """Evicts every cached prefix and gives the pages of the tags back.
 
         Raises Busy while a request runs, and until the scheduler has noticed that the last one ended.
         """

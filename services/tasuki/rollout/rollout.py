@@ -143,7 +143,7 @@ class Rollout:
         return replace(moved, ended=self._ended())
 
     async def pause(self, stage: Stage, tags: list[MemoryTag], *, timeout_s: float) -> Moved:
-        """Runs PAUSE_KV, which drops cached prefixes, or PAUSE_WEIGHTS, after which no version is held."""
+        """Runs PAUSE_KV, which evicts cached prefixes, or PAUSE_WEIGHTS, after which no version is held."""
         check_stage(stage, after=self.stage, poison_reason=self.poison_reason)
         if self.poison_reason is None:
             check_idle(stage, num_running=self.num_running)

@@ -74,7 +74,7 @@ class WeightArena:
         self.holds_memory = True
 
     def release_tensors(self) -> None:
-        """Drops the tensors, which must no longer be used."""
+        """Releases the tensors, which must no longer be used."""
         self._tensors.clear()
 
     def close(self) -> None:

@@ -46,7 +46,7 @@ class StageColumns:
     is_undo: array[int] = field(default_factory=lambda: array("b"))
 
     def forget(self, count: int) -> None:
-        """Drops the oldest rows."""
+        """Deletes the oldest rows."""
         for column in (self.times, self.numbers, self.stages, self.seconds, self.is_done, self.is_undo):
             del column[:count]
 

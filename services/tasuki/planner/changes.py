@@ -1,0 +1,195 @@
+"""Settings that may be changed if a plan does not fit, least costly first. `advice` keeps those that help."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from tasuki.memory.stages import Phase
+from tasuki.planner.kv_ratio import largest_kv_ratio
+from tasuki.planner.layout import TAGS, Checkpointing, Layout, Part, Strategy, unshared_experts, unshared_heads
+from tasuki.planner.plan import SERVING, TRAINER_TAGS, Plan
+from tasuki.planner.step_tokens import MIN_TOKENS
+
+_LORA_RANK = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One changed setting, and the layout with it."""
+
+    setting: str
+    old: str
+    new: str
+    layout: Layout
+    is_available: bool = True
+
+
+def changes(planned: Plan) -> Iterator[Change]:
+    """Possible changes for where memory is short, least costly first; then for the other places, which share the memory."""
+    layout, peak = planned.layout, planned.gpu_peak.stage
+    if planned.stage(Phase.TRAIN).gpu_bytes + layout.overheads.margin > layout.gpu_bytes:
+        peak = Phase.TRAIN
+    if layout.strategy is not Strategy.STAGED and not planned.fits_gpu:
+        yield Change("strategy", layout.strategy, Strategy.STAGED, replace(layout, strategy=Strategy.STAGED))
+    if not planned.fits_gpu:
+        ladders = [_for_rollout, _for_training, _for_changeover]
+        first = _for_training if peak is Phase.TRAIN else _for_rollout if peak in SERVING else _for_changeover
+        for ladder in sorted(ladders, key=lambda ladder: ladder is not first):
+            yield from ladder(layout)
+    if not planned.fits_host:
+        yield from _for_host(layout)
+    if not planned.has_room_for_a_sequence:
+        yield from _for_cache(planned)
+
+
+def _for_training(layout: Layout) -> Iterator[Change]:
+    if not layout.reshards_after_forward:
+        yield Change("trainer.reshard_after_forward", "false", "true", replace(layout, reshards_after_forward=True))
+    yield from _more_checkpointing(layout)
+    yield from _reference_on_host(layout)
+    yield from _optimizer_on_host(layout)
+    yield from _export_leaves(layout)
+    yield from _export_in_place(layout)
+    yield from _fewer_tokens(layout)
+    yield from _shared_sequences(layout)
+    yield from _parallel_experts(layout)
+    yield from _sleeping(layout, layout.sleeping | {Part.ROLLOUT_WEIGHTS, Part.KV_CACHE})
+    if layout.num_ranks < layout.num_gpus and layout.rank_gpus is None:
+        yield Change(
+            "trainer.num_ranks", str(layout.num_ranks), str(layout.num_gpus), replace(layout, num_ranks=layout.num_gpus)
+        )
+    if layout.lora_rank is None:
+        changed = replace(layout, lora_rank=_LORA_RANK, exports_parameters=False)
+        yield Change("trainer.lora.rank", "none", str(_LORA_RANK), changed)
+
+
+def _for_rollout(layout: Layout) -> Iterator[Change]:
+    yield from _export_leaves(layout)
+    if (ratio := largest_kv_ratio(layout)) is not None and ratio < layout.kv_ratio:
+        yield Change("rollout.kv_ratio", f"{layout.kv_ratio:g}", f"{ratio:g}", replace(layout, kv_ratio=ratio))
+    if layout.has_cuda_graphs and layout.device == "cuda":
+        yield Change("rollout.engine.disable_cuda_graph", "false", "true", replace(layout, has_cuda_graphs=False))
+    if layout.max_running_requests > 1:
+        fewer = max(1, layout.max_running_requests // 4)
+        changed = replace(layout, max_running_requests=fewer)
+        yield Change("rollout.max_running_requests", str(layout.max_running_requests), str(fewer), changed)
+    yield from _sleeping(layout, layout.sleeping | set(TRAINER_TAGS))
+    yield from _wider_engines(layout)
+
+
+def _for_changeover(layout: Layout) -> Iterator[Change]:
+    if not layout.empties_cache:
+        yield Change("trainer.empty_cache_early", "false", "true", replace(layout, empties_cache=True))
+    early = frozenset({Part.GRADIENTS, Part.OPTIMIZER}) & layout.sleeping
+    if layout.strategy is Strategy.STAGED and not early <= layout.released_early:
+        changed = replace(layout, released_early=layout.released_early | early)
+        yield Change("leave before LOAD_WEIGHTS", _names(layout.released_early), _names(changed.released_early), changed, False)
+    yield from _export_in_place(layout)
+    yield from _fewer_tokens(layout)
+    yield from _reference_on_host(layout)
+    yield from _optimizer_on_host(layout)
+    yield from _wider_engines(layout)
+
+
+def _for_host(layout: Layout) -> Iterator[Change]:
+    if layout.preloaded_bytes:
+        yield Change("model.preload", "true", "false", replace(layout, preloaded_bytes=0))
+    if layout.optimizer_on_host:
+        yield Change("trainer.optimizer_on_host", "true", "false", replace(layout, optimizer_on_host=False))
+    for part in (Part.OPTIMIZER, Part.TRAINER_WEIGHTS):
+        yield from _sleeping(layout, layout.sleeping - {part})
+    if layout.checkpointing is Checkpointing.OFFLOADED:
+        changed = replace(layout, checkpointing=Checkpointing.FULL)
+        yield Change("trainer.checkpointing", layout.checkpointing, changed.checkpointing, changed)
+    if layout.device == "cpu":
+        yield from _for_training(layout)
+
+
+def _for_cache(planned: Plan) -> Iterator[Change]:
+    layout, num_tokens = planned.layout, planned.kv_pool.num_tokens
+    if num_tokens >= MIN_TOKENS:
+        changed = replace(layout, context_length=num_tokens)
+        yield Change("rollout.context_length", str(layout.longest_sequence), str(num_tokens), changed)
+    if (ratio := largest_kv_ratio(layout)) is not None and ratio > layout.kv_ratio:
+        yield Change("rollout.kv_ratio", f"{layout.kv_ratio:g}", f"{ratio:g}", replace(layout, kv_ratio=ratio))
+    yield from _wider_engines(layout)
+    if layout.kv_tokens is not None:
+        changed = replace(layout, kv_tokens=layout.longest_sequence)
+        yield Change("rollout.kv_tokens", str(layout.kv_tokens), str(layout.longest_sequence), changed)
+
+
+def _sleeping(layout: Layout, parts: frozenset[Part]) -> Iterator[Change]:
+    """Lets exactly these tags leave, unless what stays is decided again anyway."""
+    if layout.staying is None and layout.sleeping != parts:
+        changed = replace(layout, sleeping=parts, released_early=layout.released_early & parts)
+        old, new = (f"{_names(frozenset(TAGS) - one)} stays" for one in (layout.sleeping, parts))
+        yield Change("residency", old, new, changed)
+
+
+def _more_checkpointing(layout: Layout) -> Iterator[Change]:
+    rungs = list(Checkpointing)
+    for rung in rungs[rungs.index(layout.checkpointing) + 1 :]:
+        yield Change("trainer.checkpointing", layout.checkpointing, rung, replace(layout, checkpointing=rung, kept_layers=0))
+
+
+def _reference_on_host(layout: Layout) -> Iterator[Change]:
+    is_possible = layout.has_reference and layout.lora_rank is None and layout.device == "cuda"
+    if is_possible and not layout.reference_on_host:
+        yield Change("trainer.reference_on_host", "false", "true", replace(layout, reference_on_host=True))
+
+
+def _optimizer_on_host(layout: Layout) -> Iterator[Change]:
+    if not layout.optimizer_on_host and layout.device == "cuda":
+        yield Change("trainer.optimizer_on_host", "false", "true", replace(layout, optimizer_on_host=True))
+
+
+def _export_leaves(layout: Layout) -> Iterator[Change]:
+    if layout.export_stays and layout.sync_bucket_bytes is None and layout.strategy is not Strategy.RESIDENT:
+        yield Change("trainer.export_stays", "true", "false", replace(layout, export_stays=False))
+
+
+def _export_in_place(layout: Layout) -> Iterator[Change]:
+    if not layout.exports_parameters and layout.param_bytes == layout.engine_bytes and layout.sync_bucket_bytes is None:
+        yield Change("trainer.export", "copy", "parameters", replace(layout, exports_parameters=True))
+
+
+def _fewer_tokens(layout: Layout) -> Iterator[Change]:
+    """Halves the budget, at most down to the longest sequence if one is set, since longer samples are refused."""
+    tokens, least = layout.micro_batch_tokens, layout.context_length or MIN_TOKENS
+    while (tokens := tokens // 2) >= least:
+        changed = replace(layout, micro_batch_tokens=tokens)
+        yield Change("trainer.micro_batch_tokens", str(layout.micro_batch_tokens), str(tokens), changed)
+
+
+def _shared_sequences(layout: Layout) -> Iterator[Change]:
+    twice = layout.sequence_parallel * 2
+    if layout.num_ranks % twice == 0 and unshared_heads(layout.model, twice) is None:
+        changed = replace(layout, sequence_parallel=twice)
+        yield Change("trainer.sequence_parallel", str(layout.sequence_parallel), str(twice), changed)
+
+
+def _parallel_experts(layout: Layout) -> Iterator[Change]:
+    sparse = [model for model in (layout.model, layout.critic) if model is not None and model.num_experts]
+    is_possible = layout.num_ranks > 1 and layout.mlp_tile_tokens is None
+    if (
+        sparse
+        and is_possible
+        and not layout.expert_parallel
+        and not any(unshared_experts(one, layout.num_ranks) for one in sparse)
+    ):
+        yield Change("trainer.expert_parallel", "false", "true", replace(layout, expert_parallel=True))
+
+
+def _wider_engines(layout: Layout) -> Iterator[Change]:
+    wider = layout.tp_size * 2
+    if layout.engine_gpus is None and wider <= layout.num_gpus and layout.model.num_heads % wider == 0:
+        changed = replace(layout, tp_size=wider, num_engines=max(1, layout.num_engine_ranks // wider))
+        old, new = str(layout.tp_size), str(wider)
+        if changed.num_engines != layout.num_engines:  # a node's rollout.dp_size stays as configured
+            old, new = (f"{size} (rollout.dp_size {one.num_engines})" for size, one in ((old, layout), (new, changed)))
+        yield Change("rollout.tp_size", old, new, changed)
+
+
+def _names(parts: frozenset[Part]) -> str:
+    return ", ".join(part for part in TAGS if part in parts) or "nothing"

@@ -1,0 +1,81 @@
+"""Stops a node, and removes what it left if its supervisor was killed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from tasuki.config.lock import NODE_LOCK, TRAINING_LOCK, StateLock, holder
+from tasuki.config.places import socket_dir
+from tasuki.supervisor.model_copy import remove_model_copy
+from tasuki.supervisor.processes import descendants, has_ended, parent_and_state
+from tasuki.wire.errors import DeadlineExceeded, NodeRunning
+
+STOP_TIMEOUT_S = 10.0
+_KILL_S = 3.0
+_POLL_S = 0.1
+
+
+def stop_node(state_dir: Path) -> bool:
+    """Stops the node in `state_dir` and returns once all its processes have ended; returns False if none ran.
+
+    Continues a supervisor or guard that was stopped with SIGSTOP. Kills a guard that does not end after its supervisor.
+    Raises DeadlineExceeded naming the process that keeps the node from ending.
+    """
+    asked: set[int] = {os.getpid()}
+    deadline = time.monotonic() + STOP_TIMEOUT_S
+    guard_pid = 0
+    while (pid := holder(state_dir, name=NODE_LOCK)) is not None:
+        # While a node starts, the lock passes from the starting process to the supervisor.
+        if pid and pid not in asked:
+            asked.add(pid)
+            _kill(pid, signal.SIGTERM)
+            _kill(pid, signal.SIGCONT)  # a stopped process would not receive SIGTERM
+        guard_pid = parent_and_state(pid)[0] or guard_pid
+        is_guard_left = has_ended(pid) and _shares_lock(guard_pid, state_dir)
+        if is_guard_left:
+            _kill(guard_pid, signal.SIGCONT)
+            if time.monotonic() > deadline and all(map(has_ended, descendants(guard_pid))):
+                _kill(guard_pid, signal.SIGKILL)
+        if time.monotonic() > deadline + (_KILL_S if is_guard_left else 0.0):
+            raise DeadlineExceeded(f"the node has not stopped in {STOP_TIMEOUT_S:.0f} s: {_stuck(pid)}", pid=pid)
+        time.sleep(_POLL_S)
+    _remove_what_is_left(state_dir)
+    return len(asked) > 1
+
+
+def _remove_what_is_left(state_dir: Path) -> None:
+    """Removes what a supervisor and a guard left that were killed at once, unless a service runs on its own in `state_dir`."""
+    names = {path.stem for path in state_dir.glob("*.lock")}
+    if NODE_LOCK in names and all(holder(state_dir, name=name) is None for name in names - {TRAINING_LOCK}):
+        with suppress(NodeRunning), StateLock.take(state_dir, name=NODE_LOCK):
+            remove_model_copy(state_dir)
+            shutil.rmtree(socket_dir(state_dir), ignore_errors=True)
+
+
+def _shares_lock(pid: int, state_dir: Path) -> bool:
+    """Whether the process has the node's lock open, as the supervisor and its guard do."""
+    lock = (state_dir / f"{NODE_LOCK}.lock").resolve()
+    try:
+        return any(file.resolve() == lock for file in Path(f"/proc/{pid}/fd").iterdir())
+    except OSError:  # the process has just ended
+        return False
+
+
+def _kill(pid: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _stuck(pid: int) -> str:
+    """Why a node whose lock `pid` holds does not end, and what to do about it."""
+    parent, state = parent_and_state(pid)
+    # A supervisor that has ended remains until its guard, which shares the lock, ends.
+    waits_for = parent if state == "Z" else pid
+    if parent_and_state(waits_for)[1] == "T":
+        return f"pid {waits_for} is stopped; continue it with kill -CONT {waits_for}, or end it with kill -KILL {waits_for}"
+    return f"pid {waits_for} is still running; end it with kill -KILL {waits_for}, which also ends its children"
