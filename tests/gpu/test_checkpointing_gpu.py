@@ -25,7 +25,7 @@ from tests.integration.learning import learn, start_learner, whole_gradients
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
-VOCAB_SIZE, MAX_TOKENS, NUM_STEPS = 4096, 8192, 10
+VOCAB_SIZE, MAX_TOKENS, NUM_STEPS = 4096, 8192, 50
 RUNGS = {"none": "none", "none once more": "none"} | {str(rung): str(rung) for rung in list(Checkpointing)[1:]}
 """The second one shows that the kernels themselves compute the same bits twice."""
 

@@ -86,7 +86,8 @@ def save_model(kind: str, folder: Path, *, is_one_sided: bool = False) -> None:
     config = CONFIGS[kind]()
     if is_one_sided:
         config.num_experts_per_tok = 1
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    with torch.device(DEVICE):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     for name, parameter in model.named_parameters() if is_one_sided else ():
         if name.endswith("mlp.gate.weight"):
             parameter.data[1] = -parameter.data[0]
