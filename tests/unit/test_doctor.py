@@ -26,6 +26,7 @@ from tasuki.cli.doctor.finding import Finding, Verdict, ok
 from tasuki.cli.doctor.gpus import Gpu, GpuFacts, check_compilers, check_driver, check_peers, check_strangers, gpu_findings
 from tasuki.cli.doctor.node import check_datasets, check_passing, check_plan, check_rewards
 from tasuki.config.load import load_config
+from tasuki.wire.extras import install_extras
 from tests.conftest import ENVIRONMENT
 from tests.dashboard import RECORDED
 from tests.tiny_disk import tmpfs
@@ -247,13 +248,11 @@ def test_a_light_install_starts_no_node(config: Path, capsys: pytest.CaptureFixt
     assert main(["doctor", str(config), "--set", "rollout.engine.bogus=1", "--json"]) == 1
     findings = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)}
     packages, arguments = findings["packages of a node"], findings["engine arguments"]
-    assert (packages["verdict"], packages["advice"]) == ("fail", "pip install '.[trainer,rollout]' in tasuki's checkout")
+    assert (packages["verdict"], packages["advice"]) == ("fail", install_extras("trainer", "rollout"))
     assert (arguments["verdict"], arguments["found"]) == ("warn", "bogus not checked: SGLang is not installed")
     assert main(["up", str(config)]) == 2
     (told,) = capsys.readouterr().err.splitlines()
-    assert told.startswith("tasuki: error NOT_INSTALLED: a node needs torch, ") and told.endswith(
-        "'.[trainer,rollout]' in tasuki's checkout"
-    )
+    assert told.startswith("tasuki: error NOT_INSTALLED: a node needs torch, ") and told.endswith(install_extras("trainer", "rollout"))
 
 
 def test_a_folder_of_something_else_is_found(config: Path):
@@ -310,7 +309,7 @@ def test_a_tracker_that_is_not_installed_is_found(
     monkeypatch.setattr("tasuki.runs.trackers.find_spec", lambda name: None)
     assert main(["doctor", str(config), "--set", 'track.to=["wandb"]', "--json"]) == 1
     findings = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)}
-    assert "pip install '.[wandb]'" in findings["trackers"]["found"]
+    assert install_extras("wandb") in findings["trackers"]["found"]
 
 
 def write_program(path: Path, script: str) -> None:
@@ -348,7 +347,9 @@ def test_faults_of_gpus_are_found():
     assert is_bad(check_driver(None, torch_cuda=(13, 0)), Verdict.FAIL, found="no NVIDIA driver", advice='device = "cpu"')
     assert is_bad(check_driver((12, 8), torch_cuda=(13, 0)), Verdict.FAIL, found="CUDA 12.8", advice="CUDA 13")
     assert is_bad(check_driver((13, 0), torch_cuda=(13, 1)), Verdict.WARN, found="13.0", advice="13.1")
-    assert is_bad(check_driver((13, 0), torch_cuda=None), Verdict.WARN, found="torch", advice="pip install")
+    assert is_bad(
+        check_driver((13, 0), torch_cuda=None), Verdict.WARN, found="torch", advice=install_extras("trainer", "rollout")
+    )
     assert is_ok(check_driver((13, 1), torch_cuda=(13, 0)))
     assert is_bad(check_compilers(None, None), Verdict.FAIL, found="no C compiler", advice="gcc")
     assert is_bad(check_compilers(None, "/usr/bin/cc"), Verdict.WARN, found="no nvcc", advice="nvcc")
