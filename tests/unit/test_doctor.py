@@ -124,7 +124,10 @@ def test_other_versions_than_the_locks_are_found(tmp_path: Path):
     found = host.check_versions({"torch": "2.12.0", "sglang": "0.5.15.post1"}, locked)
     assert is_bad(found, Verdict.WARN, found="torch 2.12.0 (lock: 2.11.0)", advice="make setup")
     assert is_bad(
-        host.check_versions({"torch": "2.11.0"}, locked), Verdict.WARN, found="sglang not", advice=".[trainer,rollout]"
+        host.check_versions({"torch": "2.11.0"}, locked),
+        Verdict.WARN,
+        found="sglang not",
+        advice=install_extras("trainer", "rollout"),
     )
     assert host.locked_versions(tmp_path / "none") == {}
 
@@ -252,7 +255,9 @@ def test_a_light_install_starts_no_node(config: Path, capsys: pytest.CaptureFixt
     assert (arguments["verdict"], arguments["found"]) == ("warn", "bogus not checked: SGLang is not installed")
     assert main(["up", str(config)]) == 2
     (told,) = capsys.readouterr().err.splitlines()
-    assert told.startswith("tasuki: error NOT_INSTALLED: a node needs torch, ") and told.endswith(install_extras("trainer", "rollout"))
+    assert told.startswith("tasuki: error NOT_INSTALLED: a node needs torch, ") and told.endswith(
+        install_extras("trainer", "rollout")
+    )
 
 
 def test_a_folder_of_something_else_is_found(config: Path):
