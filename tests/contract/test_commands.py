@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,3 +61,10 @@ def test_a_python_program_is_there(page: str, words: list[str]) -> None:
 
 def test_commands_are_found() -> None:
     assert len(TASUKI) > 20 and len(MAKE) > 5 and len(SCRIPTS) >= 3
+
+
+def test_make_says_what_it_installs_before_it_is_silent() -> None:
+    argv = ["make", "-n", "-W", "pyproject.toml", ".venv/.synced"]
+    planned = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    told, installed = planned.index("11 GB"), planned.index("uv sync")
+    assert told < installed and "11 GB" in (ROOT / "README.md").read_text()
