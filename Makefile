@@ -123,6 +123,7 @@ $(UV):
 	$(PYTHON) tools/get_uv.py $(UV_VERSION) .uv
 
 $(ENV): pyproject.toml uv.lock | $(UV)
+	@echo "installing into .venv: some minutes and 11 GB the first time, mostly CUDA" >&2
 	$(UV) sync --locked $(EXTRAS) --quiet --python "$$($(PYTHON) -c 'import sys; print(sys.executable)')"
 	@touch $@
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,3 +69,10 @@ def test_extras_that_pages_install_are_those_of_the_project() -> None:
 
 def test_commands_are_found() -> None:
     assert len(TASUKI) > 20 and len(MAKE) > 5 and len(SCRIPTS) >= 3
+
+
+def test_make_says_what_it_installs_before_it_is_silent() -> None:
+    argv = ["make", "-n", "-W", "pyproject.toml", ".venv/.synced"]
+    planned = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    told, installed = planned.index("11 GB"), planned.index("uv sync")
+    assert told < installed and "11 GB" in (ROOT / "README.md").read_text()

@@ -159,6 +159,13 @@ def test_one_run_at_a_time_has_an_output_folder_and_a_node(
     assert f"NODE_RUNNING: pid {os.getpid()} already runs a training on {config.parent / folder}" in error
 
 
+def test_a_run_in_progress_is_not_taken_for_an_earlier_one(config: Path, capsys: pytest.CaptureFixture[str]):
+    with StateLock.take(config.parent / "run", name=TRAINING_LOCK):
+        (config.parent / "run" / "metrics.jsonl").touch()
+        assert f"NODE_RUNNING: pid {os.getpid()} already runs a training on {config.parent / 'run'}" in _error(config, capsys)
+    assert "exists from an earlier run" in _error(config, capsys)
+
+
 @pytest.mark.parametrize("options", [[], ["--resume"]])
 def test_a_run_that_may_start_no_node_says_that_none_runs_and_leaves_the_last_one_as_it_was(
     config: Path, capsys: pytest.CaptureFixture[str], options: list[str]

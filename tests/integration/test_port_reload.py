@@ -14,7 +14,7 @@ import pytest
 from tasuki.client import AsyncClient, Credentials
 from tasuki.config.ports import port_targets
 from tasuki.wire.channel import PORT_OPTIONS, open_channel
-from tasuki.wire.errors import Unauthenticated
+from tasuki.wire.errors import PeerUnavailable, Unauthenticated
 from tests.integration.port_node import (
     PortNode,
     make_certs,
@@ -103,6 +103,17 @@ async def test_new_authority_loses_no_call_and_shuts_the_old_one_out(tmp_path: P
         shown = Credentials(ca=new / "ca.pem", cert=old / "trainer.pem", key=old / "trainer.key")
         async with open_channel(node.target, credentials=shown) as channel:
             assert await code_of(channel, GET_STATE) is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_client_that_a_port_refuses_is_asked_about_its_credentials(tmp_path: Path) -> None:
+    folder, foreign = make_certs(tmp_path / "certs"), make_certs(tmp_path / "foreign")
+    strange = Credentials(ca=folder / "ca.pem", cert=foreign / "trainer.pem", key=foreign / "trainer.key")
+    async with port_node(port_config(tmp_path, *mtls(folder)), folder) as node:
+        for credentials in (strange, None):
+            target = node.target.replace("localhost", "127.0.0.1")
+            async with AsyncClient(target, credentials=credentials) as client:
+                with pytest.raises(PeerUnavailable, match="is the node up, and does it accept these credentials"):
+                    await client.state()
 
 
 async def test_call_that_runs_keeps_its_connection(tmp_path: Path) -> None:

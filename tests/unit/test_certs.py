@@ -44,6 +44,26 @@ def test_again_in_the_same_folder_makes_new_certificates_of_the_same_authority(t
         after[name].verify_directly_issued_by(after["ca"])
 
 
+def test_renewal_without_hosts_keeps_the_names_and_the_role(tmp_path: Path) -> None:
+    def names() -> tuple[set[str], list[str]]:
+        value = load(tmp_path / "node.pem").extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        hosts = {*value.get_values_for_type(x509.DNSName), *map(str, value.get_values_for_type(x509.IPAddress))}
+        return hosts, value.get_values_for_type(x509.UniformResourceIdentifier)
+
+    run(tmp_path, hosts=["node-a", "10.0.0.7"], days=1, is_fleet=True)
+    first, serial = names(), load(tmp_path / "node.pem").serial_number
+    assert {"node-a", "10.0.0.7"} < first[0] and first[1] == ["spiffe://tasuki.lab/tasuki/peer"]
+    assert main(["certs", str(tmp_path)]) == 0
+    assert names() == first and load(tmp_path / "node.pem").serial_number != serial
+    run(tmp_path, hosts=["node-b"], days=1)
+    assert names() == ({"node-b", "localhost", "127.0.0.1", "::1"}, [])
+    run(tmp_path, hosts=[], days=1)
+    assert names() == ({"node-b", "localhost", "127.0.0.1", "::1"}, [])
+    (tmp_path / "node.pem").write_text("damaged")
+    with pytest.raises(InvalidArgument, match="node.pem has no names to renew: .*; give --host"):
+        run(tmp_path, hosts=[], days=1)
+
+
 @pytest.mark.parametrize("host", ["", "a b", "a/b", "*", "é", "a..b", "a\n", 64 * "a", ".".join(130 * ["a"])])
 def test_a_host_that_is_none_is_refused(tmp_path: Path, host: str) -> None:
     with pytest.raises(InvalidArgument, match="neither the name nor the address"):

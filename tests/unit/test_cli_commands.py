@@ -6,15 +6,20 @@ import io
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from tasuki.cli import node_snapshot
 from tasuki.cli.__main__ import exit_code_of, main
-from tasuki.cli.node_snapshot import NodeSnapshot
+from tasuki.cli.node_snapshot import NodeReader, NodeSnapshot, as_dict
 from tasuki.cli.node_tables import draw
+from tasuki.cli.print_text import print_text
+from tasuki.config.places import node_targets
+from tasuki.config.schema import NodeConfig
 from tasuki.v1 import coordinator_pb2, memory_pb2, rollout_pb2, trainer_pb2
 from tests.conftest import ENVIRONMENT
 from tests.tiny_disk import tmpfs
@@ -55,6 +60,29 @@ def test_a_nodes_state_shows_control_characters_escaped() -> None:
     console = Console(file=shown, width=200)
     console.print(draw(snapshot))
     assert "the path /x\\x1b]0;evil\\x07 \N{LATIN SMALL LETTER E WITH ACUTE} exists" in shown.getvalue()
+
+
+def test_a_nodes_state_has_whole_addresses_and_no_trailing_spaces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tables = {"state_dir": tmp_path / ("long" * 12), "model": {"path": tmp_path}, "coordinator": {"listen": "127.0.0.1:50050"}}
+    config = NodeConfig.model_validate({**tables, "security": {"insecure": True}})
+    monkeypatch.setattr(node_snapshot, "holder", lambda folder, name: 1)
+    with NodeReader(config) as reader:
+        snapshot = replace(reader.read(), absent={}, trainer=trainer_pb2.GetTrainerStateResponse(num_ranks=1))
+    target = node_targets(config)["coordinator"]
+    for width in (40, 80, 200):
+        shown = io.StringIO()
+        Console(file=shown, width=width).print(draw(snapshot))
+        assert f"{target}and127.0.0.1:50050" in "".join(shown.getvalue().split()), "folded, not cut"
+    print_text(draw(snapshot))
+    lines = capsys.readouterr().out.splitlines()
+    assert "trainer         1 rank, 0 parameters" in lines
+    assert all(line == line.rstrip() for line in lines)
+    assert as_dict(snapshot)["addresses"] == {
+        **node_targets(config),
+        "coordinator": f"{target} and 127.0.0.1:50050",
+    }
 
 
 def test_output_without_room_is_an_error_that_names_it() -> None:

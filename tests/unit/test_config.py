@@ -357,3 +357,19 @@ def test_a_refused_address_is_told_without_its_password(tmp_path: Path) -> None:
 def test_a_folder_is_no_configuration(tmp_path: Path) -> None:
     with pytest.raises(PathNotFound, match="is not a regular file"):
         load_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("trainer.learnin_rate=1", "trainer.learnin_rate: unknown key, did you mean learning_rate? see docs"),
+        ("coordnator.listen=unix", "coordnator: unknown key, did you mean coordinator? see docs"),
+        ("trainer.critic.learning_rat=1", "unknown key, did you mean learning_rate? see docs"),
+        ("trainer.zzz=1", "trainer.zzz: unknown key; see docs"),
+    ],
+)
+def test_misspelt_key_is_answered_with_the_one_that_was_meant(tmp_path: Path, override: str, told: str) -> None:
+    path = write(tmp_path, MINIMAL)
+    with pytest.raises(InvalidArgument) as refused:
+        load_config(path, overrides=[override])
+    assert told in refused.value.message

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tasuki.cli.__main__ import main
+from tasuki.wire.extras import install_extras
 from tests.unit.doctor import examined
 
 
@@ -29,12 +30,12 @@ def test_a_light_install_starts_no_node(node_file: Path, capsys: pytest.CaptureF
     assert main(["doctor", str(node_file), "--set", "rollout.engine.bogus=1", "--json"]) == 1
     findings = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)}
     packages, arguments = findings["packages of a node"], findings["engine arguments"]
-    assert (packages["verdict"], packages["advice"]) == ("fail", "pip install '.[trainer,rollout]' in tasuki's checkout")
+    assert (packages["verdict"], packages["advice"]) == ("fail", install_extras("trainer", "rollout"))
     assert (arguments["verdict"], arguments["found"]) == ("warn", "bogus not checked: SGLang is not installed")
     assert main(["up", str(node_file)]) == 2
     (told,) = capsys.readouterr().err.splitlines()
     assert told.startswith("tasuki: error NOT_INSTALLED: a node needs torch, ") and told.endswith(
-        "'.[trainer,rollout]' in tasuki's checkout"
+        install_extras("trainer", "rollout")
     )
 
 

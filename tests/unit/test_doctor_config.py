@@ -16,6 +16,7 @@ from tasuki.cli.doctor.certificates import check_certificate, warn_of_certificat
 from tasuki.cli.doctor.finding import Finding, Verdict, ok
 from tasuki.cli.doctor.node import check_datasets, check_rewards
 from tasuki.config.load import load_config
+from tasuki.wire.extras import install_extras
 from tests.dashboard import RECORDED
 from tests.unit.doctor import finding_of, is_bad, is_ok
 
@@ -160,4 +161,4 @@ def test_a_tracker_that_is_not_installed_is_found(
     monkeypatch.setattr("tasuki.runs.trackers.find_spec", lambda name: None)
     assert main(["doctor", str(node_file), "--set", 'track.to=["wandb"]', "--json"]) == 1
     findings = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)}
-    assert "pip install '.[wandb]'" in findings["trackers"]["found"]
+    assert install_extras("wandb") in findings["trackers"]["found"]

@@ -8,6 +8,7 @@ import pytest
 
 from tasuki.cli.doctor.finding import Finding, Verdict
 from tasuki.cli.doctor.gpus import Gpu, GpuFacts, check_compilers, check_driver, check_peers, check_strangers, gpu_findings
+from tasuki.wire.extras import install_extras
 from tests.unit.doctor import is_bad, is_ok
 
 GB = 10**9
@@ -40,7 +41,9 @@ def test_faults_of_gpus_are_found():
     assert is_bad(check_driver(None, torch_cuda=(13, 0)), Verdict.FAIL, found="no NVIDIA driver", advice='device = "cpu"')
     assert is_bad(check_driver((12, 8), torch_cuda=(13, 0)), Verdict.FAIL, found="CUDA 12.8", advice="CUDA 13")
     assert is_bad(check_driver((13, 0), torch_cuda=(13, 1)), Verdict.WARN, found="13.0", advice="13.1")
-    assert is_bad(check_driver((13, 0), torch_cuda=None), Verdict.WARN, found="torch", advice="pip install")
+    assert is_bad(
+        check_driver((13, 0), torch_cuda=None), Verdict.WARN, found="torch", advice=install_extras("trainer", "rollout")
+    )
     assert is_ok(check_driver((13, 1), torch_cuda=(13, 0)))
     assert is_bad(check_compilers(None, None), Verdict.FAIL, found="no C compiler", advice="gcc")
     assert is_bad(check_compilers(None, "/usr/bin/cc"), Verdict.WARN, found="no nvcc", advice="nvcc")

@@ -13,6 +13,7 @@ import pytest
 
 from tasuki.cli.doctor import host
 from tasuki.cli.doctor.finding import Verdict
+from tasuki.wire.extras import install_extras
 from tests.tiny_disk import tmpfs
 from tests.unit.doctor import examined, is_bad, is_ok
 
@@ -55,7 +56,10 @@ def test_other_versions_than_the_locks_are_found(tmp_path: Path):
     found = host.check_versions({"torch": "2.12.0", "sglang": "0.5.15.post1"}, locked)
     assert is_bad(found, Verdict.WARN, found="torch 2.12.0 (lock: 2.11.0)", advice="make setup")
     assert is_bad(
-        host.check_versions({"torch": "2.11.0"}, locked), Verdict.WARN, found="sglang not", advice=".[trainer,rollout]"
+        host.check_versions({"torch": "2.11.0"}, locked),
+        Verdict.WARN,
+        found="sglang not",
+        advice=install_extras("trainer", "rollout"),
     )
     assert host.locked_versions(tmp_path / "none") == {}
 

@@ -15,9 +15,12 @@ from tasuki.config.trainer_schema import TrainerConfig
 from tasuki.coordinator.admission import Admission
 from tasuki.memory import arena as native
 from tasuki.memory.arena import Arena
+from tasuki.memory.host import HostMemory
 from tasuki.memory.stages import Service, Stage
 from tasuki.memory.tags import DeviceUsage, MemoryTag, ServiceUsage, TagUsage
-from tasuki.planner.budget import check_host_budget
+from tasuki.planner import budget
+from tasuki.planner.budget import check_host_budget, check_host_ranks
+from tasuki.supervisor.node import start_node
 from tasuki.trainer.backends.fsdp.memory import TrainerMemory
 from tasuki.trainer.backends.fsdp.staying import ExportChoice
 from tasuki.transport.export import ExportMemory, WeightExport
@@ -107,3 +110,19 @@ def test_a_first_publication_without_room_names_its_tag(mesh: DeviceMesh) -> Non
     with pytest.raises(OutOfGpuMemory, match="trainer rank 0 needs 2097152 bytes for export; 1048576 are free") as refused:
         memory.export(make)
     assert refused.value.metadata["tag"] == "export"
+
+
+def test_more_ranks_than_a_cpu_has_memory_for_are_refused_before_the_start(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(budget, "host_memory", lambda: HostMemory(24 * 2**30, 20 * 2**30))
+    config = config_of(model, budget_bytes=2**40)
+    check_host_ranks(config)
+    crowd = config.model_copy(update={"trainer": TrainerConfig(num_ranks=999)})
+    with pytest.raises(
+        InvalidArgument, match="trainer.num_ranks: makes 1000 processes .* at least 67.1 GB; this machine has 25.8"
+    ):
+        check_host_ranks(crowd)
+    with pytest.raises(InvalidArgument, match=r"trainer\.num_ranks"):
+        start_node(crowd)
+    check_host_ranks(crowd.model_copy(update={"device": "cuda"}))

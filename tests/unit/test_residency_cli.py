@@ -98,6 +98,28 @@ def test_on_a_cpu_the_machines_memory_or_its_budget_decides(model: Path, monkeyp
     }  # fmt: skip
 
 
+def test_a_node_that_does_not_fit_into_free_memory_is_named_at_its_start(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    config = node(model, device="cpu", trainer={"num_ranks": 16}, rollout={"kv_tokens": 4096})
+    monkeypatch.setattr(cli, "host_memory", lambda: HostMemory(256 * GB, 200 * GB))
+    with_residency(config, resumes=False, tell=told.append)
+    assert [line.split(":")[0] for line in told] == ["rank 0", "ranks 1-15"]
+    monkeypatch.setattr(cli, "host_memory", lambda: HostMemory(256 * GB, 20 * GB))
+    with_residency(config, resumes=False, tell=told.append)
+    assert told[-1].startswith("the plan does not fit: the host lacks ") and "`tasuki plan CONFIG`" in told[-1]
+
+
+def test_a_plan_of_too_many_ranks_on_a_cpu_advises_fewer(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "crowd.toml"
+    config.write_text(f"state_dir = 'node'\n[model]\npath = '{model}'\n[trainer]\nnum_ranks = 200\n")
+    assert main(["plan", str(config), "--host-gb", "24"]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "use fewer ranks, a machine with more memory, or a smaller model" in said and "GPUs" not in said
+    assert "200 FSDP ranks" in said and "million parameters: embedding 32.8 million" in said
+
+
 def test_more_tokens_than_fit_are_refused_before_anything_starts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "smallest_gpu_bytes", lambda: 80 * GB)
     with pytest.raises(InvalidArgument, match="rollout.kv_tokens: 9000000 tokens take .* give at most"):

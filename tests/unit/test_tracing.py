@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -20,6 +21,7 @@ from tasuki.config.telemetry_schema import TelemetryConfig
 from tasuki.rpc.service_tracer import check_telemetry
 from tasuki.wire.credentials import read_headers
 from tasuki.wire.errors import InvalidArgument, NotInstalled, StageOrder
+from tasuki.wire.extras import install_extras
 from tasuki.wire.otel import SpanSender, schedule_delay_s
 from tasuki.wire.tracing import NO_TRACER, SpanKind, annotate, current_span, open_tracer, spanning
 from tests.conftest import ENVIRONMENT
@@ -87,9 +89,9 @@ def test_without_an_endpoint_a_span_does_nothing() -> None:
 
 def test_without_the_extra_a_typed_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
-    with pytest.raises(NotInstalled, match=r"pip install '\.\[otel\]'"):
+    with pytest.raises(NotInstalled, match=re.escape(install_extras("otel"))):
         open_tracer("http://127.0.0.1:4318", service="trainer")
-    with pytest.raises(NotInstalled, match=r"pip install '\.\[otel\]'"):
+    with pytest.raises(NotInstalled, match=re.escape(install_extras("otel"))):
         AsyncClient("unix:/nowhere", otlp_endpoint="http://127.0.0.1:4318")
 
 

@@ -84,7 +84,9 @@ class Connection:
         try:
             response = await self.read(ask)
         except PeerUnavailable as error:
-            text = f"no coordinator answers at {self._target}; is the node up? ({error.message})"
+            # As a port answers a caller without TLS, or whose certificate it refuses.
+            doubt = ", and does it accept these credentials" if "Socket closed" in error.message else ""
+            text = f"no coordinator answers at {self._target}; is the node up{doubt}? ({error.message})"
             raise PeerUnavailable(text, peer=self._target) from error
         self.take(response.state)
         return state_from_proto(response.state)

@@ -164,7 +164,12 @@ def _add_machine_commands(commands: _Commands) -> None:
     )
     certs.add_argument("folder", type=Path, metavar="FOLDER")
     certs.add_argument(
-        "--host", dest="hosts", action="append", default=[], help="name or address of a node's machine (default: this one)"
+        "--host",
+        dest="hosts",
+        action="append",
+        default=[],
+        metavar="HOST",
+        help="name or address of a node's machine (default: those of the certificate to renew, or this machine)",
     )
     certs.add_argument(
         "--fleet", action="store_true", help="give the node's certificate the role peer, for the nodes of a fleet"

@@ -39,10 +39,19 @@ class Authority:
     key: EllipticCurvePrivateKey
 
 
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """Names and role of a node's certificate."""
+
+    hosts: Sequence[str]
+    is_fleet: bool
+
+
 def run(folder: Path, *, hosts: Sequence[str], days: int, is_fleet: bool = False) -> int:
     """Writes ca, node, viewer, trainer, operator and peer to `folder`, each as .pem and .key. Keeps an existing CA.
 
-    is_fleet: whether nodes call each other with the node's certificate, which then has the role peer.
+    hosts: names and addresses of nodes; without any, those of the certificate to renew, or of this machine. is_fleet: whether nodes call
+    each other with the node's certificate, which then has the role peer; without hosts, a role to renew is kept.
 
     Raises InvalidArgument for an invalid host, number of days or folder, and NotInstalled without the package cryptography.
     """
@@ -61,14 +70,31 @@ def run(folder: Path, *, hosts: Sequence[str], days: int, is_fleet: bool = False
         _write_authority(folder, make_authority())
     authority = read_authority(folder)
     until = datetime.now(UTC) + timedelta(days=days)
-    names = [*(hosts or [socket.gethostname()]), *_THIS_MACHINE]
-    peer_id = f"{_TRUST_DOMAIN}/tasuki/{CallerRole.PEER.label}" if is_fleet else None
+    renewed = None if hosts else _read_names(folder / "node.pem")
+    names = [*(hosts or (renewed.hosts if renewed else [socket.gethostname()])), *_THIS_MACHINE]
+    is_peer = is_fleet or (renewed is not None and renewed.is_fleet)
+    peer_id = f"{_TRUST_DOMAIN}/tasuki/{CallerRole.PEER.label}" if is_peer else None
     write_pair(folder, "node", *issue(authority, "tasuki node", hosts=names, spiffe_id=peer_id, until=until))
     for role in CallerRole:
         spiffe_id = f"{_TRUST_DOMAIN}/tasuki/{role.label}"
         write_pair(folder, role.label, *issue(authority, f"tasuki {role.label}", spiffe_id=spiffe_id, until=until))
     sys.stdout.write(f"{folder}: certificates until {until:%Y-%m-%d} for {', '.join(dict.fromkeys(names))}\n")
     return 0
+
+
+def _read_names(path: Path) -> _Names | None:
+    """Names of the certificate at `path`; None if there is none. Raises InvalidArgument if it cannot be read."""
+    from cryptography import x509
+
+    try:
+        cert = x509.load_pem_x509_certificate(read_regular(path, max_bytes=_MAX_BYTES))
+        names = cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, x509.ExtensionNotFound) as error:
+        raise InvalidArgument("host", f"{path} has no names to renew: {error}; give --host") from error
+    hosts = [*names.get_values_for_type(x509.DNSName), *map(str, names.get_values_for_type(x509.IPAddress))]
+    return _Names(hosts, bool(names.get_values_for_type(x509.UniformResourceIdentifier)))
 
 
 def make_authority() -> Authority:

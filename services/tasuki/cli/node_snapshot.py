@@ -13,6 +13,7 @@ from google.protobuf.message import Message
 
 from tasuki.config.lock import NODE_LOCK, holder
 from tasuki.config.places import log_path, node_targets
+from tasuki.config.ports import UNIX
 from tasuki.config.schema import NodeConfig
 from tasuki.rpc.start_seconds import read_start_seconds
 from tasuki.supervisor.exit_report import node_down
@@ -45,6 +46,8 @@ class NodeSnapshot:
     absent: Mapping[str, str]
     start_seconds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Duration of each service's last start, by part."""
+    addresses: Mapping[str, str] = field(default_factory=dict)
+    """Unix socket of each service, and its port if it has one."""
 
 
 class NodeReader:
@@ -53,6 +56,10 @@ class NodeReader:
     def __init__(self, config: NodeConfig) -> None:
         self._state_dir = config.state_dir
         targets = node_targets(config)
+        ports = {"coordinator": config.coordinator.listen, "trainer": config.trainer.listen, "rollout": config.rollout.listen}
+        self._addresses = {
+            name: target if ports[name] == UNIX else f"{target} and {ports[name]}" for name, target in targets.items()
+        }
         self._channels = {name: open_blocking_channel(target) for name, target in targets.items()}
         self.coordinator = CoordinatorServiceStub(self._channels["coordinator"])
         self._trainer = TrainerServiceStub(self._channels["trainer"])
@@ -98,6 +105,7 @@ class NodeReader:
             rollout_memory=memory_pb2.GetUsageResponse(),
             changeovers=(),
             absent=absent,
+            addresses=self._addresses,
         )
 
     def _ask(
@@ -140,6 +148,7 @@ def as_dict(snapshot: NodeSnapshot) -> dict[str, object]:
         "rollout": {**plain(snapshot.rollout), "memory": plain(snapshot.rollout_memory)},
         "changeovers": [plain(changeover) for changeover in snapshot.changeovers],
         "absent": dict(snapshot.absent),
+        "addresses": dict(snapshot.addresses),
         "start_seconds": {name: dict(parts) for name, parts in snapshot.start_seconds.items()},
     }
 

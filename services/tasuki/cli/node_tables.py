@@ -75,6 +75,10 @@ def _start(parts: Mapping[str, float]) -> str:
     return f"{sum(parts.values()):.1f} s: {parts_line(parts)}"
 
 
+def _ranks(number: int) -> str:
+    return "1 rank" if number == 1 else f"{number} ranks"
+
+
 def _facts(snapshot: NodeSnapshot) -> Table:
     node, trainer, rollout = snapshot.node, snapshot.trainer, snapshot.rollout
     served = str(node.policy_version) if node.HasField("policy_version") else "none yet"
@@ -82,19 +86,22 @@ def _facts(snapshot: NodeSnapshot) -> Table:
     learned = "unknown" if "trainer" in snapshot.absent else trainer.policy_version
     told = {
         "coordinator": f"{node.num_changeovers} changeovers, epoch {node.epoch}",
-        "trainer": f"{node.trainer_target}  {trainer.num_ranks} ranks, {trainer.num_parameters:,} parameters",
-        "rollout": f"{node.rollout_target}  {rollout.dp_size} x TP {rollout.tp_size}, {health}",
+        "trainer": f"{_ranks(trainer.num_ranks)}, {trainer.num_parameters:,} parameters",
+        "rollout": f"{rollout.dp_size} x TP {rollout.tp_size}, {health}",
     }
     rows = [
         ("phase", "unknown" if "coordinator" in snapshot.absent else phase_name(node.phase)),
         ("stage", f"{stage_name(node.stage)}, next {stage_name(node.next_stage)}" if node.stage else "unknown"),
         ("policy version", f"trainer {learned}, rollout {served}"),
         *((name, snapshot.absent.get(name, text)) for name, text in told.items()),
+        *((f"{name} at", address) for name, address in snapshot.addresses.items()),
         *((f"{name} start", _start(parts)) for name, parts in snapshot.start_seconds.items() if parts),
     ]
     if node.last_error:
         rows.append(("last error", node.last_error))
     table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     for name, value in rows:
         table.add_row(name, Text(printable(value)))
     return table

@@ -30,12 +30,20 @@ def show(planned: Plan, advice: Advice, *, console: Console) -> None:
     """Prints tables of the stages, one for each kind of GPU, and the conclusions."""
     layout = planned.layout
     console.print(headline(layout), highlight=False)
-    kinds = ", ".join(f"{kind} {gb(count)}" for kind, count in layout.model.count_by_kind().items())
-    console.print(f"{gb(layout.model.num_parameters)} billion parameters: {kinds}", highlight=False, style="dim")
+    kinds = ", ".join(f"{kind} {_count(count)}" for kind, count in layout.model.count_by_kind().items())
+    console.print(f"{_count(layout.model.num_parameters)} parameters: {kinds}", highlight=False, style="dim")
     for gpus, index in groups(planned):
         console.print(_stage_table(planned, gpus, index))
     for line in answers(planned, advice):
         console.print(line, highlight=False, markup=False)
+
+
+def _count(number: int) -> str:
+    """A number as in "7.62 billion", "135 million" or "90,816"."""
+    for unit, name in ((10**9, "billion"), (10**6, "million")):
+        if number >= unit:
+            return f"{number / unit:.3g} {name}"
+    return f"{number:,}"
 
 
 def answers(planned: Plan, advice: Advice) -> list[str]:
@@ -63,13 +71,19 @@ def answers(planned: Plan, advice: Advice) -> list[str]:
     lines += residency(planned)
     for number, rung in enumerate(advice.ladder, start=1):
         note = "" if rung.is_available else " (no setting of a node yet)"
-        after = (
-            f"{rung.plan.gpu_peak.stage} {gb(rung.plan.gpu_peak.gpu_bytes)} GB, {'fits' if rung.plan.fits else 'not enough'}"
-        )
+        after = f"{_peak(rung.plan)}, {'fits' if rung.plan.fits else 'not enough'}"
         lines.append(f"{'Change' if number == 1 else '  then'} {rung.setting}: {rung.old} -> {rung.new}{note}: {after}.")
     if not planned.fits and not advice.solves:
-        lines.append("No change known to the planner makes it fit: use more or larger GPUs, or a smaller model.")
+        room = "more or larger GPUs" if layout.device == "cuda" else "fewer ranks, a machine with more memory"
+        lines.append(f"No change known to the planner makes it fit: use {room}, or a smaller model.")
     return lines
+
+
+def _peak(planned: Plan) -> str:
+    """The fullest stage of a GPU, or of the host where all memory is the host's."""
+    if planned.layout.device == "cuda":
+        return f"{planned.gpu_peak.stage} {gb(planned.gpu_peak.gpu_bytes)} GB"
+    return f"{planned.host_peak.stage} {gb(planned.host_peak.host_bytes)} GB"
 
 
 def _experts(layout: Layout) -> str:
@@ -193,8 +207,9 @@ def headline(layout: Layout) -> str:
     how = f"LoRA rank {layout.lora_rank}" if layout.lora_rank is not None else "all parameters"
     how += ", expert parallel" if layout.expert_parallel else ""
     how += ", one base for both services" if layout.shares_base else ""
+    ranks = "rank" if layout.num_ranks == 1 else "ranks"
     return (
-        f"{layout.model.architecture} on {where}, strategy {layout.strategy}: {layout.num_ranks} FSDP ranks, {how}, "
+        f"{layout.model.architecture} on {where}, strategy {layout.strategy}: {layout.num_ranks} FSDP {ranks}, {how}, "
         f"{layout.micro_batch_tokens:,} tokens, checkpointing {layout.checkpointing}{kept}; engines {engines}, KV ratio {layout.kv_ratio:g}"
     )
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import sys
 
-from rich.console import Console
-
 from tasuki.cli.node_snapshot import NodeReader, as_dict
 from tasuki.cli.node_tables import draw
+from tasuki.cli.print_text import print_text
 from tasuki.config.schema import NodeConfig
 
 
@@ -22,5 +21,5 @@ def show_state(config: NodeConfig, *, as_json: bool, must_serve: bool = False) -
     if as_json:
         sys.stdout.write(json.dumps(as_dict(snapshot), indent=2) + "\n")
     else:
-        Console().print(draw(snapshot))
+        print_text(draw(snapshot))
     return 1 if must_serve and snapshot.absent else 0

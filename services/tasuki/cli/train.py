@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tasuki.client.step import Step
 from tasuki.client.sync_client import Client
-from tasuki.config.lock import TRAINING_LOCK, StateLock
+from tasuki.config.lock import TRAINING_LOCK, StateLock, holder
 from tasuki.config.places import client_target
 from tasuki.config.schema import NodeConfig
 from tasuki.rpc.service_tracer import check_telemetry
@@ -34,7 +34,7 @@ from tasuki.supervisor.node import check_state_folder, running_node
 from tasuki.supervisor.node_settings import adopt_node
 from tasuki.supervisor.post_mortem import explained
 from tasuki.supervisor.processes import continue_children
-from tasuki.wire.errors import InvalidArgument
+from tasuki.wire.errors import InvalidArgument, NodeRunning
 
 
 def read_training(config: NodeConfig) -> Training:
@@ -60,6 +60,7 @@ def run(config: NodeConfig, *, config_dir: Path, may_start: bool = True, started
     check_trackers(config)
     training = read_training(config)
     check_schedules(config, training.settings)
+    _check_idle(training.settings.output_dir)
     check_output(training.settings)
     return _run(
         config,
@@ -99,6 +100,12 @@ def check_trackers(config: NodeConfig) -> None:
     check_telemetry(config.telemetry)
     for name in config.track.to:
         check_installed(name, key="track.to")
+
+
+def _check_idle(output_dir: Path) -> None:
+    """Raises NodeRunning while another `tasuki train` writes to the folder, whose files would look like an earlier run's."""
+    if (pid := holder(output_dir, name=TRAINING_LOCK)) is not None:
+        raise NodeRunning(f"pid {pid} already runs a training on {output_dir}", state_dir=output_dir, pid=pid)
 
 
 @contextmanager

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from tasuki.algorithms.loss_types import SettingError
 from tasuki.config.constraints import SettingsConflict
@@ -94,9 +95,28 @@ def _validated(table: Mapping[str, Any]) -> NodeConfig:
         raise InvalidArgument(key, _explain(first)) from error
 
 
+def _keys_beside(location: Sequence[str | int]) -> list[str]:
+    """Keys of the table that the location's last part is in; none if the table cannot be told."""
+    table: type[BaseModel] = NodeConfig
+    for part in location[:-1]:
+        field = table.model_fields.get(str(part))
+        tables = [one for one in _types_in(field.annotation) if issubclass(one, BaseModel)] if field is not None else []
+        if len(tables) != 1:
+            return []
+        table = tables[0]
+    return list(table.model_fields)
+
+
+def _types_in(annotation: Any) -> list[type]:
+    """The annotation's type, or those of its union."""
+    return [one for one in (get_args(annotation) or (annotation,)) if isinstance(one, type)]
+
+
 def _explain(problem: Mapping[str, Any]) -> str:
     if problem["type"] == "extra_forbidden":
-        return "unknown key; see docs/config.md for the keys of this table"
+        similar = get_close_matches(str(problem["loc"][-1]), _keys_beside(problem["loc"]), n=1)
+        meant = f", did you mean {similar[0]}?" if similar else ""
+        return f"unknown key{meant or ';'} see docs/config.md for the keys of this table"
     if problem["type"] == "missing":
         return "required, but not given"
     if isinstance(problem["input"], Mapping):  # a whole table with conflicting keys

@@ -1,9 +1,10 @@
-"""Checks that a node can start within its configured memory budget on a CPU."""
+"""Checks before a start that a CPU has memory for a node's ranks, and its configured budget for their tags."""
 
 from __future__ import annotations
 
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.host import host_memory
+from tasuki.planner.layout import gb
 from tasuki.planner.model_shape import read_model_shape
 from tasuki.planner.node_plan import node_layout
 from tasuki.planner.rollout_bytes import engine_weights, kv_pool
@@ -11,6 +12,8 @@ from tasuki.planner.trainer_bytes import trainer_tags
 from tasuki.wire.errors import InvalidArgument
 
 _FIELD = "memory.host_budget_bytes"
+# Of a rank on a CPU, beyond what it shares with the process that forked it; measured 100 MiB.
+_LEAST_RANK_BYTES = 64 << 20
 
 
 def check_host_budget(config: NodeConfig) -> None:
@@ -35,3 +38,13 @@ def check_host_budget(config: NodeConfig) -> None:
                 f" starts ({parts}); give at least {needed * num_ranks}",
                 needed_bytes=needed * num_ranks,
             )
+
+
+def check_host_ranks(config: NodeConfig) -> None:
+    """Raises InvalidArgument if a CPU's memory cannot even hold the processes of the ranks, which would stop the whole machine."""
+    num_ranks = config.trainer.num_ranks + config.num_engine_ranks
+    needed, total = num_ranks * _LEAST_RANK_BYTES, host_memory().total_bytes
+    if config.device == "cpu" and needed > total:
+        key = "trainer.num_ranks" if config.trainer.num_ranks >= config.num_engine_ranks else "rollout.tp_size"
+        text = f"makes {num_ranks} processes of trainer and rollout, which take at least {gb(needed)} GB; this machine has {gb(total)}"
+        raise InvalidArgument(key, text, needed_bytes=needed)

@@ -95,7 +95,21 @@ def stay_and_leave(layout: Layout) -> list[tuple[str, list[Part], list[Part]]]:
 
 
 def _run_name(noun: str, indices: list[int]) -> str:
-    return f"{noun} {indices[0]}" if len(indices) == 1 else f"{noun}s {', '.join(map(str, indices))}"
+    """A name as in "GPU 0", "GPUs 0, 2" or "ranks 1-7"."""
+    if len(indices) == 1:
+        return f"{noun} {indices[0]}"
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and index == runs[-1][-1] + 1:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    return f"{noun}s {', '.join(_numbers(run) for run in runs)}"
+
+
+def _numbers(run: list[int]) -> str:
+    """Successive numbers; three or more as a range."""
+    return f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run))
 
 
 def _absent(layout: Layout) -> frozenset[Part]:

@@ -26,7 +26,7 @@ from tasuki.config.places import (
 from tasuki.config.room import disk_full_at
 from tasuki.config.save import save_config
 from tasuki.config.schema import NodeConfig
-from tasuki.planner.budget import check_host_budget
+from tasuki.planner.budget import check_host_budget, check_host_ranks
 from tasuki.rpc.port import check_ports
 from tasuki.rpc.service_tracer import check_telemetry
 from tasuki.supervisor.exit_report import node_down
@@ -95,6 +95,7 @@ def start_node(
     serves, and as `check_place` for a node of a fleet. After any exception, including KeyboardInterrupt, nothing is left running.
     """
     check_node_installed()
+    check_host_ranks(config)
     check_model_folders(config)
     check_gpu_is_shown(config)
     check_host_budget(config)

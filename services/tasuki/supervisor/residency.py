@@ -7,6 +7,7 @@ from collections.abc import Callable
 from tasuki.config.gpus import smallest_gpu_bytes
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.host import host_memory
+from tasuki.planner.advice import problems
 from tasuki.planner.layout import Layout
 from tasuki.planner.model_shape import read_model_shape
 from tasuki.planner.node_plan import node_layout
@@ -19,7 +20,9 @@ _NO_GPU = 1
 
 
 def with_residency(config: NodeConfig, *, resumes: bool, tell: Callable[[str], None]) -> NodeConfig:
-    """Adds `[residency]` unless it is configured, as the planner decides. tell: takes one line for each kind of device.
+    """Adds `[residency]` unless it is configured, as the planner decides.
+
+    tell: takes one line for each kind of device, and one if the node does not fit into the memory that is free now.
 
     resumes: the trainer replays the steps of its log at the start, which needs the memory of a step.
 
@@ -34,10 +37,13 @@ def with_residency(config: NodeConfig, *, resumes: bool, tell: Callable[[str], N
     layout = node_layout(config, read_model_shape(config.model.path), gpu_bytes=gpu_bytes, host_bytes=host_bytes)
     for line in residency_lines(layout):
         tell(line)
+    planned = plan(layout)
+    if budget is None and not planned.fits:
+        tell(f"the plan does not fit: {'; '.join(problems(planned))}; `tasuki plan CONFIG` shows what to change")
     if config.residency is not None:
         return config
     is_counted = config.device == "cuda" and layout.kv_tokens is not None
-    kv_tokens = plan(layout).kv_pool.num_tokens if is_counted else None
+    kv_tokens = planned.kv_pool.num_tokens if is_counted else None
     together = not resumes and starts_together(layout)
     if together:
         tell("trainer and rollout start at the same time: every GPU has room for both")

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -19,6 +18,7 @@ from tasuki.cli.doctor.gpus import gpu_findings, read_gpu_facts, torch_cuda_vers
 from tasuki.cli.doctor.host import check_shared_memory, host_findings
 from tasuki.cli.doctor.memory import check_passing
 from tasuki.cli.doctor.node import node_findings
+from tasuki.cli.print_text import print_text
 from tasuki.config.load import load_beside_node
 from tasuki.config.lock import NODE_LOCK, holder
 from tasuki.config.schema import NodeConfig
@@ -83,6 +83,6 @@ def _show(findings: Sequence[Finding]) -> None:
         if finding.advice:
             text.append(f"\n-> {finding.advice}", style="dim")
         table.add_row(Text(finding.verdict, style=_STYLES[finding.verdict]), Text(finding.name), text)
-    Console(width=None if sys.stdout.isatty() else 140, soft_wrap=False).print(table, highlight=False)
+    print_text(table)
     counts = {verdict: sum(finding.verdict is verdict for finding in findings) for verdict in Verdict}
     sys.stdout.write(", ".join(f"{count} {verdict}" for verdict, count in counts.items()) + "\n")

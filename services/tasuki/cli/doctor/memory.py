@@ -15,7 +15,7 @@ from tasuki.config.schema import NodeConfig
 from tasuki.memory.host import host_memory
 from tasuki.models.folder_files import model_files_bytes
 from tasuki.planner.advice import problems
-from tasuki.planner.budget import check_host_budget
+from tasuki.planner.budget import check_host_budget, check_host_ranks
 from tasuki.planner.node_plan import plan_node
 from tasuki.supervisor.model_copy import copy_room_bytes
 from tasuki.supervisor.pool import check_pool_room
@@ -35,6 +35,7 @@ def check_plan(config: NodeConfig, gpus: Sequence[Gpu]) -> Finding:
         return warn(name, "not made: no GPU is visible from here", "tasuki plan CONFIG --gpu-gb SIZE")
     gpu_bytes = min((gpu.total_bytes for gpu in gpus), default=_NO_GPU)
     try:
+        check_host_ranks(config)
         check_host_budget(config)
         if holder(config.state_dir, name=NODE_LOCK) is None:
             check_pool_room(config)

@@ -1,0 +1,24 @@
+"""What a missing package's message tells to type works in the environment that lacks it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tasuki.wire import extras
+
+
+def test_an_environment_without_pip_is_given_the_command_of_its_uv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
+    monkeypatch.setattr(extras, "find_spec", lambda name: None)
+    told = extras.install_extras("trainer,rollout", "wandb")
+    assert told == f"uv pip install --python {tmp_path / '.venv'} '.[trainer,rollout,wandb]' in tasuki's checkout"
+    (tmp_path / ".uv" / "bin").mkdir(parents=True)
+    (tmp_path / ".uv" / "bin" / "uv").touch()
+    told = extras.install_extras("trainer,rollout", "wandb")
+    options = "--extra trainer --extra rollout --extra wandb"
+    assert told == f".uv/bin/uv sync --locked --inexact {options} in tasuki's checkout"
+    monkeypatch.setattr(extras, "find_spec", lambda name: object())
+    assert extras.install_extras("wandb") == "pip install '.[wandb]' in tasuki's checkout"
