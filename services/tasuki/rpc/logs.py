@@ -19,6 +19,11 @@ class _OneLine(logging.Formatter):
         return super().formatMessage(record)
 
 
+def _is_no_callers_header(record: logging.LogRecord) -> bool:
+    """False for grpcio's traceback about a header that is not UTF-8: it holds the header, and any caller can cause it without end."""
+    return not (record.name.startswith("grpc") and str(record.msg).startswith("Invalid encoding on"))
+
+
 class _Lines(logging.StreamHandler):
     """Reports lost lines once there is room again, so that an audit does not count them as missing."""
 
@@ -42,5 +47,6 @@ def configure_logging(service: str) -> None:
     """Sets the format once, at the start of a service's process. A crash in native code leaves every thread's Python stack on stderr."""
     faulthandler.enable(file=2)
     lines = _Lines()
+    lines.addFilter(_is_no_callers_header)
     lines.setFormatter(_OneLine(f"%(asctime)s %(levelname)s service={service} logger=%(name)s %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[lines], force=True)
