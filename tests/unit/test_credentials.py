@@ -164,7 +164,17 @@ def test_a_link_that_is_turned_is_a_change(tmp_path: Path) -> None:
     assert reloaded.value == "2"
 
 
-@pytest.mark.parametrize("text", ["rubbish", '"a" = 1\n', '"a" = "admin"\n', '[a]\nb = "viewer"\n'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "rubbish",
+        '"a" = 1\n',
+        '"a" = "admin"\n',
+        '[a]\nb = "viewer"\n',
+        pytest.param(f"a = {'[' * 10_000}", id="deep"),
+        pytest.param(f"a = {'9' * 10_000}", id="digits"),
+    ],
+)
 def test_a_table_of_roles_that_is_wrong_names_its_key(tmp_path: Path, text: str) -> None:
     (tmp_path / "roles.toml").write_text(text)
     with pytest.raises(InvalidArgument) as refused:

@@ -135,7 +135,7 @@ def read_roles(path: Path) -> dict[str, CallerRole]:
     text = read_file(field, path)
     try:
         table = tomllib.loads(text.decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # also the interpreter's limits on digits and nesting
         raise InvalidArgument(field, f"{path} is not TOML: {error}") from error
     roles = {name: CallerRole.named(role) if isinstance(role, str) else None for name, role in table.items()}
     wrong = next((name for name, role in roles.items() if role is None), None)
