@@ -15,9 +15,10 @@ from tasuki.config.trainer_schema import TrainerConfig
 from tasuki.coordinator.admission import Admission
 from tasuki.memory import arena as native
 from tasuki.memory.arena import Arena
+from tasuki.memory.host import HostMemory
 from tasuki.memory.stages import Service, Stage
 from tasuki.memory.tags import DeviceUsage, MemoryTag, ServiceUsage, TagUsage
-from tasuki.planner.budget import check_host_budget
+from tasuki.planner.budget import check_host_budget, check_room_for_ranks
 from tasuki.trainer.backends.fsdp.memory import TrainerMemory
 from tasuki.trainer.backends.fsdp.staying import ExportChoice
 from tasuki.transport.export import ExportMemory, WeightExport
@@ -107,3 +108,16 @@ def test_a_first_publication_without_room_names_its_tag(mesh: DeviceMesh) -> Non
     with pytest.raises(OutOfGpuMemory, match="trainer rank 0 needs 2097152 bytes for export; 1048576 are free") as refused:
         memory.export(make)
     assert refused.value.metadata["tag"] == "export"
+
+
+def test_ranks_whose_processes_this_machine_cannot_hold_are_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(model, budget_bytes=12 * MIB)
+    check_room_for_ranks(config)
+    monkeypatch.setattr("tasuki.planner.budget.host_memory", lambda: HostMemory(24_000 * MIB, 20_000 * MIB))
+    many = config.model_copy(update={"trainer": TrainerConfig(num_ranks=999, compute_dtype="float32")})
+    with pytest.raises(
+        InvalidArgument, match="999 processes, which take 199800 MiB or more; this machine has 24000 MiB"
+    ) as refused:
+        check_room_for_ranks(many)
+    assert refused.value.metadata["field"] == "trainer.num_ranks"
+    check_room_for_ranks(many.model_copy(update={"device": "cuda"}))

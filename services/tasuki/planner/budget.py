@@ -11,6 +11,22 @@ from tasuki.planner.trainer_bytes import trainer_tags
 from tasuki.wire.errors import InvalidArgument
 
 _FIELD = "memory.host_budget_bytes"
+_MIB = 1 << 20
+_RANK_MIB = {"trainer.num_ranks": 200, "rollout.tp_size": 400}
+"""Memory of a rank's process on a CPU without any model. Measured: 220 MiB of a trainer's, which is a fork, and 500 of an engine's."""
+
+
+def check_room_for_ranks(config: NodeConfig) -> None:
+    """Raises InvalidArgument if this machine cannot hold the processes of the configured ranks. On a CPU no number of GPUs bounds them."""
+    if config.device != "cpu":
+        return
+    total_mib = host_memory().total_bytes // _MIB
+    for field, num_ranks in (("trainer.num_ranks", config.trainer.num_ranks), ("rollout.tp_size", config.num_engine_ranks)):
+        needed_mib = num_ranks * _RANK_MIB[field]
+        if needed_mib > total_mib:
+            raise InvalidArgument(
+                field, f"makes {num_ranks} processes, which take {needed_mib} MiB or more; this machine has {total_mib} MiB"
+            )
 
 
 def check_host_budget(config: NodeConfig) -> None:

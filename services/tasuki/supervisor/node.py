@@ -34,7 +34,7 @@ from tasuki.config.places import (
 from tasuki.config.room import disk_full_at
 from tasuki.config.save import save_config
 from tasuki.config.schema import NodeConfig
-from tasuki.planner.budget import check_host_budget
+from tasuki.planner.budget import check_host_budget, check_room_for_ranks
 from tasuki.rpc.port import check_ports
 from tasuki.rpc.service_tracer import check_telemetry
 from tasuki.rpc.start_seconds import read_start_seconds, serves_line
@@ -125,6 +125,7 @@ def start_node(
     check_model_folders(config)
     check_gpu_is_shown(config)
     check_host_budget(config)
+    check_room_for_ranks(config)
     check_pool_room(config)
     check_ports(config)
     check_argument_values(config.rollout.engine)

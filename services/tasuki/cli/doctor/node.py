@@ -18,7 +18,7 @@ from tasuki.config.schema import NodeConfig, SftConfig, TrainConfig
 from tasuki.memory.host import host_memory
 from tasuki.models.shape import ModelShape
 from tasuki.planner.advice import problems
-from tasuki.planner.budget import check_host_budget
+from tasuki.planner.budget import check_host_budget, check_room_for_ranks
 from tasuki.planner.model_shape import read_model_shape
 from tasuki.planner.node_plan import plan_node
 from tasuki.rpc.port import check_ports
@@ -86,6 +86,7 @@ def check_plan(config: NodeConfig, gpus: Sequence[Gpu]) -> Finding:
     gpu_bytes = min((gpu.total_bytes for gpu in gpus), default=_NO_GPU)
     try:
         check_host_budget(config)
+        check_room_for_ranks(config)
         if holder(config.state_dir, name=NODE_LOCK) is None:
             check_pool_room(config)
         planned = plan_node(config, gpu_bytes=gpu_bytes, host_bytes=host_memory().total_bytes)
