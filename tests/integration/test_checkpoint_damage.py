@@ -83,6 +83,13 @@ def test_a_fifo_in_the_place_of_a_file_is_refused_at_once(saved: Path, name: str
         loads(saved)
 
 
+@pytest.mark.parametrize("name", ["checkpoint.json", "tensors.json"])
+def test_a_sparse_file_beyond_memory_is_refused(saved: Path, name: str) -> None:
+    os.truncate(saved / name, 1 << 40)
+    with pytest.raises(InvalidArgument, match="is larger than"):
+        loads(saved)
+
+
 def test_a_fifo_in_the_place_of_a_models_weights_is_refused_at_once(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"weight": "model.safetensors"}}))
     os.mkfifo(tmp_path / "model.safetensors")

@@ -22,6 +22,7 @@ from tasuki.runs.recipe import recipe
 from tasuki.supervisor.node import check_state_folder
 from tasuki.wire.errors import InvalidArgument
 from tests.models import make_model, save_checkpoint
+from tests.owners import give_away
 
 REWARD = "def reward(prompt, completion, **fields):\n    return 0.0\n"
 
@@ -122,6 +123,18 @@ def test_what_a_run_makes_in_a_new_state_folder_is_no_users_file(config: Path):
     check_state_folder(node)
     (node.state_dir / "notes.txt").write_text("mine")
     with pytest.raises(InvalidArgument, match="contains files of something else"):
+        check_state_folder(node)
+
+
+def test_a_state_folder_that_another_user_controls_is_refused(config: Path, monkeypatch: pytest.MonkeyPatch):
+    node = load_config(config)
+    node.state_dir.mkdir(mode=0o755)
+    check_state_folder(node)
+    node.state_dir.chmod(0o777)
+    with pytest.raises(InvalidArgument, match="chmod o-w"):
+        check_state_folder(node)
+    give_away(node.state_dir, monkeypatch)
+    with pytest.raises(InvalidArgument, match="belongs to another user"):
         check_state_folder(node)
 
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import logging
 import struct
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,11 +18,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tasuki.rpc.access import Access, LocalCallers
 from tasuki.rpc.client_paths import ClientPaths
+from tasuki.rpc.logs import configure_logging
 from tasuki.rpc.port import Port
 from tasuki.rpc.server import RpcServer
+from tasuki.supervisor.__main__ import service_environment
 from tasuki.v1 import trainer_pb2_grpc
 from tasuki.wire.channel import open_channel
 from tasuki.wire.errors import ServiceFailed
+from tests.conftest import ENVIRONMENT, ROOT
 from tests.integration.counting_trainer import NAME, CountingTrainer
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -30,18 +37,18 @@ def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
     return struct.pack(">I", len(payload))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + payload
 
 
-def call(path: bytes) -> bytes:
-    """A whole connection with one call."""
+def call(path: bytes, further: dict[bytes, bytes] | None = None) -> bytes:
+    """A whole connection with one call. further: headers shorter than 128 bytes."""
     headers = {b":method": b"POST", b":scheme": b"http", b":path": path, b":authority": b"localhost", b"te": b"trailers"}
-    headers[b"content-type"] = b"application/grpc"
+    headers |= {b"content-type": b"application/grpc", **(further or {})}
     block = b"".join(b"\x00%c%b%c%b" % (len(name), name, len(value), value) for name, value in headers.items())
     return PREFACE + frame(SETTINGS, 0, 0, b"") + frame(HEADERS, 4, 1, block) + frame(MESSAGE, 1, 1, bytes(5))
 
 
-async def send(port: int, path: bytes) -> bytes:
+async def send(port: int, path: bytes, further: dict[bytes, bytes] | None = None) -> bytes:
     """What comes back until a status, the connection's end, or a second without either."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(call(path))
+    writer.write(call(path, further))
     answer = b""
     try:
         async with asyncio.timeout(1.0):
@@ -83,6 +90,49 @@ async def test_a_path_that_is_not_utf8_is_refused_as_an_unknown_method(tmp_path:
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await channel.unary_unary("/x/y")(b"", timeout=10)
             assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_a_header_that_is_not_utf8_is_not_logged(
+    tmp_path: Path, unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, stderr = logging.getLogger(), io.StringIO()
+    monkeypatch.setattr(root, "handlers", [])
+    monkeypatch.setattr(root, "level", root.level)
+    monkeypatch.setattr("sys.stderr", stderr)
+    configure_logging("trainer")
+    async with serving(tmp_path, unused_tcp_port):
+        for _ in range(3):
+            assert await send(
+                unused_tcp_port, b"/tasuki.v1.MetricsService/GetMetrics", {b"authorization": b"Bearer s3cr3t\xff"}
+            )
+        logging.getLogger("grpc._cython.cygrpc").error(
+            "ExecuteBatchError raised in core by servicer method [/x/y]"
+        )  # of a reset call
+        logging.getLogger("grpc").warning("another line of grpc's")
+    assert "another line of grpc's" in stderr.getvalue()
+    assert (
+        "s3cr3t" not in stderr.getvalue()
+        and "Traceback" not in stderr.getvalue()
+        and "ExecuteBatchError" not in stderr.getvalue()
+    )
+
+
+async def serve_odd_headers(folder: Path, port: int) -> None:
+    async with serving(folder, port):
+        await send(port, b"/tasuki.v1.MetricsService/GetMetrics", {b"grpc-timeout": b"x", b"grpc-encoding": b"x"})
+
+
+def test_a_header_that_grpc_cannot_parse_is_not_logged(tmp_path: Path, unused_tcp_port: int) -> None:
+    program = (
+        "import asyncio, pathlib; from tests.integration.test_port_server import serve_odd_headers; "
+        f"asyncio.run(serve_odd_headers(pathlib.Path({str(tmp_path)!r}), {unused_tcp_port}))"
+    )
+    # grpc reads its verbosity when it is loaded.
+    environment = service_environment({name: value for name, value in ENVIRONMENT.items() if name != "GRPC_VERBOSITY"})
+    served = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "Error parsing" not in served.stderr
 
 
 async def test_a_service_whose_server_has_ended_ends_too(

@@ -19,6 +19,7 @@ from tasuki.wire.channel import open_blocking_channel, open_channel
 from tasuki.wire.credentials import Credentials, TlsFiles, read_tokens
 from tasuki.wire.errors import InvalidArgument
 from tasuki.wire.reloaded import Reloaded
+from tests.owners import give_away
 
 
 def secret(path: Path, text: str, *, mode: int = 0o600) -> Path:
@@ -75,6 +76,22 @@ def test_a_file_that_every_user_may_replace_decides_nothing(
     folder.chmod(0o1777)  # as /tmp: only the owner replaces a file
     with suppress(InvalidArgument):  # the text is no certificate
         read(file)
+
+
+@pytest.mark.parametrize("planted", ["file", "link"])
+def test_a_file_that_another_user_put_into_an_open_folder_decides_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planted: str
+) -> None:
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    folder.chmod(0o1777)  # here everybody can make a file whose name is free, such as that of a token just deleted
+    file = secret(folder / "token" if planted == "file" else tmp_path / "elsewhere", "a" * 40)
+    if planted == "link":
+        (folder / "token").symlink_to(file)
+    assert read_tokens("f", folder / "token") == ("a" * 40,)
+    give_away(folder / "token", monkeypatch)
+    with pytest.raises(InvalidArgument, match="another user's|Permission denied"):  # the kernel may refuse to follow the link
+        read_tokens("f", folder / "token")
 
 
 def test_tls_files_are_checked_by_key(tmp_path: Path) -> None:
@@ -147,7 +164,17 @@ def test_a_link_that_is_turned_is_a_change(tmp_path: Path) -> None:
     assert reloaded.value == "2"
 
 
-@pytest.mark.parametrize("text", ["rubbish", '"a" = 1\n', '"a" = "admin"\n', '[a]\nb = "viewer"\n'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "rubbish",
+        '"a" = 1\n',
+        '"a" = "admin"\n',
+        '[a]\nb = "viewer"\n',
+        pytest.param(f"a = {'[' * 10_000}", id="deep"),
+        pytest.param(f"a = {'9' * 10_000}", id="digits"),
+    ],
+)
 def test_a_table_of_roles_that_is_wrong_names_its_key(tmp_path: Path, text: str) -> None:
     (tmp_path / "roles.toml").write_text(text)
     with pytest.raises(InvalidArgument) as refused:

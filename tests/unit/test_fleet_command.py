@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,18 @@ def test_what_nobody_tells_and_what_is_wrong_is_named(
     with pytest.raises(InvalidArgument, match=words) as raised:
         read(tmp_path, environment=environment, **flags)
     assert raised.value.metadata["field"] == field
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("text", [f"a = {'[' * 10_000}", f"a = {'9' * 10_000}", "fleet = 3\n", None])
+def test_a_file_that_is_no_configuration_is_refused_by_name(tmp_path: Path, text: str | None) -> None:
+    file = tmp_path / "node.toml"
+    if text is None:
+        os.mkfifo(file)
+    else:
+        file.write_text(text)
+    with pytest.raises(TasukiError):
+        fleet_config(file, overrides=(), flags={}, environment=ENVIRONMENT)
 
 
 def test_a_node_of_a_fleet_has_one_more_service_which_ends_it_for_good(tmp_path: Path) -> None:

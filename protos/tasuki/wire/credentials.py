@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tasuki.wire.errors import InvalidArgument
+from tasuki.wire.owner import is_planted
 from tasuki.wire.regular_file import read_regular
 
 MIN_TOKEN_CHARS = 32
@@ -157,12 +158,17 @@ def _check_pair(cert: tuple[str, Path], key: tuple[str, Path]) -> None:
 def read_file(field: str, path: Path) -> bytes:
     """Reads the file that `field` names, which decides who is trusted.
 
-    Raises InvalidArgument if it is unreadable, not a regular file, or if every user of the machine can change or replace it.
+    Raises InvalidArgument if it is unreadable, not a regular file, or if every user of the machine can change or replace it. So can they
+    where another user's file or link lies in a folder such as /tmp.
     """
     try:
         content, real = read_regular(path, max_bytes=_MAX_BYTES), path.resolve()
         if any(_is_open_to_all(each) for each in {path.absolute().parent, real.parent, real}):
             raise InvalidArgument(field, f"every user of the machine can replace {path}; chmod o-w the file and its folder")
+        if is_planted(path) or is_planted(real):
+            raise InvalidArgument(
+                field, f"{path} is another user's, in a folder that every user can write to; move it to your own"
+            )
     except OSError as error:
         raise InvalidArgument(field, f"{path} cannot be read: {error.strerror}") from error
     return content

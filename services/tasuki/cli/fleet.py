@@ -22,7 +22,7 @@ from tasuki.cli.doctor.certificates import warn_of_certificate
 from tasuki.cli.missing_nodes import missing_nodes
 from tasuki.cli.node_tables import phase_name, stage_name
 from tasuki.config.fleet_environment import fleet_table
-from tasuki.config.load import load_config
+from tasuki.config.load import MAX_CONFIG_BYTES, load_config
 from tasuki.config.lock import NODE_LOCK, TRAINING_LOCK, holder
 from tasuki.config.places import client_target, log_path
 from tasuki.config.schema import NodeConfig
@@ -45,6 +45,7 @@ from tasuki.wire.errors import (
     from_rpc_error,
 )
 from tasuki.wire.printable import printable
+from tasuki.wire.regular_file import read_regular
 
 INTERRUPTED = 130
 UP = "tasuki fleet up CONFIG"
@@ -78,9 +79,11 @@ def fleet_config(
 def _not_in(path: Path, told: Sequence[str]) -> list[str]:
     """Keys set by the environment but not by the file."""
     try:
-        own = tomllib.loads(path.read_text()).get("fleet", {})
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError):  # reported by load_config
-        own = {}
+        table = tomllib.loads(read_regular(path, max_bytes=MAX_CONFIG_BYTES).decode())
+    except (OSError, ValueError, RecursionError):  # reported by load_config
+        table = {}
+    fleet = table.get("fleet")
+    own = fleet if isinstance(fleet, dict) else {}
     return [one for one in told if one.partition("=")[0].removeprefix("fleet.") not in own]
 
 

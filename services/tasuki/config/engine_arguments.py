@@ -46,11 +46,13 @@ _PORTS = "the engine opens no port; callers reach rollout at rollout.listen"
 _PEERS = "the engine listens at no address and connects to none"
 _TEXT = "prompts and completions would be in logs"
 _FILES = "the engine reads the model's folder alone, and writes only below state_dir"
+_CODE = "it can run code of the model's folder, whatever trust_remote_code says"
+_TOKENS = "samples must be the policy's own, and continue the whole prompt"
 _OURS = "tasuki sets it itself"
 _REFUSED: Mapping[str, str] = {
     **dict.fromkeys(
         (
-            "checkpoint_engine_wait_weights_before_ready", "decrypted_config_file", "decrypted_draft_config_file",
+            "checkpoint_engine_wait_weights_before_ready", "cpu_offload_gb", "decrypted_config_file", "decrypted_draft_config_file",
             "delete_ckpt_after_loading", "enable_weights_cpu_backup", "load_format", "model_checksum", "model_loader_extra_config",
             "modelopt_quant", "quantization", "quantization_param_path", "quantize_and_serve", "rl_quant_profile", "torchao_config",
             "weight_version",
@@ -92,14 +94,18 @@ _REFUSED: Mapping[str, str] = {
     **dict.fromkeys(
         (
             "chat_template", "completion_template", "deepep_config", "dllm_algorithm_config", "download_dir",
-            "expert_distribution_recorder_mode", "file_storage_path", "hisparse_config", "lmcache_config_file", "pdmux_config_path",
+            "enable_profile_cuda_graph", "expert_distribution_recorder_mode", "file_storage_path", "hisparse_config",
+            "lmcache_config_file", "pdmux_config_path",
             "revision", "speculative_adaptive_config", "speculative_ngram_external_corpus_path", "speculative_token_map",
         ),
         _FILES,
     ),
+    "model_impl": _CODE,
+    **dict.fromkeys(("allow_auto_truncate", "speculative_accept_threshold_acc", "speculative_accept_threshold_single"), _TOKENS),
     **dict.fromkeys(
         (
-            "custom_sigquit_handler", "custom_weight_loader", "detokenizer_ipc_name", "disable_prefill_cuda_graph",
+            "custom_sigquit_handler", "custom_weight_loader", "detokenizer_ipc_name", "detokenizer_worker_num",
+            "disable_prefill_cuda_graph",
             "enable_custom_logit_processor", "enable_memory_saver", "enable_metrics_for_all_schedulers",
             "forward_hooks", "grammar_backend", "incremental_streaming_output", "instance_id", "is_embedding",
             "json_model_override_args", "lora_backend", "lora_paths", "max_loras_per_batch", "metrics_ipc_name", "rpc_ipc_name",
@@ -116,6 +122,7 @@ _REFUSED_PREFIXES: Mapping[str, str] = {
     "forward_pass_metrics_": _PEERS,
     "kt_": _WEIGHTS,
     "modelopt_": _WEIGHTS,
+    "offload_": _WEIGHTS,
     "remote_instance_": _WEIGHTS,
     "speculative_draft_": 'the weights of a draft model would not be trained; speculative_algorithm = "NGRAM" has none',
 }

@@ -19,7 +19,7 @@ from tasuki.config.security_schema import CallerRole
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 from tasuki.wire.regular_file import read_regular
 
-_MAX_BYTES = 4_000_000
+MAX_CONFIG_BYTES = 4_000_000
 _SHOWN_CHARACTERS = 200
 _WANTED = {
     "path_type": "give a path in quotes",
@@ -75,7 +75,7 @@ def _read(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
 
 def _toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(read_regular(path, max_bytes=_MAX_BYTES).decode())
+        return tomllib.loads(read_regular(path, max_bytes=MAX_CONFIG_BYTES).decode())
     # Includes TOMLDecodeError, UnicodeDecodeError and the interpreter's limits on digits and nesting.
     except (ValueError, RecursionError) as error:
         raise InvalidArgument("config", f"{path} is not TOML: {error}") from error

@@ -10,6 +10,7 @@ from pathlib import Path
 from tasuki.config.schema import NodeConfig
 from tasuki.wire.address import socket_folder, unix_target
 from tasuki.wire.errors import InvalidArgument
+from tasuki.wire.owner import is_foreign
 
 
 def socket_dir(state_dir: Path) -> Path:
@@ -24,6 +25,23 @@ def socket_dir(state_dir: Path) -> Path:
         raise InvalidArgument("state_dir", f"socket folder {place} is a link or belongs to another user")
     place.chmod(0o700)
     return place
+
+
+def check_owner(state_dir: Path) -> None:
+    """Raises InvalidArgument for a state folder, if it exists, in which another user could replace sockets and configuration.
+
+    A folder of root's may be open to all: a pod's volume is, and no other user sees it.
+    """
+    if not state_dir.exists():
+        return
+    place = state_dir.resolve()
+    if is_foreign(place):
+        raise InvalidArgument(
+            "state_dir", f"{place} belongs to another user, who could run code in the node; choose your own folder"
+        )
+    status = place.stat()
+    if status.st_mode & stat.S_IWOTH and status.st_uid == os.geteuid():
+        raise InvalidArgument("state_dir", f"every user of the machine can write to {place}; chmod o-w {place}")
 
 
 def node_targets(config: NodeConfig) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import re
+import ssl
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -123,10 +124,23 @@ class CertifiedCallers:
 def _certified_name(shown: Mapping[str, Sequence[bytes]]) -> str:
     """SPIFFE id, else common name; "" for a common name that looks like an id, since its requester may choose it freely."""
     for field in ("peer_spiffe_id", "x509_common_name"):
-        name = next(iter(shown.get(field, ())), b"").decode(errors="replace")
+        given = next(iter(shown.get(field, ())), b"")
+        name = given.decode(errors="replace")
         if name:
+            if not _is_whole(given, shown):
+                return ""
             return "" if field == "x509_common_name" and name.lower().startswith(_SPIFFE) else name
     return ""
+
+
+def _is_whole(name: bytes, shown: Mapping[str, Sequence[bytes]]) -> bool:
+    """Whether the certificate has exactly this name: grpc cuts names at a NUL. True where the certificate itself is not shown."""
+    pem = next(iter(shown.get("x509_pem_cert", ())), b"")
+    if not pem:
+        return True
+    num = len(name)
+    length = bytes([num]) if num < 0x80 else bytes([0x81, num]) if num < 0x100 else bytes([0x82, *num.to_bytes(2)])
+    return length + name in ssl.PEM_cert_to_DER_cert(pem.decode("ascii"))
 
 
 def read_roles(path: Path) -> dict[str, CallerRole]:
@@ -135,7 +149,7 @@ def read_roles(path: Path) -> dict[str, CallerRole]:
     text = read_file(field, path)
     try:
         table = tomllib.loads(text.decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # also the interpreter's limits on digits and nesting
         raise InvalidArgument(field, f"{path} is not TOML: {error}") from error
     roles = {name: CallerRole.named(role) if isinstance(role, str) else None for name, role in table.items()}
     wrong = next((name for name, role in roles.items() if role is None), None)

@@ -25,6 +25,7 @@ REQUEST_TIMEOUT_S = 5.0
 """From a connection to the end of its request's headers, the handshake included."""
 MAX_CONNECTIONS = 32
 _ROOM_TIMEOUT_S = 1.0
+_MAX_ID_CHARS = 2048
 
 
 class HttpPort(ThreadingHTTPServer):
@@ -164,11 +165,12 @@ class HttpCaller:
 
 
 def _names_of(certificate: Mapping[str, Any]) -> dict[str, list[bytes]]:
-    """SPIFFE id and common name, as grpc names them. A certificate with several ids has none, as with grpc."""
-    ids = [value for kind, value in certificate.get("subjectAltName", ()) if kind == "URI" and value.startswith("spiffe://")]
+    """SPIFFE id and common name, as grpc names them: no id if it is not the certificate's only URI, or longer than an id may be."""
+    uris = [value for kind, value in certificate.get("subjectAltName", ()) if kind == "URI"]
+    ids = [uri for uri in uris if uri.startswith("spiffe://") and len(uri) <= _MAX_ID_CHARS]
     names = [value for group in certificate.get("subject", ()) for kind, value in group if kind == "commonName"]
     return {
-        "peer_spiffe_id": [ids[0].encode()] if len(ids) == 1 else [],
+        "peer_spiffe_id": [ids[0].encode()] if ids and len(uris) == 1 else [],
         "x509_common_name": [name.encode() for name in names],
     }
 

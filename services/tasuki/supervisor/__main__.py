@@ -6,6 +6,7 @@ import faulthandler
 import functools
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from tasuki.config.load import load_config
@@ -30,8 +31,7 @@ def main(state_dir: Path, *, lock_fd: int, starter_fd: int) -> int:
             node_services(config, preloaded=os.environ.get("LD_PRELOAD", "")),
             lock=StateLock(lock_fd),
             starter_fd=starter_fd,
-            # grpc's default logs every failed connection by strangers to a port.
-            environment={"GRPC_VERBOSITY": "ERROR", **os.environ},
+            environment=service_environment(os.environ),
             restart=config.restart,
             make_pool=functools.partial(NodePool, config) if config.memory.pool else None,
         )
@@ -41,6 +41,11 @@ def main(state_dir: Path, *, lock_fd: int, starter_fd: int) -> int:
     except OSError as error:  # an unreadable or unwritable file or folder
         sys.stderr.write(printable(f"tasuki: error {type(error).__name__}: {error}") + "\n")
         return 2
+
+
+def service_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Environment of the node's processes. grpc logs nothing unless asked: at ERROR, strangers could fill the disk."""
+    return {"GRPC_VERBOSITY": "NONE", **environment}
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from tasuki.config.gpus import check_gpu_is_shown
 from tasuki.config.instance import begin_instance
 from tasuki.config.lock import NODE_LOCK, TRAINING_LOCK, StateLock, holder, lock_path
 from tasuki.config.places import (
+    check_owner,
     config_path,
     exit_path,
     journal_path,
@@ -119,6 +120,7 @@ def _begin(config: NodeConfig, *, resumes: bool, tell: Tell) -> StartedNode:
     lock = StateLock.take(config.state_dir, name=NODE_LOCK)
     read_fd, starter_fd = os.pipe()
     try:
+        check_owner(config.state_dir)  # again: another user may have made it meanwhile
         check_place(config)
         config = with_residency(config, resumes=resumes, tell=tell)
         with preloaded_model(config, tell=tell):
@@ -143,10 +145,11 @@ def _begin_at_the_model(state_dir: Path) -> None:
 def check_state_folder(config: NodeConfig) -> None:
     """Refuses a folder with other files, since a node writes node.toml to its folder and removes `run` from it.
 
-    Raises InvalidArgument, also for a FIFO or device in the place of a file. Files that `tasuki train` creates there before the node
-    starts are allowed.
+    Raises InvalidArgument, also for a FIFO or device in the place of a file, and for a folder whose sockets another user could replace.
+    Files that `tasuki train` creates there before the node starts are allowed.
     """
     state_dir = Path(os.path.realpath(config.state_dir))
+    check_owner(state_dir)
     for path in (*state_dir.glob("*"), *state_dir.glob("logs/*")):
         if path.exists() and not path.is_file() and not path.is_dir():
             raise InvalidArgument("state_dir", f"{path} is no regular file; remove it, or choose another folder")

@@ -12,6 +12,8 @@ from tasuki.wire.errors import InvalidArgument, PathExists, PathNotFound
 from tasuki.wire.regular_file import read_regular
 
 FACTS_FILE = "checkpoint.json"
+MAX_FACTS_BYTES = 1 << 20
+"""Far more than any has; reading a sparse file of a caller's folder would otherwise take all memory."""
 _SAVE_ID = re.compile(r"[A-Za-z0-9-]{1,64}")
 
 
@@ -75,6 +77,6 @@ def delete(path: Path, save_id: str) -> None:
 def _saved_as(path: Path) -> str | None:
     """Id of the save that created a checkpoint; None if there is none."""
     try:
-        return json.loads(read_regular(path / FACTS_FILE)).get("save_id")
+        return json.loads(read_regular(path / FACTS_FILE, max_bytes=MAX_FACTS_BYTES)).get("save_id")
     except (OSError, ValueError, AttributeError, RecursionError):
         return None

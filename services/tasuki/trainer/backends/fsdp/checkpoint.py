@@ -35,7 +35,7 @@ from tasuki.trainer.durable.atomic_folder import (
     rename_into_place,
     start_aside,
 )
-from tasuki.trainer.durable.saves import FACTS_FILE, written_path
+from tasuki.trainer.durable.saves import FACTS_FILE, MAX_FACTS_BYTES, written_path
 from tasuki.trainer.roles import Role
 from tasuki.wire.errors import InvalidArgument, PathNotFound, VersionOrder
 from tasuki.wire.regular_file import read_regular
@@ -118,7 +118,7 @@ def read_facts(path: Path) -> tuple[CheckpointFacts, int]:
     """
     file = path / FACTS_FILE
     try:
-        content = read_regular(file)
+        content = read_regular(file, max_bytes=MAX_FACTS_BYTES)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise PathNotFound(f"{path} is not a checkpoint: it has no {FACTS_FILE}", path=path) from error
     except OSError as error:

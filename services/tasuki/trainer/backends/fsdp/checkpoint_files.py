@@ -91,6 +91,8 @@ def _corners(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Counter[tuple[
     return corners
 
 
+_MAX_INDEX_BYTES = 1 << 30
+"""About 100 bytes for each part of a tensor on a rank."""
 _Index = TypeAdapter(dict[str, StoredTensor])
 
 
@@ -150,7 +152,7 @@ class TensorReader(FileSystemReader):
         self.fs, self._progressed = _RegularFiles(), progressed
         file = folder / _INDEX_FILE
         try:
-            content = read_regular(file)
+            content = read_regular(file, max_bytes=_MAX_INDEX_BYTES)
         except OSError as error:
             raise InvalidArgument("path", f"{file} cannot be read: {error.strerror}") from error
         if zlib.crc32(content) != index_crc32:
