@@ -152,6 +152,7 @@ def test_wrong_key_or_value_is_named(tmp_path: Path, extra: str, overrides: list
         (["train=4"], "train", "give a table (got 4)"),
         (["failpoints=5"], "failpoints", "give a list (got 5)"),
         (["rollout.engine=6"], "rollout.engine", "give a table (got 6)"),
+        (["rollout.engine.x.y=1"], "rollout.engine.x", "give a number, a text, true or false, or a list of them"),
         (
             ['trainer.prefix_sharing="true"'],
             "trainer.prefix_sharing",

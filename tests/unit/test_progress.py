@@ -9,6 +9,7 @@ from tasuki.runs.progress import INEXACT, TrainProgress, step_line
 
 
 def test_a_line_leaves_out_what_did_not_take_place() -> None:
+    assert step_line(Step(3, policy_version=6, seconds={"evaluate": 0.5})) == ""
     assert step_line(Step(3, policy_version=6, seconds={"evaluate": 0.5}, eval_score=0.25)) == (
         "step   3  version 6  held-out 0.250  0.5 s"
     )

@@ -153,7 +153,11 @@ def _run(
             running_node(config, may_start=may_start),
             explained(config),
         ):
-            _train(config, training, loop, earlier, request, started=started)
+            try:
+                _train(config, training, loop, earlier, request, started=started)
+            except KeyboardInterrupt:
+                sys.stderr.write("interrupted; --resume continues the run\n")
+                raise
     continue_children()
     return 0
 

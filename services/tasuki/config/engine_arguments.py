@@ -8,11 +8,21 @@ from difflib import get_close_matches
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import BeforeValidator
 
 from tasuki.algorithms.loss_types import SettingError
 from tasuki.wire.errors import InvalidArgument
 
-Argument = bool | int | float | str | list[bool | int | float | str]
+
+def _check_argument(value: object) -> object:
+    if not all(isinstance(one, bool | int | float | str) for one in (value if isinstance(value, list) else [value])):
+        raise ValueError("give a number, a text, true or false, or a list of them")
+    return value
+
+
+Argument = Annotated[bool | int | float | str | list[bool | int | float | str], BeforeValidator(_check_argument)]
 
 KEYS: Mapping[str, str] = {
     "attention_backend": "rollout.attention_backend",

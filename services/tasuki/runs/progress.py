@@ -63,6 +63,8 @@ class TrainProgress:
             self._has_warned = True
             sys.stderr.write(f"{INEXACT}\n")
         line = step_line(step)
+        if not line:
+            return
         if self._console.is_terminal:
             self._console.print(line, highlight=False)
             self._bar.update(self._task, completed=step.step, description=f"version {step.policy_version}")
@@ -75,8 +77,8 @@ class TrainProgress:
 
 
 def step_line(step: Step) -> str:
-    """Formats a step as one line; leaves out parts that did not run."""
-    parts = [f"step {step.step:>3}", f"version {step.policy_version}"]
+    """Formats a step as one line, leaving out parts that did not run. Empty if none did: after the last step without a held-out set."""
+    parts: list[str] = []
     if step.mean_reward is not None:
         parts.append(f"reward {step.mean_reward:.3f}")
     elif "loss" in step.metrics:
@@ -90,7 +92,9 @@ def step_line(step: Step) -> str:
         parts.append(f"{step.num_failed_rewards} rewards failed")
     if step.num_skipped_updates:
         parts.append(f"{step.num_skipped_updates} updates skipped, gradients not finite")
-    return "  ".join([*parts, f"{step.total_seconds():.1f} s"])
+    if not parts:
+        return ""
+    return "  ".join([f"step {step.step:>3}", f"version {step.policy_version}", *parts, f"{step.total_seconds():.1f} s"])
 
 
 class _StageFollower(threading.Thread):
