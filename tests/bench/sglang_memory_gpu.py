@@ -104,6 +104,7 @@ def our_engine(arguments: dict[str, Any]) -> tuple[Any, Mover, Callable[[], Any]
     from tasuki.rollout.rank_calls import RankCalls
     from tasuki.rollout.rank_commands import COMMAND_LOADER, command_tensors
     from tasuki.rollout.scheduler import run_scheduler
+    from tasuki.v1.memory_pb2 import GetUsageRequest
 
     class NoSaver:
         configure_subprocess = staticmethod(nullcontext)
@@ -135,7 +136,7 @@ def our_engine(arguments: dict[str, Any]) -> tuple[Any, Mover, Callable[[], Any]
     def move(step: str, tag: str) -> None:
         wait_for((memory.pause if step == "release" else memory.resume)([MemoryTag(tag)], timeout_s=60))
 
-    return engine, move, lambda: str(wait_for(memory.usage(timeout_s=10)))
+    return engine, move, lambda: str(wait_for(memory.usage(GetUsageRequest(), timeout_s=10)))
 
 
 def peers_engine(arguments: dict[str, Any]) -> tuple[Any, Mover, Callable[[], Any]]:

@@ -21,7 +21,7 @@ from tasuki.rollout.rank_calls import RankCalls
 from tasuki.rollout.sync import WeightSync
 from tasuki.transport.imported_weights import import_weights
 from tasuki.transport.shared_base import SharedBase, find_base
-from tasuki.v1 import types_pb2, weights_pb2
+from tasuki.v1 import memory_pb2, types_pb2, weights_pb2
 from tasuki.wire.errors import OutOfGpuMemory, WeightsCorrupt
 from tests.base_copies import shared_by
 from tests.extent import IS_WHOLE, only_whole
@@ -61,7 +61,7 @@ async def memory(ranks: EngineRanks, tmp_path: Path) -> AsyncIterator[RankCalls]
 
 async def asleep(memory: RankCalls) -> list[tuple[int, bool, bool]]:
     """For each rank whether its weights sleep and whether they are unmapped."""
-    usage = await memory.usage(timeout_s=10)
+    usage = await memory.usage(memory_pb2.GetUsageRequest(), timeout_s=10)
     return [(tag.rank, tag.is_paused, tag.mapped_bytes == 0) for tag in usage.tags if tag.tag == types_pb2.MEMORY_TAG_WEIGHTS]
 
 

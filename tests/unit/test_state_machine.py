@@ -168,7 +168,7 @@ def test_thousands_of_steps_break_no_promise() -> None:
             derandomize=True,
             database=None,
             deadline=None,
-            max_examples=MIN_STEPS // 40,
+            max_examples=MIN_STEPS // 20,
             stateful_step_count=50,
             suppress_health_check=list(HealthCheck),
         ),
