@@ -242,6 +242,17 @@ def wait_until_state_is(node: RunningNode, num_bytes: int) -> None:
         time.sleep(0.05)
 
 
+def serve_without_state(chaos: ChaosNode) -> list[list[int]]:
+    """Trains a step and brings the node to ROLLOUT, where the trainer's state leaves. Returns greedy samples."""
+    chaos.client.acquire(Phase.TRAIN)
+    chaos.step()
+    chaos.client.acquire(Phase.ROLLOUT)
+    tokens = chaos.greedy()
+    RoomSignal(room_signal_path(chaos.node.state_dir)).request()
+    wait_until_state_is(chaos.node, 0)
+    return tokens
+
+
 def test_the_trainers_state_returns_before_drain_as_the_last_samples_end(growing: RunningNode) -> None:
     signal = RoomSignal(room_signal_path(growing.state_dir))
     with Client(state_dir=growing.state_dir) as client:
@@ -278,12 +289,7 @@ def test_the_trainers_state_returns_before_drain_as_the_last_samples_end(growing
 def test_a_trainer_that_is_struck_as_its_state_returns_early_comes_back(growing: RunningNode, action: Action) -> None:
     with Client(state_dir=growing.state_dir, timeout_s=240) as client:
         chaos = ChaosNode(growing, client)
-        client.acquire(Phase.TRAIN)
-        chaos.step()
-        client.acquire(Phase.ROLLOUT)
-        tokens = chaos.greedy()
-        RoomSignal(room_signal_path(growing.state_dir)).request()
-        wait_until_state_is(growing, 0)
+        tokens = serve_without_state(chaos)
         boot_id = trainer_boot_id(growing)
         plant(socket_dir(growing.state_dir), "trainer0", "return", action)
         end_last_samples(growing, client).join()
@@ -298,12 +304,7 @@ def test_a_trainer_that_is_struck_as_its_state_returns_early_comes_back(growing:
 def test_a_trainer_that_is_struck_as_its_content_returns_comes_back(growing: RunningNode, action: Action) -> None:
     with Client(state_dir=growing.state_dir, timeout_s=240) as client:
         chaos = ChaosNode(growing, client)
-        client.acquire(Phase.TRAIN)
-        chaos.step()
-        client.acquire(Phase.ROLLOUT)
-        tokens = chaos.greedy()
-        RoomSignal(room_signal_path(growing.state_dir)).request()
-        wait_until_state_is(growing, 0)
+        tokens = serve_without_state(chaos)
         boot_id = trainer_boot_id(growing)
         plant(socket_dir(growing.state_dir), "trainer0", "return.done", action)
         client.acquire(Phase.TRAIN)

@@ -65,12 +65,23 @@ def take_buffers(mesh: DeviceMesh, sizes: Sequence[int], *, setting: str, advice
         return [torch.empty(size, dtype=torch.uint8) for size in sizes]
     # Torch's own pinned allocations are rounded up to a power of two.
     buffers = [torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8) for size in sizes]
-    status, cuda = 0, cast(Any, torch.cuda.cudart())
-    for buffer in buffers:
-        status = status or int(cuda.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
-    if _least(-status, mesh) < 0:
+    is_pinned = pin(buffers)
+    if not _least(int(is_pinned), mesh):
+        if is_pinned:
+            release_buffers(buffers, device=mesh_device(mesh))
         raise InvalidArgument(key, f"{value} {problem}, which CUDA cannot pin; {advice}", needed_bytes=needed)
     return buffers
+
+
+def pin(buffers: Sequence[Tensor]) -> bool:
+    """Pins all buffers for CUDA, or none. Returns whether it could."""
+    cuda = cast(Any, torch.cuda.cudart())
+    for number, buffer in enumerate(buffers):
+        if int(cuda.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)):
+            for pinned in buffers[:number]:
+                cuda.cudaHostUnregister(pinned.data_ptr())
+            return False
+    return True
 
 
 def release_buffers(buffers: Sequence[Tensor], *, device: torch.device) -> None:
