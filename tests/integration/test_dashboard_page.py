@@ -319,6 +319,7 @@ async def test_a_node_that_runs_is_followed_through_a_changeover(page: Browser, 
             await asyncio.to_thread(open_tab, page, server.url, "node", "Coordinator")
             page.until("document.querySelector('#live').innerText === 'live · TRAIN'")
             assert page.evaluate("document.querySelector('.phase.train').getAttribute('aria-current')") == "step"
+            assert "TRAIN to ROLLOUT: last \u2013" in page.text(".arrows"), "there was no changeover yet"
             await node.acquire(types_pb2.PHASE_ROLLOUT)
             await asyncio.to_thread(
                 page.until, "document.querySelector('.phase.rollout').getAttribute('aria-current') === 'step'"

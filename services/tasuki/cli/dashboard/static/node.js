@@ -58,7 +58,7 @@ function ring(node) {
   const state = node.is_live ? node.node : {};
   const running = state.changeover_id ? plain(state.next_stage, "STAGE_") : "";
   const now = { at: plain(state.stage, "STAGE_"), running, phase: plain(state.phase, "PHASE_"), seconds: node.last_seconds };
-  const total = (stages) => stages.reduce((sum, stage) => sum + (node.last_seconds[stage] ?? 0), 0);
+  const total = (stages) => stages.reduce((sum, stage) => (stage in node.last_seconds ? (sum ?? 0) + node.last_seconds[stage] : sum), null);
   const items = [
     phase("TRAIN", "the trainer holds the GPUs", "train", now, 0),
     ...TO_ROLLOUT.map((stage, place) => card(stage, { row: 1, column: 2 + 4 * place, span: 4, order: 1 + place }, now)),
