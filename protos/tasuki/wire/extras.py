@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from importlib.util import find_spec
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 _UV = Path(".uv/bin/uv")
@@ -15,7 +15,8 @@ def install_extras(*extras: str) -> str:
     In an environment that uv made there is no pip, and `pip` on the PATH would be another Python's.
     """
     listed = f"'.[{','.join(extras)}]' in tasuki's checkout"
-    if find_spec("pip") is not None:
+    # Not importlib.util.find_spec: setuptools takes a look for pip as a sign that pip runs, and then fails to import.
+    if PathFinder.find_spec("pip") is not None:
         return f"pip install {listed}"
     if (Path(sys.prefix).parent / _UV).is_file():  # made by `make setup`
         options = " ".join(f"--extra {extra}" for name in extras for extra in name.split(","))
