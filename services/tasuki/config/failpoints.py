@@ -33,8 +33,7 @@ _JOURNAL_WRITES = ("intend", "intended", "note", "noted")
 _CACHE_MOVES = ("grow_cache.mapped", "shrink_cache.served")
 """Points within commands: after a part is mapped and before it is served; after slots are withdrawn and before they are unmapped."""
 _MOVEMENTS = ("leave", "leave.done", "return", "return.done")
-"""Points of a trainer rank behind an answer: before tags leave, once they have left, before one
-returns early, and once a tag's content is back."""
+"""Points of a trainer rank behind an answer: before tags leave, once they have left, before one returns early, once its content is back."""
 PUBLISHED, RECEIVED = "publish_weights", "receive"
 """Commands of a trainer rank and an engine rank whose results can be corrupted."""
 

@@ -19,7 +19,7 @@ from tasuki.wire.errors import TasukiError
 
 # How often to check the signal.
 _SIGNAL_POLL_S = 0.02
-# How often to check whether the process is ending.
+# Pinned in one step; between steps the process checks whether it is ending.
 PIN_STEP_BYTES = 256 * 2**20
 # Left free on a GPU by an early return, for what torch may still allocate in the engine.
 _SPARE_BYTES = 2 << 30

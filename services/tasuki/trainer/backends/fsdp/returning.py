@@ -68,10 +68,11 @@ class Returning:
         """Waits until the content of `tag` has arrived and forgets its return. Returns whether it was returning, or has returned."""
         with self._lock:
             one = self._returns.pop(tag, None)
+            if one is None:
+                return False
             self._ended = [ended for ended in self._ended if ended.tag is not tag]
-            if one is not None:
-                one.transfer.wait()
-            return one is not None
+            one.transfer.wait()
+            return True
 
     def wait(self, tags: Iterable[MemoryTag] = TAGS) -> None:
         """Waits until `tags` have their content."""
