@@ -16,12 +16,14 @@ from torch.nn import Parameter
 
 from tasuki.config.places import pulse_dir
 from tasuki.memory import arena as native
+from tasuki.memory.allocator import NativeAllocator
 from tasuki.memory.arena import Arena, Keep
 from tasuki.memory.room_signal import RoomSignal
 from tasuki.memory.tags import MemoryTag, Movement, MovementKind, TagUsage
 from tasuki.rpc.failpoints import Failpoints
 from tasuki.rpc.heartbeat import Heartbeat, Pulse, read_pulse
 from tasuki.trainer.backends.fsdp.memory import TrainerMemory
+from tasuki.trainer.backends.fsdp.returning import Returning
 from tasuki.trainer.backends.fsdp.staying import ExportChoice, Staying
 from tests.arenas import pause, resume
 
@@ -239,6 +241,21 @@ def test_what_has_left_waits_for_room_before_it_returns(mesh: DeviceMesh, tmp_pa
     wait_until(lambda: pending(memory) == dict.fromkeys(BOTH, 2 * MIB))
     memory.resume(BOTH)
     memory.close()
+
+
+def test_an_earlier_return_is_reported_though_nothing_is_left_to_cancel() -> None:
+    allocator = NativeAllocator(tags=[MemoryTag.WEIGHTS], device="cpu", keep={MemoryTag.WEIGHTS: Keep.CONTENT})
+    with allocator.region(MemoryTag.WEIGHTS):
+        weights = torch.full((64, 64), 3.0)
+    returning = Returning(allocator)
+    for is_cancelled in (False, True):
+        allocator.pause([MemoryTag.WEIGHTS])
+        returning.begin([MemoryTag.WEIGHTS], is_early=True)
+        if not is_cancelled:
+            returning.wait()
+        assert returning.cancel(MemoryTag.WEIGHTS) is is_cancelled
+        assert [one.tag for one in returning.take_ended()] == ([] if is_cancelled else [MemoryTag.WEIGHTS])
+    assert bool((weights == 3.0).all())
 
 
 def test_what_leaves_shows_progress_and_reaches_its_failpoints(mesh: DeviceMesh, tmp_path: Path) -> None:
