@@ -159,7 +159,7 @@ def started_node(
         stopped = tasuki("down", config, timeout_s=120)
         assert stopped.returncode == 0, f"tasuki down: {stopped.stderr}"
         up.wait(60)
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _log_ends(state_dir: Path) -> str:

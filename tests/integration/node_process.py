@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -96,13 +96,17 @@ def nodes_in(folder: Path) -> Iterator[Start]:
         nodes.append(Node(state_dir, process, starter_fd, list(kinds)))
         return nodes[-1]
 
-    yield start
-    for node in nodes:
-        for pid in (node.process.pid, *node.pids):
-            if is_alive(pid):
-                os.kill(pid, signal.SIGKILL)
-        node.process.wait()
-        shutil.rmtree(socket_dir(node.state_dir))
+    try:
+        yield start
+    finally:
+        for node in nodes:
+            for pid in (node.process.pid, *node.pids):
+                if is_alive(pid):
+                    with suppress(ProcessLookupError):  # it ends meanwhile
+                        os.kill(pid, signal.SIGKILL)
+            node.process.wait()
+            # The guard may be removing the same folder.
+            shutil.rmtree(socket_dir(node.state_dir), ignore_errors=True)
 
 
 def pids_of(node: Node, name: str) -> list[int]:

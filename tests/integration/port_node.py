@@ -130,4 +130,4 @@ async def port_node(config: NodeConfig, folder: Path) -> AsyncIterator[PortNode]
         node.hang.set()
         for server in servers:
             await server.stop(grace_s=0)
-        shutil.rmtree(socket_dir(config.state_dir))
+        shutil.rmtree(socket_dir(config.state_dir), ignore_errors=True)
