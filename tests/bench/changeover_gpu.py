@@ -63,7 +63,7 @@ BACK = ("to_train_ms", "to_first_log_probs_ms")
 
 
 def taken_bytes(device: str) -> int:
-    """Of the first GPU that we may use, as the driver says; 0 on a CPU."""
+    """Returns the bytes in use on the first visible GPU, as the driver reports them; 0 on a CPU."""
     if device == "cpu":
         return 0
     import pynvml
@@ -79,12 +79,12 @@ def stages_ms(events: Sequence[StageEvent]) -> dict[str, float]:
 
 
 def stages_gb(events: Sequence[StageEvent]) -> dict[str, float]:
-    """What each stage moved, over all ranks."""
+    """Returns the GB that each stage moved, over all ranks."""
     return {str(event.stage): round(event.num_bytes / GB, 3) for event in events if event.stage and event.num_bytes}
 
 
 def mapped_gb(config: NodeConfig) -> dict[str, float]:
-    """What each tag of both services has mapped, over all ranks."""
+    """Returns the GB that each tag of both services has mapped, over all ranks."""
     mapped: Counter[str] = Counter()
     for service in ("trainer", "rollout"):
         with open_blocking_channel(node_targets(config)[service]) as channel:
@@ -95,7 +95,7 @@ def mapped_gb(config: NodeConfig) -> dict[str, float]:
 
 
 def kv_tokens(config: NodeConfig) -> dict[str, int]:
-    """Of a KV cache that grows: the whole, mapped, served, needed."""
+    """Returns the total, mapped, served and needed tokens of a growing KV cache."""
     with open_blocking_channel(node_targets(config)["rollout"]) as channel:
         state = RolloutServiceStub(channel).GetRolloutState(rollout_pb2.GetRolloutStateRequest(), timeout=STAGE_LIMIT_S)
     return {name: getattr(state.kv_cache, name) for name in ("num_tokens", "mapped_tokens", "served_tokens", "needed_tokens")}
@@ -117,7 +117,7 @@ def generate_with_tail(client: Client, load: Load, random: np.random.Generator, 
 def round_trip(
     client: Client, config: NodeConfig, load: Load, random: np.random.Generator, *, settles: bool, is_last: bool | None
 ) -> dict[str, Any]:
-    """From the end of an optimizer step to the first token and, behind a batch of tokens, back to the trainer."""
+    """Times the way from the end of an optimizer step to the first token and, after a batch of tokens, back to the trainer."""
     version = client.trainer_state().policy_version
     samples = load.samples(random, count=2 * load.gpus, version=version)
     client.forward_backward(samples)
@@ -160,7 +160,7 @@ def round_trip(
 
 
 def memory_by_stage(config: NodeConfig, load: Load) -> dict[str, dict[str, Any]]:
-    """After every stage of one round without samples: GB that are taken of the first GPU, and those that each tag has mapped."""
+    """GB in use on the first GPU and GB mapped by each tag, after every stage of one round without samples."""
     memory: dict[str, dict[str, Any]] = {"taken_gb": {}, "mapped_gb": {}}
     with open_blocking_channel(node_targets(config)["coordinator"]) as channel:
         coordinator = CoordinatorServiceStub(channel)
@@ -212,7 +212,7 @@ def measure(
 
 
 def summary(rounds: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Median and the worst of every figure; of ten rounds the worst is the 99th percentile."""
+    """Median and worst of every figure; with ten rounds the worst is the 99th percentile."""
     named = [
         {
             **{key: one[key] for key in (*THERE, *BACK, "unused_ms")},
@@ -226,7 +226,7 @@ def summary(rounds: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def summaries(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of every other round as "settled" or, with a tail, "last"."""
+    """Summarizes even rounds, and odd ones as "settled" or, with a tail, as "last"."""
     return {"summary": summary(rounds[::2]), "settled" if rounds[0]["is_last"] is None else "last": summary(rounds[1::2])}
 
 

@@ -31,7 +31,7 @@ MAX_NEW_TOKENS = 6
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What both sides do in a step."""
+    """Work of one step, the same on both sides."""
 
     prompts_per_step: int
     group_size: int
@@ -119,8 +119,8 @@ def _run(command: list[str | Path], *, cwd: Path, output: Path) -> dict[str, Any
 
 
 def tuned_trl(python: Path, task: Path, load: Load) -> TrlSetting:
-    """The fastest setting, by the median of a few steps: first number format and generation mode, then smaller micro-batches
-    and a single thread."""
+    """Returns the fastest setting by the median of a few steps: first number format and generation mode, then smaller micro-batches and one
+    thread."""
 
     def median_s(setting: TrlSetting) -> float:
         median = statistics.median(run_trl(python, task, load, setting, num_steps=4, warmup_steps=2)["seconds"])
@@ -155,7 +155,7 @@ def main() -> None:
     args = parser.parse_args()
     load = Load(args.prompts_per_step, args.group_size)
     cpus = sorted(os.sched_getaffinity(0))[:NUM_THREADS]
-    os.sched_setaffinity(0, cpus)  # inherited by everything below
+    os.sched_setaffinity(0, cpus)  # inherited by every child process
     args.output.mkdir(parents=True, exist_ok=True)
     steps: dict[str, list[float]] = {"tasuki": [], "trl": []}
     with tempfile.TemporaryDirectory(prefix="tasuki-bench-") as folder:

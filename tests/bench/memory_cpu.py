@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=1.0)
     parser.add_argument("--out", type=Path, default=Path())
     arguments = parser.parse_args()
-    # A host copy is as large as what it is of.
+    # A host copy is as large as its original.
     most = psutil.virtual_memory().available / 2 / (1 << 30)
     if not 1 / 1024 <= arguments.gib <= most:
         parser.error(

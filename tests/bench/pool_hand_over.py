@@ -39,7 +39,7 @@ def timed_ms(call: Callable[[], object]) -> float:
 
 
 def side(orders: Connection, device: str, num_bytes: int, socket_path: Path | None) -> None:
-    """Does what it is told, and answers with the milliseconds that it took."""
+    """Runs the commands that it reads, and answers each with its milliseconds."""
     if socket_path is not None:
         join_pool(socket_path, device=device, timeout_s=_JOIN_S)
     tags = [MemoryTag.KV_CACHE]
@@ -76,7 +76,7 @@ def rounds(device: str, num_bytes: int, *, num_repeats: int, with_pool: bool) ->
         keeper = server = None
         made_ms = 0.0
         if path is not None:
-            # One chunk more than fits exactly: sizes are rounded up.
+            # One chunk more than the exact size: sizes are rounded up.
             size = num_bytes + _chunk_bytes(num_bytes, device)
             start = time.perf_counter()
             keeper = PoolKeeper(size, device=device, chunk_bytes=_chunk_bytes(size, device))
@@ -105,7 +105,7 @@ def rounds(device: str, num_bytes: int, *, num_repeats: int, with_pool: bool) ->
             giver, taker = (1, 0) if number % 2 == 0 else (0, 1)
             paused, resumed = tell(giver, "pause"), tell(taker, "resume")
             touched = tell(taker, "touch") if device == "cpu" else 0.0
-            if number >= 2:  # each side has had its first
+            if number >= 2:  # each side has made its first call
                 for name, value in (("pause", paused), ("resume", resumed), ("touch", touched)):
                     taken[name].append(value)
         for (here, _), process in zip(pipes, processes, strict=True):
