@@ -1,4 +1,4 @@
-"""Journals of coordinators whom answers, services and disks failed: breaches that are there are found, and no others."""
+"""Journals of coordinators under failing answers, services and disks: the audit finds every breach and reports no false one."""
 
 from __future__ import annotations
 

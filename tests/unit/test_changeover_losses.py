@@ -1,4 +1,4 @@
-"""A changeover in which an answer or a service is lost: it is tried again, and the phase is reached."""
+"""A changeover that loses an answer or a service: it is retried, and the phase is reached."""
 
 from __future__ import annotations
 

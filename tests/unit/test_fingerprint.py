@@ -1,4 +1,4 @@
-"""Every way in which a parameter can move is seen."""
+"""Every way in which a parameter can move is detected."""
 
 from __future__ import annotations
 

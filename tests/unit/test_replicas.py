@@ -1,4 +1,4 @@
-"""Which requests each replica of the engine gets."""
+"""Distribution of requests over the engine's replicas."""
 
 from __future__ import annotations
 

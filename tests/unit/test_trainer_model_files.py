@@ -1,4 +1,4 @@
-"""What the trainer accepts as a model folder, and what it says of others."""
+"""Model folders that the trainer accepts, and its errors for others."""
 
 from __future__ import annotations
 
