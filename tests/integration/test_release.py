@@ -1,4 +1,4 @@
-"""Memory that leaves between two publications: nobody gets it while it is away, and readers hold it only while they read."""
+"""Memory released between two publications: nobody can get it then, and readers hold it only while they read."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def offload_and_load(trainer: TrainerRank) -> None:
 
 
 def test_nothing_is_handed_out_while_the_memory_is_away(trainer: TrainerRank, caplog: pytest.LogCaptureFixture) -> None:
-    """Not even other files that have got the numbers of descriptors which were handed out before."""
+    """A message never carries other files that were given the numbers of descriptors sent before."""
     weights = trainer.publish(0)
     numbers = set(trainer.export._arena.fds)
     with ExitStack() as cleanup, trainer.export.released():
@@ -67,7 +67,7 @@ def test_a_reader_that_never_releases_sees_the_memory_of_the_new_publication(tra
 
 
 def refused_weights(trainer: TrainerRank) -> list[tuple[weights_pb2.PublishedWeights, type[TasukiError]]]:
-    """Of a version that is not there, and of a manifest that is not the handle's; the memory itself can be had."""
+    """Weights with an unpublished version, and with a manifest of another layout; their memory itself is available."""
     weights = trainer.publish(1)
     other_version, other_layout = weights_pb2.PublishedWeights(), weights_pb2.PublishedWeights()
     other_version.CopyFrom(weights)
