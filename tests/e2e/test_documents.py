@@ -43,8 +43,8 @@ def test_first_client_program_of_the_page_works(page: str, node: RunningNode) ->
 
 @pytest.fixture
 def own_work() -> Iterator[Path]:
-    """A folder with what the README has a user bring: configuration, rewards, data and a model."""
-    folder = Path(tempfile.mkdtemp(prefix="tasuki-"))  # a unix socket's path must be short
+    """Folder with everything that the README expects of a user: configuration, rewards, data and a model."""
+    folder = Path(tempfile.mkdtemp(prefix="tasuki-"))  # the path of a unix socket must be short
     page = (ROOT / "README.md").read_text()
     (folder / "node.toml").write_text(block_of(page, "toml", "state_dir"))
     (folder / "rewards.py").write_text(block_of(page, "python", "def exact"))
