@@ -1,4 +1,4 @@
-"""A frozen model in one copy on a real GPU: two processes read it, neither can write to it, and it outlives its maker.
+"""A single copy of a frozen model on a real GPU: two processes read it, neither can write to it, and it outlives its creator.
 
 Needs `make native`, a CUDA GPU and no network.
 """
