@@ -276,7 +276,7 @@ def _receive(model: Any, allocator: NativeAllocator, job: _Job) -> Outcome:
     with torch.inference_mode():
         from_disk = {name: tensor.detach().clone() for name, tensor in _loaded_tensors(model)}
         with allocator.region(MemoryTag.WEIGHTS):
-            # Stands for the tensors of an attention backend.
+            # Represents the tensors of an attention backend.
             orphan = torch.arange(1, 5000, device=allocator.device)
         rank = EngineRank(model, allocator, rank=job.tp_rank)
         register_rank(rank)

@@ -15,7 +15,7 @@ STAGE_TIMEOUT_S = 60.0
 
 
 class _Stub:
-    """Stands in for a gRPC stub."""
+    """Replaces a gRPC stub."""
 
     def __init__(self, node: SimulatedNode, service: Service) -> None:
         self._node, self._service = node, service

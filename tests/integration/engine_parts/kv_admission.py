@@ -78,7 +78,7 @@ KINDS = st.builds(Kind, st.booleans(), st.sampled_from(NEW_TOKEN_RATIOS))
 
 
 class Room:
-    """Stands in for the arena: memory for a number of tokens."""
+    """Replaces the arena: memory for a number of tokens."""
 
     def __init__(self) -> None:
         self.tokens = self.mapped = NUM_TOKENS
