@@ -62,7 +62,7 @@ def block_of(page: str, language: str, containing: str) -> str:
 
 @pytest.mark.skipif(not IS_WHOLE, reason="starts a node and trains on it by the README alone: in `.ci/run` and `make chaos`")
 @pytest.mark.timeout(1800)
-def test_commands_of_the_readme_work_as_they_stand(own_work: Path) -> None:
+def test_commands_of_the_readme_work_as_written(own_work: Path) -> None:
     environment = {**ENVIRONMENT, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{ENVIRONMENT['PATH']}"}
     activate, *lines = block_of((ROOT / "README.md").read_text(), "sh", "tasuki up").splitlines()
     assert activate == "source .venv/bin/activate"

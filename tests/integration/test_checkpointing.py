@@ -94,7 +94,7 @@ def test_no_choice_changes_a_bit_of_a_gradient(model: Path, mesh: DeviceMesh) ->
         assert_equal(found, expected)
 
 
-def test_nor_of_adapters_and_a_critic(model: Path, mesh: DeviceMesh) -> None:
+def test_no_choice_changes_a_bit_of_adapter_or_critic_gradients(model: Path, mesh: DeviceMesh) -> None:
     learners = [start(model, mesh, rung, lora={"rank": 4}, critic={}) for rung in RUNGS]
     for step in range(2):
         for role in (Role.POLICY, Role.CRITIC):

@@ -129,7 +129,7 @@ STRANGERS: dict[str, tuple[Callable[[Path], Credentials], grpc.StatusCode]] = {
 
 
 @pytest.mark.parametrize("who", STRANGERS)
-async def test_who_is_no_peer_or_is_none_any_more_may_call_nothing(tmp_path: Path, who: str) -> None:
+async def test_strangers_and_former_peers_may_call_nothing(tmp_path: Path, who: str) -> None:
     credentials_of, code = STRANGERS[who]
     folder = make_tokens(make_certs(tmp_path / "certs"))
     (folder / "roles.toml").write_text("".join(f'"spiffe://tasuki.lab/tasuki/{role}" = "{role}"\n' for role in ROLES))

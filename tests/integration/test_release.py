@@ -77,7 +77,7 @@ def refused_weights(trainer: TrainerRank) -> list[tuple[weights_pb2.PublishedWei
     return [(other_version, VersionOrder), (other_layout, BadHandle)]
 
 
-def test_a_rank_holds_nothing_after_a_sync_nor_after_one_that_it_refused(trainer: TrainerRank) -> None:
+def test_a_rank_holds_nothing_after_a_sync_or_a_refused_one(trainer: TrainerRank) -> None:
     held = native.totals().imported_bytes
     receiver = WeightReceiver(Engine(torch.bfloat16))
     receiver.receive(trainer.publish(0), import_timeout_s=2)
@@ -93,7 +93,7 @@ def test_a_rank_holds_nothing_after_a_sync_nor_after_one_that_it_refused(trainer
 # --- the front
 
 
-async def test_the_front_holds_nothing_after_a_sync_nor_after_one_that_it_refused(trainer: TrainerRank, tmp_path: Path) -> None:
+async def test_the_front_holds_nothing_after_a_sync_or_a_refused_one(trainer: TrainerRank, tmp_path: Path) -> None:
     held = native.totals().imported_bytes
     with ExitStack() as stack:
         rank = BreakingRank(list(SHAPES.items()))

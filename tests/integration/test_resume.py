@@ -173,7 +173,7 @@ async def test_a_checkpoint_of_another_version_than_its_loop_tells_is_named(run:
         await run.go_on()
 
 
-async def test_a_place_in_the_data_that_is_none_is_named_before_the_node_is_asked(run: Run) -> None:
+async def test_an_invalid_data_position_is_named_before_the_node_is_asked(run: Run) -> None:
     run.train(4)
     write_loop_state(run.checkpoint(4), LoopState(Step(3, policy_version=3, num_policy_steps=1), {"seed": 0, "num_rows": 1}))
     with pytest.raises(InvalidArgument, match=r"version-000004/loop\.json: position: .*; remove .*version-000004"):

@@ -167,7 +167,7 @@ async def test_command_of_an_old_epoch_that_arrives_after_a_newer_one_looked_is_
     assert (await stub.PublishWeights(first, timeout=60)).published_bytes == 1
 
 
-async def test_epoch_that_no_coordinator_has_shuts_none_out_for_longer_than_to_its_next_look(served: Served) -> None:
+async def test_an_unknown_epoch_shuts_a_coordinator_out_until_its_next_look_at_most(served: Served) -> None:
     servicer, channel, _ = served
     stub = trainer_pb2_grpc.TrainerServiceStub(channel)
     servicer.gate.look(999)

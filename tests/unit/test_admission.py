@@ -130,7 +130,7 @@ async def test_what_torch_gives_back_with_the_trainer_counts_when_it_is_needed(
 
 
 @pytest.mark.parametrize(("cache_gb", "looks"), [(3, 1), (6, 3)])
-async def test_kv_cache_waits_for_what_leaves_behind_the_trainers_answer_only_where_it_needs_the_room(
+async def test_kv_cache_waits_for_copies_behind_offload_only_if_it_needs_their_room(
     journal: Journal, services: FakeServices, devices: Devices, state_dir: Path, cache_gb: int, looks: int
 ) -> None:
     devices.looks_until_left, devices.cache_bytes = 4, cache_gb * GB

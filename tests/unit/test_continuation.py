@@ -224,7 +224,7 @@ def test_a_step_of_the_critic_whose_line_was_lost_is_not_made_again():
     assert again == found
 
 
-def test_a_step_whose_critic_learned_and_whose_policy_did_not_yet_is_not_made_again():
+def test_a_step_in_which_only_the_critic_learned_is_not_repeated():
     third = Step(2, policy_version=4, critic_version=7, position=TWO[1].position)
     found = continuation(begun(*TWO, pending=third), node_version=4, critic_version=8, is_of_run=True)
     assert (found.first_step, found.steps[-1].num_critic_steps, found.steps[-1].next_version()) == (3, 1, 4)

@@ -191,7 +191,7 @@ def test_an_answer_tells_what_leaves_later_and_the_next_one_what_has_left(mesh: 
     memory.close()
 
 
-def test_what_has_left_returns_where_room_is_offered_and_leaves_again_without_a_copy(mesh: DeviceMesh, tmp_path: Path) -> None:
+def test_state_returns_when_room_is_offered_and_leaves_again_without_a_copy(mesh: DeviceMesh, tmp_path: Path) -> None:
     signal = RoomSignal(tmp_path / "room-request")
     memory, tensors = growing(mesh, tmp_path)
     address = local_of(tensors[0]).data_ptr()

@@ -69,7 +69,7 @@ def test_a_checkpoint_is_named_by_its_version_and_by_its_step_where_that_one_is_
     assert checkpoint_path(tmp_path, Step(9, policy_version=4, num_policy_steps=1)) == tmp_path / "version-000005"
 
 
-def test_what_is_wrong_with_an_older_one_is_in_nobodys_way(tmp_path: Path):
+def test_a_damaged_older_checkpoint_does_not_matter(tmp_path: Path):
     (checkpoint(tmp_path, 3) / LOOP_FILE).write_text("")
     latest = checkpoint(tmp_path, 6)
     found = newest_checkpoint(tmp_path)

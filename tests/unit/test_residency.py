@@ -220,7 +220,7 @@ def test_a_base_that_never_changes_costs_no_copy_to_the_host() -> None:
     assert sizes_of(h200s(shared)).frozen == 0, "the engine's base stays"
 
 
-def test_a_base_that_returns_without_having_been_copied_leaves_before_what_is_copied_both_ways() -> None:
+def test_a_base_that_is_copied_one_way_leaves_before_tensors_that_are_copied_both_ways() -> None:
     size = GB
     base, masters = (release_seconds(Part.TRAINER_WEIGHTS, size, frozen=frozen) for frozen in (size, 0))
     assert masters == release_seconds(Part.OPTIMIZER, size, frozen=0) == release_seconds(Part.OPTIMIZER, size, frozen=size)

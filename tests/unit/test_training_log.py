@@ -130,7 +130,7 @@ async def test_a_command_that_was_cut_off_is_not_in_the_log(path: Path) -> None:
     assert ids(path) == ["a"]
 
 
-async def test_a_command_that_failed_is_not_in_the_log_and_one_whose_gradients_were_not_finite_is(path: Path) -> None:
+async def test_failed_commands_are_not_in_the_log_and_skipped_steps_are(path: Path) -> None:
     log = opened(path)
     with pytest.raises(ZeroDivisionError):
         async with log.command(learn("a")):

@@ -292,6 +292,6 @@ def test_a_scheduler_without_requests_needs_nothing() -> None:
     assert engine.cache.extent().needed_tokens == 3 + 4
 
 
-def test_what_admission_asks_for_beside_the_tokens_of_each_request_is_there() -> None:
+def test_room_that_admission_reserves_beside_the_requests_tokens_is_mapped() -> None:
     questions, kind = [Asked(0, [1, 2], 10, 10)] * 20, Kind(has_prefixes=False, new_token_ratio=1.0)
     assert ran(questions, kind, rooms=()).num_batches == ran(questions, kind, rooms=None).num_batches == 10
