@@ -35,7 +35,7 @@ class Navigated(AssertionError):
 
 
 class Browser:
-    """One page. `complaints` has what the page logged as an error, such as a violation of its Content-Security-Policy."""
+    """One page. `complaints` has the errors that the page logged, such as violations of its Content-Security-Policy."""
 
     def __init__(self, process: subprocess.Popen[bytes], into: int, out: int) -> None:
         self._process, self._into, self._out = process, into, out
@@ -88,7 +88,7 @@ class Browser:
         return self.evaluate(f"document.querySelector({json.dumps(selector)})?.innerText ?? ''")
 
     def until(self, script: str, *, timeout_s: float = _TIMEOUT_S) -> None:
-        """Waits until an expression is true. Raises AssertionError with what the page shows."""
+        """Waits until an expression is true. Raises AssertionError with the page's text."""
         deadline = time.monotonic() + timeout_s
         while not self._is_true(script):
             assert time.monotonic() < deadline, (

@@ -100,7 +100,7 @@ def tasuki(*arguments: str | Path, timeout_s: float) -> subprocess.CompletedProc
 
 
 def assert_clean_audit(state_dir: Path) -> str:
-    """Returns what `tasuki audit` printed."""
+    """Checks that `tasuki audit` finds nothing, and returns its output."""
     audited = tasuki("audit", state_dir, timeout_s=60)
     assert (audited.returncode, audited.stdout.splitlines()[0]) == (0, "clean"), audited.stdout
     return audited.stdout

@@ -1,16 +1,19 @@
 """Whole changeovers of a node: `python -m tests.bench.changeover_gpu [--out FOLDER] [--size qwen2.5-7b] [--gpus N] [--kv needed most ...]`.
 
-A node with random weights, float32 masters, N trainer ranks and N replicas, started once for each way to size the KV cache. After a batch
-of 512 samples (64 x 8, 256 + 512 tokens) and a training step, each round goes from the end of an optimizer step to the first token, then
-from the last token of a shorter batch (192 tokens a sample) back to TRAIN. Every other round first waits for the optimizer's kernels, for
-which OptimStep does not ("settled"). "unused_ms" is the time that neither side uses: until the first token, and from the last one until
-the trainer has computed the log-probs of one sample. Beside the seconds of every stage: the bytes that it moved, what the driver says is
-taken of the first GPU after each of them and what each tag has mapped, what the planner expected, and what `tasuki audit` says at the
-end. Rounds end early where --limit-s is over, counted from the start of a node. --kv may also be "nothing": as "most", with nothing that
-stays, "growing": as "most", with kv_growth, or "pooled": as "growing", with memory.pool. --tail, with a growing cache: each round requests
-the room of the trainer's state, as a larger batch would; an eighth of its samples have four times as many tokens, and every other round
-says that no more follow before TRAIN ("last"), so that the cache shrinks and the state returns meanwhile. --tiny: a small model on a CPU.
-Writes changeover_gpu.json after each round, and prints a table.
+A node with random weights, float32 masters, N trainer ranks and N replicas, started once per size of the KV cache. After a batch of 512
+samples (64 x 8, 256 + 512 tokens) and a training step, each round goes from the end of an optimizer step to the first token. Then it goes
+from the last token of a shorter batch (192 tokens a sample) back to TRAIN. Every other round first waits for the optimizer's kernels, which
+OptimStep does not ("settled"). "unused_ms" is the time that neither service uses: until the first token, and from the last token until the
+trainer has computed the log-probs of one sample.
+
+Beside the seconds of every stage, the result has the bytes that it moved, the driver's figure for the first GPU after each stage, each
+tag's mapped bytes, the planner's prediction, and the verdict of `tasuki audit`. Rounds stop once --limit-s is over, counted from the start
+of a node.
+
+--kv also takes "nothing" (as "most", but nothing stays), "growing" (as "most", with kv_growth) and "pooled" (as "growing", with
+memory.pool). --tail, with a growing cache: each round requests the room of the trainer's state, as a larger batch would. An eighth of its
+samples have four times as many tokens. Every other round says that no more samples follow before TRAIN ("last"), so that the cache shrinks
+and the state returns during the tail. --tiny: a small model on a CPU. Writes changeover_gpu.json after each round, and prints a table.
 """
 
 from __future__ import annotations
@@ -59,7 +62,7 @@ from tests.bench.plan_gpu import SIZES
 STAGE_LIMIT_S, SETTLE_S = 300.0, 0.3
 THERE = ("to_rollout_ms", "to_first_token_ms", "same_token_again_ms")
 BACK = ("to_train_ms", "to_first_log_probs_ms")
-"""The latter's first kernels begin before it ends: an upper bound of what passes until the first kernel of training."""
+"""Upper bound of the time to the first kernel of training, since that kernel begins before the log-probs end."""
 
 
 def taken_bytes(device: str) -> int:

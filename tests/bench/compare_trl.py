@@ -1,10 +1,9 @@
 """`make bench`: samples per second of a whole GRPO loop on a CPU, tasuki beside TRL's GRPOTrainer, in one run on one machine.
 
-Same model, same prompts, same batch, same reward; both held to the same two CPUs, with at most two threads of arithmetic. TRL is tuned
-first: number format, generation mode, micro-batches and threads are tried, the fastest is taken. Then the two take turns. The clock
-covers whole steps: generation, rewards, advantages, forward, backward, optimizer, and for tasuki both changeovers; it leaves out start-up
-and warm-up steps.
-The learning rate is small, so that the work of a step stays the same from the first to the last.
+Both sides have the same model, prompts, batch and reward, and the same two CPUs with at most two threads of arithmetic. TRL is tuned first:
+number format, generation mode, micro-batches and threads are tried, and the fastest is taken. Then the two take turns. Whole steps are
+timed: generation, rewards, advantages, forward, backward, optimizer, and for tasuki both changeovers. Start-up and warm-up steps are left
+out. The learning rate is small, so that all steps do about the same work.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Seconds that a fleet adds to a changeover, against the number of nodes: python -m tests.bench.fleet_scale [--out runs/bench].
 
-The fleet is the real one, with its journal on this disk; the nodes are scripted coordinators on loopback ports, in a few processes, whose
-stages take a fixed time and no work. The clock covers Acquire at the fleet, from its call to its last event; what the fleet adds is that
-without the stages. One machine has all nodes, so what is shown is an upper bound of the leader's own work, and no network.
+The fleet is real, with its journal on this disk. The nodes are scripted coordinators on loopback ports, in a few processes, whose stages
+take a fixed time and do no work. Acquire at the fleet is timed, from its call to its last event; the fleet adds whatever exceeds the
+stages. One machine runs all nodes, so the figures are an upper bound of the leader's own work, without a network.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class Task:
         (folder / "model").symlink_to(_SMOLLM)
 
     def write_side(self, folder: Path, *, task: Path) -> list[str]:
-        """Writes the configuration and what it refers to. Returns its overrides."""
+        """Writes the configuration and the files that it names. Returns its overrides."""
         folder.mkdir(parents=True)
         config = self.config.read_text()
         assert self.left_out in config

@@ -1,9 +1,10 @@
 """The planner against GPUs: `python tests/bench/plan_gpu.py [--out FOLDER] [--sizes qwen2.5-0.5b ...] [--ranks N] [--micro-batches N]`.
 
-N FSDP2 ranks for each size, on as many GPUs; a size that the planner says does not fit is left out (7B takes two GPUs of 141 GB). Random
-weights, float32 masters, AdamW, bfloat16 compute, full checkpointing; three times ForwardBackward of N micro-batches and OptimStep, then a
-publish, and a pause and resume of all tags. For each stage on rank 0: predicted bytes, what torch's allocator held at most (in training) or
-what the driver says is taken, and the error. Writes plan_gpu.json and prints a table. With --tiny it runs on a CPU: tags only.
+N FSDP2 ranks per size, on as many GPUs; sizes that do not fit by the plan are left out (7B takes two GPUs of 141 GB). Random weights,
+float32 masters, AdamW, bfloat16 compute, full checkpointing. Each size runs ForwardBackward of N micro-batches and OptimStep three times,
+then a publish, and a pause and resume of all tags. For each stage on rank 0 the table has predicted bytes, measured bytes and the error.
+Measured are the peak of torch's allocator in training, else the driver's figure. Writes plan_gpu.json and prints a table. With --tiny it
+runs on a CPU: tags only.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """The planner against a whole node: `python tests/bench/plan_node_gpu.py [--out FOLDER] [--sizes qwen2.5-0.5b ...] [--gpus N] [--critic]`.
 
-Starts a node for each size with N trainer ranks and TP N on N GPUs, random weights, float32 masters, checkpointing, and two micro-batches
-of 8,192 tokens whose places are completions, so that `tasuki plan` of the same configuration is what is held against it. With --critic a
-critic of the same size takes a step as well, as in PPO. After each stage,
-and at the highest moment of a training step and of a full batch, what NVML says is taken of the first GPU, less what was before the node
-started. Writes plan_node_gpu.json and prints a table.
+Starts a node per size with N trainer ranks and TP N on N GPUs, random weights, float32 masters and checkpointing. Two micro-batches of
+8,192 tokens are all completion positions, so that `tasuki plan` of the same configuration is comparable. With --critic a critic of the same
+size takes a step as well, as in PPO. After each stage, and at the peaks of a training step and of a full batch, it reads NVML's used bytes
+of the first GPU, less those before the node started. Writes plan_node_gpu.json and prints a table.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Memory that passes from one process to another and back, by a pool of lent chunks and without one, in turns of one run:
+"""Memory that passes from one process to another and back, with a pool of lent chunks and without one, in turns of one run:
 
 python tests/bench/pool_hand_over.py [--device cpu] [--gib 1] [--repeats 10] [--out FOLDER]        on a CPU
 python tests/bench/pool_hand_over.py --device cuda:0 --gib 93 --out FOLDER                         100 GB of a GPU, as a KV cache
 
 Two processes have an arena of that size each. In every round one pauses and the other resumes and, on a CPU, touches every page; then the
-other way round. Without a pool each resume makes new memory, behind the scrubbing of what the other has just given back; with it none is
-made. Writes pool_hand_over.json: medians and the slowest of each call, in milliseconds, in the process that makes it.
+roles change. Without a pool each resume creates memory, and waits while the driver scrubs the memory just released; with a pool none is
+created. Writes pool_hand_over.json: median and maximum of each call, in milliseconds, in the process that makes it.
 """
 
 from __future__ import annotations

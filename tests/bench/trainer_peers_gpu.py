@@ -1,14 +1,15 @@
 """Training steps beside torchtitan's and TRL's: `PYTHONPATH=FOLDER:$PYTHONPATH python -m tests.bench.trainer_peers_gpu [--ranks 2]
 [--preset qwen2.5-3b --ranks 1]`.
 
-FOLDER holds what tests/bench/step-peers-requirements.txt names. Qwen2.5's 7B shape, or 3B's on one GPU with as many bytes of state a GPU;
-random weights, float32 masters, bfloat16 compute, AdamW, clipping, the samples of `trainer_step_gpu`. First the sides try their settings
-below, in turn. The fastest of each side then runs again, --turns times. --limit-s bounds all of it: tries stop in time for the turns.
+FOLDER holds the packages of tests/bench/step-peers-requirements.txt. Qwen2.5's 7B shape, or 3B's on one GPU, which has as many bytes of
+state per GPU; random weights, float32 masters, bfloat16 compute, AdamW, clipping, the samples of `trainer_step_gpu`. First the sides try
+their settings below, in turn. The fastest of each side then runs again, --turns times. --limit-s bounds the total: tries stop in time for
+the turns.
 
-Prints a line of JSON a run, then a table, and writes trainer_peers_gpu.json after each run. --tiny tries it with tiny models on a CPU,
-without the settings that need a GPU; take --ranks 1 with it.
+Prints a line of JSON per run, then a table, and writes trainer_peers_gpu.json after each run. --tiny tries it with tiny models on a CPU,
+without the settings that need a GPU; use --ranks 1 with it.
 
-Each learns the second half of every sample: tasuki and TRL by a policy loss with log-probs and entropy, torchtitan by cross-entropy.
+Each side learns the second half of every sample: tasuki and TRL by a policy loss with log-probs and entropy, torchtitan by cross-entropy.
 torchtitan has tasuki's micro-batches. TRL makes its own, and pads them: `micro_batch_places` counts padding.
 """
 

@@ -1,4 +1,4 @@
-"""Strikes processes of a running fleet in the middle of a stage, and watches the versions that its nodes serve meanwhile."""
+"""Strikes processes of a running fleet in the middle of a stage, and watches the versions that its nodes serve during recovery."""
 
 from __future__ import annotations
 

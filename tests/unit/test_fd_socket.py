@@ -218,7 +218,7 @@ def test_a_server_that_hangs_is_left_in_time(path: Path, sent: bytes) -> None:
     assert time.monotonic() - started < limit_s(5)
 
 
-# --- another user's process; the kernel says whose it is, and here we are the one who is somebody else
+# --- a process of another user, as the kernel reports it; here this process pretends to have another uid
 
 
 def test_a_peer_of_another_user_gets_nothing(

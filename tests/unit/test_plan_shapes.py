@@ -168,7 +168,7 @@ def test_an_embedding_that_the_engine_does_not_split_is_on_every_rank():
         ([1], 64 * MIB),
         ([63 * MIB, 512], 128 * MIB),
         ([2**30], 2**30),
-        # The second, slightly above 1 GiB, starts in a chunk that is made an eighth larger than what is there.
+        # The second, slightly above 1 GiB, starts in a chunk that is made an eighth larger than the existing memory.
         ([2**30, 2 * MIB], 2**30 + 128 * MIB),
     ],
 )
