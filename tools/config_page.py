@@ -67,7 +67,7 @@ def _loss_tables(name: str) -> Iterator[str]:
         for key, value, default, meaning in _dataclass_rows(cls):
             if cls is not LossConfig or (key in SHARED and key != "correction"):
                 yield f"| `{key}` | {owner} | {value} | {default} | {meaning} |\n"
-    head = "The table enables only the corrections that it names, and an empty table none. Without the table the defaults apply."
+    head = "Only corrections that the table names apply; an empty table means none. Without the table the defaults apply."
     yield f"\n## `[{name}.correction]`\n\n{head}\n\n| key | value | default | meaning |\n|---|---|---|---|\n"
     for key, value, default, meaning in _dataclass_rows(Correction):
         yield f"| `{key}` | {value} | {default} | {meaning} |\n"
