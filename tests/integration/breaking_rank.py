@@ -96,7 +96,7 @@ class BreakingCopies:
 
 
 def break_copies(breaking: Breaking | None) -> None:
-    """Makes all later host copies of a sync fail. The receiver's function for preparing them has one of two names."""
+    """Makes all later host copies of a sync fail, by replacing whichever of the two preparing functions the receiver has."""
     for name in ("prepare_copies", "prepare_summed_copies"):
         if hasattr(receive, name):
             setattr(receive, name, partial(_prepared, getattr(receive, name), breaking))
