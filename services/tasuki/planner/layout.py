@@ -179,6 +179,8 @@ class Layout:
     graph_requests: int = 256
     """Requests of the largest batch with a CUDA graph."""
     max_running_requests: int = 256
+    draft_tokens: int = 0
+    """Tokens that speculative decoding verifies for each request in a step; 0 without it."""
     overheads: Overheads = field(default_factory=Overheads)
 
     def __post_init__(self) -> None:
