@@ -93,6 +93,7 @@ def run(arguments: dict[str, object]) -> Run:
         'trainer.compute_dtype="float32"',
         "rollout.float32_logits=true",
         f"rollout.kv_tokens={KV_TOKENS}",
+        "restart.max_restarts=0",  # an engine that crashes ends the test with its reason
         *engine,
     ]
     turns: list[Turn] = []
