@@ -1,4 +1,4 @@
-"""One rank of the trainer and, on rank 0, the service: started by `python -m tasuki.trainer` after validation."""
+"""Assembles the trainer's service and runs it, in the process of rank 0."""
 
 from __future__ import annotations
 
@@ -10,34 +10,26 @@ import uuid
 from collections.abc import Awaitable
 from contextlib import ExitStack
 
-import torch.distributed as dist
-
 from tasuki.config.gpus import gpus_of
 from tasuki.config.places import node_targets, socket_dir, training_log_path
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.stages import Service
 from tasuki.rpc.commands import CommandGate
 from tasuki.rpc.failpoints import Failpoints
-from tasuki.rpc.heap import freeze_started
 from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.rpc.port import port_of
-from tasuki.rpc.ranks import Handlers
 from tasuki.rpc.server import RpcServer
 from tasuki.rpc.service_tracer import open_service_tracer
 from tasuki.rpc.start_seconds import StartSeconds
 from tasuki.rpc.staying import staying_tags
-from tasuki.trainer.backends.fsdp.backend import FsdpBackend
-from tasuki.trainer.backends.fsdp.mesh import mesh_device, start_mesh
-from tasuki.trainer.backends.fsdp.replicas import is_fleet, join_nodes, join_store
+from tasuki.trainer.backends.fsdp.replicas import is_fleet, join_store
 from tasuki.trainer.data.checks import BatchLimits
 from tasuki.trainer.data.shared_plan import Sharing
 from tasuki.trainer.durable.restore import agree_on_log, restore
 from tasuki.trainer.durable.training_log import TrainingLog
 from tasuki.trainer.launch import Launch
-from tasuki.trainer.learner import Learner, trained_roles
 from tasuki.trainer.other_nodes import until_another_starts
-from tasuki.trainer.ranks.commands import RankCommands
-from tasuki.trainer.ranks.commands import run_rank as run_commands
+from tasuki.trainer.rank import run_rank
 from tasuki.trainer.ranks.front import TrainerRanks
 from tasuki.trainer.service.memory_servicer import MemoryServicer
 from tasuki.trainer.service.metrics import TrainerMetrics
@@ -52,58 +44,6 @@ from tasuki.wire.tracing import Tracer
 
 _log = logging.getLogger("tasuki.trainer")
 _GRACE_S = 5.0
-
-
-def run_rank(config: NodeConfig, *, launch: Launch, start: StartSeconds) -> bool:
-    """Serves the front until it stops. Returns False if the start failed."""
-
-    def begin() -> tuple[RankReady, Handlers]:
-        trainer = config.trainer
-        mesh = start_mesh(
-            config.device,
-            launch=launch,
-            gpu=gpus_of(config).trainer[launch.local_rank],
-            num_threads=trainer.num_threads,
-            timeout_s=trainer.collective_timeout_s,
-        )
-        cleanup.callback(dist.destroy_process_group)
-        replicas = join_nodes(config, launch, device=mesh_device(mesh))
-        if replicas is not None:
-            cleanup.callback(replicas.close)
-        nodes_rate = None if replicas is None else replicas.measure_rate()
-        nodes_transport = "" if replicas is None else replicas.transport()
-        start.end("meeting")
-        backend = FsdpBackend(config, mesh=mesh, replicas=replicas, heartbeat=heartbeat, failpoints=failpoints, ended=start.end)
-        cleanup.callback(backend.close)
-        backend.warm_up()
-        start.end("kernels")
-        learner = Learner(
-            backend,
-            optimizers=trained_roles(trainer),
-            skips_non_finite=trainer.on_non_finite == "skip",
-            progressed=heartbeat.progressed,
-        )
-        if launch.rank != 0:
-            # From here on the front decides when to stop, after the running call; it also handles signals sent to all ranks.
-            for number in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(number, signal.SIG_IGN)
-        heartbeat.beat_in_thread()
-        freeze_started()
-        commands = RankCommands(learner, failpoints=failpoints)
-        return commands.ready(nodes_rate=nodes_rate, nodes_transport=nodes_transport), commands.handlers()
-
-    with ExitStack() as cleanup:
-        heartbeat = Heartbeat(config.state_dir, f"trainer{launch.rank}")
-        cleanup.callback(heartbeat.close)
-        failpoints = Failpoints.of(config, f"trainer{launch.rank}")
-        return run_commands(
-            begin,
-            rank=launch.rank,
-            socket_dir=socket_dir(config.state_dir),
-            launcher_fd=launch.launcher_fd,
-            heartbeat=heartbeat,
-            failpoints=failpoints,
-        )
 
 
 async def serve(config: NodeConfig, *, launch: Launch, start: StartSeconds) -> int:
