@@ -6,6 +6,7 @@ import signal
 from contextlib import ExitStack
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from tasuki.config.gpus import gpus_of
 from tasuki.config.places import socket_dir
@@ -17,7 +18,7 @@ from tasuki.rpc.ranks import Handlers
 from tasuki.rpc.start_seconds import StartSeconds
 from tasuki.trainer.backends.fsdp.backend import FsdpBackend
 from tasuki.trainer.backends.fsdp.mesh import mesh_device, start_mesh
-from tasuki.trainer.backends.fsdp.replicas import join_nodes
+from tasuki.trainer.backends.fsdp.replicas import NodeReplicas, join_nodes
 from tasuki.trainer.launch import Launch
 from tasuki.trainer.learner import Learner, trained_roles
 from tasuki.trainer.ranks.commands import RankCommands
@@ -30,17 +31,7 @@ def run_rank(config: NodeConfig, *, launch: Launch, start: StartSeconds) -> bool
 
     def begin() -> tuple[RankReady, Handlers]:
         trainer = config.trainer
-        mesh = start_mesh(
-            config.device,
-            launch=launch,
-            gpu=gpus_of(config).trainer[launch.local_rank],
-            num_threads=trainer.num_threads,
-            timeout_s=trainer.collective_timeout_s,
-        )
-        cleanup.callback(dist.destroy_process_group)
-        replicas = join_nodes(config, launch, device=mesh_device(mesh))
-        if replicas is not None:
-            cleanup.callback(replicas.close)
+        mesh, replicas = _join_groups(config, launch, cleanup)
         nodes_rate = None if replicas is None else replicas.measure_rate()
         nodes_transport = "" if replicas is None else replicas.transport()
         start.end("meeting")
@@ -75,3 +66,22 @@ def run_rank(config: NodeConfig, *, launch: Launch, start: StartSeconds) -> bool
             heartbeat=heartbeat,
             failpoints=failpoints,
         )
+
+
+def _join_groups(config: NodeConfig, launch: Launch, cleanup: ExitStack) -> tuple[DeviceMesh, NodeReplicas | None]:
+    """Joins the node's other ranks and, in a fleet, this rank's counterparts on other nodes. `cleanup` leaves both groups.
+
+    Raises the errors of start_mesh and join_nodes.
+    """
+    mesh = start_mesh(
+        config.device,
+        launch=launch,
+        gpu=gpus_of(config).trainer[launch.local_rank],
+        num_threads=config.trainer.num_threads,
+        timeout_s=config.trainer.collective_timeout_s,
+    )
+    cleanup.callback(dist.destroy_process_group)
+    replicas = join_nodes(config, launch, device=mesh_device(mesh))
+    if replicas is not None:
+        cleanup.callback(replicas.close)
+    return mesh, replicas
