@@ -7,7 +7,7 @@ import logging
 import signal
 import threading
 import uuid
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from contextlib import ExitStack
 
 from tasuki.config.gpus import gpus_of
@@ -70,24 +70,7 @@ async def serve(config: NodeConfig, *, launch: Launch, start: StartSeconds) -> i
         if ready is None:
             return 1
         failpoints = Failpoints.of(config, "trainer")
-        boot_id = uuid.uuid4().hex
-        state = TrainerState(roles_by_name(ready.roles), gate=CommandGate(failpoints, boot_id=boot_id), boot_id=boot_id)
-        limits = BatchLimits(
-            vocab_size=ready.vocab_size,
-            context_length=ready.context_length,
-            micro_batch_tokens=await micro_batch_tokens(config, ranks),
-        )
-        _log.info("ready ranks=%d micro_batch_tokens=%d", launch.num_ranks, limits.micro_batch_tokens)
-        if ready.HasField("nodes_rate"):
-            _log.info("event=nodes_rate gbit_s=%.3f transport=%s", 8e-9 * ready.nodes_rate, ready.nodes_transport or "unknown")
-        training = Training(
-            ranks,
-            state=state,
-            limits=limits,
-            costs=sample_costs(config),
-            sequence_parallel=config.trainer.sequence_parallel,
-            sharing=Sharing.of(config.trainer.prefix_sharing, device=config.device),
-        )
+        training = await _training(ranks, ready=ready, config=config, failpoints=failpoints)
         log = TrainingLog(training_log_path(config.state_dir), failpoints=failpoints)
         cleanup.callback(log.close)
         ends: list[Awaitable[object]] = [ranks.broken.wait()]
@@ -104,17 +87,46 @@ async def serve(config: NodeConfig, *, launch: Launch, start: StartSeconds) -> i
         heartbeat = Heartbeat(config.state_dir, "trainer")
         cleanup.callback(heartbeat.close)
         heartbeat.beat_in_loop()
-        watches = [loop.create_task(_stop_after(end, stop)) for end in ends]
-        await server.run(stop, grace_s=_GRACE_S)
-        must_restart = ranks.broken.is_set() or any(watch.done() for watch in watches)
-        for watch in watches:
-            watch.cancel()
+        must_restart = await _run(server, ranks=ranks, ends=ends, stop=stop)
         return 1 if must_restart else 0
     finally:
         await ranks.stop()
         cleanup.close()
         loop.remove_reader(launch.launcher_fd)
         await asyncio.to_thread(own_rank.join, _GRACE_S)
+
+
+async def _ready_or_stopped(ranks: TrainerRanks, stop: asyncio.Event) -> RankReady | None:
+    """The ranks' report, or None if the service was stopped before they were ready."""
+    ready, stopped = asyncio.ensure_future(ranks.ready()), asyncio.ensure_future(stop.wait())
+    await asyncio.wait((ready, stopped), return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if ready.done():
+        return ready.result()
+    ready.cancel()
+    return None
+
+
+async def _training(ranks: TrainerRanks, *, ready: RankReady, config: NodeConfig, failpoints: Failpoints) -> Training:
+    """The ranks as one trainer, once they are ready. Raises as micro_batch_tokens and sample_costs."""
+    boot_id = uuid.uuid4().hex
+    state = TrainerState(roles_by_name(ready.roles), gate=CommandGate(failpoints, boot_id=boot_id), boot_id=boot_id)
+    limits = BatchLimits(
+        vocab_size=ready.vocab_size,
+        context_length=ready.context_length,
+        micro_batch_tokens=await micro_batch_tokens(config, ranks),
+    )
+    _log.info("ready ranks=%d micro_batch_tokens=%d", ranks.num_ranks, limits.micro_batch_tokens)
+    if ready.HasField("nodes_rate"):
+        _log.info("event=nodes_rate gbit_s=%.3f transport=%s", 8e-9 * ready.nodes_rate, ready.nodes_transport or "unknown")
+    return Training(
+        ranks,
+        state=state,
+        limits=limits,
+        costs=sample_costs(config),
+        sequence_parallel=config.trainer.sequence_parallel,
+        sharing=Sharing.of(config.trainer.prefix_sharing, device=config.device),
+    )
 
 
 def _server(training: Training, log: TrainingLog, *, ready: RankReady, config: NodeConfig, tracer: Tracer) -> RpcServer:
@@ -134,15 +146,14 @@ def _server(training: Training, log: TrainingLog, *, ready: RankReady, config: N
     return server
 
 
-async def _ready_or_stopped(ranks: TrainerRanks, stop: asyncio.Event) -> RankReady | None:
-    """The ranks' report, or None if the service was stopped before they were ready."""
-    ready, stopped = asyncio.ensure_future(ranks.ready()), asyncio.ensure_future(stop.wait())
-    await asyncio.wait((ready, stopped), return_when=asyncio.FIRST_COMPLETED)
-    stopped.cancel()
-    if ready.done():
-        return ready.result()
-    ready.cancel()
-    return None
+async def _run(server: RpcServer, *, ranks: TrainerRanks, ends: Sequence[Awaitable[object]], stop: asyncio.Event) -> bool:
+    """Serves until told to stop or until one of `ends`, after which the trainer must restart. Returns whether it must."""
+    watches = [asyncio.create_task(_stop_after(end, stop)) for end in ends]
+    await server.run(stop, grace_s=_GRACE_S)
+    must_restart = ranks.broken.is_set() or any(watch.done() for watch in watches)
+    for watch in watches:
+        watch.cancel()
+    return must_restart
 
 
 async def _stop_after(end: Awaitable[object], stop: asyncio.Event) -> None:
