@@ -271,14 +271,6 @@ int tasuki_import(int driver, int device, int access, const tasuki_chunk* chunks
   });
 }
 
-int tasuki_unmap_import(uint64_t import_id) {
-  return guarded([&] { return process().memory.unmap_import(import_id); });
-}
-
-int tasuki_map_import(uint64_t import_id) {
-  return guarded([&] { return process().memory.map_import(import_id); });
-}
-
 int tasuki_release_import(uint64_t import_id) {
   return guarded([&] { return process().memory.release_import(import_id); });
 }

@@ -281,18 +281,6 @@ Status Memory::open_import(DriverKind kind, int device, Access access, const std
   return {};
 }
 
-Status Memory::map_import(uint64_t id) {
-  Lock lock(mutex_);
-  auto found = imports_.find(id);
-  return found == imports_.end() ? failure(Code::not_found, "no such import") : found->second->map();
-}
-
-Status Memory::unmap_import(uint64_t id) {
-  Lock lock(mutex_);
-  auto found = imports_.find(id);
-  return found == imports_.end() ? failure(Code::not_found, "no such import") : found->second->unmap();
-}
-
 Status Memory::release_import(uint64_t id) {
   Lock lock(mutex_);
   auto found = imports_.find(id);

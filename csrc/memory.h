@@ -84,8 +84,6 @@ class Memory {
   Status export_arena(uint64_t arena, Access access, size_t max_chunks, std::vector<SharedChunk>* chunks, uintptr_t* base, uint64_t* id);
   Status close_export(uint64_t id);
   Status open_import(DriverKind kind, int device, Access access, const std::vector<SharedChunk>& chunks, uint64_t* id, uintptr_t* base);
-  Status map_import(uint64_t id);
-  Status unmap_import(uint64_t id);
   Status release_import(uint64_t id);
   Status renew_import(uint64_t id, const std::vector<SharedChunk>& chunks);
   Status close_import(uint64_t id);

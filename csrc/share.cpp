@@ -96,8 +96,6 @@ Status Import::import_chunks(const std::vector<SharedChunk>& chunks) {
 }
 
 Status Import::map() {
-  if (is_mapped_) return {};
-  if (pieces_.empty()) return failure(Code::bad_argument, "the import was released: renew it first");
   Status status = map_first(pieces_.size());
   is_mapped_ = status.ok();
   return status;

@@ -50,7 +50,7 @@ class Exports {
   uint64_t last_id_ = 0;
 };
 
-// A peer's chunks, mapped here with the peer's offsets. Can be paused (addresses stay, pages unmapped) like an arena.
+// A peer's chunks, mapped here with the peer's offsets. Its addresses stay when the chunks are released.
 class Import {
  public:
   static Status open(Driver& driver, int device, Access access, const std::vector<SharedChunk>& chunks, std::unique_ptr<Import>* import);
@@ -58,7 +58,6 @@ class Import {
   Import(const Import&) = delete;
   Import& operator=(const Import&) = delete;
 
-  Status map();
   Status unmap();
   // Unmaps the peer's memory; the addresses stay reserved. Idempotent.
   Status release();
@@ -76,6 +75,7 @@ class Import {
 
   Import(Driver& driver, int device, Access access) : driver_(driver), device_(device), access_(access) {}
   Status import_chunks(const std::vector<SharedChunk>& chunks);
+  Status map();
   Status map_first(size_t num_pieces);
 
   Driver& driver_;

@@ -14,7 +14,7 @@ extern "C" {
 #endif
 #pragma GCC visibility push(default)
 
-#define TASUKI_ABI_VERSION 9
+#define TASUKI_ABI_VERSION 10
 
 enum tasuki_code {
   TASUKI_OK = 0,
@@ -181,9 +181,7 @@ int tasuki_export(uint64_t arena, int access, tasuki_chunk* chunks, size_t capac
 int tasuki_close_export(uint64_t export_id);
 /* The caller owns the descriptors and may close them afterwards. Chunk offsets stay relative to *base. */
 int tasuki_import(int driver, int device, int access, const tasuki_chunk* chunks, size_t num_chunks, uint64_t* import_id, void** base);
-int tasuki_unmap_import(uint64_t import_id);
-int tasuki_map_import(uint64_t import_id);
-/* Drop unmaps the peer's memory and keeps the addresses; renew maps other chunks there, none beyond the end of the first ones. */
+/* Release unmaps the peer's memory and keeps the addresses; renew maps other chunks there, none beyond the end of the first ones. */
 int tasuki_release_import(uint64_t import_id);
 int tasuki_renew_import(uint64_t import_id, const tasuki_chunk* chunks, size_t num_chunks);
 int tasuki_close_import(uint64_t import_id);

@@ -14,6 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from tests.limits import end
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 _TIMEOUT_S = 60.0
 _KEYS = {
@@ -164,5 +166,4 @@ def running_browser(folder: Path) -> Iterator[Browser]:
     finally:
         for fd in (into, out):
             os.close(fd)
-        process.terminate()
-        process.wait(10)
+        end(process)

@@ -16,6 +16,8 @@ from typing import Any
 
 import yaml
 
+from tests.limits import end
+
 PROMETHEUS, PROMTOOL = shutil.which("prometheus"), shutil.which("promtool")
 _START_TIMEOUT_S = 30.0
 
@@ -67,8 +69,7 @@ def prometheus(folder: Path, *, target: str, port: int, **scrape: Any) -> Iterat
         _wait_until_ready(found, process, folder / "log")
         yield found
     finally:
-        process.terminate()
-        process.wait(timeout=30)
+        end(process)
 
 
 def _wait_until_ready(found: Prometheus, process: subprocess.Popen[bytes], log: Path) -> None:

@@ -19,6 +19,7 @@ from tasuki.client.types import Sample
 from tasuki.config.load import load_config
 from tasuki.config.places import config_path, node_targets
 from tasuki.memory.tags import MemoryTag
+from tasuki.rpc.start_seconds import read_start_seconds
 from tasuki.rpc.usage import TAGS
 from tasuki.v1 import memory_pb2
 from tasuki.v1.memory_pb2_grpc import MemoryServiceStub
@@ -41,8 +42,9 @@ PROMPTS = [
     *np.random.default_rng(0).integers(3, 100, (3, PROMPT_TOKENS)).tolist(),
     [5, 6, 7, 8] * (PROMPT_TOKENS // 4),
 ]
-# The first non-greedy sample with n-grams on a machine compiles flashinfer's kernels.
 CALL_S = 240.0
+# A plan counts them, or they take no GPU memory.
+COUNTED = {"speculative_algorithm", "speculative_num_draft_tokens", "speculative_ngram_max_bfs_breadth"}
 GREEDY = SamplingParams(max_new_tokens=48, temperature=0.0, ignore_eos=True)
 DRAWN = SamplingParams(max_new_tokens=48, ignore_eos=True)
 CASES: dict[str, dict[str, object]] = {
@@ -76,6 +78,8 @@ class Turn:
 class Run:
     turns: list[Turn]
     kv_cache_bytes: int
+    start_seconds: dict[str, float]
+    """Seconds of rollout's start, by part."""
     not_counted: list[str]
     """Options that `tasuki plan` says it does not count."""
 
@@ -89,6 +93,7 @@ def run(arguments: dict[str, object]) -> Run:
         'trainer.compute_dtype="float32"',
         "rollout.float32_logits=true",
         f"rollout.kv_tokens={KV_TOKENS}",
+        "restart.max_restarts=0",  # an engine that crashes ends the test with its reason
         *engine,
     ]
     turns: list[Turn] = []
@@ -108,7 +113,8 @@ def run(arguments: dict[str, object]) -> Run:
         assert_clean_audit(node.state_dir)
         planned = tasuki("plan", config_path(node.state_dir), "--gpu-gb", "80", "--json", timeout_s=60)
         assert planned.returncode == 0, planned.stderr
-    return Run(turns, kv_cache_bytes, json.loads(planned.stdout)["not_counted"])
+        start_seconds = read_start_seconds(node.state_dir, "rollout")
+    return Run(turns, kv_cache_bytes, start_seconds, json.loads(planned.stdout)["not_counted"])
 
 
 def connected(node: RunningNode) -> Client:
@@ -157,8 +163,10 @@ def test_a_node_with_an_engines_arguments_changes_over_and_samples_as_without(
     record_property("max_mean_gap", [gap, plain_gap])
     record_property("kv_cache_bytes", [found.kv_cache_bytes, plain.kv_cache_bytes])
     record_property("not_counted", found.not_counted)
+    record_property("start_seconds", found.start_seconds)
+    assert ("drafts" in found.start_seconds) == ("speculative_algorithm" in arguments)
     assert plain.not_counted == []
-    assert sorted(found.not_counted) == sorted(f"rollout.engine.{each}" for each in arguments)
+    assert sorted(found.not_counted) == sorted(f"rollout.engine.{each}" for each in arguments.keys() - COUNTED)
     if "kv_cache_dtype" in arguments:
         assert found.kv_cache_bytes < 0.6 * plain.kv_cache_bytes
         assert gap < FP8 * plain_gap

@@ -55,7 +55,6 @@ class RolloutProcess:
     state_dir: Path
     log: Path
     environment: dict[str, str]
-    seconds_to_start: float = 0.0
 
     @property
     def target(self) -> str:
@@ -221,7 +220,6 @@ def wait_until_serving(rollout: RolloutProcess) -> None:
             stop_rollout(rollout)
             pytest.fail(f"rollout did not start:\n{rollout.log.read_text()[-4000:]}")
         time.sleep(0.1)
-    rollout.seconds_to_start = time.monotonic() - started
 
 
 def stop_rollout(rollout: RolloutProcess) -> int:

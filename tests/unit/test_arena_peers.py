@@ -24,11 +24,8 @@ for line in sys.stdin:
     verb, *numbers = line.split()
     if verb == "read":
         print(peer.view(int(numbers[0]), 1)[0][0], flush=True)
-    elif verb == "write":
-        peer.view(int(numbers[0]), 1)[0] = bytes([int(numbers[1])])
-        print("done", flush=True)
     else:
-        getattr(peer, verb)()
+        peer.view(int(numbers[0]), 1)[0] = bytes([int(numbers[1])])
         print("done", flush=True)
 """
 
@@ -119,16 +116,12 @@ def test_a_read_only_peer_dies_of_a_write_and_the_bytes_stay(weights, peers):
     export.close()
 
 
-def test_a_peer_may_write_what_was_exported_for_writing_and_sleep_over_it(weights, peers):
+def test_a_peer_may_write_what_was_exported_for_writing(weights, peers):
     block = filled(weights, MIB, 4)
     export = weights.export(Access.READ_WRITE)
     peer = peers(export, Access.READ_WRITE)
     assert peer.ask("write 3 9") == "done"
     assert block[3] == b"\x09"
-    assert peer.ask("unmap") == "done"
-    block[3] = b"\x0a"
-    assert peer.ask("map") == "done"
-    assert peer.ask("read 3") == "10"
     peer.kill()
     export.close()
 

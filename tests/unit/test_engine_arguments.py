@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -279,3 +280,16 @@ def test_a_plan_names_what_it_does_not_count(tmp_path: Path, capsys: pytest.Capt
     assert main(["plan", str(tmp_path / "node.toml"), *sizes, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["not_counted"] == ["rollout.engine.kv_cache_dtype"]
     assert uncounted_arguments({"schedule_policy": "lof"}) == []
+    assert uncounted_arguments({"speculative_algorithm": "NGRAM", "speculative_ngram_capacity": 10**6}) == []
+
+
+def test_min_p_is_refused_with_speculative_decoding():
+    pytest.importorskip("torch")
+    from tasuki.rollout.generate import GenerationRequest, check_request
+    from tasuki.rollout.model import ModelFacts
+
+    model = ModelFacts(path="", architecture="", vocab_size=10, context_length=10, stop_token_ids=(1,), is_seeded=False)
+    request = GenerationRequest([[5]], 1, {"min_p": 0.1})
+    check_request(request, model)
+    with pytest.raises(InvalidArgument, match="SGLang ignores it with speculative decoding"):
+        check_request(request, replace(model, is_speculative=True))

@@ -16,11 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tasuki.cli.__main__ import main
+from tasuki.models.families import read_model
 from tasuki.models.shape import ModelShape
 from tasuki.planner.advice import climb
 from tasuki.planner.kept_bytes import kept_in_parallel_experts
 from tasuki.planner.layout import GB, Checkpointing, Layout, Part
-from tasuki.planner.model_shape import shape_of
 from tasuki.planner.plan import plan
 from tasuki.planner.presets import MODELS
 from tasuki.planner.step_bytes import step_moments
@@ -172,7 +172,7 @@ def test_a_node_is_told_its_key(tmp_path: Path, trainer: str, cause: str, capsys
 
 
 def test_the_preset_is_the_published_model() -> None:
-    assert [shape_of(config) for _, config in PUBLISHED if config["architectures"] == [MOE.architecture]] == [MOE]
+    assert [read_model(config).shape for _, config in PUBLISHED if config["architectures"] == [MOE.architecture]] == [MOE]
 
 
 def test_a_plan_says_how_many_rows_it_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,7 +25,7 @@ def test_tokens_are_packed_with_the_places_that_predict_them() -> None:
     assert batch.input_ids_T.tolist() == [1, 2, 3, 4, 7, 8]
     assert batch.position_ids_T.tolist() == [0, 1, 2, 3, 0, 1]
     assert batch.cu_seqlens_S.tolist() == [0, 4, 6]
-    assert (batch.max_seqlen, batch.num_sequences) == (4, 2)
+    assert batch.max_seqlen == 4
     assert batch.places_N.tolist() == [1, 2, 3, 4, 5]
     assert batch.token_ids_N.tolist() == [3, 4, 5, 8, 9]
     assert batch.temperature_N.tolist() == [0.5, 0.5, 0.5, 1.0, 1.0]

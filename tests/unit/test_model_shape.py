@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tasuki.planner.model_shape import read_model_shape, shape_of
+from tasuki.models.families import read_model
+from tasuki.planner.model_shape import read_model_shape
 from tasuki.wire.errors import InvalidArgument, PathNotFound, UnsupportedModel
 
 TINY = {
@@ -50,13 +51,13 @@ def test_a_key_that_a_model_lacks_is_named(key: str, tmp_path: Path):
 )
 def test_a_key_that_makes_no_sense_is_named(key: str, value: object):
     with pytest.raises(InvalidArgument) as caught:
-        shape_of(TINY | {key: value})
+        read_model(TINY | {key: value})
     assert caught.value.metadata["field"] == key
 
 
 def test_another_architecture_is_refused():
     with pytest.raises(UnsupportedModel, match="GPT2LMHeadModel"):
-        shape_of(TINY | {"architectures": ["GPT2LMHeadModel"]})
+        read_model(TINY | {"architectures": ["GPT2LMHeadModel"]})
 
 
 def test_a_model_that_is_not_there_or_no_json_is_refused(tmp_path: Path):

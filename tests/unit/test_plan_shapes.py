@@ -27,10 +27,10 @@ from transformers import (
 
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.granularity import arena_bytes, export_bytes
+from tasuki.models.families import read_model
 from tasuki.models.shape import ModelShape
 from tasuki.planner.kept_bytes import kept_per_token
 from tasuki.planner.layout import GB, MIB, Layout, Part
-from tasuki.planner.model_shape import shape_of
 from tasuki.planner.node_plan import node_layout
 from tasuki.planner.presets import MODELS
 from tasuki.planner.rollout_bytes import engine_weights, kv_bytes_per_token, kv_pool
@@ -79,7 +79,7 @@ def model_of(config: PreTrainedConfig, *, device: str, dtype: torch.dtype = torc
 
 
 def shape_from(config: PreTrainedConfig, model: Any) -> ModelShape:
-    return shape_of(config.to_dict() | {"architectures": [type(model).__name__]})
+    return read_model(config.to_dict() | {"architectures": [type(model).__name__]}).shape
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -152,12 +152,12 @@ def test_shards_are_padded_to_the_largest_on_every_rank():
 
 def test_an_embedding_that_the_engine_does_not_split_is_on_every_rank():
     table = {**GEMMA, "hidden_size": 1024, "vocab_size": 262_144, "architectures": ["Gemma3ForCausalLM"]}
-    whole, split = (replace(shape_of(table), has_whole_embedding=is_whole) for is_whole in (True, False))
+    whole, split = (replace(read_model(table).shape, has_whole_embedding=is_whole) for is_whole in (True, False))
     sizes = [
         engine_weights(Layout(model=model, num_gpus=2, gpu_bytes=GB, host_bytes=GB, num_ranks=1, tp_size=2))
         for model in (whole, split)
     ]
-    assert shape_of(table) == whole
+    assert read_model(table).shape == whole
     assert sizes[0] - sizes[1] == pytest.approx(262_144 * 1024, abs=64 * MIB)  # half of it, in bfloat16
 
 

@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
+from tasuki.models.families import read_model
 from tasuki.models.family import full_attention
 from tasuki.planner.layout import GB, Checkpointing, Layout, Part
-from tasuki.planner.model_shape import shape_of
 from tasuki.planner.step_bytes import step_moments
 from tasuki.trainer.backends.fsdp.activations import set_checkpointing
 from tasuki.trainer.backends.fsdp.attention import IMPLEMENTATION, PackedAttention
@@ -183,7 +183,7 @@ def _attention(causal_lm: Any) -> PackedAttention:
 
 def _layout(causal_lm: Any, checkpointing: str) -> Layout:
     return Layout(
-        model=shape_of(causal_lm.config.to_dict() | {"architectures": [type(causal_lm).__name__]}),
+        model=read_model(causal_lm.config.to_dict() | {"architectures": [type(causal_lm).__name__]}).shape,
         device="cpu", num_gpus=1, gpu_bytes=GB, host_bytes=GB, num_ranks=1,
         micro_batch_tokens=NUM_TOKENS, logit_tokens=NUM_TOKENS - 1, checkpointing=Checkpointing(checkpointing),
     )  # fmt: skip

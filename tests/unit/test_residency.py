@@ -18,12 +18,13 @@ from tasuki.config.save import save_config
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.stages import Phase, Service, Stage
 from tasuki.memory.tags import MemoryTag
-from tasuki.planner.kv_tokens import CPU_TOKENS, wanted_tokens
+from tasuki.planner.kv_tokens import CPU_TOKENS, running_requests, wanted_tokens
 from tasuki.planner.layout import GB, RESIDENT, Layout, Part
 from tasuki.planner.node_plan import node_layout
 from tasuki.planner.plan import PLAN_STAGES, plan, plan_of, sizes_of
 from tasuki.planner.presets import MODELS
 from tasuki.planner.residency import as_config, decide, stay_and_leave
+from tasuki.planner.rollout_bytes import cuda_graphs, engine_step
 from tasuki.planner.seconds import expected_seconds, release_seconds
 from tasuki.planner.step_bytes import step_moments
 from tasuki.rpc.staying import staying_of_engine_rank, staying_tags
@@ -65,6 +66,28 @@ def test_a_step_needs_its_samples_at_their_longest_shared_by_the_replicas() -> N
     assert wanted_tokens(node(train=TRAIN), context_length=4096) == 64 * 8 // 2 * (256 + 512 + 8)
     one = node(train=TRAIN, rollout={"dp_size": 1, "max_running_requests": 100})
     assert wanted_tokens(one, context_length=4096) == 100 * (256 + 512 + 8)
+
+
+def test_drafts_take_room_for_two_steps_of_every_sample() -> None:
+    for engine, drafts in (({}, 12), ({"speculative_num_draft_tokens": 5}, 5)):
+        config = node(train=TRAIN, rollout={"engine": {"speculative_algorithm": "NGRAM", **engine}})
+        assert wanted_tokens(config, context_length=4096) == 64 * 8 // 2 * (256 + 512 + 8 + 2 * drafts)
+
+
+def test_drafts_take_logits_in_the_step_and_in_graphs() -> None:
+    plain, drafting = (
+        h200s(node(train=TRAIN, rollout={"kv_tokens": 50_000, "engine": engine}))
+        for engine in ({}, {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 5})
+    )
+    assert engine_step(drafting) - engine_step(plain) == 256 * MODEL.vocab_size * 4 * (4 * 5 - 2)
+    assert cuda_graphs(drafting) > 10**9 > cuda_graphs(plain)
+
+
+def test_without_a_run_fewer_requests_draft_at_once() -> None:
+    engine = {"speculative_algorithm": "NGRAM"}
+    assert running_requests(node(rollout={"engine": engine})) == 48
+    assert running_requests(node(rollout={"engine": engine, "max_running_requests": 64})) == 64
+    assert running_requests(node(train=TRAIN, rollout={"engine": engine})) == 256
 
 
 def test_a_cache_holds_at_least_one_sequence_of_full_length() -> None:

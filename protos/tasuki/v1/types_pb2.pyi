@@ -269,7 +269,7 @@ class SamplingParams(_message.Message):
     top_k: _builtins.int
     """-1 disables it."""
     min_p: _builtins.float
-    """Not supported on a CPU, where every sample has a seed, which SGLang cannot combine with min_p."""
+    """Refused on a CPU, where SGLang cannot combine it with a seed per sample, and with speculative decoding, where SGLang ignores it."""
     frequency_penalty: _builtins.float
     presence_penalty: _builtins.float
     repetition_penalty: _builtins.float

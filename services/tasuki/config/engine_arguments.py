@@ -143,13 +143,16 @@ _WITHOUT_MEMORY = frozenset(
         "abort_on_priority_when_disabled", "batch_notify_size", "decode_log_interval", "disable_overlap_schedule", "dist_timeout",
         "enable_deterministic_inference", "enable_priority_scheduling", "gc_threshold", "gc_warning_threshold_secs",
         "num_continuous_decode_steps", "numa_node", "prefill_max_requests", "radix_eviction_policy", "schedule_conservativeness",
-        "schedule_policy", "scheduler_recv_interval", "served_model_name", "soft_watchdog_timeout", "stream_interval",
-        "watchdog_timeout",
+        "schedule_policy", "scheduler_recv_interval", "served_model_name", "soft_watchdog_timeout", "speculative_ngram_capacity",
+        "speculative_ngram_match_type", "speculative_ngram_max_bfs_breadth", "speculative_ngram_max_trie_depth",
+        "speculative_ngram_min_bfs_breadth", "stream_interval", "watchdog_timeout",
     }
 )  # fmt: skip
 """Arguments that use no GPU memory."""
-_COUNTED = frozenset({"disable_cuda_graph"})
+_COUNTED = frozenset({"disable_cuda_graph", "speculative_algorithm", "speculative_num_draft_tokens"})
 """Arguments that a plan reads."""
+# SGLang's default with NGRAM.
+_DRAFT_TOKENS = 12
 
 _TYPES: Mapping[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float": (int, float), "str": (str,)}
 
@@ -170,6 +173,14 @@ def check_engine_arguments(arguments: Mapping[str, Argument]) -> None:
 def uncounted_arguments(arguments: Mapping[str, Argument]) -> list[str]:
     """Names of arguments that may change memory use but are not counted by a plan."""
     return [name for name in arguments if name not in _WITHOUT_MEMORY | _COUNTED]
+
+
+def draft_tokens(arguments: Mapping[str, Argument]) -> int:
+    """Tokens that speculative decoding drafts for each request in a step; 0 without it."""
+    if "speculative_algorithm" not in arguments:
+        return 0
+    given = arguments.get("speculative_num_draft_tokens")
+    return given if isinstance(given, int) else _DRAFT_TOKENS
 
 
 def check_argument_values(arguments: Mapping[str, Argument]) -> None:

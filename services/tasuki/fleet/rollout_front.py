@@ -8,6 +8,7 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import grpc
 import grpc.aio
@@ -33,6 +34,9 @@ from tasuki.wire.errors import (
 _READ_TIMEOUT_S = 10.0
 _MAX_REQUEST_ID = 128
 _SEED_BITS = 62
+
+_Arrivals: TypeAlias = asyncio.Queue[rollout_pb2.GenerateResponse | BaseException | None]
+"""Responses of several streams. Each stream ends with None, or with the error that ended it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,21 +119,13 @@ class RolloutFront(rollout_pb2_grpc.RolloutServiceServicer):
         timeout_s: float,
     ) -> AsyncGenerator[rollout_pb2.GenerateResponse]:
         """Yields the parts' samples by the call's positions. A lost node is recorded in its part's `error`; other errors end all parts."""
-        arrivals: asyncio.Queue[rollout_pb2.GenerateResponse | BaseException | None] = asyncio.Queue()
-
-        async def read(part: _Part) -> None:
-            try:
-                async with aclosing(self._part(nodes[part.node], request, part, timeout_s=timeout_s)) as responses:
-                    async for response in responses:
-                        arrivals.put_nowait(response)
-            except BaseException as error:  # passed to the reader of the queue
-                arrivals.put_nowait(error)
-                raise
-            arrivals.put_nowait(None)
-
+        arrivals: _Arrivals = asyncio.Queue()
         for part in parts:
             self._loads[part.node] += sum(part.missing.values())
-        readers = [asyncio.create_task(read(part)) for part in parts]
+        readers = [
+            asyncio.create_task(_enqueue(self._part(nodes[part.node], request, part, timeout_s=timeout_s), arrivals))
+            for part in parts
+        ]
         versions: dict[int, int] = {}
         num_open = len(parts)
         try:
@@ -190,6 +186,18 @@ class RolloutFront(rollout_pb2_grpc.RolloutServiceServicer):
 
     async def Drain(self, request: rollout_pb2.DrainRequest, context: grpc.aio.ServicerContext) -> rollout_pb2.DrainResponse:
         raise no_stage_here("Drain")
+
+
+async def _enqueue(responses: AsyncGenerator[rollout_pb2.GenerateResponse], arrivals: _Arrivals) -> None:
+    """Reads a stream to its end."""
+    try:
+        async with aclosing(responses):
+            async for response in responses:
+                arrivals.put_nowait(response)
+    except BaseException as error:  # passed to the reader of the queue
+        arrivals.put_nowait(error)
+        raise
+    arrivals.put_nowait(None)
 
 
 async def _states(nodes: Sequence[NodeChannels]) -> list[rollout_pb2.GetRolloutStateResponse]:

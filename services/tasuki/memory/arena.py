@@ -222,14 +222,8 @@ class Import:
         self._id, self.base = self._call("import", driver, index, access, _described(chunks), len(chunks), num_outs=2)
 
     def view(self, offset: int, num_bytes: int) -> Any:
-        """Host memory of the peer as a buffer; must not be used after `close` or while unmapped."""
+        """Host memory of the peer as a buffer; must not be used after `release` or `close`."""
         return buffer_at(self.base + offset, num_bytes)
-
-    def unmap(self) -> None:
-        self._call("unmap_import", self._id)
-
-    def map(self) -> None:
-        self._call("map_import", self._id)
 
     def release(self) -> None:
         """Releases the peer's memory and keeps the addresses. Idempotent."""

@@ -19,7 +19,7 @@ from tasuki.wire.errors import (
     WrongPhase,
 )
 
-ABI_VERSION = 9
+ABI_VERSION = 10
 LIBRARY_PATH = Path(__file__).with_name("libtasuki_memory.so")
 PRELOADED_PATH = Path(__file__).with_name("libtasuki_cudart.so")
 """For LD_PRELOAD of processes on a pool of a GPU; see `redirect_cudart`."""
@@ -62,8 +62,6 @@ _SIGNATURES: dict[str, list[Any]] = {
     "tasuki_export": [_U64, _I32, _POINTER, ctypes.c_size_t, _POINTER, _POINTER, _POINTER],
     "tasuki_close_export": [_U64],
     "tasuki_import": [_I32, _I32, _I32, _POINTER, ctypes.c_size_t, _POINTER, _POINTER],
-    "tasuki_unmap_import": [_U64],
-    "tasuki_map_import": [_U64],
     "tasuki_release_import": [_U64],
     "tasuki_renew_import": [_U64, _POINTER, ctypes.c_size_t],
     "tasuki_close_import": [_U64],

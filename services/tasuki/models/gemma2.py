@@ -54,7 +54,6 @@ def _read(config: Config) -> Model:
         has_qkv_bias=has_bias,
         has_output_bias=has_bias,
         caps_attention=attention_cap is not None,
-        caps_logits=final_cap is not None,
         **NORMS,
     )
     alternating = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(shape.num_layers)]

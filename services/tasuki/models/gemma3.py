@@ -25,7 +25,6 @@ def _read(config: Config) -> Model:
         has_qkv_bias=has_bias,
         has_output_bias=has_bias,
         qk_norm=QkNorm.HEAD,
-        caps_logits=final_cap is not None,
         has_whole_embedding=True,
         **NORMS,
     )

@@ -58,7 +58,6 @@ class ModelShape:
     """Whether heads are concatenated from a rotated part and the rest."""
     caps_attention: bool = False
     """Whether attention logits are capped, which needs their whole matrix."""
-    caps_logits: bool = False
     has_whole_embedding: bool = False
     """Whether every engine rank holds the whole embedding."""
     is_critic: bool = False

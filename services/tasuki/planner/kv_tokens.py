@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tasuki.config.engine_arguments import draft_tokens
 from tasuki.config.schema import NodeConfig
 
 CPU_TOKENS = 32_768
@@ -11,6 +12,8 @@ SGLANG_GRAPH_REQUESTS = 256
 _MOST_GRAPH_REQUESTS = 1024
 # SGLang runs at most so many at once, whatever its cache holds.
 _MOST_RUNNING_REQUESTS = 4096
+# SGLang's limit with speculative decoding if we do not set one.
+_SPECULATING_REQUESTS = 48
 # SGLang reserves a slot ahead of the current token, and our engine a few more (rollout/arguments.py).
 _SLACK = 8
 
@@ -37,7 +40,9 @@ def needed_tokens(config: NodeConfig, *, context_length: int) -> int | None:
         return None
     longest = longest_sample(config)
     longest = context_length if longest is None else min(longest, context_length)
-    return max(at_once * (longest + _SLACK), context_length)
+    # SGLang reserves two steps of drafts for each request.
+    drafts = 2 * draft_tokens(config.rollout.engine)
+    return max(at_once * (longest + drafts + _SLACK), context_length)
 
 
 def samples_at_once(config: NodeConfig) -> int | None:
@@ -53,6 +58,8 @@ def running_requests(config: NodeConfig) -> int:
     """Requests that one replica runs at once; without [train] or a limit an estimate."""
     if config.rollout.max_running_requests is not None:
         return config.rollout.max_running_requests
+    if config.train is None and draft_tokens(config.rollout.engine):
+        return _SPECULATING_REQUESTS
     return min(max(samples_at_once(config) or 0, SGLANG_GRAPH_REQUESTS), _MOST_RUNNING_REQUESTS)
 
 

@@ -179,6 +179,8 @@ class Layout:
     graph_requests: int = 256
     """Requests of the largest batch with a CUDA graph."""
     max_running_requests: int = 256
+    draft_tokens: int = 0
+    """Tokens that speculative decoding verifies for each request in a step; 0 without it."""
     overheads: Overheads = field(default_factory=Overheads)
 
     def __post_init__(self) -> None:
@@ -194,15 +196,7 @@ class Layout:
             raise InvalidArgument(
                 "tp_size", f"{self.model.num_heads} attention heads cannot be split over {self.tp_size} ranks"
             )
-        if self.num_ranks > self.num_gpus:
-            raise InvalidArgument("num_ranks", f"{self.num_ranks} ranks need as many GPUs; there are {self.num_gpus}")
-        if self.num_ranks % self.sequence_parallel:
-            raise InvalidArgument("sequence_parallel", f"{self.sequence_parallel} does not divide {self.num_ranks} ranks")
-        problem = unshared_heads(self.model, self.sequence_parallel)
-        if problem is not None:
-            raise InvalidArgument("sequence_parallel", problem)
-        if self.expert_parallel:
-            self._check_experts()
+        self._check_ranks()
         if self.tp_size * self.num_engines > self.num_gpus:
             needed = self.tp_size * self.num_engines
             raise InvalidArgument(
@@ -224,6 +218,18 @@ class Layout:
             raise InvalidArgument("sleeping", f"{', '.join(sorted(wrong))} cannot leave; what can is {', '.join(TAGS)}")
         if self.staying is not None and len(self.staying) != self.num_gpus:
             raise InvalidArgument("staying", f"must have an entry for each of {self.num_gpus} GPUs, not {len(self.staying)}")
+
+    def _check_ranks(self) -> None:
+        """Raises InvalidArgument if the FSDP2 ranks lack GPUs, or cannot share micro-batches or experts."""
+        if self.num_ranks > self.num_gpus:
+            raise InvalidArgument("num_ranks", f"{self.num_ranks} ranks need as many GPUs; there are {self.num_gpus}")
+        if self.num_ranks % self.sequence_parallel:
+            raise InvalidArgument("sequence_parallel", f"{self.sequence_parallel} does not divide {self.num_ranks} ranks")
+        problem = unshared_heads(self.model, self.sequence_parallel)
+        if problem is not None:
+            raise InvalidArgument("sequence_parallel", problem)
+        if self.expert_parallel:
+            self._check_experts()
 
     def _check_experts(self) -> None:
         sparse = [model for model in (self.model, self.critic) if model is not None and model.num_experts]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tasuki.models.config_json import Config, read_json_object
+from tasuki.models.config_json import read_json_object
 from tasuki.models.families import read_model
 from tasuki.models.family import Model
 from tasuki.models.shape import ModelShape
@@ -27,8 +27,3 @@ def read_model_file(path: Path) -> Model:
         found = "is not a regular file" if file.exists() else "does not exist"
         raise PathNotFound(f"model: {file} {found}; give a config.json or its folder", path=file)
     return read_model(read_json_object(file, field="model"))
-
-
-def shape_of(config: Config) -> ModelShape:
-    """The shape described by a parsed config.json. Raises as read_model_file."""
-    return read_model(config).shape

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from tasuki.config.engine_arguments import draft_tokens
 from tasuki.config.gpus import gpus_of
 from tasuki.config.schema import NodeConfig
 from tasuki.models.folder_files import model_files_bytes
@@ -125,6 +126,7 @@ def _as_configured(config: NodeConfig, model: ModelShape, *, gpu_bytes: int, hos
         has_cuda_graphs=rollout.engine.get("disable_cuda_graph") is not True,
         graph_requests=graph_requests(config) or SGLANG_GRAPH_REQUESTS,
         max_running_requests=running_requests(config),
+        draft_tokens=draft_tokens(rollout.engine),
     )
 
 

@@ -70,7 +70,8 @@ def cuda_graphs(layout: Layout) -> int:
     model = layout.model
     logits = 4 * model.vocab_size * (1 if layout.tp_size == 1 else 2)
     layer = 3 * -(-model.intermediate_size // layout.tp_size) * layout.engine_bytes
-    return max(layout.overheads.cuda_graph, _GRAPHS + layout.graph_requests * (logits + layer))
+    num_tokens = layout.graph_requests * max(1, layout.draft_tokens)
+    return max(layout.overheads.cuda_graph, _GRAPHS + num_tokens * (logits + layer))
 
 
 def engine_step(layout: Layout) -> int:
@@ -79,8 +80,9 @@ def engine_step(layout: Layout) -> int:
         return 0
     model = layout.model
     width = 4 * model.hidden_size + 3 * -(-max(model.intermediate_size, model.query_size) // layout.tp_size)
-    # Logits in float32 and a copy of them.
-    sampling = layout.max_running_requests * model.vocab_size * 4 * 2
+    # Logits in float32 and a copy of them; three copies where drafts are verified, which read them all again for the log-probs.
+    copies = 4 * layout.draft_tokens if layout.draft_tokens else 2
+    sampling = layout.max_running_requests * model.vocab_size * 4 * copies
     return _PREFILL_TOKENS * width * layout.engine_bytes + sampling
 
 

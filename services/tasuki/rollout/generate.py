@@ -167,6 +167,8 @@ def _check_combinations(sampling: Mapping[str, object], model: ModelFacts) -> No
         raise InvalidArgument(
             "sampling_params.min_p", "SGLang cannot combine it with the per-sample seeds that this engine uses"
         )
+    if model.is_speculative and sampling.get("min_p"):
+        raise InvalidArgument("sampling_params.min_p", "SGLang ignores it with speculative decoding, which this engine uses")
     if not model.is_seeded and "sampling_seed" in sampling:
         raise InvalidArgument("sampling_params.sampling_seed", "this engine does not support seeds")
 

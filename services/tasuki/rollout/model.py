@@ -29,6 +29,8 @@ class ModelFacts:
     """Tokens that end a completion unless the request ignores them: every end-of-sequence token in the model folder."""
     is_seeded: bool
     """Whether every request is sampled with its own seed."""
+    is_speculative: bool = False
+    """Whether the engine drafts tokens and verifies them."""
 
 
 def read_model(config: NodeConfig) -> ModelFacts:
@@ -60,6 +62,7 @@ def read_model(config: NodeConfig) -> ModelFacts:
         context_length=longest if wanted is None else wanted,
         stop_token_ids=read_stop_token_ids(path, vocab_size=vocab_size),
         is_seeded=config.device == "cpu",
+        is_speculative="speculative_algorithm" in config.rollout.engine,
     )
     check_capacity(wanted_tokens(config, context_length=model.context_length), model)
     return model

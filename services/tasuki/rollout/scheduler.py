@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import time
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any, cast
@@ -25,6 +25,7 @@ from tasuki.memory.tags import MemoryTag
 from tasuki.rollout.adapter import AdapterBuffers, UnpinnedLora, serve_adapter
 from tasuki.rollout.cpu_attention import BatchedAttention
 from tasuki.rollout.dense_lora import install_dense_lora
+from tasuki.rollout.drafts import compile_verification
 from tasuki.rollout.engine_lock import EngineLock
 from tasuki.rollout.first_samples import FirstSamples
 from tasuki.rollout.float32_logits import install_float32_logits
@@ -79,7 +80,7 @@ class RankSetup:
     tp_rank: int
     allocator: NativeAllocator
     pipe_writer: Connection
-    start_seconds: Mapping[str, float]
+    start_seconds: dict[str, float]
     """Duration of each part of SGLang's start that has run."""
     base: EngineBase | None = None
     """Where the trainer reads the engine's model."""
@@ -116,12 +117,20 @@ class ReportingScheduler(sglang_scheduler.Scheduler):
         report["weight_bytes"] = _weight_bytes(self)
         report["kv_cache_bytes"] = _kv_cache_bytes(self)
         report["page_size"] = self.page_size
+        if not self.spec_algorithm.is_none():
+            self._compile_verification()
         report["start_seconds"] = dict(self._setup.start_seconds)
         if self.server_args.device == "cpu":
             _sample_by_seeds()
         self._become_engine_rank()
         freeze_started()  # SGLang collects garbage whenever it flushes its cache.
         return dict(report)
+
+    def _compile_verification(self) -> None:
+        started = time.monotonic()
+        with reporting(self._setup.pipe_writer):
+            compile_verification(vocab_size=self.model_config.vocab_size, device=torch.device(self._setup.allocator.device))
+        self._setup.start_seconds["drafts"] = time.monotonic() - started
 
     def maybe_sleep_on_idle(self) -> None:
         if self._first_samples is not None and self._first_samples.is_holding:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from pathlib import Path
 
 import uvloop
 
@@ -13,7 +14,7 @@ from tasuki.config.instance import read_instance
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.room_signal import RoomSignal
 from tasuki.memory.stages import Service
-from tasuki.rollout.engine import start_engine
+from tasuki.rollout.engine import RolloutEngine, start_engine
 from tasuki.rollout.engine_metrics import EngineMetrics, keep_metrics_in_memory
 from tasuki.rollout.memory_servicer import RolloutMemoryServicer
 from tasuki.rollout.metrics import EngineLoad, GenerationMetrics
@@ -65,12 +66,7 @@ async def _serve(
     start.end("engine", within=engine.reports[0].get("start_seconds", {}))
     configure_logging("rollout")  # SGLang has replaced ours
     socket_dir = places.socket_dir(config.state_dir)
-    rank_calls = RankCalls(
-        engine,
-        socket_dir=socket_dir,
-        staying=frozenset(TAGS[tag] for tag in staying_tags(config, Service.ROLLOUT)),
-        growth_timeout_s=config.coordinator.stage_timeout_s,
-    )
+    rank_calls = _make_rank_calls(config, engine, socket_dir=socket_dir)
     sync = WeightSync(
         rank_calls, socket_dir=socket_dir, num_replicas=config.dp_size, full_read_back=config.rollout.full_read_back
     )
@@ -90,17 +86,7 @@ async def _serve(
         )
         gate = CommandGate(Failpoints.of(config, "rollout"), boot_id=rollout.boot_id)
         _add_servicers(server, rollout, gate, num_gpus=len(set(gpus_of(config).rollout)))
-        load = EngineLoad(
-            server.registry,
-            rank_calls,
-            tp_size=engine.tp_size,
-            capacity_tokens=engine.num_kv_tokens,
-            num_waiting=lambda: engine.num_waiting,
-            policy_version=lambda: rollout.policy_version,
-        )
-        server.metrics.refresh = load.refresh
-        if config.metrics.engine:
-            EngineMetrics(server.registry, places.engine_metrics_dir(config.state_dir))
+        _add_engine_metrics(server, config, engine=engine, rank_calls=rank_calls, rollout=rollout)
         await rollout.fall_asleep(timeout_s=config.rollout.start_timeout_s)
         start.end("falling asleep")
         ranks.watch(shutdown.on_death)
@@ -153,9 +139,35 @@ def _make_server(config: NodeConfig, tracer: Tracer) -> RpcServer:
     )
 
 
+def _make_rank_calls(config: NodeConfig, engine: RolloutEngine, *, socket_dir: Path) -> RankCalls:
+    return RankCalls(
+        engine,
+        socket_dir=socket_dir,
+        staying=frozenset(TAGS[tag] for tag in staying_tags(config, Service.ROLLOUT)),
+        growth_timeout_s=config.coordinator.stage_timeout_s,
+    )
+
+
 def _add_servicers(server: RpcServer, rollout: Rollout, gate: CommandGate, *, num_gpus: int) -> None:
     servicer = RolloutServicer(rollout, gate, metrics=GenerationMetrics(server.registry, num_gpus=num_gpus))
     server.add(rollout_pb2_grpc.add_RolloutServiceServicer_to_server, servicer, _SERVICE)
     server.add(
         memory_pb2_grpc.add_MemoryServiceServicer_to_server, RolloutMemoryServicer(rollout, gate), "tasuki.v1.MemoryService"
     )
+
+
+def _add_engine_metrics(
+    server: RpcServer, config: NodeConfig, *, engine: RolloutEngine, rank_calls: RankCalls, rollout: Rollout
+) -> None:
+    """Adds the schedulers' load and, if configured, SGLang's own metrics."""
+    load = EngineLoad(
+        server.registry,
+        rank_calls,
+        tp_size=engine.tp_size,
+        capacity_tokens=engine.num_kv_tokens,
+        num_waiting=lambda: engine.num_waiting,
+        policy_version=lambda: rollout.policy_version,
+    )
+    server.metrics.refresh = load.refresh
+    if config.metrics.engine:
+        EngineMetrics(server.registry, places.engine_metrics_dir(config.state_dir))

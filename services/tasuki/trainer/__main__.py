@@ -65,7 +65,7 @@ def _fresh_nccl_log(config: NodeConfig, launch: Launch) -> Path:
 
 
 def _work(config: NodeConfig, launch: Launch, start: StartSeconds) -> int:
-    from tasuki.trainer.serve import run_rank  # torch
+    from tasuki.trainer.rank import run_rank  # torch
 
     start.end("imports")
     _wait_for_rollout(config, start)

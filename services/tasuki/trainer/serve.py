@@ -1,4 +1,4 @@
-"""One rank of the trainer and, on rank 0, the service: started by `python -m tasuki.trainer` after validation."""
+"""Assembles the trainer's service and runs it, in the process of rank 0."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import logging
 import signal
 import threading
 import uuid
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from contextlib import ExitStack
-
-import torch.distributed as dist
 
 from tasuki.config.gpus import gpus_of
 from tasuki.config.places import node_targets, socket_dir, training_log_path
@@ -18,26 +16,20 @@ from tasuki.config.schema import NodeConfig
 from tasuki.memory.stages import Service
 from tasuki.rpc.commands import CommandGate
 from tasuki.rpc.failpoints import Failpoints
-from tasuki.rpc.heap import freeze_started
 from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.rpc.port import port_of
-from tasuki.rpc.ranks import Handlers
 from tasuki.rpc.server import RpcServer
 from tasuki.rpc.service_tracer import open_service_tracer
 from tasuki.rpc.start_seconds import StartSeconds
 from tasuki.rpc.staying import staying_tags
-from tasuki.trainer.backends.fsdp.backend import FsdpBackend
-from tasuki.trainer.backends.fsdp.mesh import mesh_device, start_mesh
-from tasuki.trainer.backends.fsdp.replicas import is_fleet, join_nodes, join_store
+from tasuki.trainer.backends.fsdp.replicas import is_fleet, join_store
 from tasuki.trainer.data.checks import BatchLimits
 from tasuki.trainer.data.shared_plan import Sharing
 from tasuki.trainer.durable.restore import agree_on_log, restore
 from tasuki.trainer.durable.training_log import TrainingLog
 from tasuki.trainer.launch import Launch
-from tasuki.trainer.learner import Learner, trained_roles
 from tasuki.trainer.other_nodes import until_another_starts
-from tasuki.trainer.ranks.commands import RankCommands
-from tasuki.trainer.ranks.commands import run_rank as run_commands
+from tasuki.trainer.rank import run_rank
 from tasuki.trainer.ranks.front import TrainerRanks
 from tasuki.trainer.service.memory_servicer import MemoryServicer
 from tasuki.trainer.service.metrics import TrainerMetrics
@@ -52,58 +44,6 @@ from tasuki.wire.tracing import Tracer
 
 _log = logging.getLogger("tasuki.trainer")
 _GRACE_S = 5.0
-
-
-def run_rank(config: NodeConfig, *, launch: Launch, start: StartSeconds) -> bool:
-    """Serves the front until it stops. Returns False if the start failed."""
-
-    def begin() -> tuple[RankReady, Handlers]:
-        trainer = config.trainer
-        mesh = start_mesh(
-            config.device,
-            launch=launch,
-            gpu=gpus_of(config).trainer[launch.local_rank],
-            num_threads=trainer.num_threads,
-            timeout_s=trainer.collective_timeout_s,
-        )
-        cleanup.callback(dist.destroy_process_group)
-        replicas = join_nodes(config, launch, device=mesh_device(mesh))
-        if replicas is not None:
-            cleanup.callback(replicas.close)
-        nodes_rate = None if replicas is None else replicas.measure_rate()
-        nodes_transport = "" if replicas is None else replicas.transport()
-        start.end("meeting")
-        backend = FsdpBackend(config, mesh=mesh, replicas=replicas, heartbeat=heartbeat, failpoints=failpoints, ended=start.end)
-        cleanup.callback(backend.close)
-        backend.warm_up()
-        start.end("kernels")
-        learner = Learner(
-            backend,
-            optimizers=trained_roles(trainer),
-            skips_non_finite=trainer.on_non_finite == "skip",
-            progressed=heartbeat.progressed,
-        )
-        if launch.rank != 0:
-            # From here on the front decides when to stop, after the running call; it also handles signals sent to all ranks.
-            for number in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(number, signal.SIG_IGN)
-        heartbeat.beat_in_thread()
-        freeze_started()
-        commands = RankCommands(learner, failpoints=failpoints)
-        return commands.ready(nodes_rate=nodes_rate, nodes_transport=nodes_transport), commands.handlers()
-
-    with ExitStack() as cleanup:
-        heartbeat = Heartbeat(config.state_dir, f"trainer{launch.rank}")
-        cleanup.callback(heartbeat.close)
-        failpoints = Failpoints.of(config, f"trainer{launch.rank}")
-        return run_commands(
-            begin,
-            rank=launch.rank,
-            socket_dir=socket_dir(config.state_dir),
-            launcher_fd=launch.launcher_fd,
-            heartbeat=heartbeat,
-            failpoints=failpoints,
-        )
 
 
 async def serve(config: NodeConfig, *, launch: Launch, start: StartSeconds) -> int:
@@ -130,24 +70,7 @@ async def serve(config: NodeConfig, *, launch: Launch, start: StartSeconds) -> i
         if ready is None:
             return 1
         failpoints = Failpoints.of(config, "trainer")
-        boot_id = uuid.uuid4().hex
-        state = TrainerState(roles_by_name(ready.roles), gate=CommandGate(failpoints, boot_id=boot_id), boot_id=boot_id)
-        limits = BatchLimits(
-            vocab_size=ready.vocab_size,
-            context_length=ready.context_length,
-            micro_batch_tokens=await micro_batch_tokens(config, ranks),
-        )
-        _log.info("ready ranks=%d micro_batch_tokens=%d", launch.num_ranks, limits.micro_batch_tokens)
-        if ready.HasField("nodes_rate"):
-            _log.info("event=nodes_rate gbit_s=%.3f transport=%s", 8e-9 * ready.nodes_rate, ready.nodes_transport or "unknown")
-        training = Training(
-            ranks,
-            state=state,
-            limits=limits,
-            costs=sample_costs(config),
-            sequence_parallel=config.trainer.sequence_parallel,
-            sharing=Sharing.of(config.trainer.prefix_sharing, device=config.device),
-        )
+        training = await _training(ranks, ready=ready, config=config, failpoints=failpoints)
         log = TrainingLog(training_log_path(config.state_dir), failpoints=failpoints)
         cleanup.callback(log.close)
         ends: list[Awaitable[object]] = [ranks.broken.wait()]
@@ -164,17 +87,46 @@ async def serve(config: NodeConfig, *, launch: Launch, start: StartSeconds) -> i
         heartbeat = Heartbeat(config.state_dir, "trainer")
         cleanup.callback(heartbeat.close)
         heartbeat.beat_in_loop()
-        watches = [loop.create_task(_stop_after(end, stop)) for end in ends]
-        await server.run(stop, grace_s=_GRACE_S)
-        must_restart = ranks.broken.is_set() or any(watch.done() for watch in watches)
-        for watch in watches:
-            watch.cancel()
+        must_restart = await _run(server, ranks=ranks, ends=ends, stop=stop)
         return 1 if must_restart else 0
     finally:
         await ranks.stop()
         cleanup.close()
         loop.remove_reader(launch.launcher_fd)
         await asyncio.to_thread(own_rank.join, _GRACE_S)
+
+
+async def _ready_or_stopped(ranks: TrainerRanks, stop: asyncio.Event) -> RankReady | None:
+    """The ranks' report, or None if the service was stopped before they were ready."""
+    ready, stopped = asyncio.ensure_future(ranks.ready()), asyncio.ensure_future(stop.wait())
+    await asyncio.wait((ready, stopped), return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if ready.done():
+        return ready.result()
+    ready.cancel()
+    return None
+
+
+async def _training(ranks: TrainerRanks, *, ready: RankReady, config: NodeConfig, failpoints: Failpoints) -> Training:
+    """The ranks as one trainer, once they are ready. Raises as micro_batch_tokens and sample_costs."""
+    boot_id = uuid.uuid4().hex
+    state = TrainerState(roles_by_name(ready.roles), gate=CommandGate(failpoints, boot_id=boot_id), boot_id=boot_id)
+    limits = BatchLimits(
+        vocab_size=ready.vocab_size,
+        context_length=ready.context_length,
+        micro_batch_tokens=await micro_batch_tokens(config, ranks),
+    )
+    _log.info("ready ranks=%d micro_batch_tokens=%d", ranks.num_ranks, limits.micro_batch_tokens)
+    if ready.HasField("nodes_rate"):
+        _log.info("event=nodes_rate gbit_s=%.3f transport=%s", 8e-9 * ready.nodes_rate, ready.nodes_transport or "unknown")
+    return Training(
+        ranks,
+        state=state,
+        limits=limits,
+        costs=sample_costs(config),
+        sequence_parallel=config.trainer.sequence_parallel,
+        sharing=Sharing.of(config.trainer.prefix_sharing, device=config.device),
+    )
 
 
 def _server(training: Training, log: TrainingLog, *, ready: RankReady, config: NodeConfig, tracer: Tracer) -> RpcServer:
@@ -194,15 +146,14 @@ def _server(training: Training, log: TrainingLog, *, ready: RankReady, config: N
     return server
 
 
-async def _ready_or_stopped(ranks: TrainerRanks, stop: asyncio.Event) -> RankReady | None:
-    """The ranks' report, or None if the service was stopped before they were ready."""
-    ready, stopped = asyncio.ensure_future(ranks.ready()), asyncio.ensure_future(stop.wait())
-    await asyncio.wait((ready, stopped), return_when=asyncio.FIRST_COMPLETED)
-    stopped.cancel()
-    if ready.done():
-        return ready.result()
-    ready.cancel()
-    return None
+async def _run(server: RpcServer, *, ranks: TrainerRanks, ends: Sequence[Awaitable[object]], stop: asyncio.Event) -> bool:
+    """Serves until told to stop or until one of `ends`, after which the trainer must restart. Returns whether it must."""
+    watches = [asyncio.create_task(_stop_after(end, stop)) for end in ends]
+    await server.run(stop, grace_s=_GRACE_S)
+    must_restart = ranks.broken.is_set() or any(watch.done() for watch in watches)
+    for watch in watches:
+        watch.cancel()
+    return must_restart
 
 
 async def _stop_after(end: Awaitable[object], stop: asyncio.Event) -> None:

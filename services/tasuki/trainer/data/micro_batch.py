@@ -82,10 +82,6 @@ class TokenBatch:
     """int64: permutation of all parts' completion tokens to the order of the samples; None if they are in order."""
     prompts: SharedPrompts | None = None
 
-    @property
-    def num_sequences(self) -> int:
-        return len(self.cu_seqlens_S) - 1
-
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:

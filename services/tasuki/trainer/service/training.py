@@ -108,9 +108,7 @@ class Training:
         started = time.perf_counter()
         mask_N = samples.columns["loss_mask"]
         divisor = config.denominator or denominator(mask_N, samples.num_completion_S, config=config)
-        named = loss_pb2.LossConfig()
-        named.CopyFrom(loss)
-        named.denominator = divisor
+        named = _with_denominator(loss, divisor)
         samples, plan = self._plan(role, samples)
         answers = await self.ranks.call(
             [
@@ -211,6 +209,14 @@ class Training:
 
     def _for_each_rank(self, plan: MicroBatchPlan) -> MicroBatchPlan:
         return [micro_batches for micro_batches in plan for _ in range(self._num_sharing)]
+
+
+def _with_denominator(loss: loss_pb2.LossConfig, denominator: float) -> loss_pb2.LossConfig:
+    """The loss as ranks get it: none of them sees all samples, so each divides by the denominator of the whole call."""
+    named = loss_pb2.LossConfig()
+    named.CopyFrom(loss)
+    named.denominator = denominator
+    return named
 
 
 def _rows_of(

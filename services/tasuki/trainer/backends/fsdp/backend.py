@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from tasuki.algorithms.batch import Metric
 from tasuki.config.places import model_source, socket_dir
 from tasuki.config.schema import NodeConfig
-from tasuki.config.trainer_schema import LoraConfig, OptimizerConfig
+from tasuki.config.trainer_schema import CriticConfig, LoraConfig, OptimizerConfig
 from tasuki.memory.arena import set_host_budget
 from tasuki.memory.tags import MemoryTag
 from tasuki.planner.layout import Checkpointing
@@ -118,15 +118,13 @@ class FsdpBackend:
         self._base = map_base(node, rank=mesh.get_local_rank(), device=self.device)
         if self._base is not None:
             self._to_close.callback(self._base.close)
-        source = replace(self._source(self._model_path, lora=config.lora), base=self._base)
         ended("planning")
-        self._policy = load_policy(source, region=self._weights())
+        self._policy = self._load_policy()
         ended("model")
         self._trained = {Role.POLICY: self._train(self._policy, config)}
         ended("memory")
         if config.critic is not None:
-            path = config.critic.path or self._model_path
-            critic = load_critic(self._source(path, lora=config.critic.lora), region=self._weights())
+            critic = self._load_critic(config.critic)
             ended("model")
             self._trained[Role.CRITIC] = self._train(critic, config.critic)
             ended("memory")
@@ -275,6 +273,14 @@ class FsdpBackend:
                 self._reference = self._load_reference()
             return self._reference
         return self._trained[role].network
+
+    def _load_policy(self) -> Policy:
+        source = self._source(self._model_path, lora=self._node.trainer.lora)
+        return load_policy(replace(source, base=self._base), region=self._weights())
+
+    def _load_critic(self, config: CriticConfig) -> Critic:
+        path = config.path or self._model_path
+        return load_critic(self._source(path, lora=config.lora), region=self._weights())
 
     def _load_reference(self) -> Policy:
         """Raises as HostShards where it stays on the host."""
