@@ -1,4 +1,4 @@
-"""Moves arenas that a test has made by itself, as an allocator that adopted them."""
+"""Moves arenas that a test created directly, as the allocator that would own them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which chunks of our arenas a process has mapped, by the kernel's word."""
+"""Arena chunks that a process has mapped, read from /proc."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """Inodes of memfds: those mapped to be read alone, and those that the process can write to."""
+    """Inodes of mapped memfds: those mapped read-only, and those that the process can write to."""
 
     read: frozenset[int]
     written: frozenset[int]
@@ -21,13 +21,13 @@ def chunks_of(pid: int) -> Chunks:
 
 
 def shared_by(pid: int, other: int) -> frozenset[int]:
-    """What both have mapped and neither can write to."""
+    """Returns the chunks that both have mapped and neither can write to."""
     one, two = chunks_of(pid), chunks_of(other)
     return (one.read & two.read) - one.written - two.written
 
 
 def chunk_at(address: int) -> int:
-    """The inode of the chunk that this process has mapped there; 0 outside of any."""
+    """Returns the inode of the chunk mapped at `address` in this process; 0 if no chunk is."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         span, _, _, _, inode, *name = line.split()
         start, end = (int(edge, 16) for edge in span.split("-"))

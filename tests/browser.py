@@ -33,11 +33,11 @@ _KEYS = {
 
 
 class Navigated(AssertionError):
-    """A command met a page that another was about to replace."""
+    """A command that reached a page just before another replaced it."""
 
 
 class Browser:
-    """One page. `complaints` has what the page logged as an error, such as a violation of its Content-Security-Policy."""
+    """One page. `complaints` has the errors that the page logged, such as violations of its Content-Security-Policy."""
 
     def __init__(self, process: subprocess.Popen[bytes], into: int, out: int) -> None:
         self._process, self._into, self._out = process, into, out
@@ -50,7 +50,7 @@ class Browser:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """The answer to a command. Raises AssertionError for an error, or when none comes."""
+        """Returns the answer to a command. Raises AssertionError on an error or without an answer."""
         self._number += 1
         message = {"id": self._number, "method": method, "params": params}
         if self._session is not None:
@@ -70,27 +70,27 @@ class Browser:
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
 
     def prefer(self, **features: str) -> None:
-        """Such as prefers_color_scheme="dark"."""
+        """Emulates media features, such as prefers_color_scheme="dark", for the page."""
         named = [{"name": name.replace("_", "-"), "value": value} for name, value in features.items()]
         self.call("Emulation.setEmulatedMedia", features=named)
 
     def open(self, url: str) -> None:
-        self.call("Page.navigate", url="about:blank")  # another fragment alone would load nothing
+        self.call("Page.navigate", url="about:blank")  # with a new fragment alone the page would not reload
         self.call("Page.navigate", url=url)
         self.until("location.href !== 'about:blank' && document.readyState === 'complete'")
 
     def evaluate(self, script: str) -> Any:
-        """The value of an expression, also of a promise."""
+        """Returns the value of an expression, or of the promise that it returns."""
         answer = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
     def text(self, selector: str) -> str:
-        """What a person reads there; nothing where there is nothing."""
+        """Returns the visible text of the first match; "" if nothing matches."""
         return self.evaluate(f"document.querySelector({json.dumps(selector)})?.innerText ?? ''")
 
     def until(self, script: str, *, timeout_s: float = _TIMEOUT_S) -> None:
-        """Waits until an expression is true. Raises AssertionError with what the page shows."""
+        """Waits until an expression is true. Raises AssertionError with the page's text."""
         deadline = time.monotonic() + timeout_s
         while not self._is_true(script):
             assert time.monotonic() < deadline, (
@@ -99,7 +99,7 @@ class Browser:
             time.sleep(0.05)
 
     def _is_true(self, script: str) -> bool:
-        with suppress(Navigated):  # the next page may say it
+        with suppress(Navigated):  # the next page may report it
             return self.evaluate(f"!!({script})")
         return False
 
@@ -110,7 +110,7 @@ class Browser:
                 self.call("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=_KEYS[key], **typed)
 
     def picture(self) -> bytes:
-        """PNG of what is in the window."""
+        """Returns a PNG of the visible part of the page."""
         return base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
 
     def _note(self, message: dict[str, Any]) -> None:
@@ -132,13 +132,13 @@ class Browser:
 
 @contextmanager
 def running_browser(folder: Path) -> Iterator[Browser]:
-    """folder: of its profile."""
+    """folder: for the browser's profile."""
     assert CHROMIUM is not None, "the caller skips where there is none"
     commands, into = os.pipe()
     out, answers = os.pipe()
 
     def to_3_and_4() -> None:
-        # Copies above 4 first: a pipe may lie on one of these numbers.
+        # First duplicate above 4, since a pipe may have one of these numbers.
         kept = os.dup2(commands, 50), os.dup2(answers, 51)
         for number, fd in zip((3, 4), kept, strict=True):
             os.dup2(fd, number)

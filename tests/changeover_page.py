@@ -1,4 +1,4 @@
-"""The way from Acquire to the unmap as docs/changeover.md has it."""
+"""The path from Acquire to the unmap, as docs/changeover.md lists it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _SERVICES = {"OFFLOAD": "trainer", "PAUSE_KV": "rollout"}
 
 
 def section() -> str:
-    """The page's section of it."""
+    """Returns the page's section on the path."""
     (found,) = re.findall(
         r"^## From Acquire to the unmap$(.*?)^## ", (ROOT / "docs" / "changeover.md").read_text(), re.DOTALL | re.MULTILINE
     )
@@ -18,7 +18,7 @@ def section() -> str:
 
 
 def written_paths() -> dict[str, list[tuple[str, str]]]:
-    """Stage -> file and function, in the order of the table. A row that says whose it is belongs to that stage alone."""
+    """Returns file and function per stage, in the order of the table. A row that names a service counts for that service's stage only."""
     rows = re.findall(r"^\| [^|]*\| `([^`]+\.py)` \| ([^|]+) \| ([^|]+) \|$", section(), re.MULTILINE)
     return {
         stage: [
@@ -32,7 +32,7 @@ def written_paths() -> dict[str, list[tuple[str, str]]]:
 
 
 def written_counts() -> dict[str, tuple[int, int]]:
-    """Stage -> files and functions, as the sentence below the table has them."""
+    """Returns the number of files and functions per stage, from the sentence below the table."""
     (numbers,) = re.findall(
         r"^That is (\d+) files and (\d+) functions for OFFLOAD, (\d+) and (\d+) for PAUSE_KV", section(), re.MULTILINE
     )

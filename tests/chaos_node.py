@@ -1,4 +1,4 @@
-"""Breaks a running node in the middle of a stage, and sees that it comes to the same end."""
+"""Faults in the middle of a stage of a running node, with checks that it recovers to the same state."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _SERVICE_OF = {"trainer1": "trainer", "scheduler0": "rollout"}
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """detected_s: from the signal to the supervisor's notice; recovered_s: to the phase that was asked for."""
+    """Seconds from the signal. detected_s: until the supervisor notices; recovered_s: until the requested phase is reached."""
 
     process: str
     stage: str
@@ -50,22 +50,22 @@ class ChaosNode:
     def __init__(self, node: RunningNode, client: Client) -> None:
         self.node, self.client = node, client
         self.learned: list[list[float]] = []
-        """`log_probs` right after the last step."""
+        """`log_probs` right after the latest step."""
 
     def step(self) -> int:
-        """One optimizer step on samples that depend on the version alone. Returns the version after it."""
+        """Makes one optimizer step on samples that depend only on the version. Returns the version after it."""
         self.client.forward_backward(_samples(self.client.trainer_state().policy_version))
         version = self.client.optim_step(learning_rate=1e-3).version
         self.learned = self.log_probs()
         return version
 
     def log_probs(self) -> list[list[float]]:
-        """The trainer's, of samples that depend on its version alone."""
+        """Returns the trainer's log-probs of samples that depend only on its version."""
         samples = _samples(self.client.trainer_state().policy_version)
         return [one.tolist() for one in self.client.compute_log_probs(samples)]
 
     def lose(self, *processes: str, phase: Phase) -> None:
-        """Kills the processes in the phase. Trainer and engine then compute what they computed before, and the audit is clean."""
+        """Kills the processes in the phase. Checks that trainer and engine then compute the same as before, and that the audit is clean."""
         self.step()
         self.client.acquire(Phase.ROLLOUT)
         tokens = self.greedy()
@@ -81,14 +81,14 @@ class ChaosNode:
         assert_clean_audit(self.node.state_dir)
 
     def strike(self, process: str, stage: phases.Stage, number: signal.Signals) -> Recovery:
-        """Sends the signal while `stage` runs, and returns when the phase is reached all the same."""
+        """Sends the signal while `stage` runs, and returns once the phase is reached."""
         service = phases.RULES[stage].service
         target = Phase.ROLLOUT if stage in phases.path(phases.Stage.LOAD_TRAINER, phases.Phase.ROLLOUT) else Phase.TRAIN
         if target is Phase.TRAIN:
             self.client.acquire(Phase.ROLLOUT)
         else:
             self.step()
-        # The front that carries the stage out waits a second, and in it the process is struck.
+        # The front that runs the stage waits one second; the signal is sent within it.
         plant(socket_dir(self.node.state_dir), service, stage, Action.SLOW)
         (pid,) = self.pids(process)
         struck: list[float] = []
@@ -106,7 +106,7 @@ class ChaosNode:
 
     @contextmanager
     def _when_started(self, stage: Stage, action: object) -> Iterator[None]:
-        """Calls `action` once, at the first event that says that `stage` has begun."""
+        """Calls `action` once, on the first event that reports the start of `stage`."""
         ready, done = threading.Event(), threading.Event()
 
         def watch() -> None:
@@ -127,7 +127,7 @@ class ChaosNode:
         thread.join(10)
 
     def _detected(self, process: str, struck: float) -> float:
-        """Seconds until the supervisor logged that it restarts the service; the changeover may not have needed it."""
+        """Seconds until the supervisor logged a restart of the service; the changeover itself may not have needed it."""
         pattern = re.compile(rf"^(\S+ \S+) WARNING .*event=restart service={_SERVICE_OF.get(process, process)} ")
         while True:
             for line in log_path(self.node.state_dir, "supervisor").read_text().splitlines():
@@ -154,7 +154,7 @@ def _samples(version: int) -> list[TrainingSample]:
 
 
 def write_recoveries(folder: Path, recoveries: list[Recovery]) -> None:
-    """recoveries.json, and recoveries.md with a row for each stage and a column for each process and signal."""
+    """Writes recoveries.json, and recoveries.md with a row per stage and a column per process and signal."""
     folder.mkdir(parents=True, exist_ok=True)
     names = Recovery.__slots__
     (folder / "recoveries.json").write_text(

@@ -1,4 +1,4 @@
-"""What every test tier shares: the skip of GPU tests, and one running node for all tests that need one."""
+"""Fixtures of every test tier: GPU tests are skipped without a GPU, and one running node serves all tests that need one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # Before torch is imported: threads of tiny products spin more than they compute, and every core has its worker.
+    # Set before torch is imported: threads spin more than they compute on tiny products, and every core already has a worker.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).parents[1]
 PYTHON_PATH = [*(str(ROOT / folder) for folder in ("protos", "services", "client")), os.environ.get("PYTHONPATH", "")]
@@ -33,14 +33,14 @@ _SECRETS = {
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, PYTHON_PATH)), **_SECRETS}
 
 _MODELS = threading.Lock()
-"""Models are drawn from torch's one generator: nodes that start side by side would have others."""
+"""Serializes model creation: all models come from torch's one generator, so parallel starts would change the weights."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:
         return
-    import torch  # takes seconds: only when a test asks for it
+    import torch  # takes seconds, so only if a test needs it
 
     if not torch.cuda.is_available():
         for item in gpu_items:
@@ -49,7 +49,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """What is imported stays: the collector looks at it neither meanwhile nor in any test."""
+    """Freezes everything that collection imported, so that the garbage collector never scans it."""
     gc.disable()
     try:
         return (yield)
@@ -60,14 +60,14 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    from tests.workers import FilesOverWorkers  # where the plugin is installed
+    from tests.workers import FilesOverWorkers  # only if the plugin is installed
 
     return FilesOverWorkers(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Ends a group's services with the group: beside another worker's, cores and memory are scarce."""
+    """Stops a group's services with the group: cores and memory are scarce beside another worker's services."""
     if "PYTEST_XDIST_WORKER" not in os.environ or nextitem is None:
         return
     from tests.workers import group_of
@@ -84,11 +84,11 @@ class RunningNode:
     state_dir: Path
     model: Path
     up: subprocess.Popen[bytes]
-    """The command, which stays in the foreground until the node ends."""
+    """Runs the command in the foreground until the node ends."""
 
 
 def tasuki(*arguments: str | Path, timeout_s: float) -> subprocess.CompletedProcess[str]:
-    """Runs the command line, as a user would."""
+    """Runs a command line and waits for it."""
     return subprocess.run(
         [sys.executable, "-m", "tasuki.cli", *arguments],
         env=ENVIRONMENT,
@@ -100,7 +100,7 @@ def tasuki(*arguments: str | Path, timeout_s: float) -> subprocess.CompletedProc
 
 
 def assert_clean_audit(state_dir: Path) -> str:
-    """Returns what `tasuki audit` printed."""
+    """Checks that `tasuki audit` finds nothing, and returns its output."""
     audited = tasuki("audit", state_dir, timeout_s=60)
     assert (audited.returncode, audited.stdout.splitlines()[0]) == (0, "clean"), audited.stdout
     return audited.stdout
@@ -108,7 +108,7 @@ def assert_clean_audit(state_dir: Path) -> str:
 
 @pytest.fixture(scope="session")
 def node() -> Iterator[RunningNode]:
-    """One whole node on a tiny model: coordinator, a trainer of two ranks, rollout. Any phase; a test acquires the one that it needs."""
+    """A whole node on a tiny model: coordinator, a trainer of two ranks, rollout. A test acquires the phase it needs."""
     with started_node() as started:
         yield started
 
@@ -117,13 +117,13 @@ def node() -> Iterator[RunningNode]:
 def started_node(
     *, tables: str = "", overrides: Sequence[str] = (), residency: str = "[residency]", **sizes: int
 ) -> Iterator[RunningNode]:
-    """A node by `tasuki up`. tables: of the configuration, beside its usual ones. overrides: such as "a.b=c".
+    """Starts a node with `tasuki up`. tables: further tables of the configuration. overrides: such as "a.b=c".
 
-    residency: by default everything leaves at each changeover; empty text lets the planner decide. sizes: of the model, other than usual.
+    residency: by default everything leaves at each changeover; empty text lets the planner decide. sizes: changes to the model's sizes.
     """
-    from tests.models import make_model, save_checkpoint  # takes seconds: only when a test asks for it
+    from tests.models import make_model, save_checkpoint  # takes seconds, so only if a test needs it
 
-    # Not pytest's own folder: a unix socket's path must be short.
+    # Not pytest's own folder: the path of a unix socket must be short.
     folder = Path(tempfile.mkdtemp(prefix="tasuki-"))
     with _MODELS:
         model = save_checkpoint(make_model("qwen2", seed=0, **sizes), folder / "model")

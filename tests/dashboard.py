@@ -1,4 +1,4 @@
-"""A dashboard in this process for tests, and how to ask it."""
+"""A dashboard served by this process, and requests to it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RECORDED = Path(__file__).parent / "recorded_run"
 
 @contextmanager
 def served(folder: Path | None, *, config: NodeConfig | None = None, host: str = "127.0.0.1") -> Iterator[Dashboard]:
-    """Of a run's folder, or of a node."""
+    """Serves the dashboard of a run's folder, or of a node, while the block runs."""
     server = make_server(folder, config=config, listen=f"{host}:{free_port()}")
     server.feed.start()
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
@@ -56,7 +56,7 @@ def get(
 
 
 def ask(server: Dashboard, path: str, **given: Any) -> Any:
-    """The JSON of an answer to whoever has the URL."""
+    """Returns the JSON of an answer, asked with the dashboard's token."""
     status, _, body = get(server, path, token=token_of(server), **given)
     assert status == 200, body
     return json.loads(body)

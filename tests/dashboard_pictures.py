@@ -1,7 +1,8 @@
-"""Takes docs' pictures of the dashboard, light and dark: python -m tests.dashboard_pictures RUN [--view VIEW ...]
+"""Takes the documentation's pictures of the dashboard, light and dark: python -m tests.dashboard_pictures RUN [--view VIEW ...]
 
-Docs have `memory`, `run` and `changeovers` of tests/recorded_run, and `node` and `samples` of a demo in progress: `samples` in bfloat16,
-where log-probs differ. The pictures have RUN as it is given, so PYTHONPATH leads here from the folder above it.
+The docs show `memory`, `run` and `changeovers` of tests/recorded_run, and `node` and `samples` of a demo in progress. `samples` is taken
+from a bfloat16 run, in which log-probs differ. RUN appears in the pictures as given; run this from the folder above RUN, with PYTHONPATH
+set.
 """
 
 from __future__ import annotations

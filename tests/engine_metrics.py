@@ -1,4 +1,4 @@
-"""A node's page with SGLang's own metrics, read while the node generates."""
+"""A node's metrics page, with those of SGLang, read while the node generates."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _COUNTED = ("tasuki_rollout_tokens_total", "sglang:generation_tokens_total", "sg
 @dataclass(frozen=True, slots=True)
 class Page:
     samples: dict[str, list[Sample]]
-    """By name; each metric was there once."""
+    """Samples by metric name; each metric appears once on the page."""
 
     def tokens(self) -> list[float]:
-        """Generated tokens as counted by us, by SGLang in the front, and by its ranks."""
+        """Returns the generated tokens as counted by us, by SGLang's front, and by its ranks."""
         assert len(self.samples[_COUNTED[0]]) == 1
         decoded = {
             name: [one.value for one in self.samples.get(name, ()) if one.labels.get("mode", "decode") == "decode"]
@@ -44,7 +44,7 @@ def page(node: RunningNode) -> Page:
 
 
 def tokens_counted(node: RunningNode, *, num_samples: int) -> tuple[list[float], int]:
-    """What was counted before some samples were generated, and the tokens of these."""
+    """Generates samples; returns the token counters from before and the number of tokens generated."""
     with Client(state_dir=node.state_dir) as client:
         client.acquire(Phase.ROLLOUT)
         before = page(node).tokens()

@@ -1,4 +1,4 @@
-"""How far the long proofs go: a sample of each in `make test`, all of it in `make chaos`."""
+"""Extent of the long proofs: a sample of each in `make test`, all of it in `make chaos`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ only_whole = pytest.mark.skipif(not IS_WHOLE, reason="repeats what other tests s
 
 
 def crossed(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
-    """All combinations in `make chaos`; in `make test` as many as the longest axis has values, so that every value occurs."""
+    """Returns all combinations in `make chaos`; in `make test` as many as the longest axis, so that every value occurs."""
     values = [list(axis) for axis in axes]
     if IS_WHOLE:
         return list(product(*values))
@@ -24,5 +24,5 @@ def crossed(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
 
 
 def examples(num_whole: int) -> int:
-    """Hypothesis' examples: so many in `make chaos`, an eighth of them in `make test`."""
+    """Returns Hypothesis's number of examples: `num_whole` in `make chaos`, an eighth of it in `make test`."""
     return num_whole if IS_WHOLE else max(5, num_whole // 8)

@@ -1,4 +1,4 @@
-"""What every process of a running node holds: resident memory, descriptors, shared memory."""
+"""Resources of every process of a running node: resident memory, descriptors and shared memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Of one process. memfd_bytes and shm_bytes: physical memory of what it has open or mapped, each file once."""
+    """Resources of one process. memfd_bytes, shm_bytes: physical memory of files open or mapped, each file counted once."""
 
     rss_bytes: int
     address_bytes: int
@@ -31,7 +31,7 @@ class Footprint:
 
 
 def footprints(node: RunningNode) -> dict[str, Footprint]:
-    """By what the process runs and its pid, the supervisor and what is below it."""
+    """Returns a footprint for the supervisor and each process below it, keyed by program and pid."""
     pid = holder(node.state_dir, name="node")
     assert pid, "the node does not run"
     supervisor = psutil.Process(pid)
@@ -55,14 +55,14 @@ def footprint(process: psutil.Process) -> Footprint:
 
 
 def change_over(client: Client, *, num_changeovers: int) -> None:
-    """There and back; ends in TRAIN."""
+    """Changes over to ROLLOUT and back to TRAIN."""
     for _ in range(num_changeovers // 2):
         client.acquire(Phase.ROLLOUT)
         client.acquire(Phase.TRAIN)
 
 
 def growth(before: dict[str, Footprint], after: dict[str, Footprint]) -> dict[str, Footprint]:
-    """By process; one that came or went is an error."""
+    """Returns the growth of each process. Raises AssertionError if a process came or went."""
     assert after.keys() == before.keys(), "processes came or went"
     return {name: Footprint(*map(sub, astuple(after[name]), astuple(old))) for name, old in before.items()}
 
@@ -74,7 +74,7 @@ def _name(process: psutil.Process) -> str:
 
 
 def _open_files(pid: int) -> Iterator[tuple[tuple[int, int], tuple[str, int]]]:
-    """Device and inode -> name and bytes that are there, of descriptors and of mappings."""
+    """Returns the open and mapped files by device and inode, with their names and physical bytes."""
     for folder in ("fd", "map_files"):
         for link in os.scandir(f"/proc/{pid}/{folder}"):
             with suppress(FileNotFoundError, PermissionError):

@@ -1,4 +1,4 @@
-"""Time limits of tests about processes: as a user is promised them, and longer where other tests run at the same time."""
+"""Time limits of process tests: as promised to users, and longer if other tests run at the same time."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import os
 import subprocess
 
 _SHARED = 10.0
-"""Two workers on two cores, each with a node of several processes, beside whatever else the machine does."""
+"""Factor for two workers on two cores, each with a node of several processes, on a machine with other load."""
 
 
 def limit_s(seconds: float) -> float:
-    """`seconds`, or a multiple of them for a worker of pytest-xdist."""
+    """Returns `seconds`, or a multiple of it in a pytest-xdist worker."""
     return seconds * _SHARED if "PYTEST_XDIST_WORKER" in os.environ else seconds
 
 

@@ -1,4 +1,4 @@
-"""Random inputs of lm_head.token_log_probs, with the same in plain torch and float64."""
+"""Random inputs of lm_head.token_log_probs, and a reference in plain torch and float64."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Case:
     softcap: float | None
 
     def to(self, target: str | torch.dtype) -> Case:
-        """On another device, or with hidden states and weight in another dtype."""
+        """Moves the case to a device, or converts hidden states and weight to a dtype."""
         leaves = {name: getattr(self, name).detach().to(target).requires_grad_() for name in ("hidden_NH", "weight_VH")}
         others = {name: getattr(self, name) for name in ("token_ids_N", "temperature_N")}
         if isinstance(target, str):
@@ -34,7 +34,7 @@ class Case:
         )
 
     def plain_results(self) -> Results:
-        """By torch's log_softmax over all logits. Of a case in float64."""
+        """Reference results by torch's log_softmax over all logits, for a case in float64."""
         logits_NV = self.hidden_NH @ self.weight_VH.T
         if self.softcap is not None:
             logits_NV = torch.tanh(logits_NV / self.softcap) * self.softcap
@@ -43,7 +43,7 @@ class Case:
         return log_probs_N, torch.special.entr(all_log_probs_NV.exp()).sum(-1)
 
     def gradients(self, results: Results, coefs: tuple[float, float]) -> tuple[Tensor, ...]:
-        """To hidden states and weight, of a sum over both results, weighed by place and by `coefs`, where 0 leaves a result out."""
+        """Gradients of hidden states and weight, from a sum of both results weighted by position and `coefs`; 0 drops a result."""
         weights_N = torch.linspace(-1.0, 1.5, len(self.token_ids_N), device=results[0].device)
         terms = [coef * (values_N * weights_N).sum() for values_N, coef in zip(results, coefs, strict=True) if coef]
         return torch.autograd.grad(sum(terms[1:], start=terms[0]), (self.hidden_NH, self.weight_VH))

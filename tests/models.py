@@ -1,4 +1,4 @@
-"""Tiny checkpoints of the architectures that are tested, with a character tokenizer, made on the spot."""
+"""Tiny checkpoints of the tested architectures, with a character tokenizer, created on demand."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tasuki.transport.shards import Shard, checkpoint_shards
 from tests.slices import Cut, by_rows, part_of
 
 PAD, EOS, BOS = 0, 1, 2
-# No multiple of 64: the engine pads its vocabulary, at TP 2 on the last rank only.
+# Not a multiple of 64, so that the engine pads its vocabulary; at TP 2 on the last rank only.
 VOCAB_SIZE = 131
 _SIZES = {
     "vocab_size": VOCAB_SIZE,
@@ -46,7 +46,7 @@ _SIZES = {
     "eos_token_id": EOS,
     "bos_token_id": BOS,
 }
-# Shorter than the samples, with layers of both kinds.
+# Shorter than the samples; layers both with and without the window.
 _WINDOW = {"head_dim": 16, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: LlamaConfig(**_SIZES, tie_word_embeddings=False),
@@ -58,7 +58,7 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         **_SIZES, head_dim=16, tie_word_embeddings=False, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=32
     ),
     "mistral": lambda: MistralConfig(**_SIZES, head_dim=24, sliding_window=None),
-    # Caps that matter for logits as small as these, and a scale that is not the root of head_dim.
+    # Caps small enough to matter for these logits, and a scale that is not 1/sqrt(head_dim).
     "gemma2": lambda: Gemma2Config(
         **_SIZES,
         **_WINDOW,
@@ -76,7 +76,7 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
 
 
 def make_model(kind: str, *, seed: int, **settings: float) -> PreTrainedModel:
-    """A float32 model with weights large enough that every row matters and outputs are not uniform. settings: other than CONFIGS has."""
+    """Makes a float32 model whose weights are large enough for every row to matter. settings: changes to CONFIGS."""
     torch.manual_seed(seed)
     config = CONFIGS[kind]()
     config.update(settings)
@@ -100,7 +100,7 @@ def save_checkpoint(model: PreTrainedModel, folder: Path) -> Path:
 
 
 def trainer_shards(model: PreTrainedModel, *, rank: int, num_ranks: int, cut: Cut = by_rows) -> list[Shard]:
-    """What a backend that cuts every parameter so leaves on `rank`; by rows it is FSDP2."""
+    """Returns the shards that `rank` holds if every parameter is split by `cut`; by_rows is FSDP2's way."""
     names = find_family(type(model).__name__).checkpoint
     shards: list[Shard] = []
     for name, parameter in model.named_parameters():
@@ -111,7 +111,7 @@ def trainer_shards(model: PreTrainedModel, *, rank: int, num_ranks: int, cut: Cu
 
 
 def char_tokenizer() -> PreTrainedTokenizerFast:
-    """One token for each printable ASCII character."""
+    """One token per printable ASCII character."""
     vocabulary = {"<pad>": PAD, "<eos>": EOS, "<bos>": BOS}
     for character in string.printable:
         vocabulary.setdefault(character, len(vocabulary))
@@ -122,6 +122,6 @@ def char_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def poison(model: torch.nn.Module) -> None:
-    """Overwrites every parameter with NaN, so that whatever a sync forgets to write shows."""
+    """Fills every parameter with NaN, so that anything a sync fails to write shows up."""
     for parameter in model.parameters():
         parameter.data.fill_(float("nan"))

@@ -1,4 +1,4 @@
-"""Which of torch's operators run, and how often."""
+"""Counts of the torch operators that run in a block."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class CountedOperators(TorchDispatchMode):
-    """How often each operator ran inside."""
+    """Counts how often each operator runs in the block."""
 
     def __init__(self) -> None:
         super().__init__()

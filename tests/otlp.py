@@ -1,4 +1,4 @@
-"""An OTLP receiver over HTTP, as a collector is one."""
+"""A minimal OTLP receiver over HTTP."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.limits import limit_s
 
 @dataclass(frozen=True, slots=True)
 class ReceivedSpan:
-    """A span as it came; ids in hexadecimal. node_rank: of its process, in a fleet."""
+    """A received span, with ids in hexadecimal. node_rank: of its process, in a fleet."""
 
     service: str
     name: str
@@ -31,7 +31,7 @@ class ReceivedSpan:
 
 @dataclass
 class Receiver:
-    """hangs: takes requests and answers none. status: of its answers."""
+    """hangs: accepts requests and never answers. status: of its answers."""
 
     endpoint: str = ""
     hangs: bool = False
@@ -44,7 +44,7 @@ class Receiver:
 
     @property
     def spans(self) -> list[ReceivedSpan]:
-        """Read when asked for: a benchmark's receiver takes no time from what it observes."""
+        """Decodes spans on demand, so that a benchmark's receiver costs the observed processes no time."""
         while self._bodies:
             self._spans += _read(self._bodies.pop(0))
         return self._spans
@@ -53,7 +53,7 @@ class Receiver:
         return [span for span in self.spans if span.name == name]
 
     def one(self, name: str) -> ReceivedSpan:
-        """Waits for it; exporters send about once a second."""
+        """Waits for the span and returns it; exporters send about once a second."""
         deadline = time.monotonic() + limit_s(15.0)
         while not self.named(name):
             assert time.monotonic() < deadline, f"no span {name} among {[span.name for span in self.spans]}"

@@ -1,4 +1,4 @@
-"""A port of this machine for a test or a benchmark."""
+"""Free ports of this machine for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import socket
 
 
 def free_port() -> int:
-    """One that nobody listens on now."""
+    """Returns a port on which nothing listens now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

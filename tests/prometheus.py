@@ -1,4 +1,4 @@
-"""A real Prometheus that scrapes one address, where the machine has one."""
+"""A real Prometheus that scrapes one address, if the machine has one."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ class Prometheus:
     url: str
 
     def ask(self, path: str, **parameters: str) -> Any:
-        """`data` of an answer of the HTTP API. Raises HTTPError for a query that it does not take."""
+        """Returns `data` of an HTTP API answer. Raises HTTPError for a query that it refuses."""
         with urllib.request.urlopen(f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(parameters)}", timeout=10) as answer:
             return json.load(answer)["data"]
 
     def names(self) -> set[str]:
-        """Of all metrics that were scraped."""
+        """Returns the names of all scraped metrics."""
         return set(self.ask("label/__name__/values"))
 
     def target(self) -> dict[str, Any]:
-        """What it says of its only one; nothing before it has looked."""
+        """Returns the state of the only scrape target; {} before the first scrape."""
         return next(iter(self.ask("targets")["activeTargets"]), {})
 
     def wait_until(self, health: str, *, timeout_s: float = 30.0) -> str:
-        """health: "up" or "down". Returns why it is down."""
+        """Waits until the target's health is "up" or "down". Returns the scrape error."""
         deadline = time.monotonic() + timeout_s
         while self.target().get("health") != health:
             assert time.monotonic() < deadline, self.target()
@@ -50,7 +50,7 @@ class Prometheus:
 
 @contextmanager
 def prometheus(folder: Path, *, target: str, port: int, **scrape: Any) -> Iterator[Prometheus]:
-    """Scrapes `target` each second, and listens on `port` of loopback. scrape: more settings of the scrape."""
+    """Scrapes `target` each second; listens on `port` of loopback. scrape: more settings of the scrape."""
     assert PROMETHEUS is not None
     folder.mkdir()
     job = {"job_name": "tasuki", "static_configs": [{"targets": [target]}], **scrape}

@@ -1,4 +1,4 @@
-"""Processes of a node by their pulses, whose names have each process's role and pid."""
+"""A node's processes, found by their pulse files, whose names hold role and pid."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from tasuki.config.places import pulse_dir
 
 
 def pids(state_dir: Path, process: str) -> list[int]:
-    """The living processes of that name, such as "trainer0"; a killed process leaves its pulse behind."""
+    """Returns the pids of living processes with that name, such as "trainer0"; a killed process leaves its pulse file behind."""
     found = [int(path.name.rpartition("-")[2]) for path in pulse_dir(state_dir).glob(f"{process}-*")]
     return [pid for pid in found if Path(f"/proc/{pid}").exists()]
 
 
 def engine_rank_pids(state_dir: Path) -> list[int]:
-    """The living engine ranks, by rank. Their titles differ with the size of the environment, so they tell nothing."""
+    """Returns the pids of living engine ranks, by rank. Process titles depend on the size of the environment, so they cannot tell."""
     ranks = {match[1] for path in pulse_dir(state_dir).iterdir() if (match := re.fullmatch(r"scheduler(\d+)-\d+", path.name))}
     return [pid for rank in sorted(ranks, key=int) for pid in pids(state_dir, f"scheduler{rank}")]

@@ -15,10 +15,10 @@ from tests.chaos_node import ChaosNode
 from tests.integration.node_process import is_alive
 
 PROCESSES = ("coordinator", "trainer0", "trainer1", "rollout", "scheduler0")
-"""By heartbeat: rank 0 of the trainer is also its front."""
+"""Processes by heartbeat name; trainer0 also runs the trainer's front."""
 _KINDS = tuple(product(PROCESSES, (signal.SIGKILL, signal.SIGSTOP)))
 _EACH, _NUM_AGAIN = 3, 6
-# A round of two changeovers takes about as long, an engine's restart a multiple of the second.
+# A round of two changeovers takes about _ROUND_S, the restart of an engine a multiple of _RECOVERY_S.
 _ROUND_S, _RECOVERY_S = 0.5, 15.0
 _QUIET_ROUNDS = 10
 _STARTS_WITHIN_S = 240.0
@@ -27,7 +27,7 @@ _POLL_S = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Strike:
-    """A signal to be sent. delay_s: from the beginning of the round or, if later, from the strike before."""
+    """A signal to send. delay_s: after the round begins or, if later, after the previous strike."""
 
     round: int
     delay_s: float
@@ -37,14 +37,14 @@ class Strike:
 
 @dataclass(frozen=True, slots=True)
 class Struck:
-    """A signal that was sent. during: what the client was doing."""
+    """A signal that was sent. during: the client's activity at the time."""
 
     strike: Strike
     round: int
     during: str
     pid: int
     seconds: float
-    """Since the first round."""
+    """Seconds since the first round."""
 
     def told(self) -> str:
         strike = self.strike
@@ -52,7 +52,7 @@ class Struck:
 
 
 def draw_strikes(seed: int, *, num_rounds: int) -> list[Strike]:
-    """Each signal three times to each process, in rounds of their own; after some of them another one before the node has recovered."""
+    """Draws each signal three times for each process, in separate rounds; some rounds add another strike before the node has recovered."""
     random = Random(seed)
     kinds = random.sample(_KINDS * _EACH, len(_KINDS) * _EACH)
     rounds = sorted(random.sample(range(_QUIET_ROUNDS, num_rounds - _QUIET_ROUNDS), len(kinds)))
@@ -66,7 +66,7 @@ def draw_strikes(seed: int, *, num_rounds: int) -> list[Strike]:
 
 
 class Striker:
-    """Carries out strikes in a thread while a client makes its rounds."""
+    """Sends strikes from a thread while a client runs its rounds."""
 
     def __init__(self, chaos: ChaosNode, strikes: Sequence[Strike]) -> None:
         self._chaos = chaos
@@ -79,13 +79,13 @@ class Striker:
         self._thread.start()
 
     def begin(self, number: int) -> None:
-        """The client begins this round."""
+        """Marks the round as begun by the client."""
         with self._changed:
             self._round = number
             self._changed.notify()
 
     def end(self) -> None:
-        """Waits for the last strike. Raises what kept one from being made."""
+        """Waits for the last strike. Raises the error that prevented one."""
         self.begin(2**31)
         self._thread.join()
         if self._failure is not None:
@@ -102,7 +102,7 @@ class Striker:
             self._failure = failure
 
     def _make(self, strike: Strike) -> None:
-        """As soon as the process lives, which may be starting again."""
+        """Strikes the process as soon as it is alive; it may still be restarting."""
         deadline = time.monotonic() + _STARTS_WITHIN_S
         while True:
             for pid in filter(is_alive, self._chaos.pids(strike.process)):

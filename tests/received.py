@@ -1,4 +1,4 @@
-"""What ranks read back after a sync, compared with what was published: for tests without a service around the ranks."""
+"""Comparison of the bytes that ranks read back after a sync with those published, for tests without a service."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tasuki.transport.verify import Comparison
 
 @dataclass(frozen=True, slots=True)
 class ReceivedPiece:
-    """What one engine rank read back for one slice of a checkpoint tensor after its copy."""
+    """One slice of a checkpoint tensor, as an engine rank read it back after its copy."""
 
     rank: int
     name: str

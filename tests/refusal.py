@@ -12,7 +12,7 @@ from tasuki.wire.errors import TasukiError, from_rpc_error
 
 
 async def refused(call: Awaitable[object]) -> TasukiError:
-    """The error of a call that ends with one."""
+    """Returns the error with which a call ends."""
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await call
     return from_rpc_error(raised.value)

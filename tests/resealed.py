@@ -1,4 +1,4 @@
-"""Checkpoints that a test has changed, with checksums as if they had been saved so."""
+"""Changed checkpoints whose checksums are recomputed, as if they had been saved that way."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tasuki.wire.sealed_json import sealed
 
 
 def reseal(checkpoint: Path, fields: Mapping[str, Any] | None = None) -> None:
-    """fields: of checkpoint.json; None for those that it has."""
+    """fields: new values in checkpoint.json; None keeps its own."""
     file = checkpoint / "checkpoint.json"
     kept = dict(json.loads(file.read_text()) if fields is None else fields)
     kept.pop("crc32", None)

@@ -1,4 +1,4 @@
-"""What autograd keeps for backward, in bytes."""
+"""Bytes that autograd keeps for backward."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @contextmanager
 def kept_bytes(shared: Iterable[torch.Tensor]) -> Iterator[dict[int, int]]:
-    """Bytes by storage of what is kept inside the block, each storage once; those of `shared`, such as weights, do not count."""
+    """Bytes kept for backward inside the block, by storage; those of `shared`, such as weights, do not count."""
     known = {tensor.untyped_storage().data_ptr() for tensor in shared}
     kept: dict[int, int] = {}
 

@@ -1,4 +1,4 @@
-"""Ways to share a tensor among trainer ranks: by rows, columns, both, or boxes; the last ranks may have less, or nothing."""
+"""Ways to shard a tensor among trainer ranks: by rows, columns, both, or boxes; the last ranks may hold less, or nothing."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from tasuki.transport.box import Box
 from tasuki.transport.plan import Slice
 
 Cut = Callable[[tuple[int, ...], int, int], Box]
-"""The box of a rank in a tensor of a shape: shape, rank, number of ranks."""
+"""Maps (shape, rank, number of ranks) to the rank's box."""
 
 
 def by_rows(shape: tuple[int, ...], rank: int, num_ranks: int) -> Box:
-    """As FSDP2 does: dim 0 in chunks of equal size."""
+    """Splits dim 0 into chunks of equal size, as FSDP2 does."""
     return _chunk(Box((0,) * len(shape), shape), 0, rank, num_ranks)
 
 
 def by_columns(shape: tuple[int, ...], rank: int, num_ranks: int) -> Box:
-    """The last dimension in chunks of equal size."""
+    """Splits the last dimension into chunks of equal size."""
     return _chunk(Box((0,) * len(shape), shape), len(shape) - 1, rank, num_ranks)
 
 
 def by_rows_and_columns(shape: tuple[int, ...], rank: int, num_ranks: int) -> Box:
-    """The first rows to rank 0, the columns of the others to the other ranks."""
+    """Gives the first rows to rank 0 and splits the rest by columns among the other ranks."""
     upper, lower = Box((0,) * len(shape), shape).halves(0, -(-shape[0] // num_ranks))
     return upper if rank == 0 else _chunk(lower, len(shape) - 1, rank - 1, num_ranks - 1)
 
 
 def by_boxes(shape: tuple[int, ...], rank: int, num_ranks: int) -> Box:
-    """Two columns of boxes."""
+    """Splits the tensor into two columns of boxes."""
     assert num_ranks % 2 == 0
     if len(shape) == 1:
         return by_rows(shape, rank, num_ranks)
@@ -46,7 +46,7 @@ def strided(tensor: torch.Tensor, at: Slice) -> torch.Tensor:
 
 
 def _chunk(box: Box, dim: int, index: int, num_chunks: int) -> Box:
-    """As torch.chunk cuts; empty beyond the last one."""
+    """Returns one chunk as torch.chunk would; empty past the last chunk."""
     size = -(-box.sizes[dim] // num_chunks)
     start = min(box.sizes[dim], index * size)
     length = min(size, box.sizes[dim] - start)

@@ -1,4 +1,4 @@
-"""What a tree of processes listens on, as the kernel tells it, and who may connect."""
+"""Listening sockets of a process tree, read from the kernel, and who may connect to them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ os._exit(0)
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """A socket on which a process takes connections or datagrams. address: "127.0.0.1:5000", a path, or "@name" for an abstract one."""
+    """A socket that accepts connections or datagrams. address: "127.0.0.1:5000", a path, or "@name" for an abstract one."""
 
     pid: int
     kind: str
@@ -43,7 +43,7 @@ class Listener:
 
 
 def process_tree(pid: int) -> list[int]:
-    """The process and all below it."""
+    """Returns the process and all its descendants."""
     found = [pid]
     for one in found:
         for task in Path(f"/proc/{one}/task").iterdir():
@@ -52,7 +52,7 @@ def process_tree(pid: int) -> list[int]:
 
 
 def listeners(pids: Iterable[int]) -> list[Listener]:
-    """All of the processes' TCP, UDP and unix sockets that wait for somebody."""
+    """Returns all TCP, UDP and unix sockets on which the processes listen."""
     return [listener for pid in pids for listener in _listeners_of(pid)]
 
 
@@ -63,7 +63,7 @@ def _listeners_of(pid: int) -> Iterator[Listener]:
             if row[3] == state and row[9] in inodes:
                 yield Listener(pid, kind, _address(row[1]))
     for row in _rows(pid, "unix"):
-        # Number, references, protocol, flags, type, state, inode, and the name of one that is bound. Type 2: datagrams.
+        # Columns: number, references, protocol, flags, type, state, inode, and the path of a bound socket. Type 2: datagrams.
         if row[6] in inodes and len(row) > 7 and (int(row[3], 16) & _ACCEPTS or row[4] == "0002"):
             yield Listener(pid, "unix", row[7])
 
@@ -77,14 +77,14 @@ def _socket_inodes(pid: int) -> Iterator[str]:
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         try:
             target = os.readlink(entry)
-        except OSError:  # closed meanwhile
+        except OSError:  # closed in the meantime
             continue
         if target.startswith("socket:["):
             yield target[len("socket:[") : -1]
 
 
 def _address(field: str) -> str:
-    """The kernel's address, in words of the host's byte order, as text."""
+    """Decodes the kernel's address, whose words have the host's byte order, to text."""
     host, port = field.split(":")
     words = [bytes.fromhex(host[start : start + 8])[::-1] for start in range(0, len(host), 8)]
     family = socket.AF_INET if len(words) == 1 else socket.AF_INET6
@@ -92,13 +92,13 @@ def _address(field: str) -> str:
 
 
 def is_private(path: Path) -> bool:
-    """Whether some folder above lets nobody but this user through."""
+    """Whether some parent folder is accessible to this user only."""
     status = [folder.stat() for folder in path.parents]
     return any(one.st_uid == os.geteuid() and stat.S_IMODE(one.st_mode) & 0o077 == 0 for one in status)
 
 
 def who_can_connect(paths: Iterable[Path], *, uid: int) -> list[Path]:
-    """Those unix sockets that a process of the user can connect to. For root only, who can become the user."""
+    """Returns the unix sockets that a process with this uid can connect to. Must run as root to change its uid."""
     read_fd, write_fd = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -127,9 +127,9 @@ def _connects(path: Path) -> bool:
 
 
 def torch_stores(ports: Iterable[int]) -> list[int]:
-    """Those ports of this machine on which a torch store takes keys from anybody.
+    """Returns the local ports on which a torch store accepts keys from any client.
 
-    A process asks all at once: the client of a port that accepts and never answers waits for minutes, whatever its time-out.
+    One process asks all ports at once: if a port accepts but never answers, torch's client waits for minutes, whatever its timeout.
     """
     argv = [sys.executable, "-c", _STORE_CLIENT, *map(str, ports)]
     asked = subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, timeout=120, check=True)

@@ -1,4 +1,4 @@
-"""Disks that are full, or read-only, for real: a small tmpfs where the tests may mount one, else a limit on the size of files."""
+"""Disks that are really full or read-only: a small tmpfs if the tests may mount one, else a limit on file size."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import pytest
 
 
 class TinyDisk:
-    """A folder on a disk that `fill` leaves no room on, until `free`."""
+    """A folder whose disk `fill` leaves full until `free`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def fill(self) -> None:
-        """Every byte that is left."""
+        """Fills the disk to the last byte."""
         with (self.folder / "filler").open("wb", buffering=0) as file, suppress(OSError):
             while True:
                 file.write(bytes(4096))
@@ -32,7 +32,7 @@ class TinyDisk:
 
 
 class LimitedFiles(TinyDisk):
-    """No file of this process grows beyond what the largest one in the folder is now."""
+    """A stand-in without a mount: no file of this process can grow beyond the folder's largest file."""
 
     def fill(self) -> None:
         self._limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -45,7 +45,7 @@ class LimitedFiles(TinyDisk):
 
 @contextmanager
 def tmpfs(folder: Path, *, num_kib: int) -> Iterator[TinyDisk]:
-    """Skips the test, visibly, where nothing may be mounted."""
+    """Mounts a tmpfs; skips the test, visibly, if mounting is not permitted."""
     folder.mkdir()
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={num_kib}k", "tmpfs", str(folder)], capture_output=True, text=True, check=False

@@ -1,6 +1,7 @@
-"""How pytest-xdist's workers share the tests: a file goes to one worker, as do files that share a running service.
+"""Distribution of tests over pytest-xdist workers: a file goes to one worker, as do files that share a running service.
 
-A test with processes waits for them about a third of its time. The last worker runs the unit tests meanwhile, and then helps the others.
+A test with processes spends about a third of its time waiting for them. The last worker meanwhile runs the unit tests, then helps the
+others.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from typing import Any
 
 from xdist.scheduler import LoadScopeScheduling
 
-# Begun before all other files of these folders, the longest first: what takes long, and what shares a node, an engine or a trainer.
+# Begun before all other files of these folders, longest first: slow files, and those that share a node, an engine or a trainer.
 _FIRST = {
     "node": [
         "e2e/test_arithmetic",
@@ -52,14 +53,14 @@ _GROUPS = {f"tests/{file}.py": group for group, files in _FIRST.items() for file
 
 
 class FilesOverWorkers(LoadScopeScheduling):
-    """Hands out one group after another: those above, all other files, those of a GPU together; unit tests and contracts, see above."""
+    """Hands out one group at a time: those above, then all other files; GPU tests form one group. Unit and contract tests: see `turn`."""
 
     def __init__(self, config: Any, log: Any = None) -> None:
         super().__init__(config, log)
         config.option.loadscopereorder = False
 
     def remove_node(self, node: Any) -> str | None:
-        """Hands on what a crashed worker has left. xdist would hand on its finished files, too, and who gets one waits forever."""
+        """Reassigns the unfinished groups of a crashed worker. xdist would also reassign finished files, and wait forever."""
         groups = self.assigned_work[node]
         for group in [group for group, tests in groups.items() if all(tests.values())]:
             del groups[group]
@@ -76,13 +77,13 @@ class FilesOverWorkers(LoadScopeScheduling):
 
 
 def group_of(nodeid: str) -> str:
-    """Name of the tests that one worker runs one after another, with the services that they share."""
+    """Returns the group of a test: tests that one worker runs in sequence, with shared services."""
     file = nodeid.partition("::")[0]
     return "gpu" if file.startswith("tests/gpu/") else _GROUPS.get(file, file)
 
 
 def turn(group: str, *, units_first: bool) -> int:
-    """When a group's turn comes; those of equal turn keep their order."""
+    """Returns the sort key of a group; equal keys keep their order."""
     groups = list(_FIRST)
     if group.startswith(("tests/unit/", "tests/contract/")):
         return -1 if units_first else len(groups) + 1

@@ -22,7 +22,7 @@ HEAD = """# Python API
 used, [grpc.md](grpc.md#errors) what each error means. `TokenIds` is a sequence or array of integers, `[T]` an array with one entry for each
 completion token. Sizes are in bytes, times in seconds. This page is made by `tools/api_page.py` out of the docstrings.
 """
-# The last ones of the page: what the verbs give back.
+# Listed last on the page: results of the verbs.
 RESULTS = (
     "ForwardBackwardResult", "OptimStepResult", "SaveResult", "NodeState", "TrainerState", "RolloutState", "StageEvent", "StageStatus",
     "Changeover", "Watched",
@@ -34,7 +34,7 @@ def page() -> str:
 
 
 def public_names() -> list[tuple[str, Any]]:
-    """In the order of the page."""
+    """Returns the public names in the order of the page."""
     return [(name, getattr(tasuki.client, name)) for name in sorted(tasuki.client.__all__, key=_place)]
 
 
@@ -78,7 +78,7 @@ def _class(cls: type) -> Iterator[str]:
 
 
 def _methods(cls: type) -> list[tuple[str, Any]]:
-    """Public ones, in the order of the source."""
+    """Returns the public methods, in source order."""
     return [(name, method) for name, method in vars(cls).items() if not name.startswith("_") and inspect.isfunction(method)]
 
 
@@ -111,7 +111,7 @@ def _default(field: dataclasses.Field[Any]) -> str:
 
 
 def _member_docstrings(cls: type) -> dict[str, str]:
-    """The strings below fields and members, which Python does not keep."""
+    """Returns the strings below fields and members, which Python does not keep at run time."""
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(tree, ast.ClassDef)
     found = {}
@@ -125,7 +125,7 @@ def _member_docstrings(cls: type) -> dict[str, str]:
 
 
 def _text(value: Any) -> str:
-    """A docstring as paragraphs; of an `__init__` without one, nothing."""
+    """Returns a docstring as paragraphs; "" without one."""
     return "\n\n".join(" ".join(part.split()) for part in (inspect.getdoc(value) or "").split("\n\n"))
 
 
@@ -134,7 +134,7 @@ def _cell(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Annotations as they are written in the source, without quotes and modules."""
+    """Strips quotes and module names from annotations, as written in the source."""
     text = re.sub(r"'([A-Za-z][^']*)'", r"\1", text)
     return re.sub(r"<(?:class )?'?(?:\w+\.)*(\w+)[^>]*>", r"\1", text)
 
@@ -149,14 +149,14 @@ def _wrapped(text: str) -> str:
 
 
 def undocumented() -> list[str]:
-    """Public names without a docstring of their own."""
+    """Returns the public names that lack a docstring."""
     lacking = [name for name, value in public_names() if not _own_docstring(value)]
     return lacking + [f"AsyncClient.{name}" for name, method in _methods(AsyncClient) if not method.__doc__]
 
 
 def _own_docstring(value: Any) -> bool:
     text = value.__doc__ or ""
-    # A dataclass without one gets its signature.
+    # Python gives a dataclass without a docstring its signature.
     return bool(text) and not text.startswith(f"{value.__name__}(")
 
 

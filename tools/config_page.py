@@ -35,7 +35,7 @@ def page() -> str:
 
 
 def _tables(table: type[BaseModel], name: str) -> Iterator[str]:
-    """The section of one table, then those of the tables below it."""
+    """Yields the section of a table, then those of its sub-tables."""
     below: list[tuple[Any, str]] = []
     yield f"\n## {f'`[{name}]`' if name else 'Top of the file'}\n\n| key | value | default | meaning |\n|---|---|---|---|\n"
     for key, field in table.model_fields.items():
@@ -57,7 +57,7 @@ def _is_table(kind: Any) -> bool:
 
 
 def _loss_tables(name: str) -> Iterator[str]:
-    """The sections of a loss, whose keys come from its dataclasses, and of its correction."""
+    """Yields the sections of a loss and of its correction; their keys come from dataclasses."""
     learning = {loss: cls for loss, cls in LOSSES.items() if LossConfig(loss=cls()).has_advantages}
     yield f"\n## `[{name}]`\n\n| key | of | value | default | meaning |\n|---|---|---|---|---|\n"
     names = " or ".join(f'`"{loss}"`' for loss in learning)
@@ -67,14 +67,14 @@ def _loss_tables(name: str) -> Iterator[str]:
         for key, value, default, meaning in _dataclass_rows(cls):
             if cls is not LossConfig or (key in SHARED and key != "correction"):
                 yield f"| `{key}` | {owner} | {value} | {default} | {meaning} |\n"
-    head = "A table corrects what it names, and an empty one nothing; the defaults are those without a table."
+    head = "Only corrections that the table names apply; an empty table means none. Without the table the defaults apply."
     yield f"\n## `[{name}.correction]`\n\n{head}\n\n| key | value | default | meaning |\n|---|---|---|---|\n"
     for key, value, default, meaning in _dataclass_rows(Correction):
         yield f"| `{key}` | {value} | {default} | {meaning} |\n"
 
 
 def _dataclass_rows(cls: type) -> Iterator[tuple[str, str, str, str]]:
-    """Key, value, default and meaning of each field."""
+    """Yields key, value, default and meaning of each field."""
     kinds, meanings, defaults = get_type_hints(cls), _attribute_docstrings(cls), cls()
     for field in dataclasses.fields(cls):
         default = getattr(defaults, field.name)
@@ -122,7 +122,7 @@ def _value(kind: Any, field: FieldInfo) -> str:
         return "int or string"
     if get_origin(kind) in (Union, UnionType):
         return " or ".join(_value(part, field) for part in get_args(kind))
-    limits = (*getattr(kind, "__metadata__", ()), *field.metadata)  # Annotated's, where the type has any
+    limits = (*getattr(kind, "__metadata__", ()), *field.metadata)  # from Annotated, if the type has any
     plain = getattr(kind, "__origin__", kind)
     bounds = [_bound(limit) for limit in limits]
     name = {"str": "string", "bool": "true or false", "ByteSize": "int or string"}.get(plain.__name__, plain.__name__.lower())

@@ -21,7 +21,7 @@ _SECTION = re.compile(r"^## ([A-Z_]+)\n\n.*\n", re.MULTILINE)
 
 
 def known_errors() -> dict[str, type[TasukiError]]:
-    """The error of each reason, in the order of the module."""
+    """Returns the error class of each reason, in the order of the module."""
     classes = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, TasukiError)]
     return {cls.reason: cls for cls in classes if cls is not TasukiError}
 
@@ -31,7 +31,7 @@ def meaning(cls: type[TasukiError]) -> str:
 
 
 def grpc_page(text: str) -> str:
-    """The page with its table of errors."""
+    """Returns the page with its table of errors updated."""
     rows = [f"| {cls.code.name} | `{reason}` | `{cls.__name__}` | {meaning(cls)} |\n" for reason, cls in known_errors().items()]
     page, num_tables = _TABLE.subn(lambda _: HEAD + "".join(rows), text)
     assert num_tables == 1
@@ -39,7 +39,7 @@ def grpc_page(text: str) -> str:
 
 
 def troubleshooting_page(text: str) -> str:
-    """The page with the meaning of each reason as the first line of its section, above what to do. It needs a section per reason."""
+    """Returns the page with each reason's meaning as the first line of its section. Exits unless there is one section per reason."""
     known = known_errors()
     found = _SECTION.findall(text)
     if sorted(found) != sorted(known):

@@ -1,7 +1,7 @@
-"""Puts uv into a folder of the project, leaving the system as it is. Usage: python3 tools/get_uv.py VERSION FOLDER
+"""Installs uv into a folder of the project, without changing the system. Usage: python3 tools/get_uv.py VERSION FOLDER
 
-By pip; by the pip of a throw-away venv where the system's Python has none; by the package index's own file, checked against its
-digest, where Debian took that away too.
+Tries pip first, then the pip of a temporary venv if the system's Python has none. Debian may have removed that too; then it downloads the
+file from the package index and checks its digest.
 """
 
 import hashlib
@@ -49,7 +49,7 @@ def by_index(version: str, folder: Path) -> bool:
 
 def main() -> None:
     version, folder = sys.argv[1], Path(sys.argv[2])
-    # Built aside and renamed: an interrupted download leaves nothing that looks finished.
+    # Built beside the target and renamed, so that an interrupted download leaves nothing that looks finished.
     aside = folder.with_name(f"{folder.name}.part{os.getpid()}")
     try:
         if not (by_pip(version, aside) or by_venv(version, aside) or by_index(version, aside)):

@@ -8,7 +8,7 @@ from typing import Any
 
 _NODE = 'instance=~"$node"'
 _WIDTH, _HEIGHT, _PER_ROW = 8, 7, 3
-# Title, unit, and for each line its query and its legend. NODE is the choice of nodes.
+# Title, unit, and a query and legend per line. NODE selects the nodes.
 PANELS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
     ("Phase", "short", (("tasuki_phase{NODE} == 1", "{{instance}} {{phase}}"),)),
     ("Services that answer", "short", (("tasuki_service_up{NODE}", "{{service}}"),)),

@@ -1,4 +1,4 @@
-"""Prints the tables of docs/trainer.md: what settings take and give back by `tasuki plan`. Usage: python tools/knobs_table.py"""
+"""Prints the tables of docs/trainer.md: cost and gain of settings by `tasuki plan`. Usage: python tools/knobs_table.py"""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Knob(NamedTuple):
     changes: dict[str, Any]
     cost: str
     tokens_per_s: str = ""
-    """A GPU, where it was measured (docs/benchmarks.md)."""
+    """A GPU whose figures are measured (docs/benchmarks.md)."""
 
 
 def _fewer_kv_tokens(kv_ratio: float) -> int:
@@ -39,7 +39,7 @@ def _fewer_kv_tokens(kv_ratio: float) -> int:
 
 
 def _untiled_bytes() -> int:
-    """What float32 logits of all positions, with a gradient in compute dtype, take beyond a tile's."""
+    """Bytes that untiled logits take beyond one tile's: float32 for all positions, plus a gradient in the compute dtype."""
     model, places = BASE.model, BASE.rank_tokens
     tile = most_logits(places, hidden_size=model.hidden_size, vocab_size=model.num_outputs, device=BASE.device)
     return (4 + BASE.compute_bytes) * (places * model.num_outputs - tile)
@@ -133,12 +133,12 @@ EXPERT_KNOBS = (
 
 
 def table() -> str:
-    """Bytes in GB: of the fullest GPU in training and while weights are synced, of the host at most."""
+    """Formats bytes in GB: the fullest GPU in training and during a weight sync, and the host's maximum."""
     return "".join(_lines(BASE, KNOBS, tokens_per_s="10,599"))
 
 
 def experts_table() -> str:
-    """The same of a mixture of experts."""
+    """Formats the row of a mixture of experts."""
     return "".join(_lines(EXPERTS, EXPERT_KNOBS, tokens_per_s=""))
 
 

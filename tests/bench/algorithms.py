@@ -29,7 +29,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "gspo": (),
     "cispo": (),
 }
-"""What a run sets beside its algorithm."""
+"""Overrides that each algorithm's run adds."""
 GPU = (
     'device="cuda"',
     "trainer.num_ranks=1",
@@ -41,7 +41,7 @@ GPU = (
 
 
 def run(algorithm: str, seed: int, folder: Path, *, settings: tuple[str, ...]) -> dict[str, Any]:
-    """The run's summary; without a score where it failed."""
+    """Returns the run's summary, without a score if the run failed."""
     output = folder / f"{algorithm}-{seed}"
     overrides = [f"train.algorithm={algorithm}", f"train.stop_at_eval_score={TARGET}", *SETTINGS[algorithm], *settings]
     command = [sys.executable, DEMO, "--seed", str(seed), "--output", output]

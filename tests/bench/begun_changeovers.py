@@ -1,9 +1,9 @@
-"""What a step of the demo takes when the changeover to ROLLOUT begins with the end of the optimizer step, and when it does not.
+"""Time of a demo step when the changeover to ROLLOUT begins right after the optimizer step, against one that begins when needed.
 
-What can be gained is the time between the two: the writing of the step's samples and line.
+The early start can hide the time between the two: writing the step's samples and its metrics line.
 
-Usage: python -m tests.bench.begun_changeovers FOLDER (a new one). One node on a CPU; the two kinds take turns, a few steps each. A step
-is everything between two reports, and a report writes the step's line as `tasuki train` does.
+Usage: python -m tests.bench.begun_changeovers FOLDER (must not exist). One node on a CPU runs both kinds in turns of a few steps. A step is
+the time between two reports; each report writes the step's line, as in `tasuki train`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CONFIG = DEMO.parents[2] / "deploy" / "config" / "demo.toml"
 
 
 class WaitingClient(Client):
-    """Begins no changeover to ROLLOUT before it is needed."""
+    """Starts a changeover to ROLLOUT only when it is needed."""
 
     def begin_acquire(self, phase: Phase) -> None:
         if phase is not Phase.ROLLOUT:
@@ -74,7 +74,7 @@ def main() -> None:
         settings = replace(loop_settings(train), num_steps=args.steps, eval_every=None, stop_at_eval_score=None)
         tokenizer = ModelTokenizer(config.model.path)
         for turn in range(2 * args.turns):
-            # abba, so that neither kind gains from what changes over time
+            # abba order, so that drift over time favours neither kind
             is_begun = turn % 4 in (0, 3)
             own = replace(settings, output_dir=args.folder / f"turn-{turn}")
             loop = RlLoop(begins if is_begun else waiting, dataset, [], tokenizer, rewards, own, dump=dump)
@@ -105,14 +105,14 @@ def turn_of(loop: RlLoop, settings: Settings) -> tuple[float, float, float]:
         steps.append(step)
 
     loop.run(report)
-    # The last report is of a step that does nothing.
+    # The last report belongs to a step that does nothing.
     took = [end - start for start, end in itertools.pairwise(ends[1:-1])]
     waited = statistics.median(step.seconds["to_rollout"] for step in steps[2:-1])
     return statistics.median(took), waited, statistics.median(wrote[2:-1])
 
 
 def gain_ms(seconds: dict[str, list[float]]) -> list[float]:
-    """Quartiles over pairs of turns."""
+    """Quartiles of the gain over pairs of turns."""
     gains = [later - earlier for earlier, later in zip(seconds["begun"], seconds["not begun"], strict=True)]
     return [round(1000 * one, 1) for one in statistics.quantiles(gains, n=4)]
 

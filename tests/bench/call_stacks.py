@@ -1,6 +1,6 @@
-"""Notes, in every process of a node, which of our functions are open when a call goes on elsewhere: to a task, a peer, a rank, the pages.
+"""Records which of our functions are open in each process when a call is handed on: to a task, a peer, a rank or the native library.
 
-Installed by a sitecustomize.py on PYTHONPATH (changeover_path.py); imports nothing heavy, since every interpreter runs it.
+Installed through a sitecustomize.py on PYTHONPATH (changeover_path.py). It imports nothing heavy, since every interpreter runs it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The cases of the sync benchmarks, as the command line writes them."""
+"""Cases of the sync benchmarks, as written on the command line."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Case:
 
     @classmethod
     def beside_each_other(cls, text: str) -> Case:
-        """One in which every GPU has a trainer rank and an engine rank. Raises ArgumentTypeError."""
+        """Reads a case in which every GPU has a trainer rank and an engine rank. Raises ArgumentTypeError."""
         case = cls.of(text)
         if case.num_ranks != case.tp_size * case.num_engines:
             raise ArgumentTypeError(f"{text!r}: here the engines have as many ranks as the trainer, as in 7b:2:2 and 7b:4:1x4")

@@ -1,4 +1,4 @@
-"""The chart of `changeover_peers`: the stages of a changeover, one after the other, by side and direction."""
+"""Chart of `changeover_peers`: the stages of a changeover in order, by side and direction."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ THEIR_NAME = "torch_memory_saver,\nbuckets, host copies"
 _STAGES = [str(rule.stage) for rule in RING]
 TO_ROLLOUT = (_STAGES[:5], ["resume weights", "send weights", "offload", "resume kv_cache"])
 TO_TRAINING = (_STAGES[5:], ["release kv_cache", "release weights", "load"])
-"""Stages of ours, and what others do, in order."""
+"""Our stages and their counterparts in other systems, in order."""
 _ALIKE = {
     "LOAD_WEIGHTS": "#9467bd", "RESUME_WEIGHTS": "#2ca02c", "SYNC": "#1b6ca8", "OFFLOAD": "#d98c1f", "RESUME_KV": "#c0392b",
     "DRAIN": "#7f8c8d", "PAUSE_KV": "#c0392b", "PAUSE_WEIGHTS": "#2ca02c", "LOAD_TRAINER": "#d98c1f",
     "resume weights": "#2ca02c", "send weights": "#1b6ca8", "offload": "#d98c1f", "resume kv_cache": "#c0392b",
     "release kv_cache": "#c0392b", "release weights": "#2ca02c", "load": "#d98c1f",
 }  # fmt: skip
-"""Colours: the same for stages that do the same."""
+"""Colours; equivalent stages share one."""
 
 
 def draw(sides: Mapping[str, Medians], *, title: str, file: Path) -> None:
@@ -60,7 +60,7 @@ def _panel(panel: Axes, sides: Mapping[str, Medians], stages: Sequence[Sequence[
 
 
 def medians_of(summary: Mapping[str, Mapping[str, float]]) -> Medians:
-    """Of a side's summary."""
+    """Returns the median of every figure in a side's summary."""
     return {name: figures["median"] for name, figures in summary.items()}
 
 

@@ -1,16 +1,19 @@
 """Whole changeovers of a node: `python -m tests.bench.changeover_gpu [--out FOLDER] [--size qwen2.5-7b] [--gpus N] [--kv needed most ...]`.
 
-A node with random weights, float32 masters, N trainer ranks and N replicas, started once for each way to size the KV cache. After a batch
-of 512 samples (64 x 8, 256 + 512 tokens) and a training step, each round goes from the end of an optimizer step to the first token, then
-from the last token of a shorter batch (192 tokens a sample) back to TRAIN. Every other round first waits for the optimizer's kernels, for
-which OptimStep does not ("settled"). "unused_ms" is the time that neither side uses: until the first token, and from the last one until
-the trainer has computed the log-probs of one sample. Beside the seconds of every stage: the bytes that it moved, what the driver says is
-taken of the first GPU after each of them and what each tag has mapped, what the planner expected, and what `tasuki audit` says at the
-end. Rounds end early where --limit-s is over, counted from the start of a node. --kv may also be "nothing": as "most", with nothing that
-stays, "growing": as "most", with kv_growth, or "pooled": as "growing", with memory.pool. --tail, with a growing cache: each round requests
-the room of the trainer's state, as a larger batch would; an eighth of its samples have four times as many tokens, and every other round
-says that no more follow before TRAIN ("last"), so that the cache shrinks and the state returns meanwhile. --tiny: a small model on a CPU.
-Writes changeover_gpu.json after each round, and prints a table.
+A node with random weights, float32 masters, N trainer ranks and N replicas, started once per size of the KV cache. After a batch of 512
+samples (64 x 8, 256 + 512 tokens) and a training step, each round goes from the end of an optimizer step to the first token. Then it goes
+from the last token of a shorter batch (192 tokens a sample) back to TRAIN. Every other round first waits for the optimizer's kernels, which
+OptimStep does not ("settled"). "unused_ms" is the time that neither service uses: until the first token, and from the last token until the
+trainer has computed the log-probs of one sample.
+
+Beside the seconds of every stage, the result has the bytes that it moved, the driver's figure for the first GPU after each stage, each
+tag's mapped bytes, the planner's prediction, and the verdict of `tasuki audit`. Rounds stop once --limit-s is over, counted from the start
+of a node.
+
+--kv also takes "nothing" (as "most", but nothing stays), "growing" (as "most", with kv_growth) and "pooled" (as "growing", with
+memory.pool). --tail, with a growing cache: each round requests the room of the trainer's state, as a larger batch would. An eighth of its
+samples have four times as many tokens. Every other round says that no more samples follow before TRAIN ("last"), so that the cache shrinks
+and the state returns during the tail. --tiny: a small model on a CPU. Writes changeover_gpu.json after each round, and prints a table.
 """
 
 from __future__ import annotations
@@ -59,11 +62,11 @@ from tests.bench.plan_gpu import SIZES
 STAGE_LIMIT_S, SETTLE_S = 300.0, 0.3
 THERE = ("to_rollout_ms", "to_first_token_ms", "same_token_again_ms")
 BACK = ("to_train_ms", "to_first_log_probs_ms")
-"""The latter's first kernels begin before it ends: an upper bound of what passes until the first kernel of training."""
+"""Upper bound of the time to the first kernel of training, since that kernel begins before the log-probs end."""
 
 
 def taken_bytes(device: str) -> int:
-    """Of the first GPU that we may use, as the driver says; 0 on a CPU."""
+    """Returns the bytes in use on the first visible GPU, as the driver reports them; 0 on a CPU."""
     if device == "cpu":
         return 0
     import pynvml
@@ -79,12 +82,12 @@ def stages_ms(events: Sequence[StageEvent]) -> dict[str, float]:
 
 
 def stages_gb(events: Sequence[StageEvent]) -> dict[str, float]:
-    """What each stage moved, over all ranks."""
+    """Returns the GB that each stage moved, over all ranks."""
     return {str(event.stage): round(event.num_bytes / GB, 3) for event in events if event.stage and event.num_bytes}
 
 
 def mapped_gb(config: NodeConfig) -> dict[str, float]:
-    """What each tag of both services has mapped, over all ranks."""
+    """Returns the GB that each tag of both services has mapped, over all ranks."""
     mapped: Counter[str] = Counter()
     for service in ("trainer", "rollout"):
         with open_blocking_channel(node_targets(config)[service]) as channel:
@@ -95,7 +98,7 @@ def mapped_gb(config: NodeConfig) -> dict[str, float]:
 
 
 def kv_tokens(config: NodeConfig) -> dict[str, int]:
-    """Of a KV cache that grows: the whole, mapped, served, needed."""
+    """Returns the total, mapped, served and needed tokens of a growing KV cache."""
     with open_blocking_channel(node_targets(config)["rollout"]) as channel:
         state = RolloutServiceStub(channel).GetRolloutState(rollout_pb2.GetRolloutStateRequest(), timeout=STAGE_LIMIT_S)
     return {name: getattr(state.kv_cache, name) for name in ("num_tokens", "mapped_tokens", "served_tokens", "needed_tokens")}
@@ -117,7 +120,7 @@ def generate_with_tail(client: Client, load: Load, random: np.random.Generator, 
 def round_trip(
     client: Client, config: NodeConfig, load: Load, random: np.random.Generator, *, settles: bool, is_last: bool | None
 ) -> dict[str, Any]:
-    """From the end of an optimizer step to the first token and, behind a batch of tokens, back to the trainer."""
+    """Times the way from the end of an optimizer step to the first token and, after a batch of tokens, back to the trainer."""
     version = client.trainer_state().policy_version
     samples = load.samples(random, count=2 * load.gpus, version=version)
     client.forward_backward(samples)
@@ -160,7 +163,7 @@ def round_trip(
 
 
 def memory_by_stage(config: NodeConfig, load: Load) -> dict[str, dict[str, Any]]:
-    """After every stage of one round without samples: GB that are taken of the first GPU, and those that each tag has mapped."""
+    """GB in use on the first GPU and GB mapped by each tag, after every stage of one round without samples."""
     memory: dict[str, dict[str, Any]] = {"taken_gb": {}, "mapped_gb": {}}
     with open_blocking_channel(node_targets(config)["coordinator"]) as channel:
         coordinator = CoordinatorServiceStub(channel)
@@ -212,7 +215,7 @@ def measure(
 
 
 def summary(rounds: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Median and the worst of every figure; of ten rounds the worst is the 99th percentile."""
+    """Median and worst of every figure; with ten rounds the worst is the 99th percentile."""
     named = [
         {
             **{key: one[key] for key in (*THERE, *BACK, "unused_ms")},
@@ -226,7 +229,7 @@ def summary(rounds: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def summaries(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of every other round as "settled" or, with a tail, "last"."""
+    """Summarizes even rounds, and odd ones as "settled" or, with a tail, as "last"."""
     return {"summary": summary(rounds[::2]), "settled" if rounds[0]["is_last"] is None else "last": summary(rounds[1::2])}
 
 

@@ -1,9 +1,9 @@
-"""What a changeover passes between Acquire and the unmap: our files and functions, of a small node on a CPU.
+"""Our files and functions between Acquire and the unmap of a changeover, recorded on a small CPU node.
 
     python -m tests.bench.changeover_path
 
-Starts a node, changes over twice, and prints for OFFLOAD in the trainer and PAUSE_KV in rollout every function whose call is open on the
-way to the native library. gRPC, asyncio, SGLang and generated code are left out, and what has run since a process started.
+Starts a node and changes over twice. For OFFLOAD in the trainer and PAUSE_KV in rollout it prints every function that is open on the way
+to the native library. Left out: gRPC, asyncio, SGLang, generated code, and functions that have been running since their process started.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _WAYS = {
         ("pages pause", "ause", "rollout/"),
     ],
 }
-"""Stage -> the legs of its way, from one call that goes on elsewhere to the next: its kind, a function and a folder that are open in it."""
+"""Legs of each stage's path, from one hand-over of a call to the next: its kind, and a function and a folder open in it."""
 
 
 def main() -> None:
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def measured_paths() -> dict[str, list[str]]:
-    """Stage -> the functions `file:name` that its changeover passes, of a node started for it."""
+    """Starts a node and returns, for each stage, the functions `file:name` that its changeover passes."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "sitecustomize.py").write_text(f"from tests.bench.call_stacks import follow\n\nfollow({folder!r})\n")
         paths = (folder, str(conftest.ROOT), conftest.ENVIRONMENT["PYTHONPATH"])
@@ -60,12 +60,12 @@ def measured_paths() -> dict[str, list[str]]:
 
 
 def files_of(functions: list[str]) -> list[str]:
-    """Each file once, in the order of the way."""
+    """Returns each file once, in the order of the path."""
     return list(dict.fromkeys(function.partition(":")[0] for function in functions))
 
 
 def path_of(stacks: list[list[str]], legs: list[tuple[str, str, str]]) -> list[str]:
-    """Every function once, in the order of the way. Raises LookupError for a leg that no process went."""
+    """Returns each function once, in the order of the path. Raises LookupError for a leg that no process took."""
     found: dict[str, None] = {}
     for kind, function, folder in legs:
         ways = [

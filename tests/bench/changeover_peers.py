@@ -1,11 +1,10 @@
-"""Changeovers beside what others do: `python -m tests.bench.changeover_peers [--size qwen2.5-3b] [--gpus 1] [--out FOLDER]`.
+"""Changeovers beside those of verl and slime: `python -m tests.bench.changeover_peers [--size qwen2.5-3b] [--gpus 1] [--out FOLDER]`.
 
-Theirs is the way of verl and slime, tuned: SGLang with torch_memory_saver, an engine on every GPU; an FSDP2 trainer whose masters and
-moments go to pinned host memory and back; weights in flattened buckets of 512 MB as handles of CUDA IPC. To rollout: resume the weights,
-send them, offload the trainer, resume the KV cache, generate a token. To training: release KV cache and weights, load the trainer. Both
-caches have `rollout.kv_ratio` of the memory. Ours is `changeover_gpu` with the same size and rounds, before it in the same run. Writes
-changeover_peers.json and changeover_peers.png, and prints a table of medians and the slowest, in ms. --tiny tries theirs with a small
-model on a CPU, alone.
+Their side follows verl and slime, tuned: SGLang with torch_memory_saver, one engine per GPU, and an FSDP2 trainer. Masters and moments move
+to pinned host memory and back; weights are sent in flattened buckets of 512 MB as CUDA IPC handles. To rollout: resume the weights, send
+them, offload the trainer, resume the KV cache, generate a token. To training: release KV cache and weights, load the trainer. Both caches
+take `rollout.kv_ratio` of the memory. Our side is `changeover_gpu` with the same size and rounds, run first. Writes changeover_peers.json
+and changeover_peers.png, and prints a table of medians and maxima in ms. --tiny tries their side alone with a small model on a CPU.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ class Peers:
         self._trainers.ask("load")
 
     def round(self) -> dict[str, float]:
-        """From the end of a step to the first token, and from the last of a batch to a trainer that has its state."""
+        """Times the way from the end of a step to the first token, and from a batch's last token to a trainer that has its state."""
         self._trainers.ask(self._step(2))
         times = dict[str, float]()
         started = time.perf_counter()
@@ -137,7 +136,7 @@ def timed(times: dict[str, float], name: str, act: Callable[[], object]) -> None
 
 
 def summary(rounds: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    """Median and slowest of the rounds after the first."""
+    """Median and maximum of the rounds after the first."""
     later = rounds[1:] or rounds
     return {
         name: {"median": statistics.median(each[name] for each in later), "worst": max(each[name] for each in later)}
@@ -146,7 +145,7 @@ def summary(rounds: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]
 
 
 def ours(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Of `changeover_gpu`, in a process of its own; its folder of results is ours."""
+    """Runs `changeover_gpu` in a separate process, with the same output folder, and returns its results."""
     command = [sys.executable, "-m", "tests.bench.changeover_gpu", "--size", arguments.size, "--gpus", str(arguments.gpus)]
     options = ["--kv", *arguments.kv, "--rounds", str(2 * arguments.rounds), "--out", str(arguments.out)]
     subprocess.run([*command, *options, "--limit-s", str(arguments.limit_s)], check=True)

@@ -1,10 +1,9 @@
 """`make bench`: samples per second of a whole GRPO loop on a CPU, tasuki beside TRL's GRPOTrainer, in one run on one machine.
 
-Same model, same prompts, same batch, same reward; both held to the same two CPUs, with at most two threads of arithmetic. TRL is tuned
-first: number format, generation mode, micro-batches and threads are tried, the fastest is taken. Then the two take turns. The clock
-covers whole steps: generation, rewards, advantages, forward, backward, optimizer, and for tasuki both changeovers; it leaves out start-up
-and warm-up steps.
-The learning rate is small, so that the work of a step stays the same from the first to the last.
+Both sides have the same model, prompts, batch and reward, and the same two CPUs with at most two threads of arithmetic. TRL is tuned first:
+number format, generation mode, micro-batches and threads are tried, and the fastest is taken. Then the two take turns. Whole steps are
+timed: generation, rewards, advantages, forward, backward, optimizer, and for tasuki both changeovers. Start-up and warm-up steps are left
+out. The learning rate is small, so that all steps do about the same work.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ MAX_NEW_TOKENS = 6
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What both sides do in a step."""
+    """Work of one step, the same on both sides."""
 
     prompts_per_step: int
     group_size: int
@@ -119,8 +118,8 @@ def _run(command: list[str | Path], *, cwd: Path, output: Path) -> dict[str, Any
 
 
 def tuned_trl(python: Path, task: Path, load: Load) -> TrlSetting:
-    """The fastest setting, by the median of a few steps: first number format and generation mode, then smaller micro-batches
-    and a single thread."""
+    """Returns the fastest setting by the median of a few steps: first number format and generation mode, then smaller micro-batches and one
+    thread."""
 
     def median_s(setting: TrlSetting) -> float:
         median = statistics.median(run_trl(python, task, load, setting, num_steps=4, warmup_steps=2)["seconds"])
@@ -155,7 +154,7 @@ def main() -> None:
     args = parser.parse_args()
     load = Load(args.prompts_per_step, args.group_size)
     cpus = sorted(os.sched_getaffinity(0))[:NUM_THREADS]
-    os.sched_setaffinity(0, cpus)  # inherited by everything below
+    os.sched_setaffinity(0, cpus)  # inherited by every child process
     args.output.mkdir(parents=True, exist_ok=True)
     steps: dict[str, list[float]] = {"tasuki": [], "trl": []}
     with tempfile.TemporaryDirectory(prefix="tasuki-bench-") as folder:

@@ -1,4 +1,4 @@
-"""The contest of sync_peers.py: running engines, their trainer, and every way to bring weights from one to the others."""
+"""Contest of sync_peers.py: running engines, their trainer, and every way to bring weights from the trainer to the engines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of one sync. num_handles: descriptors or IPC handles that ranks were given to open. host_ms: of its time, for a copy on the host."""
+    """Cost of one sync. num_handles: descriptors or IPC handles that ranks must open. host_ms: time spent copying on the host."""
 
     num_rpcs: int
     num_handles: int
@@ -39,17 +39,17 @@ class Contest:
         self._num_ranks, self._num_engines, self._version = case.num_ranks, case.num_engines, -1
         model_path = str(write_config(case.model, folder / "model"))
         self._engines = _fronts(case, model_path, folder)
-        # Before the trainer takes memory, which they measure.
+        # Measured before the trainer takes memory.
         self._engines.ask("ready")
         common = [str(case.num_ranks), case.model, str(folder), str(free_port())]
         self._trainers = Ranks("tests.bench.peer_trainer", [[str(rank), *common] for rank in range(case.num_ranks)])
         self._handles: Sequence[weights_pb2.WeightHandle] = ()
         self.copied_bytes = 0
-        """By all ranks."""
+        """Bytes copied, over all ranks."""
         self.publish_ms: list[float] = []
 
     def ways(self) -> dict[str, Way]:
-        """Ours first: the comparison of the others uses what it has mapped and recorded."""
+        """Returns every way to sync, ours first: the others are compared with what ours has mapped and recorded."""
         ways: dict[str, Way] = {
             OURS: self.ours,
             "flattened bucket 128 MB": partial(self.buckets, 128 * MIB),
@@ -62,13 +62,13 @@ class Contest:
         return ways | ({IN_PLACE: self.in_place} if self._num_ranks > 1 else {})
 
     def emptying_ways(self) -> dict[str, Way]:
-        """After these nothing is left of the memory that torch keeps in the trainer's processes."""
+        """Ways after which the trainer's processes return the memory that torch has cached."""
         return {f"checkpoint-engine {gib} GB": partial(self.checkpoint_engine, gib) for gib in (2, 8)}
 
     def ours(self, weights: weights_pb2.PublishedWeights) -> Cost:
         reports = self._engines.ask(f"ours {weights.SerializeToString().hex()}")
         self.copied_bytes = sum(report["copied_bytes"] for report in reports)
-        # A rank opens the handles of every trainer rank when they are not those that it has.
+        # A rank opens the handles of every trainer rank unless it already holds them.
         is_new = list(weights.handles) != list(self._handles)
         self._handles = list(weights.handles)
         return Cost(num_rpcs=self._num_engines, num_handles=is_new * self._num_ranks**2)
@@ -110,13 +110,13 @@ class Contest:
         return Cost(num_rpcs=self._num_engines, num_handles=self._num_ranks, host_ms=max(one["host_ms"] for one in ready))
 
     def prepare(self, way: str) -> None:
-        """Off the clock."""
+        """Prepares a round outside the timed part."""
         self._trainers.ask("forget_sent")
         if way == IN_PLACE:
             self._trainers.ask("make_places")
 
     def change(self) -> weights_pb2.PublishedWeights:
-        """New weights, published."""
+        """Changes the weights and publishes them."""
         self._version += 1
         answers = self._trainers.ask(f"change {self._version}")
         self.publish_ms.append(max(one["publish_ms"] for one in answers))
@@ -124,7 +124,7 @@ class Contest:
         return published_weights(answers, self._version)
 
     def check(self, way: str, weights: weights_pb2.PublishedWeights) -> None:
-        """Raises unless the version is where the way has just brought it."""
+        """Raises unless every engine serves the version that the way has just sent."""
         if way == IN_PLACE:
             assert all(one["is_equal"] for one in self._trainers.ask("check_places"))
         elif way != OURS:
@@ -137,7 +137,7 @@ class Contest:
         self._engines.ask("command trim")
 
     def floors(self) -> dict[str, list[dict[str, float]]]:
-        """What every rank measures of the links, by name."""
+        """Returns every rank's measurements of the links, by name."""
         ranks = [rank for engine in self._engines.ask("floors") for rank in engine["ranks"]]
         return {name: [rank[name] for rank in ranks] for name in ranks[0]}
 
@@ -153,14 +153,14 @@ class Contest:
 
 
 class Fronts(Protocol):
-    """Of all engines; each answers."""
+    """Fronts of all engines; `ask` returns one answer per engine."""
 
     def ask(self, line: str) -> list[dict[str, Any]]: ...
     def close(self) -> None: ...
 
 
 class FrontHere:
-    """The only engine's, in this process: no pipe is on the clock."""
+    """Front of a single engine, in this process, so that the timed part includes no pipe."""
 
     def __init__(self, *arguments: str) -> None:
         from tests.bench.peer_front import PeerFront
@@ -171,10 +171,11 @@ class FrontHere:
         return [self._front.run(line)]
 
     def close(self) -> None:
-        """It ends with this process."""
+        """Does nothing: the engine ends with this process."""
 
 
 def _fronts(case: Case, model_path: str, folder: Path) -> Fronts:
-    """Several engines have a process each, which costs a fraction of a millisecond a message for whatever way."""
+    """Starts the only engine's front in this process, or one process per engine; pipes cost every way a fraction of a millisecond per
+    message."""
     commands = [[str(index), str(case.tp_size), model_path, str(folder)] for index in range(case.num_engines)]
     return Ranks("tests.bench.peer_front", commands) if len(commands) > 1 else FrontHere(*commands[0])

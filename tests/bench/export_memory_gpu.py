@@ -1,9 +1,9 @@
-"""What it costs to publish parameters or a copy, to let either leave and to map it again: `python -m tests.bench.export_memory_gpu`.
+"""Cost of publishing parameters or a copy, of releasing either and of mapping it again: `python -m tests.bench.export_memory_gpu`.
 
-One GPU, Qwen2.5-7B's shapes in bfloat16, trainer and one engine rank without an engine around it; both are in this process, which maps its
-own memory as another would. Medians of 10 rounds after the first, in milliseconds, from an idle device to an idle device. "release" is the
-reader's part after it has read, "renew" what it does at the next sync before it reads; "leave" and "return" are the trainer's, with the
-weights' way to pinned memory where they leave.
+One GPU, shapes of Qwen2.5-7B in bfloat16. The trainer and one engine rank, without an engine, share this process, which maps its own memory
+as another process would. Figures are medians in milliseconds over the 10 rounds after the first, from an idle device to an idle device.
+"release": the reader unmaps after reading. "renew": it maps again at the next sync. "leave" and "return": the trainer unmaps and maps
+again, including the copy of the weights to and from pinned memory if they are offloaded.
 """
 
 from __future__ import annotations

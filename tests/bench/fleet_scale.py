@@ -1,8 +1,8 @@
 """Seconds that a fleet adds to a changeover, against the number of nodes: python -m tests.bench.fleet_scale [--out runs/bench].
 
-The fleet is the real one, with its journal on this disk; the nodes are scripted coordinators on loopback ports, in a few processes, whose
-stages take a fixed time and no work. The clock covers Acquire at the fleet, from its call to its last event; what the fleet adds is that
-without the stages. One machine has all nodes, so what is shown is an upper bound of the leader's own work, and no network.
+The fleet is real, with its journal on this disk. The nodes are scripted coordinators on loopback ports, in a few processes, whose stages
+take a fixed time and do no work. Acquire at the fleet is timed, from its call to its last event; the fleet adds whatever exceeds the
+stages. One machine runs all nodes, so the figures are an upper bound of the leader's own work, without a network.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tasuki.wire.channel import PORT_OPTIONS
 
 STAGE_S = 0.01
 NUM_TENSORS = 339
-"""Of a model of 7 B: as many checksums as a node's SYNC reports."""
+"""Checksums in a node's SYNC report for a 7B model."""
 NODES_A_PROCESS = 16
 
 
@@ -72,7 +72,7 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
 
 
 async def serve_nodes(number: int) -> None:
-    """Serves nodes until stdin ends; prints their ports."""
+    """Serves nodes until stdin closes; prints their ports."""
     servers: list[grpc.aio.Server] = []
     ports: list[int] = []
     for _ in range(number):
@@ -89,7 +89,7 @@ async def serve_nodes(number: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """In seconds, the least of all repeats: others on the machine only add. added: without the stages; median: of the way to ROLLOUT."""
+    """Seconds as the minimum over repeats, since load by others only adds. added: beyond the stages; median: of a changeover to ROLLOUT."""
 
     num_nodes: int
     to_rollout_s: float
@@ -121,7 +121,7 @@ async def measure(ports: Sequence[int], folder: Path, *, repeats: int) -> Measur
             started = time.perf_counter()
             async for _ in fleet.acquire(phase, f"{phase} {number}").follow():
                 pass
-            if number:  # the first one opens the connections
+            if number:  # the first changeover opens the connections
                 seconds[phase].append(time.perf_counter() - started)
     await nodes.close()
     journal.close()
@@ -133,7 +133,7 @@ async def measure(ports: Sequence[int], folder: Path, *, repeats: int) -> Measur
 
 
 async def scripted_nodes(number: int) -> AsyncIterator[list[int]]:
-    """Ports of so many nodes, in processes that end with this generator."""
+    """Ports of `number` nodes, in processes that end with this generator."""
     processes: list[subprocess.Popen[str]] = []
     try:
         for first in range(0, number, NODES_A_PROCESS):

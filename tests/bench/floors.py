@@ -1,4 +1,4 @@
-"""What the copies of a sync could take at least, measured where they are made."""
+"""Lower bounds for the copies of a sync, measured on the ranks that make them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Floors:
         return {"ms": best_ms(HostCopies(self._copies).start)}
 
     def kernel(self) -> dict[str, float]:
-        """With the sums of what is written, without, and reading everything back."""
+        """Times the copy kernel with checksums and without, and a checksum pass that reads everything back."""
         unsummed = DeviceCopies(self._copies, device=self._device, first_owner=self._first_owner)
         return {
             "ms": best_ms(self._prepared._copies.start),
@@ -77,7 +77,7 @@ def best_ms(call: Callable[[], object]) -> float:
 
 
 def floor_ms(case: dict[str, Any]) -> float:
-    """Of the slowest rank: writing its bytes, or fetching those of other GPUs."""
+    """Lower bound of the slowest rank: writing its bytes, or fetching those on other GPUs."""
     floors: list[float] = []
     for rank, within in enumerate(case["floors"]["within"]):
         times = [within["bytes"] / within["gb_s"] / 1e6]

@@ -1,4 +1,4 @@
-"""What the benchmarks ask of a machine before they begin."""
+"""Checks of the command line and the machine before a benchmark begins."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def at_least_one(text: str) -> int:
-    """Of a command line. Raises ArgumentTypeError."""
+    """Reads a number from 1 upwards from the command line. Raises ArgumentTypeError."""
     if not text.isdecimal() or int(text) < 1:
         raise ArgumentTypeError(f"{text!r} is not a number from 1")
     return int(text)

@@ -1,4 +1,4 @@
-"""Where a GPU's time goes: kernels of a profiled block by group, and what is not hidden behind another."""
+"""Breakdown of a GPU's time: kernels of a profiled block by group, and the time that no other kernel hides."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-# The first that is found in a kernel's name counts.
+# The first group whose name occurs in the kernel's name counts.
 _GROUPS = {
     "NCCL": r"nccl",
     "attention": r"flash|fmha|attn",
@@ -40,17 +40,17 @@ class KernelTimes:
     span: float
     """From the first kernel's start to the last one's end."""
     idle: float
-    """Of the span, without any kernel."""
+    """Part of the span without any kernel."""
     exposed_nccl: float
-    """Of the span, with NCCL's kernels alone."""
+    """Part of the span in which only NCCL kernels run."""
     groups: Mapping[str, float]
     """Sums over kernels, which may overlap."""
     dearest: Mapping[str, float]
-    """Of the kernels with the largest sums, by name."""
+    """The kernels with the largest sums, by name."""
 
 
 def kernel_times(kernels: Iterable[Kernel]) -> KernelTimes:
-    """At least one kernel."""
+    """Returns the breakdown; needs at least one kernel."""
     runs = sorted(kernels, key=lambda kernel: kernel.start)
     groups: dict[str, float] = defaultdict(float)
     names: dict[str, float] = defaultdict(float)
@@ -74,12 +74,12 @@ def group_of(name: str) -> str:
 
 @contextmanager
 def profiled() -> Iterator[list[Kernel]]:
-    """Fills the list with the kernels of the block, once it has ended."""
+    """Yields a list that holds the kernels of the block once the block has ended."""
     kernels: list[Kernel] = []
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         yield kernels
         torch.cuda.synchronize()
-    # Torch's own events are made in Python, a minute for a step; these are as they were recorded.
+    # Building torch's own events takes Python a minute per step; the raw records are read instead.
     results: Any = profile.profiler
     for event in results.kineto_results.events():
         if event.device_type() == torch.autograd.DeviceType.CUDA:
@@ -88,7 +88,7 @@ def profiled() -> Iterator[list[Kernel]]:
 
 
 def _covered(ascending: Iterable[Kernel]) -> float:
-    """Seconds with at least one of them."""
+    """Seconds during which at least one of the kernels runs."""
     covered, reached = 0.0, float("-inf")
     for kernel in ascending:
         covered += max(0.0, kernel.end - max(kernel.start, reached))

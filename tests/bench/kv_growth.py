@@ -1,8 +1,8 @@
-"""Tokens a second from a KV cache that grows, beside one that is mapped whole: `python -m tests.bench.kv_growth [--rounds 10]`, on a CPU.
+"""Tokens a second from a growing KV cache, beside one that is mapped whole: `python -m tests.bench.kv_growth [--rounds 10]`, on a CPU.
 
-Two rollout services of one small model take turns, one of them with kv_growth; the other one sleeps meanwhile. Each turn wakes the service
-and generates at once: a batch in one call, or a stream, in which every worker asks for its next sample when its last one ended. Seconds are
-from the end of RESUME_KV to the last sample; CPU seconds are those of the service with its ranks. Prints JSON.
+Two rollout services of one small model take turns, one of them with kv_growth; the other one sleeps during a turn. Each turn wakes the
+service and generates at once: a batch in one call, or a stream in which every worker requests its next sample when its last one has ended.
+Seconds are from the end of RESUME_KV to the last sample; CPU seconds are those of the service with its ranks. Prints JSON.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CONTEXT = 256
 
 @dataclass
 class Side:
-    """One of the two services, and what its turns took."""
+    """One of the two services, with the times of its turns."""
 
     name: str
     rollout: RolloutProcess
@@ -109,7 +109,7 @@ async def run(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def summary(whole: Side, grows: Side) -> dict[str, Any]:
-    """speed: of the growing cache, of the whole one's; the median over pairs of turns."""
+    """speed: of the growing cache, relative to the whole one; the median over pairs of turns."""
     return {
         load: {
             "seconds": {side.name: side.seconds[load] for side in (whole, grows)},

@@ -76,7 +76,7 @@ def products(inputs: Inputs) -> None:
     """The logits in float32, twice, and both gradients from logits' gradients in bfloat16."""
     for _ in range(2):
         logits_NV = torch.mm(inputs.hidden_NH, inputs.weight_VH.T, out_dtype=torch.float32)
-    # Random numbers: what a product of zeros takes says nothing.
+    # Random numbers, because products of zeros may run faster.
     grad_NV = logits_NV.view(torch.bfloat16)[:, :VOCAB_SIZE]
     torch.mm(grad_NV, inputs.weight_VH)
     torch.mm(grad_NV.T, inputs.hidden_NH)

@@ -39,7 +39,7 @@ sampling_backend = "pytorch"
 
 
 def gaps_of(model: Path, prompts: list[list[int]], *, is_float32: bool, gpus: int, num_tokens: int) -> dict[str, float]:
-    """Figures of |gap| over all tokens."""
+    """Statistics of |gap| over all tokens."""
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "node.toml"
         config.write_text(CONFIG.format(model=model.resolve(), gpus=gpus, is_float32=str(is_float32).lower()))

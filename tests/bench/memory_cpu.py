@@ -1,7 +1,7 @@
 """Pause and resume of host memory: `python tests/bench/memory_cpu.py [--gib 1] [--out FOLDER]`. Writes memory_cpu.json and prints a table.
 
-The peer is what a process can do without arenas: free the tensors and allocate them again, at whatever addresses come. `touch_ms` writes
-every page afterwards, since that is when a CPU pays for memory.
+The peer is a process without arenas, which frees the tensors and allocates them again at new addresses. `touch_ms` writes every page
+afterwards, since a CPU pays for memory at the first write.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=1.0)
     parser.add_argument("--out", type=Path, default=Path())
     arguments = parser.parse_args()
-    # A host copy is as large as what it is of.
+    # A host copy is as large as its original.
     most = psutil.virtual_memory().available / 2 / (1 << 30)
     if not 1 / 1024 <= arguments.gib <= most:
         parser.error(

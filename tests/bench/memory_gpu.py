@@ -1,9 +1,9 @@
 """Pause and resume on a GPU, ours and torch_memory_saver's side by side: `python tests/bench/memory_gpu.py [--out FOLDER]`.
 
-Every part runs in a separate process, so that one failure costs one part. Ours and the peer's take turns, first one, then the other in
-front, and their times are put together, since the driver's own times drift by more than what lies between the two. Weights have the
-tensors of Qwen2.5-7B (15.2 GB), the KV pool has 56 tensors (28 layers). A time is from an idle device to an idle device; "at once" resumes
-right after the pause, when the driver may still scrub what was freed, "later" waits 2 s before. Writes memory_gpu.json, prints a table.
+Every part runs in a separate process, so that one failure costs one part. Ours and the peer's take turns in alternating order, and the
+times of all turns are merged, since the driver's own times drift by more than the two differ. Weights have the tensors of Qwen2.5-7B (15.2
+GB), the KV pool has 56 tensors (28 layers). Times are from an idle device to an idle device. "at once" resumes right after the pause, when
+the driver may still scrub freed memory; "later" waits 2 s before. Writes memory_gpu.json, prints a table.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 GB, GIB = 10**9, 1 << 30
 LATER_S = 2.0
 NUM_REPEATS, NUM_LATER, NUM_HOST_REPEATS = 10, 3, 4
-# torch_memory_saver ends the process when one of its tensors is freed outside a region: they live until the part has told its result.
+# torch_memory_saver ends the process if one of its tensors is freed outside a region: keep them until the part has printed its result.
 _peer_tensors: list[torch.Tensor] = []
 
 
@@ -163,7 +163,7 @@ def peers_host_copy() -> dict[str, Any]:
 
 
 def pinned_rate() -> dict[str, float]:
-    """GB/s of one large copy between pinned host memory and the device: what a host copy could reach."""
+    """GB/s of one large copy between pinned host memory and the device, the upper bound of a host copy."""
     host, device = (
         torch.empty(4 * GIB, dtype=torch.uint8, pin_memory=True),
         torch.empty(4 * GIB, dtype=torch.uint8, device="cuda"),
@@ -234,7 +234,7 @@ def run_part(name: str, deadline_s: float) -> dict[str, Any]:
 
 
 def schedule(rounds: int) -> list[str]:
-    """Every part once, those that take turns once a round, the pair's order changing from round to round."""
+    """Runs every part once, and those that take turns once per round, with the pair's order alternating."""
     turns = [part for turn in range(rounds) for pair in TURNS for part in (pair if turn % 2 == 0 else pair[::-1])]
     return ["pinned rate", *turns, *(part for part in PARTS if part not in {"pinned rate", *turns})]
 

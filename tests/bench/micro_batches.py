@@ -1,11 +1,11 @@
-"""What a step costs under a plan of micro-batches, as a multiple of the ideal; a simulation, without a GPU:
+"""Cost of a step under several plans of micro-batches, as a multiple of the ideal; a simulation without a GPU:
 
 python tests/bench/micro_batches.py [--model qwen2.5-7b] [--seeds 20] [--out FOLDER]
 
-Ranks are in lock step, so a step takes the dearest k-th micro-batch of any rank, for every k. The ideal is the cost of all real tokens,
-evenly over the ranks. "padded" deals samples in snake order by length, and cuts each rank's into micro-batches of at most the cap in
-padded tokens; "packed" is the trainer's plan; "by length" is one that charges the LM head for prompts, too. Writes micro_batches.json and
-micro_batches.png, and prints a table.
+Ranks run in lock step, so the k-th micro-batch of a step costs as much as the most expensive one of any rank. The ideal is the cost of all
+real tokens, spread evenly over the ranks. "padded" deals samples in snake order by length and cuts each rank's share into micro-batches of
+at most the cap in padded tokens. "packed" is the trainer's plan. "by length" is a plan that also charges the LM head for prompts. Writes
+micro_batches.json and micro_batches.png, and prints a table.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ RANKS = (1, 2, 4, 8)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """A step's samples: tokens after a lognormal distribution, cut at `longest`."""
+    """Samples of a step: their lengths in tokens follow a lognormal distribution, cut at `longest`."""
 
     median: int
     sigma: float
     longest: int
     num_samples: int
     max_tokens: int
-    """In one micro-batch."""
+    """Tokens per micro-batch."""
     completion_median: int | None = None
-    """Of completions, with the same sigma, beside prompts of such tokens; None for samples without prompts."""
+    """Median length of completions, with the same sigma; `median` is then that of prompts. None for samples without prompts."""
 
     def draw(self, seed: int) -> Drawn:
         random = np.random.default_rng(seed)
@@ -59,7 +59,7 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """[S] tokens of samples, and of their completions."""
+    """[S] tokens per sample, and per completion."""
 
     lengths: NDArray[np.int64]
     completions: NDArray[np.int64]
@@ -81,7 +81,7 @@ LENGTHS = {
 
 
 def padded_snake_plan(lengths: Sequence[int], *, num_ranks: int, max_tokens: int) -> MicroBatchPlan:
-    """Padded, dealt in snake order: longest first, to ranks 0 1 2 2 1 0 0 1 ..., each rank's then cut without a look at the others."""
+    """Deals samples in snake order, longest first (ranks 0 1 2 2 1 0 0 1 ...), then cuts each rank's share by itself, with padding."""
     snake = [*range(num_ranks), *reversed(range(num_ranks))]
     dealt: list[list[int]] = [[] for _ in range(num_ranks)]
     for turn, index in enumerate(sorted(range(len(lengths)), key=lambda index: -lengths[index])):
@@ -98,24 +98,24 @@ def padded_snake_plan(lengths: Sequence[int], *, num_ranks: int, max_tokens: int
 
 
 def packed_cost(plan: MicroBatchPlan, flops: Sequence[float]) -> float:
-    """FLOPs that a rank waits for, without padding. flops: of each sample."""
+    """FLOPs that ranks wait for, without padding. flops: per sample."""
     return sum(max(sum(flops[index] for index in part) for part in step) for step in zip(*plan, strict=True))
 
 
 def padded_cost(plan: MicroBatchPlan, flops: Sequence[float]) -> float:
-    """FLOPs that a rank waits for, where every sample is as dear as the dearest of its micro-batch."""
+    """FLOPs that ranks wait for if every sample costs as much as the most expensive one of its micro-batch."""
     return sum(
         max(len(part) * max((flops[index] for index in part), default=0.0) for part in step) for step in zip(*plan, strict=True)
     )
 
 
 def ideal_cost(flops: Sequence[float], *, num_ranks: int) -> float:
-    """FLOPs of all samples, evenly over ranks."""
+    """FLOPs of all samples, spread evenly over ranks."""
     return sum(flops) / num_ranks
 
 
 def compare(each: Lengths, *, num_ranks: int, cost: SampleCost, num_seeds: int) -> dict[str, float]:
-    """Means over seeds: cost over the ideal and micro-batches of a rank, under both plans, and what the packed plan took to make."""
+    """Means over seeds: cost over the ideal and micro-batches per rank under both plans, and time to compute the packed plan."""
     rows: list[dict[str, float]] = []
     for seed in range(num_seeds):
         drawn = each.draw(seed)
@@ -140,7 +140,7 @@ def compare(each: Lengths, *, num_ranks: int, cost: SampleCost, num_seeds: int) 
 
 
 def draw(results: dict[str, dict[str, dict[str, float]]], file: Path) -> None:
-    """One group of bars for each distribution, at the most ranks."""
+    """Draws one group of bars per distribution, for the largest number of ranks."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")

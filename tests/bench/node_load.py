@@ -1,4 +1,4 @@
-"""What the benchmarks of whole nodes generate and learn from: configuration, samples, and a model with random weights."""
+"""Load of the whole-node benchmarks: configuration, samples, and a model with random weights."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ function = "unused:unused"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What a step generates and learns from."""
+    """Prompts, samples and sizes of a benchmark step."""
 
     device: str
     gpus: int
@@ -48,7 +48,7 @@ class Load:
     prompt_tokens: int
     new_tokens: int
     round_tokens: int
-    """That each sample of a round's batch has."""
+    """Tokens of each sample in a round's batch."""
     trained_samples: int
     vocab_size: int
     context: int
@@ -103,7 +103,7 @@ TINY = Load(
 
 
 def make_model(size: str, folder: Path, *, is_tiny: bool) -> None:
-    """In a process that leaves the GPU again."""
+    """Makes the model in a child process, which frees the GPU when it ends."""
     call = f"from tests.bench.plan_node_gpu import make; make({size!r}, {str(folder)!r})"
     if is_tiny:
         call = f"from pathlib import Path; from tests.models import *; save_checkpoint(make_model('qwen2', seed=0), Path({str(folder)!r}))"

@@ -1,8 +1,8 @@
-"""What it costs a run to be watched: loops with everything on beside the same loop with everything off, by turns.
+"""Cost of observing a run: loops with all observation on, in turns with the same loop without any.
 
-A watched loop has its metrics scraped, dumps samples, feeds a tracker and has a dashboard with an open page. A traced one also sends
-spans to a receiver. The side "engine" only has its metrics scraped, with SGLang's own. Each side has a node, and a run on it that waits
-while it is another's turn. All make the same steps. CPU seconds are those of all processes of the node, of the run and of the dashboard.
+A watched loop has its metrics scraped, dumps samples, feeds a tracker and has a dashboard with an open page. A traced one also sends spans
+to a receiver. On the side "engine", metrics are scraped together with SGLang's, and nothing else. Each side has a node and a run on it that
+waits while another side has its turn. All make the same steps. CPU seconds include all processes of the node, the run and the dashboard.
 The task is the demo, or the arithmetic of `make example`, which needs `make .example/.installed`.
 
 Usage: python -m tests.bench.overhead --out runs/bench [--task demo] [--sides watched,traced] [--rounds 24] [--steps 8] [--limit-s 450]
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from tests.otlp import Receiver
 
 SCRAPE_S = 15.0
-"""As in deploy/prometheus."""
+"""Scrape interval; the same as in deploy/prometheus."""
 PAGE = {2.0: ("node", "run"), 5.0: ("curves", "changeovers")}
-"""What an open page asks for, by seconds: its head, and its charts."""
+"""Parts that an open page requests, by interval in seconds: head, and charts."""
 WATCHED = ("metrics", "samples", "tracker", "dashboard")
 SIDES = {"watched": WATCHED, "traced": (*WATCHED, "tracing"), "engine": ("metrics", "engine")}
 _DEFAULT_SIDES = ("watched", "traced")
@@ -48,7 +48,7 @@ _WARM_STEPS = 3
 
 @contextmanager
 def polled(urls: Sequence[str], side: Side, *, every_s: float) -> Iterator[None]:
-    """Reads the addresses while it is the side's turn."""
+    """Reads the addresses while the side has its turn."""
     stop = threading.Event()
 
     def poll() -> None:
@@ -67,7 +67,7 @@ def polled(urls: Sequence[str], side: Side, *, every_s: float) -> Iterator[None]
 
 @contextmanager
 def shown(side: Side) -> Iterator[None]:
-    """A dashboard that follows the node's runs, and a page that asks for its parts."""
+    """Opens a dashboard that follows the node's runs, and a page that requests its parts."""
     url = f"http://127.0.0.1:{free_port()}"
     argv = [*CLI, "dashboard", "--config", str(side.config), "--listen", url.removeprefix("http://")]
     with (side.folder / "dashboard.log").open("wb") as log:
@@ -97,7 +97,7 @@ def _await_page(url: str, dashboard: subprocess.Popen[bytes]) -> None:
 
 @dataclass
 class Watch:
-    """What is on for one side. Its node need not be up yet."""
+    """Observers of one side. Its node need not be up yet."""
 
     side: Side
     metrics: str
@@ -106,7 +106,7 @@ class Watch:
 
     @contextmanager
     def looking(self) -> Iterator[None]:
-        """Scrapes, and an open page, while it is the side's turn."""
+        """Scrapes, and keeps a page open, while the side has its turn."""
         with ExitStack() as stack:
             if "metrics" in self.parts:
                 stack.enter_context(polled([f"http://{self.metrics}/metrics"], self.side, every_s=SCRAPE_S))
@@ -139,7 +139,7 @@ def watch_of(folder: Path, name: str, parts: Sequence[str], *, task: Task) -> It
 def measure(
     folder: Path, *, task: Task, sides: Mapping[str, Sequence[str]], num_rounds: int, num_steps: int, limit_s: float
 ) -> dict[str, object]:
-    """sides: the parts that are on, by name of the side. limit_s: no round is begun that would end later."""
+    """Measures all sides in turns. sides: the enabled observers by side. limit_s: no round begins that would end later."""
     started = time.monotonic()
     task.make(folder / "task")
     with ExitStack() as stack:
@@ -158,7 +158,7 @@ def measure(
         round_s = 0.0
         while len(rounds) < num_rounds and time.monotonic() - started + round_s < limit_s:
             begun = time.monotonic()
-            # Forwards and backwards: a machine that warms up favours no side.
+            # Alternate the order: a machine that warms up favours no side.
             order = list(watches) if len(rounds) % 2 else list(reversed(watches))
             rounds.append({name: watches[name].side.take_turn(num_steps) for name in order})
             round_s = max(round_s, time.monotonic() - begun)
@@ -171,7 +171,7 @@ def measure(
                 "ready_s": ready_s,
                 "seconds": time.monotonic() - started,
             }
-            # A bench that is cut off has told what it had.
+            # Written after every round, so that an interrupted benchmark still reports.
             (folder / "overhead.json").write_text(json.dumps(found, indent=2) + "\n")
         return found
 

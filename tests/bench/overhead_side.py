@@ -1,4 +1,4 @@
-"""One side of the overhead benchmark: a node, a run on it that goes on by turns, and the processes of both."""
+"""One side of the overhead benchmark: a node, a run on it that proceeds in turns, and the processes of both."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _QUIET_S, _QUIET_CPU_S, _QUIET_LIMIT_S = 0.2, 0.02, 1.0
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Some steps of a run. step_s: seconds a step; step_cpu_s: CPU seconds a step, of each process by its name."""
+    """Steps of a run in one turn. step_s: seconds per step; step_cpu_s: CPU seconds per step, by process name."""
 
     step_s: float
     step_cpu_s: dict[str, float]
@@ -38,7 +38,7 @@ class Turn:
 
     @property
     def work_cpu_s(self) -> float:
-        """Of the engine and the trainer, which nothing that watches runs in."""
+        """CPU seconds of the engine and the trainer, whose processes run none of the observers."""
         return sum(self.step_cpu_s.get(name, 0.0) for name in (_FORKED, "rollout", "trainer"))
 
 
@@ -68,7 +68,7 @@ class Side:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """A run that waits for its first turn. The node serves."""
+        """Starts a run that waits for its first turn; its node already serves."""
         self._hold.touch()
         argv = [*CLI, "train", str(self.config), "--no-start", *self.settings]
         with (self.folder / "train.log").open("wb") as log:
@@ -128,7 +128,7 @@ class Side:
             time.sleep(_POLL_S)
 
     def _await_quiet(self) -> None:
-        """Waits until the side's processes have done what they put off, such as sending spans."""
+        """Waits until the side's processes have finished deferred work, such as sending spans."""
         ends = time.monotonic() + _QUIET_LIMIT_S
         before = self._cpu_s().total()
         while time.monotonic() < ends:
@@ -139,7 +139,7 @@ class Side:
             before = now
 
     def _cpu_s(self) -> Counter[str]:
-        """CPU seconds so far, by the name of service or program."""
+        """CPU seconds so far, by service or program."""
         assert self._train is not None
         node_pid = holder(self.folder / "node", name=NODE_LOCK)
         assert node_pid is not None, "the node has ended"
@@ -151,14 +151,14 @@ class Side:
             for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
                 with suppress(psutil.NoSuchProcess):
                     service = process.environ().get(SERVICE_VARIABLE, name)
-                    # User and system, and those of children that have ended.
+                    # User and system time, with that of children that have ended.
                     seconds[service] += sum(process.cpu_times()[:4])
         return seconds
 
 
 @contextmanager
 def all_up(sides: Sequence[Side]) -> Iterator[None]:
-    """The sides' nodes, started at the same time."""
+    """Starts the nodes of all sides at the same time."""
     try:
         started = [subprocess.Popen([*CLI, "up", str(side.config), *side.settings], cwd=REPOSITORY) for side in sides]
         codes = [up.wait() for up in started]

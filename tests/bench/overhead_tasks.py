@@ -1,4 +1,4 @@
-"""What the runs of the overhead benchmark do: the demo, or the example with SmolLM2-135M-Instruct, with weights that stay as they are."""
+"""Tasks of the overhead benchmark: the demo, or the example with SmolLM2-135M-Instruct, both with constant weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ALIKE = (
     f"train.eval_every={_ENDLESS}",
     f"train.reward.timeout_s={_ENDLESS}",
 )
-"""Steps that do the same work."""
+"""Overrides that make all steps do the same work."""
 _ON_GPU = (
     'rollout.attention_backend="triton"',
     'rollout.sampling_backend="pytorch"',
@@ -29,7 +29,7 @@ _ON_GPU = (
     "rollout.kv_tokens=327680",
     "rollout.max_running_requests=1024",
 )
-"""Steps of several seconds: those of 12 tokens vary by a tenth, as a thousand requests come and go in one."""
+"""Overrides for steps of several seconds; steps of 12 tokens vary by a tenth, since a thousand requests start and end within one."""
 _REWARDS = '''\
 """Rewards at random, and the gate at which the run waits for its turn."""
 
@@ -54,14 +54,14 @@ def form(*, completion: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """config: of the node and the run. example: folder of its make_task.py. rewards: name of the module that the configuration names."""
+    """config: of the node and the run. example: folder of its make_task.py. rewards: name of the module in the configuration."""
 
     config: Path
     example: Path
     rewards: str
     overrides: tuple[str, ...]
     left_out: str = ""
-    """Text of the configuration that no override can undo."""
+    """Lines of the configuration that overrides cannot remove."""
 
     @property
     def device(self) -> str:
@@ -77,11 +77,11 @@ class Task:
         (folder / "model").symlink_to(_SMOLLM)
 
     def write_side(self, folder: Path, *, task: Path) -> list[str]:
-        """Writes the configuration and what it refers to. Returns its overrides."""
+        """Writes the configuration and the files that it names. Returns its overrides."""
         folder.mkdir(parents=True)
         config = self.config.read_text()
         assert self.left_out in config
-        # The dashboard takes no settings but the file's.
+        # The dashboard reads the file alone, without overrides.
         (folder / "config.toml").write_text(f"{config.replace(self.left_out, '')}\n[security]\ninsecure = true\n")
         (folder / f"{self.rewards}.py").write_text(_REWARDS)
         (folder / "task").symlink_to(task)
@@ -89,7 +89,7 @@ class Task:
 
 
 def task_named(name: str) -> Task:
-    """demo: on a CPU. arithmetic: SmolLM2, as in `make example`, on a GPU where there is one."""
+    """Returns a task by name. demo: on a CPU. arithmetic: SmolLM2 as in `make example`, on a GPU if there is one."""
     if name == "demo":
         return Task(
             REPOSITORY / "deploy" / "config" / "demo.toml",

@@ -1,4 +1,4 @@
-"""What paired measurements show: an estimate of their difference, and an interval that holds it."""
+"""Statistics of paired measurements: an estimate of the difference and a confidence interval."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def _num_outside(num_pairs: int) -> int | None:
-    """Averages beyond each end of the interval; None if all averages do not reach the confidence."""
-    # ways[w]: number of subsets of the ranks 1 to num_pairs that add up to w.
+    """Number of averages outside each end of the interval; None if even all averages do not reach the confidence."""
+    # ways[w]: number of subsets of the ranks 1..num_pairs with sum w.
     ways = [1]
     for rank in range(1, num_pairs + 1):
         longer = ways + [0] * rank

@@ -1,4 +1,4 @@
-"""GPU memory that something takes while it runs, as the driver counts it."""
+"""GPU memory in use while a block runs, as the driver reports it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pynvml
 
 
 class PeakMemory:
-    """The most memory in use on each GPU while the block runs, above what was in use before; the driver is asked all the time."""
+    """Peak memory in use on each GPU while the block runs, above that before; the driver is polled throughout."""
 
     def __init__(self, gpu_uuids: Sequence[str]) -> None:
         self._nvml: Any = pynvml
@@ -31,7 +31,7 @@ class PeakMemory:
 
     @property
     def extra_bytes(self) -> int:
-        """Of the GPU that took most."""
+        """Extra bytes at the peak, on the GPU with the largest increase."""
         return max(peak - before for peak, before in zip(self._peak, self._before, strict=True))
 
     def _used(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""Whole weights in flattened buckets, sent to SGLang as handles of CUDA IPC: the way of verl and slime."""
+"""Whole weights in flattened buckets, sent to SGLang as CUDA IPC handles, as verl and slime do."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch.distributed.tensor import DTensor
 
 
 class Buckets:
-    """Of sharded tensors, by name, which `full_tensor` gathers on every rank."""
+    """Buckets of sharded tensors, by name; `full_tensor` gathers each on every rank."""
 
     def __init__(self, tensors: Mapping[str, DTensor], *, dtype: torch.dtype = torch.bfloat16) -> None:
-        """dtype: of what is sent."""
+        """dtype: of the tensors sent."""
         self._tensors, self._dtype = tensors, dtype
         self._sent: Any = None
 
     def send(self, num_bytes: int, index: int) -> dict[str, Any]:
-        """Whole tensors of at most `num_bytes` (or one that is larger) in one new tensor, with its handle."""
+        """Packs whole tensors of at most `num_bytes` (or one larger tensor) into a new tensor, and returns its handle."""
         collect_handles()
         buckets = self._split(num_bytes)
         bucket = FlattenedTensorBucket(named_tensors=[(name, self.whole(name)) for name in buckets[index]])
@@ -30,7 +30,7 @@ class Buckets:
         return {"payload": payload, "num_handles": 1, "num_buckets": len(buckets)}
 
     def send_each(self) -> dict[str, Any]:
-        """All whole tensors, each with a handle."""
+        """Gathers all tensors; one handle per tensor."""
         collect_handles()
         self._sent = [(name, self.whole(name)) for name in self._tensors]
         return {"payload": MultiprocessingSerializer.serialize(self._sent, output_str=True), "num_handles": len(self._sent)}
@@ -39,7 +39,7 @@ class Buckets:
         return self._tensors[name].to(self._dtype).full_tensor()
 
     def forget_sent(self) -> None:
-        """Gives up what was handed out last; torch keeps the memory."""
+        """Drops the last tensors sent; torch keeps their memory cached."""
         self._sent = None
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -59,6 +59,6 @@ class Buckets:
 
 
 def collect_handles() -> None:
-    """Frees what engines have closed."""
+    """Frees IPC memory that engines have closed."""
     if torch.cuda.is_available():
         torch.cuda.ipc_collect()

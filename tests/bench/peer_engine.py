@@ -1,4 +1,4 @@
-"""What sync_peers.py adds to every rank of SGLang: waiting for the copies of the last call, and commands of the benchmark's own."""
+"""Additions of sync_peers.py to every SGLang rank: waiting for the copies of the last call, and benchmark commands."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tasuki.rollout.rank_commands import _ranks
 from tests.bench.floors import Floors
 
 BENCH_LOADER = "tests.bench.peer_engine.run_command"
-"""The name under which SGLang finds `run_command`."""
+"""Name under which SGLang finds `run_command`."""
 
 
 def run_scheduler(*arguments: Any) -> None:
-    """The service's, but that a call which carries a version is answered when its copies are done; SGLang's own answers before."""
+    """The service's scheduler, but a call with a version is answered once its copies are done; SGLang answers earlier."""
     update = BaseTpWorker.update_weights_from_tensor
 
     def update_and_wait(self: BaseTpWorker, request: Any) -> Any:
@@ -42,7 +42,7 @@ def command_payload(command: str) -> bytes:
 
 
 class _NoCopies:
-    """In the place of summed copies: sums what the parameters hold."""
+    """Replaces summed copies: copies nothing and sums the current parameters."""
 
     def __init__(self, prepared: Any) -> None:
         self._checksums = prepared._checksums
@@ -57,7 +57,7 @@ _held: list[Any] = []
 
 
 def run_command(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """hold: our next syncs copy nothing and only read back and compare; release: they copy again; trim; floors FOLDER."""
+    """hold: later syncs only read back and compare, without a copy; release: they copy again; trim; floors FOLDER."""
     ((content, _),) = named_tensors
     command, *arguments = content.split()
     (rank,) = _ranks

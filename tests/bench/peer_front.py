@@ -21,7 +21,7 @@ from tests.bench.sync_ranks import answer
 
 
 class PeerFront:
-    """An engine on neighbouring GPUs. Its methods are what `run` is told to do."""
+    """An engine on neighbouring GPUs. Each line that `run` reads names one of its methods."""
 
     def __init__(self, *, index: int, tp_size: int, model_path: str, folder: Path) -> None:
         asyncio.set_event_loop(asyncio.new_event_loop())
@@ -38,17 +38,17 @@ class PeerFront:
 
     @classmethod
     def of(cls, index: str, tp_size: str, model_path: str, folder: str) -> PeerFront:
-        """From the words of a command line."""
+        """Builds a front from the words of a command line."""
         return cls(index=int(index), tp_size=int(tp_size), model_path=model_path, folder=Path(folder))
 
     def run(self, line: str) -> dict[str, Any]:
-        """line: a method's name and, after a blank, its argument."""
+        """Calls a method. line: the method's name and, after a blank, its argument."""
         name, *argument = line.rstrip("\n").split(" ", 1)
         answered: dict[str, Any] = getattr(self, name)(*argument)
         return answered
 
     def ready(self) -> dict[str, Any]:
-        """Once the engine is."""
+        """Answers once the engine is ready."""
         return {}
 
     def ours(self, published: str) -> dict[str, Any]:
@@ -63,14 +63,14 @@ class PeerFront:
         return {"copied_bytes": report.copied_bytes}
 
     def update(self, request: str) -> dict[str, Any]:
-        """request: JSON with a payload for every trainer rank, load_format and version; ours are those of the trainer ranks on our GPUs."""
+        """request: JSON with a payload per trainer rank, load_format and version; the engine takes those of trainer ranks on its GPUs."""
         asked = json.loads(request)
         first = self._index * self._tp_size
         payloads = asked["payloads"][first : first + self._tp_size]
         return self._call(payloads, load_format=asked["load_format"], version=asked["version"])
 
     def update_from_ipc(self, request: str) -> dict[str, Any]:
-        """request: JSON with the path of a socket for every GPU, by UUID, and the version. checkpoint-engine waits for the copies."""
+        """request: JSON with a socket path per GPU UUID, and the version. checkpoint-engine waits for the copies."""
         asked = json.loads(request)
         wanted = UpdateWeightsFromIPCReqInput(
             zmq_handles=asked["socket_paths"], flush_cache=False, weight_version=asked["version"]
@@ -78,11 +78,11 @@ class PeerFront:
         return self._wait(self._engine.tokenizer_manager.update_weights_from_ipc(wanted))
 
     def command(self, text: str) -> dict[str, Any]:
-        """What peer_engine.run_command does, on every rank."""
+        """Runs peer_engine.run_command on every rank."""
         return self._call([command_payload(text)] * self._tp_size, load_format=BENCH_LOADER, version=None)
 
     def floors(self) -> dict[str, Any]:
-        """What each rank measures of the links."""
+        """Returns each rank's measurements of the links."""
         self.command(f"floors {self._folder}")
         return {"ranks": [json.loads((self._folder / f"floors-{rank}.json").read_text()) for rank in range(self._tp_size)]}
 
@@ -99,7 +99,7 @@ class PeerFront:
 
 
 def main() -> None:
-    # Answers alone go where the parent reads; libraries print to stderr.
+    # The parent reads stdout, so only answers may go there; libraries print to stderr.
     sys.stdout = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     front = PeerFront.of(*sys.argv[1:])

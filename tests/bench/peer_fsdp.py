@@ -1,7 +1,7 @@
-"""One trainer rank of changeover_peers.py: FSDP2, float32 masters, AdamW; what it holds goes to the host and back. Answers lines on stdin.
+"""One trainer rank of changeover_peers.py: FSDP2 with float32 masters and AdamW, offloaded to the host and back. Answers lines on stdin.
 
-Its state goes to pinned memory that is created once, faster than `model.cpu()` and the optimizer's `.to("cpu")` of verl, which copy to
-memory of any kind and create it each time.
+The state moves to pinned memory that is allocated once. This is faster than verl's `model.cpu()` and the optimizer's `.to("cpu")`, which
+allocate pageable memory each time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LEARNING_RATE = 1e-6
 
 
 class FsdpRank:
-    """A rank with its model and optimizer; every method answers one line with what it took."""
+    """A rank with its model and optimizer; every method answers one line with its cost."""
 
     def __init__(self, *, rank: int, num_ranks: int, model: Path, folder: Path, device: str) -> None:
         self._device = torch.device(device, rank) if device == "cuda" else torch.device(device)
@@ -39,17 +39,17 @@ class FsdpRank:
         if device == "cuda":
             monkey_patch_torch_reductions()
         else:
-            torch.multiprocessing.set_sharing_strategy("file_system")  # descriptors go to children alone
+            torch.multiprocessing.set_sharing_strategy("file_system")  # only children inherit descriptors
         self._model = sharded_model(model, self._device)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LEARNING_RATE, fused=True)
         self._buckets = Buckets({name: parameter.detach() for name, parameter in self._tensors()})
         self._on_host: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def step(self, num_samples: str, num_tokens: str) -> dict[str, Any]:
-        """On random tokens; the state of the optimizer exists after it, and no gradient."""
+        """Makes one step on random tokens; afterwards the optimizer has its state and no gradient is left."""
         for _ in range(int(num_samples)):
             tokens = torch.randint(3, self._model.config.vocab_size, (1, int(num_tokens)), device=self._device)
-            # Logits of a few places: a long sample's would be the largest thing here.
+            # Logits at a few positions only: those of a long sample would be the largest allocation here.
             self._model(input_ids=tokens, logits_to_keep=64).logits.float().logsumexp(-1).mean().backward()
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
@@ -57,15 +57,15 @@ class FsdpRank:
         return {}
 
     def offload(self) -> dict[str, Any]:
-        """Parameters and moments to the host; what torch keeps goes back to the driver."""
+        """Copies parameters and moments to the host; returns torch's cached memory to the driver."""
         return self._timed(self._leave)
 
     def load(self) -> dict[str, Any]:
-        """Back again."""
+        """Copies the state back to the device."""
         return self._timed(self._return)
 
     def bucket(self, num_bytes: str, index: str) -> dict[str, Any]:
-        """The next weights for the engine, in bfloat16."""
+        """Sends the next weights to the engine, in bfloat16."""
         return self._buckets.send(int(num_bytes), int(index))
 
     def forget_sent(self) -> dict[str, Any]:
@@ -116,7 +116,7 @@ class FsdpRank:
 
 
 def sharded_model(folder: Path, device: torch.device) -> torch.nn.Module:
-    """Random float32 weights, whose layers are FSDP2 groups that compute in bfloat16 and reduce in float32."""
+    """Builds random float32 weights; each layer is an FSDP2 group that computes in bfloat16 and reduces in float32."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -136,7 +136,7 @@ def sharded_model(folder: Path, device: torch.device) -> torch.nn.Module:
 
 def main() -> None:
     arguments = json.loads(sys.argv[1])
-    # Answers alone go where the parent reads; libraries print to stderr.
+    # The parent reads stdout, so only answers may go there; libraries print to stderr.
     sys.stdout = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     rank = FsdpRank(**arguments | {name: Path(arguments[name]) for name in ("model", "folder")})

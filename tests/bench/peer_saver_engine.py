@@ -19,13 +19,13 @@ NEW_TOKENS = {"max_new_tokens": 1, "temperature": 1.0, "ignore_eos": True}
 
 
 class SaverEngine:
-    """Its methods are what a line may ask."""
+    """An engine whose methods are the commands that a line on stdin may name."""
 
     def __init__(self, engine: dict[str, Any]) -> None:
         """engine: SGLang's arguments."""
         self._sleeps = bool(engine.get("enable_memory_saver"))
         self._engine = Engine(**engine)
-        # Otherwise SGLang's flush of the cache takes half a second.
+        # Otherwise flushing SGLang's cache takes half a second.
         self._engine.freeze_gc()
 
     def release(self, tag: str) -> dict[str, Any]:
@@ -39,7 +39,7 @@ class SaverEngine:
         return {}
 
     def update(self, request: str) -> dict[str, Any]:
-        """request: JSON with a payload for every trainer rank; this engine's is the one of its GPU."""
+        """request: JSON with a payload per trainer rank; this engine takes the one of its GPU."""
         asked = json.loads(request)
         wanted = UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=[asked["payloads"][asked.get("index", 0)]],
@@ -56,7 +56,7 @@ class SaverEngine:
         return self._generate([[5, 6, 7]], num_tokens=1)
 
     def generate(self, num_prompts: str, prompt_tokens: str, num_tokens: str) -> dict[str, Any]:
-        """A batch of random prompts."""
+        """Generates from a batch of random prompts."""
         vocab_size = self._engine.tokenizer_manager.model_config.vocab_size
         prompts = np.random.default_rng(0).integers(3, vocab_size, (int(num_prompts), int(prompt_tokens))).tolist()
         return self._generate(prompts, num_tokens=int(num_tokens))
@@ -71,7 +71,7 @@ class SaverEngine:
 
 def main() -> None:
     arguments = json.loads(sys.argv[1])
-    # Answers alone go where the parent reads; libraries print to stderr.
+    # The parent reads stdout, so only answers may go there; libraries print to stderr.
     sys.stdout = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     engine = SaverEngine(arguments)

@@ -1,4 +1,4 @@
-"""An SGLang engine with our memory, started as the service does it, in which its own ways to update weights work as well."""
+"""An SGLang engine with our memory, started as the service starts it, in which SGLang's own weight updates work too."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SETTINGS: dict[str, Any] = {
     "sampling_backend": "pytorch",
     "grammar_backend": "none",
     "enable_memory_saver": True,
-    # Room for all weights whole beside an engine and a trainer; after a changeover that is the KV cache's.
+    # Room for a whole copy of the weights beside an engine and a trainer; after a changeover the KV cache takes it.
     "mem_fraction_static": 0.2,
     "disable_cuda_graph": True,
     "sleep_on_idle": True,
@@ -23,7 +23,7 @@ SETTINGS: dict[str, Any] = {
 def start_engine(
     arguments: dict[str, Any], *, tp_size: int, scheduler: Callable[..., None] | None = None, loaders: Sequence[str] = ()
 ) -> Any:
-    """scheduler: runs in every rank in the place of the service's own; loaders: more names that SGLang may call as weight loaders."""
+    """scheduler: runs in every rank instead of the service's scheduler; loaders: more names that SGLang may call as weight loaders."""
     from contextlib import nullcontext
 
     from sglang.srt.entrypoints.engine import Engine

@@ -1,8 +1,7 @@
-"""One trainer rank of sync_peers.py: publishes as ours does, and hands the same weights out as other trainers do. Answers lines on stdin.
+"""One trainer rank of sync_peers.py: publishes as ours does, and sends the same weights as other trainers do. Answers lines on stdin.
 
-The weights are bfloat16 DTensors in rows over all ranks, which is what FSDP2 leaves. Whatever is sent is gathered whole by `full_tensor` on
-every rank, and each rank gives a handle of its GPU's memory to the engine rank there: the way of verl and slime. checkpoint-engine's
-way goes through the host's memory.
+The weights are bfloat16 DTensors, sharded by rows over all ranks, as FSDP2 leaves them. `full_tensor` gathers every tensor on every rank,
+and each rank gives the engine rank on its GPU a handle of that memory, as verl and slime do. checkpoint-engine goes through host memory.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ CHECKPOINT = "weights"
 
 
 class PeerTrainer:
-    """A rank with its weights; every method answers one line, and says what it costs the engine to take."""
+    """A rank with its weights; every method answers one line with the cost for the engine."""
 
     def __init__(self, *, rank: int, num_ranks: int, model: str, folder: Path, store_port: int) -> None:
         self._rank, self._num_ranks = rank, num_ranks
@@ -50,12 +49,12 @@ class PeerTrainer:
         self._tensors = {shard.name: _dtensor(shard.local, shard.global_shape, mesh) for shard in self._shards}
         self._buckets = Buckets(self._tensors)
         self._places: dict[str, torch.Tensor] = {}
-        # It takes its rank from there.
+        # It reads its rank from the environment.
         os.environ["RANK"] = str(rank)
         self._server = ParameterServer(auto_pg=False, world_size=num_ranks, master_addr="127.0.0.1", master_port=store_port)
 
     def change(self, version: str) -> dict[str, Any]:
-        """New values, published for our own sync."""
+        """Changes the values and publishes them for our sync."""
         for shard in self._shards:
             shard.local.mul_(CHANGE)
         torch.cuda.synchronize()
@@ -66,15 +65,15 @@ class PeerTrainer:
         return {"handle": self._export.handle(), "publish_ms": publish_ms, **gpu}
 
     def bucket(self, num_bytes: str, index: str) -> dict[str, Any]:
-        """Whole tensors of at most `num_bytes` (or one that is larger) in one new tensor, with its handle."""
+        """Packs whole tensors of at most `num_bytes` (or one larger tensor) into a new tensor, and returns its handle."""
         return self._buckets.send(int(num_bytes), int(index))
 
     def tensors(self) -> dict[str, Any]:
-        """All whole tensors, each with a handle."""
+        """Gathers all tensors; one handle per tensor."""
         return self._buckets.send_each()
 
     def make_places(self) -> dict[str, Any]:
-        """Memory for all tensors whole, as if it were the engine's own."""
+        """Allocates memory for all whole tensors, as an engine would."""
         self._places = {
             name: torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device) for name, tensor in self._tensors.items()
         }
@@ -82,22 +81,22 @@ class PeerTrainer:
         return {}
 
     def in_place(self) -> dict[str, Any]:
-        """NCCL's all-gather of every tensor into its place."""
+        """Runs NCCL's all-gather of every tensor into its place."""
         for name, place in self._places.items():
             dist.all_gather_into_tensor(place, self._tensors[name].to_local())
         torch.cuda.synchronize()
         return {}
 
     def check_places(self) -> dict[str, Any]:
-        """Compares them with what `full_tensor` gathers, and gives them up."""
+        """Compares the gathered tensors with those of `full_tensor`, then frees them."""
         is_equal = all(torch.equal(place, self._buckets.whole(name)) for name, place in self._places.items())
         self._places.clear()
         return {"is_equal": is_equal}
 
     def checkpoint_engine(self, bucket_gib: str) -> dict[str, Any]:
-        """Each rank copies its part of the whole tensors to the host and hands it out to all from there.
+        """Copies this rank's share of the whole tensors to the host and serves it to all ranks.
 
-        Answers twice: where engines find the buckets, with the milliseconds that it took until then, and when they have all.
+        Answers twice: first where engines find the buckets, with the milliseconds so far, and again when all engines have them.
         """
         os.environ["PS_MAX_BUCKET_SIZE_GB"] = bucket_gib
         start = time.perf_counter()
@@ -111,12 +110,12 @@ class PeerTrainer:
         return {}
 
     def forget_sent(self) -> dict[str, Any]:
-        """Gives up what was handed out last; torch keeps the memory."""
+        """Drops the last tensors sent; torch keeps their memory cached."""
         self._buckets.forget_sent()
         return {}
 
     def trim(self) -> dict[str, Any]:
-        """Gives back what torch keeps for the next time."""
+        """Returns torch's cached memory to the driver."""
         self.forget_sent()
         torch.cuda.empty_cache()
         return {}
@@ -126,7 +125,7 @@ class PeerTrainer:
         dist.destroy_process_group()
 
     def _contiguous_part(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Neighbours, as in the files of a checkpoint, about as many bytes on each rank. All ranks gather all."""
+        """Splits neighbouring tensors, as in checkpoint files, into shares of about equal bytes per rank. All ranks gather all."""
         total, offset = sum(tensor.nbytes for tensor in self._tensors.values()), 0
         for name, tensor in self._tensors.items():
             whole = self._buckets.whole(name)
@@ -142,11 +141,11 @@ def _dtensor(local: torch.Tensor, shape: tuple[int, ...], mesh: Any) -> DTensor:
 
 def main() -> None:
     rank, num_ranks, model, folder, store_port = sys.argv[1:]
-    # Answers alone go where the parent reads; libraries print to stderr.
+    # The parent reads stdout, so only answers may go there; libraries print to stderr.
     sys.stdout = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     logger.remove()
-    logger.add(sys.stderr, level="WARNING")  # checkpoint-engine's
+    logger.add(sys.stderr, level="WARNING")  # of checkpoint-engine
     trainer = PeerTrainer(
         rank=int(rank), num_ranks=int(num_ranks), model=model, folder=Path(folder), store_port=int(store_port)
     )

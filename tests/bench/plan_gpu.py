@@ -1,9 +1,10 @@
 """The planner against GPUs: `python tests/bench/plan_gpu.py [--out FOLDER] [--sizes qwen2.5-0.5b ...] [--ranks N] [--micro-batches N]`.
 
-N FSDP2 ranks for each size, on as many GPUs; a size that the planner says does not fit is left out (7B takes two GPUs of 141 GB). Random
-weights, float32 masters, AdamW, bfloat16 compute, full checkpointing; three times ForwardBackward of N micro-batches and OptimStep, then a
-publish, and a pause and resume of all tags. For each stage on rank 0: predicted bytes, what torch's allocator held at most (in training) or
-what the driver says is taken, and the error. Writes plan_gpu.json and prints a table. With --tiny it runs on a CPU: tags only.
+N FSDP2 ranks per size, on as many GPUs; sizes that do not fit by the plan are left out (7B takes two GPUs of 141 GB). Random weights,
+float32 masters, AdamW, bfloat16 compute, full checkpointing. Each size runs ForwardBackward of N micro-batches and OptimStep three times,
+then a publish, and a pause and resume of all tags. For each stage on rank 0 the table has predicted bytes, measured bytes and the error.
+Measured are the peak of torch's allocator in training, else the driver's figure. Writes plan_gpu.json and prints a table. With --tiny it
+runs on a CPU: tags only.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ from tests.bench.gpus import at_least_one, require_gpus  # noqa: E402
 
 SIZES = ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b", "qwen2.5-7b")
 SHAPES = MODELS | {"qwen3-moe-12-layers": replace(MODELS["qwen3-30b-a3b"], num_layers=12)}
-"""Also one that two GPUs of 141 GB hold: 8.1 billion parameters."""
+"""Benchmark sizes, with one MoE model of 8.1 billion parameters that fits two GPUs of 141 GB."""
 NUM_TOKENS, NUM_STEPS = 8192, 3
 STAGES = (Phase.TRAIN, Stage.LOAD_WEIGHTS, Stage.OFFLOAD, Stage.LOAD_TRAINER)
 
 
 def layout_of(size: str, *, gpu_bytes: int, device: Literal["cpu", "cuda"], num_ranks: int) -> Layout:
-    """What `measure` runs. Half of every sample are completion tokens."""
+    """Layout of the job that `measure` runs. Half of each sample's tokens are completion tokens."""
     shape = SHAPES[size]
     if device == "cpu":
         tiny = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 2, "num_heads": 4, "head_dim": 16, "vocab_size": 512}
@@ -53,7 +54,7 @@ def layout_of(size: str, *, gpu_bytes: int, device: Literal["cpu", "cuda"], num_
 
 
 def make_model(folder: Path, layout: Layout, device: str) -> None:
-    """A Hugging Face folder with random weights, in bfloat16."""
+    """Writes a Hugging Face folder with random weights, in bfloat16."""
     from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
     shape = layout.model
@@ -70,12 +71,12 @@ def make_model(folder: Path, layout: Layout, device: str) -> None:
     }
     config = Qwen3MoeConfig(**sizes, **experts, head_dim=shape.head_dim) if shape.num_experts else Qwen2Config(**sizes)
     with torch.device(device):
-        # Saving copies a file's tensors to the host at once.
+        # Saving copies all tensors of a file to the host at once.
         AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder, max_shard_size="8GB")
 
 
 def make_model_apart(folder: Path, layout: Layout, device: str) -> None:
-    """In a process of its own, whose CUDA context would count among the bytes that the driver says are taken."""
+    """Makes the model in a child process, whose CUDA context would otherwise count as memory in use."""
     maker = multiprocessing.get_context("spawn").Process(target=make_model, args=(folder, layout, device))
     maker.start()
     maker.join()
@@ -84,7 +85,7 @@ def make_model_apart(folder: Path, layout: Layout, device: str) -> None:
 
 
 def measure(folder: Path, layout: Layout, device: str, num_micro_batches: int) -> dict[str, Any]:
-    """Bytes by stage and kind, and the tags' bytes."""
+    """Returns predicted bytes by stage and kind, and those of the tags."""
     from tasuki.algorithms.loss_types import LossConfig
     from tasuki.trainer.backends.fsdp.mesh import start_mesh
     from tasuki.trainer.backends.fsdp.staying import TAGS
@@ -106,7 +107,7 @@ def measure(folder: Path, layout: Layout, device: str, num_micro_batches: int) -
         export_stays=True,
     )
     memory = fsdp(learner).memory
-    # A sample is one token longer than what it puts into the model, since nothing is predicted from its last one.
+    # A sample is one token longer than the model's input: nothing is predicted from its last token.
     half = layout.micro_batch_tokens // 2
     tokens = torch.randint(layout.model.vocab_size, (2 * half + 1,)).tolist()
     sample = TrainingSample(
@@ -121,7 +122,7 @@ def measure(folder: Path, layout: Layout, device: str, num_micro_batches: int) -
         learner.forward_backward(Role.POLICY, [batch] * num_micro_batches, config=config)
         learner.optim_step(Role.POLICY, learning_rate=1e-6)
     tags = {usage.tag: usage.total_bytes for usage in memory.usage()}
-    # The tags' blocks are torch's too; what a step adds to them lies in torch's own pool.
+    # The tags' blocks are torch's too; memory that a step adds lies in torch's own pool.
     stages = {Phase.TRAIN: {"allocated": sum(tags.values()) + step_bytes(memory, device), "driver": used_bytes(device)}}
     learner.publish()
     stages[Stage.LOAD_WEIGHTS] = {"driver": used_bytes(device)}
@@ -135,7 +136,7 @@ def measure(folder: Path, layout: Layout, device: str, num_micro_batches: int) -
 
 
 def step_bytes(memory: Any, device: str) -> int:
-    """The most that a step took beside the tags; 0 on a CPU."""
+    """Peak bytes of a step beside the tags; 0 on a CPU."""
     if device == "cpu":
         return 0
     blocks = sum(size for tag in memory._allocator.tags for _, size in memory._allocator.blocks(tag))
@@ -143,7 +144,7 @@ def step_bytes(memory: Any, device: str) -> int:
 
 
 def used_bytes(device: str) -> int:
-    """All that is taken of the device, by whomever; 0 on a CPU."""
+    """Bytes in use on the device, by any process; 0 on a CPU."""
     if device == "cpu":
         return 0
     torch.cuda.synchronize()
@@ -152,7 +153,7 @@ def used_bytes(device: str) -> int:
 
 
 def predict(layout: Layout) -> dict[tuple[str, str], int]:
-    """Bytes of a trainer alone, by stage and kind: the engine has no process here, so its context does not count."""
+    """Bytes of a trainer alone, by stage and kind. There is no engine process, so no context of one."""
     planned, contexts = plan(layout), layout.overheads.trainer_context + layout.overheads.nccl
     predicted: dict[tuple[str, str], int] = {}
     for stage in STAGES:
@@ -165,7 +166,7 @@ def predict(layout: Layout) -> dict[tuple[str, str], int]:
 
 
 def compare(size: str, layout: Layout, measured: dict[str, Any]) -> list[str]:
-    """Lines of the table; `measured` gets the errors."""
+    """Returns the lines of the table, and adds the errors to `measured`."""
     planned, predicted, lines = plan(layout), predict(layout), []
     for part, tag in zip(TRAINER_TAGS, ("weights", "gradients", "optimizer"), strict=True):
         of_tag = planned.stage(Stage.LOAD_TRAINER).gpus[0][part]
@@ -182,7 +183,7 @@ def row(size: str, stage: str, kind: str, predicted: int, measured: int) -> str:
 
 
 def run_part(size: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """What rank 0 measured. Every rank in a separate process, so that nothing else is on its device; the model is made before."""
+    """Runs every rank in a separate process, alone on its device, and returns rank 0's measurements. The model is made first."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             str(Path(__file__).resolve()),
@@ -209,7 +210,7 @@ def run_part(size: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def gpu() -> tuple[str, int]:
-    """Name and bytes of the first GPU, without a CUDA context of this process, which would take some of them."""
+    """Returns name and bytes of the first GPU, without creating a CUDA context that would take some of them."""
     import pynvml
 
     nvml: Any = pynvml
@@ -219,7 +220,7 @@ def gpu() -> tuple[str, int]:
 
 
 def work(arguments: argparse.Namespace, layout: Layout, device: str) -> None:
-    """One process: makes the model, or is a rank."""
+    """Runs one child process, which makes the model or is a rank."""
     if arguments.make:
         make_model(arguments.folder, layout, device)
     else:

@@ -1,10 +1,9 @@
 """The planner against a whole node: `python tests/bench/plan_node_gpu.py [--out FOLDER] [--sizes qwen2.5-0.5b ...] [--gpus N] [--critic]`.
 
-Starts a node for each size with N trainer ranks and TP N on N GPUs, random weights, float32 masters, checkpointing, and two micro-batches
-of 8,192 tokens whose places are completions, so that `tasuki plan` of the same configuration is what is held against it. With --critic a
-critic of the same size takes a step as well, as in PPO. After each stage,
-and at the highest moment of a training step and of a full batch, what NVML says is taken of the first GPU, less what was before the node
-started. Writes plan_node_gpu.json and prints a table.
+Starts a node per size with N trainer ranks and TP N on N GPUs, random weights, float32 masters and checkpointing. Two micro-batches of
+8,192 tokens are all completion positions, so that `tasuki plan` of the same configuration is comparable. With --critic a critic of the same
+size takes a step as well, as in PPO. After each stage, and at the peaks of a training step and of a full batch, it reads NVML's used bytes
+of the first GPU, less those before the node started. Writes plan_node_gpu.json and prints a table.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ learning_rate = 1e-6
 
 
 def nvml_bytes() -> tuple[int, int]:
-    """Taken of the first GPU that we may use, and all of it."""
+    """Returns used and total bytes of the first visible GPU."""
     import pynvml
 
     nvml: Any = pynvml
@@ -77,7 +76,7 @@ def nvml_bytes() -> tuple[int, int]:
 
 @contextmanager
 def highest(seen: dict[PlanStage, int], stage: PlanStage, before: int) -> Iterator[None]:
-    """Puts the most that is taken meanwhile into `seen`."""
+    """Puts the peak of used bytes during the block into `seen`."""
     done = threading.Event()
     seen[stage] = 0
 
@@ -95,7 +94,7 @@ def highest(seen: dict[PlanStage, int], stage: PlanStage, before: int) -> Iterat
 
 
 def train(client: Client, samples: list[TrainingSample], *, has_critic: bool) -> None:
-    """One step of the policy, and of PPO's critic."""
+    """Makes one step of the policy, and of the critic with PPO."""
     if has_critic:
         values = client.compute_values(samples)
         with_values = [replace(sample, values=row, returns=row + 1.0) for sample, row in zip(samples, values, strict=True)]
@@ -106,7 +105,7 @@ def train(client: Client, samples: list[TrainingSample], *, has_critic: bool) ->
 
 
 def measure(config: Path, *, gpus: int, before: int, has_critic: bool) -> dict[PlanStage, int]:
-    """Walks the ring of a running node once, stage by stage, after a full turn that makes everything that is made only once."""
+    """Walks the stages of a running node once, after a full turn of warm-up in which one-time allocations are made."""
     state_dir, seen = config.parent / "node", dict[PlanStage, int]()
     random = np.random.default_rng(0)
     prompts = random.integers(1, 30_000, (NUM_REQUESTS, PROMPT_TOKENS)).tolist()
@@ -139,7 +138,7 @@ def measure(config: Path, *, gpus: int, before: int, has_critic: bool) -> dict[P
 
 
 def run(coordinator: CoordinatorServiceStub, stage: Stage, before: int) -> int:
-    """Bytes taken after it."""
+    """Returns the bytes in use after the stage."""
     coordinator.RunStage(pb.RunStageRequest(stage=stage_to_proto(stage)), timeout=LIMIT_S)
     return nvml_bytes()[0] - before
 
@@ -151,7 +150,7 @@ def tasuki(*arguments: str | Path) -> None:
 
 
 def one(size: str, *, gpus: int, has_critic: bool) -> tuple[dict[str, dict[str, float]], list[str]]:
-    """GB by stage, and lines of the table."""
+    """Returns GB by stage, and the lines of the table."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         before, gpu_bytes = nvml_bytes()
@@ -177,7 +176,7 @@ def one(size: str, *, gpus: int, has_critic: bool) -> tuple[dict[str, dict[str, 
 
 
 def make(size: str, folder: str) -> None:
-    """A model folder, with a tokenizer that nobody uses."""
+    """Makes a model folder, with a tokenizer that nobody uses."""
     char_tokenizer().save_pretrained(folder)
     make_model(Path(folder), trainer_layout(size, gpu_bytes=GB, device="cuda", num_ranks=1), "cuda")
 

@@ -1,11 +1,11 @@
-"""Memory that passes from one process to another and back, by a pool of lent chunks and without one, in turns of one run:
+"""Memory that passes from one process to another and back, with a pool of lent chunks and without one, in turns of one run:
 
 python tests/bench/pool_hand_over.py [--device cpu] [--gib 1] [--repeats 10] [--out FOLDER]        on a CPU
 python tests/bench/pool_hand_over.py --device cuda:0 --gib 93 --out FOLDER                         100 GB of a GPU, as a KV cache
 
 Two processes have an arena of that size each. In every round one pauses and the other resumes and, on a CPU, touches every page; then the
-other way round. Without a pool each resume makes new memory, behind the scrubbing of what the other has just given back; with it none is
-made. Writes pool_hand_over.json: medians and the slowest of each call, in milliseconds, in the process that makes it.
+roles change. Without a pool each resume creates memory, and waits while the driver scrubs the memory just released; with a pool none is
+created. Writes pool_hand_over.json: median and maximum of each call, in milliseconds, in the process that makes it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def timed_ms(call: Callable[[], object]) -> float:
 
 
 def side(orders: Connection, device: str, num_bytes: int, socket_path: Path | None) -> None:
-    """Does what it is told, and answers with the milliseconds that it took."""
+    """Runs the commands that it reads, and answers each with its milliseconds."""
     if socket_path is not None:
         join_pool(socket_path, device=device, timeout_s=_JOIN_S)
     tags = [MemoryTag.KV_CACHE]
@@ -76,7 +76,7 @@ def rounds(device: str, num_bytes: int, *, num_repeats: int, with_pool: bool) ->
         keeper = server = None
         made_ms = 0.0
         if path is not None:
-            # One chunk more than fits exactly: sizes are rounded up.
+            # One chunk more than the exact size: sizes are rounded up.
             size = num_bytes + _chunk_bytes(num_bytes, device)
             start = time.perf_counter()
             keeper = PoolKeeper(size, device=device, chunk_bytes=_chunk_bytes(size, device))
@@ -105,7 +105,7 @@ def rounds(device: str, num_bytes: int, *, num_repeats: int, with_pool: bool) ->
             giver, taker = (1, 0) if number % 2 == 0 else (0, 1)
             paused, resumed = tell(giver, "pause"), tell(taker, "resume")
             touched = tell(taker, "touch") if device == "cpu" else 0.0
-            if number >= 2:  # each side has had its first
+            if number >= 2:  # each side has made its first call
                 for name, value in (("pause", paused), ("resume", resumed), ("touch", touched)):
                     taken[name].append(value)
         for (here, _), process in zip(pipes, processes, strict=True):

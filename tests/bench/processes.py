@@ -1,4 +1,4 @@
-"""Programs that the benchmarks start, of which nothing is left running when they are done with, or are themselves killed."""
+"""Child programs of the benchmarks; none outlives the benchmark, even if the benchmark is killed."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from pathlib import Path
 from tasuki.supervisor.processes import adopt_orphans, die_with_parent, end_descendants
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-# An engine's ranks end by themselves when its front has; the GPUs are free after that.
+# Ranks of an engine end by themselves after their front; then the GPUs are free.
 _GRACE_S, _KILL_S = 10.0, 10.0
 
 
 def tied(command: Sequence[str]) -> list[str]:
-    """The command of a program that is killed when this process ends, however that ends. To be started in REPOSITORY."""
+    """Returns the command of a program that is killed whenever this process ends. Must be started in REPOSITORY."""
     return [sys.executable, "-m", "tests.bench.processes", str(os.getpid()), *command]
 
 
 def run_to_its_end(command: Sequence[str], *, timeout_s: float) -> int:
-    """Returns its exit code, -9 when it was killed after the time; every process that it had started is gone then."""
+    """Returns its exit code, or -9 if it was killed on timeout; no process that it started is left."""
     adopt_orphans()
     grace_s = 0.0
     try:

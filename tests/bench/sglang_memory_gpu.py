@@ -1,10 +1,10 @@
 """SGLang's sleep on a GPU with our arenas and with its own torch_memory_saver: `python tests/bench/sglang_memory_gpu.py [--out FOLDER]`.
 
-Each turn is a fresh engine in a separate process, ours and the peer's in turns, with the same settings, the shapes of Qwen2.5-7B and
-random weights. A release or resume is timed in the front, from the call to the answer of the rank, with an idle engine: as the service
-calls it (ours) and as SGLang's Engine calls it (peer, after freeze_gc). Tokens per second are of 64 prompts of 256 tokens, 256 new tokens
-each. Before the last wake's generation every parameter is written again from a copy, in both; greedy tokens must then be those from before.
-Writes sglang_memory_gpu.json and prints a table.
+Each turn is a fresh engine in a separate process, ours and the peer's alternating, with the same settings, Qwen2.5-7B's shapes and random
+weights. A release or resume is timed in the front with an idle engine, from the call to the rank's answer: as the service calls it (ours),
+and as SGLang's Engine calls it (peer, after freeze_gc). Tokens per second are for 64 prompts of 256 tokens with 256 new tokens each. Before
+the last generation both sides restore every parameter from a copy; greedy tokens must then equal those from before. Writes
+sglang_memory_gpu.json and prints a table.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _copies: dict[str, torch.Tensor] = {}
 
 
 def keep_or_restore(model: torch.nn.Module, _: object) -> None:
-    """In the rank: the first call copies every parameter to the host, later ones write them back."""
+    """Runs in the rank: the first call copies every parameter to the host, later calls write the copies back."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name in _copies:
@@ -80,7 +80,7 @@ def tell(**values: Any) -> None:
 
 
 def used_gib() -> float:
-    """Of the whole GPU, as the driver counts it."""
+    """Returns the GiB in use on the whole GPU, as the driver counts them."""
     import pynvml
 
     pynvml.nvmlInit()
@@ -92,7 +92,7 @@ Mover = Callable[[str, str], None]
 
 
 def our_engine(arguments: dict[str, Any]) -> tuple[Any, Mover, Callable[[], Any]]:
-    """The engine with our arenas; how tags move; what the ranks say of their memory."""
+    """Starts the engine with our arenas; returns it with functions to move tags and to read its ranks' memory."""
     from contextlib import nullcontext
 
     from sglang.srt.entrypoints.engine import Engine
@@ -158,7 +158,7 @@ def timed_ms(call: Callable[[], object]) -> float:
 
 
 def turn(side: str, arguments: dict[str, Any]) -> None:
-    """One engine's life; tells its results as they come."""
+    """Runs one engine from start to end; yields results as they come."""
     before = used_gib()
     started = time.perf_counter()
     engine, move, usage = (our_engine if side == "tasuki" else peers_engine)(arguments)
@@ -169,7 +169,7 @@ def turn(side: str, arguments: dict[str, Any]) -> None:
     def tokens_per_s() -> float:
         sampling = {"max_new_tokens": NEW_TOKENS, "temperature": 1.0, "ignore_eos": True}
         seconds = timed_ms(lambda: engine.generate(input_ids=prompts, sampling_params=sampling)) / 1e3
-        engine.flush_cache()  # no prefix may serve the next load
+        engine.flush_cache()  # no cached prefix may serve the next load
         return round(NUM_PROMPTS * NEW_TOKENS / seconds, 1)
 
     def greedy() -> list[list[int]]:

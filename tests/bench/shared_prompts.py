@@ -2,9 +2,9 @@
 
 `python -m tests.bench.shared_prompts --model FOLDER` on a CPU, `... --size qwen2.5-7b` on a GPU with random weights.
 
-A node generates PROMPTS x GROUP samples of new prompts, by turns as one call with GROUP samples of each prompt, and as one that has every
-prompt GROUP times. Only the former tells the engine which requests share a prompt, so it computes each of them once. Prints medians and
-ranges of the seconds and of the pairs' ratios; writes shared_prompts.json to --out. TMPDIR says where the model lies, such as /dev/shm.
+A node generates PROMPTS x GROUP samples of new prompts in turns: one call with GROUP samples per prompt, or one call that repeats every
+prompt GROUP times. Only the former tells the engine which requests share a prompt, so it computes each prompt once. Prints medians and
+ranges of the seconds and of the pairs' ratios; writes shared_prompts.json to --out. TMPDIR is the folder for the model, such as /dev/shm.
 On a GPU the trainer has adapters, so that it takes little memory.
 """
 
@@ -59,7 +59,7 @@ async def measure(config: NodeConfig, loads: list[Load], *, num_rounds: int) -> 
 async def compare(client: AsyncClient, load: Load, *, num_rounds: int) -> dict[str, Any]:
     random = np.random.default_rng(0)
     seconds: dict[bool, list[float]] = {True: [], False: []}
-    for is_shared in (True, False):  # what a first batch costs
+    for is_shared in (True, False):  # warm-up: costs of the first batch
         await seconds_of(client, load, load.questions(random), is_shared=is_shared)
     for turn in range(num_rounds):
         for is_shared in (True, False) if turn % 2 else (False, True):

@@ -1,4 +1,4 @@
-"""Where one training step's time goes: a table out of a run's metrics.jsonl.
+"""Breakdown of a training step's time: a table from a run's metrics.jsonl.
 
 Usage: python tests/bench/step_time.py runs/demo > docs/step-time.md
 """
@@ -43,18 +43,18 @@ STAGES = {
 
 
 BEHIND = "to_train"
-"""Its stages run beside another part."""
+"""The changeover whose stages run beside another part of the step."""
 
 
 def row(name: str, seconds: Sequence[float], *, whole_s: float | None) -> str:
-    """whole_s: of the step; None for what runs beside its parts."""
+    """whole_s: of the step; None for a row that runs beside its parts."""
     low, median, high = (1000 * value for value in statistics.quantiles(seconds, n=4))
     share = "" if whole_s is None else f"{median / whole_s / 10:.1f} %"
     return f"| {name} | {median:.1f} | {low:.1f} .. {high:.1f} | {share} |\n"
 
 
 def rows(steps: list[dict[str, Any]]) -> str:
-    """One row for each part that took place, the stages below their changeover, and the sum."""
+    """Returns one row per part that took place, stages below their changeover, and the total."""
     parts = [part for part in PARTS if part in steps[0]["seconds"]]
     totals = [sum(step["seconds"][part] for part in parts) for step in steps]
     whole_s = statistics.median(totals)
@@ -72,7 +72,7 @@ def rows(steps: list[dict[str, Any]]) -> str:
 
 
 def page(run: Path) -> str:
-    """Raises OSError, ValueError, KeyError or TypeError unless the folder is of a run with two steps after its first."""
+    """Returns the page. Raises OSError, ValueError, KeyError or TypeError unless the run has two steps after its first."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [step for step in lines[1:] if "optim_step" in step["seconds"]]
     if len(steps) < 2:

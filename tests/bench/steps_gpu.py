@@ -1,11 +1,12 @@
-"""Whole steps of a node, by how weights reach the engine: `python -m tests.bench.steps_gpu [--size qwen2.5-7b] [--ways merged ...]`.
+"""Whole steps of a node, by the way that weights reach the engine: `python -m tests.bench.steps_gpu [--size qwen2.5-7b] [--ways merged
+...]`.
 
-A node with random weights, N trainer ranks and N replicas, started once for each way: "full" trains all parameters, the others adapters
-of rank 32, which rollout gets "merged" or as an "adapter", or as one with a base that both services read ("shared"). Each step generates
-64 x 8 samples (256 + 512 tokens) right after the changeover, as many again, and learns from some of them. Of each batch: tokens/s, and how
-many tokens came within 2 s of the first one, by probes among its samples that end earlier. A changeover that slows generation shows in
-the first batch alone. Beside them, what each way takes: seconds of the changeovers, the KV cache, memory by stage. --tiny: a small model on
-a CPU. Writes steps_gpu.json after each step, and prints a table. TMPDIR says where the model lies, such as /dev/shm.
+A node with random weights, N trainer ranks and N replicas, started once per way. "full" trains all parameters; the others train adapters of
+rank 32. Rollout gets these "merged", as an "adapter", or as an adapter whose base both services share ("shared"). Each step generates 64 x
+8 samples (256 + 512 tokens) right after the changeover, then as many again, and learns from some of them. For each batch: tokens/s, and the
+tokens within 2 s of the first one, found by probes among its samples that end earlier. A changeover that slows generation shows in the
+first batch alone. Also reported per way: seconds of the changeovers, the KV cache, memory by stage. --tiny: a small model on a CPU. Writes
+steps_gpu.json after each step, and prints a table. TMPDIR is the folder for the model, such as /dev/shm.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ EARLY_S, NUM_PROBES = 2.0, 32
 
 
 async def batch(client: AsyncClient, load: Load, random: np.random.Generator) -> dict[str, float]:
-    """One step's samples, and a few that end earlier, all at once."""
+    """Generates one step's samples at once, with a few probes that end earlier."""
     lengths = [load.new_tokens * (index + 1) // NUM_PROBES for index in range(NUM_PROBES)]
     lengths = sorted({1, *(length for length in lengths if length)})
     started = time.perf_counter()
@@ -71,7 +72,7 @@ async def batch(client: AsyncClient, load: Load, random: np.random.Generator) ->
 
 
 def early_tokens(lengths: Sequence[int], ends_s: Sequence[float]) -> float:
-    """Tokens of a sample that came within EARLY_S of the first one, between the probes of these lengths."""
+    """Returns the tokens per sample within EARLY_S of the first one, interpolated between the probes of these lengths."""
     return round(float(np.interp(ends_s[0] + EARLY_S, np.maximum.accumulate(ends_s), lengths)), 1)
 
 
@@ -120,7 +121,7 @@ async def steps(
 def one(
     folder: Path, way: str, load: Load, result: dict[str, Any], *, arguments: argparse.Namespace, keep: Callable[[], None]
 ) -> None:
-    """Starts a node, measures its steps into `result` and stops it; its logs go to the folder of results."""
+    """Starts a node, measures its steps into `result` and stops it; its logs go to the results folder."""
     ends_at = time.monotonic() + arguments.limit_s
     file = folder / f"{way}.toml"
     with_probes = replace(load, prompts=load.prompts + -(-NUM_PROBES // load.group))
@@ -148,7 +149,7 @@ def one(
 
 
 def line(way: str, steps: Sequence[dict[str, Any]]) -> str:
-    """Medians over the steps after the first, which has the costs of a start."""
+    """Medians over the steps after the first, which includes start-up costs."""
     if not steps:
         return f"{way:8s} no step began within --limit-s"
     later = steps[1:] or steps

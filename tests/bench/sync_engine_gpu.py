@@ -1,15 +1,16 @@
 """A sync of weights into a running rollout service on GPUs: `python -m tests.bench.sync_engine_gpu [--cases 7b:1:1 7b:4:1x4]`.
 
-A case is model : trainer ranks : tensor-parallel ranks, or, with replicas, model : trainer ranks : tensor-parallel ranks x replicas.
-Trainer ranks are processes as in sync_gpu.py; rollout is the service itself, and the clock runs from the call of ReceiveWeights to its
-answer, which is the acknowledgement: handles checked, all ranks' copies made, summed and waited for, all checksums compared. Right before
-it the engine's weights wake, as in a changeover, and after it they sleep again. Parts of it are, each of the rank that took longest for it,
-"copy" (with sums, and whether a parameter has moved) and "verify"; "ranks", from the command to the last rank's answer; "compare"; and
-"rpc", the rest: gRPC from process to process and back, and what the service does before and after. Every round has new weights; the first
-one, with import, recording and compilation, is told apart, and memory is measured in another round. "handles" are the times that
-the service fetched a trainer rank's descriptors, counted by the trainer. Afterwards, with the service asleep, the floor is measured as in
-sync_gpu.py, on the same GPUs and of the same copies. In the end every replica must generate alike. Writes sync_engine_gpu.json and prints a
-table.
+A case is model : trainer ranks : tensor-parallel ranks or, with replicas, model : trainer ranks : tensor-parallel ranks x replicas. Trainer
+ranks are processes as in sync_gpu.py; rollout is the service itself. A sync is timed from the call of ReceiveWeights to its answer, the
+acknowledgement: handles checked, all ranks' copies made, summed and waited for, all checksums compared. As in a changeover, the engine's
+weights are resumed right before it and paused after it.
+
+Parts of the time, each of the slowest rank: "copy" (with sums, and the check that no parameter has moved) and "verify". "ranks" is from the
+command to the last rank's answer, "compare" the comparison; "rpc" is the rest: gRPC both ways, and the service's work before and after.
+Every round has new weights. The first one, with import, recording and compilation, is reported separately; another round measures memory.
+"handles" counts how often the service fetched a trainer rank's descriptors. Afterwards, with the service asleep, the floor is measured as
+in sync_gpu.py, on the same GPUs and copies. In the end every replica must generate the same tokens. Writes sync_engine_gpu.json and prints
+a table.
 """
 
 from __future__ import annotations
@@ -58,18 +59,18 @@ def settings(case: Case) -> list[str]:
 
 
 class Sync:
-    """One case's trainer ranks and service."""
+    """Trainer ranks and rollout service of one case."""
 
     def __init__(self, case: Case, rollout: RolloutProcess, client: RolloutClient) -> None:
         self._case, self._rollout, self._client = case, rollout, client
         self.num_fetched: list[int] = []
-        """Descriptors of trainer ranks, before each publication and all in all."""
+        """Descriptor fetches of trainer ranks: the total before each publication."""
         folder = str(rollout.socket_dir)
         commands = [["--trainer", str(rank), str(case.num_ranks), case.model, folder] for rank in range(case.num_ranks)]
         self._trainers = Ranks(MODULE, commands)
 
     async def one_round(self) -> dict[str, Any]:
-        """New weights; the engine's are asleep before and after."""
+        """Syncs new weights; the engine's weights are paused before and after."""
         weights = self._publish()
         await self._client.resume(types_pb2.STAGE_RESUME_WEIGHTS, WEIGHTS)
         cpu_s, start = self._cpu_seconds(), time.perf_counter()
@@ -83,7 +84,7 @@ class Sync:
         return {"total_ms": total_ms, "cpu_ms": cpu_ms, "parts_ms": parts_ms, "copied_bytes": received.copied_bytes}
 
     async def extra_bytes(self, gpu_uuids: Sequence[str]) -> int:
-        """The most that a sync takes of a GPU while it runs."""
+        """Peak memory of a GPU while a sync runs, above that before."""
         weights = self._publish()
         await self._client.resume(types_pb2.STAGE_RESUME_WEIGHTS, WEIGHTS)
         with PeakMemory(gpu_uuids) as memory:
@@ -92,7 +93,7 @@ class Sync:
         return memory.extra_bytes
 
     def floors(self) -> dict[str, Any]:
-        """What processes in the place of the engine's ranks measure of the links."""
+        """Measures the links from processes that take the place of the engine's ranks."""
         weights, case = self._publish(), self._case
         ranks = range(case.tp_size * case.num_engines)
         engines = Ranks(MODULE, [["--engine", str(rank), str(case.tp_size), case.model] for rank in ranks])
@@ -103,7 +104,7 @@ class Sync:
         return floors
 
     async def tokens(self) -> list[int]:
-        """What the last version says; the same prompt is on every replica."""
+        """Tokens generated with the latest version, from one prompt on every replica."""
         await self._client.wake(self._publish())
         samples = await self._client.generate(
             [[5, 6, 7]], num_samples=self._case.num_engines, max_new_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True
@@ -118,7 +119,7 @@ class Sync:
         return published_weights(answers, version)
 
     def _cpu_seconds(self) -> float:
-        """Of the service and its ranks."""
+        """CPU seconds of the service and its ranks."""
         front = psutil.Process(self._rollout.process.pid)
         times = [process.cpu_times() for process in [front, *front.children(recursive=True)]]
         return sum(one.user + one.system for one in times)
@@ -129,7 +130,7 @@ class Sync:
 
 def run(case: Case) -> dict[str, Any]:
     with ExitStack() as stack:
-        # A unix socket's path must be short.
+        # The path of a unix socket must be short.
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sync-")))
         started = time.monotonic()
         rollout = start_rollout(folder / "node", write_config(case.model, folder / "model"), *settings(case))

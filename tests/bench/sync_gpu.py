@@ -1,13 +1,14 @@
 """A sync of weights on GPUs, without an engine: `python -m tests.bench.sync_gpu [--cases 7b:1:1 7b:4:4] [--out FOLDER]`.
 
-A case is model : trainer ranks : tensor-parallel ranks, or, with several engines, model : trainer ranks : tensor-parallel ranks x engines,
-as in 7b:4:1x4. Each rank is a process; the trainer's ranks sit on the first GPUs, one each, and so do the engines'. Trainer ranks hold
-fp32 masters and publish them as bfloat16 in an arena; engine ranks receive them with WeightReceiver into parameters of SGLang's shapes,
-through a plan that is recorded from a loader. The clock starts before the command is sent to the ranks: "sync" ends when the last rank has
-waited for its copies, "verified" when the parent has compared all checksums with the published ones. Every round has new weights; the
-first one, with import, recording and compilation, is told apart. The floor is what the same bytes take at the rates that this run measured
-by plain copies: within a GPU, and from the other GPUs while all ranks read. "plain copies" are the plan's copies made by torch, one after
-the other. Writes sync_gpu.json, prints a table.
+A case is model : trainer ranks : tensor-parallel ranks or, with several engines, model : trainer ranks : tensor-parallel ranks x engines,
+as in 7b:4:1x4. Each rank is a process. Trainer ranks take the first GPUs, one each, and so do engine ranks. Trainer ranks hold fp32 masters
+and publish them as bfloat16 in an arena. Engine ranks receive them with WeightReceiver into parameters of SGLang's shapes, through a plan
+recorded from a loader.
+
+Time starts before the command is sent to the ranks: "sync" ends when the last rank has waited for its copies, "verified" when the parent
+has compared all checksums with the published ones. Every round has new weights; the first one, with import, recording and compilation, is
+reported separately. The floor is the time of the same bytes at the rates of plain copies in this run: within a GPU, and from the other GPUs
+while all ranks read. "plain copies" are the plan's copies made by torch, one after the other. Writes sync_gpu.json, prints a table.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ NUM_ROUNDS = 20
 MODULE = "tests.bench.sync_gpu"
 IMPORT_TIMEOUT_S = 20.0
 MIB = 1 << 20
-# bfloat16 has 8 bits of mantissa: every element changes.
+# bfloat16 has 8 bits of mantissa, so every element changes.
 CHANGE = 1.01
 
 
@@ -68,7 +69,7 @@ def trainer_rank(rank: int, num_ranks: int, model: str, folder: Path) -> None:
 
 
 def _count_fetched(export: WeightExport) -> list[None]:
-    """Grows by one whenever somebody has fetched the descriptors."""
+    """Returns a list that grows by one at every fetch of the descriptors."""
     server, fetched = export._server, list[None]()
     send = server._send
 
@@ -81,7 +82,7 @@ def _count_fetched(export: WeightExport) -> list[None]:
 
 
 def engine_rank(index: int, tp_size: int, model: str) -> None:
-    """Receives what each line names, or measures the ways to copy the same bytes. index: of the GPU; engines follow each other."""
+    """Receives the weights that a line names, or measures the ways to copy the same bytes. index: GPU; engines take neighbouring GPUs."""
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     parameters = QwenModel(QWEN[model], tp_rank=index % tp_size, tp_size=tp_size, dtype=torch.bfloat16, device=device)
@@ -140,7 +141,7 @@ def _round(trainers: Ranks, engines: Ranks, version: int, *, tp_size: int) -> di
     start = time.monotonic()
     received = engines.ask(line)
     answered = time.monotonic()
-    # Each engine's front would compare its own.
+    # Each engine's front would compare its own sums.
     compared_s = max(_compare(received[first : first + tp_size], weights) for first in range(0, len(received), tp_size))
     slowest = {name: 1e3 * max(one["timings"][name] for one in received) for name in received[0]["timings"]}
     return {
@@ -156,7 +157,7 @@ def _round(trainers: Ranks, engines: Ranks, version: int, *, tp_size: int) -> di
 
 
 def _compare(received: Sequence[dict[str, Any]], weights: weights_pb2.PublishedWeights) -> float:
-    """Seconds to see that the ranks of one engine hold what was published. Raises WeightsCorrupt."""
+    """Seconds to check that the ranks of one engine hold the published weights. Raises WeightsCorrupt."""
     pieces = [
         ReceivedPiece(tp_rank, name, Slice(offset, tuple(shape), tuple(strides)), value)
         for tp_rank, one in enumerate(received)

@@ -1,17 +1,20 @@
 """Our sync and its peers into running SGLang engines: `python -m tests.bench.sync_peers [--cases 7b:1:1 7b:4:4 7b:4:1x4] [--out FOLDER]`.
 
 A case is model : trainer ranks : tensor-parallel ranks x engines, with one trainer rank and one engine rank on every GPU, each in a
-separate process; several engines have a front each. The peers are SGLang's `update_weights_from_tensor` with flattened buckets and with
-single tensors, gathered by FSDP2's `full_tensor` and sent as CUDA IPC handles as verl and slime do; "overlapped" gathers the next bucket
-while the engines load one, which they do not. NCCL's all-gather straight into place has no engine at all. checkpoint-engine keeps a copy
-in the host's memory and broadcasts that; its update alone, without making the copy, has another row. All take turns, each with new
-weights, 20 rounds after the first; checkpoint-engine's turns come after the others', since it gives back what torch keeps. The clock runs
-from the call until every rank has waited for its copies; ours also compares the sums that the copies make of what they wrote (all is read
-back at its first sync alone). After each round of a peer, off the clock, the engines' weights are compared with what was published by our
-checksums: no peer's figure is of weights that did not arrive. Peers keep their memory from round to round on the clock; what they take at
-most is measured in rounds of their own, from a trimmed state. Publishing, which copies our trainer's weights into its arena and sums them
-up, is off the clock and told apart; all weights are bfloat16 from the start. CPU seconds are of all processes, SGLang's waiting schedulers
-included. Writes sync_peers.json, sync_peers.md and sync_peers.png.
+separate process. Several engines have a front each. The peers:
+
+- SGLang's `update_weights_from_tensor` with flattened buckets and with single tensors. They are gathered by FSDP2's `full_tensor` and sent
+  as CUDA IPC handles, as verl and slime do. "overlapped" also gathers the next bucket while the engines load one, which they do not.
+- NCCL's all-gather straight into place, without any engine.
+- checkpoint-engine, which keeps a copy in host memory and broadcasts it. Its update without making the copy has a separate row.
+
+All take turns, each with new weights, 20 rounds after the first. checkpoint-engine's turns come last, since it frees torch's cached memory.
+Time runs from the call until every rank has waited for its copies. Ours includes comparing the checksums that the copies compute while
+writing; only its first sync reads everything back. After each round of a peer, untimed, our checksums compare the engines' weights with
+those published, so no figure is of weights that did not arrive. In timed rounds peers keep their memory; its peak is measured in separate
+rounds that start from a trimmed state. Publishing copies our trainer's weights into its arena and sums them; it is untimed and reported
+separately. All weights are bfloat16 from the start. CPU seconds are of all processes, including SGLang's waiting schedulers. Writes
+sync_peers.json, sync_peers.md and sync_peers.png.
 """
 
 from __future__ import annotations
@@ -78,7 +81,7 @@ def memory_round(contest: Contest, name: str, way: Way) -> int:
 
 
 def cpu_seconds() -> float:
-    """Of this process and all below it."""
+    """CPU seconds of this process and all its descendants."""
     this = psutil.Process()
     times = [process.cpu_times() for process in [this, *this.children(recursive=True)]]
     return sum(one.user + one.system for one in times)
@@ -134,13 +137,13 @@ def main() -> int:
         Path(folder, RESULT).write_text(json.dumps(result))
         os._exit(0)  # an engine of this process ends with it
     require_gpus(max(case.num_gpus for case in args.cases))
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the case's processes and folder go first
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the case is cleaned up first
     args.out.mkdir(parents=True, exist_ok=True)
     return run_cases(args.cases, args.out)
 
 
 def run_cases(wanted: Sequence[Case], out: Path) -> int:
-    """One process for each case, since an engine's GPUs are free only when it has ended. Returns how many failed."""
+    """Runs each case in a separate process, since an engine frees its GPUs only when it ends. Returns the number of failures."""
     cases: list[dict[str, Any]] = []
     for case in wanted:
         with tempfile.TemporaryDirectory(prefix="peers-") as folder:

@@ -1,4 +1,4 @@
-"""Processes of the sync benchmarks, one a rank, that are told what to do in lines and answer in lines of JSON."""
+"""Rank processes of the sync benchmarks, which read commands as lines and answer in lines of JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tasuki.v1 import weights_pb2
 from tests.bench.processes import REPOSITORY, tied
 
 ANSWER_TIMEOUT_S = 300.0
-"""Of all answers to one line. Long enough for the start of an engine, and for the first round of a 32B model."""
+"""Timeout for all answers to one line, long enough for an engine's start and for the first round of a 32B model."""
 
 
 def answer(**facts: Any) -> None:
@@ -26,9 +26,9 @@ def answer(**facts: Any) -> None:
 
 
 class Ranks:
-    """Processes that answer each line they get with one, and end with this one.
+    """Processes that answer each line with a line, and end with this process.
 
-    When one of them ends before its time, or does not answer in time, so does the program, naming it.
+    If one ends early or does not answer in time, the program ends too and names it.
     """
 
     def __init__(self, module: str, commands: Sequence[Sequence[str]]) -> None:
@@ -46,7 +46,7 @@ class Ranks:
     def tell(self, line: str) -> None:
         for rank in self._ranks:
             assert rank.stdin is not None
-            # What has ended shows in `hear`.
+            # `hear` reports a process that has ended.
             with suppress(BrokenPipeError):
                 rank.stdin.write(line + "\n")
                 rank.stdin.flush()
@@ -54,7 +54,7 @@ class Ranks:
     def hear(self) -> list[dict[str, Any]]:
         lines = [b""] * len(self._ranks)
         deadline = time.monotonic() + ANSWER_TIMEOUT_S
-        # Whichever comes first: a rank may wait for another one that has ended.
+        # Read in any order: a rank may be waiting for another that has ended.
         with selectors.DefaultSelector() as pending:
             for index, rank in enumerate(self._ranks):
                 assert rank.stdout is not None
@@ -85,7 +85,7 @@ class Ranks:
         raise SystemExit(reason)
 
     def close(self) -> None:
-        """Ends all input before it waits for any: ranks may wait for each other at their end."""
+        """Closes all inputs before waiting for any process: ranks may wait for each other at their end."""
         for rank in self._ranks:
             assert rank.stdin is not None
             rank.stdin.close()

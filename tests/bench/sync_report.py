@@ -1,4 +1,4 @@
-"""The table and the chart of sync_peers.json: `python -m tests.bench.sync_report FILE... --out FOLDER` makes them of several runs."""
+"""Table and chart of sync_peers.json: `python -m tests.bench.sync_report FILE... --out FOLDER` merges several runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Count = Annotated[int, Field(ge=0)]
 
 
 class Round(BaseModel, strict=True):
-    """Of sync_peers.json, as all below: what the report reads of it."""
+    """The fields of a round in sync_peers.json that the report reads; the models below likewise."""
 
     total_ms: Cost
     cpu_ms: Cost
@@ -65,7 +65,7 @@ class Result(BaseModel, strict=True):
 
 
 def read_result(file: Path) -> dict[str, Any]:
-    """Of a sync_peers.json. Raises ValueError with one line."""
+    """Reads a sync_peers.json. Raises ValueError with a message of one line."""
     try:
         content = file.read_bytes()
         Result.model_validate_json(content)
@@ -149,7 +149,7 @@ def p99(values: Sequence[float]) -> float:
 
 
 def draw(result: dict[str, Any], file: Path) -> None:
-    """Bars of the medians with a mark at the 99th percentile, a panel for each case, the floor as a line, a light part for the host."""
+    """Draws medians as bars with a mark at the 99th percentile: one panel per case, the floor as a line, host time as a lighter part."""
     from matplotlib.figure import Figure
 
     cases = result["cases"]

@@ -1,4 +1,4 @@
-"""Qwen2.5 without values: what a trainer rank publishes, and a model whose loaders slice for tensor parallelism as SGLang's do."""
+"""Qwen2.5 without values: tensors that a trainer rank publishes, and a model whose loaders slice for tensor parallelism as SGLang's do."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class QwenShape:
     vocab: int = 152064
 
     def checkpoint(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes as in Hugging Face's files."""
+        """Returns names and shapes as in Hugging Face's files."""
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         layer: dict[str, tuple[int, ...]] = {
             "input_layernorm.weight": (self.hidden,),
@@ -43,7 +43,7 @@ class QwenShape:
         }
 
     def config(self) -> dict[str, Any]:
-        """As in Hugging Face's config.json."""
+        """Returns the model's config.json in Hugging Face's format."""
         return {
             "architectures": ["Qwen2ForCausalLM"],
             "model_type": "qwen2",
@@ -72,7 +72,7 @@ QWEN = {
 
 
 def write_config(model: str, folder: Path) -> Path:
-    """A model folder without weights."""
+    """Writes a model folder without weights."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(QWEN[model].config()))
     return folder
@@ -81,7 +81,7 @@ def write_config(model: str, folder: Path) -> Path:
 def random_shards(
     shape: QwenShape, *, rank: int, num_ranks: int, dtype: torch.dtype, device: torch.device, cut: Cut = by_rows
 ) -> list[Shard]:
-    """The slices of one rank, with values that depend on the rank alone; by rows they are FSDP2's."""
+    """Returns the shards of one rank, with random values seeded by the rank; by rows they are FSDP2's."""
     generator = torch.Generator(device).manual_seed(rank)
     shards: list[Shard] = []
     for name, whole in shape.checkpoint().items():
@@ -93,7 +93,7 @@ def random_shards(
 
 
 class QwenModel:
-    """The parameters of one tensor-parallel rank, under SGLang's names, and a loader for them."""
+    """Parameters of one tensor-parallel rank under SGLang's names, with a loader."""
 
     def __init__(self, shape: QwenShape, *, tp_rank: int, tp_size: int, dtype: torch.dtype, device: torch.device) -> None:
         self._shape, self._rank, self._size = shape, tp_rank, tp_size

@@ -1,7 +1,7 @@
-"""Our side of `make bench`: GRPO through a running node, with the loop that `tasuki train` runs.
+"""Our side of `make bench`: GRPO on a running node, with the loop of `tasuki train`.
 
-Writes one JSON object: seconds of each step, its mean reward, and where the time went. A step is everything between two reports of the
-loop: both changeovers, generation, rewards, advantages, forward, backward, optimizer. Start-up and the warm-up steps are not in it.
+Writes one JSON object: seconds of each step, its mean reward, and a breakdown of the time. A step is everything between two reports of the
+loop: both changeovers, generation, rewards, advantages, forward, backward, optimizer. Start-up and the warm-up steps are left out.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main() -> None:
         client.begin_run()
         state = EstimatorState.of({}, settings=settings.advantages)
         RlLoop(client, dataset, [], ModelTokenizer(config.model.path), rewards, settings, state).run(report)
-    # The last report is of the closing evaluation's step, which learns nothing.
+    # The last report belongs to the closing evaluation, which learns nothing.
     timed = slice(args.warmup_steps, train.num_steps)
     seconds = [end - start for start, end in itertools.pairwise(ends)]
     args.output.write_text(

@@ -1,8 +1,8 @@
-"""The peer's side of `trainer_peers_gpu`: training steps by torchtitan's Qwen3 model, FSDP2, recomputation and compiler settings.
+"""Peer side of `trainer_peers_gpu`: training steps of torchtitan's Qwen3 model with FSDP2, recomputation and compiler settings.
 
-One rank; RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set. Qwen2.5's shape without its biases, which this model does not have.
-The micro-batches are those of our plan, each filled up to the longest of them, so that compiled code sees one shape. A single rank also
-runs under FSDP2, as the ranks of a larger world do; --autocast is torchtitan's own choice there. Prints RESULT and a JSON object on rank 0.
+Runs one rank; RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT must be set. The shape is Qwen2.5's without its biases, which this model lacks.
+The micro-batches are those of our plan, each padded to the longest, so that compiled code sees one shape. A single rank also runs under
+FSDP2, as ranks of a larger world do; --autocast is torchtitan's choice for a single rank. Rank 0 prints RESULT and a JSON object.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ IGNORED, LEARNING_RATE, LARGEST_NORM = -100, 1e-6, 1.0
 
 
 def without_datasets(family: str) -> None:
-    """Has modules of a model family imported without the package's own imports, of `datasets` and all that it needs."""
+    """Makes modules of a model family importable without the package's `__init__`, which needs `datasets` and much else."""
     name = f"torchtitan.models.{family}"
     package = types.ModuleType(name)
     package.__path__ = [str(Path(torchtitan.__file__).parent / "models" / family)]
@@ -40,7 +40,7 @@ def without_datasets(family: str) -> None:
 for each in ("qwen3", "llama3", "llama4"):
     without_datasets(each)
 if not torch.cuda.is_available():
-    parallel_dims.device_type = "cpu"  # it takes "cuda" where it finds none
+    parallel_dims.device_type = "cpu"  # defaults to "cuda"
 
 from torchtitan.components.loss import build_cross_entropy_loss  # noqa: E402
 from torchtitan.config import JobConfig  # noqa: E402
@@ -55,19 +55,19 @@ from torchtitan.models.qwen3.model.model import Qwen3Model  # noqa: E402
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A micro-batch of T places, the last segment of which fills it up."""
+    """A micro-batch of T positions, padded by its last segment."""
 
     tokens: torch.Tensor
     """[1, T]."""
     positions: torch.Tensor
     """[1, T]."""
     labels: torch.Tensor
-    """[1, T]; IGNORED where nothing is learned."""
+    """[1, T]; IGNORED at positions without a loss."""
     masks: VarlenMetadata | None
 
 
 def pack(lengths: Sequence[int], *, num_places: int, num_segments: int, longest: int, vocab_size: int, device: str) -> Packed:
-    """Random tokens. The second half of each sample is its completion."""
+    """Packs random tokens. The second half of each sample is its completion."""
     generator = torch.Generator().manual_seed(sum(lengths))
     tokens = torch.randint(vocab_size, (1, num_places), generator=generator)
     filled = [*lengths, num_places - sum(lengths)]
@@ -81,7 +81,7 @@ def pack(lengths: Sequence[int], *, num_places: int, num_segments: int, longest:
 
 
 def make_model(work: dict[str, Any], job: JobConfig, dims: ParallelDims, *, device: str, is_sharded: bool) -> torch.nn.Module:
-    """is_sharded: under FSDP2, also on a single rank."""
+    """is_sharded: whether to use FSDP2, even on a single rank."""
     shape, longest = work["shape"], work["num_places"]
     arguments = Qwen3ModelArgs(
         dim=shape["hidden_size"],
@@ -156,7 +156,7 @@ def main() -> None:
         for batch in batches:
             with precision:
                 loss = loss_of(model(batch.tokens, attention_masks=batch.masks, positions=batch.positions), batch.labels)
-            (loss / denominator).backward()  # torchtitan has FSDP2 sum over ranks
+            (loss / denominator).backward()  # torchtitan has FSDP2 sum gradients over ranks
             total += loss.detach()
         clip_grad_norm_(model.parameters(), LARGEST_NORM, foreach=True)
         optimizer.step()
@@ -184,7 +184,7 @@ def main() -> None:
     if rank == 0:
         print("RESULT " + json.dumps(result), flush=True)
     dist.barrier()
-    os._exit(0)  # skips what a process group does at its end
+    os._exit(0)  # skip the process group's shutdown
 
 
 if __name__ == "__main__":

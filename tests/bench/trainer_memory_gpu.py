@@ -1,8 +1,8 @@
 """Training that sleeps in every step against training that does not, on a GPU: `python tests/bench/trainer_memory_gpu.py [--out FOLDER]`.
 
-One FSDP2 rank, the shapes of Qwen2.5-1.5B with random weights, float32 masters, AdamW, bfloat16 compute, the same data in every step. Two
-runs in processes of their own: their losses and gradient norms must be the same numbers. A time is from an idle device to an idle device;
-"step" is ForwardBackward and OptimStep. Writes trainer_memory_gpu.json and prints a table. With --tiny it runs on a CPU, to try it out.
+One FSDP2 rank, shapes of Qwen2.5-1.5B with random weights, float32 masters, AdamW, bfloat16 compute, the same data in every step. The two
+runs have separate processes; their losses and gradient norms must be equal. Times are from an idle device to an idle device; "step" is
+ForwardBackward and OptimStep. Writes trainer_memory_gpu.json and prints a table. --tiny tries it on a CPU.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GB = 10**9
 
 
 def make_model(folder: Path, *, is_tiny: bool) -> None:
-    """A Hugging Face folder with random weights, in bfloat16."""
+    """Writes a Hugging Face folder with random weights, in bfloat16."""
     from transformers import AutoModelForCausalLM, Qwen2Config
 
     sizes = {
@@ -47,7 +47,7 @@ def make_model(folder: Path, *, is_tiny: bool) -> None:
 
 
 def train(model: Path, *, device: str, sleeps: bool) -> dict[str, Any]:
-    """Losses, gradient norms and seconds of NUM_STEPS steps, with a sleep of all tags between any two if asked."""
+    """Returns losses, gradient norms and seconds of NUM_STEPS steps; optionally all tags sleep between any two steps."""
     from tasuki.algorithms.loss_types import LossConfig
     from tasuki.trainer.backends.fsdp.mesh import start_mesh
     from tasuki.trainer.backends.fsdp.staying import TAGS
@@ -88,7 +88,7 @@ def train(model: Path, *, device: str, sleeps: bool) -> dict[str, Any]:
 
 
 def samples(vocab_size: int) -> list[Any]:
-    """Half of each is the prompt; log-probs and advantages are made up, and the same in every run."""
+    """Makes samples, half of each the prompt, with invented log-probs and advantages that are the same in every run."""
     from tasuki.v1.types_pb2 import TrainingSample
 
     random = torch.Generator().manual_seed(1)
@@ -108,7 +108,7 @@ def samples(vocab_size: int) -> list[Any]:
 
 
 def used_bytes(device: str) -> int:
-    """All that is taken of the device, by whomever; 0 on a CPU."""
+    """Bytes in use on the device, by any process; 0 on a CPU."""
     if device == "cpu":
         return 0
     free, total = torch.cuda.mem_get_info()
@@ -146,7 +146,7 @@ def table(awake: dict[str, Any], sleeper: dict[str, Any]) -> list[str]:
         ("pause of all tags", sleeper["pause_ms"]),
         ("resume of all tags", sleeper["resume_ms"]),
     ):
-        # The first of each takes pinned memory, compiles, warms up.
+        # The first time of each includes pinning memory, compilation and warm-up.
         low, median, high = statistics.quantiles(values[1:], n=4)
         lines.append(f"{name:24s} {median:9.1f} ms ({low:.1f}..{high:.1f}), first {values[0]:.1f}")
     tags = ", ".join(f"{tag} {num_bytes / GB:.2f} GB" for tag, num_bytes in sleeper["tag_bytes"].items())
@@ -182,7 +182,7 @@ def main() -> None:
 
 
 def compare(out: Path, *, device: str) -> None:
-    """Each part in a separate process, so that nothing else is on the device."""
+    """Runs each part in a separate process, alone on the device."""
     with tempfile.TemporaryDirectory() as folder:
         run_part("model", Path(folder), device)
         results = {part: run_part(part, Path(folder), device) for part in ("awake", "sleeper")}

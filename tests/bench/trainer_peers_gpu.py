@@ -1,14 +1,15 @@
 """Training steps beside torchtitan's and TRL's: `PYTHONPATH=FOLDER:$PYTHONPATH python -m tests.bench.trainer_peers_gpu [--ranks 2]
 [--preset qwen2.5-3b --ranks 1]`.
 
-FOLDER holds what tests/bench/step-peers-requirements.txt names. Qwen2.5's 7B shape, or 3B's on one GPU with as many bytes of state a GPU;
-random weights, float32 masters, bfloat16 compute, AdamW, clipping, the samples of `trainer_step_gpu`. First the sides try their settings
-below, in turn. The fastest of each side then runs again, --turns times. --limit-s bounds all of it: tries stop in time for the turns.
+FOLDER holds the packages of tests/bench/step-peers-requirements.txt. Qwen2.5's 7B shape, or 3B's on one GPU, which has as many bytes of
+state per GPU; random weights, float32 masters, bfloat16 compute, AdamW, clipping, the samples of `trainer_step_gpu`. First the sides try
+their settings below, in turn. The fastest of each side then runs again, --turns times. --limit-s bounds the total: tries stop in time for
+the turns.
 
-Prints a line of JSON a run, then a table, and writes trainer_peers_gpu.json after each run. --tiny tries it with tiny models on a CPU,
-without the settings that need a GPU; take --ranks 1 with it.
+Prints a line of JSON per run, then a table, and writes trainer_peers_gpu.json after each run. --tiny tries it with tiny models on a CPU,
+without the settings that need a GPU; use --ranks 1 with it.
 
-Each learns the second half of every sample: tasuki and TRL by a policy loss with log-probs and entropy, torchtitan by cross-entropy.
+Each side learns the second half of every sample: tasuki and TRL by a policy loss with log-probs and entropy, torchtitan by cross-entropy.
 torchtitan has tasuki's micro-batches. TRL makes its own, and pads them: `micro_batch_places` counts padding.
 """
 
@@ -76,10 +77,11 @@ TRIES: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
 }
-"""By preset and side: likely winners, and what keeps least, first. Ours are a case of `trainer_step_gpu` and trainer.compile. TRL's first
-setting has about as many places in a micro-batch as ours has tokens."""
+"""Settings by preset and side: likely winners first, then the one that keeps least. Ours are a case of `trainer_step_gpu` and the value of
+trainer.compile. TRL's first setting has about as many positions per micro-batch as ours has tokens.
+"""
 NUM_SURE = {OURS: 2}
-"""Tries of a side that run even if the turns then lack time; 1 of others. Ours: the fastest, and what keeps least."""
+"""Tries per side that run even if time for the turns then runs short; 1 for other sides. Ours: the fastest, and what keeps least."""
 _TOLD, _ABORT_S = 3000, 10.0
 """Last characters of a log in an error; seconds for a rank to print its stacks."""
 MODULES = {"torchtitan": "tests.bench.titan_step", "trl": "tests.bench.trl_step"}
@@ -87,7 +89,7 @@ MULTIPLE, GROUP = 128, 8
 
 
 def work_of(arguments: Namespace) -> dict[str, Any]:
-    """What a peer's rank is told."""
+    """Returns the arguments of a peer's rank."""
     device = "cpu" if arguments.tiny else "cuda"
     shape = layout_of(arguments.preset, gpu_bytes=1, device=device, num_ranks=1).model
     lengths = lengths_of(arguments.samples)
@@ -104,14 +106,14 @@ def work_of(arguments: Namespace) -> dict[str, Any]:
 
 
 def run_peer(side: str, settings: str, folder: Path, arguments: Namespace) -> dict[str, Any]:
-    """A process a rank. `error` has the last lines of one that cannot run, and the stacks of one that is too slow."""
+    """Runs one process per rank. `error` has the last lines of a rank that fails, and the stacks of one that is too slow."""
     shared = os.environ | {
         "WORLD_SIZE": str(arguments.ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
-        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",  # as torchtitan's run_train.sh sets
-        "HF_HUB_OFFLINE": "1",  # transformers and TRL would wait for a hub
-        "PYTHONFAULTHANDLER": "1",  # says where it was, when aborted
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",  # as in torchtitan's run_train.sh
+        "HF_HUB_OFFLINE": "1",  # transformers and TRL would wait for the hub
+        "PYTHONFAULTHANDLER": "1",  # prints the stacks on abort
     }
     options = [*settings.split(), *(["--device", "cpu"] if arguments.tiny else [])]
     command = [sys.executable, "-m", MODULES[side], str(folder / "work.json"), str(folder / "model"), *options]
@@ -139,7 +141,7 @@ def run_peer(side: str, settings: str, folder: Path, arguments: Namespace) -> di
 
 
 def last_lines(log: Path) -> str:
-    """Without the list of modules that follows the stacks."""
+    """Returns the end of a log, without the module list that follows the stacks."""
     return log.read_text(errors="replace").partition("\nExtension modules:")[0][-_TOLD:]
 
 
@@ -152,33 +154,33 @@ def run_ours(settings: str, folder: Path, arguments: Namespace) -> dict[str, Any
 
 
 def fastest(results: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """None when none ran."""
+    """Returns the fastest result; None if none ran."""
     ran = [result for result in results if "tokens_per_s" in result]
     return max(ran, key=lambda result: result["tokens_per_s"]) if ran else None
 
 
 def least(results: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """With the lowest peak of memory. None when none ran on a GPU."""
+    """Returns the result with the lowest peak memory; None if none ran on a GPU."""
     ran = [result for result in results if "allocated_bytes" in result]
     return min(ran, key=lambda result: result["allocated_bytes"]) if ran else None
 
 
 def taken(results: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The fastest try of each side that has one."""
+    """Returns the fastest try of each side that has one."""
     sides = dict.fromkeys(result["side"] for result in results)
     tries = {side: [each for each in results if each["side"] == side and not each["is_turn"]] for side in sides}
     return {side: best for side, of_side in tries.items() if (best := fastest(of_side)) is not None}
 
 
 def needed_s(results: Sequence[dict[str, Any]], *, turns: int) -> float:
-    """Seconds of another try, as long as the longest yet, and of the turns after it."""
+    """Seconds for another try, assumed as long as the longest so far, and for the turns after it."""
     return max((each["run_s"] for each in results), default=0.0) + turns * sum(
         each["run_s"] for each in taken(results).values()
     )
 
 
 def in_turn(tries: Mapping[str, Sequence[str]]) -> list[tuple[str, str]]:
-    """The first try of every side, then the second of every side, ...; a side and its settings."""
+    """Returns (side, settings): the first try of every side, then the second of every side, and so on."""
     rounds = zip_longest(*([(side, settings) for settings in of_side] for side, of_side in tries.items()))
     return [each for each in chain.from_iterable(rounds) if each is not None]
 
@@ -191,9 +193,9 @@ def measure(
     turns: int,
     deadline: float,
 ) -> list[dict[str, Any]]:
-    """Results of the sure tries, of as many others as leave time for the turns, and of the turns.
+    """Runs the sure tries, as many others as leave time for the turns, then the turns; returns all results.
 
-    run: of a side and settings. keep: gets all results after each. deadline: of time.monotonic().
+    run: takes a side and settings. keep: receives all results after each run. deadline: of time.monotonic().
     """
     results: list[dict[str, Any]] = []
 
@@ -216,7 +218,7 @@ def measure(
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
-    """Of each side: tokens/s a GPU of its fastest settings in every run, their peak of memory, and the lowest of all its settings."""
+    """Lists for each side: tokens/s per GPU of its fastest settings in every run with peak memory, and those with the lowest peak."""
     best, lines = taken(results), list[str]()
     for side, of_side in best.items():
         runs = [each for each in results if each["side"] == side and each["settings"] == of_side["settings"]]
@@ -230,7 +232,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
 
 
 def middle(results: Sequence[dict[str, Any]], best: Mapping[str, Any]) -> float:
-    """Median tokens/s of a side's settings, of their try and turns."""
+    """Median tokens/s of a side's settings, over their try and turns."""
     return statistics.median(
         each["tokens_per_s"]
         for each in results
@@ -239,7 +241,7 @@ def middle(results: Sequence[dict[str, Any]], best: Mapping[str, Any]) -> float:
 
 
 def memory(result: Mapping[str, Any]) -> str:
-    """Peak by torch's allocator, and what the driver says is taken after the steps."""
+    """Formats the peak of torch's allocator, and the driver's count after the steps."""
     if "allocated_bytes" not in result:
         return "no GPU"
     places = result.get("micro_batch_places")
@@ -277,7 +279,7 @@ def main() -> None:
     device = "cpu" if arguments.tiny else "cuda"
     if not arguments.tiny:
         require_gpus(arguments.ranks)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what runs is ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that running processes are ended
     of_preset = {side: tries for side, tries in TRIES[arguments.preset].items() if side in (OURS, *arguments.peers)}
     runnable = {
         side: [each for each in tries if not (arguments.tiny and any(part in each for part in ON_GPUS))][: arguments.tries]

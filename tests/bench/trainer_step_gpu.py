@@ -1,15 +1,15 @@
 """Training steps on GPUs: `python -m tests.bench.trainer_step_gpu [--out FOLDER] [--cases 0.5b 7b-lora] [--backends fa4] [--ranks 2]
 [--compile none blocks] [--profile]`.
 
-Qwen2.5's shapes, and one of Qwen3's with experts, with random weights, through the learner and FSDP2 as the service runs them: bfloat16
-compute, AdamW, packed samples of lognormal lengths (median 1,500, sigma 0.8, at most 8,192; seed fixed), the second half of each completion
-tokens. For each attention backend real tokens/s, MFU and peak memory (torch's and the driver's), of one GPU. --compile does so with each
-value of trainer.compile; the first step, which is not timed, then compiles. Prints a line of JSON a case and writes trainer_step_gpu.json.
---profile adds where the time of one more step goes, on rank 0. --tiny tries it with tiny models on a CPU.
+Shapes of Qwen2.5, and one of Qwen3 with experts, with random weights, through the learner and FSDP2 as the service runs them: bfloat16
+compute, AdamW, packed samples of lognormal lengths (median 1,500, sigma 0.8, at most 8,192; fixed seed). The second half of each sample is
+its completion. Reports for each attention backend: real tokens/s, MFU and peak memory (torch's and the driver's), per GPU. --compile
+repeats this for each value of trainer.compile; the untimed first step then compiles. Prints a line of JSON per case and writes
+trainer_step_gpu.json. --profile adds a breakdown of one more step's time on rank 0. --tiny tries it with tiny models on a CPU.
 
-FLOPs of a step: 6 a weight of the layers and token (4 with a frozen model, and 6 of the adapters'), as many a weight of the vocabulary
-projection and completion token, and 6 L^2 a head's element and layer for causal attention over L tokens. Of experts those count that a
-token chooses. Nothing recomputed counts. MFU is of 989 TFLOP/s.
+FLOPs of a step: 6 per weight of the layers and token (4 for a frozen model, plus 6 for the adapters). The vocabulary projection counts
+likewise, for completion tokens only. Causal attention over L tokens counts 6 L^2 per head element and layer. Of experts only those count
+that a token selects. Recomputation does not count. MFU is relative to 989 TFLOP/s.
 """
 
 from __future__ import annotations
@@ -73,21 +73,23 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "7b-lora": ("qwen2.5-7b", {"checkpointing": "none", "lora": {"rank": 32}}),
     "7b-lora-recomputed": ("qwen2.5-7b", {"checkpointing": "full", "lora": {"rank": 32}}),
 }
-"""Preset, and settings of [trainer]. "7b-long" has two samples of LONG tokens, on two ranks that share each,
-and "7b-tiled" the same, a rank each. "7b-group" has groups of
-GROUP samples of one prompt, a group a rank, and "7b-group-shared" computes each prompt once. "moe" is Qwen3-30B-A3B with 12 of its 48
-layers, which takes two GPUs; "moe-parallel" the same, whose ranks compute their own experts."""
+"""Preset, and settings of [trainer].
+
+"7b-long" has two samples of LONG tokens, shared by two ranks; "7b-tiled" has the same samples, one per rank. "7b-group" has groups of GROUP
+samples of one prompt, one group per rank; "7b-group-shared" computes each prompt once. "moe" is Qwen3-30B-A3B with 12 of its 48 layers,
+which takes two GPUs; in "moe-parallel" the ranks compute their own experts.
+"""
 PEAK_FLOPS = 989e12
 
 
 def lengths_of(num_samples: int) -> list[int]:
-    """Tokens that each sample puts into the model."""
+    """Input tokens of the model for each sample."""
     drawn = np.random.default_rng(SEED).lognormal(np.log(MEDIAN), SIGMA, num_samples)
     return np.clip(drawn, 16, LONGEST).astype(int).tolist()
 
 
 def step_flops(shape: ModelShape, lengths: list[int], *, lora_rank: int | None) -> float:
-    """See above."""
+    """FLOPs of one step, counted as the module's docstring says."""
     units = [shape.layer(index).values() for index in range(shape.num_layers)]
     matrices = [each for unit in units for each in unit if len(each) == 2]
     experts = [
@@ -123,7 +125,7 @@ def samples_of(lengths: list[int], vocab_size: int) -> Any:
 
 
 def group_of(seed: int, vocab_size: int, *, shrink: int) -> list[TrainingSample]:
-    """Samples of one prompt. shrink: divides both lengths."""
+    """Makes samples of one prompt. shrink: divisor of both lengths."""
     from tasuki.v1.types_pb2 import TrainingSample
 
     generator, num_completion = np.random.default_rng(seed), GROUP_COMPLETION // shrink
@@ -140,7 +142,7 @@ def group_of(seed: int, vocab_size: int, *, shrink: int) -> list[TrainingSample]
 
 
 def measure(case: str, folder: Path, backend: str, compiled: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Of one rank."""
+    """Measures one case in one rank."""
     from tasuki.algorithms.loss_types import LossConfig
     from tasuki.trainer.backends.fsdp.compiled_blocks import num_graphs
     from tasuki.trainer.backends.fsdp.mesh import start_mesh
@@ -179,7 +181,7 @@ def measure(case: str, folder: Path, backend: str, compiled: str, arguments: arg
 
     for _ in range(arguments.steps):
         started = time.perf_counter()
-        step()  # ends with the norm on the host, and the optimizer's step still runs
+        step()  # returns once the norm is on the host, while the optimizer's kernels still run
         if device == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - started)
@@ -222,7 +224,7 @@ def measure(case: str, folder: Path, backend: str, compiled: str, arguments: arg
 
 
 def profile(step: Callable[[], None], *, is_observed: bool) -> dict[str, Any] | None:
-    """Where the time of one more step goes on this rank. Every rank must call it."""
+    """Breakdown of the time of one more step on this rank. Every rank must call it."""
     if not is_observed:
         step()
         return None
@@ -238,7 +240,7 @@ def _options(arguments: argparse.Namespace) -> list[str]:
 
 
 def run_case(case: str, folder: Path, backend: str, compiled: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """A process a rank, on the model in `folder`. `error` has the last lines of one that cannot run."""
+    """Runs one process per rank, on the model in `folder`. `error` has the last lines of one that fails."""
     facts = {"case": case, "backend": backend, "compile": compiled}
     part = ["-m", "tests.bench.trainer_step_gpu", *_options(arguments), "--part", case, str(folder), backend, compiled]
     launch = [sys.executable, "-m", "tasuki.trainer.launch", "--num-ranks", str(arguments.ranks), "--", *part]
@@ -249,7 +251,7 @@ def run_case(case: str, folder: Path, backend: str, compiled: str, arguments: ar
         except subprocess.TimeoutExpired:
             return {**facts, "error": f"took more than {arguments.run_limit_s} s"}
         finally:
-            ran.terminate()  # and with it all ranks
+            ran.terminate()  # which ends all ranks
     answers = [line for line in said.splitlines() if line.startswith("RESULT ")]
     if ran.returncode or not answers:
         return {**facts, "error": complaint[-2000:]}
@@ -257,7 +259,7 @@ def run_case(case: str, folder: Path, backend: str, compiled: str, arguments: ar
 
 
 def run_preset(preset: str, cases: list[str], arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Each case, backend and way to compile, on one model."""
+    """Runs each case with each backend and value of trainer.compile, on one model."""
     device = "cpu" if arguments.tiny else "cuda"
     with tempfile.TemporaryDirectory() as folder:
         layout = layout_of(preset, gpu_bytes=1, device=device, num_ranks=arguments.ranks)

@@ -1,7 +1,7 @@
-"""The peer's side of `make bench`: GRPO by TRL's GRPOTrainer on a CPU. Runs in another environment (.bench-venv).
+"""Peer side of `make bench`: GRPO by TRL's GRPOTrainer on a CPU. Runs in another environment (.bench-venv).
 
 Prints one JSON object: seconds of each step and the mean reward of each. A step is everything between two `on_step_end` calls of the
-trainer: generation, rewards, advantages, forward, backward, optimizer. Start-up and the warm-up steps are not in it.
+trainer: generation, rewards, advantages, forward, backward, optimizer. Start-up and the warm-up steps are left out.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class StepClock(TrainerCallback):
 
 
 def batched(reward: Callable[..., float], rewards: list[float], *, fields: list[str]) -> Callable[..., list[float]]:
-    """TRL's form of a reward function: one call for a batch, the dataset's columns as lists. Keeps each batch's mean in `rewards`."""
+    """TRL's form of a reward function: one call per batch, with the dataset's columns as lists. Keeps each batch's mean in `rewards`."""
 
     def reward_batch(prompts: list[str], completions: list[str], **columns: list[Any]) -> list[float]:
         scores = [
@@ -60,7 +60,7 @@ def trainer_for(args: argparse.Namespace, clock: StepClock, rewards: list[float]
     config = GRPOConfig(
         output_dir=str(args.output.parent / "trl"),
         use_cpu=True,
-        bf16=False,  # the model's own dtype is the compute dtype; autocast on top is slower
+        bf16=False,  # compute in the model's own dtype; autocast on top is slower
         max_steps=args.warmup_steps + args.num_steps,
         per_device_train_batch_size=samples // args.num_micro_batches,
         gradient_accumulation_steps=args.num_micro_batches,

@@ -1,8 +1,7 @@
 """TRL's side of `trainer_peers_gpu`: steps of its GRPOTrainer on given completions, sharded by FSDP2 through accelerate.
 
-One rank; RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set. A single rank runs without sharding and without DDP.
-Generation is a `rollout_func` that answers at once. TRL pads the samples of a step to the longest. Prints RESULT and a JSON object on
-rank 0.
+Runs one rank; RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT must be set. A single rank runs without sharding and without DDP.
+Generation is a `rollout_func` that answers at once. TRL pads the samples of a step to the longest. Rank 0 prints RESULT and a JSON object.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class StepClock(TrainerCallback):
 
 
 def given(lengths: list[int], vocab_size: int) -> Any:
-    """A `rollout_func` that answers each call with samples of these lengths, the second half of each its completion."""
+    """Returns a `rollout_func` that answers each call with samples of these lengths; the second half of each is its completion."""
     generator = torch.Generator().manual_seed(sum(lengths))
     samples = [torch.randint(3, vocab_size, (length,), generator=generator).tolist() for length in lengths]
 
@@ -62,7 +61,7 @@ def given(lengths: list[int], vocab_size: int) -> Any:
 
 
 def tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
-    """One word a token; nobody reads the text."""
+    """Makes a tokenizer with one token per word; nobody reads the text."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = {f"t{index}": index for index in range(vocab_size)}
@@ -72,7 +71,7 @@ def tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
 
 
 def leave_ranks() -> None:
-    """Hides from accelerate that there are ranks: it would wrap even one in DDP, which copies all gradients."""
+    """Hides the ranks from accelerate, which would wrap even one in DDP and copy all gradients."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         del os.environ[name]
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
@@ -156,7 +155,7 @@ def main() -> None:
         result |= {"allocated_bytes": torch.cuda.max_memory_allocated(), "driver_bytes": total_bytes - free}
     if rank == 0:
         print("RESULT " + json.dumps(result), flush=True)
-    os._exit(0)  # skips what a process group does at its end
+    os._exit(0)  # skip the process group's shutdown
 
 
 if __name__ == "__main__":

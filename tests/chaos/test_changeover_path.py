@@ -1,4 +1,4 @@
-"""docs/changeover.md lists the files and functions that a changeover passes in a node. `make chaos`."""
+"""Files and functions in docs/changeover.md are those that a changeover of a node passes. `make chaos`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.bench.changeover_path import files_of, measured_paths
 from tests.changeover_page import written_counts, written_paths
 
 _INTERCEPTORS = "rpc/interceptors.py"
-"""Which the page names above its table: every call enters a server there."""
+"""File that the page names above its table: every call enters a server there."""
 
 
 @pytest.mark.timeout(600)
@@ -19,7 +19,7 @@ def test_the_page_has_the_functions_that_a_changeover_passes() -> None:
 
 
 def _table(functions: list[str]) -> list[tuple[str, str]]:
-    """As the table has them: a function within another one counts as that one, and each once."""
+    """Rows in the form of the table: a nested function counts as the outer one, and each function once."""
     rows = [
         (file, name.partition(".<locals>")[0].rpartition(".")[2]) for file, _, name in (one.partition(":") for one in functions)
     ]

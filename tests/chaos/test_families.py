@@ -1,6 +1,6 @@
-"""Every family generates, after a sync, with the log-probs that transformers gives its samples. Part of `make chaos`.
+"""Every family's samples after a sync have the log-probs that transformers computes. Part of `make chaos`.
 
-An engine is started for each, on a CPU, in float32.
+One engine per family starts on a CPU, in float32.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.integration.rollout_process import (
 )
 from tests.models import CONFIGS, make_model, save_checkpoint
 
-# SGLang's attention on a CPU caps no logits: rollout refuses to serve it there (tests/unit/test_rollout_model.py).
+# SGLang's attention on a CPU does not cap logits, so rollout refuses to serve it there (tests/unit/test_rollout_model.py).
 NEEDS_GPU = {"gemma2"}
 
 

@@ -1,4 +1,4 @@
-"""A thousand changeovers leave a node as large as a hundred did. Part of `make chaos`."""
+"""A node is as large after a thousand changeovers as after a hundred. Part of `make chaos`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.conftest import RunningNode
 from tests.footprint import MIB, change_over, footprints, growth
 
 WARM_UP, IN_A_ROW = 100, 1000
-# What gates and coordinator remember of commands, up to a number that is reached on the way, and the allocators' slack.
+# Room for the allocators' slack and for commands that gates and coordinator remember, whose number is bounded.
 MAX_GROWTH_BYTES = 12 * MIB
 
 

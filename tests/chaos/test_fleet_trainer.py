@@ -1,4 +1,4 @@
-"""Trainers over nodes in the ways that take longer: adapters, a critic, three nodes from two nodes' checkpoint, two network namespaces."""
+"""Trainers over nodes, the slower cases: adapters, a critic, three nodes from two nodes' checkpoint, two network namespaces."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def samples_of(step: int, *, seed: int | None = None) -> list[TrainingSample]:
 async def test_two_nodes_of_two_ranks_learn_as_one_rank(tmp_path: Path, model: Path, extra: str) -> None:
     if extra == EXPERTS:
         model = save_checkpoint(make_model("qwen3_moe", seed=3, num_experts=6), tmp_path / "model")
-    # One rank has all experts.
+    # A single rank holds all experts.
     alone = start_trainer(tmp_path / "alone", model, num_ranks=1, settings=SETTINGS + extra.removeprefix(EXPERTS))
     try:
         with nodes_of(tmp_path, model, num_nodes=2, num_ranks=2, settings=SETTINGS + extra) as nodes:
@@ -117,7 +117,7 @@ async def test_gradients_alone_cross_the_link_between_two_namespaces(tmp_path: P
                     in_between = sent_bytes(here)
                     await fleet.optim_step()
                     at_end = sent_bytes(here)
-                    # Two nodes: each sends the bytes of its gradients once; frames and acknowledgements add a few percent.
+                    # With two nodes each sends its gradients once; frames and acknowledgements add a few percent.
                     assert 4 * num_parameters < at_end - in_between < 4 * num_parameters * 1.25
                     assert in_between - at_start < 0.02 * 4 * num_parameters
                 subprocess.run(["ip", "link", "set", here, "down"], check=True)

@@ -1,4 +1,4 @@
-"""Every process struck in every stage, by SIGKILL and by SIGSTOP. `make chaos`; takes half an hour and writes what it saw."""
+"""Every process struck in every stage, by SIGKILL and by SIGSTOP. `make chaos`; takes half an hour and writes a report."""
 
 from __future__ import annotations
 

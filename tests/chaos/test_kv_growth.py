@@ -1,4 +1,4 @@
-"""A whole node whose KV cache grows: the same samples as before, also when its engine is struck while it grows or shrinks."""
+"""A node with a growing KV cache: the same samples as before, even if its engine is struck while the cache grows or shrinks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _KV_TOKENS = (128 * MIB) // (2 * 2 * 2 * 16 * 2)
 _BUDGET = 224 * MIB
 _PROGRESS_S = 20
 _MANY = SamplingParams(max_new_tokens=240, stop_token_ids=tuple(range(VOCAB_SIZE)))
-"""As 500 samples may need a quarter of the cache, until they end with their first token."""
+"""Samples that end with their first token, but for which 500 requests reserve a quarter of the cache."""
 
 
 @pytest.fixture(scope="module")
@@ -60,13 +60,13 @@ def growing() -> Iterator[RunningNode]:
 
 
 def mapped_bytes(node: RunningNode) -> tuple[int, int]:
-    """Of the KV cache, and the whole of it."""
+    """Returns the mapped and the total bytes of the KV cache."""
     (cache,) = [tag for tag in usage(node, "rollout").tags if tag.tag == types_pb2.MEMORY_TAG_KV_CACHE]
     return cache.mapped_bytes, cache.total_bytes
 
 
 def grow(node: RunningNode, client: Client) -> None:
-    """Has the cache grow as 500 long samples need it."""
+    """Grows the cache by 500 requests for long samples."""
     least, total = mapped_bytes(node)
     assert len(client.generate([[5, 6]], _MANY, num_samples=500)) == 500
     grown, _ = mapped_bytes(node)
@@ -79,13 +79,13 @@ def state(node: RunningNode) -> rollout_pb2.GetRolloutStateResponse:
 
 
 def generate_long(node: RunningNode) -> None:
-    """Samples that DRAIN has to wait for; they are lost with their engine."""
+    """Generates samples for which DRAIN has to wait; they are lost with their engine."""
     with Client(state_dir=node.state_dir) as client, suppress(TasukiError):
         client.generate([[5, 6]], SamplingParams(max_new_tokens=240, ignore_eos=True), num_samples=16)
 
 
 def greedy_again(chaos: ChaosNode) -> list[list[int]]:
-    """Once an engine that was struck is back."""
+    """Returns greedy samples once a struck engine is back."""
     deadline = time.monotonic() + 240
     while True:
         try:
@@ -109,14 +109,14 @@ def test_changeovers_with_a_cache_that_grows_keep_weights_and_samples(growing: R
             assert chaos.greedy() == tokens
         grow(growing, client)
         assert free(growing) + held(growing) == pool_bytes(_BUDGET)
-        # What left behind OFFLOAD's answer was copied whole.
+        # Everything that left behind OFFLOAD's answer was copied in full.
         assert {tag.leaves_later for tag in usage(growing, "trainer").tags} == {True, False}
         client.acquire(Phase.TRAIN)
         assert chaos.log_probs() == chaos.learned
 
 
 def state_bytes(node: RunningNode) -> int:
-    """Of the trainer's weights and optimizer on the device."""
+    """Bytes of the trainer's weights and optimizer on the device."""
     return sum(tag.mapped_bytes for tag in usage(node, "trainer").tags if tag.leaves_later)
 
 
@@ -193,7 +193,7 @@ def has_restarted(node: RunningNode, boot_id: str) -> bool:
 
 
 def wait_for_restart(node: RunningNode, boot_id: str) -> float:
-    """Seconds until the trainer is back by itself, while rollout serves and nobody asks the trainer for anything."""
+    """Waits until the trainer has restarted by itself while rollout serves; returns the seconds."""
     started = time.monotonic()
     while not has_restarted(node, boot_id):
         assert time.monotonic() - started < limit_s(90.0)
@@ -204,7 +204,7 @@ def wait_for_restart(node: RunningNode, boot_id: str) -> float:
 @pytest.mark.parametrize("action", [Action.KILL, Action.STOP, Action.HANG])
 @pytest.mark.parametrize("point", ["leave", "leave.done"])
 def test_a_trainer_that_is_struck_while_its_state_leaves_comes_back(growing: RunningNode, point: str, action: Action) -> None:
-    """Behind OFFLOAD, where no command waits for it: one that hangs is found by the progress of its copies."""
+    """Strikes the trainer behind OFFLOAD, where no command waits for it; a hang is detected by the progress of its copies."""
     with Client(state_dir=growing.state_dir, timeout_s=240) as client:
         chaos = ChaosNode(growing, client)
         client.acquire(Phase.TRAIN)
@@ -226,7 +226,7 @@ def test_a_trainer_that_is_struck_while_its_state_leaves_comes_back(growing: Run
 
 
 def end_last_samples(node: RunningNode, client: Client) -> threading.Thread:
-    """Generates a batch of which only long samples are left when this returns: the cache shrinks, and room is offered."""
+    """Generates a batch and returns while only long samples of it still run: the cache shrinks, and room is offered."""
     generating = threading.Thread(target=generate_long, args=(node,))
     generating.start()
     while state(node).num_running == 0:
@@ -243,7 +243,7 @@ def wait_until_state_is(node: RunningNode, num_bytes: int) -> None:
 
 
 def serve_without_state(chaos: ChaosNode) -> list[list[int]]:
-    """Trains a step and brings the node to ROLLOUT, where the trainer's state leaves. Returns greedy samples."""
+    """Trains a step and brings the node to ROLLOUT, from which the trainer's state then leaves. Returns greedy samples."""
     chaos.client.acquire(Phase.TRAIN)
     chaos.step()
     chaos.client.acquire(Phase.ROLLOUT)
@@ -319,7 +319,7 @@ def test_a_trainer_that_is_struck_as_its_content_returns_comes_back(growing: Run
 @pytest.mark.parametrize("action", [Action.KILL, Action.STOP, Action.HANG])
 @pytest.mark.parametrize("point", ["grow_cache", "grow_cache.mapped", "grow_cache.done"])
 def test_an_engine_that_is_struck_while_its_cache_grows_comes_back(growing: RunningNode, point: str, action: Action) -> None:
-    """Its pulse tells one that is stopped, its progress one that hangs; the client makes the samples again."""
+    """A stopped engine is detected by its pulse, a hanging one by its progress; the client repeats the samples."""
     with Client(state_dir=growing.state_dir, timeout_s=240) as client:
         chaos = ChaosNode(growing, client)
         client.acquire(Phase.ROLLOUT)
@@ -338,7 +338,7 @@ def test_an_engine_that_is_struck_while_its_cache_grows_comes_back(growing: Runn
 def test_an_engine_that_is_struck_while_its_last_samples_end_makes_them_again(
     growing: RunningNode, point: str, action: Action
 ) -> None:
-    """Before DRAIN; nothing of the cache is lost to the pool, and the trainer finds its room."""
+    """Strikes before DRAIN; the pool loses nothing of the cache, and the trainer finds its room."""
     with Client(state_dir=growing.state_dir, timeout_s=240) as client:
         chaos = ChaosNode(growing, client)
         chaos.step()

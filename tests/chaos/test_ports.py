@@ -1,4 +1,4 @@
-"""A whole node on ports: a client trains there while a million mutated messages and hundreds of slow connections come. `make chaos`."""
+"""A node on ports: a client trains there under a million mutated messages and hundreds of slow connections. `make chaos`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ METHODS = {
 
 @dataclass(frozen=True)
 class PortedNode:
-    """A running node, the ports of its services, and the folder of the certificates."""
+    """A running node, the ports of its services, and the folder of its certificates."""
 
     node: RunningNode
     ports: dict[str, int]
@@ -65,7 +65,7 @@ def ported(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PortedNode]:
 
 
 def processes(state_dir: Path) -> set[str]:
-    """Name and pid of each that lives."""
+    """Names of the living processes' pulses, which contain role and pid."""
     return {pulse.name for pulse in pulse_dir(state_dir).iterdir()}
 
 
@@ -78,7 +78,7 @@ def train_one_step(client: Client) -> None:
 
 @contextmanager
 def unharmed(ported: PortedNode) -> Iterator[None]:
-    """No process of the node ends or is restarted in the block, and it trains afterwards."""
+    """Checks that no process of the node ends or restarts in the block, and that the node trains afterwards."""
     log = log_path(ported.node.state_dir, "supervisor")
     before, lines = processes(ported.node.state_dir), len(log.read_text().splitlines())
     yield
@@ -106,7 +106,7 @@ def test_a_million_mutated_messages(ported: PortedNode) -> None:
         for phase in (Phase.TRAIN, Phase.ROLLOUT):
             for service in METHODS:
                 client.acquire(phase)
-                # Each in a process of its own: grpcio calls back into event loops that have ended, which crashes.
+                # In separate processes: grpcio calls back into event loops that have ended, and crashes.
                 with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as attacker:
                     attacked = attacker.submit(attack, ported.target(service), ported.certs, service, seed=len(codes))
                     codes[f"{service} in {phase}"] = attacked.result()
@@ -140,7 +140,7 @@ def test_slow_connections_are_closed_while_a_client_trains(ported: PortedNode) -
 
 
 def test_new_certificates_under_garbage_and_load(ported: PortedNode) -> None:
-    """What crashes a server that hands grpc a certificate at every connection, or swaps one without a pause (grpc/grpc#36693)."""
+    """Guards against grpc/grpc#36693: a server crashes if it replaces a certificate at every connection, or without a pause."""
     stopped = threading.Event()
 
     def send_garbage() -> None:
@@ -151,7 +151,7 @@ def test_new_certificates_under_garbage_and_load(ported: PortedNode) -> None:
                         connection.sendall(os.urandom(50))
                 except OSError:
                     pass
-            time.sleep(0.002)  # the machine is the node's, too
+            time.sleep(0.002)  # leave the node some of the machine's CPU
 
     async def load() -> int:
         num_calls = 0
@@ -175,12 +175,12 @@ def test_new_certificates_under_garbage_and_load(ported: PortedNode) -> None:
             for thread in (*senders, rotating):
                 thread.join()
         assert num_calls > ROTATE_S
-    for service in SERVICES:  # not a line for each of the strangers
+    for service in SERVICES:  # no log line per stranger
         assert "Handshake failed" not in log_path(ported.node.state_dir, service).read_text()
 
 
 def rotate(certs: Path, stopped: threading.Event) -> None:
-    """New certificates of the same authority twice a second, for a while; then ends the test."""
+    """Issues new certificates of the same authority twice a second; ends the test after a while."""
     ends = time.monotonic() + ROTATE_S
     while time.monotonic() < ends and not stopped.is_set():
         make_certs(certs)

@@ -1,4 +1,4 @@
-"""PPO with a critic on the demo's task: trainer ranks that are killed in the middle of updates change no figure of the run."""
+"""PPO with a critic on the demo's task: killing trainer ranks in the middle of updates changes no figure of the run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SETTINGS = [
     f"train.eval_every={NUM_STEPS}",
     "train.save_every=4",
 ]
-# Rank by the step in whose updates it is killed: before the first checkpoint, and after one.
+# Rank to kill, by the step whose updates it is killed in: before the first checkpoint, and after one.
 KILLS = {2: 1, 6: 0}
 LIMIT_S = 800.0
 
@@ -63,7 +63,7 @@ def _kill_in_update(output: Path, process: subprocess.Popen[str], *, step: int, 
 
 
 def _figures(output: Path) -> list[dict[str, Any]]:
-    """Of every step, without its durations."""
+    """Figures of every step, without durations."""
     steps = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     return [{name: value for name, value in step.items() if name not in ("seconds", "stage_seconds")} for step in steps]
 

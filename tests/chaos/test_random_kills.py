@@ -36,7 +36,7 @@ from tests.sockets import process_tree
 SEED = int(os.environ.get("TASUKI_STRIKES_SEED") or random.SystemRandom().randrange(2**31))
 NUM_ROUNDS = 250
 STEP_EVERY, GROW_EVERY, LOOK_EVERY, AUDIT_EVERY, SAVE_EVERY = 8, 5, 2, 25, 80
-# 32 MiB of KV cache: 2 layers, keys and values, 2 heads of 16, bfloat16. It grows into all of it only once the trainer's state has left.
+# 32 MiB of KV cache: 2 layers, keys and values, 2 heads of 16, bfloat16. It can grow fully only after the trainer's state has left.
 _KV_TOKENS = (32 * MIB) // (2 * 2 * 2 * 16 * 2)
 _BUDGET = 40 * MIB
 _SETTINGS = (
@@ -46,12 +46,12 @@ _SETTINGS = (
     f"rollout.kv_tokens={_KV_TOKENS}",
     "trainer.compute_dtype=float32",
     "restart.progress_s=20",
-    # Pauses before a restart double within it.
+    # Pauses before a restart double within this window.
     "restart.window_s=20",
 )
 _MANY = SamplingParams(max_new_tokens=240, temperature=0.0, stop_token_ids=tuple(range(VOCAB_SIZE)))
 _NUM_MANY = 1200
-"""May need more than the whole cache, until they end with their first token."""
+"""Samples that end with their first token, but may need more than the whole cache until then."""
 _SETTLED = 3
 _REPORT = Path("runs/chaos/random_kills.json")
 
@@ -67,7 +67,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """What `tasuki down` leaves: the state folder's files, and its report."""
+    """Remains of a node after `tasuki down`: files of the state folder, and its report."""
 
     files: frozenset[str]
     report: dict[str, Any]
@@ -80,12 +80,12 @@ def chaos_node() -> Iterator[ChaosNode]:
 
 
 def many(chaos: ChaosNode) -> list[list[int]]:
-    """Samples for which the cache grows."""
+    """Generates samples for which the cache grows."""
     return [sample.token_ids.tolist() for sample in chaos.client.generate([[5, 6]], _MANY, num_samples=_NUM_MANY)]
 
 
 def undisturbed(*, num_steps: int) -> tuple[list[Outcome], Ended]:
-    """By policy version."""
+    """Returns the outcomes of a run without strikes, by policy version, and the remains of its node."""
     outcomes: list[Outcome] = []
     with chaos_node() as chaos:
         client = chaos.client
@@ -101,7 +101,7 @@ def undisturbed(*, num_steps: int) -> tuple[list[Outcome], Ended]:
 
 
 def end(node: RunningNode) -> Ended:
-    """Stops the node in order. Nothing of it runs, and its sockets are gone."""
+    """Stops the node in order; checks that no process and no socket is left."""
     supervisor = holder(node.state_dir, name=NODE_LOCK)
     assert supervisor is not None
     pids = [*process_tree(supervisor), psutil.Process(supervisor).ppid()]
@@ -111,19 +111,19 @@ def end(node: RunningNode) -> Ended:
     assert [pid for pid in pids if is_alive(pid)] == []
     assert not socket_folder(node.state_dir).exists()
     files = {str(path.relative_to(node.state_dir)) for path in node.state_dir.rglob("*") if path.is_file()}
-    # Of services that were restarted.
+    # Files of restarted services do not count.
     kept = {name for name in files if ".old" not in name and not name.startswith("stalls/")}
     return Ended(frozenset(kept), json.loads(exit_path(node.state_dir).read_text()))
 
 
 class Rounds:
-    """There and back, again and again; every result is that of the undisturbed run."""
+    """Repeated round trips of a node; every result must equal the undisturbed run's."""
 
     def __init__(self, chaos: ChaosNode, striker: Striker, outcomes: Sequence[Outcome]) -> None:
         self._chaos, self._striker, self._outcomes = chaos, striker, outcomes
         self.version = self.num_changeovers = 0
         self.history: dict[str, list[Footprint]] = defaultdict(list)
-        """By what a process runs and its pid, in TRAIN; the client is one of them."""
+        """Footprints in TRAIN by program and pid, including the client's."""
 
     def make(self, number: int) -> None:
         self._striker.begin(number)
@@ -140,7 +140,7 @@ class Rounds:
             for name, one in (footprints(self._chaos.node) | {"client": footprint(psutil.Process())}).items():
                 self.history[name].append(one)
         if number % AUDIT_EVERY == AUDIT_EVERY - 1:
-            # Again and again, since only the last logs of a service are kept.
+            # Audited repeatedly, since only the last logs of a service are kept.
             assert_clean_audit(self._chaos.node.state_dir)
 
     def _acquire(self, phase: Phase) -> None:
@@ -168,7 +168,7 @@ class Rounds:
 
 
 def leaks(history: Mapping[str, Sequence[Footprint]]) -> dict[str, str]:
-    """Of processes that lived long enough: descriptors or shared memory that are always more in the end than in the beginning."""
+    """Returns processes whose last counts of descriptors or shared memory all exceed the first ones; short-lived ones are left out."""
     found: dict[str, str] = {}
     for name, seen in settled(history).items():
         for size in ("num_fds", "memfd_bytes", "shm_bytes"):
@@ -179,12 +179,12 @@ def leaks(history: Mapping[str, Sequence[Footprint]]) -> dict[str, str]:
 
 
 def settled(history: Mapping[str, Sequence[Footprint]]) -> dict[str, Sequence[Footprint]]:
-    """Without the first looks, of processes that were seen often enough."""
+    """Returns the histories of processes seen often enough, without their first samples."""
     return {name: seen[_SETTLED:] for name, seen in history.items() if len(seen) >= 3 * _SETTLED}
 
 
 def left_in_shared_memory(before: set[Path]) -> set[Path]:
-    """Files that were not there before, and that no process has mapped."""
+    """Returns the files that are new and that no process has mapped."""
     return shared_memory() - before - shared_memory_of(psutil.pids())
 
 
@@ -221,7 +221,7 @@ def counted(names: Iterable[str]) -> dict[str, int]:
 
 
 def kinds_of(node: RunningNode) -> Counter[str]:
-    """How many processes run what."""
+    """Counts the processes by program."""
     return Counter(name.split()[0] for name in footprints(node))
 
 

@@ -1,4 +1,4 @@
-"""A supervised run of a whole node against plain training by transformers, also when its client and its node were lost."""
+"""A supervised run of a whole node against plain training in transformers, even after losing its client and its node."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ pytestmark = pytest.mark.timeout(900)
 LEARNING_RATE, EPS, WEIGHT_DECAY, MAX_GRAD_NORM = 1e-2, 1e-3, 0.01, 0.5
 SAMPLES_PER_STEP, NUM_STEPS, NUM_MORE = 4, 7, 2
 START_S = 420
-# Sums over two ranks and packed batches are rounded otherwise than one model's over padded ones.
+# Sums over two ranks and packed batches round differently from one model's over padded batches.
 TOLERANCE = 2e-5
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What each step of a plain training comes to, and the held-out loss before the first and after every step."""
+    """Figures of each step of a plain training, and the held-out loss before the first and after every step."""
 
     losses: list[float]
     grad_norms: list[float]
@@ -43,7 +43,7 @@ class Figures:
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """With a model, data, and a node's configuration. Not pytest's own folder: a unix socket's path must be short."""
+    """Folder with a model, data, and a node's configuration. Not pytest's own folder: the path of a unix socket must be short."""
     folder = Path(tempfile.mkdtemp(prefix="tasuki-"))
     model = save_checkpoint(make_model("qwen2", seed=0), folder / "model")
     words = ["ab", "bcd", "cde", "defg", "e", "fgh", "ghij", "hi", "ijk", "jklm"]
@@ -98,7 +98,7 @@ def test_a_run_is_plain_training_also_when_its_client_and_then_its_node_were_los
     for name in ("curve.png", "model/config.json"):
         assert (folder / "run" / name).exists()
 
-    # From a checkpoint, on a node that begins from its model.
+    # Continues from a checkpoint, on a node that starts from its model.
     assert tasuki("down", folder / "node.toml", timeout_s=60).returncode == 0
     longer = _train(folder, "--resume", "--set", f"sft.num_steps={NUM_STEPS + NUM_MORE}")
     assert longer.returncode == 0, longer.stdout
@@ -109,7 +109,7 @@ def test_a_run_is_plain_training_also_when_its_client_and_then_its_node_were_los
 
 
 def _train(folder: Path, *options: str, kill_at: str | None = None) -> subprocess.CompletedProcess[str]:
-    """kill_at: the start of the line at which the client is killed."""
+    """kill_at: start of the line at which the client is killed."""
     argv = [sys.executable, "-m", "tasuki.cli", "train", str(folder / "node.toml"), *options]
     lines: list[str] = []
     with subprocess.Popen(argv, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
@@ -130,7 +130,7 @@ def _check_figures(folder: Path, expected: Figures, *, num_steps: int) -> None:
     for step in steps:
         number = step["step"]
         assert step["policy_version"] == number
-        assert "RESUME_KV" not in step["stage_seconds"]  # rollout was not asked for
+        assert "RESUME_KV" not in step["stage_seconds"]  # no rollout was requested
         if number not in lost:
             assert step["metrics"]["eval/loss"] == pytest.approx(expected.held_out[number], abs=TOLERANCE)
         if number not in lost and number < num_steps:
@@ -139,7 +139,7 @@ def _check_figures(folder: Path, expected: Figures, *, num_steps: int) -> None:
 
 
 def _plain_training(folder: Path, *, num_steps: int) -> Figures:
-    """The same rows in the same order, one model in one process, one sample at a time, torch's AdamW."""
+    """Trains on the same rows in the same order: one model in one process, one sample at a time, torch's AdamW."""
     tokenizer = ModelTokenizer(folder / "model")
     samples, eval_samples = (read_sft_jsonl(folder / f"{name}.jsonl", tokenizer, max_tokens=16) for name in ("train", "eval"))
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)

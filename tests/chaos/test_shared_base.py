@@ -1,4 +1,4 @@
-"""A whole node whose trainer and engine read one copy of the model below the adapters: each of them is killed, and finds it again."""
+"""A node whose trainer and engine share one copy of the model below the adapters: each is killed, and finds it again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.conftest import RunningNode, started_node
 from tests.e2e.test_residency import round_bytes, tags
 
 pytestmark = pytest.mark.timeout(600)
-# By number of ranks: two cannot share what the engine pads, on a CPU also other MLPs.
+# Sizes by number of ranks: two cannot share tensors that the engine pads, which on a CPU includes other MLPs.
 _SIZES: dict[int, dict[str, int]] = {1: {}, 2: {"vocab_size": 128, "intermediate_size": 128}}
 
 
@@ -37,7 +37,7 @@ def sharing(request: pytest.FixtureRequest) -> Iterator[Sharing]:
 
 
 def bases_of(chaos: ChaosNode, *, num_ranks: int) -> list[frozenset[int]]:
-    """Chunks that each rank's two processes read."""
+    """Chunks that the trainer rank and the engine rank both read, for each rank."""
     bases: list[frozenset[int]] = []
     for rank in range(num_ranks):
         (trainer,), (engine,) = chaos.pids(f"trainer{rank}"), chaos.pids(f"scheduler{rank}")
@@ -47,7 +47,7 @@ def bases_of(chaos: ChaosNode, *, num_ranks: int) -> list[frozenset[int]]:
 
 
 def weight_bytes(sizes: Sequence[types_pb2.TagUsage]) -> list[int]:
-    """Of every rank."""
+    """Mapped bytes of the weights, for every rank."""
     return [tag.mapped_bytes for tag in sorted(sizes, key=lambda tag: tag.rank) if tag.tag == types_pb2.MEMORY_TAG_WEIGHTS]
 
 
@@ -75,7 +75,7 @@ def test_samples_and_steps_are_those_of_two_copies(sharing: Sharing) -> None:
 @pytest.mark.parametrize("phase", Phase)
 @pytest.mark.parametrize("service", ["trainer", "rollout"])
 def test_a_service_that_is_killed_reads_the_same_memory_again(sharing: Sharing, service: str, phase: Phase) -> None:
-    # Of one rank the front, of two the last rank.
+    # With one rank the front is killed, with two the last rank.
     process = service if sharing.num_ranks == 1 else {"trainer": "trainer1", "rollout": "scheduler1"}[service]
     with Client(state_dir=sharing.node.state_dir, timeout_s=240) as client:
         chaos = ChaosNode(sharing.node, client)

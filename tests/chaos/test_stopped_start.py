@@ -1,4 +1,4 @@
-"""A scheduler that is stopped while the engine starts after a kill, in a whole node with a client that waits for it."""
+"""A scheduler stopped while the engine restarts after a kill, in a node whose client waits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.chaos_node import ChaosNode
 from tests.conftest import RunningNode
 from tests.limits import limit_s
 
-# Far below the client's ten minutes for a call. Two starts of the engine, and `stall_s` between them.
+# Far below the client's ten minutes for a call: two starts of the engine, and `stall_s` between them.
 RECOVERED_WITHIN_S = limit_s(300.0)
 STARTED_WITHIN_S = limit_s(60.0)
 
@@ -46,7 +46,7 @@ def test_a_scheduler_stopped_while_the_engine_starts_after_a_kill_is_replaced(no
 
 
 def started_scheduler(chaos: ChaosNode, *, other_than: int) -> int:
-    """The scheduler's process of the next start, as soon as it has a pulse, which is long before it serves."""
+    """Returns the scheduler of the next start, as soon as it has a pulse, long before it serves."""
     deadline = time.monotonic() + STARTED_WITHIN_S
     while time.monotonic() < deadline:
         found = [pid for pid in chaos.pids("scheduler0") if pid != other_than]

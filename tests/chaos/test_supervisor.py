@@ -1,4 +1,4 @@
-"""A whole node whose supervisor is killed: nothing of it stays, and it can be resumed where it was."""
+"""A node whose supervisor is killed: nothing of it is left, and the node can be resumed from its state."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_node_whose_supervisor_was_killed_leaves_nothing_behind_and_can_be_res
 
 
 def processes_of(state_dir: Path) -> set[int]:
-    """Every process that has something of the node's on its command line, or a parent that has."""
+    """Processes with the node's state folder on their command line, and their descendants."""
     found: set[int] = set()
     parents = {}
     for entry in Path("/proc").iterdir():

@@ -1,4 +1,4 @@
-"""Every command of docs/deploy.md as it is written, in its order, on Docker with a tiny model on a CPU. `make containers`."""
+"""Every command of docs/deploy.md as written, in its order, on Docker with a tiny model on a CPU. `make containers`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.models import make_model, save_checkpoint
 
 PAGE = (ROOT / "docs" / "deploy.md").read_text()
 DEPLOY = ROOT / "deploy"
-# They never end; a while is enough to see that they show something.
+# They never end; a while is enough to see that they print something.
 ENDLESS = ("tasuki watch", "tail -F")
 ENDLESS_S = 30
-# They show nothing, or not always.
+# They print nothing, or not always.
 SILENT = ("--detach", " rm ", " stop ", "cat >")
-# What a command must show, beside the exit status 0.
+# Text that a command must print, beside the exit status 0.
 SHOWN = {
     "tasuki doctor": " 0 fail",
     "tasuki plan": "It fits.",
@@ -48,7 +48,7 @@ pytestmark = pytest.mark.timeout(3600)
 
 
 def commands_of(page: str) -> list[str]:
-    """Of the page's shell blocks, one string each, with continued lines joined."""
+    """Returns the commands of the page's shell blocks, with continued lines joined."""
     blocks = re.findall(r"^```sh\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     lines = "".join(blocks).replace("\\\n", " ").splitlines()
     return [line for line in lines if line and not line.startswith("cd ")]
@@ -63,7 +63,7 @@ def answers(*command: str) -> bool:
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Of the commands: folders with a configuration and a model in place of the page's."""
+    """Environment of the commands: folders with a configuration and a model replace the page's."""
     if not answers("docker", "compose", "version") or not answers("docker", "info"):
         pytest.skip("no Docker with Compose answers")
     if not answers("docker", "image", "inspect", os.environ.get("BASE", "")):
@@ -95,7 +95,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def compose(environment: dict[str, str], command: str, *, limit_s: float = 300) -> str:
-    """Output of `docker compose COMMAND`. Fails the test if it fails."""
+    """Runs `docker compose COMMAND` and returns its output. Fails the test if it fails."""
     argv = ["docker", "compose", *shlex.split(command)]
     done = subprocess.run(argv, cwd=DEPLOY, env=environment, capture_output=True, text=True, timeout=limit_s, check=False)
     assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
@@ -104,7 +104,7 @@ def compose(environment: dict[str, str], command: str, *, limit_s: float = 300) 
 
 @pytest.fixture
 def removed(environment: dict[str, str]) -> Iterator[None]:
-    """Removes all that the page's commands leave."""
+    """Removes everything that the page's commands leave behind."""
     yield
     compose(environment, "--profile '*' down --volumes")
     for left in ("lab", "first"):
@@ -115,7 +115,7 @@ def removed(environment: dict[str, str]) -> Iterator[None]:
 def test_every_command_of_the_page_works(environment: dict[str, str]) -> None:
     for command in commands_of(PAGE):
         is_endless = any(part in command for part in ENDLESS)
-        # Users have a terminal, which `docker compose exec` asks for.
+        # `docker compose exec` asks for a terminal, which users have.
         typed = f"timeout {ENDLESS_S} {command}" if is_endless else command
         argv = ["script", "--quiet", "--return", "--command", typed, "/dev/null"]
         done = subprocess.run(argv, cwd=DEPLOY, env=environment, capture_output=True, text=True, timeout=1500, check=False)
@@ -125,7 +125,7 @@ def test_every_command_of_the_page_works(environment: dict[str, str]) -> None:
             assert part not in command or shown in done.stdout, f"{command}\n{done.stdout}"
 
 
-# The supervisor and its guard, with which all of the node and the container end.
+# Kills the supervisor and its guard, with which the node and the container end.
 STRIKE = """import os
 for pid in filter(str.isdigit, os.listdir("/proc")):
     if int(pid) != os.getpid() and b"tasuki.supervisor" in open(f"/proc/{pid}/cmdline", "rb").read():
@@ -142,7 +142,7 @@ def test_a_node_that_is_killed_starts_again_and_the_dashboard_shows_it(environme
     compose(environment, "--profile dashboard up --build --detach --wait", limit_s=1500)
 
     def epoch() -> int | None:
-        """Of the node that the dashboard sees; None while there is none."""
+        """Returns the epoch of the node as the dashboard sees it; None while there is none."""
         seen = json.loads(compose(environment, f"exec -T dashboard python3 -c {shlex.quote(ASK)}"))
         return int(seen["node"]["epoch"]) if seen["is_live"] else None
 

@@ -1,4 +1,4 @@
-"""docs/algorithms.md has every algorithm as its preset is, every loss, and every metric that a step of the loop reports."""
+"""docs/algorithms.md lists every algorithm with its preset, every loss, and every metric that a step of the loop reports."""
 
 from __future__ import annotations
 

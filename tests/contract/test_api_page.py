@@ -1,4 +1,4 @@
-"""docs/api.md is what the client's signatures and docstrings say, and they say enough."""
+"""docs/api.md is generated from the client's signatures and docstrings, and every public name has one."""
 
 from __future__ import annotations
 

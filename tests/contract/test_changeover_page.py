@@ -1,4 +1,4 @@
-"""docs/changeover.md names files and functions that exist. Whether a changeover passes them, `make chaos` measures."""
+"""docs/changeover.md names files and functions that exist. `make chaos` checks that a changeover passes them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_the_files_of_the_path_have_its_functions() -> None:
 
 
 def test_the_counts_are_those_of_the_table() -> None:
-    """With the interceptor, which is above the table, and its two functions; the trainer's Pause has one within it."""
+    """The counts include the interceptor above the table with its two functions, and a function nested in the trainer's Pause."""
     within = {"OFFLOAD": 1, "PAUSE_KV": 0}
     assert written_counts() == {
         stage: (len({file for file, _ in path}) + 1, len(path) + 2 + within[stage]) for stage, path in written_paths().items()

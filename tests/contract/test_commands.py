@@ -1,4 +1,4 @@
-"""Commands of README.md and docs/: each is one that there is, with arguments that it takes."""
+"""Commands of README.md and docs/ exist and take the given arguments."""
 
 from __future__ import annotations
 

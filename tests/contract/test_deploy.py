@@ -1,4 +1,4 @@
-"""deploy/: what compose.yaml and the Dockerfile name exists, and fits the rest of the repository. Needs no docker."""
+"""deploy/: names in compose.yaml and the Dockerfile exist and fit the rest of the repository. Needs no Docker."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COMMANDS = {
 
 
 def folders_of(service: str) -> dict[str, str]:
-    """Folder in the container -> what is mounted there when no variable is set."""
+    """Returns mounts by folder in the container, as they are when no variable is set."""
     mounts = (re.fullmatch(r"(?:\$\{\w+:-([^}]+)\}|(\w+)):([^:]+)(?::ro)?", text) for text in SERVICES[service]["volumes"])
     return {mount[3]: mount[1] or mount[2] for mount in mounts if mount}
 

@@ -1,4 +1,4 @@
-"""docs/grpc.md names everything that a caller can meet, docs/config.md everything that a node can be told, docs/models.md every family."""
+"""Reference pages are complete: docs/grpc.md on errors and calls, docs/config.md on settings, docs/models.md on families."""
 
 from __future__ import annotations
 

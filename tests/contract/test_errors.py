@@ -1,4 +1,4 @@
-"""The error table, both ways: what a service raises is what its caller catches."""
+"""The error table, both ways: a caller catches the error that a service raises."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tasuki.wire.errors import InternalError, InvalidArgument, TasukiError, from
 
 
 class FailedCall(grpc.RpcError):
-    """What a client's stub raises for a status."""
+    """Error that a client's stub raises for a status."""
 
     def __init__(self, status: grpc.Status) -> None:
         self._status = status

@@ -1,4 +1,4 @@
-"""deploy/slurm and deploy/kubernetes: what they name exists, and a scheduler would take them. Needs no cluster."""
+"""deploy/slurm and deploy/kubernetes: the names in them exist, and a scheduler would accept them. Needs no cluster."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SBATCH = DEPLOY / "slurm" / "fleet.sbatch"
 SCRIPT = SBATCH.read_text()
 CRDS = sorted((Path(__file__).parents[2] / ".tools").glob("jobset-*.yaml"))
 JOB_SET: dict[str, Any] = yaml.safe_load((DEPLOY / "kubernetes" / "jobset.yaml").read_text())
-# What jobset.x-k8s.io/v1alpha2 and batch/v1 know of what we use; {} where anything goes below.
+# The fields of jobset.x-k8s.io/v1alpha2 and batch/v1 that we use; {} accepts anything below.
 SCHEMA: dict[str, Any] = {
     "apiVersion": str,
     "kind": str,
@@ -79,7 +79,7 @@ SCHEMA: dict[str, Any] = {
 
 
 def problems(value: Any, schema: Any, path: str = "") -> list[str]:
-    """Keys that the schema does not have, and values of another type."""
+    """Returns keys that the schema lacks, and values of another type."""
     if isinstance(schema, dict):
         if not isinstance(value, dict):
             return [f"{path} is no table"]
@@ -102,7 +102,7 @@ def container(name: str) -> dict[str, Any]:
 
 
 def environment(name: str, labels: dict[str, str]) -> dict[str, str]:
-    """Of a pod with these labels."""
+    """Returns the environment of a pod with these labels."""
 
     def value(entry: dict[str, Any]) -> str:
         if "value" in entry:
@@ -113,7 +113,7 @@ def environment(name: str, labels: dict[str, str]) -> dict[str, str]:
 
 
 def commands_of(text: str) -> list[list[str]]:
-    """Every call of tasuki in a script, as words."""
+    """Returns every call of tasuki in a script, as words."""
     found = re.findall(r"(?:^|[\s;&|(])tasuki ([^\n;&|>)]*)", text)
     return [
         shlex.split(re.sub(r'"\$config"|/config/node.toml', "node.toml", each).replace('"$grace_s"', "90")) for each in found
@@ -130,7 +130,7 @@ def test_the_job_set_is_one_that_the_api_takes() -> None:
 
 
 def strict(schema: Any) -> Any:
-    """The schema of a Kubernetes API as a server reads it that refuses unknown fields."""
+    """Returns a Kubernetes API's schema as used by a server that refuses unknown fields."""
     if isinstance(schema, list):
         return [strict(one) for one in schema]
     if not isinstance(schema, dict):
@@ -153,7 +153,7 @@ def test_the_job_set_fits_the_schema_of_its_api() -> None:
     wrong = yaml.safe_load((DEPLOY / "kubernetes" / "jobset.yaml").read_text())
     wrong["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["restartpolicy"] = "Never"
     wrong["spec"]["failurePolicy"]["maxRestarts"] = "8"
-    # One mapping for the leader and the workers: a key in it is wrong twice.
+    # The leader and the workers share one mapping, so a wrong key in it counts twice.
     assert len({error.message for error in validator.iter_errors(wrong)}) == 2
 
 

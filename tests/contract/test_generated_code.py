@@ -1,4 +1,4 @@
-"""The committed code in protos/tasuki/v1 is what the pinned generator makes of the .proto files."""
+"""The committed code in protos/tasuki/v1 equals the output of the pinned generator for the .proto files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`pip install tasuki` is light: client, command line and coordinator import and run where torch does not exist."""
+"""`pip install tasuki` is light: client, command line and coordinator import and run without torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LIGHT = [
     "algorithms", "v1", "wire", "config", "planner", "models", "rpc", "coordinator", "fleet", "supervisor", "runs", "cli", "client",
 ]  # fmt: skip
 
-# Imports every module of the packages given as arguments; an import of a heavy one raises as if it were not installed.
+# Imports every module of the packages given as arguments; importing a heavy one raises as if it were not installed.
 IMPORT_ALL = """
 import importlib, pkgutil, sys
 

@@ -23,7 +23,7 @@ DASHBOARD: dict[str, Any] = json.loads((ROOT / "deploy/grafana/tasuki.json").rea
 QUERIES = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
 LEGENDS = [(target["expr"], target["legendFormat"]) for panel in DASHBOARD["panels"] for target in panel["targets"]]
 BY_NAME = {metric.name: metric for metric in ALL}
-# Added by Prometheus, and where all services meet.
+# Labels added by Prometheus, and the one with which all services share a metric.
 EVERYWHERE = {"instance", "job", "service"}
 
 

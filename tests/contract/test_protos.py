@@ -1,4 +1,4 @@
-"""Rules of tasuki.v1 that buf has no word for."""
+"""Rules of tasuki.v1 that buf cannot express."""
 
 from __future__ import annotations
 
@@ -63,19 +63,19 @@ def test_mutating_rpc_comment_names_its_errors(name: str) -> None:
     assert re.search(r"Errors: .*[A-Z_]+", RPCS[name][1], re.DOTALL)
 
 
-# The store's calls are those of torch.distributed's own, which have no identity; a rank makes each once.
+# The store's calls are torch.distributed's, without an identity; a rank makes each once.
 @pytest.mark.parametrize(
     "name", [name for name in RPCS if not READS.match(name.partition("/")[2]) and not name.startswith("RankStoreService/")]
 )
 def test_mutating_request_can_be_recognized_when_repeated(name: str) -> None:
     request = messages()[RPCS[name][0].input_type]
     fields = list(request.field)
-    if fields[0].name == "header":  # a stream's first message
+    if fields[0].name == "header":  # first message of a stream
         fields = list(messages()[fields[0].type_name].field)
-    if name.startswith("FleetService/"):  # a node is known by its start
+    if name.startswith("FleetService/"):  # a node is identified by its start
         assert {"boot_id", "node"} & {field.name for field in fields}
         return
-    # The coordinator gives out epochs and sequences, so its own callers name their intent only.
+    # The coordinator assigns epochs and sequences, so its callers only name their intent.
     wanted = ("request_id", "") if name.startswith("CoordinatorService/") else ("command", ".tasuki.v1.CommandId")
     assert wanted in [(field.name, field.type_name) for field in fields]
 

@@ -1,4 +1,4 @@
-"""The names that users write. A change here is a change for them: it wants a line in CHANGELOG.md."""
+"""Public names of the client. A change here is a change for users and needs a line in CHANGELOG.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/trainer.md has the tables that the planner makes."""
+"""docs/trainer.md has the tables that the planner prints."""
 
 from __future__ import annotations
 

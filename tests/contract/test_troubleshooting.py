@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md has an answer for every reason that an error can have, under the meaning that docs/grpc.md gives too."""
+"""docs/troubleshooting.md has a section for every error reason, under the meaning that docs/grpc.md gives too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Benches and GPU tests import what exists: nothing of them runs where there is no GPU, and Pyright does not look up names in tests."""
+"""Benchmarks and GPU tests import existing names: without a GPU none of them runs, and Pyright does not check names in tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FILES = sorted([*(ROOT / "tests/bench").glob("*.py"), *(ROOT / "tests/gpu").glob
 
 
 def source_of(module: str) -> Path | None:
-    """None for a module that is generated, or not ours."""
+    """Returns the module's file; None for a generated or third-party module."""
     for root in ROOTS:
         path = root.joinpath(*module.split("."))
         for file in (path.with_suffix(".py"), path / "__init__.py"):

@@ -1,4 +1,4 @@
-"""The wheel: what is in it, and that it works alone in a clean environment with nothing but its base dependencies."""
+"""The wheel: its content, and that it works alone in a clean environment with only its base dependencies."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_base_dependencies_are_light(wheel: Path) -> None:
 
 @pytest.fixture(scope="module")
 def clean_python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A new environment with the wheel and its locked base dependencies, out of uv's cache that `make` filled."""
+    """Makes an environment with the wheel and its locked base dependencies, from uv's cache, which `make` has filled."""
     if not UV.exists():
         pytest.skip("no .uv/bin/uv; `make setup` puts it there")
     venv = tmp_path_factory.mktemp("clean") / "venv"

@@ -1,4 +1,4 @@
-"""Docstrings, comments and documents are plain technical English: none has a wording that is hard to read."""
+"""Docstrings, comments and documents are plain technical English, without wordings that are hard to read."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ _DOCUMENTS = (
     "csrc/**/*.h",
     "csrc/**/*.cpp",
 )
-_EVERYWHERE = re.compile(r"\banew\b|\bstands\b|\bby hand\b|\bails\b|\bmeets what\b|\bthat which\b", re.IGNORECASE)
-_IN_PRODUCT = re.compile(rf"{_EVERYWHERE.pattern}|(?<!instead )\bof its own\b", re.IGNORECASE)
+_IN_DOCUMENTS = re.compile(r"\banew\b|\bstands\b|\bby hand\b|\bails\b|\bmeets what\b|\bthat which\b", re.IGNORECASE)
+_IN_CODE = re.compile(rf"{_IN_DOCUMENTS.pattern}|(?<!instead )\bof its own\b", re.IGNORECASE)
 _NAMES = re.compile(r"(?:^|_)(?:anew|stands|by_hand|let_go|withhold|withheld)(?:_|$)")
 _OPENING = re.compile(r"(?:Also|As|By|Has|Its|Of|Ours|So|Such|That|Theirs|Those|What|Which|Who|Whose)\b")
 
 
-def test_docstrings_and_comments_of_the_product_have_no_unclear_wording() -> None:
-    paths = _python(*_PRODUCT)
-    found = [f"{path.relative_to(_ROOT)}:{finding}" for path in paths for finding in _product_findings(path)]
+@pytest.mark.parametrize("folders", [_PRODUCT, ("tests", "tools")], ids="-".join)
+def test_docstrings_and_comments_have_no_unclear_wording(folders: tuple[str, ...]) -> None:
+    paths = _python(*folders)
+    found = [f"{path.relative_to(_ROOT)}:{finding}" for path in paths for finding in _code_findings(path)]
     assert len(paths) > 200
     assert not found, "\n".join(found)
 
 
-def test_tests_and_tools_have_no_unclear_wording() -> None:
-    paths = [path for path in _python("tests", "tools") if path != Path(__file__)]
-    found = [f"{path.relative_to(_ROOT)}:{finding}" for path in paths for finding in _test_findings(path)]
-    assert len(paths) > 200
+def test_tests_and_tools_have_no_unclear_names() -> None:
+    paths = _python("tests", "tools")
+    found = [f"{path.relative_to(_ROOT)}:{finding}" for path in paths for finding in _name_findings(path)]
     assert not found, "\n".join(found)
 
 
@@ -64,12 +64,12 @@ def test_documents_protos_and_native_code_have_no_unclear_wording(pattern: str) 
 def test_unclear_wording_is_found(source: str, tmp_path: Path) -> None:
     path = tmp_path / "source.py"
     path.write_text(source)
-    assert len(list(_product_findings(path))) == 1
+    assert len(list(_code_findings(path))) == 1
 
 
-def test_unclear_wording_of_tests_and_documents_is_found(tmp_path: Path) -> None:
-    (tmp_path / "test.py").write_text('def test_a_stage_by_hand() -> None:\n    """Of a node that stands."""\n')
-    assert len(list(_test_findings(tmp_path / "test.py"))) == 2
+def test_unclear_names_and_wording_of_documents_are_found(tmp_path: Path) -> None:
+    (tmp_path / "test.py").write_text("def test_a_stage_by_hand() -> None: ...\n")
+    assert list(_name_findings(tmp_path / "test.py")) == ["1: rename test_a_stage_by_hand"]
     (tmp_path / "page.md").write_text("Files are written\nby\nhand.\n")
     assert list(_document_findings(tmp_path / "page.md")) == ["2: rewrite the sentence with 'by hand'"]
 
@@ -79,34 +79,29 @@ def _python(*folders: str) -> list[Path]:
     return [path for path in paths if "_pb2" not in path.name and "node_modules" not in path.parts]
 
 
-def _product_findings(path: Path) -> Iterator[str]:
+def _code_findings(path: Path) -> Iterator[str]:
     for line, text in _docstrings(path):
         if _OPENING.match(text):
             yield f"{line}: a docstring opens with {text.split()[0]!r}; begin with a verb or a noun phrase"
-    yield from _unclear(path, _IN_PRODUCT)
+    for line, text in (*_docstrings(path), *_comments(path)):
+        for match in _IN_CODE.finditer(" ".join(text.split())):
+            yield f"{line}: rewrite the sentence with {match.group()!r}"
 
 
-def _test_findings(path: Path) -> Iterator[str]:
-    yield from _unclear(path, _EVERYWHERE)
+def _name_findings(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and _NAMES.search(node.name):
             yield f"{node.lineno}: rename {node.name}"
 
 
-def _unclear(path: Path, words: re.Pattern[str]) -> Iterator[str]:
-    for line, text in (*_docstrings(path), *_comments(path)):
-        for match in words.finditer(" ".join(text.split())):
-            yield f"{line}: rewrite the sentence with {match.group()!r}"
-
-
 def _document_findings(path: Path) -> Iterator[str]:
     text = re.sub(r"\s", " ", path.read_text())
-    for match in _EVERYWHERE.finditer(text):
+    for match in _IN_DOCUMENTS.finditer(text):
         yield f"{path.read_text()[: match.start()].count(chr(10)) + 1}: rewrite the sentence with {match.group()!r}"
 
 
 def _docstrings(path: Path) -> Iterator[tuple[int, str]]:
-    """Every string that is a statement: those of modules, classes and functions, and those behind fields."""
+    """Yields every string statement: docstrings of modules, classes and functions, and strings below fields."""
     for node in ast.walk(ast.parse(path.read_bytes())):
         match node:
             case ast.Expr(value=ast.Constant(value=str(text))):

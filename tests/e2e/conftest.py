@@ -1,4 +1,4 @@
-"""A second node that the session shares, with all that the first one leaves out."""
+"""A second node shared by the session, with everything that the first one leaves out."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def roomy(lab: Path) -> Iterator[RunningNode]:
-    """With a critic, and room for everything at once, whatever else the machine does: nothing leaves at a changeover.
+    """A node with a critic, and room for everything at once, whatever the machine's load: nothing leaves at a changeover.
 
     Its services listen on ports with TLS and tokens, its metrics, with SGLang's, on a plain one.
     """

@@ -48,7 +48,7 @@ def save_tokenizer(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that has learned the answers of a quarter of the held-out sums, so that scores are neither 0 nor 1."""
+    """A model that has learned a quarter of the held-out sums, so that scores are neither 0 nor 1."""
     folder = tmp_path_factory.mktemp("taught")
     subprocess.run([sys.executable, EXAMPLE / "make_task.py", folder], env=ENVIRONMENT, check=True, timeout=60)
     rows = [json.loads(line) for line in (folder / "eval.jsonl").read_text().splitlines()][:NUM_TAUGHT]
@@ -71,7 +71,7 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def finished(taught: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Folder and output of the script."""
+    """Output folder and text of the finished script."""
     output = tmp_path_factory.mktemp("runs") / "arithmetic"
     settings = [part for override in QUICK for part in ("--set", override)]
     command = [sys.executable, EXAMPLE / "run.py", "--model", taught, "--output", output, *settings]
@@ -90,7 +90,7 @@ def test_the_script_trains_and_the_exported_model_scores_the_same_in_transformer
     assert scored == pytest.approx(after, abs=0.03)
     summary = json.loads((output / "summary.json").read_text())
     assert summary["steps"] == 2
-    assert summary["policy_version"] >= 1  # a step whose groups all have equal rewards has no update
+    assert summary["policy_version"] >= 1  # a step makes no update if the rewards of every group are equal
 
 
 @only_whole
@@ -107,7 +107,7 @@ def test_a_model_that_scores_otherwise_in_transformers_is_an_error(finished: tup
 
 
 def test_the_notebook_runs_on_a_node(node: RunningNode, tmp_path: Path) -> None:
-    """Every cell in order, as a kernel would, with other parameters."""
+    """Runs every cell in order, as a kernel would, with other parameters."""
     subprocess.run([sys.executable, EXAMPLE / "make_task.py", tmp_path], env=ENVIRONMENT, check=True, timeout=60)
     save_tokenizer(tmp_path / "model")
     parameters = f"""

@@ -1,4 +1,4 @@
-"""The demo as a user runs it, only shorter: interrupted and resumed, what it shows, what it leaves, and that nothing of it goes on."""
+"""A shortened demo, run as a user would: interrupted and resumed; its output, its files, and that no process of it is left."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _demo(output: Path, *overrides: str) -> subprocess.Popen[str]:
 
 
 def _processes_of(output: Path) -> dict[int, str]:
-    """Command lines by pid of what the run started: processes with its mark in their environment, or its logs open."""
+    """Command lines by pid of the run's processes: those with its mark in their environment, or its logs open."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -70,42 +70,42 @@ def _processes_of(output: Path) -> dict[int, str]:
             if is_ours or any(name.startswith(str(output)) for name in names):
                 found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
-            continue  # ended while we looked
+            continue  # ended in the meantime
     return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interrupted:
-    """A demo that got a Ctrl-C in its fifth step."""
+    """A demo interrupted by Ctrl-C in its fifth step."""
 
     exit_code: int
     seconds: float
-    """From the Ctrl-C to its end."""
+    """Seconds from the Ctrl-C to its end."""
     text: str
     processes: dict[int, str]
     shared_memory: list[str]
-    """Files of the run that are left."""
+    """Files of the run left in shared memory."""
     has_sockets: bool
     has_torch: bool
-    """While it trained, in the process of the command."""
+    """Whether the command's own process had loaded torch while it trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A short demo that was interrupted and then resumed to its end."""
+    """A short demo, interrupted and then resumed to its end."""
 
     output: Path
     interrupted: Interrupted
     resumed: subprocess.CompletedProcess[str]
     scraped: str
-    """The last answer of the node's metrics."""
+    """Last complete answer of the node's metrics."""
     spans: list[ReceivedSpan]
-    """Of the resumed part."""
+    """Spans of the resumed part."""
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, unused_tcp_port_factory: Callable[[], int]) -> Run:
-    """With all that an operator can switch on."""
+    """Runs the demo with all of an operator's options."""
     output, port = tmp_path_factory.mktemp("runs") / "demo", unused_tcp_port_factory()
     seen = [f"metrics.listen=127.0.0.1:{port}", 'track.to=["tensorboard"]', "rollout.engine.chunked_prefill_size=2048"]
     with receiving() as receiver:
@@ -128,7 +128,7 @@ def _run(output: Path, port: int, overrides: Sequence[str], receiver: Receiver) 
         ended.set()
         scraper.join()
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
-    # The last one before services began to stop: without them their figures are missing.
+    # The last answer before services stopped: afterwards their figures are missing.
     scraped = max(reversed(answers), key=lambda text: text.count("# TYPE "))
     return Run(output=output, interrupted=interrupted, resumed=resumed, scraped=scraped, spans=receiver.spans)
 
@@ -148,7 +148,7 @@ def _interrupted(output: Path, overrides: Sequence[str]) -> Interrupted:
             if line.startswith("step   1"):
                 shared = shared_memory(list(_processes_of(output)))
                 maps = Path(f"/proc/{process.pid}/maps").read_text()
-            if line.startswith(f"step {SAVE_EVERY:>3}"):  # one more than is saved
+            if line.startswith(f"step {SAVE_EVERY:>3}"):  # one step more than is saved
                 break
         os.killpg(process.pid, signal.SIGINT)
         started = time.monotonic()
@@ -189,7 +189,7 @@ def test_the_summary_has_the_figures_and_the_score_has_risen(run: Run):
     assert summary["eval_score_before"] < 0.5
     assert summary["eval_score_after"] > summary["eval_score_before"] + 0.2
     assert summary["policy_version"] == summary["steps"] == NUM_STEPS
-    # There and back for each step, and there and back for the last evaluation and the export.
+    # Two for each step, and two for the last evaluation and the export.
     assert summary["changeovers"] == 2 * (NUM_STEPS + 1)
     assert 0 < summary["log_prob_gap_max"] < 1e-3  # both compute in float32
     assert summary["seed"] == 0
@@ -213,7 +213,7 @@ def test_metrics_have_every_part_and_every_stage_of_a_step(run: Run):
     parts = {"to_rollout", "generate", "reward", "to_train", "ref_log_probs", "forward_backward", "optim_step", "write_samples"}
     assert parts <= steps[1]["seconds"].keys()
     assert len(steps[1]["stage_seconds"]) == 9
-    # The first samples come from the reference itself, whose weights are those of the policy.
+    # The first samples come from the reference itself: the policy still has its weights.
     assert steps[0]["metrics"]["ref_kl"] == pytest.approx(0, abs=1e-6)
     assert steps[-2]["metrics"]["ref_kl"] > 1e-3
     assert steps[0]["policy_version"] == 0
@@ -242,7 +242,7 @@ def test_nothing_of_the_demo_goes_on(run: Run):
 def test_a_scrape_of_the_running_node_has_every_metric_and_no_other(run: Run):
     families = {family.name: family for family in text_string_to_metric_families(run.scraped)}
     names = {f"{name}_total" if family.type == "counter" else name for name, family in families.items()}
-    # Nothing goes on behind a stage of this node.
+    # Nothing moves behind a stage on this node.
     pending = {"tasuki_memory_pending_bytes"}
     assert {name for name in names if not name.startswith("grpc_server_")} == {metric.name for metric in ALL} - pending
 

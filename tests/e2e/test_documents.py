@@ -43,8 +43,8 @@ def test_first_client_program_of_the_page_works(page: str, node: RunningNode) ->
 
 @pytest.fixture
 def own_work() -> Iterator[Path]:
-    """A folder with what the README has a user bring: configuration, rewards, data and a model."""
-    folder = Path(tempfile.mkdtemp(prefix="tasuki-"))  # a unix socket's path must be short
+    """Folder with everything that the README expects of a user: configuration, rewards, data and a model."""
+    folder = Path(tempfile.mkdtemp(prefix="tasuki-"))  # the path of a unix socket must be short
     page = (ROOT / "README.md").read_text()
     (folder / "node.toml").write_text(block_of(page, "toml", "state_dir"))
     (folder / "rewards.py").write_text(block_of(page, "python", "def exact"))
@@ -62,7 +62,7 @@ def block_of(page: str, language: str, containing: str) -> str:
 
 @pytest.mark.skipif(not IS_WHOLE, reason="starts a node and trains on it by the README alone: in `.ci/run` and `make chaos`")
 @pytest.mark.timeout(1800)
-def test_commands_of_the_readme_work_as_they_stand(own_work: Path) -> None:
+def test_commands_of_the_readme_work_as_written(own_work: Path) -> None:
     environment = {**ENVIRONMENT, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{ENVIRONMENT['PATH']}"}
     activate, *lines = block_of((ROOT / "README.md").read_text(), "sh", "tasuki up").splitlines()
     assert activate == "source .venv/bin/activate"

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.timeout(600)
 def test_sglangs_metrics_follow_what_is_generated(roomy: RunningNode) -> None:
     before, made = tokens_counted(roomy, num_samples=3)
     ours, of_front = [old + made for old in before[:2]]
-    # The rank counts each sample's first token elsewhere.
+    # The rank counts each sample's first token in another metric.
     wait_for(lambda: page(roomy).tokens() == [ours, of_front, before[2] + made - 3])
     shown = page(roomy).samples
     assert shown.keys() >= {"sglang:num_queue_reqs", "sglang:gen_throughput", "sglang:e2e_request_latency_seconds_bucket"}
@@ -33,5 +33,5 @@ def test_samples_of_a_prompt_compute_it_once(roomy: RunningNode) -> None:
         before = cached_tokens()
         client.generate(prompts, SamplingParams(max_new_tokens=2), num_samples=5)
         client.acquire(Phase.TRAIN)
-    # The last token is always computed: its logits are needed.
+    # The last token is always computed, since its logits are needed.
     wait_for(lambda: cached_tokens() == before + 2 * 4 * 63)

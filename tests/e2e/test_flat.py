@@ -20,7 +20,7 @@ def test_thirty_changeovers_leave_no_descriptor_and_no_shared_memory(node: Runni
         for _ in range(NUM_LOOKS):
             if max(one.num_fds for one in grown.values()) <= 0:
                 break
-            time.sleep(0.2)  # a file is open for a moment
+            time.sleep(0.2)  # a file may be open for a moment
             grown = growth(before, footprints(node))
     assert len(grown) >= 6  # supervisor, coordinator, launcher, two ranks, rollout, its engine rank
     for name, one in grown.items():

@@ -31,7 +31,7 @@ def test_restarted_trainer_reads_the_copy_which_down_removes_after_kills() -> No
         assert _model_path_of_next_trainer(node, killed=trainer) == str(node.model)
         supervisor = holder(node.state_dir, name=NODE_LOCK)
         assert supervisor
-        node.up.send_signal(signal.SIGSTOP)  # it would do as `tasuki down` does
+        node.up.send_signal(signal.SIGSTOP)  # as in `tasuki down`
         for pid in (parent_and_state(supervisor)[0], supervisor, node.up.pid):
             os.kill(pid, signal.SIGKILL)
         node.up.wait(_LIMIT_S)

@@ -100,7 +100,7 @@ def test_stage_out_of_order_is_refused_by_coordinator_trainer_and_rollout_and_ev
     def command(name: str) -> CommandId:
         return CommandId(epoch=epoch + 1000, sequence=1_000_000, request_id=f"out of order {name} {time.time()}")
 
-    # Whoever shows an epoch is a coordinator to a service, until the next one does.
+    # A service takes whoever shows an epoch for a coordinator, until the next one does.
     trainer_state = trainer_pb2.GetTrainerStateRequest(epoch=epoch + 1000)
     TrainerServiceStub(channels["trainer"]).GetTrainerState(trainer_state, timeout=LIMIT_S)
     rollout_state = rollout_pb2.GetRolloutStateRequest(epoch=epoch + 1000)

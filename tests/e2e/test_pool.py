@@ -35,7 +35,7 @@ def pooled() -> Iterator[RunningNode]:
 
 
 def assert_seconds_are_told(node: RunningNode) -> None:
-    """By `tasuki up`, `tasuki state` and the services' logs alike."""
+    """Checks that `tasuki up`, `tasuki state` and the services' logs report the same start-up seconds."""
     up = (node.config.parent / "up.log").read_text()
     state = tasuki("state", node.config, timeout_s=60).stdout
     for service, parts in {"trainer": ("imports", "model", "memory"), "rollout": ("imports", "weights", "engine")}.items():
@@ -55,7 +55,7 @@ def usage(node: RunningNode, service: str) -> memory_pb2.GetUsageResponse:
 
 
 def held(node: RunningNode) -> int:
-    """By the tags of both services, in whole chunks."""
+    """Bytes held by the tags of both services, in whole chunks."""
     tags = [tag for service in ("trainer", "rollout") for tag in usage(node, service).tags]
     return sum(tag.mapped_bytes + tag.kept_bytes for tag in tags)
 

@@ -1,4 +1,4 @@
-"""PPO through a whole node: a critic, several mini-batches, dynamic sampling; a run after another, and one whose client was killed."""
+"""PPO through a whole node: a critic, several mini-batches, dynamic sampling; two runs in sequence, and one whose client was killed."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_client_that_was_killed_between_two_updates_is_resumed_to_the_end(trai
     assert [step["step"] for step in steps] == list(range(CRITIC_STEPS + 1))
     assert all(later["policy_version"] == step["policy_version"] + step["num_policy_steps"] for step, later in pairwise(steps))
     assert 0 <= steps[1]["num_policy_steps"] <= 4
-    if steps[1]["mean_reward"] is None:  # at least one update was made: the step counts, with its place in the data
+    if steps[1]["mean_reward"] is None:  # at least one update was made: the step counts, with its position in the data
         assert steps[1]["position"] == begun["position"]
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["policy_version"] == steps[-1]["policy_version"]

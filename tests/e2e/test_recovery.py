@@ -1,4 +1,4 @@
-"""A node whose processes are killed or stopped in the middle of a changeover: nobody has to help it. All cells: make chaos."""
+"""A node whose processes are killed or stopped in the middle of a changeover recovers by itself. `make chaos` runs all cases."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.extent import IS_WHOLE
 from tests.limits import limit_s
 
 pytestmark = pytest.mark.timeout(300)
-# A killed process is noticed at once, one that is stopped after restart.stall_s without a pulse.
+# A killed process is noticed at once, a stopped one after restart.stall_s without a pulse.
 NOTICED_S = {signal.SIGKILL: limit_s(3.0), signal.SIGSTOP: limit_s(12.0)}
 
 

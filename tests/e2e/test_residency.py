@@ -1,4 +1,4 @@
-"""What stays over a changeover, on whole nodes: stages that move nothing, lost services, and a budget that lets only some of it stay."""
+"""Tags that stay over a changeover of a whole node: stages that move nothing, lost services, and a budget that holds only some of them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def tags(node: RunningNode) -> dict[str, Sequence[types_pb2.TagUsage]]:
 
 
 def round_bytes(client: Client) -> dict[str, int]:
-    """What every stage of a round moved."""
+    """Bytes that every stage of a round trip moved."""
     events = [*client.acquire(Phase.ROLLOUT), *client.acquire(Phase.TRAIN)]
     return {str(event.stage): event.num_bytes for event in events if event.stage and event.status == "DONE"}
 
@@ -44,7 +44,7 @@ def round_bytes(client: Client) -> dict[str, int]:
 def test_where_everything_stays_every_stage_is_written_down_and_moves_nothing(roomy: RunningNode) -> None:
     with Client(state_dir=roomy.state_dir) as client:
         client.acquire(Phase.TRAIN)
-        round_bytes(client)  # makes what is published
+        round_bytes(client)  # allocates the published weights
         moved = round_bytes(client)
         assert {stage for stage, size in moved.items() if size} == _MOVED_BY_SYNC and len(moved) == 9
         assert [len(one.stages) for one in client.changeovers(limit=4)] == [4, 5] * 2

@@ -1,4 +1,4 @@
-"""A training run whose client was killed, resumed on the node that goes on without it."""
+"""A training run whose client was killed, resumed on the node, which has kept running."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def training(
 
 @pytest.fixture
 def task(tmp_path: Path) -> Path:
-    """The folder of the reward and the dataset."""
+    """Folder of the reward and the dataset."""
     (tmp_path / "odd_reward.py").write_text(REWARD)
     (tmp_path / "train.jsonl").write_text("".join(json.dumps({"prompt": letter * 4}) + "\n" for letter in "abcdefgh"))
     return tmp_path
@@ -96,7 +96,7 @@ def test_a_killed_client_is_resumed_without_a_step_lost_or_told_twice(train: Tra
 
 @only_whole
 def test_a_client_killed_while_the_next_changeover_runs_is_resumed_with_the_same_figures(task: Path) -> None:
-    """Its step has been made and has no line yet. Two nodes, because versions only grow."""
+    """The killed client's step was made but has no line. Two nodes are needed, because versions only grow."""
     with started_node() as node, training(node, task, output="undisturbed") as done:
         text, _ = done.communicate(timeout=LIMIT_S)
     assert done.returncode == 0, text
@@ -116,7 +116,7 @@ def test_a_client_killed_while_the_next_changeover_runs_is_resumed_with_the_same
 
 
 def figures(output: Path) -> list[dict[str, Any]]:
-    """Of each step, without times."""
+    """Figures of each step, without times."""
     steps = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     return [{name: value for name, value in step.items() if not name.endswith("seconds")} for step in steps]
 

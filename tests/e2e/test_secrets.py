@@ -1,4 +1,4 @@
-"""What a whole node tells of its keys and tokens while it is used through its ports: nothing, in any place where somebody looks."""
+"""Keys and tokens of a whole node do not leak while it is used through its ports: not to processes, files or answers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ API = ("run", "node", "restarts", "curves", "memory", "changeovers", "changeover
 
 @pytest.fixture
 def secrets(roomy: RunningNode, lab: Path, tmp_path: Path) -> list[bytes]:
-    """Tokens that the node knows and one that it does not, each line of its keys, all used, and a key in the caller's environment."""
+    """Secrets in use: valid tokens and an invalid one, each line of the node's keys, and a key in the caller's environment."""
     wrong = tmp_path / "wrong.token"
     write_secret(wrong, "deadbeef" * 8 + "\n")
     target = port_targets(load_config(config_path(roomy.state_dir)))["coordinator"].replace("127.0.0.1", "localhost")
@@ -52,15 +52,15 @@ def secrets(roomy: RunningNode, lab: Path, tmp_path: Path) -> list[bytes]:
 
 
 def told_by_processes(roomy: RunningNode) -> Iterator[tuple[str, bytes]]:
-    """Arguments of the command, and arguments and environments of all below it."""
+    """Arguments of the command, and arguments and environments of its descendants."""
     yield "up cmdline", Path(f"/proc/{roomy.up.pid}/cmdline").read_bytes()
     for pid in set(process_tree(roomy.up.pid)) - {roomy.up.pid}:
-        with contextlib.suppress(OSError):  # it has ended meanwhile
+        with contextlib.suppress(OSError):  # it has ended in the meantime
             yield from ((f"{pid} {name}", Path(f"/proc/{pid}/{name}").read_bytes()) for name in ("cmdline", "environ"))
 
 
 def told_by_files(roomy: RunningNode) -> Iterator[tuple[str, bytes]]:
-    """Logs, journal, configuration, stores of ranks, checkpoints: whatever lies in the state folder, and what `up` has said."""
+    """Every file in the node's folder, including logs, journal, configuration, checkpoints, and the output of `up`."""
     for folder, _, names in os.walk(roomy.state_dir.parent):
         for path in (Path(folder, name) for name in names):
             if path.is_file():
@@ -68,7 +68,7 @@ def told_by_files(roomy: RunningNode) -> Iterator[tuple[str, bytes]]:
 
 
 def told_over_http(roomy: RunningNode) -> Iterator[tuple[str, bytes]]:
-    """Metrics, and the dashboard's answers."""
+    """Answers of the metrics address and of the dashboard."""
     config = load_config(config_path(roomy.state_dir))
     with urllib.request.urlopen(f"http://{config.metrics.listen}/metrics", timeout=60) as answer:
         yield "metrics", answer.read()

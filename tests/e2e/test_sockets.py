@@ -1,4 +1,4 @@
-"""What a whole node listens on: nothing that another user of the machine could give an order or an object to."""
+"""Sockets of a whole node: none accepts a command or an object from another user of the machine."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_ports_of_ranks_that_met_take_no_connection(listening: list[Listener]) -
 
 def test_nothing_answers_to_a_client_of_torchs_store(listening: list[Listener]) -> None:
     ports = {listener.port for listener in listening if listener.kind != "unix"}
-    # The same client gets in where there is a store.
+    # The same client succeeds where there is a store.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert torch_stores([*ports, store.port]) == [store.port]
 

@@ -1,4 +1,4 @@
-"""The settings of the starting points in deploy/config, on a node of two ranks with a tiny model: a changeover each way and two steps."""
+"""Settings of the starting points in deploy/config, on a two-rank node with a tiny model: a changeover each way and two steps."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tests.extent import only_whole
 
 pytestmark = pytest.mark.timeout(600)
 _SCALED = {"trainer.num_ranks": 2, "trainer.micro_batch_tokens": 64, "rollout.context_length": 64}
-"""Sizes of the models that the files are for."""
+"""Replaced settings whose values fit only the files' models."""
 
 
 def settings_of(name: str) -> dict[str, Any]:
-    """Keys of both services, of a node of two GPUs."""
+    """Keys of both services, for a node of two GPUs."""
     tables = tomllib.loads((ROOT / "deploy" / "config" / f"{name}.toml").read_text())
     settings = dict(_keys({service: tables[service] for service in ("trainer", "rollout")}))
     settings |= {key: value for key, value in _SCALED.items() if key in settings}

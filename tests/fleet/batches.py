@@ -1,4 +1,4 @@
-"""Batches that depend on the step alone, and a tiny model to train on them, for a whole fleet and for one trainer alone."""
+"""Batches that depend only on the step, and a tiny model to train on them, for a fleet and for a single trainer."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tests.integration.trainer_process import TrainerClient, connect, start_trai
 from tests.models import VOCAB_SIZE, make_model, save_checkpoint
 
 SETTINGS = {"learning_rate": 1e-3, "eps": 1e-3, "micro_batch_tokens": 64, "compute_dtype": "float32"}
-"""Of [trainer]. A large eps: rounding in another order must not turn into a step of another direction."""
+"""Settings of [trainer]. With a large eps, another order of rounding cannot reverse a step."""
 
 
 def write_node(folder: Path, *, tables: str = "") -> Path:
-    """The configuration of a node on a tiny model."""
+    """Writes the configuration of a node with a tiny model."""
     model = save_checkpoint(make_model("qwen2", seed=0), folder / "model")
     trainer = "\n".join(f"{key} = {value!r}" for key, value in SETTINGS.items())
     text = f'state_dir = "node"\nunsafe = true\n[model]\npath = "{model}"\n[rollout]\nkv_tokens = 4096\n{tables}\n'
@@ -41,7 +41,7 @@ def batch(step: int) -> list[TrainingSample]:
 
 
 def losses_alone(folder: Path, *, num_steps: int) -> list[float]:
-    """Of one trainer of one rank on the model of `write_node`, started and stopped here."""
+    """Losses of a single trainer of one rank on the model of `write_node`; the trainer is started and stopped here."""
     settings = "\n".join(f"{key} = {value!r}" for key, value in SETTINGS.items())
     trainer = start_trainer(folder / "alone", folder / "model", num_ranks=1, settings=settings)
     try:

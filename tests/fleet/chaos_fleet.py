@@ -1,4 +1,4 @@
-"""Strikes processes of a running fleet in the middle of a stage, and watches what its nodes serve meanwhile."""
+"""Strikes processes of a running fleet in the middle of a stage, and watches the versions that its nodes serve during recovery."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _LOOK_EVERY_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """seconds: from the strike until all nodes are at the phase that was asked for."""
+    """seconds: from the strike until all nodes have reached the requested phase."""
 
     seed: int
     node_rank: int
@@ -47,9 +47,9 @@ class Recovery:
 
 
 def strike(fleet: RealFleet, client: Client, *, rank: int, process: str, stage: RingStage, number: signal.Signals) -> float:
-    """Sends a signal to a process of node `rank` while `stage` runs there. Returns the seconds until the phase is reached all the same."""
+    """Signals a process of node `rank` while `stage` runs there. Returns the seconds until the phase is reached."""
     state_dir = fleet.nodes[rank].state_dir
-    # The front that carries the stage out waits a second, and in it the process is struck.
+    # The front that runs the stage waits one second; the signal is sent within it.
     plant(socket_dir(state_dir), phases.RULES[stage].service, stage, Action.SLOW)
     (pid,) = pids(state_dir, process)
     struck: list[float] = []
@@ -60,7 +60,7 @@ def strike(fleet: RealFleet, client: Client, *, rank: int, process: str, stage: 
 
 @contextmanager
 def when_started(target: str, stage: RingStage, action: Callable[[], object]) -> Iterator[None]:
-    """Calls `action` once, at the first event that says that `stage` has begun."""
+    """Calls `action` once, on the first event that reports the start of `stage`."""
     ready, done = threading.Event(), threading.Event()
 
     def watch() -> None:
@@ -82,7 +82,7 @@ def when_started(target: str, stage: RingStage, action: Callable[[], object]) ->
 
 
 class ServedWatch:
-    """Asks the nodes' rollouts which version they serve, over and over. `broken`: the first time that two versions were served at once."""
+    """Polls the version that each node's rollout serves. `broken`: the first time that two versions were served at once."""
 
     def __init__(self, fleet: RealFleet) -> None:
         self.broken = ""
@@ -101,7 +101,7 @@ class ServedWatch:
 
     def _watch(self) -> None:
         while not self._stop.wait(_LOOK_EVERY_S):
-            # The first node before and after the others: what it serves both times it served while they were asked.
+            # Ask the first node before and after the others: a version it serves both times, it also served in between.
             first, *others, again = [self._served(target) for target in (*self._targets, self._targets[0])]
             self.num_looks += first is not None
             if first is not None and first == again and any(other not in (None, first) for other in others):
@@ -115,7 +115,7 @@ class ServedWatch:
 
 
 def write_recoveries(folder: Path, recoveries: Sequence[Recovery]) -> None:
-    """recoveries.json, and recoveries.md: for each node and process the median and the longest time."""
+    """Writes recoveries.json, and recoveries.md with the median and the maximum for each node and process."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "recoveries.json").write_text(json.dumps([asdict(one) for one in recoveries], indent=1) + "\n")
     by_case: dict[tuple[str, int, str], list[float]] = {}

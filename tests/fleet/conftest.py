@@ -17,7 +17,7 @@ DEMO = ROOT / "client" / "examples" / "demo"
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    # Not pytest's own folder: a unix socket's path must be short.
+    # Not pytest's own folder: the path of a unix socket must be short.
     folder = Path(tempfile.mkdtemp(prefix="tasuki-"))
     yield folder
     shutil.rmtree(folder)

@@ -1,4 +1,4 @@
-"""Where the nodes of a fleet run on one machine: network namespaces joined by veth pairs, or one namespace for all."""
+"""Networks for the nodes of a fleet on one machine: namespaces joined by veth pairs, or one namespace for all."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Of one node. prefix: of every command that is to run there."""
+    """Network of one node. prefix: of every command that runs there."""
 
     host: str
     interface: str
     prefix: tuple[str, ...] = ()
 
     def received_bytes(self) -> int:
-        """That have come in over the interface."""
+        """Bytes received over the interface."""
         path = f"/sys/class/net/{self.interface}/statistics/rx_bytes"
         return int(subprocess.check_output([*self.prefix, "cat", path], text=True))
 
@@ -28,7 +28,7 @@ LOOPBACK = Place("127.0.0.1", "lo")
 
 
 def can_make_namespaces() -> bool:
-    """Whether this process may, as root of a whole machine may whose kernel has veth pairs and bridges."""
+    """Whether this process may create namespaces: it needs root, and a kernel with veth pairs and bridges."""
     if os.geteuid() != 0:
         return False
     name = f"tasuki-try-{os.getpid()}"
@@ -44,7 +44,7 @@ def can_make_namespaces() -> bool:
 
 @contextmanager
 def namespaces(number: int) -> Iterator[list[Place]]:
-    """So many, that reach each other over 10.77.0.0/24 and nothing else: veth pairs to a bridge in a namespace of its own."""
+    """Creates namespaces that reach only each other, over 10.77.0.0/24: veth pairs to a bridge in a separate namespace."""
     names = [f"tasuki-{os.getpid()}-{rank}" for rank in range(number)]
     links = [f"tk{os.getpid() % 10**6}-{rank}" for rank in range(number)]
     switch = f"tasuki-{os.getpid()}-switch"
@@ -77,7 +77,7 @@ def one_namespace(num_nodes: int) -> list[Place]:
 
 @contextmanager
 def places_of(number: int) -> Iterator[Sequence[Place]]:
-    """Of that many nodes: each gets a namespace where this process may make them."""
+    """Networks of `number` nodes: a namespace each if this process may create them."""
     if can_make_namespaces():
         with namespaces(number) as places:
             yield places
@@ -88,7 +88,7 @@ def places_of(number: int) -> Iterator[Sequence[Place]]:
 
 @contextmanager
 def namespace_pair() -> Iterator[tuple[Place, Place]]:
-    """Two machines as far as the network goes: the test's own namespace and another, joined by a veth pair. Needs root."""
+    """Two networks joined by a veth pair: the test's namespace and another. Needs root."""
     name, here, there = f"tasuki{os.getpid()}", f"tv{os.getpid() % 100000}a", f"tv{os.getpid() % 100000}b"
     _ip("netns", "add", name)
     try:

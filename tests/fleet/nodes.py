@@ -1,4 +1,4 @@
-"""Fleets of real nodes on one machine: each by `tasuki fleet up`, with real engines and trainers on the CPU."""
+"""Fleets of real nodes on one machine, each started by `tasuki fleet up`, with real engines and trainers on the CPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.ports import free_port
 
 START_S = 400
 READ_TIMEOUT_S = 60.0
-# One rank a node, so that two nodes have the demo's two.
+# One rank per node, so that two nodes have the demo's two.
 ALIKE = ("trainer.num_ranks=1", "fleet.node_timeout_s=10")
 SERVICES = ("coordinator", "trainer", "rollout")
 
@@ -40,7 +40,7 @@ class FleetNode:
     settings: Sequence[str]
     log: Path
     environment: dict[str, str] = field(default_factory=dict)
-    """Of this node alone."""
+    """Variables for this node only."""
     process: subprocess.Popen[bytes] | None = None
 
     def start(self, environment: dict[str, str], *, grace_s: float) -> None:
@@ -52,7 +52,7 @@ class FleetNode:
             )
 
     def signal(self, number: signal.Signals) -> None:
-        """To `tasuki fleet up`."""
+        """Signals `tasuki fleet up`."""
         assert self.process is not None
         self.process.send_signal(number)
 
@@ -61,7 +61,7 @@ class FleetNode:
         return self.process.wait(timeout_s)
 
     def logs(self) -> str:
-        """The ends of all logs, for a test that fails."""
+        """Returns the ends of all logs, for a failing test."""
         files = [self.log, *sorted((self.state_dir / "logs").glob("*.log"))]
         return "".join(f"\n--- node {self.rank} {file.name}\n{file.read_text(errors='replace')[-2500:]}" for file in files)
 
@@ -76,11 +76,11 @@ class RealFleet:
 
     @property
     def target(self) -> str:
-        """Where a client on node 0 calls the fleet."""
+        """Address at which a client on node 0 calls the fleet."""
         return unix_target(self.nodes[0].state_dir, service="fleet")
 
     def start(self, *, ranks: Sequence[int] | None = None) -> None:
-        """Starts the nodes, as a scheduler does: the place of each is in its environment."""
+        """Starts the nodes as a scheduler does, with each node's rank and peers in its environment."""
         host, _, port = self.leader.rpartition(":")
         for node in self.nodes if ranks is None else [self.nodes[rank] for rank in ranks]:
             node.start(
@@ -96,7 +96,7 @@ class RealFleet:
             )
 
     def num_members(self) -> int:
-        """Nodes that have joined; none while the leader is away."""
+        """Number of nodes that have joined; 0 while the leader is away."""
         told = self.state("--json")
         return len(json.loads(told.stdout)["fleet"]["members"]) if told.returncode == 0 else 0
 
@@ -111,7 +111,7 @@ class RealFleet:
         return self.tasuki("fleet", "state", "--state-dir", self.nodes[0].state_dir, *arguments)
 
     def tasuki(self, *arguments: str | Path, rank: int = 0, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
-        """The command line, beside a node."""
+        """Runs the command line on a node."""
         return subprocess.run(
             [*self.nodes[rank].place.prefix, sys.executable, "-m", "tasuki.cli", *arguments],
             env=ENVIRONMENT,
@@ -122,7 +122,7 @@ class RealFleet:
         )
 
     def weights_digests(self) -> list[bytes]:
-        """Of the checksums of all tensors that each node's rollout holds, as its coordinator tells them."""
+        """Digests of the checksums of all tensors in each node's rollout, as its coordinator reports them."""
         found: list[bytes] = []
         for node in self.nodes:
             with open_blocking_channel(unix_target(node.state_dir, service="coordinator")) as channel:
@@ -138,7 +138,7 @@ class RealFleet:
         for node in running:
             node.signal(signal.SIGTERM)
         for node in running:
-            node.signal(signal.SIGTERM)  # the second one ends a grace
+            node.signal(signal.SIGTERM)  # the second signal ends a grace period
         for node in running:
             node.wait(60)
 
@@ -152,7 +152,7 @@ def wait_for(is_so: Callable[[], bool], *, seconds: float = 120.0) -> None:
 
 @contextmanager
 def real_fleet(folder: Path, places: Sequence[Place], *, base: Path, settings: Sequence[str] = ()) -> Iterator[RealFleet]:
-    """Nodes with mTLS that are not started yet. base: the configuration."""
+    """Prepares nodes with mTLS, without starting them. base: the configuration."""
     hosts = [*dict.fromkeys(place.host for place in places), "localhost"]
     assert certs.run(folder / "certs", hosts=hosts, days=1, is_fleet=True) == 0
     ports = {service: [free_port() for _ in places] for service in (*SERVICES, "leader")}

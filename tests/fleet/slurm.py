@@ -44,21 +44,21 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def missing_tools() -> list[str]:
-    """What a cluster here lacks: programs, or the right to make namespaces."""
+    """Returns programs and rights that a cluster needs and this machine lacks."""
     lacking = [tool for tool in _TOOLS if shutil.which(tool) is None]
     return lacking if can_make_namespaces() else [*lacking, "root"]
 
 
 @dataclass(frozen=True, slots=True)
 class SlurmCluster:
-    """folder: what all nodes see. `state`, within it, is another folder on each node."""
+    """folder: shared by all nodes. `state`, within it, is another folder on each node."""
 
     folder: Path
     prefixes: Sequence[Sequence[str]]
     environment: dict[str, str]
 
     def run(self, *argv: str | Path, rank: int = 0) -> str:
-        """What a command prints on a node. Raises AssertionError with its errors."""
+        """Runs a command on a node and returns its output. Raises AssertionError with its errors."""
         done = subprocess.run(
             [*self.prefixes[rank], *argv],
             env=self.environment,
@@ -72,7 +72,7 @@ class SlurmCluster:
         return done.stdout
 
     def job(self, number: str) -> dict[str, str]:
-        """Of `scontrol show job`: e.g. JobState, Restarts and Reason."""
+        """Returns the fields of `scontrol show job`, such as JobState, Restarts and Reason."""
         shown = self.run("scontrol", "show", "job", number, "--oneliner")
         return dict(pair.split("=", 1) for pair in shown.split() if "=" in pair)
 
@@ -105,7 +105,7 @@ def slurm_cluster(folder: Path) -> Iterator[SlurmCluster]:
 
 
 def _write(folder: Path, places: Sequence[Place]) -> dict[str, str]:
-    """Configuration, key and host names. Returns the environment of every command."""
+    """Writes configuration, key and host names. Returns the environment of every command."""
     for name in ("controller", "state", *(f"{kind}-{node}" for kind in ("spool", "state") for node in NAMES)):
         (folder / name).mkdir()
     nodes = "\n".join(
@@ -123,7 +123,7 @@ def _write(folder: Path, places: Sequence[Place]) -> dict[str, str]:
 
 
 def _prefix(folder: Path, place: Place, name: str) -> list[str]:
-    """Runs a command as on the node `name`: its network, its host name, and its own folder at `state`."""
+    """Prefix that runs a command as on node `name`: with its network, its host name, and its folder at `state`."""
     enter = f'mount --bind {folder}/hosts /etc/hosts && mount --bind {folder}/state-{name} {folder}/state && hostname {name} && exec "$@"'
     return ["nsenter", f"--net=/run/netns/{place.prefix[-1]}", "unshare", "--uts", "--mount", "bash", "-c", enter, "-"]
 
@@ -142,5 +142,5 @@ def _running(argv: Sequence[str], environment: dict[str, str], *, log: Path) -> 
 def _states(cluster: SlurmCluster) -> set[str]:
     try:
         return set(cluster.run("sinfo", "--noheader", "--Node", "--format=%t").split())
-    except AssertionError:  # the controller is not there yet
+    except AssertionError:  # the controller is not up yet
         return set()

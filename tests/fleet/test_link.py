@@ -1,4 +1,4 @@
-"""The fleet's own service between two network namespaces, with mTLS: it joins, refuses strangers, and ends when the link is cut."""
+"""The fleet service between two network namespaces, with mTLS: nodes join, strangers are refused, and it ends when the link is cut."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def folder() -> Iterator[Path]:
 def _configured(
     folder: Path, rank: int, place: Place, *, authority: Path, attempt: int = 0, listen: str = "", interface: str = ""
 ) -> Path:
-    """The node's state folder, with its configuration in it. listen: a host; by default the place's."""
+    """Returns the node's state folder, with its configuration in it. listen: a host; by default the place's."""
     file = folder / "node.toml"
     file.write_text(f'state_dir = "x"\n[model]\npath = "{folder}/model"\n')
     state_dir = folder / f"node{rank}"

@@ -1,4 +1,4 @@
-"""Fleets of real nodes on the CPU: SGLang and FSDP over gloo. With root each node has its own network namespace."""
+"""Fleets of real nodes on the CPU: SGLang, and FSDP over gloo. With root each node has a separate network namespace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a scheduler does with a fleet: SIGTERM, a lost node, another attempt. The run ends with the figures of one without faults."""
+"""A scheduler's actions on a fleet: SIGTERM, a lost node, another attempt. The run ends with the figures of an undisturbed one."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def wait_for_steps(run: Path, number: int, process: subprocess.Popen[bytes], *, 
 
 
 def restart(fleet: RealFleet) -> None:
-    """As deploy/slurm/fleet.sbatch does: what the last attempt left is stopped, then all nodes start as the next attempt."""
+    """Restarts the fleet as deploy/slurm/fleet.sbatch does: stops remains of the last attempt, then starts all nodes as the next."""
     for node in fleet.nodes:
         stopped = fleet.tasuki("down", "--state-dir", node.state_dir, rank=node.rank)
         assert holder(node.state_dir, name=NODE_LOCK) is None, stopped.stderr
@@ -63,7 +63,7 @@ def restart(fleet: RealFleet) -> None:
 
 
 def freeze(fleet: RealFleet, rank: int) -> list[int]:
-    """Stops every process of a node, as a machine that hangs does."""
+    """Stops every process of a node, as on a machine that hangs."""
     supervisor = holder(fleet.nodes[rank].state_dir, name=NODE_LOCK)
     assert supervisor
     frozen = [supervisor, *descendants(supervisor)]
@@ -73,7 +73,7 @@ def freeze(fleet: RealFleet, rank: int) -> list[int]:
 
 
 def figures(step: dict[str, Any]) -> dict[str, float]:
-    """What a step came to, without its seconds."""
+    """Figures of a step, without its seconds."""
     named = {name: step[name] for name in ("step", "policy_version", "mean_reward", "grad_norm", "learning_rate")}
     return {**named, **{name: value for name, value in step["metrics"].items() if "seconds" not in name}}
 
@@ -86,7 +86,7 @@ def test_a_run_that_is_stopped_and_loses_a_node_ends_as_one_that_does_not(folder
         fleet.wait_until_up()
         training = train(fleet, task, run, log=log)
         wait_for_steps(run, 1, training, log=log)
-        # The scheduler takes the machines: the run saves, and node 0 stays until it has.
+        # The scheduler reclaims the machines: the run saves, and node 0 stays up until it has.
         for node in fleet.nodes:
             node.signal(signal.SIGTERM)
         training.send_signal(signal.SIGUSR1)

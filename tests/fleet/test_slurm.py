@@ -1,4 +1,4 @@
-"""deploy/slurm/fleet.sbatch on a real Slurm: a run that loses a node is queued again and ends, and one that is asked to stop saves."""
+"""deploy/slurm/fleet.sbatch on a real Slurm: a run that loses a node is requeued and finishes; a run asked to stop saves."""
 
 from __future__ import annotations
 
@@ -105,12 +105,12 @@ def test_a_job_that_loses_a_node_is_queued_again_and_ends(cluster: SlurmCluster)
     supervisor = holder(cluster.folder / "state-node-b", name=NODE_LOCK)
     assert supervisor
     lost = time.monotonic()
-    # As a machine that hangs: the job hears nothing of it, and what is left there has to be ended before the next attempt.
+    # As on a machine that hangs: the job is not told, and remains must be ended before the next attempt.
     for pid in (supervisor, *descendants(supervisor)):
         os.kill(pid, signal.SIGSTOP)
     wait_for(lambda: cluster.job(job)["Restarts"] == "1", cluster)
     requeued_s = time.monotonic() - lost
-    # Slurm holds a requeued job back for a while; an operator releases it.
+    # Slurm delays a requeued job; an operator releases it.
     cluster.run("scontrol", "update", f"jobid={job}", "starttime=now")
     wait_for(lambda: state_of(cluster, job) in ("COMPLETED", "FAILED", "CANCELLED"), cluster)
     assert state_of(cluster, job) == "COMPLETED", logs(cluster)

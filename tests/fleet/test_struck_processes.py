@@ -1,6 +1,7 @@
-"""Every process of either node killed and stopped in the middle of a changeover: the fleet recovers, and the run's figures stay.
+"""Every process of either node killed and stopped in the middle of a changeover: the fleet recovers, and the run's figures are unchanged.
 
-Here a few cases; with TASUKI_PROOFS=whole every process, signal and node, for three seeds that draw the stages. Writes runs/fleet.
+By default a few cases run; with TASUKI_PROOFS=whole every process, signal and node, for three seeds that draw the stages. Writes
+runs/fleet.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from tests.fleet.nodes import RealFleet, real_fleet
 
 PROCESSES = ("coordinator", "trainer", "rollout", "scheduler0", "fleet")
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
-# Of a hung process a node takes stall_s to be sure; the fleet must not give the node up before.
+# A node needs stall_s to be sure of a hang; the fleet must not give the node up earlier.
 SETTINGS = ("restart.max_restarts=1000", "restart.stall_s=8", "fleet.node_timeout_s=60", "trainer.collective_timeout_s=30")
 pytestmark = pytest.mark.timeout(600)
 
@@ -44,7 +45,7 @@ class Case:
 
 
 def cases(seed: int) -> list[Case]:
-    """Every node, process and signal, in an order and at stages that the seed draws; any nine neighbours have all stages."""
+    """Every node, process and signal, in an order and at stages drawn from the seed; any nine neighbours cover all stages."""
     draw = random.Random(seed)
     struck = list(itertools.product((0, 1), PROCESSES, SIGNALS))
     draw.shuffle(struck)
@@ -57,7 +58,7 @@ CASES = [case for seed in range(3) for case in cases(seed)] if IS_WHOLE else cas
 
 @dataclass
 class Run:
-    """One run over all cases. expected: losses of the same batches without a fault."""
+    """One run over all cases. expected: losses of the same batches without faults."""
 
     fleet: RealFleet
     client: Client

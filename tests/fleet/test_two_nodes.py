@@ -1,4 +1,4 @@
-"""Two real nodes under one fleet: they change over there and back, with what SYNC brought compared between them."""
+"""Two real nodes in one fleet: they change over and back, and their received weights are compared."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def start(rank: int, leader: str, stack: ExitStack) -> RunningNode:
 
 
 def digests(nodes: Sequence[RunningNode]) -> list[bytes]:
-    """What each node's rollout holds, as its coordinator says."""
+    """Digests of each node's received weights, as its coordinator reports them."""
     found: list[bytes] = []
     for node in nodes:
         with open_blocking_channel(unix_target(node.state_dir, service="coordinator")) as channel:
@@ -46,7 +46,7 @@ def digests(nodes: Sequence[RunningNode]) -> list[bytes]:
 
 
 def joined(leader: str) -> list[int]:
-    """Ranks of the nodes that the fleet has; none while its leader is away."""
+    """Ranks of the nodes that have joined; none while the leader is away."""
     with open_blocking_channel(leader) as channel:
         try:
             seen = FleetServiceStub(channel).GetFleet(fleet_pb2.GetFleetRequest(), timeout=TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""Nodes that do not fit their fleet, each started beside a real leader: refused by name, or shown by the doctor."""
+"""Nodes that do not match their fleet, each started beside a real leader: refused by name, or reported by the doctor."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(900)
 
 @pytest.fixture(scope="module")
 def fleet(task: Path) -> Iterator[RealFleet]:
-    """Of two nodes, of which the leader alone is there. It is in its second attempt."""
+    """A fleet of two nodes in its second attempt, of which only the leader has started."""
     with (
         tempfile.TemporaryDirectory(prefix="tasuki-") as name,
         places_of(2) as places,
@@ -38,7 +38,7 @@ def fleet(task: Path) -> Iterator[RealFleet]:
 
 @pytest.fixture(scope="module")
 def folder(fleet: RealFleet, task: Path) -> Path:
-    """What the unlike nodes have: another version of tasuki, another clock, another model, other certificates."""
+    """Folder of mismatches for other nodes: another version of tasuki, clock, model, and other certificates."""
     folder = fleet.nodes[0].state_dir.parent
     metadata = folder / "version" / "tasuki-99.0.dist-info" / "METADATA"
     metadata.parent.mkdir(parents=True)
@@ -55,7 +55,7 @@ def folder(fleet: RealFleet, task: Path) -> Path:
 
 
 def start(fleet: RealFleet, name: str, *settings: str, rank: int = 1, environment: Mapping[str, str] = {}) -> RealFleet:
-    """Starts one more node, whose settings count last. Returns it alone, as a fleet."""
+    """Starts one more node, whose settings take precedence. Returns it alone, as a fleet."""
     node = fleet.nodes[rank]
     folder = node.state_dir.parent
     state_dir = folder / name
@@ -68,7 +68,7 @@ def start(fleet: RealFleet, name: str, *settings: str, rank: int = 1, environmen
 
 
 def refusal(fleet: RealFleet, name: str, *settings: str, **given: object) -> str:
-    """What a node says that is refused, for good, and before its engine is there."""
+    """Returns the log of a node that is refused for good, before its engine starts."""
     other = start(fleet, name, *settings, **given)
     try:
         assert other.nodes[0].wait(90) == REFUSED, other.logs()

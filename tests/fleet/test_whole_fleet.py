@@ -1,4 +1,4 @@
-"""A whole fleet beside one trainer: the same losses, the same weights on all nodes, and what crosses the link between them."""
+"""A whole fleet beside a single trainer: the same losses, the same weights on all nodes, and the bytes that cross the link."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(900)
 
 
 class LinkMeter:
-    """Bytes that the nodes received over their interfaces, by what went on meanwhile."""
+    """Bytes that the nodes received over their interfaces, by activity."""
 
     def __init__(self, places: Sequence[Place]) -> None:
         self._places = places
@@ -78,7 +78,7 @@ def test_the_whole_fleet_learns_as_one_trainer_and_only_gradients_cross_the_link
     assert not [one for one in findings.values() if one["verdict"] == "fail"], judged.stdout
     assert "by gloo" in findings["fleet gradients"]["found"]
     if is_apart:
-        # Each of two nodes sends its gradients once, of three 4/3 times. What else crosses are calls, whose size the model does not change.
+        # Each of two nodes sends its gradients once (of three, 4/3 times). The rest are calls, whose size does not depend on the model.
         assert figures["gradient_bytes"] <= figures["optim_step"] < 1.25 * figures["gradient_bytes"]
         assert figures["forward_backward"] < 100_000
         assert figures["to_rollout"] < 100_000

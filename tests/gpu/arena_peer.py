@@ -9,7 +9,7 @@ from tasuki.wire.errors import TasukiError
 
 
 class At:
-    """Device memory at an address, for torch.as_tensor."""
+    """Device memory at an address, in a form for torch.as_tensor."""
 
     def __init__(self, address, num_bytes):
         self.__cuda_array_interface__ = {

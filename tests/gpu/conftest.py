@@ -1,4 +1,4 @@
-"""What tests of arenas on a GPU share."""
+"""Fixtures for tests of arenas on a GPU."""
 
 import gc
 

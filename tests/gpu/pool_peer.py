@@ -1,7 +1,7 @@
 """A process on a GPU's pool that answers on a pipe: `python -m tests.gpu.pool_peer SOCKET`.
 
-Verbs: allocate BYTES, pause, resume, write NUMBER, read (what is there), torch BYTES (mapped bytes while a tensor of
-torch's own is there, and after its cache was emptied), usage.
+Verbs: allocate BYTES, pause, resume, write NUMBER, read (the content), torch BYTES (mapped bytes while a tensor of torch's own exists,
+and after torch's cache was emptied), usage.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 def inputs(num_heads: int, num_keys: int, head_dim: int) -> list[Tensor]:
-    """q, k, v and the gradient of the output, in bfloat16."""
+    """Makes q, k, v and the gradient of the output, in bfloat16."""
     generator = torch.Generator("cuda").manual_seed(1)
     heads = (num_heads, num_keys, num_keys, num_heads)
     return [
@@ -47,7 +47,7 @@ def starts() -> Tensor:
 
 
 def run(kernel: Kernel, tensors: list[Tensor], window: int | None) -> list[Tensor]:
-    """Output, dq, dk, dv."""
+    """Returns output, dq, dk and dv."""
     *qkv, grad = tensors
     out = kernel(starts(), max(LENGTHS)).attend(*qkv, scale=0.07, window=window, softcap=None)
     return [out, *torch.autograd.grad(out, qkv, grad)]

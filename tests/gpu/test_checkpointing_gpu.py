@@ -1,4 +1,4 @@
-"""What is kept of activations on a GPU: gradients are equal to the bit, with inputs of layers copied to the host and back beside them.
+"""Activation checkpointing on a GPU: gradients are equal bit for bit, while layer inputs are copied to the host and back.
 
 Needs `make native` and a CUDA GPU.
 """
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 VOCAB_SIZE, MAX_TOKENS, NUM_STEPS = 4096, 8192, 50
 RUNGS = {"none": "none", "none once more": "none"} | {str(rung): str(rung) for rung in list(Checkpointing)[1:]}
-"""The second one shows that the kernels themselves compute the same bits twice."""
+"""Checkpointing by case; "none once more" shows that the kernels themselves are deterministic."""
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def samples_of(step: int) -> Samples:
-    """Sequences so short that a kernel's gradients of them are sums of one tile, in one order; as are those of keys that no heads share."""
+    """Makes sequences so short that their gradients are sums of one tile, in one order. No heads share keys, for the same reason."""
     generator = np.random.default_rng(step)
     samples: list[TrainingSample] = []
     for length in generator.integers(10, 64, size=300):

@@ -1,4 +1,4 @@
-"""Compiled layers on a GPU against the same without: every rung, adapters, packings, weights that come back beside the computation.
+"""Compiled layers on a GPU against uncompiled ones: every rung, adapters, packings, and weights that return during computation.
 
 Needs `make native` and a CUDA GPU.
 """
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 __all__ = ["mesh", "model"]
 
 NUM_STEPS = 50
-# In norm: of bfloat16 both round, in other places.
+# Relative error in norm: both round to bfloat16, at different points.
 TOLERANCE = 0.05
 
 
@@ -41,7 +41,7 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @contextmanager
 def started(model: Path, mesh: DeviceMesh, kind: str, **settings: Any) -> Iterator[Learner]:
-    """One at a time: each serves its export at the same address."""
+    """Starts one learner at a time, since each serves its export at the same address."""
     settings = {"compute_dtype": "bfloat16", "learning_rate": 1e-4, "micro_batch_tokens": MAX_TOKENS, **settings}
     learner = start_learner(model, mesh=mesh, compile=kind, **settings)
     try:
@@ -71,7 +71,7 @@ def test_first_gradients_are_equal_to_rounding(
     found = {}
     for kind in ("none", "blocks"):
         with started(model, mesh, kind, checkpointing=str(rung), lora=lora) as learner:
-            gradients_of(learner, 0)  # B of an adapter is zero before it, and A has no gradient
+            gradients_of(learner, 0)  # before the step, an adapter's B is zero and A has no gradient
             learner.optim_step(Role.POLICY)
             found[kind] = gradients_of(learner, 1)
     assert_close(found["blocks"], found["none"])

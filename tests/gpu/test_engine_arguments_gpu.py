@@ -1,4 +1,4 @@
-"""SGLang's arguments in `[rollout.engine]` on a GPU: a node changes over with them and samples what the plain engine samples.
+"""SGLang arguments of `[rollout.engine]` on a GPU: a node changes over with them, and samples as the plain engine does.
 
 Needs `make native`, a CUDA GPU and no network. A node takes about a minute.
 """
@@ -37,7 +37,7 @@ SIZES = {"hidden_size": 512, "intermediate_size": 1024, "max_position_embeddings
 CHUNK_TOKENS, PROMPT_TOKENS, NUM_TURNS = 64, 200, 2
 # 4 GiB in bfloat16: several chunks.
 KV_TOKENS = 2 << 20
-# The last one repeats itself, so that n-grams find what follows.
+# The last prompt repeats itself, so that n-grams predict its continuation.
 PROMPTS = [
     *np.random.default_rng(0).integers(3, 100, (3, PROMPT_TOKENS)).tolist(),
     [5, 6, 7, 8] * (PROMPT_TOKENS // 4),
@@ -59,7 +59,7 @@ CASES: dict[str, dict[str, object]] = {
     },
     "KV cache in fp8": {"kv_cache_dtype": "fp8_e4m3"},
 }
-# Nats. Where tokens differ, the trainer finds both as likely up to this; it computes in float32, so the noise is the engine's alone.
+# Nats. Where tokens differ, the trainer's log-probs of both are this close; it computes in float32, so all noise is the engine's.
 TIE = 0.3
 # Multiples of the plain engine's gap. With 8 bits it was 6.7 times as large on an H100: random weights make keys and values large.
 SAME, FP8 = 1.5, 10.0
@@ -67,7 +67,7 @@ SAME, FP8 = 1.5, 10.0
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Greedy tokens and the trainer's log-probs of them, by prompt; the mean gap between rollout's and trainer's of drawn tokens."""
+    """Greedy tokens and the trainer's log-probs of them, by prompt; mean log-prob gap of sampled tokens."""
 
     tokens: list[NDArray[np.int32]]
     trainer_log_probs: list[NDArray[np.float32]]
@@ -79,13 +79,13 @@ class Run:
     turns: list[Turn]
     kv_cache_bytes: int
     start_seconds: dict[str, float]
-    """Rollout's, by part."""
+    """Seconds of rollout's start, by part."""
     not_counted: list[str]
-    """What `tasuki plan` says that it does not count."""
+    """Options that `tasuki plan` says it does not count."""
 
 
 def run(arguments: dict[str, object]) -> Run:
-    """A node's changeovers there and back, with a training step between."""
+    """Runs a node through several round trips, with a training step between them."""
     engine = [f"rollout.engine.{name}={json.dumps(value)}" for name, value in arguments.items()]
     settings = [
         "trainer.num_ranks=1",
@@ -131,7 +131,7 @@ def score(client: Client, samples: Sequence[Sample]) -> list[NDArray[np.float32]
 
 
 def mapped_bytes(node: RunningNode) -> int:
-    """Of the KV cache."""
+    """Mapped bytes of the KV cache."""
     target = node_targets(load_config(config_path(node.state_dir)))["rollout"]
     with open_blocking_channel(target) as channel:
         usage = MemoryServiceStub(channel).GetUsage(memory_pb2.GetUsageRequest(), timeout=30)
@@ -139,7 +139,7 @@ def mapped_bytes(node: RunningNode) -> int:
 
 
 def assert_same_up_to_ties(found: Turn, plain: Turn) -> None:
-    """Where tokens first differ, the trainer finds both about as likely."""
+    """Checks that the trainer finds both tokens about equally likely where two sequences first differ."""
     pairs = zip(found.tokens, plain.tokens, found.trainer_log_probs, plain.trainer_log_probs, strict=True)
     for prompt, (its, expected, its_log_probs, expected_log_probs) in enumerate(pairs):
         differing = np.flatnonzero(its != expected)

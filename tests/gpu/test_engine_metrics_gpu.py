@@ -1,4 +1,4 @@
-"""SGLang's own metrics of ranks that were spawned, as they are on GPUs."""
+"""SGLang's own metrics of spawned ranks, as used on GPUs."""
 
 from __future__ import annotations
 
@@ -23,5 +23,5 @@ def test_sglangs_metrics_follow_what_is_generated() -> None:
     with started_node(overrides=settings, residency="") as node:
         before, made = tokens_counted(node, num_samples=3)
         wait_for(lambda: page(node).tokens()[:2] == [old + made for old in before[:2]])
-        # Overlapped scheduling may compute a token more of each sample.
+        # Overlapped scheduling may compute one token more per sample.
         assert page(node).tokens()[2] >= before[2] + made - 3

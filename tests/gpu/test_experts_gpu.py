@@ -45,12 +45,12 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3_moe": lambda: Qwen3MoeConfig(**_SIZES, head_dim=64, num_experts=64, moe_intermediate_size=512),
     "mixtral": lambda: MixtralConfig(**_SIZES, num_local_experts=8, intermediate_size=1408),
 }
-# In norm. A rounding to bfloat16 is up to 2^-9 of a value, and an expert has three after one another.
+# Relative error in norm. Rounding to bfloat16 changes a value by up to 2^-9, and an expert rounds three times in sequence.
 TOLERANCE = 0.01
 
 
 def experts(kind: str, implementation: str, dtype: torch.dtype) -> Any:
-    """Of the first layer, with the same weights each time."""
+    """Returns the experts of the first layer, with the same weights each time."""
     torch.manual_seed(0)
     config = CONFIGS[kind]()
     config.num_hidden_layers = 1
@@ -61,7 +61,7 @@ def experts(kind: str, implementation: str, dtype: torch.dtype) -> Any:
 
 
 def results(module: Any, choice: tuple[Tensor, Tensor], hidden_TH: Tensor, grad_TH: Tensor) -> dict[str, Tensor]:
-    """Output and gradients."""
+    """Returns output and gradients."""
     dtype = hidden_TH.dtype if isinstance(module, ParallelExperts) else module.down_proj.dtype
     hidden_TH = hidden_TH.to(dtype, copy=True).requires_grad_()
     indices_TK, weights_TK = choice
@@ -81,7 +81,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def save_model(kind: str, folder: Path, *, is_one_sided: bool = False) -> None:
-    """is_one_sided: every token chooses one of the first two experts."""
+    """is_one_sided: routes every token to one of the first two experts."""
     torch.manual_seed(0)
     config = CONFIGS[kind]()
     if is_one_sided:
@@ -103,7 +103,7 @@ def test_grouped_products_are_those_of_single_experts(kind: str, mesh: DeviceMes
     parallel = ParallelExperts(experts(kind, EXPERTS, torch.float32), mesh)
     generator = torch.Generator(DEVICE).manual_seed(1)
     hidden_TH, grad_TH = (torch.randn(NUM_TOKENS, 1024, generator=generator, device=DEVICE).bfloat16() for _ in range(2))
-    # Nobody chooses the last expert.
+    # No token selects the last expert.
     scores_TE = torch.rand(NUM_TOKENS, exact.num_experts - 1, generator=generator, device=DEVICE)
     weights_TK, indices_TK = scores_TE.topk(NUM_CHOSEN, dim=-1)
     choice = (indices_TK, weights_TK.bfloat16().float())
@@ -136,7 +136,7 @@ def test_recomputed_experts_have_the_same_gradients(kind: str, mesh: DeviceMesh,
 @pytest.mark.parametrize("is_one_sided", [False, True], ids=["even", "one-sided"])
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_spread_experts_have_the_gradients_of_gathered_ones(kind: str, is_one_sided: bool, tmp_path: Path) -> None:
-    """One-sided: the second rank computes no row."""
+    """In the one-sided case the second rank computes no row."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
     save_model(kind, tmp_path / "model", is_one_sided=is_one_sided)

@@ -1,4 +1,4 @@
-"""Where published weights lie on real GPUs: parameters in place, copies that leave, trainers on some of the GPUs.
+"""Memory of published weights on real GPUs: parameters in place, copies that leave, trainers on some of the GPUs.
 
 Needs `make native`, a CUDA GPU and no network.
 """

@@ -1,6 +1,6 @@
-"""A sync on GPUs against SGLang itself loading the exported checkpoint from disk: every parameter, bit for bit, after poisoning.
+"""A sync on GPUs against SGLang loading the exported checkpoint from disk: every parameter, bit for bit, after poisoning.
 
-SGLang's own models in TP ranks of one GPU each, without an engine around them. Needs `make native`, a CUDA GPU and no network.
+SGLang's models run in TP ranks of one GPU each, without an engine. Needs `make native`, a CUDA GPU and no network.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.received import check_received
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
-# On one GPU both trainer ranks are on it; with more, they are spread, so that every engine rank reads other GPUs.
+# A single GPU holds both trainer ranks; with more GPUs they are spread, so that every engine rank reads other GPUs.
 NUM_TRAINER_RANKS = {1: 2, 2: 2, 4: 4}
 
 

@@ -1,7 +1,7 @@
-"""A fleet of two nodes that share one card: HSDP 2x1 by NCCL over sockets, and what the doctor says of it.
+"""A fleet of two nodes that share one card: HSDP 2x1 by NCCL over sockets, and the doctor's report.
 
-NCCL refuses two ranks on one GPU of one host. With a host id each it takes them as two hosts, and uses its network. Needs `make native`,
-a CUDA GPU and no network; with root, `ip` and veth pairs each node has a network namespace.
+NCCL refuses two ranks on one GPU of one host. With separate host ids it takes them for two hosts, and uses its network. Needs `make
+native`, a CUDA GPU and no network; with root, `ip` and veth pairs each node has a network namespace.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def demo_node(folder: Path) -> Path:
 
 
 def generated(client: Client) -> list[TrainingSample]:
-    """Of both nodes' engines. Advantages of either sign, so that there is a gradient."""
+    """Generates on both nodes' engines. Advantages have both signs, so that there is a gradient."""
     samples = client.generate(PROMPTS, SamplingParams(max_new_tokens=4, ignore_eos=True, temperature=1.0), num_samples=2)
     return [
         TrainingSample(
@@ -66,7 +66,7 @@ def generated(client: Client) -> list[TrainingSample]:
 
 
 def doctor(fleet: RealFleet, base: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
-    """Exit code, and the findings about the fleet."""
+    """Returns the exit code, and the findings about the fleet."""
     told = fleet.tasuki("doctor", base, "--set", f"state_dir={fleet.nodes[0].state_dir}", "--json", *arguments, timeout_s=120)
     findings = [one for one in json.loads(told.stdout) if one["name"].startswith("fleet")]
     return told.returncode, {one["name"]: one for one in findings}
@@ -74,7 +74,7 @@ def doctor(fleet: RealFleet, base: Path, *arguments: str) -> tuple[int, dict[str
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """Two nodes that serve, on one card. digests, crossed: of every step so far."""
+    """Two serving nodes on one card. digests, crossed: for every step so far."""
 
     fleet: RealFleet
     base: Path
@@ -84,7 +84,7 @@ class Card:
     crossed: list[int] = field(default_factory=list)
 
     def step(self, client: Client) -> None:
-        """Generates on both nodes, trains, and has both serve the same new weights. Counts what crosses in the optimizer step."""
+        """Generates on both nodes, trains, and has both serve the same new weights. Counts the bytes that cross in the optimizer step."""
         client.acquire(Phase.ROLLOUT)
         samples = generated(client)
         client.acquire(Phase.TRAIN)
@@ -150,7 +150,7 @@ def check_recovery(one: Card, *, record: Record) -> None:
 
 @pytest.fixture(scope="module")
 def on_one_card() -> Iterator[Card]:
-    # Not pytest's own folder: a unix socket's path must be short.
+    # Not pytest's own folder: the path of a unix socket must be short.
     with tempfile.TemporaryDirectory(prefix="tasuki-") as name, card(Path(name), GPU) as one:
         yield one
 

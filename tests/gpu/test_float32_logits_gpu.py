@@ -1,4 +1,4 @@
-"""Float32 logits from bfloat16 weights on a GPU: the product, in a CUDA graph, and what it does to the gap between rollout and trainer.
+"""Float32 logits from bfloat16 weights on a GPU: the product, in a CUDA graph, and its effect on the gap between rollout and trainer.
 
 The node needs `make native` and about two minutes.
 """
@@ -52,15 +52,15 @@ def test_float32_logits_bring_rollout_closer_to_the_trainer(
     gaps = {is_float32: mean_gap(is_float32=is_float32, tp_size=tp_size) for is_float32 in (False, True)}
     record_property("mean_gap_bfloat16", gaps[False])
     record_property("mean_gap_float32", gaps[True])
-    # How much closer depends on the model; this one has little to gain.
+    # The improvement depends on the model; this one has little to gain.
     assert gaps[True] < gaps[False]
 
 
 def mean_gap(*, is_float32: bool, tp_size: int) -> float:
-    """Mean of |rollout's - trainer's log-prob|, in nats a token; the trainer computes in float32, so it is rollout's alone."""
+    """Mean of |rollout's - trainer's log-prob|, in nats per token; the trainer computes in float32, so the error is rollout's."""
     from tests.models import make_model, save_checkpoint
 
-    # Not pytest's own folder: a unix socket's path must be short.
+    # Not pytest's own folder: the path of a unix socket must be short.
     folder = Path(tempfile.mkdtemp(prefix="tasuki-"))
     sizes = {"vocab_size": 32_000, "hidden_size": 512, "intermediate_size": 1024, "max_position_embeddings": 512}
     model = save_checkpoint(make_model("qwen2", seed=0, **sizes), folder / "model")

@@ -1,4 +1,4 @@
-"""Copies of what leaves a real GPU: pinned ahead, and not made again of bytes that are frozen."""
+"""Host copies of memory that leaves a real GPU: pinned ahead, and not repeated for frozen bytes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def seconds_of_a_pause(allocator: NativeAllocator) -> float:
 def test_frozen_bytes_cost_a_pause_nothing_and_come_back(
     allocator: NativeAllocator, record_property: Callable[[str, object], None]
 ) -> None:
-    """Of 8 GiB."""
+    """8 GiB are frozen."""
     allocator.arena(WEIGHTS).set_policy(Keep.CONTENT)
     with allocator.region(WEIGHTS):
         base = [torch.full((GIB // 4,), float(index), device="cuda") for index in range(8)]
@@ -60,5 +60,5 @@ def test_memory_that_was_pinned_ahead_is_what_a_first_pause_copies_to(allocator:
         steps += 1
     pinned = arena.usage().host_copy_bytes
     assert steps == 3 and pinned >= GIB
-    assert seconds_of_a_pause(allocator) < 0.5  # to pin as much would take longer
+    assert seconds_of_a_pause(allocator) < 0.5  # pinning as much would take longer
     assert arena.usage().host_copy_bytes == pinned and int(tensor.min()) == int(tensor.max()) == 7

@@ -86,7 +86,7 @@ def test_an_ipc_handle_is_opened_once_and_read_at_every_sync(ipc_trainer: IpcTra
 
 
 def test_reading_by_an_ipc_handle_takes_no_context_on_the_publishers_gpu(ipc_trainer: IpcTrainer) -> None:
-    """In a separate process, where nothing else has used that GPU."""
+    """Reads in a separate process, where nothing else has used that GPU."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
     context = multiprocessing.get_context("spawn")
@@ -99,7 +99,7 @@ def test_reading_by_an_ipc_handle_takes_no_context_on_the_publishers_gpu(ipc_tra
 
 
 def _read_by_ipc(pipe: Connection, weights: bytes) -> None:
-    """Says whether there are contexts on the first and on the last GPU then."""
+    """Reads the weights, then reports whether the first and the last GPU have a context."""
     receive(engines([0]), weights_pb2.PublishedWeights.FromString(weights))
     pipe.send([torch._C._cuda_hasPrimaryContext(gpu) for gpu in (0, torch.cuda.device_count() - 1)])
 
@@ -111,7 +111,7 @@ def test_a_closed_ipc_import_leaves_no_memory_mapped(ipc_trainer: IpcTrainer) ->
         name, entries = next(iter(imported.entries.items()))
         assert bool((imported.tensor(entries[0]) == 1).all()) and name
         imported.close()
-    # The publisher still can: nobody has taken its memory away.
+    # The publisher still can: its memory is untouched.
     receive(engines([0]), ipc_trainer.publish(1))
 
 

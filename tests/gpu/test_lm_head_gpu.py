@@ -1,4 +1,4 @@
-"""The vocabulary projection's Triton kernels on a GPU: float64's numbers, the same bits every time, and memory for one tile."""
+"""The vocabulary projection's Triton kernels on a GPU: float64's numbers, deterministic bits, and memory for one tile."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.lm_head_cases import Case, make_case, relative_error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
-# Of results and gradients against float64, in norm: logits. gradients and results are rounded once each.
+# Relative error in norm, against float64; logits, gradients and results are each rounded once.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 6e-3}
 
 
@@ -72,7 +72,7 @@ def test_logits_that_are_extreme() -> None:
     log_probs_N, entropy_N = results = case.results()
     gradients = case.gradients(results, (1.0, 0.5))
     expected_log_probs_N, expected_entropy_N = case.to(torch.float64).plain_results()
-    # Float32's steps at 1e4 are 0.001.
+    # The spacing of float32 at 1e4 is 0.001.
     torch.testing.assert_close(log_probs_N, expected_log_probs_N.float(), rtol=0, atol=0.02)
     torch.testing.assert_close(entropy_N, expected_entropy_N.float(), rtol=0, atol=0.02)
     assert all(gradient.isfinite().all() for gradient in gradients)

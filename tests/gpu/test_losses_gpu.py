@@ -1,4 +1,4 @@
-"""Losses on the GPU: the CPU's numbers, the same bits every time, and nothing read back from the device."""
+"""Losses on the GPU: the CPU's numbers, deterministic bits, and nothing read back from the device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NUM_SAMPLES, LENGTH, HIDDEN_SIZE, VOCAB = 64, 50, 32, 300
 
 
 def _batch() -> tuple[LossBatch, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """With hidden states, the vocabulary projection's weight and token ids."""
+    """Makes a random batch, with hidden states, the vocabulary projection's weight and token ids."""
     generator = torch.Generator().manual_seed(0)
     num_tokens = NUM_SAMPLES * LENGTH
     hidden_NH = torch.randn(num_tokens, HIDDEN_SIZE, generator=generator)

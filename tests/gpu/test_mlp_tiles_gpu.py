@@ -1,4 +1,4 @@
-"""MLPs in tiles on a GPU: gradients to rounding, and less memory.
+"""Tiled MLPs on a GPU: gradients up to rounding, and less memory.
 
 Needs `make native` and a CUDA GPU.
 """
@@ -23,12 +23,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 __all__ = ["mesh", "model"]
 
 TILE_TOKENS, NUM_LAYERS, WIDTH, HIDDEN = 1024, 8, 2816, 1024
-# In norm, of bfloat16: a weight's gradient is rounded after each tile, and products of other shapes may use other kernels.
+# Relative error in norm, in bfloat16: a weight's gradient is rounded after each tile, and other shapes may use other kernels.
 TOLERANCE = 0.03
 
 
 def step(learner: Learner) -> tuple[list[MicroBatch], dict[str, Tensor], int]:
-    """Micro-batches, gradients, and the most bytes that a call took beside what lay there before it."""
+    """Makes a step; returns its micro-batches, gradients, and the peak bytes of a call above those before it."""
     samples = samples_of(0)
     config = with_denominator(LossConfig(), samples)
     batches = micro_batches(learner, samples, config=config, max_tokens=MAX_TOKENS)
@@ -63,7 +63,7 @@ def test_tiles_take_less_memory_and_compute_the_same(model: Path, mesh: DeviceMe
         assert float((tiled[name] - gradient).norm()) <= TOLERANCE * (float(gradient.norm()) + 1e-2 * scale), name
     if rung == "none":
         num_tokens = max(batch.tokens.input_ids_T.numel() for batch in batches)
-        # Gate, up and their product in each layer; tiles keep their input, and one of them all of it.
+        # Gate, up and their product in each layer; tiles keep their input, and one tile keeps everything.
         inside, hidden = 3 * WIDTH * 2, HIDDEN * 2
         saved = NUM_LAYERS * num_tokens * (inside - hidden) - TILE_TOKENS * inside
         assert whole_bytes - tiled_bytes >= 0.8 * saved, (whole_bytes, tiled_bytes, saved)

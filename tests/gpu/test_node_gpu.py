@@ -1,4 +1,4 @@
-"""Whole runs on real GPUs: the demo learns in full, with merged and with native LoRA adapters, a growing KV cache, and several replicas.
+"""Whole runs on real GPUs: the demo learns with full weights, with merged and native LoRA adapters, a growing KV cache, and replicas.
 
 Needs `make native`, CUDA GPUs and no network. A run takes about a minute.
 """
@@ -64,12 +64,12 @@ def test_the_demo_learns(name: str, tmp_path: Path, record_property: Callable[[s
     for figure, value in {**summary, "max_mean_gap": max(gaps), **medians(steps)}.items():
         record_property(figure, value)
     assert summary["eval_score_after"] > summary["eval_score_before"] + 0.4
-    # What trainer and rollout make of the same tokens: bfloat16 apart. Weights or adapters that are not the trainer's differ by much more.
+    # Gap between trainer and rollout on the same tokens: bfloat16 rounding. Wrong weights or adapters would differ by much more.
     assert max(gaps) < 0.05
 
 
 def medians(steps: list[dict[str, Any]]) -> dict[str, float]:
-    """Milliseconds of each stage."""
+    """Median milliseconds of each stage."""
     return {
         stage: round(1e3 * statistics.median(step["stage_seconds"].get(stage, 0.0) for step in steps), 1)
         for stage in steps[-1]["stage_seconds"]

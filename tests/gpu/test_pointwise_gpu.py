@@ -1,4 +1,4 @@
-"""Fused norms and MLPs on a GPU: bfloat16 against the same in float32, and what autograd keeps."""
+"""Fused norms and MLPs on a GPU: bfloat16 against float32, and the tensors that autograd keeps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.models import CONFIGS
 from tests.saved_tensors import kept_bytes
 
 pytestmark = pytest.mark.gpu
-# A rounding to bfloat16 is up to 2^-9 of a value.
+# Rounding to bfloat16 changes a value by up to 2^-9.
 TOLERANCE = 3e-3
 
 
@@ -89,6 +89,6 @@ def test_a_fused_layer_keeps_as_many_bytes_for_backward_as_planned(kind: str) ->
     with flash, kept_bytes([*layer.parameters(), *rotary]) as kept:
         layer(hidden, attention_mask=None, position_embeddings=rotary)
     shape = read_model({**config.to_dict(), "architectures": [type(model).__name__]}).shape
-    # Key heads may be repeated for torch's attention, and norms of Gemma keep their weights plus one.
+    # torch's attention may repeat key heads, and Gemma's norms keep their weights plus one.
     predicted = num_tokens * kept_per_token(shape, 1, num_keys=num_tokens, is_fused=True)
     assert sum(kept.values()) == pytest.approx(predicted, rel=0.1)

@@ -1,4 +1,4 @@
-"""One pool of a real GPU, lent to two processes in turn; what a killed process held comes back.
+"""One pool of a real GPU, lent to two processes in turn; memory of a killed process comes back.
 
 Needs `make native`, a CUDA GPU and no network.
 """
@@ -29,7 +29,7 @@ from tests.models import make_model
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 CHUNK = GPU_CHUNK_BYTES
 _CONTEXTS_BYTES = 2 << 30
-"""What two processes take for contexts, kernels and page tables."""
+"""Room for the contexts, kernels and page tables of two processes."""
 
 
 class Peer:
@@ -50,7 +50,7 @@ class Peer:
 
 @contextmanager
 def polled(pool: NodePool) -> Iterator[None]:
-    """The supervisor's part."""
+    """Polls the pool as the supervisor does."""
     stop = threading.Event()
 
     def poll() -> None:
@@ -127,7 +127,7 @@ def test_chunks_of_a_killed_process_come_back_and_are_lent_again(peers: tuple[Pe
     ends_at = time.monotonic() + 20
     while other("usage")["num_free"] < free and time.monotonic() < ends_at:
         time.sleep(0.05)
-    # torch reads through memory of the pool as well.
+    # torch also reads through memory of the pool
     other("allocate", (free - 2) * CHUNK)
     other("write", 7)
     assert other("read") == [7]

@@ -1,4 +1,4 @@
-"""Training that begins while weights come back from the host: equal to the bit to training with weights that never left.
+"""Training that begins while weights return from the host: bit for bit equal to training with weights that never left.
 
 Needs `make native` and a CUDA GPU; two for the case of two ranks.
 """
@@ -36,7 +36,7 @@ def _gradients(learner: Learner) -> dict[str, Tensor]:
 
 
 def _scribble() -> None:
-    """Leaves no old weights in the pages that the driver hands out next."""
+    """Overwrites free device memory, so that the pages handed out next hold no old weights."""
     torch.full((SCRIBBLE_BYTES // 4,), torch.nan, device="cuda")
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -53,7 +53,7 @@ def _rank(rank: int, num_ranks: int, folder: str) -> None:
     for turn in range(NUM_TURNS):
         assert learner.backend.memory.pause([MemoryTag.WEIGHTS]).num_bytes > 0
         _scribble()
-        # A rank that waits in `resume` for a later one has its weights back when it answers.
+        # Without the barrier, a rank that waits in `resume` for a later one would have its weights back already.
         dist.barrier()
         begun = learner.backend.memory.resume([MemoryTag.WEIGHTS]).begun
         assert [(one.kind, one.tag) for one in begun] == [(MovementKind.RETURN, MemoryTag.WEIGHTS)], "the copy is over already"

@@ -1,4 +1,4 @@
-"""A frozen model in one copy on a real GPU: two processes read it, neither can write to it, and it outlives its maker.
+"""A single copy of a frozen model on a real GPU: two processes read it, neither can write to it, and it outlives its creator.
 
 Needs `make native`, a CUDA GPU and no network.
 """
@@ -56,7 +56,7 @@ def assert_whole(base: SharedBase) -> None:
     assert torch.equal(tensors["kv"][1][:, 9].float(), expected[-3:].float())
 
 
-def test_two_processes_read_one_copy_that_neither_can_write_to_and_that_outlives_its_maker(tmp_path: Path) -> None:
+def test_two_processes_share_a_read_only_copy_that_outlives_its_creator(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     is_there, may_end = context.Event(), context.Event()
     path = tmp_path / "base.sock"

@@ -44,7 +44,7 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def random_bits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Every kind of number: subnormal, infinite, not a number, and what lies between two of a narrower type."""
+    """Draws every kind of number: subnormal, infinite, NaN, and values between two of a narrower type."""
     bits = torch.randint(-(2 ** (8 * dtype.itemsize - 1)), 2 ** (8 * dtype.itemsize - 1), shape, device=DEVICE)
     return bits.to(BITS[dtype.itemsize]).view(dtype)
 
@@ -194,7 +194,7 @@ def receive(receiver: WeightReceiver, weights: weights_pb2.PublishedWeights) -> 
 
 
 def assert_loaded(trainer: Trainer, *, model: str, tp_sizes: list[int], version: int) -> None:
-    """Every tensor-parallel rank holds what its own loader makes of the whole bfloat16 tensors."""
+    """Checks that every tensor-parallel rank holds the values that its loader makes of the whole bfloat16 tensors."""
     weights = trainer.publish(version)
     for tp_size in tp_sizes:
         pieces = []
@@ -304,6 +304,6 @@ def test_a_reader_cannot_write(trainer: Trainer) -> None:
     name, entries = next(iter(imported.entries.items()))
     assert imported.tensor(entries[0]).device == DEVICE and name
     with pytest.raises(RuntimeError, match="invalid argument"):
-        # A copy that the driver makes is refused; a kernel's store would end the context.
+        # A copy by the driver is refused; a store by a kernel would end the context.
         imported.tensor(entries[0]).copy_(imported.tensor(entries[0]).cpu())
     imported.close()

@@ -25,7 +25,7 @@ TINY = QWEN["tiny"]
 
 
 class TrainerRank:
-    """A rank's shards in the arena of `weights` on one GPU, beside something that is nobody's business, and their export."""
+    """A rank's shards in the arena of `weights` on one GPU, beside unrelated memory, and their export."""
 
     def __init__(
         self, folder: Path, *, gpu: int, dtype: torch.dtype, in_place: bool, leaves: bool, rank: int = 0, num_ranks: int = 1
@@ -79,7 +79,7 @@ def published(version: int, handles: Sequence[weights_pb2.WeightHandle]) -> weig
 
 
 def checkpoint(shards: Sequence[Sequence[Shard]], device: torch.device) -> list[tuple[str, torch.Tensor]]:
-    """Whole bfloat16 tensors out of the ranks' shards."""
+    """Assembles whole bfloat16 tensors from the ranks' shards."""
     return [
         (first.name, torch.cat([rank[index].local.bfloat16().to(device) for rank in shards]))
         for index, first in enumerate(shards[0])
@@ -87,7 +87,7 @@ def checkpoint(shards: Sequence[Sequence[Shard]], device: torch.device) -> list[
 
 
 def engines(gpus: Sequence[int]) -> list[WeightReceiver]:
-    """Tensor-parallel ranks, one on each GPU of the list."""
+    """Makes tensor-parallel ranks, one on each GPU of the list."""
     sizes = {"tp_size": len(gpus), "dtype": torch.bfloat16}
     devices = [torch.device("cuda", gpu) for gpu in gpus]
     return [WeightReceiver(QwenModel(TINY, tp_rank=rank, device=device, **sizes)) for rank, device in enumerate(devices)]
@@ -105,7 +105,7 @@ def receive(receivers: Sequence[WeightReceiver], weights: weights_pb2.PublishedW
 
 
 def assert_hold(receivers: Sequence[WeightReceiver], tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Bit for bit what the model's own loader makes of the tensors."""
+    """Checks, bit for bit, the values that the model's own loader makes of the tensors."""
     for rank, receiver in enumerate(receivers):
         device = next(iter(receiver.model.named_parameters()))[1].device
         loaded = QwenModel(TINY, tp_rank=rank, tp_size=len(receivers), dtype=torch.bfloat16, device=device)

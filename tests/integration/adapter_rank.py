@@ -1,4 +1,4 @@
-"""An adapter in a model of an engine rank, without an engine around it: received from a trainer, and loaded by SGLang itself."""
+"""An adapter in an engine rank's model, without an engine: received from a trainer, and loaded by SGLang for comparison."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tasuki.v1 import weights_pb2
 
 @dataclass(frozen=True)
 class Adapter:
-    """folder: of PEFT, with the same adapter as is published."""
+    """folder: in PEFT's format, with the adapter that is published."""
 
     folder: Path
     lora: LoraConfig
@@ -23,7 +23,7 @@ class Adapter:
 def receive_adapter(
     model: Any, args: Any, adapter: Adapter, published: weights_pb2.PublishedWeights, *, tp_rank: int
 ) -> tuple[list[str], tuple[tuple[str, Slice, int], ...]]:
-    """Names of buffers that differ from those that SGLang fills from the folder, and the checksums of what was received."""
+    """Returns the buffers that differ from those SGLang fills from the folder, and the checksums of the received tensors."""
     import torch
     from safetensors.torch import load_file
     from sglang.srt.lora.lora_registry import LoRARef

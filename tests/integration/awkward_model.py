@@ -1,4 +1,4 @@
-"""Two trainer ranks with a few small tensors, and a model whose loader does to them what plans cannot express."""
+"""Two trainer ranks with a few small tensors, and a model whose loader does things that copy plans cannot express."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TENSORS = {
 
 
 class AwkwardModel(nn.Module):
-    """Loads one tensor as plans like it, and the others by a transposed copy, by value, by concatenation and by arithmetic."""
+    """Loads one tensor in a way that plans support, and the others by transposed copy, value, concatenation and arithmetic."""
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class AwkwardModel(nn.Module):
 
 
 class Trainer:
-    """Two ranks that publish TENSORS, unevenly."""
+    """Two ranks that publish uneven shares of TENSORS."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Trainer:
 
 
 def receive(receiver: WeightReceiver, weights: weights_pb2.PublishedWeights) -> Received:
-    """A sync of one engine rank as the service makes it: copy, then compare with what was published."""
+    """Syncs one engine rank as the service does: copies, then compares with the published checksums."""
     received = receiver.receive(weights, import_timeout_s=2)
     pieces = [ReceivedPiece(0, *entry) for entry in received.checksums]
     check_received(pieces, import_weights(weights, timeout_s=2))
@@ -101,7 +101,7 @@ def receive(receiver: WeightReceiver, weights: weights_pb2.PublishedWeights) -> 
 
 
 def expected(trainer: Trainer, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
-    """What the model's own loader makes of the published values."""
+    """Returns the parameters that the model's own loader makes from the published values."""
     model = AwkwardModel(dtype)
     model.load_weights((name, tensor.bfloat16()) for name, tensor in trainer.tensors.items())
     return dict(model.named_parameters())

@@ -1,4 +1,4 @@
-"""A model of an engine rank in memory that a trainer reads, too, without an engine around it: loaded by SGLang, and found again."""
+"""An engine rank's model in memory that a trainer also reads, without an engine: loaded by SGLang, and found again."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from tasuki.config.schema import NodeConfig
 def share_base(
     model: Any, load: Callable[[Any], Any], *, state_dir: Path, folder: Path, rank: int, num_ranks: int
 ) -> list[str]:
-    """Parameters that differ from those of `model`, which SGLang has loaded as ever.
+    """Lists the parameters that differ from those of `model`, which SGLang has loaded without a shared base.
 
-    Of the model that makes the base, and of one that finds it with a trainer and hands it out from then on. load: a model, by that loader.
+    Covers the model that creates the base, and one that finds it through a trainer and serves it from then on. load: loads a model with a
+    given loader.
     """
     import torch
     from sglang.srt.model_executor import model_runner

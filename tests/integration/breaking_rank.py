@@ -1,4 +1,4 @@
-"""An engine rank without an engine: the real receive path on many tensors, in a process that breaks between two copies."""
+"""An engine rank without an engine: the real receive path with many tensors, in a process that fails between two copies."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ Shapes = Sequence[tuple[str, tuple[int, ...]]]
 
 
 class Break(StrEnum):
-    """What happens to the rank after some copies."""
+    """Failure of a rank after some copies."""
 
     KILL = "kill"
     RAISE = "raise"
     SKIP = "skip"
-    """The rest is left out, and nobody says so."""
+    """Skips the remaining copies without an error."""
 
 
 @dataclass(frozen=True)
 class Breaking:
     how: Break
     after: int
-    """Copies that are made."""
+    """Number of copies made before the failure."""
 
 
 class FlatModel(nn.Module):
-    """Parameters of these names and shapes, each loaded by a plain copy."""
+    """A model with parameters of these names and shapes, each loaded by a plain copy."""
 
     def __init__(self, shapes: Shapes) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class FlatModel(nn.Module):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         own = dict(self.named_parameters())
         for name, loaded in weights:
-            # As SGLang's loaders do with what their model does not have.
+            # Tensors that the model lacks are skipped, as in SGLang's loaders.
             if (parameter := own.get(name.replace(".", "/"))) is not None:
                 parameter.data.copy_(loaded)
 
@@ -74,7 +74,7 @@ def digest_of(tensors: dict[str, torch.Tensor]) -> str:
 
 
 class BreakingCopies:
-    """Copies of which the last ones are not reached. made: those that are."""
+    """Copies that stop before the last ones. made: the copies that are made."""
 
     longest = 0
 
@@ -96,7 +96,7 @@ class BreakingCopies:
 
 
 def break_copies(breaking: Breaking | None) -> None:
-    """From here on the host's copies of a sync break. What the receiver prepares them by has one name or two."""
+    """Makes all later host copies of a sync fail, by replacing whichever of the two preparing functions the receiver has."""
     for name in ("prepare_copies", "prepare_summed_copies"):
         if hasattr(receive, name):
             setattr(receive, name, partial(_prepared, getattr(receive, name), breaking))
@@ -137,7 +137,7 @@ def _answer_commands(pipe: Connection, model: FlatModel, cache: torch.Tensor) ->
 
 
 class BreakingRank:
-    """The process, as the front's RankCalls sees an engine of one rank."""
+    """A rank's process, with the interface that the front's RankCalls expects of an engine of one rank."""
 
     num_ranks = 1
 
@@ -157,7 +157,7 @@ class BreakingRank:
             raise InternalError("the engine rank is gone") from error
 
     def holds(self) -> tuple[str, int]:
-        """Digest of all parameters, and the number of copies of a sync."""
+        """Returns a digest of all parameters, and the number of copies in a sync."""
         self._pipe.send(None)
         digest, num_copies, _ = self._pipe.recv()
         return digest, num_copies
@@ -174,7 +174,7 @@ class BreakingRank:
 
 
 class BreakingReplicas:
-    """One such rank for each model, as an engine with as many replicas."""
+    """One rank per model, as an engine with as many replicas."""
 
     def __init__(self, models: Sequence[Shapes]) -> None:
         self.ranks = [BreakingRank(shapes, rank=rank) for rank, shapes in enumerate(models)]

@@ -1,4 +1,4 @@
-"""A process of the node that holds chunks of its pool, as a trainer whose state has not left yet: a line on stdin says how many bytes."""
+"""Holds chunks of the node's pool, as a trainer does whose state has not left yet. Each line on stdin gives the number of bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The services that the session shares: rollout with a real engine, a trainer that is this process, and one of two ranks."""
+"""Services shared by the session: rollout with a real engine, a trainer inside this process, and one of two ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.limits import limit_s
 from tests.models import make_model, save_checkpoint
 
 TOKENIZER_EOS = "~"
-# Under the first one log-probs are those of temperature 1.
+# The first variable would make log-probs those of temperature 1.
 LEFT_IN_THE_SHELL = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "1", "NVIDIA_TF32_OVERRIDE": "1"}
 # 2 layers, keys and values, 2 heads of 16, bfloat16: 1 GiB.
 KV_CACHE_TOKENS = (1 << 30) // (2 * 2 * 2 * 16 * 2)
@@ -34,9 +34,9 @@ TRAINER_SETTINGS = 'compute_dtype = "float32"\nexport_stays = true\nlearning_rat
 
 @pytest.fixture(scope="session")
 def rollout_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoint that the shared engine is started from; what the tests publish has other weights.
+    """Checkpoint from which the shared engine starts; the tests publish other weights.
 
-    Its tokenizer ends a text with another token than its config.json.
+    Its tokenizer has another end-of-text token than its config.json.
     """
     folder = save_checkpoint(make_model("qwen2", seed=0), tmp_path_factory.mktemp("model") / "qwen2")
     file = folder / "tokenizer_config.json"
@@ -73,7 +73,7 @@ def engine_pair(rollout_model: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(scope="session")
 def trainer(rollout_process: RolloutProcess) -> Iterator[TestTrainer]:
-    """A trainer whose weights are not those that the engine was started with."""
+    """A trainer whose weights differ from those with which the engine started."""
     trainer = TestTrainer(rollout_process.socket_dir, "trainer", make_model("qwen2", seed=1))
     yield trainer
     trainer.close()

@@ -65,12 +65,12 @@ class Node:
         assert await asyncio.wait_for(self.process.wait(), DEADLINE_S) == 0
 
     async def settled(self) -> pb.NodeState:
-        """The state once the coordinator has found out where the node is and has brought it to a phase."""
+        """Returns the state once the coordinator has determined the node's stage and brought it to a phase."""
         while True:
             try:
                 state = await self.state()
             except grpc.aio.AioRpcError as error:
-                # Where the disk is full, one server makes room for the next, and cuts what it has not answered in half a second.
+                # On a full disk one server makes room for the next, and cuts calls that it has not answered within half a second.
                 if error.code() is not grpc.StatusCode.CANCELLED:
                     raise
             else:
@@ -100,7 +100,7 @@ class Node:
 
 @asynccontextmanager
 async def coordinators(config: NodeConfig) -> AsyncIterator[Callable[[], Awaitable[asyncio.subprocess.Process]]]:
-    """Gives a function that starts a coordinator. Kills those that still run at the end, and removes the node's sockets."""
+    """Returns a function that starts a coordinator. At the end it kills those still running and removes the node's sockets."""
     started: list[asyncio.subprocess.Process] = []
 
     async def start() -> asyncio.subprocess.Process:
@@ -119,7 +119,7 @@ async def coordinators(config: NodeConfig) -> AsyncIterator[Callable[[], Awaitab
 
 @asynccontextmanager
 async def coordinated(config: NodeConfig, trainer: StageService, rollout: StageService) -> AsyncIterator[Node]:
-    """A node of these services whose coordinator has been started, and is killed at the end if it still runs."""
+    """Starts a coordinator over these services; kills it at the end if it still runs."""
     async with coordinators(config) as start, open_channel(node_targets(config)["coordinator"]) as channel:
         yield Node(config, trainer, rollout, start, await start(), channel, CoordinatorServiceStub(channel))
 
@@ -135,7 +135,7 @@ async def _start(config: NodeConfig) -> asyncio.subprocess.Process:
 
 @asynccontextmanager
 async def running_coordinator(folder: Path, *, metrics_port: int) -> AsyncIterator[Node]:
-    """Settled in TRAIN; it must stop with exit code 0 in the end."""
+    """Starts a node and waits until it is in TRAIN; at the end the coordinator must stop with exit code 0."""
     metrics = MetricsConfig(listen=f"127.0.0.1:{metrics_port}")
     config = NodeConfig(state_dir=folder / "state", model=ModelConfig(path=folder), metrics=metrics)
     async with running_node(config) as node:
@@ -144,7 +144,7 @@ async def running_coordinator(folder: Path, *, metrics_port: int) -> AsyncIterat
 
 @asynccontextmanager
 async def running_node(config: NodeConfig) -> AsyncIterator[Node]:
-    """The same for any configuration whose state folder is not there yet."""
+    """Starts a node with any configuration whose state folder does not exist yet, and waits for TRAIN as above."""
     config.state_dir.mkdir()
     save_config(config, config.state_dir / "node.toml")
     async with serving(config) as services, coordinated(config, *services) as node:

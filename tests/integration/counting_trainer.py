@@ -1,4 +1,4 @@
-"""A trainer behind a real socket that only counts how often a command really ran."""
+"""A trainer behind a real socket that only counts how often each command ran."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAME = "tasuki.v1.TrainerService"
 
 
 class CountingTrainer(trainer_pb2_grpc.TrainerServiceServicer):
-    """Counts how often a command really ran."""
+    """Counts how often each command ran."""
 
     def __init__(self) -> None:
         self.num_steps = 0

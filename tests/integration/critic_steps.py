@@ -1,4 +1,4 @@
-"""Run by the launcher: steps of a critic beside a policy with adapters, in micro-batches of several sizes; rank 0 writes what came out.
+"""Run by the launcher: steps of a critic beside a policy with adapters, in micro-batches of several sizes; rank 0 writes the results.
 
 python -m tasuki.trainer.launch --num-ranks N -- tests/integration/critic_steps.py OUTPUT_FOLDER MODEL_FOLDER MAX_TOKENS...
 """
@@ -33,7 +33,7 @@ def run_steps(model: Path, *, max_tokens: int, output: Path, mesh: DeviceMesh) -
     facts = {"losses": [], "grad_norms": [], "num_micro_batches": len(batches)}
     tensors = {}
     policy = whole_parameters(learner, Role.POLICY)
-    # In the order of the call: only a rank that has all samples gives every value.
+    # In the order of the call; only a rank that holds all samples returns every value.
     everything = micro_batches(learner, samples, config=config, max_tokens=4096)
     facts["values"] = learner.score(Role.CRITIC, [batch.tokens for batch in everything])[0].tolist()
     for _ in range(NUM_STEPS):

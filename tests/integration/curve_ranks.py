@@ -38,7 +38,7 @@ SETTINGS: dict[int, dict[str, dict[str, Any]]] = {
     },
     2: {"two ranks": {}, "sequence_parallel = 2": {"sequence_parallel": 2}},
 }
-"""By the number of ranks. Everything but `max_tokens` is of the table [trainer]."""
+"""Settings by number of ranks. All but `max_tokens` belong to the table [trainer]."""
 
 
 def curve(model: Path, *, mesh: DeviceMesh, max_tokens: int = MAX_TOKENS, **trainer: Any) -> list[tuple[float, float]]:

@@ -1,4 +1,4 @@
-"""Trainer ranks whose parameters are DTensors of any placement, which publish them and stay."""
+"""Trainer ranks whose parameters are DTensors of any placement. They publish them and then stay alive."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ _TIMEOUT_S = 240
 def dtensor_ranks(
     kind: str, folder: Path, *, mesh_shape: tuple[int, ...], dims: tuple[int, ...], lora: LoraConfig | None = None
 ) -> Iterator[weights_pb2.PublishedWeights]:
-    """What a process for each place of the mesh publishes of make_model(kind, seed=1); vectors are cut in their only dimension.
+    """Yields the weights of make_model(kind, seed=1), published by one process per place of the mesh; vectors are cut in their only
+    dimension.
 
     dims: the tensor dimension that each axis of the mesh cuts. lora: adapters whose product is published in the weights.
     """
@@ -81,7 +82,7 @@ def _run_rank(
 
 
 def whole_model(kind: str, lora: LoraConfig | None) -> PreTrainedModel:
-    """The model that the ranks share, in one process, with PEFT's own product of the adapters added."""
+    """Returns the unsharded model of the ranks, with the adapters' product added by PEFT."""
     model = make_model(kind, seed=1)
     if lora is not None:
         from peft.tuners.lora import LoraLayer
@@ -95,7 +96,7 @@ def whole_model(kind: str, lora: LoraConfig | None) -> PreTrainedModel:
 
 
 def _adapted(model: PreTrainedModel, lora: LoraConfig) -> PreTrainedModel:
-    """With adapters of whole numbers of few bits, whose products are the same however they are summed up."""
+    """Adds adapters of small multiples of 1/64, whose products do not depend on the order of summation."""
     add_adapters(model, lora)
     generator = torch.Generator().manual_seed(2)
     for name, param in model.named_parameters():

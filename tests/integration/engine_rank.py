@@ -1,4 +1,4 @@
-"""Real SGLang models in TP ranks without an engine around them: quick to start, and open to be poisoned and compared."""
+"""Real SGLang models in TP ranks without an engine: quick to start, and accessible for poisoning and comparison."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from tests.received import ReceivedPiece
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank says after a receive: names of parameters that differ from the checkpoint on disk, and what it reported.
+    """Outcome of a receive on one rank: names of parameters that differ from the checkpoint on disk, and the rank's report.
 
-    lost: tensors that are no parameters and differ after a pause of the weights. is_plan_kept: whether the plan outlived it.
+    lost: tensors that are no parameters and differ after a pause of the weights. is_plan_kept: whether the plan outlived the pause.
     """
 
     different: list[str]
@@ -51,7 +51,7 @@ _NOTHING = Outcome([], [], 0, False, [], (), 0, 0)
 
 
 class EngineRanks:
-    """Processes that form one TP group, or, on a CPU, a group of the first alone."""
+    """Processes that form one TP group or, on a CPU, a group of the first process alone."""
 
     def __init__(self, pipes: list[Connection]) -> None:
         self._pipes = pipes
@@ -60,9 +60,9 @@ class EngineRanks:
     def receive(
         self, folder: Path, published: weights_pb2.PublishedWeights, *, tp_size: int, adapter: Adapter | None = None
     ) -> list[Outcome]:
-        """Each rank loads the checkpoint in `folder` as SGLang does, poisons every parameter, and receives `published`.
+        """Loads the checkpoint in `folder` as SGLang does, poisons every parameter, and receives `published`, in each rank.
 
-        adapter: is poisoned, received and compared in the place of the model.
+        adapter: is poisoned, received and compared instead of the model.
         """
         address = self._address(tp_size)
         for tp_rank, pipe in enumerate(self._pipes[:tp_size]):
@@ -70,7 +70,7 @@ class EngineRanks:
         return [self._answer(pipe) for pipe in self._pipes[:tp_size]]
 
     def share_base(self, folder: Path, state_dir: Path, *, tp_size: int) -> list[Outcome]:
-        """As base_rank.share_base, by each rank."""
+        """Runs base_rank.share_base in each rank."""
         address = self._address(tp_size)
         for tp_rank, pipe in enumerate(self._pipes[:tp_size]):
             pipe.send(_Job(tp_rank, tp_size, address, str(folder), b"", None, state_dir))
@@ -81,19 +81,19 @@ class EngineRanks:
         return len(self._pipes)
 
     async def run_on_ranks(self, command: bytes) -> None:
-        """As the engine does it: every rank runs the command, and all are done."""
+        """Runs the command on every rank, as the engine does, and waits for all."""
         for pipe in self._pipes:
             pipe.send(command)
         for pipe in self._pipes:
             await asyncio.to_thread(self._answer, pipe)
 
     def limit_memory(self, num_bytes: int, *, tp_rank: int) -> None:
-        """The rank's host arenas get no more than `num_bytes` from now on; 0 lifts the limit."""
+        """Limits the rank's host arenas to `num_bytes` from now on; 0 lifts the limit."""
         self._pipes[tp_rank].send(num_bytes)
         self._answer(self._pipes[tp_rank])
 
     def _address(self, tp_size: int) -> str | None:
-        """Where ranks meet to form a group of this size; None where the group of the job before has it."""
+        """Address at which the ranks form a group of this size; None if the previous job's group has it."""
         if tp_size == self._tp_size:
             return None
         self._tp_size = tp_size
@@ -119,15 +119,15 @@ class _Job:
 
 
 def check_outcomes(outcomes: list[Outcome], kind: str) -> None:
-    """Every rank of a model of this kind has what is on disk, by a plan that is kept, with the padding of the vocabulary."""
+    """Checks that every rank holds the values on disk, through a plan that is kept, with the padding of the vocabulary."""
     assert [outcome.different for outcome in outcomes] == [[]] * len(outcomes)
-    # SGLang's norms of Gemma 2 compute a buffer while they load: those go through its own loader at every sync.
+    # SGLang's norms of Gemma 2 compute a buffer while loading, so its own loader handles them at every sync.
     loads_norms = kind == "gemma2"
     for outcome in outcomes:
         assert bool(outcome.fallback_names) is loads_norms
         assert all("norm" in name for name in outcome.fallback_names)
     assert [(outcome.lost, outcome.is_plan_kept) for outcome in outcomes] == [([], True)] * len(outcomes)
-    # The last rank holds the padding rows of the vocabulary, which only a recorded constant fills. Gemma 3's embedding is never split.
+    # The last rank has the padding rows of the vocabulary, which only a recorded constant fills. Gemma 3's embedding is never split.
     assert (outcomes[-1].num_constants > 0) is (kind != "gemma3")
 
 
@@ -137,7 +137,7 @@ def pieces_of(outcomes: list[Outcome]) -> list[ReceivedPiece]:
 
 @contextmanager
 def engine_ranks(num_ranks: int = 2, *, device: str = "cpu") -> Iterator[EngineRanks]:
-    """device: "cpu", or "cuda" for one GPU a rank."""
+    """device: "cpu", or "cuda" for one GPU per rank."""
     context = processes if device == "cpu" else multiprocessing.get_context("spawn")
     pipes, ranks = [], []
     for index in range(num_ranks):
@@ -197,7 +197,7 @@ def _run_rank(pipe: Connection, device: str) -> None:
 
 
 def _models_without_a_test() -> list[str]:
-    """Importing all of SGLang's models takes half a minute of a busy machine."""
+    """Lists SGLang's model modules that no test uses: importing all of them takes half a minute on a busy machine."""
     sglang = find_spec("sglang")
     assert sglang is not None and sglang.submodule_search_locations is not None
     modules = Path(sglang.submodule_search_locations[0], "srt", "models").glob("*.py")
@@ -244,7 +244,7 @@ def _join_group(job: _Job, *, backend: str) -> None:
 
     distributed.parallel_state.destroy_model_parallel()
     distributed.parallel_state.destroy_distributed_environment()
-    # Weights are loaded without it, and it would exchange buffers first.
+    # Weights are loaded without it; it would first exchange buffers.
     distributed.parallel_state.set_custom_all_reduce(False)
     distributed.init_distributed_environment(
         backend=backend,
@@ -257,7 +257,7 @@ def _join_group(job: _Job, *, backend: str) -> None:
 
 
 def _loaded_tensors(model: Any) -> list[tuple[str, Any]]:
-    """Parameters, and what Gemma 2's norms compute from theirs while they load."""
+    """Parameters, and the values that Gemma 2's norms compute from theirs while loading."""
     derived = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith(".gemma_weight")]
     return [*model.named_parameters(), *derived]
 
@@ -276,7 +276,7 @@ def _receive(model: Any, allocator: NativeAllocator, job: _Job) -> Outcome:
     with torch.inference_mode():
         from_disk = {name: tensor.detach().clone() for name, tensor in _loaded_tensors(model)}
         with allocator.region(MemoryTag.WEIGHTS):
-            # What an attention backend would hold beside the model.
+            # Represents the tensors of an attention backend.
             orphan = torch.arange(1, 5000, device=allocator.device)
         rank = EngineRank(model, allocator, rank=job.tp_rank)
         register_rank(rank)
@@ -285,10 +285,10 @@ def _receive(model: Any, allocator: NativeAllocator, job: _Job) -> Outcome:
         plan = rank.receiver.plan
         others = _others(model, allocator)
         assert orphan.data_ptr() in {tensor.data_ptr() for tensor, _ in others}
-        # Once more by the plan alone, which is what every later sync does, into pages that hold nothing.
+        # Again by the plan alone, as in every later sync, into pages that hold nothing.
         rank.memory.pause(PauseRequest(tags=[MEMORY_TAG_WEIGHTS]))
         rank.memory.resume(ResumeRequest(tags=[MEMORY_TAG_WEIGHTS]))
-        if allocator.device == "cpu":  # what a GPU's new pages hold is not said
+        if allocator.device == "cpu":  # the content of a GPU's new pages is unspecified
             assert not any(parameter.any() for _, parameter in model.named_parameters() if parameter.nbytes >= 4096)
         _poison_loaded(model)
         received = rank.receiver.receive(published, import_timeout_s=10)
@@ -328,10 +328,10 @@ def _share_base(model: Any, args: Any, allocator: NativeAllocator, state_dir: Pa
 
 
 def _others(model: Any, allocator: NativeAllocator) -> list[tuple[Any, Any]]:
-    """Every tensor of this process that lies in the weights' arena and is no parameter, with a copy of its values."""
+    """Returns every tensor of this process in the weights' arena that is no parameter, with a copy of its values."""
     import torch
 
-    # Models of earlier jobs are cycles: one that went later would leave its memory to others.
+    # Models of earlier jobs are cycles: freed later, their memory would be reused.
     gc.collect()
     blocks = allocator.blocks(MemoryTag.WEIGHTS)
     parameters = {parameter.data_ptr() for _, parameter in model.named_parameters()}

@@ -1,4 +1,4 @@
-"""Run by the launcher: learners that gather experts beside learners that spread them over two ranks; rank 0 writes what came out.
+"""Run by the launcher: learners that gather experts beside learners that spread them over two ranks; rank 0 writes the results.
 
 python -m tasuki.trainer.launch --num-ranks 2 -- tests/integration/expert_ranks.py OUTPUT_FOLDER MODEL_FOLDER:CHECKPOINTING...
 """
@@ -34,13 +34,13 @@ from tests.integration.trainer_samples import make_samples
 from tests.models import VOCAB_SIZE
 
 NUM_STEPS, MAX_TOKENS = 20 if IS_WHOLE else 6, 48
-# Rounding must not decide a step: the first of Adam is the sign of a gradient otherwise.
+# A large eps, so that rounding does not decide a step: otherwise Adam's first step is the sign of the gradient.
 SETTINGS: dict[str, Any] = {"learning_rate": 1e-3, "eps": 1e-3, "weight_decay": 0.01}
 Facts = dict[str, Any]
 
 
 class Collectives(TorchDispatchMode):
-    """Those that run inside: how many all-to-alls, and how many elements FSDP2 gathers."""
+    """Counts collectives in the block: the number of all-to-alls, and the elements that FSDP2 gathers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,8 +54,9 @@ class Collectives(TorchDispatchMode):
 
 
 def samples_of(step: int) -> Samples:
-    """Of several micro-batches, with prompts of two samples each; every fifth time a single sample, so that one rank has a token that does
-    not count."""
+    """Makes samples for several micro-batches, with prompts shared by pairs. Every fifth step has a single sample, so that one rank has
+    only tokens that do not count.
+    """
     samples = make_samples(1 if step % 5 == 4 else 9, vocab_size=VOCAB_SIZE, seed=step, temperature=0.8)
     for one, other in zip(samples[::2], samples[1::2], strict=False):
         other.prompt_token_ids[:] = one.prompt_token_ids
@@ -66,7 +67,7 @@ def samples_of(step: int) -> Samples:
 
 
 def step_of(learner: Learner, step: int) -> tuple[float, float, float]:
-    """Loss, norm of the gradients and load of the busiest expert."""
+    """Makes a step; returns its loss, gradient norm and the load of the busiest expert."""
     report = learn(learner, Role.POLICY, samples_of(step), config=LossConfig(), max_tokens=MAX_TOKENS)
     return report.loss, learner.optim_step(Role.POLICY).grad_norm, metric(report, "expert_load_max")
 
@@ -77,7 +78,7 @@ def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> floa
 
 
 def have_equal_shards(one: Learner, other: Learner) -> bool:
-    """On every rank: what a publication shows to rollout."""
+    """Whether the shards that both learners publish are equal on every rank."""
     ours, theirs = (local_shards(trained(each, Role.POLICY).network.causal_lm) for each in (one, other))
     places = [[(shard.name, shard.global_shape, shard.offsets) for shard in shards] for shards in (ours, theirs)]
     is_equal = places[0] == places[1] and all(torch.equal(a.local, b.local) for a, b in zip(ours, theirs, strict=True))
@@ -87,12 +88,12 @@ def have_equal_shards(one: Learner, other: Learner) -> bool:
 
 
 def compare_steps(start: Callable[..., Learner], output: Path) -> Facts:
-    """NUM_STEPS of both, a checkpoint of each that the other loads, and a step more."""
+    """Makes NUM_STEPS steps of both, loads each one's checkpoint into the other, and makes another step."""
     gathered, spread = start(), start(expert_parallel=True)
     facts: Facts = {"loaded": [have_equal_shards(gathered, spread)], "steps": [], "parameters": []}
     for step in range(NUM_STEPS):
         for learner in (gathered, spread) if step == NUM_STEPS // 2 else ():
-            # As in a changeover.
+            # as in a changeover
             fsdp(learner).memory.pause(TAGS)
             fsdp(learner).memory.resume(TAGS)
         facts["steps"].append([step_of(gathered, step), step_of(spread, step)])
@@ -112,7 +113,7 @@ def compare_steps(start: Callable[..., Learner], output: Path) -> Facts:
     )
     spread.load_checkpoint(output / "gathered")
     facts["crossed"].append(largest_difference(whole_parameters(spread, Role.POLICY), before["gathered"]))
-    # With the moments of the other.
+    # with the other learner's moments
     gathered.load_checkpoint(output / "gathered")
     facts["steps"].append([step_of(gathered, NUM_STEPS), step_of(spread, NUM_STEPS)])
     facts["parameters"].append(
@@ -122,7 +123,7 @@ def compare_steps(start: Callable[..., Learner], output: Path) -> Facts:
 
 
 def count_collectives(start: Callable[..., Learner]) -> Facts:
-    """Of a step with one micro-batch."""
+    """Counts collectives of a step with one micro-batch."""
     facts: Facts = {}
     for name, settings in (("gathered", {}), ("spread", {"expert_parallel": True})):
         learner = start(**settings)
@@ -134,7 +135,7 @@ def count_collectives(start: Callable[..., Learner]) -> Facts:
 
 
 def compare_gradients(start: Callable[..., Learner], *, role: Role = Role.POLICY, **settings: Any) -> float:
-    """The largest difference of a gradient, as a part of its norm or of a thousandth of the largest."""
+    """Returns the largest difference of a gradient, relative to its norm or to a thousandth of the largest norm."""
     gradients: list[dict[str, Tensor]] = []
     for is_spread in (False, True):
         learner = start(expert_parallel=is_spread, **settings)

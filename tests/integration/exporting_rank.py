@@ -1,4 +1,4 @@
-"""A trainer rank that publishes from its arenas, which stay or leave, and an engine's model for what it publishes."""
+"""A trainer rank that publishes from its arenas, which stay or leave, and an engine's model for the published tensors."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.slices import by_rows
 
 WEIGHTS, EXPORT = MemoryTag.WEIGHTS, MemoryTag.EXPORT
 MIB = 1 << 20
-# The small one is below what a region on a CPU puts into its arena: it is always a copy.
+# On a CPU the small one is too small for the arena, so it is always a copy.
 SHAPES = {"large": (512, 1024), "odd": (999, 77), "small": (40,)}
 
 
 class Engine(nn.Module):
-    """Every tensor as it is in the checkpoint, the rows of `large` twice."""
+    """A model with every tensor as in the checkpoint, and the rows of `large` twice."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Engine(nn.Module):
 
 
 class TrainerRank:
-    """One rank's tensors in the arena of `weights`, beside others that are nobody's business, and their export."""
+    """One rank's tensors in the arena of `weights`, beside unrelated tensors, and their export."""
 
     def __init__(
         self,

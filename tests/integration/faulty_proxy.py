@@ -11,7 +11,7 @@ HOLD_S = 0.02
 
 
 class Break(StrEnum):
-    """What happens to the next bytes that a client sends."""
+    """Fault for the next bytes that a client sends."""
 
     LOST_BEFORE = "they are thrown away, and the connection is reset"
     LOST_AFTER = "they arrive; what is answered is thrown away, and then the connection is reset"
@@ -20,7 +20,7 @@ class Break(StrEnum):
 
 
 class FaultyProxy:
-    """Passes bytes on between clients of one socket and the server of another. armed: what happens next, once."""
+    """Forwards bytes between clients of one socket and the server of another. armed: the next fault, which happens once."""
 
     def __init__(self, server: Path) -> None:
         self._server = server
@@ -60,7 +60,7 @@ class FaultyProxy:
                 if broken in (Break.LOST_AFTER, Break.RESET):
                     return
         except ConnectionError:
-            pass  # one of the two ends has gone
+            pass  # one of the two ends is closed
         finally:
             answers.cancel()
             for end in (writer, upstream):

@@ -1,4 +1,4 @@
-"""The leader's port of a fleet, with the store of its trainers' ranks alone, in a thread of the test."""
+"""The leader's port of a fleet in a thread of the test, with nothing but the store of the trainers' ranks."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ class FleetPort:
         )
 
     def tables(self, node_rank: int, *, interface: str = "lo") -> str:
-        """The tables [fleet] and [security] of a node."""
+        """Returns the tables [fleet] and [security] of a node."""
         security = "\n".join(f'{key} = "{path}"' for key, path in self.files().items())
         fleet = f'name = "{FLEET}"\nnum_nodes = {self.num_nodes}\nnode_rank = {node_rank}\nleader = "{self.leader}"'
         return f'[fleet]\n{fleet}\ninterface = "{interface}"\n[security]\n{security}\n'
 
     def files(self) -> dict[str, Path]:
-        """The node's files, by their keys in [security]."""
+        """Returns the node's files, by their keys in [security]."""
         return {key.removeprefix("security."): Path(path) for key, path in (each.split("=") for each in mtls(self.certs))}
 
 
 @contextmanager
 def fleet_port(folder: Path, *, num_nodes: int, host: str = "localhost", attempt: int = 0) -> Iterator[FleetPort]:
-    """Serves with mTLS until the block ends. folder: takes the certificates."""
+    """Serves with mTLS until the block ends. folder: receives the certificates."""
     folder.mkdir(parents=True, exist_ok=True)
     certs = make_certs(folder / "certs", host=host, is_fleet=True)
     port = FleetPort(f"{host}:{free_port()}", certs, num_nodes)

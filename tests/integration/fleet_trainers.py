@@ -1,4 +1,4 @@
-"""Trainers of several nodes on this machine, each a launch with its own state folder, and calls to all of them as a fleet makes them."""
+"""Trainers of several nodes on this machine, each launched with a separate state folder, and calls to all of them as a fleet makes them."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from tests.integration.trainer_process import (
 )
 
 Dealt = Sequence[Sequence[int]]
-"""Positions of each node's samples."""
+"""Indices of each node's samples."""
 
 
 @contextmanager
 def nodes_of(
     folder: Path, model: Path, *, num_nodes: int, num_ranks: int = 1, settings: str = "", port: FleetPort | None = None
 ) -> Iterator[list[TrainerProcess]]:
-    """The trainers, once all serve. port: of a fleet that is served already. settings: lines of [trainer]."""
+    """Starts the trainers and waits until all serve. port: of a fleet that is already served. settings: lines of [trainer]."""
     if port is None:
         with (
             fleet_port(folder / "fleet", num_nodes=num_nodes) as served,
@@ -71,7 +71,7 @@ def start_node(
     device: str = "cpu",
     environment: Mapping[str, str] = {},
 ) -> TrainerProcess:
-    """place: the network that it runs in, and its interface there. environment: further variables, of a process that is not forked."""
+    """place: the node's network and interface. environment: further variables, for a process that is not forked."""
     tables = f"{settings}\n{port.tables(node_rank, interface=place.interface)}"
     return start_trainer(
         folder / f"node-{node_rank}",
@@ -84,8 +84,10 @@ def start_node(
 
 
 def logs_of_unconnected(folder: Path, model: Path, *, connect_s: int, most_s: float, device: str = "cpu") -> list[str]:
-    """Of two trainers that join the fleet, but whose interfaces do not reach each other, once both have ended with an error within
-    `most_s`. Needs root."""
+    """Runs two trainers that join the fleet but cannot reach each other's interface; returns their logs. Needs root.
+
+    Both must end with an error within `most_s`.
+    """
     with namespace_pair() as (one, other), fleet_port(folder / "port", num_nodes=2, host=one.host) as port:
         alone = Place(LOOPBACK.host, LOOPBACK.interface, other.prefix)
         nodes = [
@@ -121,14 +123,14 @@ async def fleet_of(nodes: Sequence[TrainerProcess], model: Path, *, num_ranks: i
 
 @dataclass
 class Fleet:
-    """Calls every node with its share: validated everywhere, then begun everywhere."""
+    """Sends each node its share: all nodes validate it before any begins."""
 
     clients: list[TrainerClient]
     model: Path
     num_ranks: int = 1
 
     async def on_all(self, call: Callable[[TrainerClient], Awaitable[object]]) -> list[object]:
-        """Waits for all; raises the first error."""
+        """Waits for all calls; raises the first error."""
         answers = await asyncio.gather(*(call(client) for client in self.clients), return_exceptions=True)
         for answer in answers:
             if isinstance(answer, BaseException):
@@ -152,7 +154,7 @@ class Fleet:
         role: Role.ValueType = ROLE_POLICY,
         dealt: Dealt | None = None,
     ) -> trainer_pb2.ForwardBackwardResponse:
-        """dealt: by default `deal`."""
+        """dealt: the shares; `deal` makes them by default."""
         shares = [[samples[position] for position in share] for share in dealt or self.deal(samples)]
         header = self.header(samples, loss, role)
         for validate_only in (True, False):
@@ -165,7 +167,7 @@ class Fleet:
         return joined_answers([answer for answer in answers if isinstance(answer, trainer_pb2.ForwardBackwardResponse)])
 
     async def optim_step(self, *, role: Role.ValueType = ROLE_POLICY) -> list[trainer_pb2.OptimStepResponse]:
-        """Of every node."""
+        """Makes an optimizer step on every node; returns their answers."""
         request = trainer_pb2.OptimStepRequest(command=command(), role=role, validate_only=True)
         await self.on_all(lambda client: client.trainer.OptimStep(request, timeout=CALL_TIMEOUT_S))
         request.validate_only = False
@@ -173,7 +175,7 @@ class Fleet:
         return [answer for answer in answers if isinstance(answer, trainer_pb2.OptimStepResponse)]
 
     async def save(self, path: Callable[[int], Path], *, between: Callable[[], Awaitable[None]] | None = None) -> None:
-        """path: by node rank. between: done when all have written and none has published."""
+        """path: by node rank. between: runs when all have written and none has published."""
         save_id = uuid.uuid4().hex
         for part in (trainer_pb2.SAVE_PART_WRITE, trainer_pb2.SAVE_PART_PUBLISH):
             calls = [save_part(client, path(rank), part, save_id) for rank, client in enumerate(self.clients)]
@@ -210,6 +212,6 @@ async def save_part(
 
 
 def sums_of(checkpoint: Path) -> dict[str, list[int]]:
-    """Checksums of every tensor of a checkpoint, of weights and optimizer alike."""
+    """Returns checksums of every tensor of a checkpoint, for weights and optimizer."""
     index = json.loads((checkpoint / "tensors.json").read_text())
     return {name: [part["crc32"] for part in tensor["parts"]] for name, tensor in index.items()}

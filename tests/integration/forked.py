@@ -1,4 +1,4 @@
-"""Processes that are forks of one that has imported torch and transformers: a test that needs many ranks pays for that once."""
+"""Processes forked from one that has imported torch and transformers, so that tests with many ranks pay for the imports once."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ processes.set_forkserver_preload(
 
 
 class ForkedModule:
-    """`python -m` of a module, whose imports are those of the server, with the methods of `subprocess.Popen` that tests call."""
+    """Runs a module like `python -m`, by a fork of the server with its imports; has the methods of `subprocess.Popen` that tests call."""
 
     def __init__(self, argv: Sequence[str], *, environment: Mapping[str, str], log: Path) -> None:
-        """argv: the module and its arguments. log: gets all that it writes."""
+        """argv: the module and its arguments. log: receives all output."""
         self.args = [sys.executable, "-m", *argv]
         self._process = processes.Process(target=_run_module, args=(list(argv), dict(environment), log), daemon=True)
         self._process.start()
@@ -55,7 +55,7 @@ class ForkedModule:
 
 
 def _run_module(argv: list[str], environment: dict[str, str], log: Path) -> None:
-    """In a session of its own, as if the interpreter had just been started."""
+    """Runs in a new session, as a freshly started interpreter would."""
     os.setsid()
     with log.open("ab", buffering=0) as output:
         os.dup2(output.fileno(), 1)

@@ -1,8 +1,8 @@
-"""Lets writers of a journal live for a moment each, kills them, and prints what they acknowledged, a JSON list for each:
+"""Starts writers of a journal, kills each after a moment, and prints a JSON list of the entries that it acknowledged:
 
 python journal_writer.py JOURNAL NUM_KILLS SEED
 
-A separate process without threads, so that a writer is a fork that has everything imported.
+This is a separate process without threads, so that a writer is a fork with everything imported.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MOST_LINES, LONGEST_PAUSE_S = 30, 0.0005
 
 
 def write_for_ever(journal_path: Path, acknowledge: int) -> NoReturn:
-    """What a coordinator writes whose services never fail. A line goes out for each call of the journal that has returned."""
+    """Writes what a coordinator with flawless services would; prints a line for each completed call of the journal."""
     journal = Journal(journal_path)
     say(acknowledge, f"epoch {journal.begin_epoch(uuid.uuid4().hex)}")
     close_interrupted(journal)
@@ -52,7 +52,7 @@ def write_for_ever(journal_path: Path, acknowledge: int) -> NoReturn:
 
 
 def next_place(journal: Journal, journal_path: Path) -> Stage:
-    """Where the services would say that the node is: every intent without a result was carried out."""
+    """Returns the node's stage as its services would report it, if every intent without a result was carried out."""
     left = journal.unresolved()
     if left:
         return left[-1].stage
@@ -66,14 +66,14 @@ def say(pipe: int, line: str) -> None:
 
 
 def kill_one_writer(journal_path: Path, *, after: int, pause_s: float) -> list[str]:
-    """Forks a writer, kills it `pause_s` after so many lines, and gives all that it acknowledged."""
+    """Forks a writer, kills it `pause_s` after that many lines, and returns everything it acknowledged."""
     read_fd, write_fd = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
             write_for_ever(journal_path, write_fd)
         finally:
-            os._exit(1)  # it ends by a signal, or not at all
+            os._exit(1)  # it ends only by a signal
     os.close(write_fd)
     said = b""
     while said.count(b"\n") < after and (part := os.read(read_fd, 65536)):

@@ -1,4 +1,4 @@
-"""Scripts of the tests in the ranks of one launch."""
+"""Test scripts, run in the ranks of one launch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TIMEOUT_S = 300.0
 
 
 def run_ranks(script: str, *arguments: object, num_ranks: int) -> None:
-    """Runs a script of this folder in `num_ranks` processes on a CPU until all have ended well."""
+    """Runs a script of this folder in `num_ranks` CPU processes until all have succeeded."""
     argv = [str(FOLDER / script), *map(str, arguments)]
     deadline = time.monotonic() + TIMEOUT_S
     with tempfile.TemporaryDirectory(prefix="tasuki-ranks-") as folder:
@@ -40,7 +40,7 @@ def run_ranks(script: str, *arguments: object, num_ranks: int) -> None:
 
 
 def _run_rank(argv: Sequence[str], rank: int, num_ranks: int, parent: int, folder: Path) -> None:
-    """As the launcher starts one."""
+    """Runs the script in one rank, as the launcher starts it."""
     error_fd = os.open(folder / f"{rank}.log", os.O_CREAT | os.O_WRONLY, 0o600)
     os.dup2(error_fd, sys.stderr.fileno())
     launch = Launch(

@@ -1,4 +1,4 @@
-"""A learner over FSDP2 ranks without a service around it, and calls cut into micro-batches as the service cuts them."""
+"""A learner over FSDP2 ranks without a service, and calls cut into micro-batches as the service cuts them."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from tasuki.trainer.data.shared_plan import Sharing, plan_shared
 from tasuki.trainer.learner import Learner, LossReport, MetricPart, trained_roles
 from tasuki.trainer.roles import Role
 
-# Of the models that are made for these tests tokens are all that counts.
+# In these tests' models the cost of a sample is its number of tokens.
 COST = SampleCost(linear=1.0, quadratic=0.0)
 
 
 def start_learner(model: Path, *, mesh: DeviceMesh, rollout: Mapping[str, Any] | None = None, **trainer: Any) -> Learner:
-    """In float32 unless `trainer`, the settings of that table, says otherwise."""
+    """Starts a learner in float32, unless `trainer`, the settings of that table, says otherwise."""
     tables = {
         "device": mesh.device_type,
         "trainer": {"num_ranks": mesh.size(), "compute_dtype": "float32", **trainer},
@@ -47,12 +47,12 @@ def fsdp(learner: Learner) -> FsdpBackend:
 
 
 def trained(learner: Learner, role: Role) -> Trained:
-    """The role's network and optimizer."""
+    """Returns the role's network and optimizer."""
     return fsdp(learner)._trained[role]
 
 
 def micro_batches(learner: Learner, samples: Samples, *, config: LossConfig, max_tokens: int) -> list[MicroBatch]:
-    """This rank's. config: with its denominator."""
+    """Returns this rank's micro-batches. config: including its denominator."""
     part = learner.backend.sequence_part
     num_groups = learner.backend.num_ranks // part.num_parts
     sharing = Sharing.ALWAYS if fsdp(learner)._node.trainer.prefix_sharing is True else Sharing.NEVER
@@ -65,12 +65,12 @@ def micro_batches(learner: Learner, samples: Samples, *, config: LossConfig, max
 
 
 def with_denominator(config: LossConfig, samples: Samples) -> LossConfig:
-    """`config` for a call with these samples alone."""
+    """Returns `config` with the denominator of a call with these samples alone."""
     return replace(config, denominator=denominator(samples.columns["loss_mask"], samples.num_completion_S, config=config))
 
 
 def learn(learner: Learner, role: Role, samples: Samples, *, config: LossConfig, max_tokens: int = 4096) -> LossReport:
-    """One call, in micro-batches of at most `max_tokens` tokens. Its report over all ranks."""
+    """Makes one call in micro-batches of at most `max_tokens` tokens; returns its report over all ranks."""
     config = config if config.denominator is not None else with_denominator(config, samples)
     batches = micro_batches(learner, samples, config=config, max_tokens=max_tokens)
     report = learner.forward_backward(role, batches, config=config)
@@ -78,7 +78,7 @@ def learn(learner: Learner, role: Role, samples: Samples, *, config: LossConfig,
 
 
 def whole_report(mine: LossReport, *, num_sharing: int = 1) -> LossReport:
-    """Of a call, from those of its ranks, of which `num_sharing` after one another report the same."""
+    """Joins the ranks' reports into that of the call; each `num_sharing` consecutive ranks report the same."""
     reports: list[LossReport] = [mine] * dist.get_world_size()
     dist.all_gather_object(reports, mine)
     reports = reports[::num_sharing]
@@ -94,13 +94,13 @@ def joined(parts: Sequence[MetricPart]) -> MetricPart:
 
 
 def metric(report: LossReport, name: str) -> float:
-    """The figure of a report over all ranks."""
+    """Returns a figure of a report over all ranks."""
     part = report.metrics[name]
     return part.total if part.is_maximum else part.total / part.weight
 
 
 def whole_gradients(learner: Learner, role: Role) -> dict[str, Tensor]:
-    """By the parameter's name; every rank must call it."""
+    """Returns gradients by parameter name; every rank must call it."""
     gradients: dict[str, Tensor] = {}
     for name, param in trained(learner, role).network.named_parameters():
         if param.requires_grad:
@@ -110,7 +110,7 @@ def whole_gradients(learner: Learner, role: Role) -> dict[str, Tensor]:
 
 
 def whole_parameters(learner: Learner, role: Role) -> dict[str, Tensor]:
-    """By name; every rank must call it."""
+    """Returns parameters by name; every rank must call it."""
     return {
         name.removeprefix("causal_lm."): cast(DTensor, param.detach()).full_tensor().clone()
         for name, param in trained(learner, role).network.named_parameters()

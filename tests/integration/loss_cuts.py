@@ -1,4 +1,4 @@
-"""Run by the launcher: gradients of one call, cut into micro-batches and into calls in several ways; rank 0 writes how they differ.
+"""Run by the launcher: gradients of one call, cut into micro-batches and into calls in several ways; rank 0 writes their differences.
 
 python -m tasuki.trainer.launch --num-ranks N -- tests/integration/loss_cuts.py OUTPUT_FOLDER MODEL_FOLDER
 """
@@ -67,7 +67,7 @@ CASES = {
 
 
 def with_log_probs(learner: Learner, samples: Samples) -> Samples:
-    """Old log-probs near the policy's and rollout's near those, so that ratios lie within the clips and outside of them."""
+    """Places old log-probs near the policy's, and rollout's near those, so that ratios lie both inside and outside the clips."""
     scored_N = learner.score(Role.POLICY, [token_batch(samples, device=learner.backend.device)])[0].numpy()
     generator = np.random.default_rng(2)
     noise = [generator.normal(scale=0.15, size=len(scored_N)).astype(np.float32) for _ in range(3)]
@@ -79,7 +79,7 @@ def with_log_probs(learner: Learner, samples: Samples) -> Samples:
 def gradient(
     learner: Learner, role: Role, calls: Sequence[Samples], *, config: LossConfig, max_tokens: int
 ) -> tuple[Tensor, float]:
-    """Of all calls together, flat, and their loss. config: with the denominator of all."""
+    """Returns the flat gradient of all calls together, and their loss. config: with the denominator of all calls."""
     loss = sum(learn(learner, role, samples, config=config, max_tokens=max_tokens).loss for samples in calls)
     whole = torch.cat([each.flatten() for each in whole_gradients(learner, role).values()])
     learner.discard_gradients(role)

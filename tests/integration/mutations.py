@@ -1,4 +1,4 @@
-"""Messages that are nearly right: valid ones with bits turned, bytes cut, doubled and put in."""
+"""Nearly valid messages: valid ones with flipped bits, and with bytes cut, doubled and inserted."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ VALID: dict[str, list[Message]] = {
     "LoadCheckpointRequest": [trainer_pb2.LoadCheckpointRequest(command=_COMMAND, path="/tmp/a/b")],
     "ExportModelRequest": [trainer_pb2.ExportModelRequest(command=_COMMAND, path="/tmp/a/b")],
 }
-"""Messages of a call by the name of its request; a method that is not here takes an empty one."""
+"""Messages of a call by the name of its request; methods missing here take an empty message."""
 
 
 def mutated_calls(seed: int, services: frozenset[str]) -> Iterator[tuple[str, list[bytes]]]:
-    """Without end: the path of a method of one of `services`, and the messages of a call to it."""
+    """Yields calls endlessly: the path of a method of one of `services`, and its messages."""
     randomness = random.Random(seed)
     methods = [path for path, method in METHODS.items() if method.service.rpartition(".")[2] in services]
     while True:

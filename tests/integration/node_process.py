@@ -1,4 +1,4 @@
-"""A node of test services under the real supervisor, started and seen from outside."""
+"""A node of test services under the real supervisor, observed from outside."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LIMIT_S = limit_s(10.0)
 
 @dataclass
 class Node:
-    """A supervised node of test services, and what it has at its best."""
+    """A supervised node of test services; remembers the resources of its healthy state."""
 
     state_dir: Path
     process: subprocess.Popen[bytes]
@@ -80,7 +80,7 @@ Start = Callable[..., Node]
 
 @contextmanager
 def nodes_in(folder: Path) -> Iterator[Start]:
-    """What starts nodes on the folder; none of their processes outlives the block."""
+    """Yields a function that starts nodes on the folder; none of their processes outlives the block."""
     nodes: list[Node] = []
 
     def start(max_restarts: int = 0, **kinds: str) -> Node:
@@ -102,7 +102,7 @@ def nodes_in(folder: Path) -> Iterator[Start]:
         for node in nodes:
             for pid in (node.process.pid, *node.pids):
                 if is_alive(pid):
-                    with suppress(ProcessLookupError):  # it ends meanwhile
+                    with suppress(ProcessLookupError):  # it may end in the meantime
                         os.kill(pid, signal.SIGKILL)
             node.process.wait()
             # The guard may be removing the same folder.

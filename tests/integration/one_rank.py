@@ -1,4 +1,4 @@
-"""Fixtures of tests with a learner of one rank: its group, its mesh, and a tiny model with a value head."""
+"""Fixtures for learners of one rank: its process group, its mesh, and a tiny model with a value head."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.models import make_model, save_checkpoint
 
 @contextmanager
 def group_of_one() -> Iterator[None]:
-    """A gloo group whose one rank is this process."""
+    """A gloo group with this process as its only rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield

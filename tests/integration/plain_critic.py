@@ -1,4 +1,4 @@
-"""A critic written out plainly: transformers' hidden states, a linear head, and torch's AdamW, sample by sample in one process."""
+"""A plain critic: transformers' hidden states, a linear head, and torch's AdamW, sample by sample in one process."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ SETTINGS = {"learning_rate": LEARNING_RATE, "eps": EPS, "weight_decay": WEIGHT_D
 
 
 def add_head(folder: Path) -> None:
-    """Puts a value head into a model folder: one that starts at 0 has no gradient behind it."""
+    """Adds a value head to a model folder; with zero weights no gradient would pass it."""
     tensors = load_file(folder / "model.safetensors")
     tensors["value_head.weight"] = torch.randn(1, 64, generator=torch.Generator().manual_seed(7)) * 0.1
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def value_samples(num_samples: int) -> list[TrainingSample]:
-    """Samples with returns, and old values of which some are farther away than the clip."""
+    """Makes samples with returns, and old values, some of them outside the clip."""
     generator = np.random.default_rng(5)
     samples = make_samples(num_samples, vocab_size=VOCAB_SIZE)
     for sample in samples:
@@ -39,7 +39,7 @@ def value_samples(num_samples: int) -> list[TrainingSample]:
 
 
 class PlainCritic:
-    """In float32."""
+    """A critic in float32."""
 
     def __init__(self, folder: Path) -> None:
         causal_lm: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -56,7 +56,7 @@ class PlainCritic:
         return hidden @ self.head[0]
 
     def step(self, samples: list[TrainingSample]) -> PlainCriticStep:
-        """Half the squared error, clipped around the old values, as a mean over counted tokens."""
+        """Half the squared error, clipped around the old values, averaged over counted tokens."""
         total, num_tokens = torch.zeros(()), 0.0
         for sample in samples:
             values, old, returns = self.values(sample), torch.tensor(sample.values), torch.tensor(sample.returns)

@@ -1,4 +1,4 @@
-"""A scripted node whose services listen on ports, and certificates and tokens for it."""
+"""A scripted node whose services listen on ports, with certificates and tokens."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ROLES = ("viewer", "trainer", "operator", "peer")
 
 @dataclass
 class PortNode:
-    """A scripted node, its configuration, and how to reach it. folder: of the certificates and tokens."""
+    """A scripted node with its configuration and addresses. folder: of the certificates and tokens."""
 
     config: NodeConfig
     scripted: ScriptedNode
@@ -42,14 +42,14 @@ class PortNode:
 
     @property
     def target(self) -> str:
-        """Of the coordinator's port."""
+        """Address of the coordinator's port."""
         return self.port_of("coordinator")
 
     def port_of(self, service: str) -> str:
         return f"localhost:{port_targets(self.config)[service].rpartition(':')[2]}"
 
     def credentials(self, role: str = "trainer") -> Credentials:
-        """The certificate of a role, or its token."""
+        """Returns credentials with a role's certificate or token."""
         if self.config.security.client_ca is not None:
             return certificate(self.folder, role)
         ca = None if self.config.security.cert is None else self.folder / "ca.pem"
@@ -61,7 +61,7 @@ def certificate(folder: Path, name: str) -> Credentials:
 
 
 def make_certs(folder: Path, *, host: str = "localhost", is_fleet: bool = False) -> Path:
-    """What `tasuki certs` makes."""
+    """Makes certificates with `tasuki certs`; returns the folder."""
     assert certs.run(folder, hosts=[host], days=1, is_fleet=is_fleet) == 0
     return folder
 
@@ -74,7 +74,7 @@ def make_tokens(folder: Path) -> Path:
 
 
 def write_secret(path: Path, text: str) -> None:
-    """Puts a file into its place at once."""
+    """Replaces a file atomically."""
     aside = path.with_suffix(".new")
     aside.write_text(text)
     aside.chmod(0o600)
@@ -92,7 +92,7 @@ def tokens(folder: Path) -> list[str]:
 
 
 def port_config(folder: Path, *overrides: str, host: str = "127.0.0.1") -> NodeConfig:
-    """A node with a port for each service. folder: must be new; takes the state folder."""
+    """A node with a port for each service. folder: must be new; becomes the state folder's parent."""
     file = folder / "node.toml"
     file.write_text(f'state_dir = "{folder}/state"\n[model]\npath = "model"\n')
     listens = [f"{service}.listen={host}:{free_port()}" for service in SERVICES]
@@ -101,7 +101,7 @@ def port_config(folder: Path, *overrides: str, host: str = "127.0.0.1") -> NodeC
 
 @asynccontextmanager
 async def port_node(config: NodeConfig, folder: Path) -> AsyncIterator[PortNode]:
-    """Real servers with the real guard, scripted work behind them."""
+    """Serves the scripted node through real servers with the real access checks."""
     config.state_dir.mkdir(exist_ok=True)
     socket_dir(config.state_dir)
     node = ScriptedNode(config.state_dir)
@@ -118,7 +118,7 @@ async def port_node(config: NodeConfig, folder: Path) -> AsyncIterator[PortNode]
         if name != "coordinator":
             memory = memory_pb2_grpc.MemoryServiceServicer()
             server.add(memory_pb2_grpc.add_MemoryServiceServicer_to_server, memory, "tasuki.v1.MemoryService")
-        if name == "trainer":  # any of them; a fleet's leader serves them in truth
+        if name == "trainer":  # any of them; really, a fleet's leader serves them
             fleet, store = fleet_pb2_grpc.FleetServiceServicer(), rank_store_pb2_grpc.RankStoreServiceServicer()
             server.add(fleet_pb2_grpc.add_FleetServiceServicer_to_server, fleet, "tasuki.v1.FleetService")
             server.add(rank_store_pb2_grpc.add_RankStoreServiceServicer_to_server, store, "tasuki.v1.RankStoreService")

@@ -16,10 +16,10 @@ from tests.slices import Cut, by_rows
 
 
 class Published:
-    """A model of a kind in both forms, as version 3; `message` names the published one.
+    """A model in both forms, as version 3; `message` describes the published one.
 
-    devices: one for each trainer rank. cut: how the ranks share a parameter. source_dtype: of the trainer's own weights; the checkpoint
-    and what is published are bfloat16.
+    devices: one per trainer rank. cut: how the ranks shard a parameter. source_dtype: of the trainer's weights; the checkpoint and the
+    published weights are bfloat16.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Calls of any method with any bytes, as an attacker makes them."""
+"""Calls of any method with arbitrary bytes, as an attacker makes them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NUM_AT_ONCE = 16
 async def code_of(
     channel: grpc.aio.Channel, path: str, message: bytes = b"", *, metadata: Sequence[Header] = (), timeout_s: float = 5.0
 ) -> grpc.StatusCode:
-    """The code of a call with one message, of whatever kind the method is; OK as soon as an answer comes, whatever follows."""
+    """Returns the status code of a call with one message, of any method kind; OK as soon as an answer comes."""
     call = channel.unary_stream(path)(message, metadata=tuple(metadata), timeout=timeout_s)
     try:
         async for _ in call:
@@ -30,7 +30,7 @@ async def code_of(
 async def code_of_stream(
     channel: grpc.aio.Channel, path: str, messages: Sequence[bytes], *, timeout_s: float = 5.0
 ) -> grpc.StatusCode:
-    """The code of a call with several messages; OK as soon as an answer comes."""
+    """Returns the status code of a call with several messages; OK as soon as an answer comes."""
 
     async def sent():
         for message in messages:
@@ -42,14 +42,14 @@ async def code_of_stream(
             call.cancel()
             return grpc.StatusCode.OK
     except grpc.aio.AioRpcError as error:
-        # A write to a call that the server has ended: what it ended with is lost in grpcio.
+        # When a write meets a call that the server has ended, grpcio loses the call's status.
         is_lost = error.code() is grpc.StatusCode.INTERNAL and error.details() == "Internal error from Core"
         return grpc.StatusCode.CANCELLED if is_lost else error.code()
     return await call.code()
 
 
 async def answers(channel: grpc.aio.Channel, calls: Iterator[tuple[str, list[bytes]]]) -> Counter[grpc.StatusCode]:
-    """Makes calls, each a path and its messages; tells how often each code came."""
+    """Makes calls, each a path with messages, and counts the status codes."""
     codes: Counter[grpc.StatusCode] = Counter()
 
     async def attack() -> None:

@@ -1,4 +1,4 @@
-"""Run in ranks of one launch: scores of a reference on the device and on the host; rank 0 writes whether they are equal, by model."""
+"""Run by the launcher: scores of a reference on the device and on the host; rank 0 writes, by model, whether they are equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rollout service process with a real engine, seen from outside, a client of it, and a trainer that is this process."""
+"""A rollout service process with a real engine, a client of it, and a trainer inside this process."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ NUM_TRAINER_RANKS = 2
 
 @dataclass
 class RolloutProcess:
-    """A running `python -m tasuki.rollout`, seen from outside."""
+    """A running `python -m tasuki.rollout`."""
 
     process: subprocess.Popen[bytes]
     state_dir: Path
@@ -65,7 +65,7 @@ class RolloutProcess:
         return places.socket_dir(self.state_dir)
 
     async def generate_health(self) -> int:
-        """What its health service says of Generate."""
+        """Returns the status that its health service reports for Generate."""
         async with open_channel(self.target) as channel:
             request = health_pb2.HealthCheckRequest(service="tasuki.v1.RolloutService/Generate")
             return (await health_pb2_grpc.HealthStub(channel).Check(request, timeout=10)).status
@@ -73,7 +73,7 @@ class RolloutProcess:
 
 @dataclass
 class TestTrainer:
-    """The trainer's end of the weight exchange: two ranks' shards of one model, published from this process."""
+    """Trainer side of the weight exchange: two ranks' shards of one model, published from this process."""
 
     __test__ = False
     socket_dir: Path
@@ -110,7 +110,7 @@ class TestTrainer:
 
 
 class RolloutClient:
-    """Calls of one test, with command ids that grow."""
+    """Calls of one test, with increasing command ids."""
 
     _sequence = 0
 
@@ -125,7 +125,7 @@ class RolloutClient:
         return types_pb2.CommandId(epoch=1, sequence=number, request_id=f"test-{number}")
 
     async def look(self) -> None:
-        """As a coordinator does before its first command."""
+        """Reads the service's state, as a coordinator does before its first command."""
         await self.rollout.GetRolloutState(rollout_pb2.GetRolloutStateRequest(epoch=1), timeout=CALL_TIMEOUT_S)
 
     async def state(self) -> rollout_pb2.GetRolloutStateResponse:
@@ -154,14 +154,14 @@ class RolloutClient:
         return await self.rollout.Drain(request, timeout=CALL_TIMEOUT_S)
 
     async def wake(self, weights: weights_pb2.PublishedWeights) -> rollout_pb2.ReceiveWeightsResponse:
-        """TRAIN -> ROLLOUT, the three stages of rollout."""
+        """Runs rollout's three stages from TRAIN to ROLLOUT."""
         await self.resume(types_pb2.STAGE_RESUME_WEIGHTS, types_pb2.MEMORY_TAG_WEIGHTS)
         received = await self.receive(weights)
         await self.resume(types_pb2.STAGE_RESUME_KV, types_pb2.MEMORY_TAG_KV_CACHE)
         return received
 
     async def sleep(self) -> None:
-        """Back to asleep from wherever the service is, but for poison."""
+        """Puts the service to sleep from any stage, unless it is poisoned."""
         stage = (await self.state()).stage
         if stage == types_pb2.STAGE_RESUME_KV:
             await self.drain()
@@ -198,7 +198,7 @@ def generate_request(
 def start_rollout(
     state_dir: Path, model: Path, *overrides: str, environment: Mapping[str, str] = MappingProxyType({})
 ) -> RolloutProcess:
-    """Starts the service and returns at once. environment: beside that of the tests."""
+    """Starts the service and returns at once. environment: added to that of the tests."""
     state_dir.mkdir(parents=True, exist_ok=True)
     config = state_dir / "node.toml"
     config.write_text(f'state_dir = "{state_dir}"\n[model]\npath = "{model}"\n[rollout]\nkv_tokens = 4096\n')
@@ -223,7 +223,7 @@ def wait_until_serving(rollout: RolloutProcess) -> None:
 
 
 def stop_rollout(rollout: RolloutProcess) -> int:
-    """SIGTERM, and after a minute SIGKILL to its whole group. Returns the exit code."""
+    """Sends SIGTERM and, after a minute, SIGKILL to the whole group. Returns the exit code."""
     rollout.process.send_signal(signal.SIGTERM)
     try:
         return rollout.process.wait(60)
@@ -233,7 +233,7 @@ def stop_rollout(rollout: RolloutProcess) -> int:
 
 
 def shared_memory(pids: list[int]) -> set[int]:
-    """Inodes of what the processes have mapped from /dev/shm."""
+    """Returns the inodes of the processes' mappings from /dev/shm."""
     maps = []
     for pid in pids:
         with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
@@ -242,7 +242,7 @@ def shared_memory(pids: list[int]) -> set[int]:
 
 
 def left_of(inodes: set[int]) -> list[str]:
-    """Names of those that are still in /dev/shm 10 seconds from now."""
+    """Returns the names of those inodes that are still in /dev/shm after 10 seconds."""
     for _ in range(100):
         left = [entry.name for entry in os.scandir("/dev/shm") if entry.inode() in inodes]
         if not left:
@@ -260,7 +260,7 @@ async def connected(rollout: RolloutProcess) -> AsyncIterator[RolloutClient]:
 
 
 def log_probs_of(model: torch.nn.Module, prompt: list[int], completion: list[int], *, temperature: float = 1.0) -> torch.Tensor:
-    """Log-probability of each completion token by transformers, in float32."""
+    """Log-prob of each completion token by transformers, in float32."""
     with torch.no_grad():
         logits = model(torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1] / temperature
     return logits.log_softmax(-1).gather(1, torch.tensor(completion)[:, None]).squeeze(1)
@@ -276,7 +276,7 @@ async def until_idle(rollout: RolloutClient) -> int:
 
 @asynccontextmanager
 async def long_call(rollout: RolloutClient, *, num_samples: int) -> AsyncIterator[asyncio.Task[list[types_pb2.Sample]]]:
-    """Samples that run until they are cut, running already."""
+    """Generates samples that run until they are cancelled; all are running when the block begins."""
     task = asyncio.ensure_future(rollout.generate([[5, 6]], num_samples=num_samples, max_new_tokens=250, ignore_eos=True))
     while (await rollout.state()).num_running < num_samples:
         assert not task.done(), task.result()

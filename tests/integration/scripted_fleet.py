@@ -1,4 +1,4 @@
-"""A fleet of scripted nodes, with the real fronts before them: each on its own unix sockets, in one process."""
+"""A fleet of scripted nodes behind the real fronts, each on separate unix sockets, in one process."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class ScriptedFleet:
         return self.channels
 
     async def lose(self, rank: int) -> None:
-        """Ends a node's servers; the calls that run there are cut."""
-        self.nodes[rank].hang = asyncio.Event()  # the end of the node sets it, and must not let them finish
+        """Ends a node's servers and cuts the calls that run there."""
+        self.nodes[rank].hang = asyncio.Event()  # Ending the node sets this event, which must not let the calls finish.
         await self.stacks[rank].aclose()
 
 
@@ -61,7 +61,7 @@ async def scripted_fleet(
 async def served(
     state_dir: Path, *, service: str, add: Callable, make: Callable[[], object]
 ) -> AsyncIterator[grpc.aio.Channel]:
-    """A channel to a servicer on its own socket."""
+    """A channel to a servicer on a separate socket."""
     socket_folder(state_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
     target = unix_target(state_dir, service=service)
     server = RpcServer(service=service, target=target)

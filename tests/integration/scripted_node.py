@@ -1,4 +1,4 @@
-"""A node for tests of the client alone: real servers on unix sockets with the real command gate, and scripted work behind them."""
+"""A node for tests of the client: real servers on unix sockets with the real command gate, and scripted work."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class ScriptedNode(
     trainer_pb2_grpc.TrainerServiceServicer,
     rollout_pb2_grpc.RolloutServiceServicer,
 ):
-    """Trainer and rollout obey the phase. `failures` are raised, one a call, after the work was done: the caller cannot tell."""
+    """A node whose trainer and rollout obey the phase. `failures` are raised one per call, after the work is done, as if the answer was
+    lost."""
 
     def __init__(self, state_dir: Path) -> None:
         self.gate = CommandGate()
@@ -33,13 +34,13 @@ class ScriptedNode(
         self.policy_version = 0
         self.num_forward_backward = 0
         self.pending: set[int] = set()
-        """Roles with gradients."""
+        """Roles with accumulated gradients."""
         self.steps: list[tuple[int, int | None]] = []
-        """Role and place in the schedule of each optimizer step."""
+        """Role and schedule position of each optimizer step."""
         self.begun: list[bool] = []
-        """Whether each run kept the optimizer's state."""
+        """For each run, whether it kept the optimizer's state."""
         self.num_steps_under_way = 0
-        """Optimizer steps whose caller is gone: the trainer ends them before it does what is asked next."""
+        """Optimizer steps whose callers are gone; the trainer finishes them before the next command."""
         self.failures: list[TasukiError] = []
         self.refusals: list[TasukiError] = []
         self.requests: list[rollout.GenerateRequest] = []
@@ -48,7 +49,7 @@ class ScriptedNode(
         self.hang = asyncio.Event()
         self.hang.set()
         self.changeover = asyncio.Event()
-        """Set while a changeover may end."""
+        """Set while a changeover is allowed to end."""
         self.changeover.set()
         self.left_early = asyncio.Event()
         self.drops_samples = False
@@ -80,7 +81,7 @@ class ScriptedNode(
         if self.phase != types_pb2.PHASE_TRAIN:
             raise WrongPhase("needs phase TRAIN", needed="TRAIN")
 
-    # coordinator
+    # Coordinator.
 
     async def GetState(self, request, context):
         return coordinator.GetStateResponse(state=self.node_state())
@@ -106,7 +107,7 @@ class ScriptedNode(
             yield coordinator.WatchStateResponse(state=self.node_state(), event=event)
 
     async def ListChangeovers(self, request, context):
-        """250 of them, in pages."""
+        """Lists 250 changeovers, in pages."""
         start = int(request.page_token or 250)
         stop = max(0, start - request.page_size)
         made = [
@@ -120,7 +121,7 @@ class ScriptedNode(
         ]
         return coordinator.ListChangeoversResponse(changeovers=made, next_page_token=str(stop) if stop else "")
 
-    # trainer
+    # Trainer.
 
     async def ForwardBackward(self, request_iterator, context):
         header, samples = None, []
@@ -210,7 +211,7 @@ class ScriptedNode(
             ],
         )
 
-    # rollout
+    # Rollout.
 
     async def Generate(self, request, context):
         self.requests.append(request)

@@ -1,4 +1,4 @@
-"""Connections that never come to a call."""
+"""Connections that never complete a call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PLAIN = (b"", b"\x16\x03\x01\x02\x00\x01", _PREFACE, os.urandom(50))
 
 @contextmanager
 def slow_connections(port: int, ca: Path, *, num: int) -> Iterator[list[socket.socket]]:
-    """Half-open ones to a port with TLS: silent, in the middle of a handshake, with garbage, or with TLS and nothing after."""
+    """Opens half-open TLS connections: silent, in the middle of a handshake, with garbage, or with nothing after the handshake."""
     context = ssl.create_default_context(cafile=str(ca))
     context.set_alpn_protocols(["h2"])
     opened: list[socket.socket] = []
@@ -26,7 +26,7 @@ def slow_connections(port: int, ca: Path, *, num: int) -> Iterator[list[socket.s
                 connection.sendall(_PLAIN[number % 4])
             else:
                 connection = context.wrap_socket(connection, server_hostname="localhost")
-                with suppress(OSError):  # a port that asks for a certificate has closed it already
+                with suppress(OSError):  # a port that requires a certificate has closed it already
                     connection.sendall(_PREFACE[:10] if number % 10 == 8 else _PREFACE)
             opened.append(connection)
         yield opened
@@ -36,7 +36,7 @@ def slow_connections(port: int, ca: Path, *, num: int) -> Iterator[list[socket.s
 
 
 def num_closed(connections: list[socket.socket]) -> int:
-    """How many the other side has closed."""
+    """Number of connections that the other side has closed."""
     return sum(_is_closed(connection) for connection in connections)
 
 

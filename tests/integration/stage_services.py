@@ -1,4 +1,4 @@
-"""Trainer and rollout as gRPC servers that keep the stage rules and nothing else: what a coordinator sees of them, without a model."""
+"""Trainer and rollout as gRPC servers that only keep the stage rules, for tests of a coordinator without a model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tasuki.v1.types_pb2 import (
 from tasuki.v1.weights_pb2 import PublishedWeights
 from tasuki.wire.errors import DeadlineExceeded, StageOrder, TasukiError
 
-# The stages after which a service accepts each of its stages, as a step forwards or as an undo.
+# For each stage, the stages after which its service accepts it, forwards or as an undo.
 _AFTER = {
     STAGE_LOAD_WEIGHTS: {STAGE_UNSPECIFIED, STAGE_LOAD_TRAINER},
     STAGE_OFFLOAD: {STAGE_LOAD_WEIGHTS},
@@ -54,7 +54,7 @@ _AFTER = {
 class StageService:
     """State of one service.
 
-    fail: errors by stage. hold: stages that wait for their event; held: one does. commands: all that were accepted.
+    fail: errors by stage. hold: stages that wait for their event; held: set while one waits. commands: all accepted ones.
     """
 
     version: int = 0
@@ -135,7 +135,7 @@ class Rollout(rollout_pb2_grpc.RolloutServiceServicer):
 
 
 class Memory(memory_pb2_grpc.MemoryServiceServicer):
-    """Moves pages when the service has arenas."""
+    """Moves pages if the service has arenas."""
 
     def __init__(self, service: StageService) -> None:
         self.service = service
@@ -168,7 +168,7 @@ class Memory(memory_pb2_grpc.MemoryServiceServicer):
 
 @asynccontextmanager
 async def serving(config: NodeConfig) -> AsyncIterator[tuple[StageService, StageService]]:
-    """Both services on the node's sockets; gives (trainer, rollout)."""
+    """Serves both services on the node's sockets; yields (trainer, rollout)."""
     trainer, rollout = StageService(), StageService()
     socket_dir(config.state_dir)
     targets = node_targets(config)

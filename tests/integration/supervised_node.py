@@ -2,11 +2,12 @@
 
 python supervised_node.py STATE_DIR LOCK_FD STARTER_FD MAX_RESTARTS NAME=KIND...
 
-Kinds: "good" stops when asked and takes its child along, "deaf" ignores SIGTERM, "dies" ends by itself with code 7 soon after it
-started, "fails" does so at once, "stops" is stopped by SIGSTOP at once, "late" is good, but listens a second after "beside" starts. A
-service whose name is "beats" shows a heartbeat, one whose name is "pooled" holds the whole pool, one whose name is "gpu" needs a GPU's
-pool. One whose name is "beside" waits for "first" except at the node's start, and writes down whether that listens. Each has a socket, a
-child in another session, a file and a semaphore in shared memory, as engines and trainers do.
+Kinds: "good" stops on request together with its child, "deaf" ignores SIGTERM, "dies" exits with code 7 soon after its start, "fails" does
+so at once, "stops" is stopped by SIGSTOP at once, "late" is good, but listens a second after "beside" starts.
+
+Names: "beats" has a heartbeat, "pooled" holds the whole pool, "gpu" needs a GPU's pool. "beside" waits for "first" except at the node's
+start, and records whether that listens. Each service has a socket, a child in another session, and a file and a semaphore in shared memory,
+as engines and trainers do.
 """
 
 from __future__ import annotations
@@ -43,21 +44,21 @@ def service(name: str, kind: str, *, state_dir: Path, run_folder: Path) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     listener = socket.socket(socket.AF_UNIX)
     address = run_folder / f"{name}.sock"
-    address.unlink(missing_ok=True)  # left by one that was killed
+    address.unlink(missing_ok=True)  # left by a killed process
     listener.bind(str(address))
     listener.listen()
-    # An ignored signal stays ignored in a child: that of a deaf service is deaf too.
+    # A child inherits an ignored signal, so the child of a deaf service is deaf too.
     child = subprocess.Popen(["sleep", "600"], start_new_session=True)
     with (SHM / f"tasuki-test-{os.getpid()}").open("w+b") as file:
         file.truncate(4096)
         mapping = mmap.mmap(file.fileno(), 4096)
     semaphore = multiprocessing.get_context("spawn").Semaphore()
-    # Only the tracker of this module would remove it after a kill, and that is killed too.
+    # After a kill, only this module's resource tracker would remove it, and that is killed as well.
     (state_dir / f"{name}.semaphore").write_text(semaphore._semlock.name)
     if kind == "good":
         signal.signal(signal.SIGTERM, lambda *_: (child.terminate(), os._exit(0)))
     if name == "pooled":
-        # It ends here where one chunk of the pool is not free.
+        # The service fails here unless every chunk of the pool is free.
         blocks = [hold_pool(state_dir)]
     if name == "beats":
         from tasuki.rpc.heartbeat import Heartbeat
@@ -65,7 +66,7 @@ def service(name: str, kind: str, *, state_dir: Path, run_folder: Path) -> None:
         Heartbeat(state_dir, name).beat_in_thread()
     pids = state_dir / f"{name}.pids"
     if not pids.exists():
-        listener.accept()[0].close()  # the supervisor has seen that the service serves: it looks once in a node's life
+        listener.accept()[0].close()  # accepts the supervisor's check that the service serves, made once in a node's life
     pids.write_text(f"{os.getpid()} {child.pid}")
     time.sleep(1.0 if kind == "dies" else 600)
     del mapping, semaphore, blocks
@@ -78,7 +79,7 @@ def is_listening(address: Path) -> bool:
 
 
 def hold_pool(state_dir: Path) -> object:
-    """A block in every byte of the node's pool."""
+    """Maps a block over every byte of the node's pool."""
     from tasuki.config.places import pool_socket_path
     from tasuki.memory.arena import Arena
     from tasuki.transport.pool_socket import join_pool

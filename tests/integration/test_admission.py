@@ -1,4 +1,4 @@
-"""A coordinator process, services with real arenas on the CPU, and a budget that both share."""
+"""A coordinator process, and services with real CPU arenas under a shared budget."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ENGINE = {MemoryTag.WEIGHTS: 4 * MIB, MemoryTag.KV_CACHE: 24 * MIB}
 
 
 class Arenas:
-    """Both services' tags, filled: the trainer's awake, the engine's asleep."""
+    """Filled tags of both services: the trainer's awake, the engine's asleep."""
 
     def __init__(self) -> None:
         self.trainer = NativeAllocator(tags=list(TRAINER), device="cpu", keep={MemoryTag.WEIGHTS: Keep.CONTENT})
@@ -42,7 +42,7 @@ class Arenas:
         self.blocks |= {(self.engine, tag): self.engine.arena(tag).allocate(size) for tag, size in ENGINE.items()}
         self.engine.pause(list(ENGINE))
         self._others = totals().mapped_bytes - sum(self.mapped().values())
-        """Of arenas that other tests of this process left."""
+        """Mapped bytes of arenas that other tests of this process left."""
 
     def limit(self, budget_bytes: int) -> None:
         set_host_budget(self._others + budget_bytes)
@@ -69,7 +69,7 @@ def arenas() -> Iterator[Arenas]:
 
 @asynccontextmanager
 async def node_with(tmp_path: Path, arenas: Arenas, *, budget_bytes: int) -> AsyncIterator[Node]:
-    """The arenas of both services lie in this process, so the limit that each of a real node has is theirs together."""
+    """Limits both services' arenas together: they are in one process here, while a real node limits each."""
     memory = MemoryConfig(host_budget_bytes=budget_bytes)
     config = NodeConfig(state_dir=tmp_path / "state", model=ModelConfig(path=tmp_path), memory=memory)
     config.state_dir.mkdir()
@@ -85,7 +85,7 @@ async def node_with(tmp_path: Path, arenas: Arenas, *, budget_bytes: int) -> Asy
 
 
 async def change_budget(node: Node, arenas: Arenas, num_bytes: int) -> None:
-    """As an operator does it: in the file, and by a restart of the coordinator. The services' own limits go with it."""
+    """Changes the budget as an operator does, by the file and a restart of the coordinator; the services' limits follow."""
     save_config(
         node.config.model_copy(update={"memory": MemoryConfig(host_budget_bytes=num_bytes)}),
         node.config.state_dir / "node.toml",
@@ -117,7 +117,7 @@ async def test_budget_that_is_too_small_is_refused_and_a_raised_one_is_enough(tm
 
 
 async def test_stage_that_was_refused_begins_when_memory_becomes_free(tmp_path: Path, arenas: Arenas) -> None:
-    """The trainer has grown since the last changeover, as it does when a reference policy is loaded."""
+    """The trainer has grown since the last changeover, as after loading a reference policy."""
     async with node_with(tmp_path, arenas, budget_bytes=40 * MIB) as node:
         await node.acquire(PHASE_ROLLOUT)
         await node.acquire(PHASE_TRAIN)
@@ -141,7 +141,7 @@ async def test_trainer_without_room_stays_away_and_comes_back_when_there_is(tmp_
         assert int(refused.value.metadata["needed_bytes"]) == 32 * MIB
         assert ((await node.state()).stage, node.trainer.stage) == (STAGE_PAUSE_WEIGHTS, STAGE_OFFLOAD)
         assert not any(arenas.mapped().values())
-        await change_budget(node, arenas, 40 * MIB)  # the coordinator goes on where it finds the node
+        await change_budget(node, arenas, 40 * MIB)  # the coordinator continues from the node's stage
         assert (await node.state()).phase == PHASE_TRAIN
 
 

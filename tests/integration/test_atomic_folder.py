@@ -1,4 +1,4 @@
-"""What rank 0 does for all ranks: its errors reach them all, and none of them waits."""
+"""Work of rank 0 for all ranks: its errors reach every rank, and none waits."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FAILURES = {
 
 
 def run_rank(store_path: Path, rank: int, answers: Connection) -> None:
-    """Tells the reason of every failure, and whether the rank is in step afterwards."""
+    """Records the reason of every failure, and whether the rank is in step afterwards."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = dist.FileStore(str(store_path), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=20))

@@ -1,4 +1,4 @@
-"""A changeover that is begun returns at once, and the next verb that needs a phase waits for it."""
+"""A changeover that a client begins returns at once; the next verb that needs a phase waits for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Certificates whose names nearly give a role, at a gRPC port and at the metrics' address: both must see the same caller."""
+"""Certificates whose names almost match a role, at a gRPC port and at the metrics address: both must identify the same caller."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def node(tmp_path: Path) -> AsyncIterator[PortNode]:
 
 
 def issue(folder: Path, *uris: str, common_name: str = "someone") -> Credentials:
-    """A certificate of the lab's authority."""
+    """Issues a certificate by the lab's authority."""
     ca = x509.load_pem_x509_certificate((folder / "ca.pem").read_bytes())
     ca_key = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), None)
     assert isinstance(ca_key, ec.EllipticCurvePrivateKey)

@@ -1,4 +1,4 @@
-"""A checkpoint's files: what is saved comes back, and nothing that lies in the folder is trusted or run."""
+"""A checkpoint's files: saved state is restored, and nothing in the folder is trusted or executed."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.AdamW) -> list[torch.Ten
 
 @pytest.fixture
 def saved(tmp_path: Path) -> tuple[Path, list[torch.Tensor]]:
-    """A checkpoint, and what is in it."""
+    """Saves a checkpoint; returns its path and its contents."""
     model, optimizer = trained(seed=0)
     save_checkpoint(tmp_path / "saved", tensors=training_tensors(model, optimizer), facts=FACTS)
     return tmp_path / "saved", tensors_of(model, optimizer)
@@ -71,7 +71,7 @@ def assert_loads(path: Path, expected: list[torch.Tensor]) -> None:
 
 
 def assert_refused(path: Path, problem: str) -> None:
-    """And nothing has changed."""
+    """Checks that the checkpoint is refused and that nothing has changed."""
     model, optimizer = trained(seed=99)
     before = tensors_of(model, optimizer)
     with pytest.raises(InvalidArgument, match=problem) as refused:
@@ -94,7 +94,7 @@ def test_a_pickle_in_the_place_of_torchs_index_is_not_run(saved: tuple[Path, lis
     path, expected = saved
     content = pickle.dumps(Malicious(tmp_path / "ran"))
     pickle.loads(content)
-    (tmp_path / "ran").rmdir()  # it does what it is for
+    (tmp_path / "ran").rmdir()  # the payload really works
     for name in (".metadata", "__0.metadata"):
         (path / name).write_bytes(content)
     assert_loads(path, expected)
@@ -148,7 +148,7 @@ def test_an_index_that_is_not_what_was_written_is_refused(
 
 
 def _facts(*, role: str = "policy", **changed: Any) -> str:
-    """A file of facts with one that is wrong."""
+    """Writes checkpoint.json with one wrong fact."""
     fields = {"version": 3, "schedule_start": 2, "architecture": "Linear", **changed}
     return sealed({"format": 4, "num_ranks": 1, "roles": {role: fields}})
 

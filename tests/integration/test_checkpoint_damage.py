@@ -1,4 +1,4 @@
-"""Checkpoints that something has happened to since they were saved: refused by name, in no time, and nothing has changed."""
+"""Checkpoints damaged after they were saved are refused by name and at once, and nothing changes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def loads(path: Path, *, progressed: Callable[[], None] = lambda: None) -> dict[
 
 @contextmanager
 def ended_by_a_writer(fifo: Path) -> Iterator[None]:
-    """Lets whoever waits for the FIFO go on after some seconds, so that a test that fails does not hang."""
+    """Unblocks readers of the FIFO after some seconds, so that a failing test does not hang."""
     timer = threading.Timer(10, lambda: os.close(os.open(fifo, os.O_RDWR)))
     timer.start()
     try:
@@ -148,7 +148,7 @@ def test_no_flipped_bit_of_an_index_is_loaded(saved: Path, name: str) -> None:
     [
         ([([0, 0], [4, 6])], True),
         ([([0, 0], [2, 6]), ([2, 0], [2, 6]), ([4, 0], [0, 6])], True),
-        # Four around one in the middle.
+        # Four blocks around one in the middle.
         ([([0, 0], [1, 4]), ([0, 4], [3, 2]), ([3, 2], [1, 4]), ([1, 0], [3, 2]), ([1, 2], [2, 2])], True),
         ([([0, 0], [2, 6]), ([0, 0], [2, 6])], False),
         ([([0, 0], [3, 6]), ([2, 0], [1, 6])], False),
@@ -171,4 +171,4 @@ def test_parts_are_a_tiling(parts: list[tuple[list[int], list[int]]], is_whole: 
 def test_reading_shows_progress(saved: Path) -> None:
     calls: list[None] = []
     loads(saved, progressed=lambda: calls.append(None))
-    assert len(calls) >= 3  # a part of each tensor, and the random state
+    assert len(calls) >= 3  # part of each tensor, and the random state

@@ -1,4 +1,4 @@
-"""What is kept of activations, on a learner of one rank: memory and repeated work differ, gradients do not."""
+"""Activation checkpointing on a learner of one rank: memory and recomputation differ, gradients do not."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from tests.operators import CountedOperators
 __all__ = ["mesh"]
 
 NUM_LAYERS = 4
-# Longer than what a CPU attends to by plain products.
+# Longer than the sequences that a CPU attends to by plain products.
 LENGTHS = (300, 270, 40)
 MAX_TOKENS = 320
-# In a test run every rung takes a sample of the steps.
+# In `make test` every rung takes a sample of the steps.
 NUM_STEPS = 50 if IS_WHOLE else 3
 RUNGS = tuple(Checkpointing)
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -94,7 +94,7 @@ def test_no_choice_changes_a_bit_of_a_gradient(model: Path, mesh: DeviceMesh) ->
         assert_equal(found, expected)
 
 
-def test_nor_of_adapters_and_a_critic(model: Path, mesh: DeviceMesh) -> None:
+def test_no_choice_changes_a_bit_of_adapter_or_critic_gradients(model: Path, mesh: DeviceMesh) -> None:
     learners = [start(model, mesh, rung, lora={"rank": 4}, critic={}) for rung in RUNGS]
     for step in range(2):
         for role in (Role.POLICY, Role.CRITIC):
@@ -127,7 +127,7 @@ def test_scores_keep_nothing_and_do_not_disturb_a_step(model: Path, mesh: Device
 def test_a_host_without_room_for_the_inputs_is_told_at_the_start(model: Path, mesh: DeviceMesh) -> None:
     with pytest.raises(InvalidArgument, match=r'trainer.checkpointing: "offloaded" needs 768000000000000 bytes') as refused:
         start(model, mesh, Checkpointing.OFFLOADED, micro_batch_tokens=10**12)
-    # Of three layers, 64 float32 numbers for each token.
+    # Three layers with 64 float32 numbers per token.
     assert refused.value.metadata == {"field": "trainer.checkpointing", "needed_bytes": str(3 * 10**12 * 64 * 4)}
 
 

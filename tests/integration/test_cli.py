@@ -1,4 +1,4 @@
-"""The command itself: a user's mistake is one line and exit code 2, before any process is started."""
+"""The command line: a user's mistake gives one line and exit code 2, before any process starts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def refusal(result: subprocess.CompletedProcess[str]) -> str:
-    """The one line of a user's mistake."""
+    """Returns the one-line error of a user's mistake."""
     assert result.returncode == 2
     lines = result.stderr.splitlines()
     assert len(lines) == 1, result.stderr
@@ -116,7 +116,7 @@ def test_state_says_why_the_last_node_ended(folder: Path) -> None:
     line = refusal(tasuki("state", "node.toml", cwd=folder))
     assert "because rollout ended by itself (signal SIGKILL), see" in line
     assert "logs/rollout.log; start one with: tasuki up CONFIG" in line
-    # Exit code 1 of a service that was told to stop is no failure.
+    # Exit code 1 of a service that was told to stop is not a failure.
     ended = json.loads((folder / "state" / "exit.json").read_text())["services"]
     assert ended == {"rollout": {"signal": "SIGKILL"}, "trainer": {"stopped": True}, "coordinator": {"stopped": True}}
     write_exit_report(folder / "state", reason="asked by SIGTERM", first=None, exit_codes={"trainer": 1})

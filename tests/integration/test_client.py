@@ -77,7 +77,7 @@ async def test_a_generation_that_is_sent_again_keeps_its_ids_and_every_other_has
         ids.setdefault(request.first_prompt, []).append(request.request_id)
     assert sorted(ids) == [0, 10, 20]
     for tried in ids.values():
-        # At most the lost try, its repeat and the next generation; a try may end before all of its requests are sent.
+        # At most the lost try, its repetition and the next generation; a try may end before all of its requests are sent.
         *lost, repeat, other = tried
         assert other != repeat
         assert set(lost) <= {repeat}
@@ -167,7 +167,7 @@ async def test_what_the_coordinator_says_of_a_peer_is_an_error_at_once(node: Scr
 
 async def test_an_old_epoch_is_read_again(node: ScriptedNode, client: AsyncClient):
     await client.forward_backward([SAMPLE])
-    node.epoch = node.gate.epoch = 5  # a coordinator that was started again
+    node.epoch = node.gate.epoch = 5  # a restarted coordinator
     assert (await client.optim_step()).version == 1
 
 

@@ -1,4 +1,4 @@
-"""A client whose node ends, or is replaced by another one on the same folder, hears of it and does not go on."""
+"""A client whose node ends, or is replaced on the same folder, is told so and does not continue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A client whose changeover waits for a service that is being restarted has its whole deadline once it is back."""
+"""A client whose changeover waits for a restarting service has its whole deadline once the service is back."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class WaitingNode(
     trainer_pb2_grpc.TrainerServiceServicer,
     rollout_pb2_grpc.RolloutServiceServicer,
 ):
-    """Comes to a phase once `is_ready`, as a coordinator that waits for rollout does."""
+    """A node that reaches a phase once `is_ready` is set, like a coordinator that waits for rollout."""
 
     def __init__(self, state_dir: Path) -> None:
         socket_folder(state_dir).mkdir(mode=0o700, parents=True)
@@ -73,7 +73,7 @@ class WaitingNode(
         self._servers[name] = server
 
     async def stop(self, *names: str) -> None:
-        """All servers, if none is named."""
+        """Stops the named servers; all, if none is named."""
         for name in names or tuple(self._servers):
             await self._servers.pop(name).stop(grace_s=0)
 
@@ -83,7 +83,7 @@ Node = TypeVar("Node", bound=WaitingNode)
 
 @asynccontextmanager
 async def serving(node: Node, *names: str) -> AsyncIterator[Node]:
-    """Its servers of these names, and those that it starts in the block."""
+    """Serves under these names while the block runs, including servers that the block starts."""
     try:
         for name in names:
             await node.serve(name)
@@ -112,7 +112,7 @@ async def test_a_call_waits_for_a_service_that_restarts_beyond_its_deadline_and_
 
 
 class DeafNode(WaitingNode):
-    """Its trainer reads no message while `is_ready` is not set: what is sent stays in the connection."""
+    """A node whose trainer reads no message until `is_ready` is set, so that requests stay in the connection."""
 
     async def ForwardBackward(self, request_iterator, context):
         await self.is_ready.wait()
@@ -121,7 +121,7 @@ class DeafNode(WaitingNode):
 
 
 async def test_a_service_that_ends_while_it_is_sent_samples_is_waited_for(tmp_path: Path) -> None:
-    """grpc.aio tells it as UNAVAILABLE, as INTERNAL, or by a cancellation that nobody asked for."""
+    """grpc.aio reports a lost connection as UNAVAILABLE, as INTERNAL, or as a cancellation that nobody requested."""
     sample = TrainingSample([1], np.ones(200_000, dtype=np.int32), rollout_log_probs=np.zeros(200_000), advantages=1.0)
     client = AsyncClient(state_dir=tmp_path, timeout_s=60, recovery_timeout_s=60)
     async with serving(DeafNode(tmp_path), "coordinator", "trainer") as node, client:
@@ -166,7 +166,7 @@ async def test_a_call_that_grpc_gives_up_is_given_again_and_at_its_deadline_is_a
 async def test_a_read_that_misses_its_deadline_is_made_once_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_late: int
 ) -> None:
-    """As the first one does whose client was stopped meanwhile."""
+    """The first read may time out because its client was stopped in the meantime."""
     monkeypatch.setattr("tasuki.client.async_client.READ_TIMEOUT_S", 0.3)
     async with serving(WaitingNode(tmp_path), "coordinator", "trainer") as node:
         node.num_late = num_late

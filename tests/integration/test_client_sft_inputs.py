@@ -1,4 +1,4 @@
-"""`tasuki train` looks at a table [sft] and its files before it starts a node."""
+"""`tasuki train` checks a table [sft] and its files before it starts a node."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def config(tmp_path: Path, model: Path) -> Path:
 
 
 def _error(config: Path, capsys: pytest.CaptureFixture[str], *overrides: str, options: Sequence[str] = ()) -> str:
-    """What `tasuki train` says before it ends with the code of a user's mistake. No node was started."""
+    """Returns the error of `tasuki train`, which ends with a user error's exit code before any node starts."""
     arguments = [argument for override in overrides for argument in ("--set", override)]
     assert main(["train", str(config), *options, *arguments]) == USER_ERROR
     assert not (config.parent / "node").exists()
@@ -126,7 +126,7 @@ def test_a_node_keeps_the_table_and_reads_it_again(config: Path, tmp_path: Path)
 
 @pytest.fixture
 def begun(config: Path) -> Path:
-    """The output folder of a run that was broken off after two steps, the last of them saved."""
+    """Output folder of a run interrupted after two steps, the last of which was saved."""
     output_dir = config.parent / "run"
     (output_dir / "checkpoints" / "version-000002").mkdir(parents=True)
     write_head(output_dir, RunHead("id", 0, recipe(load_config(config))))

@@ -1,4 +1,4 @@
-"""`tasuki train` looks at everything before it starts a node: each mistake is one line that names where it is."""
+"""`tasuki train` checks everything before it starts a node: each mistake gives one line that says where it is."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def config(tmp_path: Path, model: Path) -> Path:
 
 
 def _error(config: Path, capsys: pytest.CaptureFixture[str], *overrides: str, options: Sequence[str] = ()) -> str:
-    """What `tasuki train` says before it ends with the code of a user's mistake. No node was started, and nothing written."""
+    """Returns the error of `tasuki train`, which ends with a user error's exit code before a node starts or a file is written."""
     arguments = [argument for override in overrides for argument in ("--set", override)]
     assert main(["train", str(config), *options, *arguments]) == USER_ERROR
     assert not (config.parent / "node").exists()
@@ -196,7 +196,7 @@ def test_a_run_that_may_start_no_node_says_that_none_runs_and_leaves_the_last_on
 
 @pytest.fixture
 def begun(config: Path) -> Path:
-    """The output folder of a run that was broken off after four steps, the last of them saved."""
+    """Output folder of a run interrupted after four steps, the last of which was saved."""
     output_dir = config.parent / "run"
     (output_dir / "checkpoints" / "version-000004").mkdir(parents=True)
     write_head(output_dir, RunHead("id", 0, recipe(load_config(config))))

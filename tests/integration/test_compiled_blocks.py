@@ -1,4 +1,4 @@
-"""Layers that torch.compile has compiled, by g++ on a CPU, against the same layers without: steps, scores, changeovers, checkpoints."""
+"""Layers compiled by torch.compile, with g++ on a CPU, against uncompiled ones: steps, scores, changeovers, checkpoints."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ from tests.integration.trainer_process import TrainerClient, TrainerProcess, con
 from tests.integration.trainer_samples import make_samples
 from tests.models import CONFIGS, VOCAB_SIZE, make_model, save_checkpoint
 
-# As many as it takes for packings of every kind: one sequence and many, alike and not, one micro-batch and several.
+# Enough steps for packings of every kind: one sequence and many, alike and not, one micro-batch and several.
 NUM_STEPS = 50
 MAX_TOKENS = 200
 SETTINGS = {"learning_rate": 1e-3, "eps": 1e-3, "micro_batch_tokens": MAX_TOKENS}
-# Ours and transformers' attention module, layers of two kinds, and experts; the others in `make chaos`.
+# Our attention module and that of transformers, layers of two kinds, and experts; the rest runs in `make chaos`.
 FIRST = {"gemma2": "full", "qwen3_moe": "attention"}
 CASES = [
     pytest.param(kind, rung, marks=[] if FIRST.get(kind) == rung else only_whole)
     for kind in CONFIGS
     for rung in ("none", "attention", "full", "offloaded")
 ]
-# Differences of single steps are rounding; after NUM_STEPS they have grown with the weights.
+# Single steps differ by rounding; after NUM_STEPS the differences have grown with the weights.
 CLOSE, GROWN = 1e-4, 2e-3
 
 
 @pytest.fixture(scope="module")
 def state_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a service that finds there what the other tests have compiled: what torch learns of the machine takes longest."""
+    """State folder of a service that finds the other tests' compiled code there, since torch's probing of the machine takes longest."""
     return tmp_path_factory.mktemp("node")
 
 
@@ -68,12 +68,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def start(model: Path, mesh: DeviceMesh, **settings: Any) -> Learner:
-    """Compiled at its first steps, or where it is warmed up."""
+    """Starts a learner that compiles at its first steps, or at its warm-up."""
     return start_learner(model, mesh=mesh, compile="blocks", **SETTINGS | settings)
 
 
 def samples_of(step: int) -> Samples:
-    """Some have a prompt so long that attention pads it in a group of its own."""
+    """Makes samples, some with a prompt so long that attention pads it in a separate group."""
     generator = np.random.default_rng(step)
     samples = make_samples(int(generator.integers(2, 14)), vocab_size=VOCAB_SIZE, seed=step, temperature=0.8)
     for sample in samples:
@@ -85,7 +85,7 @@ def samples_of(step: int) -> Samples:
 
 
 def step_of(learner: Learner, role: Role, step: int) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients of one that is then made."""
+    """Makes a step; returns its loss and gradients."""
     config = LossConfig(loss=ValueLoss()) if role is Role.CRITIC else LossConfig(kl_coef=0.1)
     loss = learn(learner, role, samples_of(step), config=config, max_tokens=MAX_TOKENS).loss
     gradients = whole_gradients(learner, role)
@@ -94,7 +94,7 @@ def step_of(learner: Learner, role: Role, step: int) -> tuple[float, dict[str, T
 
 
 def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], *, tolerance: float) -> None:
-    """In norm."""
+    """Compares tensors by the norm of their difference."""
     assert list(found) == list(expected)
     scale = max(float(tensor.norm()) for tensor in expected.values())
     for name, tensor in expected.items():
@@ -194,7 +194,7 @@ def test_a_machine_without_a_compiler_is_told_at_the_start(
 def trainers(
     models: dict[str, Path], state_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[list[TrainerProcess]]:
-    """A rank as it is, one that is compiled, and in `make chaos` two that share prompts and micro-batches, and compute MLPs in tiles."""
+    """Trainers of one plain rank, one compiled rank and, in `make chaos`, two that share prompts and micro-batches and tile MLPs."""
     text = 'compute_dtype = "float32"\nlearning_rate = 1e-3\neps = 1e-3\nmicro_batch_tokens = 64\n'
     compiled = 'compile = "blocks"\n'
     shared = f"{compiled}prefix_sharing = true\nsequence_parallel = 2\nmlp_tile_tokens = 16\n"
@@ -204,7 +204,7 @@ def trainers(
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("TORCHINDUCTOR_CACHE_DIR")
         patch.setenv("TORCH_COMPILE_DISABLE", "1")
-        # No forks: torch reads these when it is imported.
+        # Not forked: torch reads these variables on import.
         trainers = [
             start_trainer(folder, models["qwen2"], num_ranks=num_ranks, settings=text + settings, inside=["env"])
             for num_ranks, settings, folder in kinds

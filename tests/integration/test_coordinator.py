@@ -1,4 +1,4 @@
-"""The coordinator as a separate process, over real gRPC, against services that keep the stage rules."""
+"""The coordinator as a separate process, over real gRPC, with services that keep the stage rules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The coordinator as a separate process: how it stops, is killed, comes back, and waits for services."""
+"""Life of a coordinator process: stop, kill, restart, and waiting for services."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ async def test_restart_bumps_the_epoch_and_the_services_refuse_the_old_one(node:
     await node.restart(number)
     state = await node.state()
     assert (state.epoch, state.phase, state.policy_version, state.num_changeovers) == (2, PHASE_ROLLOUT, 0, 1)
-    assert (await old_command(node, epoch=1)).reason == "STALE_EPOCH"  # no command of the new one has come yet
+    assert (await old_command(node, epoch=1)).reason == "STALE_EPOCH"  # no command of the new coordinator has arrived yet
     await node.acquire(PHASE_TRAIN)
     assert (await old_command(node, epoch=1)).reason == "STALE_EPOCH"
     replayed = await node.acquire(PHASE_ROLLOUT, "before")
@@ -76,7 +76,7 @@ async def test_restart_bumps_the_epoch_and_the_services_refuse_the_old_one(node:
 
 
 async def old_command(node: Node, *, epoch: int) -> TasukiError:
-    """What the trainer answers to a stage command of `epoch`."""
+    """Returns the trainer's error for a stage command of `epoch`."""
     async with open_channel(node_targets(node.config)["trainer"]) as channel:
         command = CommandId(epoch=epoch, sequence=99, request_id=f"{uuid.uuid4()}")
         with pytest.raises(grpc.aio.AioRpcError) as refused:
@@ -92,7 +92,7 @@ async def test_coordinator_killed_in_the_middle_finds_the_node_and_brings_it_to_
     async for response in call:
         if response.event.stage == STAGE_SYNC:
             break
-    # The event says that the command is on its way.
+    # The event says that the command was sent.
     await asyncio.wait_for(node.rollout.held.wait(), DEADLINE_S)
     node.process.kill()
     await node.process.wait()

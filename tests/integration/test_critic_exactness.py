@@ -1,4 +1,4 @@
-"""Steps of a critic over FSDP2 ranks against plain torch in one process: they do not depend on the cut."""
+"""Critic steps over FSDP2 ranks against plain torch in one process: results do not depend on the cut."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.integration.plain_critic import PlainCritic, PlainCriticStep, add_hea
 from tests.models import make_model, save_checkpoint
 
 BUDGETS = (23, 4096)
-"""Padded tokens in a micro-batch: one long sample, all."""
+"""Tokens per micro-batch, padding included: one long sample, or all samples."""
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def steps(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Pa
 
 @pytest.fixture(scope="module")
 def plain(model: Path) -> tuple[list[float], list[PlainCriticStep], PlainCritic]:
-    """Values before the first step, each step, and the critic after them."""
+    """Returns the values before the first step, each step, and the critic after them."""
     critic, samples = PlainCritic(model), value_samples(NUM_SAMPLES)
     with torch.no_grad():
         values = torch.cat([critic.values(sample) for sample in samples]).tolist()

@@ -1,4 +1,4 @@
-"""The page in a real Chromium, over a recorded run and over a node that runs."""
+"""The dashboard in a real Chromium, on a recorded run and on a running node."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture
 def page(browser: Browser) -> Iterator[Browser]:
-    """Without complaints before and after."""
+    """A page that must log no complaints."""
     browser.complaints.clear()
     yield browser
     assert browser.complaints == []
@@ -294,7 +294,7 @@ def test_figures_come_as_the_run_makes_them(page: Browser, tmp_path: Path) -> No
         assert "token 5 of 5" in page.text(".sample [aria-live]")
     page.until("document.querySelector('#live').innerText === 'not connected'")
     page.open("about:blank#left")
-    page.complaints.clear()  # of a server that is gone
+    page.complaints.clear()  # of a server that no longer runs
 
 
 def test_a_page_does_not_draw_each_of_many_short_steps(page: Browser, tmp_path: Path) -> None:

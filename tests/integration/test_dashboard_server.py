@@ -1,4 +1,4 @@
-"""The dashboard's server: who may read what, what a request can name, and that nobody holds it up."""
+"""The dashboard's server: readers' access, the paths a request can name, and clients that cannot block it."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_mutated_requests_break_nothing_and_write_nothing(server, capfd: pytest.
     answered = 0
     for _ in range(300):
         connection = socket.create_connection(("127.0.0.1", server.server_address[1]), timeout=10)
-        with connection, suppress(OSError):  # it has heard enough
+        with connection, suppress(OSError):  # the server may close early
             connection.sendall(mutated(randomness, request.encode()))
             connection.shutdown(socket.SHUT_WR)
             answered += bool(connection.recv(100))
@@ -115,7 +115,7 @@ def test_mutated_requests_break_nothing_and_write_nothing(server, capfd: pytest.
 def test_a_folder_without_anything_is_shown_as_one(tmp_path: Path) -> None:
     with served(tmp_path) as server:
         deadline = time.monotonic() + 60
-        while not (run := ask(server, "/api/run"))["problems"]:  # the feed's thread has not looked yet
+        while not (run := ask(server, "/api/run"))["problems"]:  # before the feed's thread has looked
             assert time.monotonic() < deadline
             time.sleep(0.02)
         assert run["problems"] == [f"there is no journal at {tmp_path / 'journal.sqlite'}"]
@@ -160,7 +160,7 @@ def test_events_say_what_has_changed(tmp_path: Path) -> None:
         with (tmp_path / "run" / "metrics.jsonl").open("a") as lines:
             lines.write('{"step": 31, "mean_reward": 0.5}\n')
         told = [before["steps"]]
-        # The first change may be that the recorded steps are told.
+        # The first change may be the recorded steps.
         while ask(server, "/api/run")["steps"] != [0, 31] or told[-1] == told[0]:
             told.append(next_event(events)["steps"])
 
@@ -191,7 +191,7 @@ def test_pages_that_stay_open_leave_room_for_questions(server, monkeypatch: pyte
 
 
 def opened(server) -> socket.socket:
-    """A page that follows the events, as soon as there is room."""
+    """A page that follows the events, opened as soon as the server has room."""
     deadline = time.monotonic() + 60
     while True:
         page = socket.create_connection(("127.0.0.1", server.server_address[1]), timeout=10)

@@ -1,4 +1,4 @@
-"""Disks without room, and read-only ones: the coordinator's journal, and what the trainer saves."""
+"""Full and read-only disks: the coordinator's journal, and the trainer's checkpoints."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def test_coordinator_on_a_full_disk_refuses_and_goes_on_when_there_is_room
             num_commands = len(trainer.commands) + len(rollout.commands)
             disk.fill()
             with pytest.raises(DiskFull, match="journal.sqlite cannot be written"):
-                for _ in range(20):  # until the pages that the journal has are full, too
+                for _ in range(20):  # until the journal's existing pages are full, too
                     await node.acquire(PHASE_TRAIN)
                     await node.acquire(PHASE_ROLLOUT)
             assert node.process.returncode is None

@@ -1,4 +1,4 @@
-"""The examples of README.md and docs/ that need no node: rewards, losses, configuration, imports, and commands on what a run left."""
+"""Examples of README.md and docs/ that need no node: rewards, losses, configuration, imports, and commands on a run's files."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_imports_of_the_page_work(page: str, tmp_path: Path) -> None:
 
 @pytest.fixture
 def run_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """With all that the pages name: the README's node, its data and a model, and the run that it left."""
+    """Folder with everything that the pages name: the README's node, its data and model, and a finished run."""
     for folder in ("node", "runs/first", "runs/demo"):
         shutil.copytree(RECORDED, tmp_path / folder)
     samples = tmp_path / "runs" / "demo" / "samples"

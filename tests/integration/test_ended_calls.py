@@ -1,4 +1,4 @@
-"""Calls that end before their service gets to them."""
+"""Calls that end before their service handles them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Our parts of an engine on SGLang's own classes, without an engine: in one process, whose import of SGLang takes most of its time."""
+"""Our parts of an engine on SGLang's own classes, without an engine. One process runs them: importing SGLang takes most of the time."""
 
 from __future__ import annotations
 

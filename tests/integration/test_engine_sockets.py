@@ -1,4 +1,4 @@
-"""What an engine of two ranks listens on: they meet in a file, and take no pickle from a port."""
+"""Sockets of an engine with two ranks: they meet in a file, and accept no pickle on any port."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_unix_sockets_are_in_the_private_folder(engine_pair: RolloutProcess, lis
 def test_ports_are_gloos_on_loopback_and_no_store_answers(engine_pair: RolloutProcess, listening: list[Listener]) -> None:
     others = [listener for listener in listening if listener.kind != "unix"]
     assert {(listener.kind, listener.address.rpartition(":")[0]) for listener in others} == {("tcp", "127.0.0.1")}
-    # The front has none, and both ranks have the same number: one for each group of theirs.
+    # The front has none; both ranks have equally many, one per group.
     counts = {pid: sum(listener.pid == pid for listener in others) for pid in {listener.pid for listener in others}}
     assert engine_pair.process.pid not in counts
     assert len(counts) == 2

@@ -21,7 +21,7 @@ def load_of_rank(rank: int, store: str, results: Any) -> None:
     load = ExpertLoad(model, mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), device=torch.device("cpu"))
     for router in model.modules():
         if isinstance(router, Router):
-            # Over both ranks 4, 2, 2, 0, 0.
+            # Over both ranks: 4, 2, 2, 0, 0.
             router.load_E += torch.tensor([[3, 0, 1, 0, 0], [1, 2, 1, 0, 0]][rank])
     metrics = load.take()
     results.put({name: (metric.total.item(), metric.weight.item()) for name, metric in metrics.items()})

@@ -1,4 +1,4 @@
-"""Experts that are spread over two ranks against experts that each rank gathers: steps, checkpoints, what is published and exported.
+"""Experts spread over two ranks against experts gathered on each: steps, checkpoints, published and exported weights.
 
 Steps against plain torch are in test_trainer_exactness.
 """
@@ -23,7 +23,7 @@ EXPERT_ELEMENTS = {"qwen3_moe": 4 * 3 * 32 * 64, "mixtral": 4 * 3 * 96 * 64}
 
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, Any]]:
-    """By family and what is kept for backward; one launch."""
+    """Facts by family and checkpointing, from one launch."""
     folder, output = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("facts")
     for kind, key in NUM_EXPERTS.items():
         add_head(save_checkpoint(make_model(kind, seed=3, **{key: 4}), folder / kind))
@@ -56,9 +56,9 @@ def test_tokens_travel_and_experts_do_not(facts: dict[Any, Any], case: tuple[str
     kind, rung = case
     collectives = facts[case]["collectives"]
     (no_exchanges, num_gathered), (num_exchanges, num_other) = collectives["gathered"], collectives["spread"]
-    # Numbers of rows, rows to the experts and back, each again where the layer is recomputed; gradients there and back.
+    # Row counts, rows to the experts and back, each again where the layer is recomputed; gradients both ways.
     assert (no_exchanges, num_exchanges) == (0, NUM_LAYERS * (8 if rung == "full" else 5))
-    # In forward and in backward.
+    # in forward and in backward
     assert num_gathered - num_other == 2 * NUM_LAYERS * EXPERT_ELEMENTS[kind]
 
 

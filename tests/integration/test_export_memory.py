@@ -1,4 +1,4 @@
-"""Where published weights lie: in the parameters themselves or in a copy, memory that stays over OFFLOAD or leaves and is mapped again."""
+"""Memory of published weights: the parameters themselves or a copy, which stays over OFFLOAD or leaves and is mapped again."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def receive(receiver: WeightReceiver, weights: weights_pb2.PublishedWeights) -> None:
-    """A sync, with a front that releases its import as the ranks do."""
+    """Syncs, with a front that releases its import as the ranks do."""
     front = import_weights(weights, timeout_s=2)
     pieces = [ReceivedPiece(0, *sums) for sums in receiver.receive(weights, import_timeout_s=2).checksums]
     check_received(pieces, front)
@@ -110,7 +110,7 @@ def test_kept_parameters_are_readable_while_the_trainer_is_offloaded(start: Star
 
 
 def shared_files() -> int:
-    """Bytes of shared memory that this process could still reach, by a mapping or by a descriptor."""
+    """Bytes of shared memory that this process can still reach, by a mapping or a descriptor."""
     files: dict[int, int] = {}
     for fd in os.listdir("/proc/self/fd"):
         try:

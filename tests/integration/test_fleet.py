@@ -1,4 +1,4 @@
-"""A fleet over real gRPC: nodes join, change over together, and take commands from nobody else."""
+"""A fleet over real gRPC: nodes join, change over together, and accept commands from nobody else."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def config_of(folder: Path, rank: int, leader: str, *, node_timeout_s: float = 3
 
 
 class QuietRollout(RolloutServiceServicer):
-    """Generates nothing, and tells its state."""
+    """Reports its state and generates nothing."""
 
     async def GetRolloutState(self, request: rollout_pb2.GetRolloutStateRequest, context: Any) -> Any:
         return rollout_pb2.GetRolloutStateResponse(dp_size=1)
@@ -84,7 +84,7 @@ class QuietRollout(RolloutServiceServicer):
 
 @asynccontextmanager
 async def serving_node(config: NodeConfig, *, tracer: Tracer = NO_TRACER) -> AsyncIterator[MemberNode]:
-    """A node's coordinator and a rollout that generates nothing, on their sockets. tracer: of the coordinator's calls."""
+    """Serves a node's coordinator, and a rollout that generates nothing, on their sockets. tracer: of the coordinator's calls."""
     assert config.fleet is not None
     config.state_dir.mkdir(exist_ok=True)
     node = MemberNode(config.state_dir, config.fleet.node_rank, config.fleet, on_served=lambda: None)
@@ -109,7 +109,7 @@ async def serving_node(config: NodeConfig, *, tracer: Tracer = NO_TRACER) -> Asy
 
 @asynccontextmanager
 async def leading(config: NodeConfig, *, patience_s: float = 20.0, tracer: Tracer = NO_TRACER) -> AsyncIterator[FleetNodes]:
-    """The leader's server."""
+    """Serves the fleet as its leader."""
     assert config.fleet is not None
     config.state_dir.mkdir(exist_ok=True)
     (config.state_dir / "run").mkdir(mode=0o700, exist_ok=True)
@@ -282,10 +282,10 @@ async def test_a_node_of_a_fleet_refuses_clients_other_fleets_and_older_lives(tm
                 assert isinstance(await caught(acquire_first(CoordinatorServiceStub(channel), TRAIN, fleet=other)), expected)
         async with open_channel(target, metadata=fleet_metadata(command())) as channel:
             stub = CoordinatorServiceStub(channel)
-            assert isinstance(await caught(acquire_first(stub, TRAIN)), HeldByFleet)  # without its own numbers
+            assert isinstance(await caught(acquire_first(stub, TRAIN)), HeldByFleet)  # without the fleet's epoch and sequence
             look = coordinator_pb2.GetStateRequest(fleet=command(sequence=7))
             assert (await stub.GetState(look, timeout=TIMEOUT_S)).state.phase == TRAIN
-            # The channel repeats a read whose answer was lost; a command with the number of a look is none.
+            # The channel repeats a read whose answer was lost; a command must not reuse the number of a read.
             assert (await stub.GetState(look, timeout=TIMEOUT_S)).state.phase == TRAIN
             assert isinstance(await caught(acquire_first(stub, TRAIN, fleet=command(sequence=7))), StaleSequence)
             late_look = coordinator_pb2.GetStateRequest(fleet=command(sequence=6))
@@ -294,7 +294,7 @@ async def test_a_node_of_a_fleet_refuses_clients_other_fleets_and_older_lives(tm
             assert isinstance(await caught(late), StaleSequence)
             assert isinstance(await caught(acquire_first(stub, TRAIN, fleet=command(epoch=4, sequence=9))), StaleEpoch)
             assert (await acquire(stub, TRAIN, fleet=command(epoch=6)))[-1].state.phase == TRAIN
-    # The numbers are on disk.
+    # Epoch and sequence are on disk.
     journal = Journal(config.state_dir / "journal.sqlite")
     with pytest.raises(StaleEpoch):
         FleetHold(config.fleet, journal).check(command(sequence=99))

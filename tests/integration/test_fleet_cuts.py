@@ -1,6 +1,6 @@
-"""Every message from the fleet to a node cut on a real connection, before and after: one version is served, and the way goes on.
+"""Connections from the fleet to a node, cut before and after every message: one version is served, and the changeover continues.
 
-A sample of the messages, in `make fleet` all of them. tests/unit/test_fleet_faults.py has more faults, on simulated connections.
+`make test` runs a sample of the messages, `make fleet` all. tests/unit/test_fleet_faults.py has more faults, on simulated connections.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from tests.integration.test_fleet import config_of, serving_node
 from tests.unit.simulated_fleet import MemberNode
 
 NUM_MESSAGES = 11
-"""To one node in a round trip: nine stages, and a look on either way."""
+"""Messages to one node in a round trip: nine stages, and one look in each direction."""
 MESSAGES = range(1, NUM_MESSAGES + 1) if IS_WHOLE else (3, 5, 8)
 BREAKS = (Break.LOST_BEFORE, Break.LOST_AFTER, Break.RESET)
 
 
 class CutPeer(GrpcNodePeer):
-    """Breaks the connection at the message of that number, once `number` is set."""
+    """Breaks the connection at the message with this number, once `number` is set."""
 
     def __init__(self, nodes: FleetNodes, config: NodeConfig, proxy: FaultyProxy) -> None:
         super().__init__(nodes, 1, config.coordinator)
@@ -49,7 +49,7 @@ class CutPeer(GrpcNodePeer):
 
     @property
     def is_armed(self) -> bool:
-        """Whether the break is still to come."""
+        """Whether the break has not happened yet."""
         return self._proxy.armed is not None
 
 
@@ -60,7 +60,7 @@ async def reach(fleet: Fleet, phase: Phase, request_id: str) -> None:
 
 @asynccontextmanager
 async def cut_fleet(folder: Path) -> AsyncIterator[tuple[Fleet, CutPeer, list[MemberNode]]]:
-    """A fleet of two nodes, a proxy before the second, and that node's peer."""
+    """A fleet of two nodes with a proxy before the second one, and that node's peer."""
     configs = [config_of(folder, rank, "127.0.0.1:1") for rank in range(2)]
     members = [this_member(config, boot_id=f"b{rank}") for rank, config in enumerate(configs)]
     socket = folder / "proxy.sock"

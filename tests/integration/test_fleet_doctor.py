@@ -69,7 +69,7 @@ def _member(rank: int, *, port: int, version: str = "1") -> Member:
 
 
 class MeasuredTrainers(TrainerServiceServicer):
-    """Tells what the trainers have measured, as the fleet's front does."""
+    """Reports measurements of the trainers, as the fleet's front does."""
 
     def __init__(self, nodes_rate: float | None) -> None:
         self._nodes_rate = nodes_rate
@@ -80,7 +80,7 @@ class MeasuredTrainers(TrainerServiceServicer):
 
 @contextmanager
 def leader(config: NodeConfig, members: list[Member], *, nodes_rate: float | None = None) -> Iterator[None]:
-    """The leader's FleetService in a thread, where `members` have joined."""
+    """The leader's FleetService in a thread, joined by `members`."""
     started, stop = threading.Event(), threading.Event()
 
     async def serve() -> None:
@@ -205,7 +205,7 @@ async def test_a_node_whose_certificate_the_leader_does_not_take_is_refused(conf
     taken = peer_credentials(config.security)
     foreign = Credentials(ca=config.security.client_ca, cert=others / "node.pem", key=others / "node.key")
     target = config.fleet.leader
-    assert not is_certificate_refused(target, taken)  # nobody is there
+    assert not is_certificate_refused(target, taken)  # nobody listens there
     with leader(config, [_member(0, port=_port(config))]):
         assert not is_certificate_refused(target, taken) and not is_certificate_refused(target, None)
         async with open_channel(target.replace("localhost", "127.0.0.1"), credentials=foreign) as channel:
@@ -246,6 +246,6 @@ async def test_a_measurement_counts_what_was_sent(config: NodeConfig) -> None:
 async def test_a_slow_connection_is_measured_by_what_it_takes_in_time(config: NodeConfig) -> None:
     with leader(config, [_member(0, port=_port(config))]):
         async with open_channel(fleet_target(config)) as channel:
-            # All of it would be refused.
+            # Every part of it would be refused.
             done = await measure(FleetServiceStub(channel), num_bytes=1 << 40, most_s=0.0)
     assert done.rate > 0

@@ -1,4 +1,4 @@
-"""A node in its fleet: it joins, tells that it lives or why it ends, and hears of the others' ends."""
+"""Membership of a node: it joins, reports that it is alive or why it ends, and learns of other nodes' ends."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def test_a_silent_node_ends_the_fleet_and_the_others_hear_of_it(tmp_path: 
     async with leading(configs[0]) as nodes, open_channel(leader) as channel:
         members = [replace(this_member(config, boot_id=f"b{rank}"), node_rank=rank) for rank, config in enumerate(configs)]
         living = asyncio.create_task(Membership(channel, members[0], configs[0].fleet, start_timeout_s=30.0).run())
-        await join(channel, members[1])  # and never again a word
+        await join(channel, members[1])  # and is silent from then on
         with pytest.raises(FleetEnded) as told:
             await asyncio.wait_for(living, 60.0)
         assert told.value.metadata["node_rank"] == "1"

@@ -1,4 +1,4 @@
-"""Rollout over the nodes of a fleet: the real front before scripted nodes."""
+"""Rollout over the nodes of a fleet: the real front with scripted nodes."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ async def test_a_lost_nodes_prompts_are_named_and_the_others_samples_come(folder
         await fleet.lose(1)
         got, error = await running
         assert isinstance(error, SamplesLost)
-        # It streams from behind: one sample of prompt 3 was out when the node was lost.
+        # Samples stream in reverse order: one of prompt 3 had arrived when the node was lost.
         assert error.metadata == {"nodes": "1", "prompts": "2-3"}
         assert Counter(sample.prompt_index for sample in got) == {0: 2, 1: 2, 3: 1, 4: 2, 5: 2}
 

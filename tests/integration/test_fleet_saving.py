@@ -1,4 +1,4 @@
-"""A node's part of a fleet's save: real tensors and a real log, on one rank in this process."""
+"""One node's part of a fleet's save: real tensors and a real log, on one rank in this process."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class OneRank:
 
 
 class DictStore:
-    """Of nodes that are threads or nothing at all."""
+    """A rank store for nodes that are threads or do not exist."""
 
     def __init__(self, **values: bytes) -> None:
         self.values = values
@@ -117,7 +117,7 @@ async def test_what_is_no_longer_the_state_is_not_published(tmp_path: Path, lear
 
 
 async def test_nodes_that_share_a_folder_write_it_once(tmp_path: Path, learner: Learner) -> None:
-    """The second comes while the first writes, the third when it has."""
+    """The second node comes while the first one writes, the third one afterwards."""
     logs = [TrainingLog(tmp_path / f"{name}.log", failpoints=NO_FAILPOINTS) for name in ("one", "two", "three")]
     one, two, three = (saving_of(learner, log, tmp_path) for log in logs)
     path, write = tmp_path / "step-1", request(tmp_path / "step-1", SavePart.SAVE_PART_WRITE)

@@ -1,4 +1,4 @@
-"""The trainers of two nodes as one: real FSDP over gloo, each node a launch by itself, met through the fleet's port by mTLS."""
+"""Trainers of two nodes as one: real FSDP over gloo. Each node is a separate launch; they meet through the fleet's port by mTLS."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LOSSES = [
         [one for one in EXAMPLES if not isinstance(one, ValueLoss)], itertools.cycle(Aggregation), strict=False
     )
 ]
-"""One a step: every loss of a policy, and every aggregation."""
+"""One loss per step: every policy loss, and every aggregation."""
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def samples_of(step: int, num_samples: int = 8) -> list[TrainingSample]:
 
 
 async def test_two_nodes_learn_as_one(folder: Path, model: Path, alone: TrainerProcess, nodes: list[TrainerProcess]) -> None:
-    """However samples are dealt: by the plan, all to one node, or so that one has many more micro-batches."""
+    """Results do not depend on the shares: by the plan, all to one node, or with many more micro-batches on one."""
     uneven = [[0, 1, 2, 3, 4, 5, 6, 7], []], [[7], [0, 1, 2, 3, 4, 5, 6]]
     async with fleet_of(nodes, model) as fleet, connect(alone) as channel:
         one = TrainerClient(channel)
@@ -89,7 +89,7 @@ async def test_two_nodes_learn_as_one(folder: Path, model: Path, alone: TrainerP
             assert norms[0] == norms[1] == pytest.approx((await one.optim_step()).grad_norm, rel=1e-4)
         await fleet.save(lambda rank: folder / f"checkpoint-{rank}")
         assert sums_of(folder / "checkpoint-0") == sums_of(folder / "checkpoint-1")
-        # Any number of nodes goes on from a checkpoint of any other: one node from two here, three from two in tests/chaos.
+        # A checkpoint can be continued on any number of nodes: one from two here, three from two in tests/chaos.
         assert (await one.load(folder / "checkpoint-1")).policy_version == NUM_STEPS
         scores = [await client.log_probs(samples_of(99)) for client in (one, *fleet.clients)]
         assert scores[0] == scores[1] == scores[2]
@@ -164,7 +164,7 @@ async def test_a_killed_node_fails_the_others_and_all_go_on_after_a_restart(
 async def test_a_trainer_that_is_killed_between_steps_has_the_others_start_again(
     folder: Path, model: Path, port: FleetPort
 ) -> None:
-    """No collective runs that would tell them."""
+    """No collective runs that would tell the nodes."""
     with nodes_of(folder / "between", model, num_nodes=2, settings=SETTINGS, port=port) as nodes:
         async with fleet_of(nodes, model) as fleet:
             await fleet.forward_backward(samples_of(0))

@@ -1,4 +1,4 @@
-"""Trainers over the nodes of a fleet: the real front before scripted nodes."""
+"""Trainers over the nodes of a fleet: the real front with scripted nodes."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ COST = SampleCost(linear=1.0, quadratic=0.0)
 
 
 class Node(ScriptedNode):
-    """A trainer that keeps the rules of a node of a fleet."""
+    """A trainer that follows the rules of a fleet's node."""
 
     def __init__(self, state_dir: Path) -> None:
         super().__init__(state_dir)
         self.calls: list[str] = []
-        """Methods that were carried out or looked at, with a "?" for the latter, and parts of saves."""
+        """Executed and validated methods, the latter with a "?", and parts of saves."""
         self.headers: list[trainer.ForwardBackwardHeader] = []
         self.shares: list[list[TrainingSample]] = []
         self.saved: dict[str, str] = {}
         self.refuses: dict[str, TasukiError] = {}
-        """By an entry of `calls`."""
+        """Errors by entry of `calls`."""
         self.roles = 1
 
     def _look(self, name: str) -> None:

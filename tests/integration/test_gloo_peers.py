@@ -1,4 +1,4 @@
-"""Another user's process that connects to a rank's gloo port before the true peer does."""
+"""Another user's process that connects to a rank's gloo port before the real peer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.integration.forked import processes
 from tests.sockets import NOBODY, listeners
 
 LIMIT_S = 90.0
-# Connects to a rank's port as each of the peers that the rank may wait for: gloo numbers its connections from zero.
+# Connects as each peer for which the rank may wait: gloo numbers its connections from zero.
 STRANGER = """
 import os, socket, struct, sys, time
 uid, port = map(int, sys.argv[1:])
@@ -54,7 +54,7 @@ class Rank:
 
 
 def run_rank(store_path: Path, rank: int, answers: Connection) -> None:
-    """Meets the other rank, and tells what all gave, or why it refused."""
+    """Meets the other rank; prints the values that all gave, or the reason of a refusal."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     check_gloo_peers()
     check_gloo_peers()

@@ -23,7 +23,7 @@ def lines_of(page: str) -> list[str]:
 
 
 def run_line(line: str, folder: Path) -> None:
-    """Runs a line; after two blanks and a # it may name the code and the reason that it must fail with."""
+    """Runs a line; two blanks and a # at its end may name the code and reason of an expected failure."""
     command, _, expected = line.partition("  # ")
     done = subprocess.run(
         ["bash", "-c", command],

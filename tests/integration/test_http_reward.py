@@ -1,4 +1,4 @@
-"""The example of a reward model behind HTTP, in real workers against a real server on loopback."""
+"""Example of a reward model behind HTTP, in real workers with a real server on loopback."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXAMPLES = Path(__file__).parents[2] / "client" / "examples"
 
 
 class RewardServer(ThreadingHTTPServer):
-    """Rewards a completion by its length; some completions make it misbehave."""
+    """Rewards a completion by its length; some completions trigger misbehaviour."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)

@@ -1,4 +1,4 @@
-"""What a reader makes of the arenas of all trainer ranks: when it opens them, and whose it reads first."""
+"""A reader's access to the arenas of all trainer ranks: when it opens them, and the order in which it reads."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_handles_are_opened_once_for_each_start_of_the_trainer(trainer: Trainer,
 
 
 def arena_on(device_uuid: str, *, rank: int) -> WeightArena:
-    """As a process without a GPU maps it: the header alone."""
+    """Returns an arena as a process without a GPU maps it: only its header."""
     layout = manifest.lay_out([manifest.Entry("plain", "bfloat16", (6, 4), (2 * rank, 0), (2, 4))], rank=rank, num_ranks=3)
     mapping, fd = create_sealed("header", manifest.header_bytes(1))
     os.close(fd)

@@ -1,6 +1,6 @@
-"""A process that writes the journal is killed wherever it happens to be: nothing that it acknowledged is lost.
+"""A process that writes the journal is killed at arbitrary moments: no acknowledged entry is lost.
 
-It is killed 100 times here, 500 times in `make chaos`.
+`make test` kills it 100 times, `make chaos` 500 times.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NUM_KILLS, BATCH, SEED = 500 if IS_WHOLE else 100, 50, 5
 
 
 def test_kills_lose_nothing_that_was_acknowledged() -> None:
-    # A killed process leaves to the system what it has written; only a machine that loses its power asks for a real disk.
+    # What a killed process has written is in the system's cache; only a power loss needs a real disk.
     with tempfile.TemporaryDirectory(dir=memory_folder()) as folder:
         journal = Path(folder) / "journal.sqlite"
         lives: list[list[str]] = []
@@ -37,7 +37,7 @@ def test_kills_lose_nothing_that_was_acknowledged() -> None:
     assert len(lives) == NUM_KILLS
     assert len(acknowledged) > 10 * NUM_KILLS
     last_words = {life[-1].split()[0] for life in lives if life}
-    # Few are killed right after they have begun an epoch: of a hundred perhaps none.
+    # Kills right after the start of an epoch are rare: of a hundred perhaps none.
     places = {"changeover", "intent", "result", "ending", *(["epoch"] if IS_WHOLE else [])}
     assert places <= last_words, "somewhere no writer was killed"
 
@@ -50,7 +50,7 @@ def kill_writers(journal: Path, seed: int) -> list[list[str]]:
 
 
 def kept(history: History) -> set[str]:
-    """Every line that a writer may have said about what is in the journal."""
+    """Returns every line that a writer may have printed about the journal's content."""
     lines = {f"epoch {epoch}" for epoch in history.epochs}
     lines |= {f"changeover {one.id}" for one in history.changeovers}
     lines |= {f"ending {one.changeover_id}" for one in history.endings}

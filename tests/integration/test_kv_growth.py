@@ -1,4 +1,4 @@
-"""A real engine whose KV cache grows as requests need it, beside a process that holds the memory it grows into."""
+"""A real engine whose KV cache grows on demand, beside a process that holds the memory it grows into."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ POOL_BYTES = 192 * MIB
 STALL_S = 1.0
 TP_SIZE = 2 if IS_WHOLE else 1
 NUM_MANY = 600
-# With two ranks more of them find room in the chunks that are there, and end sooner.
+# With two ranks more of them fit into the mapped chunks, and end sooner.
 NUM_WAITING = 8000 if IS_WHOLE else 2000
-# As many samples as take 30 % of the cache, should they be as long as they may. They end with their first token.
+# Enough samples to reserve 30 % of the cache at full length. They end with their first token.
 MANY = {
     "prompts": [[5, 6, 7]], "num_samples": NUM_MANY, "max_new_tokens": 250, "stop_token_ids": list(range(VOCAB_SIZE)), "temperature": 1.0,
 }  # fmt: skip
 
 
 class Node:
-    """A rollout service and a holder of memory, over one pool that this process keeps."""
+    """A rollout service and a holder of memory, over a pool that this process keeps."""
 
     def __init__(self, folder: Path, model: Path) -> None:
         self._keeper = PoolKeeper(POOL_BYTES, device="cpu")
@@ -94,7 +94,7 @@ class Node:
         assert self.holder.stdout.readline() == "done\n"
 
     def leave(self, num_bytes: int) -> None:
-        """Holds all chunks that are free, but for these."""
+        """Holds all free chunks except those of `num_bytes`."""
         self.hold(0)
         self.hold(self.free_bytes - num_bytes)
 
@@ -142,7 +142,7 @@ def is_short(state: KvCacheState) -> bool:
 
 
 async def kv_bytes(rollout: RolloutClient) -> tuple[int, int, int]:
-    """Mapped, total, and what does not come with a resume, of all ranks."""
+    """Mapped bytes, total bytes, and bytes not mapped by a resume, over all ranks."""
     tags = [one for one in (await usage_of(rollout)).tags if one.tag == KV]
     assert len(tags) == TP_SIZE
     return sum(tag.mapped_bytes for tag in tags), sum(tag.total_bytes for tag in tags), sum(tag.following_bytes for tag in tags)
@@ -153,7 +153,7 @@ async def weight_bytes(rollout: RolloutClient) -> int:
 
 
 def check_log_probs(node: Node, samples: Sequence[types_pb2.Sample], *, prompt: list[int]) -> None:
-    """What a sample has in the cache is there to its end: transformers, without any, gives the same."""
+    """Cached tokens survive to a sample's end: transformers, without a cache, gives the same log-probs."""
     for sample in samples:
         theirs = log_probs_of(node.trainer.model, prompt, list(sample.token_ids))
         assert torch.allclose(torch.tensor(sample.rollout_log_probs), theirs, atol=0.15)
@@ -176,7 +176,7 @@ async def test_it_serves_with_the_least_cache_and_maps_what_requests_may_need(no
     assert resumed.mapped_bytes < mapped < 0.8 * total
     assert await rollout.metric(KV_SERVED.name) == grown.served_tokens
     assert await rollout.metric(KV_CAPACITY.name) == grown.num_tokens
-    # As many again find room where the first ones were.
+    # As many again fit into the memory of the first ones.
     await rollout.generate(**MANY)
     assert (await kv_bytes(rollout))[0] == mapped
     await rollout.drain()
@@ -184,7 +184,7 @@ async def test_it_serves_with_the_least_cache_and_maps_what_requests_may_need(no
 
 
 async def test_requests_wait_while_others_hold_the_memory_and_none_fails(node: Node, rollout: RolloutClient) -> None:
-    """What they wait for is told, and it counts as stalled when it does not come."""
+    """The needed memory is reported, and the wait counts as stalled if it does not come."""
     _, total, following = await kv_bytes(rollout)
     node.leave(await weight_bytes(rollout) + total - following)
     await rollout.wake(node.trainer.publish(7))
@@ -222,7 +222,7 @@ async def test_the_last_call_gives_the_cache_back_as_its_samples_end_and_a_later
         assert not long.done()
         await asyncio.sleep(0.01)
     assert (await rollout.state()).stage == types_pb2.STAGE_RESUME_KV, "before DRAIN"
-    # Another takes what it gave back: what comes now waits for room, as for any growth, and none of it fails.
+    # Another process takes the freed memory: later requests wait for room, as for any growth, and none of them fails.
     node.hold(node.free_bytes)
     later = asyncio.ensure_future(rollout.generate(**{**MANY, "num_samples": NUM_WAITING}))
     await growth_until(rollout, is_short)
@@ -243,7 +243,7 @@ async def test_a_drain_gives_back_what_the_last_samples_cannot_need(node: Node, 
     await rollout.generate(**MANY)
     mapped, total, following = await kv_bytes(rollout)
     free = node.free_bytes
-    # More than are served with the least cache: they must neither be pushed out, nor wait.
+    # More than the smallest cache serves: they must be neither evicted nor delayed.
     long = asyncio.ensure_future(rollout.generate([[5, 6]], num_samples=8, max_new_tokens=250, ignore_eos=True))
     while (await rollout.state()).num_running == 0:
         await asyncio.sleep(0.01)

@@ -1,4 +1,4 @@
-"""The launcher with real processes: how ranks are told who they are, and how they end together, spawned or forked."""
+"""The launcher with real processes: how ranks learn their place, and how they end together, spawned or forked."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def launch_ranks(folder: Path, how: str, *kinds: str) -> subprocess.Popen[bytes]
 
 
 def facts_of(folder: Path, num_ranks: int) -> list[list[object]]:
-    """What each rank wrote, once all have."""
+    """Returns the facts of each rank, once all have written them."""
     files = [folder / f"{rank}.json" for rank in range(num_ranks)]
     deadline = time.monotonic() + LIMIT_S
     while not all(file.exists() for file in files):

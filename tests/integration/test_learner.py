@@ -1,4 +1,4 @@
-"""A learner of one rank in this process: runs, schedules, gradients that are not finite, and a critic beside the policy."""
+"""A learner of one rank in this process: runs, schedules, non-finite gradients, and a critic beside the policy."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ __all__ = ["mesh", "model"]
 LOSSES = {Role.POLICY: LossConfig(correction=Correction(token_truncation=None)), Role.CRITIC: LossConfig(loss=ValueLoss())}
 SCHEDULE = {"learning_rate": 1.0, "lr_schedule": "linear", "warmup_steps": 1, "total_steps": 3}
 RATES = [0.5, 1.0, 0.5, 0.0]
-"""Of the steps of SCHEDULE."""
+"""Learning rates for the steps of SCHEDULE."""
 CRITIC = {"learning_rate": 1e-2}
 
 
@@ -51,7 +51,7 @@ def samples() -> Samples:
 
 
 def step(learner: Learner, role: Role, samples: Samples, **arguments: Any) -> float:
-    """One step of a role. Its learning rate."""
+    """Makes one step of a role; returns its learning rate."""
     learn(learner, role, samples, config=LOSSES[role])
     return learner.optim_step(role, **arguments).learning_rate
 
@@ -61,7 +61,7 @@ def scores(learner: Learner, role: Role, samples: Samples) -> list[float]:
 
 
 def moments(learner: Learner, role: Role) -> list[Tensor]:
-    """AdamW's state of every parameter, number of steps included."""
+    """Returns AdamW's state of every parameter, including the step count."""
     states = trained(learner, role).optimizer.optimizer.state.values()
     return [tensor.detach().clone() for state in states for tensor in state.values()]
 
@@ -71,7 +71,7 @@ def are_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 def broken(samples: Samples) -> Samples:
-    """Gradients of these overflow."""
+    """Returns samples whose gradients overflow."""
     huge_N = np.full_like(samples.columns["advantages"], 3e38)
     return replace(samples, columns={**samples.columns, "advantages": huge_N, "returns": huge_N})
 
@@ -83,7 +83,7 @@ def test_temperatures_are_not_rounded_to_the_compute_dtype(mesh: DeviceMesh, mod
     learner = start_learner(model, mesh=mesh, compute_dtype="bfloat16")
     with torch.no_grad():
         expected, _ = Policy(unsharded, attention=attention)(token_batch(samples, device=learner.backend.device))
-    # bfloat16 has 0.69921875 instead, which shows in the third decimal place.
+    # bfloat16 would round it to 0.69921875, visible in the third decimal place.
     assert scores(learner, Role.POLICY, samples) == pytest.approx(expected.tolist(), abs=1e-4)
 
 
@@ -224,7 +224,7 @@ def test_a_sleep_keeps_every_byte_of_the_critic(mesh: DeviceMesh, model: Path, s
 
     before, mapped = everything(), sum(usage.mapped_bytes for usage in memory.usage())
     released = memory.pause(TAGS).num_bytes
-    # Weights, gradients and two moments in float32, less the small tensors that stay.
+    # Weights, gradients and two moments in float32, except the small tensors, which stay.
     assert released > 0.9 * 16 * learner.backend.num_parameters(Role.CRITIC)
     assert sum(usage.mapped_bytes for usage in memory.usage()) == mapped - released
     memory.resume(TAGS)
@@ -264,7 +264,7 @@ def test_a_forward_pass_asks_for_the_weights_that_come_back_group_by_group(
 
 
 def groups(learner: Learner) -> list[Any]:
-    """FSDP2's parameters of the policy, group by group."""
+    """Returns FSDP2's parameters of the policy, by group."""
     groups = [module._get_fsdp_state()._fsdp_param_group for module in groups_of(trained(learner, Role.POLICY).network)]
     return [group.fsdp_params for group in groups if group is not None]
 

@@ -19,13 +19,13 @@ from tests.models import make_model, save_checkpoint
 
 KINDS = ("qwen2",)
 DIFFERING = {"optimizer_8bit": 2e-3}
-"""Settings that change the numbers, and how far a loss or a norm may be off, of the largest of the default's."""
+"""Settings that change the numbers, with the tolerance for losses and norms relative to the default's largest."""
 ROUNDING = 1e-5
 Curve = Sequence[tuple[float, float]]
 
 
 def curves(kinds: Sequence[str], folder: Path) -> dict[str, dict[str, Curve]]:
-    """By family and setting."""
+    """Returns curves by family and setting."""
     models = [save_checkpoint(make_model(kind, seed=0), folder / kind) for kind in kinds]
     found: dict[str, dict[str, Curve]] = {kind: {} for kind in kinds}
     for num_ranks in SETTINGS:
@@ -36,7 +36,7 @@ def curves(kinds: Sequence[str], folder: Path) -> dict[str, dict[str, Curve]]:
 
 
 def off_by(curve: Curve, default: Curve) -> tuple[float, float]:
-    """Largest difference of a loss and of a norm, over the largest of the default's."""
+    """Largest difference of a loss and of a norm, relative to the default's largest."""
     pairs = list(zip(zip(*curve, strict=True), zip(*default, strict=True), strict=True))
     loss, norm = (max(abs(x - y) for x, y in zip(one, other, strict=True)) / max(map(abs, other)) for one, other in pairs)
     return loss, norm

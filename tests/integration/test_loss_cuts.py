@@ -1,6 +1,6 @@
-"""One call's gradient does not depend on ranks, micro-batches, or how many calls it is cut into.
+"""A call's gradient does not depend on ranks, micro-batches, or the number of calls into which it is cut.
 
-Here every loss under token means and one under every aggregation; in `make chaos` every loss under every aggregation.
+`make test` runs every loss under token means and one loss under every aggregation; `make chaos` runs all combinations.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.models import make_model, save_checkpoint
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """Of results, by number of ranks."""
+    """Folders of results, by number of ranks."""
     model = save_checkpoint(make_model("llama", seed=3), tmp_path_factory.mktemp("losses") / "model")
     add_head(model)
     folders = {num_ranks: tmp_path_factory.mktemp("cuts") for num_ranks in (1, 2)}

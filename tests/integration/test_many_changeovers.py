@@ -1,4 +1,4 @@
-"""Thousands of changeovers leave nothing behind: a coordinator process and scripted services with real arenas."""
+"""Thousands of changeovers leave nothing behind: a coordinator process, and scripted services with real arenas."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from tests.integration.coordinator_process import Node, running_coordinator
 NUM_CHANGEOVERS = 10_000 if IS_WHOLE else 1_000
 WARM_UP = NUM_CHANGEOVERS // 10
 MAX_ADDRESS_BYTES = 256 * MIB
-"""glibc reserves 64 MiB for a new thread's heap. One chunk that a changeover leaves makes 2 GiB in a thousand."""
+"""Allows for glibc's 64 MiB per new thread's heap. A chunk leaked per changeover would be 2 GiB after a thousand."""
 MAX_GROWTH_BYTES = 12 * MIB
-"""What gates and coordinator remember of commands, up to a number that is reached on the way, and the allocators' slack."""
+"""Room for the allocators' slack and for commands that gates and coordinator remember, whose number is bounded."""
 TRAINER_TAGS = (MemoryTag.WEIGHTS, MemoryTag.GRADIENTS, MemoryTag.OPTIMIZER, MemoryTag.EXPORT)
 ROLLOUT_TAGS = (MemoryTag.WEIGHTS, MemoryTag.KV_CACHE, MemoryTag.CUDA_GRAPH)
 
 
 @pytest.fixture
 def arenas() -> Iterator[tuple[NativeAllocator, NativeAllocator]]:
-    """The trainer's, whose content has to survive, and rollout's."""
+    """The trainer's arena, whose content must survive, and rollout's."""
     kept = dict.fromkeys((MemoryTag.WEIGHTS, MemoryTag.OPTIMIZER), Keep.CONTENT)
     trainer = NativeAllocator(tags=TRAINER_TAGS, device="cpu", keep=kept)
     rollout = NativeAllocator(tags=ROLLOUT_TAGS, device="cpu")
@@ -48,7 +48,7 @@ async def change_over(node: Node, *, num_changeovers: int) -> None:
 
 
 def taken(node: Node) -> dict[str, Footprint]:
-    gc.collect()  # Descriptors of earlier tests in this process go now, not between two readings.
+    gc.collect()  # Closes descriptors of earlier tests now, rather than between two readings.
     return {"coordinator": footprint(psutil.Process(node.process.pid)), "services": footprint(psutil.Process())}
 
 

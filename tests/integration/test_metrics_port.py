@@ -1,4 +1,4 @@
-"""The address of a node's metrics: who may read it, and that nobody can hold it up."""
+"""The metrics address of a node: who may read it, and clients that cannot block it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tests.integration.port_node import make_certs, make_tokens, mtls, port_conf
 
 TEXT = b"tasuki_phase 1\n"
 HELLO = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(400)
-"""The begin of a TLS handshake."""
+"""Start of a TLS handshake."""
 
 
 @asynccontextmanager
 async def served(config: NodeConfig, text: bytes = TEXT) -> AsyncIterator[int]:
-    """The port."""
+    """Yields the port."""
 
     async def answer() -> bytes:
         return text

@@ -1,4 +1,4 @@
-"""The node's copy of its model in shared memory: what is copied, room for it, and its removal."""
+"""The node's copy of its model in shared memory: the files copied, room for it, and its removal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _WEIGHTS = "model-00001-of-00001.safetensors"
 
 @pytest.fixture
 def config(tmp_path: Path) -> Iterator[NodeConfig]:
-    """A model folder as in Hugging Face's cache, with files that no service reads."""
+    """A model folder as in Hugging Face's cache, including files that no service reads."""
     model, blobs = tmp_path / "model", tmp_path / "blobs"
     for folder in (model, blobs, model / ".cache", tmp_path / "state"):
         folder.mkdir()

@@ -1,4 +1,4 @@
-"""The supervisor with real processes: whatever ends first, and however, nothing of the node is left 10 s later."""
+"""The supervisor with real processes: whichever ends first, and however, nothing of the node is left 10 s later."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_service_that_is_killed_takes_the_node_with_it(start: Start) -> None:
     node.wait_until_up()
     time.sleep(
         2.0
-    )  # the supervisor looks a few times a second who holds which shared memory; a killed process can tell no more
+    )  # the supervisor records a few times a second who holds which shared memory; a killed process cannot report it
     os.kill(node.pids[0], signal.SIGKILL)
     assert node.process.wait(timeout=LIMIT_S) == 1
     node.assert_gone()

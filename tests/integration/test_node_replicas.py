@@ -1,4 +1,4 @@
-"""Sums over nodes by gloo: each thread is a node, and nodes meet in the store of the fleet's port."""
+"""Sums over nodes by gloo: each thread is a node, and the nodes meet in the store of the fleet's port."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.integration.fleet_port import FleetPort, fleet_port
 
 @pytest.fixture
 def port(tmp_path: Path) -> Iterator[FleetPort]:
-    # As a trainer's start does for the groups of one node.
+    # as a trainer's start does for the groups of one node
     check_gloo_peers()
     with fleet_port(tmp_path / "fleet", num_nodes=3) as served:
         yield served
@@ -52,7 +52,7 @@ def connect(port: FleetPort, folder: Path, node_rank: int, **settings: Any) -> N
 
 
 def on_each(port: FleetPort, folder: Path, work: Callable[[NodeReplicas, int], Any], **settings: Any) -> list[Any]:
-    """What `work` gives on every node, errors among it. No node leaves before the last is done."""
+    """Runs `work` on every node and returns the results, including errors. No node leaves before the last is done."""
     staying: list[NodeReplicas] = []
 
     def run(node_rank: int) -> Any:

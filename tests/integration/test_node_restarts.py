@@ -1,4 +1,4 @@
-"""The supervisor with real processes: what ends or hangs is restarted, as often as it may be."""
+"""The supervisor with real processes: services that end or hang are restarted, up to the limit."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_process_without_a_heartbeat_goes_also_where_its_stacks_cannot_be_writte
     before = pids_of(node, "beats")
     logs = log_path(node.state_dir, "beats").parent
     logs.rename(logs.with_name("away"))
-    logs.write_text("no folder")  # nor can a new log
+    logs.write_text("no folder")  # nor can a new log be made
     os.kill(before[0], signal.SIGSTOP)
     wait_for(lambda: len(pids_of(node, "beats")) == 2 and pids_of(node, "beats")[0] != before[0])
     node.pids += pids_of(node, "beats")

@@ -1,4 +1,4 @@
-"""The commands of docs/dashboard.md, metrics.md and tracing.md, run as they are written, with free ports and this machine's name."""
+"""Commands of docs/dashboard.md, metrics.md and tracing.md, run as written, with free ports and this machine's name."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _TRACE = "0af7651916cd43dd8448eb211c80319c"
 
 
 def commands(page: str, *, containing: str) -> list[str]:
-    """Of the page's blocks, with continued lines as one."""
+    """Returns commands from the page's blocks, with continued lines joined."""
     blocks = re.findall(r"^ *```(?:sh|text)\n(.*?)^ *```", (ROOT / "docs" / page).read_text(), re.DOTALL | re.MULTILINE)
     lines = [line for block in blocks for line in block.replace("\\\n", "").splitlines() if containing in line]
     assert lines
@@ -58,7 +58,7 @@ async def run(line: str, folder: Path, **variables: str) -> str:
 
 
 def targets_of(url: str, process: subprocess.Popen[bytes]) -> list[dict[str, Any]]:
-    """Targets of a Prometheus that starts, once it has some."""
+    """Returns the targets of a starting Prometheus, once it has some."""
     deadline = time.monotonic() + 60
     while True:
         with suppress(OSError), urllib.request.urlopen(f"{url}/api/v1/targets", timeout=5) as answer:
@@ -70,7 +70,7 @@ def targets_of(url: str, process: subprocess.Popen[bytes]) -> list[dict[str, Any
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """With what the pages name: a node's file, its folder, its run and a lab."""
+    """Folder with everything that the pages name: a node's file, its folder, its run and a lab."""
     for name in ("node", "runs/demo"):
         shutil.copytree(RECORDED, tmp_path / name)
     make_certs(tmp_path / "lab")
@@ -82,7 +82,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def status(url: str, *, lab: Path) -> int:
-    """Of the page, for a viewer."""
+    """Returns the page's HTTP status for a viewer."""
     tls = ssl.create_default_context(cafile=lab / "ca.pem")
     tls.load_cert_chain(lab / "viewer.pem", lab / "viewer.key")
     with urllib.request.urlopen(url, timeout=30, context=tls if url.startswith("https") else None) as answer:
@@ -95,7 +95,7 @@ def test_each_dashboard_of_the_page_shows_itself(number: int, folder: Path) -> N
     assert len(lines) == 4
     line, port = lines[number], free_port()
     line = line.replace(":8765", f":{port}") if "--listen" in line else f"{line} --listen 127.0.0.1:{port}"
-    # In the place of ssh: the other machine is this one, and its command runs here.
+    # Replaces ssh: the other machine is this one, and its command runs here.
     ssh = folder / "bin" / "ssh"
     ssh.parent.mkdir()
     ssh.write_text('#!/bin/sh\n[ "$1" = -L ] && shift 3 && exec "$@"\n')
@@ -115,7 +115,7 @@ def test_each_dashboard_of_the_page_shows_itself(number: int, folder: Path) -> N
 def test_certificate_for_a_browser_holds_the_viewers_key(folder: Path) -> None:
     needs("openssl")
     (line,) = commands("dashboard.md", containing="openssl pkcs12")
-    # Without a terminal openssl reads the password from its input.
+    # Without a terminal, openssl reads the password from its input.
     given = {"cwd": folder, "text": True, "timeout": 60, "start_new_session": True, "capture_output": True}
     made = subprocess.run(["bash", "-c", line], input="s3cret\ns3cret\n", check=False, **given)
     assert made.returncode == 0, made.stderr
@@ -162,7 +162,7 @@ async def test_grpcurl_of_the_tracing_page_continues_its_trace(tmp_path: Path) -
     (line,) = commands("tracing.md", containing="grpcurl")
     with receiving() as receiver:
         async with traced_node(tmp_path, receiver.endpoint) as node:
-            (tmp_path / "run").symlink_to(socket_dir(node.config.state_dir))  # elsewhere, as pytest's folders have long paths
+            (tmp_path / "run").symlink_to(socket_dir(node.config.state_dir))  # a short path
             await run(line, tmp_path)
         assert receiver.one("changeover to ROLLOUT").trace_id == _TRACE
 

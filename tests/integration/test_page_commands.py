@@ -1,4 +1,4 @@
-"""Commands of the pages on audit, plan, journal, samples, trackers, certificates and doctor, run as they are written."""
+"""Commands of the pages on audit, plan, journal, samples, trackers, certificates and doctor, run as written."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.models import make_model, save_checkpoint
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Files by the names that the pages use: a model, a node's file and folder, a run and its journal."""
+    """Files under the names that the pages use: a model, a node's file and folder, a run and its journal."""
     for name in ("node", "runs/first", "runs/demo"):
         shutil.copytree(RECORDED, tmp_path / name)
     shutil.copy(RECORDED / "journal.sqlite", tmp_path)

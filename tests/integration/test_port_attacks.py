@@ -1,4 +1,4 @@
-"""A real coordinator on a port: garbage, slow connections and refusals, after which it is the one that it was."""
+"""A real coordinator on a port: after garbage, slow connections and refusals it still works as before."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ ANSWERS = {
     grpc.StatusCode.FAILED_PRECONDITION,
     grpc.StatusCode.ABORTED,
     grpc.StatusCode.NOT_FOUND,
-    grpc.StatusCode.PERMISSION_DENIED,  # of a field that only a peer may set
+    grpc.StatusCode.PERMISSION_DENIED,  # for a field that only a peer may set
     grpc.StatusCode.CANCELLED,
     grpc.StatusCode.DEADLINE_EXCEEDED,  # of a watch, or a changeover, on a busy machine
 }
-"""What a message may be answered with, whatever it is."""
+"""Status codes with which any message may be answered."""
 
 
 @pytest.fixture
 async def certs_node(tmp_path: Path) -> AsyncIterator[tuple[Node, Path]]:
-    """With certificates; the second is their folder."""
+    """Starts a coordinator with certificates; also yields their folder."""
     folder = make_certs(tmp_path / "certs")
     async with running_node(port_config(tmp_path, *mtls(folder), host="0.0.0.0")) as node:
         yield node, folder
@@ -49,7 +49,7 @@ async def certs_node(tmp_path: Path) -> AsyncIterator[tuple[Node, Path]]:
 
 @pytest.fixture
 async def tokens_node(tmp_path: Path) -> AsyncIterator[tuple[Node, Path]]:
-    """With TLS and tokens: everybody gets as far as a connection."""
+    """Starts a coordinator with TLS and tokens, so that anybody can open a connection."""
     folder = make_tokens(make_certs(tmp_path / "certs"))
     async with running_node(port_config(tmp_path, *mtls(folder)[:2], *tokens(folder))) as node:
         yield node, folder
@@ -103,7 +103,7 @@ async def test_slow_connections_do_not_keep_others_out(tokens_node: tuple[Node, 
                 await client.state()
             assert time.monotonic() - started < limit_s(2.0)
         assert (await node.acquire(PHASE_ROLLOUT))[-1].state.phase == PHASE_ROLLOUT
-        make_certs(folder)  # a new certificate comes in between
+        make_certs(folder)  # a new certificate arrives in between
         async with AsyncClient(f"localhost:{port}", credentials=credentials) as client:
             await client.state()
     finally:

@@ -1,4 +1,4 @@
-"""Certificates, authorities and tokens are replaced while calls run: no call is lost, and the old ones are of no use afterwards."""
+"""Certificates, authorities and tokens are replaced while calls run: no call is lost, and old credentials stop working."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ AGE_MS = 400
 
 
 class Load:
-    """Callers that call without a pause. Any error of a call ends the test."""
+    """Callers that call without a pause. Any failed call fails the test."""
 
     def __init__(self, node: PortNode, role: str = "trainer") -> None:
         self.num_calls = 0
@@ -47,7 +47,7 @@ class Load:
                 self.num_calls += 1
 
     async def after(self, num_calls: int) -> None:
-        """Returns when so many more calls were answered."""
+        """Waits until `num_calls` more calls were answered."""
         wanted = self.num_calls + num_calls
         while self.num_calls < wanted and not any(caller.done() for caller in self._callers):
             await asyncio.sleep(0.01)
@@ -58,7 +58,7 @@ class Load:
 
 
 def shown_certificate(node: PortNode) -> str:
-    """The node's certificate, as a stranger sees it."""
+    """Returns the node's certificate, as shown to a stranger."""
     port = int(port_targets(node.config)["coordinator"].rpartition(":")[2])
     return ssl.get_server_certificate(("127.0.0.1", port))
 
@@ -148,7 +148,7 @@ async def test_new_token_loses_no_call_and_the_old_one_cannot_be_replayed(tmp_pa
     async with port_node(port_config(tmp_path, *tokens(folder)), client_folder) as node:
         load = Load(node)
         await load.after(100)
-        write_secret(folder / "trainer.token", new + old)  # the node takes both
+        write_secret(folder / "trainer.token", new + old)  # the node accepts both
         await load.after(100)
         write_secret(client_folder / "trainer.token", new)
         await load.after(100)
@@ -187,7 +187,7 @@ async def test_connections_that_end_by_their_age_lose_no_call_and_shut_a_lost_au
             await load.stop()
             async with node.scripted.changed:
                 node.scripted.changed.notify_all()
-            await asyncio.wait_for(anext(watch), 60)  # longer than any connection's age
+            await asyncio.wait_for(anext(watch), 60)  # longer than the maximum age of a connection
             await client.state()
             kept = folder / "kept.pem"
             kept.write_bytes((folder / "ca.pem").read_bytes())

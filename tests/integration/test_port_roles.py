@@ -1,4 +1,4 @@
-"""Every method of every service, by every role and by nobody: the table of roles is what a port does."""
+"""Every method of every service, called by every role and without one: a port enforces exactly the table of roles."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ DENIED, UNAVAILABLE = grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAVAIL
 
 
 def service_of(path: str) -> str:
-    """A service of the node that has the method."""
+    """Returns a service of the node that has the method."""
     for name in ("Coordinator", "Rollout"):
         if f".{name}Service/" in path:
             return name.lower()
@@ -45,7 +45,7 @@ def service_of(path: str) -> str:
 
 
 async def denied(node: PortNode, role: str) -> set[str]:
-    """Methods that the role is refused; every other must have come to its servicer."""
+    """Returns the methods refused to the role; every other one must have reached its servicer."""
     refused = set()
     for service in SERVICES:
         async with open_channel(node.port_of(service), credentials=node.credentials(role)) as channel:
@@ -125,11 +125,11 @@ STRANGERS: dict[str, tuple[Callable[[Path], Credentials], grpc.StatusCode]] = {
     "certificate that was removed": (removed_certificate, DENIED),
     "token that was removed and is replayed": (removed_token, grpc.StatusCode.UNAUTHENTICATED),
 }
-"""How a former or false peer comes, and what every method answers him. Without a connection nothing is answered."""
+"""Credentials of a former or false peer, and the code with which every method answers; without a connection there is none."""
 
 
 @pytest.mark.parametrize("who", STRANGERS)
-async def test_who_is_no_peer_or_is_none_any_more_may_call_nothing(tmp_path: Path, who: str) -> None:
+async def test_strangers_and_former_peers_may_call_nothing(tmp_path: Path, who: str) -> None:
     credentials_of, code = STRANGERS[who]
     folder = make_tokens(make_certs(tmp_path / "certs"))
     (folder / "roles.toml").write_text("".join(f'"spiffe://tasuki.lab/tasuki/{role}" = "{role}"\n' for role in ROLES))

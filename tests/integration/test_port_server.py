@@ -1,4 +1,4 @@
-"""A service's port under a path that is not UTF-8, which would end grpcio's server."""
+"""A service's port, called with a path that is not UTF-8, which would end grpcio's server."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
 
 
 def call(path: bytes, further: dict[bytes, bytes] | None = None) -> bytes:
-    """A whole connection with one call. further: headers shorter than 128 bytes."""
+    """Returns the bytes of a connection with one call. further: headers shorter than 128 bytes."""
     headers = {b":method": b"POST", b":scheme": b"http", b":path": path, b":authority": b"localhost", b"te": b"trailers"}
     headers |= {b"content-type": b"application/grpc", **(further or {})}
     block = b"".join(b"\x00%c%b%c%b" % (len(name), name, len(value), value) for name, value in headers.items())
@@ -46,7 +46,7 @@ def call(path: bytes, further: dict[bytes, bytes] | None = None) -> bytes:
 
 
 async def send(port: int, path: bytes, further: dict[bytes, bytes] | None = None) -> bytes:
-    """What comes back until a status, the connection's end, or a second without either."""
+    """Returns the bytes received until a status, the connection's end, or a second without either."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(call(path, further))
     answer = b""
@@ -127,7 +127,7 @@ def test_a_header_that_grpc_cannot_parse_is_not_logged(tmp_path: Path, unused_tc
         "import asyncio, pathlib; from tests.integration.test_port_server import serve_odd_headers; "
         f"asyncio.run(serve_odd_headers(pathlib.Path({str(tmp_path)!r}), {unused_tcp_port}))"
     )
-    # grpc reads its verbosity when it is loaded.
+    # grpc reads its verbosity when it is loaded
     environment = service_environment({name: value for name, value in ENVIRONMENT.items() if name != "GRPC_VERBOSITY"})
     served = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=True
@@ -144,7 +144,7 @@ async def test_a_service_whose_server_has_ended_ends_too(
     async with serving(tmp_path, unused_tcp_port) as server:
         stop = asyncio.Event()
         running = asyncio.create_task(server.run(stop, grace_s=0))
-        loop = asyncio.create_task(fail())  # a real one leaves memory behind that crashes the test's process
+        loop = asyncio.create_task(fail())  # a real one corrupts memory and would crash the test's process
         await asyncio.wait([loop])
         server._servers[-1]._server._serving_task_crash_handler(loop)
         with pytest.raises(ServiceFailed, match="of grpcio"):

@@ -1,4 +1,4 @@
-"""Ports: who has a certificate or a token works as on the unix socket, and is told of ports; nobody else is let in."""
+"""Ports: a caller with a certificate or token works as on the unix socket and is told the ports; nobody else is admitted."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ async def test_insecure_port_lets_every_local_user_in(tmp_path: Path) -> None:
 
 
 async def test_socket_asks_for_nothing_and_tells_of_sockets(tmp_path: Path) -> None:
-    """The scripted coordinator tells ports to everybody; the real one is asked in test_port_coordinator.py."""
+    """The scripted coordinator reports ports to everybody; test_port_coordinator.py asks the real one."""
     config, folder = make_config("certificate", tmp_path)
     async with port_node(config, folder) as node:
         node.scripted.targets = node_targets(config)

@@ -1,4 +1,4 @@
-"""docs/ports.md: its configuration loads, its commands work against a node on ports, and its table of roles is the table of methods."""
+"""docs/ports.md: its configuration loads, its commands work on a node with ports, and its table of roles is that of the methods."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_row_of_a_role_has_its_methods_and_no_other(role: CallerRole) -> None:
 
 @pytest.fixture
 def lab(tmp_path: Path) -> Path:
-    """A folder with the page's `lab`, as a user gets it."""
+    """Makes a folder with the page's `lab`, as a user does."""
     for line in (line for block in blocks("sh") for line in block.splitlines()):
         command = line.replace("tasuki ", f"{sys.executable} -m tasuki.cli ")
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Steps in which samples share their prompt, and ranks their micro-batches, against steps without: every role, adapters, over gRPC."""
+"""Steps whose samples share prompts, and whose ranks share micro-batches, against plain steps: every role, adapters, over gRPC."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def grouped_samples() -> list[TrainingSample]:
-    """Groups of one prompt each."""
+    """Groups with one prompt each."""
     samples = make_samples(NUM_GROUPS * GROUP_SIZE, vocab_size=VOCAB_SIZE, temperature=0.8)
     for index, sample in enumerate(samples):
         prompt = np.random.default_rng(index % NUM_GROUPS).integers(3, VOCAB_SIZE, size=12 + index % NUM_GROUPS)
@@ -87,7 +87,7 @@ def test_a_step_of_every_role_is_equal_to_rounding(
 
 @pytest.fixture(scope="module")
 def trainers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[TrainerProcess]]:
-    """Without sharing, and with it where two ranks share each micro-batch as well; in `make chaos` also with it on one rank."""
+    """Trainers without sharing, with it and two ranks per micro-batch, and in `make chaos` also with it on one rank."""
     kinds = (
         (1, "prefix_sharing = false\n"),
         (2, "prefix_sharing = true\nsequence_parallel = 2\n"),
@@ -119,13 +119,13 @@ async def test_a_step_over_grpc_is_equal_and_takes_fewer_micro_batches(trainers:
         assert answer.loss == pytest.approx(alone.loss, rel=1e-5, abs=1e-6)
         assert answer.metrics == pytest.approx(alone.metrics, rel=1e-4, abs=1e-6)
         assert step.grad_norm == pytest.approx(steps[0].grad_norm, rel=1e-5)
-        # After a step: with a gradient near 0 rounding decides Adam's first one.
+        # After a step: if a gradient is near 0, rounding decides Adam's first one.
         for mine, theirs in zip(rows, scores[0], strict=True):
             assert list(mine) == pytest.approx(list(theirs), abs=1e-4)
 
 
 async def test_two_ranks_that_share_answer_as_one(trainers: list[TrainerProcess]) -> None:
-    """The service cuts calls for groups of ranks, and counts a group's answers once. No two samples have the same prompt."""
+    """The service cuts calls for groups of ranks, and counts a group's answers once. No two samples share a prompt."""
     answers, steps, scores = [], [], []
     for trainer in trainers[:2]:
         async with connect(trainer) as channel:

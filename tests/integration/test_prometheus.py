@@ -1,4 +1,4 @@
-"""A real Prometheus scrapes a real coordinator, over the trainer and the rollout of the stage tests."""
+"""A real Prometheus scrapes a real coordinator over the stage tests' trainer and rollout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Moments in 8 bits, on learners of one and two ranks: rounded as torchao rounds them, as large as planned, and kept by checkpoints."""
+"""8-bit moments, on learners of one and two ranks: rounded as by torchao, as large as planned, and kept by checkpoints."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SETTINGS = {"learning_rate": RATE, "weight_decay": DECAY, "critic": {"learning_r
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several of a matrix, the last of them shorter."""
+    """Cuts a matrix into several chunks, the last of which is shorter."""
     monkeypatch.setattr(quantized_adamw, "CHUNK_ELEMENTS", 1700)
 
 
@@ -58,7 +58,7 @@ def step(learner: Learner, num_steps: int) -> None:
 
 
 def state_of(learner: Learner, role: Role = Role.POLICY) -> dict[str, dict[str, Tensor]]:
-    """By the parameter's name."""
+    """Returns the optimizer's state, by parameter name."""
     network, optimizer = trained(learner, role).network, trained(learner, role).optimizer.optimizer
     return {
         name.removeprefix("causal_lm."): optimizer.state[param]
@@ -83,7 +83,7 @@ def test_a_moment_is_rounded_as_torchao_rounds_it(is_signed: bool) -> None:
     found_RC = moment.read(slice(0, 40), dtype=torch.float32)
     torch.testing.assert_close(found_RC, expected_RC, rtol=1e-6, atol=1e-12)
     assert not found_RC[5].any()
-    # Each is one of 256 values: off by at most half of the widest gap between two.
+    # Each code is one of 256 values, so the error is at most half of the widest gap.
     widest = value_map.diff().max() / 2
     assert (
         (found_RC - rows_RC).abs() <= widest * 1.001 * rows_RC.unflatten(-1, (2, 256)).abs().amax(-1).repeat_interleave(256, 1)

@@ -1,4 +1,4 @@
-"""The front and its ranks, each rank a process: who answers, who fails, who dies, and what the front makes of it."""
+"""The front and its ranks, each in a process: answers, failures and deaths, and the front's report of them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STRAGGLER_S = 1.0
 
 
 def work(request: SaveCheckpointRequest) -> SaveCheckpointResponse:
-    """Does what `path` says."""
+    """Acts as `path` says."""
     match request.path.split():
         case ["answer", number]:
             return SaveCheckpointResponse(bytes=int(number))
@@ -49,7 +49,7 @@ def work(request: SaveCheckpointRequest) -> SaveCheckpointResponse:
 
 
 def run_rank(address: str, rank: int) -> None:
-    """Returns when the front is gone."""
+    """Runs a rank until the front is gone."""
     server = RankServer(address, rank=rank)
     front_gone = server.front_gone()
     server.send(TrainerRankResult(rank=rank, ready=RankReady(pid=os.getpid())))
@@ -81,7 +81,7 @@ async def until(is_so: Callable[[], bool]) -> None:
 
 @asynccontextmanager
 async def running(folder: Path, *, num_ranks: int = 2) -> AsyncIterator[tuple[Front, Sequence[BaseProcess]]]:
-    """A front whose ranks have all connected, and are watched."""
+    """A front whose ranks are all connected and watched."""
     front = make_front(folder, num_ranks=num_ranks)
     processes = [
         forked.processes.Process(target=run_rank, args=(front.address, rank), daemon=True) for rank in range(num_ranks)
@@ -143,7 +143,7 @@ async def test_ranks_that_disagree_or_fail_for_no_known_reason_are_broken(
 
 
 class FailingEngine:
-    """Two engine ranks, each with its own error, or none."""
+    """An engine of two ranks, each with its own error or none."""
 
     num_ranks = 2
     errors: Sequence[TasukiError | None] = (None, None)
@@ -221,7 +221,7 @@ async def test_a_rank_that_never_connected_cannot_be_reached(tmp_path: Path) -> 
 
 
 class OtherWay(RankFront[EngineRankCommand, EngineRankResult]):
-    """Once it has `lines`, ranks get commands as through SGLang: in the thread that made the line."""
+    """Sends commands like SGLang once it has `lines`: ranks get them in the thread that made the line."""
 
     lines: Sequence[RankLine] = ()
 

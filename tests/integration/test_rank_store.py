@@ -1,4 +1,4 @@
-"""The store in which the ranks of a fleet's nodes meet: over mTLS, by roles, and under torch's own process groups."""
+"""The store in which the ranks of a fleet's nodes meet: over mTLS, by role, and under torch's process groups."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_who_waits_for_the_end_hears_of_a_trainer_that_was_started_again(port: F
 def test_a_leader_that_was_restarted_tells_the_end_once_a_trainer_starts_again(port: FleetPort) -> None:
     credentials = certificate(port.certs, "node")
     stub = RankStoreServiceStub(open_blocking_channel(port.leader, credentials=credentials))
-    # Of the leader's earlier life: this one does not know it.
+    # From the leader's earlier life, which this one does not know.
     store = FleetStore(stub, "earlier", metadata=authorization(credentials), timeout=timedelta(seconds=10))
     assert isinstance(refusal(lambda: store.wait([END_KEY], timedelta(seconds=0.2))), DeadlineExceeded)
     waiting = threading.Timer(0.3, lambda: refusal(lambda: join(port, 1, timeout_s=2.0)))
@@ -137,7 +137,7 @@ def test_a_node_that_starts_again_ends_the_store_and_waits_for_all(port: FleetPo
 
 
 def test_torch_groups_meet_in_the_store(port: FleetPort) -> None:
-    groups: list[dist.ProcessGroupGloo] = []  # gloo may abort the process when a group ends before its peer has finished
+    groups: list[dist.ProcessGroupGloo] = []  # gloo may abort the process if a group ends before its peer has finished
 
     def work(store: FleetStore, rank: int) -> list[float]:
         options = dist.ProcessGroupGloo._Options()

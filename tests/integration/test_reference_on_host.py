@@ -37,7 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def weights_bytes(learner: Learner) -> int:
-    """In blocks of the tag, not its chunks."""
+    """Bytes in the tag's blocks, not in its chunks."""
     return fsdp(learner).memory._allocator.arena(MemoryTag.WEIGHTS).usage().used_bytes
 
 
@@ -107,7 +107,7 @@ def test_a_host_without_room_refuses_and_the_learner_goes_on(
 
 
 def test_uneven_shards_of_three_ranks_score_alike(tmp_path: Path) -> None:
-    """131 rows of embeddings are not divided by 3, so FSDP2 pads that shard."""
+    """131 rows of embeddings are not divisible by 3, so FSDP2 pads that shard."""
     kinds = [save_checkpoint(make_model(kind, seed=2), tmp_path / kind) for kind in ("qwen2_tied", "qwen3_moe")]
     run_ranks("reference_ranks.py", tmp_path, *map(str, kinds), num_ranks=3)
     assert (tmp_path / "equal").read_text() == "True True"

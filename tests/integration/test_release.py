@@ -1,4 +1,4 @@
-"""Memory that leaves between two publications: nobody gets it while it is away, and readers hold it only while they read."""
+"""Memory released between two publications: nobody can get it then, and readers hold it only while they read."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def offload_and_load(trainer: TrainerRank) -> None:
 
 
 def test_nothing_is_handed_out_while_the_memory_is_away(trainer: TrainerRank, caplog: pytest.LogCaptureFixture) -> None:
-    """Not even other files that have got the numbers of descriptors which were handed out before."""
+    """A message never carries other files that were given the numbers of descriptors sent before."""
     weights = trainer.publish(0)
     numbers = set(trainer.export._arena.fds)
     with ExitStack() as cleanup, trainer.export.released():
@@ -67,7 +67,7 @@ def test_a_reader_that_never_releases_sees_the_memory_of_the_new_publication(tra
 
 
 def refused_weights(trainer: TrainerRank) -> list[tuple[weights_pb2.PublishedWeights, type[TasukiError]]]:
-    """Of a version that is not there, and of a manifest that is not the handle's; the memory itself can be had."""
+    """Weights with an unpublished version, and with a manifest of another layout; their memory itself is available."""
     weights = trainer.publish(1)
     other_version, other_layout = weights_pb2.PublishedWeights(), weights_pb2.PublishedWeights()
     other_version.CopyFrom(weights)
@@ -77,7 +77,7 @@ def refused_weights(trainer: TrainerRank) -> list[tuple[weights_pb2.PublishedWei
     return [(other_version, VersionOrder), (other_layout, BadHandle)]
 
 
-def test_a_rank_holds_nothing_after_a_sync_nor_after_one_that_it_refused(trainer: TrainerRank) -> None:
+def test_a_rank_holds_nothing_after_a_sync_or_a_refused_one(trainer: TrainerRank) -> None:
     held = native.totals().imported_bytes
     receiver = WeightReceiver(Engine(torch.bfloat16))
     receiver.receive(trainer.publish(0), import_timeout_s=2)
@@ -93,7 +93,7 @@ def test_a_rank_holds_nothing_after_a_sync_nor_after_one_that_it_refused(trainer
 # --- the front
 
 
-async def test_the_front_holds_nothing_after_a_sync_nor_after_one_that_it_refused(trainer: TrainerRank, tmp_path: Path) -> None:
+async def test_the_front_holds_nothing_after_a_sync_or_a_refused_one(trainer: TrainerRank, tmp_path: Path) -> None:
     held = native.totals().imported_bytes
     with ExitStack() as stack:
         rank = BreakingRank(list(SHAPES.items()))

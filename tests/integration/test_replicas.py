@@ -1,6 +1,6 @@
 """A rollout service with two replicas of its engine: one front, one sync, and requests spread over both.
 
-They are in float32, and their log-probs those of transformers: every gap in bfloat16 is rounding.
+Replicas compute in float32, so that their log-probs match those of transformers; in bfloat16 every gap would be rounding.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PROMPTS = [[5, 6, 7], [9, 10], list(range(3, 40))]
 @pytest.fixture(scope="module")
 def replicas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutProcess]:
     model = save_checkpoint(make_model("qwen2", seed=0), tmp_path_factory.mktemp("configuration") / "qwen2")
-    # Whatever an engine has at its start, the first sync brings its weights.
+    # The engine starts without weights; the first sync brings them.
     for weights in model.glob("*.safetensors"):
         weights.unlink()
     settings = ["rollout.dp_size=2", 'rollout.dtype="float32"', "metrics.engine=true"]

@@ -1,4 +1,4 @@
-"""Layers that stay gathered from forward to backward, on a learner of one rank: what is there when, and that no result changes."""
+"""Layers that stay gathered from forward to backward, on a learner of one rank: gathered bytes, and unchanged results."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def start(model: Path, mesh: DeviceMesh, *, reshards: bool, **settings: Any) -> 
 
 
 def gathered(learner: Learner) -> list[FSDPParam]:
-    """The policy's parameters that are whole at the moment."""
+    """Returns the policy's parameters that are currently unsharded."""
     states = [module._get_fsdp_state() for module in groups_of(trained(learner, Role.POLICY).network)]
     params = [param for state in states if state._fsdp_param_group is not None for param in state._fsdp_param_group.fsdp_params]
     return [param for param in params if param.sharded_state is ShardedState.UNSHARDED]
@@ -45,7 +45,7 @@ def gathered_bytes(learner: Learner) -> int:
 
 
 def at_loss(learner: Learner) -> list[int]:
-    """Bytes gathered where each micro-batch's backward begins."""
+    """Returns the gathered bytes at the start of each micro-batch's backward."""
     sizes: list[int] = []
     backward = learner.backend.backward
 
@@ -63,7 +63,7 @@ def at_loss(learner: Learner) -> list[int]:
 def test_layers_are_whole_at_the_loss_as_configured_and_planned(model: Path, mesh: DeviceMesh, reshards: bool) -> None:
     learner = start(model, mesh, reshards=reshards)
     layout = fsdp(learner)._layout
-    # The planner counts the gradient of the projection with it.
+    # The planner includes the projection's gradient.
     planned = step_moments(layout)["loss"][Part.LAYERS] - layout.model.num_outputs * layout.model.hidden_size * 4
     sizes = at_loss(learner)
     assert len(sizes) > 1 and set(sizes) == {planned}

@@ -1,4 +1,4 @@
-"""A run is taken up on a node: what is loaded, what is marked, and what is moved out of the way. The real client; a scripted node."""
+"""Resuming a run on a node: what is loaded, marked, and moved aside. The client is real, the node scripted."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.integration.scripted_node import ScriptedNode, scripted_node
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run that was begun on the node at version 0."""
+    """A run that began on the node at version 0."""
 
     node: ScriptedNode
     folder: Path
@@ -43,7 +43,7 @@ class Run:
         return await asyncio.to_thread(self._with_client, "go_on")
 
     def train(self, num_steps: int, *, saves: int = 0) -> None:
-        """What a life of the run leaves on the node and in the folder. saves: the steps that its last checkpoint has, if any."""
+        """Leaves a life of the run on the node and in the folder. saves: the number of steps in its last checkpoint, if any."""
         metrics = MetricsFile(self.output_dir)
         for number in range(num_steps):
             metrics.report(Step(number, policy_version=number, mean_reward=0.5, num_policy_steps=1))
@@ -104,7 +104,7 @@ async def test_a_node_that_began_from_its_model_gets_the_checkpoint_and_what_is_
     found = await run.go_on()
     assert (found.first_step, run.node.policy_version) == (4, 4)
     assert sorted(path.name for path in checkpoints.iterdir()) == ["version-000003", "version-000004"]
-    # From here on the node is the run's again.
+    # From here on the node belongs to the run again.
     MetricsFile(run.output_dir, found.steps).report(Step(4, policy_version=4, mean_reward=0.5, num_policy_steps=1))
     run.node.policy_version = 5
     assert (await run.go_on()).first_step == 5
@@ -142,7 +142,7 @@ async def test_a_client_that_ended_between_two_updates_leaves_no_gradients_and_i
     dataset = Dataset([{"prompt": "a"}])
     found.seek(dataset, rows_per_step=1)
     assert dataset.position() == position
-    assert run.node.begun == [False]  # the schedule and the optimizer's state go on
+    assert run.node.begun == [False]  # the schedule and the optimizer's state continue
 
 
 async def test_a_new_run_begins_without_gradients_that_another_left(run: Run) -> None:
@@ -173,7 +173,7 @@ async def test_a_checkpoint_of_another_version_than_its_loop_tells_is_named(run:
         await run.go_on()
 
 
-async def test_a_place_in_the_data_that_is_none_is_named_before_the_node_is_asked(run: Run) -> None:
+async def test_an_invalid_data_position_is_named_before_the_node_is_asked(run: Run) -> None:
     run.train(4)
     write_loop_state(run.checkpoint(4), LoopState(Step(3, policy_version=3, num_policy_steps=1), {"seed": 0, "num_rows": 1}))
     with pytest.raises(InvalidArgument, match=r"version-000004/loop\.json: position: .*; remove .*version-000004"):

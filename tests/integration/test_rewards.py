@@ -1,4 +1,4 @@
-"""Rewards in real worker processes: whatever a reward does, it becomes one error that names the sample."""
+"""Rewards in real worker processes: any misbehaviour becomes one error that names the sample."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_a_failing_reward_names_sample_prompt_and_cause(pool: RewardPool, comple
     assert cause in raised.value.message
     assert len(raised.value.message) < 1200
     assert (raised.value.metadata["sample"], raised.value.metadata["prompt"]) == ("3", "1")
-    # The pool goes on with the next batch.
+    # The pool continues with the next batch.
     assert pool.score(ROWS, ["right", "right"]).rewards.tolist() == [1.0, 0.5]
 
 
@@ -154,7 +154,7 @@ def test_a_reward_that_ignores_sigterm_is_killed_at_once(pool: RewardPool):
     with pytest.raises(RewardFailed):
         pool.score(ROWS, ["deaf", "right"])
     pool.score(ROWS, ["right", "right"])
-    # Its limit of two seconds, and a new worker's start.
+    # Its limit of two seconds, and the start of a new worker.
     assert time.monotonic() - started < limit_s(5)
 
 
@@ -302,7 +302,7 @@ def test_a_function_that_cannot_be_imported_is_refused_at_the_start(folder: Path
 def test_no_worker_outlives_a_process_that_is_interrupted_or_killed(folder: Path, number: int):
     (folder / "main.py").write_text(
         "import signal, sys\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # background jobs of a shell ignore it
         f"sys.path[:0] = {[str(ROOT / root) for root in ('protos', 'client')]}\n"
         "from pathlib import Path\n"
         "from tasuki.client.rewards import RewardPool\n"

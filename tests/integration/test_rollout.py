@@ -1,4 +1,4 @@
-"""The rollout service from outside, through real gRPC, on a real engine: its stages, and what others see of it."""
+"""The rollout service through real gRPC, on a real engine: its stages, and its state as others see it."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ async def test_refused_weights_leave_the_engine_as_it_was(rollout: RolloutClient
     elsewhere.handles[0].socket_path = str(outside)
     missing = weights_pb2.PublishedWeights.FromString(weights.SerializeToString())
     missing.handles[0].socket_path += ".gone"
-    # The front has then mapped what no rank has, and must look at a handle all the same.
+    # `unknown` leaves the front with mappings for boot id "other"; it must still check the handle of `of_no_kind`.
     unknown = weights_pb2.PublishedWeights.FromString(weights.SerializeToString())
     unknown.boot_id, unknown.policy_version = "other", 6
     of_no_kind = weights_pb2.PublishedWeights.FromString(weights.SerializeToString())

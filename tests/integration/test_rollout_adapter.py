@@ -1,6 +1,6 @@
-"""A rollout service that adds a LoRA adapter to the model by itself: adapters come and go, the model stays.
+"""A rollout service that applies a LoRA adapter at run time: adapters change, the model stays.
 
-Its two ranks cannot share the model evenly: of 8 heads in SGLang's padded one the second rank has the 4 that are padding, and of 128 rows
+Its two ranks cannot share the model evenly. Of 8 heads in SGLang's padded model the second rank has the 4 padding ones, and of 128 rows
 between gate and down 32.
 """
 
@@ -60,7 +60,7 @@ def rollout(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @dataclass
 class Adapter:
-    """A trainer's end: one rank's adapters, and the model with them in one process of transformers."""
+    """Trainer side: one rank's adapters, and the model with them in one process of transformers."""
 
     model: PeftModel
     export: WeightExport
@@ -119,5 +119,5 @@ async def test_every_version_generates_with_its_own_adapter_and_the_model_stays(
 
 
 def is_on_both_ranks(name: str) -> bool:
-    """Ranks share the inputs of o_proj and down_proj, which A has, and the outputs of the others, which B has."""
+    """Whether both ranks hold the tensor: they split A along the inputs of o_proj and down_proj, and B along the other outputs."""
     return ("lora_B" in name) == ("o_proj" in name or "down_proj" in name)

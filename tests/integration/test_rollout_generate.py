@@ -1,4 +1,4 @@
-"""Samples of the rollout service, through real gRPC, on a real engine: their log-probs, what is refused, and how calls end."""
+"""Samples of the rollout service through real gRPC, on a real engine: log-probs, refusals, and ends of calls."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def test_samples_come_with_their_version_and_log_probs(rollout: RolloutCli
 
 
 async def test_a_later_version_is_what_generates_even_with_a_known_prompt(rollout: RolloutClient, trainer: TestTrainer) -> None:
-    """A prefix cached under the first version would give log-probs of neither."""
+    """A prefix cached under the first version would give log-probs of neither version."""
     prompt = list(range(3, 60))
     await rollout.wake(trainer.publish(5))
     await rollout.generate([prompt], max_new_tokens=4, ignore_eos=True)
@@ -152,7 +152,7 @@ async def test_the_tokenizers_end_of_sequence_ends_a_sample_and_is_reported(
 
 
 def test_settings_that_were_left_in_the_shell_do_not_reach_the_engine(rollout_process: RolloutProcess) -> None:
-    """What they would have done to log-probs is in test_samples_come_with_their_version_and_log_probs."""
+    """Their effect on log-probs would show in test_samples_come_with_their_version_and_log_probs."""
     (dropped,) = re.findall(r"event=environment_dropped names=(\S+)", rollout_process.log.read_text())
     assert set(LEFT_IN_THE_SHELL) <= set(dropped.split(","))
 
@@ -261,7 +261,7 @@ async def test_metrics_count_the_samples_that_are_running_and_their_kv_cache(
 ) -> None:
     await rollout.wake(trainer.publish(6))
     async with long_call(rollout, num_samples=8) as running:
-        # The state counts what was taken in; the schedulers get it a moment later.
+        # The state counts accepted requests; the schedulers get them a moment later.
         async with asyncio.timeout(10):
             while (counted := await rollout.metric(RUNNING_REQUESTS.name)) < 8:
                 await asyncio.sleep(0.01)

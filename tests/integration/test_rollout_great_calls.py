@@ -1,4 +1,4 @@
-"""Calls of the size that a client may send: rollout lives on under them, answers others meanwhile, and cancels one that is given up."""
+"""Calls of the largest allowed size: rollout survives them, answers others meanwhile, and cancels abandoned ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CALL_S = 600.0
 
 @dataclass
 class Gap:
-    """Longest time in which rollout's pulse did not beat."""
+    """Longest time between two beats of rollout's pulse."""
 
     longest_s: float = 0.0
 
@@ -49,7 +49,7 @@ async def watched(process: RolloutProcess) -> AsyncIterator[Gap]:
 
 
 async def queued(rollout: RolloutClient) -> float:
-    """As soon as the schedulers say: while they are in the middle of something long, there is no figure."""
+    """Waits until the schedulers report; while they are busy with a long operation there is no figure."""
     async with asyncio.timeout(60):
         while True:
             with suppress(KeyError):
@@ -71,7 +71,7 @@ async def test_the_greatest_call_stops_neither_the_pulse_nor_others_and_is_given
         drained = await rollout.drain(grace_ms=50_000)
     assert gap.longest_s < limit_s(1.5)
     assert small.token_ids
-    # Nothing of the call was left to be finished: within the grace all of it would have been.
+    # DRAIN did not finish the cancelled call: within the grace period all of it would have ended.
     assert drained.num_finished < MOST / 4
     await rollout.sleep()
     await rollout.wake(trainer.publish(6))
@@ -93,7 +93,7 @@ async def test_a_drain_cuts_what_the_engine_has_not_got_yet(rollout: RolloutClie
 
 
 async def test_a_call_that_nobody_reads_is_given_up_too(rollout: RolloutClient, trainer: TestTrainer) -> None:
-    """Its answers fill what the connection takes, and rollout waits in the middle of one."""
+    """The answers fill the connection, and rollout blocks in the middle of one."""
     await rollout.wake(trainer.publish(6))
     request = generate_request([[5, 6]], num_samples=2000, max_new_tokens=20, ignore_eos=True)
     call = rollout.rollout.Generate(request, timeout=CALL_S)
@@ -109,7 +109,7 @@ async def test_every_sample_of_a_great_call_comes_once(
 ) -> None:
     await rollout.wake(trainer.publish(6))
     async with watched(rollout_process) as gap:
-        # A quarter of the most: with the session's cache of a gibibyte, SGLang frees 300 samples a second.
+        # A quarter of the maximum: with the session's cache of 1 GiB, SGLang frees 300 samples a second.
         call = rollout.rollout.Generate(generate_request(PROMPTS, num_samples=16, max_new_tokens=1), timeout=CALL_S)
         places = [(sample.prompt_index, sample.sample_index) async for answer in call for sample in answer.samples]
     assert gap.longest_s < limit_s(1.5)

@@ -1,4 +1,4 @@
-"""The engine's memory from outside: what the system says of the rank's process, what the service says, and that the engine still works."""
+"""The engine's memory from outside: figures of the system for the rank's process, of the service, and an engine that still works."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GIB = 1 << 30
 
 
 class Rank:
-    """The engine rank's process as the system sees it."""
+    """The engine rank's process, from the system's figures."""
 
     def __init__(self, rollout: RolloutProcess) -> None:
         (pid,) = engine_rank_pids(rollout.state_dir)
@@ -32,13 +32,13 @@ class Rank:
         return self.process.memory_info().rss
 
     def mapped(self) -> set[tuple[int, int]]:
-        """First and last address of every piece of an arena that has memory."""
+        """First and last address of every mapped range of an arena."""
         lines = Path(f"/proc/{self.process.pid}/maps").read_text().splitlines()
         ranges = [line.split()[0].split("-") for line in lines if "/memfd:tasuki" in line and " rw-s " in line]
         return {(int(start, 16), int(end, 16)) for start, end in ranges}
 
     def touch(self) -> None:
-        """Has the system give the process every page that is mapped, as if it had used them."""
+        """Makes every mapped page resident in the process, as if it had been used."""
         with open(f"/proc/{self.process.pid}/mem", "rb", buffering=0) as memory:
             for start, end in self.mapped():
                 memory.seek(start)
@@ -136,7 +136,7 @@ async def test_usage_is_watched_at_the_asked_interval(rollout: RolloutClient) ->
             break
     call.cancel()
     times = [answer.time.ToMilliseconds() for answer in answers]
-    # Each is told when it had been read, which takes a while, too.
+    # Each answer is dated when it was read, which takes a while, too.
     assert times == sorted(times) and times[-1] - times[0] >= 4 * 50 * 0.75
     weights = [next(tag for tag in answer.usage.tags if tag.tag == WEIGHTS).is_paused for answer in answers]
     assert (weights[0], weights[-1]) == (True, False)

@@ -1,4 +1,4 @@
-"""The rollout service as a process: two engine ranks, starts that must fail, poison, death, and what is left behind."""
+"""The rollout service process: two engine ranks, failing starts, poison, death, and cleanup."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def children(rollout: RolloutProcess) -> list[psutil.Process]:
 
 
 def still_there(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Those that live 10 seconds from now, or longer beside other tests."""
+    """Returns the processes still alive after 10 seconds, or longer beside other tests."""
     return psutil.wait_procs(processes, timeout=limit_s(10))[1]
 
 
@@ -51,7 +51,7 @@ def still_there(processes: list[psutil.Process]) -> list[psutil.Process]:
 
 
 def failed_start(state_dir: Path, model: Path, *overrides: str) -> str:
-    """The one line that tells why a start failed."""
+    """Returns the line that says why a start failed."""
     rollout = start_rollout(state_dir, model, *overrides)
     try:
         assert rollout.process.wait(280) == 1

@@ -138,12 +138,12 @@ async def test_a_call_that_its_server_does_not_survive_says_so(tmp_path: Path) -
         assert (await watch.read()).status
         stopping = asyncio.ensure_future(server.stop(grace_s=0.1))
         with pytest.raises(grpc.aio.AioRpcError) as ended:
-            while await watch.read():  # a last word: not serving
+            while await watch.read():  # a last answer: not serving
                 pass
         await stopping
     error = from_rpc_error(ended.value)
     assert isinstance(error, PeerUnavailable)
-    # gRPC tells now of the call, now of the connection, whichever it notices first.
+    # gRPC reports the call or the connection, whichever it notices first
     assert "ended during the call (" in error.message
 
 

@@ -1,4 +1,4 @@
-"""Commands over a real socket: carried out once, in order, and of one coordinator at a time."""
+"""Commands over a real socket: carried out once, in order, and for one coordinator at a time."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ async def test_sequence_that_no_coordinator_comes_to_is_refused_and_changes_noth
     servicer.gate.look(7)
     first = await refused(publish("wild at first", 10**9))
     assert isinstance(first, InvalidArgument) and first.metadata["field"] == "command.sequence"
-    # A service that was restarted late in an epoch sees a large number first.
+    # A service restarted late in an epoch first sees a large number.
     assert (await publish("late in the epoch", 5_000_000)).published_bytes == 5_000_000
     later = await refused(publish("wild later", 10**9))
     assert isinstance(later, InvalidArgument) and later.metadata["current_sequence"] == "5000000"
@@ -159,7 +159,7 @@ async def test_command_of_an_old_epoch_that_arrives_after_a_newer_one_looked_is_
     servicer, channel, _ = served
     stub = trainer_pb2_grpc.TrainerServiceStub(channel)
     servicer.gate.look(7)
-    servicer.gate.look(0)  # somebody else reads
+    servicer.gate.look(0)  # another caller reads
     late = trainer_pb2.PublishWeightsRequest(command=command("late", epoch=6, sequence=9))
     stale = await refused(stub.PublishWeights(late, timeout=60))
     assert isinstance(stale, StaleEpoch) and stale.metadata == {"epoch": "6", "current_epoch": "7"}
@@ -167,7 +167,7 @@ async def test_command_of_an_old_epoch_that_arrives_after_a_newer_one_looked_is_
     assert (await stub.PublishWeights(first, timeout=60)).published_bytes == 1
 
 
-async def test_epoch_that_no_coordinator_has_shuts_none_out_for_longer_than_to_its_next_look(served: Served) -> None:
+async def test_an_unknown_epoch_shuts_a_coordinator_out_until_its_next_look_at_most(served: Served) -> None:
     servicer, channel, _ = served
     stub = trainer_pb2_grpc.TrainerServiceStub(channel)
     servicer.gate.look(999)

@@ -1,6 +1,6 @@
-"""Real gRPC between the coordinator and two services, over connections that break: no stage is carried out twice.
+"""Real gRPC between the coordinator and two services over breaking connections: no stage is carried out twice.
 
-They break 150 times here, a thousand times in `make chaos`.
+`make test` breaks them 150 times, `make chaos` a thousand times.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DUPLICATE = "the request arrives twice"
 
 
 class TrainerFront(TrainerServiceServicer, MemoryServiceServicer):
-    """A simulated service on the wire."""
+    """Serves a simulated trainer over gRPC."""
 
     def __init__(self, service: Any) -> None:
         self._service = service
@@ -59,7 +59,7 @@ class TrainerFront(TrainerServiceServicer, MemoryServiceServicer):
 
 
 class RolloutFront(RolloutServiceServicer, MemoryServiceServicer):
-    """The same of rollout."""
+    """Serves a simulated rollout over gRPC."""
 
     def __init__(self, service: Any) -> None:
         self._service = service
@@ -81,7 +81,7 @@ class RolloutFront(RolloutServiceServicer, MemoryServiceServicer):
 
 
 class FaultyPeers(GrpcPeers):
-    """The coordinator's own; before each call a fault is drawn for the connection that it takes."""
+    """The coordinator's peers; each call first draws a fault for its connection."""
 
     def __init__(self, proxies: dict[Service, FaultyProxy], folder: Path) -> None:
         super().__init__(
@@ -109,7 +109,7 @@ class FaultyPeers(GrpcPeers):
         return await sent(intent, published=published)
 
     def _arm(self, service: Service, faults: list[Any]) -> str:
-        """Whatever is armed strikes the next bytes; what has not struck yet is not counted again."""
+        """Arms a drawn fault for the next bytes; a fault that has not happened yet is not counted again."""
         if self.is_calm or self._draw.random() > SHARE or self._proxies[service].armed is not None:
             return ""
         fault = self._draw.choice(faults)

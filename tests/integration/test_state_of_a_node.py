@@ -1,4 +1,4 @@
-"""`tasuki state` while services are away: what is there is told, and a node is down only when nobody holds its lock."""
+"""`tasuki state` while services are away: it reports those that run, and a node is down only if nobody holds its lock."""
 
 from __future__ import annotations
 

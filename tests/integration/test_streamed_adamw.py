@@ -1,4 +1,4 @@
-"""Moments in host memory, on a learner of one rank: they are those of AdamW on the device, in steps, checkpoints and resets."""
+"""Moments in host memory, on a learner of one rank: equal to AdamW on the device, in steps, checkpoints and resets."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SETTINGS = {"learning_rate": 1e-3, "weight_decay": 0.1, "critic": {"learning_rat
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More of them than are on the device at a time, and some parameters in pieces."""
+    """Makes more blocks than fit the device at a time, with some parameters in several."""
     monkeypatch.setattr(streamed_adamw, "BLOCK_BYTES", 1 << 14)
 
 

@@ -29,7 +29,7 @@ VERSION = 5
 
 @dataclass(frozen=True)
 class Published:
-    """A small model as two trainer ranks publish it. digest: of what an engine must hold."""
+    """A small model as published by two trainer ranks. digest: of the parameters that an engine must hold."""
 
     folder: Path
     message: weights_pb2.PublishedWeights
@@ -61,7 +61,7 @@ def published() -> Iterator[Published]:
 
 @asynccontextmanager
 async def rollout_with(published: Published, breaking: Breaking | None) -> AsyncIterator[tuple[Rollout, BreakingRank]]:
-    """The rollout service's own state, memory and sync over one rank's process, with its weights awake."""
+    """The rollout service's state, memory and sync over one rank's process, with its weights awake."""
     rank = BreakingRank(published.shapes, breaking)
     calls = RankCalls(rank, socket_dir=published.folder)
     sync = WeightSync(calls, socket_dir=published.folder)
@@ -93,7 +93,7 @@ async def assert_never_served(rollout: Rollout) -> None:
 
 
 async def assert_a_fresh_rank_serves_it(published: Published) -> int:
-    """Returns the number of copies that a sync makes."""
+    """Syncs a fresh rank and checks its values; returns the number of copies in a sync."""
     async with rollout_with(published, None) as (rollout, rank):
         await rollout.receive(published.message, timeout_s=30)
         digest, num_copies = rank.holds()
@@ -106,12 +106,12 @@ async def assert_a_fresh_rank_serves_it(published: Published) -> int:
 async def test_sync_that_ends_early_is_never_served_and_a_fresh_one_is_exact(how: Break, published: Published) -> None:
     num_copies = await assert_a_fresh_rank_serves_it(published)
     assert num_copies == 2 * len(published.shapes)  # from both trainer ranks
-    # With all copies made, a rank that is killed or raises has verified nothing yet; then nothing is skipped.
+    # Killed or raising after its last copy, a rank has verified nothing yet. SKIP needs a copy to skip.
     places = range(0, num_copies + (how is not Break.SKIP), 1 if how is Break.KILL else 5)
     for num_made in places if IS_WHOLE else (0, places[len(places) // 2], places[-1]):
         async with rollout_with(published, Breaking(how, num_made)) as (rollout, rank):
             with pytest.raises(TasukiError) as broken:
-                # A rank that was killed gives no answer; that of a node ends with it.
+                # A killed rank gives no answer; in a node the service ends with it.
                 await rollout.receive(published.message, timeout_s=0.25 if how is Break.KILL else 30)
             await assert_never_served(rollout)
             if how is Break.KILL:
@@ -148,7 +148,7 @@ async def test_a_parameter_damaged_behind_the_copies_is_noticed_by_a_full_read_b
 
 
 async def test_every_replica_must_hold_every_tensor(published: Published) -> None:
-    """The second one's model lacks a tensor, which the first one holds."""
+    """The second replica's model lacks a tensor that the first one holds."""
     missing, _ = published.shapes[-1]
     for models in ([published.shapes] * 2, [published.shapes, published.shapes[:-1]]):
         engine = BreakingReplicas(models)

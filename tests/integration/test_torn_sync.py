@@ -1,4 +1,4 @@
-"""Readers during a publication, publications during a sync, and copies that go astray: no such version counts as received."""
+"""Reads during a publication, publications during a sync, and misdirected copies: no such version counts as received."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def trainer(tmp_path: Path) -> Iterator[Trainer]:
     trainer.close()
 
 
-# --- a publication that a reader looks into
+# --- a read during a publication
 
 
 def rows_of(trainer: Trainer, look: Callable[[], None]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The first rank's rows of a tensor in the place of its shard, and a look while they are being taken."""
+    """Yields the first rank's rows instead of its shard, with a look before and after they are taken."""
     look()
     yield "plain", trainer.tensors["plain"][:3].bfloat16()
     look()
@@ -77,11 +77,11 @@ def test_a_publication_that_fails_in_the_middle_leaves_no_version(trainer: Train
     receive(receiver, trainer.publish(1))
 
 
-# --- a sync that a publication runs into
+# --- a publication during a sync
 
 
 class InterruptedModel(AwkwardModel):
-    """Something happens in the middle of its sync: between its copies and what it loads by itself."""
+    """Calls `meanwhile` in the middle of its sync, between the copies and its own loading."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class InterruptedModel(AwkwardModel):
 
 
 def test_a_publication_during_the_copy_is_noticed_by_the_rank(trainer: Trainer) -> None:
-    """By its version alone: the values are the same."""
+    """The version alone shows it: the values are equal."""
     model = InterruptedModel()
     receiver = WeightReceiver(model)
     receive(receiver, trainer.publish(0))
@@ -104,7 +104,7 @@ def test_a_publication_during_the_copy_is_noticed_by_the_rank(trainer: Trainer) 
 
 
 async def test_a_publication_after_the_copy_is_noticed_by_the_front(trainer: Trainer, tmp_path: Path) -> None:
-    """The rank has read all of version 0 and is content; what the front compares with is not that any more."""
+    """The rank has read all of version 0 and succeeds, but the published checksums are those of the next version."""
 
     class Overtaken(BreakingRank):
         async def run_on_ranks(self, command: bytes) -> None:
@@ -123,7 +123,7 @@ async def test_a_publication_after_the_copy_is_noticed_by_the_front(trainer: Tra
             await sync.run(weights, await sync.prepare(weights), timeout_s=30)
 
 
-# --- copies that do not go where the plan says; their own sums, of what they wrote, are right
+# --- copies to wrong places; the checksums of what they wrote are right
 
 
 def astray(copy: ViewCopy) -> ViewCopy:
@@ -172,13 +172,13 @@ def test_a_copy_that_later_goes_astray_is_noticed_by_a_full_read_back_alone(trai
 
 
 def test_rows_that_must_be_constant_and_are_not_are_noticed_at_every_sync(trainer: Trainer) -> None:
-    """As the padding of a vocabulary: no published tensor's checksum counts them."""
+    """Constant rows, such as the padding of a vocabulary, count in no published tensor's checksum."""
     model = AwkwardModel()
     receiver = WeightReceiver(model)
     receive(receiver, trainer.publish(0))
     receiver._prepared._fills = HostCopies([])
     receive(receiver, trainer.publish(1))
-    model.plain.data[7, 3] = 2**-133  # the smallest number of bfloat16
+    model.plain.data[7, 3] = 2**-133  # the smallest positive bfloat16
     with pytest.raises(WeightsCorrupt, match=r"plain: rows that must be 0.0 are not") as caught:
         receiver.receive(trainer.publish(2), import_timeout_s=2)
     assert caught.value.metadata == {"tensors": "plain"}

@@ -1,4 +1,4 @@
-"""Spans of changeovers that a real coordinator carries out for a client, as an OTLP receiver gets them."""
+"""Spans of changeovers by a real coordinator for a client, as an OTLP receiver gets them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def acquire(node: Node, phase: Phase, *, endpoint: str | None, headers_fil
 
 
 def chain(receiver: Receiver, span: ReceivedSpan) -> list[tuple[str, str]]:
-    """Service and name of the span and of those above it."""
+    """Service and name of the span and of its ancestors."""
     by_id = {one.span_id: one for one in receiver.spans}
     found = [(span.service, span.name)]
     while span.parent_id:

@@ -1,4 +1,4 @@
-"""The trainer service of two ranks over gRPC: learning, scoring, and what it says of itself."""
+"""The trainer service of two ranks over gRPC: learning, scoring, and its reported state."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ async def test_learning_lowers_the_loss_and_counts_versions(client: TrainerClien
     assert second.loss < first.loss
     assert first.num_samples == len(samples)
     assert first.metrics["log_prob_gap_max"] > first.metrics["log_prob_gap"] > 0
-    # The samples are of the version before the step: their gap would say nothing of rollout.
+    # The samples are of the version before the step, so their gap says nothing about rollout.
     assert not {"log_prob_gap", "rollout_kl"} & second.metrics.keys()
 
 
@@ -101,7 +101,7 @@ async def test_log_probs_equal_those_of_transformers(client: TrainerClient, trai
     assert torch.allclose(_flat(reference), _flat(start), atol=1e-5)
     policy = await client.log_probs(samples)
     exported = plain_log_probs(tmp_path / "now", samples, dtype=torch.float32)
-    # The export is rounded to the checkpoint's bfloat16, the policy's master weights are not.
+    # The export is rounded to the checkpoint's bfloat16; the policy's master weights are not.
     assert torch.allclose(_flat(policy), _flat(exported), atol=0.1)
     assert not torch.allclose(_flat(policy), _flat(plain_log_probs(trainer_model, samples, dtype=torch.float32)))
 
@@ -143,7 +143,7 @@ async def test_usage_is_measured_per_rank(client: TrainerClient) -> None:
     await client.forward_backward(samples)
     state, usage = await client.state(), await client.usage()
     total = {tag: sum(each.total_bytes for each in usage.tags if each.tag == tag) for tag in {each.tag for each in usage.tags}}
-    # Memory comes in chunks, and tensors below 2 KiB stay out of them.
+    # Memory comes in chunks, and tensors below 2 KiB are not in the arenas.
     assert total[types_pb2.MEMORY_TAG_GRADIENTS] >= 3.5 * state.num_parameters
     assert total[types_pb2.MEMORY_TAG_OPTIMIZER] >= 7 * state.num_parameters
     assert total[types_pb2.MEMORY_TAG_WEIGHTS] >= 3.5 * state.num_parameters

@@ -1,4 +1,4 @@
-"""The trainer service of two ranks with a critic: runs, skipped steps, and what a trainer started again has of them."""
+"""The trainer service of two ranks with a critic: runs, skipped steps, and their recovery by a restarted trainer."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def facts(client: TrainerClient) -> dict[types_pb2.Role.ValueType, tuple[i
 
 
 async def step_rates(client: TrainerClient, samples: list[TrainingSample], num_steps: int) -> list[float]:
-    """Learning rates of so many steps of the policy."""
+    """Learning rates of `num_steps` steps of the policy."""
     rates: list[float] = []
     for _ in range(num_steps):
         await client.forward_backward(samples)

@@ -1,7 +1,7 @@
 """A step of FSDP2 ranks against plain torch in one process: loss, gradients and parameters do not depend on the cut.
 
-Samples are cut into micro-batches, and tokens and heads over the ranks that share one. Here two families are cut in every way, in
-`make chaos` five.
+Samples are cut into micro-batches, and tokens and heads over the ranks that share one. `make test` runs two families in every cut, `make
+chaos` five.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from tests.integration.trainer_steps import NUM_SAMPLES
 from tests.models import CONFIGS, VOCAB_SIZE, make_model, save_checkpoint
 
 BUDGETS = (23, 64, 4096)
-"""Padded tokens in a micro-batch: one long sample, a few, all."""
-# How a step is cut is no business of a family.
+"""Tokens per micro-batch, padding included: one long sample, a few, all."""
+# How a step is cut does not depend on the family.
 CUT = ("llama", "qwen2", "qwen2_tied", "qwen3", "qwen3_moe") if IS_WHOLE else ("llama", "qwen3_moe")
 SPARSE = {"qwen3_moe": "num_experts", "mixtral": "num_local_experts"}
-# Three ranks leave shards of unequal size, and fewer experts than ranks can share evenly.
+# Three ranks have shards of unequal size, and cannot share the experts evenly.
 CASES = [
     *((2, kind, max_tokens, 1) for kind in CUT for max_tokens in BUDGETS),
     *((2, kind, 64, 1) for kind in CONFIGS if kind not in CUT),
     *((3, kind, 64, 1) for kind in ("qwen2_tied", "qwen3_moe")),
-    # The plain step has none; nor may training.
+    # The plain step has no dropout; training must have none either.
     (2, "qwen2_dropout", 64, 1),
     *((2, kind, 64, 2) for kind in CONFIGS),
     *((2, "llama", max_tokens, 2) for max_tokens in BUDGETS if max_tokens != 64),
-    # Each rank has experts of its own; micro-batches of 64 tokens are recomputed.
+    # Each rank has separate experts; micro-batches of 64 tokens are recomputed.
     *((2, f"{kind}_spread", max_tokens, 1) for kind, max_tokens in crossed(SPARSE, (64, 4096))),
     (3, "qwen3_moe_spread", 64, 1),
     (4, "mixtral_spread", 64, 2),
@@ -44,7 +44,7 @@ CASES = [
     *((4, kind, 64, 2) for kind in ("qwen2", "gemma2")),
     *((4, kind, 64, 4) for kind in ("qwen2", "qwen3_moe")),
 ]
-"""Ranks, family, budget, and ranks that share a micro-batch."""
+"""Ranks, family, budget, and ranks per micro-batch."""
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def one_sided_model() -> PreTrainedModel:
-    """All tokens choose one of the first two of four experts: the second of two ranks gets none."""
+    """Routes all tokens to the first two of four experts: the second of two ranks gets none."""
     model = make_model("qwen3_moe", seed=3, num_experts=4, num_experts_per_tok=1)
     for name, parameter in model.named_parameters():
         if name.endswith("mlp.gate.weight"):
@@ -71,7 +71,7 @@ def one_sided_model() -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def steps(models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """Folders of results by number of ranks; one launch for each."""
+    """Folders of results by number of ranks, from one launch each."""
     return {num_ranks: run_steps(num_ranks, models=models, output=tmp_path_factory.mktemp("steps")) for num_ranks in (2, 3, 4)}
 
 

@@ -1,4 +1,4 @@
-"""Starts that fail, ranks that die, and checkpoints that outlive the number of ranks."""
+"""Failing starts, dying ranks, and checkpoints loaded by another number of ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def two_ranks(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainerProcess]:
-    """Shared by the tests below in their order; the last of them ends it."""
+    """Shared by the tests below, in order; the last one ends it."""
     trainer = start_trainer(tmp_path_factory.mktemp("node"), model, num_ranks=2, settings=FLOAT32)
     trainer.wait_until_serving()
     yield trainer
@@ -61,7 +61,7 @@ async def test_two_ranks_save_and_one_goes_on_where_they_were(two_ranks: Trainer
         await client.forward_backward(samples)
         step_of_two = await client.optim_step(learning_rate=1e-3)
         log_probs_of_two = await client.log_probs(samples)
-    # A fork of the launcher, too, may compute in several threads.
+    # A forked rank can also compute in several threads.
     settings = FLOAT32 + "\nnum_threads = 2"
     one_rank = start_trainer(tmp_path / "other-node", model, num_ranks=1, settings=settings)
     try:
@@ -77,7 +77,7 @@ async def test_two_ranks_save_and_one_goes_on_where_they_were(two_ranks: Trainer
         one_rank.stop()
     assert step_of_one.version == step_of_two.version == 2
     assert step_of_one.grad_norm == pytest.approx(step_of_two.grad_norm, rel=1e-5)
-    # The second step is Adam's second: it is the same only if both moments and their step number came along.
+    # The second step is Adam's second: it matches only if both moments and their step count were restored.
     for one, two in zip(log_probs_of_one, log_probs_of_two, strict=True):
         assert torch.allclose(torch.tensor(one), torch.tensor(two), atol=1e-4)
 
@@ -94,7 +94,7 @@ def test_a_second_trainer_on_the_same_state_folder_is_refused(two_ranks: Trainer
 async def test_a_rank_that_dies_in_a_call_is_named_and_takes_the_trainer_with_it(two_ranks: TrainerProcess) -> None:
     pids = two_ranks.rank_pids()
     async with connect(two_ranks) as channel:
-        # Stopped, it holds the others up inside a collective.
+        # While stopped, it blocks the others inside a collective.
         os.kill(pids[1], signal.SIGSTOP)
         call = asyncio.create_task(TrainerClient(channel).forward_backward(make_samples(8, vocab_size=VOCAB_SIZE)))
         await asyncio.sleep(1.0)

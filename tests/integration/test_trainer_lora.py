@@ -1,4 +1,4 @@
-"""The trainer service of two ranks with LoRA: only adapters learn, and everything that leaves it has them added."""
+"""The trainer service of two ranks with LoRA: only adapters learn, and all weights that leave it include them."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ async def test_published_and_exported_weights_have_the_adapters_added_and_rounde
         assert torch.equal(imported.gathered(name), tensor), name
         is_adapted = name.split(".")[-2] in ALL and name.endswith("weight")
         assert torch.equal(tensor, base[name]) is not is_adapted, name
-        # One bit of bfloat16 where the order of additions decides.
+        # One bit of bfloat16 where the order of additions matters.
         torch.testing.assert_close(tensor.float(), merged[name], rtol=2**-7, atol=1e-6)
 
 
@@ -125,7 +125,7 @@ async def test_a_trainer_restarted_has_the_adapters_of_its_log_and_of_its_checkp
     await client.forward_backward(samples)
     await client.optim_step()
     saved = await client.save(tmp_path / "checkpoint")
-    # Adapters of rank 23, their two moments, and a few KB of torch for each of them: no weight of the model.
+    # Adapters of rank 23, their two moments, and a few KB by torch for each; no weight of the model.
     num_adapted = 23 * 2 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 96))
     assert 12 * num_adapted < saved.bytes < 12 * num_adapted + 400_000
     await client.forward_backward(samples)

@@ -1,4 +1,4 @@
-"""What sleeping does to training: nothing. Two FSDP2 ranks on a CPU, with shards of unequal size."""
+"""Sleeping does not change training. Two FSDP2 ranks on a CPU, with shards of unequal size."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.models import make_model, save_checkpoint
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank wrote."""
+    """Returns the results of each rank."""
     folder = tmp_path_factory.mktemp("sleep")
     save_checkpoint(make_model("qwen2_tied", seed=3), folder / "model")
     run_ranks("trainer_sleep.py", folder, folder / "model", num_ranks=2)
@@ -44,7 +44,7 @@ def test_one_rank_without_room_leaves_all_asleep_and_says_how_much_is_missing(ra
 def test_sleeps_leave_nothing_behind(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         before, after = rank["resources"]
-        # Python's own heap may have grown by a mapping meanwhile; one left behind by every sleep would be 30 or more.
+        # Python's own heap may have grown by a mapping; one leaked per sleep would be 30 or more.
         assert abs(after.pop("mappings") - before.pop("mappings")) < 10
         assert after == before
 

@@ -1,4 +1,4 @@
-"""A trainer rank's life, in processes without a model: how it starts, stops, and ends with its launcher."""
+"""Life of a trainer rank, in processes without a model: start, stop, and end with its launcher."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.integration import forked
 
 
 def run(folder: str, rank: int, launcher: int, *, fails: bool) -> None:
-    """Exits with 0 when the rank was told to stop, or its launcher ended; with 3 when it could not start."""
+    """Exits with 0 if the rank was told to stop or its launcher ended; with 3 if it could not start."""
 
     def start() -> tuple[RankReady, Handlers]:
         if fails:

@@ -1,4 +1,4 @@
-"""The trainer service of two ranks over gRPC: what it refuses, and what it does once."""
+"""The trainer service of two ranks over gRPC: refused requests, and requests carried out only once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trainer service of two ranks over gRPC: weights that it publishes, exports, saves and loads."""
+"""The trainer service of two ranks over gRPC: published, exported, saved and loaded weights."""
 
 from __future__ import annotations
 

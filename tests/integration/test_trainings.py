@@ -1,4 +1,4 @@
-"""From a configuration to the loop that `tasuki train` runs, for both tables, on a client in memory."""
+"""From a configuration to the loop of `tasuki train`, for both tables, on a client in memory."""
 
 from __future__ import annotations
 

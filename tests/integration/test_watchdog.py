@@ -1,4 +1,4 @@
-"""The watchdog and processes that start: a slow start is no stall, a stopped one is."""
+"""The watchdog and starting processes: a slow start is no stall, a stopped process is one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def watchdog(tmp_path: Path) -> Watchdog:
 
 @pytest.fixture
 def starting(tmp_path: Path, watchdog: Watchdog) -> Iterator[subprocess.Popen[bytes]]:
-    """A process with a pulse that has not begun to beat."""
+    """A process with a pulse file and no beat yet."""
     with subprocess.Popen(["sleep", "600"]) as process:
         (pulse_dir(tmp_path) / f"scheduler0-{process.pid}").write_bytes(bytes(24))
         yield process
@@ -35,7 +35,7 @@ def starting(tmp_path: Path, watchdog: Watchdog) -> Iterator[subprocess.Popen[by
 
 
 def first_stall(watchdog: Watchdog, *, begin: float, end: float) -> tuple[float, Stall] | None:
-    """Looks once a second of a clock that the test turns."""
+    """Checks once per simulated second; returns the first stall and its time."""
     for now in range(int(begin), int(end)):
         stall = watchdog.check(now=float(now))
         if stall is not None:
@@ -97,7 +97,7 @@ def test_a_transfer_in_the_background_without_progress_is_noticed_while_the_proc
         return pulse.beats
 
     def look(now: float) -> Stall | None:
-        """After two more beats, the second of which has read the progress."""
+        """Checks after two more beats, the second of which includes the latest progress."""
         seen = beat()
         wait_for(lambda: beat() > seen + 1)
         return watchdog.check(now=now)

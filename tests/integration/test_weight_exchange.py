@@ -1,6 +1,6 @@
-"""A sync against SGLang itself loading the exported checkpoint from disk: every parameter, bit for bit, after poisoning.
+"""A sync against SGLang loading the exported checkpoint from disk: every parameter, bit for bit, after poisoning.
 
-Here every family at TP 2 and every cut once; in `make chaos` each of them at TP 1 and TP 2.
+`make test` runs every family at TP 2 and every cut once; `make chaos` runs each of them at TP 1 and TP 2.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tests.models import CONFIGS, VOCAB_SIZE, make_model, save_checkpoint
 from tests.received import check_received
 from tests.slices import Cut, by_boxes, by_columns, by_rows, by_rows_and_columns
 
-# So small that the second trainer rank has nothing of any A.
+# So small that the second trainer rank holds nothing of any A.
 LORA = LoraConfig(rank=1, alpha=4)
 
 
@@ -51,7 +51,7 @@ def ranks() -> Iterator[EngineRanks]:
 
 @pytest.fixture
 async def memory(ranks: EngineRanks, tmp_path: Path) -> AsyncIterator[RankCalls]:
-    """Of two ranks that hold a model, awake."""
+    """Memory of two ranks that hold a model, awake."""
     with ExitStack() as stack:
         published = Published("qwen2", tmp_path, stack)
         ranks.receive(published.folder, published.message, tp_size=2)
@@ -61,7 +61,7 @@ async def memory(ranks: EngineRanks, tmp_path: Path) -> AsyncIterator[RankCalls]
 
 
 async def asleep(memory: RankCalls) -> list[tuple[int, bool, bool]]:
-    """For each rank whether its weights sleep and whether they are unmapped."""
+    """For each rank, whether its weights sleep and whether they are unmapped."""
     usage = await memory.usage(memory_pb2.GetUsageRequest(), timeout_s=10)
     return [(tag.rank, tag.is_paused, tag.mapped_bytes == 0) for tag in usage.tags if tag.tag == types_pb2.MEMORY_TAG_WEIGHTS]
 
@@ -95,7 +95,7 @@ async def test_a_repeated_pause_or_resume_moves_nothing(memory: RankCalls) -> No
 
 @asynccontextmanager
 async def trained_adapters(folder: Path, *, settings: str = "", **sizes: int) -> AsyncIterator[weights_pb2.PublishedWeights]:
-    """What two trainer ranks publish after a step with LoRA; folder/start has the start model, folder/model the trained one."""
+    """Weights published by two trainer ranks after a step with LoRA. folder/start has the start model, folder/model the trained one."""
     model = save_checkpoint(make_model("qwen3", seed=1, **sizes), folder / "start")
     lora = f"[trainer.lora]\nrank = {LORA.rank}\nalpha = {LORA.alpha}\n"
     trainer = start_trainer(folder / "node", model, num_ranks=2, settings=lora + settings)
@@ -123,7 +123,7 @@ async def test_adapters_arrive_merged_as_the_exported_folder_has_them(ranks: Eng
 
 @only_whole
 async def test_adapters_alone_arrive_where_sglang_puts_those_of_the_exported_folder(ranks: EngineRanks, tmp_path: Path) -> None:
-    # One key-value head, which both engine ranks have.
+    # One key-value head, held by both engine ranks.
     settings = '[rollout]\nlora = "adapter"'
     async with trained_adapters(tmp_path, settings=settings, num_key_value_heads=1) as published:
         adapter = Adapter(tmp_path / "model" / "adapter", LORA)
@@ -132,14 +132,14 @@ async def test_adapters_alone_arrive_where_sglang_puts_those_of_the_exported_fol
     assert [outcome.different for outcome in outcomes] == [[], []]
 
 
-# --- a base that trainer and engine both read
+# --- a base read by trainer and engine
 
 MIXTURES = ("qwen3_moe", "mixtral")
-# SGLang has no file of its own for Phi 3, and computes Gemma 2's norms while it loads them.
+# SGLang has no model file for Phi 3, and computes Gemma 2's norms while loading them.
 SHARED = [kind for kind in CONFIGS if kind not in (*MIXTURES, "gemma2", "phi3")]
 
 
-# Fused layers are shared by one rank of each service alone.
+# Fused layers can be shared only with one rank per service.
 SHARED_AT_2 = [kind for kind in SHARED if kind != "glm4"]
 WHOLE_VOCABULARY = 128
 
@@ -152,7 +152,7 @@ def bases_of(state_dir: Path, service: str, *, num_ranks: int) -> list[SharedBas
 
 
 def differ_from(stored: dict[str, torch.Tensor], base: SharedBase) -> list[str]:
-    """Tensors of which the base holds anything else than its slice."""
+    """Tensors of the base that differ from their slice of the stored ones."""
     tensors = base.tensors()
     assert tensors.keys() == stored.keys()
     return [
@@ -247,7 +247,7 @@ LAYOUTS = [
     (3, "qwen3", by_rows_and_columns),
     (4, "qwen3_moe", by_boxes),
 ]
-# All of TP 2 first: from then on the first rank is a group by itself.
+# All of TP 2 first: afterwards the first rank forms a group by itself.
 SYNCS = [(tp_size, *layout) for tp_size in (2, 1) for layout in LAYOUTS]
 if not IS_WHOLE:
     ONLY_AT_TP_1 = [
@@ -260,7 +260,7 @@ if not IS_WHOLE:
 
 
 class CountingRanks:
-    """Ranks that count how often SGLang's way is taken."""
+    """Ranks that count the commands sent through SGLang."""
 
     def __init__(self, ranks: EngineRanks) -> None:
         self._ranks, self.num_commands = ranks, 0
@@ -291,7 +291,7 @@ async def test_later_syncs_go_straight_to_the_ranks_and_are_compared_as_the_firs
             published.publish(version)
             reports.append(await sync.run(published.message, await sync.prepare(published.message), timeout_s=30))
             async with asyncio.timeout(30):
-                while not calls.is_connected:  # told by the sockets' monitor, which may be behind the answers
+                while not calls.is_connected:  # reported by the sockets' monitor, which may lag behind the answers
                     await asyncio.sleep(0.01)
         assert [report.policy_version for report in reports] == [3, 4, 5]
         assert len({report.copied_bytes for report in reports}) == 1 and reports[0].copied_bytes > 0

@@ -1,4 +1,4 @@
-"""Loaders that a plan cannot express, and planted errors: each is caught before the weights could be served."""
+"""Loaders that a plan cannot express, and planted errors: each is caught before the weights are served."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_published_tensor_that_no_rank_reads_is_caught_by_name(trainer: Traine
 
 
 def test_weights_that_the_engine_packs_for_itself_are_refused_by_name(trainer: Trainer) -> None:
-    """As SGLang does for AMX after it has loaded them."""
+    """SGLang packs weights for AMX after loading them."""
     model = AwkwardModel()
     model.add_module("gate", packed := nn.Module())
     packed.use_intel_amx_backend = True
@@ -147,7 +147,7 @@ def test_differing_replicas_are_caught(trainer: Trainer) -> None:
 
 
 def test_a_missing_piece_of_zeros_is_caught(trainer: Trainer) -> None:
-    """Its checksum is zero, so only the account of elements can notice."""
+    """A piece of zeros has checksum zero, so only the count of elements can reveal it."""
     trainer.tensors["plain"].zero_()
     weights = trainer.publish(0)
     received = WeightReceiver(AwkwardModel()).receive(weights, import_timeout_s=2)

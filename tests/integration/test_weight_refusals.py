@@ -1,4 +1,4 @@
-"""Handles, manifests and memory that a receiver must not use: each is refused before anything is written."""
+"""Handles, manifests and memory that a receiver must not use are refused before anything is written."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ HEADER_BYTES = manifest.header_bytes(1)
 
 @contextmanager
 def exported(folder: Path, boxes: Sequence[Box]) -> Iterator[weights_pb2.PublishedWeights]:
-    """What ranks publish that hold one box each of a tensor of shape (6, 4)."""
+    """Publishes a tensor of shape (6, 4) from ranks that hold one box each."""
     tensor = torch.randn(6, 4)
     with ExitStack() as stack:
         published = weights_pb2.PublishedWeights(policy_version=0, boot_id="boxes")
@@ -262,7 +262,7 @@ def test_a_receiver_cannot_map_the_memory_for_writing(trainer: Trainer) -> None:
 
 def test_closing_leaves_no_descriptor_mapping_or_socket(tmp_path: Path) -> None:
     def footprint() -> tuple[int, int]:
-        gc.collect()  # what earlier tests' errors still hold
+        gc.collect()  # frees objects held by earlier tests' errors
         maps = Path("/proc/self/maps").read_text().count("memfd:tasuki")
         return len(os.listdir("/proc/self/fd")), maps
 
@@ -273,5 +273,5 @@ def test_closing_leaves_no_descriptor_mapping_or_socket(tmp_path: Path) -> None:
     imported.close()
     trainer.close()
     left = footprint()
-    assert left[0] <= before[0] and left[1] <= before[1]  # what an earlier test's thread held may go meanwhile
+    assert left[0] <= before[0] and left[1] <= before[1]  # threads of earlier tests may have ended in the meantime
     assert list(tmp_path.iterdir()) == []

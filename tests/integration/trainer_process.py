@@ -1,4 +1,4 @@
-"""A running trainer, seen from outside, and a client for one test."""
+"""A running trainer, and a client for one test."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.models import VOCAB_SIZE
 
 START_TIMEOUT_S = 180.0
 CALL_TIMEOUT_S = 60.0
-# Token means of PPO against the policy as it is.
+# Token means of PPO against the current policy.
 PPO = loss_pb2.LossConfig(ppo=loss_pb2.PpoLoss())
 VALUE = loss_pb2.LossConfig(value=loss_pb2.ValueLoss())
 TAGS = (types_pb2.MEMORY_TAG_WEIGHTS, types_pb2.MEMORY_TAG_GRADIENTS, types_pb2.MEMORY_TAG_OPTIMIZER)
@@ -52,7 +52,7 @@ class TrainerProcess:
         return unix_target(self.state_dir, service="trainer")
 
     def rank_pids(self) -> list[int]:
-        """The processes that the launcher started, in order of rank."""
+        """Processes started by the launcher, in order of rank."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         return [int(pid) for pid in children if b"tasuki.trainer" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
@@ -65,7 +65,7 @@ class TrainerProcess:
             time.sleep(0.1)
 
     def stop(self) -> None:
-        """SIGTERM, and after a minute SIGKILL to what is left of the group."""
+        """Sends SIGTERM and, after a minute, SIGKILL to the rest of the group."""
         self.process.send_signal(signal.SIGTERM)
         try:
             self.process.wait(60)
@@ -77,9 +77,9 @@ class TrainerProcess:
 def start_trainer(
     state_dir: Path, model: Path, *, num_ranks: int, settings: str = "", inside: Sequence[str] = (), device: str = "cpu"
 ) -> TrainerProcess:
-    """Starts the service, in which faults may be planted, and returns at once. settings: further lines of the table [trainer].
+    """Starts the service, optionally with planted faults, and returns at once. settings: further lines of the table [trainer].
 
-    inside: command in which it runs, such as `ip netns exec NAME`, and which becomes it; a fork without one.
+    inside: a command that runs it and becomes it, such as `ip netns exec NAME`; without one it is a fork.
     """
     state_dir.mkdir(parents=True, exist_ok=True)
     config = state_dir / "node.toml"
@@ -118,7 +118,7 @@ def is_alive(pid: int) -> bool:
 
 
 class TrainerClient:
-    """Calls of one test. Stage commands get growing sequence numbers of epoch 1 over all tests."""
+    """Calls of one test. Stage commands get increasing sequence numbers of epoch 1 over all tests."""
 
     _sequence = 0
 
@@ -132,7 +132,7 @@ class TrainerClient:
         return types_pb2.CommandId(epoch=1, sequence=TrainerClient._sequence, request_id=uuid.uuid4().hex)
 
     async def look(self) -> None:
-        """As a coordinator does before its first command."""
+        """Reads the service's state, as a coordinator does before its first command."""
         await self.trainer.GetTrainerState(trainer_pb2.GetTrainerStateRequest(epoch=1), timeout=CALL_TIMEOUT_S)
 
     async def state(self) -> trainer_pb2.GetTrainerStateResponse:
@@ -192,7 +192,7 @@ class TrainerClient:
         return [list(scored.values) async for answer in answers for scored in answer.samples]
 
     async def metrics(self) -> dict[str, float]:
-        """Every sample by its name with labels."""
+        """Every metric sample, by its name with labels."""
         answer = await self._metrics.GetMetrics(metrics_pb2.GetMetricsRequest(), timeout=CALL_TIMEOUT_S)
         lines = [line.rpartition(" ") for line in answer.text.decode().splitlines() if not line.startswith("#")]
         return {name: float(value) for name, _, value in lines}
@@ -245,7 +245,7 @@ class TrainerClient:
         return await self.trainer.ExportModel(request, timeout=CALL_TIMEOUT_S)
 
     async def back_to_training(self) -> None:
-        """LOADED, without gradients, from wherever a test left the service."""
+        """Brings the service to LOADED, without gradients, from any stage."""
         await self.look()
         stage = (await self.state()).stage
         if stage == types_pb2.STAGE_OFFLOAD:
@@ -265,5 +265,5 @@ def connect(trainer: TrainerProcess) -> grpc.aio.Channel:
 
 
 async def samples_of_now(client: TrainerClient, num_samples: int = 12) -> list[TrainingSample]:
-    """Samples of the policy version that the trainer is at."""
+    """Makes samples of the trainer's current policy version."""
     return make_samples(num_samples, vocab_size=VOCAB_SIZE, policy_version=(await client.state()).policy_version)

@@ -1,4 +1,4 @@
-"""Samples to train on, and one GRPO step written out plainly, sample by sample, in one process."""
+"""Samples to train on, and a plain GRPO step, sample by sample, in one process."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tasuki.v1.types_pb2 import TrainingSample
 
 CLIP_LOW, CLIP_HIGH, KL_COEF, TEMPERATURE = 0.2, 0.3, 0.1, 0.8
 LEARNING_RATE, WEIGHT_DECAY, MAX_GRAD_NORM = 1e-3, 0.01, 0.5
-# With Adam's usual 1e-8 the first step is the sign of the gradient, and a gradient of 1e-9 may have either.
+# With Adam's usual 1e-8 the first step is the gradient's sign, which rounding decides for gradients near 1e-9.
 EPS = 1e-3
-# The loss of `plain_step`: its ratio is against rollout, so nothing is left to correct.
+# Loss of `plain_step`: its ratio is against rollout, so no correction is needed.
 LOSS = LossConfig(
     loss=PpoLoss(clip_low=CLIP_LOW, clip_high=CLIP_HIGH),
     kl_coef=KL_COEF,
@@ -30,7 +30,7 @@ CHECKPOINTED_MAX_TOKENS = 64
 def make_samples(
     num_samples: int, *, vocab_size: int, seed: int = 0, policy_version: int = 0, temperature: float = 1.0
 ) -> list[TrainingSample]:
-    """Prompts and completions of many lengths, some with a mask."""
+    """Makes prompts and completions of many lengths, some with a mask."""
     generator = np.random.default_rng(seed)
     samples: list[TrainingSample] = []
     for index in range(num_samples):
@@ -55,7 +55,7 @@ def make_samples(
 
 @dataclass(frozen=True)
 class PlainStep:
-    """What one step gives in one process without any of ours."""
+    """Results of one plain step in one process, without our code."""
 
     loss: float
     entropy: float
@@ -69,12 +69,12 @@ class PlainStep:
 
 
 def plain_step(folder: Path, samples: list[TrainingSample]) -> PlainStep:
-    """One clipped AdamW step in float32, one sample at a time, from the formulas."""
+    """Makes one clipped AdamW step in float32 by the formulas, one sample at a time."""
     return plain_step_of(_plain_model(folder, dtype=torch.float32), samples)
 
 
 def plain_step_of(model: torch.nn.Module, samples: list[TrainingSample]) -> PlainStep:
-    """The same of a model in float32; parameters that ask for no gradient stay."""
+    """Makes a plain step of a float32 model; frozen parameters stay unchanged."""
     rows = [_token_rows(model, sample) for sample in samples]
     log_probs, old, advantages, ref, mask, entropy = (torch.cat(parts) for parts in zip(*rows, strict=True))
     num_tokens = mask.sum()
@@ -101,14 +101,14 @@ def plain_step_of(model: torch.nn.Module, samples: list[TrainingSample]) -> Plai
 
 
 def plain_log_probs(folder: Path, samples: list[TrainingSample], *, dtype: torch.dtype) -> list[list[float]]:
-    """Log-probs of every sample's completion at its temperature, by transformers alone."""
+    """Log-probs of every sample's completion at its temperature, by transformers."""
     model = _plain_model(folder, dtype=dtype)
     with torch.no_grad():
         return [_scored(model, sample)[0].tolist() for sample in samples]
 
 
 def _plain_model(folder: Path, *, dtype: torch.dtype) -> PreTrainedModel:
-    """With torch's fused attention, unless the model caps the logits of attention, which that does not do."""
+    """Loads a model with torch's fused attention, or with plain attention if its attention logits are capped."""
     caps = getattr(AutoConfig.from_pretrained(folder), "attn_logit_softcapping", None) is not None
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager" if caps else "sdpa")
 

@@ -1,4 +1,4 @@
-"""Run by the launcher: trains one model awake and the same model with a sleep in every step; each rank writes what it saw.
+"""Run by the launcher: trains one model awake and the same model with a sleep in every step; each rank writes its results.
 
 python -m tasuki.trainer.launch --num-ranks N -- tests/integration/trainer_sleep.py OUTPUT_FOLDER MODEL_FOLDER
 """
@@ -45,7 +45,7 @@ def make_learner(model: Path, *, mesh: DeviceMesh, engine_dtype: str = "bfloat16
 
 
 def train_step(learner: Learner) -> list[float]:
-    """A step of the policy, and of the critic where there is one."""
+    """Makes a step of the policy, and of the critic if there is one."""
     samples = decode_samples(make_samples(NUM_SAMPLES, vocab_size=VOCAB_SIZE))
     report = learn(learner, Role.POLICY, samples, config=LossConfig(), max_tokens=64)
     figures = [report.loss, metric(report, "entropy"), learner.optim_step(Role.POLICY).grad_norm]
@@ -86,7 +86,7 @@ def sleep(learner: Learner) -> None:
 
 
 def without_room(learner: Learner) -> dict[str, Any]:
-    """A resume for which one rank has no room: what every rank says, and what stays mapped."""
+    """Resumes without room on one rank; returns the error of this rank and the bytes still mapped."""
     fsdp(learner).memory.pause(TAGS)
     if dist.get_rank() == 1:
         native.set_host_budget(native.totals().mapped_bytes + 1)
@@ -114,7 +114,7 @@ PUBLISHING = {
 
 
 def publish_rounds(learner: Learner, *, engine_dtype: str = "bfloat16") -> dict[str, Any]:
-    """Facts of three changeovers as seen by one reader, which releases its import when told to."""
+    """Facts of three changeovers as seen by one reader, which releases its import on request."""
     reader: ImportedWeights | None = None
     facts: dict[str, list[Any]] = {"is_equal": [], "num_imports": [], "tags": []}
     fsdp(learner).rehearse_publication()
@@ -145,13 +145,13 @@ def publish_rounds(learner: Learner, *, engine_dtype: str = "bfloat16") -> dict[
 
 
 def learner_scores(learner: Learner, role: Role) -> list[float]:
-    """Of all samples, on every rank."""
+    """Scores of all samples, the same on every rank."""
     samples = decode_samples(make_samples(NUM_SAMPLES, vocab_size=VOCAB_SIZE))
     return learner.score(role, [token_batch(samples, device=learner.backend.device)])[0].tolist()
 
 
 def everyone(mine: bytes) -> list[bytes]:
-    """What each rank gives, in the order of ranks."""
+    """Gathers a value from each rank, in the order of ranks."""
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, mine)
     return gathered

@@ -1,4 +1,4 @@
-"""Run by the launcher: one optimizer step of every model, in micro-batches of several sizes; rank 0 writes what came out.
+"""Run by the launcher: one optimizer step of every model, in micro-batches of several sizes; rank 0 writes the results.
 
 python -m tasuki.trainer.launch --num-ranks N -- tests/integration/trainer_steps.py OUTPUT_FOLDER MODEL_FOLDER:MAX_TOKENS:SHARING...
 """
@@ -34,7 +34,7 @@ def run_step(model: Path, *, max_tokens: int, sequence_parallel: int, output: Pa
         eps=plain.EPS,
         weight_decay=plain.WEIGHT_DECAY,
         max_grad_norm=plain.MAX_GRAD_NORM,
-        # What is kept for backward may not change a result.
+        # Tensors kept for backward must not change a result.
         sequence_parallel=sequence_parallel,
         expert_parallel=model.name.endswith("_spread"),
         checkpointing="full" if max_tokens == plain.CHECKPOINTED_MAX_TOKENS else "none",

@@ -1,4 +1,4 @@
-"""Random batches in both shapes: padded rows as verl and TRL have them, and packed tokens as ours. All in float64."""
+"""Random batches in both forms: padded rows as in verl and TRL, and packed tokens as in tasuki. All in float64."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SMALL_GAPS = (0.05, 0.3)
 
 @dataclass(frozen=True)
 class Padded:
-    """Shapes [S, T], except where said. Every sample has a counted token, and the batch has two."""
+    """Tensors of shape [S, T] unless stated. Every sample has a counted token, and the batch has at least two."""
 
     num_completion_S: np.ndarray
     mask_ST: Tensor
@@ -47,7 +47,7 @@ def padded(
     sequence_advantages: bool = False,
     spreads: tuple[float, ...] = (0.05, 0.3, 1.0),
 ) -> Padded:
-    """`spreads`: gaps between policies, in nats, of which one is drawn for the batch."""
+    """`spreads`: gaps between policies, in nats; one is drawn for the batch."""
     generator = np.random.default_rng(seed)
     num_samples = group_size * int(generator.integers(2, 5))
     num_completion_S = generator.integers(1, 9, num_samples)
@@ -70,7 +70,7 @@ def padded(
 def loss_batch(case: Padded, config: LossConfig) -> LossBatch:
     mask_N = case.flat(case.mask_ST)
     total = aggregation.denominator(mask_N.numpy(), case.num_completion_S, config=config)
-    # Exact weights: the float32 of `token_weights` would hide nothing but its own rounding.
+    # Exact weights: those of `token_weights` are float32, and comparing them would only show their rounding.
     weights_N = _exact_weights(mask_N.numpy(), case.num_completion_S, config=config, denominator=total)
     return LossBatch(
         cu_seqlens_S=torch.tensor([0, *np.cumsum(case.num_completion_S)]),
@@ -88,7 +88,7 @@ def loss_batch(case: Padded, config: LossConfig) -> LossBatch:
 
 def _exact_weights(mask_N: np.ndarray, num_completion_S: np.ndarray, *, config: LossConfig, denominator: float) -> np.ndarray:
     weights_N = aggregation.token_weights(mask_N, num_completion_S, config=config, denominator=denominator)
-    # Weights are 1 / integer: rounding their inverse recovers them.
+    # Weights are 1 / integer, so rounding their inverse recovers them.
     counted = weights_N > 0
     exact_N = np.zeros(len(weights_N))
     exact_N[counted] = 1.0 / np.rint(1.0 / weights_N[counted].astype(np.float64))

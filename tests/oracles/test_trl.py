@@ -73,7 +73,7 @@ def test_losses(loss, aggregation: Aggregation, settings: dict, old_policy: OldP
 
 @pytest.mark.parametrize(("loss", "aggregation", "settings"), LOSSES, ids=str)
 def test_losses_with_kl_to_the_reference(loss, aggregation: Aggregation, settings: dict) -> None:
-    """Without TRL's default of weighing each token's KL divergence by the ratio (use_bias_correction_kl)."""
+    """TRL's default of weighting each token's KL divergence by the ratio (use_bias_correction_kl) is switched off."""
     trainer, config = grpo_trainer(**settings), _config(loss, aggregation, old_policy=OldPolicy.GIVEN, kl_coef=0.1)
     trainer.beta, trainer.args.use_bias_correction_kl = 0.1, False
     for seed in SEEDS:
@@ -82,7 +82,7 @@ def test_losses_with_kl_to_the_reference(loss, aggregation: Aggregation, setting
 
 
 def test_entropy_bonus() -> None:
-    """TRL's bonus is a mean over tokens whatever the loss; the same as ours with the token mean."""
+    """TRL's bonus is a mean over tokens for every loss, which equals ours with the token mean."""
     trainer = grpo_trainer(loss_type="dapo", entropy_coef=0.05, **BOTH)
     config = _config(PPO, Aggregation.TOKEN_MEAN, old_policy=OldPolicy.GIVEN, entropy_coef=0.05)
     for seed in SEEDS:
@@ -91,7 +91,7 @@ def test_entropy_bonus() -> None:
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_truncated_importance_weights(level: str) -> None:
-    """The factor is TRL's input; the way it enters the loss is what is compared."""
+    """The factor is an input of TRL; the test compares its effect on the loss."""
     trainer = grpo_trainer(loss_type="dapo", **BOTH)
     trainer.use_vllm = trainer.vllm_importance_sampling_correction = True
     is_token = level == "token"
@@ -106,7 +106,7 @@ def test_truncated_importance_weights(level: str) -> None:
 
 
 def _rewards(seed: int) -> torch.Tensor:
-    """[P, G] in float64, with a NaN here and there."""
+    """Makes rewards [P, G] in float64, with occasional NaN."""
     generator = np.random.default_rng(seed)
     rewards_PG = generator.normal(size=(int(generator.integers(1, 5)), GROUP_SIZE))
     rewards_PG[generator.random(rewards_PG.shape) < 0.1] = np.nan
@@ -115,7 +115,7 @@ def _rewards(seed: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("std", ["sample", "none"])
 def test_group_mean(std: advantages.Std) -> None:
-    """TRL divides by the deviation plus 1e-4, we by the deviation plus 1e-6."""
+    """TRL divides by the deviation plus 1e-4, tasuki by the deviation plus 1e-6."""
     trainer = grpo_trainer(scale_rewards="none" if std == "none" else "group")
     for seed in SEEDS:
         rewards_PG = _rewards(seed)

@@ -1,4 +1,4 @@
-"""Advantages against verl's own functions. verl gives a group of one its reward, we give it 0: groups here have two or more."""
+"""Advantages against verl's functions. verl gives a group of one its reward and tasuki gives it 0, so groups here have two or more."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ G = 4
 
 
 def _groups(seed: int) -> tuple[Padded, np.ndarray, np.ndarray]:
-    """A batch of groups, the index of each sample's group, and rewards [P, G]."""
+    """Returns a batch of groups, the index of each sample's group, and rewards [P, G]."""
     case = padded(seed, group_size=G)
     num_groups = len(case.num_completion_S) // G
     return case, np.repeat(np.arange(num_groups), G), case.rewards_ST.sum(-1).numpy().reshape(num_groups, G)
@@ -67,7 +67,7 @@ def test_globally_whitened(discount: float) -> None:
 
 
 def test_greedy_baseline() -> None:
-    """verl's are returns to go; of a reward on the last token they are the same for every token."""
+    """verl computes returns to go; with a reward on the last token they are the same for every token."""
     for seed in SEEDS:
         case, _, rewards_PG = _groups(seed)
         rewards_ST = torch.zeros_like(case.rewards_ST)
@@ -93,14 +93,14 @@ def test_gae(discount: float, lam: float) -> None:
         is_counted_N = mask_N > 0
         assert_same(torch.tensor(returns_N)[is_counted_N], case.flat(their_returns_ST)[is_counted_N], atol=1e-6)
         whitened_N = advantages.whitened(ours_N, loss_mask_N=mask_N)
-        # The float32 of advantages between the two steps is what verl in float64 does not have.
+        # tasuki's advantages are float32 between the two steps; verl computes in float64 throughout.
         assert_same(torch.tensor(whitened_N)[is_counted_N], case.flat(theirs_ST)[is_counted_N], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("estimator", "name"), [(KlEstimator.K1, "k1"), (KlEstimator.K2, "k2"), (KlEstimator.K3, "k3")])
 def test_kl_in_the_reward(estimator: KlEstimator, name: str) -> None:
     for seed in SEEDS:
-        case = padded(seed, spreads=SMALL_GAPS)  # verl cuts k3 off at 10
+        case = padded(seed, spreads=SMALL_GAPS)  # verl caps k3 at 10
         penalties_ST = core_algos.kl_penalty(case.log_probs_ST, case.ref_log_probs_ST, name) * case.mask_ST
         scores_S = np.random.default_rng(seed).normal(size=len(case.num_completion_S))
         theirs_ST = -0.1 * penalties_ST

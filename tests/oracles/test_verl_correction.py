@@ -1,4 +1,4 @@
-"""Correction of the rollout's probabilities against verl's own functions."""
+"""Correction of rollout probabilities against verl's functions."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_weights(correction: Correction, level: str, threshold: float | str) -> 
 @pytest.mark.parametrize("option", ["token_k1", "seq_mean_k1"])
 @pytest.mark.parametrize("old_policy", [OldPolicy.GIVEN, OldPolicy.CURRENT, OldPolicy.ROLLOUT])
 def test_masks(bounds: tuple[float, float], option: str, old_policy: OldPolicy) -> None:
-    """verl's bounds are those of rollout / trainer, the inverse of ours."""
+    """verl's bounds are those of rollout / trainer, the inverse of tasuki's."""
     masks = {"token_mask" if option == "token_k1" else "geometric_mask": bounds}
     config = LossConfig(old_policy=old_policy, correction=Correction(token_truncation=None, **masks))
     for seed in SEEDS:

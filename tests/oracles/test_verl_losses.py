@@ -1,4 +1,4 @@
-"""Losses and their gradients against verl's own functions."""
+"""Losses and their gradients against verl's functions."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _config(loss, aggregation: Aggregation, **settings) -> LossConfig:
 
 
 def _actor(loss) -> ActorConfig:
-    """The dual clip is always on in verl; 1e9 leaves it out."""
+    """The dual clip is always on in verl; 1e9 disables it."""
     config = ActorConfig(
         strategy="fsdp",
         rollout_n=1,
@@ -102,7 +102,7 @@ def test_ratio_losses(name: str, loss, old_policy: OldPolicy) -> None:
 
 @pytest.mark.parametrize("loss", [SapoLoss(), SapoLoss(temperature_positive=0.5, temperature_negative=4.0)], ids=str)
 def test_sapo(loss: SapoLoss) -> None:
-    """verl has one aggregation for it."""
+    """verl has only one aggregation for it."""
     actor = dataclasses.replace(_actor(PpoLoss()), tau_pos=loss.temperature_positive, tau_neg=loss.temperature_negative)
     config = _config(loss, Aggregation.SEQUENCE_MEAN_TOKEN_MEAN, old_policy=OldPolicy.GIVEN, correction=UNCORRECTED)
     for seed in SEEDS:

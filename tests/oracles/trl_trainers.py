@@ -1,4 +1,4 @@
-"""Real trainers of TRL around a tiny model, whose rollouts and model outputs the tests put in."""
+"""Real TRL trainers around a tiny model; the tests supply rollouts and model outputs."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _trainer(trainer: Callable[..., Any], config: Callable[..., Any], settings: 
 
 
 def advantages(trainer: Any, rewards_S: torch.Tensor) -> torch.Tensor:
-    """[S]: the trainer's advantages for these rewards, NaN for a failed one, of groups of GROUP_SIZE."""
+    """Advantages [S] that the trainer computes for these rewards, NaN for a failed one, in groups of GROUP_SIZE."""
     num_samples = len(rewards_S)
     ids = [[3, 1]] * num_samples
     if isinstance(trainer, GRPOTrainer):
@@ -68,7 +68,7 @@ def advantages(trainer: Any, rewards_S: torch.Tensor) -> torch.Tensor:
 def loss(
     trainer: GRPOTrainer, *, log_probs_ST: torch.Tensor, entropy_ST: torch.Tensor, inputs: dict[str, torch.Tensor]
 ) -> torch.Tensor:
-    """The trainer's loss of a batch, had the model given these log-probs and entropies."""
+    """Loss that the trainer computes for a batch if the model gives these log-probs and entropies."""
     trainer._get_per_token_logps_and_entropies = lambda *_, **__: (log_probs_ST, entropy_ST, None)
     ones = torch.ones(log_probs_ST.shape, dtype=torch.long)
     inputs = {"prompt_ids": ones[:, :1], "prompt_mask": ones[:, :1], "completion_ids": ones, **inputs}

@@ -13,7 +13,7 @@ def shapes() -> st.SearchStrategy[tuple[int, ...]]:
 
 @st.composite
 def boxes_in(draw: st.DrawFn, box: Box) -> Box:
-    """A box inside of another one."""
+    """Draws a box inside another."""
     starts = [draw(st.integers(0, size - 1)) for size in box.sizes]
     sizes = tuple(draw(st.integers(1, size - start)) for size, start in zip(box.sizes, starts, strict=True))
     return Box(tuple(offset + start for offset, start in zip(box.offsets, starts, strict=True)), sizes)
@@ -21,7 +21,7 @@ def boxes_in(draw: st.DrawFn, box: Box) -> Box:
 
 @st.composite
 def partitions(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
-    """Boxes that hold every element of a tensor of `shape` exactly once, in any order."""
+    """Draws boxes that cover every element of a tensor of `shape` exactly once, in any order."""
     boxes = [Box((0,) * len(shape), shape)]
     for _ in range(draw(st.integers(0, 5))):
         box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))

@@ -17,7 +17,7 @@ from tests.unit.fake_node import make_node
 from tests.unit.fake_services import FakeServices
 from tests.unit.memory_folder import memory_folder
 
-# How long an example takes says how busy the machine is, no more. The same examples in every `make test`, others in each `make chaos`.
+# No deadline: an example's time only shows how busy the machine is. `make test` repeats its examples, each `make chaos` draws others.
 settings.register_profile(
     "tasuki", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=examples(100), derandomize=not IS_WHOLE
 )
@@ -26,14 +26,14 @@ settings.load_profile("tasuki")
 
 @pytest.fixture
 def tmp_path() -> Iterator[Path]:
-    """In memory: no test cuts the power, so no commit need wait for a disk."""
+    """Returns a folder in memory: no test cuts the power, so commits need not wait for a disk."""
     with tempfile.TemporaryDirectory(prefix="tasuki-unit-", dir=memory_folder(), ignore_cleanup_errors=True) as folder:
         yield Path(folder)
 
 
 @pytest.fixture
 def node_file(tmp_path: Path) -> Path:
-    """Configuration of a node that would start on a CPU, if its model folder had weights."""
+    """Returns the configuration of a node that would start on a CPU if its model folder had weights."""
     from tests.unit.test_plan_cli import CONFIG
 
     model = tmp_path / "model"

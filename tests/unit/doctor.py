@@ -1,4 +1,4 @@
-"""Findings of `tasuki doctor`, and the command as a user runs it."""
+"""Findings of `tasuki doctor`, from its checks and from the command as a user runs it."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def is_ok(finding: Finding) -> bool:
 
 
 def finding_of(path: Path, name: str, overrides: Sequence[str]) -> Finding:
-    """One finding of the command, without the checks behind it."""
+    """Runs the checks up to the named one and returns its finding."""
     return next(finding for finding in examine(path, overrides=overrides) if finding.name == name)
 
 
 def examined(*arguments: str | Path, limits: str = "") -> tuple[int, dict[str, dict[str, Any]]]:
-    """Exit code and findings by name of the command as a user runs it. limits: Python that runs in its process first."""
+    """Runs the command as a user does; returns the exit code and the findings by name. limits: Python code that the process runs first."""
     program = f"import resource, sys\n{limits}\nfrom tasuki.cli.__main__ import main\nsys.exit(main(sys.argv[1:]))"
     done = subprocess.run(
         [sys.executable, "-c", program, "doctor", *map(str, arguments), "--json"],

@@ -1,4 +1,4 @@
-"""Every loss there is: examples and random settings. A loss that is added gets its lines here and its definition in test_loss_policy.py."""
+"""Every loss, with examples and random settings. A new loss is added here, and its definition in test_loss_policy.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The real coordinator over services in memory, and how a test asks it for things."""
+"""The real coordinator over services in memory, and helpers for requests to it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TO_ROLLOUT, TO_TRAIN = path(TRAIN, Phase.ROLLOUT), path(ROLLOUT, Phase.TRAIN)
 def make_node(
     journal: Journal, services: FakeServices, *, admission: Admission | None = None, recovery_timeout_s: float = 0.3
 ) -> Node:
-    """recovery_timeout_s: more than the default where a test expects that services come back in time, on a machine that is busy."""
+    """recovery_timeout_s: above the default in tests that expect services to come back in time on a busy machine."""
     return Node(
         journal,
         services,
@@ -42,7 +42,7 @@ async def acquire(node: Node, phase: Phase, request_id: str = "") -> list[StageE
 
 
 class Hold:
-    """Keeps a stage running until `release` is set; `reached` tells that it began."""
+    """Keeps a stage running until `release` is set; `reached` is set when it begins."""
 
     def __init__(self, services: FakeServices, stage: Stage) -> None:
         self.reached, self.release = asyncio.Event(), asyncio.Event()

@@ -17,7 +17,7 @@ _TRAINER |= {(Stage.OFFLOAD, Stage.LOAD_TRAINER), (None, Stage.LOAD_TRAINER)}
 _ROLLOUT = {(None, Stage.RESUME_WEIGHTS), (Stage.PAUSE_WEIGHTS, Stage.RESUME_WEIGHTS), (Stage.RESUME_WEIGHTS, Stage.SYNC)}
 _ROLLOUT |= {(Stage.SYNC, Stage.RESUME_KV), (Stage.RESUME_KV, Stage.DRAIN), (Stage.DRAIN, Stage.PAUSE_KV)}
 _ROLLOUT |= {(Stage.PAUSE_KV, Stage.PAUSE_WEIGHTS)}
-# Taking a stage back: the stages after which that is accepted, and what the service then says it completed last.
+# Undo of a stage: the stages after which it is accepted, and the stage then reported as completed last.
 _UNDO: dict[Stage, tuple[set[Stage | None], Stage]] = {
     Stage.LOAD_WEIGHTS: ({Stage.LOAD_WEIGHTS, Stage.LOAD_TRAINER, None}, Stage.LOAD_TRAINER),
     Stage.OFFLOAD: ({Stage.OFFLOAD}, Stage.LOAD_TRAINER),
@@ -30,8 +30,9 @@ _UNDO: dict[Stage, tuple[set[Stage | None], Stage]] = {
 
 @dataclass
 class FakeServices:
-    """`fail` maps a stage to the error it raises, `fail_once` to one that it raises the first time; `done_anyway` are those whose work is
-    done before the error."""
+    """`fail` maps a stage to the error that it raises; `fail_once` raises only the first time. Stages in `done_anyway` do their work before
+    the error.
+    """
 
     fail_once: dict[Stage, TasukiError] = field(default_factory=dict)
     fail: dict[Stage, TasukiError] = field(default_factory=dict)
@@ -52,10 +53,10 @@ class FakeServices:
     before_stage: Callable[[Stage], Awaitable[None]] = lambda _: asyncio.sleep(0)
     outlives_callers: bool = False
     running: list[asyncio.Task[Outcome]] = field(default_factory=list)
-    """Stages that go on without their callers."""
+    """Stages that continue without their callers."""
     begun: dict[Stage, tuple[Movement, ...]] = field(default_factory=dict)
     ended: dict[Stage, tuple[Movement, ...]] = field(default_factory=dict)
-    """What a stage's answer tells of movements, each time."""
+    """Movements that a stage reports in its answer, each time it runs."""
 
     async def observe(self) -> Observed:
         boot_id = {service: "" if service in self.absent else self.boot_id[service] for service in Service}
@@ -72,19 +73,19 @@ class FakeServices:
         )
 
     def kill(self, service: Service) -> None:
-        """What it had is gone."""
+        """Kills the service; its state is lost."""
         self.absent.add(service)
         self.stage[service] = None
         if service is Service.ROLLOUT:
             self.poison, self.received, self.served = "", None, None
 
     def start(self, service: Service) -> None:
-        """Starts again."""
+        """Starts the service again."""
         self.absent.discard(service)
         self.boot_id[service] += "'"
 
     def restart(self, service: Service, cause: str) -> None:
-        """What a supervisor does when it is asked."""
+        """Restarts the service, as the supervisor does on request."""
         self.restarts.append(service)
         self.kill(service)
         self.start(service)

@@ -1,4 +1,4 @@
-"""What a training loop drives, in memory: a client that records its calls, rewards by a function, and a run of the loop with both."""
+"""An in-memory node for training loops: a client that records its calls, rewards by a function, and a loop over both."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tasuki.client.sync_client import Client
 from tasuki.client.types import FinishReason, OptimStepResult, Phase, Role, Sample, SamplingParams, SaveResult, TrainingSample
 
 Reward = Callable[[int, int], float]
-"""Of the prompt's token, and of the sample's number in its group."""
+"""Maps the prompt's token and the sample's number in its group to a reward."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of a verb, with what it was given."""
+    """One call of a verb, with its arguments."""
 
     verb: str
     role: Role = Role.POLICY
@@ -40,21 +40,21 @@ class Call:
 
 @dataclass(slots=True)
 class LoopClient:
-    """Every completion is [prompt's token, number of the call, number in its group], with log-probs of -0.5."""
+    """Generates completions [prompt's token, number of the call, number in the group], with log-probs of -0.5."""
 
     num_tokens: Callable[[int, int], int] = lambda prompt, number: 3
     is_exact: bool = True
     skips: set[int] = field(default_factory=set)
-    """Numbers of optimizer steps whose gradients are not finite."""
+    """Numbers of the optimizer steps with non-finite gradients."""
     before_update: Callable[[], None] = lambda: None
-    """Called by forward_backward."""
+    """Callback that forward_backward runs."""
     calls: list[Call] = field(default_factory=list)
     policy_version: int = 0
     critic_version: int = 0
     num_optim_steps: int = 0
 
     def verbs(self) -> list[str]:
-        """Calls in words: the verb, with the phase or role that is not the policy's."""
+        """Calls as words: the verb, with the phase, and the role unless it is the policy."""
         return [" ".join([call.verb, *_detail(call)]) for call in self.calls]
 
     def of(self, verb: str, role: Role = Role.POLICY) -> list[Call]:
@@ -142,7 +142,7 @@ class LoopClient:
 
 @dataclass(frozen=True, slots=True)
 class Rewards:
-    """Scores by one function or several; several are added up."""
+    """Scores by one function or several, which are summed."""
 
     functions: dict[str, Reward]
 
@@ -170,7 +170,7 @@ ROWS: list[Row] = [{"prompt": str(number)} for number in range(20)]
 
 
 def by_number(prompt: int, number: int) -> float:
-    """A reward that differs in every group."""
+    """Reward that differs within every group."""
     return float(number)
 
 
@@ -179,7 +179,7 @@ def equal(prompt: int, number: int) -> float:
 
 
 def keys(samples: Sequence[TrainingSample]) -> list[tuple[int, ...]]:
-    """Which completions these are."""
+    """Identifies the completions of samples by their token ids."""
     return [tuple(map(int, sample.completion_token_ids)) for sample in samples]
 
 
@@ -197,7 +197,7 @@ def loop_of(
 
 
 def steps_of(loop: RlLoop, *, first_step: int = 0) -> list[Step]:
-    """Runs it; without the last step, which only evaluates."""
+    """Runs the loop; returns its steps without the last one, which only evaluates."""
     steps: list[Step] = []
     loop.run(steps.append, first_step=first_step)
     return steps[:-1]

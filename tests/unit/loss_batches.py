@@ -16,7 +16,7 @@ LENGTHS = (5, 1, 0, 8, 3)
 
 @dataclass(frozen=True)
 class Case:
-    """A batch, and the policy's log-probs and entropies on it, as leaves of a graph."""
+    """A batch, with the policy's log-probs and entropies on it as leaves of a graph."""
 
     batch: LossBatch
     num_completion_S: np.ndarray
@@ -41,7 +41,7 @@ def random_case(
     spread: float = 0.4,
     dtype: torch.dtype = torch.float64,
 ) -> Case:
-    """Every field filled; `spread` is the standard deviation of the gap between any two policies, in nats."""
+    """Makes a batch with every field filled; `spread` is the standard deviation of the log-prob gap between any two policies, in nats."""
     generator = np.random.default_rng(seed)
     num_completion_S = np.array(lengths)
     num_tokens = int(num_completion_S.sum())
@@ -73,7 +73,7 @@ def token_weights(config: LossConfig, mask_N: np.ndarray, num_completion_S: np.n
 
 
 def part(case: Case, samples: range) -> Case:
-    """The samples of a case as a micro-batch, with the weights they have in the whole batch."""
+    """Returns the samples of a case as a micro-batch, with their weights in the whole batch."""
     start, stop = (int(case.batch.cu_seqlens_S[index]) for index in (samples.start, samples.stop))
     cut = {
         field.name: tensor[start:stop]

@@ -9,6 +9,6 @@ _LEAST_BYTES = 1 << 30
 
 
 def memory_folder() -> str | None:
-    """/dev/shm, or None, the usual place for temporary files, where it is small, as in a container by default."""
+    """Returns /dev/shm; None, the default for temporary files, if it is small, as in containers by default."""
     shm = Path("/dev/shm")
     return str(shm) if shm.is_dir() and shutil.disk_usage(shm).free >= _LEAST_BYTES else None

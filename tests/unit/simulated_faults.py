@@ -1,4 +1,4 @@
-"""What goes wrong in a simulated node."""
+"""Faults of a simulated node."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class Fault(StrEnum):
-    """What happens to one call."""
+    """Fault of one call."""
 
     DROP = "the request is lost"
     LOSE = "the answer is lost"
@@ -25,7 +25,7 @@ class Fault(StrEnum):
 
 
 class CrashPoint(StrEnum):
-    """Where the coordinator dies at a journal write."""
+    """Journal write at which the coordinator dies."""
 
     INTEND = "intend"
     INTENDED = "intended"
@@ -38,7 +38,7 @@ class Crash(BaseException):
 
 
 class JournalFailpoints:
-    """Takes the place of the journal's failpoints. armed: the point and how often it is passed before; full: the disk instead."""
+    """Replaces the journal's failpoints. armed: a point, and how often to pass it first; full: a full disk instead of a crash."""
 
     def __init__(self, on_crash: Callable[[], None]) -> None:
         self.armed: tuple[CrashPoint, int] | None = None

@@ -30,7 +30,7 @@ _Answer = TypeVar("_Answer")
 
 
 class FleetFault(StrEnum):
-    """What happens to one message from the fleet to a node."""
+    """Fault of one message from the fleet to a node."""
 
     DROP = "the request is lost"
     LOSE = "the answer is lost"
@@ -69,7 +69,7 @@ class MemberNode(SimulatedNode):
 
     @property
     def serves(self) -> tuple[int, int] | None:
-        """Version and flavour of what clients could get here."""
+        """Version and flavour that clients of this node would be served; None if it serves none."""
         rollout = self.rollout
         return None if rollout is None or rollout.served is None else (rollout.served, rollout.flavour)
 
@@ -89,7 +89,7 @@ class MemberNode(SimulatedNode):
 
 
 class SimulatedNodePeer:
-    """The fleet's way to one node."""
+    """The fleet's channel to one node."""
 
     def __init__(self, fleet: SimulatedFleet, rank: int, epoch: int) -> None:
         self.rank, self._fleet, self._epoch = rank, fleet, epoch
@@ -123,7 +123,7 @@ class SimulatedNodePeer:
 
 
 class SimulatedFleet:
-    """Nodes, and one fleet over them at a time. fault: asked at each message what goes wrong with it."""
+    """Nodes, and one fleet over them at a time. fault: returns the fault of each message."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class SimulatedFleet:
     ) -> None:
         self.path, self._fault, self._patience_s = folder / "fleet.sqlite", fault, patience_s
         self.deaf_once_decided: int | None = None
-        """Rank of a node that no message reaches once a decision holds."""
+        """Rank of a node that becomes unreachable once a decision is made."""
         self.config = FleetConfig(name="f", num_nodes=num_nodes, node_rank=0, leader="127.0.0.1:1", attempt=1)
         self.failpoints = JournalFailpoints(self._crash)
         self.num_calls = self.num_crashes = 0
@@ -168,7 +168,7 @@ class SimulatedFleet:
         await self.fleet.stop()
 
     async def ask(self, operation: Callable[[], Operation]) -> TasukiError | None:
-        """Has the fleet, and its successors, carry an operation out, as a client that asks again does. Returns its error."""
+        """Repeats an operation as a client does, on the fleet and its successors, until it ends. Returns its error."""
         async with asyncio.timeout(_NEVER_S):
             while True:
                 following = self._task(_outcome(operation))
@@ -181,7 +181,7 @@ class SimulatedFleet:
                 await self.restart()
 
     async def restart(self) -> None:
-        """The fleet's process, after SIGKILL."""
+        """Kills the fleet's process, as SIGKILL does, and starts another."""
         await self._bury()
         await asyncio.sleep(_RESTART_S)
         self._start()
@@ -193,7 +193,7 @@ class SimulatedFleet:
         return await self.ask(lambda: self.fleet.run_stage(stage, request_id))
 
     async def learn(self, sample: str) -> None:
-        """One step on every node, each repeated until it is made."""
+        """Makes one optimizer step on every node, repeated until it succeeds."""
         for node in self.nodes:
             for number in range(60):
                 error = await node.learn(sample)
@@ -202,7 +202,7 @@ class SimulatedFleet:
                 assert number < 59, f"node {node.rank} does not learn: {error}"
                 await asyncio.sleep(1.0)
 
-    # The network.
+    # Network.
 
     async def call(self, rank: int, command: FleetCommand, act: Callable[[MemberNode], Awaitable[_Answer]]) -> _Answer:
         self.num_calls += 1
@@ -266,7 +266,7 @@ class SimulatedFleet:
         if not task.cancelled() and isinstance(task.exception(), AssertionError):
             self.broken = task.exception()
 
-    # What must always hold.
+    # Invariants.
 
     def serving(self) -> set[tuple[int, int]]:
         return {served for node in self.nodes if (served := node.serves) is not None}
@@ -277,7 +277,7 @@ class SimulatedFleet:
             self.broken = AssertionError(f"two versions are served: {served}")
 
     async def close(self) -> FleetAudit:
-        """Stops everything and audits all journals. Raises AssertionError for whatever was not as it must be."""
+        """Stops everything and audits all journals. Raises AssertionError for any broken invariant."""
         await self._bury()
         tasks = list(self._tasks)
         for task in tasks:

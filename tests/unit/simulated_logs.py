@@ -1,4 +1,4 @@
-"""What simulated services would have in their logs: the lines of their gates, up to each life's death."""
+"""Logs of simulated services: the lines of their command gates, up to the death of each life."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LOGGER = logging.getLogger("tasuki.rpc")
 
 
 class SimulatedLogs(logging.Handler):
-    """Listens from when it is made until it is closed. lives: the services' lives so far, oldest first."""
+    """Collects lines from creation until `close`. lives: the services' lives so far, oldest first."""
 
     def __init__(self, lives: Mapping[Service, Sequence[SimulatedService]]) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class SimulatedLogs(logging.Handler):
         super().close()
 
     def read(self, folder: Path) -> dict[Service, list[LoggedLife]]:
-        """As an audit reads them; they are written into `folder`."""
+        """Reads the logs as an audit does, by way of files in `folder`."""
         return {service: self._read(folder / f"{service}.log", service) for service in self._lives}
 
     def _read(self, path: Path, service: Service) -> list[LoggedLife]:

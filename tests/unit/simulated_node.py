@@ -32,10 +32,10 @@ _NEVER_S = 7200.0
 
 
 class SimulatedNode:
-    """Services that a supervisor restarts, and one coordinator at a time. fault: asked at each call what goes wrong with it."""
+    """Services that a supervisor restarts, and one coordinator at a time. fault: returns the fault of each call."""
 
     def __init__(self, folder: Path, *, fault: Callable[[], Fault | None], waits_for_room: bool) -> None:
-        """waits_for_room: as on CUDA, a service that starts waits until the other one has left the GPU."""
+        """waits_for_room: whether a starting service waits until the other one has left the GPU, as on CUDA."""
         self._path = folder / "journal.sqlite"
         self._fault, self._waits_for_room = fault, waits_for_room
         self.failpoints = JournalFailpoints(self._crash)
@@ -52,7 +52,7 @@ class SimulatedNode:
         self._begin_life(Service.TRAINER)
         self._start_coordinator()
 
-    # The coordinator.
+    # Coordinator.
 
     def _start_coordinator(self) -> None:
         self._crashed = asyncio.Event()
@@ -83,7 +83,7 @@ class SimulatedNode:
         self._start_coordinator()
 
     async def ask(self, operation: Callable[[], Operation]) -> TasukiError | None:
-        """Has the coordinator, and its successors, carry an operation out, as a client that asks again does. Returns its error."""
+        """Repeats an operation as a client does, on the coordinator and its successors, until it ends. Returns its error."""
         async with asyncio.timeout(_NEVER_S):
             while True:
                 following = self._task(_follow(operation()))
@@ -106,7 +106,7 @@ class SimulatedNode:
         return await self.ask(lambda: self.node.run_stage(stage, request_id))
 
     async def learn(self, request_id: str) -> TasukiError | None:
-        """One optimizer step on one sample."""
+        """Makes one optimizer step on one sample."""
         command = types_pb2.CommandId(request_id=request_id)
         try:
             await self.call(Service.TRAINER, "OptimStep", trainer_pb2.OptimStepRequest(command=command), STAGE_TIMEOUT_S)
@@ -116,7 +116,7 @@ class SimulatedNode:
             return PeerUnavailable("the coordinator died")
         return None
 
-    # The services.
+    # Services.
 
     def life(self, service: Service) -> SimulatedService | None:
         return self.trainer if service is Service.TRAINER else self.rollout
@@ -145,7 +145,7 @@ class SimulatedNode:
             self._task(self._start(service))
 
     async def _start(self, service: Service) -> None:
-        """What the supervisor does, and what the service does until it answers."""
+        """Starts a service as the supervisor does, including the time until it answers."""
         await asyncio.sleep(RESTART_S)
         while self._waits_for_room and not self._has_room(service):
             await asyncio.sleep(0.2)
@@ -166,7 +166,7 @@ class SimulatedNode:
             has_kv = self.rollout.stage in (Stage.RESUME_KV, Stage.DRAIN)
             assert not (has_kv and self.trainer.is_resident), "trainer and rollout both hold the GPUs"
 
-    # The network.
+    # Network.
 
     async def call(self, service: Service, method: str, request: Any, timeout: float) -> Any:
         self.num_calls += 1
@@ -216,7 +216,7 @@ class SimulatedNode:
             self._later(STALL_S, lambda: self._end_if_stuck(service, life))
 
     def _end_if_stuck(self, service: Service, life: SimulatedService | None) -> None:
-        """What the supervisor does, of itself, with a service that makes no progress."""
+        """Kills a service that makes no progress, as the supervisor does."""
         if life is not None and life is self.life(service) and life.weather.is_stuck:
             self.kill(service)
 
@@ -228,7 +228,7 @@ class SimulatedNode:
             raise PeerUnavailable("the service ended") if done else DeadlineExceeded("it did not answer")
 
     def _arrive(self, life: SimulatedService | None, service: Service, method: str, request: Any) -> None:
-        """A connection leads to one life of a service."""
+        """A connection to one life of a service."""
         if life is None or life is not self.life(service):
             return
         is_over = hasattr(request, "command") and 0 < request.command.epoch < life.looked
@@ -260,12 +260,12 @@ class SimulatedNode:
 
     broken: AssertionError | None = None
     prefix = ""
-    """Of boot ids, where there are several nodes."""
+    """Prefix of boot ids, for tests with several nodes."""
 
-    # The end.
+    # Shutdown and audit.
 
     async def close(self) -> Audit:
-        """Stops everything, and audits the journal. Raises AssertionError for whatever was not as it must be."""
+        """Stops everything and audits the journal. Raises AssertionError for any broken invariant."""
         await self._bury_coordinator()
         tasks = list(self._tasks)
         for task in tasks:

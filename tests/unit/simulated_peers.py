@@ -15,7 +15,7 @@ STAGE_TIMEOUT_S = 60.0
 
 
 class _Stub:
-    """Takes the place of a gRPC stub."""
+    """Replaces a gRPC stub."""
 
     def __init__(self, node: SimulatedNode, service: Service) -> None:
         self._node, self._service = node, service
@@ -25,7 +25,7 @@ class _Stub:
 
 
 class SimulatedPeers(GrpcPeers):
-    """The coordinator's own, with stubs that lead into the simulation."""
+    """The coordinator's peers, with stubs that call the simulation."""
 
     def __init__(self, node: SimulatedNode) -> None:
         self._trainer = self._rollout = None

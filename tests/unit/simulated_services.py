@@ -1,4 +1,4 @@
-"""Trainer and rollout without a model: the real command gate, the real stage rules, and the bytes left out."""
+"""Trainer and rollout without a model: the real command gate and stage rules, without any bytes."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def stage_of(request: memory_pb2.PauseRequest | memory_pb2.ResumeRequest) -> Sta
 
 @dataclass
 class Disk:
-    """What outlives the trainer's lives: the optimizer steps in its log, by request id and in their order."""
+    """State that survives the trainer's lives: the optimizer steps in its log, by request id and in order."""
 
     steps: dict[str, bytes] = field(default_factory=dict)
 
 
 @dataclass
 class Weather:
-    """What goes wrong inside a service, once: before a stage is carried out. `seconds`: how long each takes."""
+    """Fault inside a service, raised once before a stage is carried out. `seconds`: duration of each stage."""
 
     refusal: TasukiError | None = None
     hangs: bool = False
@@ -53,7 +53,7 @@ class Weather:
 
 @dataclass
 class Behind:
-    """What goes on behind a service's stages: a movement at most, which ends with half of its bytes moved."""
+    """Movement behind a service's stages, at most one; it ends with half of its bytes moved."""
 
     going_on: Movement | None = None
     ended: list[Movement] = field(default_factory=list)
@@ -64,14 +64,14 @@ class Behind:
         self.going_on = None
 
     def answer(self, num_bytes: int, *, begins: MovementKind | None, tag: MemoryTag) -> Moved:
-        """The answer to a pause or resume; `begins` goes on behind it."""
+        """Answers a pause or resume; the movement `begins` continues behind it."""
         self.going_on = None if begins is None else Movement(begins, tag, 100)
         ended, self.ended = tuple(self.ended), []
         return Moved(num_bytes, () if self.going_on is None else (self.going_on,), ended)
 
 
 class SimulatedService:
-    """One life of a service. executed: how often each command was carried out in it."""
+    """One life of a service. executed: how often it carried out each command."""
 
     def __init__(self, boot_id: str) -> None:
         self.boot_id = boot_id
@@ -81,7 +81,7 @@ class SimulatedService:
         self.died = asyncio.Event()
         self.behind = Behind()
         self.looked = 0
-        """Epoch of the latest coordinator that read the state."""
+        """Epoch of the latest coordinator that has read the state."""
 
     def _look(self, epoch: int) -> None:
         self.gate.look(epoch)
@@ -99,7 +99,7 @@ class SimulatedService:
 
 
 class SimulatedTrainer(SimulatedService):
-    """Learns by counting. A new life goes on from the disk."""
+    """Learns by counting steps. A new life continues from the disk."""
 
     def __init__(self, boot_id: str, disk: Disk) -> None:
         super().__init__(boot_id)
@@ -179,14 +179,14 @@ class SimulatedTrainer(SimulatedService):
 
 
 class SimulatedRollout(SimulatedService):
-    """Serves a number. trainer: the one on the node now, whose memory it reads."""
+    """Serves a number. trainer: the current one on the node, whose memory it reads."""
 
     def __init__(self, boot_id: str, trainer: Callable[[], SimulatedTrainer | None], on_served: Callable[[int], None]) -> None:
         super().__init__(boot_id)
         self.stage = None
         self.held: int | None = None
         self.flavour = 0
-        """Not 0 for weights that other nodes do not have."""
+        """Non-zero for weights that differ from those of other nodes."""
         self.poison: str | None = None
         self._highest = 0
         self._trainer, self._on_served = trainer, on_served

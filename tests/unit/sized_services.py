@@ -1,4 +1,4 @@
-"""The memory behind fake services: what an admission measures."""
+"""Memory behind fake services, as an admission measures it."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ GB = 10**9
 CONTEXT = GB // 10
 
 
-PUBLISHED = 100  # by the fake trainer
+PUBLISHED = 100  # of the fake trainer
 
 
 @dataclass
 class Devices:
-    """The memory behind fake services: tags that are mapped while their service holds the device, and whoever else is there."""
+    """Memory behind fake services: tags mapped while their service holds the device, and memory of other processes."""
 
     services: FakeServices
     device: str = "cuda:0"
     total_bytes: int = 12 * GB
     cache_bytes: int = 6 * GB
     copy_bytes: int = 0
-    """Of a published copy that is there from LOAD_WEIGHTS to OFFLOAD."""
+    """Bytes of a published copy, mapped from LOAD_WEIGHTS to OFFLOAD."""
     foreign_bytes: int = 0
     torch_cached_bytes: int = 0
     staying: frozenset[tuple[Service, MemoryTag]] = frozenset()
-    """Tags that keep their pages, but where room is made for an engine."""
+    """Tags that keep their pages, except when room is made for an engine."""
     looks_until_left: int = 0
-    """How often the trainer is asked after OFFLOAD until what it copies to the host has left; 0: it leaves with the answer."""
+    """Usage calls to the trainer after OFFLOAD until its copies to the host have ended; 0: they end with the answer."""
     silent: dict[Service, TasukiError] = field(default_factory=dict)
     asked: list[Service] = field(default_factory=list)
     asked_briefly: list[Service] = field(default_factory=list)
-    """Those asked without what torch caches."""
+    """Services asked for their usage without torch's cache."""
 
     def sizes(self, service: Service) -> dict[MemoryTag, int]:
         if service is Service.TRAINER:
@@ -59,7 +59,7 @@ class Devices:
         return sum(self.sizes(service)[tag] for tag in self.awake(service) | self.leaving(service))
 
     def leaving(self, service: Service) -> set[MemoryTag]:
-        """Asleep, and still there."""
+        """Tags that are asleep but whose bytes are still mapped."""
         is_under_way = (
             service is Service.TRAINER and self.services.stage[service] is Stage.OFFLOAD and self.looks_until_left > 1
         )
@@ -99,7 +99,7 @@ class Devices:
 
 
 class SizedServices(FakeServices):
-    """Fakes that say how much a stage moved."""
+    """Fakes that report the bytes a stage moved."""
 
     devices: Devices
 

@@ -1,4 +1,4 @@
-"""Which role a certificate has, by what TLS tells of it."""
+"""Role of a certificate, from the facts that TLS reports."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tasuki.rpc.access import CertifiedCallers
 
 
 class Context:
-    """As grpc gives it to a handler."""
+    """Call context, in the form that grpc passes to a handler."""
 
     def __init__(self, **shown: str) -> None:
         self._shown = {key: [value.encode()] for key, value in shown.items()}

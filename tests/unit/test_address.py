@@ -1,4 +1,4 @@
-"""Where a node's sockets are, as both ends work it out."""
+"""Paths of a node's sockets, as both ends derive them."""
 
 from pathlib import Path
 

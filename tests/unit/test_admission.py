@@ -1,4 +1,4 @@
-"""A stage begins only where there is room: what it needs, what is free, and what the refusal says; the services are fakes."""
+"""A stage begins only if there is room: needed bytes, free bytes, and the refusal. The services are fakes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def devices(services: SizedServices) -> Devices:
 
 @pytest.fixture
 def state_dir(tmp_path: Path) -> Iterator[Path]:
-    """With a place for the node's files."""
+    """Returns a state folder; its socket folder is removed after the test."""
     yield tmp_path
     shutil.rmtree(socket_dir(tmp_path))
 
@@ -67,7 +67,7 @@ async def test_with_room_enough_every_stage_begins_and_memory_is_read_once_a_cha
 ) -> None:
     node = make_node(journal, services, devices)
     await acquire(node, Phase.ROLLOUT)
-    assert devices.asked == [*Service] * 2  # nothing was known yet, and then the trainer had made what it publishes
+    assert devices.asked == [*Service] * 2  # Unknown at first; then the trainer had allocated its export.
     for _ in range(3):
         devices.asked.clear()
         await acquire(node, Phase.TRAIN)
@@ -112,7 +112,7 @@ async def test_foreign_holder_that_came_since_the_trainer_left_is_met_before_the
     error = await refused(node, Phase.TRAIN)
     assert (error.metadata["stage"], error.metadata["tag"]) == ("LOAD_TRAINER", "weights,gradients,optimizer")
     assert ("run", Stage.LOAD_TRAINER) not in services.asked
-    assert node.state().at is Stage.PAUSE_WEIGHTS  # from here the only way is forwards
+    assert node.state().at is Stage.PAUSE_WEIGHTS  # past this point it only goes forwards
     devices.foreign_bytes = 0
     await acquire(node, Phase.TRAIN)
     assert node.state().phase is Phase.TRAIN
@@ -121,7 +121,7 @@ async def test_foreign_holder_that_came_since_the_trainer_left_is_met_before_the
 async def test_what_torch_gives_back_with_the_trainer_counts_when_it_is_needed(
     journal: Journal, services: FakeServices, devices: Devices
 ) -> None:
-    """Reckoned there is too little for the KV cache; measured there is enough."""
+    """The computed room is too small for the KV cache; the measured room is enough."""
     node = make_node(journal, services, devices)
     devices.cache_bytes, devices.torch_cached_bytes = 9 * GB, 2 * GB
     await acquire(node, Phase.ROLLOUT)
@@ -130,14 +130,14 @@ async def test_what_torch_gives_back_with_the_trainer_counts_when_it_is_needed(
 
 
 @pytest.mark.parametrize(("cache_gb", "looks"), [(3, 1), (6, 3)])
-async def test_kv_cache_waits_for_what_leaves_behind_the_trainers_answer_only_where_it_needs_the_room(
+async def test_kv_cache_waits_for_copies_behind_offload_only_if_it_needs_their_room(
     journal: Journal, services: FakeServices, devices: Devices, state_dir: Path, cache_gb: int, looks: int
 ) -> None:
     devices.looks_until_left, devices.cache_bytes = 4, cache_gb * GB
     node = make_node(journal, services, devices, gpu_node(state_dir))
     await acquire(node, Phase.ROLLOUT)
     assert node.state().phase is Phase.ROLLOUT
-    # Where the gradients' room is enough, nobody is asked what has left.
+    # If the gradients' room suffices, nobody is asked which copies have ended.
     assert devices.looks_until_left == 4 - (looks if cache_gb == 6 else 0)
     assert room_signal_path(state_dir).exists() is (cache_gb == 6)
 
@@ -207,7 +207,7 @@ async def test_tag_that_has_grown_is_noticed_by_the_bytes_that_a_stage_moves(
 async def test_published_copy_that_leaves_with_the_trainer_is_taken_again(
     journal: Journal, services: FakeServices, devices: Devices
 ) -> None:
-    """As its own tag, which no stage of the coordinator names."""
+    """The export tag is reported, although no stage of the coordinator names it."""
     node = make_node(journal, services, devices)
     await acquire(node, Phase.ROLLOUT)
     devices.copy_bytes = GB
@@ -224,7 +224,7 @@ async def test_published_copy_that_leaves_with_the_trainer_is_taken_again(
 
 
 async def test_tags_that_stay_give_nothing_and_take_nothing(journal: Journal, services: FakeServices, devices: Devices) -> None:
-    """With all else reckoned right: nobody is asked again, though the trainer gives back less than it has."""
+    """Services are not asked again if the rest was computed exactly, although the trainer frees less than it holds."""
     devices.staying = frozenset({(Service.TRAINER, MemoryTag.OPTIMIZER), (Service.ROLLOUT, MemoryTag.WEIGHTS)})
     devices.cache_bytes = 5 * GB
     node = make_node(journal, services, devices)
@@ -305,7 +305,7 @@ async def test_first_publication_needs_what_the_planner_says_and_later_ones_noth
     await acquire(node, Phase.ROLLOUT)
     await acquire(node, Phase.TRAIN)
     restarted = make_node(journal, services, devices, replace_budget(config, 9 * GB))
-    await acquire(restarted, Phase.ROLLOUT)  # the journal says that this trainer has its arena
+    await acquire(restarted, Phase.ROLLOUT)  # by the journal this trainer has its arena
     assert restarted.state().phase is Phase.ROLLOUT
 
 

@@ -98,7 +98,7 @@ def test_group_baseline_without_token_counts_has_mean_zero_and_variance_one() ->
 
 @pytest.mark.parametrize("std", ["none", "sample", "population"])
 def test_equal_rewards_give_exact_zeros_and_have_no_signal(std: advantages.Std) -> None:
-    # 0.1 is no binary fraction: its mean is not exactly itself, and dividing by a tiny deviation would blow the difference up.
+    # 0.1 has no exact binary form: the mean differs from it, and dividing by a tiny deviation would magnify the difference.
     rewards_PG = np.full((4, 7), 0.1, dtype=np.float32)
     rewards_PG[1, 3] = 0.7
     rewards_PG[2, 1:] = np.nan

@@ -1,4 +1,4 @@
-"""What the nodes of a fleet keep of their training logs after a restart."""
+"""Prefix of their training logs that the nodes of a fleet keep after a restart."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def record(kind: str, request_id: str, *, save_id: str = "") -> TrainingRecord:
 
 
 def outline(*commands: str, save_id: str = "", written: str = "") -> LogOutline:
-    """commands: such as "f1" for forward_backward, "o2" for optim_step. save_id: what the log builds on."""
+    """commands: such as "f1" for forward_backward, "o2" for optim_step. save_id: of the checkpoint under the log."""
     kinds = {"f": "forward_backward", "o": "optim_step"}
     records = [record("checkpoint", f"by-{save_id}", save_id=save_id)] if save_id else []
     records += [record(kinds[name[0]], name[1:]) for name in commands]
@@ -41,7 +41,7 @@ def test_a_command_that_one_node_lacks_is_forgotten_on_all() -> None:
 def test_a_node_that_had_written_publishes_as_the_others_have() -> None:
     published = outline("f3", save_id="b")
     behind = outline("f1", "o2", "f3", save_id="a", written="b")
-    # Of the node behind, the checkpoint and the gradients that waited are left.
+    # The node that is behind keeps only the checkpoint and its pending gradients.
     assert kept(published, behind, behind) == [(False, 2), (True, 2), (True, 2)]
 
 

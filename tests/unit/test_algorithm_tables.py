@@ -1,4 +1,4 @@
-"""`train.algorithm` and `[train.loss]`: what a name expands into, what wins, what is refused and by which key."""
+"""`train.algorithm` and `[train.loss]`: expansion of a name, precedence, and refusals by key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The native library through its Python face, over host memory: pages, budget, descriptors, misuse."""
+"""The native library through its Python interface, over host memory: pages, budget, descriptors, misuse."""
 
 import ctypes
 import gc
@@ -175,7 +175,7 @@ def test_300_cycles_leave_descriptors_mappings_and_pages_flat(weights):
         resume([weights])
         block[0] = bytes([mark % 256])
 
-    for mark in range(5):  # what is made once
+    for mark in range(5):  # one-time allocations
         cycle(mark)
     before, resident = measured(), resident_bytes()
     for mark in range(5, 305):

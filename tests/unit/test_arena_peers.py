@@ -1,4 +1,4 @@
-"""An arena's chunks in another process: it sees the bytes, it keeps them alive, and it may die holding them."""
+"""Arena chunks mapped by another process: it sees the bytes, keeps them alive, and may die holding them."""
 
 import gc
 import subprocess
@@ -79,7 +79,7 @@ def filled(arena, num_bytes, value):
 
 
 HELD = 256 * MIB
-"""What a peer holds where the machine's shared memory is read: other tests' arenas come and go beside it."""
+"""Bytes that a peer holds, large enough to show in the machine's shared memory beside the arenas of other tests."""
 
 
 def host_shared_bytes():
@@ -136,7 +136,7 @@ def test_what_a_peer_holds_is_not_counted_as_given_back(weights, peers):
     awake = host_shared_bytes()
     assert pause([weights]) == 0
     assert weights.usage().held_bytes == HELD
-    assert host_shared_bytes() > awake - HELD // 2  # the system has not got it back, and we do not say so
+    assert host_shared_bytes() > awake - HELD // 2  # the system has not got it back, and the report does not claim so
     peer.kill()
     export.close()
     assert weights.usage().held_bytes == 0

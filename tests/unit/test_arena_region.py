@@ -81,7 +81,7 @@ def test_a_factory_makes_the_same_tensor_inside_as_outside(allocator, name):
         lambda x: x * 2,
     ],
 )
-def test_what_is_derived_inside_lies_in_the_arena_and_what_it_came_from_does_not(allocator, derive):
+def test_derived_tensors_are_in_the_arena_and_their_sources_are_not(allocator, derive):
     source = torch.arange(4096.0).view(64, 64)
     with allocator.region(WEIGHTS):
         inside = derive(source)

@@ -1,4 +1,4 @@
-"""What lacked room is carried out when it is asked for again under the same request id; any other answer is the first one."""
+"""A request refused for lack of room runs when it is repeated under its request id; every other answer is repeated as it was."""
 
 from __future__ import annotations
 

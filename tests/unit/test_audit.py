@@ -23,13 +23,13 @@ from tasuki.wire.errors import InvalidArgument, OutOfGpuMemory, PathNotFound
 from tests.unit.fake_node import acquire, make_node
 from tests.unit.fake_services import FakeServices
 
-# Of the run below. c000001: intents 1 to 5; c000002: 6 to 9; c000003 fails at RESUME_KV: 10 to 14, undone by 15 to 18; c000004: 19 to
+# Intents of the run below. c000001: 1 to 5; c000002: 6 to 9; c000003 fails at RESUME_KV: 10 to 14, undone by 15 to 18; c000004: 19 to
 # 23 with version 1; epoch 2 finds it in ROLLOUT; c000005: 24 to 27.
 
 
 @pytest.fixture(scope="module")
 def journal_of_a_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of two epochs, with an undone changeover."""
+    """Writes the journal of two epochs, with an undone changeover."""
     path = tmp_path_factory.mktemp("run") / "journal.sqlite"
     asyncio.run(_write(path))
     return path
@@ -53,7 +53,7 @@ async def _write(path: Path) -> None:
 
 @pytest.fixture
 def run(journal_of_a_run: Path, tmp_path: Path) -> Path:
-    """A state folder with a journal that a test may break."""
+    """Returns a state folder with a journal that a test may damage."""
     shutil.copy(journal_of_a_run, tmp_path)
     return tmp_path
 

@@ -1,4 +1,4 @@
-"""What a node acknowledged cannot be taken out of its journal or its logs unnoticed; what is not there at all is told."""
+"""Audits detect when acknowledged entries are removed from journal or logs, and report files that are missing entirely."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from tasuki.v1.ranks_pb2 import LoggedForwardBackward, TrainingRecord
 from tests.unit.simulated_node import SimulatedNode
 from tests.unit.virtual_time import VirtualTimeLoop
 
-# Of the run below, whose stages go 1 to 5 and 6 to 9, 10 to 14 and 15 to 18 in epoch 1, and so on in epoch 2 after a new trainer.
+# Intents of the run below: stages 1 to 5, 6 to 9, 10 to 14 and 15 to 18 in epoch 1, and likewise in epoch 2 after a new trainer.
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The state folder of two epochs with two round trips each."""
+    """Writes the state folder of two epochs with two round trips each."""
     folder = tmp_path_factory.mktemp("whole")
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         runner.run(_live(folder))
@@ -53,7 +53,7 @@ async def _live(folder: Path) -> None:
 
 @pytest.fixture
 def run(whole: Path, tmp_path: Path) -> Path:
-    """A copy that a test may damage."""
+    """Copies the state folder for a test to damage."""
     return Path(shutil.copytree(whole, tmp_path / "run"))
 
 
@@ -72,7 +72,7 @@ def edit(run: Path, service: str, pattern: str, text: str) -> None:
 
 
 def audited(run: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    """Exit code, invariant and what was expected."""
+    """Returns the exit code, the violated invariant and the value that it expects."""
     code = main(["audit", "--json", str(run)])
     violation = json.loads(capsys.readouterr().out)["violation"] or {"invariant": "", "expected": ""}
     return code, violation["invariant"], violation["expected"]
@@ -180,7 +180,7 @@ def test_versions_that_were_all_raised_by_one_are_found_out(run: Path, capsys: p
 
 
 def test_a_boot_id_that_no_service_had_is_found_out(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    change(run, "UPDATE stages SET trainer_boot_id = 'other' WHERE id >= 35")  # the last that the journal has
+    change(run, "UPDATE stages SET trainer_boot_id = 'other' WHERE id >= 35")  # the last one in the journal
     code, invariant, expected = audited(run, capsys)
     assert (code, invariant, expected) == (
         1,

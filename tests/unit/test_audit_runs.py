@@ -1,4 +1,4 @@
-"""Journals of coordinators whom answers, services and disks failed: breaches that are there are found, and no others."""
+"""Journals of coordinators under failing answers, services and disks: the audit finds every breach and reports no false one."""
 
 from __future__ import annotations
 
@@ -93,9 +93,7 @@ async def test_a_full_disk_at_any_write_of_a_changeover_is_no_breach(point: Cras
 
 
 @pytest.mark.parametrize("is_full", [True, False])
-async def test_rollout_that_was_only_silent_when_a_changeover_began_that_came_to_no_stage_is_no_breach(
-    is_full: bool, tmp_path: Path
-) -> None:
+async def test_rollout_that_was_silent_at_the_begin_of_an_empty_changeover_is_no_breach(is_full: bool, tmp_path: Path) -> None:
     failpoints, services = JournalFailpoints(on_crash=lambda: None), FakeServices()
     journal = Journal(tmp_path / "journal.sqlite", failpoints=failpoints)
     journal.begin_epoch("boot-1")
@@ -115,7 +113,7 @@ async def test_rollout_that_was_only_silent_when_a_changeover_began_that_came_to
     assert audit(history).violation is None
 
 
-async def test_changeover_by_single_stages_that_came_to_no_stage_is_not_the_one_that_goes_on_after_a_service_was_lost(
+async def test_a_stage_command_that_was_not_journalled_is_not_resumed_after_a_lost_service(
     tmp_path: Path,
 ) -> None:
     failpoints, services = JournalFailpoints(on_crash=lambda: None), FakeServices()

@@ -1,4 +1,4 @@
-"""What the benchmarks say to a case that they cannot run, a machine without GPUs, and a rank that ends."""
+"""Benchmark refusals: cases that cannot run, machines without GPUs, and ranks that end early."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_missing_gpus_are_one_line_and_exit_code_2(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_rank_that_ends_is_named_with_its_exit_code() -> None:
-    # The first one reads until its input ends, the second cannot read its file.
+    # The first rank reads until its input ends; the second cannot read its file.
     ranks = Ranks("json.tool", [["--compact"], ["/nonexistent"]])
     with pytest.raises(SystemExit, match=r"json.tool /nonexistent ended with exit code [12]"):
         ranks.ask("rubbish")

@@ -1,4 +1,4 @@
-"""What tests/bench/overhead.py makes of its measurements."""
+"""Report of tests/bench/overhead.py from its measurements."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_few_slow_turns_hardly_move_the_estimate() -> None:
     differences = [0.1, -0.2, 0.3, 0.0, 0.2, -0.1, 0.1, 0.0, 40.0, -25.0]
     found = paired(differences)
     assert found["estimate"] == pytest.approx(0.1, abs=0.06)
-    # The averages of pairs beyond the eighth from each end, by the table of signed ranks for ten pairs.
+    # Averages of pairs beyond the eighth from each end, by the table of signed ranks for ten pairs.
     averages = sorted((a + b) / 2 for index, a in enumerate(differences) for b in differences[index:])
     assert (found["low"], found["high"]) == (averages[8], averages[-9])
 

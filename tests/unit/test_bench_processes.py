@@ -1,4 +1,4 @@
-"""What is left of the programs that the benchmarks start, when they take too long and when the benchmark is killed."""
+"""Child programs of the benchmarks leave nothing behind, after a timeout and when the benchmark is killed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tasuki.supervisor.processes import has_ended
 from tests.bench import sync_ranks
 from tests.bench.processes import REPOSITORY
 
-# Neither its parent's end nor its group's is this one's.
+# The grandchild outlives its parent and its process group.
 GRANDCHILD = (
     "import pathlib, subprocess, sys, time\n"
     "child = subprocess.Popen(['sleep', '60'], start_new_session=True)\n"
@@ -62,7 +62,7 @@ def test_ranks_end_with_a_parent_that_is_killed() -> None:
 
 def test_ranks_that_do_not_answer_in_time_are_named_and_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sync_ranks, "ANSWER_TIMEOUT_S", 1.5)
-    # The first answers, the second only begins to.
+    # The first one answers; the second only begins its answer.
     times = ["print(1, flush=True); import time; time.sleep(60)", "print(end='2', flush=True); import time; time.sleep(60)"]
     ranks = sync_ranks.Ranks("timeit", [["-n1", "-r1", statement] for statement in times])
     with pytest.raises(SystemExit, match=r"^no answer in 1.5 s from timeit -n1 -r1 print\(end"):

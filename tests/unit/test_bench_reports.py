@@ -1,4 +1,4 @@
-"""What the benchmarks' reports, and those that need no GPU, say to files and numbers that they cannot use."""
+"""Reports of the benchmarks, also of those without a GPU, and their refusals of unusable files and numbers."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def test_changeovers_of_both_sides_are_in_one_table_and_chart(tmp_path: Path) ->
     names += ["to_rollout_ms", "to_first_token_ms", "to_train_ms"]
     rounds = [dict.fromkeys(names, value) for value in (900.0, 5.0, 7.0, 9.0)]
     figures = changeover_peers.summary(rounds)
-    assert figures["send weights"] == {"median": 7.0, "worst": 9.0}  # the first round has the costs of a start
+    assert figures["send weights"] == {"median": 7.0, "worst": 9.0}  # the first round includes start-up costs
     ours = {"size": "qwen2.5-3b", "gpus": 1, "pooled": {"rounds": rounds, "settled": figures}}
     results = {"size": "qwen2.5-3b", "gpus": 1, "gpu": "NVIDIA H200", "ours": ours, "theirs": {"summary": figures}}
     rows = changeover_peers.table(results).splitlines()

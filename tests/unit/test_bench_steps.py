@@ -1,4 +1,4 @@
-"""Tokens that the bench of whole steps counts as early."""
+"""Early tokens in the benchmark of whole steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tasuki certs`: what it writes, and what it does in a folder where it was before."""
+"""`tasuki certs`: the files it writes, and a second run in the same folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sequence and its undo: it fails at every point, the node is back where it was, and every step is in the journal."""
+"""The sequence of stages and its undo: after a failure at any point the node is back at its start, with every step in the journal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who asks for a changeover: one runs at a time, it outlives its callers, and each of them finds it again."""
+"""Callers of a changeover: one runs at a time, it outlives its callers, and each of them finds it again."""
 
 from __future__ import annotations
 

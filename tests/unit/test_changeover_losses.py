@@ -1,4 +1,4 @@
-"""A changeover in which an answer or a service is lost: it is tried again, and the phase is reached."""
+"""A changeover that loses an answer or a service: it is retried, and the phase is reached."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ async def test_trainer_that_was_restarted_while_rollout_serves_is_loaded_at_the_
     assert services.asked[-4:] == [("run", stage) for stage in TO_TRAIN]
 
 
-async def test_changeover_by_single_stages_that_lost_its_rollout_is_not_the_one_that_leads_back(
+async def test_stage_commands_back_to_train_after_a_lost_rollout_are_another_changeover(
     node: Node, services: FakeServices, journal: Journal
 ) -> None:
     for stage in TO_ROLLOUT[:4]:

@@ -1,4 +1,4 @@
-"""A coordinator that comes after another one: it finds the node, and carries out what was asked for."""
+"""A restarted coordinator: it determines the node's state, and carries out what was requested."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def test_stage_that_ends_after_its_coordinator_is_waited_for(
     num_asked = len(services.asked)
     hold.release.set()
     await acquiring
-    assert services.asked[num_asked - 1] == ("run", stage)  # nothing was sent before it had ended
+    assert services.asked[num_asked - 1] == ("run", stage)  # nothing was sent before it ended
     await acquire(second, Phase.ROLLOUT, "at last")
     assert (second.state().phase, second.state().policy_version, services.served) == (Phase.ROLLOUT, 1, 1)
     assert journal.unresolved() == []

@@ -1,4 +1,4 @@
-"""Samples of a fleet cut into messages."""
+"""A fleet's samples, split into messages."""
 
 from __future__ import annotations
 

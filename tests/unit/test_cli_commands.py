@@ -1,4 +1,4 @@
-"""Commands that `tasuki` has, as its help and its errors name them."""
+"""Commands of `tasuki`, as its help and its errors name them."""
 
 from __future__ import annotations
 

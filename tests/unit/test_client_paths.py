@@ -1,4 +1,4 @@
-"""Where a caller at a port may have files written, and read."""
+"""Paths at which a remote caller may have files written and read."""
 
 from __future__ import annotations
 

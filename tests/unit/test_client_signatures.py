@@ -1,4 +1,4 @@
-"""The client with and without asyncio have the same verbs, typed alike."""
+"""The clients with and without asyncio have the same verbs, with the same types."""
 
 from __future__ import annotations
 

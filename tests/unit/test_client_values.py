@@ -1,4 +1,4 @@
-"""What a generated sample tells the trainer, what the trainer tells of its roles, and what cannot be sent."""
+"""Conversions of the client: from generated to training samples, the trainer's state, and values that cannot be sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the gate writes down of a command is what an audit reads."""
+"""Log lines that the gate writes for each command, as an audit reads them."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_service_without_a_log_has_no_lives(tmp_path: Path) -> None:
 
 @contextmanager
 def logging_to(stderr: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As a service does."""
+    """Configures logging as a service does, with stderr replaced."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     monkeypatch.setattr("sys.stderr", stderr)

@@ -1,4 +1,4 @@
-"""Reading and writing a node's configuration: what is wrong is named by its key."""
+"""Reading and writing a node's configuration; errors are named by key."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def test_a_failpoint_that_nothing_comes_to_is_refused(tmp_path: Path, spec: str,
 def test_failpoints_are_at_every_stage_and_every_command(tmp_path: Path) -> None:
     stages = {(rule.service.value, rule.stage.value) for rule in RULES.values()}
     commands = {("trainer", method.name) for method in _commanded(trainer_pb2.DESCRIPTOR.services_by_name["TrainerService"])}
-    points = stages | commands - {("trainer", "PublishWeights")}  # which is LOAD_WEIGHTS
+    points = stages | commands - {("trainer", "PublishWeights")}  # that is, LOAD_WEIGHTS
     points |= {("coordinator", f"{stage}.intend") for stage in Stage}
     for process in ("trainer", "rollout", "coordinator"):
         for point in {point for _, point in points}:

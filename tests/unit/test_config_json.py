@@ -1,4 +1,4 @@
-"""Values of config.json that would end in an error of transformers, or compute another model than they say, are refused by key."""
+"""config.json values that make transformers fail or compute another model are refused by key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a run that was broken off goes on."""
+"""Point at which an interrupted run continues."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROWS = [{"prompt": str(number)} for number in range(10)]
 
 
 def step(number: int, *, version: int | None = None) -> Step:
-    """One that learned."""
+    """A step that learned."""
     return Step(number, policy_version=number if version is None else version, mean_reward=0.5, num_policy_steps=1)
 
 
@@ -139,7 +139,7 @@ def test_supervised_steps_have_no_reward_and_are_not_taken_for_evaluations():
 
 
 def several(number: int, *, version: int, num_policy_steps: int, position: int | None = None) -> Step:
-    """One with several optimizer steps. position: the next row after it."""
+    """A step with several optimizer steps. position: of the next row."""
     place = {} if position is None else {"seed": 0, "epoch": 0, "next": position, "num_rows": 10}
     return Step(number, policy_version=version, mean_reward=0.5, num_policy_steps=num_policy_steps, position=place)
 
@@ -168,13 +168,13 @@ def test_a_client_that_ended_between_two_updates_goes_on_after_its_step(num_made
     assert (last.num_policy_steps, last.next_version(), last.mean_reward) == (num_made, 4 + num_made, None)
     assert (last.estimator, last.metrics) == ({"baseline_total": 1.0}, {})
     assert next_rows(found) == ["9"]
-    # Ended again before its next step has a line.
+    # It ended again before the next step had a line.
     again = continuation(begun(*found.steps, pending=third), node_version=4 + num_made, is_of_run=True)
     assert again == found
 
 
 def next_rows(found: Continuation) -> list[object]:
-    """The number of the next row in the order of the data."""
+    """Number of the next row, in the order of the data."""
     dataset, order = Dataset(ROWS, seed=0), Dataset(ROWS, seed=0)
     found.seek(dataset, rows_per_step=3)
     (row,) = dataset.next_rows(1)
@@ -196,7 +196,7 @@ def test_updates_of_a_step_of_which_nothing_is_known_are_refused_beyond_the_firs
 
 def test_a_step_of_which_nothing_is_known_took_the_usual_rows():
     found = continuation(begun(*TWO), node_version=5, is_of_run=True)
-    assert next_rows(found) == ["8"]  # 3 after the place that the last known step left
+    assert next_rows(found) == ["8"]  # 3 rows after the position of the last known step
 
 
 def test_a_checkpoints_place_counts_where_the_node_gets_the_checkpoint():
@@ -205,7 +205,7 @@ def test_a_checkpoints_place_counts_where_the_node_gets_the_checkpoint():
 
 
 def warm_up(number: int) -> Step:
-    """One in which the critic alone learned."""
+    """A step in which only the critic learned."""
     return Step(number, policy_version=0, mean_reward=0.5, critic_version=number, num_critic_steps=1)
 
 
@@ -219,12 +219,12 @@ def test_a_step_of_the_critic_whose_line_was_lost_is_not_made_again():
     last = found.steps[-1]
     assert (last.critic_version, last.num_critic_steps, last.num_policy_steps) == (4, 2, 0)
     assert next_rows(found) == ["5"]
-    # Ended again before its next step has a line.
+    # It ended again before the next step had a line.
     again = continuation(begun(*found.steps, pending=third), node_version=0, critic_version=6, is_of_run=True)
     assert again == found
 
 
-def test_a_step_whose_critic_learned_and_whose_policy_did_not_yet_is_not_made_again():
+def test_a_step_in_which_only_the_critic_learned_is_not_repeated():
     third = Step(2, policy_version=4, critic_version=7, position=TWO[1].position)
     found = continuation(begun(*TWO, pending=third), node_version=4, critic_version=8, is_of_run=True)
     assert (found.first_step, found.steps[-1].num_critic_steps, found.steps[-1].next_version()) == (3, 1, 4)

@@ -1,4 +1,4 @@
-"""The tables that GPU kernels walk, walked here by torch, element by element of a unit, against copy_ and checksum."""
+"""Tables for the GPU's copy kernels, executed here by torch, element by element, and compared with copy_ and checksum."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 def elements(table: Table) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]]:
-    """For each tile the start of both sides and, in elements, the distances from it; the slot too. As the kernels compute them."""
+    """For each tile, as the kernels compute them: the start of source and target, the elements' distances from it, and the slot."""
     tiles = []
     for word in table.tiles.tolist():
         first, second, units, cols, first_row, second_row, first_col, second_col, slot, *_ = table.blocks[word >> 32].tolist()
@@ -44,7 +44,7 @@ def elements(table: Table) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tenso
 
 
 def run(copies: list[ViewCopy], *, sources: torch.Tensor, destinations: torch.Tensor) -> list[int]:
-    """Makes the copies, all of which lie in these two tensors. Returns the width of every table's units."""
+    """Executes the copies, all within these two tensors. Returns the width of every table's units."""
     written = torch.zeros(destinations.numel(), dtype=torch.int32)
     tables = copy_tables(copies, device=CPU, first_owner=0)
     for _, table in tables:
@@ -58,7 +58,7 @@ def run(copies: list[ViewCopy], *, sources: torch.Tensor, destinations: torch.Te
 
 
 def random_view(tensor: torch.Tensor, shape: tuple[int, ...], rng: random.Random) -> torch.Tensor:
-    """Some slice of a contiguous tensor, of this shape."""
+    """Draws a slice of a contiguous tensor, of this shape."""
     for dim, size in enumerate(shape):
         spare = tensor.shape[dim] - size
         tensor = tensor.narrow(dim, rng.choice([0, spare, rng.randint(0, spare)]), size)
@@ -133,7 +133,7 @@ def test_the_tables_of_checksums_add_up_to_the_checksum() -> None:
 
 
 def summed(copies: list[ViewCopy], *, sources: torch.Tensor, num_sums: int) -> list[int]:
-    """What the kernel that copies and sums adds up: without strides of their own, indices are where the source's elements lie."""
+    """Sums as the copying kernel computes them; without strides for indices, an element's index is its place in the source."""
     sums = [0] * num_sums
     for _, table in summed_copy_tables(copies, device=CPU, first_owner=0):
         for word, (starts, places, _, slot) in zip(table.tiles.tolist(), elements(table), strict=True):
@@ -147,7 +147,7 @@ def summed(copies: list[ViewCopy], *, sources: torch.Tensor, num_sums: int) -> l
 
 
 def own_indices(table: Table, word: int) -> torch.Tensor:
-    """Of a tile whose block has strides for its indices, from the block's index on."""
+    """Indices of a tile whose block has strides for them, starting at the block's index."""
     block = table.blocks[word >> 32].tolist()
     unit = torch.arange(word & 0x7FFFFFFF, min(block[2], (word & 0x7FFFFFFF) + TILE_UNITS))
     row, col = unit // block[3], unit % block[3]
@@ -156,7 +156,7 @@ def own_indices(table: Table, word: int) -> torch.Tensor:
 
 def test_the_tables_of_summed_copies_add_up_to_the_checksums_of_the_slices() -> None:
     generator = torch.Generator().manual_seed(0)
-    # Rows [10, 58) of a tensor of 96 columns, whose parts go to views of all kinds.
+    # Rows [10, 58) of a tensor of 96 columns, whose parts are copied to views of all kinds.
     sources = torch.randn((48, 96), generator=generator).bfloat16()
     first = 10 * 96
     slices = [
@@ -184,7 +184,7 @@ def test_the_tables_of_summed_copies_add_up_to_the_checksums_of_the_slices() -> 
 
 
 def copies_from(arena: torch.Tensor, tensor: torch.Tensor, views: list[torch.Tensor], *, cut: Cut) -> list[ViewCopy]:
-    """The copies of views of `tensor` from the slices of four ranks, which lie one behind the other in `arena`."""
+    """Copies of views of `tensor` from the slices of four ranks, laid out one after the other in `arena`."""
     copies: list[ViewCopy] = []
     targets = [torch.full(view.shape, torch.nan, dtype=tensor.dtype) for view in views]
     start = 0

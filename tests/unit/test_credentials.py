@@ -1,4 +1,4 @@
-"""Files of secrets and certificates: what is refused, and what happens when they change."""
+"""Files with secrets and certificates: refusals, and reloads after a change."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def test_a_file_that_every_user_may_replace_decides_nothing(
     with pytest.raises(InvalidArgument, match="every user of the machine|is open to every user"):
         read(file)
     file.chmod(0o600)
-    folder.chmod(0o1777)  # as /tmp: only the owner replaces a file
-    with suppress(InvalidArgument):  # the text is no certificate
+    folder.chmod(0o1777)  # as /tmp: only the owner may replace a file
+    with suppress(InvalidArgument):  # the text is not a certificate
         read(file)
 
 
@@ -84,7 +84,7 @@ def test_a_file_that_another_user_put_into_an_open_folder_decides_nothing(
 ) -> None:
     folder = tmp_path / "tmp"
     folder.mkdir()
-    folder.chmod(0o1777)  # here everybody can make a file whose name is free, such as that of a token just deleted
+    folder.chmod(0o1777)  # anybody can create a missing file here, such as a token that was just deleted
     file = secret(folder / "token" if planted == "file" else tmp_path / "elsewhere", "a" * 40)
     if planted == "link":
         (folder / "token").symlink_to(file)

@@ -1,4 +1,4 @@
-"""A critic that cannot read what the policy writes is refused before anything is loaded."""
+"""A critic that cannot read the policy's output is refused before anything is loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dashboard on a damaged or hostile folder: the rest of the run is shown, and a line says which file cannot be read."""
+"""The dashboard on a damaged or hostile folder: it shows the rest of the run, and names the file that cannot be read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(20)
 
 
 def replace(path: Path, kind: str) -> None:
-    """Puts something that is no file in a file's place."""
+    """Replaces a file by something that is not a regular file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
     match kind:
@@ -40,13 +40,13 @@ def replace(path: Path, kind: str) -> None:
 
 
 def look(feed: Feed) -> None:
-    """Reads all there is, as the feed's thread does."""
+    """Reads everything available, as the feed's thread does."""
     while feed._look():
         pass
 
 
 def ask_all(feed: Feed) -> None:
-    """Everything that pages ask for."""
+    """Makes every request of the pages."""
     told = [feed.node(), feed.curves(first=0, last=9, points=10), feed.memory(changeovers=10), feed.changeover_chart(points=10)]
     step = feed.sample_steps()[0]
     assert json.dumps([*told, feed.samples(step), feed.sample(step, 0)], allow_nan=False)
@@ -54,7 +54,7 @@ def ask_all(feed: Feed) -> None:
 
 @pytest.mark.parametrize("kind", ["fifo", "device", "folder", "socket"])
 def test_what_is_no_file_is_named_and_the_rest_is_shown(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # the path of a socket is short
+    monkeypatch.chdir(tmp_path)  # the path of a socket must be short
     folder = Path(shutil.copytree(RECORDED, tmp_path / "run"))
     names = ["state_dir", "journal.sqlite", "logs/supervisor.log", "memory.jsonl", "model/tokenizer.json", "summary.json"]
     for name in names:
@@ -74,7 +74,7 @@ def test_what_is_no_file_is_named_and_the_rest_is_shown(tmp_path: Path, kind: st
 
 
 def tags(*devices: str, mapped_bytes: int = 1) -> str:
-    """A line of memory.jsonl."""
+    """Returns a line of memory.jsonl."""
     fields = {"service": "trainer", "tag": "weights", "mapped_bytes": mapped_bytes, "total_bytes": 1, "stays": False}
     return json.dumps({"time": 1e9, "tags": [{**fields, "device": device} for device in devices], "device_bytes": {}})
 
@@ -139,7 +139,7 @@ def test_a_node_whose_files_are_hostile_is_shown(tmp_path: Path) -> None:
 
 
 def test_a_file_that_has_nothing_to_read_yet_is_an_error() -> None:
-    reader, writer = os.pipe()  # as /proc/kmsg, which counts as a regular file
+    reader, writer = os.pipe()  # as /proc/kmsg, which is a regular file by its mode
     os.set_blocking(reader, False)
     with pytest.raises(OSError, match="is not a regular file"), BufferedReader(regular_file._File(reader)) as file:
         file.read(1)

@@ -51,7 +51,7 @@ def test_a_reader_sees_what_the_writer_commits_and_holds_up_none_of_it(journal: 
         for number in range(20):
             write_changeover(journal, f"a{number}")
         assert time.perf_counter() - started < limit_s(2.0)
-        assert db.execute("SELECT count(*) FROM changeovers").fetchone()[0] == 0  # its own moment
+        assert db.execute("SELECT count(*) FROM changeovers").fetchone()[0] == 0  # the reader's snapshot
         with pytest.raises(sqlite3.OperationalError):
             db.execute("DELETE FROM results")
     assert tail.advance()

@@ -1,4 +1,4 @@
-"""Which folders the dashboard follows, and the address that it prints."""
+"""Folders that the dashboard accepts, and the address that it prints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Restarts as the dashboard counts them: those by the supervisor, never a start of the node."""
+"""Restarts as the dashboard counts them: those by the supervisor, but no start of the node."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def test_long_completions_are_cut(tmp_path: Path) -> None:
 def test_a_line_without_end_is_skipped_in_bounded_memory(tmp_path: Path) -> None:
     path = tmp_path / "step-000003.jsonl"
     path.write_text('{"group": 1}\n')
-    os.truncate(path, 3 << 30)  # zeros that take no room on the disk
+    os.truncate(path, 3 << 30)  # zeros that take no space on the disk
     tracemalloc.start()
     step = read_step(tmp_path, 3)
     with pytest.raises(PathNotFound, match="no sample 2"):

@@ -1,4 +1,4 @@
-"""Figures of a run by step: what a tail of metrics.jsonl survives, and how few points a long run is drawn with."""
+"""A run's figures by step: damage that a tail of metrics.jsonl survives, and the number of points drawn for a long run."""
 
 from __future__ import annotations
 

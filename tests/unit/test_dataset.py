@@ -1,4 +1,4 @@
-"""JSONL prompts: what a bad line says, and an order that can be left and taken up again."""
+"""JSONL prompts: errors of bad lines, and an order that can be saved and resumed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`make demo`: a process to kill that is not there is refused, and so is a folder that is no demo's."""
+"""`make demo`: refusals of a process that does not exist, and of a folder that is not a demo's."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def backend() -> DenseLora:
 
 
 def buffer(rows: int, columns: int) -> Tensor:
-    """As SGLang has it. What another slot holds must not count."""
+    """Makes a buffer with SGLang's layout; the other slot is NaN, to show that it does not count."""
     made = torch.full((2, rows, columns), torch.nan)
     made[SLOT] = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows))
     return made

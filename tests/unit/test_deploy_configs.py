@@ -1,4 +1,4 @@
-"""The example configurations are ones that a node takes."""
+"""A node accepts the example configurations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PLANNED = {
     "70b": ("qwen2.5-72b", 141, "trainer.optimizer_on_host=false"),
     "72b-lora": ("qwen2.5-72b", 80, "trainer.checkpointing=none"),
 }
-"""The model that an example is for, memory of a GPU, and a change with which it does not fit."""
+"""Model of an example, memory of a GPU in GB, and an override with which it does not fit."""
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -58,7 +58,7 @@ def test_an_example_is_for_the_gpus_of_its_preset(name: str):
 
 
 def write_config(folder: Path, model: str) -> None:
-    """config.json of the model's shape."""
+    """Writes a config.json with the model's shape."""
     shape = MODELS[model]
     table = {
         "architectures": [shape.architecture],

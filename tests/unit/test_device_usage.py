@@ -1,4 +1,4 @@
-"""What a rank says of its device, against what the system says."""
+"""Device memory that a rank reports, against the system's figures."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""A coordinator whose journal cannot be written: nothing is carried out that is not in it, and it goes on when there is room."""
+"""A coordinator whose journal cannot be written: it carries out nothing unrecorded, and continues once there is room."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def test_one_failed_write_fails_the_changeover_and_the_next_one_succeeds(
             await acquire(node, target)
             assert node.state().phase is target
             assert (await services.observe()).place() is HOLDS[target]
-            # Not carried out: the intent whose write failed, and the one after whose write the caller heard of a failure.
+            # Not carried out: the intent whose write failed, and the next one, whose caller was told of a failure after the write.
             intents = written(journal)
             for asked in services.asked:
                 assert asked in intents, f"{stage}.{point}: {asked} is not in the journal"
@@ -74,7 +74,7 @@ async def test_while_the_disk_is_full_nothing_is_sent_and_with_room_it_goes_on(d
         await acquire(node, Phase.ROLLOUT)
         disk.fill()
         asked = list(services.asked)
-        for _ in range(40):  # there may be room for a few rows in the pages that the files have
+        for _ in range(40):  # the files' existing pages may have room for a few rows
             with pytest.raises(DiskFull):
                 for phase in (Phase.TRAIN, Phase.ROLLOUT) * 20:
                     await acquire(node, phase)

@@ -41,7 +41,7 @@ async def test_a_mark_that_cannot_be_written_stops_training_until_the_trainer_is
     with pytest.raises(DiskFull, match="lacks a completed command"):
         await write(log, learn("c"))
     with pytest.raises(DiskFull, match="lacks a completed command"):
-        log.check_not_behind()  # as before a checkpoint is saved
+        log.check_not_behind()  # as before saving a checkpoint
     log.close()
     assert ids(path) == ["a"]
 
@@ -57,7 +57,7 @@ async def test_full_disk_at_a_saved_checkpoint_leaves_the_log_as_it_was_and_warn
     aside = path.with_suffix(".part")
     assert not aside.exists()
     assert [record.request_id for record in read_training_log(path)] == ["a", "b"]
-    aside.mkdir()  # nothing can be opened there, as on a read-only disk
+    aside.mkdir()  # no file can be opened there, as on a read-only disk
     await log.saved(checkpoint)
     aside.rmdir()
     assert caplog.text.count("event=log_not_shortened checkpoint='/c'") == 2

@@ -1,4 +1,4 @@
-"""`tasuki doctor`: a good machine with a good node gets no failure, and the report says what was found."""
+"""`tasuki doctor` on a healthy machine: a good node has no failure, and the report shows the facts found."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.unit.doctor import examined
 
 
 def test_a_good_machine_and_a_good_node_have_no_failure(node_file: Path):
-    # A budget is for tags, and much less than the host memory of the processes.
+    # The budget covers tags only, far less than the processes' host memory.
     code, findings = examined(node_file, "--set", "memory.host_budget_bytes=600MB", "--set", "memory.pool=true")
     assert {name: one for name, one in findings.items() if one["verdict"] == "fail"} == {}
     assert code == 0

@@ -1,4 +1,4 @@
-"""`tasuki doctor CONFIG`: faults of a configuration, its data, its rewards and its certificate, each put in and found."""
+"""`tasuki doctor CONFIG`: each fault of a configuration, its data, its rewards or its certificate is found."""
 
 from __future__ import annotations
 

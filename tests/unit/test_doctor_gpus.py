@@ -1,4 +1,4 @@
-"""`tasuki doctor`: faults of GPUs, each put in and found: driver, compilers, peer access, processes of others."""
+"""`tasuki doctor`: each fault of the GPUs is found: driver, compilers, peer access, other processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tasuki doctor`: faults of the machine, each put in and found: limits, kernel, versions, clock, disk, /dev/shm, ports."""
+"""`tasuki doctor`: each fault of the machine is found: limits, kernel, versions, clock, disk, /dev/shm, ports."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_little_locked_memory_matters_on_gpus_alone(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("call", ["pidfd_open", "memfd_create"])
 def test_a_namespace_that_forbids_what_a_node_calls_is_found(call: str, monkeypatch: pytest.MonkeyPatch):
     def forbidden(*_: object) -> int:
-        raise PermissionError(errno.EPERM, "Operation not permitted")  # as a seccomp profile answers
+        raise PermissionError(errno.EPERM, "Operation not permitted")  # as under a seccomp profile
 
     monkeypatch.setattr(os, call, forbidden)
     found = host.check_processes(Path("/proc"))

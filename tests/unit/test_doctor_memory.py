@@ -1,4 +1,4 @@
-"""`tasuki doctor`: faults of a node's memory, each put in and found: its plan, its copy of the model, memory between processes."""
+"""`tasuki doctor`: each fault of a node's memory is found: its plan, its copy of the model, memory shared by processes."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ probe.subprocess.run = lambda argv, **options: run(["sh", "-c", "kill -9 $$"], *
 
 
 def failing_probe(fault: str) -> list[str]:
-    """The probe with `fault`, Python that runs in the process that writes."""
+    """Runs the probe with `fault`, Python code for the writing process."""
     imports = "import os, subprocess, sys\nfrom dataclasses import replace\nfrom tasuki.memory import probe\n"
     imports += "from tasuki.memory.arena import Arena\nfrom tasuki.wire.errors import InternalError\n"
     return [sys.executable, "-c", f"{imports}{fault}\nsys.exit(probe.main(sys.argv[1:]))"]
@@ -99,7 +99,7 @@ def test_shared_memory_without_room_for_the_copy_of_the_model_is_found(node_file
         assert is_bad(finding, Verdict.FAIL, found="takes 2.1 MB", advice="remove model.preload")
         assert f"{disk.folder} has room for 1.0 MB" in finding.found
         model_copy_dir(node.state_dir).mkdir(mode=0o700)
-        try:  # of a node that was killed
+        try:  # left by a node that was killed
             (model_copy_dir(node.state_dir) / "model.safetensors").write_bytes(bytes(2 << 20))
             assert check_model_copy(node, folder=disk.folder).verdict is Verdict.WARN
         finally:

@@ -1,4 +1,4 @@
-"""What `tasuki doctor` asks of NVML, by a library that answers as a driver does."""
+"""Queries of `tasuki doctor` to NVML, answered by a fake library."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class NVMLError(Exception):
 
 
 class Library(SimpleNamespace):
-    """Two GPUs; the second one does not tell its processes, and they do not reach each other."""
+    """Two GPUs without peer access; the second one does not list its processes."""
 
     NVMLError = NVMLError
     NVML_P2P_CAPS_INDEX_READ = (0,)

@@ -1,4 +1,4 @@
-"""Dynamic sampling: enough groups that differ, in order, with a count of every group and a place to go on from."""
+"""Dynamic sampling: enough groups with differing rewards, in order, with a count of every group and a position to continue from."""
 
 from __future__ import annotations
 

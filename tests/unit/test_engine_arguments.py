@@ -1,4 +1,4 @@
-"""[rollout.engine]: which of SGLang's arguments a configuration may have, what a refusal says, and what a plan says of them."""
+"""[rollout.engine]: SGLang arguments that a configuration may set, refusals of others, and the plan's account of them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_arguments_of_every_kind_are_read_and_written(tmp_path: Path):
         ("enable_profile_cuda_graph = true", "rollout.engine.enable_profile_cuda_graph", "only below state_dir"),
         ('model_impl = "transformers"', "rollout.engine.model_impl", "run code of the model's folder"),
         ("cpu_offload_gb = 1", "rollout.engine.cpu_offload_gb", "weights are exactly the trainer's"),
-        # Its processes would meet in files of /tmp that hold pickles.
+        # offload_mode: its processes would meet through files in /tmp that hold pickles.
         ('offload_mode = "sharded_gpu"', "rollout.engine.offload_mode", "weights are exactly the trainer's"),
         ("offload_group_size = 2", "rollout.engine.offload_group_size", "weights are exactly the trainer's"),
         ("allow_auto_truncate = true", "rollout.engine.allow_auto_truncate", "the whole prompt"),
@@ -101,12 +101,12 @@ NO_PLACES = {
     "speculative_ngram_external_corpus_max_tokens",
     "weight_loader_prefetch_checkpoints",
 }
-"""Switches, choices, tables and numbers whose names say a place."""
+"""Switches, choices, tables and numbers whose names look like paths."""
 
 
 @needs_sglang
 def test_no_argument_names_an_address_or_a_place_to_read_or_write():
-    """A new SGLang may have arguments that open a port or write prompts to a file."""
+    """New SGLang versions may add arguments that open a port or write prompts to a file."""
     allowed = {name for name in NAMES if SAYS_A_PLACE.search(name) and accepts(name)}
     assert allowed <= NO_PLACES
 
@@ -210,7 +210,7 @@ PORT_NAMES = {
 
 
 def arguments_of(config: NodeConfig) -> dict[str, object]:
-    """What SGLang's Engine is given."""
+    """Returns the arguments for SGLang's Engine."""
     pytest.importorskip("torch")
     from tasuki.rollout.arguments import engine_arguments
     from tasuki.rollout.model import ModelFacts

@@ -1,4 +1,4 @@
-"""What the engine, and the trainer's ranks, inherit of the shell that the node was started from."""
+"""Environment that the engine and the trainer's ranks inherit from the shell that started the node."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_compiled_kernels_of_the_engine_are_kept_in_the_nodes_folder_unless_anot
     kept = cache_variables(tmp_path, given=("HOME",))
     assert cache_variables(tmp_path, given=("TORCHINDUCTOR_CACHE_DIR",)) == {}
     script = "from torch._inductor.runtime.cache_dir_utils import cache_dir; print(cache_dir())"
-    # The folder of temporary files is one that the next start of a node does not find.
+    # The next start of a node does not find the folder of temporary files.
     environment = {**os.environ, "TMPDIR": str(tmp_path / "run"), **kept}
     command = [sys.executable, "-c", script]
     found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()

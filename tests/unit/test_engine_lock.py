@@ -1,4 +1,4 @@
-"""A command that comes straight from the front runs when the scheduler waits for requests, and never beside it."""
+"""A command directly from the front runs while the scheduler waits for requests, never concurrently with its work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SGLang's metrics, as the front reads them from what its ranks write."""
+"""SGLang's metrics, as the front reads them from its ranks' files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tasuki.rollout.engine_metrics import EngineMetrics
 
 
 def write(file: Path, name: str, *, value: float, rank: str) -> None:
-    """As a rank's process would."""
+    """Writes a metric as a rank's process does."""
     written = MmapedDict(str(file))
     written.write_value(mmap_key(name, name, ["dp_rank"], [rank], "A help text."), value, 1.0)
     written.close()

@@ -1,4 +1,4 @@
-"""From a batch's rewards to its samples' advantages: each estimator is the formula of its name, over what counts."""
+"""From a batch's rewards to its samples' advantages: each estimator matches its formula over the samples that count."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PLACES = range(6)
 
 
 def sample(length: int, *, mask: Sequence[float] = (), **columns: float) -> TrainingSample:
-    """Each column has one value for every token."""
+    """Makes a sample; each column has one value for all tokens."""
     filled = {name: np.full(length, value, dtype=np.float32) for name, value in columns.items()}
     return TrainingSample([1], list(range(length)), loss_mask=mask, **filled)
 
@@ -142,7 +142,7 @@ def test_failed_and_empty_completions_are_passed_over() -> None:
         assert len(found.samples) == 4
         assert np.isfinite(advantages_of(found)).all()
     found = estimate(AdvantageSettings(std="none"), of=of, rewards_PG=rewards_PG, places=[0, 2, 3, 5])
-    # The empty one, at place 4, counts in its group's mean.
+    # The empty sample, at position 4, counts in its group's mean.
     np.testing.assert_allclose(advantages_of(found), [-2.0, 2.0, -1.0, 2.0])
 
 
@@ -156,7 +156,7 @@ def test_the_kl_in_the_reward_is_a_samples_sum(estimator: KlEstimator, per_token
     expected = REWARDS_PG.reshape(-1) - 0.5 * per_token * np.array(LENGTHS) - 1.0
     np.testing.assert_allclose(advantages_of(found), expected, rtol=1e-6)
     assert found.metrics == {"reward_kl": pytest.approx(per_token * np.mean(LENGTHS)), "reward_kl_coef": 0.5}
-    # The baseline goes on with the same rewards.
+    # The baseline continues with the same rewards.
     assert found.state.baseline.total == pytest.approx(0.95 + 0.05 * (expected + 1.0).mean())
 
 

@@ -1,4 +1,4 @@
-"""What settings of advantages and of the loop are refused, by SDK and configuration alike."""
+"""Refused settings of advantages and of the loop, in SDK and configuration alike."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ VALUE_LOSS = LossConfig(loss=ValueLoss(), correction=Correction(token_truncation
         *(("kl_target", value) for value in (0.0, -1.0, NAN, INF, 0.1)),  # the last one without kl_coef
         *(("kl_horizon", value) for value in (0.0, -1.0, NAN, INF)),
         *(("whiten", value) for value in ("no", 1, None)),
-        # In range, and read by another estimator, or with a target, alone.
+        # In range, but read only by another estimator, or only with a target.
         *(("std", "population"), ("discount", 0.9), ("lam", 0.9), ("whiten", False), ("kl_horizon", 10.0)),
     ],
 )

@@ -1,4 +1,4 @@
-"""Evaluation: settings that make sense, the estimate of pass@k against its definition, and figures out of scores."""
+"""Evaluation: valid settings, the estimate of pass@k against its definition, and figures from scores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A preset is printed as the settings that it means."""
+"""A preset prints as the settings that it sets."""
 
 from __future__ import annotations
 

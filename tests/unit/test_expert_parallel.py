@@ -1,4 +1,4 @@
-"""Experts of one rank that has them all: transformers' results, what autograd keeps, and what the planner says of more ranks."""
+"""Experts on a single rank: transformers' results, tensors kept by autograd, and the planner's figures for more ranks."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def mesh() -> Iterator[DeviceMesh]:
 
 
 def experts_of(kind: str, mesh: DeviceMesh, *, dtype: torch.dtype = torch.float32) -> tuple[Any, ParallelExperts]:
-    """transformers', and ours with the same values in float32."""
+    """Returns transformers' experts and ours, with the same values in float32."""
     theirs: Any = make_model(kind, seed=3, **{NUM_EXPERTS[kind]: 6}).get_submodule("model.layers.0.mlp.experts")
     ours = ParallelExperts(theirs, mesh)
     return theirs.to(dtype), ours
 
 
 def choice_of(*, hidden_size: int, num_experts: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Nobody chooses the last expert."""
+    """Draws a choice of experts that leaves out the last one."""
     generator = torch.Generator().manual_seed(1)
     hidden_TH = torch.randn(NUM_TOKENS, hidden_size, generator=generator).to(dtype).requires_grad_()
     weights_TK, chosen_TK = torch.rand(NUM_TOKENS, num_experts - 1, generator=generator).topk(NUM_CHOSEN)
@@ -102,7 +102,7 @@ def test_autograd_keeps_the_rows_that_are_counted_and_no_cast_weights(dtype: tor
     assert out_TH.requires_grad
     shape = replace(MOE, hidden_size=64, expert_size=32, num_experts=6, experts_per_token=NUM_CHOSEN)
     counted = kept_in_parallel_experts(shape, rows_per_token=NUM_CHOSEN, compute_bytes=dtype.itemsize)
-    # The router's are not kept here: probabilities, and the choice.
+    # The router's tensors are not kept here: probabilities, and the choice.
     of_router = 4 * 6 + 8 * NUM_CHOSEN
     ends = 4 * 6
     assert sum(kept.values()) == NUM_TOKENS * (counted - of_router) + ends
@@ -114,7 +114,7 @@ def test_a_rank_gathers_no_experts_and_holds_as_many() -> None:
     of_layer = 128 * 3 * 768 * 2048
     assert trainer_tags(spread) == trainer_tags(gathered)
     one, other = (step_moments(layout)["layer"] for layout in (gathered, spread))
-    # Of three layers, and of one a matrix's part cast for its product; its gradients likewise.
+    # Three layers, less one matrix's shard that is cast for its product; gradients likewise.
     assert one[Part.LAYERS] - other[Part.LAYERS] == 2 * (3 * of_layer - of_layer * 2 // 3 // 8)
     assert one[Part.WHOLE_GRADIENTS] - other[Part.WHOLE_GRADIENTS] == 6 * (of_layer - of_layer * 2 // 3 // 8)
     assert one[Part.TORCH_CACHE] - other[Part.TORCH_CACHE] == 4 * of_layer // 8

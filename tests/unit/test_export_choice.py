@@ -1,4 +1,4 @@
-"""What is published, whether it stays, and on which GPUs the ranks are: the configuration's choices, and the planner's account of them."""
+"""Choices of the export: what is published, whether it stays, and the ranks' GPUs, with the planner's account of each."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_parameters_are_published_where_dtypes_are_equal(
     param_dtype: str, dtype: str, export: str, handles: str, expected: bool
 ) -> None:
     trainer = {"param_dtype": param_dtype, "export": export, "export_handles": handles}
-    # SGLang's kernels on a GPU take bfloat16 alone.
+    # SGLang's GPU kernels accept bfloat16 only.
     device = "cuda" if dtype == "bfloat16" else "cpu"
     assert node(device=device, trainer=trainer, rollout={"dtype": dtype}).exports_parameters is expected
 
@@ -148,7 +148,7 @@ def test_gpus_are_some_of_those_that_the_scheduler_gave(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
     show_gpus(node(trainer={"devices": devices[0]}, rollout={"devices": devices[1]}))
-    # Numbers of the scheduler's mean what they meant when it gave them.
+    # The scheduler's GPU numbers keep their meaning.
     assert (os.environ["CUDA_VISIBLE_DEVICES"], os.environ["CUDA_DEVICE_ORDER"]) == (expected, "FASTEST_FIRST")
 
 
@@ -190,7 +190,7 @@ def test_devices_and_choices_survive_the_file(tmp_path: Path) -> None:
 
 
 def h200s(**settings: Any) -> Layout:
-    """7B on four of them."""
+    """A 7B model on four GPUs."""
     given: dict[str, Any] = {"num_gpus": 4, "num_ranks": 4, "num_engines": 4, "kv_ratio": 0.6} | settings
     given = {"checkpointing": Checkpointing.FULL} | given
     return Layout(model=MODEL, gpu_bytes=141 * GB, host_bytes=2000 * GB, **given)

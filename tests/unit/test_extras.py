@@ -1,4 +1,4 @@
-"""What a missing package's message tells to type works in the environment that lacks it."""
+"""Install commands in messages about missing packages work in the environment that lacks them."""
 
 from __future__ import annotations
 
@@ -27,6 +27,6 @@ def test_an_environment_without_pip_is_given_the_command_of_its_uv(tmp_path: Pat
 
 
 def test_a_message_leaves_setuptools_importable() -> None:
-    """Its finder of modules takes a look for pip as a sign that pip runs."""
+    """The module finder of setuptools takes any lookup of pip as a sign that pip is running."""
     code = "from tasuki.wire.extras import install_extras; install_extras('otel'); import setuptools"
     subprocess.run([sys.executable, "-c", code], check=True, env=ENVIRONMENT)

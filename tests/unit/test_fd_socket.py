@@ -1,4 +1,4 @@
-"""Handing a descriptor over a unix socket, and peers that do it wrong."""
+"""Passing a descriptor over a unix socket, and misbehaving peers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def fd() -> Iterator[int]:
 
 
 def num_open_fds() -> int:
-    """It may shrink meanwhile, as what an earlier test's thread held goes."""
+    """Number of open descriptors; it may still fall as threads of earlier tests end."""
     return len(os.listdir("/proc/self/fd"))
 
 
@@ -51,7 +51,7 @@ def test_message_and_descriptor_arrive_as_often_as_asked(path: Path, fd: int) ->
 
 def test_a_peer_that_leaves_with_a_short_message_is_no_failure(path: Path, fd: int, caplog: pytest.LogCaptureFixture) -> None:
     server = FdServer(path, message=b"manifest", fds=[fd])
-    for _ in range(300):  # a race: before the server is done with it, the peer has all and is gone
+    for _ in range(300):  # a race: the peer has everything and closes before the server is done with it
         os.close(fetch(path, timeout_s=5)[1][0])
     server.close()
     assert not caplog.records
@@ -168,7 +168,7 @@ def rogue(path: Path, answer: Callable[[socket.socket], object]) -> Iterator[Non
 
     def serve() -> None:
         peer, _ = listener.accept()
-        with peer, suppress(BrokenPipeError):  # who hangs up before the answer has seen enough
+        with peer, suppress(BrokenPipeError):  # a peer may hang up before the answer
             answer(peer)
 
     thread = threading.Thread(target=serve)
@@ -218,7 +218,7 @@ def test_a_server_that_hangs_is_left_in_time(path: Path, sent: bytes) -> None:
     assert time.monotonic() - started < limit_s(5)
 
 
-# --- another user's process; the kernel says whose it is, and here we are the one who is somebody else
+# --- a process of another user, as the kernel reports it; here this process pretends to have another uid
 
 
 def test_a_peer_of_another_user_gets_nothing(

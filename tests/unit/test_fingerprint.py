@@ -1,4 +1,4 @@
-"""Every way in which a parameter can move is seen."""
+"""Every way in which a parameter can move is detected."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_parameter_that_is_not_where_it_was_is_noticed(change: Callable[[Model
     assert Fingerprint(model).is_current()
 
 
-def test_what_holds_the_memory_of_parameters_notices_when_it_is_taken_away_all_the_same() -> None:
+def test_memory_taken_from_held_parameters_is_noticed() -> None:
     model = Model().requires_grad_(False)
     fingerprint = Fingerprint(model)
     move(model)

@@ -1,4 +1,4 @@
-"""Which requests the engine gets in which iteration of its loop."""
+"""Requests that the engine receives in each iteration of its loop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def batch(*ids: str) -> Any:
 
 
 class Receiver:
-    """What arrives in each iteration."""
+    """Arrivals by iteration."""
 
     def __init__(self, *arrivals: list[Any]) -> None:
         self._arrivals = deque(arrivals)

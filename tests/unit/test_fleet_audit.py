@@ -1,4 +1,4 @@
-"""The audit of a fleet's journal: clean for what a fleet writes, and each promise found broken where the journal is changed."""
+"""Audit of a fleet's journal: clean as written, and every broken promise found after a change."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_broken_promise_is_named(invariant: FleetInvariant, journal: Path, tmp
 def test_a_stage_before_another_node_ended_the_last_one_breaks_the_barrier(journal: Path, tmp_path: Path) -> None:
     changed = Path(shutil.copy(journal, tmp_path / "changed.sqlite"))
     with closing(sqlite3.connect(changed)) as db:
-        # Node 1's answer of LOAD_WEIGHTS tells that it is still where it was.
+        # Node 1's answer to LOAD_WEIGHTS says that it has not moved.
         first = "(SELECT min(id) FROM steps WHERE step = 'LOAD_WEIGHTS' AND node_rank = 1)"
         db.execute(f"UPDATE step_results SET place = 'LOAD_TRAINER' WHERE id = {first}")
         db.commit()
@@ -127,7 +127,7 @@ def test_a_node_that_cannot_follow_the_decision_ends_the_fleet(tmp_path: Path) -
         assert isinstance(error, FleetEnded)
         assert fleet.ended is error
         assert error.metadata["node_rank"] == "1"
-        assert fleet.serving() == set()  # the other waits for it at OFFLOAD
+        assert fleet.serving() == set()  # the other node waits for it at OFFLOAD
         await fleet.close()
 
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:

@@ -1,4 +1,4 @@
-"""`tasuki fleet up` before anything starts: where [fleet] comes from, and what is refused."""
+"""Checks of `tasuki fleet up` before anything starts: the source of [fleet], and refusals."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_a_trainer_that_does_not_reach_the_other_nodes_asks_for_another_attempt(
 
 def test_the_state_of_a_fleet_whose_node_does_not_run_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = read(tmp_path, node_rank=0)
-    for is_left_behind in (False, True):  # by a node that ran there
+    for is_left_behind in (False, True):  # left by an earlier node there
         if is_left_behind:
             config.state_dir.mkdir()
             save_config(config, config_path(config.state_dir))

@@ -1,4 +1,4 @@
-"""The place of a node in its fleet, as the variables of a scheduler tell it."""
+"""A node's rank and peers in its fleet, from a scheduler's environment variables."""
 
 from __future__ import annotations
 

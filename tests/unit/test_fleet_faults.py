@@ -1,6 +1,6 @@
-"""A fleet in foul weather: every message cut, every process killed, every journal write interrupted; never two versions that serve.
+"""A fleet under faults: every message lost, every process killed, every journal write interrupted; never are two versions served.
 
-Here a sample of the places and seeds, in `make chaos` all of them.
+`make test` runs a sample of the fault points and seeds, `make chaos` all of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.unit.virtual_time import VirtualTimeLoop
 
 NUM_SEEDS, NUM_CHUNKS, NUM_STEPS = (150, 15, 3) if IS_WHOLE else (6, 3, 2)
 STRIDE = 1 if IS_WHOLE else 11
-"""Of the places of the grid one in so many."""
+"""Runs one in STRIDE of the fault points."""
 POINTS = ("intend", "intended", "begin", "begun", "end", "ended", "note", "noted", "decide", "decided")
 
 
@@ -32,7 +32,7 @@ def in_virtual_time(work: Callable[[], Awaitable[FleetAudit]]) -> FleetAudit:
 
 
 async def reach(fleet: SimulatedFleet, phase: Phase, request_id: str) -> None:
-    """As a user does who asks again after an error."""
+    """Repeats the request after an error, as a user does."""
     for attempt in range(50):
         error = await fleet.acquire(phase, f"{request_id} {attempt}")
         if error is None:
@@ -50,7 +50,7 @@ async def round_trip(fleet: SimulatedFleet, step: int) -> None:
 
 
 class At:
-    """One fault, at the message of that number."""
+    """Injects one fault, at the message with this number."""
 
     def __init__(self, place: int, fault: FleetFault) -> None:
         self._place, self._fault, self._number = place, fault, 0
@@ -74,7 +74,7 @@ async def once(place: int, fault: FleetFault) -> tuple[FleetAudit, int]:
 
 
 NUM_MESSAGES = 22
-"""Of a round trip of two nodes in fair weather: for each node a look on either way, and nine stages."""
+"""Messages of a fault-free round trip of two nodes: per node, one look in each direction and nine stages."""
 
 
 def test_a_round_trip_takes_so_many_messages() -> None:
@@ -126,7 +126,7 @@ def test_a_write_that_is_cut_off_leaves_one_version_and_the_way_on(point: str, i
 
 
 async def simulate(seed: int) -> FleetAudit:
-    """A few rounds with one message in ten or so going wrong, and the fleet dying at a write now and then."""
+    """Runs a few rounds in which about one message in ten fails, and the fleet sometimes dies at a write."""
     draw = random.Random(seed)
     share, is_calm = draw.choice((0.03, 0.1, 0.2)), False
 

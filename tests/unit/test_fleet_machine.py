@@ -1,6 +1,6 @@
-"""Hypothesis asks a fleet for anything in any order, while messages, nodes and the fleet fail: never two versions that serve.
+"""Hypothesis sends a fleet any requests in any order while messages, nodes and the fleet fail; never are two versions served.
 
-What is served is looked at whenever a node begins to serve; at the end every journal is audited.
+The served version is checked whenever a node begins to serve; at the end every journal is audited.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class FleetMachine(RuleBasedStateMachine):
                 shutil.rmtree(self.folder)
 
     async def _end(self) -> None:
-        """In fair weather the fleet comes to either phase, unless it has ended."""
+        """Checks that without faults the fleet reaches either phase, unless it has ended."""
         self.faults = []
         if self.fleet.ended is None:
             for phase in (Phase.ROLLOUT, Phase.TRAIN):

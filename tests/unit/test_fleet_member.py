@@ -1,4 +1,4 @@
-"""Which nodes a fleet takes: same version, configuration, GPUs and model, each rank once, one attempt of the job."""
+"""Conditions for joining a fleet: same version, configuration, GPUs, model and attempt of the job, and each rank once."""
 
 from __future__ import annotations
 

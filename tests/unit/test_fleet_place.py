@@ -1,4 +1,4 @@
-"""What is refused before a node of a fleet starts, or a run on it: its addresses, its certificate, the run's output folder."""
+"""Refusals before a node of a fleet, or a run on it, starts: its addresses, its certificate, the run's output folder."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_an_output_folder_in_which_no_node_may_write_is_refused_by_key(tmp_path:
     check_place(node(tmp_path, *PORTS, table=table))
     check_place(node(tmp_path, *PORTS, f'paths.write=["{tmp_path}"]', table=table))
     elsewhere = ('paths.write=["/elsewhere"]',)
-    check_place(node(tmp_path, *elsewhere, "fleet.leader=127.0.0.1:29400", table=table))  # over sockets, which write anywhere
+    check_place(node(tmp_path, *elsewhere, "fleet.leader=127.0.0.1:29400", table=table))  # sockets: any folder
     with pytest.raises(
         InvalidArgument, match=f"{key}.output_dir: .*below no folder of paths.write.*start all nodes with"
     ) as refused:

@@ -1,4 +1,4 @@
-"""What a fleet tells of its trainers as one."""
+"""State of a fleet's trainers, merged into one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pool of a GPU, as far as a machine without one can tell: who preloads what, and a maker that fails."""
+"""GPU pools, as far as they can be tested without a GPU: processes that preload the library, and an allocation that fails."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_node_whose_gpu_has_no_driver_says_why_it_has_no_pool(tmp_path: Path) 
 
 
 def h200s(**trainer: Any) -> Plan:
-    """A node of 7B on two GPUs of 141 GB, of whose memory its plan takes almost all."""
+    """A node of a 7B model on two GPUs of 141 GB, whose plan takes almost all of their memory."""
     given = {"state_dir": "s", "device": "cuda", "model": {"path": "m"}, "memory": {"pool": True}}
     config = NodeConfig.model_validate({**given, "trainer": {"num_ranks": 2, **trainer}, "rollout": {"kv_tokens": "most"}})
     return plan(node_layout(config, MODELS["qwen2.5-7b"], gpu_bytes=141 * GB, host_bytes=2000 * GB))
@@ -75,7 +75,7 @@ def h200s(**trainer: Any) -> Plan:
 
 def test_a_pool_takes_all_of_an_empty_gpu_but_contexts_also_where_the_plan_fills_it() -> None:
     for planned in (h200s(), h200s(micro_batch_tokens=300_000)):
-        context = GB // 2  # of the process that makes the pool
+        context = GB // 2  # of the process that creates the pool
         size = gpu_pool_bytes(planned, 0, free_bytes=141 * GB - context, read_processes=no_processes)
         outside = planned.stage(Phase.TRAIN).gpus[0][Part.CONTEXTS] + planned.layout.overheads.margin
         assert 141 * GB - context - outside - GPU_CHUNK_BYTES < size <= 141 * GB - context - outside

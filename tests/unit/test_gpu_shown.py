@@ -1,4 +1,4 @@
-"""A node on GPUs where there are none is told so, before anything of it is started."""
+"""A node configured for GPUs on a machine without any: the error comes before anything starts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def node(tmp_path: Path) -> Path:
 
 
 def refused(node: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line of `tasuki up` on CUDA, which has not begun a node."""
+    """Runs `tasuki up` on CUDA and returns its one-line error; no node was started."""
     assert main(["up", str(node), "--set", 'device="cuda"']) == 2
     assert not (node.parent / "node").exists()
     said = capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What a stage without room is refused with."""
+"""Errors of stages that lack room."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_what_follows_a_resume_is_not_needed_before_it() -> None:
         return ServiceUsage((replace(tag, following_bytes=9 * GB),), ())
 
     assert taken_by(Stage.RESUME_KV, cache(0)) == {"cuda:0": GB}
-    # A drain that is taken back: what has grown is there.
+    # Undo of a drain: memory that has grown is still mapped.
     assert taken_by(Stage.RESUME_KV, cache(4 * GB)) == {}
 
 

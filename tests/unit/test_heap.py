@@ -1,4 +1,4 @@
-"""What the garbage collector no longer visits: imports before a fork, and what a start made."""
+"""Objects frozen for the garbage collector: imports before a fork, and objects made at a service's start."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ assert gc.collect() == 0, "garbage was frozen"
 
 def test_nothing_is_collected_meanwhile_and_what_was_made_is_frozen(tmp_path: Path) -> None:
     (tmp_path / "imported_before_forks.py").write_text(IMPORTED)
-    # In another process: what is frozen here would stay frozen.
+    # In another process: objects frozen here would stay frozen.
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, tmp_path], env=ENVIRONMENT, capture_output=True, text=True, check=False
     )

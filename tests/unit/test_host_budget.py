@@ -1,4 +1,4 @@
-"""A budget of a CPU's memory is reckoned in whole chunks, and what it does not hold is refused before anything is begun."""
+"""A budget of host memory counts whole chunks; a node that does not fit is refused before anything starts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_of(model: Path, *, budget_bytes: int) -> NodeConfig:
-    """A node whose parameters are published where they are: but for those below 2 KiB, which are in no arena."""
+    """A node that publishes its parameters in place, except those below 2 KiB, which are in no arena."""
     return NodeConfig(
         state_dir=Path("/nowhere"),
         device="cpu",
@@ -50,7 +50,7 @@ def config_of(model: Path, *, budget_bytes: int) -> NodeConfig:
 
 
 class Trainer:
-    """Its three tags, of one chunk each on two ranks; rollout sleeps."""
+    """The trainer's three tags, with one chunk each on two ranks; rollout sleeps."""
 
     async def usage(self, service: Service, *, skip_torch_cache: bool = False) -> ServiceUsage:
         sizes = {MemoryTag.WEIGHTS: 2 * MIB, MemoryTag.GRADIENTS: 2 * MIB, MemoryTag.OPTIMIZER: 2 * MIB}

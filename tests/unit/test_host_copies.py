@@ -1,4 +1,4 @@
-"""Copies of what leaves: taken before the first pause, and made again only of what may have changed."""
+"""Host copies of paused memory: made before the first pause, and repeated only for bytes that may have changed."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_frozen_parameter_is_copied_to_the_host_once_and_comes_back_every_time
         assert memory.pause([MemoryTag.WEIGHTS]).num_bytes > 0
         memory.resume([MemoryTag.WEIGHTS])
         assert bool((local_of(base) == 1.0).all() and (local_of(adapter) == turn).all())
-    # Whoever breaks the promise sees that it was relied on.
+    # If the promise is broken, the old copy comes back.
     local_of(base).fill_(9.0)
     memory.pause([MemoryTag.WEIGHTS])
     memory.resume([MemoryTag.WEIGHTS])
@@ -108,7 +108,7 @@ def test_what_is_copied_leaves_at_a_request_where_the_kv_cache_grows(mesh: Devic
         while any(one.is_leaving for one in usage().values()):
             assert time.monotonic() < deadline
         assert not any(one.mapped_bytes for one in usage().values())
-        # A second pause, and a resume in the middle, find it as it is.
+        # A second pause, and a resume in the middle, find it unchanged.
         assert memory.pause(BOTH).num_bytes == 0
         assert memory.resume(BOTH).num_bytes == 4 * MIB
         memory.wait_for_content()
@@ -150,7 +150,7 @@ def test_an_address_in_no_arena_is_not_frozen() -> None:
 
 
 def growing(mesh: DeviceMesh, folder: Path, **settings: Any) -> tuple[TrainerMemory, list[torch.Tensor]]:
-    """Memory beside a KV cache that grows, and the tensors in it."""
+    """Memory beside a growing KV cache, with its tensors."""
     choice = ExportChoice(of_parameters=False, stays=True)
     staying = Staying(room_signal=RoomSignal(folder / "room-request"))
     memory = TrainerMemory(mesh, choice, staying=staying, **settings)
@@ -181,7 +181,7 @@ def test_an_answer_tells_what_leaves_later_and_the_next_one_what_has_left(mesh: 
     ]
     assert all(one.seconds > 0 and one.end_time <= time.time() for one in resumed.ended)
     assert not resumed.begun, "a CPU's content is back with the answer"
-    # The second time it leaves when asked, and nobody asks.
+    # The second time it is released on request, and nobody asks.
     assert memory.pause(BOTH).begun == paused.begun
     assert pending(memory) == dict.fromkeys(BOTH, 2 * MIB)
     assert [(one.tag, one.num_bytes, one.seconds) for one in memory.resume(BOTH).ended] == [
@@ -191,7 +191,7 @@ def test_an_answer_tells_what_leaves_later_and_the_next_one_what_has_left(mesh: 
     memory.close()
 
 
-def test_what_has_left_returns_where_room_is_offered_and_leaves_again_without_a_copy(mesh: DeviceMesh, tmp_path: Path) -> None:
+def test_state_returns_when_room_is_offered_and_leaves_again_without_a_copy(mesh: DeviceMesh, tmp_path: Path) -> None:
     signal = RoomSignal(tmp_path / "room-request")
     memory, tensors = growing(mesh, tmp_path)
     address = local_of(tensors[0]).data_ptr()
@@ -215,7 +215,7 @@ def test_what_has_left_returns_where_room_is_offered_and_leaves_again_without_a_
     memory.wait_for_content()
     assert local_of(tensors[0]).data_ptr() == address
     assert bool((local_of(tensors[0]) == 3.0).all() and (tensors[1] == 4.0).all())
-    # What training writes then is copied by the next pause.
+    # Later writes of training are copied by the next pause.
     local_of(tensors[0]).fill_(5.0)
     assert memory.pause(BOTH, makes_room=True).num_bytes == 4 * MIB
     memory.resume(BOTH)

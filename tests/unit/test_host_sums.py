@@ -1,4 +1,4 @@
-"""Copies and checksums that csrc makes of host memory: the same as torch's copies and Python's checksum."""
+"""Copies and checksums of host memory in csrc give the same as torch's copies and Python's checksum."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DTYPES = [torch.uint8, torch.bfloat16, torch.float16, torch.float32, torch.int64
 
 
 def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, *, seed: int) -> torch.Tensor:
-    """Every bit pattern is possible, those of NaN as well."""
+    """Draws any bit pattern, including those of NaN."""
     generator = torch.Generator().manual_seed(seed)
     num_bytes = torch.empty(shape, dtype=dtype).nbytes
     bits = torch.randint(256, (max(1, num_bytes),), dtype=torch.uint8, generator=generator)
@@ -25,7 +25,7 @@ def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, *, seed: int) -> t
 
 
 def bits(view: torch.Tensor) -> bytes:
-    # A copy of one element may keep the stride that it had.
+    # A copy of one element may keep its earlier stride.
     flat = torch.empty(view.numel(), dtype=view.dtype)
     flat.view(view.shape).copy_(view)
     return flat.view(torch.uint8).numpy().tobytes()

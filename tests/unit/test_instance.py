@@ -1,4 +1,4 @@
-"""The name of a node's start: one for each start, and none when no node runs."""
+"""Instance id of a node: one per start, and none while no node runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_each_start_has_a_name_of_its_own_while_it_holds_the_lock(tmp_path: Path
             assert not is_free(Path(told.lock_path))
             names.append(told.id)
         assert is_free(Path(told.lock_path))
-        assert read_instance(tmp_path) == Instance()  # killed: its file is still there
+        assert read_instance(tmp_path) == Instance()  # killed, so its file is left
     assert len(set(names)) == 2
     assert all(names)
 

@@ -1,4 +1,4 @@
-"""Calls on their way into the engine: whose turn it is, what waits, and how a call ends. The engine is a list of what it was given."""
+"""Calls on their way into the engine: their order, their waits, and their ends. The engine is a list of the requests given."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOM = 2 * AT_ONCE
 
 @dataclass
 class Engine:
-    """Holds what it gets until the test ends it."""
+    """Holds requests until the test ends them."""
 
     running: list[tuple[Call, int]] = field(default_factory=list)
     refuses: str = ""
@@ -92,7 +92,7 @@ async def test_the_loop_turns_between_two_parts() -> None:
 
 
 async def test_the_samples_of_a_usual_step_go_in_one_part() -> None:
-    """The engine begins with what it has: parts that arrive one by one would be batched by the speed of this process."""
+    """Parts of a call reach the engine together: one by one, their batching would depend on this process's speed."""
     call = call_of(1024)
     assert call.take()[0] == 0
     assert call.num_waiting == 0

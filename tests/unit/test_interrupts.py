@@ -1,4 +1,4 @@
-"""Ctrl-C at any bytecode of a waiting call leaves nothing locked: the next call is answered, and the client can be closed."""
+"""Ctrl-C at any bytecode of a waiting call leaves no lock held: the next call is answered, and the client can be closed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests.conftest import ENVIRONMENT
 
-# In a separate process, since a lock that stays taken blocks it forever.
+# In a separate process, since a lock that stays held blocks it forever.
 INTERRUPTED = """
 import sys
 from types import FrameType

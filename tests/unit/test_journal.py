@@ -1,4 +1,4 @@
-"""What was acknowledged is on disk, what was not is visible as unknown."""
+"""Acknowledged entries are on disk; unacknowledged ones show as unknown."""
 
 from __future__ import annotations
 

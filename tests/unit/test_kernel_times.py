@@ -1,4 +1,4 @@
-"""Times of a device's kernels: sums by group, and what nothing hides."""
+"""Times of a device's kernels: sums by group, and exposed time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_times_are_of_the_whole_span_and_count_overlaps_once() -> None:
         ]
     )
     assert (times.span, times.idle) == (6.0, 1.0)
-    assert times.exposed_nccl == pytest.approx(1.5)  # from 3 to 5, less the copy
+    assert times.exposed_nccl == pytest.approx(1.5)  # from 3 to 5, minus the copy
     assert times.groups == {"GEMM": 3.0, "NCCL": 3.0, "copies": 0.5}
     assert times.dearest["nvjet_tst_256x128"] == 3.0
 

@@ -1,4 +1,4 @@
-"""The growth of a KV cache over several ranks: they look when requests may need more than is served, and lack of memory is waited out."""
+"""Growth of a KV cache over several ranks: they check when requests may need more than is served, and wait while memory is short."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NUM_TOKENS, LEAST = 1600, 50
 
 
 class Room(RoomSignal):
-    """Counts what it is told."""
+    """Counts the calls it receives."""
 
     def __init__(self) -> None:
         self.num_requests = self.num_offers = 0
@@ -29,7 +29,7 @@ class Room(RoomSignal):
 
 
 class Ranks:
-    """Two replicas of one rank with a room each, in tokens; as GrowingCache does."""
+    """Two replicas of one rank, each with room for some tokens, which behave as GrowingCache."""
 
     def __init__(self, sizes: Sequence[int] = (NUM_TOKENS, NUM_TOKENS)) -> None:
         self.sizes = sizes
@@ -40,7 +40,7 @@ class Ranks:
         self.room = Room()
         self.while_looking: Callable[[], None] = lambda: None
         self.mapped_bytes = 0
-        """Of each rank, by the next look."""
+        """Bytes that each rank will have mapped by the next look."""
 
     async def grow_cache(self) -> list[CacheResult]:
         self.num_looks += 1

@@ -12,9 +12,9 @@ from torch.utils._pytree import tree_leaves
 from tasuki.algorithms import lm_head, lm_head_tiles, vocabulary_tiles
 from tests.lm_head_cases import make_case, relative_error
 
-# Of gradients, in norm. Those of bfloat16 are rounded once, and nothing before them is.
+# Relative error of gradients, in norm. Those of bfloat16 are rounded once, at the end.
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 3e-3}
-# One tile; many, of which the last is narrower.
+# One tile; many, the last of which is narrower.
 TILE_VALUES = (1 << 24, 1 << 15)
 
 
@@ -65,7 +65,7 @@ def test_strides_do_not_matter() -> None:
     results = lm_head.token_log_probs(hidden_NH, weight_VH, token_ids_N, temperature_N=temperature_N)
     for result, reference in zip(results, expected, strict=True):
         torch.testing.assert_close(result, reference)
-    # expand() has stride 0, as the gradient of a sum.
+    # expand() has stride 0, as has the gradient of a sum.
     gradients = torch.autograd.grad(results[0].sum(), (hidden_NH, weight_VH))
     references = torch.autograd.grad(expected[0], (case.hidden_NH, case.weight_VH), torch.ones(50))
     for result, reference in zip(gradients, references, strict=True):
@@ -82,7 +82,7 @@ def test_extreme_logits_leave_everything_finite() -> None:
         case.token_ids_N.fill_(700)
     results = case.results()
     for result, reference in zip(results, case.to(torch.float64).plain_results(), strict=True):
-        # Float32's steps at 1e4 are 0.001.
+        # The spacing of float32 at 1e4 is 0.001.
         torch.testing.assert_close(result, reference.float(), rtol=0, atol=0.02)
     assert all(gradient.isfinite().all() for gradient in case.gradients(results, (1.0, 0.5)))
 
@@ -101,7 +101,7 @@ def test_tokens_with_a_logit_of_minus_infinity_count_nothing() -> None:
     )
     torch.testing.assert_close(log_probs_N, expected[0])
     torch.testing.assert_close(entropy_N, expected[1])
-    # To the weight; the hidden states' gradient has a factor of minus infinity.
+    # Gradient of the weight; that of the hidden states has a factor of minus infinity.
     result = torch.autograd.grad(entropy_N.sum(), case.weight_VH)[0]
     reference = torch.autograd.grad(expected[1].sum(), kept.weight_VH)[0]
     torch.testing.assert_close(result, reference)
@@ -138,7 +138,7 @@ def test_tied_weights_get_the_sum_of_both_gradients() -> None:
 
 
 class Operations(TorchDispatchMode):
-    """The most elements that a result had, and the number of matrix products."""
+    """Returns the size of the largest result in elements, and the number of matrix products."""
 
     def __init__(self) -> None:
         super().__init__()

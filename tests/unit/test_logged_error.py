@@ -1,4 +1,4 @@
-"""What is shown of the log of a service that ended."""
+"""Excerpt of an ended service's log that is shown to the user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is kept beside a checkpoint, and which checkpoint counts."""
+"""State saved beside a checkpoint, and the choice of the checkpoint to resume."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_newest_is_that_of_the_latest_step_and_one_without_its_file_is_passe
     assert newest_checkpoint(tmp_path / "nowhere") is None
     assert newest_checkpoint(tmp_path) is None
     checkpoint(tmp_path, 999_998)
-    latest = checkpoint(tmp_path, 1_000_008)  # of a longer name
+    latest = checkpoint(tmp_path, 1_000_008)  # with a longer name
     (tmp_path / "version-1000020").mkdir()
     found = newest_checkpoint(tmp_path)
     assert found is not None
@@ -69,7 +69,7 @@ def test_a_checkpoint_is_named_by_its_version_and_by_its_step_where_that_one_is_
     assert checkpoint_path(tmp_path, Step(9, policy_version=4, num_policy_steps=1)) == tmp_path / "version-000005"
 
 
-def test_what_is_wrong_with_an_older_one_is_in_nobodys_way(tmp_path: Path):
+def test_a_damaged_older_checkpoint_does_not_matter(tmp_path: Path):
     (checkpoint(tmp_path, 3) / LOOP_FILE).write_text("")
     latest = checkpoint(tmp_path, 6)
     found = newest_checkpoint(tmp_path)

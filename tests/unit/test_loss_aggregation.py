@@ -1,4 +1,4 @@
-"""Weights of tokens against the means that they represent, and over any cut of the samples."""
+"""Token weights against the means that they stand for, over any cut of the samples."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CONFIGS = [
 
 
 def _aggregated(losses: list[list[float]], masks: list[list[int]], aggregation: Aggregation) -> float:
-    """The definitions, in loops."""
+    """Computes the means by their definitions, in loops."""
     sums = [sum(x * m for x, m in zip(loss, mask, strict=True)) for loss, mask in zip(losses, masks, strict=True)]
     counts = [sum(mask) for mask in masks]
     num_counted = sum(count > 0 for count in counts)

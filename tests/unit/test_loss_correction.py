@@ -24,7 +24,7 @@ CORRECTIONS = [
 
 
 def _reference(correction: Correction, log_ratios: list[float], counted: list[int]) -> dict[int, float]:
-    """Weights of a sequence's counted tokens."""
+    """Weights of a sequence's counted tokens, by definition."""
     total = sum(log_ratios[t] for t in counted)
     weights = {}
     for t in counted:

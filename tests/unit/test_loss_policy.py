@@ -32,7 +32,7 @@ LOSSES = [loss for loss in EXAMPLES if not isinstance(loss, ValueLoss)]
 
 
 def _token(loss: Loss, *, log_prob: float, ratio: float, advantage: float) -> tuple[float, float]:
-    """Loss of a token and its derivative by the token's log-probability."""
+    """Loss of a token and its derivative with respect to the token's log-prob."""
     match loss:
         case PpoLoss() | GspoLoss():
             clipped = min(max(ratio, 1 - loss.clip_low), 1 + loss.clip_high)
@@ -62,7 +62,7 @@ def _token(loss: Loss, *, log_prob: float, ratio: float, advantage: float) -> tu
 
 
 def _reference(config: LossConfig, case: Case) -> tuple[float, list[float]]:
-    """The loss and its gradient by the definition, for an uncorrected loss without KL and entropy."""
+    """Loss and gradient by definition, without correction, KL and entropy."""
     log_probs, batch = case.log_probs_N.tolist(), case.batch
     old = {
         OldPolicy.CURRENT: log_probs,
@@ -111,7 +111,7 @@ def test_gspos_token_form_has_the_gradient_of_the_sequence_form(seed: int) -> No
     )
     case = random_case(config, seed=seed)
     advantages_N = case.batch.advantages_N
-    for span in case.spans:  # the sequence form needs one advantage for each sequence
+    for span in case.spans:  # the sequence form needs one advantage per sequence
         advantages_N[list(span)] = advantages_N[span.start].item() if len(span) else 0.0
     result = policy_loss(config, log_probs_N=case.log_probs_N, entropy_N=case.entropy_N, batch=case.batch).loss
     losses = []

@@ -1,4 +1,4 @@
-"""Parts of a loss add up over any cut of the samples, with their gradients and metrics; and the edges."""
+"""Parts of a loss add up over any cut of the samples, with their gradients and metrics; edge cases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranges of the losses' settings, and what each loss needs from a sample."""
+"""Ranges of the losses' settings, and the fields that each loss needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loss of a call on the wire: every setting that a client can make arrives, and what is not set takes its default."""
+"""Loss of a call on the wire: every setting arrives, and unset ones take their defaults."""
 
 from __future__ import annotations
 

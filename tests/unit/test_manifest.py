@@ -1,4 +1,4 @@
-"""The layout of an arena, and which received manifests are refused."""
+"""Layout of an arena, and refusals of received manifests."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ SHAPE = (7, 4)
 
 
 def ranks(*boxes: Box, shape: tuple[int, ...] = SHAPE) -> list[Manifest]:
-    """Of ranks that hold one box each; one with an empty box has no entry."""
+    """Manifests of ranks that hold one box each; an empty box has no entry."""
     return [
         lay_out([Entry("a", "bfloat16", shape, box.offsets, box.sizes)] if box.numel else [], rank=rank, num_ranks=len(boxes))
         for rank, box in enumerate(boxes)

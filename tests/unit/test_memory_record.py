@@ -1,4 +1,4 @@
-"""Memory over time: what the coordinator writes down, and what the dashboard makes of it with the journal and the plan."""
+"""Memory over time: the coordinator's records, and the dashboard's view of them with the journal and the plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every method that a server has is in the table of roles, and no other."""
+"""The table of roles has every method of the servers, and no other."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ALL = {**METHODS, **standard_methods()}
 
 
 def described() -> list[MethodDescriptor]:
-    """The methods of all services of tasuki.v1, also of files that the table does not import."""
+    """All methods of tasuki.v1 services, including files that the table does not import."""
     names = [module.name for module in pkgutil.iter_modules(tasuki.v1.__path__) if module.name.endswith("_pb2")]
     files = [importlib.import_module(f"tasuki.v1.{name}").DESCRIPTOR for name in names]
     return [method for file in files for service in file.services_by_name.values() for method in service.methods]

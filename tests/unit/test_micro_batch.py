@@ -1,4 +1,4 @@
-"""Tensors of a micro-batch: sequences without padding, and what the loss has for each completion token."""
+"""Tensors of a micro-batch: sequences without padding, and the loss's inputs for each completion token."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_parts_of_the_tokens_make_up_the_whole() -> None:
         token_batch(SAMPLES, device=CPU),
         [token_batch(SAMPLES, device=CPU, part=SequencePart(i, 4)) for i in range(4)],
     )
-    # Six tokens, and two dummies after them, in a sequence that nothing is predicted from.
+    # Six tokens and then two dummies, in a sequence from which nothing is predicted.
     assert [part.input_ids_T.tolist() for part in parts] == [[1, 2], [3, 4], [7, 8], [0, 0]]
     assert [part.position_ids_T.tolist() for part in parts] == [[0, 1], [2, 3], [0, 1], [0, 1]]
     assert [part.places_N.tolist() for part in parts] == [[1], [0, 1], [0, 1], []]

@@ -1,4 +1,4 @@
-"""The plan of micro-batches: every sample once, within the cap, and even over ranks in lock step."""
+"""Plan of micro-batches: every sample once, within the cap, balanced over ranks in lock step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.bench.micro_batches import LENGTHS, RANKS, ideal_cost, packed_cost, p
 
 QWEN = sample_cost(Model(shape=MODELS["qwen2.5-7b"], attention=full_attention(MODELS["qwen2.5-7b"])))
 CAP = 40
-# The longest and the shortest often: they fill micro-batches in tokens long before they are even in cost.
+# The longest and shortest often: they fill micro-batches by tokens long before these are even in cost.
 LENGTHS_OF_CALLS = st.integers(1, CAP) | st.sampled_from([1, 2, CAP // 2, CAP])
 SAMPLES = LENGTHS_OF_CALLS.flatmap(lambda length: st.tuples(st.just(length), st.integers(1, length)))
 CALLS = st.fixed_dictionaries(
@@ -54,7 +54,7 @@ def test_a_plan_holds_every_sample_once_within_the_cap_and_as_many_micro_batches
     assert len(plan) == call["num_ranks"]
     assert len({len(rank) for rank in plan}) == 1
     assert max(sum(lengths[index] for index in part) for rank in plan for part in rank) <= cap
-    # No two of the fewest would fit into one, so they are more than half full on average.
+    # No two of the emptiest would fit into one, so they are more than half full on average.
     assert len(plan[0]) <= -(-(2 * sum(lengths) // cap + 1) // call["num_ranks"])
 
 
@@ -76,7 +76,7 @@ def test_the_kth_micro_batches_are_even_or_no_exchange_of_two_samples_lowers_the
             continue
         for other in set(range(len(step))) - {dear}:
             for given_index in step[dear]:
-                for taken_index in (*step[other], -1):  # the last is no sample
+                for taken_index in (*step[other], -1):  # the last entry is not a sample
                     shift, moved = flops[given_index] - flops[taken_index], tokens[given_index] - tokens[taken_index]
                     fits = sum(tokens[index] for index in step[other]) + moved <= cap
                     fits &= sum(tokens[index] for index in step[dear]) - moved <= cap
@@ -115,7 +115,7 @@ def test_a_step_costs_little_more_than_the_ideal(name: str, num_ranks: int) -> N
         lengths, flops = drawn.lengths.tolist(), drawn.flops(QWEN)
         completions = drawn.completions.tolist()
         plan = plan_micro_batches(lengths, completions=completions, num_ranks=num_ranks, max_tokens=each.max_tokens, cost=QWEN)
-        # No plan can be cheaper than this.
+        # Lower bound of every plan.
         least = max(ideal_cost(flops, num_ranks=num_ranks), max(flops))
         assert packed_cost(plan, flops) <= bound * least
         padded = padded_snake_plan(lengths, num_ranks=num_ranks, max_tokens=each.max_tokens)
@@ -142,14 +142,14 @@ def test_a_batch_that_fits_is_one_micro_batch_for_each_rank() -> None:
 
 
 def test_a_long_sample_s_round_leaves_samples_for_every_other_micro_batch() -> None:
-    """21 and 10 tokens fit beside the 40, and one of the other two micro-batches would then be empty."""
+    """21 and 10 tokens fit beside the 40, which would leave one of the other two micro-batches empty."""
     cost = SampleCost(linear=0.01, quadratic=1.0)
     plan = plan_micro_batches([40, 21, 21, 10], num_ranks=2, max_tokens=40, cost=cost)
     assert [[len(part) for part in rank] for rank in plan] == [[1, 1], [1, 1]]
 
 
 def test_short_samples_beside_a_long_one_stay_within_the_cap() -> None:
-    """A hundred of one token cost less than one of 40, and have no room in one micro-batch."""
+    """A hundred samples of one token cost less than one of 40, but do not fit into one micro-batch."""
     cost = SampleCost(linear=0.01, quadratic=1.0)
     lengths = [40, *[1] * 100]
     plan = plan_micro_batches(lengths, num_ranks=2, max_tokens=40, cost=cost)
@@ -162,7 +162,7 @@ def test_fewer_samples_than_ranks_are_one_for_each_of_the_first() -> None:
 
 
 def test_short_samples_are_beside_each_other_while_a_long_one_runs() -> None:
-    """One that fills its micro-batch shares the step with the others' fullest, not with their average."""
+    """A sample that fills its micro-batch runs beside the fullest of the others, not their average."""
     cost = SampleCost(linear=1.0, quadratic=0.0)
     plan = plan_micro_batches([16, *[1] * 24], num_ranks=2, max_tokens=16, cost=cost)
     assert costs_of(plan, [16.0, *[1.0] * 24]) == [[16, 16], [4, 4]]

@@ -1,4 +1,4 @@
-"""MLPs in tiles: every family's results and gradients, and what is kept of them."""
+"""Tiled MLPs: every family's results and gradients, and the tensors kept for backward."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_nothing_inside_an_mlp_is_kept() -> None:
         with kept_bytes(policy.parameters()) as kept:
             policy(batch)
         sizes.append(sum(kept.values()))
-    # In two layers, and each tile's input beside them.
+    # In two layers, with the input of each tile.
     inside, hidden = 4 * 96 * 4, 64 * 4
     assert sizes[0] - sizes[1] >= 2 * sum(LENGTHS) * (inside - hidden)
 

@@ -1,4 +1,4 @@
-"""A model's shapes out of its config.json, and what is said of one that is not understood."""
+"""A model's shape from its config.json, and errors for unknown ones."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a family says of a model against the module that transformers makes, and what is refused by name."""
+"""A family's description of a model against the module in transformers, and refusals by name."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def module_of(kind: str, *, device: str = "meta", **changes: Any) -> PreTrainedM
 
 
 def table_of(module: PreTrainedModel, **changes: Any) -> dict[str, Any]:
-    """A config.json of the module."""
+    """Returns a config.json for the module."""
     return module.config.to_dict() | {"architectures": [type(module).__name__]} | changes
 
 
@@ -81,7 +81,7 @@ SCORED = [torch.tensor([3, 17, 45, 9, 88, 61, 17, 30, 29, 101, 7, 12]), torch.te
 
 
 def scores(policy: Policy) -> torch.Tensor:
-    """Log-probs of every token but each first, of both sequences in one batch; 0.7 divides the logits."""
+    """Log-probs of all tokens but the first, for both sequences in one batch; logits are divided by 0.7."""
     lengths = torch.tensor([len(tokens) - 1 for tokens in SCORED])
     positions = torch.cat([torch.arange(length) for length in lengths])
     batch = TokenBatch(
@@ -99,7 +99,7 @@ def scores(policy: Policy) -> torch.Tensor:
 
 
 def plain_scores(module: PreTrainedModel) -> torch.Tensor:
-    """The same by transformers alone, sequence by sequence."""
+    """Log-probs by transformers alone, one sequence at a time."""
     parts = []
     for tokens in SCORED:
         with torch.no_grad():
@@ -109,14 +109,14 @@ def plain_scores(module: PreTrainedModel) -> torch.Tensor:
 
 
 def loaded(kind: str) -> PreTrainedModel:
-    """With weights that tell, and transformers' own attention."""
+    """Loads a model with large weights and transformers' own attention."""
     module = make_model(kind, seed=7)
     module.set_attn_implementation("eager")
     return module.eval()
 
 
 def policy_of(module: PreTrainedModel, **settings: float | None) -> Policy:
-    """With the trainer's attention, as it is on a CPU, and with the trainer's head in the place of the module's."""
+    """Builds the policy with the trainer's attention, as on a CPU, and the trainer's head instead of the module's."""
     attention = PackedAttention(PaddedSequences.of, model_of(module).attention)
     module.set_attn_implementation(IMPLEMENTATION)
     return Policy(module, attention=attention, **settings)
@@ -131,7 +131,7 @@ def test_a_policy_scores_as_transformers_and_a_poisoned_buffer_shows(kind: str) 
     torch.testing.assert_close(scores(policy), expected, rtol=1e-5, atol=1e-5)
     for name in model.buffers():
         if name.endswith("original_inv_freq"):
-            continue  # the copy that "dynamic" and "longrope" go back to
+            continue  # the copy to which "dynamic" and "longrope" return
         buffer = module.get_buffer(name)
         right = buffer.clone()
         buffer.mul_(1.5)
@@ -213,7 +213,7 @@ def test_keys_that_compute_nothing_are_accepted(kind: str) -> None:
     assert read_model(table_of(module, **notes)) == model_of(module)
 
 
-# Those that only some families have.
+# Keys of some families only.
 @pytest.mark.parametrize(
     ("kind", "key", "value"),
     [

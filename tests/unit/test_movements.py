@@ -1,4 +1,4 @@
-"""What goes on behind a stage is journalled with its result and with its end, and an audit finds what has not ended."""
+"""Movements behind a stage are journalled with its result and at their end; an audit finds those that never ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is read from NCCL's log. The lines are those of NCCL 2.28's format strings, with values of several kinds of network."""
+"""Facts from NCCL's log. Lines follow the format strings of NCCL 2.28, with values for several kinds of network."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_fleet_alone_has_an_interface_and_a_log(tmp_path: Path) -> None:
     fleet = FleetConfig(name="lab", num_nodes=2, node_rank=0, leader="node-a:1")
     on_eth0, alone = fleet.model_copy(update={"interface": "eth0"}), fleet.model_copy(update={"num_nodes": 1})
     assert socket_variables(on_eth0)["NCCL_SOCKET_IFNAME"] == "=eth0"  # not eth01
-    assert "NCCL_SOCKET_IFNAME" not in socket_variables(fleet)  # the user's, or NCCL's choice
+    assert "NCCL_SOCKET_IFNAME" not in socket_variables(fleet)  # set by the user, or chosen by NCCL
     assert socket_variables(alone)["NCCL_SOCKET_IFNAME"] == socket_variables(None)["NCCL_SOCKET_IFNAME"] == "lo"
     path = tmp_path / "50%" / "nccl0.log"
     assert nccl_log_variables(fleet, path=path) == {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": f"{tmp_path}/50%%/nccl0.log"}

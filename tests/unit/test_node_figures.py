@@ -1,4 +1,4 @@
-"""Figures of a run and of GPU time, as they are told to Prometheus."""
+"""Figures of a run and of GPU time, as exported to Prometheus."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def told(figures: RunFigures) -> dict[tuple[str, ...], float]:
 
 
 def run_of(folder: Path, *lines: str) -> RunFigures:
-    """Figures of a state folder whose run left these lines."""
+    """Figures of a state folder with these lines of a run."""
     (folder / "metrics.jsonl").write_text("".join(lines))
     training_output_path(folder).write_text(f"{folder}\n")
     return RunFigures(folder)

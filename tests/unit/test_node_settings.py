@@ -1,4 +1,4 @@
-"""`tasuki train` on a node that runs already: what its file says of the node must be so, and what it leaves out is the node's."""
+"""`tasuki train` on a running node: settings in its file must match the node's, and missing ones are taken from the node."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NODE = (
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """Of a node that runs with NODE, for as long as the test lasts."""
+    """Folder of a node that runs with NODE for the length of the test."""
     (tmp_path / "model").mkdir()
     (tmp_path / "rows.jsonl").write_text("")
     (tmp_path / "node.toml").write_text(NODE)

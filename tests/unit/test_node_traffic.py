@@ -1,4 +1,4 @@
-"""Bytes that cross nodes, against the arithmetic of two known models, and what `tasuki plan` says of them."""
+"""Traffic between nodes, against the arithmetic for two known models, and the report of `tasuki plan`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PORTS = [
 def test_gradients_of_a_7b_model_on_two_nodes_cross_once_in_float32() -> None:
     ours, half, fsdp = node_traffic(LAYOUT, num_nodes=2)
     num_parameters = LAYOUT.model.num_parameters
-    # Shards of FSDP2 are padded to equal size.
+    # FSDP2 pads shards to equal size.
     assert ours.num_bytes == pytest.approx(4 * num_parameters, rel=1e-3)
     assert half.num_bytes == pytest.approx(2 * num_parameters, rel=1e-3)
     assert fsdp.num_bytes == pytest.approx(4 * num_parameters, rel=1e-3)

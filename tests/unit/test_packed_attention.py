@@ -1,4 +1,4 @@
-"""Packed sequences through every family, and the attention under them, against transformers and against the formula."""
+"""Packed sequences through every family, and their attention, against transformers and the formula."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.extent import crossed
 from tests.models import CONFIGS, VOCAB_SIZE, make_model
 
 LENGTHS = (7, 20, 1, 12, 12, 65)
-"""Longer than the windows of tests.models, in two groups."""
+"""Lengths above the windows of tests.models, in two groups."""
 RUNGS = (Checkpointing.NONE, Checkpointing.ATTENTION, Checkpointing.FULL)
 
 
@@ -51,7 +51,7 @@ def pack(lengths: tuple[int, ...], *, seed: int = 0) -> TokenBatch:
 
 
 def policy_of(causal_lm: PreTrainedModel, *, checkpointing: Checkpointing = Checkpointing.NONE) -> Policy:
-    """Of a copy."""
+    """Builds a policy from a copy of the model."""
     causal_lm = deepcopy(causal_lm)
     causal_lm.set_attn_implementation(IMPLEMENTATION)
     replace_routers(causal_lm)
@@ -63,7 +63,7 @@ def policy_of(causal_lm: PreTrainedModel, *, checkpointing: Checkpointing = Chec
 
 
 def plain_log_probs(causal_lm: PreTrainedModel, batch: TokenBatch) -> Tensor:
-    """Each sequence by itself through transformers' own attention."""
+    """Runs each sequence by itself through transformers' own attention."""
     causal_lm.set_attn_implementation("eager")
     rows = [
         causal_lm(input_ids=batch.input_ids_T[first:end].unsqueeze(0), use_cache=False).logits.squeeze(0)
@@ -95,7 +95,7 @@ def test_a_token_changes_nothing_in_the_sequences_beside_it(kind: str) -> None:
         first, end = batch.cu_seqlens_S[1:3].tolist()
         batch.input_ids_T[first] = (batch.input_ids_T[first] + 1) % VOCAB_SIZE
         after_N = policy(batch)[0]
-    # Experts take their tokens in one product, whose rows depend on how many there are.
+    # Experts compute their tokens in one product, whose rows depend on their number.
     close = {"rtol": 1e-5, "atol": 1e-6} if "moe" in kind or kind == "mixtral" else {"rtol": 0, "atol": 0}
     torch.testing.assert_close(after_N[:first], before_N[:first], **close)
     torch.testing.assert_close(after_N[end:], before_N[end:], **close)
@@ -105,7 +105,7 @@ def test_a_token_changes_nothing_in_the_sequences_beside_it(kind: str) -> None:
 def attend_plainly(
     q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], *, window: int | None, softcap: float | None
 ) -> Tensor:
-    """By the formula, one sequence after the other."""
+    """Computes attention by its formula, one sequence after the other."""
     outs: list[Tensor] = []
     for q_L, k_L, v_L in zip(*(x.split(lengths) for x in (q, k, v)), strict=True):
         length, group = len(q_L), q.shape[1] // k.shape[1]

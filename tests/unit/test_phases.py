@@ -1,4 +1,4 @@
-"""The ring as a table, against a model of the two services that knows nothing of it."""
+"""The table of stages, against an independent model of the two services."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ UNDO = {Stage.LOAD_WEIGHTS: "LOADED", Stage.OFFLOAD: "LOADED", Stage.RESUME_WEIG
 
 
 class Services:
-    """Trainer and rollout by their own rules: what each may do next, and which memory that leaves mapped."""
+    """Trainer and rollout by their own rules: the stages each accepts next, and the memory that these leave mapped."""
 
     def __init__(self) -> None:
         self.trainer, self.rollout = "LOADED", "ASLEEP"
@@ -152,7 +152,7 @@ class Services:
 
 
 class AnySequenceOfStages(RuleBasedStateMachine):
-    """Stages asked for in any order, let through by the ring or refused, and taken back at any moment."""
+    """Requests stages in any order, allowed or refused by the table, and undoes them at any moment."""
 
     def __init__(self) -> None:
         super().__init__()

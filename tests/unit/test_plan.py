@@ -1,4 +1,4 @@
-"""The account of what a copy plan writes."""
+"""Account of the bytes that a copy plan writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tasuki plan`: its input, its answers, its picture."""
+"""`tasuki plan`: input, answers and picture."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ def test_a_nodes_configuration_is_planned_unchanged(node: Path, capsys: pytest.C
     served = next(stage for stage in planned["stages"] if stage["stage"] == "ROLLOUT")
     with_engine, without = served["gpus"]
     assert with_engine["kv_cache"] == planned["kv_cache"]["bytes"] and "kv_cache" not in without
-    # 0.5 of what contexts leave, weights included.
+    # 0.5 of the memory beside contexts, weights included.
     assert 38e9 < planned["kv_cache"]["bytes"] < 40e9
 
 
 def test_adapters_of_a_nodes_configuration_take_what_their_layers_say(node: Path, capsys: pytest.CaptureFixture[str]):
     def parts(*overrides: str) -> tuple[dict[str, int], dict[str, int]]:
-        """Of the first GPU, in training and after publishing."""
+        """Parts of the first GPU's memory, in TRAIN and after LOAD_WEIGHTS."""
         arguments = [argument for override in overrides for argument in ("--set", override)]
         assert (
             main(["plan", str(node), "--gpu-gb", "80", "--json", "--set", "device=cpu", "--set", "residency={}", *arguments])
@@ -74,7 +74,7 @@ def test_adapters_of_a_nodes_configuration_take_what_their_layers_say(node: Path
         stages = {stage["stage"]: stage["gpus"][0] for stage in json.loads(capsys.readouterr().out)["stages"]}
         return stages["TRAIN"], stages["LOAD_WEIGHTS"]
 
-    # Large enough for the differences to be more than a page.
+    # Large enough for differences above one page.
     larger = CONFIG | {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8}
     (node.parent / "model" / "config.json").write_text(json.dumps(larger))
     whole, published_whole = parts()
@@ -82,13 +82,13 @@ def test_adapters_of_a_nodes_configuration_take_what_their_layers_say(node: Path
     few, _ = parts("trainer.lora.rank=64", 'trainer.lora.target_modules=["q_proj"]')
     assert few["optimizer"] < every["optimizer"] < whole["optimizer"]
     assert few["gradients"] < every["gradients"] < whole["gradients"]
-    # They are published within the weights, or alone; then the engine's weights stay.
+    # Published within the weights or separately; the engine's weights then stay.
     assert published["export arena"] == published_whole["export arena"]
     assert "rollout weights" not in every
     beside_engine, alone = parts("trainer.lora.rank=64", "rollout.lora=adapter")
     assert alone["export arena"] < published["export arena"] / 4
     assert beside_engine["rollout weights"] > 0
-    # One base for both is counted once, as the engine's.
+    # A base shared by both is counted once, as the engine's.
     shared, also_alone = parts(
         "trainer.lora.rank=64", "rollout.lora=adapter", "trainer.lora.share_base=true", "trainer.num_ranks=1"
     )

@@ -1,4 +1,4 @@
-"""The planner's predictions: the facts it must reproduce, and what must hold of every plan."""
+"""Predictions of the planner: measured facts that it must reproduce, and invariants of every plan."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def tag_bytes(planned: Plan, stage: PlanStage, *parts: Part) -> float:
 
 
 def test_7b_trains_in_less_than_48_gb():
-    # 32,000 tokens: the budget that verl's documentation gives for training.
+    # 32,000 tokens: the training budget in verl's documentation.
     planned = plan(h200s("qwen2.5-7b", micro_batch_tokens=32_000, num_engines=8, kv_ratio=0.6))
     cached = tag_bytes(planned, Phase.TRAIN, Part.TORCH_CACHE, Part.ENGINE_STEP)
     assert 38 < planned.stage(Phase.TRAIN).gpu_bytes / GB - cached < 48
@@ -49,8 +49,8 @@ def test_7b_generates_in_80_to_115_gb(kv_ratio: float):
     assert 80 <= plan(h200s("qwen2.5-7b", num_engines=8, kv_ratio=kv_ratio)).stage(Phase.ROLLOUT).gpu_bytes / GB <= 115
 
 
-# GB on rank 0's GPU, as an H200's driver said (tests/bench/plan_gpu.py), by size, ranks and micro-batches of a step: a step's end, with the
-# export arena, asleep, awake again.
+# GB on rank 0's GPU, as an H200's driver reported (tests/bench/plan_gpu.py), by size, ranks and micro-batches of a step: end of a step,
+# with the export arena, asleep, awake again.
 MEASURED = {
     ("qwen2.5-0.5b", 2, 1): (9.977, 10.472, 2.289, 7.054),
     ("qwen2.5-1.5b", 2, 2): (21.654, 23.200, 3.421, 17.850),
@@ -66,7 +66,7 @@ def test_a_trainers_stages_are_predicted_within_5_percent_of_what_an_h200_showed
     assert [predicted[stage, "driver"] / GB for stage in plan_gpu.STAGES] == pytest.approx(measured, rel=0.05)
 
 
-# GB of rank 0's GPU after steps of 7B on two H200s, as the driver said (tests/bench/trainer_step_gpu.py), by what is kept for backward,
+# GB of rank 0's GPU after steps of 7B on two H200s, as the driver reported (tests/bench/trainer_step_gpu.py), by what is kept for backward,
 # tokens of a micro-batch, completion tokens of one, and ranks that share it.
 STEPS = {
     (Checkpointing.NONE, 12_288, 6057, 1): 129.72,
@@ -232,7 +232,7 @@ def test_no_more_than_two_groups_have_whole_gradients():
     layout = h200s("qwen2.5-7b")
     table, layer = 152_064 * 3584, sum(math.prod(shape) for shape in layout.model.layer(0).values())
     moments = step_moments(layout)
-    # Of a group, as they are made and as they are sent; the projection's, as they are sent, while the last layer's are made.
+    # A group's gradients as computed and as sent; the projection's as sent, while the last layer's are computed.
     assert moments["layer"][Part.WHOLE_GRADIENTS] == (2 + 4) * layer + 4 * table
     assert moments["table"][Part.WHOLE_GRADIENTS] == (2 + 4) * table
     adapters = step_moments(replace(layout, lora_rank=32))
@@ -318,7 +318,7 @@ def test_ranks_that_share_hold_a_part_of_the_tokens_each():
     alone = h200s("qwen2.5-7b", micro_batch_tokens=16_384)
     shared = replace(alone, sequence_parallel=4, micro_batch_tokens=4 * 16_384)
     one, other = (step_moments(layout)["layer"][Part.ACTIVATIONS] for layout in (alone, shared))
-    # Attention's output on its way back to the tokens' ranks, of the layer that is recomputed.
+    # The attention output of the recomputed layer, on its way back to the tokens' ranks.
     assert other - one == 16_384 * 3584 * 2
     assert step_moments(alone)["loss"] == step_moments(shared)["loss"]
     too_long = plan(replace(alone, micro_batch_tokens=4 * 16_384)).stage(Phase.TRAIN)

@@ -1,4 +1,4 @@
-"""The planner's counts against what torch and transformers really make."""
+"""Counts of the planner against the tensors of torch and transformers."""
 
 from __future__ import annotations
 
@@ -123,12 +123,12 @@ def test_a_layer_keeps_as_many_bytes_for_backward_as_predicted(name: str, dtype:
     with kept_bytes([*layer.parameters(), *rotary]) as kept:
         output = layer(hidden, attention_mask=None, position_embeddings=rotary)
     shape = shape_from(CONFIGS[name], model)
-    # The number of tokens of each expert, and weights of norms plus one, which do not grow with the tokens.
+    # Token counts per expert, and norm weights plus one; neither grows with the tokens.
     once = 4 * shape.num_experts
     if "gemma" in name:
         once += 4 * sum(param.numel() for key, param in layer.named_parameters() if "norm" in key)
     predicted = num_tokens * kept_per_token(shape, 0, num_keys=num_tokens, compute_bytes=dtype.itemsize) + once
-    # GLM 4 keeps its part of the rotary table for each layer, Mixtral the sums that it divides the router's scores by.
+    # GLM 4 keeps its part of the rotary table for each layer; Mixtral the sums that normalize the router's scores.
     rel = 0.02 if name.startswith(("glm4", "mixtral")) else 0
     assert sum(kept.values()) == pytest.approx(predicted, rel=rel)
     assert output is not None
@@ -168,7 +168,7 @@ def test_an_embedding_that_the_engine_does_not_split_is_on_every_rank():
         ([1], 64 * MIB),
         ([63 * MIB, 512], 128 * MIB),
         ([2**30], 2**30),
-        # The second of 1 GiB and a bit starts in a chunk that is made an eighth larger than what is there.
+        # The second, slightly above 1 GiB, starts in a chunk that is made an eighth larger than the existing memory.
         ([2**30, 2 * MIB], 2**30 + 128 * MIB),
     ],
 )

@@ -1,4 +1,4 @@
-"""The planner's working memory of a step against the tensors that our policy really holds at its fullest moment."""
+"""Working memory of a step by the planner, against the tensors that our policy holds at its peak."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _SIZES: dict[str, Any] = {
 
 
 class LiveTokens(TorchDispatchMode):
-    """The most bytes that lived at one time in storages with a size for every token. Those of `apart` do not count."""
+    """Peak bytes of live storages with a size for every token. Those of `apart` do not count."""
 
     def __init__(self, apart: Sequence[torch.Tensor] = ()) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class LiveTokens(TorchDispatchMode):
 
 
 def _one_sequence(vocab_size: int) -> TokenBatch:
-    """All its tokens but the first are a completion."""
+    """Makes samples whose tokens, except the first, are all completion tokens."""
     token_ids = torch.randint(vocab_size, (NUM_TOKENS + 1,))
     return TokenBatch(
         input_ids_T=token_ids[:-1],
@@ -131,7 +131,7 @@ def test_a_critic_peaks_without_logits_as_predicted(checkpointing: str, mesh: De
 
 @pytest.mark.parametrize(("checkpointing", "expert_size"), [("none", 320), ("full", 48)])
 def test_experts_of_a_rank_peak_as_predicted(checkpointing: str, expert_size: int, mesh: DeviceMesh):
-    """On one rank, which computes every row that the planner counts."""
+    """Measures on one rank, which computes every row that the planner counts."""
     config = Qwen3MoeConfig(
         **_SIZES, vocab_size=64, head_dim=32, num_experts=8, num_experts_per_tok=NUM_CHOSEN, moe_intermediate_size=expert_size
     )
@@ -165,7 +165,7 @@ def mesh() -> Iterator[DeviceMesh]:
 
 
 def _boundaries(checkpointing: str, mesh: DeviceMesh) -> Boundaries:
-    """Of as many layers as `_causal_lm` has, or of one, which has no buffers."""
+    """Boundaries of as many layers as `_causal_lm` has; if unused, of one layer without buffers."""
     is_used = checkpointing == "offloaded"
     return Boundaries(mesh, num_layers=NUM_LAYERS if is_used else 1, num_bytes=NUM_TOKENS * HIDDEN_SIZE * 2)
 

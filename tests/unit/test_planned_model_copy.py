@@ -1,4 +1,4 @@
-"""What the planner counts for a copy of the model in shared memory."""
+"""Memory that the planner counts for the model's copy in shared memory."""
 
 from __future__ import annotations
 

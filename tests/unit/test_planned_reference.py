@@ -1,4 +1,4 @@
-"""What the planner counts for a KL reference: nothing that is not said to be used, and on the GPU or the host as configured."""
+"""Memory that the planner counts for a KL reference: none unless it is used, else on the GPU or the host as configured."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def layout(*, train: dict[str, Any] | None = None, **trainer: Any) -> Layout:
 
 
 def weights(one: Layout) -> tuple[int, int]:
-    """Of the trainer, on the first GPU in a step, and on the host."""
+    """Bytes of the trainer's weights in a step, on the first GPU and on the host."""
     training = plan(one).stage(Phase.TRAIN)
     return training.gpus[0][Part.TRAINER_WEIGHTS], training.host.get(Part.TRAINER_WEIGHTS, 0)
 

@@ -1,4 +1,4 @@
-"""What the coordinator's Plan says is what `tasuki plan --json` says."""
+"""The coordinator's Plan and `tasuki plan --json` give the same answer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tasuki.wire.errors import DeadlineExceeded, PathNotFound, TasukiError
 
 
 def as_the_command_line_says(answer: pb.PlanResponse) -> dict[str, Any]:
-    """The answer in the form of `tasuki plan --json`."""
+    """Returns the answer in the form of `tasuki plan --json`."""
     stages = [(stage.stage, {device.device: device for device in stage.devices}) for stage in answer.stages]
     return {
         "fits": answer.fits,

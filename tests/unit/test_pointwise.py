@@ -1,4 +1,4 @@
-"""Fused norms and MLPs against transformers' own, for every family."""
+"""Fused norms and MLPs against those of transformers, for every family."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tasuki.trainer.backends.fsdp.pointwise import GatedMlp, RmsNorm, fuse_point
 from tests.models import CONFIGS, make_model
 
 NORMS = {"gemma2": 0, "gemma3": 0}
-"""Fused ones of families whose norms keep their own form; the others have two in each layer and one at the end, at least."""
+"""Number of fused norms in families whose norms are left as they are; others have at least two per layer and one at the end."""
 MLPS = {"mixtral": 0, "qwen3_moe": 0}
 
 

@@ -1,4 +1,4 @@
-"""One pool of chunks, lent to several sides: whatever they do and whoever is killed, a chunk has at most one writer."""
+"""A pool of chunks shared by several processes: whatever they do and whichever is killed, a chunk has at most one writer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def sleeping() -> subprocess.Popen[bytes]:
 
 
 def writable_mappings(keeper: PoolKeeper) -> dict[int, int]:
-    """Chunk -> how often this process has it mapped for writing, by the kernel's account."""
+    """Maps each chunk to the number of its writable mappings in this process, from the kernel."""
     chunks = {os.fstat(fd).st_ino: index for index, fd in enumerate(keeper.fds[1:])}
     found: dict[int, int] = {}
     for line in Path("/proc/self/maps").read_text().splitlines():
@@ -48,7 +48,7 @@ def writable_mappings(keeper: PoolKeeper) -> dict[int, int]:
 
 
 class Side:
-    """One process of a node: arenas of another device number, in the name of a real process that can be killed."""
+    """One process of a node: arenas with another device number, in the name of a real process that can be killed."""
 
     def __init__(self, keeper: PoolKeeper) -> None:
         self.process = sleeping()
@@ -80,7 +80,7 @@ sides = st.integers(0, 2)
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Three sides that take, sleep, wake, publish, read and end, in any order."""
+    """Three processes that take, sleep, wake, publish, read and end, in any order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class PoolMachine(RuleBasedStateMachine):
             export = one.arena.export(Access.READ_ONLY)
         except WrongPhase:
             return
-        with suppress(Busy):  # as many readers as the table has words for
+        with suppress(Busy):  # as many readers as the table has words
             self.sides[reader].imports.append(Import(export.chunks, device=self.sides[reader].device, access=Access.READ_ONLY))
         one.exports.append(export)
         export.close_fds()

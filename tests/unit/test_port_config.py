@@ -1,4 +1,4 @@
-"""What a configuration with ports must have, and which key a refusal names."""
+"""Required settings of a configuration with ports, and the key that a refusal names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a command says whose node has ended under it: who is to blame, in words, and never that of an orderly stop."""
+"""Errors of commands whose node died while they ran: the failed process in words, and no blame for an orderly stop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples that share a prompt against the same samples by themselves: attention by its formula, and every family with its gradients."""
+"""Samples that share a prompt against separate samples: attention by its formula, and every family with its gradients."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from tests.unit.test_packed_attention import RUNGS, policy_of
 
 CPU = torch.device("cpu")
 GROUPS = ((9, (4, 1, 30, 4)), (2, (70, 3)), (5, (8,)), (12, (1, 1)))
-"""Prompts longer and shorter than the windows of tests.models; one sample alone, and a prompt that nothing continues."""
+"""Prompts above and below the windows of tests.models; one single sample, and a prompt without completions."""
 
 
 def make_samples(groups: tuple[tuple[int, tuple[int, ...]], ...], *, seed: int = 0) -> Samples:
-    """Prompt tokens, and completion tokens of each sample, of every group; samples of the groups take turns."""
+    """Makes samples of groups, given their prompt tokens and the completion tokens of each sample; the groups alternate."""
     generator = np.random.default_rng(seed)
     prompts = [generator.integers(VOCAB_SIZE, size=length) for length, _ in groups]
     rows = [(turn, group, num) for group, (_, lengths) in enumerate(groups) for turn, num in enumerate(lengths)]
@@ -64,13 +64,13 @@ def unshared(samples: Samples) -> Samples:
 def test_a_prompt_is_there_once_and_its_continuations_count_on() -> None:
     samples = make_samples(((3, (2, 3)), (2, (2,))))
     batch, plain = token_batch(samples, device=CPU), token_batch(unshared(samples), device=CPU)
-    # The sample alone, the prompt, and what continues it.
+    # The single sample, the prompt, and its completions.
     assert batch.cu_seqlens_S.tolist() == [0, 3, 6, 7, 9]
     assert batch.position_ids_T.tolist() == [0, 1, 2, 0, 1, 2, 3, 3, 4]
     assert batch.prompts is not None
     assert (batch.prompts.first, batch.prompts.num_prefix, batch.prompts.num_suffix) == (3, (3,), (3,))
     assert len(plain.input_ids_T) == 12
-    # Both samples' first tokens are predicted at the end of the prompt.
+    # The first tokens of both samples are predicted at the end of the prompt.
     assert batch.order_N is not None
     assert batch.places_N[batch.order_N].tolist() == [5, 6, 1, 2, 5, 7, 8]
     assert torch.equal(batch.token_ids_N[batch.order_N], plain.token_ids_N)
@@ -99,7 +99,7 @@ def test_parts_of_the_tokens_make_up_the_whole(num_parts: int) -> None:
 
 
 def attended(samples: Samples, q: Tensor, k: Tensor, v: Tensor, *, window: int | None, softcap: float | None) -> Tensor:
-    """[N, H, D] at the places that predict, of queries, keys and values that depend on a token and its position alone."""
+    """Attention output [N, H, D] at predicting positions; queries, keys and values depend only on a token and its position."""
     batch = token_batch(samples, device=CPU)
     rows = batch.input_ids_T * 512 + batch.position_ids_T
     sequences = sequences_of(PaddedSequences.of, batch)
@@ -172,7 +172,7 @@ def test_a_kernel_that_cannot_run_here_is_refused(kernel: Kernel) -> None:
 
 
 class Forgetful(PromptBlocks):
-    """Computes backward with the log-sum of the prompt alone, as one that ignores the merge would."""
+    """Computes backward from the prompt's log-sum alone, as if the merge were ignored."""
 
     def backward(self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, settings: Any) -> Any:
         own_out, own_lse = self.forward(q, k, v, settings)
@@ -183,7 +183,7 @@ class Forgetful(PromptBlocks):
 def test_a_trial_tells_right_gradients_from_wrong_ones(
     blocks: type[PromptBlocks], fault: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Nothing of FlashAttention is left of it but the name.
+    # This takes the place of FlashAttention.
     monkeypatch.setitem(attention._BLOCKS, Fa4Sequences, lambda batch, prompts: (OwnBlocks.of(batch), blocks(prompts)))
     if fault is None:
         check_shared_prompts(Fa4Sequences, **SETTINGS)

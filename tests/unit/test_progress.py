@@ -1,4 +1,4 @@
-"""What `tasuki train` tells of its steps."""
+"""Lines that `tasuki train` prints for its steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Families against models that are published: their config.json is accepted, and they have as many parameters as their files."""
+"""Families against published models: config.json is accepted, and the parameter count matches their files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine rank keeps over a pause: every byte of its weights' region that is no parameter, and the cache's small tables."""
+"""Memory that an engine rank keeps over a pause: non-parameter bytes in the weights' region, and the cache's small tables."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def allocator() -> Iterator[NativeAllocator]:
 
 
 class Engine(torch.nn.Module):
-    """A parameter that covers half of its storage, a buffer, and a tensor that only a closure holds."""
+    """Tensors of a rank: a parameter over half of its storage, a buffer, and a tensor that only a closure holds."""
 
     def __init__(self) -> None:
         super().__init__()

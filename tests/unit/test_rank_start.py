@@ -1,4 +1,4 @@
-"""The start of the engine ranks: a stop that comes while one is forked, and ranks that fail together."""
+"""Start of the engine ranks: a stop while one is forked, and ranks that fail together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tasuki.rollout.ranks import RankProcesses
 from tasuki.wire.errors import InternalError, TasukiError, UnsupportedModel
 from tests.conftest import ENVIRONMENT
 
-# As loguru's hook does, which SGLang brings in; an exception that a hook raises is lost.
+# As loguru's hook does, which SGLang installs; an exception raised in a hook is lost.
 FRONT = """
 import os, signal, sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A run goes on only with what its numbers depend on as it was."""
+"""A run resumes only if everything that its numbers depend on is unchanged."""
 
 from __future__ import annotations
 

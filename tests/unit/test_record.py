@@ -1,4 +1,4 @@
-"""What is recorded of a loader."""
+"""Recording of a loader's copies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tasuki.transport.plan import Constant, whole
 
 
 class PaddingRank(nn.Module):
-    """The last of many ranks: its part of the vocabulary is all padding."""
+    """The last of many ranks, whose part of the vocabulary is all padding."""
 
     def __init__(self) -> None:
         super().__init__()

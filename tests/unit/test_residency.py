@@ -1,4 +1,4 @@
-"""What stays on a GPU over a changeover: the planner's choice, how a configuration carries it, and how many KV tokens it rests on."""
+"""Tags that stay on a GPU over a changeover: the planner's choice, its form in a configuration, and the KV tokens it assumes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def staying_on(layout: Layout, gpu: int = 0) -> frozenset[Part]:
     return layout.staying[gpu]
 
 
-# --- how many tokens
+# --- number of tokens
 
 
 def test_a_step_needs_its_samples_at_their_longest_shared_by_the_replicas() -> None:
@@ -132,7 +132,7 @@ def test_needed_without_a_run_is_a_conflict() -> None:
         node(rollout={"kv_tokens": "needed"})
 
 
-# --- what stays
+# --- tags that stay
 
 
 def test_everything_stays_beside_the_kv_that_a_run_needs() -> None:
@@ -243,7 +243,7 @@ def test_a_base_that_never_changes_costs_no_copy_to_the_host() -> None:
     assert sizes_of(h200s(shared)).frozen == 0, "the engine's base stays"
 
 
-def test_a_base_that_returns_without_having_been_copied_leaves_before_what_is_copied_both_ways() -> None:
+def test_a_base_that_is_copied_one_way_leaves_before_tensors_that_are_copied_both_ways() -> None:
     size = GB
     base, masters = (release_seconds(Part.TRAINER_WEIGHTS, size, frozen=frozen) for frozen in (size, 0))
     assert masters == release_seconds(Part.OPTIMIZER, size, frozen=0) == release_seconds(Part.OPTIMIZER, size, frozen=size)
@@ -319,7 +319,7 @@ def test_a_budget_of_a_cpu_decides_as_a_gpus_memory_does() -> None:
     assert staying(of_tags - 1) < everything
 
 
-# --- how a configuration carries it
+# --- form in a configuration
 
 
 def test_a_decision_survives_the_file_and_is_not_made_again(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What `tasuki up` decides before it starts a node, and `tasuki plan` prints of it."""
+"""Residency decided by `tasuki up` before a node starts, and its report by `tasuki plan`."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_more_tokens_than_fit_are_refused_before_anything_starts(model: Path, mo
     monkeypatch.setattr(cli, "smallest_gpu_bytes", lambda: 80 * GB)
     with pytest.raises(InvalidArgument, match="rollout.kv_tokens: 9000000 tokens take .* give at most"):
         with_residency(node(model, rollout={"kv_tokens": 9_000_000}), resumes=False, tell=lambda line: None)
-    # What was decided is not decided again by services, whose GPUs may seem a little smaller.
+    # Services do not decide again: their GPUs may appear a little smaller.
     counted = node(model, rollout={"kv_tokens": 9_000_000}, residency=ResidencyConfig(kv_tokens=9_000_000).model_dump())
     assert with_residency(counted, resumes=False, tell=lambda line: None) is counted
 

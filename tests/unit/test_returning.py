@@ -1,4 +1,4 @@
-"""Content that returns behind LOAD_TRAINER is told when it goes on, and once when it has arrived. A GPU's copies are played by a fake."""
+"""State that returns behind LOAD_TRAINER is reported while it moves, and once on arrival. A fake replaces the GPU's copies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tasuki.wire.errors import InternalError
 
 @dataclass
 class Copies:
-    """Those of one tag."""
+    """Copies of one tag."""
 
     is_done: bool = False
     error: InternalError | None = None

@@ -1,4 +1,4 @@
-"""What the training loop asks of a node, in which order and with which numbers, for every kind of run."""
+"""Calls of the training loop to a node, with their order and numbers, for every kind of run."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_remax_begins_it_after_the_greedy_completions(settings: Settings):
 
 @pytest.mark.parametrize("kind", ["grpo", "dapo", "remax", "ppo"])
 def test_the_changeover_to_rollout_begins_with_the_end_of_the_last_update(settings: Settings, kind: str):
-    """Before the step is reported, in every step that another one follows."""
+    """The changeover begins before the step is reported, in every step but the last."""
     twice = replace(settings, num_mini_batches=2, loss=LossConfig(old_policy=OldPolicy.GIVEN))
     own = {"grpo": twice, "dapo": dapo(twice), "remax": remax(settings), "ppo": ppo(twice)}[kind]
     own = replace(own, num_steps=3)
@@ -152,7 +152,7 @@ def test_groups_that_all_agree_teach_nothing(settings: Settings):
 def test_groups_that_agree_are_trained_on_where_more_than_the_reward_is_learned(
     settings: Settings, own: dict[str, Any], needs_reference: bool
 ):
-    client = LoopClient(num_tokens=lambda prompt, number: 3 + number)  # so that the KL divergence differs
+    client = LoopClient(num_tokens=lambda prompt, number: 3 + number)  # so that the KL divergence is not zero
     steps_of(loop_of(client, replace(settings, **own), reward=equal))
     (update,) = client.of("forward_backward")
     assert len(update.samples) == 12
@@ -211,7 +211,7 @@ def test_ppo_has_values_first_and_updates_the_critic_before_the_policy(settings:
     critic, policy = client.of("forward_backward", Role.CRITIC)[0], client.of("forward_backward")[0]
     assert isinstance(critic.loss.loss, ValueLoss) and isinstance(policy.loss.loss, PpoLoss)
     for number, sample in enumerate(critic.samples):
-        # Discount and lambda of 1: the return is the reward, at every token.
+        # With discount and lambda of 1, every token's return is the reward.
         np.testing.assert_allclose(sample.returns, np.full(3, number % 4))
         np.testing.assert_allclose(sample.values, np.full(3, 0.25))
         np.testing.assert_allclose(sample.advantages, np.full(3, number % 4 - 0.25))
@@ -253,7 +253,7 @@ def test_a_warm_up_that_was_broken_off_gives_the_critic_every_update_once(settin
         loop_of(client, own).run(steps.append)
     checkpoint, loop = newest_checkpoint(own.output_dir / "checkpoints") or (None, None)
     earlier = EarlierRun(RunHead("run", 0, {}), steps, checkpoint, loop, read_pending(own.output_dir))
-    if loop is None:  # goes on with the node as it is, else with another that loads the checkpoint
+    if loop is None:  # continues on the node as it is, else on another that loads the checkpoint
         found = continuation(earlier, node_version=0, critic_version=client.critic_version, is_of_run=True)
     else:
         found = continuation(earlier, node_version=0, critic_version=0, is_of_run=False)
@@ -290,7 +290,7 @@ def test_dynamic_sampling_takes_prompts_until_enough_groups_differ(settings: Set
     num_prompts = sum(len(call.prompts) for call in client.of("generate"))
     assert step.metrics["num_generated_groups"] == num_prompts > 3
     assert step.num_equal_groups == num_prompts - 3
-    # What comes next is what no step has seen.
+    # Only rows that no step has seen follow.
     again = Dataset(ROWS)
     again.next_rows(num_prompts)
     assert step.position == again.position() == dataset.position()
@@ -320,6 +320,6 @@ def test_remax_takes_the_greedy_completions_reward_off(settings: Settings):
     greedy, sampled = client.of("generate")
     assert (greedy.sampling.temperature, greedy.sampling.max_new_tokens, greedy.prompts) == (0.0, 8, sampled.prompts)
     (update,) = client.of("forward_backward")
-    # The greedy completion is a group's only one: its number is 0.
+    # The greedy completion is alone in its group, so its number is 0.
     assert [sample.advantages for sample in update.samples] == [float(number % 4) for number in range(12)]
     assert len(update.samples) == 12

@@ -1,4 +1,4 @@
-"""Which samples of a step are learned from, in which mini-batches, what is reported of them, and what is kept on disk."""
+"""Samples of a step: which are trained on, in which mini-batches, their figures, and their files on disk."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_completions_that_were_cut_count_in_the_baseline_and_not_in_the_loss(set
     client = LoopClient(num_tokens=_long_first)
     (step,) = steps_of(loop_of(client, replace(settings, mask_truncated=True, num_mini_batches=12, loss=GIVEN)))
     updates = client.of("forward_backward")
-    assert len(updates) == 9  # those without a counted token are left out
+    assert len(updates) == 9  # samples without a counted token are left out
     expected = advantages.group_mean(np.arange(4.0)[None], std="sample")[0]
     assert {sample.completion_token_ids[2]: sample.advantages for call in updates for sample in call.samples} == {
         number: pytest.approx(expected[number]) for number in (1, 2, 3)

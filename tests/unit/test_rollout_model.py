@@ -1,4 +1,4 @@
-"""What rollout says of a model before an engine is started for it."""
+"""Checks of a model by rollout before an engine starts for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rollout service's ring of stages, and its door, without an engine."""
+"""Stages of the rollout service and its admission of calls, without an engine."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ from tasuki.wire.errors import (
 
 RING = [Stage.RESUME_WEIGHTS, Stage.SYNC, Stage.RESUME_KV, Stage.DRAIN, Stage.PAUSE_KV, Stage.PAUSE_WEIGHTS]
 MODEL = ModelFacts(path="", architecture="", vocab_size=10, context_length=10, stop_token_ids=(1,), is_seeded=False)
-# An engine that does not sample by seeds has no calls to number.
+# An engine without seeded sampling has no calls to number.
 NO_CALLS = CallNumbers(Path("/nonexistent/calls"), instance_id="")
 REQUEST = GenerationRequest([[1]], 1, {"max_new_tokens": 1})
 
 
 class IdleEngine:
-    """Answers at once, unless it is stuck; a real engine does not get stuck on request."""
+    """Answers at once unless it is stuck, which a real engine cannot be on request."""
 
     def __init__(self) -> None:
         self.model = MODEL
@@ -67,7 +67,7 @@ class IdleEngine:
 
 
 class EasySync:
-    """Receives whatever is asked for; fails half-way when told so."""
+    """Receives any weights; fails half-way on request."""
 
     failure: TasukiError | None = None
 
@@ -80,7 +80,7 @@ class EasySync:
 
 
 class NoMemory:
-    """Tags of an engine that holds nothing; has no room when told so."""
+    """Tags of an engine that holds nothing; without room on request."""
 
     is_full = False
 

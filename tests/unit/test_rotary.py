@@ -50,7 +50,7 @@ def test_adapters_take_their_places_beside_fused_attention() -> None:
 
 
 class Products(TorchDispatchMode):
-    """Counts matrix products while it is entered."""
+    """Counts matrix products inside the block."""
 
     num_seen = 0
 
@@ -59,8 +59,8 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])  # with biases and without
-@pytest.mark.parametrize(("adapted", "num_products"), [(False, 3), (True, 4 * 3)])  # an adapter has two beside its projection's
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])  # with and without biases
+@pytest.mark.parametrize(("adapted", "num_products"), [(False, 3), (True, 4 * 3)])  # an adapter adds two products
 def test_keys_and_values_are_one_product_unless_an_adapter_is_between(kind: str, adapted: bool, num_products: int) -> None:
     causal_lm = make_model(kind, seed=5)
     fuse_rotation(causal_lm)

@@ -1,4 +1,4 @@
-"""What earlier runs left is kept, so many of them, the newest under the shortest name."""
+"""Rotation of files of earlier runs: a fixed number is kept, the newest under the shortest name."""
 
 from __future__ import annotations
 

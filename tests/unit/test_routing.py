@@ -1,4 +1,4 @@
-"""Routers of a mixture of experts: transformers' results, a choice that is made once, and the load of each expert."""
+"""Routers of a mixture of experts: transformers' results, a choice made once, and the load of each expert."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_experts_are_chosen_once_though_a_layer_is_computed_twice(
 
 @pytest.mark.parametrize("kind", SPARSE)
 def test_a_router_that_would_choose_otherwise_in_backward_does_not(kind: str) -> None:
-    """As when two passes add up in another order: here the weights are others by then."""
+    """Backward reuses the choice of forward even if routing would now differ; here the weights have changed in between."""
     policy, batch = policy_of(make_model(kind, seed=5), checkpointing=Checkpointing.FULL), pack(LENGTHS)
     router, chosen = routers_of(policy)[0], []
     router.register_forward_hook(lambda _module, _args, result: chosen.append(result[2].clone()))

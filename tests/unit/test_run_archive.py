@@ -1,4 +1,4 @@
-"""What a run leaves for an audit, whether it succeeded or not."""
+"""Files that a run leaves for an audit, after success or failure."""
 
 from __future__ import annotations
 

@@ -114,6 +114,6 @@ def test_a_curve_is_drawn_of_what_is_known(tmp_path: Path) -> None:
     for name, known in cases:
         folder = tmp_path / name
         folder.mkdir()
-        os.mkfifo(folder / "curve.png")  # whatever is there is replaced
+        os.mkfifo(folder / "curve.png")  # draw_curve replaces any existing file
         draw_curve(folder, [Step(1, **known)])
         assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG")

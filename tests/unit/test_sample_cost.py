@@ -16,7 +16,7 @@ DENSE = ModelShape(
     vocab_size=32, context_length=64, has_qkv_bias=True,
 )  # fmt: skip
 ATTENTION = 8 * 8 + 2 * 8 * 4 + 8 * 8
-"""Weights of queries, keys and values, and the output."""
+"""Counts the weights of queries, keys, values and output."""
 MLP = 3 * 8 * 16
 
 
@@ -62,6 +62,6 @@ def test_a_token_costs_as_many_experts_as_are_chosen_for_it() -> None:
 def test_a_layer_with_a_window_costs_the_pairs_within_it(length: int) -> None:
     cost = sample_cost(model(DENSE, 100, None, 100))
     pairs = sum(min(place, 100) for place in range(1, length + 1)) * 2 + length * (length + 1) // 2
-    # Twice the pairs, less one for each token and layer, are the square of a length.
+    # Twice the pairs, minus one per token and layer, is the square of a length.
     flops = cost.flops(np.array([length]), completions_S=np.array([0]))[0]
     assert flops == pytest.approx(length * cost.linear + 7 * 8 * (2 * pairs - 3 * length), rel=0.02)

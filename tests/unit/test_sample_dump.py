@@ -1,4 +1,4 @@
-"""Samples that a run leaves for people to read: what a line has, how much is kept, and that no disk holds the run up."""
+"""Sample files of a run for people: the fields of a line, how much is kept, and a run that no slow disk delays."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def settings(tmp_path: Path) -> Settings:
 
 
 def run(settings: Settings, client: LoopClient | None = None, **options: Any) -> dict[int, list[dict[str, Any]]]:
-    """The lines of each step's file."""
+    """Returns the lines of each step's file."""
     settings.output_dir.mkdir(exist_ok=True)
     folder = settings.output_dir / "samples"
     with SampleDump(folder, **options) as dump:
@@ -138,7 +138,7 @@ def test_the_oldest_steps_go_when_the_files_are_too_large(tmp_path: Path):
         for step in range(12):
             dump.write(shown_step(step))
             time.sleep(0.01)
-    with SampleDump(tmp_path, max_bytes=20_000) as dump:  # as a run that goes on
+    with SampleDump(tmp_path, max_bytes=20_000) as dump:  # as in a resumed run
         dump.write(shown_step(12))
     found = sorted(path.name for path in tmp_path.iterdir())
     assert found[-1] == "step-000012.jsonl" and 1 < len(found) < 12
@@ -198,7 +198,7 @@ def test_a_folder_that_cannot_be_made_costs_no_step(settings: Settings):
 def test_a_disk_that_hangs_does_not_hold_the_loop_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("tasuki.client.sample_dump._CLOSE_TIMEOUT_S", 0.2)
     fifo = tmp_path / ".step-000000.jsonl.partial"
-    os.mkfifo(fifo)  # without a reader, opening it to write waits for ever
+    os.mkfifo(fifo)  # opening it for writing blocks forever without a reader
     told: list[str] = []
     started = time.monotonic()
     with SampleDump(tmp_path, tell=told.append) as dump:
@@ -206,7 +206,7 @@ def test_a_disk_that_hangs_does_not_hold_the_loop_up(tmp_path: Path, monkeypatch
             dump.write(shown_step(step))
     assert time.monotonic() - started < limit_s(2.0)
     assert len(told) == 1 and "too slow" in told[0]
-    os.close(os.open(fifo, os.O_RDONLY | os.O_NONBLOCK))  # lets the thread go
+    os.close(os.open(fifo, os.O_RDONLY | os.O_NONBLOCK))  # ends the thread
     monkeypatch.undo()
     dump.close()
 

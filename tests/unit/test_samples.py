@@ -1,4 +1,4 @@
-"""Samples as columns: what callers send, what is chosen of it, and what the ranks get."""
+"""Samples as columns: the caller's samples, selections of them, and the ranks' shares."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.unit.training_samples import make_sample
 
 
 def made(lengths: list[tuple[int, int]], columns: set[str], seed: int) -> list[TrainingSample]:
-    """Samples of these prompt and completion lengths, each with the same columns."""
+    """Makes samples of these prompt and completion lengths, each with the same columns."""
     generator = np.random.default_rng(seed)
     return [
         TrainingSample(

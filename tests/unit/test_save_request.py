@@ -1,4 +1,4 @@
-"""A run that is asked to save and end."""
+"""Requests to a run to save and end."""
 
 from __future__ import annotations
 

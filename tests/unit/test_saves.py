@@ -1,4 +1,4 @@
-"""Checkpoints that many nodes save together: on disks of their own, and in one folder."""
+"""Checkpoints that many nodes save together, on separate disks or in one folder."""
 
 from __future__ import annotations
 

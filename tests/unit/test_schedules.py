@@ -1,4 +1,4 @@
-"""A run is refused before it starts where a schedule of learning rates would end before it does."""
+"""A run whose learning-rate schedule would end before the run is refused at its start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sampling by seeds on a CPU."""
+"""Seeded sampling on a CPU."""
 
 import torch
 

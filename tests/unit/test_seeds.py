@@ -1,4 +1,4 @@
-"""Seeds of samples: what repeats and what does not, also over a killed service and a phase of training."""
+"""Sample seeds: what repeats and what does not, across a killed service and a training phase."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.unit.test_rollout_stages import MODEL, RING, EasySync, IdleEngine, No
 
 
 class SeededEngine(IdleEngine):
-    """Remembers the seeds that it was given."""
+    """Records the seeds that it receives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,14 +32,14 @@ class SeededEngine(IdleEngine):
 
 
 class Node:
-    """A rollout service that can be killed, and what its client asks."""
+    """A rollout service that can be killed, with its client's calls."""
 
     def __init__(self, path: Path, *, instance_id: str = "node") -> None:
         self._path, self._instance_id = path, instance_id
         self.start()
 
     def start(self) -> None:
-        """Also after a kill: nothing was closed."""
+        """Starts the service, or restarts it after a kill that closed nothing."""
         calls = CallNumbers(self._path, instance_id=self._instance_id)
         self.engine = SeededEngine()
         self.rollout = Rollout(
@@ -54,7 +54,7 @@ class Node:
             await move(self.rollout, stage, version=version)
 
     async def ask(self, call: str = "", *, seed: int | None = None, prompts: int = 2, first_prompt: int = 0) -> list[object]:
-        """Seeds of the samples of `prompts` equal prompts."""
+        """Returns the seeds of `prompts` equal prompts' samples."""
         sampling: dict[str, object] = {"max_new_tokens": 1, **({} if seed is None else {"sampling_seed": seed})}
         request = GenerationRequest([[1]] * prompts, 2, sampling, request_id=call, first_prompt=first_prompt)
         before = len(self.engine.seeds)
@@ -100,7 +100,7 @@ async def test_calls_without_a_seed_differ_also_after_a_phase_of_training_at_one
 
 
 async def test_a_run_whose_rollout_is_killed_draws_what_an_undisturbed_one_draws(tmp_path: Path) -> None:
-    """Calls have other ids in every run, and the one that was lost is repeated under its own."""
+    """Calls have new ids in every run, and a lost call is repeated under its id."""
     calm = Node(tmp_path / "calm")
     await calm.wake(4)
     expected = [await calm.ask("one"), await calm.ask("two")]

@@ -1,4 +1,4 @@
-"""Supervised data through real tokenizers: what is prompt, what is learned, and what a bad line says."""
+"""Supervised data through real tokenizers: prompts, learned tokens, and errors of bad lines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MARKED = (
     "{% for m in messages %}[{{ m.role }}]\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<eos>{% endgeneration %}"
     "{% else %}{{ m.content }}<eos>{% endif %}{{ '\\n' }}{% endfor %}" + HEADER
 )
-# As templates that show the thoughts of the last answer only.
+# As templates do that show only the thoughts of the last answer.
 FORGETFUL = (
     "{% for m in messages %}[{{ m.role }}]\n{% if m.role == 'assistant' and loop.last %}(thought){% endif %}{{ m.content }}<eos>\n"
     "{% endfor %}" + HEADER
@@ -55,7 +55,7 @@ def by_template(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelToke
 
 
 def _text(tokenizer: ModelTokenizer, token_ids: Sequence[int]) -> str:
-    """With the end-of-sequence token as `$`, which no test writes."""
+    """Renders `$`, which no test writes otherwise, as the end-of-sequence token."""
     return "".join("$" if token == EOS else tokenizer.decode(np.array([token])) for token in token_ids)
 
 
@@ -73,7 +73,7 @@ def test_only_what_the_assistant_wrote_is_learned(by_template: dict[str, ModelTo
     assert _text(tokenizer, sample.prompt_token_ids) == "[system]\nBe brief.$\n[user]\n1+1?$\n[assistant]\n"
     assert _text(tokenizer, sample.completion_token_ids) == "2$\n[user]\n2+2?$\n[assistant]\n4!$"
     assert _learned(tokenizer, sample) == "2$4!$"
-    # As rollout will be asked.
+    # As rollout will be prompted.
     assert sample.prompt_token_ids.tolist() == tokenizer.encode_prompt(CHAT[:2])
 
 
@@ -162,7 +162,7 @@ def test_a_file_gives_a_sample_a_line(by_template: dict[str, ModelTokenizer], tm
 
 @pytest.fixture(scope="module")
 def byte_level(tmp_path_factory: pytest.TempPathFactory) -> ModelTokenizer:
-    """A byte-level BPE, whose tokens may span what the template and a message write, as those of real models do."""
+    """A byte-level BPE whose tokens may span template and message, as those of real models do."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,4 +1,4 @@
-"""The supervised loop on a client in memory: what it asks for, in which order, and what its steps tell."""
+"""The supervised loop on a client in memory: its calls, their order, and the figures of its steps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SAMPLES = [
 
 @dataclass(slots=True)
 class SftClient(LoopClient):
-    """Log-probs are minus a tenth of the token."""
+    """A client whose log-probs are minus a tenth of the token."""
 
     def trainer_state(self) -> SimpleNamespace:
         return SimpleNamespace(policy_version=self.policy_version)
@@ -86,7 +86,7 @@ def test_the_held_out_loss_counts_tokens_under_the_mask(
     settings = Settings(num_steps=3, samples_per_step=2, output_dir=settings.output_dir, eval_every=eval_every)
     steps = steps_of(SftClient(), settings, eval_samples=SAMPLES[:2])
     assert [step.step for step in steps if "eval/loss" in step.metrics] == measured
-    # Of tokens 10, 11 and 2: the mask leaves the first sample's last token out.
+    # Tokens 10, 11 and 2: the mask leaves out the first sample's last token.
     assert steps[0].metrics["eval/loss"] == pytest.approx((1.0 + 1.1 + 0.2) / 3)
 
 

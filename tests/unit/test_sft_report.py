@@ -1,4 +1,4 @@
-"""The figures of a supervised run, and its lines while it runs."""
+"""Figures of a supervised run, and the lines it prints."""
 
 from __future__ import annotations
 

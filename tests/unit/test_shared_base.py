@@ -1,4 +1,4 @@
-"""A frozen model in one copy: both sides map it, neither can write to it, and it outlives whoever made it."""
+"""A single copy of a frozen model: both services map it, neither can write to it, and it outlives its creator."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tasuki.wire.errors import BadHandle, UnsupportedModel
 from tests.base_copies import chunk_at, chunks_of
 
 CPU = torch.device("cpu")
-# As an engine fuses them: k begins where q ends, which is no multiple of what a copy engine likes.
+# As an engine fuses them: k begins where q ends, at an offset without the alignment that copy engines prefer.
 QKV = torch.arange(9 * 5, dtype=torch.float32).view(9, 5)
 PARTS = {"q": slice(0, 5), "k": slice(5, 7), "v": slice(7, 9)}
 
@@ -75,7 +75,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def maker(path: Path) -> Iterator[Any]:
-    """Another process, which has made a base and hands it out."""
+    """Another process, which creates a base and serves it."""
     context = multiprocessing.get_context("fork")
     is_there = context.Event()
     process = context.Process(target=hand_out_until_killed, args=(path, is_there), daemon=True)
@@ -98,7 +98,7 @@ def test_both_sides_read_one_copy_and_neither_has_it_writable(maker: Any, path: 
     assert base is not None
     assert content(base) == EXPECTED
     (chunk,) = {chunk_at(tensor.data_ptr()) for _, tensor in base.tensors().values()}
-    # A fork also has what this process had mapped.
+    # A forked process also has this one's mappings.
     maker_chunks, chunks = chunks_of(maker.pid), chunks_of(os.getpid())
     assert chunk in maker_chunks.read & chunks.read
     assert chunk not in maker_chunks.written | chunks.written
@@ -180,7 +180,7 @@ def test_published_weights_stay_aligned_for_copies() -> None:
         check(manifest)
 
 
-# --- what an engine rank holds of a tensor, and a trainer's shard in it
+# --- an engine rank's part of a tensor, and a trainer's shard in it
 
 SHAPE = (8, 6)
 
@@ -207,7 +207,7 @@ def columns_of(start: int, length: int) -> Slice:
         ([piece(source=rows_of(0, 5), at=6), piece(source=rows_of(5, 3), at=36)], HeldSlice(6, (0, 0), SHAPE)),
         ([piece(source=rows_of(0, 5), at=6), piece(source=rows_of(5, 3), at=42)], None),
         ([piece(source=rows_of(0, 4), at=0), piece(source=rows_of(5, 3), at=24)], None),
-        # Transposed while it is loaded.
+        # Transposed on loading.
         ([piece(source=Slice(0, (6, 8), (1, 6)), at=0)], None),
         ([Piece("w", columns_of(0, 3), "p", columns_of(0, 3))], None),
     ],

@@ -1,4 +1,4 @@
-"""The plan of samples that share prompts: every sample once, prompts counted once, and never dearer than without."""
+"""Plan of samples that share prompts: every sample once, prompts counted once, and never more expensive than without sharing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GROUPS = st.lists(
 
 
 def num_tokens(samples: Samples, plan: MicroBatchPlan) -> list[list[int]]:
-    """[round][rank] that the model computes."""
+    """[round][rank] tokens that the model computes."""
     return [[len(pack(samples.select(part)).rows_T) for part in parts] for parts in zip(*plan, strict=True)]
 
 

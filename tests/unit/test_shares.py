@@ -1,4 +1,4 @@
-"""How a call is dealt to nodes: nothing is lost, work is even, and the divisor is that of the whole."""
+"""Shares of a call per node: nothing is lost, work is even, and the divisor is that of the whole call."""
 
 from __future__ import annotations
 

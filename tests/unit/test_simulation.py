@@ -1,6 +1,6 @@
-"""A node in virtual time, in foul weather drawn from a seed: it always comes to the phase that is asked for, and learns everything once.
+"""A node in virtual time under random faults: it always reaches the requested phase, and learns every sample once.
 
-Here with 60 seeds, in `make chaos` with 300.
+`make test` runs 30 seeds, `make chaos` 300.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from tests.unit.simulated_node import SimulatedNode
 from tests.unit.virtual_time import VirtualTimeLoop
 
 REFUSALS = (OutOfGpuMemory, WrongPhase)
-"""The gate gives the same refusal to whoever repeats the command."""
+"""Errors that the gate repeats to everybody who repeats the command."""
 NUM_SEEDS, NUM_CHUNKS, NUM_STEPS = 300 if IS_WHOLE else 30, 10, 4
 
 
 async def simulate(seed: int, folder: Path) -> Audit:
-    """A few rounds of learning and serving, with one call in twenty or so going wrong."""
+    """Runs a few rounds of learning and serving, in which about one call in twenty fails."""
     draw = random.Random(seed)
     share = draw.choice((0.0, 0.05, 0.15, 0.3))
     calm = False
@@ -55,7 +55,7 @@ async def simulate(seed: int, folder: Path) -> Audit:
 
 
 async def learn(node: SimulatedNode, sample: str) -> None:
-    """As the client does: after a lost answer the same command again, after a refusal another one."""
+    """Repeats a command as the client does: the same one after a lost answer, a new one after a refusal."""
     refusals = 0
     for attempt in range(100):
         error = await node.learn(f"{sample} {refusals}")
@@ -68,7 +68,7 @@ async def learn(node: SimulatedNode, sample: str) -> None:
 
 
 async def reach(node: SimulatedNode, phase: Phase, request_id: str) -> None:
-    """As a user does who asks again after an error."""
+    """Repeats the request after an error, as a user does."""
     for attempt in range(50):
         if await node.acquire(phase, f"{request_id} {attempt}") is None:
             return

@@ -1,4 +1,4 @@
-"""A stage command that somebody sends past the coordinator does not hold the node up for good, and is found out."""
+"""A stage command sent past the coordinator does not block the node for good, and is detected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pieces cut by the slices of trainer ranks: whatever a loader takes arrives whole, in few copies."""
+"""Pieces cut by the slices of trainer ranks: whatever view a loader reads arrives whole, in few copies."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def shared(shape: tuple[int, ...], cut: Cut, num_ranks: int) -> list[Entry]:
 
 
 def piece_of(view: torch.Tensor) -> Piece:
-    """Takes `view` of a tensor into a parameter of its shape."""
+    """Copies `view` of a tensor into a parameter of its shape."""
     return Piece("t", Slice(view.storage_offset(), tuple(view.shape), view.stride()), "p", whole(view.shape))
 
 
@@ -70,7 +70,7 @@ def test_any_view_arrives_whole_from_uneven_shards(view, num_ranks: int, cut: Cu
 
 @st.composite
 def views(draw: st.DrawFn, source: torch.Tensor) -> torch.Tensor:
-    """What loaders make of a tensor: slices, steps, transposed and reshaped."""
+    """Draws views as loaders make them: slices, steps, transposed and reshaped."""
     view = source
     for _ in range(draw(st.integers(0, 4))):
         dim = draw(st.integers(0, view.dim() - 1))
@@ -116,7 +116,7 @@ def test_the_indices_of_an_entry_are_those_of_its_elements(data: st.DataObject) 
         (by_columns, Slice(100 * 64, (4000, 64), (64, 1)), 4),
         (by_columns, Slice(8, (5000, 16), (64, 1)), 2),
         (by_boxes, Slice(8, (5000, 40), (64, 1)), 4),
-        # A run of the flattened tensor: what its first and last row have, and the rows between.
+        # A run of the flattened tensor: parts of its first and last row, and the rows between.
         (by_columns, Slice(40, (64 * 4000,), (1,)), 9),
     ],
 )

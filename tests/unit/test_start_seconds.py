@@ -1,4 +1,4 @@
-"""Where the seconds of a service's start go: parts add up to the whole, as the service counts and as others read them."""
+"""Breakdown of a service's start-up time: parts add up to the total, as the service counts and as others read them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When trainer and engine start at the same time: only where each GPU holds both, whenever SGLang looks at its free memory."""
+"""Parallel start of trainer and engine: only if each GPU can hold both, whenever SGLang measures free memory."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def test_services_on_gpus_of_their_own_start_at_once_however_full_these_are() ->
 
 @pytest.mark.parametrize("gpu_bytes", range(60 * GB, 200 * GB, 10 * GB))
 def test_sglang_finds_room_for_the_planned_cache_whenever_it_looks(gpu_bytes: int) -> None:
-    """It takes what is free after its weights, less a share of what was free before them, and silently serves fewer tokens than asked."""
+    """SGLang takes the memory free after its weights, minus a share of that before, and silently serves fewer tokens than asked."""
     layout = h200s(node(), gpu_bytes=gpu_bytes)
     if not starts_together(layout):
         return
     parts = parts_at_start(layout, 0)
     after_weights = gpu_bytes - sum(size for part, size in parts.items() if part not in (Part.KV_CACHE, Part.CUDA_GRAPH))
-    before_weights = gpu_bytes  # the trainer has not begun: SGLang's share is the largest
+    before_weights = gpu_bytes  # before the trainer begins, SGLang's share is largest
     assert after_weights - (1 - _PLANNED_FRACTION) * before_weights >= parts[Part.KV_CACHE]
 
 

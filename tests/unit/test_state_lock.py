@@ -1,4 +1,4 @@
-"""The lock on a folder where somebody has put something else in its place."""
+"""The lock on a state folder in which something else has replaced the lock file."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Hypothesis asks a node for anything in any order, while calls, services, disk and coordinator fail: no promise is ever broken.
+"""Hypothesis sends a node any requests in any order while calls, services, disk and coordinator fail; no promise is ever broken.
 
-The promises are asserted where they are kept: the simulated services (a version is received before it is served, no sample is trained
-twice, one holder of the GPUs, versions grow), the command gate's count of executions, and the audit of the journal at the end.
-Here in 1,000 steps, in `make chaos` in 10,000.
+Promises are asserted where they are kept. The simulated services check that a version is received before it is served, no sample is trained
+twice, the GPUs have one holder and versions grow. The command gate counts executions, and the journal is audited at the end. `make test`
+runs 1,000 steps, `make chaos` 10,000.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from tests.unit.virtual_time import VirtualTimeLoop
 
 MIN_STEPS = 10_000 if IS_WHOLE else 1_000
 EXPECTED = (DeadlineExceeded, DiskFull, EnginePoisoned, OutOfGpuMemory, PeerUnavailable, WeightsCorrupt)
-"""What a changeover may end in when this goes wrong; anything else is a muddle of the coordinator's own."""
+"""Errors in which a changeover may end under faults; any other is the coordinator's bug."""
 
 
 def faults(num_calls: int) -> st.SearchStrategy[list[Fault | None]]:
-    """What goes wrong with the next calls, one by one: mostly nothing."""
+    """Draws the faults of the next calls in order, mostly none."""
 
     def draw(seed: int) -> list[Fault | None]:
         random = Random(seed)
@@ -88,9 +88,9 @@ class NodeMachine(RuleBasedStateMachine):
             shutil.rmtree(self.folder)
 
     async def _come_to_rest(self) -> None:
-        """When nothing fails any more, whatever is asked for is done at once."""
+        """Checks that without faults every request succeeds at once."""
         self.faults, self.node.failpoints.armed = [], None
-        # A trainer that was restarted while rollout serves may have learned since: it is served from the next changeover on.
+        # A trainer that restarted while rollout serves may have learned since; its version is served from the next changeover on.
         for number, phase in enumerate((Phase.ROLLOUT, Phase.TRAIN, Phase.ROLLOUT)):
             assert await self.node.acquire(phase, f"at last {number}") is None
         assert self.node.rollout is not None and self.node.rollout.served == len(self.node.disk.steps)
@@ -109,7 +109,7 @@ class NodeMachine(RuleBasedStateMachine):
 
     @rule(faults=faults(5))
     def next_single_stage(self, faults: list[Fault | None]) -> None:
-        """Also when the node was moved since it was looked at: the refusal names the stage that comes next."""
+        """Runs the next stage; if the node has moved since it was looked at, the refusal names the stage to run."""
         at = self.node.node.state().next_stage or Stage.LOAD_WEIGHTS
         self.faults = faults
         error = self.runner.run(self.node.run_stage(at, self._id("hand")))
@@ -122,7 +122,7 @@ class NodeMachine(RuleBasedStateMachine):
 
     @rule(faults=faults(2))
     def learn(self, faults: list[Fault | None]) -> None:
-        """A sample whose answer was lost is sent again as the same command, as the client does."""
+        """Sends a sample again as the same command if its answer was lost, as the client does."""
         self.faults = faults
         self.pending = self.pending or self._id("sample")
         error = self.runner.run(self.node.learn(self.pending))
@@ -160,7 +160,7 @@ class NodeMachine(RuleBasedStateMachine):
         assert at is None or phase_of(at) in (None, *Phase)
 
 
-@pytest.mark.timeout(600)  # to shrink what it finds
+@pytest.mark.timeout(600)  # to reproduce and shrink failures
 def test_thousands_of_steps_break_no_promise() -> None:
     run_state_machine_as_test(
         NodeMachine,

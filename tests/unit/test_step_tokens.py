@@ -1,4 +1,4 @@
-"""Tokens of a micro-batch where the configuration leaves them open."""
+"""Tokens of a micro-batch if the configuration leaves them open."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LAYOUT = Layout(
 
 
 def enough_for(tokens: int) -> Layout:
-    """With GPUs that are just large enough: what torch caches in a step is still there in SYNC, the peak."""
+    """Layout whose GPUs are just large enough for `tokens`: at the peak, in SYNC, the memory cached by a step is still there."""
     peak = plan(replace(LAYOUT, micro_batch_tokens=tokens)).gpu_peak
     assert peak.stage in (Stage.RESUME_WEIGHTS, Stage.SYNC)
     return replace(LAYOUT, gpu_bytes=peak.gpu_bytes + LAYOUT.overheads.margin)

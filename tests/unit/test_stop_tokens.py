@@ -1,4 +1,4 @@
-"""Stop tokens of a model folder, from whichever of its files name them."""
+"""Stop tokens of a model folder, from any of its files that name them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A child that is stopped when its parent ends, which would stay behind."""
+"""A stopped child, which would be left behind when its parent ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When the trainer returns torch's cached blocks, how often it tries, and what the planner counts for it. torch's figures are scripted."""
+"""Return of torch's cached blocks by the trainer: when, how often it is tried, and the planner's count. torch's figures are scripted."""
 
 from __future__ import annotations
 

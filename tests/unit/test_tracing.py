@@ -40,7 +40,7 @@ PROCESSES = (
 
 
 class Exporter(SpanExporter):
-    """Waits for `go` before each export, and raises when it is told to."""
+    """Waits for `go` before each export, and raises on request."""
 
     def __init__(self, *, raises: bool = False) -> None:
         self.go, self.raises = threading.Event(), raises
@@ -55,7 +55,7 @@ class Exporter(SpanExporter):
 
 
 def end_spans(sender: SpanSender, number: int) -> float:
-    """Seconds that it took."""
+    """Seconds of the call."""
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(sender)
     tracer, started = provider.get_tracer("test"), time.perf_counter()

@@ -1,4 +1,4 @@
-"""Trackers beside a run: what they get, that they get it once, and that none of them can hold the run up."""
+"""Trackers of a run: their records, each exactly once, and a run that none of them can delay."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def step_of(number: int) -> Step:
 
 
 def run_of(folder: Path, numbers: Sequence[int]) -> Path:
-    """An output folder as a run leaves it."""
+    """Writes an output folder as a run leaves it."""
     folder.mkdir(exist_ok=True)
     write_head(folder, RunHead("run-1", 0, {"train.seed": 3, "trainer.betas": [0.9, 0.999]}))
     metrics = MetricsFile(folder)
@@ -72,7 +72,7 @@ def test_tail_gives_each_whole_line_once_and_starts_again_with_a_new_file(tmp_pa
         assert list(tail.read()) == []
         file.write('}\nnonsense\n[]\n{"step": 99999999999999999999}\n{"step": -1}\n{"step": true}\n')
     assert [one.step for one in tail.read()] == [1]
-    MetricsFile(tmp_path, [step_of(0)])  # as a resume replaces it
+    MetricsFile(tmp_path, [step_of(0)])  # as on a resume
     assert [one.step for one in tail.read()] == [0]
 
 
@@ -125,7 +125,7 @@ assert sys.modules["torch"] is None
 
 
 def scalars(folder: Path) -> dict[int, float]:
-    """Of reward/exact, from all event files."""
+    """Values of reward/exact by step, from all event files."""
     from tensorboardX.proto.event_pb2 import Event
     from tensorboardX.record_writer import RecordWriter  # noqa: F401 - the format that is read here is its own
 
@@ -147,7 +147,7 @@ def scalars(folder: Path) -> dict[int, float]:
 )
 def test_a_full_disk_is_a_typed_error_and_does_not_hang(tmp_path: Path, name: str):
     run_of(tmp_path, range(100))
-    # A limit on a file's size fails a write as a full disk does.
+    # A limit on file size makes writes fail as on a full disk.
     program = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (2048, 2048))\n{TRACK_CALL}"
     argv = [sys.executable, "-B", "-c", program, "track", str(tmp_path), "--to", name]
     done = subprocess.run(argv, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False)
@@ -261,7 +261,7 @@ def test_a_damaged_note_of_what_was_sent_is_named(tmp_path: Path, capsys: pytest
 
 @pytest.fixture
 def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Puts a module in the place of tensorboardX, in processes that are started."""
+    """Replaces tensorboardX by another module in child processes."""
 
     def put(log: str, *, close: str = "pass") -> None:
         folder = tmp_path / "library"
@@ -289,7 +289,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def run_beside(folder: Path, *, seconds: float = 0.0) -> float:
-    """A short run with a tracker beside it. Returns the seconds that the loop took."""
+    """Runs a short run with a tracker. Returns the seconds of the loop."""
     folder.mkdir()
     with tracked(folder, TrackConfig(to=("tensorboard",))):
         write_head(folder, RunHead("run-1", 0, {}))

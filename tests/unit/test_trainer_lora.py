@@ -1,4 +1,4 @@
-"""Where adapters can be, how they begin, and whose checkpoints are refused."""
+"""Modules that can have adapters, their initial values, and refusals of checkpoints."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_linear_layer_that_a_family_lacks_is_refused_by_name(kind: str, missin
 
 
 def facts(*, policy: int | None = None, critic: int | None = -1) -> CheckpointFacts:
-    """Of networks with adapters of these ranks, or whole ones; critic: -1 for none."""
+    """Facts of networks with adapters of these ranks, or without adapters. critic: -1 for no critic."""
     ranks = {Role.POLICY: policy} | ({} if critic == -1 else {Role.CRITIC: critic})
     roles = {
         role: RoleFacts(version=3, schedule_start=0, architecture="LlamaForCausalLM", lora_rank=ranks[role]) for role in ranks

@@ -1,4 +1,4 @@
-"""What decides how the trainer cuts calls: tokens in a micro-batch, and the cost of a sample under each role."""
+"""Inputs of the trainer's micro-batch plan: tokens per micro-batch, and the cost of a sample under each role."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ QWEN = {
 
 
 class Gpus:
-    """The front to ranks whose GPUs have `sizes` bytes."""
+    """The front of ranks whose GPUs have `sizes` bytes."""
 
     def __init__(self, *sizes: int) -> None:
         self.sizes = sizes

@@ -1,4 +1,4 @@
-"""What the trainer accepts as a model folder, and what it says of others."""
+"""Model folders that the trainer accepts, and its errors for others."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_supported_architectures_are_read(kind: str, tmp_path: Path) -> None:
     assert read_model_config(tmp_path).vocab_size == config.vocab_size
 
 
-def test_an_architecture_that_is_not_supported_is_named_with_those_that_are(tmp_path: Path) -> None:
+def test_an_unsupported_architecture_is_named_with_the_supported_ones(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match="GPT2LMHeadModel") as raised:
         read_model_config(write_config(tmp_path, model_type="gpt2", architectures=["GPT2LMHeadModel"]))
     assert all(architecture in raised.value.message for architecture in ARCHITECTURES)

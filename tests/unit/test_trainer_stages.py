@@ -1,4 +1,4 @@
-"""The trainer's part of the ring: every pair of stages."""
+"""Stages of the trainer: every pair of them."""
 
 from __future__ import annotations
 

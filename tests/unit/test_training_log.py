@@ -1,4 +1,4 @@
-"""What the trainer's log gives back after a crash, damage, or a full disk: all that was acknowledged, once, or a clear error."""
+"""Recovery of the trainer's log after a crash, damage or a full disk: every acknowledged command once, or a clear error."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def ids(path: Path) -> list[str]:
 
 
 async def three(path: Path) -> bytes:
-    """A log of three records; gives its bytes."""
+    """Writes a log of three records; returns its bytes."""
     log = opened(path)
     await write(log, learn("a"), learn("b"), step("c"))
     log.close()
@@ -65,7 +65,7 @@ async def three(path: Path) -> bytes:
 
 
 def ends(content: bytes) -> list[int]:
-    """Where each frame ends."""
+    """Returns the end of each frame."""
     found, at = [], 0
     while at < len(content):
         at += HEADER.size + HEADER.unpack_from(content, at)[0]
@@ -87,7 +87,7 @@ async def test_a_log_cut_off_anywhere_gives_back_every_whole_record(path: Path) 
         torn = bytearray(whole[:length])
         start = ([0, *frame_ends])[num_whole]
         if length >= start + HEADER.size:
-            torn[start + HEADER.size - 1] = 0  # only a frame that is whole is marked as done
+            torn[start + HEADER.size - 1] = 0  # only complete frames are marked as done
         path.write_bytes(torn)
         assert ids(path) == ["a", "b", "c"][:num_whole]
         assert path.stat().st_size == start, "what is torn is cut off"
@@ -108,7 +108,7 @@ async def test_any_damaged_byte_of_what_was_done_is_told_and_nothing_is_changed(
         path.write_bytes(damaged)
         with pytest.raises(InvalidArgument, match=f"damaged at byte {0 if at < first else first}; restart the node and"):
             opened(path)
-        with pytest.raises(InvalidArgument, match=r"damaged at byte \d+$"):  # who only reads it has no node to start
+        with pytest.raises(InvalidArgument, match=r"damaged at byte \d+$"):  # a reader has no node to start
             read_training_log(path)
         assert path.read_bytes() == damaged
 
@@ -124,13 +124,13 @@ async def test_a_command_that_was_cut_off_is_not_in_the_log(path: Path) -> None:
     log = opened(path)
     await write(log, learn("a"))
     command = log.command(learn("b"))
-    await command.__aenter__()  # and the process is killed here: nobody closes the block
+    await command.__aenter__()  # killed here: nobody closes the block
     log.close()
     assert [record.request_id for record in read_training_log(path)] == ["a"]
     assert ids(path) == ["a"]
 
 
-async def test_a_command_that_failed_is_not_in_the_log_and_one_whose_gradients_were_not_finite_is(path: Path) -> None:
+async def test_failed_commands_are_not_in_the_log_and_skipped_steps_are(path: Path) -> None:
     log = opened(path)
     with pytest.raises(ZeroDivisionError):
         async with log.command(learn("a")):
@@ -152,7 +152,7 @@ async def test_a_log_that_cannot_be_opened_or_found_is_a_clear_error(path: Path)
 
 
 class CountingTraining:
-    """Ranks without a model: what they carried out, and a version that counts the steps. No checkpoint is there for them."""
+    """Ranks without a model: the commands they carried out, and a version that counts the steps. They have no checkpoint."""
 
     def __init__(self) -> None:
         self.state = TrainerState({Role.POLICY: trainer_pb2.RoleState(role=ROLE_POLICY)}, gate=CommandGate())
@@ -176,7 +176,7 @@ class CountingTraining:
 
 @asynccontextmanager
 async def trainer(path: Path, config: NodeConfig):
-    """A life of a trainer: restored from its log, it carries out what it is asked."""
+    """One life of a trainer: it restores its log and carries out commands."""
     training, log = CountingTraining(), opened(path)
     await restore(training, log, config=config)
 
@@ -229,7 +229,7 @@ async def test_a_command_cut_off_between_begin_and_commit_is_carried_out_once_wh
             await asyncio.sleep(0)
         killed = path.read_bytes()
         cut_off.cancel()
-    path.write_bytes(killed)  # what SIGKILL leaves
+    path.write_bytes(killed)  # state after SIGKILL
     async with trainer(path, config) as (second, ask):
         assert second.state.policy_version == 1
         assert (await ask("b")).version == 2

@@ -1,4 +1,4 @@
-"""Kernels for GPUs, by Triton's interpreter: in a process where it was on before anything imported Triton."""
+"""GPU kernels under Triton's interpreter, in a process that enables it before anything imports Triton."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Truncated completions: counted, and out of the loss."""
+"""Truncated completions: counted, and excluded from the loss."""
 
 from __future__ import annotations
 

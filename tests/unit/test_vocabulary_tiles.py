@@ -1,4 +1,4 @@
-"""How large tiles of logits are."""
+"""Sizes of logit tiles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the suite's tests are shared among workers."""
+"""Distribution of the suite's tests over workers."""
 
 from __future__ import annotations
 

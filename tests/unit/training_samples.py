@@ -1,4 +1,4 @@
-"""Samples of a call as messages, for tests of what is made of them."""
+"""Samples of a call as messages, for tests of their decoding."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tasuki.v1.types_pb2 import TrainingSample
 
 
 def make_sample(**fields: Any) -> TrainingSample:
-    """A good one of two and three tokens, but for `fields`."""
+    """Makes a valid sample of two and three tokens, except for `fields`."""
     good: dict[str, Any] = {
         "prompt_token_ids": [1, 2],
         "completion_token_ids": [3, 4, 5],

@@ -1,4 +1,4 @@
-"""An event loop whose clock runs ahead to the next timer when nothing else is left to do: hours pass in milliseconds."""
+"""An event loop whose clock jumps to the next timer when nothing else is left to do, so that hours pass in milliseconds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class _Clock(selectors.SelectSelector):
-    """Waits by moving the time."""
+    """Waits by advancing the clock."""
 
     now = 0.0
 
@@ -19,7 +19,7 @@ class _Clock(selectors.SelectSelector):
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """As asyncio's own, on a virtual clock."""
+    """An asyncio loop on a virtual clock."""
 
     def __init__(self) -> None:
         self._virtual = _Clock()

@@ -1,4 +1,4 @@
-"""What of an adapter each engine rank takes, on SGLang's own layers without an engine: even, replicated and padded shapes."""
+"""Share of an adapter on each engine rank, by SGLang's own layers without an engine: even, replicated and padded shapes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Shape = tuple[tuple[int, int, int], tuple[int, int, int], int]
 
 
 def layer_of(shape: Shape, tp_rank: int) -> dict[str, Any]:
-    """The rank's modules of one layer, as SGLang makes them."""
+    """Makes the rank's modules of one layer, as SGLang does."""
     _, (heads, kv_heads, intermediate), tp_size = shape
     tp: dict[str, Any] = {"tp_rank": tp_rank, "tp_size": tp_size, "bias": False}
     backend = cast(Any, None)
@@ -49,7 +49,7 @@ def layer_of(shape: Shape, tp_rank: int) -> dict[str, Any]:
 
 
 def pool_of(shape: Shape) -> SimpleNamespace:
-    """A rank's LoRA buffers for the layer, full of NaN."""
+    """Makes a rank's LoRA buffers for the layer, filled with NaN."""
     _, (heads, kv_heads, intermediate), tp_size = shape
     q_rows, kv_rows, mlp_rows = heads * HEAD // tp_size, max(1, kv_heads // tp_size) * HEAD, intermediate // tp_size
     sizes = {
@@ -67,7 +67,7 @@ def pool_of(shape: Shape) -> SimpleNamespace:
 
 
 def buffers_of(shape: Shape, tp_rank: int, *, changed: dict[str, Any] | None = None) -> AdapterBuffers:
-    """changed: modules in the place of the layer's own."""
+    """changed: modules that replace the layer's."""
     sizes = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
     originals = ("original_num_attention_heads", "original_total_num_kv_heads", "original_intermediate_size")
     config = SimpleNamespace(**dict(zip(sizes, shape[1], strict=True)))
@@ -97,7 +97,7 @@ def published(shape: Shape) -> dict[str, torch.Tensor]:
 
 
 def share_of(tensors: dict[str, torch.Tensor], shape: Shape, tp_rank: int) -> dict[str, torch.Tensor]:
-    """What the rank must hold: of every tensor that ranks share its share, once it is filled with zeros up to the padded size."""
+    """Returns the rank's expected tensors: its share of each split tensor, padded with zeros to the full size."""
     (heads, kv_heads, intermediate), (padded_heads, padded_kv_heads, padded_intermediate), tp_size = shape
     more_q, more_kv = (padded_heads - heads) * HEAD, (padded_kv_heads - kv_heads) * HEAD
     more_mlp = padded_intermediate - intermediate
@@ -138,7 +138,7 @@ def test_each_rank_takes_its_share_of_the_padded_layer_and_zeros_where_the_check
 
 
 def test_a_tensor_of_another_shape_is_refused_by_name() -> None:
-    """Also one that is as large as the padded layer, and would leave nothing uncovered."""
+    """A tensor as large as the padded layer is refused, too, although it would leave nothing uncovered."""
     tensors = published(PADDED)
     tensors["layers.0.q_proj.lora_B.weight"] = torch.zeros(8 * HEAD, RANK)
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""The batched attention of an engine on a CPU against SGLang's loop over sequences, on the same cache."""
+"""Batched attention of an engine on a CPU against SGLang's loop over sequences, on the same cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A KV cache of which a part is mapped: whatever requests take and free while it grows and shrinks, what they hold is there."""
+"""A partly mapped KV cache: entries of running requests survive while requests come and go and the cache grows and shrinks."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def bounded(page_size: int) -> BoundedSlots:
 
 
 class Demand:
-    """Of requests whose future is drawn."""
+    """Demand of requests whose lengths are random."""
 
     def __init__(self) -> None:
         self.to_come = self.num_admitted = 0
         self.others = NUM_TOKENS
-        """What the other rank of the replica has mapped."""
+        """Tokens mapped by the other rank of the replica."""
 
     def tokens_to_come(self) -> int:
         return self.to_come
@@ -55,7 +55,7 @@ class Demand:
 
 
 class Cache:
-    """Keys and values of two layers, slots, and what requests have written to theirs."""
+    """Keys and values of two layers, slots, and the values that requests have written."""
 
     def __init__(self, page_size: int) -> None:
         self.allocator = NativeAllocator(tags=[KV], device="cpu", chunk_bytes={KV: CHUNK})
@@ -139,7 +139,7 @@ class Requests(RuleBasedStateMachine):
         assert self.cache.mapped_bytes() == before - given_back
         after = self.cache.growing.extent()
         assert min(served, after.needed_tokens) <= after.served_tokens < max(LEAST + 1, after.needed_tokens + MOST_SPARE)
-        # What still runs is never pushed out to make room for itself.
+        # A running request is never pushed out to make room for itself.
         if served >= after.needed_tokens:
             assert self.cache.slots.available_size() >= min(to_come, NUM_TOKENS - self.cache.slots.num_in_use)
 
@@ -199,7 +199,7 @@ def test_growth_maps_what_requests_may_need_of_every_buffer_and_low_slots_come_f
     assert cache.growing.following_bytes == cache.allocator.arena(KV).usage().total_bytes - least
     assert not cache.take(LEAST + 1)
     assert cache.grow(LEAST) == Grown() and cache.demand.num_admitted == 0
-    # 112 tokens are seven parts, of which the first two are there.
+    # 112 tokens are seven parts, the first two of which are mapped.
     assert cache.grow(100) == Grown(4 * 2 * CHUNK) and cache.demand.num_admitted == 1
     assert cache.growing.extent().served_tokens == 112
     assert cache.points == ["grow_cache.mapped"] * 5
@@ -278,7 +278,7 @@ def test_changeovers_leave_no_descriptor_and_no_address() -> None:
     for _ in range(10_000 if IS_WHOLE else 200):
         change_over()
     after = held()
-    # Python's own heap may have come or gone by a few ranges.
+    # Python's own heap may have changed by a few ranges.
     assert (after[0], after[2]) == (before[0], before[2]) and after[1] <= before[1] + 8
     cache.close()
 

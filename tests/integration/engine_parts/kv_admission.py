@@ -1,4 +1,4 @@
-"""SGLang's own admission over a KV cache that grows: as over a whole one while there is memory, and nothing waits for ever without."""
+"""SGLang's admission over a growing KV cache: as over a whole one while there is memory, and nothing waits forever without it."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from tests.models import make_model, save_checkpoint
 
 NUM_TOKENS, LONGEST, LEAST = 320, 56, 64
 NEW_TOKEN_RATIOS = (0.3, 1.0)
-"""A low one has SGLang admit more than fit, and retract."""
+"""A low ratio makes SGLang admit more requests than fit, and retract some."""
 _EXTENT = settings(max_examples=examples(60), deadline=None, derandomize=not IS_WHOLE)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What SGLang's parts ask of the process."""
+    """Sets up the process as SGLang's parts need it."""
     model = save_checkpoint(make_model("qwen2", seed=0), tmp_path_factory.mktemp("model") / "qwen2")
     set_global_server_args_for_scheduler(ServerArgs(model_path=str(model), device="cpu"))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -48,7 +48,7 @@ def rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request, and after how many batches it comes and how long it turns out to be."""
+    """A request: the number of batches before it arrives, and its length."""
 
     arrives: int
     prompt: Sequence[int]
@@ -59,7 +59,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Of an engine."""
+    """Settings of an engine."""
 
     has_prefixes: bool = True
     new_token_ratio: float = NEW_TOKEN_RATIOS[0]
@@ -78,7 +78,7 @@ KINDS = st.builds(Kind, st.booleans(), st.sampled_from(NEW_TOKEN_RATIOS))
 
 
 class Room:
-    """In the place of the arena: memory for so many tokens."""
+    """Replaces the arena: memory for a number of tokens."""
 
     def __init__(self) -> None:
         self.tokens = self.mapped = NUM_TOKENS
@@ -92,7 +92,7 @@ class Room:
 
 
 class Engine:
-    """The parts of SGLang's scheduler that give out KV cache, and in the place of the model the lengths that were drawn."""
+    """Parts of SGLang's scheduler that allocate KV cache; drawn lengths replace the model."""
 
     def __init__(self, kind: Kind, *, grows: bool) -> None:
         self.new_token_ratio = kind.new_token_ratio
@@ -131,14 +131,14 @@ class Engine:
         self.num_coming += len(one.prompt) + one.max_new_tokens + SPARE_PAGES
 
     def look(self) -> None:
-        """As KvGrowth has the ranks do."""
+        """Grows the cache as KvGrowth makes the ranks do."""
         if self.cache is not None and (self.spare_tokens < 0 or self.num_coming > self.spare_tokens):
             self.cache.grow(lambda _: None)
             extent = self.cache.extent()
             self.num_coming, self.spare_tokens = 0, extent.served_tokens - extent.needed_tokens
 
     def run_batch(self) -> None:
-        """As SGLang: a prefill where a request can be admitted, else a token for each that runs."""
+        """Runs one batch as SGLang does: a prefill if a request can be admitted, else a token for each running one."""
         self.num_batches += 1
         if admitted := self._admitted():
             self._prefill(admitted)
@@ -183,7 +183,7 @@ class Engine:
             self._ends(request)
 
     def _retract(self) -> None:
-        """Until each that still runs finds a slot, those with the fewest tokens made wait again."""
+        """Sends the requests with the fewest tokens back to the queue, until each running one finds a slot."""
         while True:
             evict_from_tree_cache(self.prefixes, len(self.running))
             if self.slots.available_size() >= len(self.running):
@@ -196,7 +196,7 @@ class Engine:
             self.num_retracted += 1
 
     def _ends(self, request: Req) -> bool:
-        """Whether the request ends with the token that it now gets."""
+        """Gives the request a token; returns whether it ends."""
         request.output_ids.append(4 + len(request.output_ids) % 4)
         if len(request.output_ids) < self.lengths[request.rid]:
             return False
@@ -219,9 +219,9 @@ class Engine:
 
 
 def ran(questions: Sequence[Asked], kind: Kind, *, rooms: Sequence[int] | None, drains: bool = False) -> Engine:
-    """rooms: tokens that there is memory for, one after each batch, and then all; None: the cache is whole and does not grow.
+    """rooms: tokens of memory after each batch; when the list ends, all; None: a whole cache that does not grow.
 
-    drains: once all have come, the cache shrinks whenever a request has ended.
+    drains: once all requests have arrived, the cache shrinks whenever one ends.
     """
     engine = Engine(kind, grows=rooms is not None)
     most = 50 + sum(len(one.prompt) + 2 * one.max_new_tokens for one in questions) * 4
@@ -288,10 +288,10 @@ def test_a_scheduler_without_requests_needs_nothing() -> None:
     assert engine.cache.extent().needed_tokens == 3 + 25 + SPARE_PAGES
     while not engine.ended:
         engine.run_batch()
-    # What is left as a prefix: all but its last token, which was never computed with.
+    # All tokens but the last remain as a prefix; that one was never computed with.
     assert engine.cache.extent().needed_tokens == 3 + 4
 
 
-def test_what_admission_asks_for_beside_the_tokens_of_each_request_is_there() -> None:
+def test_room_that_admission_reserves_beside_the_requests_tokens_is_mapped() -> None:
     questions, kind = [Asked(0, [1, 2], 10, 10)] * 20, Kind(has_prefixes=False, new_token_ratio=1.0)
     assert ran(questions, kind, rooms=()).num_batches == ran(questions, kind, rooms=None).num_batches == 10

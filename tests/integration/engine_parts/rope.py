@@ -1,4 +1,4 @@
-"""Rotary embeddings that are accepted: SGLang's tables against those of transformers."""
+"""Supported rotary embeddings: SGLang's tables against those of transformers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def config_of(name: str) -> LlamaConfig:
 
 @pytest.fixture(scope="module", autouse=True)
 def server_args(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """SGLang's layers ask for the arguments of the engine that they are in."""
+    """Sets the engine's arguments, which SGLang's layers read."""
     model = save_checkpoint(make_model("llama", seed=0), tmp_path_factory.mktemp("rope") / "model")
     kinds = {"attention_backend": "torch_native", "sampling_backend": "pytorch", "grammar_backend": "none"}
     set_global_server_args_for_scheduler(ServerArgs(model_path=str(model), device="cpu", **kinds))

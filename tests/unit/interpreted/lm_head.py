@@ -13,7 +13,7 @@ NUM_PLACES, VOCAB_SIZE, WIDTH = 9, 300, 128
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> TileKernels:
-    # Programs that walk a row in several steps, of which the last is not whole.
+    # Programs walk a row in several steps, the last of which is partial.
     monkeypatch.setattr(lm_head_triton, "_FOLD_COLUMNS", 32)
     monkeypatch.setattr(lm_head_triton, "_GRADIENT_COLUMNS", 32)
     return lm_head_triton
@@ -26,7 +26,7 @@ def make_places(softcap: float | None) -> Places:
 
 
 def tiles() -> dict[int, torch.Tensor]:
-    """Logits by the token that they begin with, some of them extreme."""
+    """Logits by the first token of their tile, some of them extreme."""
     logits_NV = 5 * torch.randn(NUM_PLACES, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
     logits_NV[0, 5], logits_NV[1, :WIDTH] = -1e30, -torch.inf
     logits_NV[2] -= 1e4
@@ -40,7 +40,7 @@ def folded(kernels: TileKernels, places: Places) -> RunningSoftmax:
     return softmax
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")  # of the interpreter's numpy
+@pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")  # raised by the interpreter's numpy
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_kernels_are_those_of_plain_torch(kernels: TileKernels, softcap: float | None) -> None:
     places = make_places(softcap)

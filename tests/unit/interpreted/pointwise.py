@@ -10,7 +10,7 @@ from tasuki.trainer.backends.fsdp import pointwise_triton as kernels
 from tasuki.trainer.backends.fsdp.pointwise import Activation
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")  # of the interpreter's numpy
+@pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")  # raised by the interpreter's numpy
 @pytest.mark.parametrize("is_split", [False, True], ids=["two", "halves of one"])
 @pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
 def test_the_kernel_and_its_gradients_are_those_of_plain_torch(
