@@ -38,10 +38,10 @@ def exit_code_of(command: Callable[[], int]) -> int:
     """Runs a command. Turns errors into one line and an exit code; a crash in native code prints the Python stack to stderr."""
     faulthandler.enable(file=2)
     _open_missing_streams()
-    # Also restores SIGINT, which shells ignore for background jobs.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _interrupted)
     try:
+        # Also restores SIGINT, which shells ignore for background jobs.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, _interrupted)
         code = command()
         sys.stdout.flush()
         return code
