@@ -210,6 +210,12 @@ class PathNotFound(TasukiError):
     code, reason = grpc.StatusCode.NOT_FOUND, "PATH_NOT_FOUND"
 
 
+class PathPermissionDenied(TasukiError):
+    """The process's user has no permission to read or write a path. metadata: `path`, `user`."""
+
+    code, reason = grpc.StatusCode.PERMISSION_DENIED, "PATH_PERMISSION_DENIED"
+
+
 class UnsupportedModel(TasukiError):
     """The service does not support the model's architecture. metadata: `architecture`."""
 
