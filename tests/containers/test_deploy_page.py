@@ -7,8 +7,10 @@ import os
 import re
 import shlex
 import shutil
+import ssl
 import subprocess
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +25,7 @@ DEPLOY = ROOT / "deploy"
 ENDLESS = ("tasuki watch", "tail -F")
 ENDLESS_S = 30
 # They print nothing, or not always.
-SILENT = ("--detach", " rm ", " stop ", "cat >")
+SILENT = ("--detach", "docker rm", "node rm", " stop ", "mkdir", "tar --")
 # Text that a command must print, beside the exit status 0.
 SHOWN = {
     "tasuki doctor": " 0 fail",
@@ -130,20 +132,22 @@ STRIKE = """import os
 for pid in filter(str.isdigit, os.listdir("/proc")):
     if int(pid) != os.getpid() and b"tasuki.supervisor" in open(f"/proc/{pid}/cmdline", "rb").read():
         os.kill(int(pid), 9)"""
-ASK = """import ssl, urllib.request
-context = ssl.create_default_context(cafile="/tls/ca.pem")
-context.load_cert_chain("/tls/viewer.pem", "/tls/viewer.key")
-print(urllib.request.urlopen("https://localhost:8765/api/node", context=context).read().decode())"""
 
 
 @pytest.mark.usefixtures("removed")
-def test_a_node_that_is_killed_starts_again_and_the_dashboard_shows_it(environment: dict[str, str]) -> None:
+def test_a_node_that_is_killed_starts_again_and_the_dashboard_shows_it(environment: dict[str, str], tmp_path: Path) -> None:
+    compose(environment, "build", limit_s=1500)
     compose(environment, "run --rm certs")
-    compose(environment, "--profile dashboard up --build --detach --wait", limit_s=1500)
+    compose(environment, "--profile dashboard up --detach --wait", limit_s=600)
+    for file in ("ca.pem", "viewer.pem", "viewer.key"):
+        (tmp_path / file).write_text(compose(environment, f"run --rm -T certs cat /tls/{file}"))
+    context = ssl.create_default_context(cafile=tmp_path / "ca.pem")
+    context.load_cert_chain(tmp_path / "viewer.pem", tmp_path / "viewer.key")
 
     def epoch() -> int | None:
         """Returns the epoch of the node as the dashboard sees it; None while there is none."""
-        seen = json.loads(compose(environment, f"exec -T dashboard python3 -c {shlex.quote(ASK)}"))
+        with urllib.request.urlopen("https://localhost:8765/api/node", context=context, timeout=30) as answer:
+            seen = json.loads(answer.read())
         return int(seen["node"]["epoch"]) if seen["is_live"] else None
 
     assert epoch() == 1
@@ -152,3 +156,30 @@ def test_a_node_that_is_killed_starts_again_and_the_dashboard_shows_it(environme
     while epoch() != 2:
         assert time.monotonic() < until
         time.sleep(2)
+
+
+@pytest.mark.usefixtures("removed")
+def test_a_container_sees_the_key_of_its_role_alone_and_serves_a_renewed_certificate(environment: dict[str, str]) -> None:
+    compose(environment, "build", limit_s=1500)
+    compose(environment, "run --rm certs")
+    compose(environment, "--profile dashboard --profile prometheus up --detach --wait", limit_s=600)
+    for service, role in (("node", "node"), ("dashboard", "node"), ("prometheus", "viewer")):
+        files = compose(environment, f"exec -T {service} ls -A /tls").split()
+        assert files == ["ca.pem", f"{role}.key", f"{role}.pem"]
+    assert compose(environment, "run --rm -T train ls -A /tls") == ""
+
+    # Of the coordinator, the trainer, rollout and the dashboard.
+    ports = (50050, 50051, 50052, 8765)
+
+    def served() -> list[str]:
+        return [ssl.get_server_certificate(("127.0.0.1", port), timeout=30) for port in ports]
+
+    assert len(set(served())) == 1
+    compose(environment, "run --rm certs")
+    renewed = compose(environment, "exec -T node cat /tls/node.pem")
+    until = time.monotonic() + 60
+    while served() != [renewed] * len(ports):
+        assert time.monotonic() < until
+        time.sleep(1)
+    scraped = compose(environment, "exec -T prometheus promtool query instant http://127.0.0.1:9090 up")
+    assert "=> 1 @" in scraped

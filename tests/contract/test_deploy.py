@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import stat
+import subprocess
+import sys
 import tomllib
 from fnmatch import fnmatch
 from pathlib import Path
@@ -10,6 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
+from cryptography import x509
 
 from tasuki.cli.__main__ import _parser
 from tasuki.config.load import load_config
@@ -28,7 +33,8 @@ COMMANDS = {
 
 def folders_of(service: str) -> dict[str, str]:
     """Returns mounts by folder in the container, as they are when no variable is set."""
-    mounts = (re.fullmatch(r"(?:\$\{\w+:-([^}]+)\}|(\w+)):([^:]+)(?::ro)?", text) for text in SERVICES[service]["volumes"])
+    pattern = r"(?:\$\{\w+:-([^}]+)\}|([\w./-]+)):([^:]+)(?::ro)?"
+    mounts = (re.fullmatch(pattern, text) for text in SERVICES[service].get("volumes", []))
     return {mount[3]: mount[1] or mount[2] for mount in mounts if mount}
 
 
@@ -39,16 +45,55 @@ def test_a_command_is_one_that_tasuki_takes(name: str):
     assert _parser().parse_args(arguments).config == Path("/config/node.toml")
 
 
-def test_certificates_go_where_the_node_and_prometheus_look_for_them():
-    arguments = _parser().parse_args(SERVICES["certs"]["command"][1:])
+def create_certificates(folder: Path) -> dict[str, Path]:
+    """Runs the command of `certs` on this machine, with a folder in place of each volume. Returns them by the volume's name."""
+    folders = {volume: folder / inside.lstrip("/") for inside, volume in folders_of("certs").items()}
+    for path in folders.values():
+        path.mkdir(parents=True, exist_ok=True)
+    command: list[str] = [text.replace("$$", "$") for text in SERVICES["certs"]["command"]]
+    command = [re.sub(r"(?<=[\s\"])/(?=tls|roles)", f"{folder}/", text) for text in command]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    subprocess.run([*command[:-1], "localhost"], check=True, env={**os.environ, "PATH": path}, capture_output=True, timeout=60)
+    return folders
+
+
+def test_a_container_mounts_the_certificates_of_its_role_alone():
+    certificates = set(folders_of("certs").values())
+    mounted = {name: {volume for volume in folders_of(name).values() if volume in certificates} for name in SERVICES}
+    assert mounted.pop("certs") == {"tls", "tls-node", "tls-viewer"} == {name for name in COMPOSE["volumes"] if "tls" in name}
+    assert mounted == {"node": {"tls-node"}, "dashboard": {"tls-node"}, "prometheus": {"tls-viewer"}, "train": set()}
+    for name in ("node", "dashboard", "prometheus"):
+        assert any(re.fullmatch(r"tls-\w+:/tls:ro", text) for text in SERVICES[name]["volumes"])
+
+
+def test_a_volume_has_the_key_of_its_role_alone(tmp_path: Path):
+    folders = create_certificates(tmp_path)
+    for role in ("node", "viewer"):
+        files = {path.name: stat.S_IMODE(path.stat().st_mode) for path in folders[f"tls-{role}"].iterdir()}
+        assert files == {"ca.pem": 0o644, f"{role}.pem": 0o644, f"{role}.key": 0o600}
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
+    create_certificates(tmp_path)
+    for path, content in before.items():
+        assert (path.read_bytes() == content) is (path.stem == "ca"), f"{path} is renewed unless it is the authority's"
+
+
+def test_certificates_go_where_the_node_and_prometheus_look_for_them(tmp_path: Path):
+    folders = create_certificates(tmp_path)
     (ports,) = re.findall(r"^```toml\n(.*?)^```", (ROOT / "docs" / "deploy.md").read_text(), re.DOTALL | re.MULTILINE)
     named = tomllib.loads(ports)
     scraped = yaml.safe_load((DEPLOY / "prometheus" / "compose.yml").read_text())["scrape_configs"][0]
-    files = [*named["security"].values(), *scraped["tls_config"].values()]
-    assert {Path(file).parent for file in files} == {arguments.folder}
+    for service, files in (
+        ("node", named["security"]),
+        ("dashboard", named["security"]),
+        ("prometheus", scraped["tls_config"]),
+    ):
+        folder = folders[folders_of(service)["/tls"]]
+        assert {f"/tls/{path.name}" for path in folder.iterdir()} == set(files.values())
     (target,) = scraped["static_configs"][0]["targets"]
     host, port = target.split(":")
-    assert host in SERVICES and host in arguments.hosts
+    node = x509.load_pem_x509_certificate((folders["tls-node"] / "node.pem").read_bytes())
+    names = node.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert host in SERVICES and host in names.get_values_for_type(x509.DNSName)
     assert named["metrics"]["listen"].endswith(f":{port}")
 
 
@@ -70,7 +115,7 @@ def test_a_run_resumes_and_starts_no_node_of_its_own_beside_the_one_of_the_other
 
 def test_the_example_keeps_to_the_folders_that_are_mounted():
     folders = folders_of("node")
-    assert len(folders) == len(SERVICES["node"]["volumes"])
+    assert all(len(folders_of(name)) == len(service["volumes"]) for name, service in SERVICES.items())
     assert (DEPLOY / folders["/config"]).resolve() == DEPLOY / "config"
     config = load_config(DEPLOY / folders["/config"] / "node.toml")
     assert config.train is not None
@@ -80,14 +125,16 @@ def test_the_example_keeps_to_the_folders_that_are_mounted():
 
 
 def test_a_volume_has_a_folder_of_the_user_in_the_image():
-    named = {folder for folder, source in folders_of("node").items() if source in COMPOSE["volumes"]}
-    assert len(named) == len(COMPOSE["volumes"])
+    ours = [name for name, service in SERVICES.items() if service["image"] == "tasuki"]
+    mounts = {mount for name in ours for mount in folders_of(name).items() if mount[1] in COMPOSE["volumes"]}
+    named = {folder for folder, _ in mounts}
+    assert {volume for _, volume in mounts} == set(COMPOSE["volumes"])
     (made,) = re.findall(r"install --directory --owner=tasuki --group=tasuki (.+)", DOCKERFILE)
     assert set(made.split()) == named
 
 
 def test_both_services_see_the_same_folders_and_the_run_waits_for_the_node():
-    assert folders_of("train") == folders_of("node")
+    assert folders_of("node") == {**folders_of("train"), "/tls": "tls-node"}
     assert SERVICES["train"]["depends_on"]["node"]["condition"] == "service_healthy"
 
 

@@ -29,7 +29,8 @@ def raising(error: Exception) -> Callable[[], None]:
 
 FAILURES = {
     "DISK_FULL": OSError(errno.ENOSPC, "No space left on device"),
-    "INVALID_ARGUMENT": OSError(errno.EACCES, "Permission denied"),
+    "PATH_PERMISSION_DENIED": OSError(errno.EACCES, "Permission denied"),
+    "INVALID_ARGUMENT": OSError(errno.ENOTDIR, "Not a directory"),
     "PATH_EXISTS": PathExists("it is there"),
     "INTERNAL": ValueError("Invalid pattern \udcff"),
 }

@@ -74,7 +74,7 @@ def test_weights_that_cannot_be_read_are_named_with_the_cause_before_anything_st
     weights.unlink()
     weights.symlink_to("../blobs/0123")
     line = refusal(tasuki("up", "node.toml", cwd=folder))
-    assert "model.path: model/model.safetensors cannot be read as user" in line or f"{weights} cannot be read as user" in line
+    assert f"{weights} cannot be read" in line
     assert "(No such file or directory)" in line
     assert not (folder / "state").exists()
 

@@ -9,7 +9,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import grpc
@@ -23,10 +23,11 @@ from tasuki.rpc.port import Port
 from tasuki.rpc.server import RpcServer
 from tasuki.supervisor.__main__ import service_environment
 from tasuki.v1 import trainer_pb2_grpc
-from tasuki.wire.channel import open_channel
-from tasuki.wire.errors import ServiceFailed
+from tasuki.wire.channel import MAX_MESSAGE_BYTES, MAX_PORT_CALLS, open_channel
+from tasuki.wire.errors import ServiceFailed, from_rpc_error
 from tests.conftest import ENVIRONMENT, ROOT
 from tests.integration.counting_trainer import NAME, CountingTrainer
+from tests.integration.unfinished_messages import unfinished_calls, until_steady
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 SETTINGS, HEADERS, MESSAGE = 4, 1, 0
@@ -61,12 +62,12 @@ async def send(port: int, path: bytes, further: dict[bytes, bytes] | None = None
 
 
 @asynccontextmanager
-async def serving(folder: Path, port: int) -> AsyncIterator[RpcServer]:
+async def serving(folder: Path, port: int, *, max_calls: int = MAX_PORT_CALLS) -> AsyncIterator[RpcServer]:
     access = Access(LocalCallers(), ClientPaths(state_dir=folder, write=(), read=()))
     server = RpcServer(
         service="trainer",
         target=f"unix:{folder}/a.sock",
-        port=Port(target=f"127.0.0.1:{port}", access=access, credentials=None),
+        port=Port(target=f"127.0.0.1:{port}", access=access, credentials=None, max_calls=max_calls),
     )
     server.add(trainer_pb2_grpc.add_TrainerServiceServicer_to_server, CountingTrainer(), NAME)
     await server.start()
@@ -151,3 +152,24 @@ async def test_a_service_whose_server_has_ended_ends_too(
             await asyncio.wait_for(running, 60)
         assert stop.is_set() and caplog.text.count("event=server_ended") == 1
         assert not (tmp_path / "a.sock").exists()
+
+
+async def test_unfinished_messages_are_held_for_so_many_calls_and_the_socket_answers(
+    tmp_path: Path, unused_tcp_port: int
+) -> None:
+    max_calls, num_calls = 8, 40
+    async with serving(tmp_path, unused_tcp_port, max_calls=max_calls) as server:
+        path = f"/{NAME}/OptimStep"
+        async with unfinished_calls(unused_tcp_port, path, num_connections=2, num_calls=num_calls) as callers:
+            held = await until_steady(lambda: sum(caller.held_bytes for caller in callers), for_s=1.0, limit_s=60.0)
+            assert held == max_calls * (MAX_MESSAGE_BYTES - 1)
+            assert sum(len(caller.ended) for caller in callers) == 2 * num_calls - max_calls
+            await check(server.target)
+            with pytest.raises(grpc.RpcError) as refused:
+                await check(f"127.0.0.1:{unused_tcp_port}")
+            assert from_rpc_error(refused.value).reason == "BUSY"
+        async with asyncio.timeout(60.0):
+            while True:
+                with suppress(grpc.RpcError):  # until it notices the end of the connections
+                    await check(f"127.0.0.1:{unused_tcp_port}")
+                    break

@@ -10,6 +10,8 @@ from tasuki.cli.__main__ import main
 from tasuki.config.load import load_config
 from tasuki.config.ports import port_targets
 from tasuki.config.save import save_config
+from tasuki.rpc.port import fleet_port
+from tasuki.wire.channel import MAX_PORT_CALLS
 from tasuki.wire.errors import InvalidArgument
 
 TLS = ["security.cert=c", "security.key=k"]
@@ -103,3 +105,11 @@ def test_command_that_would_open_a_port_to_everybody_starts_nothing(tmp_path: Pa
     assert main(["up", str(path)]) == 2
     assert "INVALID_ARGUMENT: coordinator.listen = 0.0.0.0:5000 is not loopback" in capsys.readouterr().err
     assert not (tmp_path / "state").exists()
+
+
+def test_a_fleets_port_has_room_for_the_waits_of_all_its_ranks(tmp_path: Path) -> None:
+    file = tmp_path / "node.toml"
+    file.write_text('state_dir = "state"\n[model]\npath = "model"\n')
+    fleet = ("fleet.name=lab", "fleet.num_nodes=100", "fleet.node_rank=0", "fleet.leader=127.0.0.1:29400")
+    config = load_config(file, overrides=[*fleet, "trainer.num_ranks=8", "rollout.tp_size=8", "security.insecure=true"])
+    assert fleet_port(config).max_calls == MAX_PORT_CALLS + 2 * 100 * 8

@@ -282,7 +282,7 @@ class AsyncClient:
     async def load(self, path: Path | str) -> int:
         """Loads a checkpoint written by `save`. Returns the policy version.
 
-        Raises PathNotFound, and InvalidArgument for a checkpoint that is damaged or belongs to another model.
+        Raises PathNotFound, PathPermissionDenied, and InvalidArgument for a checkpoint that is damaged or belongs to another model.
         """
         folder = _absolute(path)
 

@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
+from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 
 Row = dict[str, object]
@@ -21,7 +22,7 @@ _RESERVED = ("completion", "finish_reason", "num_tokens", "prompt_token_ids", "c
 def read_jsonl(path: Path | str) -> list[Row]:
     """Reads the rows of a file and skips empty lines.
 
-    Raises PathNotFound without a file, and InvalidArgument naming file and line for an invalid row.
+    Raises PathNotFound without a file, PathPermissionDenied, and InvalidArgument naming file and line for an invalid row.
     """
     return [_checked(row, place=place) for place, row in read_objects(path)]
 
@@ -29,11 +30,13 @@ def read_jsonl(path: Path | str) -> list[Row]:
 def read_objects(path: Path | str) -> Iterator[tuple[str, Row]]:
     """Yields the JSON objects of a file, one per line, each with its place "file:line". Skips empty lines. Raises as read_jsonl."""
     path = Path(path)
-    if not path.is_file():
-        found = "is not a regular file" if path.exists() else "does not exist"
-        raise PathNotFound(f"dataset {path} {found}", path=path)
+    with named_if_denied(path, key="dataset"):
+        if not path.is_file():
+            found = "is not a regular file" if path.exists() else "does not exist"
+            raise PathNotFound(f"dataset {path} {found}", path=path)
+        file = path.open("rb")
     is_empty = True
-    with path.open("rb") as lines:
+    with file as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 is_empty = False

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tasuki.client.durable import write_durably
 from tasuki.client.step import Step
+from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import InvalidArgument
 from tasuki.wire.regular_file import read_regular
 from tasuki.wire.sealed_json import is_intact, sealed
@@ -49,10 +50,11 @@ def read_pending(output_dir: Path) -> Step | None:
 
 
 def read_loop_state(checkpoint: Path) -> LoopState:
-    """Raises InvalidArgument naming the file if it is damaged."""
+    """Raises PathPermissionDenied, and InvalidArgument naming the file if it is damaged."""
     path = checkpoint / LOOP_FILE
     try:
-        fields = json.loads(read_regular(path, max_bytes=_MAX_BYTES))
+        with named_if_denied(path):
+            fields = json.loads(read_regular(path, max_bytes=_MAX_BYTES))
         if not is_intact(fields):
             raise ValueError("its checksum differs from the one in it")
         return LoopState(Step.of(fields["step"]), {name: int(value) for name, value in fields["position"].items()})

@@ -122,7 +122,7 @@ class CoordinatorServiceServicer(object):
         The first call for a large model takes seconds.
 
         Phase: any, even during a changeover. Repeat: safe; the answer is cached.
-        Errors: INVALID_ARGUMENT/INVALID_ARGUMENT or NOT_FOUND/PATH_NOT_FOUND for an unreadable model,
+        Errors: INVALID_ARGUMENT/INVALID_ARGUMENT, NOT_FOUND/PATH_NOT_FOUND or PERMISSION_DENIED/PATH_PERMISSION_DENIED for the model;
         UNIMPLEMENTED/UNSUPPORTED_MODEL for an unknown architecture; DEADLINE_EXCEEDED if no service reports the size of a GPU.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

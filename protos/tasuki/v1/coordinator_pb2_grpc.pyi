@@ -62,7 +62,7 @@ class CoordinatorServiceStub:
     The first call for a large model takes seconds.
 
     Phase: any, even during a changeover. Repeat: safe; the answer is cached.
-    Errors: INVALID_ARGUMENT/INVALID_ARGUMENT or NOT_FOUND/PATH_NOT_FOUND for an unreadable model,
+    Errors: INVALID_ARGUMENT/INVALID_ARGUMENT, NOT_FOUND/PATH_NOT_FOUND or PERMISSION_DENIED/PATH_PERMISSION_DENIED for the model;
     UNIMPLEMENTED/UNSUPPORTED_MODEL for an unknown architecture; DEADLINE_EXCEEDED if no service reports the size of a GPU.
     """
 
@@ -100,7 +100,7 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     The first call for a large model takes seconds.
 
     Phase: any, even during a changeover. Repeat: safe; the answer is cached.
-    Errors: INVALID_ARGUMENT/INVALID_ARGUMENT or NOT_FOUND/PATH_NOT_FOUND for an unreadable model,
+    Errors: INVALID_ARGUMENT/INVALID_ARGUMENT, NOT_FOUND/PATH_NOT_FOUND or PERMISSION_DENIED/PATH_PERMISSION_DENIED for the model;
     UNIMPLEMENTED/UNSUPPORTED_MODEL for an unknown architecture; DEADLINE_EXCEEDED if no service reports the size of a GPU.
     """
 
@@ -171,7 +171,7 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         The first call for a large model takes seconds.
 
         Phase: any, even during a changeover. Repeat: safe; the answer is cached.
-        Errors: INVALID_ARGUMENT/INVALID_ARGUMENT or NOT_FOUND/PATH_NOT_FOUND for an unreadable model,
+        Errors: INVALID_ARGUMENT/INVALID_ARGUMENT, NOT_FOUND/PATH_NOT_FOUND or PERMISSION_DENIED/PATH_PERMISSION_DENIED for the model;
         UNIMPLEMENTED/UNSUPPORTED_MODEL for an unknown architecture; DEADLINE_EXCEEDED if no service reports the size of a GPU.
         """
 

@@ -190,9 +190,10 @@ class TrainerServiceServicer(object):
         """Saves model, optimizer, random state and policy version with torch.distributed.checkpoint. Atomic: written aside, fsynced, renamed.
 
         Phase: TRAIN. Repeat: the same request_id gets the first answer.
-        Errors: ALREADY_EXISTS/PATH_EXISTS; FAILED_PRECONDITION/WRONG_PHASE; INVALID_ARGUMENT/INVALID_ARGUMENT;
-        FAILED_PRECONDITION/VERSION_ORDER if the state to publish is not current; RESOURCE_EXHAUSTED/DISK_FULL, which leaves nothing at
-        the path. If only the training log cannot be shortened, the call succeeds and the log still builds on the previous checkpoint.
+        Errors: ALREADY_EXISTS/PATH_EXISTS; PERMISSION_DENIED/PATH_PERMISSION_DENIED; FAILED_PRECONDITION/WRONG_PHASE;
+        INVALID_ARGUMENT/INVALID_ARGUMENT; FAILED_PRECONDITION/VERSION_ORDER if the state to publish is not current;
+        RESOURCE_EXHAUSTED/DISK_FULL, which leaves nothing at the path. If only the training log cannot be shortened, the call succeeds and
+        the log still builds on the previous checkpoint.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -202,9 +203,9 @@ class TrainerServiceServicer(object):
         """Loads a checkpoint from SaveCheckpoint, possibly of another number of ranks. Clears gradients. All or nothing.
 
         Phase: TRAIN. Repeat: the same request_id gets the first answer.
-        Errors: NOT_FOUND/PATH_NOT_FOUND, FAILED_PRECONDITION/VERSION_ORDER, FAILED_PRECONDITION/WRONG_PHASE,
-        INVALID_ARGUMENT/INVALID_ARGUMENT, RESOURCE_EXHAUSTED/DISK_FULL. After DISK_FULL the trainer refuses to train until a load succeeds
-        or it is restarted.
+        Errors: NOT_FOUND/PATH_NOT_FOUND, PERMISSION_DENIED/PATH_PERMISSION_DENIED, FAILED_PRECONDITION/VERSION_ORDER,
+        FAILED_PRECONDITION/WRONG_PHASE, INVALID_ARGUMENT/INVALID_ARGUMENT, RESOURCE_EXHAUSTED/DISK_FULL. After DISK_FULL the trainer
+        refuses to train until a load succeeds or it is restarted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

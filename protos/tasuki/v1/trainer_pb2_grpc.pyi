@@ -90,17 +90,18 @@ class TrainerServiceStub:
     """Saves model, optimizer, random state and policy version with torch.distributed.checkpoint. Atomic: written aside, fsynced, renamed.
 
     Phase: TRAIN. Repeat: the same request_id gets the first answer.
-    Errors: ALREADY_EXISTS/PATH_EXISTS; FAILED_PRECONDITION/WRONG_PHASE; INVALID_ARGUMENT/INVALID_ARGUMENT;
-    FAILED_PRECONDITION/VERSION_ORDER if the state to publish is not current; RESOURCE_EXHAUSTED/DISK_FULL, which leaves nothing at
-    the path. If only the training log cannot be shortened, the call succeeds and the log still builds on the previous checkpoint.
+    Errors: ALREADY_EXISTS/PATH_EXISTS; PERMISSION_DENIED/PATH_PERMISSION_DENIED; FAILED_PRECONDITION/WRONG_PHASE;
+    INVALID_ARGUMENT/INVALID_ARGUMENT; FAILED_PRECONDITION/VERSION_ORDER if the state to publish is not current;
+    RESOURCE_EXHAUSTED/DISK_FULL, which leaves nothing at the path. If only the training log cannot be shortened, the call succeeds and
+    the log still builds on the previous checkpoint.
     """
     LoadCheckpoint: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.LoadCheckpointRequest, _trainer_pb2.LoadCheckpointResponse]
     """Loads a checkpoint from SaveCheckpoint, possibly of another number of ranks. Clears gradients. All or nothing.
 
     Phase: TRAIN. Repeat: the same request_id gets the first answer.
-    Errors: NOT_FOUND/PATH_NOT_FOUND, FAILED_PRECONDITION/VERSION_ORDER, FAILED_PRECONDITION/WRONG_PHASE,
-    INVALID_ARGUMENT/INVALID_ARGUMENT, RESOURCE_EXHAUSTED/DISK_FULL. After DISK_FULL the trainer refuses to train until a load succeeds
-    or it is restarted.
+    Errors: NOT_FOUND/PATH_NOT_FOUND, PERMISSION_DENIED/PATH_PERMISSION_DENIED, FAILED_PRECONDITION/VERSION_ORDER,
+    FAILED_PRECONDITION/WRONG_PHASE, INVALID_ARGUMENT/INVALID_ARGUMENT, RESOURCE_EXHAUSTED/DISK_FULL. After DISK_FULL the trainer
+    refuses to train until a load succeeds or it is restarted.
     """
     ExportModel: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.ExportModelRequest, _trainer_pb2.ExportModelResponse]
     """Exports a Hugging Face folder (safetensors, config, tokenizer) for from_pretrained.
@@ -172,17 +173,18 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     """Saves model, optimizer, random state and policy version with torch.distributed.checkpoint. Atomic: written aside, fsynced, renamed.
 
     Phase: TRAIN. Repeat: the same request_id gets the first answer.
-    Errors: ALREADY_EXISTS/PATH_EXISTS; FAILED_PRECONDITION/WRONG_PHASE; INVALID_ARGUMENT/INVALID_ARGUMENT;
-    FAILED_PRECONDITION/VERSION_ORDER if the state to publish is not current; RESOURCE_EXHAUSTED/DISK_FULL, which leaves nothing at
-    the path. If only the training log cannot be shortened, the call succeeds and the log still builds on the previous checkpoint.
+    Errors: ALREADY_EXISTS/PATH_EXISTS; PERMISSION_DENIED/PATH_PERMISSION_DENIED; FAILED_PRECONDITION/WRONG_PHASE;
+    INVALID_ARGUMENT/INVALID_ARGUMENT; FAILED_PRECONDITION/VERSION_ORDER if the state to publish is not current;
+    RESOURCE_EXHAUSTED/DISK_FULL, which leaves nothing at the path. If only the training log cannot be shortened, the call succeeds and
+    the log still builds on the previous checkpoint.
     """
     LoadCheckpoint: _aio.UnaryUnaryMultiCallable[_trainer_pb2.LoadCheckpointRequest, _trainer_pb2.LoadCheckpointResponse]  # type: ignore[assignment]
     """Loads a checkpoint from SaveCheckpoint, possibly of another number of ranks. Clears gradients. All or nothing.
 
     Phase: TRAIN. Repeat: the same request_id gets the first answer.
-    Errors: NOT_FOUND/PATH_NOT_FOUND, FAILED_PRECONDITION/VERSION_ORDER, FAILED_PRECONDITION/WRONG_PHASE,
-    INVALID_ARGUMENT/INVALID_ARGUMENT, RESOURCE_EXHAUSTED/DISK_FULL. After DISK_FULL the trainer refuses to train until a load succeeds
-    or it is restarted.
+    Errors: NOT_FOUND/PATH_NOT_FOUND, PERMISSION_DENIED/PATH_PERMISSION_DENIED, FAILED_PRECONDITION/VERSION_ORDER,
+    FAILED_PRECONDITION/WRONG_PHASE, INVALID_ARGUMENT/INVALID_ARGUMENT, RESOURCE_EXHAUSTED/DISK_FULL. After DISK_FULL the trainer
+    refuses to train until a load succeeds or it is restarted.
     """
     ExportModel: _aio.UnaryUnaryMultiCallable[_trainer_pb2.ExportModelRequest, _trainer_pb2.ExportModelResponse]  # type: ignore[assignment]
     """Exports a Hugging Face folder (safetensors, config, tokenizer) for from_pretrained.
@@ -305,9 +307,10 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         """Saves model, optimizer, random state and policy version with torch.distributed.checkpoint. Atomic: written aside, fsynced, renamed.
 
         Phase: TRAIN. Repeat: the same request_id gets the first answer.
-        Errors: ALREADY_EXISTS/PATH_EXISTS; FAILED_PRECONDITION/WRONG_PHASE; INVALID_ARGUMENT/INVALID_ARGUMENT;
-        FAILED_PRECONDITION/VERSION_ORDER if the state to publish is not current; RESOURCE_EXHAUSTED/DISK_FULL, which leaves nothing at
-        the path. If only the training log cannot be shortened, the call succeeds and the log still builds on the previous checkpoint.
+        Errors: ALREADY_EXISTS/PATH_EXISTS; PERMISSION_DENIED/PATH_PERMISSION_DENIED; FAILED_PRECONDITION/WRONG_PHASE;
+        INVALID_ARGUMENT/INVALID_ARGUMENT; FAILED_PRECONDITION/VERSION_ORDER if the state to publish is not current;
+        RESOURCE_EXHAUSTED/DISK_FULL, which leaves nothing at the path. If only the training log cannot be shortened, the call succeeds and
+        the log still builds on the previous checkpoint.
         """
 
     @_abc_1.abstractmethod
@@ -319,9 +322,9 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         """Loads a checkpoint from SaveCheckpoint, possibly of another number of ranks. Clears gradients. All or nothing.
 
         Phase: TRAIN. Repeat: the same request_id gets the first answer.
-        Errors: NOT_FOUND/PATH_NOT_FOUND, FAILED_PRECONDITION/VERSION_ORDER, FAILED_PRECONDITION/WRONG_PHASE,
-        INVALID_ARGUMENT/INVALID_ARGUMENT, RESOURCE_EXHAUSTED/DISK_FULL. After DISK_FULL the trainer refuses to train until a load succeeds
-        or it is restarted.
+        Errors: NOT_FOUND/PATH_NOT_FOUND, PERMISSION_DENIED/PATH_PERMISSION_DENIED, FAILED_PRECONDITION/VERSION_ORDER,
+        FAILED_PRECONDITION/WRONG_PHASE, INVALID_ARGUMENT/INVALID_ARGUMENT, RESOURCE_EXHAUSTED/DISK_FULL. After DISK_FULL the trainer
+        refuses to train until a load succeeds or it is restarted.
         """
 
     @_abc_1.abstractmethod

@@ -8,6 +8,7 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
+from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import InvalidArgument
 from tasuki.wire.owner import is_planted
 from tasuki.wire.regular_file import read_regular
@@ -137,7 +138,8 @@ def authorization(credentials: Credentials | None) -> tuple[tuple[str, str], ...
 def check_secret(field: str, path: Path) -> None:
     """Raises InvalidArgument for a file that every user of the machine can read."""
     try:
-        mode = path.stat().st_mode
+        with named_if_denied(path, key=field):
+            mode = path.stat().st_mode
     except OSError as error:
         raise InvalidArgument(field, f"{path} cannot be read: {error.strerror}") from error
     if mode & (stat.S_IROTH | stat.S_IWOTH):
@@ -158,11 +160,12 @@ def _check_pair(cert: tuple[str, Path], key: tuple[str, Path]) -> None:
 def read_file(field: str, path: Path) -> bytes:
     """Reads the file that `field` names, which decides who is trusted.
 
-    Raises InvalidArgument if it is unreadable, not a regular file, or if every user of the machine can change or replace it. So can they
-    where another user's file or link lies in a folder such as /tmp.
+    Raises PathPermissionDenied, and InvalidArgument if it is unreadable, not a regular file, or if every user of the machine can change
+    or replace it. So can they where another user's file or link lies in a folder such as /tmp.
     """
     try:
-        content, real = read_regular(path, max_bytes=_MAX_BYTES), path.resolve()
+        with named_if_denied(path, key=field):
+            content, real = read_regular(path, max_bytes=_MAX_BYTES), path.resolve()
         if any(_is_open_to_all(each) for each in {path.absolute().parent, real.parent, real}):
             raise InvalidArgument(field, f"every user of the machine can replace {path}; chmod o-w the file and its folder")
         if is_planted(path) or is_planted(real):

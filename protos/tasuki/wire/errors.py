@@ -210,6 +210,12 @@ class PathNotFound(TasukiError):
     code, reason = grpc.StatusCode.NOT_FOUND, "PATH_NOT_FOUND"
 
 
+class PathPermissionDenied(TasukiError):
+    """The process's user has no permission to read or write a path. metadata: `path`, `user`."""
+
+    code, reason = grpc.StatusCode.PERMISSION_DENIED, "PATH_PERMISSION_DENIED"
+
+
 class UnsupportedModel(TasukiError):
     """The service does not support the model's architecture. metadata: `architecture`."""
 
@@ -324,6 +330,8 @@ def to_status(error: TasukiError) -> grpc.Status:
 
 _BROKEN_OFF = "Internal error from Core"
 """grpc.aio's INTERNAL message for a connection that ended while messages were being sent."""
+_TOO_MANY_CALLS = "Concurrent RPC limit exceeded!"
+"""grpc.aio's RESOURCE_EXHAUSTED message for a call above the server's limit."""
 
 
 def from_rpc_error(error: grpc.RpcError) -> TasukiError:
@@ -340,6 +348,8 @@ def from_rpc_error(error: grpc.RpcError) -> TasukiError:
         return PeerUnavailable(f"the service is not running or ended during the call ({text}); see `tasuki state` and its log")
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineExceeded(text)
+    if text == _TOO_MANY_CALLS:
+        return Busy("the port serves as many calls as it may at once; try again when others have ended")
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return MessageTooLarge(text)
     if code is grpc.StatusCode.UNAUTHENTICATED:

@@ -19,6 +19,7 @@ from tasuki.config.load import load_beside_node, load_config
 from tasuki.config.places import config_path
 from tasuki.config.schema import NodeConfig
 from tasuki.config.track_schema import TRACKERS, TrackConfig
+from tasuki.wire.denied_path import denied
 from tasuki.wire.errors import NO_ROOM, DiskFull, InvalidArgument, NodeDown, PathNotFound, ServiceFailed, TasukiError
 from tasuki.wire.printable import printable
 
@@ -38,10 +39,10 @@ def exit_code_of(command: Callable[[], int]) -> int:
     """Runs a command. Turns errors into one line and an exit code; a crash in native code prints the Python stack to stderr."""
     faulthandler.enable(file=2)
     _open_missing_streams()
-    # Also restores SIGINT, which shells ignore for background jobs.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _interrupted)
     try:
+        # Also restores SIGINT, which shells ignore for background jobs.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, _interrupted)
         code = command()
         sys.stdout.flush()
         return code
@@ -72,6 +73,9 @@ def _code_of_system_error(error: OSError) -> int:
     text = f"{type(error).__name__}: {error}"
     if error.errno in NO_ROOM:
         text = f"{DiskFull.reason}: {path or 'a file'} cannot be written: {error.strerror}"
+    elif path is not None and isinstance(error, PermissionError):
+        refused = denied(Path(os.fsdecode(path)))
+        text = f"{refused.reason}: {refused.message}"
     elif path is not None:
         text = f"{PathNotFound.reason}: {path}: {error.strerror}"
     sys.stderr.write(printable(f"tasuki: error {text}") + "\n")

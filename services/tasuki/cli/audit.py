@@ -22,7 +22,7 @@ from tasuki.runs.archive import archive_folder
 from tasuki.trainer.durable.training_audit import first_repetition
 from tasuki.trainer.durable.training_log import read_training_log
 from tasuki.v1.ranks_pb2 import TrainingRecord
-from tasuki.wire.errors import InvalidArgument, PathNotFound
+from tasuki.wire.errors import InvalidArgument, PathNotFound, PathPermissionDenied
 
 CLEAN, BROKEN, UNREADABLE = 0, 1, 2
 
@@ -30,7 +30,7 @@ CLEAN, BROKEN, UNREADABLE = 0, 1, 2
 def run(path: Path, *, as_json: bool) -> int:
     """Audits the run at `path` and prints the result. Returns 0 if it is clean, 1 for a violation, 2 if a part is unreadable.
 
-    Raises PathNotFound, and InvalidArgument for an unreadable journal.
+    Raises PathNotFound, PathPermissionDenied, and InvalidArgument for an unreadable journal.
     """
     place = _place(path)
     folder = place.folder
@@ -97,7 +97,7 @@ def _training(folder: Path) -> tuple[list[TrainingRecord], str]:
     path = training_log_path(folder)
     try:
         return (read_training_log(path) if path.exists() else []), ""
-    except (InvalidArgument, OSError) as error:
+    except (InvalidArgument, PathPermissionDenied, OSError) as error:
         return [], str(error)
 
 

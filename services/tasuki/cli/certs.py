@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tasuki.config.security_schema import CallerRole
+from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import InvalidArgument, NotInstalled
 from tasuki.wire.extras import install_extras
 from tasuki.wire.regular_file import read_regular
@@ -62,8 +63,15 @@ def run(folder: Path, *, hosts: Sequence[str], days: int, is_fleet: bool = False
         raise NotInstalled(text, packages="cryptography", extras="certs") from error
     if not 1 <= days <= _AUTHORITY_DAYS:
         raise InvalidArgument("days", f"{days} must be between 1 and {_AUTHORITY_DAYS}, the authority's own validity")
+    with named_if_denied(folder, key="folder"):
+        return _write_certificates(folder, hosts=hosts, days=days, is_fleet=is_fleet)
+
+
+def _write_certificates(folder: Path, *, hosts: Sequence[str], days: int, is_fleet: bool) -> int:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except PermissionError:
+        raise
     except OSError as error:
         raise InvalidArgument("folder", f"{folder} cannot be created: {error.strerror}") from error
     if not (folder / "ca.pem").exists() and not (folder / "ca.key").exists():
@@ -91,6 +99,8 @@ def _read_names(path: Path) -> _Names | None:
         names = cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except FileNotFoundError:
         return None
+    except PermissionError:
+        raise
     except (OSError, ValueError, x509.ExtensionNotFound) as error:
         raise InvalidArgument("host", f"{path} has no names to renew: {error}; give --host") from error
     hosts = [*names.get_values_for_type(x509.DNSName), *map(str, names.get_values_for_type(x509.IPAddress))]
@@ -120,6 +130,8 @@ def read_authority(folder: Path) -> Authority:
     try:
         key = serialization.load_pem_private_key(read_regular(folder / "ca.key", max_bytes=_MAX_BYTES), password=None)
         cert = x509.load_pem_x509_certificate(read_regular(folder / "ca.pem", max_bytes=_MAX_BYTES))
+    except PermissionError:
+        raise
     except (OSError, ValueError, TypeError) as error:
         raise InvalidArgument("folder", f"{folder} has no usable ca.pem and ca.key: {error}; name another folder") from error
     if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != cert.public_key():

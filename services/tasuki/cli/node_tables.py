@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tasuki.cli.node_snapshot import NodeSnapshot
+from tasuki.cli.print_text import FittedTable
 from tasuki.memory.tags import MemoryTag, MovementKind
 from tasuki.rpc.movements import decode_movements
 from tasuki.rpc.start_seconds import parts_line
@@ -20,6 +21,7 @@ from tasuki.v1 import coordinator_pb2, memory_pb2, types_pb2
 from tasuki.wire.printable import printable
 
 _MIB = 1024 * 1024
+_BAR_WIDTH = 12
 _BEGUN = {
     MovementKind.LEAVE: "may leave",
     MovementKind.RETURN: "returns",
@@ -107,33 +109,33 @@ def _facts(snapshot: NodeSnapshot) -> Table:
     return table
 
 
-def _ring(snapshot: NodeSnapshot) -> Table:
+def _ring(snapshot: NodeSnapshot) -> FittedTable:
     """The nine stages with figures of their last run; a mark shows where the node is."""
     last: dict[int, coordinator_pb2.StageEvent] = {}
     for changeover in reversed(snapshot.changeovers):
         last.update({event.stage: event for event in changeover.stages})
     table = Table(box=None, padding=(0, 2), pad_edge=False)
     for heading in ("", "stage", "last", "seconds", "MiB"):
-        table.add_column(heading, justify="right" if heading in ("seconds", "MiB") else "left")
+        table.add_column(heading, justify="right" if heading in ("seconds", "MiB") else "left", no_wrap=True)
     for stage in _STAGES:
         event = last.get(stage)
         status = coordinator_pb2.StageStatus.Name(event.status).removeprefix("STAGE_STATUS_") if event else ""
         seconds, size = (f"{event.seconds:.3f}", f"{event.bytes / _MIB:.1f}") if event else ("", "")
         table.add_row(">" if stage == snapshot.node.stage else "", stage_name(stage), status, seconds, size)
-    return table
+    return FittedTable(table, num_labels=3)
 
 
-def _memory(snapshot: NodeSnapshot) -> Table:
+def _memory(snapshot: NodeSnapshot) -> FittedTable:
     sizes = ("mapped", "of", "kept", "on host")
     table = _sizes_table("MiB", "tag", "device", "", sizes=sizes)
     for service, usage in _usages(snapshot):
         for tag in usage.tags:
             name = types_pb2.MemoryTag.Name(tag.tag).removeprefix("MEMORY_TAG_").lower()
-            bar = ProgressBar(total=max(tag.total_bytes, 1), completed=tag.mapped_bytes, width=12)
+            bar = ProgressBar(total=max(tag.total_bytes, 1), completed=tag.mapped_bytes)
             paused = " (paused)" if tag.is_paused else " (stays)" if tag.stays else ""
             figures = (tag.mapped_bytes, tag.total_bytes, tag.kept_bytes, tag.host_copy_bytes)
             table.add_row(service, name + paused, f"{tag.device} rank {tag.rank}", bar, *map(_mib, figures))
-    return table
+    return FittedTable(table, num_labels=4)
 
 
 def _pending(snapshot: NodeSnapshot) -> str:
@@ -147,7 +149,7 @@ def _pending(snapshot: NodeSnapshot) -> str:
     return f"pending: {', '.join(parts)}" if parts else ""
 
 
-def _devices(snapshot: NodeSnapshot) -> Table:
+def _devices(snapshot: NodeSnapshot) -> FittedTable:
     """Each rank's device memory beyond its tags."""
     sizes = ("process", "torch's cache", "others", "free", "of")
     table = _sizes_table("MiB", "seen by", sizes=sizes)
@@ -161,14 +163,14 @@ def _devices(snapshot: NodeSnapshot) -> Table:
                 seen.total_bytes,
             )
             table.add_row(seen.device, f"{service} rank {seen.rank}", *map(_mib, figures))
-    return table
+    return FittedTable(table, num_labels=2)
 
 
 def _sizes_table(*headings: str, sizes: tuple[str, ...]) -> Table:
     """A table that fits 80 columns even with the sizes of a large GPU."""
     table = Table(box=None, padding=(0, 1), pad_edge=False)
     for heading in headings:
-        table.add_column(heading, no_wrap=bool(heading))
+        table.add_column(heading, no_wrap=bool(heading), max_width=None if heading else _BAR_WIDTH)
     for heading in sizes:
         table.add_column(heading, justify="right", no_wrap=True)
     return table

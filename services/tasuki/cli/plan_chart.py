@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from tasuki.cli.plan_report import groups, headline
 from tasuki.planner.layout import GB, Part, gb
 from tasuki.planner.plan import Plan
+from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import InvalidArgument, NotInstalled
 from tasuki.wire.extras import install_extras
 
@@ -66,7 +67,8 @@ def draw_plan(planned: Plan, file: Path) -> None:
     handles = [_patch(color) for color in used.values()]
     figure.legend(handles, list(used), loc="outside right upper", fontsize=8, reverse=True, frameon=False)
     try:
-        figure.savefig(file, dpi=120)
+        with named_if_denied(file, key="plot"):
+            figure.savefig(file, dpi=120)
     except ValueError as error:
         raise InvalidArgument("plot", f"{file}: {error}") from error
     except OSError as error:

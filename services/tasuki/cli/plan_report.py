@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from tasuki.cli.print_text import FittedTable
 from tasuki.memory.stages import HOLDS, RING, Phase, Stage
 from tasuki.planner.advice import Advice, problems
 from tasuki.planner.layout import TAGS, Layout, Part, gb
@@ -214,7 +215,7 @@ def headline(layout: Layout) -> str:
     )
 
 
-def _stage_table(planned: Plan, name: str, index: int) -> Table:
+def _stage_table(planned: Plan, name: str, index: int) -> FittedTable:
     layout = planned.layout
     table = Table(title=f"{name}, GB", title_justify="left", box=None, padding=(0, 1), pad_edge=False)
     is_gpu = layout.device == "cuda"
@@ -222,7 +223,7 @@ def _stage_table(planned: Plan, name: str, index: int) -> Table:
         table.add_column(heading, justify="left" if heading == "stage" else "right", no_wrap=True)
     for stage in planned.stages:
         table.add_row(*_row(stage, layout, index), style=_style(stage, planned, index))
-    return table
+    return FittedTable(table, num_labels=1)
 
 
 def _row(stage: StagePlan, layout: Layout, index: int) -> list[str]:

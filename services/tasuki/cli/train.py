@@ -34,6 +34,7 @@ from tasuki.supervisor.node import check_state_folder, running_node
 from tasuki.supervisor.node_settings import adopt_node
 from tasuki.supervisor.post_mortem import explained
 from tasuki.supervisor.processes import continue_children
+from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import InvalidArgument, NodeRunning
 
 
@@ -112,11 +113,12 @@ def _check_idle(output_dir: Path) -> None:
 def _sole_training(config: NodeConfig, output_dir: Path) -> Iterator[None]:
     """Raises NodeRunning while another `tasuki train` uses the output folder or the node, since each would disturb the other.
 
-    Raises InvalidArgument if one of them cannot be created.
+    Raises PathPermissionDenied, or InvalidArgument if one of them cannot be created for another reason.
     """
     key = f"{'train' if config.sft is None else 'sft'}.output_dir"
     try:
-        output_dir.mkdir(parents=True, exist_ok=True)
+        with named_if_denied(output_dir, key=key):
+            output_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InvalidArgument(
             key, f"{output_dir} cannot be created: {error.strerror}; name a folder that you can write to"

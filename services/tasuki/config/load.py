@@ -16,6 +16,7 @@ from tasuki.config.constraints import SettingsConflict
 from tasuki.config.places import config_path
 from tasuki.config.schema import NodeConfig
 from tasuki.config.security_schema import CallerRole
+from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 from tasuki.wire.regular_file import read_regular
 
@@ -36,7 +37,7 @@ def load_config(path: Path, *, overrides: Sequence[str] = ()) -> NodeConfig:
     """Loads the configuration in `path` and applies overrides such as "trainer.num_ranks=4".
 
     Relative paths are relative to the file's folder, or, in overrides, to the working directory.
-    Raises PathNotFound if there is no file, and otherwise InvalidArgument naming the key.
+    Raises PathNotFound if there is no file, PathPermissionDenied if it cannot be read, and otherwise InvalidArgument naming the key.
     """
     return _validated(_read(path, overrides))
 
@@ -62,10 +63,11 @@ def _started_fleet(table: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 def _read(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     """The tables, with absolute paths."""
-    if not path.is_file():
-        found = "is not a regular file" if path.exists() else "does not exist"
-        raise PathNotFound(f"config {path} {found}", path=path)
-    table = _toml(path)
+    with named_if_denied(path, key="config"):
+        if not path.is_file():
+            found = "is not a regular file" if path.exists() else "does not exist"
+            raise PathNotFound(f"config {path} {found}", path=path)
+        table = _toml(path)
     _anchor_paths(table, path.resolve().parent)
     for override in overrides:
         _apply(table, override)

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 
 from tasuki.config.room import disk_full_at
+from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import InvalidArgument, NodeRunning
 from tasuki.wire.flock import try_lock
 
@@ -32,10 +33,10 @@ class StateLock:
         """Takes the lock, in a folder that it creates if needed.
 
         key: of the configuration, which names the folder. Raises NodeRunning with the holder's pid if the lock is held, InvalidArgument
-        naming the key if the folder cannot be created or written, DiskFull without space.
+        naming the key if the folder cannot be created or written, PathPermissionDenied, DiskFull without space.
         """
         try:
-            with disk_full_at(state_dir):
+            with disk_full_at(state_dir), named_if_denied(state_dir, key=key):
                 state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
                 fd = os.open(lock_path(state_dir, name=name), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:

@@ -13,7 +13,9 @@ from tasuki.coordinator.journal_reader import open_journal
 from tasuki.coordinator.records import Status, id_text
 from tasuki.fleet.rules import COMMIT, PREPARE, ROLLOUT, TO_TRAIN, Step
 from tasuki.memory.stages import RULES, Phase, Stage
+from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import InvalidArgument, PathNotFound
+from tasuki.wire.regular_file import open_regular
 
 _Row = TypeVar("_Row")
 _STAGES = frozenset(Stage)
@@ -99,8 +101,10 @@ class FleetAudit:
 
 def read_fleet_history(path: Path) -> FleetHistory:
     """Reads the journal at `path`. Raises PathNotFound, and InvalidArgument for a file that is not a fleet's journal."""
-    if not path.is_file():
-        raise PathNotFound(f"there is no journal at {path}", path=path)
+    with named_if_denied(path, key="journal"):
+        if not path.is_file():
+            raise PathNotFound(f"there is no journal at {path}", path=path)
+        open_regular(path).close()  # SQLite's error for a denied file is that of a missing one
     try:
         with open_journal(path) as db:
             db.execute("BEGIN")  # one snapshot of all tables

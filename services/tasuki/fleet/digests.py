@@ -16,6 +16,7 @@ from tasuki.config.places import node_targets
 from tasuki.config.ports import port_targets
 from tasuki.config.schema import NodeConfig
 from tasuki.fleet.member import Member
+from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import PathNotFound
 
 _PER_NODE = {
@@ -87,6 +88,11 @@ def model_digest(folder: Path) -> str:
 
     Values of weights are not read: SYNC compares them.
     """
+    with named_if_denied(folder, key="model.path"):
+        return _model_digest(folder)
+
+
+def _model_digest(folder: Path) -> str:
     if not (folder / "config.json").is_file():
         raise PathNotFound(f"there is no config.json in {folder}", path=folder)
     digest = hashlib.sha256()

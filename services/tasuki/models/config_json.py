@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import InvalidArgument, UnsupportedModel
 from tasuki.wire.regular_file import read_regular
 
@@ -18,9 +19,11 @@ _MAX_LAYERS = 10_000
 
 
 def read_json_object(file: Path, *, field: str) -> dict[str, Any]:
-    """Raises InvalidArgument naming `field` if the file is not a JSON object."""
+    """Raises InvalidArgument naming `field` if the file is not a JSON object, PathPermissionDenied if it cannot be read."""
+    with named_if_denied(file, key=field):
+        content = read_regular(file, max_bytes=_MAX_FILE_BYTES)
     try:
-        table = json.loads(read_regular(file, max_bytes=_MAX_FILE_BYTES))
+        table = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise InvalidArgument(field, f"{file} is not JSON: {error}") from error
     if not isinstance(table, dict):

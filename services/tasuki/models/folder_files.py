@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tasuki.models.config_json import read_json_object
+from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -15,12 +16,13 @@ _TEXTS = (".json", ".jinja", ".model", ".txt")
 def model_files(folder: Path) -> list[Path]:
     """Lists configuration, tokenizer and weights. With an index, only the weights that it names: other formats may lie beside them.
 
-    Raises PathNotFound without a folder, InvalidArgument for an index that cannot be read.
+    Raises PathNotFound without a folder, PathPermissionDenied, InvalidArgument for an index that cannot be read.
     """
-    if not folder.is_dir():
-        raise PathNotFound(f"{_KEY}: {folder} is not a folder", path=folder)
-    indexed = _indexed(folder / INDEX_FILE) if (folder / INDEX_FILE).is_file() else None
-    return sorted(path for path in folder.iterdir() if path.is_file() and _is_read(path, indexed))
+    with named_if_denied(folder, key=_KEY):
+        if not folder.is_dir():
+            raise PathNotFound(f"{_KEY}: {folder} is not a folder", path=folder)
+        indexed = _indexed(folder / INDEX_FILE) if (folder / INDEX_FILE).is_file() else None
+        return sorted(path for path in folder.iterdir() if path.is_file() and _is_read(path, indexed))
 
 
 def _indexed(index: Path) -> set[str]:

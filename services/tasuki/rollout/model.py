@@ -13,6 +13,7 @@ from tasuki.models.families import FAMILIES
 from tasuki.models.family import Model
 from tasuki.planner.kv_tokens import wanted_tokens
 from tasuki.rollout.stop_tokens import read_stop_token_ids
+from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import InvalidArgument, PathNotFound, UnsupportedModel
 
 
@@ -89,10 +90,12 @@ def check_capacity(total_tokens: int | None, model: ModelFacts) -> None:
 
 
 def _read_json(file: Path, folder: Path) -> dict[str, Any]:
-    if not file.is_file():
-        raise PathNotFound(f"model.path: {folder} holds no model (no config.json there)", path=folder)
+    with named_if_denied(file, key="model.path"):
+        if not file.is_file():
+            raise PathNotFound(f"model.path: {folder} holds no model (no config.json there)", path=folder)
+        text = file.read_bytes()
     try:
-        table = json.loads(file.read_text())
+        table = json.loads(text)
     except ValueError as error:
         raise UnsupportedModel(f"model.path: {file} is not JSON: {error}") from error
     if not isinstance(table, dict):

@@ -29,9 +29,10 @@ Options = list[tuple[str, int | str]]
 class NamedServer(Server):
     """Serves registered methods only. `add_..._to_server` of generated code registers those of a service."""
 
-    def __init__(self, interceptor: grpc.aio.ServerInterceptor, options: Options) -> None:
+    def __init__(self, interceptor: grpc.aio.ServerInterceptor, options: Options, *, max_calls: int | None = None) -> None:
+        """max_calls: served at once; grpcio refuses further ones, which a client takes for BUSY."""
         self._loop = cygrpc.get_working_loop()
-        arguments = (self._loop, None, (), (interceptor,), tuple(options), None)
+        arguments = (self._loop, None, (), (interceptor,), tuple(options), max_calls)
         try:
             self._server = _Loop(*arguments)
         except TypeError:  # grpcio above 1.85 also asks whether to use xDS

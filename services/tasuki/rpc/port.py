@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import grpc
 
@@ -11,6 +11,7 @@ from tasuki.config.ports import port_targets
 from tasuki.config.schema import NodeConfig
 from tasuki.rpc.access import Access, access_of
 from tasuki.wire.address import is_beyond_loopback, split_host_port
+from tasuki.wire.channel import MAX_PORT_CALLS
 from tasuki.wire.credentials import TlsFiles, TlsMaterial
 from tasuki.wire.errors import InvalidArgument
 from tasuki.wire.reloaded import Reloaded
@@ -28,6 +29,8 @@ class Port:
     access: Access
     credentials: grpc.ServerCredentials | None
     """None on loopback in plaintext."""
+    max_calls: int = MAX_PORT_CALLS
+    """Served at once: whoever has a role may begin messages and never end them."""
 
 
 def port_of(config: NodeConfig, service: str) -> Port | None:
@@ -60,7 +63,9 @@ def fleet_port(config: NodeConfig) -> Port:
     assert config.fleet is not None
     leader = config.fleet.leader
     listen = f"0.0.0.0:{split_host_port(leader)[1]}" if is_beyond_loopback(leader) else leader
-    return port_at(config, listen, key="fleet.leader")
+    port = port_at(config, listen, key="fleet.leader")
+    num_ranks = config.fleet.num_nodes * config.trainer.num_ranks
+    return replace(port, max_calls=port.max_calls + 2 * num_ranks)  # each rank waits for the others in one, its node in another
 
 
 def check_ports(config: NodeConfig) -> None:

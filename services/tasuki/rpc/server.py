@@ -59,7 +59,8 @@ class RpcServer:
         self._local = NamedServer(CallInterceptor(observers, fence), SERVER_OPTIONS)
         self._servers = [self._local]
         if port is not None:
-            self._servers.append(NamedServer(PortInterceptor(observers, port.access, fence), PORT_OPTIONS))
+            interceptor = PortInterceptor(observers, port.access, fence)
+            self._servers.append(NamedServer(interceptor, PORT_OPTIONS, max_calls=port.max_calls))
         self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]  untyped library
         self._names: list[str] = []
         self._socket_inode: int | None = None

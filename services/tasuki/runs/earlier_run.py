@@ -15,6 +15,7 @@ from tasuki.client.loop_state import LoopState, newest_checkpoint, read_pending
 from tasuki.client.step import Step
 from tasuki.runs.folder import CHECKPOINTS, RUN_FILES, read_steps
 from tasuki.runs.settings import RunSettings
+from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 from tasuki.wire.regular_file import read_regular
 
@@ -61,7 +62,7 @@ def write_head(output_dir: Path, head: RunHead) -> None:
 
 
 def read_earlier_run(output_dir: Path) -> EarlierRun | None:
-    """Returns None if no run has begun there. Raises PathNotFound, or InvalidArgument naming the damaged file."""
+    """Returns None if no run has begun there. Raises PathNotFound, PathPermissionDenied, or InvalidArgument naming the damaged file."""
     path = output_dir / _HEAD_FILE
     head = read_head(output_dir)
     if head is None:
@@ -77,10 +78,11 @@ def read_earlier_run(output_dir: Path) -> EarlierRun | None:
 
 
 def read_head(output_dir: Path) -> RunHead | None:
-    """Returns None if no run has begun there. Raises InvalidArgument if the file is damaged."""
+    """Returns None if no run has begun there. Raises PathPermissionDenied, or InvalidArgument if the file is damaged."""
     path = output_dir / _HEAD_FILE
     try:
-        return _Head.validate_json(read_regular(path, max_bytes=_MAX_BYTES), strict=True)
+        with named_if_denied(path, key="output_dir"):
+            return _Head.validate_json(read_regular(path, max_bytes=_MAX_BYTES), strict=True)
     except FileNotFoundError:
         return None
     except (ValidationError, OSError) as error:

@@ -14,6 +14,7 @@ from tasuki.client.durable import named_if_full, write_durably
 from tasuki.client.step import Step
 from tasuki.config.places import training_output_path
 from tasuki.memory.stages import HOLDS
+from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import DiskFull, InvalidArgument
 from tasuki.wire.line_reader import LineReader
 from tasuki.wire.regular_file import open_regular
@@ -51,10 +52,12 @@ class MetricsFile:
 
 
 def read_steps(output_dir: Path) -> list[Step]:
-    """Reads the steps of metrics.jsonl; ignores a truncated last line. Raises InvalidArgument naming an invalid line or file."""
+    """Reads the steps of metrics.jsonl; ignores a truncated last line. Raises PathPermissionDenied, or InvalidArgument naming an invalid
+    line or file.
+    """
     path = output_dir / "metrics.jsonl"
     try:
-        with open_regular(path) as file:
+        with named_if_denied(path, key="output_dir"), open_regular(path) as file:
             return [_step(line, f"{path}:{number}") for number, line in enumerate(LineReader().lines(file), start=1)]
     except FileNotFoundError:
         return []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tasuki.wire.errors import InvalidArgument, PathNotFound
+from tasuki.wire.errors import InvalidArgument, PathNotFound, PathPermissionDenied
 
 
 @contextmanager
@@ -22,3 +22,5 @@ def field_as_key(field: str, key: str) -> Iterator[None]:
         raise InvalidArgument(f"{key}{wrong.removeprefix(field)}", problem, **numbers) from error
     except PathNotFound as error:
         raise PathNotFound(f"{key}: {error.message.removeprefix(f'{field} ')}", **error.metadata) from error
+    except PathPermissionDenied as error:
+        raise PathPermissionDenied(f"{key}: {error.message.removeprefix(f'{field}: ')}", **error.metadata) from error

@@ -16,6 +16,7 @@ from tasuki.config.places import (
 )
 from tasuki.runs.archive import NODE_FILE, archive_folder
 from tasuki.runs.folder import SAMPLES
+from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import PathNotFound
 from tasuki.wire.regular_file import read_path, unreadable
 
@@ -56,9 +57,10 @@ class RunPlace:
 def place_of(folder: Path) -> RunPlace:
     """Location for an output folder or a node's state folder. Called repeatedly, since runs begin and end.
 
-    An empty folder may be of a run or node that is yet to begin. Raises PathNotFound.
+    An empty folder may be of a run or node that is yet to begin. Raises PathNotFound, PathPermissionDenied.
     """
-    _check_folder(folder)
+    with named_if_denied(folder):
+        _check_folder(folder)
     if config_path(folder).is_file() and journal_path(folder).is_file() and not archived_config_path(folder).is_file():
         return place_of_node(folder)
     archive, problem = folder, ""
@@ -83,7 +85,8 @@ def _check_folder(folder: Path) -> None:
     if any(path.exists() for path in signs):
         return
     try:
-        is_empty = not any(folder.iterdir())
+        with named_if_denied(folder):
+            is_empty = not any(folder.iterdir())
     except OSError as error:
         raise PathNotFound(f"{folder} cannot be read: {error.strerror}; {advice}", path=folder) from error
     if not is_empty:

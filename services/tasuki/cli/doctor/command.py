@@ -18,13 +18,14 @@ from tasuki.cli.doctor.gpus import gpu_findings, read_gpu_facts, torch_cuda_vers
 from tasuki.cli.doctor.host import check_shared_memory, host_findings
 from tasuki.cli.doctor.memory import check_passing
 from tasuki.cli.doctor.node import node_findings
-from tasuki.cli.print_text import print_text
+from tasuki.cli.print_text import FittedTable, print_text
 from tasuki.config.load import load_beside_node
 from tasuki.config.lock import NODE_LOCK, holder
 from tasuki.config.schema import NodeConfig
 from tasuki.wire.errors import InvalidArgument, TasukiError
 
 FAILED = 1
+_LEAST_TEXT_WIDTH = 30
 _STYLES = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "bold red"}
 
 
@@ -77,12 +78,12 @@ def _show(findings: Sequence[Finding]) -> None:
     table = Table(box=None, padding=(0, 1), pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+    table.add_column(overflow="fold", min_width=_LEAST_TEXT_WIDTH)
     for finding in findings:
         text = Text(finding.found)
         if finding.advice:
             text.append(f"\n-> {finding.advice}", style="dim")
         table.add_row(Text(finding.verdict, style=_STYLES[finding.verdict]), Text(finding.name), text)
-    print_text(table)
+    print_text(FittedTable(table, num_labels=2))
     counts = {verdict: sum(finding.verdict is verdict for finding in findings) for verdict in Verdict}
     sys.stdout.write(", ".join(f"{count} {verdict}" for verdict, count in counts.items()) + "\n")

@@ -173,7 +173,7 @@ def check_shared_memory(path: Path = Path("/dev/shm"), *, num_ranks: int = 1) ->
 
 def check_disk(key: str, folder: Path, *, needed_bytes: int) -> Finding:
     """Checks space and permission. needed_bytes: expected size of what a run writes there."""
-    place = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
+    place = next(each for each in (folder.absolute(), *folder.absolute().parents) if os.path.exists(each))
     name = f"disk of {key}"
     if not place.is_dir():
         return fail(name, f"{place} is not a folder", f"choose another {key}")

@@ -27,6 +27,7 @@ from tasuki.supervisor.installed import check_node_installed
 from tasuki.supervisor.model_folder import check_model_folders
 from tasuki.supervisor.node import check_state_folder
 from tasuki.wire.address import split_host_port
+from tasuki.wire.denied_path import denied, named_if_denied
 from tasuki.wire.errors import NotInstalled, TasukiError
 from tasuki.wire.extras import install_extras
 
@@ -84,8 +85,14 @@ def _check_data(table: str, run: TrainConfig | SftConfig, read: Callable[[], obj
     """read: None without a tokenizer."""
     name = f"data of [{table}]"
     for key, path in ((f"{table}.dataset", run.dataset), (f"{table}.eval_dataset", run.eval_dataset)):
-        if path is not None and not path.is_file():
-            return fail(name, f"{path} is not a file", f"change {key}")
+        if path is None:
+            continue
+        try:
+            if not path.is_file():
+                return fail(name, f"{path} is not a file", f"change {key}")
+        except PermissionError:
+            error = denied(path, key=key)
+            return fail(name, f"{error.reason}: {error.message}", f"change {key}, or the permissions")
     return ok(name, str(run.dataset)) if read is None else _checked(name, str(run.dataset), read, key=f"{table}.dataset")
 
 
@@ -104,7 +111,8 @@ def check_rewards(train: TrainConfig, folders: Sequence[Path]) -> Finding:
 def _checked(name: str, found: str, check: Callable[[], object], *, key: str) -> Finding:
     """key: to change if an error names none."""
     try:
-        check()
+        with named_if_denied(Path(found)):
+            check()
     except NotInstalled as error:
         return fail(name, f"{error.reason}: {error.message}", install_extras(error.metadata["extras"]))
     except TasukiError as error:

@@ -13,7 +13,9 @@ from tasuki.coordinator.journal_schema import SCHEMA_VERSION
 from tasuki.coordinator.movement_rows import MovementRows, read_movements
 from tasuki.coordinator.records import Status, id_text
 from tasuki.memory.stages import Phase, Service, Stage
+from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import InvalidArgument, PathNotFound
+from tasuki.wire.regular_file import open_regular
 
 _Row = TypeVar("_Row")
 
@@ -79,8 +81,10 @@ class History:
 
 def read_history(path: Path) -> History:
     """Reads the journal at `path`. Raises PathNotFound, and InvalidArgument for a file that is no journal of this version."""
-    if not path.is_file():
-        raise PathNotFound(f"there is no journal at {path}", path=path)
+    with named_if_denied(path, key="journal"):
+        if not path.is_file():
+            raise PathNotFound(f"there is no journal at {path}", path=path)
+        open_regular(path).close()  # SQLite's error for a denied file is that of a missing one
     try:
         with open_journal(path) as db:
             return _read(db, path)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from tasuki.trainer.durable.saves import clear_other_saves, partial_path, written_path
 from tasuki.v1.ranks_pb2 import RankError
+from tasuki.wire.denied_path import denied
 from tasuki.wire.errors import NO_ROOM, DiskFull, InternalError, InvalidArgument, PathExists, TasukiError, from_reason
 
 _log = logging.getLogger("tasuki.trainer")
@@ -109,10 +110,12 @@ def on_first_rank(action: Callable[[], None], *, path: Path) -> None:
 
 
 def cannot_write(path: Path, error: OSError) -> TasukiError:
-    """DiskFull without space, InvalidArgument if the caller's `path` cannot be written at all."""
+    """DiskFull without space, PathPermissionDenied, InvalidArgument if the caller's `path` cannot be written for another reason."""
     text = f"{path} cannot be written: {error.strerror or error}"
     if error.errno in NO_ROOM:
         return DiskFull(f"{text}; existing files are unchanged. Free space, or name a folder on another disk", path=path)
+    if isinstance(error, PermissionError):
+        return denied(path)
     return InvalidArgument("path", f"{text}; name a writable folder")
 
 

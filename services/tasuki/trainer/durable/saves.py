@@ -8,6 +8,7 @@ import re
 import shutil
 from pathlib import Path
 
+from tasuki.wire.denied_path import denied
 from tasuki.wire.errors import InvalidArgument, PathExists, PathNotFound
 from tasuki.wire.regular_file import read_regular
 
@@ -45,7 +46,8 @@ def clear_other_saves(path: Path, save_id: str) -> None:
 def publish(path: Path, save_id: str) -> None:
     """Publishes what was written. Idempotent; if nodes share the folder, the first one does it.
 
-    Raises PathExists if `path` is something else, PathNotFound if nothing was written, InvalidArgument if the rename fails.
+    Raises PathExists if `path` is something else, PathNotFound if nothing was written, PathPermissionDenied, InvalidArgument if the
+    rename fails.
     """
     try:
         written_path(path, save_id).rename(path)
@@ -56,6 +58,8 @@ def publish(path: Path, save_id: str) -> None:
             raise PathExists(f"{path} was created in the meantime", path=path) from error
         if isinstance(error, FileNotFoundError):
             raise PathNotFound(f"{path} was not written by the save {save_id}", path=path) from error
+        if isinstance(error, PermissionError):
+            raise denied(path) from error
         raise InvalidArgument("path", f"{path} cannot be written: {error.strerror}; name a writable folder") from error
     folder = os.open(path.parent, os.O_RDONLY)
     try:

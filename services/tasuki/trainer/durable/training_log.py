@@ -20,6 +20,7 @@ from google.protobuf.message import DecodeError
 
 from tasuki.rpc.failpoints import Failpoints
 from tasuki.v1.ranks_pb2 import TrainingRecord
+from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import DiskFull, GradientsNotFinite, InvalidArgument, PathNotFound
 from tasuki.wire.regular_file import open_regular
 
@@ -168,10 +169,10 @@ class TrainingLog:
 def read_training_log(path: Path) -> list[TrainingRecord]:
     """Reads the commands of a log, without their content, even while a trainer writes it.
 
-    Raises PathNotFound, InvalidArgument if it is damaged, and OSError if it cannot be read.
+    Raises PathNotFound, PathPermissionDenied, InvalidArgument if it is damaged, and OSError if it cannot be read.
     """
     try:
-        with open_regular(path) as file:
+        with named_if_denied(path), open_regular(path) as file:
             return [_without_content(record) for record in _records(file.fileno(), path)]
     except FileNotFoundError as error:
         raise PathNotFound(f"there is no training log at {path}", path=path) from error

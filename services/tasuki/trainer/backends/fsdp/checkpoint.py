@@ -5,7 +5,6 @@ A checkpoint is a folder of torch's files with model, optimizer and random state
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +36,7 @@ from tasuki.trainer.durable.atomic_folder import (
 )
 from tasuki.trainer.durable.saves import FACTS_FILE, MAX_FACTS_BYTES, written_path
 from tasuki.trainer.roles import Role
+from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import InvalidArgument, PathNotFound, VersionOrder
 from tasuki.wire.regular_file import read_regular
 from tasuki.wire.sealed_json import is_intact, sealed
@@ -113,16 +113,17 @@ def _write_facts(folder: Path, facts: CheckpointFacts, **more: str) -> None:
 
 
 def read_facts(path: Path) -> tuple[CheckpointFacts, int]:
-    """Facts, and the checksum of the index. Raises PathNotFound without a checkpoint at `path`, InvalidArgument if it is foreign, damaged
-    or unreadable.
+    """Facts, and the checksum of the index. Raises PathNotFound without a checkpoint at `path`, PathPermissionDenied, InvalidArgument if
+    it is foreign, damaged or unreadable.
     """
     file = path / FACTS_FILE
     try:
-        content = read_regular(file, max_bytes=MAX_FACTS_BYTES)
+        with named_if_denied(file):
+            content = read_regular(file, max_bytes=MAX_FACTS_BYTES)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise PathNotFound(f"{path} is not a checkpoint: it has no {FACTS_FILE}", path=path) from error
     except OSError as error:
-        raise InvalidArgument("path", f"{file} cannot be read as user {os.getuid()}: {error.strerror}") from error
+        raise InvalidArgument("path", f"{file} cannot be read: {error.strerror}") from error
     try:
         fields = _Fields.validate_json(content)
         if fields.get("format") != _FORMAT:

@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from tasuki.trainer.durable.saves import FACTS_FILE
+from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import InvalidArgument
 from tasuki.wire.regular_file import open_regular, read_regular
 
@@ -152,7 +153,8 @@ class TensorReader(FileSystemReader):
         self.fs, self._progressed = _RegularFiles(), progressed
         file = folder / _INDEX_FILE
         try:
-            content = read_regular(file, max_bytes=_MAX_INDEX_BYTES)
+            with named_if_denied(file):
+                content = read_regular(file, max_bytes=_MAX_INDEX_BYTES)
         except OSError as error:
             raise InvalidArgument("path", f"{file} cannot be read: {error.strerror}") from error
         if zlib.crc32(content) != index_crc32:

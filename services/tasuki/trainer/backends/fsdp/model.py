@@ -40,7 +40,9 @@ from tasuki.trainer.backends.fsdp.shards import head_shards, load_shards, local_
 from tasuki.trainer.backends.fsdp.shared_base import engine_placement, views_in
 from tasuki.trainer.data.micro_batch import TokenBatch
 from tasuki.transport.shared_base import SharedBase
+from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import InvalidArgument, PathNotFound, UnsupportedModel
+from tasuki.wire.regular_file import open_regular
 
 # All have `model`, a stack of `model.layers`, and `lm_head`.
 ARCHITECTURES = tuple(FAMILIES)
@@ -96,8 +98,10 @@ def read_model_config(path: Path) -> PreTrainedConfig:
     Raises PathNotFound without the folder or file; UnsupportedModel for an architecture not in ARCHITECTURES, quantized weights, or an
     unsupported key; InvalidArgument for a file that transformers cannot read.
     """
-    if not (path / "config.json").is_file():
-        raise PathNotFound(f"model.path: {path} is not a Hugging Face model folder: config.json is missing", path=path)
+    with named_if_denied(path, key="model.path"):
+        if not (path / "config.json").is_file():
+            raise PathNotFound(f"model.path: {path} is not a Hugging Face model folder: config.json is missing", path=path)
+        open_regular(path / "config.json").close()  # transformers' error for a denied file is that of a missing one
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
     except (ValueError, KeyError, OSError, StrictDataclassError) as error:

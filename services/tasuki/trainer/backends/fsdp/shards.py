@@ -19,6 +19,7 @@ from tasuki.models.families import find_family
 from tasuki.models.folder_files import INDEX_FILE
 from tasuki.trainer.backends.fsdp.lora import adapter_parameters, base_parameters
 from tasuki.transport.shards import Shard, checkpoint_shards
+from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 from tasuki.wire.regular_file import open_regular
 
@@ -104,7 +105,8 @@ def tensor_files(folder: Path) -> dict[str, str]:
 
 def _opened(file: Path) -> safe_open:
     try:
-        open_regular(file).close()  # safe_open would block on a FIFO
+        with named_if_denied(file, key="model.path"):
+            open_regular(file).close()  # safe_open would block on a FIFO
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:
         raise InvalidArgument("model.path", f"{file} is damaged or missing: {error}") from error
