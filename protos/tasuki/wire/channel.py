@@ -85,8 +85,8 @@ PORT_OPTIONS: list[tuple[str, int | str]] = [
     ("grpc.max_allowed_incoming_connections", 1000),
 ]
 """For a server on a TCP port, which strangers may connect to."""
-MAX_PORT_CALLS = 1000
-"""Calls that a port serves at once. Each may hold an unfinished message of MAX_MESSAGE_BYTES."""
+MAX_PORT_CALLS = 2000
+"""Calls that a port serves at once, more than one connection may have. Each may hold an unfinished message of MAX_MESSAGE_BYTES."""
 _SCHEMES = ("unix", "unix-abstract", "dns", "ipv4", "ipv6", "vsock")
 
 
