@@ -245,7 +245,7 @@ class FsdpBackend:
         return write_checkpoint(path, save_id, tensors=training_state(self._trained), facts=self._facts(facts))
 
     def check_checkpoint(self, path: Path, *, have: LearnerFacts) -> LearnerFacts:
-        return learner_facts(check_checkpoint(path, have=self._facts(have)))
+        return learner_facts(check_checkpoint(path, tensors=training_state(self._trained), have=self._facts(have)))
 
     def load_checkpoint(self, path: Path, *, have: LearnerFacts, progressed: Callable[[], None]) -> LearnerFacts:
         self.memory.wait_for_content()
