@@ -305,6 +305,14 @@ def test_a_config_json_that_is_no_file_is_named_as_what_it_is(tmp_path: Path, ca
     assert "config.json is not a regular file; give a config.json or its folder" in capsys.readouterr().err
 
 
+def test_a_node_on_a_cpu_that_gives_no_residency_is_not_told_to_remove_it(node: Path, capsys: pytest.CaptureFixture[str]):
+    (node.parent / "model" / "config.json").write_text(json.dumps(CONFIG | SEVEN_B))
+    assert main(["plan", str(node), "--set", "device=cpu", "--host-gb", "64", "--json"]) == 1
+    ladder = json.loads(capsys.readouterr().out)["ladder"]
+    assert ladder
+    assert "as given" not in [rung["old"] for rung in ladder]
+
+
 _SPARSE = {
     "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
     "norm_topk_prob": True, "hidden_size": 2048, "num_hidden_layers": 48,
