@@ -17,6 +17,7 @@ from torch import nn
 from tasuki.trainer.backends.fsdp.checkpoint import (
     CheckpointFacts,
     RoleFacts,
+    check_checkpoint,
     load_checkpoint,
     save_checkpoint,
     training_tensors,
@@ -88,6 +89,34 @@ def test_a_checkpoint_brings_back_all_tensors_and_the_random_state(saved: tuple[
     assert_loads(path, expected)
     assert torch.equal(torch.rand(3), following)
     assert {file.name for file in path.iterdir()} == {"__0_0.distcp", "checkpoint.json", "tensors.json"}
+
+
+@pytest.mark.parametrize(
+    ("held", "have", "problem"),
+    [
+        ((8, 8, 8), (8, 8), r"model\.2\.bias and 7 more that the trainer lacks; load it with the model and"),
+        ((8, 8), (8, 8, 8), r"model\.2\.bias and 7 more not in it; load"),
+        ((8, 8), (8, 4), r"holds model\.1\.weight of \[8, 8\], but the trainer's has \[4, 8\]; load"),
+    ],
+)
+def test_a_checkpoint_of_other_tensors_is_refused_before_any_is_read(
+    tmp_path: Path, held: tuple[int, ...], have: tuple[int, ...], problem: str
+) -> None:
+    states = []
+    for widths in (held, have):
+        model = nn.Sequential(*[nn.Linear(8, width) for width in widths])
+        optimizer = torch.optim.AdamW(model.parameters())
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        states.append(training_tensors(model, optimizer))
+    save_checkpoint(tmp_path / "saved", tensors=states[0], facts=FACTS)
+    before = {name: tensor.clone() for name, tensor in states[1].items()}
+    for load in (check_checkpoint, load_checkpoint):
+        with pytest.raises(InvalidArgument, match=problem) as refused:
+            load(tmp_path / "saved", tensors=states[1], have=FACTS)
+        assert refused.value.metadata["field"] == "path"
+    assert all(torch.equal(tensor, before[name]) for name, tensor in states[1].items())
 
 
 def test_a_pickle_in_the_place_of_torchs_index_is_not_run(saved: tuple[Path, list[torch.Tensor]], tmp_path: Path) -> None:

@@ -45,10 +45,12 @@ def check_all(messages: list[TrainingSample], *, config: LossConfig | None = Non
         ({"loss_mask": [1.0, 1.0, NAN]}, "samples[1].loss_mask[2]", "neither 0 nor 1"),
         ({"ref_log_probs": [-0.1] * 2}, "samples[0].ref_log_probs", "has 0 entries"),
         ({"old_log_probs": [-0.1] * 3}, "samples[0].old_log_probs", "in every sample or in none"),
-        ({"temperature": 0.0}, "samples[1].temperature", "0 is not above 0"),
-        ({"temperature": -1.0}, "samples[1].temperature", "-1 is not above 0"),
-        ({"temperature": NAN}, "samples[1].temperature", "nan is not above 0"),
-        ({"temperature": INF}, "samples[1].temperature", "inf is not"),
+        ({"temperature": 0.0}, "samples[1].temperature", "0 is out of range; give a finite number of at least 1e-06"),
+        ({"temperature": -1.0}, "samples[1].temperature", "-1 is out"),
+        ({"temperature": NAN}, "samples[1].temperature", "nan is out"),
+        ({"temperature": 9e-7}, "samples[1].temperature", "9e-07 is out"),
+        ({"temperature": 1e-40}, "samples[1].temperature", "is out"),
+        ({"temperature": INF}, "samples[1].temperature", "inf is out"),
     ],
 )
 def test_a_wrong_field_is_named_with_its_sample(fields: dict[str, Any], field: str, words: str) -> None:
@@ -59,7 +61,13 @@ def test_a_wrong_field_is_named_with_its_sample(fields: dict[str, Any], field: s
 
 
 def test_good_samples_pass() -> None:
-    check_all([make_sample(temperature=0.7), make_sample(advantages=[1.0, 2.0, 3.0], loss_mask=[1, 0, 1])])
+    check_all(
+        [
+            make_sample(temperature=0.7),
+            make_sample(temperature=1e-6),
+            make_sample(advantages=[1.0, 2.0, 3.0], loss_mask=[1, 0, 1]),
+        ]
+    )
 
 
 @pytest.mark.parametrize("field", ["rollout_log_probs", "old_log_probs", "ref_log_probs"])

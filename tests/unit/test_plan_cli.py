@@ -303,3 +303,63 @@ def test_a_config_json_that_is_no_file_is_named_as_what_it_is(tmp_path: Path, ca
     os.mkfifo(tmp_path / "config.json")
     assert main(["plan", str(tmp_path), "--gpu-gb", "80"]) == 2
     assert "config.json is not a regular file; give a config.json or its folder" in capsys.readouterr().err
+
+
+def test_a_node_on_a_cpu_that_gives_no_residency_is_not_told_to_remove_it(node: Path, capsys: pytest.CaptureFixture[str]):
+    (node.parent / "model" / "config.json").write_text(json.dumps(CONFIG | SEVEN_B))
+    assert main(["plan", str(node), "--set", "device=cpu", "--host-gb", "64", "--json"]) == 1
+    ladder = json.loads(capsys.readouterr().out)["ladder"]
+    assert ladder
+    assert "as given" not in [rung["old"] for rung in ladder]
+
+
+_SPARSE = {
+    "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+    "norm_topk_prob": True, "hidden_size": 2048, "num_hidden_layers": 48,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "new", "others"),
+    [
+        (
+            _SPARSE,
+            [],
+            '32 (trainer.lora.target_modules ["q_proj", "k_proj", "v_proj", "o_proj"])',
+            ['trainer.lora.target_modules=["q_proj", "k_proj", "v_proj", "o_proj"]'],
+        ),
+        (
+            SEVEN_B | {"num_hidden_layers": 80},
+            ["trainer.reference_on_host=true", "trainer.optimizer_8bit=true", "trainer.checkpointing=full"],
+            "32 (without trainer.reference_on_host)",
+            [],
+        ),
+        (
+            SEVEN_B | {"num_hidden_layers": 160},
+            ["trainer.param_dtype=bfloat16", "trainer.optimizer_8bit=true"],
+            "32 (trainer.param_dtype float32)",
+            [],
+        ),
+    ],
+)
+def test_advice_for_adapters_names_every_key_that_they_need(
+    node: Path,
+    model: dict[str, Any],
+    settings: list[str],
+    new: str,
+    others: list[str],
+    capsys: pytest.CaptureFixture[str],
+):
+    (node.parent / "model" / "config.json").write_text(json.dumps(CONFIG | model))
+
+    def plan(*overrides: str) -> int:
+        sets = [word for each in ("trainer.num_ranks=4", "rollout.tp_size=4", *overrides) for word in ("--set", each)]
+        return main(["plan", str(node), "--gpu-gb", "80", "--json", *sets])
+
+    assert plan(*settings) == 1
+    ladder = json.loads(capsys.readouterr().out)["ladder"]
+    assert (ladder[-1]["setting"], ladder[-1]["new"], ladder[-1]["fits"]) == ("trainer.lora.rank", new, True)
+    assert "trainer.optimizer_on_host" not in [rung["setting"] for rung in ladder], "not with optimizer_8bit"
+    kept = [each for each in settings if "reference_on_host" not in each and "param_dtype" not in each]
+    rungs = [f"{rung['setting']}={rung['new']}" for rung in ladder[:-1]]
+    assert plan(*kept, *rungs, "trainer.lora.rank=32", *others) == 0

@@ -209,6 +209,17 @@ def test_what_stays_never_makes_a_plan_fail_that_fits_without(gb: int, tokens: i
         assert plan(layout).stage(stage).gpu_bytes >= plan(released).stage(stage).gpu_bytes
 
 
+@pytest.mark.parametrize("gb", [44, 48, 60])
+def test_what_stays_is_decided_with_the_cache_that_it_leaves_room_for(gb: int) -> None:
+    """Parameters that leave although the engine reads them in place leave it room for a larger cache."""
+    trainer = {"num_ranks": 8, "devices": list(range(8)), "param_dtype": "bfloat16", "reshard_after_forward": False}
+    trainer |= {"empty_cache_early": True, "reference_on_host": False}
+    layout = h200s(node(trainer=trainer, rollout={"devices": [0]}), gpu_bytes=gb * GB)
+    assert layout.exports_parameters
+    assert plan(replace(layout, staying=(frozenset(),) * 8)).fits
+    assert plan(layout).fits
+
+
 def test_apart_from_each_other_both_services_keep_everything() -> None:
     layout = h200s(node(trainer={"devices": ["0", "1"]}, rollout={"devices": ["2"], "kv_tokens": "most"}))
     assert [bool(stays) and not leaves for _, stays, leaves in stay_and_leave(layout)] == [True, True]

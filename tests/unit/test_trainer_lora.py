@@ -76,11 +76,12 @@ def test_a_linear_layer_that_a_family_lacks_is_refused_by_name(kind: str, missin
     assert refused.value.metadata["field"] == "trainer.lora.target_modules"
 
 
-def facts(*, policy: int | None = None, critic: int | None = -1) -> CheckpointFacts:
+def facts(*, policy: int | None = None, critic: int | None = -1, alpha: float | None = None) -> CheckpointFacts:
     """Facts of networks with adapters of these ranks, or without adapters. critic: -1 for no critic."""
     ranks = {Role.POLICY: policy} | ({} if critic == -1 else {Role.CRITIC: critic})
     roles = {
-        role: RoleFacts(version=3, schedule_start=0, architecture="LlamaForCausalLM", lora_rank=ranks[role]) for role in ranks
+        role: RoleFacts(3, schedule_start=0, architecture="LlamaForCausalLM", lora_rank=rank, lora_alpha=alpha)
+        for role, rank in ranks.items()
     }
     return CheckpointFacts(num_ranks=1, roles=roles)
 
@@ -91,6 +92,11 @@ def facts(*, policy: int | None = None, critic: int | None = -1) -> CheckpointFa
         (facts(), facts(policy=8), "a whole model as policy, but the trainer trains adapters of rank 8"),
         (facts(policy=8), facts(), "adapters of rank 8 as policy, but the trainer trains a whole model"),
         (facts(policy=8), facts(policy=16), "adapters of rank 8 as policy"),
+        (
+            facts(policy=8, alpha=16),
+            facts(policy=8, alpha=32.5),
+            "adapters of alpha 16 as policy, but the trainer has 32.5; load",
+        ),
         (facts(critic=None), facts(critic=8), "a whole model as critic"),
         (facts(), facts(critic=None), "holds policy, but the trainer trains critic, policy"),
         (facts(critic=None), facts(), "holds critic, policy, but the trainer trains policy"),

@@ -430,7 +430,7 @@ class TrainingSample(_message.Message):
     policy_version: _builtins.int
     """Version of the weights that generated the sample."""
     temperature: _builtins.float
-    """Sampling temperature, above 0; default 1. Logits are divided by it."""
+    """Sampling temperature, at least 1e-6; default 1. Logits are divided by it."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property

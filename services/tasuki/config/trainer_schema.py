@@ -51,7 +51,8 @@ class OptimizerConfig(Schema):
     total_steps: PositiveInt | None = None
     """Length of the schedule; required unless it is constant."""
     betas: tuple[Beta, Beta] = (0.9, 0.999)
-    eps: PositiveFloat = 1e-8
+    # In float32 a much smaller one is 0, and a weight without a gradient becomes NaN.
+    eps: float = Field(default=1e-8, ge=1e-30)
     weight_decay: float = Field(default=0.0, ge=0)
     max_grad_norm: PositiveFloat = 1.0
 
@@ -103,7 +104,7 @@ class TrainerConfig(OptimizerConfig):
     on_non_finite: Literal["stop", "skip"] = "stop"
     """Action if gradients are not finite: fail the step, or discard them and report the step as skipped."""
     critic: CriticConfig | None = None
-    micro_batch_tokens: PositiveInt | None = None
+    micro_batch_tokens: int | None = Field(default=None, gt=0, lt=2**31)
     """Maximum tokens in a micro-batch; longer samples are refused. Defaults to 8192 on a CPU. On a GPU it is the first of 16384, 8192, ...
     that the planner has room for, and at least 1024 and `rollout.context_length`. The default is multiplied by `sequence_parallel`."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"

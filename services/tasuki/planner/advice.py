@@ -94,7 +94,9 @@ def climb(planned: Plan) -> tuple[Rung, ...]:
     rungs: list[Rung] = []
     decided = plan_again(planned.layout)
     if decided.layout.staying != planned.layout.staying and not planned.fits:
-        rungs.append(Rung("residency", "as given", "removed", True, decided))
+        # On a CPU every change is planned without a decision, whether or not the configuration gives one.
+        if planned.layout.device == "cuda":
+            rungs.append(Rung("residency", "as given", "removed", True, decided))
         planned = decided
     while not planned.fits and (rung := _next_rung(planned)) is not None:
         rungs.append(rung)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from tasuki.config.trainer_schema import LoraConfig
 from tasuki.memory.stages import Phase
 from tasuki.planner.kv_ratio import largest_kv_ratio
 from tasuki.planner.layout import TAGS, Checkpointing, Layout, Part, Strategy, unshared_experts, unshared_heads
@@ -59,9 +61,7 @@ def _for_training(layout: Layout) -> Iterator[Change]:
         yield Change(
             "trainer.num_ranks", str(layout.num_ranks), str(layout.num_gpus), replace(layout, num_ranks=layout.num_gpus)
         )
-    if layout.lora_rank is None:
-        changed = replace(layout, lora_rank=_LORA_RANK, exports_parameters=False)
-        yield Change("trainer.lora.rank", "none", str(_LORA_RANK), changed)
+    yield from _adapters(layout)
 
 
 def _for_rollout(layout: Layout) -> Iterator[Change]:
@@ -140,7 +140,7 @@ def _reference_on_host(layout: Layout) -> Iterator[Change]:
 
 
 def _optimizer_on_host(layout: Layout) -> Iterator[Change]:
-    if not layout.optimizer_on_host and layout.device == "cuda":
+    if not layout.optimizer_on_host and not layout.optimizer_8bit and layout.device == "cuda":
         yield Change("trainer.optimizer_on_host", "false", "true", replace(layout, optimizer_on_host=True))
 
 
@@ -179,6 +179,25 @@ def _parallel_experts(layout: Layout) -> Iterator[Change]:
         and not any(unshared_experts(one, layout.num_ranks) for one in sparse)
     ):
         yield Change("trainer.expert_parallel", "false", "true", replace(layout, expert_parallel=True))
+
+
+def _adapters(layout: Layout) -> Iterator[Change]:
+    """Trains adapters alone, with the other keys that a node then needs in the text."""
+    linear = [layout.model.linear_layers(index) for index in range(layout.model.num_layers)]
+    there = tuple(name for name in linear[0] if all(name in names for names in linear))
+    if layout.lora_rank is not None or not there:
+        return
+    changed = replace(layout, lora_rank=_LORA_RANK, exports_parameters=False, reference_on_host=False, param_bytes=4)
+    others: list[str] = []
+    if not set(LoraConfig().target_modules) <= set(there):
+        changed = replace(changed, lora_targets=there)
+        others.append(f"trainer.lora.target_modules {json.dumps(there)}")
+    if layout.reference_on_host:
+        others.append("without trainer.reference_on_host")
+    if layout.param_bytes != changed.param_bytes:
+        others.append("trainer.param_dtype float32")
+    new = f"{_LORA_RANK} ({', '.join(others)})" if others else str(_LORA_RANK)
+    yield Change("trainer.lora.rank", "none", new, changed)
 
 
 def _wider_engines(layout: Layout) -> Iterator[Change]:

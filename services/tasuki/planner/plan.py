@@ -104,7 +104,7 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Bytes of every part of a layout when present; independent of what stays."""
+    """Bytes of every part of a layout when present; of what stays, only the KV cache depends on it."""
 
     trainer: Mapping[Part, int]
     engine: Mapping[Part, int]

@@ -41,6 +41,13 @@ def decide(layout: Layout, *, export_stays: bool | None, budget_bytes: int | Non
     if layout.device == "cpu":
         staying = _on_host(layout, sizes, export_stays=export_stays, budget_bytes=budget_bytes)
         return tuple(_present_on(layout, index) & staying for index in range(layout.num_gpus))
+    staying = _on_gpus(layout, sizes, export_stays=export_stays)
+    # Parameters that leave although the engine could read them in place leave room for a larger cache.
+    grown = sizes_of(replace(layout, staying=staying))
+    return staying if grown.kv_pool.num_bytes <= sizes.kv_pool.num_bytes else _on_gpus(layout, grown, export_stays=export_stays)
+
+
+def _on_gpus(layout: Layout, sizes: Sizes, *, export_stays: bool | None) -> Staying:
     kinds: dict[tuple[bool, bool], frozenset[Part]] = {}
     for index in range(layout.num_gpus):
         kind = layout.has_rank(index), layout.has_engine(index)

@@ -15,6 +15,8 @@ from tasuki.wire.errors import InvalidArgument, VersionOrder
 _LOG_PROBS = ("rollout_log_probs", "old_log_probs", "ref_log_probs")
 # Rounding can make the log of a probability near 1 positive, by far less than this.
 _LOG_PROB_TOLERANCE = 1e-3
+# Rollout samples greedily below it. Far below it logits are not finite once they are divided.
+_LEAST_TEMPERATURE = np.float32(1e-6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +44,9 @@ def check_sequences(samples: Samples, *, limits: BatchLimits) -> None:
     if len(unknown):
         problem = f"is not a token id of this model; give 0 to {limits.vocab_size - 1}"
         raise InvalidArgument(_token_place(samples, int(unknown[0])), f"{samples.token_ids_T[unknown[0]]} {problem}")
-    cold = np.flatnonzero(~(np.isfinite(samples.temperature_S) & (samples.temperature_S > 0)))
+    cold = np.flatnonzero(~(np.isfinite(samples.temperature_S) & (samples.temperature_S >= _LEAST_TEMPERATURE)))
     if len(cold):
-        problem = "is not above 0; token log-probs of greedy sampling are those of temperature 1"
+        problem = f"is out of range; give a finite number of at least {_LEAST_TEMPERATURE:g}, and 1 for greedy sampling"
         raise InvalidArgument(f"samples[{cold[0]}].temperature", f"{samples.temperature_S[cold[0]]:g} {problem}")
 
 

@@ -21,6 +21,7 @@ from tasuki.memory.arena import set_host_budget
 from tasuki.memory.tags import MemoryTag
 from tasuki.planner.layout import Checkpointing
 from tasuki.planner.node_plan import check_critic
+from tasuki.planner.start import TRIAL_TOKENS
 from tasuki.rpc.failpoints import NO_FAILPOINTS, Failpoints
 from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.trainer.backend import LearnerFacts, Publication
@@ -244,7 +245,7 @@ class FsdpBackend:
         return write_checkpoint(path, save_id, tensors=training_state(self._trained), facts=self._facts(facts))
 
     def check_checkpoint(self, path: Path, *, have: LearnerFacts) -> LearnerFacts:
-        return learner_facts(check_checkpoint(path, have=self._facts(have)))
+        return learner_facts(check_checkpoint(path, tensors=training_state(self._trained), have=self._facts(have)))
 
     def load_checkpoint(self, path: Path, *, have: LearnerFacts, progressed: Callable[[], None]) -> LearnerFacts:
         self.memory.wait_for_content()
@@ -324,7 +325,9 @@ class FsdpBackend:
         if self._layout.checkpointing is not Checkpointing.OFFLOADED:
             return None
         config = causal_lm.config
-        num_bytes = self._layout.rank_tokens * config.hidden_size * self._layout.compute_bytes
+        # The passes that compile at the start have this many inputs on each rank, even where a micro-batch has fewer.
+        num_tokens = max(self._layout.rank_tokens, TRIAL_TOKENS if self._compiles else 0)
+        num_bytes = num_tokens * config.hidden_size * self._layout.compute_bytes
         boundaries = Boundaries(self._mesh, num_layers=config.num_hidden_layers, num_bytes=num_bytes)
         self._to_close.callback(boundaries.close)
         return boundaries

@@ -43,6 +43,7 @@ from tasuki.wire.sealed_json import is_intact, sealed
 
 _FORMAT = 4
 _INDEX_SUM = "tensors_crc32"
+_RANDOM_STATE = "random_state."
 _Version = Annotated[int, Field(ge=0, le=2**53)]
 """Leaves room for steps: the coordinator's journal holds 64-bit integers."""
 
@@ -58,6 +59,8 @@ class RoleFacts:
     architecture: str
     lora_rank: Annotated[int, Field(ge=1)] | None = None
     """LoRA rank if only adapters are saved; None for a whole network."""
+    lora_alpha: Annotated[float, Field(gt=0)] | None = None
+    """Scale of their output, times the rank; None for a whole network, and in checkpoints that do not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,11 +143,11 @@ def read_facts(path: Path) -> tuple[CheckpointFacts, int]:
     return facts, fields.get(_INDEX_SUM, -1)
 
 
-def check_checkpoint(path: Path, *, have: CheckpointFacts) -> CheckpointFacts:
+def check_checkpoint(path: Path, *, tensors: Mapping[str, Tensor], have: CheckpointFacts) -> CheckpointFacts:
     """Reads a checkpoint's facts without its tensors. Raises those errors of load_checkpoint that are then visible."""
     facts, index_crc32 = read_facts(path)
     _check_fits(path, facts, have=have)
-    TensorReader(path, index_crc32=index_crc32, progressed=lambda: None)
+    _check_tensors(path, TensorReader(path, index_crc32=index_crc32, progressed=lambda: None).sizes(), tensors=tensors)
     return facts
 
 
@@ -155,11 +158,13 @@ def load_checkpoint(
     """Fills `tensors`, and the random state if the number of ranks is the same. Returns the checkpoint's facts.
 
     All or nothing: new tensors are read separately, and replace the current ones only once all are complete with correct checksums.
-    progressed: called while reading. Raises VersionOrder if the checkpoint is older than `have`, and the errors of read_facts.
+    progressed: called while reading. Raises VersionOrder if the checkpoint is older than `have`, InvalidArgument if its tensors are not
+    exactly `tensors`, and the errors of read_facts.
     """
     facts, index_crc32 = read_facts(path)
     _check_fits(path, facts, have=have)
     reader = TensorReader(path, index_crc32=index_crc32, progressed=progressed)
+    _check_tensors(path, reader.sizes(), tensors=tensors)
     loaded: dict[str, Tensor] = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
     if facts.num_ranks == have.num_ranks:
         loaded[_random_key()] = torch.get_rng_state()
@@ -188,6 +193,9 @@ def _check_fits(path: Path, facts: CheckpointFacts, *, have: CheckpointFacts) ->
         if saved.lora_rank != mine.lora_rank:
             kinds = [f"adapters of rank {rank}" if rank else "a whole model" for rank in (saved.lora_rank, mine.lora_rank)]
             raise InvalidArgument("path", f"{path} holds {kinds[0]} as {role}, but the trainer trains {kinds[1]}")
+        if None not in (saved.lora_alpha, mine.lora_alpha) and saved.lora_alpha != mine.lora_alpha:
+            problem = f"holds adapters of alpha {saved.lora_alpha:g} as {role}, but the trainer has {mine.lora_alpha:g}"
+            raise InvalidArgument("path", f"{path} {problem}; load it with the alpha it was saved with")
     if facts.optimizer_8bit is not have.optimizer_8bit:
         setting = f"trainer.optimizer_8bit = {str(facts.optimizer_8bit).lower()}"
         raise InvalidArgument(
@@ -203,6 +211,24 @@ def _check_fits(path: Path, facts: CheckpointFacts, *, have: CheckpointFacts) ->
         )
 
 
+def _check_tensors(path: Path, sizes: Mapping[str, tuple[int, ...]], *, tensors: Mapping[str, Tensor]) -> None:
+    """Raises InvalidArgument unless the checkpoint has exactly `tensors`. Torch would ignore what only the checkpoint has.
+
+    sizes: of the checkpoint's tensors.
+    """
+    advice = "load it with the model and the adapters' target_modules that it was saved with"
+    held = {name for name in sizes if not name.startswith(_RANDOM_STATE)}
+    for names, problem in ((held - tensors.keys(), "that the trainer lacks"), (tensors.keys() - held, "not in it")):
+        if names:
+            first, num_more = min(names), len(names) - 1
+            more = f" and {num_more} more" if num_more else ""
+            raise InvalidArgument("path", f"{path} has other tensors than the trainer: {first}{more} {problem}; {advice}")
+    for name, tensor in tensors.items():
+        if sizes[name] != tuple(tensor.shape):
+            problem = f"holds {name} of {list(sizes[name])}, but the trainer's has {list(tensor.shape)}"
+            raise InvalidArgument("path", f"{path} {problem}; {advice}")
+
+
 def training_tensors(network: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     """Trained tensors of a network and their AdamW state, by name."""
     tensors: dict[str, Tensor] = {}
@@ -215,7 +241,7 @@ def training_tensors(network: nn.Module, optimizer: Optimizer) -> dict[str, Tens
 
 
 def _random_key() -> str:
-    return f"random_state.{dist.get_rank()}"
+    return f"{_RANDOM_STATE}{dist.get_rank()}"
 
 
 def _cause(error: CheckpointException) -> str:

@@ -164,6 +164,11 @@ class TensorReader(FileSystemReader):
         except ValidationError as error:
             raise damaged(file, error) from error
 
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        """Sizes of the tensors, by name."""
+        tensors = self._metadata.state_dict_metadata.items()
+        return {name: tuple(tensor.size) for name, tensor in tensors if isinstance(tensor, TensorStorageMetadata)}
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._metadata
 

@@ -47,8 +47,8 @@ def checkpoint_facts(
     for role, lora in configs.items():
         architectures = trained[role].network.causal_lm.config.architectures
         assert architectures, "the model was loaded by its architecture"
-        rank = None if lora is None else lora.rank
-        roles[role] = RoleFacts(facts.versions[role], facts.schedule_starts[role], architectures[0], rank)
+        rank, alpha = (None, None) if lora is None else (lora.rank, lora.alpha)
+        roles[role] = RoleFacts(facts.versions[role], facts.schedule_starts[role], architectures[0], rank, alpha)
     return CheckpointFacts(num_ranks, roles, config.optimizer_8bit)
 
 
