@@ -126,7 +126,7 @@ def _value(kind: Any, field: FieldInfo) -> str:
     plain = getattr(kind, "__origin__", kind)
     bounds = [_bound(limit) for limit in limits]
     name = {"str": "string", "bool": "true or false", "ByteSize": "int or string"}.get(plain.__name__, plain.__name__.lower())
-    return " ".join([name, *(bound for bound in bounds if bound)])
+    return f"{name} {' and '.join(bound for bound in bounds if bound)}".rstrip()
 
 
 def _bound(limit: object) -> str:
@@ -138,7 +138,7 @@ def _bound(limit: object) -> str:
         case Lt(lt=bound):
             return f"< {bound}"
         case Le(le=bound):
-            return f"<= {bound}"
+            return f"<= {int(bound) if bound == int(bound) else bound}"
         case _:
             return ""
 

@@ -22,6 +22,8 @@ async def test_a_repeated_request_id_gets_the_first_answer_and_does_nothing(clie
     first = await client.forward_backward(samples, request_id="repeat-1")
     again = await client.forward_backward(samples, request_id="repeat-1")
     assert again == first
+    other = await refused(client.forward_backward(samples[:-1], request_id="repeat-1"))
+    assert (other.reason, other.metadata["field"]) == ("INVALID_ARGUMENT", "command.request_id")
     step = await client.optim_step(request_id="repeat-2", learning_rate=0.0)
     assert await client.optim_step(request_id="repeat-2", learning_rate=0.0) == step
     assert (await client.state()).policy_version == step.version
@@ -132,7 +134,8 @@ async def test_bad_settings_are_refused(client: TrainerClient) -> None:
     samples = await samples_of_now(client)
     assert (await refused(client.forward_backward([]))).metadata["field"] == "samples"
     await client.forward_backward(samples)
-    assert (await refused(client.optim_step(learning_rate=-1.0))).metadata["field"] == "learning_rate"
+    for out_of_range in (-1.0, 1.5):
+        assert (await refused(client.optim_step(learning_rate=out_of_range))).metadata["field"] == "learning_rate"
 
 
 @pytest.mark.parametrize(

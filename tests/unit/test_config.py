@@ -63,6 +63,8 @@ def test_overrides_are_typed_as_in_toml_and_bare_words_are_strings(tmp_path: Pat
         ("", ["coordinator.stage_timeout_s=0"], "coordinator.stage_timeout_s"),
         ("", ["device=tpu"], "device"),
         ("", ["trainer.learning_rate=inf"], "trainer.learning_rate"),
+        ("", ["trainer.learning_rate=1.5"], "trainer.learning_rate"),
+        ("", ["trainer.weight_decay=101"], "trainer.weight_decay"),
         ("", ["trainer.eps=1e-300"], "trainer.eps"),
         ("", ["trainer.micro_batch_tokens=2147483648"], "trainer.micro_batch_tokens"),
         ("", ["trainer.betas=[1.5, 2.0]"], "trainer.betas.0"),

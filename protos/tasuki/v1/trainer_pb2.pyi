@@ -323,7 +323,7 @@ class OptimStepRequest(_message.Message):
     role: _types_pb2.Role.ValueType
     """POLICY or CRITIC."""
     learning_rate: _builtins.float
-    """Overrides the schedule's learning rate for this step."""
+    """Overrides the schedule's learning rate for this step; 0 to 1."""
     schedule_step: _builtins.int
     """Position in the schedule; by default the role's optimizer steps since BeginRun."""
     validate_only: _builtins.bool

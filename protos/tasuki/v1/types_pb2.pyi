@@ -214,8 +214,8 @@ Global___MovementKind: _TypeAlias = MovementKind  # noqa: Y015
 
 @_typing.final
 class CommandId(_message.Message):
-    """Identity of a mutating command. Services refuse an epoch below the highest seen (ABORTED/STALE_EPOCH) and answer a repeated
-    request_id with the first answer.
+    """Identity of a mutating command. Services refuse an epoch below the highest seen (ABORTED/STALE_EPOCH). They answer a repeated
+    request_id with the first answer, and refuse it with other content.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -41,10 +41,14 @@ class LoraConfig(Schema):
         return self
 
 
+MAX_LEARNING_RATE = 1.0
+"""One step of a larger one destroys any weights, which no later error brings back."""
+
+
 class OptimizerConfig(Schema):
     """AdamW and the learning-rate schedule of one role."""
 
-    learning_rate: float = Field(default=1e-6, ge=0)
+    learning_rate: float = Field(default=1e-6, ge=0, le=MAX_LEARNING_RATE)
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Shape after the warm-up; linear and cosine decay to 0 at `total_steps`."""
     warmup_steps: int = Field(default=0, ge=0)
@@ -53,7 +57,7 @@ class OptimizerConfig(Schema):
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     # In float32 a much smaller one is 0, and a weight without a gradient becomes NaN.
     eps: float = Field(default=1e-8, ge=1e-30)
-    weight_decay: float = Field(default=0.0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0, le=100)
     max_grad_norm: PositiveFloat = 1.0
 
     @model_validator(mode="after")

@@ -15,7 +15,7 @@ from tasuki.fleet.samples import check_log_probs_of, loss_denominator, num_token
 from tasuki.fleet.states import merged_trainer_state
 from tasuki.fleet.trainer_calls import Share, TrainerCalls, one_version
 from tasuki.rpc.chunks import chunks
-from tasuki.rpc.commands import CommandGate
+from tasuki.rpc.commands import CommandGate, digest
 from tasuki.rpc.deadlines import remaining_s
 from tasuki.trainer.ranks.loss import decode_loss
 from tasuki.v1 import trainer_pb2
@@ -67,7 +67,7 @@ class TrainerFront(TrainerServiceServicer):
             merged.denominator, merged.seconds = named.loss.denominator, time.perf_counter() - started
             return merged
 
-        return await self._gate.once(header, forward_backward)
+        return await self._gate.once(header, forward_backward, content=digest(header, samples))
 
     async def OptimStep(self, request: trainer_pb2.OptimStepRequest, context: Any) -> trainer_pb2.OptimStepResponse:
         calls = self._calls(context)

@@ -7,7 +7,7 @@ import hashlib
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Protocol, TypeVar, cast
 
 import grpc
@@ -101,22 +101,29 @@ class CommandGate:
         A refused command leaves epoch and sequence unchanged, so a misplaced one cannot lock the coordinator out. Within its epoch its
         number stays used: a refused undo proves that the stage never ran, so a late command for that stage must not run either.
         """
-        answer = self._first_answer(request)
+        content = digest(request)
+        answer = self._first_answer(request, content)
         if answer is None:
             before = (self.epoch, self.sequence)
             self._fence(request.command)
-            answer = self._keep(request, asyncio.create_task(self._run_in_turn(request, action, before)))
+            answer = self._keep(request, content, asyncio.create_task(self._run_in_turn(request, action, before)))
             self._stages.add(answer)
             answer.add_done_callback(self._stages.discard)
         return cast(_Answer, await asyncio.shield(answer))
 
-    async def once(self, request: Commanded, action: Callable[[], Awaitable[_Answer]]) -> _Answer:
-        """Runs a command that is no stage. Epoch 0 means that the caller does not ask for fencing."""
-        answer = self._first_answer(request)
+    async def once(
+        self, request: Commanded, action: Callable[[], Awaitable[_Answer]], *, content: bytes | None = None
+    ) -> _Answer:
+        """Runs a command that is no stage. Epoch 0 means that the caller does not ask for fencing.
+
+        content: digest of the whole command, where `request` is the header of a stream.
+        """
+        content = digest(request) if content is None else content
+        answer = self._first_answer(request, content)
         if answer is None or self._may_try_again(answer):
             if request.command.epoch:
                 _refuse_old(request.command.epoch, current=self.epoch)
-            answer = self._keep(request, asyncio.create_task(self._run_in_turn(request, action)))
+            answer = self._keep(request, content, asyncio.create_task(self._run_in_turn(request, action)))
         return cast(_Answer, await asyncio.shield(answer))
 
     def has_begun(self, request: Commanded) -> bool:
@@ -139,16 +146,16 @@ class CommandGate:
         async with self._lock:
             return
 
-    def _first_answer(self, request: Commanded) -> asyncio.Future[Any] | None:
-        """Answer of this same request; None if it is new."""
+    def _first_answer(self, request: Commanded, content: bytes) -> asyncio.Future[Any] | None:
+        """Answer of this same request; None if it is new. content: its digest."""
         request_id = request.command.request_id
         annotate(REQUEST_ID, request_id)
         if not 0 < len(request_id) <= _MAX_REQUEST_ID:
             raise InvalidArgument(
                 "command.request_id", f"give one of 1 to {_MAX_REQUEST_ID} characters, unique for each intent"
             )
-        content, answer = self._answers.get(request_id, (b"", None))
-        if answer is not None and content != digest(request):
+        first_content, answer = self._answers.get(request_id, (b"", None))
+        if answer is not None and content != first_content:
             raise InvalidArgument("command.request_id", f"{request_id} was used for another request; choose a new one")
         return answer
 
@@ -170,8 +177,8 @@ class CommandGate:
         _refuse_sequence(command.sequence, taken=max(sequence for epoch, sequence in seen if epoch == command.epoch))
         self.epoch, self.sequence = command.epoch, command.sequence
 
-    def _keep(self, request: Commanded, answer: asyncio.Future[Any]) -> asyncio.Future[Any]:
-        self._answers[request.command.request_id] = digest(request), answer
+    def _keep(self, request: Commanded, content: bytes, answer: asyncio.Future[Any]) -> asyncio.Future[Any]:
+        self._answers[request.command.request_id] = content, answer
         self._forget_old()
         return answer
 
@@ -251,10 +258,17 @@ def _version(answer: object) -> str:
     return str(answer.policy_version) if isinstance(answer, ReceiveWeightsResponse) else "-"
 
 
-def digest(request: Commanded) -> bytes:
-    """Digest of message type and content, without the CommandId, whose epoch may differ between tries."""
+def digest(request: Commanded, stream: Iterable[Message] = ()) -> bytes:
+    """Digest of message type and content, without the CommandId, whose epoch may differ between tries.
+
+    stream: what follows `request` where it is a header.
+    """
     body = type(request)()
     cast(Message, body).CopyFrom(cast(Message, request))
     cast(Message, body).ClearField("command")
     content = cast(Message, body).SerializeToString(deterministic=True)
-    return hashlib.sha256(type(request).__name__.encode() + b"\0" + content).digest()
+    found = hashlib.sha256(type(request).__name__.encode() + b"\0" + content)
+    for message in stream:
+        content = message.SerializeToString(deterministic=True)
+        found.update(len(content).to_bytes(8, "little") + content)
+    return found.digest()

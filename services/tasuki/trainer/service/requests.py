@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import AsyncIterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from tasuki.config.trainer_schema import MAX_LEARNING_RATE
 from tasuki.trainer.data.samples import COLUMNS, Samples
 from tasuki.trainer.ranks.wire import ROLES
 from tasuki.trainer.roles import Role
@@ -114,8 +114,8 @@ def decode_role(role: RoleMessage.ValueType, *, allowed: Sequence[Role], field: 
 
 
 def check_learning_rate(request: OptimStepRequest) -> None:
-    if not (math.isfinite(request.learning_rate) and request.learning_rate >= 0):
-        raise InvalidArgument("learning_rate", f"{request.learning_rate:g} is out of range; give a number of at least 0")
+    if not 0 <= request.learning_rate <= MAX_LEARNING_RATE:
+        raise InvalidArgument("learning_rate", f"{request.learning_rate:g} is out of range; give 0 to {MAX_LEARNING_RATE:g}")
 
 
 def check_path(text: str) -> None:

@@ -71,6 +71,7 @@ class TrainerServicer(TrainerServiceServicer):
         header, samples = await requests.read_forward_backward(request_iterator)
         if header.validate_only:
             return await self._validate_forward_backward(header, samples)
+        content = digest(header, samples)
 
         async def forward_backward() -> trainer_pb2.ForwardBackwardResponse:
             async with self._state.training():
@@ -78,7 +79,7 @@ class TrainerServicer(TrainerServiceServicer):
                 logged = ranks_pb2.LoggedForwardBackward(
                     role=header.role, loss=header.loss, samples=samples, is_share=header.is_share
                 )
-                async with self._log.command(self._record(header, forward_backward=logged)):
+                async with self._log.command(self._record(header, content=content, forward_backward=logged)):
                     with self._metrics.using("forward_backward"):
                         answer = await self._training.forward_backward(
                             role, header.loss, config, decoded, log_probs_of=header.log_probs_of
@@ -88,7 +89,7 @@ class TrainerServicer(TrainerServiceServicer):
                     answer.metric_parts.clear()
                 return answer
 
-        return await self._state.gate.once(header, forward_backward)
+        return await self._state.gate.once(header, forward_backward, content=content)
 
     async def _validate_forward_backward(
         self, header: trainer_pb2.ForwardBackwardHeader, samples: Sequence[TrainingSample]
@@ -273,8 +274,11 @@ class TrainerServicer(TrainerServiceServicer):
             nodes_transport=self._ready.nodes_transport,
         )
 
-    def _record(self, request: Commanded, **content: Any) -> ranks_pb2.TrainingRecord:
-        """A command as a log record."""
+    def _record(self, request: Commanded, *, content: bytes | None = None, **command: Any) -> ranks_pb2.TrainingRecord:
+        """A command as a log record. content: digest of a stream, of which `request` is the header."""
         return ranks_pb2.TrainingRecord(
-            request_id=request.command.request_id, digest=digest(request), recipe=recipe(self._config), **content
+            request_id=request.command.request_id,
+            digest=digest(request) if content is None else content,
+            recipe=recipe(self._config),
+            **command,
         )
