@@ -125,10 +125,12 @@ def test_scores_keep_nothing_and_do_not_disturb_a_step(model: Path, mesh: Device
 
 
 def test_a_host_without_room_for_the_inputs_is_told_at_the_start(model: Path, mesh: DeviceMesh) -> None:
-    with pytest.raises(InvalidArgument, match=r'trainer.checkpointing: "offloaded" needs 768000000000000 bytes') as refused:
-        start(model, mesh, Checkpointing.OFFLOADED, micro_batch_tokens=10**12)
+    num_tokens = 2 * 10**9
     # Three layers with 64 float32 numbers per token.
-    assert refused.value.metadata == {"field": "trainer.checkpointing", "needed_bytes": str(3 * 10**12 * 64 * 4)}
+    needed_bytes = 3 * num_tokens * 64 * 4
+    with pytest.raises(InvalidArgument, match=f'trainer.checkpointing: "offloaded" needs {needed_bytes} bytes') as refused:
+        start(model, mesh, Checkpointing.OFFLOADED, micro_batch_tokens=num_tokens)
+    assert refused.value.metadata == {"field": "trainer.checkpointing", "needed_bytes": str(needed_bytes)}
 
 
 def test_a_small_model_keeps_everything_by_default(model: Path, mesh: DeviceMesh) -> None:

@@ -177,10 +177,10 @@ def test_weights_that_left_and_came_back_and_a_checkpoint_are_the_same_to_compil
 
 
 def test_micro_batches_shorter_than_the_compiled_passes_are_offloaded(models: dict[str, Path], mesh: DeviceMesh) -> None:
-    learner = start(models["qwen2"], mesh, checkpointing="offloaded", micro_batch_tokens=32)
+    learner = start(models["gemma2"], mesh, checkpointing="offloaded", micro_batch_tokens=32)
     fsdp(learner).warm_up()
     samples = decode_samples(make_samples(4, vocab_size=VOCAB_SIZE))
-    plain = start_learner(models["qwen2"], mesh=mesh, **SETTINGS)
+    plain = start_learner(models["gemma2"], mesh=mesh, **SETTINGS)
     losses = [learn(each, Role.POLICY, samples, config=LossConfig(), max_tokens=32).loss for each in (learner, plain)]
     assert losses[0] == pytest.approx(losses[1], rel=CLOSE, abs=CLOSE)
     for each in (learner, plain):

@@ -131,7 +131,7 @@ def test_any_requests_in_any_order_leave_one_version() -> None:
     run_state_machine_as_test(
         FleetMachine,
         settings=settings(
-            max_examples=200 if IS_WHOLE else 25,
+            max_examples=200 if IS_WHOLE else 60,
             stateful_step_count=25 if IS_WHOLE else 15,
             deadline=None,
             suppress_health_check=list(HealthCheck),
