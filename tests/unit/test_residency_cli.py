@@ -129,6 +129,21 @@ def test_more_tokens_than_fit_are_refused_before_anything_starts(model: Path, mo
     assert with_residency(counted, resumes=False, tell=lambda line: None) is counted
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_more_tokens_than_fit_are_refused_beside_a_given_residency(
+    device: str, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "smallest_gpu_bytes", lambda: 80 * GB)
+    config = node(model, device=device, residency={}, rollout={"kv_tokens": 900_000_000})
+    with pytest.raises(InvalidArgument, match="rollout.kv_tokens: 900000000 tokens take .* give at most"):
+        with_residency(config, resumes=False, tell=lambda line: None)
+    (model / "node.toml").write_text(
+        f'state_dir = "node"\ndevice = "{device}"\n[model]\npath = "{model}"\n[rollout]\nkv_tokens = 900_000_000\n[residency]\n'
+    )
+    assert main(["plan", str(model / "node.toml"), "--gpu-gb", "80"]) == 2
+    assert "rollout.kv_tokens: 900000000 tokens take" in capsys.readouterr().err
+
+
 def test_a_plan_says_what_stays_and_the_seconds_of_each_stage(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (model / "node.toml").write_text(f'state_dir = "node"\ndevice = "cuda"\n[model]\npath = "{model}"\n{TRAIN}')
     assert main(["plan", str(model / "node.toml"), "--gpu-gb", "80", "--json"]) == 0

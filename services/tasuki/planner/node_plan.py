@@ -159,7 +159,10 @@ def _is_export_open(config: NodeConfig) -> bool:
 
 
 def check_kv_tokens(layout: Layout, config: NodeConfig) -> None:
-    """Raises InvalidArgument for a number of tokens that does not fit next to the engine's weights."""
+    """Raises InvalidArgument for a number of tokens that does not fit next to the engine's weights.
+
+    A configured residency is not checked by `node_layout`, since services read it too and may see a GPU as a little smaller.
+    """
     tokens, budget = config.rollout.kv_tokens, config.memory.host_budget_bytes
     if not isinstance(tokens, int):
         return

@@ -10,7 +10,7 @@ from tasuki.memory.host import host_memory
 from tasuki.planner.advice import problems
 from tasuki.planner.layout import Layout
 from tasuki.planner.model_shape import read_model_shape
-from tasuki.planner.node_plan import node_layout
+from tasuki.planner.node_plan import check_kv_tokens, node_layout
 from tasuki.planner.plan import plan
 from tasuki.planner.residency import as_config, stay_and_leave
 from tasuki.planner.start import starts_together
@@ -35,6 +35,8 @@ def with_residency(config: NodeConfig, *, resumes: bool, tell: Callable[[str], N
     budget = config.memory.host_budget_bytes
     host_bytes = host_memory().available_bytes if budget is None else budget
     layout = node_layout(config, read_model_shape(config.model.path), gpu_bytes=gpu_bytes, host_bytes=host_bytes)
+    if config.residency is not None and config.residency.kv_tokens is None:
+        check_kv_tokens(layout, config)
     for line in residency_lines(layout):
         tell(line)
     planned = plan(layout)
