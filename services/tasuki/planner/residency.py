@@ -58,13 +58,14 @@ def decided_again(layout: Layout) -> Layout:
 
 
 def given(layout: Layout, config: NodeConfig, residency: ResidencyConfig) -> Staying:
-    """Residency that the configuration sets explicitly."""
+    """Residency that the configuration sets explicitly, and what never leaves."""
     gpus = gpus_of(config)
+    never_leaves = _must_stay(layout, export_stays=None)
     staying = [set[Part]() for _ in range(layout.num_gpus)]
     for rank, gpu in enumerate(gpus.trainer):
         staying[gpu] |= {_OF_TRAINER[name] for name in residency.of_trainer(rank)}
     for rank, gpu in enumerate(gpus.rollout):
-        staying[gpu] |= {_OF_ENGINE[name] for name in residency.of_rollout(rank)}
+        staying[gpu] |= {_OF_ENGINE[name] for name in residency.of_rollout(rank)} | never_leaves
     return tuple(map(frozenset, staying))
 
 
