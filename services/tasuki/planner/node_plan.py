@@ -64,7 +64,8 @@ def node_layout(
     _check_adapters(config, model)
     num_gpus = max(*gpus_of(config).trainer, *gpus_of(config).rollout) + 1 if num_gpus is None else num_gpus
     layout = _as_configured(config, model, gpu_bytes=gpu_bytes, host_bytes=host_bytes, num_gpus=num_gpus)
-    return _with_residency(_with_open_settings(replace(layout, overheads=overheads or Overheads()), config), config)
+    layout = _with_residency(_with_open_settings(replace(layout, overheads=overheads or Overheads()), config), config)
+    return replace(layout, budget_bytes=config.memory.host_budget_bytes)
 
 
 def _check_adapters(config: NodeConfig, model: ModelShape) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from tasuki.config.gpus import smallest_gpu_bytes
 from tasuki.config.schema import NodeConfig
@@ -39,8 +40,8 @@ def with_residency(config: NodeConfig, *, resumes: bool, tell: Callable[[str], N
         check_kv_tokens(layout, config)
     for line in residency_lines(layout):
         tell(line)
-    planned = plan(layout)
-    if budget is None and not planned.fits:
+    planned = plan(replace(layout, host_bytes=host_memory().available_bytes))
+    if not planned.fits:
         tell(f"the plan does not fit: {'; '.join(problems(planned))}; `tasuki plan CONFIG` shows what to change")
     if config.residency is not None:
         return config
