@@ -267,6 +267,26 @@ async def test_a_call_after_the_last_one_grows_the_cache_again() -> None:
     await growth.stop()
 
 
+async def test_a_growth_after_a_release_counts_only_what_is_mapped_beyond_the_most_before() -> None:
+    ranks = Ranks()
+    ranks.needed = [800, 800]
+    growth = await begun(ranks)
+    for num_shrinks, mapped_bytes in ((1, 20), (2, 5), (3, 6)):
+        growth.is_last_call = False
+        ranks.needed, ranks.mapped_bytes = [900, 900], mapped_bytes
+        growth.expect(3200)
+        await until(lambda: ranks.served == [900, 900])
+        growth.is_last_call = True
+        growth.ended(400)
+        ranks.needed = [100, 100]
+        growth.ended(50)
+        await until(lambda expected=num_shrinks: ranks.num_shrinks == expected)
+    await growth.stop()
+    (ended,) = growth.take_ended()
+    # Both ranks map 20, release 5, map 5, release 5 and map 6.
+    assert ended.num_bytes == 2 * (20 - 5 + 5 - 5 + 6)
+
+
 async def test_requests_that_come_while_ranks_shrink_have_them_look_again() -> None:
     class BusyRanks(Ranks):
         async def shrink_cache(self) -> list[CacheResult]:

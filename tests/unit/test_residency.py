@@ -232,6 +232,8 @@ def test_the_base_below_adapters_stays_in_an_engine_that_serves_them() -> None:
     config = node(trainer={"lora": {"rank": 32}}, rollout={"lora": "adapter", "kv_ratio": 0.9})
     assert Part.ROLLOUT_WEIGHTS in staying_on(h200s(config))
     assert staying_of_engine_rank(config, 0) == {MemoryTag.WEIGHTS}
+    given = node(trainer={"lora": {"rank": 32}}, rollout={"lora": "adapter"}, residency={})
+    assert stay_and_leave(h200s(given))[0][1] == [Part.ROLLOUT_WEIGHTS], "an empty table cannot make it leave"
 
 
 def test_a_base_that_never_changes_costs_no_copy_to_the_host() -> None:

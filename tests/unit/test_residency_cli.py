@@ -12,7 +12,11 @@ from tasuki.cli.__main__ import main
 from tasuki.config.residency_schema import ResidencyConfig
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.host import HostMemory
+from tasuki.memory.stages import Stage
 from tasuki.planner.layout import GB
+from tasuki.planner.model_shape import read_model_shape
+from tasuki.planner.node_plan import node_layout
+from tasuki.planner.plan import plan
 from tasuki.supervisor import residency as cli
 from tasuki.supervisor.residency import with_residency
 from tasuki.wire.errors import InvalidArgument
@@ -127,6 +131,45 @@ def test_more_tokens_than_fit_are_refused_before_anything_starts(model: Path, mo
     # Services do not decide again: their GPUs may appear a little smaller.
     counted = node(model, rollout={"kv_tokens": 9_000_000}, residency=ResidencyConfig(kv_tokens=9_000_000).model_dump())
     assert with_residency(counted, resumes=False, tell=lambda line: None) is counted
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_more_tokens_than_fit_are_refused_beside_a_given_residency(
+    device: str, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "smallest_gpu_bytes", lambda: 80 * GB)
+    config = node(model, device=device, residency={}, rollout={"kv_tokens": 900_000_000})
+    with pytest.raises(InvalidArgument, match="rollout.kv_tokens: 900000000 tokens take .* give at most"):
+        with_residency(config, resumes=False, tell=lambda line: None)
+    (model / "node.toml").write_text(
+        f'state_dir = "node"\ndevice = "{device}"\n[model]\npath = "{model}"\n[rollout]\nkv_tokens = 900_000_000\n[residency]\n'
+    )
+    assert main(["plan", str(model / "node.toml"), "--gpu-gb", "80"]) == 2
+    assert "rollout.kv_tokens: 900000000 tokens take" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("missing_bytes", "code"), [(0, 0), (1, 1)])
+def test_a_budget_below_the_tags_of_a_stage_does_not_fit(
+    missing_bytes: int, code: int, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "host_memory", lambda: HostMemory(64 * GB, 32 * GB))
+    tables = {"device": "cpu", "residency": {}, "rollout": {"kv_tokens": 4096}}
+    layout = node_layout(node(model, **tables), read_model_shape(model), gpu_bytes=1, host_bytes=64 * GB)
+    peak = plan(layout).budget_peak
+    assert peak.stage is Stage.RESUME_WEIGHTS
+    budget = peak.tag_bytes - missing_bytes
+    told: list[str] = []
+    with_residency(node(model, **tables, memory={"host_budget_bytes": budget}), resumes=False, tell=told.append)
+    problem = f"the tags take {peak.tag_bytes} bytes in RESUME_WEIGHTS, and memory.host_budget_bytes is {budget}"
+    assert [problem in line for line in told] == [False] + [True] * missing_bytes
+    (model / "node.toml").write_text(
+        f'state_dir = "node"\n[model]\npath = "{model}"\n[rollout]\nkv_tokens = 4096\n[memory]\nhost_budget_bytes = {budget}\n'
+    )
+    assert main(["plan", str(model / "node.toml"), "--host-gb", "64"]) == code
+    printed = " ".join(capsys.readouterr().out.split())
+    assert (problem in printed) is bool(missing_bytes)
+    if missing_bytes:
+        assert f"Change memory.host_budget_bytes: {budget} -> {peak.tag_bytes}" in printed
 
 
 def test_a_plan_says_what_stays_and_the_seconds_of_each_stage(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -137,12 +137,12 @@ class Admission:
 
     async def _await_release(self, stage: Stage) -> None:
         """Asks the trainer to release its state and waits until `stage` has room, at most `restart.progress_s`."""
-        clock = asyncio.get_running_loop()
+        clock, signal = asyncio.get_running_loop(), RoomSignal(room_signal_path(self._config.state_dir))
         ends = clock.time() + self._config.restart.progress_s
         while any(one.is_leaving for one in self._usages[Service.TRAINER].tags) and self._shortages(
             stage, self._taken(stage) or {}
         ):
-            RoomSignal(room_signal_path(self._config.state_dir)).request()
+            signal.request()
             await asyncio.sleep(_LEAVING_POLL_S)
             if clock.time() >= ends or not await self._measure_all(stage):
                 return

@@ -65,6 +65,11 @@ def problems(planned: Plan) -> list[str]:
     if not planned.fits_host:
         over = planned.host_peak.host_bytes + margin - layout.host_bytes
         reasons.append(f"the host lacks {gb(over)} GB in {planned.host_peak.stage}")
+    if not planned.fits_budget:
+        peak = planned.budget_peak
+        reasons.append(
+            f"the tags take {peak.tag_bytes} bytes in {peak.stage}, and memory.host_budget_bytes is {layout.budget_bytes}"
+        )
     if not planned.has_room_for_a_sequence:
         tokens, longest = planned.kv_pool.num_tokens, layout.longest_sequence
         reasons.append(f"the KV cache holds {tokens:,} tokens and a sequence may have {longest:,}")
@@ -123,7 +128,8 @@ def _shortage(planned: Plan) -> int:
     layout = planned.layout
     gpu = 0 if planned.fits_gpu else planned.gpu_peak.gpu_bytes + layout.overheads.margin - layout.gpu_bytes
     host = 0 if planned.fits_host else planned.host_peak.host_bytes + layout.overheads.margin - layout.host_bytes
-    return gpu + host + max(0, layout.longest_sequence - planned.kv_pool.num_tokens)
+    budget = 0 if layout.budget_bytes is None else max(0, planned.budget_peak.tag_bytes - layout.budget_bytes)
+    return gpu + host + budget + max(0, layout.longest_sequence - planned.kv_pool.num_tokens)
 
 
 def _moved_bytes(planned: Plan) -> int:

@@ -41,6 +41,9 @@ def changes(planned: Plan) -> Iterator[Change]:
             yield from ladder(layout)
     if not planned.fits_host:
         yield from _for_host(layout)
+    if not planned.fits_budget:
+        needed = planned.budget_peak.tag_bytes
+        yield Change("memory.host_budget_bytes", str(layout.budget_bytes), str(needed), replace(layout, budget_bytes=needed))
     if not planned.has_room_for_a_sequence:
         yield from _for_cache(planned)
 

@@ -64,7 +64,8 @@ def node_layout(
     _check_adapters(config, model)
     num_gpus = max(*gpus_of(config).trainer, *gpus_of(config).rollout) + 1 if num_gpus is None else num_gpus
     layout = _as_configured(config, model, gpu_bytes=gpu_bytes, host_bytes=host_bytes, num_gpus=num_gpus)
-    return _with_residency(_with_open_settings(replace(layout, overheads=overheads or Overheads()), config), config)
+    layout = _with_residency(_with_open_settings(replace(layout, overheads=overheads or Overheads()), config), config)
+    return replace(layout, budget_bytes=config.memory.host_budget_bytes)
 
 
 def _check_adapters(config: NodeConfig, model: ModelShape) -> None:
@@ -159,7 +160,10 @@ def _is_export_open(config: NodeConfig) -> bool:
 
 
 def check_kv_tokens(layout: Layout, config: NodeConfig) -> None:
-    """Raises InvalidArgument for a number of tokens that does not fit next to the engine's weights."""
+    """Raises InvalidArgument for a number of tokens that does not fit next to the engine's weights.
+
+    A configured residency is not checked by `node_layout`, since services read it too and may see a GPU as a little smaller.
+    """
     tokens, budget = config.rollout.kv_tokens, config.memory.host_budget_bytes
     if not isinstance(tokens, int):
         return

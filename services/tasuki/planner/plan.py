@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from tasuki.memory.stages import RING, Phase, Stage
-from tasuki.planner.layout import Layout, Part, Strategy
+from tasuki.planner.layout import TAGS, Layout, Part, Strategy
 from tasuki.planner.rollout_bytes import KvPool, cuda_graphs, engine_step, engine_weights, kv_bytes_per_token, kv_pool
 from tasuki.planner.step_bytes import offloaded_bytes, training_peak
 from tasuki.planner.trainer_bytes import Bytes, export_arena, frozen_bytes, host_moments, host_reference, trainer_tags
 
 TRAINER_TAGS = (Part.TRAINER_WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER)
+_BUDGETED = {*TAGS, Part.EXPORT}
 _STEP = {Part.LAYERS, Part.WHOLE_GRADIENTS, Part.ACTIVATIONS, Part.LOGITS}
 # Gradients are dropped and restored as zeros.
 _COPIED = (Part.TRAINER_WEIGHTS, Part.OPTIMIZER)
@@ -50,6 +51,11 @@ class StagePlan:
     def host_bytes(self) -> int:
         return sum(self.host.values())
 
+    @property
+    def tag_bytes(self) -> int:
+        """Bytes of all tags on all GPUs, which a CPU's budget counts."""
+        return sum(size for parts in self.gpus for part, size in parts.items() if part in _BUDGETED)
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -80,13 +86,21 @@ class Plan:
         return self.host_peak.host_bytes + self.layout.overheads.margin <= self.layout.host_bytes
 
     @property
+    def budget_peak(self) -> StagePlan:
+        return max(self.stages, key=lambda stage: stage.tag_bytes)
+
+    @property
+    def fits_budget(self) -> bool:
+        return self.layout.budget_bytes is None or self.budget_peak.tag_bytes <= self.layout.budget_bytes
+
+    @property
     def has_room_for_a_sequence(self) -> bool:
         """Whether the KV cache holds one sequence of maximum length, without which rollout does not start."""
         return self.kv_pool.num_tokens >= self.layout.longest_sequence
 
     @property
     def fits(self) -> bool:
-        return self.fits_gpu and self.fits_host and self.has_room_for_a_sequence
+        return self.fits_gpu and self.fits_host and self.fits_budget and self.has_room_for_a_sequence
 
 
 @dataclass(frozen=True, slots=True)

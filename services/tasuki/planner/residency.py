@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import combinations
 
 from tasuki.config.gpus import gpus_of
 from tasuki.config.residency_schema import ResidencyConfig
 from tasuki.config.schema import NodeConfig
-from tasuki.planner.layout import RESIDENT, TAGS, Layout, Part, Strategy
+from tasuki.planner.layout import RESIDENT, Layout, Part, Strategy
 from tasuki.planner.plan import PLAN_STAGES, Sizes, parts_on_gpu, plan_of, sizes_of
 from tasuki.planner.seconds import release_seconds
 
@@ -23,7 +23,6 @@ _OF_TRAINER = {
     "cache": Part.TORCH_CACHE,
 }
 _OF_ENGINE = {"weights": Part.ROLLOUT_WEIGHTS, "kv_cache": Part.KV_CACHE}
-_TAG_PARTS = {*TAGS, Part.EXPORT}
 
 Staying = tuple[frozenset[Part], ...]
 """Parts that stay, for each GPU; on a CPU for each rank."""
@@ -65,13 +64,14 @@ def decided_again(layout: Layout) -> Layout:
 
 
 def given(layout: Layout, config: NodeConfig, residency: ResidencyConfig) -> Staying:
-    """Residency that the configuration sets explicitly."""
+    """Residency that the configuration sets explicitly, and what never leaves."""
     gpus = gpus_of(config)
+    never_leaves = _must_stay(layout, export_stays=None)
     staying = [set[Part]() for _ in range(layout.num_gpus)]
     for rank, gpu in enumerate(gpus.trainer):
         staying[gpu] |= {_OF_TRAINER[name] for name in residency.of_trainer(rank)}
     for rank, gpu in enumerate(gpus.rollout):
-        staying[gpu] |= {_OF_ENGINE[name] for name in residency.of_rollout(rank)}
+        staying[gpu] |= {_OF_ENGINE[name] for name in residency.of_rollout(rank)} | never_leaves
     return tuple(map(frozenset, staying))
 
 
@@ -144,15 +144,9 @@ def _on_host(layout: Layout, sizes: Sizes, *, export_stays: bool | None, budget_
 
     def fits(staying: frozenset[Part]) -> bool:
         planned = plan_of(_keeping(layout, staying), sizes)
-        if budget_bytes is None:
-            return planned.fits_host
-        return all(_tags(stage.gpus) <= budget_bytes for stage in planned.stages)
+        return planned.fits_host if budget_bytes is None else planned.budget_peak.tag_bytes <= budget_bytes
 
     return _cheapest(layout, sizes, present, fits, export_stays=export_stays)
-
-
-def _tags(gpus: Sequence[Mapping[Part, int]]) -> int:
-    return sum(size for parts in gpus for part, size in parts.items() if part in _TAG_PARTS)
 
 
 def _cheapest(

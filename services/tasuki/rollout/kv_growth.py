@@ -89,7 +89,9 @@ class KvGrowth:
         self.extent: KvExtent | None = None
         """None while the cache is paused and until the ranks have reported."""
         self.is_stalled = False
-        self._grown_bytes, self._grown_s = 0, 0.0
+        self._grown_bytes = self._most_grown_bytes = 0
+        """Bytes mapped beyond those of RESUME_KV: now, less what was released, and at most so far."""
+        self._grown_s = 0.0
         self._ended: list[Movement] = []
 
     @property
@@ -103,7 +105,8 @@ class KvGrowth:
         self.forget()
         self._is_stopping = self.is_last_call = False
         self._num_left = self._most_left = 0
-        self._grown_bytes, self._grown_s = 0, 0.0
+        self._grown_bytes = self._most_grown_bytes = 0
+        self._grown_s = 0.0
         self._is_due.clear()
         self._task = asyncio.create_task(self._grow_for_ever())
 
@@ -126,10 +129,12 @@ class KvGrowth:
         if self._task is not None:
             await asyncio.wait([self._task])
             self._task = None
-            self._ended.append(Movement(MovementKind.GROW, MemoryTag.KV_CACHE, self._grown_bytes, self._grown_s, time.time()))
+            self._ended.append(
+                Movement(MovementKind.GROW, MemoryTag.KV_CACHE, self._most_grown_bytes, self._grown_s, time.time())
+            )
 
     def take_ended(self) -> tuple[Movement, ...]:
-        """Growths that have ended since the last call: the bytes mapped on all ranks, and how long commands mapped them."""
+        """Growths that have ended since the last call: the most bytes by which all ranks grew, and how long commands mapped them."""
         ended, self._ended = tuple(self._ended), []
         return ended
 
@@ -191,7 +196,9 @@ class KvGrowth:
         answers = await self._calls.shrink_cache()
         extent = self.extent = KvExtent.of(answers, tp_size=self._tp_size)
         self._room.offer()
-        return extent, sum(answer.released_bytes for answer in answers)
+        released_bytes = sum(answer.released_bytes for answer in answers)
+        self._grown_bytes -= released_bytes
+        return extent, released_bytes
 
     async def _look(self) -> KvExtent:
         """Makes the ranks map what they need. Requests submitted meanwhile may be missed."""
@@ -202,6 +209,7 @@ class KvGrowth:
         mapped_bytes = sum(answer.mapped_bytes for answer in answers)
         if mapped_bytes:
             self._grown_bytes += mapped_bytes
+            self._most_grown_bytes = max(self._most_grown_bytes, self._grown_bytes)
             self._grown_s += time.monotonic() - started
         if before is not None and extent.served_tokens > before.served_tokens:
             _log.info(

@@ -29,7 +29,7 @@ from tasuki.rpc.failpoints import Failpoints
 from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.rpc.movements import resume_response
 from tasuki.rpc.ranks import CommandRunner, Handlers
-from tasuki.rpc.usage import TAGS, usage_response
+from tasuki.rpc.usage import TAG_VALUES, TAGS, usage_response
 from tasuki.transport.shared_base import SharedBase
 from tasuki.transport.verify import HeldSlice
 from tasuki.v1 import memory_pb2, ranks_pb2, types_pb2
@@ -113,7 +113,8 @@ class RankMemory:
         if woken and self._allocator.device != "cpu":
             torch.cuda.synchronize(self._allocator.device)
         begun: tuple[Movement, ...] = ()
-        if MemoryTag.KV_CACHE in tags and self._cache is not None:
+        # A cache that stays grows as well.
+        if TAG_VALUES[MemoryTag.KV_CACHE] in request.tags and self._cache is not None:
             begun = (Movement(MovementKind.GROW, MemoryTag.KV_CACHE, self._pending_bytes()),)
         return resume_response(Moved(mapped, begun))
 

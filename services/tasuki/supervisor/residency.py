@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from tasuki.config.gpus import smallest_gpu_bytes
 from tasuki.config.schema import NodeConfig
@@ -10,7 +11,7 @@ from tasuki.memory.host import host_memory
 from tasuki.planner.advice import problems
 from tasuki.planner.layout import Layout
 from tasuki.planner.model_shape import read_model_shape
-from tasuki.planner.node_plan import node_layout
+from tasuki.planner.node_plan import check_kv_tokens, node_layout
 from tasuki.planner.plan import plan
 from tasuki.planner.residency import as_config, stay_and_leave
 from tasuki.planner.start import starts_together
@@ -35,10 +36,12 @@ def with_residency(config: NodeConfig, *, resumes: bool, tell: Callable[[str], N
     budget = config.memory.host_budget_bytes
     host_bytes = host_memory().available_bytes if budget is None else budget
     layout = node_layout(config, read_model_shape(config.model.path), gpu_bytes=gpu_bytes, host_bytes=host_bytes)
+    if config.residency is not None and config.residency.kv_tokens is None:
+        check_kv_tokens(layout, config)
     for line in residency_lines(layout):
         tell(line)
-    planned = plan(layout)
-    if budget is None and not planned.fits:
+    planned = plan(replace(layout, host_bytes=host_memory().available_bytes))
+    if not planned.fits:
         tell(f"the plan does not fit: {'; '.join(problems(planned))}; `tasuki plan CONFIG` shows what to change")
     if config.residency is not None:
         return config

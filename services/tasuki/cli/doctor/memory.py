@@ -16,7 +16,7 @@ from tasuki.memory.host import host_memory
 from tasuki.models.folder_files import model_files_bytes
 from tasuki.planner.advice import problems
 from tasuki.planner.budget import check_host_budget, check_host_ranks
-from tasuki.planner.node_plan import plan_node
+from tasuki.planner.node_plan import check_kv_tokens, plan_node
 from tasuki.supervisor.model_copy import copy_room_bytes
 from tasuki.supervisor.pool import check_pool_room
 from tasuki.wire.errors import TasukiError
@@ -40,6 +40,7 @@ def check_plan(config: NodeConfig, gpus: Sequence[Gpu]) -> Finding:
         if holder(config.state_dir, name=NODE_LOCK) is None:
             check_pool_room(config)
         planned = plan_node(config, gpu_bytes=gpu_bytes, host_bytes=host_memory().total_bytes)
+        check_kv_tokens(planned.layout, config)
     except TasukiError as error:
         return fail(name, error.message, f"change {error.metadata.get('field', 'the configuration')}")
     if not planned.fits:
