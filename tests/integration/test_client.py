@@ -6,7 +6,9 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
+import grpc.aio
 import numpy as np
 import pytest
 
@@ -240,12 +242,26 @@ async def test_log_probs_come_in_the_order_of_the_samples(node: ScriptedNode, cl
     [
         (lambda client: client.generate([]), "prompts"),
         (lambda client: client.generate([[1]], num_samples=0), "num_samples"),
+        (lambda client: client.generate([[1]], num_samples=1.5), "num_samples"),
+        (lambda client: client.generate(None), "prompts"),
         (lambda client: client.generate([["a"]]), r"prompts\[0\]"),
         (lambda client: client.generate([[2**31]]), r"prompts\[0\]"),
         (lambda client: client.generate([[1]], SamplingParams(max_new_tokens=-1)), "sampling_params"),
         (lambda client: client.forward_backward([]), "samples"),
         (lambda client: client.forward_backward([SAMPLE], log_probs_of=[1]), "log_probs_of"),
         (lambda client: client.forward_backward([SAMPLE], log_probs_of=[-1]), "log_probs_of"),
+        (lambda client: client.forward_backward([SAMPLE], log_probs_of=[0.0]), "log_probs_of"),
+        (lambda client: client.forward_backward([SAMPLE], log_probs_of="a"), "log_probs_of"),
+        # It waited until the deadline, ten minutes by default.
+        (lambda client: client.forward_backward([SAMPLE], role="critic"), "role"),
+        (lambda client: client.optim_step(role="actor"), "role"),
+        (lambda client: client.discard_gradients(role=None), "role"),
+        (lambda client: client.compute_log_probs([SAMPLE], role=3), "role"),
+        (lambda client: client.acquire("rollout"), "phase"),
+        (lambda client: client.begin_acquire(None), "phase"),
+        (lambda client: client.save(None), "path"),
+        (lambda client: client.load(""), "path"),
+        (lambda client: client.export_model("/tmp/\udcff"), "path"),
         (lambda client: client.forward_backward([SAMPLE, TrainingSample([1.5], [2])]), r"samples\[1\]"),
         (lambda client: client.generate([np.zeros(2_000_000, dtype=np.int32)]), r"prompts\[0\]"),
     ],
@@ -254,6 +270,48 @@ async def test_what_cannot_be_sent_is_named_before_anything_is_sent(node: Script
     with pytest.raises(InvalidArgument, match=field):
         await call(client)
     assert node.num_changeovers == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        ({"target": 50050}, "target"),
+        ({"target": "127.0.0.1:1", "timeout_s": 0}, "timeout_s"),
+        ({"target": "127.0.0.1:1", "timeout_s": float("nan")}, "timeout_s"),
+        ({"target": "127.0.0.1:1", "timeout_s": "600"}, "timeout_s"),
+        ({"target": "127.0.0.1:1", "recovery_timeout_s": -1}, "recovery_timeout_s"),
+        ({"target": "127.0.0.1:1", "credentials": "lab"}, "credentials"),
+    ],
+)
+def test_an_argument_with_which_no_call_would_succeed_is_named_at_once(arguments: dict[str, Any], field: str):
+    with pytest.raises(InvalidArgument, match=field):
+        Client(**arguments)
+
+
+async def test_an_address_of_another_service_is_named(tmp_path: Path):
+    server = grpc.aio.server()
+    server.add_insecure_port(f"unix:{tmp_path}/trainer.sock")
+    await server.start()
+    async with AsyncClient(f"unix:{tmp_path}/trainer.sock") as client:
+        with pytest.raises(InvalidArgument, match=r"trainer.sock is not a coordinator's address"):
+            await client.state()
+    await server.stop(None)
+
+
+async def test_a_sample_that_cannot_be_read_ends_the_generation(client: AsyncClient, monkeypatch: pytest.MonkeyPatch):
+    def refuse(sample: types_pb2.Sample, *, prompt_index: int) -> None:
+        raise ValueError(f"'NEWER' is not a valid FinishReason, for prompt {prompt_index}")
+
+    monkeypatch.setattr("tasuki.client.encode.sample_from_proto", refuse)
+    with pytest.raises(ValueError, match="NEWER"):
+        await asyncio.wait_for(client.generate([[1]]), limit_s(10))
+
+
+def test_a_closed_client_says_so(tmp_path: Path):
+    client = Client(state_dir=tmp_path)
+    client.close()
+    with pytest.raises(RuntimeError, match="this Client is closed"):
+        client.state()
 
 
 async def test_an_empty_prompt_is_refused_by_rollout_with_its_position(node: ScriptedNode, client: AsyncClient):

@@ -131,6 +131,16 @@ def test_doctor_reports_it_and_goes_on(folder: Path, closed: Path) -> None:
     assert "disk of sft.output_dir" in found
 
 
+@pytest.mark.parametrize("closed", ["journal"], indirect=True)
+def test_doctor_reports_a_closed_state_folder_and_goes_on(folder: Path, closed: Path) -> None:
+    argv = [sys.executable, "-c", COMMAND, "doctor", "--json", "sft.toml", "--set", f"state_dir={closed}"]
+    done = subprocess.run(argv, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1, done.stderr
+    found = {finding["name"]: finding["found"] for finding in json.loads(done.stdout)}
+    assert found["state_dir"].startswith("PATH_PERMISSION_DENIED: ") and f"{closed}/node.lock" in found["state_dir"]
+    assert "disk of sft.output_dir" in found
+
+
 def test_a_missing_path_is_still_not_found(folder: Path) -> None:
     line = error_of("plan", "nowhere.toml", cwd=folder)
     assert line == "tasuki: error PATH_NOT_FOUND: config nowhere.toml does not exist"

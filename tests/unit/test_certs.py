@@ -44,6 +44,12 @@ def test_again_in_the_same_folder_makes_new_certificates_of_the_same_authority(t
         after[name].verify_directly_issued_by(after["ca"])
 
 
+def test_nothing_is_written_for_an_invalid_host(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="host: 'a b' is neither"):
+        run(tmp_path / "lab", hosts=["node-a", "a b"], days=1)
+    assert not (tmp_path / "lab").exists()
+
+
 def test_renewal_without_hosts_keeps_the_names_and_the_role(tmp_path: Path) -> None:
     def names() -> tuple[set[str], list[str]]:
         value = load(tmp_path / "node.pem").extensions.get_extension_for_class(x509.SubjectAlternativeName).value

@@ -109,6 +109,14 @@ def test_closed_streams_take_no_output() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+def test_grpc_writes_nothing_beside_a_command() -> None:
+    # grpc reads the variable when it is imported.
+    asked = "import tasuki.cli, os, sys; print(os.environ['GRPC_VERBOSITY'], 'grpc' in sys.modules)"
+    without = {name: value for name, value in ENVIRONMENT.items() if name != "GRPC_VERBOSITY"}
+    shown = subprocess.run([sys.executable, "-c", asked], env=without, capture_output=True, text=True, check=True)
+    assert shown.stdout == "NONE False\n"
+
+
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--version"])

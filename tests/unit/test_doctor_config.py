@@ -132,7 +132,7 @@ def test_a_certificate_that_ends_is_found(node_file: Path, capsys: pytest.Captur
     assert certs.run(folder, hosts=["node-a"], days=90) == 0
     pair = folder / "node.pem", folder / "node.key"
     found = check_certificate(*pair)
-    assert is_ok(found) and "for node-a, localhost, 127.0.0.1" in found.found
+    assert is_ok(found) and "for node-a, localhost, 127.0.0.1, ::1" in found.found
     assert is_bad(check_certificate(*pair, now=time.time() + 80 * 86400), Verdict.WARN, found="until 20", advice="tasuki certs")
     of_node = [f"security.{key}={path}" for key, path in zip(("cert", "key"), pair, strict=True)]
     warn_of_certificate(load_config(node_file, overrides=of_node))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from pathlib import Path
@@ -75,6 +76,10 @@ class AsyncClient:
 
         otlp_headers_file: headers for it, one `name: value` per line, in a file that only you can read.
         """
+        _check_seconds("timeout_s", timeout_s)
+        _check_seconds("recovery_timeout_s", recovery_timeout_s, is_zero_allowed=True)
+        if not isinstance(credentials, Credentials | None):  # callers may have no types
+            raise InvalidArgument("credentials", f"is of type {type(credentials).__name__}; give Credentials(ca=...)")
         check_tracing_installed(otlp_endpoint)
         self._otlp_headers = None if otlp_headers_file is None else read_headers("otlp_headers_file", Path(otlp_headers_file))
         self._otlp_endpoint = otlp_endpoint
@@ -181,18 +186,15 @@ class AsyncClient:
         log_probs_of: positions of samples whose log-probs, as computed by the loss, are returned with the result.
         Raises InvalidArgument naming the invalid field of a sample or the loss, and MessageTooLarge for a sample that is too long.
         """
-        if not all(0 <= position < len(samples) for position in log_probs_of):
-            raise InvalidArgument(
-                "log_probs_of", f"is {list(log_probs_of)}; give positions within the call's {len(samples)} samples"
-            )
         chunks = encode.training_chunks(samples)
-        loss_config = encode.loss_to_proto(loss or LossConfig())
+        # Made before the call: grpc.aio waits for the deadline if the iterator of messages raises.
+        header = encode.forward_backward_header(
+            role, LossConfig() if loss is None else loss, log_probs_of=log_probs_of, num_samples=len(samples)
+        )
 
         async def give(command: types_pb2.CommandId, timeout_s: float) -> trainer_pb2.ForwardBackwardResponse:
             def messages() -> Iterator[trainer_pb2.ForwardBackwardRequest]:
-                header = trainer_pb2.ForwardBackwardHeader(
-                    command=command, role=encode.role_to_proto(role), loss=loss_config, log_probs_of=log_probs_of
-                )
+                header.command.CopyFrom(command)
                 yield trainer_pb2.ForwardBackwardRequest(header=header)
                 for chunk in chunks:
                     yield trainer_pb2.ForwardBackwardRequest(samples=chunk)
@@ -223,9 +225,10 @@ class AsyncClient:
 
     async def discard_gradients(self, *, role: Role = Role.POLICY) -> None:
         """Clears accumulated gradients without a step."""
+        role_to_discard = encode.role_to_proto(role)
 
         async def give(command: types_pb2.CommandId, timeout_s: float) -> trainer_pb2.DiscardGradientsResponse:
-            request = trainer_pb2.DiscardGradientsRequest(command=command, role=encode.role_to_proto(role))
+            request = trainer_pb2.DiscardGradientsRequest(command=command, role=role_to_discard)
             return await (await self._connection.trainer()).DiscardGradients(request, timeout=timeout_s)
 
         await self._phases.train(give)
@@ -270,7 +273,7 @@ class AsyncClient:
 
         Raises PathExists, DiskFull, and PermissionDenied for a folder outside those that clients may write to.
         """
-        folder = _absolute(path)
+        folder = encode.path_to_send(path)
 
         async def give(command: types_pb2.CommandId, timeout_s: float) -> trainer_pb2.SaveCheckpointResponse:
             request = trainer_pb2.SaveCheckpointRequest(command=command, path=folder)
@@ -284,7 +287,7 @@ class AsyncClient:
 
         Raises PathNotFound, PathPermissionDenied, and InvalidArgument for a checkpoint that is damaged or belongs to another model.
         """
-        folder = _absolute(path)
+        folder = encode.path_to_send(path)
 
         async def give(command: types_pb2.CommandId, timeout_s: float) -> trainer_pb2.LoadCheckpointResponse:
             request = trainer_pb2.LoadCheckpointRequest(command=command, path=folder)
@@ -294,7 +297,7 @@ class AsyncClient:
 
     async def export_model(self, path: Path | str) -> SaveResult:
         """Exports the model to a new folder in Hugging Face format, for AutoModelForCausalLM.from_pretrained. Raises as `save`."""
-        folder = _absolute(path)
+        folder = encode.path_to_send(path)
 
         async def give(command: types_pb2.CommandId, timeout_s: float) -> trainer_pb2.ExportModelResponse:
             request = trainer_pb2.ExportModelRequest(command=command, path=folder)
@@ -383,6 +386,9 @@ def _complete(scores: list[NDArray[np.float32]], *, num_samples: int) -> list[ND
     return scores
 
 
-def _absolute(path: Path | str) -> str:
-    """The path, absolute: services have other working directories."""
-    return str(Path(path).absolute())
+def _check_seconds(name: str, seconds: float, *, is_zero_allowed: bool = False) -> None:
+    is_number = isinstance(seconds, int | float)  # callers may have no types
+    if not is_number or not (0 < seconds < math.inf or (is_zero_allowed and seconds == 0)):
+        raise InvalidArgument(
+            name, f"is {seconds!r}; give a finite number of seconds {'of at least' if is_zero_allowed else 'above'} 0"
+        )

@@ -24,6 +24,7 @@ from tasuki.wire.channel import open_channel
 from tasuki.wire.credentials import Credentials
 from tasuki.wire.errors import (
     DeadlineExceeded,
+    InternalError,
     InvalidArgument,
     NodeDown,
     PeerUnavailable,
@@ -50,6 +51,8 @@ def resolve_target(target: str | None, state_dir: Path | str | None) -> str:
     """The coordinator's gRPC target. Raises InvalidArgument unless exactly one of the two is given."""
     if (target is None) is (state_dir is None):
         raise InvalidArgument("target", "give either the coordinator's gRPC target or the node's state_dir")
+    if not isinstance(target, str | None):  # callers may have no types
+        raise InvalidArgument("target", f'is {target!r}; give the coordinator\'s address, such as "127.0.0.1:50050"')
     return target if target is not None else unix_target(Path(state_dir or ""), service="coordinator")
 
 
@@ -88,6 +91,11 @@ class Connection:
             doubt = ", and does it accept these credentials" if "Socket closed" in error.message else ""
             text = f"no coordinator answers at {self._target}; is the node up{doubt}? ({error.message})"
             raise PeerUnavailable(text, peer=self._target) from error
+        except InternalError as error:
+            if not error.message.startswith("UNIMPLEMENTED"):
+                raise
+            text = f"{self._target} is not a coordinator's address, or that of another release: it has no GetState"
+            raise InvalidArgument("target", text) from error
         self.take(response.state)
         return state_from_proto(response.state)
 

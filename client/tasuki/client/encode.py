@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -128,11 +129,42 @@ def sample_from_proto(sample: types_pb2.Sample, *, prompt_index: int) -> Sample:
 
 
 def phase_to_proto(phase: Phase) -> types_pb2.Phase.ValueType:
+    if phase not in list(Phase):  # callers may have no types
+        raise InvalidArgument("phase", f"is {phase!r}; give Phase.TRAIN or Phase.ROLLOUT")
     return types_pb2.Phase.Value(f"PHASE_{phase}")
 
 
 def role_to_proto(role: Role) -> types_pb2.Role.ValueType:
+    if role not in list(Role):  # callers may have no types
+        raise InvalidArgument("role", f"is {role!r}; give Role.POLICY, Role.REFERENCE or Role.CRITIC")
     return types_pb2.Role.Value(f"ROLE_{role}")
+
+
+def forward_backward_header(
+    role: Role, loss: LossConfig, *, log_probs_of: Sequence[int], num_samples: int
+) -> trainer_pb2.ForwardBackwardHeader:
+    """Converts to a header without its command id. Raises InvalidArgument naming the invalid argument."""
+    header = trainer_pb2.ForwardBackwardHeader(role=role_to_proto(role), loss=loss_to_proto(loss))
+    try:
+        header.log_probs_of.extend(log_probs_of)
+        is_within = all(position < num_samples for position in header.log_probs_of)
+    except (TypeError, ValueError):
+        is_within = False
+    if not is_within:
+        raise InvalidArgument("log_probs_of", f"is {log_probs_of!r}; give positions within the call's {num_samples} samples")
+    return header
+
+
+def path_to_send(path: Path | str) -> str:
+    """The path, absolute: services have other working directories. Raises InvalidArgument for one that cannot be sent."""
+    if not isinstance(path, Path | str) or not str(path):  # callers may have no types
+        raise InvalidArgument("path", f"is {path!r}; name a folder")
+    absolute = str(Path(path).absolute())
+    try:
+        absolute.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgument("path", f"{absolute!r} is not UTF-8, and cannot be sent") from error
+    return absolute
 
 
 def optim_step_to_proto(role: Role, *, learning_rate: float | None, schedule_step: int | None) -> trainer_pb2.OptimStepRequest:

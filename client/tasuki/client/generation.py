@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Sequence, Sized
+from typing import TYPE_CHECKING, SupportsIndex
 
 import grpc.aio
 
@@ -29,8 +29,12 @@ def requests(prompts: Sequence[TokenIds], sampling_params: SamplingParams, *, nu
 
     Raises InvalidArgument for prompts that no rollout would accept.
     """
+    if not isinstance(prompts, Sized):  # callers may have no types
+        raise InvalidArgument("prompts", f"is of type {type(prompts).__name__}; give a list of lists of token ids")
     if not len(prompts):
         raise InvalidArgument("prompts", "empty; give at least one")
+    if not isinstance(num_samples, SupportsIndex):
+        raise InvalidArgument("num_samples", f"is {num_samples!r}; give a whole number")
     if num_samples < 1:
         raise InvalidArgument("num_samples", f"must be at least 1, is {num_samples}")
     sampling = encode.sampling_to_proto(sampling_params)
@@ -53,7 +57,7 @@ def requests(prompts: Sequence[TokenIds], sampling_params: SamplingParams, *, nu
 
 async def stream(rollout: RolloutServiceAsyncStub, requests: Sequence[Request], *, timeout_s: float) -> AsyncIterator[Sample]:
     """Yields samples of all requests as they complete. The first error cancels the others; so does leaving early."""
-    arrivals: asyncio.Queue[Sample | TasukiError | None] = asyncio.Queue()
+    arrivals: asyncio.Queue[Sample | BaseException | None] = asyncio.Queue()
 
     async def read(start: int, request: rollout_pb2.GenerateRequest) -> None:
         try:
@@ -64,12 +68,19 @@ async def stream(rollout: RolloutServiceAsyncStub, requests: Sequence[Request], 
         except grpc.aio.AioRpcError as error:
             arrivals.put_nowait(_named_from(start, from_rpc_error(error)))
 
+    def note_failure(reader: asyncio.Task[None]) -> None:
+        # Without it the caller would wait forever, such as for a sample that this release cannot read.
+        if not reader.cancelled() and (error := reader.exception()) is not None:
+            arrivals.put_nowait(error)
+
     readers = [asyncio.create_task(read(start, request)) for start, request in requests]
+    for reader in readers:
+        reader.add_done_callback(note_failure)
     try:
         num_open = len(readers)
         while num_open:
             arrival = await arrivals.get()
-            if isinstance(arrival, TasukiError):
+            if isinstance(arrival, BaseException):
                 raise arrival
             if arrival is None:
                 num_open -= 1

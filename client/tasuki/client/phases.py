@@ -24,12 +24,14 @@ class Phases:
         self._begun: tuple[Phase, asyncio.Task[list[StageEvent]]] | None = None
 
     async def begin(self, phase: Phase) -> None:
-        """Starts what `acquire` does and returns at once."""
+        """Starts what `acquire` does and returns at once. Raises InvalidArgument for anything but a phase."""
+        encode.phase_to_proto(phase)
         await self._end_begun()
         self._begun = phase, asyncio.create_task(self._acquire(phase))
 
     async def acquire(self, phase: Phase) -> list[StageEvent]:
-        """Brings the node to a phase. Returns the events, including those of a `begin`."""
+        """Brings the node to a phase. Returns the events, including those of a `begin`. Raises InvalidArgument as `begin`."""
+        encode.phase_to_proto(phase)
         begun = await self._end_begun()
         return begun[1] if begun is not None and begun[0] is phase else await self._acquire(phase)
 

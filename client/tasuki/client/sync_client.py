@@ -164,6 +164,9 @@ class Client:
         await asyncio.gather(*left, return_exceptions=True)
 
     def _run(self, work: Coroutine[Any, Any, _Answer]) -> _Answer:
+        if self._loop.is_closed():
+            work.close()
+            raise RuntimeError("this Client is closed; open another one")
         pending, tasks = Pending[_Answer](), list[asyncio.Task[_Answer]]()
 
         def begin() -> None:

@@ -63,6 +63,8 @@ def run(folder: Path, *, hosts: Sequence[str], days: int, is_fleet: bool = False
         raise NotInstalled(text, packages="cryptography", extras="certs") from error
     if not 1 <= days <= _AUTHORITY_DAYS:
         raise InvalidArgument("days", f"{days} must be between 1 and {_AUTHORITY_DAYS}, the authority's own validity")
+    for host in hosts:
+        _general_name(host)  # refuses an invalid one before anything is written
     with named_if_denied(folder, key="folder"):
         return _write_certificates(folder, hosts=hosts, days=days, is_fleet=is_fleet)
 

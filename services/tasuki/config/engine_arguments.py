@@ -154,6 +154,9 @@ _COUNTED = frozenset({"disable_cuda_graph", "speculative_algorithm", "speculativ
 # SGLang's default with NGRAM.
 _DRAFT_TOKENS = 12
 
+_DIVISORS = frozenset({"decode_log_interval", "stream_interval"})
+"""Arguments by which SGLang divides unchecked: with 0 its scheduler ends at the first batch, after each restart."""
+
 _TYPES: Mapping[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float": (int, float), "str": (str,)}
 
 
@@ -184,7 +187,7 @@ def draft_tokens(arguments: Mapping[str, Argument]) -> int:
 
 
 def check_argument_values(arguments: Mapping[str, Argument]) -> None:
-    """Raises InvalidArgument naming the key of an argument unknown to SGLang, or whose value is not of the type that SGLang declares.
+    """Raises InvalidArgument naming the key of an argument unknown to SGLang, or whose value it does not take.
 
     Does nothing if SGLang is not installed.
     """
@@ -197,6 +200,8 @@ def check_argument_values(arguments: Mapping[str, Argument]) -> None:
             raise InvalidArgument(field, f"SGLang has no such argument{hint}")
         if known and not _takes(known[name], value):
             raise InvalidArgument(field, f"is {value!r}; SGLang takes {ast.unparse(known[name])}")
+        if name in _DIVISORS and isinstance(value, int) and value < 1:
+            raise InvalidArgument(field, f"is {value}; must be at least 1")
 
 
 def has_sglang() -> bool:

@@ -48,17 +48,19 @@ def load_beside_node(path: Path, *, overrides: Sequence[str] = ()) -> NodeConfig
     A scheduler tells each node its rank, but not the commands started next to it.
     """
     table = _read(path, overrides)
-    started = _started_fleet(table)
-    if started is not None and isinstance(table.get("fleet"), dict):
-        table["fleet"] = {**started, **table["fleet"]}
+    if isinstance(table.get("fleet"), dict):
+        table["fleet"] = {**_started_fleet(table), **table["fleet"]}
     return _validated(table)
 
 
-def _started_fleet(table: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """[fleet] of the last node started in the state folder."""
+def _started_fleet(table: Mapping[str, Any]) -> Mapping[str, Any]:
+    """[fleet] of the last node started in the state folder; empty without one. Raises PathPermissionDenied."""
     state_dir = table.get("state_dir")
-    path = config_path(Path(state_dir)) if isinstance(state_dir, str) else None
-    return _toml(path).get("fleet") if path is not None and path.is_file() else None
+    if not isinstance(state_dir, str):
+        return {}
+    path = config_path(Path(state_dir))
+    with named_if_denied(path, key="state_dir"):
+        return _toml(path).get("fleet", {}) if path.is_file() else {}
 
 
 def _read(path: Path, overrides: Sequence[str]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import ssl
 import sys
 import time
@@ -22,12 +23,17 @@ def check_certificate(cert: Path, key: Path, *, now: float | None = None) -> Fin
         shown = read_certificate(cert, key)
     except ssl.SSLCertVerificationError as error:
         return fail(_NAME, f"{cert}: {error.verify_message}", _RENEW)
-    names = ", ".join(name for kind, name in shown.get("subjectAltName", ()) if kind in ("DNS", "IP Address"))
+    names = ", ".join(_written(kind, name) for kind, name in shown.get("subjectAltName", ()) if kind in ("DNS", "IP Address"))
     until = ssl.cert_time_to_seconds(shown["notAfter"])
     found = f"until {time.strftime('%Y-%m-%d', time.gmtime(until))} for {names or 'no name'}"
     if until - (time.time() if now is None else now) < _SOON_S:
         return warn(_NAME, found, _RENEW)
     return ok(_NAME, found)
+
+
+def _written(kind: str, name: str) -> str:
+    """A name as `tasuki certs --host` takes it; OpenSSL writes ::1 as 0:0:0:0:0:0:0:1."""
+    return name if kind == "DNS" else str(ipaddress.ip_address(name.strip()))
 
 
 def warn_of_certificate(config: NodeConfig) -> None:

@@ -18,11 +18,11 @@ from tasuki.cli.doctor.gpus import gpu_findings, read_gpu_facts, torch_cuda_vers
 from tasuki.cli.doctor.host import check_shared_memory, host_findings
 from tasuki.cli.doctor.memory import check_passing
 from tasuki.cli.doctor.node import node_findings
+from tasuki.cli.doctor.running import is_running
 from tasuki.cli.print_text import FittedTable, print_text
 from tasuki.config.load import load_beside_node
-from tasuki.config.lock import NODE_LOCK, holder
 from tasuki.config.schema import NodeConfig
-from tasuki.wire.errors import InvalidArgument, TasukiError
+from tasuki.wire.errors import InvalidArgument, PathPermissionDenied, TasukiError
 
 FAILED = 1
 _LEAST_TEXT_WIDTH = 30
@@ -53,9 +53,9 @@ def examine(path: Path | None, *, overrides: Sequence[str] = (), min_gbit: float
             yield ok("configuration", str(path))
         except TasukiError as error:
             yield fail("configuration", f"{error.reason}: {error.message}", _advice(error))
+    runs = config is not None and is_running(config)
     facts = read_gpu_facts()
     if facts.driver_cuda is not None or (config is not None and config.device == "cuda"):
-        runs = config is not None and holder(config.state_dir, name=NODE_LOCK) is not None
         yield from gpu_findings(facts, torch_cuda=torch_cuda_version(), node_runs=runs)
     if path is not None and config is not None:
         yield from node_findings(config, facts.gpus, config_dir=path.resolve().parent)
@@ -67,6 +67,8 @@ def examine(path: Path | None, *, overrides: Sequence[str] = (), min_gbit: float
 
 def _advice(error: TasukiError) -> str:
     """Advice on a configuration that cannot be loaded."""
+    if isinstance(error, PathPermissionDenied):
+        return "change the permissions, or run as another user"
     field = error.metadata.get("field")
     if field is None:
         return "give the path of a node's TOML file"

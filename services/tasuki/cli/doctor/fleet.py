@@ -13,8 +13,8 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tasuki.cli.doctor.finding import Finding, Verdict, fail, ok, warn
+from tasuki.cli.doctor.running import is_running
 from tasuki.config.load import load_config
-from tasuki.config.lock import NODE_LOCK, holder
 from tasuki.config.places import config_path, nccl_log_path
 from tasuki.config.schema import NodeConfig
 from tasuki.planner.model_shape import read_model_shape
@@ -61,7 +61,7 @@ class Gradients:
 def running_config(config: NodeConfig) -> NodeConfig:
     """Configuration of the running node, whose [fleet] `tasuki fleet up` has filled in; `config` if none runs."""
     path = config_path(config.state_dir)
-    return load_config(path) if path.is_file() and holder(config.state_dir, name=NODE_LOCK) is not None else config
+    return load_config(path) if is_running(config) and path.is_file() else config
 
 
 def fleet_findings(config: NodeConfig, *, min_gbit: float | None = None) -> Iterator[Finding]:
@@ -91,7 +91,7 @@ def _why_not(error: TasukiError, config: NodeConfig) -> TasukiError:
     assert config.fleet is not None
     if type(error) is not PeerUnavailable:
         return error
-    if holder(config.state_dir, name=NODE_LOCK) is None:
+    if not is_running(config):
         return node_down(config.state_dir, start="tasuki fleet up CONFIG")
     return PeerUnavailable(f"this node is running, but no leader answers at {config.fleet.leader}")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tasuki.cli.doctor.finding import Finding, fail, ok, warn
 from tasuki.cli.doctor.gpus import Gpu
-from tasuki.config.lock import NODE_LOCK, holder
+from tasuki.cli.doctor.running import is_running
 from tasuki.config.places import model_copy_dir
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.host import host_memory
@@ -37,7 +37,7 @@ def check_plan(config: NodeConfig, gpus: Sequence[Gpu]) -> Finding:
     try:
         check_host_ranks(config)
         check_host_budget(config)
-        if holder(config.state_dir, name=NODE_LOCK) is None:
+        if not is_running(config):
             check_pool_room(config)
         planned = plan_node(config, gpu_bytes=gpu_bytes, host_bytes=host_memory().total_bytes)
         check_kv_tokens(planned.layout, config)

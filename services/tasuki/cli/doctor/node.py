@@ -10,8 +10,8 @@ from tasuki.cli.doctor.finding import Finding, Verdict, fail, ok, warn
 from tasuki.cli.doctor.gpus import Gpu
 from tasuki.cli.doctor.host import check_disk, check_port, check_shared_memory
 from tasuki.cli.doctor.memory import check_model_copy, check_passing, check_plan
+from tasuki.cli.doctor.running import is_running
 from tasuki.config.engine_arguments import check_argument_values, has_sglang
-from tasuki.config.lock import NODE_LOCK, holder
 from tasuki.config.ports import port_targets
 from tasuki.config.schema import NodeConfig, SftConfig, TrainConfig
 from tasuki.models.shape import ModelShape
@@ -37,7 +37,7 @@ _STATE_BYTES = 14
 
 def node_findings(config: NodeConfig, gpus: Sequence[Gpu], *, config_dir: Path) -> Iterable[Finding]:
     """config_dir: of the configuration's file, where rewards are searched."""
-    runs = holder(config.state_dir, name=NODE_LOCK) is not None
+    runs = is_running(config)
     yield ok("node", f"runs in {config.state_dir}") if runs else ok("node", "is not running")
     if not runs:
         yield _checked("packages of a node", "installed", check_node_installed, key="the environment")
