@@ -169,7 +169,7 @@ def test_a_value_that_sglang_would_stumble_over_is_refused():
             check_argument_values({name: value})
         assert refused.value.metadata["field"] == f"rollout.engine.{name}"
     # With 0 the scheduler ended at its first batch, after each restart.
-    for name in ("decode_log_interval", "stream_interval"):
+    for name in ("decode_log_interval", "stream_interval", "speculative_num_draft_tokens", "speculative_ngram_max_bfs_breadth"):
         check_argument_values({name: 1})
         with pytest.raises(InvalidArgument, match="is 0; must be at least 1"):
             check_argument_values({name: 0})
@@ -202,7 +202,7 @@ def test_every_key_that_a_refusal_names_is_one():
 
 @needs_sglang
 def test_every_name_in_the_lists_is_one_of_sglangs():
-    lists = (engine_arguments.KEYS, engine_arguments._REFUSED, engine_arguments._WITHOUT_MEMORY, engine_arguments._DIVISORS)
+    lists = (engine_arguments.KEYS, engine_arguments._REFUSED, engine_arguments._WITHOUT_MEMORY, engine_arguments._COUNTS)
     assert {name for names in lists for name in names} - NAMES - PORT_NAMES == set()
     for prefix in engine_arguments._REFUSED_PREFIXES:
         assert any(name.startswith(prefix) for name in NAMES)
