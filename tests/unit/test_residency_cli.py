@@ -61,7 +61,7 @@ def test_the_decision_and_the_counted_tokens_go_into_the_configuration(model: Pa
     assert decided is not None and decided.kv_tokens == 20_000
     assert set(decided.trainer[0]) == {"weights", "gradients", "optimizer", "export", "cache"}
     assert set(decided.rollout[0]) == {"weights", "kv_cache"}
-    assert len(told) == 2 and told[0].startswith("GPU 0: stays trainer weights") and told[0].endswith("leaves nothing")
+    assert len(told) == 2 and told[0].startswith("GPU 0: keeps trainer weights") and told[0].endswith("releases nothing")
     assert decided.starts_together and told[1].startswith("trainer and rollout start at the same time")
     most = with_residency(node(model, rollout={"kv_tokens": "most"}), resumes=False, tell=told.append).residency
     assert most is not None and most.kv_tokens is None, "the engine measures what kv_ratio leaves"
@@ -78,7 +78,7 @@ def test_what_is_given_is_kept(model: Path, monkeypatch: pytest.MonkeyPatch) -> 
     told: list[str] = []
     config = node(model, residency={})
     assert with_residency(config, resumes=False, tell=told.append) is config
-    assert told[0].startswith("GPU 0: stays nothing; leaves trainer weights")
+    assert told[0].startswith("GPU 0: keeps nothing; releases trainer weights")
 
 
 def test_where_nobody_says_how_large_a_gpu_is_nothing_stays(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,5 +181,5 @@ def test_a_plan_says_what_stays_and_the_seconds_of_each_stage(model: Path, capsy
     assert len(told["expected_seconds"]) == 9
     assert main(["plan", str(model / "node.toml"), "--gpu-gb", "80"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    assert "GPU 0: stays trainer weights, gradients, optimizer" in printed and "leaves nothing." in printed
+    assert "GPU 0: keeps trainer weights, gradients, optimizer" in printed and "releases nothing." in printed
     assert "To ROLLOUT about" in printed and "an estimate: LOAD_WEIGHTS" in printed and "To TRAIN about" in printed

@@ -100,7 +100,7 @@ def _experts(layout: Layout) -> str:
 def residency(planned: Plan) -> list[str]:
     """Tags that stay and leave, and the expected seconds of a changeover's stages."""
     kinds = stay_and_leave(planned.layout)
-    lines = [f"{name}: stays {_listed(stays)}; leaves {_listed(leaves)}." for name, stays, leaves in kinds]
+    lines = [f"{name}: keeps {_listed(stays)}; releases {_listed(leaves)}." for name, stays, leaves in kinds]
     seconds = expected_seconds(planned)
     for origin, phase in ((Phase.TRAIN, Phase.ROLLOUT), (Phase.ROLLOUT, Phase.TRAIN)):
         stages = _path(origin, phase) if seconds else ()

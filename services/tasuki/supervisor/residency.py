@@ -57,6 +57,6 @@ def with_residency(config: NodeConfig, *, resumes: bool, tell: Callable[[str], N
 def residency_lines(layout: Layout) -> list[str]:
     """Tags that stay and leave, one line for each kind of GPU."""
     return [
-        f"{name}: stays {', '.join(stays) or 'nothing'}; leaves {', '.join(leaves) or 'nothing'}"
+        f"{name}: keeps {', '.join(stays) or 'nothing'}; releases {', '.join(leaves) or 'nothing'}"
         for name, stays, leaves in stay_and_leave(layout)
     ]
