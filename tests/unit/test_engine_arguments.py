@@ -202,7 +202,7 @@ def test_every_key_that_a_refusal_names_is_one():
 
 @needs_sglang
 def test_every_name_in_the_lists_is_one_of_sglangs():
-    lists = (engine_arguments.KEYS, engine_arguments._REFUSED, engine_arguments._WITHOUT_MEMORY, engine_arguments._COUNTS)
+    lists = (engine_arguments.KEYS, engine_arguments._REFUSED, engine_arguments._WITHOUT_MEMORY, engine_arguments._AT_LEAST_ONE)
     assert {name for names in lists for name in names} - NAMES - PORT_NAMES == set()
     for prefix in engine_arguments._REFUSED_PREFIXES:
         assert any(name.startswith(prefix) for name in NAMES)

@@ -154,10 +154,10 @@ _COUNTED = frozenset({"disable_cuda_graph", "speculative_algorithm", "speculativ
 # SGLang's default with NGRAM.
 _DRAFT_TOKENS = 12
 
-_COUNTS = frozenset(
+_AT_LEAST_ONE = frozenset(
     {"decode_log_interval", "speculative_ngram_max_bfs_breadth", "speculative_num_draft_tokens", "stream_interval"}
 )
-"""Numbers that SGLang does not check. By most of them it divides: with 0 its scheduler ends at the first batch, after each restart."""
+"""Numbers that SGLang does not check. With decode_log_interval = 0 its scheduler ends at the first batch, after each restart."""
 
 _TYPES: Mapping[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float": (int, float), "str": (str,)}
 
@@ -202,7 +202,7 @@ def check_argument_values(arguments: Mapping[str, Argument]) -> None:
             raise InvalidArgument(field, f"SGLang has no such argument{hint}")
         if known and not _takes(known[name], value):
             raise InvalidArgument(field, f"is {value!r}; SGLang takes {ast.unparse(known[name])}")
-        if name in _COUNTS and isinstance(value, int) and value < 1:
+        if name in _AT_LEAST_ONE and isinstance(value, int) and value < 1:
             raise InvalidArgument(field, f"is {value}; must be at least 1")
 
 

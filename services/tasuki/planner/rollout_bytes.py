@@ -80,7 +80,7 @@ def engine_step(layout: Layout) -> int:
         return 0
     model = layout.model
     width = 4 * model.hidden_size + 3 * -(-max(model.intermediate_size, model.query_size) // layout.tp_size)
-    # Logits in float32 and a copy of them; three copies where drafts are verified, which read them all again for the log-probs.
+    # Logits in float32 and a copy of them. With drafts, those of every drafted token and three copies, which their log-probs need.
     copies = 4 * layout.draft_tokens if layout.draft_tokens else 2
     sampling = layout.max_running_requests * model.vocab_size * 4 * copies
     return _PREFILL_TOKENS * width * layout.engine_bytes + sampling

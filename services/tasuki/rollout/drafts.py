@@ -8,7 +8,7 @@ import torch
 def compile_verification(*, vocab_size: int, device: torch.device) -> None:
     """Compiles the kernels that filter the target distribution of drafts. Only sampling that is not greedy uses them.
 
-    FlashInfer compiles them with nvcc, on a new machine for longer than a request may wait.
+    On a new machine FlashInfer compiles them with nvcc, which the first such request would otherwise wait for. vocab_size: of the target.
     """
     from sgl_kernel import top_k_renorm_prob, top_p_renorm_prob  # has them on CUDA only
 
