@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
@@ -21,8 +22,10 @@ from tasuki.v1.ranks_pb2 import EngineRankCommand, EngineRankResult, RankError, 
 from tasuki.wire.errors import DeadlineExceeded, InternalError, PeerUnavailable, TasukiError, from_reason
 
 _log = logging.getLogger("tasuki.rpc")
-_LINGER_MS = 1000
+# A connected rank gets its last command within it, and leaves with the front otherwise.
+_LINGER_MS = 200
 _DEATH_NOTICE_S = 0.5
+_END_MARGIN_S = 0.3
 
 
 CommandT = TypeVar("CommandT", TrainerRankCommand, EngineRankCommand)
@@ -121,7 +124,8 @@ class RankFront(Generic[CommandT, ResultT]):
             fd = self._pid_fds.pop()
             asyncio.get_running_loop().remove_reader(fd)
             os.close(fd)
-        self._context.destroy(linger=_LINGER_MS)
+        self._socket.close(linger=_LINGER_MS)  # belongs to the event loop's thread
+        _end_context(self._context, linger_ms=_LINGER_MS)
         self._path.unlink(missing_ok=True)
 
     async def _send(self, commands: Sequence[CommandT]) -> None:
@@ -228,7 +232,20 @@ class RankServer:
             yield command
 
     def close(self) -> None:
-        self._context.destroy(linger=self._linger_ms)
+        _end_context(self._context, linger_ms=self._linger_ms)
+
+
+def _end_context(context: zmq.Context[Any], *, linger_ms: int) -> None:
+    """Closes a context's sockets and waits until their messages have left, at most a little longer than `linger_ms`.
+
+    libzmq 4.3.5 waits forever if a peer leaves while a message to it is queued, whatever the linger time. The context then stays, with
+    two idle threads, until the process ends.
+    """
+    ending = threading.Thread(target=context.destroy, kwargs={"linger": linger_ms}, name="end-of-context", daemon=True)
+    ending.start()
+    ending.join(1e-3 * linger_ms + _END_MARGIN_S)
+    if ending.is_alive():
+        _log.warning("event=context_stays linger_ms=%d", linger_ms)
 
 
 @dataclass(slots=True)
