@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -211,6 +213,32 @@ def test_a_checkpoint_with_a_critic_and_a_trainer_without_one_refuse_each_other(
         with pytest.raises(InvalidArgument, match=f"holds {other}, but the trainer trains {name}"):
             learner.load_checkpoint(tmp_path / other)
         assert are_equal(whole_parameters(learner, Role.POLICY), parameters)
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({"rms_norm_eps": 1e-3}, "holds a policy with rms_norm_eps 1e-06 in config.json, but the trainer's has 0.001;"),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+            "holds a policy with rope_parameters .*10000.*500000",
+        ),
+        ({"max_position_embeddings": 2048}, None),
+    ],
+)
+def test_a_checkpoint_of_the_same_shapes_but_another_model_is_refused(
+    mesh: DeviceMesh, model: Path, tmp_path: Path, changed: dict[str, Any], problem: str | None
+) -> None:
+    start_learner(model, mesh=mesh).save_checkpoint(tmp_path / "saved")
+    other = shutil.copytree(model, tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | changed))
+    learner = start_learner(other, mesh=mesh)
+    if problem is None:
+        learner.load_checkpoint(tmp_path / "saved")
+        return
+    with pytest.raises(InvalidArgument, match=problem):
+        learner.load_checkpoint(tmp_path / "saved")
 
 
 def test_a_sleep_keeps_every_byte_of_the_critic(mesh: DeviceMesh, model: Path, samples: Samples) -> None:

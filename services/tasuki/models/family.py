@@ -76,6 +76,8 @@ _DECODER_KEYS: dict[str, tuple[Any, ...] | None] = {
     "hidden_act": ("silu",),
     **dict.fromkeys(rope.KEYS),
 }
+# Of sequences and of training: another value computes the same.
+_LIMITS = frozenset({"max_position_embeddings", "attention_dropout"})
 # Keys without effect on computation. Those that start with "_" are transformers' own notes.
 _KEYS_WITHOUT_EFFECT = frozenset({
     "architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "name_or_path", "auto_map", "tokenizer_class",
@@ -112,6 +114,11 @@ def check_keys(config: Config, family: Family) -> None:
             raise unsupported(config, key, f"trainer and engine agree on {' or '.join(map(repr, values))} only")
     _check_numbers(config)
     rope.check_rope(config, types=family.rope_types, is_partial=family.has_partial_rope)
+
+
+def computing_keys(family: Family) -> frozenset[str]:
+    """Keys of config.json on which a model's results depend."""
+    return frozenset({**_DECODER_KEYS, **family.keys}) - _LIMITS
 
 
 def _check_numbers(config: Config) -> None:

@@ -6,7 +6,7 @@ A checkpoint is a folder of torch's files with model, optimizer and random state
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -61,6 +61,8 @@ class RoleFacts:
     """LoRA rank if only adapters are saved; None for a whole network."""
     lora_alpha: Annotated[float, Field(gt=0)] | None = None
     """Scale of their output, times the rank; None for a whole network, and in checkpoints that do not say."""
+    model: dict[str, Any] = field(default_factory=dict)
+    """Keys of config.json on which results depend, with their values; empty in checkpoints that do not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +198,12 @@ def _check_fits(path: Path, facts: CheckpointFacts, *, have: CheckpointFacts) ->
         if None not in (saved.lora_alpha, mine.lora_alpha) and saved.lora_alpha != mine.lora_alpha:
             problem = f"holds adapters of alpha {saved.lora_alpha:g} as {role}, but the trainer has {mine.lora_alpha:g}"
             raise InvalidArgument("path", f"{path} {problem}; load it with the alpha it was saved with")
+        for key in sorted(saved.model.keys() & mine.model.keys()):
+            if saved.model[key] != mine.model[key]:
+                problem = (
+                    f"holds a {role} with {key} {saved.model[key]!r} in config.json, but the trainer's has {mine.model[key]!r}"
+                )
+                raise InvalidArgument("path", f"{path} {problem}; load it with the model that it was saved with")
     if facts.optimizer_8bit is not have.optimizer_8bit:
         setting = f"trainer.optimizer_8bit = {str(facts.optimizer_8bit).lower()}"
         raise InvalidArgument(

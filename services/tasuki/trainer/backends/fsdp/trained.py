@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from tasuki.config.trainer_schema import TrainerConfig
+from tasuki.models.families import FAMILIES
+from tasuki.models.family import computing_keys
 from tasuki.trainer.backend import LearnerFacts
 from tasuki.trainer.backends.fsdp.checkpoint import CheckpointFacts, RoleFacts, training_tensors
 from tasuki.trainer.backends.fsdp.model import Critic, Policy
@@ -45,11 +50,25 @@ def checkpoint_facts(
         configs[Role.CRITIC] = config.critic.lora
     roles: dict[Role, RoleFacts] = {}
     for role, lora in configs.items():
-        architectures = trained[role].network.causal_lm.config.architectures
-        assert architectures, "the model was loaded by its architecture"
+        model = trained[role].network.causal_lm.config
+        assert model.architectures, "the model was loaded by its architecture"
         rank, alpha = (None, None) if lora is None else (lora.rank, lora.alpha)
-        roles[role] = RoleFacts(facts.versions[role], facts.schedule_starts[role], architectures[0], rank, alpha)
+        roles[role] = RoleFacts(
+            facts.versions[role],
+            facts.schedule_starts[role],
+            model.architectures[0],
+            lora_rank=rank,
+            lora_alpha=alpha,
+            model=_computing_settings(model),
+        )
     return CheckpointFacts(num_ranks, roles, config.optimizer_8bit)
+
+
+def _computing_settings(model: PreTrainedConfig) -> dict[str, Any]:
+    """Values of config.json on which results depend, as JSON; transformers has filled in the defaults."""
+    assert model.architectures
+    keys = computing_keys(FAMILIES[model.architectures[0]])
+    return json.loads(json.dumps({key: value for key, value in model.to_dict().items() if key in keys}))
 
 
 def learner_facts(facts: CheckpointFacts) -> LearnerFacts:
