@@ -3,7 +3,7 @@
 python supervised_node.py STATE_DIR LOCK_FD STARTER_FD MAX_RESTARTS NAME=KIND...
 
 Kinds: "good" stops on request together with its child, "deaf" ignores SIGTERM, "dies" exits with code 7 soon after its start, "fails" does
-so at once, "stops" is stopped by SIGSTOP at once, "late" is good, but listens a second after "beside" starts.
+so before the supervisor goes on, "stops" is stopped by SIGSTOP at once, "late" is good, but listens a second after "beside" starts.
 
 Names: "beats" has a heartbeat, "pooled" holds the whole pool, "gpu" needs a GPU's pool. "beside" waits for "first" except at the node's
 start, and records whether that listens. Each service has a socket, a child in another session, and a file and a semaphore in shared memory,
@@ -12,6 +12,7 @@ as engines and trainers do.
 
 from __future__ import annotations
 
+import logging
 import mmap
 import multiprocessing
 import os
@@ -20,6 +21,7 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 SHM = Path("/dev/shm")
@@ -73,6 +75,17 @@ def service(name: str, kind: str, *, state_dir: Path, run_folder: Path) -> None:
     sys.exit(7)
 
 
+def await_failed(record: logging.LogRecord, kinds: dict[str, str]) -> bool:
+    """Holds the supervisor when it has started a service that fails, until that has ended. A filter of its log."""
+    from tasuki.supervisor.processes import has_ended
+
+    match record.args:
+        case (str(name), int(pid)) if record.msg.startswith("event=started") and kinds[name] == "fails":
+            while not has_ended(pid):
+                time.sleep(0.01)
+    return True
+
+
 def is_listening(address: Path) -> bool:
     with socket.socket(socket.AF_UNIX) as probe:
         return probe.connect_ex(str(address)) == 0
@@ -104,7 +117,8 @@ def main() -> int:
     configure_logging("supervisor")
     state_dir = Path(sys.argv[1])
     run_folder = socket_dir(state_dir)
-    names = [argument.split("=") for argument in sys.argv[5:]]
+    kinds = dict(argument.split("=") for argument in sys.argv[5:])
+    logging.getLogger("tasuki.supervisor").addFilter(partial(await_failed, kinds=kinds))
     services = [
         ServiceCommand(
             name=name,
@@ -114,10 +128,10 @@ def main() -> int:
             after="first" if name == "beside" else None,
             is_first_beside=name == "beside",
         )
-        for name, kind in names
+        for name, kind in kinds.items()
     ]
-    has_gpu = any(name == "gpu" for name, _ in names)
-    pool = has_gpu or any(name == "pooled" for name, _ in names)
+    has_gpu = "gpu" in kinds
+    pool = has_gpu or "pooled" in kinds
     memory = MemoryConfig(host_budget_bytes=None if has_gpu else POOL_BYTES, pool=pool)
     device = "cuda" if has_gpu else "cpu"
     config = NodeConfig(state_dir=state_dir, device=device, model=ModelConfig(path=state_dir), memory=memory)

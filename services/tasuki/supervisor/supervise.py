@@ -175,6 +175,8 @@ class Supervisor:
                 start_new_session=True,
                 preexec_fn=in_child,
             )
+        # `reap` waits for it. Popen would, if it is collected or another begins after the service has ended, and the end be missed.
+        process.returncode = 0
         self._pids[process.pid] = service
         self._watchdog.launched(service.name, process.pid)
         _log.info("event=started service=%s pid=%d", service.name, process.pid)
