@@ -84,6 +84,17 @@ def generate_long(node: RunningNode) -> None:
         client.generate([[5, 6]], SamplingParams(max_new_tokens=240, ignore_eos=True), num_samples=16)
 
 
+def start_long(node: RunningNode) -> threading.Thread:
+    """Runs `generate_long` and returns once its samples run. Starts them again if they ended before this was seen."""
+    for _ in range(10):
+        generating = threading.Thread(target=generate_long, args=(node,))
+        generating.start()
+        while generating.is_alive():
+            if state(node).num_running:
+                return generating
+    raise AssertionError("no sample was seen to run")
+
+
 def greedy_again(chaos: ChaosNode) -> list[list[int]]:
     """Returns greedy samples once a struck engine is back."""
     deadline = time.monotonic() + 240
@@ -227,10 +238,7 @@ def test_a_trainer_that_is_struck_while_its_state_leaves_comes_back(growing: Run
 
 def end_last_samples(node: RunningNode, client: Client) -> threading.Thread:
     """Generates a batch and returns while only long samples of it still run: the cache shrinks, and room is offered."""
-    generating = threading.Thread(target=generate_long, args=(node,))
-    generating.start()
-    while state(node).num_running == 0:
-        assert generating.is_alive()
+    generating = start_long(node)
     assert len(client.generate([[5, 6]], _MANY, num_samples=500, is_last=True)) == 500
     return generating
 
@@ -346,10 +354,7 @@ def test_an_engine_that_is_struck_while_its_last_samples_end_makes_them_again(
         tokens = chaos.greedy()
         boot_id = state(growing).boot_id
         plant(socket_dir(growing.state_dir), "scheduler0", point, action)
-        generating = threading.Thread(target=generate_long, args=(growing,))
-        generating.start()
-        while state(growing).num_running == 0:
-            assert generating.is_alive()
+        generating = start_long(growing)
         assert len(client.generate([[5, 6]], _MANY, num_samples=500, is_last=True)) == 500
         generating.join()
         assert state(growing).boot_id != boot_id
@@ -369,10 +374,7 @@ def test_an_engine_that_is_struck_while_its_cache_shrinks_comes_back(growing: Ru
         tokens = chaos.greedy()
         grow(growing, client)
         plant(socket_dir(growing.state_dir), "scheduler0", point, action)
-        generating = threading.Thread(target=generate_long, args=(growing,))
-        generating.start()
-        while state(growing).num_running == 0:
-            assert generating.is_alive()
+        generating = start_long(growing)
         client.acquire(Phase.TRAIN)
         generating.join()
         assert greedy_again(chaos) == tokens

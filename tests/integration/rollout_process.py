@@ -274,11 +274,22 @@ async def until_idle(rollout: RolloutClient) -> int:
     return (await rollout.state()).num_running
 
 
+async def start_samples(
+    rollout: RolloutClient, *, num_samples: int = 1, max_new_tokens: int = 250
+) -> asyncio.Task[list[types_pb2.Sample]]:
+    """Starts samples and returns once all are running. Starts them again if they ended before this was seen."""
+    while True:
+        settings = {"num_samples": num_samples, "max_new_tokens": max_new_tokens}
+        task = asyncio.ensure_future(rollout.generate([[5, 6]], **settings, ignore_eos=True))
+        while not task.done():
+            if (await rollout.state()).num_running >= num_samples:
+                return task
+            await asyncio.sleep(0.01)
+        await task
+
+
 @asynccontextmanager
 async def long_call(rollout: RolloutClient, *, num_samples: int) -> AsyncIterator[asyncio.Task[list[types_pb2.Sample]]]:
     """Generates samples that run until they are cancelled; all are running when the block begins."""
-    task = asyncio.ensure_future(rollout.generate([[5, 6]], num_samples=num_samples, max_new_tokens=250, ignore_eos=True))
-    while (await rollout.state()).num_running < num_samples:
-        assert not task.done(), task.result()
-        await asyncio.sleep(0.01)
+    task = await start_samples(rollout, num_samples=num_samples)
     yield task

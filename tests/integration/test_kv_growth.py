@@ -29,6 +29,7 @@ from tests.integration.rollout_process import (
     connected,
     log_probs_of,
     start_rollout,
+    start_samples,
     stop_rollout,
     wait_until_serving,
 )
@@ -214,9 +215,7 @@ async def test_the_last_call_gives_the_cache_back_as_its_samples_end_and_a_later
     await rollout.generate(**MANY)
     mapped, total, following = await kv_bytes(rollout)
     assert (await rollout.state()).kv_cache.served_tokens > NUM_MANY * 250, "it was not the last call"
-    long = asyncio.ensure_future(rollout.generate([[5, 6]], num_samples=8, max_new_tokens=250, ignore_eos=True))
-    while (await rollout.state()).num_running == 0:
-        await asyncio.sleep(0.01)
+    long = await start_samples(rollout, num_samples=8)
     last = asyncio.ensure_future(rollout.generate(**MANY, is_last=True))
     while (await kv_bytes(rollout))[0] > mapped - (mapped - (total - following)) / 2:
         assert not long.done()
@@ -244,9 +243,7 @@ async def test_a_drain_gives_back_what_the_last_samples_cannot_need(node: Node, 
     mapped, total, following = await kv_bytes(rollout)
     free = node.free_bytes
     # More than the smallest cache serves: they must be neither evicted nor delayed.
-    long = asyncio.ensure_future(rollout.generate([[5, 6]], num_samples=8, max_new_tokens=250, ignore_eos=True))
-    while (await rollout.state()).num_running == 0:
-        await asyncio.sleep(0.01)
+    long = await start_samples(rollout, num_samples=8)
     draining = asyncio.ensure_future(rollout.drain(grace_ms=60_000))
     while node.free_bytes == free:
         assert not long.done()
@@ -266,9 +263,7 @@ async def test_a_drain_that_is_taken_back_grows_again(node: Node, rollout: Rollo
     first = await rollout.generate([[5, 6, 7]], max_new_tokens=30, temperature=0.0, ignore_eos=True)
     await rollout.generate(**MANY)
     mapped, _, _ = await kv_bytes(rollout)
-    long = asyncio.ensure_future(rollout.generate([[5, 6]], max_new_tokens=250, ignore_eos=True))
-    while (await rollout.state()).num_running == 0:
-        await asyncio.sleep(0.01)
+    long = await start_samples(rollout)
     await rollout.drain()
     await long
     await rollout.resume(types_pb2.STAGE_RESUME_KV, KV)

@@ -13,7 +13,7 @@ import pytest
 from tasuki.v1 import memory_pb2, types_pb2
 from tasuki.wire.errors import DeadlineExceeded, InvalidArgument
 from tests.integration.conftest import KV_CACHE_TOKENS
-from tests.integration.rollout_process import RolloutClient, RolloutProcess, TestTrainer
+from tests.integration.rollout_process import RolloutClient, RolloutProcess, TestTrainer, start_samples
 from tests.integration.test_rollout import refused
 from tests.pulses import engine_rank_pids
 
@@ -92,9 +92,7 @@ async def test_usage_is_told_by_the_ranks_in_every_state(rollout: RolloutClient,
     assert await mapped() == {WEIGHTS: (totals[WEIGHTS], False), KV: (0, True)}
     await rollout.receive(trainer.publish(7))
     await rollout.resume(types_pb2.STAGE_RESUME_KV, KV)
-    running = asyncio.ensure_future(rollout.generate([[5, 6]], num_samples=4, max_new_tokens=200, ignore_eos=True))
-    while (await rollout.state()).num_running < 4:
-        await asyncio.sleep(0.01)
+    running = await start_samples(rollout, num_samples=4, max_new_tokens=200)
     assert await mapped() == {WEIGHTS: (totals[WEIGHTS], False), KV: (totals[KV], False)}
     assert not running.done()
     draining = asyncio.ensure_future(rollout.drain(grace_ms=50_000))
