@@ -8,8 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -37,6 +37,7 @@ from tasuki.wire.address import unix_target
 from tasuki.wire.channel import open_channel
 from tests.conftest import ENVIRONMENT
 from tests.models import trainer_shards
+from tests.pulses import engine_rank_pids
 
 START_TIMEOUT_S = 400.0
 
@@ -286,6 +287,19 @@ async def start_samples(
                 return task
             await asyncio.sleep(0.01)
         await task
+
+
+@contextmanager
+def stopped_engine(process: RolloutProcess) -> Iterator[None]:
+    """Stops the engine's ranks: the service accepts samples in the block, and none of them ends."""
+    pids = engine_rank_pids(process.state_dir)
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
 
 
 @asynccontextmanager

@@ -25,6 +25,8 @@ from tests.integration.rollout_process import (
     generate_request,
     log_probs_of,
     long_call,
+    start_samples,
+    stopped_engine,
     until_idle,
 )
 from tests.models import EOS, VOCAB_SIZE, char_tokenizer
@@ -276,25 +278,29 @@ async def test_drain_lets_short_samples_finish_and_takes_no_new_ones(
     rollout: RolloutClient, rollout_process: RolloutProcess, trainer: TestTrainer
 ) -> None:
     await rollout.wake(trainer.publish(6))
-    async with long_call(rollout, num_samples=2) as running:
+    with stopped_engine(rollout_process):
+        running = await start_samples(rollout, num_samples=2)
         draining = asyncio.ensure_future(rollout.drain(grace_ms=50_000))
         while await rollout_process.generate_health() != health_pb2.HealthCheckResponse.NOT_SERVING:
             await asyncio.sleep(0.01)
         assert isinstance(await refused(rollout.generate([[5]], max_new_tokens=1)), Draining)
         assert (await rollout.state()).stage == types_pb2.STAGE_RESUME_KV
-        samples = await running
-        drained = await draining
+    samples = await running
+    drained = await draining
     assert (drained.num_finished, drained.num_cut) == (2, 0)
     assert {len(sample.token_ids) for sample in samples} == {250}
 
 
-async def test_memory_of_running_requests_is_not_taken(rollout: RolloutClient, trainer: TestTrainer) -> None:
+async def test_memory_of_running_requests_is_not_taken(
+    rollout: RolloutClient, rollout_process: RolloutProcess, trainer: TestTrainer
+) -> None:
     await rollout.wake(trainer.publish(6))
-    async with long_call(rollout, num_samples=4) as running:
+    with stopped_engine(rollout_process):
+        running = await start_samples(rollout, num_samples=4)
         assert isinstance(await refused(rollout.pause(types_pb2.STAGE_PAUSE_KV, KV)), Busy)
         assert (await rollout.state()).stage == types_pb2.STAGE_RESUME_KV
-        await rollout.drain()
-        await running
+    await rollout.drain()
+    await running
 
 
 async def test_a_drained_service_can_be_opened_again(rollout: RolloutClient, trainer: TestTrainer) -> None:
