@@ -71,7 +71,7 @@ def make_task(output: Path, config: Path, *, seed: int, model: Path, gsm8k: Path
     (output / "task" / "model").symlink_to(model.resolve())
     options = ["--gsm8k", gsm8k] if gsm8k else []
     command = [sys.executable, HERE / "make_task.py", output / "task", "--seed", str(seed), *options]
-    # In a group of its own: Ctrl-C ends it through this process, without a traceback.
+    # In a separate process group: Ctrl-C ends it through this process, without a traceback.
     if subprocess.run(command, check=False, process_group=0).returncode != 0:
         sys.exit(USER_ERROR)
 

@@ -17,7 +17,7 @@ _Value = TypeVar("_Value")
 _Stamp = tuple[int, ...]
 _HALF_REPLACED_S = 0.2
 _RETRY_S = 1.0
-"""Between attempts at files that are unusable for another reason than their own: an open folder, a lack of descriptors."""
+"""Between attempts at unusable files, which a change elsewhere may cure: a folder that is closed, descriptors that are free again."""
 
 
 class Reloaded(Generic[_Value]):

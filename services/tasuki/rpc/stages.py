@@ -47,5 +47,5 @@ def decode_move(request: PauseRequest | ResumeRequest, service: Service) -> tupl
 
 
 def _unnamed(number: int, kind: str) -> str:
-    """What a number of the wire without a name here means."""
+    """Text for a number on the wire that has no name here."""
     return f"an unset {kind}" if number == 0 else f"the unknown {kind} {number}"
