@@ -18,6 +18,7 @@ from tests.limits import end
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 _TIMEOUT_S = 60.0
+_SHIFT = 8
 _KEYS = {
     "ArrowRight": 39,
     "ArrowLeft": 37,
@@ -105,9 +106,12 @@ class Browser:
 
     def press(self, *keys: str) -> None:
         for key in keys:
+            key, modifiers = key.removeprefix("Shift+"), _SHIFT if key.startswith("Shift+") else 0
             typed = {"text": key} if len(key) == 1 else {"text": "\r"} if key == "Enter" else {}
             for kind in ("keyDown", "keyUp"):
-                self.call("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=_KEYS[key], **typed)
+                self.call(
+                    "Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=_KEYS[key], modifiers=modifiers, **typed
+                )
 
     def picture(self) -> bytes:
         """Returns a PNG of the visible part of the page."""

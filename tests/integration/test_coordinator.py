@@ -13,6 +13,7 @@ import grpc.aio
 import pytest
 
 from tasuki.config.places import node_targets
+from tasuki.memory.stages import RING
 from tasuki.v1 import coordinator_pb2 as pb
 from tasuki.v1.types_pb2 import (
     PHASE_ROLLOUT,
@@ -189,6 +190,8 @@ async def test_bad_field_is_named(node: Node) -> None:
             await (call.read() if method == "Acquire" else call)
         error = from_rpc_error(refused.value)
         assert (error.code, error.metadata["field"]) == (grpc.StatusCode.INVALID_ARGUMENT, field)
+        if method == "RunStage":
+            assert all(f"STAGE_{rule.stage}" in error.message for rule in RING)
 
 
 async def test_plan_is_told_while_a_changeover_runs(node: Node) -> None:

@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import closing
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,44 @@ def test_tabs_and_charts_are_for_the_keyboard(page: Browser, recorded) -> None:
     assert page.evaluate("document.activeElement.getAttribute('aria-valuetext')") == "step 0: mean reward 0.3613"
     page.press("ArrowRight", "ArrowRight")
     assert page.evaluate("document.activeElement.getAttribute('aria-valuetext')").startswith("step 2: mean reward")
+
+
+def test_the_focus_is_not_hidden_behind_the_tabs(page: Browser, recorded) -> None:
+    page.resize(1360, 500)
+    try:
+        open_tab(page, recorded.url, "changeovers", "c000064")
+        page.evaluate("[...document.querySelectorAll('#view-changeovers .open')].at(20).focus()")
+        for _ in range(20):
+            page.press("Shift+Tab")
+            below = "document.activeElement.getBoundingClientRect().top - document.querySelector('#tabs').getBoundingClientRect().bottom"
+            assert page.evaluate(below) >= 0, page.evaluate("document.activeElement.innerText")
+    finally:
+        page.resize(1360, 1000)
+
+
+def test_a_screen_reader_finds_the_tabs_and_each_heading_below_its_own(page: Browser, recorded) -> None:
+    assert page.evaluate("document.querySelector('#tabs').closest('nav').ariaLabel") == "Views"
+    for tab, shows in zip(TABS, ("RESUME_KV", "Memory of cpu", "Entropy", "Group 44", "c000064"), strict=True):
+        open_tab(page, recorded.url, tab, shows)
+        levels = page.evaluate(
+            "[...document.querySelectorAll('h1, h2, h3')].filter((one) => one.offsetParent).map((one) => Number(one.tagName[1]))"
+        )
+        assert levels[0] == 1
+        assert all(after <= before + 1 for before, after in pairwise(levels)), (tab, levels)
+
+
+def test_what_a_control_cannot_load_is_told(page: Browser, recorded) -> None:
+    uses = {
+        "memory": "document.querySelector('#memory-window').dispatchEvent(new Event('change'))",
+        "run": "document.querySelector('#view-run details').open = true",
+        "samples": "document.querySelector('.groups button:not([aria-current=true])').click()",
+    }
+    for (tab, use), shows in zip(uses.items(), ("Memory of cpu", "Entropy", "Group 44"), strict=True):
+        open_tab(page, recorded.url, tab, shows)
+        page.evaluate("window.fetch = async () => { throw new Error('no network'); }")
+        page.evaluate(use)
+        page.until("document.querySelector('#problem').innerText === 'no network'", timeout_s=5)
+    assert page.complaints == []
 
 
 def test_samples_are_for_the_keyboard(page: Browser, recorded) -> None:

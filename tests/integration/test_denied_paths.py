@@ -53,6 +53,7 @@ def folder() -> Iterator[Path]:
     save_checkpoint(make_model("llama_tied", seed=0), path / "model")
     (path / "node.toml").write_text(NODE)
     (path / "sft.toml").write_text(SFT)
+    (path / "closed.toml").write_text(NODE.replace('"state"', '"journal"'))
     (path / "data").mkdir()
     (path / "data" / "train.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
     (path / "journal").mkdir()
@@ -100,6 +101,7 @@ UP, TRAIN, PLAN = ("up", "node.toml"), ("train", "node.toml"), ("plan", "node.to
         ("empty", ("certs", "empty/lab"), "folder: empty/lab"),
         ("empty", ("track", "empty/run", "--to", "tensorboard"), "empty/run/metrics.jsonl"),
         ("empty", ("dashboard", "empty"), "empty"),
+        ("journal", ("dashboard", "--config", "closed.toml"), "{folder}/journal/"),
     ],
     indirect=["closed"],
 )

@@ -13,9 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from tasuki.config.load import load_config
 from tasuki.config.schema import NodeConfig
 from tasuki.coordinator.metrics_port import serve_metrics
 from tasuki.rpc.http_port import MAX_CONNECTIONS
+from tasuki.rpc.port import check_ports
+from tasuki.wire.errors import InvalidArgument
 from tests.integration.port_node import make_certs, make_tokens, mtls, port_config, tokens, write_secret
 
 TEXT = b"tasuki_phase 1\n"
@@ -119,6 +122,26 @@ async def test_elsewhere_it_asks_for_a_token_which_may_be_taken_away(tmp_path: P
         assert (await read(port, tls=tls_of(folder)))[0] == 401
         write_secret(folder / "viewer.token", "1" * 64)
         assert (await read(port, tls=tls_of(folder), token=token))[0] == 401
+
+
+async def test_a_key_that_every_user_can_read_is_refused_at_the_start_and_while_it_serves(
+    tmp_path: Path, unused_tcp_port: int
+) -> None:
+    folder = make_certs(tmp_path / "certs")
+    authority = folder / "ca.pem"
+    authority.write_text(f"# Zürich\n{authority.read_text()}", encoding="utf-8")
+    config = config_of(tmp_path, unused_tcp_port, *mtls(folder), host="0.0.0.0")
+    async with served(config) as port:
+        old = (folder / "node.pem").read_text()
+        new = make_certs(tmp_path / "new")
+        (new / "node.key").chmod(0o644)
+        for name in ("node.key", "node.pem"):
+            (new / name).rename(folder / name)
+        shown = await asyncio.to_thread(ssl.get_server_certificate, ("127.0.0.1", port))
+        assert ssl.PEM_cert_to_DER_cert(shown) == ssl.PEM_cert_to_DER_cert(old)
+    alone = load_config(tmp_path / "node.toml", overrides=[f"metrics.listen=0.0.0.0:{unused_tcp_port}", *mtls(folder)])
+    with pytest.raises(InvalidArgument, match=r"security.key: .*node.key is open to every user"):
+        check_ports(alone)
 
 
 async def test_a_renewed_certificate_counts_from_the_next_connection_on(tmp_path: Path, unused_tcp_port: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -153,6 +154,21 @@ def test_a_changed_file_is_read_again_and_a_broken_one_is_not_taken(tmp_path: Pa
     assert (kept.value, closed.value) == ({"a": CallerRole.OPERATOR}, {})
     path.write_text('"a" = "viewer"\n')
     assert kept.value == closed.value == {"a": CallerRole.VIEWER}
+
+
+def test_files_in_a_folder_that_was_open_are_taken_once_it_is_closed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "roles.toml"
+    path.write_text('"a" = "viewer"\n')
+    roles = Reloaded([path], lambda: read_roles(path), broken={})
+    tmp_path.chmod(0o777)
+    path.write_text('"a" = "operator"\n')
+    assert roles.value == {}
+    time.sleep(1.1)
+    assert roles.value == {}
+    assert caplog.text.count("event=files_not_reloaded") == 1, "one reason is logged once"
+    tmp_path.chmod(0o700)
+    time.sleep(1.1)
+    assert roles.value == {"a": CallerRole.OPERATOR}
 
 
 def test_a_link_that_is_turned_is_a_change(tmp_path: Path) -> None:

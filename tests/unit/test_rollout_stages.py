@@ -154,14 +154,21 @@ def test_only_the_next_stage_and_the_undo_are_accepted(after: Stage | None, stag
         ("rollout", "RESUME_KV", [], "stage: this call takes PAUSE_KV or PAUSE_WEIGHTS, not RESUME_KV"),
         ("rollout", "OFFLOAD", [], "stage: this call takes PAUSE_KV or PAUSE_WEIGHTS, not OFFLOAD"),
         ("trainer", "PAUSE_KV", [], "stage: this call takes OFFLOAD, not PAUSE_KV"),
-        ("trainer", "UNSPECIFIED", [], "stage: this call takes OFFLOAD, not 0"),
-        ("trainer", "OFFLOAD", ["UNSPECIFIED"], "tags[0]: stage OFFLOAD moves weights, gradients, optimizer, not 0"),
+        ("trainer", "UNSPECIFIED", [], "stage: this call takes OFFLOAD, not an unset stage"),
+        ("trainer", "OFFLOAD", ["UNSPECIFIED"], "tags[0]: stage OFFLOAD moves weights, gradients, optimizer, not an unset tag"),
     ],
 )
 def test_a_pause_is_refused_for_what_the_table_does_not_have(service: str, stage: str, tags: list[str], refusal: str) -> None:
     request = PauseRequest(stage=f"STAGE_{stage}", tags=[f"MEMORY_TAG_{tag}" for tag in tags])
     with pytest.raises(InvalidArgument, match=f"^{re.escape(refusal)}$"):
         decode_move(request, Service(service))
+
+
+def test_a_number_that_is_no_stage_or_tag_is_called_so() -> None:
+    with pytest.raises(InvalidArgument, match="takes OFFLOAD, not the unknown stage 99$"):
+        decode_move(PauseRequest(stage=99), Service.TRAINER)
+    with pytest.raises(InvalidArgument, match="moves weights, gradients, optimizer, not the unknown tag 99$"):
+        decode_move(PauseRequest(stage="STAGE_OFFLOAD", tags=[99]), Service.TRAINER)
 
 
 def test_a_stage_moves_what_it_names_or_only_counts() -> None:

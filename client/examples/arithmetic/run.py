@@ -71,7 +71,8 @@ def make_task(output: Path, config: Path, *, seed: int, model: Path, gsm8k: Path
     (output / "task" / "model").symlink_to(model.resolve())
     options = ["--gsm8k", gsm8k] if gsm8k else []
     command = [sys.executable, HERE / "make_task.py", output / "task", "--seed", str(seed), *options]
-    if subprocess.run(command, check=False).returncode != 0:
+    # In a separate process group: Ctrl-C ends it through this process, without a traceback.
+    if subprocess.run(command, check=False, process_group=0).returncode != 0:
         sys.exit(USER_ERROR)
 
 
@@ -101,7 +102,7 @@ def compare(config: NodeConfig, output: Path, *, started: float) -> int:
     ]
     command = [sys.executable, HERE / "score.py", output / "model", output / "task" / "eval.jsonl", *options]
     # In a separate process, without tasuki.
-    scored = float(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+    scored = float(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, process_group=0).stdout)
     lines = (output / "metrics.jsonl").read_text().splitlines()
     before, *_, after = [score for line in lines if (score := json.loads(line)["metrics"].get("eval/mean/exact")) is not None]
     print(

@@ -25,12 +25,13 @@ CONFIG = HERE.parents[2] / "deploy" / "config" / "demo.toml"
 def main() -> int:
     started = time.monotonic()
     arguments = _parser().parse_args()
-    overrides = arguments.overrides
+    seeds = [f"{table}.seed={arguments.seed}" for table in ("trainer", "rollout", "train")]
+    overrides = [*seeds, *arguments.overrides]
     if arguments.kill:
         overrides = [*overrides, "unsafe=true", f'failpoints=["{arguments.kill}"]']
 
     def run_demo() -> int:
-        check_ranks(arguments.kill or "", load_config(CONFIG, overrides=overrides))
+        check_ranks(arguments.kill or "", load_config(CONFIG, overrides=[*seeds, *arguments.overrides]))
         return demo(arguments.output, seed=arguments.seed, overrides=overrides, started=started)
 
     return exit_code_of(run_demo)
@@ -89,10 +90,10 @@ def demo(output: Path, *, seed: int, overrides: list[str], started: float) -> in
 
     sys.stdout.write(f"making the task in {output / 'task'}: tokenizer, tiny model, supervised start\n")
     sys.stdout.flush()
-    # In a separate process, so that its torch does not occupy memory next to the services.
-    subprocess.run([sys.executable, HERE / "make_task.py", output / "task", "--seed", str(seed)], check=True)
-    seeds = [f"{table}.seed={seed}" for table in ("trainer", "rollout", "train")]
-    return run(load_config(config, overrides=[*seeds, *overrides]), config_dir=output, started=started)
+    # In a separate process, so that its torch does not occupy memory next to the services. Ctrl-C ends it through this one.
+    command = [sys.executable, HERE / "make_task.py", output / "task", "--seed", str(seed)]
+    subprocess.run(command, check=True, process_group=0)
+    return run(load_config(config, overrides=overrides), config_dir=output, started=started)
 
 
 if __name__ == "__main__":

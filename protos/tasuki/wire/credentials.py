@@ -64,8 +64,9 @@ class TlsFiles:
         cert, key, ca = (None if file is None else read_file(*file) for file in (self.cert, self.key, self.ca))
         if ca is not None and self.ca is not None:
             try:
-                ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=ca.decode("ascii"))
-            except (ssl.SSLError, UnicodeDecodeError, ValueError) as error:
+                # Comments may be in any language.
+                ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=ca.decode("ascii", errors="ignore"))
+            except (ssl.SSLError, ValueError) as error:
                 raise InvalidArgument(self.ca[0], f"{self.ca[1]} holds no certificates in PEM: {error}") from error
         return TlsMaterial(cert=cert, key=key, ca=ca)
 

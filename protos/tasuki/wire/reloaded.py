@@ -16,6 +16,8 @@ _log = logging.getLogger("tasuki.wire")
 _Value = TypeVar("_Value")
 _Stamp = tuple[int, ...]
 _HALF_REPLACED_S = 0.2
+_RETRY_S = 1.0
+"""Between attempts at unusable files, which a change elsewhere may cure: a folder that is closed, descriptors that are free again."""
 
 
 class Reloaded(Generic[_Value]):
@@ -28,6 +30,8 @@ class Reloaded(Generic[_Value]):
         """
         self._paths, self._read, self._broken = paths, read, broken
         self._lock = threading.Lock()
+        self._retries_at: float | None = None
+        self._last_error = ""
         try:
             self._stamps, self._value = self._look(), read()
         except (OSError, TasukiError):
@@ -40,15 +44,20 @@ class Reloaded(Generic[_Value]):
         with self._lock:
             stamps = self._look()
             if stamps != self._stamps:
-                self._stamps = stamps
+                self._stamps, self._last_error = stamps, ""
+                self._reload()
+            elif self._retries_at is not None and time.monotonic() >= self._retries_at:
                 self._reload()
             return self._value
 
     def _reload(self) -> None:
         try:
-            self._value = self._read()
+            self._value, self._retries_at = self._read(), None
         except (OSError, TasukiError) as error:
-            _log.warning("event=files_not_reloaded paths=%s error=%s", ",".join(map(str, self._paths)), error)
+            self._retries_at = time.monotonic() + _RETRY_S
+            if str(error) != self._last_error:
+                self._last_error = str(error)
+                _log.warning("event=files_not_reloaded paths=%s error=%s", ",".join(map(str, self._paths)), error)
             if self._broken is not None:
                 self._value = self._broken
             return

@@ -109,15 +109,15 @@ def _read_names(path: Path) -> _Names | None:
     return _Names(hosts, bool(names.get_values_for_type(x509.UniformResourceIdentifier)))
 
 
-def make_authority() -> Authority:
-    """Creates a CA with a new key and a unique name."""
+def make_authority(*, until: datetime | None = None) -> Authority:
+    """Creates a CA with a new key and a unique name. until: in ten years by default."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.asymmetric import ec
 
     key = ec.generate_private_key(ec.SECP256R1())
     subject = _subject(f"tasuki lab {secrets.token_hex(4)}")
-    builder = _builder(subject, subject, key.public_key(), until=datetime.now(UTC) + timedelta(days=_AUTHORITY_DAYS))
+    builder = _builder(subject, subject, key.public_key(), until=until or datetime.now(UTC) + timedelta(days=_AUTHORITY_DAYS))
     builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
     builder = builder.add_extension(_key_usage(signs_certificates=True), critical=True)
     return Authority(builder.sign(key, hashes.SHA256()), key)

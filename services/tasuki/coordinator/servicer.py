@@ -81,7 +81,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self._hold.check(_fleet(request))
         stage = stage_from_proto(request.stage)
         if stage is None:
-            raise InvalidArgument("stage", "must be one of the nine stages")
+            raise InvalidArgument("stage", f"must be one of {', '.join(f'STAGE_{each}' for each in Stage)}")
         response = pb.RunStageResponse()
         async for update in self._node.run_stage(stage, _request_id(request.request_id)).follow():
             if update.event.stage is stage:

@@ -16,6 +16,7 @@ from typing import Any
 from tasuki.config.schema import NodeConfig
 from tasuki.config.security_schema import SecurityConfig
 from tasuki.rpc.access import Access, access_of
+from tasuki.rpc.port import server_files
 from tasuki.wire.address import split_host_port
 from tasuki.wire.reloaded import Reloaded
 
@@ -176,16 +177,17 @@ def _names_of(certificate: Mapping[str, Any]) -> dict[str, list[bytes]]:
 
 
 def _tls_of(security: SecurityConfig) -> Reloaded[ssl.SSLContext]:
-    assert security.cert is not None and security.key is not None, "whoever opens the port asks for them"
-    cert, key, client_ca = security.cert, security.key, security.client_ca
+    files = server_files(security)
 
     def read() -> ssl.SSLContext:
+        ca = files.read().ca  # refuses what a gRPC port refuses, such as a key that every user can read
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
-        context.load_cert_chain(cert, key)
-        if client_ca is not None:
-            context.load_verify_locations(client_ca)
+        assert files.cert is not None and files.key is not None
+        context.load_cert_chain(files.cert[1], files.key[1])
+        if ca is not None:
+            context.load_verify_locations(cadata=ca.decode("ascii", errors="ignore"))  # as checked by files.read
             context.verify_mode = ssl.CERT_REQUIRED
         return context
 
-    return Reloaded([path for path in (cert, key, client_ca) if path is not None], read)
+    return Reloaded(files.paths, read)

@@ -9,6 +9,7 @@ import grpc
 
 from tasuki.config.ports import port_targets
 from tasuki.config.schema import NodeConfig
+from tasuki.config.security_schema import SecurityConfig
 from tasuki.rpc.access import Access, access_of
 from tasuki.wire.address import is_beyond_loopback, split_host_port
 from tasuki.wire.channel import MAX_PORT_CALLS
@@ -69,9 +70,11 @@ def fleet_port(config: NodeConfig) -> Port:
 
 
 def check_ports(config: NodeConfig) -> None:
-    """Raises as the start of a service would, for its port and for the certificate that it shows to its fleet."""
+    """Raises as the start of a service would, for its port, for the metrics' and for the certificate that it shows to its fleet."""
     for service in port_targets(config):
         port_of(config, service)
+    if config.metrics.listen is not None and is_beyond_loopback(config.metrics.listen):
+        port_at(config, config.metrics.listen, key="metrics.listen")
     if config.fleet is not None:
         _server_credentials(config)
 
@@ -81,16 +84,22 @@ def _server_credentials(config: NodeConfig) -> grpc.ServerCredentials | None:
     security = config.security
     if security.cert is None or security.key is None:
         return None
-    files = TlsFiles(
-        cert=("security.cert", security.cert),
-        key=("security.key", security.key),
-        ca=None if security.client_ca is None else ("security.client_ca", security.client_ca),
-    )
+    files = server_files(security)
     material = Reloaded(files.paths, files.read)
     return grpc.dynamic_ssl_server_credentials(
         _configuration(material.value),
         _Changes(material),  # pyright: ignore[reportArgumentType]  the stub does not know None, for no change
         require_client_authentication=security.client_ca is not None,
+    )
+
+
+def server_files(security: SecurityConfig) -> TlsFiles:
+    """Files of a port with TLS."""
+    assert security.cert is not None and security.key is not None, "whoever opens the port asks for them"
+    return TlsFiles(
+        cert=("security.cert", security.cert),
+        key=("security.key", security.key),
+        ca=None if security.client_ca is None else ("security.client_ca", security.client_ca),
     )
 
 

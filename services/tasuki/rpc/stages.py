@@ -35,9 +35,17 @@ def decode_move(request: PauseRequest | ResumeRequest, service: Service) -> tupl
     rpc = Rpc.PAUSE if isinstance(request, PauseRequest) else Rpc.RESUME
     stage, allowed = stage_from_proto(request.stage), stages_of(service, rpc)
     if stage is None or stage not in allowed:
-        raise InvalidArgument("stage", f"this call takes {' or '.join(allowed)}, not {stage or request.stage}")
+        given = stage or _unnamed(request.stage, "stage")
+        raise InvalidArgument("stage", f"this call takes {' or '.join(allowed)}, not {given}")
     moved = RULES[stage].named_tags
     for index, value in enumerate(request.tags):
-        if TAGS.get(value) not in moved:
-            raise InvalidArgument(f"tags[{index}]", f"stage {stage} moves {', '.join(moved)}, not {TAGS.get(value, value)}")
+        tag = TAGS.get(value)
+        if tag not in moved:
+            given = tag or _unnamed(value, "tag")
+            raise InvalidArgument(f"tags[{index}]", f"stage {stage} moves {', '.join(moved)}, not {given}")
     return stage, [TAGS[value] for value in request.tags]
+
+
+def _unnamed(number: int, kind: str) -> str:
+    """Text for a number on the wire that has no name here."""
+    return f"an unset {kind}" if number == 0 else f"the unknown {kind} {number}"

@@ -59,8 +59,9 @@ def make_server(folder: Path | None, *, config: NodeConfig | None, listen: str) 
     is_beyond = is_beyond_loopback(listen)
     is_open = is_beyond or (config is not None and config.security.insecure)
     token = None if is_open else make_token()
+    feed = Feed(place)
     try:
-        server = Dashboard(Feed(place), listen, token=token, guard_config=config if is_beyond else None)
+        server = Dashboard(feed, listen, token=token, guard_config=config if is_beyond else None)
     except OSError as error:
         raise InvalidArgument("listen", f"{listen}: {error.strerror}; give another address by --listen") from error
     # The fragment after # is never sent or logged.

@@ -1,4 +1,4 @@
-"""Checks the expiry and names of a node's port certificate."""
+"""Checks a node's port certificate, and the authorities of its callers: expiry and names."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ipaddress
 import ssl
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from tasuki.cli.doctor.finding import Finding, Verdict, fail, ok, warn
@@ -14,7 +15,9 @@ from tasuki.config.schema import NodeConfig
 
 _NAME = "certificate"
 _SOON_S = 14 * 86400
+_AUTHORITY = "callers' authority"
 _RENEW = "replace it with a new server certificate, for example from `tasuki certs`; a running node reloads it"
+_REPLACE = "put a new authority into security.client_ca and renew all certificates: docs/ports.md, Renewing and revoking"
 
 
 def check_certificate(cert: Path, key: Path, *, now: float | None = None) -> Finding:
@@ -25,10 +28,30 @@ def check_certificate(cert: Path, key: Path, *, now: float | None = None) -> Fin
         return fail(_NAME, f"{cert}: {error.verify_message}", _RENEW)
     names = ", ".join(_written(kind, name) for kind, name in shown.get("subjectAltName", ()) if kind in ("DNS", "IP Address"))
     until = ssl.cert_time_to_seconds(shown["notAfter"])
-    found = f"until {time.strftime('%Y-%m-%d', time.gmtime(until))} for {names or 'no name'}"
+    found = f"until {_day(until)} for {names or 'no name'}"
     if until - (time.time() if now is None else now) < _SOON_S:
         return warn(_NAME, found, _RENEW)
     return ok(_NAME, found)
+
+
+def check_authorities(client_ca: Path, *, now: float | None = None) -> Finding:
+    """Checks a readable `security.client_ca`: a caller whose authority has expired is refused. now: Unix time in seconds."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_verify_locations(client_ca)
+    ends = sorted(ssl.cert_time_to_seconds(str(each["notAfter"])) for each in context.get_ca_certs())
+    if not ends:
+        return fail(_AUTHORITY, f"{client_ca} has no certificate of an authority", _REPLACE)
+    moment = time.time() if now is None else now
+    num_expired = sum(end <= moment for end in ends)
+    if num_expired:
+        found = f"{client_ca}: {num_expired} of {len(ends)} expired"
+        return fail(_AUTHORITY, found, _REPLACE) if num_expired == len(ends) else warn(_AUTHORITY, found, _REPLACE)
+    found = f"until {_day(ends[0])}"
+    return warn(_AUTHORITY, found, _REPLACE) if ends[0] - moment < _SOON_S else ok(_AUTHORITY, found)
+
+
+def _day(end: float) -> str:
+    return time.strftime("%Y-%m-%d", time.gmtime(end))
 
 
 def _written(kind: str, name: str) -> str:
@@ -36,11 +59,17 @@ def _written(kind: str, name: str) -> str:
     return name if kind == "DNS" else str(ipaddress.ip_address(name.strip()))
 
 
-def warn_of_certificate(config: NodeConfig) -> None:
-    """Writes a line to stderr if the certificate of the node's ports has expired or soon will. The node runs without it, by its sockets."""
+def certificate_findings(config: NodeConfig) -> Iterable[Finding]:
+    """Checks the files of a configuration whose `check_ports` succeeds; none without TLS."""
     security = config.security
-    if security.cert is None or security.key is None:
-        return
-    finding = check_certificate(security.cert, security.key)
-    if finding.verdict is not Verdict.OK:
-        sys.stderr.write(f"tasuki: {finding.verdict} {finding.name}: {finding.found}; {finding.advice}\n")
+    if security.cert is not None and security.key is not None:
+        yield check_certificate(security.cert, security.key)
+    if security.client_ca is not None:
+        yield check_authorities(security.client_ca)
+
+
+def warn_of_certificate(config: NodeConfig) -> None:
+    """Writes a line to stderr for each certificate that has expired or soon will. The node runs without its ports, by its sockets."""
+    for finding in certificate_findings(config):
+        if finding.verdict is not Verdict.OK:
+            sys.stderr.write(f"tasuki: {finding.verdict} {finding.name}: {finding.found}; {finding.advice}\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from tasuki.cli.doctor.certificates import check_certificate
+from tasuki.cli.doctor.certificates import certificate_findings
 from tasuki.cli.doctor.finding import Finding, Verdict, fail, ok, warn
 from tasuki.cli.doctor.gpus import Gpu
 from tasuki.cli.doctor.host import check_disk, check_port, check_shared_memory
@@ -46,8 +46,8 @@ def node_findings(config: NodeConfig, gpus: Sequence[Gpu], *, config_dir: Path) 
     yield model
     security = _checked("security", _secured(config), lambda: check_ports(config), key="[security]")
     yield security
-    if security.verdict is Verdict.OK and config.security.cert is not None and config.security.key is not None:
-        yield check_certificate(config.security.cert, config.security.key)
+    if security.verdict is Verdict.OK:
+        yield from certificate_findings(config)
     if config.fleet is not None and not runs:
         yield _checked("place in the fleet", config.fleet.leader, lambda: check_place(config), key="fleet")
     yield _check_engine(config)

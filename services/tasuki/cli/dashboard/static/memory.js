@@ -6,8 +6,8 @@ import { bytes, clock, facts, h, prose, put } from "./dom.js";
 const WINDOWS = [[4, "last 4 changeovers"], [20, "last 20"], [200, "last 200"], [2000, "last 2,000"]];
 const FAR = 3;
 
-export function makeMemory(host, api) {
-  const choice = h("select", { id: "memory-window", on: { change: () => void view.refresh() } }, WINDOWS.map(([count, text]) => h("option", { value: count }, text)));
+export function makeMemory(host, api, fail) {
+  const choice = h("select", { id: "memory-window", on: { change: () => view.refresh().catch(fail) } }, WINDOWS.map(([count, text]) => h("option", { value: count }, text)));
   const figures = h("div", { class: "charts" });
   const head = h("div", {});
   const note = h("p", { class: "note" });

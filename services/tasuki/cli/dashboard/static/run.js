@@ -5,7 +5,7 @@ import { facts, h, number, put, seconds } from "./dom.js";
 
 const POINTS = 200;
 
-export function makeRun(host, api) {
+export function makeRun(host, api, fail) {
   let range = null;
   const input = (label) => h("input", { type: "number", min: 0, "aria-label": label, on: { change: () => set() } });
   const [first, last] = [input("First step"), input("Last step")];
@@ -19,7 +19,7 @@ export function makeRun(host, api) {
 
   function zoom(wanted) {
     range = wanted;
-    void view.refresh();
+    view.refresh().catch(fail);
   }
   function set() {
     const [low, high] = [Number(first.value), Number(last.value)];
@@ -42,7 +42,7 @@ export function makeRun(host, api) {
       draw(others, rest, curves, zoom);
     },
   };
-  fold.addEventListener("toggle", () => fold.open && void view.refresh());
+  fold.addEventListener("toggle", () => fold.open && view.refresh().catch(fail));
   return view;
 }
 

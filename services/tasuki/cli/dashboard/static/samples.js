@@ -14,7 +14,7 @@ export function makeSamples(host, api, fail) {
   const told = h("span", { class: "note" });
   const groups = h("div", { class: "groups" });
   const one = h("div", { class: "card sample" });
-  host.append(h("div", { class: "tools" }, h("label", {}, "Step", field), back, forth, told, h("span", { class: "note optional" }, h("kbd", {}, "["), " ", h("kbd", {}, "]"), " other step, ", h("kbd", {}, "↑"), " ", h("kbd", {}, "↓"), " other completion, ", h("kbd", {}, "←"), " ", h("kbd", {}, "→"), " tokens")), h("div", { class: "samples" }, groups, one));
+  host.append(h("div", { class: "tools" }, h("label", {}, "Step", field), back, forth, told, h("span", { class: "note optional" }, h("kbd", {}, "["), " ", h("kbd", {}, "]"), " other step, ", h("kbd", {}, "↑"), " ", h("kbd", {}, "↓"), " other completion, ", h("kbd", {}, "←"), " ", h("kbd", {}, "→"), " tokens")), h("h2", { class: "hidden" }, "Groups"), h("div", { class: "samples" }, groups, one));
 
   function choose(wanted) {
     if (!steps.length) return;
@@ -34,7 +34,7 @@ export function makeSamples(host, api, fail) {
     const read = await api(`/api/samples/step?step=${step}`);
     if (wanted !== step) return;
     told.textContent = described(read, steps);
-    put(groups, byGroup(read.samples).map(([group, samples]) => groupOf(group, samples, index, select)));
+    put(groups, byGroup(read.samples).map(([group, samples]) => groupOf(group, samples, index, (wanted) => select(wanted).catch(fail))));
     if (read.samples.length) await select(read.samples.some((sample) => sample.index === index) ? index : read.samples[0].index, { focus: false });
     else clear(h("p", { class: "note" }, "This step has no samples that can be read."));
   }
@@ -104,7 +104,7 @@ function groupOf(group, samples, chosen, select) {
   const mean = rewards.length ? rewards.reduce((sum, reward) => sum + reward, 0) / rewards.length : null;
   return h("section", { class: "group card", "aria-label": `Group ${group}` }, h("h3", {}, `Group ${group ?? "–"}`, h("span", { class: "note" }, ` · ${samples.length} completions, mean reward ${number(mean, 3)}`)),
     h("p", { class: "prompt" }, samples[0].prompt),
-    h("ul", {}, samples.map((sample) => h("li", {}, h("button", { type: "button", "data-index": sample.index, "data-key": `sample ${sample.index}`, tabindex: sample.index === chosen ? 0 : -1, "aria-current": String(sample.index === chosen), on: { click: () => void select(sample.index) } },
+    h("ul", {}, samples.map((sample) => h("li", {}, h("button", { type: "button", "data-index": sample.index, "data-key": `sample ${sample.index}`, tabindex: sample.index === chosen ? 0 : -1, "aria-current": String(sample.index === chosen), on: { click: () => select(sample.index) } },
       h("span", { class: "text" }, sample.completion || "(empty)"), h("span", { class: "score" }, number(sample.reward, 3)), h("span", { class: "gap" }, sample.log_prob_gap_max === null ? "" : `gap ${number(sample.log_prob_gap_max, 2)}`))))));
 }
 
