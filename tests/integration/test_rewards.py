@@ -196,6 +196,15 @@ def test_a_function_gets_what_its_parameters_name(folder: Path, function: str, f
         assert pool.score([ROWS[1]], [_completion(finish_reason)]).rewards.tolist() == [expected]
 
 
+def test_folders_are_paths_or_strings_in_a_list(folder: Path):
+    with RewardPool("my_rewards:answered", folders=[str(folder)]) as pool:
+        assert pool.score([ROWS[1]], [_completion(FinishReason.STOP)]).rewards.tolist() == [0.5]
+    for wrong in (folder, str(folder), [7]):
+        with pytest.raises(InvalidArgument, match="must be a list of paths") as refused:
+            RewardPool("my_rewards:answered", folders=wrong)
+        assert refused.value.metadata["field"] == "folders"
+
+
 def test_a_function_that_needs_what_a_bare_text_lacks_says_so(folder: Path):
     with RewardPool("my_rewards:whole", folders=[folder]) as pool, pytest.raises(RewardFailed, match="'finish_reason'"):
         pool.score([ROWS[0]], ["right"])

@@ -136,7 +136,7 @@ def test_no_plaintext_channel_leaves_the_machine(target: str, tmp_path: Path) ->
 @pytest.mark.parametrize("target", ["localhost", "node-a", "a:b:c", "node-a:0", "", "::1"])
 def test_a_target_that_is_no_address_is_refused(target: str) -> None:
     for open_one in (open_channel, open_blocking_channel):
-        with pytest.raises(InvalidArgument, match=r"must be HOST:PORT, .* or unix:PATH") as refused:
+        with pytest.raises(InvalidArgument, match=r"must be HOST:PORT with .* or unix:PATH") as refused:
             open_one(target)
         assert refused.value.metadata["field"] == "target"
 

@@ -54,6 +54,7 @@ def test_flags_come_before_the_file_and_the_file_before_the_environment(tmp_path
         ({"TASUKI_FLEET": "lab", "NNODES": "2", "NODE_RANK": "0"}, {}, "fleet.leader", "--leader"),
         ({**ENVIRONMENT, "NODE_RANK": "2"}, {}, "fleet", "node_rank = 2 needs num_nodes > 2"),
         (ENVIRONMENT, {"leader": "node-a"}, "fleet.leader", "must be HOST:PORT"),
+        (ENVIRONMENT, {"leader": "node-a:0"}, "fleet.leader", "with a port from 1 to 65535"),
         ({**ENVIRONMENT, "NNODES": "many"}, {}, "NNODES", "must be a whole number"),
         ({**ENVIRONMENT, "TASUKI_FLEET": "a b/../c"}, {}, "fleet.name", "must begin with a letter or a digit"),
     ],

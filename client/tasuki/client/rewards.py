@@ -90,7 +90,7 @@ class RewardPool:
         self,
         function: str | Sequence[NamedReward],
         *,
-        folders: Sequence[Path] = (),
+        folders: Sequence[Path | str] = (),
         num_workers: int = 1,
         timeout_s: float = 10.0,
         on_error: Literal["fail", "zero", "skip"] = "fail",
@@ -100,13 +100,15 @@ class RewardPool:
         "length" or "cut"), `num_tokens`, `prompt_token_ids` and `completion_token_ids`.
 
         folders: searched for the module before the installed packages. timeout_s: for each call.
-        Raises InvalidArgument when a function cannot be imported.
+        Raises InvalidArgument when a function cannot be imported, or `folders` is not a sequence of paths.
         """
         if timeout_s <= 0 or num_workers < 1:
             raise InvalidArgument("reward", f"timeout_s is {timeout_s} and num_workers {num_workers}; both must be positive")
         self._rewards = _named(function)
         self._timeout_s, self._on_error = timeout_s, on_error
-        paths = tuple(str(folder.absolute()) for folder in folders)
+        if isinstance(folders, str | Path) or not all(isinstance(folder, str | Path) for folder in folders):
+            raise InvalidArgument("folders", f"must be a list of paths, not {folders!r}")
+        paths = tuple(str(Path(folder).absolute()) for folder in folders)
         self._sources: list[Source] = [(*_split(reward.function), paths) for reward in self._rewards]
         self._num_workers = num_workers
         self._pool = self._new_pool()

@@ -45,7 +45,8 @@ def split_host_port(target: str) -> tuple[str, int]:
     host, _, port = target.rpartition(":")
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     if not bare or (bare == host) is (":" in bare) or not (port.isascii() and port.isdecimal() and 0 < int(port) <= MAX_PORT):
-        raise ValueError(f'must be HOST:PORT, such as "{LOOPBACK[0]}:50051" or "[::1]:50051"')
+        examples = f'such as "{LOOPBACK[0]}:50051" or "[::1]:50051"'
+        raise ValueError(f"must be HOST:PORT with a port from 1 to {MAX_PORT}, {examples}")
     return bare, int(port)
 
 
