@@ -76,7 +76,7 @@ _DECODER_KEYS: dict[str, tuple[Any, ...] | None] = {
     "hidden_act": ("silu",),
     **dict.fromkeys(rope.KEYS),
 }
-# Of sequences and of training: another value computes the same.
+# Limits of sequences and of training, which leave results as they are.
 _LIMITS = frozenset({"max_position_embeddings", "attention_dropout"})
 # Keys without effect on computation. Those that start with "_" are transformers' own notes.
 _KEYS_WITHOUT_EFFECT = frozenset({
