@@ -260,23 +260,25 @@ def test_in_forced_colours_only_the_chosen_tab_is_underlined(page: Browser, reco
         page.prefer(forced_colors="none")
 
 
-def test_dark_and_light_have_enough_contrast_for_text(page: Browser, recorded) -> None:
+def test_dark_and_light_have_enough_contrast_for_texts_and_fields(page: Browser, recorded) -> None:
     for scheme in ("light", "dark"):
         page.prefer(prefers_color_scheme=scheme)
         open_tab(page, recorded.url, "run", "Entropy")
         for selector in (".fact dt", ".fact dd", ".legend li", ".note"):
             assert page.evaluate(f"({CONTRAST})(document.querySelector('{selector}'))") >= 4.5, (scheme, selector)
+        border = page.evaluate(f"({CONTRAST})(document.querySelector('.tools input'), 'borderTopColor')")
+        assert border >= 3, scheme
     page.prefer(prefers_color_scheme="light")
 
 
-CONTRAST = """(element) => {
+CONTRAST = """(element, property = "color") => {
   const parts = (text) => text.match(/[\\d.]+/g).map(Number);
   const light = ([r, g, b]) => [r, g, b].map((one) => one / 255)
     .map((one) => (one <= 0.04045 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4))
     .reduce((sum, one, place) => sum + one * [0.2126, 0.7152, 0.0722][place], 0);
   let behind = element;
   while (behind && (parts(getComputedStyle(behind).backgroundColor)[3] ?? 1) === 0) behind = behind.parentElement;
-  const [one, other] = [parts(getComputedStyle(element).color), parts(getComputedStyle(behind).backgroundColor)].map(light);
+  const [one, other] = [parts(getComputedStyle(element)[property]), parts(getComputedStyle(behind).backgroundColor)].map(light);
   return (Math.max(one, other) + 0.05) / (Math.min(one, other) + 0.05);
 }"""
 
