@@ -9,6 +9,7 @@ import grpc
 import pytest
 
 from tasuki.client import AsyncClient, Credentials
+from tasuki.config.load import load_config
 from tasuki.config.places import node_targets
 from tasuki.config.schema import NodeConfig
 from tasuki.rpc.port import check_ports
@@ -168,6 +169,14 @@ def test_files_that_cannot_be_used_are_named_before_anything_starts(tmp_path: Pa
     with pytest.raises(InvalidArgument) as refused_config:
         check_ports(config)
     assert refused_config.value.metadata["field"].startswith("security.")
+
+
+def test_files_of_a_node_without_ports_are_checked_as_well(tmp_path: Path) -> None:
+    file = tmp_path / "node.toml"
+    file.write_text('state_dir = "state"\n[model]\npath = "model"\n[security]\ncert = "no.pem"\nkey = "no.key"\n')
+    with pytest.raises(InvalidArgument, match=r"no\.(pem|key) cannot be read") as refused_config:
+        check_ports(load_config(file))
+    assert refused_config.value.metadata["field"] in ("security.cert", "security.key")
 
 
 async def test_client_that_does_not_trust_the_node_says_so(tmp_path: Path) -> None:

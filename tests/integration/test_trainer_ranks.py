@@ -93,7 +93,7 @@ async def test_ranks_leave_with_their_launcher(tmp_path: Path) -> None:
 
 
 async def test_a_front_closes_whose_rank_leaves_while_it_is_told_to_stop(tmp_path: Path) -> None:
-    """About one in a hundred such ends makes libzmq wait forever; the test ends with the first."""
+    """Some such ends make libzmq wait forever; the test ends with the first."""
 
     def fail() -> None:
         rank = RankServer(f"ipc://{ranks_path(tmp_path)}", rank=0)

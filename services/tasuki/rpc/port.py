@@ -70,13 +70,12 @@ def fleet_port(config: NodeConfig) -> Port:
 
 
 def check_ports(config: NodeConfig) -> None:
-    """Raises as the start of a service would, for its port, for the metrics' and for the certificate that it shows to its fleet."""
+    """Raises as the start of a service would, for its port and the metrics', and for certificates that no port shows, as to a fleet."""
     for service in port_targets(config):
         port_of(config, service)
     if config.metrics.listen is not None and is_beyond_loopback(config.metrics.listen):
         port_at(config, config.metrics.listen, key="metrics.listen")
-    if config.fleet is not None:
-        _server_credentials(config)
+    _server_credentials(config)
 
 
 def _server_credentials(config: NodeConfig) -> grpc.ServerCredentials | None:
