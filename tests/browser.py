@@ -100,8 +100,11 @@ class Browser:
             time.sleep(0.05)
 
     def _is_true(self, script: str) -> bool:
+        """False also for an expression that reads from an element that is not there yet."""
+        caught = "catch (error) { if (error instanceof TypeError) return false; throw error; }"
+        tried = f"(() => {{ try {{ return !!({script}); }} {caught} }})()"
         with suppress(Navigated):  # the next page may report it
-            return self.evaluate(f"!!({script})")
+            return self.evaluate(tried)
         return False
 
     def press(self, *keys: str) -> None:
