@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 
 namespace {
 
@@ -16,12 +17,22 @@ using Free = int (*)(void* address);
 
 std::atomic<Allocate> allocate{nullptr};
 std::atomic<Free> release{nullptr};
+std::atomic<const char*> redirected{nullptr};
 std::atomic<uint64_t> arena_of[kNumDevices];
 
 // The runtime is loaded long after this library.
 template <typename Function>
 Function* runtime(const char* symbol) {
   return reinterpret_cast<Function*>(dlsym(RTLD_NEXT, symbol));
+}
+
+// Whether an address is code of the redirected library. cudaMalloc is rare, so the search costs nothing that counts.
+bool is_redirected(const void* caller) {
+  Dl_info info{};
+  const char* library = redirected;
+  if (library == nullptr || dladdr(caller, &info) == 0 || info.dli_fname == nullptr) return false;
+  const char* name = std::strrchr(info.dli_fname, '/');
+  return std::strcmp(name == nullptr ? info.dli_fname : name + 1, library) == 0;
 }
 
 uint64_t current_arena() {
@@ -35,9 +46,13 @@ uint64_t current_arena() {
 
 extern "C" {
 
-// From now on cudaMalloc on this device allocates in the arena. The functions are those of tasuki_memory.h.
-__attribute__((visibility("default"))) int tasuki_redirect_cudart(int device, uint64_t arena, Allocate allocate_in, Free free_in) {
-  if (device < 0 || device >= kNumDevices) return kInvalidValue;
+// From now on cudaMalloc on this device allocates in the arena if `library`, a file name, calls it. The functions are those of
+// tasuki_memory.h.
+__attribute__((visibility("default"))) int tasuki_redirect_cudart(int device, uint64_t arena, const char* library,
+                                                                  Allocate allocate_in, Free free_in) {
+  if (device < 0 || device >= kNumDevices || library == nullptr) return kInvalidValue;
+  if (const char* before = redirected; before != nullptr && std::strcmp(before, library) != 0) return kInvalidValue;
+  if (redirected == nullptr) redirected = strdup(library);
   allocate = allocate_in;
   release = free_in;
   arena_of[device] = arena;
@@ -45,7 +60,7 @@ __attribute__((visibility("default"))) int tasuki_redirect_cudart(int device, ui
 }
 
 __attribute__((visibility("default"))) int cudaMalloc(void** address, size_t bytes) {
-  uint64_t arena = current_arena();
+  uint64_t arena = is_redirected(__builtin_return_address(0)) ? current_arena() : 0;
   if (arena != 0 && bytes != 0) return allocate.load()(arena, bytes, address) == 0 ? kSuccess : kOutOfMemory;
   auto* next = runtime<int(void**, size_t)>("cudaMalloc");
   return next != nullptr ? next(address, bytes) : kOutOfMemory;

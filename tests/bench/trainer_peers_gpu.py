@@ -46,7 +46,7 @@ ON_GPUS = ("--liger", "--attention flash_attention_4")
 NUM_SAMPLES = {"qwen2.5-7b": 48, "qwen2.5-3b": 24}
 TRIES: dict[str, dict[str, tuple[str, ...]]] = {
     "qwen2.5-7b": {
-        OURS: ("7b-attention none", "7b none", "7b-kept none", "7b-attention blocks", "7b blocks", "7b-kept blocks"),
+        OURS: ("7b-attention none", "7b none", "7b-attention blocks", "7b-kept none", "7b blocks", "7b-kept blocks"),
         "torchtitan": (
             "--recompute selective --compile",
             "--recompute full --compile",
@@ -54,10 +54,10 @@ TRIES: dict[str, dict[str, tuple[str, ...]]] = {
             "--recompute full",
         ),
         "trl": (
-            "--recompute full --batch 2 --liger --attention flash_attention_4",
-            "--recompute full --batch 4 --liger --attention flash_attention_4",
             "--recompute full --batch 2 --liger",
+            "--recompute full --batch 4 --liger",
             "--recompute full --batch 2",
+            "--recompute full --batch 2 --liger --attention flash_attention_4",
         ),
     },
     "qwen2.5-3b": {

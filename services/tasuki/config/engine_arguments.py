@@ -180,6 +180,10 @@ def uncounted_arguments(arguments: Mapping[str, Argument]) -> list[str]:
     return [name for name in arguments if name not in _WITHOUT_MEMORY | _COUNTED]
 
 
+DRAFT_BLOCKS = 4
+"""Blocks of [drafted tokens, V] in float32 that verification of drafts needs at once, and one more."""
+
+
 def draft_tokens(arguments: Mapping[str, Argument]) -> int:
     """Tokens that speculative decoding drafts for each request in a step; 0 without it."""
     if "speculative_algorithm" not in arguments:

@@ -105,15 +105,21 @@ def check_preloadable(path: Path = PRELOADED_PATH) -> None:
         raise InternalError(f"{path} cannot be in LD_PRELOAD, where colons and spaces separate paths: install tasuki elsewhere")
 
 
+TORCH_ALLOCATOR = "libc10_cuda.so"
+
+
 def redirect_cudart(device_index: int, arena_id: int) -> None:
-    """From now on the CUDA runtime's cudaMalloc allocates in the arena. Raises InternalError unless PRELOADED_PATH was preloaded."""
+    """From now on cudaMalloc of torch's allocator allocates in the arena. Raises InternalError unless PRELOADED_PATH was preloaded.
+
+    Other libraries keep the runtime's memory: those of an engine's all-reduce share theirs by handles that only the runtime gives.
+    """
     try:
         redirect: Any = ctypes.CDLL(None).tasuki_redirect_cudart
     except AttributeError:
         raise InternalError(f"{PRELOADED_PATH} is not in this process's LD_PRELOAD; start the node with: tasuki up") from None
-    redirect.argtypes = [ctypes.c_int, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_void_p]
+    redirect.argtypes = [ctypes.c_int, ctypes.c_uint64, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p]
     functions = [ctypes.cast(function, ctypes.c_void_p) for function in (_library().tasuki_allocate, _library().tasuki_free)]
-    if redirect(device_index, arena_id, *functions) != 0:
+    if redirect(device_index, arena_id, TORCH_ALLOCATOR.encode(), *functions) != 0:
         raise InternalError(f"cuda:{device_index} is no device that cudaMalloc can be redirected for")
 
 

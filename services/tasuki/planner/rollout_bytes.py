@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from tasuki.config.engine_arguments import DRAFT_BLOCKS
 from tasuki.memory.granularity import arena_bytes
 from tasuki.models.shape import ROUTER, VOCABULARY_STEP, Shapes
 from tasuki.planner.kv_tokens import CPU_TOKENS
@@ -80,8 +81,8 @@ def engine_step(layout: Layout) -> int:
         return 0
     model = layout.model
     width = 4 * model.hidden_size + 3 * -(-max(model.intermediate_size, model.query_size) // layout.tp_size)
-    # Logits in float32 and a copy of them. With drafts, those of every drafted token and three copies, which their log-probs need.
-    copies = 4 * layout.draft_tokens if layout.draft_tokens else 2
+    # Logits in float32 and a copy of them. Verification of drafts has its own blocks, reserved at the start (rollout/drafts.py).
+    copies = DRAFT_BLOCKS * layout.draft_tokens if layout.draft_tokens else 2
     sampling = layout.max_running_requests * model.vocab_size * 4 * copies
     return _PREFILL_TOKENS * width * layout.engine_bytes + sampling
 

@@ -27,7 +27,7 @@ _OTHERS = frozenset(
 )  # fmt: skip
 # Locations of files, logging, memory allocation and transports: they do not affect results.
 _KEPT_ENDS = ("_DIR", "_HOME", "_PATH", "_WORKSPACE_BASE", "_LOGS", "_LOG_LEVEL", "_ALLOC_CONF", "_ARCH_LIST", "_STACKTRACES")
-_KEPT_FAMILIES = ("TORCH_NCCL_", "TORCH_GLOO_", "TORCH_DISTRIBUTED_", "TORCH_FR_")
+_KEPT_FAMILIES = ("TORCH_NCCL_", "TORCH_GLOO_", "TORCH_DISTRIBUTED_", "TORCH_FR_", "TORCH_SYMM_MEM_")
 
 
 def foreign_variables(names: Iterable[str]) -> list[str]:
@@ -70,7 +70,8 @@ def engine_environment(config: NodeConfig, model: ModelFacts, *, temp_dir: Path)
     if config.metrics.engine:
         everywhere["PROMETHEUS_MULTIPROC_DIR"] = str(places.engine_metrics_dir(config.state_dir))
     if config.device == "cuda":
-        return everywhere
+        # Ranks would otherwise map the pages of each other's graphs, which move when graphs are paused and resumed.
+        return everywhere | {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"}
     rollout = config.rollout
     return everywhere | {
         "SGLANG_USE_CPU_ENGINE": "1",

@@ -25,7 +25,7 @@ from tasuki.memory.tags import MemoryTag
 from tasuki.rollout.adapter import AdapterBuffers, UnpinnedLora, serve_adapter
 from tasuki.rollout.cpu_attention import BatchedAttention
 from tasuki.rollout.dense_lora import install_dense_lora
-from tasuki.rollout.drafts import compile_verification
+from tasuki.rollout.drafts import compile_verification, keep_drafts, reserve_verification
 from tasuki.rollout.engine_lock import EngineLock
 from tasuki.rollout.first_samples import FirstSamples
 from tasuki.rollout.float32_logits import install_float32_logits
@@ -118,7 +118,7 @@ class ReportingScheduler(sglang_scheduler.Scheduler):
         report["kv_cache_bytes"] = _kv_cache_bytes(self)
         report["page_size"] = self.page_size
         if not self.spec_algorithm.is_none():
-            self._compile_verification()
+            self._prepare_drafts()
         report["start_seconds"] = dict(self._setup.start_seconds)
         if self.server_args.device == "cpu":
             _sample_by_seeds()
@@ -126,10 +126,13 @@ class ReportingScheduler(sglang_scheduler.Scheduler):
         freeze_started()  # SGLang collects garbage whenever it flushes its cache.
         return dict(report)
 
-    def _compile_verification(self) -> None:
-        started = time.monotonic()
-        with reporting(self._setup.pipe_writer):
-            compile_verification(vocab_size=self.model_config.vocab_size, device=torch.device(self._setup.allocator.device))
+    def _prepare_drafts(self) -> None:
+        started, device = time.monotonic(), torch.device(self._setup.allocator.device)
+        vocab_size, num_tokens = self.model_config.vocab_size, self.max_running_requests * self.server_args.speculative_num_draft_tokens
+        with reporting(self._setup.pipe_writer), torch.cuda.stream(self.forward_stream):
+            compile_verification(vocab_size=vocab_size, device=device)
+            reserve_verification(num_tokens=num_tokens, vocab_size=vocab_size, device=device)
+        keep_drafts(self.draft_worker)
         self._setup.start_seconds["drafts"] = time.monotonic() - started
 
     def maybe_sleep_on_idle(self) -> None:
