@@ -41,8 +41,10 @@ RUNS = {
     "memory pool": (1, ["memory.pool=true"]),
     "memory pool and a KV cache that grows": (1, [*GROWING, "memory.pool=true"]),
     "memory pool, two ranks": (2, ["memory.pool=true", "trainer.num_ranks=2"]),
-    "memory pool at TP 2": (2, ["memory.pool=true", "trainer.num_ranks=2", "rollout.tp_size=2"]),
-    "nothing stays at TP 2": (2, ["residency.trainer=[]", "trainer.num_ranks=2", "rollout.tp_size=2"]),
+    "memory pool at TP 2, nothing stays": (
+        2,
+        ["memory.pool=true", "residency.trainer=[]", "trainer.num_ranks=2", "rollout.tp_size=2"],
+    ),
     "KV cache that grows at TP 2": (2, [*GROWING, "trainer.num_ranks=2", "rollout.tp_size=2"]),
     "two replicas": (2, ["trainer.num_ranks=2"]),
     "adapter at TP 2": (2, [*LORA, 'rollout.lora="adapter"', "trainer.num_ranks=2", "rollout.tp_size=2"]),

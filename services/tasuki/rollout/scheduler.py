@@ -128,7 +128,8 @@ class ReportingScheduler(sglang_scheduler.Scheduler):
 
     def _prepare_drafts(self) -> None:
         started, device = time.monotonic(), torch.device(self._setup.allocator.device)
-        vocab_size, num_tokens = self.model_config.vocab_size, self.max_running_requests * self.server_args.speculative_num_draft_tokens
+        vocab_size = self.model_config.vocab_size
+        num_tokens = self.max_running_requests * self.server_args.speculative_num_draft_tokens
         with reporting(self._setup.pipe_writer), torch.cuda.stream(self.forward_stream):
             compile_verification(vocab_size=vocab_size, device=device)
             reserve_verification(num_tokens=num_tokens, vocab_size=vocab_size, device=device)
