@@ -117,8 +117,12 @@ class ReportingScheduler(sglang_scheduler.Scheduler):
         report["weight_bytes"] = _weight_bytes(self)
         report["kv_cache_bytes"] = _kv_cache_bytes(self)
         report["page_size"] = self.page_size
-        if not self.spec_algorithm.is_none():
-            self._prepare_drafts()
+        if self.server_args.device == "cuda":
+            # What warming up for CUDA graphs has cached belongs to a stream that is not used again.
+            torch.cuda.empty_cache()
+        num_drafts = self.server_args.speculative_num_draft_tokens
+        if not self.spec_algorithm.is_none() and num_drafts is not None:
+            self._prepare_drafts(num_tokens=self.max_running_requests * num_drafts)
         report["start_seconds"] = dict(self._setup.start_seconds)
         if self.server_args.device == "cpu":
             _sample_by_seeds()
@@ -126,10 +130,9 @@ class ReportingScheduler(sglang_scheduler.Scheduler):
         freeze_started()  # SGLang collects garbage whenever it flushes its cache.
         return dict(report)
 
-    def _prepare_drafts(self) -> None:
+    def _prepare_drafts(self, *, num_tokens: int) -> None:
         started, device = time.monotonic(), torch.device(self._setup.allocator.device)
         vocab_size = self.model_config.vocab_size
-        num_tokens = self.max_running_requests * self.server_args.speculative_num_draft_tokens
         with reporting(self._setup.pipe_writer), torch.cuda.stream(self.forward_stream):
             compile_verification(vocab_size=vocab_size, device=device)
             reserve_verification(num_tokens=num_tokens, vocab_size=vocab_size, device=device)
