@@ -122,7 +122,7 @@ class ReportingScheduler(sglang_scheduler.Scheduler):
             torch.cuda.empty_cache()
         num_drafts = self.server_args.speculative_num_draft_tokens
         if not self.spec_algorithm.is_none() and num_drafts is not None:
-            self._prepare_drafts(num_tokens=self.max_running_requests * num_drafts)
+            self._prepare_drafts(num_tokens=(self.max_running_requests or 0) * num_drafts)
         report["start_seconds"] = dict(self._setup.start_seconds)
         if self.server_args.device == "cpu":
             _sample_by_seeds()
