@@ -5,6 +5,8 @@ python supervised_node.py STATE_DIR LOCK_FD STARTER_FD MAX_RESTARTS NAME=KIND...
 Kinds: "good" stops on request together with its child, "deaf" ignores SIGTERM, "dies" exits with code 7 soon after its start, "fails" does
 so before the supervisor goes on, "stops" is stopped by SIGSTOP at once, "late" is good, but listens a second after "beside" starts.
 
+A file NAME.hindered in the state folder keeps a service from being started again.
+
 Names: "beats" has a heartbeat, "pooled" holds the whole pool, "gpu" needs a GPU's pool. "beside" waits for "first" except at the node's
 start, and records whether that listens. Each service has a socket, a child in another session, and a file and a semaphore in shared memory,
 as engines and trainers do.
@@ -86,6 +88,13 @@ def await_failed(record: logging.LogRecord, kinds: dict[str, str]) -> bool:
     return True
 
 
+def check_start(state_dir: Path, name: str) -> None:
+    from tasuki.wire.errors import InvalidArgument
+
+    if (state_dir / f"{name}.hindered").exists():
+        raise InvalidArgument("security.cert", "is away")
+
+
 def is_listening(address: Path) -> bool:
     with socket.socket(socket.AF_UNIX) as probe:
         return probe.connect_ex(str(address)) == 0
@@ -143,6 +152,7 @@ def main() -> int:
         starter_fd=int(sys.argv[3]),
         environment=environment,
         restart=RestartConfig(max_restarts=int(sys.argv[4]), stall_s=2.0),
+        check_start=partial(check_start, state_dir),
         make_pool=lambda: NodePool(config),
     )
 

@@ -353,6 +353,36 @@ def test_a_page_does_not_draw_each_of_many_short_steps(page: Browser, tmp_path: 
         page.open("about:blank#left")
 
 
+async def test_the_focus_on_the_events_stays_there_and_on_their_view_when_the_node_goes_down(
+    page: Browser, tmp_path: Path
+) -> None:
+    config = NodeConfig(state_dir=tmp_path / "state", model=ModelConfig(path=tmp_path))
+    with served(None, config=config) as server:
+        async with running_node(config) as node:
+            await node.acquire(types_pb2.PHASE_ROLLOUT)
+            await asyncio.to_thread(open_tab, page, server.url, "node", "RESUME_KV")
+            await asyncio.to_thread(page.until, "document.querySelector('.events').innerText.includes('RESUME_KV')")
+            page.evaluate("document.querySelector('.events').style.height = '2em'")
+            page.evaluate("window.before = document.querySelector('.events')")
+            page.evaluate("before.focus(); before.scrollTop = 10")
+            await node.acquire(types_pb2.PHASE_TRAIN)
+            await asyncio.to_thread(page.until, "document.querySelector('.events').innerText.includes('LOAD_TRAINER')")
+            assert page.evaluate(
+                "document.activeElement === document.querySelector('.events') && document.activeElement !== before"
+            )
+        await asyncio.to_thread(page.until, "document.querySelector('#view-node').innerText.includes('not running')")
+        assert page.evaluate("document.activeElement.id") == "view-node"
+        await asyncio.to_thread(page.open, "about:blank#left")
+
+
+def test_a_control_that_a_new_view_lacks_leaves_the_focus_on_the_view(page: Browser, recorded) -> None:
+    open_tab(page, recorded.url, "changeovers", "c000064")
+    page.evaluate("document.querySelector('#view-changeovers .open[data-key=c000063]').focus()")
+    page.evaluate("document.querySelector('#view-changeovers input[type=checkbox]').click()")
+    page.until("document.querySelectorAll('#view-changeovers .open').length === 2")
+    assert page.evaluate("document.activeElement.id") == "view-changeovers"
+
+
 async def test_a_node_that_runs_is_followed_through_a_changeover(page: Browser, tmp_path: Path) -> None:
     config = NodeConfig(state_dir=tmp_path / "state", model=ModelConfig(path=tmp_path))
     async with running_node(config) as node:

@@ -59,19 +59,20 @@ def config_of(folder: Path, port: int, *security: str, host: str = "127.0.0.1") 
     return port_config(folder, f"metrics.listen={host}:{port}", *security, *insecure)
 
 
-def get(port: int, path: str = "/metrics", *, tls: ssl.SSLContext | None = None, token: str | None = None) -> tuple[int, bytes]:
+def get(port: int, path: str = "/metrics", *, tls: ssl.SSLContext | None = None, **headers: str) -> tuple[int, bytes]:
     connection = (
         http.client.HTTPConnection("127.0.0.1", port, timeout=60)
         if tls is None
         else http.client.HTTPSConnection("localhost", port, timeout=60, context=tls)
     )
-    connection.request("GET", path, headers={} if token is None else {"Authorization": f"Bearer {token}"})
+    connection.request("GET", path, headers=headers)
     answer = connection.getresponse()
     return answer.status, answer.read()
 
 
 async def read(port: int, path: str = "/metrics", *, tls: ssl.SSLContext | None = None, token: str | None = None):
-    return await asyncio.to_thread(get, port, path, tls=tls, token=token)
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    return await asyncio.to_thread(get, port, path, tls=tls, **headers)
 
 
 def tls_of(folder: Path, role: str | None = None) -> ssl.SSLContext:
@@ -86,6 +87,29 @@ async def test_on_loopback_it_answers_everybody_and_only_this_path(tmp_path: Pat
         assert await read(port) == (200, TEXT)
         assert (await read(port, "/metrics?name[]=up"))[0] == 200
         assert (await read(port, "/"))[0] == 404
+
+
+async def test_on_loopback_a_name_that_was_made_to_lead_here_is_refused(tmp_path: Path, unused_tcp_port: int) -> None:
+    async with served(config_of(tmp_path, unused_tcp_port)) as port:
+        for host in (
+            "evil.example",
+            f"evil.example:{port}",
+            "127.0.0.1.evil.example",
+            "localhost.evil.example",
+            "10.0.0.1",
+            "",
+        ):
+            status, text = await asyncio.to_thread(get, port, Host=host)
+            assert (status, text) == (421, b"this server is for names of this machine\n")
+        for host in ("localhost", f"localhost:{port}", f"127.0.0.1:{port}", "127.0.0.2", "[::1]:80"):
+            assert await asyncio.to_thread(get, port, Host=host) == (200, TEXT)
+
+
+async def test_over_tls_a_scrape_may_use_any_name(tmp_path: Path, unused_tcp_port: int) -> None:
+    folder = make_certs(tmp_path / "certs")
+    async with served(config_of(tmp_path, unused_tcp_port, *mtls(folder), host="0.0.0.0")) as port:
+        tls = tls_of(folder, "viewer")
+        assert await asyncio.to_thread(get, port, tls=tls, Host=f"node:{port}") == (200, TEXT)
 
 
 async def test_elsewhere_it_asks_for_a_certificate_with_a_role(tmp_path: Path, unused_tcp_port: int) -> None:

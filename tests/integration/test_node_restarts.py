@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,6 +35,35 @@ def test_service_that_is_killed_is_restarted_without_its_children_and_the_others
     assert pids_of(node, "first") == first
     assert all(is_alive(pid) for pid in first)
     node.pids += pids_of(node, "second")
+    stop_node(node.state_dir)
+    assert node.process.wait() == 0
+    assert node.exit["restarts"] == {"second": 1}
+
+
+def test_service_that_could_not_start_again_waits_and_uses_up_no_restart(
+    start: Start, capfd: pytest.CaptureFixture[str]
+) -> None:
+    node = start(max_restarts=1, first="good", second="good")
+    node.wait_until_up()
+    first, second = pids_of(node, "first"), pids_of(node, "second")
+    hindrance = node.state_dir / "second.hindered"
+    hindrance.touch()
+    told: list[str] = []
+
+    def log() -> str:
+        told.append(capfd.readouterr().err)
+        return "".join(told)
+
+    os.kill(second[0], signal.SIGKILL)
+    waits = "event=restart_waits service=second error=INVALID_ARGUMENT: security.cert: is away"
+    wait_for(lambda: waits in log())
+    time.sleep(2.5)
+    assert log().count("event=restart_waits") == 1
+    assert pids_of(node, "first") == first and pids_of(node, "second") == second
+    hindrance.unlink()
+    wait_for(lambda: len(pids_of(node, "second")) == 2 and pids_of(node, "second")[0] != second[0])
+    node.pids += pids_of(node, "second")
+    hindrance.touch()
     stop_node(node.state_dir)
     assert node.process.wait() == 0
     assert node.exit["restarts"] == {"second": 1}

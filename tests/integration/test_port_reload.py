@@ -116,6 +116,18 @@ async def test_client_that_a_port_refuses_is_asked_about_its_credentials(tmp_pat
                     await client.state()
 
 
+@pytest.mark.parametrize(
+    ("host", "question"), [("localhost", "is the node up, and does it"), ("127.0.0.1", r"is the node up\?")]
+)
+async def test_a_client_that_is_told_of_one_address_of_a_name_is_asked_about_its_credentials(
+    unused_tcp_port: int, host: str, question: str
+) -> None:
+    # A port at 127.0.0.1 may have refused it, and grpc tell only that nothing listens at ::1.
+    async with AsyncClient(f"{host}:{unused_tcp_port}") as client:
+        with pytest.raises(PeerUnavailable, match=f"{question}.*Connection refused"):
+            await client.state()
+
+
 async def test_call_that_runs_keeps_its_connection(tmp_path: Path) -> None:
     folder = make_certs(tmp_path / "certs")
     config = port_config(tmp_path, *mtls(folder))

@@ -12,7 +12,7 @@ from tasuki.client import AsyncClient, Credentials
 from tasuki.config.load import load_config
 from tasuki.config.places import node_targets
 from tasuki.config.schema import NodeConfig
-from tasuki.rpc.port import check_ports
+from tasuki.rpc.port import check_files, check_ports
 from tasuki.v1 import trainer_pb2
 from tasuki.v1.coordinator_pb2 import GetStateRequest
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
@@ -177,6 +177,17 @@ def test_files_of_a_node_without_ports_are_checked_as_well(tmp_path: Path) -> No
     with pytest.raises(InvalidArgument, match=r"no\.(pem|key) cannot be read") as refused_config:
         check_ports(load_config(file))
     assert refused_config.value.metadata["field"] in ("security.cert", "security.key")
+
+
+def test_a_service_with_a_port_could_not_start_again_without_its_certificate(tmp_path: Path) -> None:
+    config, folder = make_config("certificate", tmp_path)
+    (folder / "node.pem").rename(folder / "away.pem")
+    for service in ("coordinator", "trainer", "rollout"):
+        with pytest.raises(InvalidArgument, match=r"^security.cert: .*node.pem cannot be read"):
+            check_files(config, service)
+    check_files(config, "fleet")
+    (folder / "away.pem").rename(folder / "node.pem")
+    check_files(config, "rollout")
 
 
 async def test_client_that_does_not_trust_the_node_says_so(tmp_path: Path) -> None:

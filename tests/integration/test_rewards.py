@@ -272,6 +272,8 @@ def test_a_sum_beyond_float32_is_an_error_and_no_infinity(folder: Path):
         ([NamedReward("a", "my_rewards:reward", weight=float("nan"))], "reward.weight"),
         ([NamedReward("a", "my_rewards:reward"), NamedReward("b", "my_rewards:missing")], "cannot use my_rewards:missing"),
         ([NamedReward("a", "my_rewards")], "module:function"),
+        ([NamedReward("a", max)], "put the function into a file"),  # as in a notebook
+        (max, "put the function into a file"),
     ],
 )
 def test_rewards_that_cannot_be_told_apart_weighted_or_imported_are_refused(

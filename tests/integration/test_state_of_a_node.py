@@ -57,6 +57,14 @@ async def test_services_that_are_away_are_marked_and_the_others_told(
         lines = [line.split(maxsplit=1)[1].strip() for line in text.splitlines() if line.startswith(("trainer ", "rollout "))]
         assert [line for line in lines if not line.startswith("at ")] == ["is being restarted", "is starting"]
         assert await asyncio.to_thread(show_state, config, as_json=False, must_serve=True) == 1
+        with log.open("a") as lines:
+            lines.write("event=restart_waits service=trainer error=INVALID_ARGUMENT: security.cert: away\n")
+        capsys.readouterr()
+        await asyncio.to_thread(show_state, config, as_json=True)
+        assert (
+            json.loads(capsys.readouterr().out)["absent"]["trainer"]
+            == "waits to be restarted: INVALID_ARGUMENT: security.cert: away"
+        )
         watching = asyncio.create_task(asyncio.to_thread(watch, config))
         await asyncio.sleep(1.0)
         node.process.kill()

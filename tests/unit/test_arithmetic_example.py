@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,9 +17,13 @@ from tests.conftest import ENVIRONMENT, ROOT
 EXAMPLE = ROOT / "client" / "examples" / "arithmetic"
 
 
-def make_task(folder: Path, *options: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, EXAMPLE / "make_task.py", folder, *options]
+def script(name: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, EXAMPLE / name, *arguments]
     return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False)
+
+
+def make_task(folder: Path, *options: str | Path) -> subprocess.CompletedProcess[str]:
+    return script("make_task.py", folder, *options)
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:
@@ -26,13 +31,17 @@ def rows_of(path: Path) -> list[dict[str, str]]:
     return [{"question": row["prompt"][0]["content"], "answer": row["answer"]} for row in rows]
 
 
-@pytest.fixture(scope="module")
-def rewards() -> object:
-    spec = importlib.util.spec_from_file_location("arithmetic_rewards", EXAMPLE / "rewards.py")
+def imported(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(f"arithmetic_{name}", EXAMPLE / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def rewards() -> object:
+    return imported("rewards")
 
 
 def test_no_sum_is_held_out_and_trained_on_in_either_order(tmp_path: Path) -> None:
@@ -73,21 +82,71 @@ def test_a_line_that_is_no_problem_of_gsm8k_is_named(tmp_path: Path, line: dict[
     source = tmp_path / "gsm8k.jsonl"
     source.write_text(json.dumps(line) + "\n")
     done = make_task(tmp_path, "--gsm8k", source)
-    assert done.returncode == 1
-    assert str(source) in done.stderr and problem in done.stderr
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert done.stderr.startswith("make_task.py: --gsm8k: ") and str(source) in done.stderr and problem in done.stderr
 
 
 def test_a_file_that_does_not_exist_is_named(tmp_path: Path) -> None:
     done = make_task(tmp_path, "--gsm8k", tmp_path / "none.jsonl")
-    assert (done.returncode, done.stderr) == (1, f"make_task.py: dataset {tmp_path / 'none.jsonl'} does not exist\n")
+    problem = f"dataset {tmp_path / 'none.jsonl'} does not exist"
+    told = f"make_task.py: --gsm8k: {problem}; give a JSONL file of `question` and `answer`\n"
+    assert (done.returncode, done.stderr) == (2, told)
+
+
+def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    (tmp_path / "taken" / "train.jsonl").mkdir(parents=True)
+    for folder, named in (
+        (file, file),
+        (file / "below", file / "below"),
+        (tmp_path / "taken", tmp_path / "taken" / "train.jsonl"),
+    ):
+        done = make_task(folder)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+        assert done.stderr.startswith("make_task.py: folder: ") and f"'{named}'; give a folder" in done.stderr
+
+
+def test_a_model_that_cannot_be_scored_is_named_and_not_looked_for_elsewhere(tmp_path: Path) -> None:
+    score = imported("score")
+    bare, broken, file = tmp_path / "bare", tmp_path / "broken", tmp_path / "file"
+    bare.mkdir()
+    broken.mkdir()
+    (broken / "config.json").write_text("{")
+    file.touch()
+    for model in (Path("gpt2"), bare, file):
+        with pytest.raises(score.Refused, match=f"^model: {model} is not a model's folder; give a folder with config.json"):
+            score.load(model)
+    with pytest.raises(score.Refused, match=f"^model: {broken} cannot be loaded: .*; give a folder"):
+        score.load(broken)
+
+
+@pytest.mark.parametrize("text", [None, "", "{", "[]\n", '{"prompt": "1 + 1?", "answer": "2"}\n', '{"prompt": []}\n'])
+def test_problems_that_cannot_be_scored_are_named(tmp_path: Path, text: str | None) -> None:
+    score = imported("score")
+    problems = tmp_path / "eval.jsonl"
+    if text is None:
+        problems.mkdir()
+    else:
+        problems.write_text(text)
+    with pytest.raises(score.Refused, match=f"^problems: {problems} .*; give a JSONL file of `prompt`"):
+        score.read_problems(problems)
+
+
+def test_scoring_ends_with_the_line_of_its_argument(tmp_path: Path) -> None:
+    problems = tmp_path / "eval.jsonl"
+    problems.write_text(json.dumps({"prompt": [{"role": "user", "content": "1 + 1?"}], "answer": "2"}) + "\n")
+    done = script("score.py", tmp_path, problems)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert done.stderr.startswith(f"score.py: model: {tmp_path} is not a model's folder; ")
 
 
 def test_a_run_ends_with_the_line_of_its_problems(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("{}")
     options = ["--model", tmp_path, "--output", tmp_path / "run", "--gsm8k", tmp_path / "none.jsonl"]
-    command = [sys.executable, EXAMPLE / "run.py", *options]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stderr) == (2, f"make_task.py: dataset {tmp_path / 'none.jsonl'} does not exist\n")
+    done = script("run.py", *options)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert done.stderr.startswith(f"make_task.py: --gsm8k: dataset {tmp_path / 'none.jsonl'} does not exist; ")
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from rewards import final_number
 
 from tasuki.client.dataset import read_objects
-from tasuki.wire.errors import TasukiError
+from tasuki.wire.errors import InvalidArgument, TasukiError
 
 NUM_EVAL = 256
 FINISH = "\nEnd with #### and the number."
@@ -32,11 +31,11 @@ def make_sums(folder: Path, *, seed: int) -> None:
 def make_gsm8k(folder: Path, source: Path) -> None:
     """Write train.jsonl and eval.jsonl from lines of `question` and `answer`; the last ones, at most a tenth, are held out.
 
-    Raises PathNotFound without the file. Exits naming a line without a question, or without `#### n` in its answer.
+    Raises PathNotFound without the file, InvalidArgument naming a line without a question, or without `#### n` in its answer.
     """
     problems = [(_field(row, "question", place) + FINISH, _final(row, place)) for place, row in read_objects(source)]
     if len(problems) < 2:
-        sys.exit(f"{source}: has {len(problems)} problem; needs one to train on and one to hold out")
+        raise InvalidArgument("dataset", f"{source}: has {len(problems)} problem; needs one to train on and one to hold out")
     num_eval = min(NUM_EVAL, max(1, len(problems) // 10))
     write_rows(folder / "eval.jsonl", problems[-num_eval:])
     write_rows(folder / "train.jsonl", problems[:-num_eval])
@@ -49,12 +48,16 @@ def write_rows(path: Path, problems: Iterable[tuple[str, str]]) -> None:
 
 def _field(row: Mapping[str, object], name: str, place: str) -> str:
     value = row.get(name)
-    return value if isinstance(value, str) else sys.exit(f"{place}: lacks `{name}`, a text")
+    if not isinstance(value, str):
+        raise InvalidArgument("dataset", f"{place}: lacks `{name}`, a text")
+    return value
 
 
 def _final(row: Mapping[str, object], place: str) -> str:
     number = final_number(_field(row, "answer", place))
-    return number if number is not None else sys.exit(f"{place}: `answer` has no number behind ####")
+    if number is None:
+        raise InvalidArgument("dataset", f"{place}: `answer` has no number behind ####")
+    return number
 
 
 if __name__ == "__main__":
@@ -63,11 +66,13 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0, help="seed of the held-out sums")
     parser.add_argument("--gsm8k", type=Path, help="JSONL of `question` and `answer`, instead of sums")
     arguments = parser.parse_args()
-    arguments.folder.mkdir(parents=True, exist_ok=True)
     try:
+        arguments.folder.mkdir(parents=True, exist_ok=True)
         if arguments.gsm8k is None:
             make_sums(arguments.folder, seed=arguments.seed)
         else:
             make_gsm8k(arguments.folder, arguments.gsm8k)
     except TasukiError as error:
-        sys.exit(f"make_task.py: {error.message}")
+        parser.exit(2, f"make_task.py: --gsm8k: {error.message}; give a JSONL file of `question` and `answer`\n")
+    except OSError as error:
+        parser.exit(2, f"make_task.py: folder: {error}; give a folder that can be made or written to\n")

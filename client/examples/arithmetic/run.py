@@ -87,7 +87,7 @@ def remove_earlier(output: Path) -> None:
 
 
 def compare(config: NodeConfig, output: Path, *, started: float) -> int:
-    """Print the held-out scores. Returns 1 if plain transformers scores the exported model differently."""
+    """Print the held-out scores. Returns 1 if plain transformers scores the exported model differently, 2 if it does not score it."""
     assert config.train is not None
     reward = config.train.reward.functions["exact"].function.partition(":")[2]
     options = [
@@ -102,7 +102,11 @@ def compare(config: NodeConfig, output: Path, *, started: float) -> int:
     ]
     command = [sys.executable, HERE / "score.py", output / "model", output / "task" / "eval.jsonl", *options]
     # In a separate process, without tasuki.
-    scored = float(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, process_group=0).stdout)
+    done = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True, process_group=0)
+    if done.returncode != 0:
+        print(f"the exported model was not scored: score.py ended with code {done.returncode}", file=sys.stderr)
+        return USER_ERROR
+    scored = float(done.stdout)
     lines = (output / "metrics.jsonl").read_text().splitlines()
     before, *_, after = [score for line in lines if (score := json.loads(line)["metrics"].get("eval/mean/exact")) is not None]
     print(

@@ -9,18 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 BATCH_SIZE = 64
 
 
+class Refused(Exception):
+    """An argument that names nothing usable."""
+
+
 def score(folder: Path, problems: Path, *, reward: str, max_new_tokens: int, device: str) -> float:
-    """reward: name of a function in rewards.py."""
+    """reward: name of a function in rewards.py. Raises Refused."""
     rewarded = getattr(importlib.import_module("rewards"), reward)
-    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    rows = read_problems(problems)
+    tokenizer, model = load(folder)
     model.to(device)
-    rows = [json.loads(line) for line in problems.open()]
     scores: list[float] = []
     for start in range(0, len(rows), BATCH_SIZE):
         batch = rows[start : start + BATCH_SIZE]
@@ -31,6 +35,33 @@ def score(folder: Path, problems: Path, *, reward: str, max_new_tokens: int, dev
         texts = tokenizer.batch_decode(made[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
         scores += [rewarded(completion=text, answer=row["answer"]) for text, row in zip(texts, batch, strict=True)]
     return sum(scores) / len(scores)
+
+
+def read_problems(path: Path) -> list[dict[str, Any]]:
+    advice = "give a JSONL file of `prompt`, a list of chat messages, and `answer`, as make_task.py writes it"
+    try:
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+    except (OSError, ValueError) as error:
+        raise Refused(f"problems: {path} cannot be read: {error}; {advice}") from error
+    if not rows or not all(isinstance(row, dict) and isinstance(row.get("prompt"), list) and "answer" in row for row in rows):
+        raise Refused(f"problems: {path} lacks problems, or parts of them; {advice}")
+    return rows
+
+
+def load(folder: Path) -> tuple[Any, Any]:
+    """Tokenizer and model. Never takes the folder's name for that of a model on the network."""
+    advice = "give a folder with config.json, weights, and a tokenizer that has a chat template"
+    try:
+        if not (folder / "config.json").is_file():
+            raise Refused(f"model: {folder} is not a model's folder; {advice}")
+        tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", local_files_only=True)
+        if tokenizer.chat_template is None:
+            raise Refused(f"model: {folder} has no chat template; {advice}")
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True)
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        problem = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise Refused(f"model: {folder} cannot be loaded: {problem}; {advice}") from error
+    return tokenizer, model
 
 
 if __name__ == "__main__":
@@ -44,4 +75,7 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     options = {"reward": arguments.reward, "max_new_tokens": arguments.max_new_tokens, "device": arguments.device}
-    print(score(arguments.model, arguments.problems, **options))
+    try:
+        print(score(arguments.model, arguments.problems, **options))
+    except Refused as error:
+        parser.exit(2, f"score.py: {error}\n")

@@ -35,14 +35,14 @@ def make_task(folder: Path, *, seed: int) -> None:
     numbers = random_.sample(range(10**LENGTH), NUM_EVAL + NUM_TRAIN)
     words = [f"{number:0{LENGTH}d}" for number in numbers]
     eval_words, train_words = words[:NUM_EVAL], words[NUM_EVAL:]
-    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "model").mkdir(parents=True, exist_ok=True)
     for name, some_words in (("eval", eval_words), ("train", train_words)):
         rows = ({"prompt": f"{word}>", "answer": word[::-1]} for word in some_words)
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(folder / "model")
     model = supervised_start(make_model(), tokenizer, train_words, random_)
     model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -102,4 +102,7 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    make_task(arguments.folder, seed=arguments.seed)
+    try:
+        make_task(arguments.folder, seed=arguments.seed)
+    except OSError as error:
+        parser.exit(2, f"make_task.py: folder: {error}; give a folder that can be made or written to\n")

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from tasuki.cli.__main__ import exit_code_of
+from tasuki.cli.__main__ import USER_ERROR, exit_code_of
 from tasuki.cli.train import run
 from tasuki.config.load import load_config
 from tasuki.config.schema import NodeConfig
@@ -92,7 +92,10 @@ def demo(output: Path, *, seed: int, overrides: list[str], started: float) -> in
     sys.stdout.flush()
     # In a separate process, so that its torch does not occupy memory next to the services. Ctrl-C ends it through this one.
     command = [sys.executable, HERE / "make_task.py", output / "task", "--seed", str(seed)]
-    subprocess.run(command, check=True, process_group=0)
+    made = subprocess.run(command, check=False, process_group=0)
+    if made.returncode != 0:
+        sys.stderr.write(f"the task was not made: make_task.py ended with code {made.returncode}\n")
+        return USER_ERROR
     return run(load_config(config, overrides=overrides), config_dir=output, started=started)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import time
 import uuid
 from collections.abc import Awaitable, Callable
@@ -19,7 +20,7 @@ from tasuki.v1 import coordinator_pb2, rollout_pb2, trainer_pb2, types_pb2
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tasuki.v1.rollout_pb2_grpc import RolloutServiceStub
 from tasuki.v1.trainer_pb2_grpc import TrainerServiceStub
-from tasuki.wire.address import reachable, unix_target
+from tasuki.wire.address import reachable, split_host_port, unix_target
 from tasuki.wire.channel import open_channel
 from tasuki.wire.credentials import Credentials
 from tasuki.wire.errors import (
@@ -87,8 +88,7 @@ class Connection:
         try:
             response = await self.read(ask)
         except PeerUnavailable as error:
-            # As a port answers a caller without TLS, or whose certificate it refuses.
-            doubt = ", and does it accept these credentials" if "Socket closed" in error.message else ""
+            doubt = ", and does it accept these credentials" if _may_be_refused(self._target, error.message) else ""
             text = f"no coordinator answers at {self._target}; is the node up{doubt}? ({error.message})"
             raise PeerUnavailable(text, peer=self._target) from error
         except InternalError as error:
@@ -244,3 +244,17 @@ class _Loss:
         await asyncio.sleep(self._pause_s)
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
         return True
+
+
+def _may_be_refused(target: str, message: str) -> bool:
+    """Whether a port may have refused a caller without TLS, or its certificate: it closes the connection.
+
+    A name may have several addresses, such as localhost, of which grpc tells the last one's error.
+    """
+    if target.startswith("unix:") or "andshake failed" in message:
+        return False
+    try:
+        ipaddress.ip_address(split_host_port(target)[0])
+    except ValueError:
+        return True
+    return "Socket closed" in message

@@ -272,6 +272,8 @@ class _PoolBroken(Exception):
 
 
 def _named(function: str | Sequence[NamedReward]) -> tuple[NamedReward, ...]:
+    if callable(function):
+        _split(function)
     if isinstance(function, str):
         return (NamedReward(_split(function)[1], function),)
     names = [reward.name for reward in function]
@@ -283,7 +285,10 @@ def _named(function: str | Sequence[NamedReward]) -> tuple[NamedReward, ...]:
     return tuple(function)
 
 
-def _split(function: str) -> tuple[str, str]:
+def _split(function: object) -> tuple[str, str]:
+    if not isinstance(function, str):
+        problem = f'expected "module:function", got {function!r}; put the function into a file, from which workers import it'
+        raise InvalidArgument("reward.function", problem)
     module, separator, name = function.partition(":")
     if not (separator and module and name):
         raise InvalidArgument("reward.function", f'expected "module:function", got {function!r}')

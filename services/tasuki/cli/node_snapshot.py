@@ -130,9 +130,12 @@ class NodeReader:
             return nothing
 
     def _start_of(self, service: str) -> str:
-        """Whether the service is starting or restarting: its supervisor logs every start after the first."""
-        is_again = f"event=restart service={service} " in read_log(log_path(self._state_dir, "supervisor"))
-        return "is being restarted" if is_again else "is starting"
+        """Whether the service is starting or restarting, and what that waits for: its supervisor logs every start after the first."""
+        log = read_log(log_path(self._state_dir, "supervisor"))
+        told = [line for line in log.splitlines() if f" service={service} " in line]
+        if told and "event=restart_waits " in told[-1]:
+            return f"waits to be restarted: {told[-1].partition(' error=')[2]}"
+        return "is being restarted" if any("event=restart " in line for line in told) else "is starting"
 
     def _usage(self, service: str, absent: dict[str, str]) -> memory_pb2.GetUsageResponse:
         """Memory usage; empty while the ranks are busy with something long, so that the rest can be shown."""

@@ -13,7 +13,7 @@ from typing import Any
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from tasuki.config.schema import NodeConfig
-from tasuki.rpc.http_port import HttpCaller, HttpHandler, HttpPort
+from tasuki.rpc.http_port import MISDIRECTED, HttpCaller, HttpHandler, HttpPort
 from tasuki.rpc.methods import METHODS
 from tasuki.wire.address import is_beyond_loopback
 from tasuki.wire.errors import PermissionDenied, TasukiError, Unauthenticated
@@ -69,11 +69,14 @@ class MetricsServer(HttpPort):
 
 class _Handler(HttpHandler):
     def do_GET(self) -> None:
+        server = self.server
+        assert isinstance(server, MetricsServer)
+        if not server.takes_host(self.headers.get("Host")):
+            self._answer(HTTPStatus.MISDIRECTED_REQUEST, MISDIRECTED)
+            return
         if self.path.partition("?")[0] != "/metrics":
             self._answer(HTTPStatus.NOT_FOUND, b"see /metrics\n")
             return
-        server = self.server
-        assert isinstance(server, MetricsServer)
         try:
             if server.access is not None:
                 server.access.check(_METHOD, HttpCaller(self))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import socket
 import ssl
@@ -17,7 +18,7 @@ from tasuki.config.schema import NodeConfig
 from tasuki.config.security_schema import SecurityConfig
 from tasuki.rpc.access import Access, access_of
 from tasuki.rpc.port import server_files
-from tasuki.wire.address import split_host_port
+from tasuki.wire.address import is_loopback, split_host_port
 from tasuki.wire.reloaded import Reloaded
 
 _log = logging.getLogger("tasuki.rpc")
@@ -25,6 +26,7 @@ IDLE_TIMEOUT_S = 10.0
 REQUEST_TIMEOUT_S = 5.0
 """From a connection to the end of its request's headers, the handshake included."""
 MAX_CONNECTIONS = 32
+MISDIRECTED = b"this server is for names of this machine\n"
 _ROOM_TIMEOUT_S = 1.0
 _MAX_ID_CHARS = 2048
 
@@ -55,6 +57,13 @@ class HttpPort(ThreadingHTTPServer):
         self._arriving: dict[Any, _Arriving] = {}
         self._lock = threading.Lock()
         super().__init__((host, port), handler)
+
+    def takes_host(self, header: str | None) -> bool:
+        """Whether the `Host` header may name this server. Refuses pages elsewhere whose name resolves to it (DNS rebinding).
+
+        Over TLS the certificate determines the name. The port may differ, as through a tunnel.
+        """
+        return self.tls is not None or (header is not None and is_loopback(_bare_host(header)))
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self._room.acquire(blocking=False):
@@ -174,6 +183,17 @@ def _names_of(certificate: Mapping[str, Any]) -> dict[str, list[bytes]]:
         "peer_spiffe_id": [ids[0].encode()] if ids and len(uris) == 1 else [],
         "x509_common_name": [name.encode() for name in names],
     }
+
+
+def _bare_host(header: str) -> str:
+    """Host without port and brackets."""
+    host, _, port = header.rpartition(":") if not header.endswith("]") else (header, "", "")
+    name = host if host and port.isdecimal() else header
+    bare = name[1:-1] if name.startswith("[") and name.endswith("]") else name
+    try:
+        return str(ipaddress.ip_address(bare))
+    except ValueError:
+        return bare.lower()
 
 
 def _tls_of(security: SecurityConfig) -> Reloaded[ssl.SSLContext]:

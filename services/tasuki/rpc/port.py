@@ -78,6 +78,14 @@ def check_ports(config: NodeConfig) -> None:
     _server_credentials(config)
 
 
+def check_files(config: NodeConfig, service: str) -> None:
+    """Raises InvalidArgument naming a key of [security] if the service's port would not open for its file. Only reads files."""
+    if service in port_targets(config) or (service == "fleet" and config.fleet is not None):
+        access_of(config)
+        if config.security.cert is not None:
+            server_files(config.security).read()
+
+
 def _server_credentials(config: NodeConfig) -> grpc.ServerCredentials | None:
     """TLS credentials that read the certificate files at the start of each connection."""
     security = config.security

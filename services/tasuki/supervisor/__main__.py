@@ -13,6 +13,7 @@ from tasuki.config.load import load_config
 from tasuki.config.lock import StateLock
 from tasuki.config.places import config_path
 from tasuki.rpc.logs import configure_logging
+from tasuki.rpc.port import check_files
 from tasuki.supervisor.pool import NodePool
 from tasuki.supervisor.services import node_services
 from tasuki.supervisor.supervise import supervise
@@ -33,6 +34,7 @@ def main(state_dir: Path, *, lock_fd: int, starter_fd: int) -> int:
             starter_fd=starter_fd,
             environment=service_environment(os.environ),
             restart=config.restart,
+            check_start=functools.partial(check_files, config),
             make_pool=functools.partial(NodePool, config) if config.memory.pool else None,
         )
     except TasukiError as error:

@@ -42,6 +42,7 @@ _log = logging.getLogger("tasuki.supervisor")
 _GRACE_S = 5.0
 _KILL_S = 3.0
 _TICK_S = 0.1
+_CHECK_EVERY_S = 1.0
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -53,12 +54,14 @@ def supervise(
     starter_fd: int,
     environment: Mapping[str, str],
     restart: RestartConfig,
+    check_start: Callable[[str], None] = lambda _: None,
     make_pool: Callable[[], NodePool] | None = None,
 ) -> int:
     """Runs and restarts the services until one has ended too often, someone asks for a stop, or the starter ends without detaching the
     node.
 
     starter_fd: read end of a pipe. A byte detaches the node from its starter; end of file alone stops it.
+    check_start: raises a TasukiError while a service could not start again, such as without its certificate; it is started once it can.
     make_pool: creates the shared memory pool before the services start.
     """
     adopt_orphans()
@@ -73,7 +76,9 @@ def supervise(
     die_with_parent(guard_pid, signal.SIGTERM)
     adopt_orphans()
     lock.sign(os.getpid())
-    supervisor = Supervisor(state_dir, services, resources, starter_fd=starter_fd, environment=environment, restart=restart)
+    supervisor = Supervisor(
+        state_dir, services, resources, starter_fd=starter_fd, environment=environment, restart=restart, check_start=check_start
+    )
     return supervisor.run(make_pool)
 
 
@@ -89,6 +94,7 @@ class Supervisor:
         starter_fd: int,
         environment: Mapping[str, str],
         restart: RestartConfig,
+        check_start: Callable[[str], None],
     ) -> None:
         self._state_dir = state_dir
         self._resources = resources
@@ -103,6 +109,9 @@ class Supervisor:
         self._served: set[str] = set()
         self._exit_codes: dict[str, int] = {}
         self._pool: NodePool | None = None
+        self._check_start = check_start
+        self._hindered: dict[str, str] = {}
+        """Services that could not start again -> why."""
         self._restarts = RestartPolicy(max_restarts=restart.max_restarts, window_s=restart.window_s)
         self._watchdog = Watchdog(state_dir, stall_s=restart.stall_s, progress_s=restart.progress_s)
 
@@ -151,6 +160,9 @@ class Supervisor:
             service = self._services[name]
             after = None if service.is_first_beside and self._starts_first(name) else service.after
             if now >= not_before and (after is None or listens(self._services[after].target)):
+                if self._is_hindered(name):
+                    self._waiting[name] = now + _CHECK_EVERY_S
+                    continue
                 del self._waiting[name]
                 self._start(service)
 
@@ -180,6 +192,21 @@ class Supervisor:
         self._pids[process.pid] = service
         self._watchdog.launched(service.name, process.pid)
         _log.info("event=started service=%s pid=%d", service.name, process.pid)
+
+    def _is_hindered(self, name: str) -> bool:
+        """Whether a service that has served would end at once, which would use up its restarts."""
+        if self._starts_first(name):
+            return False
+        try:
+            self._check_start(name)
+        except TasukiError as error:
+            problem = f"{error.reason}: {error.message}"
+            if self._hindered.get(name) != problem:
+                self._hindered[name] = problem
+                _log.error("event=restart_waits service=%s error=%s", name, problem)
+            return True
+        self._hindered.pop(name, None)
+        return False
 
     def _starts_first(self, name: str) -> bool:
         """Whether the service has not served since the node started."""

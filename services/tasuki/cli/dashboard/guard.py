@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import secrets
 from http.server import BaseHTTPRequestHandler
 
@@ -12,7 +11,7 @@ from tasuki.config.schema import NodeConfig
 from tasuki.rpc.access import Access
 from tasuki.rpc.http_port import HttpCaller
 from tasuki.rpc.methods import METHODS
-from tasuki.wire.address import is_beyond_loopback, is_loopback
+from tasuki.wire.address import is_beyond_loopback
 from tasuki.wire.errors import InvalidArgument, Unauthenticated
 
 _METHOD = METHODS["/tasuki.v1.CoordinatorService/GetState"]
@@ -47,18 +46,9 @@ def make_token() -> str:
 class Guard:
     """Checks requests before they are answered."""
 
-    def __init__(self, *, token: str | None, access: Access | None, checks_host: bool) -> None:
-        """token: from the URL; None requires none. access: for a port beyond loopback. checks_host: accepts only names of this machine."""
-        self._token, self._access, self._checks_host = token, access, checks_host
-
-    def takes_host(self, host: str | None) -> bool:
-        """Whether the `Host` header may name this server. Refuses pages elsewhere whose name resolves to it (DNS rebinding).
-
-        Over TLS the certificate determines the name. The port may differ, as through a tunnel.
-        """
-        if not self._checks_host:
-            return True
-        return host is not None and is_loopback(_bare_host(host))
+    def __init__(self, *, token: str | None, access: Access | None) -> None:
+        """token: from the URL; None requires none. access: for a port beyond loopback."""
+        self._token, self._access = token, access
 
     def check(self, handler: BaseHTTPRequestHandler) -> None:
         """Raises Unauthenticated and PermissionDenied."""
@@ -71,14 +61,3 @@ class Guard:
 def _given(handler: BaseHTTPRequestHandler) -> str:
     header = handler.headers.get("Authorization", "")
     return header[len(_BEARER) :].strip() if header.lower().startswith(_BEARER) else ""
-
-
-def _bare_host(header: str) -> str:
-    """Host without port and brackets."""
-    host, _, port = header.rpartition(":") if not header.endswith("]") else (header, "", "")
-    name = host if host and port.isdecimal() else header
-    bare = name[1:-1] if name.startswith("[") and name.endswith("]") else name
-    try:
-        return str(ipaddress.ip_address(bare))
-    except ValueError:
-        return bare.lower()

@@ -15,7 +15,7 @@ from urllib.parse import parse_qs, urlsplit
 from tasuki.cli.dashboard.feed import Feed, Parts
 from tasuki.cli.dashboard.guard import Guard
 from tasuki.config.schema import NodeConfig
-from tasuki.rpc.http_port import HttpHandler, HttpPort
+from tasuki.rpc.http_port import MISDIRECTED, HttpHandler, HttpPort
 from tasuki.wire.errors import InvalidArgument, PathNotFound, PermissionDenied, TasukiError, Unauthenticated
 
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
@@ -57,7 +57,7 @@ class DashboardServer(HttpPort):
         self.files = _static_files()
         self.streams = threading.BoundedSemaphore(_MAX_STREAMS)
         super().__init__(listen, _Handler, guard=guard_config)
-        self.guard = Guard(token=token, access=self.access, checks_host=guard_config is None)
+        self.guard = Guard(token=token, access=self.access)
 
 
 def _static_files() -> dict[str, tuple[str, bytes]]:
@@ -76,8 +76,8 @@ class _Handler(HttpHandler):
         server = self.server
         assert isinstance(server, DashboardServer)
         url = urlsplit(self.path)
-        if not server.guard.takes_host(self.headers.get("Host")):
-            self._answer(HTTPStatus.MISDIRECTED_REQUEST, "text/plain", b"this server is for names of this machine\n")
+        if not server.takes_host(self.headers.get("Host")):
+            self._answer(HTTPStatus.MISDIRECTED_REQUEST, "text/plain", MISDIRECTED)
         elif url.path in server.files:
             self._answer(HTTPStatus.OK, *server.files[url.path])
         else:

@@ -23,11 +23,16 @@ function fill(element, attributes, children) {
   return element;
 }
 
-/** Replaces what is inside, and keeps the focus on the element that has the same `data-key`. */
+/** Replaces what is inside. The focus stays on the element that has the same `data-key`, as it is scrolled, else on what is around. */
 export function put(host, ...children) {
-  const key = host.contains(document.activeElement) ? document.activeElement.dataset.key : undefined;
+  const focused = document.activeElement;
+  const isInside = host !== focused && host.contains(focused);
+  const { scrollTop } = focused;
   host.replaceChildren(...children.flat().filter((child) => child !== null && child !== undefined));
-  if (key !== undefined) [...host.querySelectorAll("[data-key]")].find((one) => one.dataset.key === key)?.focus({ preventScroll: true });
+  if (!isInside) return;
+  const same = [...host.querySelectorAll("[data-key]")].find((one) => one.dataset.key === focused.dataset.key);
+  (same ?? host.closest("[tabindex]"))?.focus({ preventScroll: true });
+  if (same) same.scrollTop = scrollTop;
 }
 
 /** Text with commands between backticks, as elements for `put`. */
