@@ -29,7 +29,8 @@ def test_what_may_change_a_number_or_where_metrics_go_is_dropped(name: str) -> N
     "name",
     [
         "PATH", "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH", "NCCL_P2P_DISABLE", "OMP_NUM_THREADS", "TASUKI_SERVICE", "TRITON_CACHE_DIR",
-        "TORCH_HOME", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "PYTORCH_CUDA_ALLOC_CONF", "FLASHINFER_WORKSPACE_BASE", "TORCH_LOGS", "CUDA_HOME",
+        "TORCH_HOME", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "PYTORCH_CUDA_ALLOC_CONF",
+        "FLASHINFER_WORKSPACE_BASE", "TORCH_LOGS", "CUDA_HOME",
     ],
 )  # fmt: skip
 def test_places_logs_memory_and_transports_stay(name: str) -> None:
