@@ -80,16 +80,27 @@ def test_changeovers_keep_weights_and_samples_and_the_chunks_add_up(pooled: Runn
         assert chaos.log_probs() == chaos.learned
 
 
+def test_the_trainer_imports_while_the_engine_starts(pooled: RunningNode) -> None:
+    assert seconds_between_starts(pooled) < 1
+    assert read_start_seconds(pooled.state_dir, "trainer")["room"] > 1
+    assert "event=waiting_for_room service=rollout" in log_path(pooled.state_dir, "trainer").read_text()
+
+
+def seconds_between_starts(node: RunningNode) -> float:
+    """Seconds from the engine's launch to the trainer's."""
+    log = log_path(node.state_dir, "supervisor").read_text()
+    started = re.findall(r"^(\S+ \S+) .*event=started service=(\w+)", log, re.MULTILINE)
+    times = {name: datetime.fromisoformat(stamp) for stamp, name in reversed(started)}
+    return (times["trainer"] - times["rollout"]).total_seconds()
+
+
 def test_trainer_and_engine_start_at_once_in_a_pool_that_holds_both() -> None:
     pool = ["memory.pool=true", f"memory.host_budget_bytes={2 * _BUDGET}"]
     with (
         started_node(overrides=pool, residency="[residency]\nstarts_together = true") as node,
         Client(state_dir=node.state_dir) as client,
     ):
-        log = log_path(node.state_dir, "supervisor").read_text()
-        started = re.findall(r"^(\S+ \S+) .*event=started service=(\w+)", log, re.MULTILINE)
-        times = {name: datetime.fromisoformat(stamp) for stamp, name in started}
-        assert (times["trainer"] - times["rollout"]).total_seconds() < 1
+        assert seconds_between_starts(node) < 1 and "room" not in read_start_seconds(node.state_dir, "trainer")
         assert_seconds_are_told(node)
         chaos = ChaosNode(node, client)
         chaos.step()

@@ -135,7 +135,6 @@ def main() -> int:
             target=f"unix:{run_folder / name}.sock",
             health_name="",
             after="first" if name == "beside" else None,
-            is_first_beside=name == "beside",
         )
         for name, kind in kinds.items()
     ]

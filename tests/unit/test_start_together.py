@@ -76,4 +76,4 @@ def test_a_start_counts_all_of_both_but_the_memory_of_a_step() -> None:
 def test_the_trainer_waits_for_rollout_on_a_gpu_unless_residency_says_otherwise(tmp_path: Path, *, together: bool) -> None:
     config = node(residency={"kv_tokens": 400_000, "starts_together": together}, state_dir=str(tmp_path))
     trainer = next(service for service in node_services(config) if service.name == "trainer")
-    assert (trainer.after, trainer.is_first_beside) == ("rollout", together)
+    assert trainer.after == "rollout" and config.trainer_starts_alone is not together

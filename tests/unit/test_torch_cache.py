@@ -38,10 +38,22 @@ def test_it_tries_until_less_than_1_gb_is_cached_and_at_most_three_times(
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append("wait"))
     monkeypatch.setattr(torch_cache, "torch_pool", lambda index: (int(next(left) * GB) + 7 * GB, 7 * GB))
-    found = torch_cache.return_cached_blocks(torch.device("cuda", 0))
+    found = torch_cache.TorchCache(torch.device("cuda", 0)).return_blocks()
     assert calls == ["empty", *["wait", "empty"] * (tries - 1)]
     assert found == int(left_gb[tries - 1] * GB)
     assert ("event=cache_kept" in caplog.text) is (found >= GB)
+
+
+def test_what_all_tries_have_left_is_tried_once_until_there_is_more(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    left = iter([5.0, 3.0, 3.0, 3.05, 2.0, 3.2, 3.2, 3.15, 3.15])
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch_cache, "torch_pool", lambda index: (int(next(left) * GB) + 7 * GB, 7 * GB))
+    cache = torch_cache.TorchCache(torch.device("cuda", 0))
+    assert [cache.return_blocks() / GB for _ in range(5)] == pytest.approx([3.0, 3.05, 2.0, 3.15, 3.15])
+    assert caplog.text.count("event=cache_kept") == 2
 
 
 def test_an_engine_wakes_beside_the_cache_unless_it_was_emptied() -> None:

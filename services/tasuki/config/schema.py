@@ -221,6 +221,14 @@ class NodeConfig(Schema):
         """Whether trainer and engine read one copy of the model below the adapters."""
         return self.trainer.lora is not None and self.trainer.lora.share_base
 
+    @property
+    def trainer_starts_alone(self) -> bool:
+        """Whether the trainer, at the node's start, waits until the engine sleeps: each may need all memory of a GPU or a pool, and a base
+        that both read is the engine's to load.
+        """
+        together = self.residency is not None and self.residency.starts_together
+        return not together and (self.memory.pool or self.shares_base or self.device == "cuda")
+
     @model_validator(mode="after")
     def _settings_fit_together(self) -> NodeConfig:
         check_constraints(self)

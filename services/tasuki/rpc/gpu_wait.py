@@ -1,4 +1,4 @@
-"""Waits, in a service restarted beside the other one, until the other has left the GPU."""
+"""Waits, in a service that starts beside the other one, until the other has left the GPU or the pool."""
 
 from __future__ import annotations
 
@@ -37,8 +37,11 @@ def wait_for_trainer_to_leave(target: str) -> None:
         _wait(resident_tags, "trainer")
 
 
-def wait_for_rollout_to_leave(target: str, *, staying: Collection[int] = ()) -> None:
-    """Returns when no tag of rollout but `staying` is resident, or no rollout answers: a trainer loads its model when it starts."""
+def wait_for_rollout_to_leave(target: str, *, staying: Collection[int] = (), must_serve: bool = False) -> None:
+    """Returns when no tag of rollout but `staying` is resident, or no rollout answers: a trainer loads its model when it starts.
+
+    must_serve: rollout starts too, so one that does not answer is waited for.
+    """
     with open_blocking_channel(target) as channel:
         stub = RolloutServiceStub(channel)
 
@@ -46,17 +49,17 @@ def wait_for_rollout_to_leave(target: str, *, staying: Collection[int] = ()) -> 
             state = stub.GetRolloutState(GetRolloutStateRequest(), timeout=_READ_TIMEOUT_S)
             return [tag for tag in state.resident_tags if tag not in staying]
 
-        _wait(resident_tags, "rollout")
+        _wait(resident_tags, "rollout", must_serve=must_serve)
 
 
-def _wait(resident_tags: Callable[[], Sequence[int]], service: str) -> None:
+def _wait(resident_tags: Callable[[], Sequence[int]], service: str, *, must_serve: bool = False) -> None:
     started, is_told = time.monotonic(), False
     while True:
         try:
             has_left = not resident_tags()
         except grpc.RpcError as error:
             # Any other error means that the service is there, but busy.
-            has_left = cast(grpc.Call, error).code() is grpc.StatusCode.UNAVAILABLE
+            has_left = not must_serve and cast(grpc.Call, error).code() is grpc.StatusCode.UNAVAILABLE
         if has_left:
             _log.info("event=room seconds=%.1f", time.monotonic() - started)
             return

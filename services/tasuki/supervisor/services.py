@@ -28,9 +28,7 @@ class ServiceCommand:
     health_name: str
     environment: dict[str, str] = field(default_factory=dict)
     after: str | None = None
-    """A service that must listen before this one starts."""
-    is_first_beside: bool = False
-    """Whether the first start does not wait for `after`."""
+    """A service that must listen before this one is restarted. At the node's start all start at the same time."""
     final_codes: tuple[int, ...] = ()
     """Exit codes after which the service is not restarted and the node stops."""
 
@@ -38,8 +36,7 @@ class ServiceCommand:
 def node_services(config: NodeConfig, *, preloaded: str = "") -> list[ServiceCommand]:
     """The three services, plus the fleet service on a node of a fleet. preloaded: LD_PRELOAD as it is, such as another malloc.
 
-    Where trainer and engine share memory, the trainer starts once the engine sleeps. At the node's start both start at the same time if
-    `residency.starts_together`.
+    Where trainer and engine share memory, a trainer is restarted once the engine listens.
     """
     targets = node_targets(config)
     arguments = ["--config", str(config_path(config.state_dir))]
@@ -73,9 +70,7 @@ def node_services(config: NodeConfig, *, preloaded: str = "") -> list[ServiceCom
             target=targets["trainer"],
             health_name="tasuki.v1.TrainerService",
             environment={**on_gpu, "OMP_NUM_THREADS": str(config.trainer.num_threads if is_cpu else 1)},
-            # The start of one may need all memory of a GPU or a pool; a base that both read is the engine's to load.
             after="rollout" if config.memory.pool or config.shares_base or not is_cpu else None,
-            is_first_beside=config.residency is not None and config.residency.starts_together,
         ),
     ]
 

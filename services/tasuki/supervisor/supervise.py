@@ -158,7 +158,7 @@ class Supervisor:
         now = time.monotonic()
         for name, not_before in list(self._waiting.items()):
             service = self._services[name]
-            after = None if service.is_first_beside and self._starts_first(name) else service.after
+            after = None if self._starts_first(name) else service.after
             if now >= not_before and (after is None or listens(self._services[after].target)):
                 if self._is_hindered(name):
                     self._waiting[name] = now + _CHECK_EVERY_S

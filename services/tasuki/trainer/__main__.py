@@ -16,7 +16,7 @@ from pathlib import Path
 from tasuki.config.gpus import show_gpus
 from tasuki.config.load import load_config
 from tasuki.config.lock import StateLock
-from tasuki.config.places import nccl_log_path, node_targets
+from tasuki.config.places import FIRST_START_VARIABLE, nccl_log_path, node_targets
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.stages import Service
 from tasuki.rpc.gpu_wait import wait_for_rollout_to_leave
@@ -83,8 +83,11 @@ def _serve(config: NodeConfig, launch: Launch, start: StartSeconds) -> int:
 
 
 def _wait_for_rollout(config: NodeConfig, start: StartSeconds) -> None:
-    if config.device == "cuda":
-        wait_for_rollout_to_leave(node_targets(config)["rollout"], staying=staying_tags(config, Service.ROLLOUT))
+    """A trainer that is restarted on a CPU has its memory, and waits for nobody."""
+    must_serve = config.trainer_starts_alone and FIRST_START_VARIABLE in os.environ
+    if config.device == "cuda" or must_serve:
+        target, staying = node_targets(config)["rollout"], staying_tags(config, Service.ROLLOUT)
+        wait_for_rollout_to_leave(target, staying=staying, must_serve=must_serve)
         start.end("room")
 
 

@@ -33,7 +33,7 @@ from tasuki.trainer.backends.fsdp.mesh import mesh_device
 from tasuki.trainer.backends.fsdp.returning import TAGS as RETURNING_TAGS
 from tasuki.trainer.backends.fsdp.returning import Returning
 from tasuki.trainer.backends.fsdp.staying import NOTHING_STAYS, TAGS, ExportChoice, Staying
-from tasuki.trainer.backends.fsdp.torch_cache import return_cached_blocks
+from tasuki.trainer.backends.fsdp.torch_cache import TorchCache
 from tasuki.transport.export import ExportMemory, WeightExport
 from tasuki.wire.errors import OutOfGpuMemory, TasukiError
 
@@ -68,6 +68,7 @@ class TrainerMemory:
         self._returning = Returning(self._allocator, reached=failpoints.hit)
         self._leaving = Leaving(self._allocator, self._returning, heartbeat=heartbeat, reached=failpoints.hit)
         self._heartbeat = heartbeat
+        self._torch_cache = TorchCache(device)
         self._ended: list[Movement] = []
         """Movements ended since the last answer, until an answer reports them."""
         self._pinning: threading.Thread | None = None
@@ -128,7 +129,7 @@ class TrainerMemory:
         """
         self._returning.wait([MemoryTag.WEIGHTS])
         if self._device.type == "cuda" and self._staying.empties_cache_early:
-            return_cached_blocks(self._device)
+            self._torch_cache.return_blocks()
         if not (self._is_export_there and self._choice.stays):
             error: TasukiError | None = None
             try:
@@ -170,7 +171,7 @@ class TrainerMemory:
         with self._export.released() if self._export is not None and is_shared else nullcontext():
             released = self._allocator.pause([tag for tag in tags if tag not in later])
         if self._device.type == "cuda" and (makes_room or not self._staying.cache):
-            return_cached_blocks(self._device)
+            self._torch_cache.return_blocks()
         begun: tuple[Movement, ...] = ()
         if later and signal is not None:
             # Last, because releasing memory waits for copies already started. The optimizer's part is the largest.

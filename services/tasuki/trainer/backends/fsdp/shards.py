@@ -24,6 +24,7 @@ from tasuki.wire.errors import InvalidArgument, PathNotFound
 from tasuki.wire.regular_file import open_regular
 
 SINGLE_FILE = "model.safetensors"
+_BLOCK_BYTES = 64 << 20
 
 
 def local_shards(causal_lm: nn.Module) -> list[Shard]:
@@ -89,7 +90,17 @@ def load_shards(folder: Path, shards: Sequence[Shard]) -> None:
                     f"{folder}: {shard.name} has shape {stored.get_shape()}, config.json asks for {list(shard.global_shape)}"
                 )
                 raise InvalidArgument("model.path", problem)
-            shard.local.copy_(stored[tuple(map(slice, shard.offsets, shard.box.ends))])
+            _fill(shard.local, stored[tuple(map(slice, shard.offsets, shard.box.ends))])
+
+
+def _fill(local: Tensor, stored: Tensor) -> None:
+    """Copies and casts. A GPU casts blocks of rows itself: torch would cast the whole tensor on one core of the host."""
+    if local.device.type == "cpu" or not local.numel():
+        local.copy_(stored)
+        return
+    num_rows = max(1, _BLOCK_BYTES * len(stored) // stored.nbytes)
+    for target, source in zip(local.split(num_rows), stored.split(num_rows), strict=True):
+        target.copy_(source.to(local.device))
 
 
 def tensor_files(folder: Path) -> dict[str, str]:

@@ -10,23 +10,35 @@ import torch
 from tasuki.memory.device_usage import torch_pool
 
 MAX_TRIES, ENOUGH_BYTES = 3, 10**9
+# Of the size of a tensor that a round places elsewhere.
+_STEP_BYTES = 10**8
 _log = logging.getLogger("tasuki.trainer")
 
 
-def return_cached_blocks(device: torch.device) -> int:
-    """Returns blocks to the driver, in at most MAX_TRIES tries, until less than ENOUGH_BYTES is reserved but unallocated. Returns that.
+class TorchCache:
+    """Blocks of one GPU's torch."""
 
-    A further try first frees tensors in reference cycles, and waits for streams that still use a block.
-    """
-    cached = 0
-    for number in range(MAX_TRIES):
-        if number:
-            gc.collect()
-            torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
-        reserved, allocated = torch_pool(device.index or 0)
-        cached = reserved - allocated
-        if cached < ENOUGH_BYTES:
-            return cached
-    _log.warning("event=cache_kept bytes=%d tries=%d", cached, MAX_TRIES)
-    return cached
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stuck_bytes = 0
+        """What all tries have left: parts of segments in which a tensor lives."""
+
+    def return_blocks(self) -> int:
+        """Returns blocks to the driver, in at most MAX_TRIES tries, until less than ENOUGH_BYTES is reserved but unallocated. Returns that.
+
+        A further try first frees tensors in reference cycles, and waits for streams that still use a block. That takes longer than the
+        rest of a changeover's stage, so there is none for what earlier calls could not return either.
+        """
+        cached = 0
+        for number in range(MAX_TRIES):
+            if number:
+                gc.collect()
+                torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()
+            reserved, allocated = torch_pool(self._device.index or 0)
+            cached = reserved - allocated
+            if cached < max(ENOUGH_BYTES, self._stuck_bytes + _STEP_BYTES):
+                return cached
+        self._stuck_bytes = cached
+        _log.warning("event=cache_kept bytes=%d tries=%d", cached, MAX_TRIES)
+        return cached
