@@ -256,8 +256,10 @@ def one(
     try:
         measure(config, load, result, num_rounds=num_rounds, has_tail=has_tail, ends_at=ends_at, keep=keep)
     finally:
-        node.stop()
-        shutil.copytree(config.state_dir / "logs", out / f"logs-{kv}", dirs_exist_ok=True)
+        try:
+            node.stop()
+        finally:  # also of a node that does not stop in time
+            shutil.copytree(config.state_dir / "logs", out / f"logs-{kv}", dirs_exist_ok=True)
     audit = subprocess.run(
         [sys.executable, "-m", "tasuki.cli", "audit", str(config.state_dir)], capture_output=True, text=True, check=False
     )

@@ -2,14 +2,15 @@
 
 python supervised_node.py STATE_DIR LOCK_FD STARTER_FD MAX_RESTARTS NAME=KIND...
 
-Kinds: "good" stops on request together with its child, "deaf" ignores SIGTERM, "dies" exits with code 7 soon after its start, "fails" does
-so before the supervisor goes on, "stops" is stopped by SIGSTOP at once, "late" is good, but listens a second after "beside" starts.
+Kinds: "good" stops on request together with its child, "deaf" ignores SIGTERM, "dies" exits with code 7 soon after its start, "fails"
+does so before the supervisor goes on, "stops" is stopped by SIGSTOP at once, "late" is good, but listens a second after "beside" starts.
+"lingers" is good, with one more child, the one of `exiting_process`, whose pids it writes to NAME.lingering.
 
 A file NAME.hindered in the state folder keeps a service from being started again.
 
-Names: "beats" has a heartbeat, "pooled" holds the whole pool, "gpu" needs a GPU's pool. "beside" waits for "first" except at the node's
-start, and records whether that listens. Each service has a socket, a child in another session, and a file and a semaphore in shared memory,
-as engines and trainers do.
+Names: "bounded" limits the wait for exiting processes to 4 s. "beats" has a heartbeat, "pooled" holds the whole pool, "gpu" needs a GPU's
+pool. "beside" waits for "first" except at the node's start, and records whether that listens. Each service has a socket, a child in
+another session, and a file and a semaphore in shared memory, as engines and trainers do.
 """
 
 from __future__ import annotations
@@ -44,6 +45,11 @@ def service(name: str, kind: str, *, state_dir: Path, run_folder: Path) -> None:
             time.sleep(0.05)
         time.sleep(1.0)
         kind = "good"
+    lingering = state_dir / f"{name}.lingering"
+    if kind == "lingers" and not lingering.exists():
+        from tests.integration.exiting_process import fork_init
+
+        lingering.write_text(" ".join(map(str, fork_init())))
     if kind == "deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     listener = socket.socket(socket.AF_UNIX)
@@ -59,7 +65,7 @@ def service(name: str, kind: str, *, state_dir: Path, run_folder: Path) -> None:
     semaphore = multiprocessing.get_context("spawn").Semaphore()
     # After a kill, only this module's resource tracker would remove it, and that is killed as well.
     (state_dir / f"{name}.semaphore").write_text(semaphore._semlock.name)
-    if kind == "good":
+    if kind in ("good", "lingers"):
         signal.signal(signal.SIGTERM, lambda *_: (child.terminate(), os._exit(0)))
     if name == "pooled":
         # The service fails here unless every chunk of the pool is free.
@@ -119,6 +125,7 @@ def main() -> int:
     from tasuki.config.places import socket_dir
     from tasuki.config.schema import MemoryConfig, ModelConfig, NodeConfig, RestartConfig
     from tasuki.rpc.logs import configure_logging
+    from tasuki.supervisor import processes
     from tasuki.supervisor.pool import NodePool
     from tasuki.supervisor.services import ServiceCommand
     from tasuki.supervisor.supervise import supervise
@@ -127,6 +134,8 @@ def main() -> int:
     state_dir = Path(sys.argv[1])
     run_folder = socket_dir(state_dir)
     kinds = dict(argument.split("=") for argument in sys.argv[5:])
+    if "bounded" in kinds:
+        processes.EXIT_LIMIT_S = 4.0
     logging.getLogger("tasuki.supervisor").addFilter(partial(await_failed, kinds=kinds))
     services = [
         ServiceCommand(

@@ -85,6 +85,17 @@ def test_a_process_that_ends_while_it_starts_is_left_to_its_service_to_explain(
     assert first_stall(watchdog, begin=1003, end=1010) is None
 
 
+def test_a_process_that_is_exiting_is_gone_and_does_not_hang(
+    tmp_path: Path, watchdog: Watchdog, starting: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (path,) = pulse_dir(tmp_path).iterdir()
+    path.write_bytes((1).to_bytes(8, "little") * 3)  # it has beaten
+    assert first_stall(watchdog, begin=1000, end=1003) is None
+    monkeypatch.setattr("tasuki.supervisor.watchdog.is_exiting", lambda pid: pid == starting.pid)
+    stall = watchdog.check(now=1003.0)
+    assert stall == Stall("rollout", "scheduler0", starting.pid, "the process is gone", is_gone=True)
+
+
 def test_a_transfer_in_the_background_without_progress_is_noticed_while_the_process_beats(tmp_path: Path) -> None:
     watchdog = Watchdog(tmp_path, stall_s=STALL_S, progress_s=60.0)
     heartbeat, moved = Heartbeat(tmp_path, "trainer0"), [0]

@@ -28,8 +28,9 @@ from tasuki.config.places import client_target, log_path
 from tasuki.config.schema import NodeConfig
 from tasuki.fleet import EXIT_FLEET_ENDED
 from tasuki.supervisor.exit_report import is_requested, node_down, read_exit_report
-from tasuki.supervisor.node import start_node, to_stderr
+from tasuki.supervisor.node import start_node
 from tasuki.supervisor.post_mortem import why_it_ended
+from tasuki.supervisor.stop import to_stderr
 from tasuki.v1 import coordinator_pb2, fleet_pb2, types_pb2
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tasuki.v1.fleet_pb2_grpc import FleetServiceStub

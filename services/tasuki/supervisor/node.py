@@ -41,7 +41,7 @@ from tasuki.supervisor.pool import check_pool_room
 from tasuki.supervisor.residency import with_residency
 from tasuki.supervisor.rotation import KEPT_LOGS, rotate
 from tasuki.supervisor.serving import Tell, WaitsFor, wait_until_serving
-from tasuki.supervisor.stop import stop_node
+from tasuki.supervisor.stop import stop_node, to_stderr
 from tasuki.wire.errors import (
     DeadlineExceeded,
     InvalidArgument,
@@ -50,10 +50,6 @@ from tasuki.wire.errors import (
 
 # Each may contain all samples since a checkpoint.
 _KEPT_TRAINING_LOGS = 2
-
-
-def to_stderr(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
 
 
 class StartedNode:
@@ -75,12 +71,12 @@ class StartedNode:
         """Waits until the node has ended. Returns 0 after `tasuki down`, 1 if a service ended unexpectedly."""
         return self.process.wait()
 
-    def stop(self) -> None:
-        """Stops the node. Returns once nothing of it is left."""
+    def stop(self, *, tell: Tell = to_stderr) -> None:
+        """Stops the node. Returns once nothing of it is left. Raises as stop_node."""
         with _without_interrupts():
             if not self._is_detached:
                 os.close(self._starter_fd)
-            stop_node(self.config.state_dir)
+            stop_node(self.config.state_dir, tell=tell)
             self.process.wait()
 
 
@@ -110,7 +106,7 @@ def start_node(
     try:
         wait_until_serving(node.config, tell=tell, supervisor=node.process, waits_for=waits_for)
     except BaseException:
-        node.stop()
+        node.stop(tell=tell)
         raise
     return node
 
@@ -181,7 +177,7 @@ def running_node(config: NodeConfig, *, may_start: bool = True, tell: Tell = to_
         yield
     finally:
         try:
-            node.stop()
+            node.stop(tell=tell)
         except DeadlineExceeded as error:  # the body of the block reports how the run ended
             tell(f"tasuki: {error.message}")
 

@@ -35,7 +35,7 @@ from tasuki.supervisor.restart_policy import RestartPolicy
 from tasuki.supervisor.rotation import KEPT_LOGS, rotate
 from tasuki.supervisor.services import ServiceCommand, listens
 from tasuki.supervisor.watchdog import Watchdog, dump_stacks
-from tasuki.wire.errors import TasukiError
+from tasuki.wire.errors import DeadlineExceeded, TasukiError
 from tasuki.wire.printable import printable
 
 _log = logging.getLogger("tasuki.supervisor")
@@ -72,7 +72,7 @@ def supervise(
     pid = os.fork()
     if pid:
         os.close(starter_fd)
-        return _guard(state_dir, pid, resources)
+        return _guard(state_dir, pid, resources, lock=lock)
     die_with_parent(guard_pid, signal.SIGTERM)
     adopt_orphans()
     lock.sign(os.getpid())
@@ -108,6 +108,8 @@ class Supervisor:
         self._pids: dict[int, ServiceCommand] = {}
         self._served: set[str] = set()
         self._exit_codes: dict[str, int] = {}
+        self._ended_meanwhile: set[str] = set()
+        """Services that ended while another was killed."""
         self._pool: NodePool | None = None
         self._check_start = check_start
         self._hindered: dict[str, str] = {}
@@ -236,7 +238,8 @@ class Supervisor:
 
     def _ended(self) -> dict[str, str]:
         """Services that ended unexpectedly, or must be killed because they hang or a restart was requested, and which of these."""
-        ended = dict.fromkeys(self._note(reap()), "ended by itself")
+        ended = dict.fromkeys((*self._ended_meanwhile, *self._note(reap())), "ended by itself")
+        self._ended_meanwhile.clear()
         if (stall := self._watchdog.check(now=time.monotonic())) is not None and stall.service not in ended:
             stacks = "-" if stall.is_gone else dump_stacks(self._state_dir, stall)
             event = "lost" if stall.is_gone else "stalled"
@@ -265,7 +268,11 @@ class Supervisor:
         if pause_s is None:
             return f"{name} {how}, more often than restart.max_restarts allows"
         self._resources.scan()
-        num_killed = kill_service(name, kill_s=_KILL_S, watch=self._watch_end)
+        try:
+            num_killed = kill_service(name, kill_s=_KILL_S, watch=self._watch_kill)
+        except DeadlineExceeded as error:  # a new one would find the memory taken
+            return f"{name} {how}, and cannot be restarted: {error.message}"
+        self._ended_meanwhile.discard(name)
         self._watchdog.forget(name)
         self._pids = {pid: service for pid, service in self._pids.items() if service.name != name}
         self._waiting[name] = time.monotonic() + pause_s
@@ -285,6 +292,13 @@ class Supervisor:
         self._starter_fd = None
         return said == b""
 
+    def _watch_kill(self, ended: Mapping[int, int]) -> None:
+        """Serves the other services while one is killed, which may take long."""
+        if self._pool is not None:
+            self._pool.poll()
+        self._resources.poll()
+        self._ended_meanwhile.update(self._note(ended))
+
     def _watch_end(self, ended: Mapping[int, int]) -> None:
         self._resources.poll()
         self._note(ended)
@@ -301,7 +315,7 @@ class Supervisor:
         return names
 
 
-def _guard(state_dir: Path, supervisor_pid: int, resources: ResourceTracker) -> int:
+def _guard(state_dir: Path, supervisor_pid: int, resources: ResourceTracker, *, lock: StateLock) -> int:
     """Waits for the supervisor, then does what it could not do."""
     code = None
     while code is None:
@@ -311,6 +325,7 @@ def _guard(state_dir: Path, supervisor_pid: int, resources: ResourceTracker) -> 
             with suppress(ProcessLookupError):
                 os.kill(supervisor_pid, signal.SIGTERM)
         code = reap().get(supervisor_pid)
+    lock.sign(os.getpid())  # of the supervisor nothing is left that `stop_node` could follow to what is below this process
     resources.scan()
     end_descendants(grace_s=_GRACE_S, kill_s=_KILL_S, watch=lambda _: resources.poll())
     resources.remove()

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tasuki.config.places import pulse_dir, stall_dir
 from tasuki.rpc.heartbeat import Pulse, read_pulse
-from tasuki.supervisor.processes import parent_and_state
+from tasuki.supervisor.processes import is_exiting, parent_and_state
 
 _log = logging.getLogger("tasuki.supervisor")
 _CHECK_EVERY_S = 0.5
@@ -115,7 +115,7 @@ class Watchdog:
             if not pulse.beats and state != "T":
                 # Starting: an import may hold the GIL for longer than the heartbeat limit.
                 seen.beat_time = seen.progress_time = seen.transfer_time = now
-            if state in "ZX":
+            if state in "ZX" or is_exiting(int(pid)):
                 # A process that ends in order removes its heartbeat file. If it never had a heartbeat, its service reports why it ended.
                 if pulse.beats and path.exists():
                     yield Stall(_service_of(path), process, int(pid), "the process is gone", is_gone=True)

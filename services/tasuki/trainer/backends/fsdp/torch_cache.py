@@ -21,7 +21,7 @@ class TorchCache:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stuck_bytes = 0
-        """What all tries have left: parts of segments in which a tensor lives."""
+        """Left by all tries: parts of segments in which a tensor lives."""
 
     def return_blocks(self) -> int:
         """Returns blocks to the driver, in at most MAX_TRIES tries, until less than ENOUGH_BYTES is reserved but unallocated. Returns that.

@@ -1,0 +1,181 @@
+"""Processes of a node that the kernel needs long to end: nothing takes them for ended, nor for stuck."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tasuki.config.lock import NODE_LOCK, holder
+from tasuki.config.places import exit_path
+from tasuki.supervisor.processes import is_exiting
+from tasuki.supervisor.stop import stop_node
+from tasuki.wire.errors import DeadlineExceeded
+from tests.integration.exiting_process import hold
+from tests.integration.node_process import Node, Start, nodes_in, pids_of, wait_for
+
+_REPOSITORY = Path(__file__).resolve().parents[2]
+_PROBE = (
+    "import os; from tests.integration.exiting_process import fork_init, hold\n"
+    "init, traced = fork_init(); hold(traced); os.kill(init, 9)\n"
+)
+_MAY_UNSHARE = subprocess.run([sys.executable, "-c", _PROBE], cwd=_REPOSITORY, check=False, stderr=subprocess.DEVNULL)
+pytestmark = pytest.mark.skipif(_MAY_UNSHARE.returncode != 0, reason="needs pid namespaces and ptrace")
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    with nodes_in(tmp_path) as start:
+        yield start
+
+
+def lingering(node: Node, name: str) -> tuple[int, Callable[[], object]]:
+    """The child of the service that will be exiting once it is killed, and what ends it."""
+    init, traced = map(int, (node.state_dir / f"{name}.lingering").read_text().split())
+    node.pids += [init, traced]
+    return init, hold(traced)
+
+
+def is_new(node: Node, name: str, before: list[int]) -> bool:
+    return len(pids_of(node, name)) == 2 and pids_of(node, name)[0] != before[0]
+
+
+def test_a_restart_waits_for_an_exiting_process_and_a_service_that_ends_meanwhile_is_restarted(
+    start: Start, capfd: pytest.CaptureFixture[str]
+) -> None:
+    node = start(max_restarts=2, first="good", second="lingers")
+    node.wait_until_up()
+    before = {name: pids_of(node, name) for name in ("first", "second")}
+    init, release = lingering(node, "second")
+    os.kill(before["second"][0], signal.SIGKILL)
+    wait_for(lambda: is_exiting(init))
+    os.kill(before["first"][0], signal.SIGKILL)
+    said = ""
+
+    def waits() -> bool:
+        nonlocal said
+        said += capfd.readouterr().err
+        return f"event=waits_for_exit pids={init}\n" in said
+
+    wait_for(waits)
+    time.sleep(1.0)
+    assert is_exiting(init)
+    assert not is_new(node, "second", before["second"])
+    release()
+    for name, pids in before.items():
+        wait_for(lambda name=name, pids=pids: is_new(node, name, pids))
+        node.pids += pids_of(node, name)
+    stop_node(node.state_dir)
+    node.assert_gone()
+    assert node.exit["restarts"] == {"first": 1, "second": 1}
+
+
+def test_a_node_ends_when_a_process_of_the_service_to_restart_does_not(start: Start) -> None:
+    node = start(max_restarts=2, first="good", bounded="lingers")
+    node.wait_until_up()
+    init, release = lingering(node, "bounded")
+    os.kill(pids_of(node, "bounded")[0], signal.SIGKILL)
+    wait_for(exit_path(node.state_dir).exists)
+    release()
+    assert node.process.wait(timeout=60) == 1
+    node.assert_gone()
+    assert (node.exit["first"], node.exit["reason"]) == (
+        "bounded",
+        f"bounded ended by itself, and cannot be restarted: bounded has not ended after SIGKILL: pid {init} is exiting and cannot be "
+        "killed further: the kernel is freeing its memory",
+    )
+
+
+def test_stop_waits_for_an_exiting_process_and_says_so_once(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = start(first="good", second="lingers")
+    node.wait_until_up()
+    init, release = lingering(node, "second")
+    os.kill(init, signal.SIGKILL)
+    wait_for(lambda: is_exiting(init))
+    monkeypatch.setattr("tasuki.supervisor.stop.STOP_TIMEOUT_S", 4.0)
+    said: list[str] = []
+    with ThreadPoolExecutor() as pool:
+        stopped = pool.submit(stop_node, node.state_dir, tell=said.append)
+        wait_for(lambda: bool(said) or stopped.done())
+        time.sleep(1.0)
+        assert not stopped.done()
+        release()
+        assert stopped.result()
+    assert said == [f"waiting for pid {init}, which is exiting: the kernel is freeing its memory"]
+    node.assert_gone()
+
+
+def test_stop_finds_the_exiting_process_of_a_node_whose_supervisor_is_gone(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = start(first="good", second="lingers")
+    node.wait_until_up()
+    init, release = lingering(node, "second")
+    os.kill(init, signal.SIGKILL)
+    wait_for(lambda: is_exiting(init))
+    os.kill(node.supervisor_pid, signal.SIGKILL)
+    wait_for(lambda: node.supervisor_pid == node.process.pid)
+    monkeypatch.setattr("tasuki.supervisor.stop.STOP_TIMEOUT_S", 1.0)
+    said: list[str] = []
+    with ThreadPoolExecutor() as pool:
+        stopped = pool.submit(stop_node, node.state_dir, tell=said.append)
+        wait_for(lambda: bool(said) or stopped.done())
+        release()
+        assert stopped.result()
+    assert said == [f"waiting for pid {init}, which is exiting: the kernel is freeing its memory"]
+    node.assert_gone()
+
+
+def test_stop_does_not_advise_to_kill_a_process_that_is_exiting(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = start(first="good", second="lingers")
+    node.wait_until_up()
+    init, release = lingering(node, "second")
+    os.kill(init, signal.SIGKILL)
+    wait_for(lambda: is_exiting(init))
+    monkeypatch.setattr("tasuki.supervisor.stop.STOP_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("tasuki.supervisor.stop.EXIT_LIMIT_S", 2.0)
+    said: list[str] = []
+    try:
+        with pytest.raises(DeadlineExceeded) as stuck:
+            stop_node(node.state_dir, tell=said.append)
+    finally:
+        release()
+    assert stuck.value.message == (
+        f"the node has not stopped in 2 s: pid {init} is exiting and cannot be killed further: the kernel is freeing its memory"
+    )
+    assert stuck.value.metadata["pid"] == str(init)
+    assert len(said) == 1
+    wait_for(lambda: holder(node.state_dir, name=NODE_LOCK) is None)
+    node.assert_gone()
+
+
+def test_the_end_of_descendants_is_awaited_while_one_is_exiting() -> None:
+    program = (
+        "from tasuki.supervisor.processes import adopt_orphans, end_descendants\n"
+        "from tests.integration.exiting_process import fork_init\n"
+        "adopt_orphans()\n"
+        "print(*fork_init(), flush=True)\n"
+        "input()\n"
+        "end_descendants(grace_s=0.0, kill_s=0.2, watch=lambda _: None)\n"
+        "print('ended', flush=True)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program], cwd=_REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    with parent:
+        assert parent.stdin is not None and parent.stdout is not None
+        init, traced = map(int, parent.stdout.readline().split())
+        release = hold(traced)
+        parent.stdin.write(b"\n")
+        parent.stdin.close()
+        wait_for(lambda: is_exiting(init))
+        assert select.select([parent.stdout], [], [], 2.0) == ([], [], [])
+        release()
+        assert parent.stdout.readline() == b"ended\n"
+    assert not is_exiting(init)
