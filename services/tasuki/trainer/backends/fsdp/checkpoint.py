@@ -184,7 +184,7 @@ def load_checkpoint(
 def _check_fits(path: Path, facts: CheckpointFacts, *, have: CheckpointFacts) -> None:
     """Raises InvalidArgument if the networks differ from the configuration, VersionOrder for an older policy."""
     if facts.roles.keys() != have.roles.keys():
-        kinds = [", ".join(sorted(each.roles)) for each in (facts, have)]
+        kinds = [", ".join(sorted(each.roles)) or "no network" for each in (facts, have)]
         raise InvalidArgument("path", f"{path} holds {kinds[0]}, but the trainer trains {kinds[1]}")
     for role, saved in facts.roles.items():
         mine = have.roles[role]
