@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -108,6 +110,23 @@ def test_a_folder_that_may_not_be_read_is_refused_by_name(saved: Path) -> None:
     finally:
         os.seteuid(os.getuid())
         saved.chmod(0o700)
+
+
+@pytest.mark.parametrize("name", ["checkpoint.json", "tensors.json", "__0_0.distcp"])
+def test_a_file_that_may_not_be_read_is_refused_by_name(saved: Path, name: str) -> None:
+    with TemporaryDirectory() as place:  # tmp_path is below a folder of the user alone
+        Path(place).chmod(0o755)
+        copied = shutil.copytree(saved, Path(place) / "saved")
+        copied.chmod(0o755)
+        for file in copied.iterdir():
+            file.chmod(0 if file.name == name else 0o644)
+        try:
+            if os.geteuid() == 0:
+                os.seteuid(NOBODY)
+            with pytest.raises(PathPermissionDenied, match=rf"{copied / name}: permission denied for user "):
+                loads(copied)
+        finally:
+            os.seteuid(os.getuid())
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tasuki.config.lock import NODE_LOCK, StateLock
+from tasuki.config.save import save_config
 from tasuki.config.schema import ModelConfig, NodeConfig
 from tasuki.coordinator.journal import Journal
 from tasuki.memory.stages import HOLDS, Phase
@@ -373,6 +375,20 @@ async def test_the_focus_on_the_events_stays_there_and_on_their_view_when_the_no
         await asyncio.to_thread(page.until, "document.querySelector('#view-node').innerText.includes('not running')")
         assert page.evaluate("document.activeElement.id") == "view-node"
         await asyncio.to_thread(page.open, "about:blank#left")
+
+
+def test_a_node_whose_coordinator_does_not_answer_is_not_shown_as_ended(page: Browser, tmp_path: Path) -> None:
+    config = NodeConfig(state_dir=tmp_path / "state", model=ModelConfig(path=tmp_path))
+    config.state_dir.mkdir()
+    save_config(config, config.state_dir / "node.toml")
+    with served(None, config=config) as server:
+        with StateLock.take(config.state_dir, name=NODE_LOCK):
+            open_tab(page, server.url, "node", "The coordinator is starting.")
+            page.until("document.querySelector('#live').innerText === 'no answer'")
+            assert "not running" not in page.text("#view-node")
+        page.until("document.querySelector('#live').innerText === 'no node runs'")
+        page.until("document.querySelector('#view-node').innerText.includes('not running')")
+        page.open("about:blank#left")
 
 
 def test_a_control_that_a_new_view_lacks_leaves_the_focus_on_the_view(page: Browser, recorded) -> None:

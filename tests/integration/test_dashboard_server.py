@@ -79,6 +79,13 @@ def test_a_path_names_only_what_is_served(server, path: str) -> None:
     assert b"Traceback" not in body
 
 
+@pytest.mark.parametrize("target", ["http://[", "http://[::1/api/run"])
+def test_a_target_that_names_no_path_is_answered(server, target: str) -> None:
+    with socket.create_connection(("127.0.0.1", server.server_address[1]), timeout=10) as connection:
+        connection.sendall(f"GET {target} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+        assert connection.recv(100).startswith(b"HTTP/1.0 400 ")
+
+
 def test_other_methods_are_refused(server) -> None:
     for method in ("POST", "PUT", "DELETE", "OPTIONS"):
         connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=10)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -17,7 +20,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tasuki.transport.gloo_peers import check_gloo_peers, check_peers
+from tasuki.transport import gloo_peers
+from tasuki.transport.gloo_peers import check_gloo_peers, check_peers, close_listeners
 from tasuki.wire.errors import PeerUnavailable
 from tests.conftest import ENVIRONMENT
 from tests.integration.forked import processes
@@ -53,8 +57,16 @@ class Rank:
         return self.answers.recv()
 
 
+def drop_capabilities() -> None:
+    """Makes root an ordinary user for the kernel, in this process. Source: man 2 capset."""
+    header, no_sets = struct.pack("Ii", 0x20080522, 0), bytes(24)
+    if ctypes.CDLL(None, use_errno=True).capset(header, no_sets) != 0:
+        raise OSError(ctypes.get_errno(), "capset")
+
+
 def run_rank(store_path: Path, rank: int, answers: Connection) -> None:
-    """Meets the other rank; prints the values that all gave, or the reason of a refusal."""
+    """Meets the other rank, without capabilities as most users; sends the values that all gave, or the reason of a refusal."""
+    drop_capabilities()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     check_gloo_peers()
     check_gloo_peers()
@@ -106,6 +118,28 @@ def test_ranks_that_met_take_no_further_connection_and_go_on(start: Callable[[in
         rank.answers.send(False)
         rank.process.join(LIMIT_S)
         assert rank.process.exitcode == 0
+
+
+@pytest.mark.parametrize(("bound", "reached"), [("127.0.0.1", "127.0.0.1"), ("::1", "::1"), ("::", "::1"), ("::", "127.0.0.1")])
+def test_a_port_takes_no_connection_where_the_kernel_refuses_a_filter(
+    bound: str, reached: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(listener: socket.socket) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(gloo_peers, "_attach_filter", refuse)
+    others = {each.stat().st_ino for each in Path("/proc/self/fd").iterdir() if each.exists()}
+    family = socket.AF_INET6 if ":" in bound else socket.AF_INET
+    with socket.create_server((bound, 0), family=family, dualstack_ipv6=bound == "::") as listener:
+        port = listener.getsockname()[1]
+        with socket.create_connection((reached, port)) as earlier:
+            accepted, _ = listener.accept()
+            with accepted:
+                close_listeners(besides=others)
+                with pytest.raises(TimeoutError):
+                    socket.create_connection((reached, port), timeout=0.2)
+                earlier.sendall(b"still connected")
+                assert accepted.recv(64) == b"still connected"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")

@@ -35,6 +35,16 @@ def test_something_else_under_the_name_of_the_journal_is_refused(tmp_path: Path)
         Journal(tmp_path / "journal.sqlite")
 
 
+@pytest.mark.parametrize("header_bytes", [0, 100])
+def test_a_damaged_journal_is_refused_by_name(tmp_path: Path, header_bytes: int) -> None:
+    path = tmp_path / "journal.sqlite"
+    Journal(path).close()
+    content = path.read_bytes()
+    path.write_bytes(content[:header_bytes] + b"\xff" * (len(content) - header_bytes))
+    with pytest.raises(InvalidArgument, match="state_dir: .*journal.sqlite is damaged: .*; move it elsewhere"):
+        Journal(path)
+
+
 def test_epoch_grows_with_every_start(tmp_path: Path) -> None:
     epochs = []
     for boot in range(3):

@@ -100,6 +100,7 @@ def facts(*, policy: int | None = None, critic: int | None = -1, alpha: float | 
         (facts(critic=None), facts(critic=8), "a whole model as critic"),
         (facts(), facts(critic=None), "holds policy, but the trainer trains critic, policy"),
         (facts(critic=None), facts(), "holds critic, policy, but the trainer trains policy"),
+        (CheckpointFacts(num_ranks=1, roles={}), facts(), "holds no network, but the trainer trains policy"),
     ],
 )
 def test_a_checkpoint_of_another_kind_of_training_is_refused(

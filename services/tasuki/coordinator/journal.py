@@ -20,6 +20,7 @@ from tasuki.rpc.failpoints import NO_FAILPOINTS, Failpoints
 from tasuki.wire.errors import DiskFull, InvalidArgument, TasukiError
 
 _MAX_NUMBER = 2**63 - 1
+_DAMAGED = (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT)
 
 
 class Journal:
@@ -29,7 +30,7 @@ class Journal:
     """
 
     def __init__(self, path: Path, *, failpoints: Failpoints = NO_FAILPOINTS) -> None:
-        """Opens or creates the file. Raises DiskFull if it cannot be written, InvalidArgument if it is no regular file."""
+        """Opens or creates the file. Raises DiskFull if it cannot be written, InvalidArgument if it is no regular file or no journal."""
         self._path, self._failpoints = path, failpoints
         if path.exists() and not path.is_file():
             raise InvalidArgument("state_dir", f"{path} is no regular file; remove it, or choose another folder")
@@ -40,8 +41,11 @@ class Journal:
                 self._db.execute("PRAGMA journal_mode = WAL")
                 self._db.execute("PRAGMA synchronous = FULL")
                 self._db.executescript(f"{TABLES}PRAGMA user_version = {SCHEMA_VERSION};")
-            except BaseException:
+            except BaseException as error:
                 self._db.close()
+                if isinstance(error, sqlite3.DatabaseError) and error.sqlite_errorcode in _DAMAGED:
+                    problem = f"{path} is damaged: {error}; move it elsewhere, or choose another folder"
+                    raise InvalidArgument("state_dir", problem) from error
                 raise
         self._unwritten: list[tuple[Intent, tuple[object, ...], Outcome]] = []
         self.epoch = 0

@@ -32,6 +32,7 @@ _gloo: Any = ProcessGroupGloo
 _TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
 _ESTABLISHED = "01"
 _SO_ATTACH_FILTER, _BPF_RETURN = 26, 0x06
+_TCP_MD5SIG_EXT, _ANY_PEER, _KEY_BYTES = 32, 0x01, 16
 _NUM_LOOKS = 5
 """The kernel's table is not a snapshot: a row may be missed while others connect."""
 
@@ -138,12 +139,35 @@ def close_listeners(*, besides: set[int]) -> None:
 
 
 def _drop_packets(listener: socket.socket) -> None:
-    """Attaches the filter "return 0", in the kernel's struct sock_fprog. Source: man 7 socket, linux/filter.h."""
-    program = array("B", struct.pack("HBBI", _BPF_RETURN, 0, 0, 0))
+    """Attaches a filter, or where the kernel keeps filters of TCP for CAP_NET_ADMIN, asks for signatures that nobody can make."""
     try:
-        listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", 1, program.buffer_info()[0]))
+        try:
+            _attach_filter(listener)
+        except PermissionError:
+            _require_signatures(listener)
     except OSError as error:
         _log.warning("event=gloo_port_open port=%d error=%s", listener.getsockname()[1], error)
+
+
+def _attach_filter(listener: socket.socket) -> None:
+    """Attaches the filter "return 0", in the kernel's struct sock_fprog. Source: man 7 socket, linux/filter.h."""
+    program = array("B", struct.pack("HBBI", _BPF_RETURN, 0, 0, 0))
+    listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", 1, program.buffer_info()[0]))
+
+
+def _require_signatures(listener: socket.socket) -> None:
+    """Sets a random MD5 key for peers of every address, so that segments without it are dropped. Existing connections have no key.
+
+    Source: RFC 2385; struct tcp_md5sig of linux/tcp.h, whose address is a sockaddr_storage.
+    """
+    key = os.urandom(_KEY_BYTES)
+    is_ipv6 = listener.family == socket.AF_INET6
+    any_address = (bytes(16), socket.inet_pton(socket.AF_INET6, "::ffff:0:0")) if is_ipv6 else (bytes(4),)
+    for address in any_address:
+        # A sockaddr: family, port, and for IPv6 flow information before the address.
+        peer = struct.pack("=H6x" if is_ipv6 else "=H2x", listener.family) + address
+        signature = struct.pack("=128sBBHi80s", peer, _ANY_PEER, 0, len(key), 0, key)
+        listener.setsockopt(socket.IPPROTO_TCP, _TCP_MD5SIG_EXT, signature)
 
 
 def check_peers(sockets: set[int], *, num_peers: int) -> None:

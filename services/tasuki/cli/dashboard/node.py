@@ -27,6 +27,7 @@ class NodeFollower:
         self._lock = threading.Lock()
         self._reader: NodeReader | None = None
         self._state: dict[str, Any] = {}
+        self._is_silent = False
         self._note = "no node runs here"
         self._thread = threading.Thread(target=self._poll, name="tasuki-node", daemon=True)
 
@@ -42,9 +43,9 @@ class NodeFollower:
         self._thread.join(_RETRY_S)
 
     def read(self) -> dict[str, Any]:
-        """The current state. is_live: whether the coordinator has answered."""
+        """The current state. is_live: whether the coordinator has answered; is_silent: whether it has not, although a node runs."""
         with self._lock:
-            return {"is_live": bool(self._state), "note": self._note, **self._state}
+            return {"is_live": bool(self._state), "is_silent": self._is_silent, "note": self._note, **self._state}
 
     def _poll(self) -> None:
         while not self._stop.is_set():
@@ -71,17 +72,18 @@ class NodeFollower:
                 self._reader = None
 
     def _take(self, state: dict[str, Any]) -> None:
+        if not state["node"].get("boot_id"):  # only the coordinator knows the node's place
+            self._lose(f"the coordinator {state['absent'].get('coordinator', 'does not answer')}", is_silent=True)
+            return
         with self._lock:
             is_new = {**self._state, "seen": 0} != {**state, "seen": 0}
-            self._state, self._note = {**state, "seen": time.time()}, ""
-            if not state["node"].get("boot_id"):  # only the coordinator knows the node's place
-                self._state, self._note = {}, str(state["absent"].get("coordinator", "the coordinator does not answer"))
+            self._state, self._is_silent, self._note = {**state, "seen": time.time()}, False, ""
         if is_new:
             self._tell()
 
-    def _lose(self, note: str) -> None:
+    def _lose(self, note: str, *, is_silent: bool = False) -> None:
         with self._lock:
             is_new = bool(self._state) or note != self._note
-            self._state, self._note = {}, note
+            self._state, self._is_silent, self._note = {}, is_silent, note
         if is_new:
             self._tell()

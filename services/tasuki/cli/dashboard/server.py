@@ -25,6 +25,7 @@ _BEAT_S = 5.0
 _LEAST_S = 0.25
 """Interval of events, and of checks whether the page is still open."""
 _MAX_NUMBER = 2**53
+_NO_PATH = b"the request names no path\n"
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'",
@@ -75,7 +76,11 @@ class _Handler(HttpHandler):
     def do_GET(self) -> None:
         server = self.server
         assert isinstance(server, DashboardServer)
-        url = urlsplit(self.path)
+        try:
+            url = urlsplit(self.path)
+        except ValueError:  # an absolute target whose host is malformed, such as "http://["
+            self._answer(HTTPStatus.BAD_REQUEST, "text/plain", _NO_PATH)
+            return
         if not server.takes_host(self.headers.get("Host")):
             self._answer(HTTPStatus.MISDIRECTED_REQUEST, "text/plain", MISDIRECTED)
         elif url.path in server.files:

@@ -122,7 +122,7 @@ async function showHead() {
   document.title = `${(run.output_dir ?? run.archive).split("/").pop()} · tasuki`;
   put(byId("unreadable"), run.problems.map((line) => h("p", { class: "cause" }, line)));
   const phase = node.is_live ? String(node.node.phase).replace("PHASE_", "").replace("UNSPECIFIED", "changeover") : "";
-  badge(node.is_live ? `live · ${phase}` : run.summary ? "run ended" : "no node runs", node.is_live ? "is-live" : "");
+  badge(node.is_live ? `live · ${phase}` : node.is_silent ? "no answer" : run.summary ? "run ended" : "no node runs", node.is_live ? "is-live" : "");
   return { run, node };
 }
 

@@ -26,7 +26,7 @@ function headline(node, run) {
     shown.push(["Version trained", version(node.trainer.policy_version)], ["Version served", version(state.policy_version)]);
     shown.push(["Changeovers", number(Number(state.num_changeovers))]);
   } else {
-    shown.push(["Node", "not running"], ["Version", version(last.policy_version)]);
+    shown.push(["Node", node.is_silent ? "no answer" : "not running"], ["Version", version(last.policy_version)]);
   }
   shown.push(restarts(node.restarts));
   if (run.steps) shown.push(["Step", number(run.steps[1])], ["Reward", number(last.mean_reward, 3)], ["Held-out", number(last.eval_score, 3)]);

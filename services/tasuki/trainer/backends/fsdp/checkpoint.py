@@ -36,7 +36,7 @@ from tasuki.trainer.durable.atomic_folder import (
 )
 from tasuki.trainer.durable.saves import FACTS_FILE, MAX_FACTS_BYTES, written_path
 from tasuki.trainer.roles import Role
-from tasuki.wire.denied_path import named_if_denied
+from tasuki.wire.denied_path import denied, named_if_denied
 from tasuki.wire.errors import InvalidArgument, PathNotFound, VersionOrder
 from tasuki.wire.regular_file import read_regular
 from tasuki.wire.sealed_json import is_intact, sealed
@@ -109,7 +109,7 @@ def _write(aside: Path, path: Path, *, tensors: Mapping[str, Tensor]) -> None:
         for failure, _ in error.failures.values():
             if isinstance(failure, OSError):
                 raise cannot_write(path, failure) from error
-        raise InvalidArgument("path", f"{path} cannot be written: {_cause(error)}") from error
+        raise InvalidArgument("path", f"{path} cannot be written: {_cause(_failure(error))}") from error
 
 
 def _write_facts(folder: Path, facts: CheckpointFacts, **more: str) -> None:
@@ -161,7 +161,7 @@ def load_checkpoint(
 
     All or nothing: new tensors are read separately, and replace the current ones only once all are complete with correct checksums.
     progressed: called while reading. Raises VersionOrder if the checkpoint is older than `have`, InvalidArgument if its tensors are not
-    exactly `tensors`, and the errors of read_facts.
+    exactly `tensors`, PathPermissionDenied for a file, and the errors of read_facts.
     """
     facts, index_crc32 = read_facts(path)
     _check_fits(path, facts, have=have)
@@ -173,7 +173,10 @@ def load_checkpoint(
     try:
         dcp.load(loaded, storage_reader=reader)
     except CheckpointException as error:
-        raise InvalidArgument("path", f"{path} cannot be restored: {_cause(error)}") from error
+        failure = _failure(error)
+        if isinstance(failure, PermissionError):
+            raise denied(Path(failure.filename or path)) from error
+        raise InvalidArgument("path", f"{path} cannot be restored: {_cause(failure)}") from error
     for name, tensor in tensors.items():
         tensor.copy_(loaded[name])
     if facts.num_ranks == have.num_ranks:
@@ -184,7 +187,7 @@ def load_checkpoint(
 def _check_fits(path: Path, facts: CheckpointFacts, *, have: CheckpointFacts) -> None:
     """Raises InvalidArgument if the networks differ from the configuration, VersionOrder for an older policy."""
     if facts.roles.keys() != have.roles.keys():
-        kinds = [", ".join(sorted(each.roles)) for each in (facts, have)]
+        kinds = [", ".join(sorted(each.roles)) or "no network" for each in (facts, have)]
         raise InvalidArgument("path", f"{path} holds {kinds[0]}, but the trainer trains {kinds[1]}")
     for role, saved in facts.roles.items():
         mine = have.roles[role]
@@ -252,9 +255,13 @@ def _random_key() -> str:
     return f"{_RANDOM_STATE}{dist.get_rank()}"
 
 
-def _cause(error: CheckpointException) -> str:
-    """The first rank's failure, without torch's traceback."""
-    failure = next(iter(error.failures.values()), (error, None))[0]
+def _failure(error: CheckpointException) -> BaseException:
+    """The first rank's failure."""
+    return next(iter(error.failures.values()), (error, None))[0]
+
+
+def _cause(failure: BaseException) -> str:
+    """The failure in one line, without torch's traceback."""
     if isinstance(failure, DamagedFile):
         return str(failure)
     return f"{type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}"
