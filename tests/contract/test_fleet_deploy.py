@@ -15,6 +15,8 @@ import yaml
 from tasuki.cli.__main__ import USER_ERROR, _parser
 from tasuki.config.fleet_environment import fleet_table
 from tasuki.fleet import EXIT_FLEET_ENDED
+from tasuki.supervisor.processes import EXIT_LIMIT_S
+from tasuki.supervisor.stop import STOP_TIMEOUT_S
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 SBATCH = DEPLOY / "slurm" / "fleet.sbatch"
@@ -127,6 +129,13 @@ def test_the_job_set_is_one_that_the_api_takes() -> None:
     assert set(JOB_SET["spec"]["successPolicy"]["targetReplicatedJobs"]) <= names
     actions = {"FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts"}
     assert {rule["action"] for rule in JOB_SET["spec"]["failurePolicy"]["rules"]} <= actions
+
+
+def test_kubernetes_waits_for_the_run_the_stop_and_the_kernel() -> None:
+    for job in JOB_SET["spec"]["replicatedJobs"]:
+        pod = job["template"]["spec"]["template"]["spec"]
+        (grace_s,) = re.findall(r"--grace-s (\d+)", pod["containers"][0]["args"][0])
+        assert pod["terminationGracePeriodSeconds"] >= int(grace_s) + STOP_TIMEOUT_S + EXIT_LIMIT_S
 
 
 def strict(schema: Any) -> Any:

@@ -65,8 +65,12 @@ def test_a_folder_without_config_is_not_found(tmp_path: Path) -> None:
         read_model_config(tmp_path)
 
 
-@pytest.mark.parametrize(("offsets", "sizes"), [((3, 0), (2, 4)), ((0, 1), (5, 3)), ((1, 2), (2, 1))])
-def test_only_the_slice_of_a_shard_is_read(offsets: tuple[int, ...], sizes: tuple[int, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize("block_bytes", [1, 20, 1 << 20])
+@pytest.mark.parametrize(("offsets", "sizes"), [((3, 0), (2, 4)), ((0, 1), (5, 3)), ((1, 2), (2, 1)), ((5, 0), (0, 4))])
+def test_only_the_slice_of_a_shard_is_read(
+    offsets: tuple[int, ...], sizes: tuple[int, ...], block_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tasuki.trainer.backends.fsdp.shards._BLOCK_BYTES", block_bytes)
     whole = torch.arange(20.0).view(5, 4)
     save_file({"weight": whole.to(torch.bfloat16)}, tmp_path / "model.safetensors")
     shard = Shard("weight", (5, 4), offsets, torch.zeros(sizes))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import stat
@@ -38,14 +39,16 @@ class StateLock:
         try:
             with disk_full_at(state_dir), named_if_denied(state_dir, key=key):
                 state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-                fd = os.open(lock_path(state_dir, name=name), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                fd = os.open(lock_path(state_dir, name=name), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
+            if error.errno == errno.ELOOP:  # the holder's pid would be written to wherever a link points
+                raise _not_regular(state_dir, name=name, key=key) from error
             raise InvalidArgument(
                 key, f"{error.filename} cannot be created: {error.strerror}; name a folder that you can write to"
             ) from error
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             os.close(fd)
-            raise InvalidArgument(key, f"{lock_path(state_dir, name=name)} is not a regular file; remove it")
+            raise _not_regular(state_dir, name=name, key=key)
         if not try_lock(fd, fcntl.LOCK_EX):
             pid = os.pread(fd, _PID_BYTES, 0).decode().strip() or "unknown"
             os.close(fd)
@@ -73,6 +76,10 @@ class StateLock:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
+
+
+def _not_regular(state_dir: Path, *, name: str, key: str) -> InvalidArgument:
+    return InvalidArgument(key, f"{lock_path(state_dir, name=name)} is not a regular file; remove it")
 
 
 def lock_path(state_dir: Path, *, name: str) -> Path:

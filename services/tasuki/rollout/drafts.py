@@ -34,6 +34,6 @@ def reserve_verification(*, num_tokens: int, vocab_size: int, device: torch.devi
 def keep_drafts(worker: Any) -> None:
     """Keeps the n-grams of earlier samples when the KV cache is flushed.
 
-    They depend on tokens alone, and every draft is verified. Clearing them takes most of a second, which PAUSE_KV would wait for.
+    They depend on tokens alone, and every draft is verified. PAUSE_KV would wait until they are cleared, which is slow.
     """
     worker.clear_cache_pool = lambda: None

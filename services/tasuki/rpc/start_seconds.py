@@ -54,7 +54,7 @@ def parts_line(parts: Mapping[str, float]) -> str:
 
 
 def serves_line(service: str, parts: Mapping[str, float], *, after_s: float) -> str:
-    """Says that a service serves, and where the seconds since the node's start went. Before its launch it may have waited for another."""
+    """Says that a service serves, and where the seconds since the node's start went. "waiting" is the time before its last launch."""
     if not parts:
         return f"{service} serves after {after_s:.1f} s"
     waited = after_s - sum(parts.values())

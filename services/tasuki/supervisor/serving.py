@@ -24,7 +24,7 @@ from tasuki.wire.errors import DeadlineExceeded, DiskFull, PeerUnavailable, from
 
 _POLL_S = 0.1
 CALL_TIMEOUT_S = 2.0
-# In addition to the engine's start_timeout_s, since on CUDA the trainer may start after the engine.
+# In addition to the engine's start_timeout_s, since the trainer may load its model only once the engine sleeps.
 _START_MARGIN_S = 300.0
 _TELL_EVERY_S = 15.0
 Tell = Callable[[str], None]

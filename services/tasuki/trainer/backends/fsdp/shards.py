@@ -94,9 +94,8 @@ def load_shards(folder: Path, shards: Sequence[Shard]) -> None:
 
 
 def _fill(local: Tensor, stored: Tensor) -> None:
-    """Copies and casts. A GPU casts blocks of rows itself: torch would cast the whole tensor on one core of the host."""
-    if local.device.type == "cpu" or not local.numel():
-        local.copy_(stored)
+    """Copies and casts blocks of rows. A GPU casts its own: torch would cast the whole tensor on one core of the host."""
+    if not local.numel():
         return
     num_rows = max(1, _BLOCK_BYTES * len(stored) // stored.nbytes)
     for target, source in zip(local.split(num_rows), stored.split(num_rows), strict=True):

@@ -26,8 +26,8 @@ class TorchCache:
     def return_blocks(self) -> int:
         """Returns blocks to the driver, in at most MAX_TRIES tries, until less than ENOUGH_BYTES is reserved but unallocated. Returns that.
 
-        A further try first frees tensors in reference cycles, and waits for streams that still use a block. That takes longer than the
-        rest of a changeover's stage, so there is none for what earlier calls could not return either.
+        A further try first frees tensors in reference cycles, and waits for streams that still use a block. Collecting is slow, so there is
+        no such try for what earlier calls could not return either.
         """
         cached = 0
         for number in range(MAX_TRIES):
