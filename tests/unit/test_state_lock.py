@@ -17,3 +17,12 @@ def test_a_fifo_is_no_lock_and_nobody_waits_for_it(tmp_path: Path) -> None:
     assert holder(tmp_path, name=NODE_LOCK) is None
     with pytest.raises(InvalidArgument, match=r"state_dir: .*/node\.lock is not a regular file; remove it"):
         StateLock.take(tmp_path, name=NODE_LOCK)
+
+
+def test_a_lock_that_is_a_link_is_refused_and_its_target_keeps_its_content(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.write_text("kept")
+    lock_path(tmp_path, name=NODE_LOCK).symlink_to(target)
+    with pytest.raises(InvalidArgument, match=r"state_dir: .*/node\.lock is not a regular file; remove it"):
+        StateLock.take(tmp_path, name=NODE_LOCK)
+    assert target.read_text() == "kept"
