@@ -44,15 +44,15 @@ def test_it_tries_until_less_than_1_gb_is_cached_and_at_most_three_times(
     assert ("event=cache_kept" in caplog.text) is (found >= GB)
 
 
-def test_what_all_tries_have_left_is_tried_once_until_there_is_more(
+def test_bytes_that_all_tries_have_left_are_tried_once_until_there_are_more(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    left = iter([5.0, 3.0, 3.0, 3.05, 2.0, 3.2, 3.2, 3.15, 3.15])
+    left = iter([5.0, 3.0, 3.0, 3.05, 2.0, 2.5, 2.4, 2.4, 2.45])
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch_cache, "torch_pool", lambda index: (int(next(left) * GB) + 7 * GB, 7 * GB))
     cache = torch_cache.TorchCache(torch.device("cuda", 0))
-    assert [cache.return_blocks() / GB for _ in range(5)] == pytest.approx([3.0, 3.05, 2.0, 3.15, 3.15])
+    assert [cache.return_blocks() / GB for _ in range(5)] == pytest.approx([3.0, 3.05, 2.0, 2.4, 2.45])
     assert caplog.text.count("event=cache_kept") == 2
 
 

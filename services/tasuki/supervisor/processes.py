@@ -20,7 +20,7 @@ _SHM = Path("/dev/shm")  # noqa: S108 - looked into, never written to
 _POLL_S = 0.02
 _PF_EXITING = 0x4
 EXIT_LIMIT_S = 120.0
-"""Longest wait for processes that are exiting. To unpin 92 GB and free 130 GB of a GPU takes the kernel tens of seconds."""
+"""Longest wait for processes that are exiting, whose pinned memory and memory of a GPU the kernel frees."""
 SERVICE_VARIABLE = "TASUKI_SERVICE"
 """Environment variable with the service's name, set in all its processes, so that orphans can be attributed."""
 _libc = ctypes.CDLL(None, use_errno=True)

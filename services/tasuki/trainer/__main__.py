@@ -83,7 +83,7 @@ def _serve(config: NodeConfig, launch: Launch, start: StartSeconds) -> int:
 
 
 def _wait_for_rollout(config: NodeConfig, start: StartSeconds) -> None:
-    """A trainer that is restarted on a CPU has its memory, and waits for nobody."""
+    """Waits until the engine has left the memory that this rank needs. On a CPU a restarted rank has its memory."""
     must_serve = config.trainer_starts_alone and FIRST_START_VARIABLE in os.environ
     if config.device == "cuda" or must_serve:
         target, staying = node_targets(config)["rollout"], staying_tags(config, Service.ROLLOUT)

@@ -68,7 +68,7 @@ class TrainerMemory:
         self._returning = Returning(self._allocator, reached=failpoints.hit)
         self._leaving = Leaving(self._allocator, self._returning, heartbeat=heartbeat, reached=failpoints.hit)
         self._heartbeat = heartbeat
-        self._torch_cache = TorchCache(device)
+        self._early_cache, self._late_cache = TorchCache(device), TorchCache(device)
         self._ended: list[Movement] = []
         """Movements ended since the last answer, until an answer reports them."""
         self._pinning: threading.Thread | None = None
@@ -129,7 +129,7 @@ class TrainerMemory:
         """
         self._returning.wait([MemoryTag.WEIGHTS])
         if self._device.type == "cuda" and self._staying.empties_cache_early:
-            self._torch_cache.return_blocks()
+            self._early_cache.return_blocks()
         if not (self._is_export_there and self._choice.stays):
             error: TasukiError | None = None
             try:
@@ -171,7 +171,7 @@ class TrainerMemory:
         with self._export.released() if self._export is not None and is_shared else nullcontext():
             released = self._allocator.pause([tag for tag in tags if tag not in later])
         if self._device.type == "cuda" and (makes_room or not self._staying.cache):
-            self._torch_cache.return_blocks()
+            self._late_cache.return_blocks()
         begun: tuple[Movement, ...] = ()
         if later and signal is not None:
             # Last, because releasing memory waits for copies already started. The optimizer's part is the largest.

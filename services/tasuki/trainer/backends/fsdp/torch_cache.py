@@ -16,12 +16,12 @@ _log = logging.getLogger("tasuki.trainer")
 
 
 class TorchCache:
-    """Blocks of one GPU's torch."""
+    """Blocks of one GPU's torch, returned at one place of a changeover."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stuck_bytes = 0
-        """Left by all tries: parts of segments in which a tensor lives."""
+        """Least that is known to stay after all tries: parts of segments in which a tensor lives."""
 
     def return_blocks(self) -> int:
         """Returns blocks to the driver, in at most MAX_TRIES tries, until less than ENOUGH_BYTES is reserved but unallocated. Returns that.
@@ -38,6 +38,7 @@ class TorchCache:
             reserved, allocated = torch_pool(self._device.index or 0)
             cached = reserved - allocated
             if cached < max(ENOUGH_BYTES, self._stuck_bytes + _STEP_BYTES):
+                self._stuck_bytes = min(self._stuck_bytes, cached)
                 return cached
         self._stuck_bytes = cached
         _log.warning("event=cache_kept bytes=%d tries=%d", cached, MAX_TRIES)
