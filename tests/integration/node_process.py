@@ -23,6 +23,7 @@ NODE = Path(__file__).with_name("supervised_node.py")
 
 
 LIMIT_S = limit_s(10.0)
+_RECORDED_S = 1.0
 
 
 @dataclass
@@ -39,6 +40,14 @@ class Node:
         files = [self.state_dir / f"{name}.pids" for name in self.names]
         wait_for(lambda: all(file.exists() and len(file.read_text().split()) == 2 for file in files))
         self.pids = [int(pid) for file in files for pid in file.read_text().split()]
+
+    def wait_until_recorded(self) -> None:
+        """Waits until guard and supervisor, which look ten times a second, know who holds which shared memory.
+
+        A process that is killed before cannot report it.
+        """
+        self.wait_until_up()
+        time.sleep(_RECORDED_S)
 
     @property
     def supervisor_pid(self) -> int:

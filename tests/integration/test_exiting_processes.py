@@ -117,7 +117,7 @@ def test_stop_finds_the_exiting_process_of_a_node_whose_supervisor_is_gone(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = start(first="good", second="lingers")
-    node.wait_until_up()
+    node.wait_until_recorded()
     init, release = lingering(node, "second")
     os.kill(init, signal.SIGKILL)
     wait_for(lambda: is_exiting(init))

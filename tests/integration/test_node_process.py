@@ -65,10 +65,7 @@ def test_service_that_dies_takes_the_node_with_it(start: Start) -> None:
 
 def test_service_that_is_killed_takes_the_node_with_it(start: Start) -> None:
     node = start(first="good", second="good")
-    node.wait_until_up()
-    time.sleep(
-        2.0
-    )  # the supervisor records a few times a second who holds which shared memory; a killed process cannot report it
+    node.wait_until_recorded()
     os.kill(node.pids[0], signal.SIGKILL)
     assert node.process.wait(timeout=LIMIT_S) == 1
     node.assert_gone()
@@ -77,7 +74,7 @@ def test_service_that_is_killed_takes_the_node_with_it(start: Start) -> None:
 
 def test_killed_supervisor_leaves_nothing_behind(start: Start) -> None:
     node = start(first="good", second="deaf")
-    node.wait_until_up()
+    node.wait_until_recorded()
     supervisor_pid = node.supervisor_pid
     assert supervisor_pid != node.process.pid
     os.kill(supervisor_pid, signal.SIGKILL)
@@ -88,7 +85,7 @@ def test_killed_supervisor_leaves_nothing_behind(start: Start) -> None:
 
 def test_killed_guard_leaves_nothing_behind(start: Start) -> None:
     node = start(first="good", second="deaf")
-    node.wait_until_up()
+    node.wait_until_recorded()
     os.kill(node.process.pid, signal.SIGKILL)
     node.process.wait()
     node.assert_gone()
