@@ -66,11 +66,13 @@ class Load:
             group=self.group,
             prompt_tokens=self.prompt_tokens,
             new_tokens=self.new_tokens,
-            trainer=f"micro_batch_tokens = {16_384 if is_gpu else 512}",
+            trainer=f"micro_batch_tokens = {16_384 if is_gpu else 512}"
+            + ("\npublish_changes = true" if kv == "changes" else ""),
             rollout=('attention_backend = "triton"\nsampling_backend = "pytorch"\n' if is_gpu else "")
-            + ("kv_growth = true" if kv in ("growing", "pooled") else ""),
+            + ("kv_growth = true" if kv in ("growing", "pooled", "changes") else ""),
         )
-        return text + {"nothing": "[residency]\n", "pooled": f"[memory]\npool = true\n{budget}"}.get(kv, "")
+        pool = f"[memory]\npool = true\n{budget}"
+        return text + {"nothing": "[residency]\n", "pooled": pool, "changes": pool}.get(kv, "")
 
     def questions(self, random: np.random.Generator) -> list[list[int]]:
         return random.integers(3, self.vocab_size, (self.prompts, self.prompt_tokens)).tolist()

@@ -10,7 +10,7 @@ import torch
 from tasuki.memory.allocator import NativeAllocator
 from tasuki.memory.arena import Keep
 from tasuki.memory.tags import MemoryTag
-from tasuki.rollout.receive import WeightReceiver
+from tasuki.rollout.receive import Received, WeightReceiver
 from tasuki.transport.export import ExportMemory, WeightExport
 from tasuki.transport.imported_weights import import_weights
 from tasuki.transport.shards import Shard
@@ -28,7 +28,16 @@ class TrainerRank:
     """A rank's shards in the arena of `weights` on one GPU, beside unrelated memory, and their export."""
 
     def __init__(
-        self, folder: Path, *, gpu: int, dtype: torch.dtype, in_place: bool, leaves: bool, rank: int = 0, num_ranks: int = 1
+        self,
+        folder: Path,
+        *,
+        gpu: int,
+        dtype: torch.dtype,
+        in_place: bool,
+        leaves: bool,
+        has_changes: bool = False,
+        rank: int = 0,
+        num_ranks: int = 1,
     ) -> None:
         device = torch.device("cuda", gpu)
         keep = Keep.CHUNKS if in_place and not leaves else Keep.CONTENT
@@ -43,7 +52,7 @@ class TrainerRank:
             num_ranks=num_ranks,
             dtype=torch.bfloat16,
             socket_path=folder / f"w{rank}.sock",
-            memory=ExportMemory(self.allocator.arena(WEIGHTS) if in_place else None, leaves=leaves),
+            memory=ExportMemory(self.allocator.arena(WEIGHTS) if in_place else None, leaves=leaves, has_changes=has_changes),
         )
         if self.export.copies is not None:
             self.allocator.adopt(EXPORT, self.export.copies)
@@ -93,15 +102,14 @@ def engines(gpus: Sequence[int]) -> list[WeightReceiver]:
     return [WeightReceiver(QwenModel(TINY, tp_rank=rank, device=device, **sizes)) for rank, device in enumerate(devices)]
 
 
-def receive(receivers: Sequence[WeightReceiver], weights: weights_pb2.PublishedWeights) -> None:
+def receive(receivers: Sequence[WeightReceiver], weights: weights_pb2.PublishedWeights) -> list[Received]:
+    """Syncs tensor-parallel ranks, and compares their sums with the published ones."""
     front = import_weights(weights, timeout_s=5)
-    pieces = [
-        ReceivedPiece(rank, *sums)
-        for rank, receiver in enumerate(receivers)
-        for sums in receiver.receive(weights, import_timeout_s=5).checksums
-    ]
+    received = [receiver.receive(weights, import_timeout_s=5) for receiver in receivers]
+    pieces = [ReceivedPiece(rank, *sums) for rank, one in enumerate(received) for sums in one.checksums]
     check_received(pieces, front)
     front.close()
+    return received
 
 
 def assert_hold(receivers: Sequence[WeightReceiver], tensors: Sequence[tuple[str, torch.Tensor]]) -> None:

@@ -128,6 +128,7 @@ class WeightManifest(_message.Message):
     DEVICE_UUID_FIELD_NUMBER: _builtins.int
     CHUNK_BYTES_FIELD_NUMBER: _builtins.int
     IPC_MEMORY_FIELD_NUMBER: _builtins.int
+    CHANGES_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     num_ranks: _builtins.int
     arena_bytes: _builtins.int
@@ -146,6 +147,10 @@ class WeightManifest(_message.Message):
     def ipc_memory(self) -> Global___IpcMemory:
         """Replaces the chunks with HANDLE_KIND_CUDA_IPC."""
 
+    @_builtins.property
+    def changes(self) -> Global___PublishedChanges:
+        """If the owner publishes what changed since its previous publication."""
+
     def __init__(
         self,
         *,
@@ -157,14 +162,47 @@ class WeightManifest(_message.Message):
         device_uuid: _builtins.str = ...,
         chunk_bytes: _abc.Iterable[_builtins.int] | None = ...,
         ipc_memory: Global___IpcMemory | None = ...,
+        changes: Global___PublishedChanges | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ipc_memory", b"ipc_memory"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "ipc_memory", b"ipc_memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "chunk_bytes", b"chunk_bytes", "device_uuid", b"device_uuid", "entries", b"entries", "header_offset", b"header_offset", "ipc_memory", b"ipc_memory", "num_ranks", b"num_ranks", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "changes", b"changes", "chunk_bytes", b"chunk_bytes", "device_uuid", b"device_uuid", "entries", b"entries", "header_offset", b"header_offset", "ipc_memory", b"ipc_memory", "num_ranks", b"num_ranks", "rank", b"rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WeightManifest: _TypeAlias = WeightManifest  # noqa: Y015
+
+@_typing.final
+class PublishedChanges(_message.Message):
+    """Where an arena has the differences from the previous publication: for every 16 bytes of its entries a word of eight signed 4-bit
+    differences, of the bit patterns of 2-byte elements, lowest bits first. 0x88888888 marks 16 bytes to be read in full. The header says
+    whether the words are valid.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENTRIES_OFFSET_FIELD_NUMBER: _builtins.int
+    ENTRIES_BYTES_FIELD_NUMBER: _builtins.int
+    WORDS_OFFSET_FIELD_NUMBER: _builtins.int
+    entries_offset: _builtins.int
+    """Span of the entries, from the start of the arena; multiples of 256."""
+    entries_bytes: _builtins.int
+    words_offset: _builtins.int
+    """Start of the words, from the start of the arena; a multiple of 256."""
+    def __init__(
+        self,
+        *,
+        entries_offset: _builtins.int = ...,
+        entries_bytes: _builtins.int = ...,
+        words_offset: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entries_bytes", b"entries_bytes", "entries_offset", b"entries_offset", "words_offset", b"words_offset"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PublishedChanges: _TypeAlias = PublishedChanges  # noqa: Y015
 
 @_typing.final
 class IpcMemory(_message.Message):

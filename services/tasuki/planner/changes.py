@@ -54,6 +54,7 @@ def _for_training(layout: Layout) -> Iterator[Change]:
     yield from _more_checkpointing(layout)
     yield from _reference_on_host(layout)
     yield from _optimizer_on_host(layout)
+    yield from _whole_export(layout)
     yield from _export_leaves(layout)
     yield from _export_in_place(layout)
     yield from _fewer_tokens(layout)
@@ -68,6 +69,7 @@ def _for_training(layout: Layout) -> Iterator[Change]:
 
 
 def _for_rollout(layout: Layout) -> Iterator[Change]:
+    yield from _whole_export(layout)
     yield from _export_leaves(layout)
     if (ratio := largest_kv_ratio(layout)) is not None and ratio < layout.kv_ratio:
         yield Change("rollout.kv_ratio", f"{layout.kv_ratio:g}", f"{ratio:g}", replace(layout, kv_ratio=ratio))
@@ -88,6 +90,7 @@ def _for_changeover(layout: Layout) -> Iterator[Change]:
     if layout.strategy is Strategy.STAGED and not early <= layout.released_early:
         changed = replace(layout, released_early=layout.released_early | early)
         yield Change("leave before LOAD_WEIGHTS", _names(layout.released_early), _names(changed.released_early), changed, False)
+    yield from _whole_export(layout)
     yield from _export_in_place(layout)
     yield from _fewer_tokens(layout)
     yield from _reference_on_host(layout)
@@ -147,13 +150,22 @@ def _optimizer_on_host(layout: Layout) -> Iterator[Change]:
         yield Change("trainer.optimizer_on_host", "false", "true", replace(layout, optimizer_on_host=True))
 
 
+def _whole_export(layout: Layout) -> Iterator[Change]:
+    if layout.publishes_changes:
+        yield Change("trainer.publish_changes", "true", "false", replace(layout, publishes_changes=False))
+
+
 def _export_leaves(layout: Layout) -> Iterator[Change]:
+    if layout.publishes_changes:
+        return
     if layout.export_stays and layout.sync_bucket_bytes is None and layout.strategy is not Strategy.RESIDENT:
         yield Change("trainer.export_stays", "true", "false", replace(layout, export_stays=False))
 
 
 def _export_in_place(layout: Layout) -> Iterator[Change]:
-    if not layout.exports_parameters and layout.param_bytes == layout.engine_bytes and layout.sync_bucket_bytes is None:
+    if layout.exports_parameters or layout.publishes_changes:
+        return
+    if layout.param_bytes == layout.engine_bytes and layout.sync_bucket_bytes is None:
         yield Change("trainer.export", "copy", "parameters", replace(layout, exports_parameters=True))
 
 
@@ -190,13 +202,22 @@ def _adapters(layout: Layout) -> Iterator[Change]:
     there = tuple(name for name in linear[0] if all(name in names for names in linear))
     if layout.lora_rank is not None or not there:
         return
-    changed = replace(layout, lora_rank=_LORA_RANK, exports_parameters=False, reference_on_host=False, param_bytes=4)
+    changed = replace(
+        layout,
+        lora_rank=_LORA_RANK,
+        exports_parameters=False,
+        publishes_changes=False,
+        reference_on_host=False,
+        param_bytes=4,
+    )
     others: list[str] = []
     if not set(LoraConfig().target_modules) <= set(there):
         changed = replace(changed, lora_targets=there)
         others.append(f"trainer.lora.target_modules {json.dumps(there)}")
     if layout.reference_on_host:
         others.append("without trainer.reference_on_host")
+    if layout.publishes_changes:
+        others.append("without trainer.publish_changes")
     if layout.param_bytes != changed.param_bytes:
         others.append("trainer.param_dtype float32")
     new = f"{_LORA_RANK} ({', '.join(others)})" if others else str(_LORA_RANK)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -16,6 +16,7 @@ from tasuki.rollout.record import EngineModel, Parameters, record_plan
 from tasuki.rpc.failpoints import NO_FAILPOINTS, Failpoints
 from tasuki.transport.checksum import checksum
 from tasuki.transport.copies import (
+    SummedCopies,
     ViewChecksum,
     ViewCopy,
     compile_copies,
@@ -23,6 +24,7 @@ from tasuki.transport.copies import (
     prepare_copies,
     prepare_summed_copies,
 )
+from tasuki.transport.copies_of_changes import compile_applied_changes, prepare_applied_changes
 from tasuki.transport.imported_weights import ImportedWeights, import_weights
 from tasuki.transport.plan import Constant, CopyPlan, Slice, whole
 from tasuki.transport.split import split_by_entries
@@ -42,6 +44,8 @@ class Received:
     """The slices that the rank holds; the same object while the plan is unchanged."""
     sums: np.ndarray
     """uint64 checksum of each slice, over its memory after the copy."""
+    applied_changes: bool = False
+    """Whether only what changed since the previous publication was read."""
 
     @property
     def checksums(self) -> tuple[tuple[str, Slice, int], ...]:
@@ -57,22 +61,32 @@ class WeightReceiver:
     _imported: ImportedWeights | None = None
     _prepared: _PreparedPlan | None = None
     _timings: dict[str, float] = field(default_factory=dict)
+    _held: Sequence[int] | None = None
+    """Publication of each trainer rank that the model holds, whole."""
 
     @property
     def plan(self) -> CopyPlan | None:
         """Plan of the last sync."""
         return None if self._prepared is None else self._prepared.plan
 
-    def warm_up(self) -> None:
-        """Compiles on a GPU what the first sync would, which takes a second on a new machine."""
+    def warm_up(self, *, applies_changes: bool) -> None:
+        """Compiles on a GPU what the first syncs would, which takes a second on a new machine. applies_changes: whether they will."""
         parameters = Parameters(self.model)
         for dtype in parameters.dtypes:
             compile_copies(dtype, device=parameters.device)
+            if applies_changes:
+                compile_applied_changes(dtype, device=parameters.device)
+
+    def forget(self) -> None:
+        """Says that the model's memory loses its content: the next sync reads everything."""
+        self._held = None
 
     def receive(
         self, weights: weights_pb2.PublishedWeights, *, import_timeout_s: float, reads_back_in_full: bool = False
     ) -> Received:
         """Copies the published version into the model, computes checksums, and waits for both.
+
+        If the model holds the previous publication and the owners say what changed, reads only that. The checksums cover all the same.
 
         reads_back_in_full: reads everything back after all copies, in addition to each part right after it was written.
         Raises BadHandle or VersionOrder before anything is written. After any other error the model must not be served.
@@ -88,7 +102,13 @@ class WeightReceiver:
     def _receive(
         self, imported: ImportedWeights, weights: weights_pb2.PublishedWeights, *, reads_back_in_full: bool
     ) -> Received:
-        prepared = self._replay(imported) or self._replay(imported)
+        publications, held = imported.publications(), self._held
+        self._held = None
+        applies = held is not None and list(publications.bases) == list(held)
+        # If parameters have moved, the second attempt fills their new memory.
+        prepared = self._replay(imported, applies_changes=applies)
+        if prepared is None:
+            applies, prepared = False, self._replay(imported, applies_changes=False)
         if prepared is None:
             raise InternalError("the engine's model parameters keep moving")
         with self._timed("verify"):
@@ -97,7 +117,10 @@ class WeightReceiver:
             sums = prepared.sums(read_back=reads_back_in_full)
             # The trainer may have begun to overwrite the source during the copy.
             imported.check_version(weights.policy_version)
-        return Received(prepared.copied_bytes, prepared.plan.fallback_names, dict(self._timings), prepared.held, sums)
+        self._held = publications.held
+        return Received(
+            prepared.copied_bytes, prepared.plan.fallback_names, dict(self._timings), prepared.held, sums, prepared.has_applied
+        )
 
     def _damage(self, plan: CopyPlan) -> None:
         """Injected fault: changes one element of a parameter, after the copies and their checksums."""
@@ -107,7 +130,7 @@ class WeightReceiver:
 
     def _import(self, weights: weights_pb2.PublishedWeights, timeout_s: float) -> ImportedWeights:
         if self._imported is None or not self._imported.is_of(weights):
-            self._prepared = None
+            self._prepared = self._held = None
             if self._imported is not None:
                 self._imported.close()
                 self._imported = None
@@ -115,12 +138,15 @@ class WeightReceiver:
         self._imported.hold(weights, timeout_s=timeout_s)
         return self._imported
 
-    def _replay(self, imported: ImportedWeights) -> _PreparedPlan | None:
-        """Copies the weights. Returns None if parameters have moved: the copies went to their old place, and a new plan is needed."""
+    def _replay(self, imported: ImportedWeights, *, applies_changes: bool) -> _PreparedPlan | None:
+        """Copies the weights, or applies what changed.
+
+        Returns None if parameters have moved: the copies went to their old place, and a new plan is needed.
+        """
         with self._timed("record"):
             prepared = self._prepare(imported)
         with self._timed("copy"):
-            prepared.start()
+            prepared.start(applies_changes=applies_changes)
             # Checked while the copies run; they write to memory that the plan keeps alive, wherever the parameters are.
             is_current = prepared.fingerprint.is_current()
             prepared.finish(self.model)
@@ -162,8 +188,14 @@ class _PreparedPlan:
         ]
         fallback_bytes = sum(entry.num_bytes for name in plan.fallback_names for entry in imported.entries[name])
         self.copied_bytes = fallback_bytes + sum(copy.source.numel() * copy.source.element_size() for copy in copies)
-        first_owner = imported.first_owner(device)
+        first_owner, changes = imported.first_owner(device), imported.changes()
         self._copies = prepare_summed_copies(copies, num_sums=len(plan.pieces), device=device, first_owner=first_owner)
+        self._changes: SummedCopies | None = None
+        if changes:
+            self._changes = prepare_applied_changes(
+                copies, changes, num_sums=len(plan.pieces), device=device, first_owner=first_owner
+            )
+        self._started = self._copies
         layout = imported.layout()
         held = [(piece.name, piece.source) for piece in plan.pieces]
         self.held = (*held, *((name, whole(layout[name][0])) for name in plan.fallback_names))
@@ -182,10 +214,19 @@ class _PreparedPlan:
         self._fill_checksums = prepare_checksums(filled, device=device)
         self._fill_sums = [checksum(value, whole(value.shape)) for _, value in constants]
 
+    @property
+    def has_applied(self) -> bool:
+        """Whether the last start applied changes."""
+        return self._started is self._changes
+
     @torch.no_grad()
-    def start(self) -> None:
-        """Starts to write all parameters except those written by the engine's own loader."""
-        self._copies.start()
+    def start(self, *, applies_changes: bool) -> None:
+        """Starts to write all parameters except those written by the engine's own loader.
+
+        applies_changes: the parameters hold the previous publication. A plan's first start copies.
+        """
+        self._started = self._changes if applies_changes and self._is_proven and self._changes is not None else self._copies
+        self._started.start()
         self._fills.start()
 
     @torch.no_grad()
@@ -204,7 +245,7 @@ class _PreparedPlan:
         wrong addresses in the plan. Raises WeightsCorrupt naming a parameter whose constant rows differ.
         """
         is_read_back = read_back or not self._is_proven
-        sums = np.array(self._checksums.read(), dtype=np.uint64) if is_read_back else self._copies.sums()
+        sums = np.array(self._checksums.read(), dtype=np.uint64) if is_read_back else self._started.sums()
         self._is_proven = True
         for constant, expected, held in zip(self.plan.constants, self._fill_sums, self._read_fills(), strict=True):
             if held != expected:

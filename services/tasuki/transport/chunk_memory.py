@@ -14,8 +14,9 @@ import torch
 from tasuki.memory.arena import Access, Arena, Export, Import, SharedChunk
 from tasuki.memory.granularity import equal_chunks
 from tasuki.memory.tags import MemoryTag
+from tasuki.transport.changes import FAR, Changes
 from tasuki.transport.device import device_uuid
-from tasuki.transport.manifest import ALIGNMENT, Entry, Manifest, place
+from tasuki.transport.manifest import ALIGNMENT, ELEMENT_BYTES, ChangesPlace, Entry, Manifest, place
 from tasuki.transport.weight_arena import PeerMemory
 from tasuki.v1 import weights_pb2
 from tasuki.wire.errors import BadHandle, InternalError
@@ -80,10 +81,12 @@ class ChunkMemory:
     """Memory of one rank's published tensors: parameters in place, all others as copies.
 
     parameters: the arena whose tensors are published in place if they have the published dtype.
+    has_changes: adds room to say what changed, if all tensors are copies of 2-byte elements.
     """
 
-    def __init__(self, *, parameters: Arena | None, device: torch.device) -> None:
-        self._device, self._parameters = device, parameters
+    def __init__(self, *, parameters: Arena | None, device: torch.device, has_changes: bool = False) -> None:
+        self._device, self._parameters, self._has_changes = device, parameters, has_changes
+        self._changes: Changes | None = None
         self._copies: Arena | None = None
         self._block: tuple[int, int] | None = None
         self._exported = ExportedChunks()
@@ -101,6 +104,11 @@ class ChunkMemory:
     def fds(self) -> Sequence[int]:
         return self._exported.fds
 
+    @property
+    def changes(self) -> Changes | None:
+        """Room to say what changed in the copies, every unit marked to be read in full; None if there is none."""
+        return self._changes
+
     def open(self, manifest: Manifest, sources: Sequence[torch.Tensor]) -> tuple[Manifest, list[torch.Tensor]]:
         """Creates descriptors. Returns the manifest with offsets and chunks, and its tensors: parameters themselves or memory for copies.
 
@@ -112,21 +120,32 @@ class ChunkMemory:
         offsets = self._in_place(entries, sources)
         copied = [index for index in range(len(entries)) if index not in offsets]
         placed, num_bytes = place(entries[index] for index in copied)
+        changes: ChangesPlace | None = None
         if num_bytes:
-            arena, address = self._allocate(num_bytes)
-            self._exported.add(arena, [(address, num_bytes)])
-            start = self._exported.offset_of(address, num_bytes)
+            words = ChangesPlace(0, num_bytes, num_bytes) if self._has_changes and self._can_change(placed, entries) else None
+            total_bytes = num_bytes + (words.words_bytes if words is not None else 0)
+            arena, address = self._allocate(total_bytes)
+            self._exported.add(arena, [(address, total_bytes)])
+            start = self._exported.offset_of(address, total_bytes)
             assert start is not None, "a block lies in its arena's chunks"
             for index, entry in zip(copied, placed, strict=True):
                 offsets[index] = start + entry.arena_offset
-            view = arena.view(address, num_bytes) if self._device.type == "cpu" else None
+            view = arena.view(address, total_bytes) if self._device.type == "cpu" else None
             for index, tensor in zip(
-                copied, tensors_at(address, placed, num_bytes, device=self._device, view=view), strict=True
+                copied, tensors_at(address, placed, total_bytes, device=self._device, view=view), strict=True
             ):
                 tensors[index] = tensor
+            self._changes = None if words is None else changes_at(address, words, total_bytes, device=self._device, view=view)
+            if words is not None and self._changes is not None:
+                self._changes.words.fill_(FAR)
+                changes = ChangesPlace(start, num_bytes, start + num_bytes)
+        manifest = replace(manifest, changes=changes)
         return self._complete(
             manifest, [replace(entry, arena_offset=offsets[index]) for index, entry in enumerate(entries)]
         ), tensors
+
+    def _can_change(self, copied: Sequence[Entry], entries: Sequence[Entry]) -> bool:
+        return len(copied) == len(entries) and all(ELEMENT_BYTES[entry.dtype] == ELEMENT_BYTES["bfloat16"] for entry in copied)
 
     def release(self) -> None:
         """Closes every descriptor, so that pausing the arenas frees the memory. Idempotent."""
@@ -188,6 +207,14 @@ class ImportedChunks(PeerMemory):
         places = self._manifest.entries if entries is None else entries
         return tensors_at(self._import.base, places, num_bytes, device=self._device, view=view)
 
+    def changes(self) -> Changes | None:
+        """What changed in the entries; None if the manifest has no place for it."""
+        place, num_bytes = self._manifest.changes, self._manifest.arena_bytes
+        if place is None:
+            return None
+        view = self._import.view(0, num_bytes) if self._device.type == "cpu" else None
+        return changes_at(self._import.base, place, num_bytes, device=self._device, view=view)
+
     def release(self) -> None:
         self._import.release()
 
@@ -219,6 +246,14 @@ def tensors_at(
     # torch has no read-only tensors; page protection stops writes to a peer's memory.
     storage = torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
     return [tensor_in(storage, entry, device=device) for entry in entries]
+
+
+def changes_at(address: int, place: ChangesPlace, num_bytes: int, *, device: torch.device, view: Any = None) -> Changes:
+    """The changes in the bytes from `address` on. view: the same bytes as a buffer, on the host."""
+    num_words = place.words_bytes // 4
+    entry = Entry("changes", "float32", (num_words,), (0,), (num_words,), place.words_offset)
+    (words,) = tensors_at(address, [entry], num_bytes, device=device, view=view)
+    return Changes(address + place.entries_offset, words.view(torch.int32))
 
 
 def tensor_in(storage: torch.UntypedStorage, entry: Entry, *, device: torch.device) -> torch.Tensor:

@@ -159,7 +159,7 @@ class DeviceCopies:
         # Keeps the views alive, since the tables contain only addresses.
         self._copies = list(copies)
         self._launches = [
-            (table, *_copy_types(*dtypes)) for dtypes, table in copy_tables(copies, device=device, first_owner=first_owner)
+            (table, *copy_types(*dtypes)) for dtypes, table in copy_tables(copies, device=device, first_owner=first_owner)
         ]
         self._device = device
 
@@ -168,7 +168,7 @@ class DeviceCopies:
 
         with torch.cuda.device(self._device):
             for table, source, destination in self._launches:
-                _launch(copy_tiles, table, SOURCE=source, DESTINATION=destination)
+                launch(copy_tiles, table, SOURCE=source, DESTINATION=destination)
 
 
 class DeviceSummedCopies:
@@ -177,7 +177,7 @@ class DeviceSummedCopies:
     def __init__(self, copies: Sequence[ViewCopy], *, num_sums: int, device: torch.device, first_owner: int = 0) -> None:
         self._copies = list(copies)
         self._launches = [
-            (table, *_copy_types(*dtypes), *_sum_types(dtypes[1], dtypes[0])[1:])
+            (table, summed_types(dtypes, table))
             for dtypes, table in summed_copy_tables(copies, device=device, first_owner=first_owner)
         ]
         self._sums = torch.zeros(num_sums, dtype=torch.int64, device=device)
@@ -187,9 +187,8 @@ class DeviceSummedCopies:
 
         with torch.cuda.device(self._sums.device):
             self._sums.zero_()
-            for table, source, destination, bits, cast in self._launches:
-                types = {"SOURCE": source, "DESTINATION": destination, "BITS": bits, "CAST": cast}
-                _launch(copy_and_sum_tiles, table, self._sums, **types, WORDS=table.blocks.shape[1])
+            for table, types in self._launches:
+                launch(copy_and_sum_tiles, table, self._sums, **types)
 
     def sums(self) -> np.ndarray:
         return self._sums.cpu().numpy().view(np.uint64)
@@ -200,7 +199,7 @@ class DeviceChecksums:
 
     def __init__(self, views: Sequence[ViewChecksum], *, device: torch.device) -> None:
         self._views = list(views)
-        self._launches = [(table, *_sum_types(*dtypes)) for dtypes, table in checksum_tables(views, device=device)]
+        self._launches = [(table, *sum_types(*dtypes)) for dtypes, table in checksum_tables(views, device=device)]
         self._sums = torch.zeros(len(views), dtype=torch.int64, device=device)
 
     def read(self) -> list[int]:
@@ -209,7 +208,7 @@ class DeviceChecksums:
         with torch.cuda.device(self._sums.device):
             self._sums.zero_()
             for table, held, bits, cast in self._launches:
-                _launch(sum_tiles, table, self._sums, HELD=held, BITS=bits, CAST=cast)
+                launch(sum_tiles, table, self._sums, HELD=held, BITS=bits, CAST=cast)
             return [value % MODULUS for value in self._sums.tolist()]
 
 
@@ -269,15 +268,22 @@ def _vector(*dtypes: torch.dtype) -> int:
 
 
 def _on(table: Table, device: torch.device) -> Table:
-    return Table(table.vector, table.blocks.to(device), table.tiles.to(device))
+    return Table(table.vector, table.blocks.to(device), table.tiles.to(device), table.lanes)
 
 
-def _copy_types(source: torch.dtype, destination: torch.dtype) -> tuple[Any, Any]:
+def copy_types(source: torch.dtype, destination: torch.dtype) -> tuple[Any, Any]:
     """Types of a copy; plain bit patterns if nothing is cast."""
     return (_bits(source), _bits(source)) if source == destination else (_float(source), _float(destination))
 
 
-def _sum_types(held: torch.dtype, counted: torch.dtype) -> tuple[Any, Any, Any]:
+def summed_types(dtypes: Dtypes, table: Table) -> dict[str, Any]:
+    """Types of a summed copy, and the words of its blocks."""
+    source, destination = copy_types(*dtypes)
+    _, bits, cast = sum_types(dtypes[1], dtypes[0])
+    return {"SOURCE": source, "DESTINATION": destination, "BITS": bits, "CAST": cast, "WORDS": table.blocks.shape[1]}
+
+
+def sum_types(held: torch.dtype, counted: torch.dtype) -> tuple[Any, Any, Any]:
     """Type to read, type of the bit patterns, and type whose bit patterns are counted."""
     bits = _bits(counted)
     return (bits, bits, bits) if held == counted else (_float(held), bits, _float(counted))
@@ -295,6 +301,7 @@ def _float(dtype: torch.dtype) -> Any:
     return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[dtype]
 
 
-def _launch(kernel: Any, table: Table, *arguments: torch.Tensor, **types: Any) -> None:
+def launch(kernel: Any, table: Table, *arguments: torch.Tensor | int, **types: Any) -> None:
+    """Runs a kernel on every tile of a table, on the current device."""
     grid = (len(table.tiles),)
     kernel[grid](table.blocks, table.tiles, *arguments, **types, VECTOR=table.vector, UNITS=TILE_UNITS, num_warps=_NUM_WARPS)

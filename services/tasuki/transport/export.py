@@ -12,8 +12,10 @@ from typing import Literal, Protocol
 import torch
 
 from tasuki.memory.arena import Arena
+from tasuki.transport.changes import Changes
 from tasuki.transport.chunk_memory import ChunkMemory
 from tasuki.transport.copies import Checksums, Copies, ViewChecksum, ViewCopy, prepare_checksums, prepare_copies
+from tasuki.transport.copies_of_changes import prepare_encoded_copies
 from tasuki.transport.fd_socket import FdServer
 from tasuki.transport.header import ArenaState, Header, create_sealed
 from tasuki.transport.ipc_memory import IpcAllocation
@@ -30,12 +32,14 @@ class ExportMemory:
 
     parameters: arena whose tensors are published in place if they have the published dtype; all others are copied.
     leaves: whether the memory is freed between publications (`WeightExport.released`). handles: "ipc" copies everything to an allocation
-    of torch's, which cannot leave.
+    of torch's, which cannot leave. has_changes: whether copies of 2-byte elements also say what changed since the previous publication, in
+    a quarter more memory.
     """
 
     parameters: Arena | None = None
     leaves: bool = False
     handles: Literal["vmm", "ipc"] = "vmm"
+    has_changes: bool = False
 
 
 class _Memory(Protocol):
@@ -45,6 +49,8 @@ class _Memory(Protocol):
     def fds(self) -> Sequence[int]: ...
     @property
     def copies(self) -> Arena | None: ...
+    @property
+    def changes(self) -> Changes | None: ...
     def open(self, manifest: Manifest, sources: Sequence[torch.Tensor]) -> tuple[Manifest, list[torch.Tensor]]: ...
     def release(self) -> None: ...
     def close(self) -> None: ...
@@ -79,7 +85,10 @@ class WeightExport:
         self._generation = 0
         self._is_away = False
         self._opened_for: list[int] = []
-        self._prepared: tuple[Copies, Checksums] | None = None
+        self._publication = 0
+        self._holds_publication = False
+        """Whether the memory holds the last publication, whole."""
+        self._prepared: _Prepared | None = None
         self._prepared_for: list[int] = []
         with ExitStack() as cleanup:
             self._memory = _memory(memory or ExportMemory(), device=self._device)
@@ -113,17 +122,23 @@ class WeightExport:
         """Updates every shard for readers and marks all as `version`. Returns the bytes published.
 
         Tensors published in place are only summed. Memory that was freed must be allocated again.
-        replaced: name and slice of tensors to publish instead of the shards of these names; consumed one by one.
+        replaced: name and slice of tensors to publish instead of the shards of these names; consumed one by one. What changed is then
+        not published.
         """
         if self._is_away or self._opened_for != self._addresses():
             self._hand_out_again()
-        copies, checksums = self._prepare()
+        prepared = self._prepare()
+        encoded, self._holds_publication = prepared.encoded if self._holds_publication else None, False
         self._header.write_state(ArenaState.WRITING)
-        copies.start()
+        (prepared.copies if encoded is None else encoded).start()
         published = {entry.name: held for entry, held in zip(self._arena.manifest.entries, self._arena.tensors, strict=True)}
+        base = None if encoded is None else self._publication
         for name, tensor in replaced:
             published[name].copy_(tensor)
-        self._header.write_published(version, checksums.read())
+            base = None
+        self._publication += 1
+        self._header.write_published(version, prepared.checksums.read(), publication=self._publication, base=base)
+        self._holds_publication = True
         return sum(entry.num_bytes for entry in self._arena.manifest.entries)
 
     def damage(self) -> None:
@@ -170,12 +185,15 @@ class WeightExport:
         manifest, tensors = self._memory.open(self._layout, [shard.local.detach() for shard in self._shards])
         check(manifest)
         self._generation += 1
+        self._holds_publication = False
         self._opened_for = self._addresses()
         places = [*self._opened_for, *(tensor.data_ptr() for tensor in tensors)]
         if places != self._prepared_for:
             self._prepared, self._prepared_for = None, places
         fds = [self._header_fd, *self._memory.fds]
-        return WeightArena(manifest, kind=self._memory.kind, header=self._header, tensors=tensors, fds=fds)
+        return WeightArena(
+            manifest, kind=self._memory.kind, header=self._header, tensors=tensors, changes=self._memory.changes, fds=fds
+        )
 
     def _message(self) -> bytes:
         return to_proto(self._arena.manifest).SerializeToString()
@@ -183,7 +201,7 @@ class WeightExport:
     def _addresses(self) -> list[int]:
         return [shard.local.data_ptr() for shard in self._shards]
 
-    def _prepare(self) -> tuple[Copies, Checksums]:
+    def _prepare(self) -> _Prepared:
         if self._prepared is None:
             published = list(zip(self._arena.manifest.entries, self._arena.tensors, strict=True))
             copies = [
@@ -192,12 +210,26 @@ class WeightExport:
                 if held.data_ptr() != shard.local.data_ptr()
             ]
             views = [ViewChecksum(held, indices_of(entry), held.dtype) for entry, held in published]
-            self._prepared = prepare_copies(copies, device=self._device), prepare_checksums(views, device=self._device)
+            changes = self._arena.changes
+            self._prepared = _Prepared(
+                prepare_copies(copies, device=self._device),
+                prepare_checksums(views, device=self._device),
+                None if changes is None else prepare_encoded_copies(copies, changes, device=self._device),
+            )
         return self._prepared
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """encoded: the same copies, which also say what changed in the memory."""
+
+    copies: Copies
+    checksums: Checksums
+    encoded: Copies | None
 
 
 def _memory(memory: ExportMemory, *, device: torch.device) -> _Memory:
     if memory.handles == "ipc":
         assert not memory.leaves and memory.parameters is None
         return IpcAllocation(device=device)
-    return ChunkMemory(parameters=memory.parameters, device=device)
+    return ChunkMemory(parameters=memory.parameters, device=device, has_changes=memory.has_changes)

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 from google.protobuf.message import DecodeError
 
 from tasuki.transport import fd_socket
+from tasuki.transport.changes import Changes
 from tasuki.transport.checksum import checksum
 from tasuki.transport.chunk_memory import ImportedChunks
 from tasuki.transport.device import check_reach, device_uuid
@@ -24,6 +26,14 @@ from tasuki.transport.split import indices_of
 from tasuki.transport.weight_arena import WeightArena
 from tasuki.v1 import weights_pb2
 from tasuki.wire.errors import BadHandle, VersionOrder
+
+
+@dataclass(frozen=True, slots=True)
+class Publications:
+    """By rank: the publication in the arena, and the one from which its changes lead there, or None."""
+
+    held: Sequence[int]
+    bases: Sequence[int | None]
 
 
 class ImportedWeights:
@@ -107,6 +117,16 @@ class ImportedWeights:
     def owner(self, entry: Entry) -> int:
         """The trainer rank that holds the slice of `entry`."""
         return self._tensors[entry.name, entry.offsets][1]
+
+    def changes(self) -> dict[int, Changes]:
+        """What changed, by owner; empty unless every owner says it."""
+        found = {arena.manifest.rank: arena.changes for arena in self._arenas if arena.manifest.entries}
+        return {rank: changes for rank, changes in found.items() if changes is not None} if None not in found.values() else {}
+
+    def publications(self) -> Publications:
+        """Which publication each rank's arena holds, and from which its changes lead there."""
+        headers = [arena.header.read() for arena in self._arenas]
+        return Publications([header.publication for header in headers], [header.base for header in headers])
 
     def first_owner(self, device: torch.device) -> int:
         """The owner that `device` should read first: the rank after its own, so that GPUs start with different owners."""
@@ -278,7 +298,9 @@ def _map_arena(
     if not manifest.entries or (device is None and wanted == "cuda"):
         return WeightArena(manifest, kind=handle.kind, header=header, tensors=())
     memory = _map_memory(manifest, fds[1:], device=device or torch.device("cpu"))
-    return WeightArena(manifest, kind=handle.kind, header=header, tensors=memory.tensors(), memory=memory)
+    return WeightArena(
+        manifest, kind=handle.kind, header=header, tensors=memory.tensors(), changes=memory.changes(), memory=memory
+    )
 
 
 def _map_memory(manifest: Manifest, fds: Sequence[int], *, device: torch.device) -> ImportedChunks | ImportedAllocation:

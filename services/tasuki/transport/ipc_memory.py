@@ -14,6 +14,7 @@ import torch
 
 from tasuki.memory.arena import Arena
 from tasuki.memory.region_cuda import refuse_expandable_segments
+from tasuki.transport.changes import Changes
 from tasuki.transport.chunk_memory import tensor_in
 from tasuki.transport.device import device_uuid
 from tasuki.transport.manifest import IpcMemory, Manifest, place
@@ -28,6 +29,7 @@ class IpcAllocation:
     kind = weights_pb2.HANDLE_KIND_CUDA_IPC
     fds: Sequence[int] = ()
     copies: Arena | None = None
+    changes: Changes | None = None
 
     def __init__(self, *, device: torch.device) -> None:
         """Raises InvalidArgument if torch's segments are of a kind whose handles need ptrace rights."""
@@ -101,6 +103,9 @@ class ImportedAllocation(PeerMemory):
     def tensors(self) -> list[torch.Tensor]:
         assert self._storage is not None
         return [tensor_in(self._storage, entry, device=self._device) for entry in self._manifest.entries]
+
+    def changes(self) -> Changes | None:
+        return None
 
     def release(self) -> None:
         raise InternalError("memory behind a CUDA IPC handle does not come and go")

@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tasuki.transport import checksum, table
+from tasuki.transport import changes, checksum, table
 
 # Elements that copy_and_sum_tiles processes at a time.
 _STEP_UNITS = tl.constexpr(256)
@@ -17,6 +17,8 @@ _MIX = tl.constexpr(checksum.MIX % checksum.MODULUS)
 _KEY_STEP = tl.constexpr(checksum.KEY_STEP)
 _KEY_MIX = tl.constexpr(checksum.KEY_MIX)
 _GROUP = tl.constexpr(checksum.GROUP)
+_MOST = tl.constexpr(changes.MOST)
+_FAR = tl.constexpr(changes.FAR)
 _MULTIPLY = tl.constexpr("mul.wide.s32 $0, $1, $2;")
 
 
@@ -52,6 +54,36 @@ def copy_tiles(blocks, tiles, SOURCE: tl.constexpr, DESTINATION: tl.constexpr, V
     destination = _address(tl.load(block + 1), DESTINATION, VECTOR)
     values = tl.load(source + sources, mask=is_there[:, None])
     tl.store(destination + destinations, values.to(DESTINATION), mask=is_there[:, None])
+
+
+@triton.jit
+def copy_and_encode_tiles(
+    blocks, tiles, shift, SOURCE: tl.constexpr, DESTINATION: tl.constexpr, VECTOR: tl.constexpr, UNITS: tl.constexpr
+):
+    """Same as copy_tiles for destinations of 2-byte elements, and writes by how much each moves, as in changes.encode.
+
+    shift: of Changes.
+    """
+    word = tl.load(tiles + tl.program_id(0))
+    block = blocks + (word >> 32) * _BLOCK_WORDS
+    within = tl.arange(0, VECTOR)[None, :]
+    for step in range(UNITS // _STEP_UNITS):
+        rows, cols, is_there = _units(block, word + step * _STEP_UNITS, _STEP_UNITS)
+        sources = (rows * tl.load(block + 4) + cols * tl.load(block + 6)) * VECTOR
+        destinations = (rows * tl.load(block + 5) + cols * tl.load(block + 7)) * VECTOR
+        start = tl.load(block + 1)
+        values = tl.load(_address(tl.load(block), SOURCE, VECTOR) + (sources[:, None] + within), mask=is_there[:, None])
+        new = values.to(DESTINATION)
+        if tl.int16 != DESTINATION:
+            new = new.to(tl.int16, bitcast=True)
+        places = _address(start, tl.int16, VECTOR) + (destinations[:, None] + within)
+        old = tl.load(places, mask=is_there[:, None], other=0)
+        differences = (new - old).to(tl.int32)
+        is_far = tl.max(tl.abs(differences), axis=1) > _MOST
+        words = tl.sum((differences & 0xF) << (4 * within), axis=1)
+        words = tl.where(is_far, _FAR, words)
+        tl.store((((start + 2 * destinations) >> 2) + shift).to(tl.pointer_type(tl.int32)), words, mask=is_there)
+        tl.store(places, new, mask=(is_there & (words != 0))[:, None])
 
 
 @triton.jit
@@ -111,6 +143,50 @@ def copy_and_sum_tiles(
         destination = _address(tl.load(block + 1), DESTINATION, VECTOR) + (destinations[:, None] + within)
         tl.store(destination, tl.load(source, mask=is_there[:, None]).to(DESTINATION), mask=is_there[:, None])
         # Volatile: reads from the GPU's memory system, not from a register or this processor's cache.
+        held = tl.load(destination, mask=is_there[:, None], other=0, volatile=True)
+        places = sources if WORDS == _BLOCK_WORDS else (rows * tl.load(block + 10) + cols * tl.load(block + 11)) * VECTOR
+        totals += _terms(held, tl.load(block + 9) + places, within, DESTINATION, BITS, CAST, VECTOR)
+    tl.atomic_add(sums + tl.load(block + 8), tl.sum(totals, axis=0), sem="relaxed")
+
+
+@triton.jit
+def apply_and_sum_tiles(
+    blocks,
+    tiles,
+    shifts,
+    sums,
+    SOURCE: tl.constexpr,
+    DESTINATION: tl.constexpr,
+    BITS: tl.constexpr,
+    CAST: tl.constexpr,
+    WORDS: tl.constexpr,
+    VECTOR: tl.constexpr,
+    UNITS: tl.constexpr,
+):
+    """Same as copy_and_sum_tiles for 2-byte elements whose destinations hold the previous publication.
+
+    Adds the sources' changes, and reads a source only where these are marked. shifts: of each block's Changes.
+    """
+    word = tl.load(tiles + tl.program_id(0))
+    block = blocks + (word >> 32) * WORDS
+    shift = tl.load(shifts + (word >> 32))
+    within = tl.arange(0, VECTOR)[None, :]
+    totals = tl.zeros((_STEP_UNITS,), tl.int64)
+    for step in range(UNITS // _STEP_UNITS):
+        rows, cols, is_there = _units(block, word + step * _STEP_UNITS, _STEP_UNITS)
+        sources = (rows * tl.load(block + 4) + cols * tl.load(block + 6)) * VECTOR
+        destinations = (rows * tl.load(block + 5) + cols * tl.load(block + 7)) * VECTOR
+        start = tl.load(block)
+        changes = tl.load((((start + 2 * sources) >> 2) + shift).to(tl.pointer_type(tl.int32)), mask=is_there, other=0)
+        source = _address(start, SOURCE, VECTOR) + (sources[:, None] + within)
+        destination = _address(tl.load(block + 1), DESTINATION, VECTOR) + (destinations[:, None] + within)
+        held = tl.load(destination, mask=is_there[:, None], other=0)
+        differences = (changes[:, None] << (28 - 4 * within)) >> 28
+        is_far = changes == _FAR
+        new = tl.load(source, mask=(is_there & is_far)[:, None], other=0)
+        new = tl.where(is_far[:, None], new, held + differences.to(DESTINATION))
+        tl.store(destination, new, mask=(is_there & (changes != 0))[:, None])
+        # Volatile, as in copy_and_sum_tiles.
         held = tl.load(destination, mask=is_there[:, None], other=0, volatile=True)
         places = sources if WORDS == _BLOCK_WORDS else (rows * tl.load(block + 10) + cols * tl.load(block + 11)) * VECTOR
         totals += _terms(held, tl.load(block + 9) + places, within, DESTINATION, BITS, CAST, VECTOR)

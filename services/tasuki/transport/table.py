@@ -73,11 +73,13 @@ class Table:
     """The work of one launch. A unit is `vector` elements, contiguous on both sides; strides in `blocks` are in units.
 
     blocks: [num_blocks, BLOCK_WORDS or INDEXED_BLOCK_WORDS] int64. tiles: [num_tiles] int64: block number << 32 | first unit.
+    lanes: [num_blocks] int64, on the host.
     """
 
     vector: int
     blocks: torch.Tensor
     tiles: torch.Tensor
+    lanes: torch.Tensor
 
 
 def memory_side(tensor: torch.Tensor) -> Side:
@@ -171,8 +173,8 @@ def _table(width: int, rows: Sequence[tuple[list[int], int]], first_lane: int) -
     before = torch.cumsum(num_tiles, 0) - num_tiles
     tile_in_block = torch.arange(len(block_of_tile)) - before[block_of_tile]
     tiles = block_of_tile << 32 | tile_in_block * TILE_UNITS
-    lanes = torch.tensor([lane for _, lane in rows])[block_of_tile]
-    return Table(width, blocks, tiles[_interleaved(lanes, first_lane)])
+    lanes = torch.tensor([lane for _, lane in rows])
+    return Table(width, blocks, tiles[_interleaved(lanes[block_of_tile], first_lane)], lanes)
 
 
 def _interleaved(lanes: torch.Tensor, first_lane: int) -> torch.Tensor:

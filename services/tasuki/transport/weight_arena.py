@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from tasuki.transport.changes import Changes
 from tasuki.transport.header import Header
 from tasuki.transport.manifest import Manifest
 from tasuki.v1 import weights_pb2
@@ -31,6 +32,7 @@ class WeightArena:
     """A trainer rank's arena, as seen by its owner or a reader.
 
     tensors: one per entry of the manifest, in its shape and dtype, in the memory itself; none if only the header is mapped.
+    changes: from the previous publication, in the same memory.
     memory: of a peer; None for an owner and for a header alone. fds: the owner's, to share; the header's comes first.
     """
 
@@ -41,11 +43,13 @@ class WeightArena:
         kind: weights_pb2.HandleKind.ValueType,
         header: Header,
         tensors: Sequence[torch.Tensor],
+        changes: Changes | None = None,
         memory: PeerMemory | None = None,
         fds: Sequence[int] = (),
     ) -> None:
         self.manifest, self.kind, self.header, self.fds = manifest, kind, header, list(fds)
         self._tensors = list(tensors)
+        self.changes = changes
         self._memory = memory
         self.holds_memory = True
 
@@ -76,11 +80,12 @@ class WeightArena:
     def release_tensors(self) -> None:
         """Releases the tensors, which must no longer be used."""
         self._tensors.clear()
+        self.changes = None
 
     def close(self) -> None:
         """Closes a reader's side: unmaps the memory, whose tensors must no longer be used."""
         self.header.close()
-        self._tensors.clear()
+        self.release_tensors()
         if self._memory is not None:
             self._memory.close()
             self._memory = None

@@ -206,9 +206,10 @@ class FsdpBackend:
             _log.warning("event=not_warm reason=%s error=%s", error.reason, error.message)
 
     def rehearse_publication(self) -> None:
-        """Publishes and withdraws once, which loads kernels. Keeps the memory if it stays during OFFLOAD. Raises OutOfGpuMemory."""
-        self.publish(policy_version=0)
-        self.withdraw()
+        """Publishes and withdraws, which loads kernels. Keeps the memory if it stays during OFFLOAD. Raises OutOfGpuMemory."""
+        for _ in range(2 if self._node.trainer.publish_changes else 1):  # the second publication says what changed
+            self.publish(policy_version=0)
+            self.withdraw()
         self.memory.release_export()
 
     def _compile(self) -> None:

@@ -262,7 +262,8 @@ class TrainerMemory:
     def _made(self, make: Callable[[ExportMemory], WeightExport]) -> WeightExport:
         choice = self._choice
         parameters = self._allocator.arena(MemoryTag.WEIGHTS) if choice.of_parameters else None
-        export = make(ExportMemory(parameters, leaves=not choice.stays, handles=choice.handles))
+        memory = ExportMemory(parameters, leaves=not choice.stays, handles=choice.handles, has_changes=choice.has_changes)
+        export = make(memory)
         if export.copies is not None:
             self._allocator.adopt(MemoryTag.EXPORT, export.copies)
         return export

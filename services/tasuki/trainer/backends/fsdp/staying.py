@@ -19,11 +19,12 @@ TAGS = (MemoryTag.WEIGHTS, MemoryTag.GRADIENTS, MemoryTag.OPTIMIZER)
 
 @dataclass(frozen=True, slots=True)
 class ExportChoice:
-    """How weights are published: in place or as a copy, staying during OFFLOAD or not, and with which handles."""
+    """How weights are published: in place or as a copy, staying during OFFLOAD or not, with which handles, and with what changed."""
 
     of_parameters: bool
     stays: bool
     handles: Literal["vmm", "ipc"] = "vmm"
+    has_changes: bool = False
 
     @classmethod
     def of(cls, config: NodeConfig, layout: Layout, *, rank: int) -> ExportChoice:
@@ -31,7 +32,7 @@ class ExportChoice:
         handles, stays = config.trainer.export_handles, layout.export_stays
         if config.residency is not None:
             stays = "export" in config.residency.of_trainer(rank)
-        return cls(config.exports_parameters, stays or handles == "ipc", handles)
+        return cls(config.exports_parameters, stays or handles == "ipc", handles, config.trainer.publish_changes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,175 @@
+"""Copies that write what changes (changes.py), and copies that apply it: by torch on a CPU, by one kernel each on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from tasuki.transport.changes import UNIT, Changes, decode, encode
+from tasuki.transport.checksum import GROUP
+from tasuki.transport.copies import (
+    Copies,
+    Dtypes,
+    SummedCopies,
+    ViewChecksum,
+    ViewCopy,
+    copy_tables,
+    copy_types,
+    launch,
+    prepare_checksums,
+    summed_copy_tables,
+    summed_types,
+)
+from tasuki.transport.plan import whole
+from tasuki.transport.table import TILE_UNITS, Table
+
+
+def prepare_encoded_copies(copies: Sequence[ViewCopy], changes: Changes, *, device: torch.device) -> Copies:
+    """Copies that also write to `changes` by how much each destination moves.
+
+    Destinations that consist of no whole units are only copied.
+    """
+    return DeviceEncodedCopies(copies, changes, device=device) if device.type == "cuda" else HostEncodedCopies(copies, changes)
+
+
+def prepare_applied_changes(
+    copies: Sequence[ViewCopy], changes: Mapping[int, Changes], *, num_sums: int, device: torch.device, first_owner: int = 0
+) -> SummedCopies:
+    """Does the same as summed copies for destinations that hold the previous publication.
+
+    changes: of the sources, by owner. Sums read the whole destinations. Destinations of other dtypes are copied.
+    """
+    applied, others = [copy for copy in copies if _applies(copy)], [copy for copy in copies if not _applies(copy)]
+    if device.type == "cuda":
+        return DeviceAppliedChanges(applied, others, changes, num_sums=num_sums, device=device, first_owner=first_owner)
+    return HostAppliedChanges(applied, others, changes, num_sums=num_sums)
+
+
+def compile_applied_changes(dtype: torch.dtype, *, device: torch.device) -> None:
+    """Compiles the kernel that applies changes, by applying none. Does nothing on a CPU or for dtypes other than 2-byte floats."""
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return
+    source, destination = torch.zeros(2, TILE_UNITS * UNIT, dtype=dtype, device=device)
+    changes = Changes(source.data_ptr(), torch.zeros(TILE_UNITS, dtype=torch.int32, device=device))
+    applied = prepare_applied_changes(
+        [ViewCopy(destination, source, where=whole(source.shape))], {0: changes}, num_sums=1, device=device
+    )
+    applied.start()
+    applied.sums()
+
+
+def _applies(copy: ViewCopy) -> bool:
+    return copy.source.dtype is copy.destination.dtype and copy.source.element_size() == 2
+
+
+class HostEncodedCopies:
+    """One tensor after another."""
+
+    def __init__(self, copies: Sequence[ViewCopy], changes: Changes) -> None:
+        self._copies = [(copy, changes.of(copy.destination)) for copy in copies]
+
+    @torch.no_grad()
+    def start(self) -> None:
+        for copy, words in self._copies:
+            if words is not None:
+                words.copy_(encode(copy.source.to(copy.destination.dtype), copy.destination))
+            copy.destination.copy_(copy.source)
+
+
+class HostAppliedChanges:
+    """One slice after another; checksums read everything back."""
+
+    def __init__(
+        self, applied: Sequence[ViewCopy], others: Sequence[ViewCopy], changes: Mapping[int, Changes], *, num_sums: int
+    ) -> None:
+        self._applied = [(copy, *changes[copy.owner].around(copy.source)) for copy in applied]
+        self._others = list(others)
+        copies = [*applied, *others]
+        self._slots = np.array([copy.slot for copy in copies], dtype=np.intp)
+        views = [ViewChecksum(copy.destination, copy.where, copy.source.dtype) for copy in copies if copy.where is not None]
+        assert len(views) == len(copies), "copies that are summed"
+        self._checksums = prepare_checksums(views, device=torch.device("cpu"))
+        self._num_sums = num_sums
+
+    @torch.no_grad()
+    def start(self) -> None:
+        for copy, words, first in self._applied:
+            differences, is_far = (
+                decoded.as_strided(copy.source.shape, copy.source.stride(), first) for decoded in decode(words)
+            )
+            bits = copy.destination.view(torch.int16)
+            bits.copy_(torch.where(is_far, copy.source.view(torch.int16), bits + differences))
+        for copy in self._others:
+            copy.destination.copy_(copy.source)
+
+    def sums(self) -> np.ndarray:
+        sums = np.zeros(self._num_sums, dtype=np.uint64)
+        np.add.at(sums, self._slots, np.array(self._checksums.read(), dtype=np.uint64))
+        return sums
+
+
+class DeviceEncodedCopies:
+    """One launch per pair of dtypes and kind of access; memory without room for vectors is only copied."""
+
+    def __init__(self, copies: Sequence[ViewCopy], changes: Changes, *, device: torch.device) -> None:
+        # Keeps the views alive, since the tables contain only addresses.
+        self._copies, self._changes, self._device = list(copies), changes, device
+        self._launches = [
+            (table, *copy_types(*dtypes), dtypes[1].itemsize == 2 and table.vector == GROUP)
+            for dtypes, table in copy_tables(copies, device=device, first_owner=0)
+        ]
+
+    def start(self) -> None:
+        from tasuki.transport.kernels import copy_and_encode_tiles, copy_tiles
+
+        with torch.cuda.device(self._device):
+            for table, source, destination, is_encoded in self._launches:
+                types = {"SOURCE": source, "DESTINATION": destination}
+                if is_encoded:
+                    launch(copy_and_encode_tiles, table, self._changes.shift, **types)
+                else:
+                    launch(copy_tiles, table, **types)
+
+
+class DeviceAppliedChanges:
+    """One launch per kind of access; slices that are no vectors, and others, are copied."""
+
+    def __init__(
+        self,
+        applied: Sequence[ViewCopy],
+        others: Sequence[ViewCopy],
+        changes: Mapping[int, Changes],
+        *,
+        num_sums: int,
+        device: torch.device,
+        first_owner: int,
+    ) -> None:
+        self._copies, self._changes = [*applied, *others], dict(changes)
+        shifts = torch.zeros(max(changes) + 1, dtype=torch.int64)
+        for owner, each in changes.items():
+            shifts[owner] = each.shift
+        of_applied = summed_copy_tables(applied, device=device, first_owner=first_owner)
+        of_others = summed_copy_tables(others, device=device, first_owner=first_owner)
+        self._applied = [
+            (table, shifts[table.lanes].to(device), summed_types(dtypes, table))
+            for dtypes, table in of_applied
+            if table.vector == GROUP
+        ]
+        whole: list[tuple[Dtypes, Table]] = [*(one for one in of_applied if one[1].vector != GROUP), *of_others]
+        self._whole = [(table, summed_types(dtypes, table)) for dtypes, table in whole]
+        self._sums = torch.zeros(num_sums, dtype=torch.int64, device=device)
+
+    def start(self) -> None:
+        from tasuki.transport.kernels import apply_and_sum_tiles, copy_and_sum_tiles
+
+        with torch.cuda.device(self._sums.device):
+            self._sums.zero_()
+            for table, shifts, types in self._applied:
+                launch(apply_and_sum_tiles, table, shifts, self._sums, **types)
+            for table, types in self._whole:
+                launch(copy_and_sum_tiles, table, self._sums, **types)
+
+    def sums(self) -> np.ndarray:
+        return self._sums.cpu().numpy().view(np.uint64)

@@ -1,0 +1,184 @@
+"""What changed between two publications, read in the place of whole weights: when it may be, and that weights are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+
+from tasuki.memory.tags import MemoryTag
+from tasuki.rollout.rank_commands import EngineRank, rank_allocator
+from tasuki.rollout.receive import Received, WeightReceiver
+from tasuki.transport.imported_weights import import_weights
+from tasuki.v1 import memory_pb2, types_pb2, weights_pb2
+from tasuki.wire.errors import WeightsCorrupt
+from tests.drifting import drifted
+from tests.integration.exporting_rank import Engine, TrainerRank
+from tests.models import poison
+from tests.received import ReceivedPiece, check_received
+
+NUM_RANKS = 2
+
+
+class Trainer:
+    """Two ranks with float32 masters, which publish bfloat16 and what changed in it."""
+
+    def __init__(self, folder: Path, stack: ExitStack, **settings: object) -> None:
+        given = {"dtype": torch.float32, "published": torch.bfloat16, "in_place": False, "leaves": False, "has_changes": True}
+        self.ranks = [TrainerRank(folder, **(given | settings), rank=rank, num_ranks=NUM_RANKS) for rank in range(NUM_RANKS)]
+        for rank in self.ranks:
+            stack.callback(rank.close)
+
+    def step(self) -> None:
+        for rank in self.ranks:
+            for tensor in rank.tensors.values():
+                tensor.copy_(drifted(tensor))
+
+    def publish(self, version: int) -> weights_pb2.PublishedWeights:
+        handles = [handle for rank in self.ranks for handle in rank.publish(version).handles]
+        return weights_pb2.PublishedWeights(policy_version=version, boot_id="boot", handles=handles)
+
+    def whole(self, name: str) -> torch.Tensor:
+        return torch.cat([rank.tensors[name] for rank in self.ranks]).bfloat16()
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Iterator[Trainer]:
+    with ExitStack() as stack:
+        yield Trainer(tmp_path, stack)
+
+
+@pytest.fixture
+def receiver(trainer: Trainer) -> WeightReceiver:
+    """Holds publication 0."""
+    receiver = WeightReceiver(Engine(torch.bfloat16))
+    assert not receive(receiver, trainer, trainer.publish(0)).applied_changes
+    trainer.step()
+    return receiver
+
+
+def receive(receiver: WeightReceiver, trainer: Trainer, weights: weights_pb2.PublishedWeights) -> Received:
+    """Syncs, compares the sums as the front does, and the weights with the trainer's."""
+    received = receiver.receive(weights, import_timeout_s=2)
+    front = import_weights(weights, timeout_s=2)
+    check_received([ReceivedPiece(0, *sums) for sums in received.checksums], front)
+    front.close()
+    for name, parameter in receiver.model.named_parameters():
+        wanted = trainer.whole("large" if name == "again" else name)
+        assert torch.equal(parameter.data.view(torch.int16), wanted.view(torch.int16)), name
+    return received
+
+
+def test_later_syncs_read_only_what_changed(trainer: Trainer, receiver: WeightReceiver) -> None:
+    for version in range(1, 4):
+        weights = trainer.publish(version)
+        for rank in trainer.ranks:
+            held = rank.export._arena.tensors[0].view(-1, 8)
+            words = rank.export._arena.changes.of(rank.export._arena.tensors[0])
+            assert 0.1 < (words == 0).float().mean() < 0.9
+            held[words == 0] = torch.nan  # is not read
+        assert receive(receiver, trainer, weights).applied_changes
+        for rank in trainer.ranks:
+            held = rank.export._arena.tensors[0]
+            held.copy_(rank.tensors["large"])
+        trainer.step()
+
+
+def test_a_publication_that_was_missed_is_made_up_for_by_a_whole_one(trainer: Trainer, receiver: WeightReceiver) -> None:
+    trainer.publish(1)
+    trainer.step()
+    weights = trainer.publish(2)
+    poison(receiver.model)
+    assert not receive(receiver, trainer, weights).applied_changes
+    trainer.step()
+    assert receive(receiver, trainer, trainer.publish(3)).applied_changes
+
+
+def test_the_same_publication_is_read_whole_a_second_time(trainer: Trainer, receiver: WeightReceiver) -> None:
+    """Applied twice, what changed would lead past it."""
+    weights = trainer.publish(1)
+    assert receive(receiver, trainer, weights).applied_changes
+    poison(receiver.model)
+    assert not receive(receiver, trainer, weights).applied_changes
+
+
+def test_a_sync_that_failed_is_followed_by_a_whole_one(
+    trainer: Trainer, receiver: WeightReceiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = trainer.publish(1)
+    with monkeypatch.context() as broken:
+        broken.setattr(receiver._prepared, "finish", lambda model: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            receiver.receive(weights, import_timeout_s=2)
+    assert not receive(receiver, trainer, weights).applied_changes
+
+
+def test_a_publication_that_failed_is_followed_by_a_whole_one(trainer: Trainer, receiver: WeightReceiver) -> None:
+    with pytest.raises(ZeroDivisionError):
+        trainer.ranks[0].export.publish(1, replaced=((name, 1 / 0) for name in ["large"]))
+    poison(receiver.model)
+    assert not receive(receiver, trainer, trainer.publish(2)).applied_changes
+
+
+def test_what_replaces_shards_is_published_whole(trainer: Trainer, receiver: WeightReceiver) -> None:
+    for rank in trainer.ranks:
+        rank.export.publish(1, replaced=[("large", rank.tensors["large"])])
+    weights = trainer.publish(2)
+    assert not receive(receiver, trainer, weights).applied_changes
+
+
+def test_parameters_that_moved_are_filled_by_a_whole_one(trainer: Trainer, receiver: WeightReceiver) -> None:
+    receiver.model.large.data = torch.full_like(receiver.model.large, torch.nan)
+    assert not receive(receiver, trainer, trainer.publish(1)).applied_changes
+
+
+def test_a_trainer_that_started_again_is_read_whole(tmp_path: Path, trainer: Trainer, receiver: WeightReceiver) -> None:
+    weights = trainer.publish(1)
+    weights.boot_id = "another"
+    poison(receiver.model)
+    assert not receive(receiver, trainer, weights).applied_changes
+
+
+def test_weights_that_changed_by_themselves_are_noticed(trainer: Trainer, receiver: WeightReceiver) -> None:
+    receiver.model.large.data[3, 5] += 1
+    with pytest.raises(WeightsCorrupt, match="1 of 3 tensors did not arrive as published: large"):
+        receive(receiver, trainer, trainer.publish(1))
+
+
+def test_an_engine_of_another_dtype_gets_whole_numbers(trainer: Trainer) -> None:
+    receiver = WeightReceiver(Engine(torch.float32))
+    for version in range(2):
+        weights = trainer.publish(version)
+        receiver.receive(weights, import_timeout_s=2)
+        for name, parameter in receiver.model.named_parameters():
+            assert torch.equal(parameter.data, trainer.whole("large" if name == "again" else name).float())
+        trainer.step()
+
+
+@pytest.mark.parametrize("settings", [{"leaves": True}, {"dtype": torch.bfloat16, "in_place": True}, {"has_changes": False}])
+def test_copies_that_leave_and_parameters_in_place_are_read_whole(tmp_path: Path, settings: dict[str, object]) -> None:
+    with ExitStack() as stack:
+        trainer = Trainer(tmp_path, stack, **settings)
+        receiver = WeightReceiver(Engine(torch.bfloat16))
+        for version in range(3):
+            assert not receive(receiver, trainer, trainer.publish(version)).applied_changes
+            for rank in trainer.ranks:
+                rank.offload()
+                rank.load()
+            trainer.step()
+
+
+@pytest.mark.parametrize(("stays", "applies"), [(True, True), (False, False)])
+def test_weights_that_slept_are_read_whole(trainer: Trainer, stays: bool, applies: bool) -> None:
+    allocator = rank_allocator("cpu")
+    with allocator.region(MemoryTag.WEIGHTS):
+        model = Engine(torch.bfloat16)
+    rank = EngineRank(model, allocator, rank=0, staying=frozenset([MemoryTag.WEIGHTS] if stays else []))
+    receive(rank.receiver, trainer, trainer.publish(0))
+    rank._pause(memory_pb2.PauseRequest(tags=[types_pb2.MEMORY_TAG_WEIGHTS]))
+    rank.memory.resume(memory_pb2.ResumeRequest(tags=[types_pb2.MEMORY_TAG_WEIGHTS]))
+    trainer.step()
+    assert receive(rank.receiver, trainer, trainer.publish(1)).applied_changes is applies

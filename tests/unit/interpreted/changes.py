@@ -1,0 +1,106 @@
+"""Kernels that write and apply what changes against plain torch, run by Triton's interpreter on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+
+from tasuki.transport.changes import FAR, UNIT, Changes
+from tasuki.transport.copies import ViewCopy
+from tasuki.transport.copies_of_changes import (
+    DeviceAppliedChanges,
+    DeviceEncodedCopies,
+    HostAppliedChanges,
+    HostEncodedCopies,
+)
+from tasuki.transport.plan import Slice, whole
+from tests.drifting import drifted
+
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")
+SHAPES = [(40, 64), (3, 2000), (5,), (9, 77)]
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter needs no device, and runs no instructions of a GPU."""
+    monkeypatch.setattr(torch.cuda, "device", lambda _: torch.no_grad())
+
+    def multiply(_: str, __: str, factors: list[Any], *, dtype: Any, **___: object) -> Any:
+        return factors[0].to(dtype) * factors[1].to(dtype)
+
+    monkeypatch.setattr(tl, "inline_asm_elementwise", multiply)
+
+
+class Published:
+    """A rank's copies, one after another in one block, and their words."""
+
+    def __init__(self) -> None:
+        sizes = [-(-torch.Size(shape).numel() // 128) * 128 for shape in SHAPES]
+        self.block = torch.zeros(sum(sizes), dtype=torch.bfloat16)
+        starts = np.cumsum([0, *sizes])
+        self.tensors = [
+            self.block[start : start + torch.Size(shape).numel()].view(shape)
+            for start, shape in zip(starts, SHAPES, strict=False)
+        ]
+        self.changes = Changes(self.block.data_ptr(), torch.full((len(self.block) // UNIT,), FAR, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_encoding_kernel_is_plain_torch(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    ours, plain = Published(), Published()
+    # Numbers that need no rounding: the interpreter cuts off where a GPU rounds.
+    trained = [torch.randn(shape).bfloat16().to(dtype) for shape in SHAPES]
+    for _ in range(3):
+        for one, kind in ((ours, DeviceEncodedCopies), (plain, HostEncodedCopies)):
+            views = [ViewCopy(held, source) for held, source in zip(one.tensors, trained, strict=True)]
+            arguments = {"device": CPU} if kind is DeviceEncodedCopies else {}
+            kind(views, one.changes, **arguments).start()
+        assert torch.equal(ours.block, plain.block) and torch.equal(ours.changes.words, plain.changes.words)
+        trained = [drifted(tensor).bfloat16().to(dtype) for tensor in trained]
+    assert 0.05 < (ours.changes.words == 0).float().mean() < 0.95
+
+
+def slices() -> Sequence[tuple[int, Slice]]:
+    """Tensor and part: whole, rows, columns, and an awkward start."""
+    return [
+        (0, whole((40, 64))), (1, whole((3, 2000))), (2, whole((5,))), (3, whole((9, 77))),
+        (0, Slice(64 * 8, (16, 64), (64, 1))), (0, Slice(16, (40, 32), (64, 1))), (1, Slice(3, (3, 500), (2000, 1))),
+    ]  # fmt: skip
+
+
+def test_applying_kernel_is_plain_torch_and_a_whole_copy() -> None:
+    torch.manual_seed(0)
+    published = Published()
+    trained = [torch.randn(shape) for shape in SHAPES]
+    views = [ViewCopy(held, source) for held, source in zip(published.tensors, trained, strict=True)]
+    encoded = HostEncodedCopies(views, published.changes)
+    encoded.start()
+    sources = [
+        (tensor := published.tensors[index]).as_strided(at.shape, at.strides, tensor.storage_offset() + at.offset)
+        for index, at in slices()
+    ]
+    held = [[source.clone() for source in sources] for _ in range(2)]
+    for tensor in trained:
+        tensor.copy_(drifted(tensor))
+    encoded.start()
+    num_sums = len(sources)
+    sums = []
+    for kind, destinations in zip((DeviceAppliedChanges, HostAppliedChanges), held, strict=True):
+        views = [
+            ViewCopy(destination, source, owner=1, where=at, slot=slot)
+            for slot, (destination, source, (_, at)) in enumerate(zip(destinations, sources, slices(), strict=True))
+        ]
+        arguments = {"device": CPU, "first_owner": 0} if kind is DeviceAppliedChanges else {}
+        applied = kind(views, [], {1: published.changes}, num_sums=num_sums, **arguments)
+        applied.start()
+        sums.append(applied.sums().tolist())
+        for source, destination in zip(sources, destinations, strict=True):
+            assert torch.equal(destination.view(torch.int16), source.view(torch.int16))
+    assert sums[0] == sums[1]
