@@ -1,4 +1,4 @@
-"""A sync of weights on GPUs, without an engine: `python -m tests.bench.sync_gpu [--cases 7b:1:1 7b:4:4] [--changes LR] [--out FOLDER]`.
+"""A sync of weights on GPUs, without an engine: `python -m tests.bench.sync_gpu [--cases 7b:1:1 7b:4:4] [--deltas LR] [--out FOLDER]`.
 
 A case is model : trainer ranks : tensor-parallel ranks or, with several engines, model : trainer ranks : tensor-parallel ranks x engines,
 as in 7b:4:1x4. Each rank is a process. Trainer ranks take the first GPUs, one each, and so do engine ranks. Trainer ranks hold fp32 masters
@@ -10,8 +10,8 @@ has compared all checksums with the published ones. Every round has new weights;
 reported separately. The floor is the time of the same bytes at the rates of plain copies in this run: within a GPU, and from the other GPUs
 while all ranks read. "plain copies" are the plan's copies made by torch, one after the other. Writes sync_gpu.json, prints a table.
 
---changes runs each case once more, with what changed published (trainer.publish_changes). Every master then moves by LR, up or down, as in
-AdamW's first step; a trained model's moves are mostly smaller. Otherwise every element changes by 1 %.
+--deltas runs each case once more with trainer.publish_deltas. Every master then moves by LR, up or down, as in AdamW's first step; later
+moves are mostly smaller. Otherwise every element changes by 1 %.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from tasuki.rollout.receive import WeightReceiver
-from tasuki.transport.changes import FAR
+from tasuki.transport.deltas import FAR
 from tasuki.transport.export import ExportMemory, WeightExport
 from tasuki.transport.imported_weights import import_weights
 from tasuki.transport.plan import Slice
@@ -52,12 +52,12 @@ CHANGE = 1.01
 
 
 def trainer_rank(rank: int, num_ranks: int, model: str, folder: Path, *, moves_by: float) -> None:
-    """Publishes a version for every line it reads. moves_by: of each master, in every version; 0 for CHANGE without what changed."""
+    """Publishes a version for every line it reads. moves_by: of each master, in every version; 0 for CHANGE without deltas."""
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     shards = random_shards(QWEN[model], rank=rank, num_ranks=num_ranks, dtype=torch.float32, device=device)
     path = folder / f"weights-{rank}.sock"
-    memory = ExportMemory(has_changes=moves_by > 0)
+    memory = ExportMemory(has_deltas=moves_by > 0)
     export = WeightExport(shards, rank=rank, num_ranks=num_ranks, dtype=torch.bfloat16, socket_path=path, memory=memory)
     fetched = _count_fetched(export)
     arena_mib = sum(export._arena.manifest.chunk_bytes) / MIB
@@ -78,12 +78,12 @@ def trainer_rank(rank: int, num_ranks: int, model: str, folder: Path, *, moves_b
 
 def _moved(export: WeightExport) -> dict[str, float]:
     """Shares of the published units that changed, and that are to be read in full."""
-    changes = export._arena.changes
-    if changes is None:
+    deltas = export._arena.deltas
+    if deltas is None:
         return {}
     return {
-        "changed_share": float((changes.words != 0).float().mean()),
-        "far_share": float((changes.words == FAR).float().mean()),
+        "changed_share": float((deltas.words != 0).float().mean()),
+        "far_share": float((deltas.words == FAR).float().mean()),
     }
 
 
@@ -234,7 +234,7 @@ def table(case: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--cases", nargs="+", type=Case.of, default=[Case.of("7b:1:1")], metavar=METAVAR)
-    parser.add_argument("--changes", type=float, nargs="+", default=[], metavar="LR", help="e.g. 1e-6")
+    parser.add_argument("--deltas", type=float, nargs="+", default=[], metavar="LR", help="e.g. 1e-6")
     parser.add_argument("--out", type=Path, default=REPOSITORY / "runs/bench")
     parser.add_argument("--trainer", nargs=5, help=argparse.SUPPRESS)
     parser.add_argument("--engine", nargs=3, help=argparse.SUPPRESS)
@@ -248,7 +248,7 @@ def main() -> None:
     require_gpus(max(case.num_gpus for case in args.cases))
     cases: list[dict[str, Any]] = []
     for case in args.cases:
-        for moves_by in (0.0, *args.changes):
+        for moves_by in (0.0, *args.deltas):
             cases.append(run_case(case, moves_by=moves_by))
             print(table(cases[-1]), flush=True)
     args.out.mkdir(parents=True, exist_ok=True)

@@ -35,7 +35,7 @@ class TrainerRank:
         dtype: torch.dtype,
         in_place: bool,
         leaves: bool,
-        has_changes: bool = False,
+        has_deltas: bool = False,
         rank: int = 0,
         num_ranks: int = 1,
     ) -> None:
@@ -52,7 +52,7 @@ class TrainerRank:
             num_ranks=num_ranks,
             dtype=torch.bfloat16,
             socket_path=folder / f"w{rank}.sock",
-            memory=ExportMemory(self.allocator.arena(WEIGHTS) if in_place else None, leaves=leaves, has_changes=has_changes),
+            memory=ExportMemory(self.allocator.arena(WEIGHTS) if in_place else None, leaves=leaves, has_deltas=has_deltas),
         )
         if self.export.copies is not None:
             self.allocator.adopt(EXPORT, self.export.copies)

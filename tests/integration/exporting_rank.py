@@ -48,7 +48,7 @@ class TrainerRank:
         published: torch.dtype,
         in_place: bool,
         leaves: bool,
-        has_changes: bool = False,
+        has_deltas: bool = False,
         rank: int = 0,
         num_ranks: int = 1,
     ) -> None:
@@ -63,7 +63,7 @@ class TrainerRank:
                 shards.append(Shard(name, shape, box.offsets, torch.randn(box.sizes).to(dtype)))
             self.after = torch.full((20 * MIB,), 7, dtype=torch.uint8)
         self.tensors = {shard.name: shard.local for shard in shards}
-        memory = ExportMemory(self.allocator.arena(WEIGHTS) if in_place else None, leaves=leaves, has_changes=has_changes)
+        memory = ExportMemory(self.allocator.arena(WEIGHTS) if in_place else None, leaves=leaves, has_deltas=has_deltas)
         self.export = WeightExport(
             shards, rank=rank, num_ranks=num_ranks, dtype=published, socket_path=folder / f"w{rank}.sock", memory=memory
         )

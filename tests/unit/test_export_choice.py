@@ -24,7 +24,7 @@ from tasuki.wire.errors import InvalidArgument
 
 MODEL = MODELS["qwen2.5-7b"]
 UUIDS = ["GPU-11111111-2222", "GPU-33333333-4444", "GPU-55555555-6666"]
-CHANGES = {"publish_changes": True}
+CHANGES = {"publish_deltas": True}
 
 
 def node(*, device: str = "cuda", trainer: dict[str, Any] | None = None, rollout: dict[str, Any] | None = None) -> NodeConfig:
@@ -59,8 +59,8 @@ def test_parameters_are_published_where_dtypes_are_equal(
         ({"trainer": {"export_handles": "ipc", "export_stays": False}}, "ipc. is for a copy that stays"),
         ({"trainer": {"export_handles": "ipc", "export": "parameters"}}, "ipc. is for a copy that stays"),
         ({"device": "cpu", "trainer": {"export_handles": "ipc"}}, "needs device = .cuda"),
-        ({"trainer": {**CHANGES, "lora": {"rank": 8}}}, "publish_changes is not for .trainer.lora."),
-        ({"trainer": {**CHANGES, "param_dtype": "bfloat16"}}, "publish_changes needs a published copy, and rollout reads"),
+        ({"trainer": {**CHANGES, "lora": {"rank": 8}}}, "publish_deltas is not for .trainer.lora."),
+        ({"trainer": {**CHANGES, "param_dtype": "bfloat16"}}, "publish_deltas needs a published copy, and rollout reads"),
         (
             {"device": "cpu", "trainer": CHANGES, "rollout": {"dtype": "float32"}},
             "needs rollout.dtype = .bfloat16., not .float32",

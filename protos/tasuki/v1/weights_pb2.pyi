@@ -128,7 +128,7 @@ class WeightManifest(_message.Message):
     DEVICE_UUID_FIELD_NUMBER: _builtins.int
     CHUNK_BYTES_FIELD_NUMBER: _builtins.int
     IPC_MEMORY_FIELD_NUMBER: _builtins.int
-    CHANGES_FIELD_NUMBER: _builtins.int
+    DELTAS_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     num_ranks: _builtins.int
     arena_bytes: _builtins.int
@@ -148,8 +148,8 @@ class WeightManifest(_message.Message):
         """Replaces the chunks with HANDLE_KIND_CUDA_IPC."""
 
     @_builtins.property
-    def changes(self) -> Global___PublishedChanges:
-        """If the owner publishes what changed since its previous publication."""
+    def deltas(self) -> Global___PublishedDeltas:
+        """If the owner publishes deltas from its previous publication."""
 
     def __init__(
         self,
@@ -162,19 +162,19 @@ class WeightManifest(_message.Message):
         device_uuid: _builtins.str = ...,
         chunk_bytes: _abc.Iterable[_builtins.int] | None = ...,
         ipc_memory: Global___IpcMemory | None = ...,
-        changes: Global___PublishedChanges | None = ...,
+        deltas: Global___PublishedDeltas | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "ipc_memory", b"ipc_memory"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["deltas", b"deltas", "ipc_memory", b"ipc_memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "changes", b"changes", "chunk_bytes", b"chunk_bytes", "device_uuid", b"device_uuid", "entries", b"entries", "header_offset", b"header_offset", "ipc_memory", b"ipc_memory", "num_ranks", b"num_ranks", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "chunk_bytes", b"chunk_bytes", "deltas", b"deltas", "device_uuid", b"device_uuid", "entries", b"entries", "header_offset", b"header_offset", "ipc_memory", b"ipc_memory", "num_ranks", b"num_ranks", "rank", b"rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WeightManifest: _TypeAlias = WeightManifest  # noqa: Y015
 
 @_typing.final
-class PublishedChanges(_message.Message):
-    """Where an arena has the differences from the previous publication: for every 16 bytes of its entries a word of eight signed 4-bit
+class PublishedDeltas(_message.Message):
+    """Place of the deltas from the previous publication in an arena: for every 16 bytes of its entries a word of eight signed 4-bit
     differences, of the bit patterns of 2-byte elements, lowest bits first. 0x88888888 marks 16 bytes to be read in full. The header says
     whether the words are valid.
     """
@@ -202,7 +202,7 @@ class PublishedChanges(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___PublishedChanges: _TypeAlias = PublishedChanges  # noqa: Y015
+Global___PublishedDeltas: _TypeAlias = PublishedDeltas  # noqa: Y015
 
 @_typing.final
 class IpcMemory(_message.Message):

@@ -139,16 +139,16 @@ def _check_export(config: NodeConfig) -> None:
         raise SettingsConflict("trainer.export", f'{problem}; "copy" casts')
     if trainer.export == "parameters" and trainer.lora is not None:
         raise SettingsConflict("trainer.export", '= "parameters" cannot publish adapters; leave it at "auto"')
-    _check_changes(config)
+    _check_deltas(config)
     if trainer.param_dtype != "float32" and trainer.lora is not None:
         raise SettingsConflict(
             "trainer.param_dtype", f'= "{trainer.param_dtype}" is not for [trainer.lora]: adapters are trained in float32'
         )
 
 
-def _check_changes(config: NodeConfig) -> None:
-    trainer, key = config.trainer, "trainer.publish_changes"
-    if not trainer.publish_changes:
+def _check_deltas(config: NodeConfig) -> None:
+    trainer, key = config.trainer, "trainer.publish_deltas"
+    if not trainer.publish_deltas:
         return
     if trainer.lora is not None:
         raise SettingsConflict(

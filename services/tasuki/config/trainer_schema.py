@@ -126,9 +126,9 @@ class TrainerConfig(OptimizerConfig):
     export_handles: Literal["vmm", "ipc"] = "vmm"
     """How GPU memory is shared with rollout: file descriptors of our arenas, or, where these do not work, a copy in torch's memory with
     a legacy CUDA IPC handle."""
-    publish_changes: bool = False
-    """Whether the published copy also says by how much each number has moved since the previous one, in a quarter more memory. Rollout
-    then reads a quarter of the bytes, which makes SYNC faster where replicas read from other GPUs. Weights are the same, bit for bit.
+    publish_deltas: bool = False
+    """Whether the published copy comes with the difference of each number from the previous copy, in a quarter more memory. Rollout then
+    reads a quarter of the bytes, which makes SYNC faster where replicas read from other GPUs. Weights are the same, bit for bit.
     Syncs read everything after a restart and whenever the copy or rollout's weights left. Needs a copy in bfloat16 (`export`,
     `rollout.dtype`) with `export_handles = "vmm"`; not with `[trainer.lora]`."""
     attention_backend: Literal["auto", "fa4", "varlen", "sdpa"] = "auto"

@@ -151,19 +151,19 @@ def _optimizer_on_host(layout: Layout) -> Iterator[Change]:
 
 
 def _whole_export(layout: Layout) -> Iterator[Change]:
-    if layout.publishes_changes:
-        yield Change("trainer.publish_changes", "true", "false", replace(layout, publishes_changes=False))
+    if layout.publishes_deltas:
+        yield Change("trainer.publish_deltas", "true", "false", replace(layout, publishes_deltas=False))
 
 
 def _export_leaves(layout: Layout) -> Iterator[Change]:
-    if layout.publishes_changes:
+    if layout.publishes_deltas:
         return
     if layout.export_stays and layout.sync_bucket_bytes is None and layout.strategy is not Strategy.RESIDENT:
         yield Change("trainer.export_stays", "true", "false", replace(layout, export_stays=False))
 
 
 def _export_in_place(layout: Layout) -> Iterator[Change]:
-    if layout.exports_parameters or layout.publishes_changes:
+    if layout.exports_parameters or layout.publishes_deltas:
         return
     if layout.param_bytes == layout.engine_bytes and layout.sync_bucket_bytes is None:
         yield Change("trainer.export", "copy", "parameters", replace(layout, exports_parameters=True))
@@ -206,7 +206,7 @@ def _adapters(layout: Layout) -> Iterator[Change]:
         layout,
         lora_rank=_LORA_RANK,
         exports_parameters=False,
-        publishes_changes=False,
+        publishes_deltas=False,
         reference_on_host=False,
         param_bytes=4,
     )
@@ -216,8 +216,8 @@ def _adapters(layout: Layout) -> Iterator[Change]:
         others.append(f"trainer.lora.target_modules {json.dumps(there)}")
     if layout.reference_on_host:
         others.append("without trainer.reference_on_host")
-    if layout.publishes_changes:
-        others.append("without trainer.publish_changes")
+    if layout.publishes_deltas:
+        others.append("without trainer.publish_deltas")
     if layout.param_bytes != changed.param_bytes:
         others.append("trainer.param_dtype float32")
     new = f"{_LORA_RANK} ({', '.join(others)})" if others else str(_LORA_RANK)

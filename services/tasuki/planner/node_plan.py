@@ -100,7 +100,7 @@ def _as_configured(config: NodeConfig, model: ModelShape, *, gpu_bytes: int, hos
         engine_bytes=_ELEMENT_BYTES[rollout.dtype],
         param_bytes=_ELEMENT_BYTES[trainer.param_dtype],
         exports_parameters=config.exports_parameters,
-        publishes_changes=trainer.publish_changes,
+        publishes_deltas=trainer.publish_deltas,
         export_stays=trainer.export_stays is not False,
         micro_batch_tokens=config.most_micro_batch_tokens,
         # If residency is open, tokens are chosen first: none of it costs as much as a step of more and smaller micro-batches.

@@ -329,5 +329,5 @@ def _encode_received(policy_version: int, received: Received) -> ranks_pb2.Recei
         copied_bytes=received.copied_bytes,
         fallback_names=received.fallback_names,
         timings=[types_pb2.Timing(name=name, seconds=seconds) for name, seconds in received.timings.items()],
-        applied_changes=received.applied_changes,
+        applied_deltas=received.applied_deltas,
     )

@@ -24,7 +24,7 @@ from tasuki.transport.copies import (
     prepare_copies,
     prepare_summed_copies,
 )
-from tasuki.transport.copies_of_changes import compile_applied_changes, prepare_applied_changes
+from tasuki.transport.delta_copies import compile_applied_deltas, prepare_applied_deltas
 from tasuki.transport.imported_weights import ImportedWeights, import_weights
 from tasuki.transport.plan import Constant, CopyPlan, Slice, whole
 from tasuki.transport.split import split_by_entries
@@ -44,8 +44,8 @@ class Received:
     """The slices that the rank holds; the same object while the plan is unchanged."""
     sums: np.ndarray
     """uint64 checksum of each slice, over its memory after the copy."""
-    applied_changes: bool = False
-    """Whether only what changed since the previous publication was read."""
+    applied_deltas: bool = False
+    """Whether deltas were read in the place of whole weights."""
 
     @property
     def checksums(self) -> tuple[tuple[str, Slice, int], ...]:
@@ -69,13 +69,13 @@ class WeightReceiver:
         """Plan of the last sync."""
         return None if self._prepared is None else self._prepared.plan
 
-    def warm_up(self, *, applies_changes: bool) -> None:
-        """Compiles on a GPU what the first syncs would, which takes a second on a new machine. applies_changes: whether they will."""
+    def warm_up(self, *, applies_deltas: bool) -> None:
+        """Compiles on a GPU what the first syncs would, which takes a second on a new machine. applies_deltas: whether they will."""
         parameters = Parameters(self.model)
         for dtype in parameters.dtypes:
             compile_copies(dtype, device=parameters.device)
-            if applies_changes:
-                compile_applied_changes(dtype, device=parameters.device)
+            if applies_deltas:
+                compile_applied_deltas(dtype, device=parameters.device)
 
     def forget(self) -> None:
         """Says that the model's memory loses its content: the next sync reads everything."""
@@ -86,7 +86,8 @@ class WeightReceiver:
     ) -> Received:
         """Copies the published version into the model, computes checksums, and waits for both.
 
-        If the model holds the previous publication and the owners say what changed, reads only that. The checksums cover all the same.
+        Applies deltas if the model holds the previous publication and all owners have published them. Checksums cover everything all the
+        same.
 
         reads_back_in_full: reads everything back after all copies, in addition to each part right after it was written.
         Raises BadHandle or VersionOrder before anything is written. After any other error the model must not be served.
@@ -106,9 +107,9 @@ class WeightReceiver:
         self._held = None
         applies = held is not None and list(publications.bases) == list(held)
         # If parameters have moved, the second attempt fills their new memory.
-        prepared = self._replay(imported, applies_changes=applies)
+        prepared = self._replay(imported, applies_deltas=applies)
         if prepared is None:
-            applies, prepared = False, self._replay(imported, applies_changes=False)
+            applies, prepared = False, self._replay(imported, applies_deltas=False)
         if prepared is None:
             raise InternalError("the engine's model parameters keep moving")
         with self._timed("verify"):
@@ -138,15 +139,15 @@ class WeightReceiver:
         self._imported.hold(weights, timeout_s=timeout_s)
         return self._imported
 
-    def _replay(self, imported: ImportedWeights, *, applies_changes: bool) -> _PreparedPlan | None:
-        """Copies the weights, or applies what changed.
+    def _replay(self, imported: ImportedWeights, *, applies_deltas: bool) -> _PreparedPlan | None:
+        """Copies the weights, or applies deltas.
 
         Returns None if parameters have moved: the copies went to their old place, and a new plan is needed.
         """
         with self._timed("record"):
             prepared = self._prepare(imported)
         with self._timed("copy"):
-            prepared.start(applies_changes=applies_changes)
+            prepared.start(applies_deltas=applies_deltas)
             # Checked while the copies run; they write to memory that the plan keeps alive, wherever the parameters are.
             is_current = prepared.fingerprint.is_current()
             prepared.finish(self.model)
@@ -188,12 +189,12 @@ class _PreparedPlan:
         ]
         fallback_bytes = sum(entry.num_bytes for name in plan.fallback_names for entry in imported.entries[name])
         self.copied_bytes = fallback_bytes + sum(copy.source.numel() * copy.source.element_size() for copy in copies)
-        first_owner, changes = imported.first_owner(device), imported.changes()
+        first_owner, deltas = imported.first_owner(device), imported.deltas()
         self._copies = prepare_summed_copies(copies, num_sums=len(plan.pieces), device=device, first_owner=first_owner)
-        self._changes: SummedCopies | None = None
-        if changes:
-            self._changes = prepare_applied_changes(
-                copies, changes, num_sums=len(plan.pieces), device=device, first_owner=first_owner
+        self._deltas: SummedCopies | None = None
+        if deltas:
+            self._deltas = prepare_applied_deltas(
+                copies, deltas, num_sums=len(plan.pieces), device=device, first_owner=first_owner
             )
         self._started = self._copies
         layout = imported.layout()
@@ -216,16 +217,16 @@ class _PreparedPlan:
 
     @property
     def has_applied(self) -> bool:
-        """Whether the last start applied changes."""
-        return self._started is self._changes
+        """Whether the last start applied deltas."""
+        return self._started is self._deltas
 
     @torch.no_grad()
-    def start(self, *, applies_changes: bool) -> None:
+    def start(self, *, applies_deltas: bool) -> None:
         """Starts to write all parameters except those written by the engine's own loader.
 
-        applies_changes: the parameters hold the previous publication. A plan's first start copies.
+        applies_deltas: the parameters hold the previous publication. A plan's first start copies.
         """
-        self._started = self._changes if applies_changes and self._is_proven and self._changes is not None else self._copies
+        self._started = self._deltas if applies_deltas and self._is_proven and self._deltas is not None else self._copies
         self._started.start()
         self._fills.start()
 

@@ -14,9 +14,9 @@ import torch
 from tasuki.memory.arena import Access, Arena, Export, Import, SharedChunk
 from tasuki.memory.granularity import equal_chunks
 from tasuki.memory.tags import MemoryTag
-from tasuki.transport.changes import FAR, Changes
+from tasuki.transport.deltas import FAR, Deltas
 from tasuki.transport.device import device_uuid
-from tasuki.transport.manifest import ALIGNMENT, ELEMENT_BYTES, ChangesPlace, Entry, Manifest, place
+from tasuki.transport.manifest import ALIGNMENT, ELEMENT_BYTES, DeltasPlace, Entry, Manifest, place
 from tasuki.transport.weight_arena import PeerMemory
 from tasuki.v1 import weights_pb2
 from tasuki.wire.errors import BadHandle, InternalError
@@ -81,12 +81,12 @@ class ChunkMemory:
     """Memory of one rank's published tensors: parameters in place, all others as copies.
 
     parameters: the arena whose tensors are published in place if they have the published dtype.
-    has_changes: adds room to say what changed, if all tensors are copies of 2-byte elements.
+    has_deltas: adds room for deltas, if all tensors are copies of 2-byte elements.
     """
 
-    def __init__(self, *, parameters: Arena | None, device: torch.device, has_changes: bool = False) -> None:
-        self._device, self._parameters, self._has_changes = device, parameters, has_changes
-        self._changes: Changes | None = None
+    def __init__(self, *, parameters: Arena | None, device: torch.device, has_deltas: bool = False) -> None:
+        self._device, self._parameters, self._has_deltas = device, parameters, has_deltas
+        self._deltas: Deltas | None = None
         self._copies: Arena | None = None
         self._block: tuple[int, int] | None = None
         self._exported = ExportedChunks()
@@ -105,9 +105,9 @@ class ChunkMemory:
         return self._exported.fds
 
     @property
-    def changes(self) -> Changes | None:
-        """Room to say what changed in the copies, every unit marked to be read in full; None if there is none."""
-        return self._changes
+    def deltas(self) -> Deltas | None:
+        """Room for the deltas of the copies, every unit marked to be read in full; None if there is none."""
+        return self._deltas
 
     def open(self, manifest: Manifest, sources: Sequence[torch.Tensor]) -> tuple[Manifest, list[torch.Tensor]]:
         """Creates descriptors. Returns the manifest with offsets and chunks, and its tensors: parameters themselves or memory for copies.
@@ -120,9 +120,11 @@ class ChunkMemory:
         offsets = self._in_place(entries, sources)
         copied = [index for index in range(len(entries)) if index not in offsets]
         placed, num_bytes = place(entries[index] for index in copied)
-        changes: ChangesPlace | None = None
+        deltas: DeltasPlace | None = None
         if num_bytes:
-            words = ChangesPlace(0, num_bytes, num_bytes) if self._has_changes and self._can_change(placed, entries) else None
+            words = (
+                DeltasPlace(0, num_bytes, num_bytes) if self._has_deltas and self._can_have_deltas(placed, entries) else None
+            )
             total_bytes = num_bytes + (words.words_bytes if words is not None else 0)
             arena, address = self._allocate(total_bytes)
             self._exported.add(arena, [(address, total_bytes)])
@@ -135,16 +137,16 @@ class ChunkMemory:
                 copied, tensors_at(address, placed, total_bytes, device=self._device, view=view), strict=True
             ):
                 tensors[index] = tensor
-            self._changes = None if words is None else changes_at(address, words, total_bytes, device=self._device, view=view)
-            if words is not None and self._changes is not None:
-                self._changes.words.fill_(FAR)
-                changes = ChangesPlace(start, num_bytes, start + num_bytes)
-        manifest = replace(manifest, changes=changes)
+            self._deltas = None if words is None else deltas_at(address, words, total_bytes, device=self._device, view=view)
+            if words is not None and self._deltas is not None:
+                self._deltas.words.fill_(FAR)
+                deltas = DeltasPlace(start, num_bytes, start + num_bytes)
+        manifest = replace(manifest, deltas=deltas)
         return self._complete(
             manifest, [replace(entry, arena_offset=offsets[index]) for index, entry in enumerate(entries)]
         ), tensors
 
-    def _can_change(self, copied: Sequence[Entry], entries: Sequence[Entry]) -> bool:
+    def _can_have_deltas(self, copied: Sequence[Entry], entries: Sequence[Entry]) -> bool:
         return len(copied) == len(entries) and all(ELEMENT_BYTES[entry.dtype] == ELEMENT_BYTES["bfloat16"] for entry in copied)
 
     def release(self) -> None:
@@ -207,13 +209,13 @@ class ImportedChunks(PeerMemory):
         places = self._manifest.entries if entries is None else entries
         return tensors_at(self._import.base, places, num_bytes, device=self._device, view=view)
 
-    def changes(self) -> Changes | None:
-        """What changed in the entries; None if the manifest has no place for it."""
-        place, num_bytes = self._manifest.changes, self._manifest.arena_bytes
+    def deltas(self) -> Deltas | None:
+        """Deltas of the entries; None if the manifest has no place for them."""
+        place, num_bytes = self._manifest.deltas, self._manifest.arena_bytes
         if place is None:
             return None
         view = self._import.view(0, num_bytes) if self._device.type == "cpu" else None
-        return changes_at(self._import.base, place, num_bytes, device=self._device, view=view)
+        return deltas_at(self._import.base, place, num_bytes, device=self._device, view=view)
 
     def release(self) -> None:
         self._import.release()
@@ -248,12 +250,12 @@ def tensors_at(
     return [tensor_in(storage, entry, device=device) for entry in entries]
 
 
-def changes_at(address: int, place: ChangesPlace, num_bytes: int, *, device: torch.device, view: Any = None) -> Changes:
-    """The changes in the bytes from `address` on. view: the same bytes as a buffer, on the host."""
+def deltas_at(address: int, place: DeltasPlace, num_bytes: int, *, device: torch.device, view: Any = None) -> Deltas:
+    """The deltas in the bytes from `address` on. view: the same bytes as a buffer, on the host."""
     num_words = place.words_bytes // 4
-    entry = Entry("changes", "float32", (num_words,), (0,), (num_words,), place.words_offset)
+    entry = Entry("deltas", "float32", (num_words,), (0,), (num_words,), place.words_offset)
     (words,) = tensors_at(address, [entry], num_bytes, device=device, view=view)
-    return Changes(address + place.entries_offset, words.view(torch.int32))
+    return Deltas(address + place.entries_offset, words.view(torch.int32))
 
 
 def tensor_in(storage: torch.UntypedStorage, entry: Entry, *, device: torch.device) -> torch.Tensor:

@@ -12,10 +12,10 @@ from typing import Literal, Protocol
 import torch
 
 from tasuki.memory.arena import Arena
-from tasuki.transport.changes import Changes
 from tasuki.transport.chunk_memory import ChunkMemory
 from tasuki.transport.copies import Checksums, Copies, ViewChecksum, ViewCopy, prepare_checksums, prepare_copies
-from tasuki.transport.copies_of_changes import prepare_encoded_copies
+from tasuki.transport.delta_copies import prepare_encoded_copies
+from tasuki.transport.deltas import Deltas
 from tasuki.transport.fd_socket import FdServer
 from tasuki.transport.header import ArenaState, Header, create_sealed
 from tasuki.transport.ipc_memory import IpcAllocation
@@ -32,14 +32,14 @@ class ExportMemory:
 
     parameters: arena whose tensors are published in place if they have the published dtype; all others are copied.
     leaves: whether the memory is freed between publications (`WeightExport.released`). handles: "ipc" copies everything to an allocation
-    of torch's, which cannot leave. has_changes: whether copies of 2-byte elements also say what changed since the previous publication, in
-    a quarter more memory.
+    of torch's, which cannot leave. has_deltas: whether copies of 2-byte elements come with deltas from the previous publication, in a
+    quarter more memory.
     """
 
     parameters: Arena | None = None
     leaves: bool = False
     handles: Literal["vmm", "ipc"] = "vmm"
-    has_changes: bool = False
+    has_deltas: bool = False
 
 
 class _Memory(Protocol):
@@ -50,7 +50,7 @@ class _Memory(Protocol):
     @property
     def copies(self) -> Arena | None: ...
     @property
-    def changes(self) -> Changes | None: ...
+    def deltas(self) -> Deltas | None: ...
     def open(self, manifest: Manifest, sources: Sequence[torch.Tensor]) -> tuple[Manifest, list[torch.Tensor]]: ...
     def release(self) -> None: ...
     def close(self) -> None: ...
@@ -122,8 +122,8 @@ class WeightExport:
         """Updates every shard for readers and marks all as `version`. Returns the bytes published.
 
         Tensors published in place are only summed. Memory that was freed must be allocated again.
-        replaced: name and slice of tensors to publish instead of the shards of these names; consumed one by one. What changed is then
-        not published.
+        replaced: name and slice of tensors to publish instead of the shards of these names; consumed one by one. Deltas are then not
+        published.
         """
         if self._is_away or self._opened_for != self._addresses():
             self._hand_out_again()
@@ -192,7 +192,7 @@ class WeightExport:
             self._prepared, self._prepared_for = None, places
         fds = [self._header_fd, *self._memory.fds]
         return WeightArena(
-            manifest, kind=self._memory.kind, header=self._header, tensors=tensors, changes=self._memory.changes, fds=fds
+            manifest, kind=self._memory.kind, header=self._header, tensors=tensors, deltas=self._memory.deltas, fds=fds
         )
 
     def _message(self) -> bytes:
@@ -210,18 +210,18 @@ class WeightExport:
                 if held.data_ptr() != shard.local.data_ptr()
             ]
             views = [ViewChecksum(held, indices_of(entry), held.dtype) for entry, held in published]
-            changes = self._arena.changes
+            deltas = self._arena.deltas
             self._prepared = _Prepared(
                 prepare_copies(copies, device=self._device),
                 prepare_checksums(views, device=self._device),
-                None if changes is None else prepare_encoded_copies(copies, changes, device=self._device),
+                None if deltas is None else prepare_encoded_copies(copies, deltas, device=self._device),
             )
         return self._prepared
 
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """encoded: the same copies, which also say what changed in the memory."""
+    """Work of a publication. encoded: the same copies, which also write deltas."""
 
     copies: Copies
     checksums: Checksums
@@ -232,4 +232,4 @@ def _memory(memory: ExportMemory, *, device: torch.device) -> _Memory:
     if memory.handles == "ipc":
         assert not memory.leaves and memory.parameters is None
         return IpcAllocation(device=device)
-    return ChunkMemory(parameters=memory.parameters, device=device, has_changes=memory.has_changes)
+    return ChunkMemory(parameters=memory.parameters, device=device, has_deltas=memory.has_deltas)

@@ -35,7 +35,7 @@ class ArenaState(IntEnum):
 class HeaderContent:
     """Contents of the header; everything but the state is valid only in state PUBLISHED.
 
-    publication: counts the owner's publications. base: the publication from which the arena's changes lead to this one; None without.
+    publication: counts the owner's publications. base: the publication from which the arena's deltas lead to this one; None without.
     """
 
     state: ArenaState

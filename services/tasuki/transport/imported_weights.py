@@ -15,9 +15,9 @@ import torch
 from google.protobuf.message import DecodeError
 
 from tasuki.transport import fd_socket
-from tasuki.transport.changes import Changes
 from tasuki.transport.checksum import checksum
 from tasuki.transport.chunk_memory import ImportedChunks
+from tasuki.transport.deltas import Deltas
 from tasuki.transport.device import check_reach, device_uuid
 from tasuki.transport.header import Header, map_sealed
 from tasuki.transport.ipc_memory import ImportedAllocation
@@ -30,7 +30,7 @@ from tasuki.wire.errors import BadHandle, VersionOrder
 
 @dataclass(frozen=True, slots=True)
 class Publications:
-    """By rank: the publication in the arena, and the one from which its changes lead there, or None."""
+    """Numbers by rank: the publication in the arena, and the one from which its deltas lead there, or None."""
 
     held: Sequence[int]
     bases: Sequence[int | None]
@@ -118,13 +118,13 @@ class ImportedWeights:
         """The trainer rank that holds the slice of `entry`."""
         return self._tensors[entry.name, entry.offsets][1]
 
-    def changes(self) -> dict[int, Changes]:
-        """What changed, by owner; empty unless every owner says it."""
-        found = {arena.manifest.rank: arena.changes for arena in self._arenas if arena.manifest.entries}
-        return {rank: changes for rank, changes in found.items() if changes is not None} if None not in found.values() else {}
+    def deltas(self) -> dict[int, Deltas]:
+        """Deltas by owner; empty unless every owner has them."""
+        found = {arena.manifest.rank: arena.deltas for arena in self._arenas if arena.manifest.entries}
+        return {rank: deltas for rank, deltas in found.items() if deltas is not None} if None not in found.values() else {}
 
     def publications(self) -> Publications:
-        """Which publication each rank's arena holds, and from which its changes lead there."""
+        """Reads the publication in each arena, and the one from which its deltas lead there."""
         headers = [arena.header.read() for arena in self._arenas]
         return Publications([header.publication for header in headers], [header.base for header in headers])
 
@@ -299,7 +299,7 @@ def _map_arena(
         return WeightArena(manifest, kind=handle.kind, header=header, tensors=())
     memory = _map_memory(manifest, fds[1:], device=device or torch.device("cpu"))
     return WeightArena(
-        manifest, kind=handle.kind, header=header, tensors=memory.tensors(), changes=memory.changes(), memory=memory
+        manifest, kind=handle.kind, header=header, tensors=memory.tensors(), deltas=memory.deltas(), memory=memory
     )
 
 

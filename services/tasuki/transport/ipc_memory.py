@@ -14,8 +14,8 @@ import torch
 
 from tasuki.memory.arena import Arena
 from tasuki.memory.region_cuda import refuse_expandable_segments
-from tasuki.transport.changes import Changes
 from tasuki.transport.chunk_memory import tensor_in
+from tasuki.transport.deltas import Deltas
 from tasuki.transport.device import device_uuid
 from tasuki.transport.manifest import IpcMemory, Manifest, place
 from tasuki.transport.weight_arena import PeerMemory
@@ -29,7 +29,7 @@ class IpcAllocation:
     kind = weights_pb2.HANDLE_KIND_CUDA_IPC
     fds: Sequence[int] = ()
     copies: Arena | None = None
-    changes: Changes | None = None
+    deltas: Deltas | None = None
 
     def __init__(self, *, device: torch.device) -> None:
         """Raises InvalidArgument if torch's segments are of a kind whose handles need ptrace rights."""
@@ -104,7 +104,7 @@ class ImportedAllocation(PeerMemory):
         assert self._storage is not None
         return [tensor_in(self._storage, entry, device=self._device) for entry in self._manifest.entries]
 
-    def changes(self) -> Changes | None:
+    def deltas(self) -> Deltas | None:
         return None
 
     def release(self) -> None:

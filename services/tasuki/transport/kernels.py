@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tasuki.transport import changes, checksum, table
+from tasuki.transport import checksum, deltas, table
 
 # Elements that copy_and_sum_tiles processes at a time.
 _STEP_UNITS = tl.constexpr(256)
@@ -17,8 +17,8 @@ _MIX = tl.constexpr(checksum.MIX % checksum.MODULUS)
 _KEY_STEP = tl.constexpr(checksum.KEY_STEP)
 _KEY_MIX = tl.constexpr(checksum.KEY_MIX)
 _GROUP = tl.constexpr(checksum.GROUP)
-_MOST = tl.constexpr(changes.MOST)
-_FAR = tl.constexpr(changes.FAR)
+_MOST = tl.constexpr(deltas.MOST)
+_FAR = tl.constexpr(deltas.FAR)
 _MULTIPLY = tl.constexpr("mul.wide.s32 $0, $1, $2;")
 
 
@@ -60,9 +60,9 @@ def copy_tiles(blocks, tiles, SOURCE: tl.constexpr, DESTINATION: tl.constexpr, V
 def copy_and_encode_tiles(
     blocks, tiles, shift, SOURCE: tl.constexpr, DESTINATION: tl.constexpr, VECTOR: tl.constexpr, UNITS: tl.constexpr
 ):
-    """Same as copy_tiles for destinations of 2-byte elements, and writes by how much each moves, as in changes.encode.
+    """Same as copy_tiles for destinations of 2-byte elements, and writes by how much each moves, as in deltas.encode.
 
-    shift: of Changes.
+    shift: of Deltas.
     """
     word = tl.load(tiles + tl.program_id(0))
     block = blocks + (word >> 32) * _BLOCK_WORDS
@@ -165,7 +165,7 @@ def apply_and_sum_tiles(
 ):
     """Same as copy_and_sum_tiles for 2-byte elements whose destinations hold the previous publication.
 
-    Adds the sources' changes, and reads a source only where these are marked. shifts: of each block's Changes.
+    Adds the sources' deltas, and reads a source only where these are marked. shifts: of each block's Deltas.
     """
     word = tl.load(tiles + tl.program_id(0))
     block = blocks + (word >> 32) * WORDS
@@ -177,15 +177,15 @@ def apply_and_sum_tiles(
         sources = (rows * tl.load(block + 4) + cols * tl.load(block + 6)) * VECTOR
         destinations = (rows * tl.load(block + 5) + cols * tl.load(block + 7)) * VECTOR
         start = tl.load(block)
-        changes = tl.load((((start + 2 * sources) >> 2) + shift).to(tl.pointer_type(tl.int32)), mask=is_there, other=0)
+        deltas = tl.load((((start + 2 * sources) >> 2) + shift).to(tl.pointer_type(tl.int32)), mask=is_there, other=0)
         source = _address(start, SOURCE, VECTOR) + (sources[:, None] + within)
         destination = _address(tl.load(block + 1), DESTINATION, VECTOR) + (destinations[:, None] + within)
         held = tl.load(destination, mask=is_there[:, None], other=0)
-        differences = (changes[:, None] << (28 - 4 * within)) >> 28
-        is_far = changes == _FAR
+        differences = (deltas[:, None] << (28 - 4 * within)) >> 28
+        is_far = deltas == _FAR
         new = tl.load(source, mask=(is_there & is_far)[:, None], other=0)
         new = tl.where(is_far[:, None], new, held + differences.to(DESTINATION))
-        tl.store(destination, new, mask=(is_there & (changes != 0))[:, None])
+        tl.store(destination, new, mask=(is_there & (deltas != 0))[:, None])
         # Volatile, as in copy_and_sum_tiles.
         held = tl.load(destination, mask=is_there[:, None], other=0, volatile=True)
         places = sources if WORDS == _BLOCK_WORDS else (rows * tl.load(block + 10) + cols * tl.load(block + 11)) * VECTOR

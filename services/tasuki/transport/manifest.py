@@ -68,8 +68,8 @@ class IpcMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class ChangesPlace:
-    """Offsets in the arena of the entries and of the words that say what changed in them; see `changes.Changes`."""
+class DeltasPlace:
+    """Offsets in the arena of the entries and of the words with their deltas; see `deltas.Deltas`."""
 
     entries_offset: int
     entries_bytes: int
@@ -85,7 +85,7 @@ class Manifest:
     """Layout of one rank's arena. The header has separate memory on the host.
 
     device_uuid: of the GPU that holds the entries; empty in host memory. Their memory is chunks of these sizes, or `ipc_memory`.
-    changes: None if only whole entries are published.
+    deltas: None if only whole entries are published.
     """
 
     rank: int
@@ -95,13 +95,13 @@ class Manifest:
     device_uuid: str = ""
     chunk_bytes: tuple[int, ...] = ()
     ipc_memory: IpcMemory | None = None
-    changes: ChangesPlace | None = None
+    deltas: DeltasPlace | None = None
 
     def digest(self) -> str:
         """SHA-256, in hex, of the whole manifest."""
         digest = hashlib.sha256()
         digest.update(repr((self.rank, self.num_ranks, self.arena_bytes)).encode())
-        digest.update(repr((self.device_uuid, self.chunk_bytes, self.ipc_memory, self.changes)).encode())
+        digest.update(repr((self.device_uuid, self.chunk_bytes, self.ipc_memory, self.deltas)).encode())
         for entry in self.entries:
             fields = (entry.name, entry.dtype, entry.global_shape, entry.offsets, entry.sizes, entry.arena_offset)
             digest.update(repr(fields).encode())
@@ -143,7 +143,7 @@ def check(manifest: Manifest, *, alignment: int = ALIGNMENT) -> None:
     _check_names(manifest)
     _check_places(manifest, alignment)
     _check_memory(manifest)
-    _check_changes(manifest)
+    _check_deltas(manifest)
 
 
 def check_complete(manifests: Sequence[Manifest]) -> None:
@@ -184,7 +184,7 @@ def to_proto(manifest: Manifest) -> weights_pb2.WeightManifest:
         device_uuid=manifest.device_uuid,
         chunk_bytes=manifest.chunk_bytes,
         ipc_memory=None if manifest.ipc_memory is None else weights_pb2.IpcMemory(**asdict(manifest.ipc_memory)),
-        changes=None if manifest.changes is None else weights_pb2.PublishedChanges(**asdict(manifest.changes)),
+        deltas=None if manifest.deltas is None else weights_pb2.PublishedDeltas(**asdict(manifest.deltas)),
     )
 
 
@@ -210,7 +210,7 @@ def from_proto(message: weights_pb2.WeightManifest, *, alignment: int = ALIGNMEN
         device_uuid=message.device_uuid,
         chunk_bytes=tuple(message.chunk_bytes),
         ipc_memory=_ipc_from_proto(message.ipc_memory) if message.HasField("ipc_memory") else None,
-        changes=_changes_from_proto(message.changes) if message.HasField("changes") else None,
+        deltas=_deltas_from_proto(message.deltas) if message.HasField("deltas") else None,
     )
     check(manifest, alignment=alignment)
     return manifest
@@ -220,8 +220,8 @@ def _ipc_from_proto(message: weights_pb2.IpcMemory) -> IpcMemory:
     return IpcMemory(**{field.name: getattr(message, field.name) for field in fields(IpcMemory)})
 
 
-def _changes_from_proto(message: weights_pb2.PublishedChanges) -> ChangesPlace:
-    return ChangesPlace(**{field.name: getattr(message, field.name) for field in fields(ChangesPlace)})
+def _deltas_from_proto(message: weights_pb2.PublishedDeltas) -> DeltasPlace:
+    return DeltasPlace(**{field.name: getattr(message, field.name) for field in fields(DeltasPlace)})
 
 
 def _aligned(offset: int) -> int:
@@ -293,9 +293,9 @@ def _check_ipc(manifest: Manifest, ipc: IpcMemory) -> None:
         )
 
 
-def _check_changes(manifest: Manifest) -> None:
+def _check_deltas(manifest: Manifest) -> None:
     """Raises BadHandle unless every entry has its words inside the arena, apart from the entries."""
-    place = manifest.changes
+    place = manifest.deltas
     if place is None:
         return
     start, end = place.entries_offset, place.entries_offset + place.entries_bytes
@@ -308,7 +308,7 @@ def _check_changes(manifest: Manifest) -> None:
     )
     if not (is_aligned and is_apart and is_whole and max(end, words_end) <= manifest.arena_bytes):
         raise BadHandle(
-            f"rank {manifest.rank}: changes of bytes {start} to {end} at bytes {place.words_offset} to {words_end} do not describe "
+            f"rank {manifest.rank}: deltas of bytes {start} to {end} at bytes {place.words_offset} to {words_end} do not describe "
             f"the entries of an arena of {manifest.arena_bytes} bytes",
             rank=manifest.rank,
         )

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from tasuki.transport.changes import Changes
+from tasuki.transport.deltas import Deltas
 from tasuki.transport.header import Header
 from tasuki.transport.manifest import Manifest
 from tasuki.v1 import weights_pb2
@@ -32,7 +32,7 @@ class WeightArena:
     """A trainer rank's arena, as seen by its owner or a reader.
 
     tensors: one per entry of the manifest, in its shape and dtype, in the memory itself; none if only the header is mapped.
-    changes: from the previous publication, in the same memory.
+    deltas: from the previous publication, in the same memory.
     memory: of a peer; None for an owner and for a header alone. fds: the owner's, to share; the header's comes first.
     """
 
@@ -43,13 +43,13 @@ class WeightArena:
         kind: weights_pb2.HandleKind.ValueType,
         header: Header,
         tensors: Sequence[torch.Tensor],
-        changes: Changes | None = None,
+        deltas: Deltas | None = None,
         memory: PeerMemory | None = None,
         fds: Sequence[int] = (),
     ) -> None:
         self.manifest, self.kind, self.header, self.fds = manifest, kind, header, list(fds)
         self._tensors = list(tensors)
-        self.changes = changes
+        self.deltas = deltas
         self._memory = memory
         self.holds_memory = True
 
@@ -80,7 +80,7 @@ class WeightArena:
     def release_tensors(self) -> None:
         """Releases the tensors, which must no longer be used."""
         self._tensors.clear()
-        self.changes = None
+        self.deltas = None
 
     def close(self) -> None:
         """Closes a reader's side: unmaps the memory, whose tensors must no longer be used."""

@@ -1,4 +1,4 @@
-"""What changed between two publications, read in the place of whole weights: when it may be, and that weights are the same."""
+"""Deltas between two publications, read in the place of whole weights: when they may be, and that weights are the same."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ NUM_RANKS = 2
 
 
 class Trainer:
-    """Two ranks with float32 masters, which publish bfloat16 and what changed in it."""
+    """Two ranks with float32 masters, which publish bfloat16 with deltas."""
 
     def __init__(self, folder: Path, stack: ExitStack, **settings: object) -> None:
-        given = {"dtype": torch.float32, "published": torch.bfloat16, "in_place": False, "leaves": False, "has_changes": True}
+        given = {"dtype": torch.float32, "published": torch.bfloat16, "in_place": False, "leaves": False, "has_deltas": True}
         self.ranks = [TrainerRank(folder, **(given | settings), rank=rank, num_ranks=NUM_RANKS) for rank in range(NUM_RANKS)]
         for rank in self.ranks:
             stack.callback(rank.close)
@@ -55,7 +55,7 @@ def trainer(tmp_path: Path) -> Iterator[Trainer]:
 def receiver(trainer: Trainer) -> WeightReceiver:
     """Holds publication 0."""
     receiver = WeightReceiver(Engine(torch.bfloat16))
-    assert not receive(receiver, trainer, trainer.publish(0)).applied_changes
+    assert not receive(receiver, trainer, trainer.publish(0)).applied_deltas
     trainer.step()
     return receiver
 
@@ -72,15 +72,15 @@ def receive(receiver: WeightReceiver, trainer: Trainer, weights: weights_pb2.Pub
     return received
 
 
-def test_later_syncs_read_only_what_changed(trainer: Trainer, receiver: WeightReceiver) -> None:
+def test_later_syncs_apply_deltas(trainer: Trainer, receiver: WeightReceiver) -> None:
     for version in range(1, 4):
         weights = trainer.publish(version)
         for rank in trainer.ranks:
             held = rank.export._arena.tensors[0].view(-1, 8)
-            words = rank.export._arena.changes.of(rank.export._arena.tensors[0])
+            words = rank.export._arena.deltas.of(rank.export._arena.tensors[0])
             assert 0.1 < (words == 0).float().mean() < 0.9
             held[words == 0] = torch.nan  # is not read
-        assert receive(receiver, trainer, weights).applied_changes
+        assert receive(receiver, trainer, weights).applied_deltas
         for rank in trainer.ranks:
             held = rank.export._arena.tensors[0]
             held.copy_(rank.tensors["large"])
@@ -92,17 +92,17 @@ def test_a_publication_that_was_missed_is_made_up_for_by_a_whole_one(trainer: Tr
     trainer.step()
     weights = trainer.publish(2)
     poison(receiver.model)
-    assert not receive(receiver, trainer, weights).applied_changes
+    assert not receive(receiver, trainer, weights).applied_deltas
     trainer.step()
-    assert receive(receiver, trainer, trainer.publish(3)).applied_changes
+    assert receive(receiver, trainer, trainer.publish(3)).applied_deltas
 
 
 def test_the_same_publication_is_read_whole_a_second_time(trainer: Trainer, receiver: WeightReceiver) -> None:
-    """Applied twice, what changed would lead past it."""
+    """Applied twice, deltas would lead past it."""
     weights = trainer.publish(1)
-    assert receive(receiver, trainer, weights).applied_changes
+    assert receive(receiver, trainer, weights).applied_deltas
     poison(receiver.model)
-    assert not receive(receiver, trainer, weights).applied_changes
+    assert not receive(receiver, trainer, weights).applied_deltas
 
 
 def test_a_sync_that_failed_is_followed_by_a_whole_one(
@@ -113,33 +113,33 @@ def test_a_sync_that_failed_is_followed_by_a_whole_one(
         broken.setattr(receiver._prepared, "finish", lambda model: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             receiver.receive(weights, import_timeout_s=2)
-    assert not receive(receiver, trainer, weights).applied_changes
+    assert not receive(receiver, trainer, weights).applied_deltas
 
 
 def test_a_publication_that_failed_is_followed_by_a_whole_one(trainer: Trainer, receiver: WeightReceiver) -> None:
     with pytest.raises(ZeroDivisionError):
         trainer.ranks[0].export.publish(1, replaced=((name, 1 / 0) for name in ["large"]))
     poison(receiver.model)
-    assert not receive(receiver, trainer, trainer.publish(2)).applied_changes
+    assert not receive(receiver, trainer, trainer.publish(2)).applied_deltas
 
 
 def test_what_replaces_shards_is_published_whole(trainer: Trainer, receiver: WeightReceiver) -> None:
     for rank in trainer.ranks:
         rank.export.publish(1, replaced=[("large", rank.tensors["large"])])
     weights = trainer.publish(2)
-    assert not receive(receiver, trainer, weights).applied_changes
+    assert not receive(receiver, trainer, weights).applied_deltas
 
 
 def test_parameters_that_moved_are_filled_by_a_whole_one(trainer: Trainer, receiver: WeightReceiver) -> None:
     receiver.model.large.data = torch.full_like(receiver.model.large, torch.nan)
-    assert not receive(receiver, trainer, trainer.publish(1)).applied_changes
+    assert not receive(receiver, trainer, trainer.publish(1)).applied_deltas
 
 
 def test_a_trainer_that_started_again_is_read_whole(tmp_path: Path, trainer: Trainer, receiver: WeightReceiver) -> None:
     weights = trainer.publish(1)
     weights.boot_id = "another"
     poison(receiver.model)
-    assert not receive(receiver, trainer, weights).applied_changes
+    assert not receive(receiver, trainer, weights).applied_deltas
 
 
 def test_weights_that_changed_by_themselves_are_noticed(trainer: Trainer, receiver: WeightReceiver) -> None:
@@ -158,13 +158,13 @@ def test_an_engine_of_another_dtype_gets_whole_numbers(trainer: Trainer) -> None
         trainer.step()
 
 
-@pytest.mark.parametrize("settings", [{"leaves": True}, {"dtype": torch.bfloat16, "in_place": True}, {"has_changes": False}])
+@pytest.mark.parametrize("settings", [{"leaves": True}, {"dtype": torch.bfloat16, "in_place": True}, {"has_deltas": False}])
 def test_copies_that_leave_and_parameters_in_place_are_read_whole(tmp_path: Path, settings: dict[str, object]) -> None:
     with ExitStack() as stack:
         trainer = Trainer(tmp_path, stack, **settings)
         receiver = WeightReceiver(Engine(torch.bfloat16))
         for version in range(3):
-            assert not receive(receiver, trainer, trainer.publish(version)).applied_changes
+            assert not receive(receiver, trainer, trainer.publish(version)).applied_deltas
             for rank in trainer.ranks:
                 rank.offload()
                 rank.load()
@@ -181,4 +181,4 @@ def test_weights_that_slept_are_read_whole(trainer: Trainer, stays: bool, applie
     rank._pause(memory_pb2.PauseRequest(tags=[types_pb2.MEMORY_TAG_WEIGHTS]))
     rank.memory.resume(memory_pb2.ResumeRequest(tags=[types_pb2.MEMORY_TAG_WEIGHTS]))
     trainer.step()
-    assert receive(rank.receiver, trainer, trainer.publish(1)).applied_changes is applies
+    assert receive(rank.receiver, trainer, trainer.publish(1)).applied_deltas is applies

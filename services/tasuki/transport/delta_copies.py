@@ -1,4 +1,4 @@
-"""Copies that write what changes (changes.py), and copies that apply it: by torch on a CPU, by one kernel each on a GPU."""
+"""Copies that write deltas (deltas.py), and copies that apply them: by torch on a CPU, by one kernel each on a GPU."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from tasuki.transport.changes import UNIT, Changes, decode, encode
 from tasuki.transport.checksum import GROUP
 from tasuki.transport.copies import (
     Copies,
@@ -22,39 +21,40 @@ from tasuki.transport.copies import (
     summed_copy_tables,
     summed_types,
 )
+from tasuki.transport.deltas import UNIT, Deltas, decode, encode
 from tasuki.transport.plan import whole
 from tasuki.transport.table import TILE_UNITS, Table
 
 
-def prepare_encoded_copies(copies: Sequence[ViewCopy], changes: Changes, *, device: torch.device) -> Copies:
-    """Copies that also write to `changes` by how much each destination moves.
+def prepare_encoded_copies(copies: Sequence[ViewCopy], deltas: Deltas, *, device: torch.device) -> Copies:
+    """Copies that also write to `deltas` by how much each destination moves.
 
     Destinations that consist of no whole units are only copied.
     """
-    return DeviceEncodedCopies(copies, changes, device=device) if device.type == "cuda" else HostEncodedCopies(copies, changes)
+    return DeviceEncodedCopies(copies, deltas, device=device) if device.type == "cuda" else HostEncodedCopies(copies, deltas)
 
 
-def prepare_applied_changes(
-    copies: Sequence[ViewCopy], changes: Mapping[int, Changes], *, num_sums: int, device: torch.device, first_owner: int = 0
+def prepare_applied_deltas(
+    copies: Sequence[ViewCopy], deltas: Mapping[int, Deltas], *, num_sums: int, device: torch.device, first_owner: int = 0
 ) -> SummedCopies:
-    """Does the same as summed copies for destinations that hold the previous publication.
+    """Same result as summed copies, for destinations that hold the previous publication.
 
-    changes: of the sources, by owner. Sums read the whole destinations. Destinations of other dtypes are copied.
+    deltas: of the sources, by owner. Sums read the whole destinations. Destinations of other dtypes are copied.
     """
     applied, others = [copy for copy in copies if _applies(copy)], [copy for copy in copies if not _applies(copy)]
     if device.type == "cuda":
-        return DeviceAppliedChanges(applied, others, changes, num_sums=num_sums, device=device, first_owner=first_owner)
-    return HostAppliedChanges(applied, others, changes, num_sums=num_sums)
+        return DeviceAppliedDeltas(applied, others, deltas, num_sums=num_sums, device=device, first_owner=first_owner)
+    return HostAppliedDeltas(applied, others, deltas, num_sums=num_sums)
 
 
-def compile_applied_changes(dtype: torch.dtype, *, device: torch.device) -> None:
-    """Compiles the kernel that applies changes, by applying none. Does nothing on a CPU or for dtypes other than 2-byte floats."""
+def compile_applied_deltas(dtype: torch.dtype, *, device: torch.device) -> None:
+    """Compiles the kernel that applies deltas, by applying empty ones. Does nothing on a CPU or for dtypes other than 2-byte floats."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return
     source, destination = torch.zeros(2, TILE_UNITS * UNIT, dtype=dtype, device=device)
-    changes = Changes(source.data_ptr(), torch.zeros(TILE_UNITS, dtype=torch.int32, device=device))
-    applied = prepare_applied_changes(
-        [ViewCopy(destination, source, where=whole(source.shape))], {0: changes}, num_sums=1, device=device
+    deltas = Deltas(source.data_ptr(), torch.zeros(TILE_UNITS, dtype=torch.int32, device=device))
+    applied = prepare_applied_deltas(
+        [ViewCopy(destination, source, where=whole(source.shape))], {0: deltas}, num_sums=1, device=device
     )
     applied.start()
     applied.sums()
@@ -67,8 +67,8 @@ def _applies(copy: ViewCopy) -> bool:
 class HostEncodedCopies:
     """One tensor after another."""
 
-    def __init__(self, copies: Sequence[ViewCopy], changes: Changes) -> None:
-        self._copies = [(copy, changes.of(copy.destination)) for copy in copies]
+    def __init__(self, copies: Sequence[ViewCopy], deltas: Deltas) -> None:
+        self._copies = [(copy, deltas.of(copy.destination)) for copy in copies]
 
     @torch.no_grad()
     def start(self) -> None:
@@ -78,13 +78,13 @@ class HostEncodedCopies:
             copy.destination.copy_(copy.source)
 
 
-class HostAppliedChanges:
+class HostAppliedDeltas:
     """One slice after another; checksums read everything back."""
 
     def __init__(
-        self, applied: Sequence[ViewCopy], others: Sequence[ViewCopy], changes: Mapping[int, Changes], *, num_sums: int
+        self, applied: Sequence[ViewCopy], others: Sequence[ViewCopy], deltas: Mapping[int, Deltas], *, num_sums: int
     ) -> None:
-        self._applied = [(copy, *changes[copy.owner].around(copy.source)) for copy in applied]
+        self._applied = [(copy, *deltas[copy.owner].around(copy.source)) for copy in applied]
         self._others = list(others)
         copies = [*applied, *others]
         self._slots = np.array([copy.slot for copy in copies], dtype=np.intp)
@@ -113,9 +113,9 @@ class HostAppliedChanges:
 class DeviceEncodedCopies:
     """One launch per pair of dtypes and kind of access; memory without room for vectors is only copied."""
 
-    def __init__(self, copies: Sequence[ViewCopy], changes: Changes, *, device: torch.device) -> None:
+    def __init__(self, copies: Sequence[ViewCopy], deltas: Deltas, *, device: torch.device) -> None:
         # Keeps the views alive, since the tables contain only addresses.
-        self._copies, self._changes, self._device = list(copies), changes, device
+        self._copies, self._deltas, self._device = list(copies), deltas, device
         self._launches = [
             (table, *copy_types(*dtypes), dtypes[1].itemsize == 2 and table.vector == GROUP)
             for dtypes, table in copy_tables(copies, device=device, first_owner=0)
@@ -128,27 +128,27 @@ class DeviceEncodedCopies:
             for table, source, destination, is_encoded in self._launches:
                 types = {"SOURCE": source, "DESTINATION": destination}
                 if is_encoded:
-                    launch(copy_and_encode_tiles, table, self._changes.shift, **types)
+                    launch(copy_and_encode_tiles, table, self._deltas.shift, **types)
                 else:
                     launch(copy_tiles, table, **types)
 
 
-class DeviceAppliedChanges:
+class DeviceAppliedDeltas:
     """One launch per kind of access; slices that are no vectors, and others, are copied."""
 
     def __init__(
         self,
         applied: Sequence[ViewCopy],
         others: Sequence[ViewCopy],
-        changes: Mapping[int, Changes],
+        deltas: Mapping[int, Deltas],
         *,
         num_sums: int,
         device: torch.device,
         first_owner: int,
     ) -> None:
-        self._copies, self._changes = [*applied, *others], dict(changes)
-        shifts = torch.zeros(max(changes) + 1, dtype=torch.int64)
-        for owner, each in changes.items():
+        self._copies, self._deltas = [*applied, *others], dict(deltas)
+        shifts = torch.zeros(max(deltas) + 1, dtype=torch.int64)
+        for owner, each in deltas.items():
             shifts[owner] = each.shift
         of_applied = summed_copy_tables(applied, device=device, first_owner=first_owner)
         of_others = summed_copy_tables(others, device=device, first_owner=first_owner)

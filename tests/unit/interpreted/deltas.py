@@ -1,4 +1,4 @@
-"""Kernels that write and apply what changes against plain torch, run by Triton's interpreter on a CPU."""
+"""Kernels that write and apply deltas against plain torch, run by Triton's interpreter on a CPU."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pytest
 import torch
 import triton.language as tl
 
-from tasuki.transport.changes import FAR, UNIT, Changes
 from tasuki.transport.copies import ViewCopy
-from tasuki.transport.copies_of_changes import (
-    DeviceAppliedChanges,
+from tasuki.transport.delta_copies import (
+    DeviceAppliedDeltas,
     DeviceEncodedCopies,
-    HostAppliedChanges,
+    HostAppliedDeltas,
     HostEncodedCopies,
 )
+from tasuki.transport.deltas import FAR, UNIT, Deltas
 from tasuki.transport.plan import Slice, whole
 from tests.drifting import drifted
 
@@ -48,7 +48,7 @@ class Published:
             self.block[start : start + torch.Size(shape).numel()].view(shape)
             for start, shape in zip(starts, SHAPES, strict=False)
         ]
-        self.changes = Changes(self.block.data_ptr(), torch.full((len(self.block) // UNIT,), FAR, dtype=torch.int32))
+        self.deltas = Deltas(self.block.data_ptr(), torch.full((len(self.block) // UNIT,), FAR, dtype=torch.int32))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -61,10 +61,10 @@ def test_encoding_kernel_is_plain_torch(dtype: torch.dtype) -> None:
         for one, kind in ((ours, DeviceEncodedCopies), (plain, HostEncodedCopies)):
             views = [ViewCopy(held, source) for held, source in zip(one.tensors, trained, strict=True)]
             arguments = {"device": CPU} if kind is DeviceEncodedCopies else {}
-            kind(views, one.changes, **arguments).start()
-        assert torch.equal(ours.block, plain.block) and torch.equal(ours.changes.words, plain.changes.words)
+            kind(views, one.deltas, **arguments).start()
+        assert torch.equal(ours.block, plain.block) and torch.equal(ours.deltas.words, plain.deltas.words)
         trained = [drifted(tensor).bfloat16().to(dtype) for tensor in trained]
-    assert 0.05 < (ours.changes.words == 0).float().mean() < 0.95
+    assert 0.05 < (ours.deltas.words == 0).float().mean() < 0.95
 
 
 def slices() -> Sequence[tuple[int, Slice]]:
@@ -80,7 +80,7 @@ def test_applying_kernel_is_plain_torch_and_a_whole_copy() -> None:
     published = Published()
     trained = [torch.randn(shape) for shape in SHAPES]
     views = [ViewCopy(held, source) for held, source in zip(published.tensors, trained, strict=True)]
-    encoded = HostEncodedCopies(views, published.changes)
+    encoded = HostEncodedCopies(views, published.deltas)
     encoded.start()
     sources = [
         (tensor := published.tensors[index]).as_strided(at.shape, at.strides, tensor.storage_offset() + at.offset)
@@ -92,13 +92,13 @@ def test_applying_kernel_is_plain_torch_and_a_whole_copy() -> None:
     encoded.start()
     num_sums = len(sources)
     sums = []
-    for kind, destinations in zip((DeviceAppliedChanges, HostAppliedChanges), held, strict=True):
+    for kind, destinations in zip((DeviceAppliedDeltas, HostAppliedDeltas), held, strict=True):
         views = [
             ViewCopy(destination, source, owner=1, where=at, slot=slot)
             for slot, (destination, source, (_, at)) in enumerate(zip(destinations, sources, slices(), strict=True))
         ]
-        arguments = {"device": CPU, "first_owner": 0} if kind is DeviceAppliedChanges else {}
-        applied = kind(views, [], {1: published.changes}, num_sums=num_sums, **arguments)
+        arguments = {"device": CPU, "first_owner": 0} if kind is DeviceAppliedDeltas else {}
+        applied = kind(views, [], {1: published.deltas}, num_sums=num_sums, **arguments)
         applied.start()
         sums.append(applied.sums().tolist())
         for source, destination in zip(sources, destinations, strict=True):

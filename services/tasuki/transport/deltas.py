@@ -1,4 +1,4 @@
-"""What changed between two publications: for every 16 bytes of published weights, a word of eight 4-bit differences.
+"""Differences between two publications: for every 16 bytes of published weights, a word of eight 4-bit deltas.
 
 A step of an optimizer moves few bfloat16 numbers, and most of those by one or two places. A reader that holds the previous publication
 applies the words, a quarter of the bytes, and reads in full only what moved further.
@@ -21,7 +21,7 @@ FAR = 0x88888888 - (1 << 32)
 
 
 @dataclass(frozen=True, slots=True)
-class Changes:
+class Deltas:
     """Words of the published copies of one rank.
 
     first: address of the first byte that they describe. words: [num_units] int32; word i describes 16 bytes from first + 16 * i on.

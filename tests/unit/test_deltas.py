@@ -1,4 +1,4 @@
-"""Words that say what changed between two publications."""
+"""Words with the differences between two publications."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasuki.transport.changes import FAR, MOST, UNIT, Changes, decode, encode
+from tasuki.transport.deltas import FAR, MOST, UNIT, Deltas, decode, encode
 
 PATTERNS = st.integers(-(2**15), 2**15 - 1)
 
@@ -34,10 +34,10 @@ def test_equal_units_are_zero() -> None:
 
 def test_only_whole_units_of_contiguous_copies_have_words() -> None:
     copies = torch.zeros(64 * UNIT, dtype=torch.bfloat16)
-    changes = Changes(copies.data_ptr(), torch.arange(64, dtype=torch.int32))
-    second = changes.of(copies[8 : 4 * UNIT].view(3, UNIT))
+    deltas = Deltas(copies.data_ptr(), torch.arange(64, dtype=torch.int32))
+    second = deltas.of(copies[8 : 4 * UNIT].view(3, UNIT))
     assert second is not None and second.tolist() == [1, 2, 3]
-    assert changes.of(copies[:12]) is None and changes.of(copies[1 : 1 + UNIT]) is None
-    assert changes.of(copies.view(64, UNIT)[:, :4]) is None and changes.of(copies.view(torch.float32)) is None
-    words, first = changes.around(copies.view(64, UNIT)[2:4, 3:5])
+    assert deltas.of(copies[:12]) is None and deltas.of(copies[1 : 1 + UNIT]) is None
+    assert deltas.of(copies.view(64, UNIT)[:, :4]) is None and deltas.of(copies.view(torch.float32)) is None
+    words, first = deltas.around(copies.view(64, UNIT)[2:4, 3:5])
     assert (words.tolist(), first) == ([2, 3], 3)
