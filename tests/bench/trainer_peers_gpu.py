@@ -261,7 +261,7 @@ def read_arguments() -> Namespace:
     parser.add_argument("--micro-batch-tokens", type=at_least_one, default=MICRO_BATCH_TOKENS)
     parser.add_argument("--peers", nargs="*", choices=MODULES, default=list(MODULES))
     parser.add_argument("--ours", nargs="+", help="settings of ours instead of the preset's, such as '7b-host none'")
-    parser.add_argument("--tries", type=at_least_one, default=6, help="settings of each side, from the first")
+    parser.add_argument("--tries", type=at_least_one, default=6, help="settings of each side, from the first; not of --ours")
     parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args()
     if arguments.samples is None:
@@ -282,12 +282,12 @@ def main() -> None:
         require_gpus(arguments.ranks)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that running processes are ended
     of_preset = {side: tries for side, tries in TRIES[arguments.preset].items() if side in (OURS, *arguments.peers)}
-    if arguments.ours is not None:
-        of_preset[OURS] = tuple(arguments.ours)
     runnable = {
         side: [each for each in tries if not (arguments.tiny and any(part in each for part in ON_GPUS))][: arguments.tries]
         for side, tries in of_preset.items()
     }
+    if arguments.ours is not None:
+        runnable[OURS] = arguments.ours
     arguments.out.mkdir(parents=True, exist_ok=True)
 
     def keep(results: list[dict[str, Any]]) -> None:

@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor, Placement, Shard, distribute_modul
 from transformers import PreTrainedModel
 
 from tasuki.config.trainer_schema import LoraConfig
-from tasuki.trainer.backends.fsdp.lora import add_adapters, merged_rows
+from tasuki.trainer.backends.fsdp.lora import add_adapters
+from tasuki.trainer.backends.fsdp.merged_weights import MergedWeights
 from tasuki.trainer.backends.fsdp.shards import local_shards
 from tasuki.transport.export import WeightExport
 from tasuki.v1 import weights_pb2
@@ -76,7 +77,7 @@ def _run_rank(
     export = WeightExport(
         local_shards(model), rank=rank, num_ranks=num_ranks, dtype=torch.bfloat16, socket_path=folder / f"w{rank}.sock"
     )
-    export.publish(1, replaced=merged_rows(model))
+    export.publish(1, replaced=MergedWeights(model).writes())
     pipe.send_bytes(export.handle().SerializeToString())
     pipe.poll(None)  # until the test ends
 

@@ -37,10 +37,10 @@ def trainer(tmp_path: Path) -> Iterator[Trainer]:
 # --- a read during a publication
 
 
-def rows_of(trainer: Trainer, look: Callable[[], None]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the first rank's rows instead of its shard, with a look before and after they are taken."""
+def rows_of(trainer: Trainer, look: Callable[[], None]) -> Iterator[tuple[str, Callable[[torch.Tensor], object]]]:
+    """Yields a copy of the first rank's rows instead of its shard, with a look before and after."""
     look()
-    yield "plain", trainer.tensors["plain"][:3].bfloat16()
+    yield "plain", lambda held: held.copy_(trainer.tensors["plain"][:3])
     look()
 
 

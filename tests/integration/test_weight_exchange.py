@@ -221,12 +221,12 @@ def test_a_model_that_sglang_computes_with_while_it_loads_is_not_shared(ranks: E
         ranks.share_base(folder, tmp_path / "node", tp_size=1)
 
 
-COLUMNS, BOXES = ((3,), (1,)), ((2, 2), (0, 1))
+ROWS, COLUMNS, BOXES = ((3,), (0,)), ((3,), (1,)), ((2, 2), (0, 1))
 
 
 @pytest.mark.parametrize(
     ("mesh_shape", "dims", "lora"),
-    [(*COLUMNS, None), (*BOXES, LORA), *([(*COLUMNS, LORA), (*BOXES, None)] if IS_WHOLE else [])],
+    [(*COLUMNS, None), (*BOXES, LORA), (*ROWS, LORA), *([(*COLUMNS, LORA), (*BOXES, None)] if IS_WHOLE else [])],
 )
 def test_trainers_may_cut_their_parameters_in_any_dimension(
     ranks: EngineRanks, mesh_shape: tuple[int, ...], dims: tuple[int, ...], lora: LoraConfig | None, tmp_path: Path

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,12 +118,12 @@ class WeightExport:
             leaves=self._leaves,
         )
 
-    def publish(self, version: int, *, replaced: Iterable[tuple[str, torch.Tensor]] = ()) -> int:
+    def publish(self, version: int, *, replaced: Iterable[tuple[str, Callable[[torch.Tensor], object]]] = ()) -> int:
         """Updates every shard for readers and marks all as `version`. Returns the bytes published.
 
         Tensors published in place are only summed. Memory that was freed must be allocated again.
-        replaced: name and slice of tensors to publish instead of the shards of these names; consumed one by one. Deltas are then not
-        published.
+        replaced: names of shards, each with a function that turns the published copy into what is to be published instead; consumed one by
+        one. Deltas are then not published.
         """
         if self._is_away or self._opened_for != self._addresses():
             self._hand_out_again()
@@ -133,8 +133,8 @@ class WeightExport:
         (prepared.copies if encoded is None else encoded).start()
         published = {entry.name: held for entry, held in zip(self._arena.manifest.entries, self._arena.tensors, strict=True)}
         base = None if encoded is None else self._publication
-        for name, tensor in replaced:
-            published[name].copy_(tensor)
+        for name, replace_in in replaced:
+            replace_in(published[name])
             base = None
         self._publication += 1
         self._header.write_published(version, prepared.checksums.read(), publication=self._publication, base=base)

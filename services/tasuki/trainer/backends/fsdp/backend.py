@@ -37,8 +37,9 @@ from tasuki.trainer.backends.fsdp.checkpoint import (
 )
 from tasuki.trainer.backends.fsdp.compiled_blocks import compile_mlps, compiling_ahead, trial_batch
 from tasuki.trainer.backends.fsdp.host_shards import HostShards
-from tasuki.trainer.backends.fsdp.lora import adapters_off, merged_rows, trained_parameters
+from tasuki.trainer.backends.fsdp.lora import adapters_off, trained_parameters
 from tasuki.trainer.backends.fsdp.memory import TrainerMemory
+from tasuki.trainer.backends.fsdp.merged_weights import MergedWeights
 from tasuki.trainer.backends.fsdp.mesh import mesh_device
 from tasuki.trainer.backends.fsdp.mlp_tiles import tile_mlps
 from tasuki.trainer.backends.fsdp.model import (
@@ -115,6 +116,7 @@ class FsdpBackend:
         )
         self.memory.pin_in_background(self._layout)
         self._export: WeightExport | None = None
+        self._merged: MergedWeights | None = None
         self._reference: Policy | None = None
         self._base = map_base(node, rank=mesh.get_local_rank(), device=self.device)
         if self._base is not None:
@@ -188,7 +190,7 @@ class FsdpBackend:
     def publish(self, *, policy_version: int) -> Publication:
         """Publishes the shards in the engine's dtype: adapters only, or merged weights."""
         self._export = self.memory.export(self._make_export)
-        replaced = () if self._node.served_adapter is not None else merged_rows(self._policy.causal_lm)
+        replaced = () if self._merged is None else self._merged.writes()
         return Publication(self._export, self._export.publish(policy_version, replaced=replaced))
 
     def warm_up(self) -> None:
@@ -362,6 +364,8 @@ class FsdpBackend:
 
     def _make_export(self, memory: ExportMemory) -> WeightExport:
         rank, causal_lm = self._mesh.get_local_rank(), self._policy.causal_lm
+        if self._node.trainer.lora is not None and self._node.served_adapter is None:
+            self._merged = MergedWeights(causal_lm)
         return WeightExport(
             local_shards(causal_lm) if self._node.served_adapter is None else adapter_shards(causal_lm),
             rank=rank,

@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tasuki.models.folder_files import INDEX_FILE
-from tasuki.trainer.backends.fsdp.lora import adapted_weights, adapter_tensors, base_parameters, write_adapter
+from tasuki.trainer.backends.fsdp.lora import adapter_tensors, base_parameters, write_adapter
+from tasuki.trainer.backends.fsdp.merged_weights import MergedWeights
 from tasuki.trainer.backends.fsdp.shards import SINGLE_FILE, tensor_files, whole_tensors
 from tasuki.trainer.durable.atomic_folder import delete_aside, folder_bytes, on_first_rank, rename_into_place, start_aside
 from tasuki.wire.errors import TasukiError
@@ -34,10 +35,10 @@ def export_model(path: Path, *, causal_lm: nn.Module, source: Path) -> int:
     """
     aside = start_aside(path)
     writer = _SafetensorsWriter(aside, source=source)
-    adapted = adapted_weights(causal_lm)
+    adapted = MergedWeights(causal_lm).by_name
     try:
         for name, param in base_parameters(causal_lm):
-            tensor = adapted[name].merged() if name in adapted else param
+            tensor = adapted[name].merged(writer.merged_dtype) if name in adapted else param
             tensors = {shard.name: shard.local for shard in whole_tensors(causal_lm, name, tensor)}
             on_first_rank(lambda tensors=tensors: writer.add(tensors), path=path)
         on_first_rank(writer.finish, path=path)
@@ -61,6 +62,11 @@ class _SafetensorsWriter:
         self._pending: dict[str, Tensor] = {}
         self._files: list[list[str]] = []
         self._total_bytes = 0
+
+    @property
+    def merged_dtype(self) -> torch.dtype:
+        """Dtype in which adapters are merged, so that each number is rounded once."""
+        return torch.bfloat16 if set(self._dtypes.values()) == {torch.bfloat16} else torch.float32
 
     def add(self, tensors: dict[str, Tensor]) -> None:
         for name, tensor in tensors.items():

@@ -10,14 +10,13 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tasuki.config.trainer_schema import LoraConfig
 
@@ -68,56 +67,24 @@ def adapter_parameters(causal_lm: nn.Module) -> Iterator[tuple[str, nn.Parameter
             yield name.replace(".default.", "."), param
 
 
+def adapted_parameters(causal_lm: nn.Module) -> dict[str, tuple[DTensor, DTensor, DTensor, float]]:
+    """W, A, B and alpha / rank of every adapted weight, by its name; empty without adapters."""
+    params = cast(dict[str, DTensor], {name: param.detach() for name, param in causal_lm.named_parameters()})
+    layers = [name.removesuffix(_A) for name in params if name.endswith(_A)]
+    return {
+        f"{layer}.weight": (
+            params[f"{layer}{_BASE}.weight"],
+            params[f"{layer}{_A}"],
+            params[f"{layer}{_B}"],
+            cast(Any, causal_lm.get_submodule(layer)).scaling["default"],
+        )
+        for layer in layers
+    }
+
+
 def trained_parameters(causal_lm: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Trained parameters: only the adapters if there are any, otherwise all."""
     return ((name, param) for name, param in causal_lm.named_parameters() if param.requires_grad)
-
-
-@dataclass(frozen=True, slots=True)
-class AdaptedWeight:
-    """A sharded weight W [out, in] and its adapter."""
-
-    base: DTensor
-    a: DTensor
-    b: DTensor
-    scaling: float
-
-    @torch.no_grad()
-    def merged(self) -> DTensor:
-        """W + alpha / rank B A in float32, sharded like W: B is split by the same rows and A by the same columns.
-
-        Collective.
-        """
-        rows, columns = _cut_as(self.base, self.b, dim=0), _cut_as(self.base, self.a, dim=1)
-        local = torch.addmm(self.base.to_local().float(), rows, columns, alpha=self.scaling)
-        mesh, placements = self.base.device_mesh, self.base.placements
-        return DTensor.from_local(local, mesh, placements, run_check=False, shape=self.base.shape, stride=self.base.stride())
-
-
-def _cut_as(base: DTensor, factor: DTensor, *, dim: int) -> Tensor:
-    """The part of an adapter's factor for this rank's slice of the weight: of its rows (dim 0) or columns (dim 1)."""
-    placements = [placement if placement.is_shard(dim) else Replicate() for placement in base.placements]
-    return factor.redistribute(placements=placements).to_local()
-
-
-def adapted_weights(causal_lm: nn.Module) -> dict[str, AdaptedWeight]:
-    """Adapted weights by name; empty without adapters."""
-    params = cast(dict[str, DTensor], {name: param.detach() for name, param in causal_lm.named_parameters()})
-    adapted: dict[str, AdaptedWeight] = {}
-    for name, a in params.items():
-        if name.endswith(_A):
-            layer = name.removesuffix(_A)
-            scaling = cast(Any, causal_lm.get_submodule(layer)).scaling["default"]
-            adapted[f"{layer}.weight"] = AdaptedWeight(params[f"{layer}{_BASE}.weight"], a, params[f"{layer}{_B}"], scaling)
-    return adapted
-
-
-def merged_rows(causal_lm: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields this rank's slice of every adapted weight, merged, one by one. Collective: every rank must exhaust it."""
-    for name, adapted in adapted_weights(causal_lm).items():
-        local = adapted.merged().to_local()
-        if local.numel():
-            yield name, local
 
 
 def adapter_tensors(causal_lm: nn.Module) -> dict[str, Tensor]:
