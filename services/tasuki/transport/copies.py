@@ -76,12 +76,19 @@ def prepare_copies(copies: Sequence[ViewCopy], *, device: torch.device, first_ow
 
 
 def prepare_summed_copies(
-    copies: Sequence[ViewCopy], *, num_sums: int, device: torch.device, first_owner: int = 0
+    copies: Sequence[ViewCopy],
+    *,
+    num_sums: int,
+    device: torch.device,
+    first_owner: int = 0,
+    counts_destinations: bool = False,
 ) -> SummedCopies:
-    """Checksums cover the bit patterns of the sources' dtype."""
+    """Checksums cover the bit patterns of the sources' dtype or, with counts_destinations, the destinations'."""
     if device.type == "cuda":
-        return DeviceSummedCopies(copies, num_sums=num_sums, device=device, first_owner=first_owner)
-    return HostSummedCopies(copies, num_sums=num_sums)
+        return DeviceSummedCopies(
+            copies, num_sums=num_sums, device=device, first_owner=first_owner, counts_destinations=counts_destinations
+        )
+    return HostSummedCopies(copies, num_sums=num_sums, counts_destinations=counts_destinations)
 
 
 def prepare_checksums(views: Sequence[ViewChecksum], *, device: torch.device) -> Checksums:
@@ -115,9 +122,9 @@ class HostCopies:
 class HostSummedCopies:
     """All in one pass over the bytes on every core; separate `copy_` and `checksum` calls where dtypes differ."""
 
-    def __init__(self, copies: Sequence[ViewCopy], *, num_sums: int) -> None:
+    def __init__(self, copies: Sequence[ViewCopy], *, num_sums: int, counts_destinations: bool = False) -> None:
         # Keeps the views alive, since the blocks contain only addresses.
-        self._copies = list(copies)
+        self._copies, self._counts_destinations = list(copies), counts_destinations
         self._cast = [copy for copy in copies if copy.source.dtype != copy.destination.dtype]
         self._blocks = copy_blocks(copy for copy in copies if copy.source.dtype == copy.destination.dtype)
         self._sums = np.zeros(num_sums, dtype=np.uint64)
@@ -128,7 +135,8 @@ class HostSummedCopies:
         for copy in self._cast:
             copy.destination.copy_(copy.source)
             assert copy.where is not None, "a copy that is summed"
-            held = checksum(copy.destination, copy.where, dtype=copy.source.dtype)
+            counted = copy.destination.dtype if self._counts_destinations else copy.source.dtype
+            held = checksum(copy.destination, copy.where, dtype=counted)
             self._sums[copy.slot] += np.uint64(held)
 
     def sums(self) -> np.ndarray:
@@ -174,10 +182,18 @@ class DeviceCopies:
 class DeviceSummedCopies:
     """Same as DeviceCopies, with a kernel that reads back and sums what it has just written."""
 
-    def __init__(self, copies: Sequence[ViewCopy], *, num_sums: int, device: torch.device, first_owner: int = 0) -> None:
+    def __init__(
+        self,
+        copies: Sequence[ViewCopy],
+        *,
+        num_sums: int,
+        device: torch.device,
+        first_owner: int = 0,
+        counts_destinations: bool = False,
+    ) -> None:
         self._copies = list(copies)
         self._launches = [
-            (table, summed_types(dtypes, table))
+            (table, summed_types(dtypes, table, counted=dtypes[counts_destinations]))
             for dtypes, table in summed_copy_tables(copies, device=device, first_owner=first_owner)
         ]
         self._sums = torch.zeros(num_sums, dtype=torch.int64, device=device)
@@ -276,10 +292,11 @@ def copy_types(source: torch.dtype, destination: torch.dtype) -> tuple[Any, Any]
     return (_bits(source), _bits(source)) if source == destination else (_float(source), _float(destination))
 
 
-def summed_types(dtypes: Dtypes, table: Table) -> dict[str, Any]:
-    """Types of a summed copy, and the words of its blocks."""
+def summed_types(dtypes: Dtypes, table: Table, *, counted: torch.dtype) -> dict[str, Any]:
+    """Types of a summed copy, and the words of its blocks. counted: dtype of the bit patterns."""
     source, destination = copy_types(*dtypes)
-    _, bits, cast = sum_types(dtypes[1], dtypes[0])
+    bits = _bits(counted)
+    cast = bits if dtypes[0] == dtypes[1] else _float(counted)
     return {"SOURCE": source, "DESTINATION": destination, "BITS": bits, "CAST": cast, "WORDS": table.blocks.shape[1]}
 
 

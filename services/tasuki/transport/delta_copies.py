@@ -9,15 +9,13 @@ import torch
 
 from tasuki.transport.checksum import GROUP
 from tasuki.transport.copies import (
-    Copies,
     Dtypes,
     SummedCopies,
     ViewChecksum,
     ViewCopy,
-    copy_tables,
-    copy_types,
     launch,
     prepare_checksums,
+    prepare_summed_copies,
     summed_copy_tables,
     summed_types,
 )
@@ -26,12 +24,14 @@ from tasuki.transport.plan import whole
 from tasuki.transport.table import TILE_UNITS, Table
 
 
-def prepare_encoded_copies(copies: Sequence[ViewCopy], deltas: Deltas, *, device: torch.device) -> Copies:
-    """Copies that also write to `deltas` by how much each destination moves.
+def prepare_encoded_copies(copies: Sequence[ViewCopy], deltas: Deltas, *, num_sums: int, device: torch.device) -> SummedCopies:
+    """Summed copies that also write to `deltas` by how much each destination moves. Checksums cover the destinations' bit patterns.
 
     Destinations that consist of no whole units are only copied.
     """
-    return DeviceEncodedCopies(copies, deltas, device=device) if device.type == "cuda" else HostEncodedCopies(copies, deltas)
+    if device.type == "cuda":
+        return DeviceEncodedCopies(copies, deltas, num_sums=num_sums, device=device)
+    return HostEncodedCopies(copies, deltas, num_sums=num_sums)
 
 
 def prepare_applied_deltas(
@@ -64,11 +64,30 @@ def _applies(copy: ViewCopy) -> bool:
     return copy.source.dtype is copy.destination.dtype and copy.source.element_size() == 2
 
 
+class _HostSums:
+    """Checksums of all destinations, added up by slot."""
+
+    def __init__(self, copies: Sequence[ViewCopy], *, num_sums: int) -> None:
+        self._slots = np.array([copy.slot for copy in copies], dtype=np.intp)
+        views = [
+            ViewChecksum(copy.destination, copy.where, copy.destination.dtype) for copy in copies if copy.where is not None
+        ]
+        assert len(views) == len(copies), "copies that are summed"
+        self._checksums = prepare_checksums(views, device=torch.device("cpu"))
+        self._num_sums = num_sums
+
+    def read(self) -> np.ndarray:
+        sums = np.zeros(self._num_sums, dtype=np.uint64)
+        np.add.at(sums, self._slots, np.array(self._checksums.read(), dtype=np.uint64))
+        return sums
+
+
 class HostEncodedCopies:
     """One tensor after another."""
 
-    def __init__(self, copies: Sequence[ViewCopy], deltas: Deltas) -> None:
+    def __init__(self, copies: Sequence[ViewCopy], deltas: Deltas, *, num_sums: int) -> None:
         self._copies = [(copy, deltas.of(copy.destination)) for copy in copies]
+        self._sums = _HostSums(copies, num_sums=num_sums)
 
     @torch.no_grad()
     def start(self) -> None:
@@ -76,6 +95,9 @@ class HostEncodedCopies:
             if words is not None:
                 words.copy_(encode(copy.source.to(copy.destination.dtype), copy.destination))
             copy.destination.copy_(copy.source)
+
+    def sums(self) -> np.ndarray:
+        return self._sums.read()
 
 
 class HostAppliedDeltas:
@@ -85,13 +107,8 @@ class HostAppliedDeltas:
         self, applied: Sequence[ViewCopy], others: Sequence[ViewCopy], deltas: Mapping[int, Deltas], *, num_sums: int
     ) -> None:
         self._applied = [(copy, *deltas[copy.owner].around(copy.source)) for copy in applied]
-        self._others = list(others)
-        copies = [*applied, *others]
-        self._slots = np.array([copy.slot for copy in copies], dtype=np.intp)
-        views = [ViewChecksum(copy.destination, copy.where, copy.source.dtype) for copy in copies if copy.where is not None]
-        assert len(views) == len(copies), "copies that are summed"
-        self._checksums = prepare_checksums(views, device=torch.device("cpu"))
-        self._num_sums = num_sums
+        self._sums = _HostSums(applied, num_sums=num_sums)
+        self._others = prepare_summed_copies(others, num_sums=num_sums, device=torch.device("cpu"))
 
     @torch.no_grad()
     def start(self) -> None:
@@ -101,36 +118,37 @@ class HostAppliedDeltas:
             )
             bits = copy.destination.view(torch.int16)
             bits.copy_(torch.where(is_far, copy.source.view(torch.int16), bits + differences))
-        for copy in self._others:
-            copy.destination.copy_(copy.source)
+        self._others.start()
 
     def sums(self) -> np.ndarray:
-        sums = np.zeros(self._num_sums, dtype=np.uint64)
-        np.add.at(sums, self._slots, np.array(self._checksums.read(), dtype=np.uint64))
-        return sums
+        return self._sums.read() + self._others.sums()
 
 
 class DeviceEncodedCopies:
-    """One launch per pair of dtypes and kind of access; memory without room for vectors is only copied."""
+    """One launch per kind of access; memory without room for vectors is only copied."""
 
-    def __init__(self, copies: Sequence[ViewCopy], deltas: Deltas, *, device: torch.device) -> None:
+    def __init__(self, copies: Sequence[ViewCopy], deltas: Deltas, *, num_sums: int, device: torch.device) -> None:
         # Keeps the views alive, since the tables contain only addresses.
-        self._copies, self._deltas, self._device = list(copies), deltas, device
+        self._copies, self._deltas = list(copies), deltas
         self._launches = [
-            (table, *copy_types(*dtypes), dtypes[1].itemsize == 2 and table.vector == GROUP)
-            for dtypes, table in copy_tables(copies, device=device, first_owner=0)
+            (table, summed_types(dtypes, table, counted=dtypes[1]), dtypes[1].itemsize == 2 and table.vector == GROUP)
+            for dtypes, table in summed_copy_tables(copies, device=device, first_owner=0)
         ]
+        self._sums = torch.zeros(num_sums, dtype=torch.int64, device=device)
 
     def start(self) -> None:
-        from tasuki.transport.kernels import copy_and_encode_tiles, copy_tiles
+        from tasuki.transport.kernels import copy_and_sum_tiles, encode_and_sum_tiles
 
-        with torch.cuda.device(self._device):
-            for table, source, destination, is_encoded in self._launches:
-                types = {"SOURCE": source, "DESTINATION": destination}
+        with torch.cuda.device(self._sums.device):
+            self._sums.zero_()
+            for table, types, is_encoded in self._launches:
                 if is_encoded:
-                    launch(copy_and_encode_tiles, table, self._deltas.shift, **types)
+                    launch(encode_and_sum_tiles, table, self._deltas.shift, self._sums, **types)
                 else:
-                    launch(copy_tiles, table, **types)
+                    launch(copy_and_sum_tiles, table, self._sums, **types)
+
+    def sums(self) -> np.ndarray:
+        return self._sums.cpu().numpy().view(np.uint64)
 
 
 class DeviceAppliedDeltas:
@@ -153,12 +171,12 @@ class DeviceAppliedDeltas:
         of_applied = summed_copy_tables(applied, device=device, first_owner=first_owner)
         of_others = summed_copy_tables(others, device=device, first_owner=first_owner)
         self._applied = [
-            (table, shifts[table.lanes].to(device), summed_types(dtypes, table))
+            (table, shifts[table.lanes].to(device), summed_types(dtypes, table, counted=dtypes[0]))
             for dtypes, table in of_applied
             if table.vector == GROUP
         ]
         whole: list[tuple[Dtypes, Table]] = [*(one for one in of_applied if one[1].vector != GROUP), *of_others]
-        self._whole = [(table, summed_types(dtypes, table)) for dtypes, table in whole]
+        self._whole = [(table, summed_types(dtypes, table, counted=dtypes[0])) for dtypes, table in whole]
         self._sums = torch.zeros(num_sums, dtype=torch.int64, device=device)
 
     def start(self) -> None:

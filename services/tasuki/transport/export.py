@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -13,7 +14,16 @@ import torch
 
 from tasuki.memory.arena import Arena
 from tasuki.transport.chunk_memory import ChunkMemory
-from tasuki.transport.copies import Checksums, Copies, ViewChecksum, ViewCopy, prepare_checksums, prepare_copies
+from tasuki.transport.copies import (
+    Checksums,
+    Copies,
+    SummedCopies,
+    ViewChecksum,
+    ViewCopy,
+    prepare_checksums,
+    prepare_copies,
+    prepare_summed_copies,
+)
 from tasuki.transport.delta_copies import prepare_encoded_copies
 from tasuki.transport.deltas import Deltas
 from tasuki.transport.fd_socket import FdServer
@@ -118,7 +128,7 @@ class WeightExport:
             leaves=self._leaves,
         )
 
-    def publish(self, version: int, *, replaced: Iterable[tuple[str, Callable[[torch.Tensor], object]]] = ()) -> int:
+    def publish(self, version: int, *, replaced: Iterable[tuple[str, Callable[[torch.Tensor], object]]] | None = None) -> int:
         """Updates every shard for readers and marks all as `version`. Returns the bytes published.
 
         Tensors published in place are only summed. Memory that was freed must be allocated again.
@@ -128,16 +138,23 @@ class WeightExport:
         if self._is_away or self._opened_for != self._addresses():
             self._hand_out_again()
         prepared = self._prepare()
-        encoded, self._holds_publication = prepared.encoded if self._holds_publication else None, False
+        has_base, self._holds_publication = self._holds_publication, False
         self._header.write_state(ArenaState.WRITING)
-        (prepared.copies if encoded is None else encoded).start()
-        published = {entry.name: held for entry, held in zip(self._arena.manifest.entries, self._arena.tensors, strict=True)}
-        base = None if encoded is None else self._publication
-        for name, replace_in in replaced:
-            replace_in(published[name])
-            base = None
+        base: int | None = None
+        if replaced is not None:
+            prepared.copies.start()
+            published = {
+                entry.name: held for entry, held in zip(self._arena.manifest.entries, self._arena.tensors, strict=True)
+            }
+            for name, replace_in in replaced:
+                replace_in(published[name])
+            sums = prepared.checksums.read()
+        elif prepared.encoded is not None and has_base:
+            sums, base = prepared.encoded(), self._publication
+        else:
+            sums = prepared.summed()
         self._publication += 1
-        self._header.write_published(version, prepared.checksums.read(), publication=self._publication, base=base)
+        self._header.write_published(version, sums, publication=self._publication, base=base)
         self._holds_publication = True
         return sum(entry.num_bytes for entry in self._arena.manifest.entries)
 
@@ -203,29 +220,56 @@ class WeightExport:
 
     def _prepare(self) -> _Prepared:
         if self._prepared is None:
-            published = list(zip(self._arena.manifest.entries, self._arena.tensors, strict=True))
-            copies = [
-                ViewCopy(held, shard.local.detach())
-                for (_, held), shard in zip(published, self._shards, strict=True)
-                if held.data_ptr() != shard.local.data_ptr()
-            ]
-            views = [ViewChecksum(held, indices_of(entry), held.dtype) for entry, held in published]
-            deltas = self._arena.deltas
-            self._prepared = _Prepared(
-                prepare_copies(copies, device=self._device),
-                prepare_checksums(views, device=self._device),
-                None if deltas is None else prepare_encoded_copies(copies, deltas, device=self._device),
-            )
+            self._prepared = _Prepared(self._arena, [shard.local.detach() for shard in self._shards], device=self._device)
         return self._prepared
 
 
-@dataclass(frozen=True, slots=True)
 class _Prepared:
-    """Work of a publication. encoded: the same copies, which also write deltas."""
+    """Ways to fill an arena from tensors and to sum it, prepared at their first use: a trainer needs one or two of them."""
 
-    copies: Copies
-    checksums: Checksums
-    encoded: Copies | None
+    def __init__(self, arena: WeightArena, sources: Sequence[torch.Tensor], *, device: torch.device) -> None:
+        self._device, self._deltas = device, arena.deltas
+        self._held = [(held, indices_of(entry)) for entry, held in zip(arena.manifest.entries, arena.tensors, strict=True)]
+        self._copies = [
+            ViewCopy(held, source, where=where, slot=slot)
+            for slot, ((held, where), source) in enumerate(zip(self._held, sources, strict=True))
+            if held.data_ptr() != source.data_ptr()
+        ]
+
+    @cached_property
+    def copies(self) -> Copies:
+        return prepare_copies(self._copies, device=self._device)
+
+    @cached_property
+    def checksums(self) -> Checksums:
+        views = [ViewChecksum(held, where, held.dtype) for held, where in self._held]
+        return prepare_checksums(views, device=self._device)
+
+    def summed(self) -> Sequence[int]:
+        """Copies, and sums in the same pass; tensors in place are only summed."""
+        if len(self._copies) < len(self._held):
+            self.copies.start()
+            return self.checksums.read()
+        self._summed.start()
+        return self._summed.sums().tolist()
+
+    @property
+    def encoded(self) -> Callable[[], Sequence[int]] | None:
+        """The same, and writes deltas from what the arena holds; None if it has no room for them."""
+        return None if self._deltas is None else self._write_deltas
+
+    def _write_deltas(self) -> Sequence[int]:
+        self._encoded.start()
+        return self._encoded.sums().tolist()
+
+    @cached_property
+    def _summed(self) -> SummedCopies:
+        return prepare_summed_copies(self._copies, num_sums=len(self._held), device=self._device, counts_destinations=True)
+
+    @cached_property
+    def _encoded(self) -> SummedCopies:
+        assert self._deltas is not None
+        return prepare_encoded_copies(self._copies, self._deltas, num_sums=len(self._held), device=self._device)
 
 
 def _memory(memory: ExportMemory, *, device: torch.device) -> _Memory:

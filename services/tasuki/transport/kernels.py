@@ -57,36 +57,6 @@ def copy_tiles(blocks, tiles, SOURCE: tl.constexpr, DESTINATION: tl.constexpr, V
 
 
 @triton.jit
-def copy_and_encode_tiles(
-    blocks, tiles, shift, SOURCE: tl.constexpr, DESTINATION: tl.constexpr, VECTOR: tl.constexpr, UNITS: tl.constexpr
-):
-    """Same as copy_tiles for destinations of 2-byte elements, and writes by how much each moves, as in deltas.encode.
-
-    shift: of Deltas.
-    """
-    word = tl.load(tiles + tl.program_id(0))
-    block = blocks + (word >> 32) * _BLOCK_WORDS
-    within = tl.arange(0, VECTOR)[None, :]
-    for step in range(UNITS // _STEP_UNITS):
-        rows, cols, is_there = _units(block, word + step * _STEP_UNITS, _STEP_UNITS)
-        sources = (rows * tl.load(block + 4) + cols * tl.load(block + 6)) * VECTOR
-        destinations = (rows * tl.load(block + 5) + cols * tl.load(block + 7)) * VECTOR
-        start = tl.load(block + 1)
-        values = tl.load(_address(tl.load(block), SOURCE, VECTOR) + (sources[:, None] + within), mask=is_there[:, None])
-        new = values.to(DESTINATION)
-        if tl.int16 != DESTINATION:
-            new = new.to(tl.int16, bitcast=True)
-        places = _address(start, tl.int16, VECTOR) + (destinations[:, None] + within)
-        old = tl.load(places, mask=is_there[:, None], other=0)
-        differences = (new - old).to(tl.int32)
-        is_far = tl.max(tl.abs(differences), axis=1) > _MOST
-        words = tl.sum((differences & 0xF) << (4 * within), axis=1)
-        words = tl.where(is_far, _FAR, words)
-        tl.store((((start + 2 * destinations) >> 2) + shift).to(tl.pointer_type(tl.int32)), words, mask=is_there)
-        tl.store(places, new, mask=(is_there & (words != 0))[:, None])
-
-
-@triton.jit
 def _keys(places):
     keys = (places + 1).to(tl.uint32) * _KEY_STEP
     keys = (keys ^ keys >> 15) * _KEY_MIX
@@ -97,7 +67,9 @@ def _keys(places):
 def _terms(values, firsts, within, HELD: tl.constexpr, BITS: tl.constexpr, CAST: tl.constexpr, VECTOR: tl.constexpr):
     """Sum of bit pattern * weight(index) over each unit, as in checksum.checksum. firsts: index of each unit's first element."""
     if CAST != HELD:
-        values = values.to(CAST).to(BITS, bitcast=True)
+        values = values.to(CAST)
+    if BITS != CAST:
+        values = values.to(BITS, bitcast=True)
     mixed = (firsts // _GROUP).to(tl.uint64) * _STEP
     mixed ^= mixed >> 32
     mixed *= _MIX
@@ -127,7 +99,7 @@ def copy_and_sum_tiles(
 ):
     """Same as copy_tiles, but reads back what it wrote, bypassing the first cache, and adds it to sums[slot] like sum_tiles.
 
-    If nothing is cast, SOURCE is DESTINATION is BITS; else CAST is the source's type, whose bit patterns are counted.
+    If nothing is cast, SOURCE is DESTINATION is BITS; else CAST is the type whose bit patterns are counted.
     WORDS: of a block. Without strides of their own, indices run like the source's elements from the block's index on.
     """
     word = tl.load(tiles + tl.program_id(0))
@@ -146,6 +118,51 @@ def copy_and_sum_tiles(
         held = tl.load(destination, mask=is_there[:, None], other=0, volatile=True)
         places = sources if WORDS == _BLOCK_WORDS else (rows * tl.load(block + 10) + cols * tl.load(block + 11)) * VECTOR
         totals += _terms(held, tl.load(block + 9) + places, within, DESTINATION, BITS, CAST, VECTOR)
+    tl.atomic_add(sums + tl.load(block + 8), tl.sum(totals, axis=0), sem="relaxed")
+
+
+@triton.jit
+def encode_and_sum_tiles(
+    blocks,
+    tiles,
+    shift,
+    sums,
+    SOURCE: tl.constexpr,
+    DESTINATION: tl.constexpr,
+    BITS: tl.constexpr,
+    CAST: tl.constexpr,
+    WORDS: tl.constexpr,
+    VECTOR: tl.constexpr,
+    UNITS: tl.constexpr,
+):
+    """Same as copy_and_sum_tiles for destinations of 2-byte elements, and writes by how much each moves, as in deltas.encode.
+
+    shift: of Deltas.
+    """
+    word = tl.load(tiles + tl.program_id(0))
+    block = blocks + (word >> 32) * WORDS
+    within = tl.arange(0, VECTOR)[None, :]
+    totals = tl.zeros((_STEP_UNITS,), tl.int64)
+    for step in range(UNITS // _STEP_UNITS):
+        rows, cols, is_there = _units(block, word + step * _STEP_UNITS, _STEP_UNITS)
+        sources = (rows * tl.load(block + 4) + cols * tl.load(block + 6)) * VECTOR
+        destinations = (rows * tl.load(block + 5) + cols * tl.load(block + 7)) * VECTOR
+        start = tl.load(block + 1)
+        values = tl.load(_address(tl.load(block), SOURCE, VECTOR) + (sources[:, None] + within), mask=is_there[:, None])
+        new = values.to(DESTINATION)
+        if tl.int16 != DESTINATION:
+            new = new.to(tl.int16, bitcast=True)
+        places = _address(start, tl.int16, VECTOR) + (destinations[:, None] + within)
+        old = tl.load(places, mask=is_there[:, None], other=0)
+        differences = (new - old).to(tl.int32)
+        is_far = tl.max(tl.abs(differences), axis=1) > _MOST
+        words = tl.sum((differences & 0xF) << (4 * within), axis=1)
+        words = tl.where(is_far, _FAR, words)
+        tl.store((((start + 2 * destinations) >> 2) + shift).to(tl.pointer_type(tl.int32)), words, mask=is_there)
+        tl.store(places, new, mask=(is_there & (words != 0))[:, None])
+        held = tl.load(places, mask=is_there[:, None], other=0, volatile=True)
+        indices = sources if WORDS == _BLOCK_WORDS else (rows * tl.load(block + 10) + cols * tl.load(block + 11)) * VECTOR
+        totals += _terms(held, tl.load(block + 9) + indices, within, tl.int16, BITS, BITS, VECTOR)
     tl.atomic_add(sums + tl.load(block + 8), tl.sum(totals, axis=0), sem="relaxed")
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import triton.language as tl
 
-from tasuki.transport.copies import ViewCopy
+from tasuki.transport.copies import DeviceSummedCopies, HostSummedCopies, ViewCopy
 from tasuki.transport.delta_copies import (
     DeviceAppliedDeltas,
     DeviceEncodedCopies,
@@ -50,6 +50,12 @@ class Published:
         ]
         self.deltas = Deltas(self.block.data_ptr(), torch.full((len(self.block) // UNIT,), FAR, dtype=torch.int32))
 
+    def views(self, sources: Sequence[torch.Tensor]) -> list[ViewCopy]:
+        return [
+            ViewCopy(held, source, where=whole(held.shape, offset=1000 * slot), slot=slot)
+            for slot, (held, source) in enumerate(zip(self.tensors, sources, strict=True))
+        ]
+
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_encoding_kernel_is_plain_torch(dtype: torch.dtype) -> None:
@@ -57,11 +63,14 @@ def test_encoding_kernel_is_plain_torch(dtype: torch.dtype) -> None:
     ours, plain = Published(), Published()
     # Numbers that need no rounding: the interpreter cuts off where a GPU rounds.
     trained = [torch.randn(shape).bfloat16().to(dtype) for shape in SHAPES]
+    sums: list[list[int]] = []
     for _ in range(3):
         for one, kind in ((ours, DeviceEncodedCopies), (plain, HostEncodedCopies)):
-            views = [ViewCopy(held, source) for held, source in zip(one.tensors, trained, strict=True)]
             arguments = {"device": CPU} if kind is DeviceEncodedCopies else {}
-            kind(views, one.deltas, **arguments).start()
+            encoded = kind(one.views(trained), one.deltas, num_sums=len(SHAPES), **arguments)
+            encoded.start()
+            sums.append(encoded.sums().tolist())
+        assert sums[-1] == sums[-2]
         assert torch.equal(ours.block, plain.block) and torch.equal(ours.deltas.words, plain.deltas.words)
         trained = [drifted(tensor).bfloat16().to(dtype) for tensor in trained]
     assert 0.05 < (ours.deltas.words == 0).float().mean() < 0.95
@@ -79,8 +88,7 @@ def test_applying_kernel_is_plain_torch_and_a_whole_copy() -> None:
     torch.manual_seed(0)
     published = Published()
     trained = [torch.randn(shape) for shape in SHAPES]
-    views = [ViewCopy(held, source) for held, source in zip(published.tensors, trained, strict=True)]
-    encoded = HostEncodedCopies(views, published.deltas)
+    encoded = HostEncodedCopies(published.views(trained), published.deltas, num_sums=len(SHAPES))
     encoded.start()
     sources = [
         (tensor := published.tensors[index]).as_strided(at.shape, at.strides, tensor.storage_offset() + at.offset)
@@ -103,4 +111,21 @@ def test_applying_kernel_is_plain_torch_and_a_whole_copy() -> None:
         sums.append(applied.sums().tolist())
         for source, destination in zip(sources, destinations, strict=True):
             assert torch.equal(destination.view(torch.int16), source.view(torch.int16))
+    assert sums[0] == sums[1]
+
+
+@pytest.mark.parametrize("counts_destinations", [False, True])
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)])
+def test_summing_kernel_is_plain_torch(dtypes: tuple[torch.dtype, torch.dtype], counts_destinations: bool) -> None:
+    torch.manual_seed(0)
+    trained = [torch.randn(shape).bfloat16().to(dtypes[0]) for shape in SHAPES]
+    sums = []
+    for kind in (DeviceSummedCopies, HostSummedCopies):
+        published = Published()
+        arguments = {"device": CPU} if kind is DeviceSummedCopies else {}
+        copies = kind(published.views(trained), num_sums=len(SHAPES), counts_destinations=counts_destinations, **arguments)
+        copies.start()
+        sums.append(copies.sums().tolist())
+        for held, source in zip(published.tensors, trained, strict=True):
+            assert torch.equal(held, source.bfloat16())
     assert sums[0] == sums[1]
