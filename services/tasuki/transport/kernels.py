@@ -150,9 +150,9 @@ def encode_and_sum_tiles(
         start = tl.load(block + 1)
         values = tl.load(_address(tl.load(block), SOURCE, VECTOR) + (sources[:, None] + within), mask=is_there[:, None])
         new = values.to(DESTINATION)
-        if tl.int16 != DESTINATION:
-            new = new.to(tl.int16, bitcast=True)
-        places = _address(start, tl.int16, VECTOR) + (destinations[:, None] + within)
+        if BITS != DESTINATION:
+            new = new.to(BITS, bitcast=True)
+        places = _address(start, BITS, VECTOR) + (destinations[:, None] + within)
         old = tl.load(places, mask=is_there[:, None], other=0)
         differences = (new - old).to(tl.int32)
         is_far = tl.max(tl.abs(differences), axis=1) > _MOST
@@ -162,8 +162,22 @@ def encode_and_sum_tiles(
         tl.store(places, new, mask=(is_there & (words != 0))[:, None])
         held = tl.load(places, mask=is_there[:, None], other=0, volatile=True)
         indices = sources if WORDS == _BLOCK_WORDS else (rows * tl.load(block + 10) + cols * tl.load(block + 11)) * VECTOR
-        totals += _terms(held, tl.load(block + 9) + indices, within, tl.int16, BITS, BITS, VECTOR)
+        totals += _terms(held, tl.load(block + 9) + indices, within, BITS, BITS, BITS, VECTOR)
     tl.atomic_add(sums + tl.load(block + 8), tl.sum(totals, axis=0), sem="relaxed")
+
+
+@triton.jit
+def _places(block, word, step, VECTOR: tl.constexpr, UNITS: tl.constexpr):
+    """First elements of a step's units on both sides, their rows and columns, and a mask of those that exist and belong to the tile."""
+    rows, cols, is_there = _units(block, word + step * _STEP_UNITS, _STEP_UNITS)
+    sources = (rows * tl.load(block + 4) + cols * tl.load(block + 6)) * VECTOR
+    destinations = (rows * tl.load(block + 5) + cols * tl.load(block + 7)) * VECTOR
+    return sources, destinations, rows, cols, is_there & (step < UNITS // _STEP_UNITS)
+
+
+@triton.jit
+def _deltas(start, shift, sources, is_there):
+    return tl.load((((start + 2 * sources) >> 2) + shift).to(tl.pointer_type(tl.int32)), mask=is_there, other=0)
 
 
 @triton.jit
@@ -189,24 +203,37 @@ def apply_and_sum_tiles(
     shift = tl.load(shifts + (word >> 32))
     within = tl.arange(0, VECTOR)[None, :]
     totals = tl.zeros((_STEP_UNITS,), tl.int64)
+    start, index = tl.load(block), tl.load(block + 9)
+    source, destination = _address(start, SOURCE, VECTOR), _address(tl.load(block + 1), DESTINATION, VECTOR)
+    # Another GPU's memory answers late. So deltas are requested two steps ahead, and what they ask for one step ahead.
+    sources, destinations, rows, cols, is_there = _places(block, word, 0, VECTOR, UNITS)
+    deltas = _deltas(start, shift, sources, is_there)
+    next_sources, next_destinations, next_rows, next_cols, is_next_there = _places(block, word, 1, VECTOR, UNITS)
+    next_deltas = _deltas(start, shift, next_sources, is_next_there)
+    held = tl.load(destination + (destinations[:, None] + within), mask=is_there[:, None], other=0)
+    whole = tl.load(source + (sources[:, None] + within), mask=(is_there & (deltas == _FAR))[:, None], other=0)
     for step in range(UNITS // _STEP_UNITS):
-        rows, cols, is_there = _units(block, word + step * _STEP_UNITS, _STEP_UNITS)
-        sources = (rows * tl.load(block + 4) + cols * tl.load(block + 6)) * VECTOR
-        destinations = (rows * tl.load(block + 5) + cols * tl.load(block + 7)) * VECTOR
-        start = tl.load(block)
-        deltas = tl.load((((start + 2 * sources) >> 2) + shift).to(tl.pointer_type(tl.int32)), mask=is_there, other=0)
-        source = _address(start, SOURCE, VECTOR) + (sources[:, None] + within)
-        destination = _address(tl.load(block + 1), DESTINATION, VECTOR) + (destinations[:, None] + within)
-        held = tl.load(destination, mask=is_there[:, None], other=0)
+        later_sources, later_destinations, later_rows, later_cols, is_later_there = _places(
+            block, word, step + 2, VECTOR, UNITS
+        )
+        later_deltas = _deltas(start, shift, later_sources, is_later_there)
+        next_held = tl.load(destination + (next_destinations[:, None] + within), mask=is_next_there[:, None], other=0)
+        is_next_whole = is_next_there & (next_deltas == _FAR)
+        next_whole = tl.load(source + (next_sources[:, None] + within), mask=is_next_whole[:, None], other=0)
+
         differences = (deltas[:, None] << (28 - 4 * within)) >> 28
-        is_far = deltas == _FAR
-        new = tl.load(source, mask=(is_there & is_far)[:, None], other=0)
-        new = tl.where(is_far[:, None], new, held + differences.to(DESTINATION))
-        tl.store(destination, new, mask=(is_there & (deltas != 0))[:, None])
+        new = tl.where((deltas == _FAR)[:, None], whole, held + differences.to(DESTINATION))
+        places = destination + (destinations[:, None] + within)
+        tl.store(places, new, mask=(is_there & (deltas != 0))[:, None])
         # Volatile, as in copy_and_sum_tiles.
-        held = tl.load(destination, mask=is_there[:, None], other=0, volatile=True)
-        places = sources if WORDS == _BLOCK_WORDS else (rows * tl.load(block + 10) + cols * tl.load(block + 11)) * VECTOR
-        totals += _terms(held, tl.load(block + 9) + places, within, DESTINATION, BITS, CAST, VECTOR)
+        read = tl.load(places, mask=is_there[:, None], other=0, volatile=True)
+        indices = sources if WORDS == _BLOCK_WORDS else (rows * tl.load(block + 10) + cols * tl.load(block + 11)) * VECTOR
+        totals += _terms(read, index + indices, within, DESTINATION, BITS, CAST, VECTOR)
+
+        sources, destinations, rows, cols, is_there = next_sources, next_destinations, next_rows, next_cols, is_next_there
+        deltas, held, whole = next_deltas, next_held, next_whole
+        next_sources, next_destinations, next_rows, next_cols = later_sources, later_destinations, later_rows, later_cols
+        is_next_there, next_deltas = is_later_there, later_deltas
     tl.atomic_add(sums + tl.load(block + 8), tl.sum(totals, axis=0), sem="relaxed")
 
 
