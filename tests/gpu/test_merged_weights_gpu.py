@@ -19,5 +19,5 @@ def test_merged_weights_are_rounded_once(rank: int) -> None:
     merge(held, base, _Factors.of(rows, columns), scaling=2.0)
     exact = base.double() + 2.0 * rows.double() @ columns.double()
     # Half a place of bfloat16, and what the low halves leave out.
-    assert ((held.double() - exact).abs() <= exact.abs() * 2**-8 * 1.01 + 1e-5).all()
+    assert ((held.double() - exact).abs() <= exact.abs() * 2**-8 * 1.01 + 5e-5).all()
     assert (held == exact.bfloat16()).float().mean() > 0.99

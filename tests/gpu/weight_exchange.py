@@ -16,6 +16,7 @@ from tasuki.transport.imported_weights import import_weights
 from tasuki.transport.shards import Shard
 from tasuki.v1 import weights_pb2
 from tests.bench.sync_shapes import QWEN, QwenModel, random_shards
+from tests.drifting import drifted
 from tests.received import ReceivedPiece, check_received
 
 WEIGHTS, EXPORT = MemoryTag.WEIGHTS, MemoryTag.EXPORT
@@ -75,6 +76,11 @@ class TrainerRank:
     def train(self) -> None:
         for shard in self.shards:
             shard.local.add_(1)
+
+    def drift(self) -> None:
+        """Moves the weights as a step with a low learning rate does."""
+        for shard in self.shards:
+            shard.local.copy_(drifted(shard.local))
 
     def close(self) -> None:
         self.export.close()

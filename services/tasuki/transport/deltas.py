@@ -69,4 +69,6 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _shifts(device: torch.device) -> Tensor:
-    return 4 * torch.arange(UNIT, dtype=torch.int32, device=device)
+    """Bits of each difference in a word: even elements in the lower half, so that two at a time are shifted to where their elements are."""
+    places = torch.arange(UNIT, dtype=torch.int32, device=device)
+    return 4 * (places // 2) + 16 * (places % 2)

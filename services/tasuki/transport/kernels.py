@@ -19,6 +19,8 @@ _KEY_MIX = tl.constexpr(checksum.KEY_MIX)
 _GROUP = tl.constexpr(checksum.GROUP)
 _MOST = tl.constexpr(deltas.MOST)
 _FAR = tl.constexpr(deltas.FAR)
+_TOP_BITS = tl.constexpr(0x80008000 - (1 << 32))
+_FLIPPED_BITS = tl.constexpr(0x80088008 - (1 << 32))
 _MULTIPLY = tl.constexpr("mul.wide.s32 $0, $1, $2;")
 
 
@@ -26,10 +28,11 @@ _MULTIPLY = tl.constexpr("mul.wide.s32 $0, $1, $2;")
 def _units(block, word, UNITS: tl.constexpr):
     """Rows and columns of the tile's units, and a mask of those that exist."""
     units = (word & 0x7FFFFFFF).to(tl.int32) + tl.arange(0, UNITS)
-    is_there = units < tl.load(block + 2).to(tl.int32)
-    cols = tl.load(block + 3).to(tl.int32)
-    rows = units // cols
-    return rows.to(tl.int64), (units - rows * cols).to(tl.int64), is_there
+    num_units, num_cols = tl.load(block + 2).to(tl.int32), tl.load(block + 3).to(tl.int32)
+    rows = tl.zeros((UNITS,), tl.int32)
+    if num_cols < num_units:
+        rows = units // num_cols
+    return rows.to(tl.int64), (units - rows * num_cols).to(tl.int64), units < num_units
 
 
 @triton.jit
@@ -156,7 +159,7 @@ def encode_and_sum_tiles(
         old = tl.load(places, mask=is_there[:, None], other=0)
         differences = (new - old).to(tl.int32)
         is_far = tl.max(tl.abs(differences), axis=1) > _MOST
-        words = tl.sum((differences & 0xF) << (4 * within), axis=1)
+        words = tl.sum((differences & 0xF) << (4 * (within // 2) + 16 * (within % 2)), axis=1)
         words = tl.where(is_far, _FAR, words)
         tl.store((((start + 2 * destinations) >> 2) + shift).to(tl.pointer_type(tl.int32)), words, mask=is_there)
         tl.store(places, new, mask=(is_there & (words != 0))[:, None])
@@ -167,17 +170,44 @@ def encode_and_sum_tiles(
 
 
 @triton.jit
-def _places(block, word, step, VECTOR: tl.constexpr, UNITS: tl.constexpr):
-    """First elements of a step's units on both sides, their rows and columns, and a mask of those that exist and belong to the tile."""
+def _places(block, word, step, UNITS: tl.constexpr):
+    """Units of a step on both sides, their rows and columns, and a mask of those that exist and belong to the tile."""
     rows, cols, is_there = _units(block, word + step * _STEP_UNITS, _STEP_UNITS)
-    sources = (rows * tl.load(block + 4) + cols * tl.load(block + 6)) * VECTOR
-    destinations = (rows * tl.load(block + 5) + cols * tl.load(block + 7)) * VECTOR
+    sources = rows * tl.load(block + 4) + cols * tl.load(block + 6)
+    destinations = rows * tl.load(block + 5) + cols * tl.load(block + 7)
     return sources, destinations, rows, cols, is_there & (step < UNITS // _STEP_UNITS)
 
 
 @triton.jit
-def _deltas(start, shift, sources, is_there):
-    return tl.load((((start + 2 * sources) >> 2) + shift).to(tl.pointer_type(tl.int32)), mask=is_there, other=0)
+def _pairs(start, units):
+    """Pointers to the units' 2-byte elements, two at a time: [units, 4] int32."""
+    return _address(start, tl.int32, 4) + (units[:, None] * 4 + tl.arange(0, 4)[None, :])
+
+
+@triton.jit
+def _moved(pairs, deltas):
+    """Adds a word's differences to the elements of [units, 4] pairs; each element wraps by itself."""
+    nibbles = deltas[:, None] >> (4 * tl.arange(0, 4)[None, :])
+    # A set top bit keeps borrows and carries inside an element.
+    differences = (nibbles & 0x000F000F ^ _FLIPPED_BITS) - 0x00080008
+    return ((pairs & ~_TOP_BITS) + (differences & ~_TOP_BITS)) ^ ((pairs ^ ~differences) & _TOP_BITS)
+
+
+@triton.jit
+def _pair_terms(pairs, firsts):
+    """Same as _terms for [units, 4] pairs of 2-byte elements, whose indices begin with a multiple of the group's size."""
+    mixed = (firsts // _GROUP).to(tl.uint64) * _STEP
+    mixed ^= mixed >> 32
+    mixed *= _MIX
+    high = (mixed >> 32).to(tl.uint32)
+    low = mixed.to(tl.uint32) ^ high
+    places = 2 * tl.arange(0, 4)[None, :]
+    first_weights = (low[:, None] * _keys(places) + high[:, None] | 1).to(tl.int32)
+    second_weights = (low[:, None] * _keys(places + 1) + high[:, None] | 1).to(tl.int32)
+    firsts_of_pairs, seconds = [pairs << 16 >> 16, first_weights], [pairs >> 16, second_weights]
+    terms = tl.inline_asm_elementwise(_MULTIPLY, "=l,r,r", firsts_of_pairs, dtype=tl.int64, is_pure=True, pack=1)
+    terms += tl.inline_asm_elementwise(_MULTIPLY, "=l,r,r", seconds, dtype=tl.int64, is_pure=True, pack=1)
+    return tl.sum(terms, axis=1)
 
 
 @triton.jit
@@ -200,35 +230,30 @@ def apply_and_sum_tiles(
     """
     word = tl.load(tiles + tl.program_id(0))
     block = blocks + (word >> 32) * WORDS
-    shift = tl.load(shifts + (word >> 32))
-    within = tl.arange(0, VECTOR)[None, :]
     totals = tl.zeros((_STEP_UNITS,), tl.int64)
-    start, index = tl.load(block), tl.load(block + 9)
-    source, destination = _address(start, SOURCE, VECTOR), _address(tl.load(block + 1), DESTINATION, VECTOR)
+    source, destination, index = tl.load(block), tl.load(block + 1), tl.load(block + 9)
+    all_deltas = ((source >> 2) + tl.load(shifts + (word >> 32))).to(tl.pointer_type(tl.int32))
     # Another GPU's memory answers late. So deltas are requested two steps ahead, and what they ask for one step ahead.
-    sources, destinations, rows, cols, is_there = _places(block, word, 0, VECTOR, UNITS)
-    deltas = _deltas(start, shift, sources, is_there)
-    next_sources, next_destinations, next_rows, next_cols, is_next_there = _places(block, word, 1, VECTOR, UNITS)
-    next_deltas = _deltas(start, shift, next_sources, is_next_there)
-    held = tl.load(destination + (destinations[:, None] + within), mask=is_there[:, None], other=0)
-    whole = tl.load(source + (sources[:, None] + within), mask=(is_there & (deltas == _FAR))[:, None], other=0)
+    sources, destinations, rows, cols, is_there = _places(block, word, 0, UNITS)
+    deltas = tl.load(all_deltas + sources, mask=is_there, other=0)
+    next_sources, next_destinations, next_rows, next_cols, is_next_there = _places(block, word, 1, UNITS)
+    next_deltas = tl.load(all_deltas + next_sources, mask=is_next_there, other=0)
+    held = tl.load(_pairs(destination, destinations), mask=is_there[:, None], other=0)
+    whole = tl.load(_pairs(source, sources), mask=(is_there & (deltas == _FAR))[:, None], other=0)
     for step in range(UNITS // _STEP_UNITS):
-        later_sources, later_destinations, later_rows, later_cols, is_later_there = _places(
-            block, word, step + 2, VECTOR, UNITS
-        )
-        later_deltas = _deltas(start, shift, later_sources, is_later_there)
-        next_held = tl.load(destination + (next_destinations[:, None] + within), mask=is_next_there[:, None], other=0)
+        later_sources, later_destinations, later_rows, later_cols, is_later_there = _places(block, word, step + 2, UNITS)
+        later_deltas = tl.load(all_deltas + later_sources, mask=is_later_there, other=0)
+        next_held = tl.load(_pairs(destination, next_destinations), mask=is_next_there[:, None], other=0)
         is_next_whole = is_next_there & (next_deltas == _FAR)
-        next_whole = tl.load(source + (next_sources[:, None] + within), mask=is_next_whole[:, None], other=0)
+        next_whole = tl.load(_pairs(source, next_sources), mask=is_next_whole[:, None], other=0)
 
-        differences = (deltas[:, None] << (28 - 4 * within)) >> 28
-        new = tl.where((deltas == _FAR)[:, None], whole, held + differences.to(DESTINATION))
-        places = destination + (destinations[:, None] + within)
+        new = tl.where((deltas == _FAR)[:, None], whole, _moved(held, deltas))
+        places = _pairs(destination, destinations)
         tl.store(places, new, mask=(is_there & (deltas != 0))[:, None])
         # Volatile, as in copy_and_sum_tiles.
         read = tl.load(places, mask=is_there[:, None], other=0, volatile=True)
-        indices = sources if WORDS == _BLOCK_WORDS else (rows * tl.load(block + 10) + cols * tl.load(block + 11)) * VECTOR
-        totals += _terms(read, index + indices, within, DESTINATION, BITS, CAST, VECTOR)
+        indices = sources if WORDS == _BLOCK_WORDS else rows * tl.load(block + 10) + cols * tl.load(block + 11)
+        totals += _pair_terms(read, index + indices * VECTOR)
 
         sources, destinations, rows, cols, is_there = next_sources, next_destinations, next_rows, next_cols, is_next_there
         deltas, held, whole = next_deltas, next_held, next_whole
