@@ -77,7 +77,7 @@ def _run_rank(
     export = WeightExport(
         local_shards(model), rank=rank, num_ranks=num_ranks, dtype=torch.bfloat16, socket_path=folder / f"w{rank}.sock"
     )
-    export.publish(1, replaced=MergedWeights(model).writes())
+    export.publish(1, replaced=MergedWeights(model))
     pipe.send_bytes(export.handle().SerializeToString())
     pipe.poll(None)  # until the test ends
 

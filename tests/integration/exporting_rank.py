@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 from tasuki.memory.allocator import NativeAllocator
 from tasuki.memory.arena import Keep
 from tasuki.memory.tags import MemoryTag
-from tasuki.transport.export import ExportMemory, WeightExport
+from tasuki.transport.export import ExportMemory, WeightExport, Write
 from tasuki.transport.shards import Shard
 from tasuki.v1 import weights_pb2
 from tests.slices import by_rows
@@ -35,6 +35,19 @@ class Engine(nn.Module):
             self._parameters[name].data.copy_(loaded)
             if name == "large":
                 self.again.data.copy_(loaded)
+
+
+class Replacing:
+    """One shard that is written by a function. look: called before and after."""
+
+    def __init__(self, name: str, write: Write, *, look: Callable[[], None] = lambda: None) -> None:
+        self._name, self._write, self._look = name, write, look
+        self.names = frozenset([name])
+
+    def writes(self) -> Iterator[tuple[str, Write]]:
+        self._look()
+        yield self._name, self._write
+        self._look()
 
 
 class TrainerRank:

@@ -16,7 +16,7 @@ from tasuki.transport.imported_weights import import_weights
 from tasuki.v1 import memory_pb2, types_pb2, weights_pb2
 from tasuki.wire.errors import WeightsCorrupt
 from tests.drifting import drifted
-from tests.integration.exporting_rank import Engine, TrainerRank
+from tests.integration.exporting_rank import Engine, Replacing, TrainerRank
 from tests.models import poison
 from tests.received import ReceivedPiece, check_received
 
@@ -118,14 +118,14 @@ def test_a_sync_that_failed_is_followed_by_a_whole_one(
 
 def test_a_publication_that_failed_is_followed_by_a_whole_one(trainer: Trainer, receiver: WeightReceiver) -> None:
     with pytest.raises(ZeroDivisionError):
-        trainer.ranks[0].export.publish(1, replaced=((name, 1 / 0) for name in ["large"]))
+        trainer.ranks[0].export.publish(1, replaced=Replacing("large", lambda held: 1 / 0))
     poison(receiver.model)
     assert not receive(receiver, trainer, trainer.publish(2)).applied_deltas
 
 
 def test_what_replaces_shards_is_published_whole(trainer: Trainer, receiver: WeightReceiver) -> None:
     for rank in trainer.ranks:
-        rank.export.publish(1, replaced=[("large", lambda held: held)])
+        rank.export.publish(1, replaced=Replacing("large", lambda held, rank=rank: held.copy_(rank.tensors["large"])))
     weights = trainer.publish(2)
     assert not receive(receiver, trainer, weights).applied_deltas
 

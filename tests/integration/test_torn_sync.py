@@ -24,6 +24,7 @@ from tasuki.v1 import ranks_pb2, weights_pb2
 from tasuki.wire.errors import VersionOrder, WeightsCorrupt
 from tests.integration.awkward_model import TENSORS, AwkwardModel, Trainer, receive
 from tests.integration.breaking_rank import BreakingRank
+from tests.integration.exporting_rank import Replacing
 from tests.received import ReceivedPiece, check_received
 
 
@@ -37,11 +38,9 @@ def trainer(tmp_path: Path) -> Iterator[Trainer]:
 # --- a read during a publication
 
 
-def rows_of(trainer: Trainer, look: Callable[[], None]) -> Iterator[tuple[str, Callable[[torch.Tensor], object]]]:
-    """Yields a copy of the first rank's rows instead of its shard, with a look before and after."""
-    look()
-    yield "plain", lambda held: held.copy_(trainer.tensors["plain"][:3])
-    look()
+def rows_of(trainer: Trainer, look: Callable[[], None]) -> Replacing:
+    """Writes the first rank's rows of a tensor, with a look before and after."""
+    return Replacing("plain", lambda held: held.copy_(trainer.tensors["plain"][:3]), look=look)
 
 
 def test_no_version_can_be_read_while_the_next_one_is_being_written(trainer: Trainer) -> None:

@@ -52,6 +52,23 @@ class ExportMemory:
     has_deltas: bool = False
 
 
+Write = Callable[[torch.Tensor], object]
+"""Writes what is published for a shard into the memory that readers see."""
+
+
+class Replaced(Protocol):
+    """What is published in the place of some shards."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of these shards; the same in every publication."""
+        ...
+
+    def writes(self) -> Iterable[tuple[str, Write]]:
+        """Yields each name once; consumed one by one."""
+        ...
+
+
 class _Memory(Protocol):
     @property
     def kind(self) -> weights_pb2.HandleKind.ValueType: ...
@@ -128,12 +145,11 @@ class WeightExport:
             leaves=self._leaves,
         )
 
-    def publish(self, version: int, *, replaced: Iterable[tuple[str, Callable[[torch.Tensor], object]]] | None = None) -> int:
+    def publish(self, version: int, *, replaced: Replaced | None = None) -> int:
         """Updates every shard for readers and marks all as `version`. Returns the bytes published.
 
         Tensors published in place are only summed. Memory that was freed must be allocated again.
-        replaced: names of shards, each with a function that turns the published copy into what is to be published instead; consumed one by
-        one. Deltas are then not published.
+        replaced: shards that are not copied, but written by their own functions. Deltas are then not published.
         """
         if self._is_away or self._opened_for != self._addresses():
             self._hand_out_again()
@@ -142,12 +158,12 @@ class WeightExport:
         self._header.write_state(ArenaState.WRITING)
         base: int | None = None
         if replaced is not None:
-            prepared.copies.start()
+            prepared.copies_without(replaced.names).start()
             published = {
                 entry.name: held for entry, held in zip(self._arena.manifest.entries, self._arena.tensors, strict=True)
             }
-            for name, replace_in in replaced:
-                replace_in(published[name])
+            for name, write in replaced.writes():
+                write(published[name])
             sums = prepared.checksums.read()
         elif prepared.encoded is not None and has_base:
             sums, base = prepared.encoded(), self._publication
@@ -229,16 +245,20 @@ class _Prepared:
 
     def __init__(self, arena: WeightArena, sources: Sequence[torch.Tensor], *, device: torch.device) -> None:
         self._device, self._deltas = device, arena.deltas
+        self._names = [entry.name for entry in arena.manifest.entries]
         self._held = [(held, indices_of(entry)) for entry, held in zip(arena.manifest.entries, arena.tensors, strict=True)]
+        self._others: tuple[frozenset[str], Copies] | None = None
         self._copies = [
             ViewCopy(held, source, where=where, slot=slot)
             for slot, ((held, where), source) in enumerate(zip(self._held, sources, strict=True))
             if held.data_ptr() != source.data_ptr()
         ]
 
-    @cached_property
-    def copies(self) -> Copies:
-        return prepare_copies(self._copies, device=self._device)
+    def copies_without(self, names: frozenset[str]) -> Copies:
+        if self._others is None or self._others[0] != names:
+            kept = [copy for copy in self._copies if self._names[copy.slot] not in names]
+            self._others = names, prepare_copies(kept, device=self._device)
+        return self._others[1]
 
     @cached_property
     def checksums(self) -> Checksums:
@@ -248,7 +268,7 @@ class _Prepared:
     def summed(self) -> Sequence[int]:
         """Copies, and sums in the same pass; tensors in place are only summed."""
         if len(self._copies) < len(self._held):
-            self.copies.start()
+            self.copies_without(frozenset()).start()
             return self.checksums.read()
         self._summed.start()
         return self._summed.sums().tolist()

@@ -190,8 +190,7 @@ class FsdpBackend:
     def publish(self, *, policy_version: int) -> Publication:
         """Publishes the shards in the engine's dtype: adapters only, or merged weights."""
         self._export = self.memory.export(self._make_export)
-        replaced = None if self._merged is None else self._merged.writes()
-        return Publication(self._export, self._export.publish(policy_version, replaced=replaced))
+        return Publication(self._export, self._export.publish(policy_version, replaced=self._merged))
 
     def warm_up(self) -> None:
         """Compiles for the first passes and, on a GPU, rehearses the first publication.
