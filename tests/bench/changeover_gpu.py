@@ -64,8 +64,8 @@ from tests.bench.plan_gpu import SIZES
 STAGE_LIMIT_S, SETTLE_S = 300.0, 0.3
 THERE = ("to_rollout_ms", "to_first_token_ms", "same_token_again_ms")
 BACK = ("to_train_ms", "to_first_log_probs_ms", "same_log_probs_again_ms")
+"""The time to the log-probs is an upper bound of that to the first kernel of training."""
 UNUSED = ("unused_ms", "unused_at_most_ms")
-"""Upper bound of the time to the first kernel of training, since that kernel begins before the log-probs end."""
 
 
 def taken_bytes(device: str) -> int:

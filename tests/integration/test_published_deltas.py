@@ -12,8 +12,9 @@ import torch
 from tasuki.memory.tags import MemoryTag
 from tasuki.rollout.rank_commands import EngineRank, rank_allocator
 from tasuki.rollout.receive import Received, WeightReceiver
+from tasuki.transport.deltas import FAR, UNIT
 from tasuki.transport.imported_weights import import_weights
-from tasuki.v1 import memory_pb2, types_pb2, weights_pb2
+from tasuki.v1 import memory_pb2, ranks_pb2, types_pb2, weights_pb2
 from tasuki.wire.errors import WeightsCorrupt
 from tests.drifting import drifted
 from tests.integration.exporting_rank import Engine, Replacing, TrainerRank
@@ -21,6 +22,7 @@ from tests.models import poison
 from tests.received import ReceivedPiece, check_received
 
 NUM_RANKS = 2
+WEIGHTS = [types_pb2.MEMORY_TAG_WEIGHTS]
 
 
 class Trainer:
@@ -116,20 +118,6 @@ def test_a_sync_that_failed_is_followed_by_a_whole_one(
     assert not receive(receiver, trainer, weights).applied_deltas
 
 
-def test_a_publication_that_failed_is_followed_by_a_whole_one(trainer: Trainer, receiver: WeightReceiver) -> None:
-    with pytest.raises(ZeroDivisionError):
-        trainer.ranks[0].export.publish(1, replaced=Replacing("large", lambda held: 1 / 0))
-    poison(receiver.model)
-    assert not receive(receiver, trainer, trainer.publish(2)).applied_deltas
-
-
-def test_what_replaces_shards_is_published_whole(trainer: Trainer, receiver: WeightReceiver) -> None:
-    for rank in trainer.ranks:
-        rank.export.publish(1, replaced=Replacing("large", lambda held, rank=rank: held.copy_(rank.tensors["large"])))
-    weights = trainer.publish(2)
-    assert not receive(receiver, trainer, weights).applied_deltas
-
-
 def test_parameters_that_moved_are_filled_by_a_whole_one(trainer: Trainer, receiver: WeightReceiver) -> None:
     receiver.model.large.data = torch.full_like(receiver.model.large, torch.nan)
     assert not receive(receiver, trainer, trainer.publish(1)).applied_deltas
@@ -143,9 +131,12 @@ def test_a_trainer_that_started_again_is_read_whole(tmp_path: Path, trainer: Tra
 
 
 def test_weights_that_changed_by_themselves_are_noticed(trainer: Trainer, receiver: WeightReceiver) -> None:
-    receiver.model.large.data[3, 5] += 1
+    weights = trainer.publish(1)
+    words = trainer.ranks[0].export._arena.deltas.of(trainer.ranks[0].export._arena.tensors[0])
+    unit = int((words != FAR).nonzero()[0])  # the others are read in full
+    receiver.model.large.data.view(-1)[unit * UNIT] += 1
     with pytest.raises(WeightsCorrupt, match="1 of 3 tensors did not arrive as published: large"):
-        receive(receiver, trainer, trainer.publish(1))
+        receive(receiver, trainer, weights)
 
 
 def test_an_engine_of_another_dtype_gets_whole_numbers(trainer: Trainer) -> None:
@@ -182,3 +173,83 @@ def test_weights_that_slept_are_read_whole(trainer: Trainer, stays: bool, applie
     rank.memory.resume(memory_pb2.ResumeRequest(tags=[types_pb2.MEMORY_TAG_WEIGHTS]))
     trainer.step()
     assert receive(rank.receiver, trainer, trainer.publish(1)).applied_deltas is applies
+
+
+@pytest.mark.parametrize("failed", range(NUM_RANKS))
+def test_a_publication_that_failed_on_any_rank_is_followed_by_a_whole_one(
+    trainer: Trainer, receiver: WeightReceiver, failed: int
+) -> None:
+    for index, rank in enumerate(trainer.ranks):
+        if index == failed:
+            with pytest.raises(ZeroDivisionError):
+                rank.export.publish(1, replaced=Replacing("large", lambda held: 1 / 0))
+        else:
+            rank.publish(1)
+    poison(receiver.model)
+    assert not receive(receiver, trainer, trainer.publish(2)).applied_deltas
+    trainer.step()
+    assert receive(receiver, trainer, trainer.publish(3)).applied_deltas
+
+
+@pytest.mark.parametrize("missed", range(NUM_RANKS))
+def test_a_publication_of_one_rank_alone_counts_as_missed(trainer: Trainer, receiver: WeightReceiver, missed: int) -> None:
+    """The other rank failed before it wrote anything."""
+    trainer.ranks[missed].publish(1)
+    trainer.step()
+    poison(receiver.model)
+    assert not receive(receiver, trainer, trainer.publish(2)).applied_deltas
+    trainer.step()
+    assert receive(receiver, trainer, trainer.publish(3)).applied_deltas
+
+
+def test_what_replaces_shards_is_read_whole(trainer: Trainer, receiver: WeightReceiver) -> None:
+    handles: list[weights_pb2.WeightHandle] = []
+    for rank in trainer.ranks:
+        changed = 3 * rank.tensors["large"]
+        rank.export.publish(1, replaced=Replacing("large", lambda held, changed=changed: held.copy_(changed)))
+        rank.tensors["large"].copy_(changed)
+        handles.append(rank.export.handle())
+    weights = weights_pb2.PublishedWeights(policy_version=1, boot_id="boot", handles=handles)
+    assert not receive(receiver, trainer, weights).applied_deltas
+    trainer.step()
+    assert receive(receiver, trainer, trainer.publish(2)).applied_deltas
+
+
+def test_the_command_to_pause_weights_forgets_them(trainer: Trainer) -> None:
+    allocator = rank_allocator("cpu")
+    with allocator.region(MemoryTag.WEIGHTS):
+        model = Engine(torch.bfloat16)
+    rank = EngineRank(model, allocator, rank=0)
+    receive(rank.receiver, trainer, trainer.publish(0))
+    for command in (
+        ranks_pb2.EngineRankCommand(pause=memory_pb2.PauseRequest(tags=WEIGHTS)),
+        ranks_pb2.EngineRankCommand(resume=memory_pb2.ResumeRequest(tags=WEIGHTS)),
+    ):
+        assert not rank.commands.run(command).HasField("error")
+    trainer.step()
+    assert not receive(rank.receiver, trainer, trainer.publish(1)).applied_deltas
+
+
+def test_parameters_whose_storage_moved_are_read_whole(trainer: Trainer, receiver: WeightReceiver) -> None:
+    """The same parameter, with other memory: the plan is made again before anything is written."""
+    storage = receiver.model.large.data.untyped_storage()
+    before = receiver.model.large.data_ptr()
+    storage.resize_(0)
+    kept = torch.full_like(receiver.model.odd, torch.nan)
+    storage.resize_(2 * receiver.model.large.numel() + (1 << 22))
+    assert kept.numel() and receiver.model.large.data_ptr() != before, "moved"
+    poison(receiver.model)
+    assert not receive(receiver, trainer, trainer.publish(1)).applied_deltas
+
+
+def test_a_copy_that_leaves_but_has_not_left_may_be_read_by_deltas(tmp_path: Path) -> None:
+    """A changeover that was undone before OFFLOAD, and made again."""
+    with ExitStack() as stack:
+        trainer = Trainer(tmp_path, stack, leaves=True)
+        receiver = WeightReceiver(Engine(torch.bfloat16))
+        for version in range(3):
+            received = receive(receiver, trainer, trainer.publish(version))
+            assert received.applied_deltas is (version > 0)
+            for rank in trainer.ranks:
+                rank.export.withdraw()
+            trainer.step()

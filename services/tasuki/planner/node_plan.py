@@ -13,7 +13,7 @@ from tasuki.planner.kv_tokens import SGLANG_GRAPH_REQUESTS, graph_requests, runn
 from tasuki.planner.layout import Checkpointing, Layout, Overheads, named_as_given
 from tasuki.planner.model_shape import read_model_shape
 from tasuki.planner.plan import Plan, largest_pool, plan
-from tasuki.planner.residency import decide, given
+from tasuki.planner.residency import decide, given, keeps_what_deltas_need
 from tasuki.planner.rollout_bytes import kv_bytes_per_token
 from tasuki.planner.step_tokens import most_tokens, with_fastest_checkpointing, with_last_layer_kept
 from tasuki.wire.errors import InvalidArgument
@@ -64,8 +64,12 @@ def node_layout(
     _check_adapters(config, model)
     num_gpus = max(*gpus_of(config).trainer, *gpus_of(config).rollout) + 1 if num_gpus is None else num_gpus
     layout = _as_configured(config, model, gpu_bytes=gpu_bytes, host_bytes=host_bytes, num_gpus=num_gpus)
-    layout = _with_residency(_with_open_settings(replace(layout, overheads=overheads or Overheads()), config), config)
-    return replace(layout, budget_bytes=config.memory.host_budget_bytes)
+    layout = replace(layout, overheads=overheads or Overheads())
+    chosen = _with_residency(_with_open_settings(layout, config), config)
+    if chosen.publishes_deltas and not keeps_what_deltas_need(chosen):
+        # Deltas would never be read, and something may stay in their place.
+        chosen = _with_residency(_with_open_settings(replace(layout, publishes_deltas=False), config), config)
+    return replace(chosen, budget_bytes=config.memory.host_budget_bytes)
 
 
 def _check_adapters(config: NodeConfig, model: ModelShape) -> None:

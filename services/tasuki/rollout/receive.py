@@ -205,7 +205,7 @@ class _PreparedPlan:
             for piece in plan.pieces
         ]
         self._checksums = prepare_checksums(views, device=device)
-        self._is_proven = False
+        self._proven: list[SummedCopies] = []
         constants = [
             (parameters.view(constant.parameter, constant.destination), _expanded(constant, parameters))
             for constant in plan.constants
@@ -226,7 +226,7 @@ class _PreparedPlan:
 
         applies_deltas: the parameters hold the previous publication. A plan's first start copies.
         """
-        self._started = self._deltas if applies_deltas and self._is_proven and self._deltas is not None else self._copies
+        self._started = self._deltas if applies_deltas and self._proven and self._deltas is not None else self._copies
         self._started.start()
         self._fills.start()
 
@@ -242,12 +242,13 @@ class _PreparedPlan:
     def sums(self, *, read_back: bool) -> np.ndarray:
         """Checksums of `held`; for fallback tensors, which the engine transformed, of what it was given.
 
-        read_back: of the parameters' current memory. A plan's first sync always does this, since the copies' own checksums cannot reveal
-        wrong addresses in the plan. Raises WeightsCorrupt naming a parameter whose constant rows differ.
+        read_back: of the parameters' current memory. A plan's first sync always does this, and its first that applies deltas, since their
+        own checksums cannot reveal wrong addresses in the plan. Raises WeightsCorrupt naming a parameter whose constant rows differ.
         """
-        is_read_back = read_back or not self._is_proven
+        is_read_back = read_back or self._started not in self._proven
         sums = np.array(self._checksums.read(), dtype=np.uint64) if is_read_back else self._started.sums()
-        self._is_proven = True
+        if self._started not in self._proven:
+            self._proven.append(self._started)
         for constant, expected, held in zip(self.plan.constants, self._fill_sums, self._read_fills(), strict=True):
             if held != expected:
                 raise WeightsCorrupt(

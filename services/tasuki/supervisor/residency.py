@@ -13,7 +13,7 @@ from tasuki.planner.layout import Layout
 from tasuki.planner.model_shape import read_model_shape
 from tasuki.planner.node_plan import check_kv_tokens, node_layout
 from tasuki.planner.plan import plan
-from tasuki.planner.residency import as_config, stay_and_leave
+from tasuki.planner.residency import NO_DELTAS, as_config, stay_and_leave
 from tasuki.planner.start import starts_together
 
 # Unused on a CPU, but the planner requires a GPU size.
@@ -40,6 +40,8 @@ def with_residency(config: NodeConfig, *, resumes: bool, tell: Callable[[str], N
         check_kv_tokens(layout, config)
     for line in residency_lines(layout):
         tell(line)
+    if config.trainer.publish_deltas and not layout.publishes_deltas:
+        tell(f"trainer.publish_deltas: {NO_DELTAS}")
     planned = plan(replace(layout, host_bytes=host_memory().available_bytes))
     if not planned.fits:
         tell(f"the plan does not fit: {'; '.join(problems(planned))}; `tasuki plan CONFIG` shows what to change")

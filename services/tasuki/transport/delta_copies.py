@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -22,6 +22,9 @@ from tasuki.transport.copies import (
 from tasuki.transport.deltas import UNIT, Deltas, decode, encode
 from tasuki.transport.plan import whole
 from tasuki.transport.table import TILE_UNITS, Table
+
+_HOST_UNITS = 1 << 17
+"""Units that a CPU encodes or decodes at a time."""
 
 
 def prepare_encoded_copies(copies: Sequence[ViewCopy], deltas: Deltas, *, num_sums: int, device: torch.device) -> SummedCopies:
@@ -64,6 +67,16 @@ def _applies(copy: ViewCopy) -> bool:
     return copy.source.dtype is copy.destination.dtype and copy.source.element_size() == 2
 
 
+def _parts(copy: ViewCopy) -> Iterator[ViewCopy]:
+    """Splits a copy, so that decoding takes little memory."""
+    if copy.source.numel() <= _HOST_UNITS * UNIT:
+        yield copy
+        return
+    dim = max(range(copy.source.dim()), key=lambda dim: copy.source.shape[dim])
+    for destination, source in zip(copy.destination.tensor_split(2, dim), copy.source.tensor_split(2, dim), strict=True):
+        yield from _parts(ViewCopy(destination, source, copy.owner))
+
+
 class _HostSums:
     """Checksums of all destinations, added up by slot."""
 
@@ -92,9 +105,15 @@ class HostEncodedCopies:
     @torch.no_grad()
     def start(self) -> None:
         for copy, words in self._copies:
-            if words is not None:
-                words.copy_(encode(copy.source.to(copy.destination.dtype), copy.destination))
-            copy.destination.copy_(copy.source)
+            if words is None:
+                copy.destination.copy_(copy.source)
+                continue
+            old, source = copy.destination.view(-1), copy.source.reshape(-1)
+            for first in range(0, len(words), _HOST_UNITS):
+                part = slice(first * UNIT, (first + _HOST_UNITS) * UNIT)
+                new = source[part].to(old.dtype)
+                words[first : first + _HOST_UNITS] = encode(new, old[part])
+                old[part] = new
 
     def sums(self) -> np.ndarray:
         return self._sums.read()
@@ -106,7 +125,8 @@ class HostAppliedDeltas:
     def __init__(
         self, applied: Sequence[ViewCopy], others: Sequence[ViewCopy], deltas: Mapping[int, Deltas], *, num_sums: int
     ) -> None:
-        self._applied = [(copy, *deltas[copy.owner].around(copy.source)) for copy in applied]
+        parts = [part for copy in applied for part in _parts(copy)]
+        self._applied = [(part, *deltas[part.owner].around(part.source)) for part in parts]
         self._sums = _HostSums(applied, num_sums=num_sums)
         self._others = prepare_summed_copies(others, num_sums=num_sums, device=torch.device("cpu"))
 

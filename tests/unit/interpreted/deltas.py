@@ -129,3 +129,46 @@ def test_summing_kernel_is_plain_torch(dtypes: tuple[torch.dtype, torch.dtype], 
         for held, source in zip(published.tensors, trained, strict=True):
             assert torch.equal(held, source.bfloat16())
     assert sums[0] == sums[1]
+
+
+def test_each_owner_has_its_own_words() -> None:
+    """Shards of three owners, of columns: words lie apart from their copies by another distance for each."""
+    torch.manual_seed(0)
+    whole_tensor = torch.randn(24, 96).bfloat16()
+    moved = drifted(whole_tensor.float()).bfloat16()
+    held = [whole_tensor.clone() for _ in range(2)]
+    sums = []
+    parts: dict[int, torch.Tensor] = {}
+    deltas: dict[int, Deltas] = {}
+    for owner in range(3):
+        columns = slice(32 * owner, 32 * owner + 32)
+        parts[owner] = whole_tensor[:, columns].contiguous()
+        deltas[owner] = Deltas(parts[owner].data_ptr(), torch.full((parts[owner].numel() // UNIT,), FAR, dtype=torch.int32))
+        copy = ViewCopy(parts[owner], moved[:, columns].contiguous(), where=whole(parts[owner].shape))
+        HostEncodedCopies([copy], deltas[owner], num_sums=1).start()
+    assert len({one.shift for one in deltas.values()}) == 3
+    for kind, destination in zip((DeviceAppliedDeltas, HostAppliedDeltas), held, strict=True):
+        views = [
+            ViewCopy(destination[:, 32 * owner : 32 * owner + 32], parts[owner], owner, Slice(32 * owner, (24, 32), (96, 1)))
+            for owner in parts
+        ]
+        arguments = {"device": CPU, "first_owner": 0} if kind is DeviceAppliedDeltas else {}
+        applied = kind(views, [], deltas, num_sums=1, **arguments)
+        applied.start()
+        sums.append(applied.sums().tolist())
+        assert torch.equal(destination.view(torch.int16), moved.view(torch.int16))
+    assert sums[0] == sums[1]
+
+
+@pytest.mark.parametrize("moved", [-8, -7, 7, 8, 2**15 - 1, -(2**15)])
+def test_encoding_kernel_marks_what_moved_too_far(moved: int) -> None:
+    old = torch.arange(-64, 64, dtype=torch.int16) * 300
+    held = old.clone().view(torch.bfloat16)
+    new = old.clone()
+    new[::8] += moved  # wraps
+    words = torch.full((len(old) // UNIT,), 5, dtype=torch.int32)
+    deltas = Deltas(held.data_ptr(), words)
+    copy = ViewCopy(held, new.view(torch.bfloat16), where=whole(held.shape))
+    DeviceEncodedCopies([copy], deltas, num_sums=1, device=CPU).start()
+    assert (words == FAR).all() == (abs(moved) > 7)
+    assert torch.equal(held.view(torch.int16), new)

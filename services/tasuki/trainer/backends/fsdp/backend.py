@@ -208,7 +208,7 @@ class FsdpBackend:
 
     def rehearse_publication(self) -> None:
         """Publishes and withdraws, which loads kernels. Keeps the memory if it stays during OFFLOAD. Raises OutOfGpuMemory."""
-        for _ in range(2 if self._node.trainer.publish_deltas else 1):  # the second one has deltas
+        for _ in range(2 if self._layout.publishes_deltas else 1):  # the second one has deltas
             self.publish(policy_version=0)
             self.withdraw()
         self.memory.release_export()

@@ -1,5 +1,5 @@
 """Triton kernel that merges an adapter into a slice of a weight. Imported only where a GPU can run it."""
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 # Triton compiles these functions; annotations mark constants.
 
 from __future__ import annotations

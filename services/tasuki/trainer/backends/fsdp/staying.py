@@ -32,7 +32,7 @@ class ExportChoice:
         handles, stays = config.trainer.export_handles, layout.export_stays
         if config.residency is not None:
             stays = "export" in config.residency.of_trainer(rank)
-        return cls(config.exports_parameters, stays or handles == "ipc", handles, config.trainer.publish_deltas)
+        return cls(config.exports_parameters, stays or handles == "ipc", handles, layout.publishes_deltas)
 
 
 @dataclass(frozen=True, slots=True)
