@@ -58,7 +58,7 @@ def test_where_everything_stays_every_stage_is_written_down_and_moves_nothing(ro
 
 
 def applied(node: RunningNode) -> list[bool]:
-    """Of every SYNC: whether all ranks applied deltas."""
+    """Whether all ranks applied deltas, for every SYNC."""
     found = re.findall(r"stage=SYNC .* deltas=([01]) ", log_path(node.state_dir, "rollout").read_text())
     return [value == "1" for value in found]
 

@@ -175,7 +175,7 @@ Global___WeightManifest: _TypeAlias = WeightManifest  # noqa: Y015
 @_typing.final
 class PublishedDeltas(_message.Message):
     """Place of the deltas from the previous publication in an arena: for every 16 bytes of its entries a word of eight signed 4-bit
-    differences, of the bit patterns of 2-byte elements, lowest bits first. 0x88888888 marks 16 bytes to be read in full. The header says
+    differences of the bit patterns of 2-byte elements: element i at bit 4 * (i / 2) + 16 * (i % 2). 0x88888888 marks 16 bytes to be read in full. The header says
     whether the words are valid.
     """
 

@@ -57,11 +57,11 @@ Write = Callable[[torch.Tensor], object]
 
 
 class Replaced(Protocol):
-    """What is published in the place of some shards."""
+    """Content that is published in the place of some shards."""
 
     @property
     def names(self) -> frozenset[str]:
-        """Of these shards; the same in every publication."""
+        """Names of these shards; the same in every publication."""
         ...
 
     def writes(self) -> Iterable[tuple[str, Write]]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 _ROWS, _COLUMNS, _NUM_WARPS = 128, 128, 8
 _LEAST_RANK = 16
-"""Of tl.dot."""
+"""Limit of tl.dot."""
 
 
 @triton.jit
