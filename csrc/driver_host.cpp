@@ -112,6 +112,8 @@ class MemfdDriver final : public HostDriver {
     return status;
   }
 
+  bool imports_take_fds() const override { return true; }
+
   bool identify(int fd, uint64_t* identity) override {
     struct stat file;
     bool is_memfd = fstat(fd, &file) == 0 && fcntl(fd, F_GET_SEALS) >= 0;

@@ -242,6 +242,7 @@ Totals Memory::totals() {
   for (const auto& [id, import] : imports_) totals.imported_bytes += import->bytes();
   totals.num_arenas = arenas_.size();
   totals.num_imports = imports_.size();
+  totals.num_imported_chunks = num_imported_chunks();
   totals.num_exports = exports_.num_open();
   totals.num_transfers = transfers_.size();
   return totals;

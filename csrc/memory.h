@@ -22,6 +22,7 @@ struct Totals {
   uint64_t host_copy_bytes;
   uint64_t imported_bytes;
   uint64_t num_imports;
+  uint64_t num_imported_chunks;
   uint64_t num_exports;
   uint64_t num_transfers;
 };

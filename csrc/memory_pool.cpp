@@ -44,7 +44,8 @@ Status Memory::close_pool(DriverKind kind, int device) {
   Pool* pool = pool_of(kind, device);
   if (pool == nullptr) return failure(Code::not_found, "the device has no pool here");
   bool has_arenas = std::any_of(arenas_.begin(), arenas_.end(), [&](const auto& one) { return &one.second->driver() == pool; });
-  if (has_arenas || pool->is_in_use()) return failure(Code::busy, "arenas or imports still use the pool");
+  bool has_imports = std::any_of(imports_.begin(), imports_.end(), [&](const auto& one) { return &one.second->driver() == pool; });
+  if (has_arenas || has_imports || pool->is_in_use()) return failure(Code::busy, "arenas or imports still use the pool");
   pools_.erase({kind, device});
   return {};
 }

@@ -109,7 +109,7 @@ Status Pool::create(int, size_t bytes, Physical* chunk) {
 Status Pool::release(Physical chunk) {
   auto imported = imported_.find(chunk);
   if (imported != imported_.end()) {
-    Status status = driver_.release(imported->second.physical);
+    Status status = imported->second.is_of_pool ? Status{} : driver_.release(imported->second.physical);
     if (!status.ok()) return status;
     if (imported->second.is_of_pool) table_->remove_reader(owner_, imported->second.index);
     imported_.erase(imported);
@@ -132,24 +132,42 @@ Status Pool::export_fd(Physical chunk, Access access, int* fd) {
 Status Pool::import_fd(int device, int fd, size_t bytes, Access access, Physical* chunk) {
   Status status = check_process();
   if (!status.ok()) return status;
-  Imported imported{0, false, 0};
   uint64_t identity = 0;
-  auto find = [&](bool is_known) {
-    auto found = is_known ? by_identity_.find(identity) : by_identity_.end();
-    if (found == by_identity_.end()) return;
-    imported.is_of_pool = true;
-    imported.index = found->second;
-  };
-  find(driver_.identify(fd, &identity));
-  Status refused = failure(Code::bad_handle, "a chunk of the pool is imported read-only");
-  if (imported.is_of_pool && access != Access::read_only) return refused;
-  status = driver_.import_fd(device, fd, bytes, access, &imported.physical);
+  auto found = driver_.identify(fd, &identity) ? by_identity_.find(identity) : by_identity_.end();
+  if (found != by_identity_.end()) return read_own(found->second, bytes, access, chunk);
+  Physical physical = 0;
+  status = driver_.import_fd(device, fd, bytes, access, &physical);
   if (!status.ok()) return status;
-  if (!imported.is_of_pool) find(driver_.identify_import(imported.physical, &identity));
-  if (imported.is_of_pool) status = access == Access::read_only ? table_->add_reader(owner_, imported.index) : refused;
-  if (!status.ok()) return static_cast<void>(driver_.release(imported.physical)), status;
-  imported_[*chunk = ++last_import_] = imported;
-  return {};
+  if (driver_.identify_import(physical, &identity)) found = by_identity_.find(identity);
+  if (found == by_identity_.end()) return imported_[*chunk = ++last_import_] = {physical, false, 0}, Status{};
+  status = driver_.release(physical);
+  return status.ok() ? read_own(found->second, bytes, access, chunk) : status;
+}
+
+Status Pool::read(const SharedChunk& chunk, Access access, Physical* physical) {
+  if (chunk.place.pool != table_->id()) return failure(Code::not_found, "the chunk is in another pool");
+  Status status = check_process();
+  if (!status.ok()) return status;
+  uint64_t identity = 0;
+  if (driver_.identify(chunk.fd, &identity)) {
+    auto found = by_identity_.find(identity);
+    if (found == by_identity_.end() || found->second != chunk.place.index) {
+      return failure(Code::bad_handle, "its descriptor is not the chunk of the pool that it is said to be");
+    }
+  }
+  return read_own(chunk.place.index, chunk.bytes, access, physical);
+}
+
+// Maps through the handle that the pool has had since it was opened.
+Status Pool::read_own(size_t index, size_t bytes, Access access, Physical* chunk) {
+  if (access != Access::read_only) return failure(Code::bad_handle, "a chunk of the pool is imported read-only");
+  if (index >= physical_.size() || bytes != chunk_bytes()) {
+    return failure(Code::bad_handle, "chunk " + std::to_string(index) + " of " + std::to_string(bytes) + " bytes is not in the pool of " +
+                                         std::to_string(physical_.size()) + " chunks of " + std::to_string(chunk_bytes()) + " bytes");
+  }
+  Status status = table_->add_reader(owner_, index);
+  if (status.ok()) imported_[*chunk = ++last_import_] = {physical_[index], true, index};
+  return status;
 }
 
 Status Pool::map(uintptr_t address, size_t bytes, Physical chunk) {

@@ -46,6 +46,10 @@ class Pool final : public Driver {
   Status release(Physical chunk) override;
   Status export_fd(Physical chunk, Access access, int* fd) override;
   Status import_fd(int device, int fd, size_t bytes, Access access, Physical* chunk) override;
+  bool imports_take_fds() const override { return driver_.imports_take_fds(); }
+  bool identify(int fd, uint64_t* identity) override { return driver_.identify(fd, identity); }
+  PoolPlace place_of(Physical chunk) const override { return {table_->id(), static_cast<uint32_t>(chunk - 1)}; }
+  Status read(const SharedChunk& chunk, Access access, Physical* physical) override;
   Status map(uintptr_t address, size_t bytes, Physical chunk) override;
   Status allow(uintptr_t address, size_t bytes, int device, Access access) override { return driver_.allow(address, bytes, device, access); }
   Status unmap(uintptr_t address, size_t bytes) override;
@@ -67,7 +71,7 @@ class Pool final : public Driver {
   void forget(int device, Event event) override { driver_.forget(device, event); }
 
  private:
-  // Memory imported from another process; `index` if it is a chunk of the pool that this one reads.
+  // Memory imported from another process; or `index`, a chunk of the pool that this process reads.
   struct Imported {
     Physical physical;
     bool is_of_pool;
@@ -75,6 +79,7 @@ class Pool final : public Driver {
   };
 
   Pool(Driver& driver, const Owner& owner, std::unique_ptr<PoolTable> table);
+  Status read_own(size_t index, size_t bytes, Access access, Physical* chunk);
   Status check_process() const;
 
   Driver& driver_;

@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/mman.h>
+#include <sys/random.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -17,7 +18,7 @@
 namespace tasuki {
 namespace {
 
-constexpr uint64_t kMagic = 0x316c6f6f70616b75;  // "ukapool1"
+constexpr uint64_t kMagic = 0x326c6f6f70616b75;  // "ukapool2"
 constexpr size_t kHeaderBytes = 4096;
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
@@ -40,6 +41,7 @@ Status os_failure(const char* call) {
 
 struct PoolTable::Header {
   uint64_t magic;
+  uint64_t id;
   uint64_t num_chunks;
   uint64_t chunk_bytes;
 };
@@ -48,9 +50,13 @@ Status PoolTable::make(size_t num_chunks, size_t chunk_bytes, int* fd) {
   if (num_chunks == 0 || num_chunks > kMaxChunks) {
     return failure(Code::bad_argument, "num_chunks: " + std::to_string(num_chunks) + " is not in 1 to " + std::to_string(kMaxChunks));
   }
+  uint64_t id = 0;
+  while (id == 0) {
+    if (getrandom(&id, sizeof id, 0) < 0 && errno != EINTR) return os_failure("getrandom");
+  }
   int made = memfd_create("tasuki-pool-table", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (made < 0) return os_failure("memfd_create");
-  Header header{kMagic, num_chunks, chunk_bytes};
+  Header header{kMagic, id, num_chunks, chunk_bytes};
   bool is_made = ftruncate(made, static_cast<off_t>(kHeaderBytes + num_chunks * sizeof(Row))) == 0 &&
                  pwrite(made, &header, sizeof header, 0) == sizeof header && fcntl(made, F_ADD_SEALS, kSeals) == 0;
   if (!is_made) {
@@ -68,7 +74,7 @@ Status PoolTable::open(int fd, std::unique_ptr<PoolTable>* table) {
   if (seals < 0 || (seals & kSeals) != kSeals) return failure(Code::bad_handle, "the pool's table is not a sealed memfd");
   Header header{};
   bool is_read = pread(fd, &header, sizeof header, 0) == sizeof header;
-  bool has_form = is_read && header.magic == kMagic && header.num_chunks != 0 && header.num_chunks <= kMaxChunks && header.chunk_bytes != 0;
+  bool has_form = is_read && header.magic == kMagic && header.id != 0 && header.num_chunks != 0 && header.num_chunks <= kMaxChunks && header.chunk_bytes != 0;
   size_t bytes = kHeaderBytes + (has_form ? header.num_chunks * sizeof(Row) : 0);
   if (!has_form || static_cast<size_t>(file.st_size) != bytes) return failure(Code::bad_handle, "this is no table of a pool");
   void* start = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
@@ -79,6 +85,7 @@ Status PoolTable::open(int fd, std::unique_ptr<PoolTable>* table) {
 
 PoolTable::PoolTable(void* start, size_t bytes) : start_(start), bytes_(bytes) {
   auto* header = static_cast<Header*>(start);
+  id_ = header->id;
   num_chunks_ = header->num_chunks;
   chunk_bytes_ = header->chunk_bytes;
   rows_ = reinterpret_cast<Row*>(static_cast<char*>(start) + kHeaderBytes);

@@ -41,6 +41,8 @@ class PoolTable {
   PoolTable(const PoolTable&) = delete;
   PoolTable& operator=(const PoolTable&) = delete;
 
+  // Random, so unique until the machine reboots; never 0.
+  uint64_t id() const { return id_; }
   size_t num_chunks() const { return num_chunks_; }
   size_t chunk_bytes() const { return chunk_bytes_; }
 
@@ -80,6 +82,7 @@ class PoolTable {
 
   void* start_;
   size_t bytes_;
+  uint64_t id_;
   size_t num_chunks_;
   size_t chunk_bytes_;
   Row* rows_;

@@ -1,10 +1,15 @@
 #include "share.h"
 
+#include <algorithm>
+#include <atomic>
+
 namespace tasuki {
 namespace {
 
 // Larger than any GPU's memory: a larger offset is invalid.
 constexpr uint64_t kMaxSpan = uint64_t{1} << 44;
+
+std::atomic<uint64_t> num_imported{0};
 
 Status check_layout(const std::vector<SharedChunk>& chunks, size_t granularity) {
   if (chunks.empty()) return failure(Code::bad_handle, "no chunks");
@@ -22,6 +27,8 @@ Status check_layout(const std::vector<SharedChunk>& chunks, size_t granularity) 
 }
 
 }  // namespace
+
+uint64_t num_imported_chunks() { return num_imported; }
 
 uint64_t Exports::open(uint64_t arena, std::vector<Piece> pieces) {
   for (const Piece& piece : pieces) {
@@ -80,18 +87,53 @@ Status Import::open(Driver& driver, int device, Access access, const std::vector
 Import::~Import() {
   // A failure in a destructor cannot be reported; the end of the process frees the rest.
   if (is_mapped_) static_cast<void>(unmap());
-  for (const Piece& piece : pieces_) static_cast<void>(driver_.release(piece.physical));
+  for (const Piece& piece : pieces_) {
+    if (!piece.is_kept) static_cast<void>(driver_.release(piece.physical));
+  }
+  for (const auto& [place, kept] : kept_) static_cast<void>(driver_.release(kept.physical));
   if (base_ != 0) static_cast<void>(driver_.unreserve(base_, span_bytes_));
 }
 
 Status Import::import_chunks(const std::vector<SharedChunk>& chunks) {
   pieces_.reserve(chunks.size());
   for (const SharedChunk& chunk : chunks) {
-    Physical physical = 0;
-    Status status = driver_.import_fd(device_, chunk.fd, chunk.bytes, access_, &physical);
+    Piece piece{chunk.offset, chunk.bytes, 0, false};
+    Status status = import_one(chunk, &piece);
     if (!status.ok()) return status.message = "chunk at offset " + std::to_string(chunk.offset) + ": " + status.message, status;
-    pieces_.push_back({chunk.offset, chunk.bytes, physical});
+    pieces_.push_back(piece);
   }
+  return {};
+}
+
+Status Import::import_one(const SharedChunk& chunk, Piece* piece) {
+  bool is_of_pool = chunk.place.pool != 0;
+  if (is_of_pool) {
+    Status status = driver_.read(chunk, access_, &piece->physical);
+    if (status.code != Code::not_found) return status;
+    auto found = kept_.find(chunk.place);
+    if (found != kept_.end()) return reuse(chunk, found->second, piece);
+  }
+  Status status = driver_.import_fd(device_, chunk.fd, chunk.bytes, access_, &piece->physical);
+  if (!status.ok()) return status;
+  ++num_imported;
+  if (!is_of_pool) return {};
+  Kept kept{piece->physical, chunk.bytes, 0};
+  static_cast<void>(driver_.identify(chunk.fd, &kept.identity));
+  kept_[chunk.place] = kept;
+  piece->is_kept = true;
+  return {};
+}
+
+Status Import::reuse(const SharedChunk& chunk, const Kept& kept, Piece* piece) {
+  if (chunk.bytes != kept.bytes) {
+    return failure(Code::bad_handle, "the handle says " + std::to_string(chunk.bytes) + " bytes, the chunk of the pool has " +
+                                         std::to_string(kept.bytes));
+  }
+  uint64_t identity = 0;
+  static_cast<void>(driver_.identify(chunk.fd, &identity));
+  if (identity != kept.identity) return failure(Code::bad_handle, "its descriptor is not the chunk of the pool that it is said to be");
+  piece->physical = kept.physical;
+  piece->is_kept = true;
   return {};
 }
 
@@ -119,7 +161,7 @@ Status Import::unmap() {
 Status Import::release() {
   Status status = unmap();
   while (status.ok() && !pieces_.empty()) {
-    status = driver_.release(pieces_.back().physical);
+    if (!pieces_.back().is_kept) status = driver_.release(pieces_.back().physical);
     if (status.ok()) pieces_.pop_back();
   }
   return status;
@@ -134,9 +176,21 @@ Status Import::renew(const std::vector<SharedChunk>& chunks) {
     status = failure(Code::bad_handle, "the chunks span more than those before them, " + readable(span_bytes_));
   }
   if (status.ok()) status = import_chunks(chunks);
+  if (status.ok() && driver_.imports_take_fds()) status = release_unused();
   if (status.ok()) status = map();
   if (!status.ok()) static_cast<void>(release());
   return status;
+}
+
+Status Import::release_unused() {
+  for (auto one = kept_.begin(); one != kept_.end();) {
+    Physical kept = one->second.physical;
+    bool is_used = std::any_of(pieces_.begin(), pieces_.end(), [&](const Piece& piece) { return piece.physical == kept; });
+    Status status = is_used ? Status{} : driver_.release(kept);
+    if (!status.ok()) return status;
+    one = is_used ? std::next(one) : kept_.erase(one);
+  }
+  return {};
 }
 
 uint64_t Import::bytes() const {

@@ -8,11 +8,8 @@
 
 namespace tasuki {
 
-struct SharedChunk {
-  uint64_t offset;
-  uint64_t bytes;
-  int fd;
-};
+// Chunks imported from their descriptors by this process so far.
+uint64_t num_imported_chunks();
 
 // Exported chunks by serial number. A chunk released while an export of it is open may still be held by the peer.
 class Exports {
@@ -50,7 +47,8 @@ class Exports {
   uint64_t last_id_ = 0;
 };
 
-// A peer's chunks, mapped here with the peer's offsets. Its addresses stay when the chunks are released.
+// A peer's chunks, mapped here with the peer's offsets. Its addresses stay when the chunks are released. So do the handles of a pool's
+// chunks, whose memory lives as long as the pool: each is imported once. If handles take descriptors, only those of the last renewal stay.
 class Import {
  public:
   static Status open(Driver& driver, int device, Access access, const std::vector<SharedChunk>& chunks, std::unique_ptr<Import>* import);
@@ -65,16 +63,26 @@ class Import {
   Status renew(const std::vector<SharedChunk>& chunks);
   uintptr_t base() const { return base_; }
   uint64_t bytes() const;
+  const Driver& driver() const { return driver_; }
 
  private:
   struct Piece {
     uint64_t offset;
     uint64_t bytes;
     Physical physical;
+    bool is_kept;  // in `kept_`
+  };
+  struct Kept {
+    Physical physical;
+    uint64_t bytes;
+    uint64_t identity;  // see Driver::identify; 0 if descriptors do not reveal it
   };
 
   Import(Driver& driver, int device, Access access) : driver_(driver), device_(device), access_(access) {}
   Status import_chunks(const std::vector<SharedChunk>& chunks);
+  Status import_one(const SharedChunk& chunk, Piece* piece);
+  Status release_unused();
+  Status reuse(const SharedChunk& chunk, const Kept& kept, Piece* piece);
   Status map();
   Status map_first(size_t num_pieces);
 
@@ -84,6 +92,7 @@ class Import {
   uintptr_t base_ = 0;
   size_t span_bytes_ = 0;
   std::vector<Piece> pieces_;
+  std::map<PoolPlace, Kept> kept_;
   bool is_mapped_ = false;
 };
 

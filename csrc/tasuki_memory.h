@@ -14,7 +14,7 @@ extern "C" {
 #endif
 #pragma GCC visibility push(default)
 
-#define TASUKI_ABI_VERSION 10
+#define TASUKI_ABI_VERSION 11
 
 enum tasuki_code {
   TASUKI_OK = 0,
@@ -66,6 +66,7 @@ typedef struct {
   uint64_t host_copy_bytes;
   uint64_t imported_bytes;
   uint64_t num_imports;
+  uint64_t num_imported_chunks; /* imported from descriptors so far; not those whose handles were kept */
   uint64_t num_exports;
   uint64_t num_transfers;
   uint64_t num_refused_frees; /* torch freed an address that is not ours */
@@ -74,8 +75,9 @@ typedef struct {
 typedef struct {
   uint64_t offset; /* from the arena's base */
   uint64_t bytes;
-  int32_t fd; /* owned by the receiver of the struct */
-  int32_t reserved;
+  int32_t fd;     /* owned by the receiver of the struct */
+  uint32_t index; /* in its pool */
+  uint64_t pool;  /* unique until the machine reboots; 0: in no pool */
 } tasuki_chunk;
 
 /* Chunks of a pool. */
@@ -181,7 +183,8 @@ int tasuki_export(uint64_t arena, int access, tasuki_chunk* chunks, size_t capac
 int tasuki_close_export(uint64_t export_id);
 /* The caller owns the descriptors and may close them afterwards. Chunk offsets stay relative to *base. */
 int tasuki_import(int driver, int device, int access, const tasuki_chunk* chunks, size_t num_chunks, uint64_t* import_id, void** base);
-/* Release unmaps the peer's memory and keeps the addresses; renew maps other chunks there, none beyond the end of the first ones. */
+/* Release unmaps the peer's memory and keeps the addresses, and the handles of chunks with a pool and an index. Renew maps other chunks
+ * there, none beyond the end of the first ones, and imports those without a handle. Close releases everything. */
 int tasuki_release_import(uint64_t import_id);
 int tasuki_renew_import(uint64_t import_id, const tasuki_chunk* chunks, size_t num_chunks);
 int tasuki_close_import(uint64_t import_id);

@@ -198,6 +198,9 @@ TEST(a_reader_of_device_memory_is_known_to_its_pool) {
   CHECK_OK(writer.memory->export_arena(arena, Access::read_only, 8, &chunks, &base, &export_id));
   CHECK(reader.memory->open_import(DriverKind::cuda, 0, Access::read_write, chunks, &import_id, &base).code == Code::bad_handle);
   CHECK_OK(reader.memory->open_import(DriverKind::cuda, 0, Access::read_only, chunks, &import_id, &base));
+  CHECK_OK(reader.memory->close_import(import_id));
+  chunks[0].place = {};  // then the driver's handle tells that the chunk is of the pool
+  CHECK_OK(reader.memory->open_import(DriverKind::cuda, 0, Access::read_only, chunks, &import_id, &base));
   for (const SharedChunk& chunk : chunks) close(chunk.fd);
   CHECK_OK(writer.memory->pause({arena}, &bytes));
   PoolUsage usage{};
@@ -211,5 +214,31 @@ TEST(a_reader_of_device_memory_is_known_to_its_pool) {
   CHECK_OK(writer.memory->destroy_arena(arena));
   CHECK_OK(reader.memory->close_pool(DriverKind::cuda, 0));
   CHECK_OK(writer.memory->close_pool(DriverKind::cuda, 0));
+  for (int fd : fds) close(fd);
+}
+
+TEST(another_devices_chunk_of_a_pool_is_mapped_again_without_an_import) {
+  Setup writer, reader;
+  std::vector<int> fds;
+  CHECK_OK(writer.memory->make_pool(DriverKind::cuda, 0, 1, 2 * kMiB, &fds));
+  CHECK_OK(writer.memory->open_pool(DriverKind::cuda, 0, fds, {1, 1}));
+  uint64_t arena = writer.arena("export"), export_id = 0, import_id = 0;
+  uintptr_t address = 0, base = 0;
+  CHECK_OK(writer.memory->allocate(arena, 2 * kMiB, &address));
+  std::vector<SharedChunk> chunks;
+  CHECK_OK(writer.memory->export_arena(arena, Access::read_only, 8, &chunks, &base, &export_id));
+  CHECK_OK(reader.memory->open_import(DriverKind::cuda, 1, Access::read_only, chunks, &import_id, &base));
+  CHECK_OK(reader.memory->release_import(import_id));
+  reader.fake.fail("cuMemImportFromShareableHandle", 1);
+  *reinterpret_cast<volatile char*>(address) = 5;
+  CHECK_OK(reader.memory->renew_import(import_id, chunks));
+  CHECK(*reinterpret_cast<volatile char*>(base) == 5);
+  CHECK_OK(reader.memory->close_import(import_id));
+  CHECK(reader.memory->open_import(DriverKind::cuda, 1, Access::read_only, chunks, &import_id, &base).code == Code::bad_handle);
+  CHECK_OK(writer.memory->close_export(export_id));
+  CHECK_OK(writer.memory->release(address));
+  CHECK_OK(writer.memory->destroy_arena(arena));
+  CHECK_OK(writer.memory->close_pool(DriverKind::cuda, 0));
+  for (const SharedChunk& chunk : chunks) close(chunk.fd);
   for (int fd : fds) close(fd);
 }

@@ -96,6 +96,45 @@ TEST(a_renewal_that_fails_at_any_call_holds_nothing_and_may_be_tried_again) {
   }
 }
 
+TEST(a_renewal_with_kept_handles_that_fails_at_any_call_maps_nothing_and_may_be_tried_again) {
+  for (const char* call : {"import_fd", "map", "allow"}) {
+    for (int after = 0; after < 2; ++after) {
+      Imported s;
+      CHECK_OK(s.memory.close_import(s.import));
+      for (uint32_t i = 0; i < 2; ++i) s.chunks[i].place = {7, i};
+      CHECK_OK(s.memory.open_import(DriverKind::cuda, 0, Access::read_only, s.chunks, &s.import, &s.there));
+      CHECK_OK(s.memory.release_import(s.import));
+      CHECK(!s.fake->is_mapped(s.there) && s.memory.totals().imported_bytes == 0);
+      bool imports = std::string(call) == "import_fd";
+      if (imports) s.chunks[after].place.index = 9;
+      uint64_t before = s.memory.totals().num_imported_chunks;
+      s.fake->fail(call, imports ? 0 : after);
+      CHECK(!s.memory.renew_import(s.import, s.chunks).ok());
+      CHECK(!s.fake->is_mapped(s.there) && s.memory.totals().imported_bytes == 0);
+      CHECK_OK(s.memory.renew_import(s.import, s.chunks));
+      CHECK(s.reads(3) && s.memory.totals().num_imported_chunks == before + imports);
+      CHECK_OK(s.memory.close_import(s.import));
+      for (const auto& [physical, chunk] : s.fake->chunks) CHECK(chunk.num_references == 1);
+    }
+  }
+}
+
+TEST(handles_that_take_no_descriptor_are_kept_until_the_import_is_closed) {
+  Imported s;
+  CHECK_OK(s.memory.close_import(s.import));
+  std::vector<SharedChunk> other = s.chunks;
+  for (uint32_t i = 0; i < 2; ++i) s.chunks[i].place = {7, i}, other[i].place = {7, 2 + i};
+  uint64_t before = s.memory.totals().num_imported_chunks;
+  CHECK_OK(s.memory.open_import(DriverKind::cuda, 0, Access::read_only, s.chunks, &s.import, &s.there));
+  for (const auto& chunks : {other, s.chunks, other, s.chunks}) {
+    CHECK_OK(s.memory.release_import(s.import));
+    CHECK_OK(s.memory.renew_import(s.import, chunks));
+  }
+  CHECK(s.reads(3) && s.memory.totals().num_imported_chunks == before + 4);
+  CHECK_OK(s.memory.close_import(s.import));
+  for (const auto& [physical, chunk] : s.fake->chunks) CHECK(chunk.num_references == 1);
+}
+
 TEST(a_handle_that_lies_about_its_layout_is_refused) {
   Setup s;
   uint64_t import = 0;

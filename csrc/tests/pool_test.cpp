@@ -1,6 +1,7 @@
 // Arenas of two processes' Memory over one pool of real memfd chunks.
 #include "../pool.h"
 
+#include <fcntl.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -108,6 +109,164 @@ TEST(a_reader_keeps_published_chunks_from_others) {
   CHECK(s.usage().num_read == 0 && rollout.block_or_null(2) != nullptr);
   CHECK_OK(rollout.memory.close_import(import));
   close(chunks[0].fd);
+}
+
+namespace {
+
+// Chunks that a trainer publishes, and an import of them by a reader, which has joined the pool `joined`.
+struct Reading {
+  PoolSetup theirs{4}, ours{1};
+  Side trainer{theirs, {101, 1}}, rollout;
+  unsigned char* block;
+  std::vector<SharedChunk> chunks;
+  uint64_t id = 0, import = 0;
+  uintptr_t there = 0;
+  explicit Reading(PoolSetup Reading::*joined) : rollout(this->*joined, {202, 1}), block(trainer.block(2)) {
+    publish(1);
+    CHECK_OK(rollout.memory.open_import(DriverKind::host, 0, Access::read_only, chunks, &import, &there));
+  }
+  ~Reading() { withdraw(); }
+  void publish(unsigned char first) {
+    uintptr_t base = 0;
+    std::fill_n(block, 2 * kChunk, first);
+    CHECK_OK(trainer.memory.export_arena(trainer.arena, Access::read_only, 9, &chunks, &base, &id));
+  }
+  void withdraw() {
+    for (const SharedChunk& chunk : chunks) close(chunk.fd);
+    chunks.clear();
+    CHECK_OK(trainer.memory.close_export(id));
+  }
+  // The reader lets go, and the trainer publishes from what it has after a pause.
+  void come_back(unsigned char first) {
+    CHECK_OK(rollout.memory.release_import(import));
+    withdraw();
+    trainer.pause();
+    CHECK_OK(trainer.resume());
+    publish(first);
+  }
+  Status renew() { return rollout.memory.renew_import(import, chunks); }
+  bool reads(unsigned char first) const {
+    auto* seen = reinterpret_cast<unsigned char*>(there);
+    return seen[0] == first && seen[2 * kChunk - 1] == first;
+  }
+  // The kernel itself looks whether the page can be written to, or read.
+  bool can_write() const { return is_accessible([this](int* fds) { return ::write(fds[1], "x", 1) == 1 && ::read(fds[0], at(), 1) == 1; }); }
+  bool can_read() const { return is_accessible([this](int* fds) { return ::write(fds[1], at(), 1) == 1; }); }
+
+ private:
+  void* at() const { return reinterpret_cast<void*>(there); }
+  template <typename Access>
+  static bool is_accessible(Access access) {
+    int fds[2];
+    CHECK(::pipe(fds) == 0);
+    bool answer = access(fds);
+    return close(fds[0]), close(fds[1]), answer;
+  }
+};
+
+size_t num_descriptors() {
+  size_t num_open = 0;
+  for (int fd = 0; fd < 1024; ++fd) num_open += fcntl(fd, F_GETFD) >= 0;
+  return num_open;
+}
+
+}  // namespace
+
+TEST(a_reader_that_has_joined_the_pool_imports_no_chunk) {
+  uint64_t before = num_imported_chunks();
+  Reading s(&Reading::theirs);
+  for (unsigned char round = 2; round < 5; ++round) {
+    s.come_back(round);
+    CHECK(s.theirs.usage().num_read == 0);
+    CHECK_OK(s.renew());
+    CHECK(s.reads(round) && s.can_read() && !s.can_write() && s.theirs.usage().num_read == 2);
+  }
+  CHECK(num_imported_chunks() == before);
+  CHECK_OK(s.rollout.memory.close_import(s.import));
+  CHECK(s.theirs.usage().num_read == 0);
+}
+
+TEST(chunks_of_another_pool_are_imported_once) {
+  size_t num_open = num_descriptors();
+  {
+    uint64_t before = num_imported_chunks();
+    Reading s(&Reading::ours);
+    Side other(s.theirs, {303, 1});
+    CHECK(num_imported_chunks() == before + 2);
+    for (unsigned char round = 2; round < 5; ++round) {
+      s.come_back(round);
+      CHECK(!s.can_read());
+      CHECK_OK(s.renew());
+      CHECK(s.reads(round) && !s.can_write());
+    }
+    CHECK(num_imported_chunks() == before + 2);
+    size_t num_before = num_descriptors();
+    // Another process has taken the lowest chunk meanwhile, so the trainer has one that the reader does not know.
+    CHECK_OK(s.rollout.memory.release_import(s.import));
+    s.withdraw();
+    s.trainer.pause();
+    unsigned char* taken = other.block(1);
+    CHECK_OK(s.trainer.resume());
+    s.publish(9);
+    CHECK_OK(s.renew());
+    CHECK(s.reads(9) && num_imported_chunks() == before + 3);
+    CHECK(num_descriptors() == num_before);  // the handle of a chunk that the trainer no longer has is released
+    CHECK_OK(other.memory.release(reinterpret_cast<uintptr_t>(taken)));
+    CHECK_OK(s.rollout.memory.close_import(s.import));
+    CHECK_OK(s.rollout.memory.open_import(DriverKind::host, 0, Access::read_only, s.chunks, &s.import, &s.there));
+    CHECK(s.reads(9) && num_imported_chunks() == before + 5);
+  }
+  CHECK(num_descriptors() == num_open);
+}
+
+TEST(a_pool_cannot_be_closed_while_an_import_may_be_renewed) {
+  for (PoolSetup Reading::*joined : {&Reading::theirs, &Reading::ours}) {
+    Reading s(joined);
+    CHECK_OK(s.rollout.memory.release_import(s.import));
+    CHECK_OK(s.rollout.memory.destroy_arena(s.rollout.arena));
+    CHECK(s.rollout.memory.close_pool(DriverKind::host, 0).code == Code::busy);
+    CHECK_OK(s.rollout.memory.close_import(s.import));
+    CHECK_OK(s.rollout.memory.close_pool(DriverKind::host, 0));
+  }
+}
+
+TEST(a_chunk_that_is_not_what_its_place_says_is_refused_and_nothing_is_mapped) {
+  for (PoolSetup Reading::*joined : {&Reading::theirs, &Reading::ours}) {
+    Reading s(joined);
+    CHECK_OK(s.rollout.memory.release_import(s.import));
+    std::vector<SharedChunk> true_chunks = s.chunks;
+    auto refuses = [&] {
+      bool is_refused = s.renew().code == Code::bad_handle && !s.can_read() && s.theirs.usage().num_read == 0;
+      s.chunks = true_chunks;
+      return is_refused;
+    };
+    s.chunks[1].bytes = kChunk / 2;
+    CHECK(refuses());
+    std::swap(s.chunks[0].place, s.chunks[1].place);
+    CHECK(refuses());
+    s.chunks[1].place = s.chunks[0].place;
+    CHECK(refuses());
+    if (joined == &Reading::theirs) {
+      s.chunks[1].place.index = 4;
+      CHECK(refuses());
+    }
+    CHECK_OK(s.renew());
+    CHECK(s.reads(1));
+  }
+}
+
+TEST(a_forked_child_neither_sees_nor_maps_chunks_that_its_parent_reads) {
+  for (PoolSetup Reading::*joined : {&Reading::theirs, &Reading::ours}) {
+    for (bool is_released : {false, true}) {
+      Reading s(joined);
+      if (is_released) CHECK_OK(s.rollout.memory.release_import(s.import));
+      pid_t pid = fork();
+      if (pid == 0) _exit(!s.can_read() && (!is_released || s.renew().code == Code::driver) ? 0 : 1);
+      int status = 0;
+      waitpid(pid, &status, 0);
+      CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    }
+  }
 }
 
 TEST(a_forked_child_neither_sees_nor_takes_chunks) {

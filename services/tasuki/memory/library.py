@@ -19,7 +19,7 @@ from tasuki.wire.errors import (
     WrongPhase,
 )
 
-ABI_VERSION = 10
+ABI_VERSION = 11
 LIBRARY_PATH = Path(__file__).with_name("libtasuki_memory.so")
 PRELOADED_PATH = Path(__file__).with_name("libtasuki_cudart.so")
 """For LD_PRELOAD of processes on a pool of a GPU; see `redirect_cudart`."""
@@ -27,7 +27,13 @@ NUM_SLOTS = 8
 
 
 class _Chunk(ctypes.Structure):
-    _fields_ = [("offset", ctypes.c_uint64), ("bytes", ctypes.c_uint64), ("fd", ctypes.c_int32), ("reserved", ctypes.c_int32)]
+    _fields_ = [
+        ("offset", ctypes.c_uint64),
+        ("bytes", ctypes.c_uint64),
+        ("fd", ctypes.c_int32),
+        ("index", ctypes.c_uint32),
+        ("pool", ctypes.c_uint64),
+    ]
 
 
 _U64, _I32, _POINTER = ctypes.c_uint64, ctypes.c_int, ctypes.c_void_p
@@ -143,13 +149,13 @@ def descriptors(values: Sequence[int]) -> Any:
     return (ctypes.c_int * len(values))(*values)
 
 
-def chunk_table(rows: Sequence[tuple[int, int, int]]) -> Any:
-    """Chunks by offset, bytes and descriptor, to be given or to be filled."""
+def chunk_table(rows: Sequence[tuple[int, int, int, int, int]]) -> Any:
+    """Chunks by offset, bytes, descriptor, and index in a pool, to be given or to be filled."""
     return (_Chunk * max(1, len(rows)))(*rows)
 
 
-def chunk_rows(table: Iterable[Any]) -> list[tuple[int, int, int]]:
-    return [(chunk.offset, chunk.bytes, chunk.fd) for chunk in table]
+def chunk_rows(table: Iterable[Any]) -> list[tuple[int, int, int, int, int]]:
+    return [(chunk.offset, chunk.bytes, chunk.fd, chunk.index, chunk.pool) for chunk in table]
 
 
 def buffer_at(address: int, num_bytes: int) -> Any:

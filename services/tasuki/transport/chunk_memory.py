@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tasuki.memory.arena import Access, Arena, Export, Import, SharedChunk
+from tasuki.memory.arena import Access, Arena, Export, Import, PoolPlace, SharedChunk
 from tasuki.memory.granularity import equal_chunks
 from tasuki.memory.tags import MemoryTag
 from tasuki.transport.deltas import FAR, Deltas
@@ -35,8 +35,9 @@ class ExportedChunks:
     def __init__(self) -> None:
         self.fds: list[int] = []
         self.sizes: list[int] = []
+        self.places: list[PoolPlace] = []
         self._exports: list[Export] = []
-        self._places: list[tuple[int, int, int]] = []  # address, bytes, total bytes of earlier chunks
+        self._spans: list[tuple[int, int, int]] = []  # address, bytes, total bytes of earlier chunks
 
     def add(self, arena: Arena, spans: Sequence[tuple[int, int]]) -> None:
         """Adds the chunks of `arena` that contain bytes of `spans` (address, bytes); peers get no others."""
@@ -45,22 +46,23 @@ class ExportedChunks:
         for chunk in export.chunks:
             start, end = export.base + chunk.offset, export.base + chunk.offset + chunk.num_bytes
             if any(address < end and start < address + num_bytes for address, num_bytes in spans):
-                self._places.append((start, chunk.num_bytes, sum(self.sizes)))
+                self._spans.append((start, chunk.num_bytes, sum(self.sizes)))
                 self.fds.append(chunk.fd)
                 self.sizes.append(chunk.num_bytes)
+                self.places.append(chunk.place)
             else:
                 os.close(chunk.fd)
         export.chunks = []
-        self._places.sort()
+        self._spans.sort()
 
     def offset_of(self, address: int, num_bytes: int) -> int | None:
         """Offset of these bytes for a peer; None unless all are in the chunks."""
-        index = bisect_right(self._places, address, key=lambda place: place[0]) - 1
+        index = bisect_right(self._spans, address, key=lambda span: span[0]) - 1
         if index < 0:
             return None
-        start, size, before = self._places[index]
+        start, size, before = self._spans[index]
         offset, end = before + address - start, before + size
-        for following in self._places[index + 1 :]:
+        for following in self._spans[index + 1 :]:
             if end >= offset + num_bytes or following[0] != start + size or following[2] != end:
                 break
             start, size, before = following
@@ -103,6 +105,11 @@ class ChunkMemory:
     @property
     def fds(self) -> Sequence[int]:
         return self._exported.fds
+
+    @property
+    def places(self) -> Sequence[PoolPlace]:
+        """Places of the chunks behind `fds`."""
+        return self._exported.places
 
     @property
     def deltas(self) -> Deltas | None:
@@ -194,12 +201,15 @@ class ChunkMemory:
 
 
 class ImportedChunks(PeerMemory):
-    """A peer's chunks, read-only. Raises BadHandle for anything that differs from the manifest."""
+    """A peer's chunks, read-only. Raises BadHandle for anything that differs from the manifest.
 
-    def __init__(self, manifest: Manifest, fds: Sequence[int], *, device: torch.device) -> None:
+    places: of the chunks behind `fds`. Handles of those in a pool are kept until `close`, and map again without an import.
+    """
+
+    def __init__(self, manifest: Manifest, fds: Sequence[int], places: Sequence[PoolPlace], *, device: torch.device) -> None:
         self._manifest, self._device = manifest, device
         name = "cpu" if device.type == "cpu" else f"cuda:{device.index}"
-        self._import = self._checked(lambda: Import(self._chunks(fds), device=name, access=Access.READ_ONLY))
+        self._import = self._checked(lambda: Import(self._chunks(fds, places), device=name, access=Access.READ_ONLY))
 
     def tensors(self, entries: Sequence[Entry] | None = None) -> list[torch.Tensor]:
         """Tensors of the manifest's entries, or of others in the same bytes."""
@@ -220,15 +230,17 @@ class ImportedChunks(PeerMemory):
     def release(self) -> None:
         self._import.release()
 
-    def renew(self, fds: Sequence[int]) -> None:
-        self._checked(lambda: self._import.renew(self._chunks(fds)))
+    def renew(self, fds: Sequence[int], places: Sequence[PoolPlace]) -> None:
+        self._checked(lambda: self._import.renew(self._chunks(fds, places)))
 
     def close(self) -> None:
         self._import.close()
 
-    def _chunks(self, fds: Sequence[int]) -> list[SharedChunk]:
+    def _chunks(self, fds: Sequence[int], places: Sequence[PoolPlace]) -> list[SharedChunk]:
         sizes = self._manifest.chunk_bytes
-        return [SharedChunk(*one) for one in zip(list(accumulate(sizes, initial=0))[:-1], sizes, fds, strict=True)]
+        offsets = list(accumulate(sizes, initial=0))[:-1]
+        described = zip(offsets, sizes, fds, places, strict=True)
+        return [SharedChunk(offset, num_bytes, fd, place=place) for offset, num_bytes, fd, place in described]
 
     def _checked(self, call: Callable[[], Any]) -> Any:
         rank = self._manifest.rank

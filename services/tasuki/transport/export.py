@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from tasuki.memory.arena import Arena
+from tasuki.memory.arena import Arena, PoolPlace
 from tasuki.transport.chunk_memory import ChunkMemory
 from tasuki.transport.copies import (
     Checksums,
@@ -74,6 +74,8 @@ class _Memory(Protocol):
     def kind(self) -> weights_pb2.HandleKind.ValueType: ...
     @property
     def fds(self) -> Sequence[int]: ...
+    @property
+    def places(self) -> Sequence[PoolPlace]: ...
     @property
     def copies(self) -> Arena | None: ...
     @property
@@ -229,7 +231,10 @@ class WeightExport:
         )
 
     def _message(self) -> bytes:
-        return to_proto(self._arena.manifest).SerializeToString()
+        message = to_proto(self._arena.manifest)
+        if any(place.pool for place in self._memory.places):
+            message.places.extend(weights_pb2.PoolPlace(pool=place.pool, index=place.index) for place in self._memory.places)
+        return message.SerializeToString()
 
     def _addresses(self) -> list[int]:
         return [shard.local.data_ptr() for shard in self._shards]

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from google.protobuf.message import DecodeError
 
+from tasuki.memory.arena import PoolPlace
 from tasuki.transport import fd_socket
 from tasuki.transport.checksum import checksum
 from tasuki.transport.chunk_memory import ImportedChunks
@@ -75,9 +76,9 @@ class ImportedWeights:
         deadline = time.monotonic() + timeout_s
         for index, (arena, handle) in enumerate(zip(self._arenas, published.handles, strict=True)):
             if not self._is_current(index, handle):
-                manifest, fds = _fetch(handle, timeout_s=max(0.001, deadline - time.monotonic()))
+                manifest, fds, places = _fetch(handle, timeout_s=max(0.001, deadline - time.monotonic()))
                 try:
-                    arena.renew(manifest, fds)
+                    arena.renew(manifest, fds, places)
                 finally:
                     _close(fds)
             self._generations[index], self._leaves[index] = handle.generation, handle.leaves
@@ -242,28 +243,45 @@ def _import_arena(handle: weights_pb2.WeightHandle, *, timeout_s: float, device:
         raise BadHandle(
             f"trainer rank {handle.rank}: handles of kind {_kind_name(handle)} cannot be imported", rank=handle.rank
         )
-    manifest, fds = _fetch(handle, timeout_s=timeout_s)
+    manifest, fds, places = _fetch(handle, timeout_s=timeout_s)
     try:
-        return _map_arena(manifest, fds, handle=handle, device=device)
+        return _map_arena(manifest, fds, places, handle=handle, device=device)
     finally:
         _close(fds)
 
 
-def _fetch(handle: weights_pb2.WeightHandle, *, timeout_s: float) -> tuple[Manifest, list[int]]:
-    """Fetches the manifest and descriptors of a handle. The caller owns the descriptors. Raises BadHandle."""
+def _fetch(handle: weights_pb2.WeightHandle, *, timeout_s: float) -> tuple[Manifest, list[int], list[PoolPlace]]:
+    """Fetches the manifest and descriptors of a handle, and the places of its chunks. The caller owns the descriptors.
+
+    Raises BadHandle.
+    """
     message, fds = fd_socket.fetch(Path(handle.socket_path), timeout_s=timeout_s)
     try:
-        return _checked_manifest(message, handle), fds
+        sent = _parsed(message, handle)
+        return _checked_manifest(sent, handle), fds, _places(sent)
     except BaseException:
         _close(fds)
         raise
 
 
-def _checked_manifest(message: bytes, handle: weights_pb2.WeightHandle) -> Manifest:
+def _parsed(message: bytes, handle: weights_pb2.WeightHandle) -> weights_pb2.WeightManifest:
     try:
-        manifest = from_proto(weights_pb2.WeightManifest.FromString(message))
+        return weights_pb2.WeightManifest.FromString(message)
     except DecodeError as error:
         raise BadHandle(f"{handle.socket_path} sent no manifest: {error}", rank=handle.rank) from error
+
+
+def _places(sent: weights_pb2.WeightManifest) -> list[PoolPlace]:
+    """The place of each chunk. They may change with each renewal, so they are no part of the manifest and its digest."""
+    if not sent.places:
+        return [PoolPlace()] * len(sent.chunk_bytes)
+    if len(sent.places) != len(sent.chunk_bytes):
+        raise BadHandle(f"rank {sent.rank} sent {len(sent.places)} places for {len(sent.chunk_bytes)} chunks", rank=sent.rank)
+    return [PoolPlace(place.pool, place.index) for place in sent.places]
+
+
+def _checked_manifest(sent: weights_pb2.WeightManifest, handle: weights_pb2.WeightHandle) -> Manifest:
+    manifest = from_proto(sent)
     if manifest.rank != handle.rank or manifest.digest() != handle.manifest_digest:
         raise BadHandle(
             f"{handle.socket_path} sent a manifest that differs from the handle of rank {handle.rank}", rank=handle.rank
@@ -277,7 +295,12 @@ def _close(fds: Sequence[int]) -> None:
 
 
 def _map_arena(
-    manifest: Manifest, fds: Sequence[int], *, handle: weights_pb2.WeightHandle, device: torch.device | None
+    manifest: Manifest,
+    fds: Sequence[int],
+    places: Sequence[PoolPlace],
+    *,
+    handle: weights_pb2.WeightHandle,
+    device: torch.device | None,
 ) -> WeightArena:
     wanted = _PLACES[handle.kind]
     if bool(manifest.device_uuid) != (wanted == "cuda") or (device is not None and device.type != wanted):
@@ -297,18 +320,20 @@ def _map_arena(
     header = Header(manifest, map_sealed(fds[0], header_bytes(len(manifest.entries)), rank=manifest.rank))
     if not manifest.entries or (device is None and wanted == "cuda"):
         return WeightArena(manifest, kind=handle.kind, header=header, tensors=())
-    memory = _map_memory(manifest, fds[1:], device=device or torch.device("cpu"))
+    memory = _map_memory(manifest, fds[1:], places, device=device or torch.device("cpu"))
     return WeightArena(
         manifest, kind=handle.kind, header=header, tensors=memory.tensors(), deltas=memory.deltas(), memory=memory
     )
 
 
-def _map_memory(manifest: Manifest, fds: Sequence[int], *, device: torch.device) -> ImportedChunks | ImportedAllocation:
+def _map_memory(
+    manifest: Manifest, fds: Sequence[int], places: Sequence[PoolPlace], *, device: torch.device
+) -> ImportedChunks | ImportedAllocation:
     if device.type == "cuda":
         check_reach(manifest, device)
     if manifest.ipc_memory is not None:
         return ImportedAllocation(manifest, device=device)
-    return ImportedChunks(manifest, fds, device=device)
+    return ImportedChunks(manifest, fds, places, device=device)
 
 
 def _kind_name(handle: weights_pb2.WeightHandle) -> str:

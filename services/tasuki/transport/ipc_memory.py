@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from tasuki.memory.arena import Arena
+from tasuki.memory.arena import Arena, PoolPlace
 from tasuki.memory.region_cuda import refuse_expandable_segments
 from tasuki.transport.chunk_memory import tensor_in
 from tasuki.transport.deltas import Deltas
@@ -28,6 +28,7 @@ class IpcAllocation:
 
     kind = weights_pb2.HANDLE_KIND_CUDA_IPC
     fds: Sequence[int] = ()
+    places: Sequence[PoolPlace] = ()
     copies: Arena | None = None
     deltas: Deltas | None = None
 
@@ -110,7 +111,7 @@ class ImportedAllocation(PeerMemory):
     def release(self) -> None:
         raise InternalError("memory behind a CUDA IPC handle does not come and go")
 
-    def renew(self, fds: Sequence[int]) -> None:
+    def renew(self, fds: Sequence[int], places: Sequence[PoolPlace]) -> None:
         raise InternalError("memory behind a CUDA IPC handle does not come and go")
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from tasuki.memory.arena import PoolPlace
 from tasuki.transport.deltas import Deltas
 from tasuki.transport.header import Header
 from tasuki.transport.manifest import Manifest
@@ -21,8 +22,11 @@ class PeerMemory(Protocol):
         """Unmaps the memory but keeps its addresses. Idempotent."""
         ...
 
-    def renew(self, fds: Sequence[int]) -> None:
-        """After `release`: maps other memory with the same layout at the same addresses. The caller owns the descriptors."""
+    def renew(self, fds: Sequence[int], places: Sequence[PoolPlace]) -> None:
+        """After `release`: maps other memory with the same layout at the same addresses. The caller owns the descriptors.
+
+        places: of the chunks behind the descriptors.
+        """
         ...
 
     def close(self) -> None: ...
@@ -68,13 +72,13 @@ class WeightArena:
             self._memory.release()
         self.holds_memory = False
 
-    def renew(self, manifest: Manifest, fds: Sequence[int]) -> None:
+    def renew(self, manifest: Manifest, fds: Sequence[int], places: Sequence[PoolPlace]) -> None:
         """Maps a peer's current memory. On BadHandle nothing is mapped."""
         if manifest != self.manifest or len(fds) != 1 + len(manifest.chunk_bytes):
             raise BadHandle(f"rank {manifest.rank} published a layout that differs from its handle", rank=manifest.rank)
         self.release()
         if self._memory is not None:
-            self._memory.renew(fds[1:])
+            self._memory.renew(fds[1:], places)
         self.holds_memory = True
 
     def release_tensors(self) -> None:
