@@ -147,12 +147,14 @@ Status Import::unmap() {
   if (!is_mapped_) return {};
   Status status = driver_.synchronize(device_);
   if (!status.ok()) return status;
-  for (size_t i = 0; i < pieces_.size(); ++i) {
-    status = driver_.unmap(base_ + pieces_[i].offset, pieces_[i].bytes);
+  for (size_t first = 0; first < pieces_.size();) {
+    size_t end = run_end(first, pieces_.size());
+    status = driver_.unmap(base_ + pieces_[first].offset, bytes_of(first, end));
     if (!status.ok()) {
-      Status undo = map_first(i);
+      Status undo = map_first(first);
       return undo.ok() ? status : undo;
     }
+    first = end;
   }
   is_mapped_ = false;
   return {};
@@ -200,16 +202,31 @@ uint64_t Import::bytes() const {
 }
 
 Status Import::map_first(size_t num_pieces) {
-  for (size_t i = 0; i < num_pieces; ++i) {
-    const Piece& piece = pieces_[i];
-    Status status = driver_.map(base_ + piece.offset, piece.bytes, piece.physical);
-    size_t num_mapped = status.ok() ? i + 1 : i;
-    if (status.ok()) status = driver_.allow(base_ + piece.offset, piece.bytes, device_, access_);
-    if (status.ok()) continue;
-    for (size_t k = 0; k < num_mapped; ++k) static_cast<void>(driver_.unmap(base_ + pieces_[k].offset, pieces_[k].bytes));
-    return status;
+  Status status;
+  size_t num_mapped = 0;
+  while (num_mapped < num_pieces) {
+    const Piece& piece = pieces_[num_mapped];
+    status = driver_.map(base_ + piece.offset, piece.bytes, piece.physical);
+    if (!status.ok()) break;
+    ++num_mapped;
   }
-  return {};
+  // One call for adjacent chunks, as in Chunks::allow_runs.
+  for (size_t first = 0; status.ok() && first < num_pieces;) {
+    size_t end = run_end(first, num_pieces);
+    status = driver_.allow(base_ + pieces_[first].offset, bytes_of(first, end), device_, access_);
+    first = end;
+  }
+  if (status.ok()) return {};
+  for (size_t i = 0; i < num_mapped; ++i) static_cast<void>(driver_.unmap(base_ + pieces_[i].offset, pieces_[i].bytes));
+  return status;
 }
+
+size_t Import::run_end(size_t first, size_t num_pieces) const {
+  size_t end = first + 1;
+  while (end < num_pieces && pieces_[end].offset == pieces_[end - 1].offset + pieces_[end - 1].bytes) ++end;
+  return end;
+}
+
+uint64_t Import::bytes_of(size_t first, size_t end) const { return pieces_[end - 1].offset + pieces_[end - 1].bytes - pieces_[first].offset; }
 
 }  // namespace tasuki

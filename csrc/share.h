@@ -85,6 +85,9 @@ class Import {
   Status reuse(const SharedChunk& chunk, const Kept& kept, Piece* piece);
   Status map();
   Status map_first(size_t num_pieces);
+  // Adjacent pieces from `first` on: the index behind them, and their bytes.
+  size_t run_end(size_t first, size_t num_pieces) const;
+  uint64_t bytes_of(size_t first, size_t end) const;
 
   Driver& driver_;
   int device_;
