@@ -113,6 +113,7 @@ class WeightExport:
         self._layout = lay_out(entries, rank=rank, num_ranks=num_ranks)
         self._generation = 0
         self._is_away = False
+        self._described: _Described | None = None
         self._opened_for: list[int] = []
         self._publication = 0
         self._holds_publication = False
@@ -138,10 +139,11 @@ class WeightExport:
         return self._memory.copies
 
     def handle(self) -> weights_pb2.WeightHandle:
+        assert self._described is not None
         return weights_pb2.WeightHandle(
             rank=self._arena.manifest.rank,
             socket_path=str(self._server.path),
-            manifest_digest=self._arena.manifest.digest(),
+            manifest_digest=self._described.digest,
             kind=self._arena.kind,
             generation=self._generation,
             leaves=self._leaves,
@@ -218,7 +220,9 @@ class WeightExport:
 
     def _open(self) -> WeightArena:
         manifest, tensors = self._memory.open(self._layout, [shard.local.detach() for shard in self._shards])
-        check(manifest)
+        if self._described is None or manifest != self._described.manifest:
+            check(manifest)
+            self._described = _Described(manifest, to_proto(manifest), manifest.digest())
         self._generation += 1
         self._holds_publication = False
         self._opened_for = self._addresses()
@@ -231,7 +235,9 @@ class WeightExport:
         )
 
     def _message(self) -> bytes:
-        message = to_proto(self._arena.manifest)
+        assert self._described is not None
+        message = weights_pb2.WeightManifest()
+        message.CopyFrom(self._described.message)
         if any(place.pool for place in self._memory.places):
             message.places.extend(weights_pb2.PoolPlace(pool=place.pool, index=place.index) for place in self._memory.places)
         return message.SerializeToString()
@@ -243,6 +249,15 @@ class WeightExport:
         if self._prepared is None:
             self._prepared = _Prepared(self._arena, [shard.local.detach() for shard in self._shards], device=self._device)
         return self._prepared
+
+
+@dataclass(frozen=True, slots=True)
+class _Described:
+    """A checked manifest, its message without places, and its digest; kept, because making them takes milliseconds."""
+
+    manifest: Manifest
+    message: weights_pb2.WeightManifest
+    digest: str
 
 
 class _Prepared:

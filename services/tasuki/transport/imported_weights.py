@@ -76,8 +76,10 @@ class ImportedWeights:
         deadline = time.monotonic() + timeout_s
         for index, (arena, handle) in enumerate(zip(self._arenas, published.handles, strict=True)):
             if not self._is_current(index, handle):
-                manifest, fds, places = _fetch(handle, timeout_s=max(0.001, deadline - time.monotonic()))
+                sent, fds, places = _fetch(handle, timeout_s=max(0.001, deadline - time.monotonic()))
                 try:
+                    # Nearly always the same: then it needs no further checks, which take milliseconds.
+                    manifest = arena.manifest if sent == arena.message else _checked_manifest(sent, handle)
                     arena.renew(manifest, fds, places)
                 finally:
                     _close(fds)
@@ -243,22 +245,28 @@ def _import_arena(handle: weights_pb2.WeightHandle, *, timeout_s: float, device:
         raise BadHandle(
             f"trainer rank {handle.rank}: handles of kind {_kind_name(handle)} cannot be imported", rank=handle.rank
         )
-    manifest, fds, places = _fetch(handle, timeout_s=timeout_s)
+    sent, fds, places = _fetch(handle, timeout_s=timeout_s)
     try:
-        return _map_arena(manifest, fds, places, handle=handle, device=device)
+        arena = _map_arena(_checked_manifest(sent, handle), fds, places, handle=handle, device=device)
+        arena.message = sent
+        return arena
     finally:
         _close(fds)
 
 
-def _fetch(handle: weights_pb2.WeightHandle, *, timeout_s: float) -> tuple[Manifest, list[int], list[PoolPlace]]:
+def _fetch(
+    handle: weights_pb2.WeightHandle, *, timeout_s: float
+) -> tuple[weights_pb2.WeightManifest, list[int], list[PoolPlace]]:
     """Fetches the manifest and descriptors of a handle, and the places of its chunks. The caller owns the descriptors.
 
-    Raises BadHandle.
+    The manifest is unchecked and without places. Raises BadHandle.
     """
     message, fds = fd_socket.fetch(Path(handle.socket_path), timeout_s=timeout_s)
     try:
         sent = _parsed(message, handle)
-        return _checked_manifest(sent, handle), fds, _places(sent)
+        places = _places(sent)
+        sent.ClearField("places")
+        return sent, fds, places
     except BaseException:
         _close(fds)
         raise

@@ -54,6 +54,8 @@ class WeightArena:
         self.manifest, self.kind, self.header, self.fds = manifest, kind, header, list(fds)
         self._tensors = list(tensors)
         self.deltas = deltas
+        self.message: weights_pb2.WeightManifest | None = None
+        """The manifest as its owner sent it, without places; None for an owner."""
         self._memory = memory
         self.holds_memory = True
 
