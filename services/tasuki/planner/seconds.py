@@ -82,7 +82,7 @@ def _on_gpu(layout: Layout, sizes: Sizes, index: int) -> Mapping[Stage, float]:
     return {
         Stage.LOAD_WEIGHTS: 2 * _COMMAND + emptied * release + made * make + (export * 3 * _CAST if trainer else 0.0),
         Stage.RESUME_WEIGHTS: _COMMAND + weights * make,
-        Stage.SYNC: _SYNC + (0 if layout.export_stays else _RENEW) + (near * _READ + far * _PULL if engine else 0.0),
+        Stage.SYNC: _SYNC + (0 if layout.export_stays else _RENEW) + (_sync_seconds(layout, near, far) if engine else 0.0),
         Stage.OFFLOAD: _COMMAND + (released - emptied) * release + copied * _COPY,
         Stage.RESUME_KV: _COMMAND + pieces * _PIECE + woken * make,
         Stage.DRAIN: _COMMAND,
@@ -91,6 +91,14 @@ def _on_gpu(layout: Layout, sizes: Sizes, index: int) -> Mapping[Stage, float]:
         # Content is restored after the stage.
         Stage.LOAD_TRAINER: 2 * _COMMAND + sum(left.values()) * make,
     }
+
+
+def _sync_seconds(layout: Layout, near: float, far: float) -> float:
+    """near, far: bytes of the engine's weights that are published on its own GPU and on others."""
+    if layout.publishes_deltas:
+        # Deltas are a quarter; checksums still read all of the engine's weights.
+        return (near + far) * _READ + far / 4 * _PULL
+    return near * _READ + far * _PULL
 
 
 def _woken_cache(layout: Layout, cache_bytes: int) -> tuple[int, int]:
