@@ -291,6 +291,7 @@ def main() -> None:
         os._exit(0)
     if not arguments.tiny:
         require_gpus(arguments.ranks)
+    arguments.out.mkdir(parents=True, exist_ok=True)
     results: list[dict[str, Any]] = []
     for preset, cases in groupby(arguments.cases, key=lambda case: CASES[case][0]):
         for result in run_preset(preset, list(cases), arguments):
