@@ -104,6 +104,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=at_least_one, default=5)
     parser.add_argument("--out", type=Path, default=Path())
     arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
     load, overrides = replace(TINY, prompts=16, group=16, prompt_tokens=64, vocab_size=30_000, context=512), list[str]()
     if arguments.model is not None:
         overrides.append(f'model.path="{arguments.model.resolve()}"')
