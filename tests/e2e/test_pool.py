@@ -60,8 +60,13 @@ def held(node: RunningNode) -> int:
     return sum(tag.mapped_bytes + tag.kept_bytes for tag in tags)
 
 
+def frees(node: RunningNode) -> set[int]:
+    """Free bytes of the pool as each trainer rank reads them: of one moment only while nothing is reclaimed."""
+    return {device.pool_free_bytes for device in usage(node, "trainer").devices}
+
+
 def free(node: RunningNode) -> int:
-    (free_bytes,) = {device.pool_free_bytes for device in usage(node, "trainer").devices}
+    (free_bytes,) = frees(node)
     return free_bytes
 
 
@@ -120,7 +125,7 @@ def test_chunks_of_a_killed_engine_come_back_and_the_next_one_finds_them(pooled:
         os.kill(pid, signal.SIGKILL)
         most, deadline = 0, time.monotonic() + 60
         while most <= before and time.monotonic() < deadline:
-            most = max(most, free(pooled))
+            most = max(most, *frees(pooled))
         assert most > before
         client.acquire(Phase.TRAIN)
         client.acquire(Phase.ROLLOUT)
