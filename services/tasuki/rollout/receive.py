@@ -105,11 +105,9 @@ class WeightReceiver:
     ) -> Received:
         publications, held = imported.publications(), self._held
         self._held = None
-        applies = held is not None and list(publications.bases) == list(held)
+        holds_base = held is not None and list(publications.bases) == list(held)
         # If parameters have moved, the second attempt fills their new memory.
-        prepared = self._replay(imported, applies_deltas=applies)
-        if prepared is None:
-            applies, prepared = False, self._replay(imported, applies_deltas=False)
+        prepared = self._replay(imported, applies_deltas=holds_base) or self._replay(imported, applies_deltas=False)
         if prepared is None:
             raise InternalError("the engine's model parameters keep moving")
         with self._timed("verify"):

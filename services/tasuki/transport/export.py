@@ -169,10 +169,9 @@ class WeightExport:
             for name, write in replaced.writes():
                 write(published[name])
             sums = prepared.checksums.read()
-        elif prepared.encoded is not None and has_base:
-            sums, base = prepared.encoded(), self._publication
         else:
-            sums = prepared.summed()
+            sums, has_deltas = prepared.fill(holds_previous=has_base)
+            base = self._publication if has_deltas else None
         self._publication += 1
         self._header.write_published(version, sums, publication=self._publication, base=base)
         self._holds_publication = True
@@ -285,23 +284,20 @@ class _Prepared:
         views = [ViewChecksum(held, where, held.dtype) for held, where in self._held]
         return prepare_checksums(views, device=self._device)
 
-    def summed(self) -> Sequence[int]:
-        """Copies, and sums in the same pass; tensors in place are only summed. A CPU sums what it casts faster in a second pass."""
+    def fill(self, *, holds_previous: bool) -> tuple[Sequence[int], bool]:
+        """Copies everything; tensors in place are only summed. Returns the sums, and whether deltas were written.
+
+        holds_previous: the arena holds the previous publication. Deltas need that, and room.
+        """
         casts = any(copy.source.dtype != copy.destination.dtype for copy in self._copies)
-        if len(self._copies) < len(self._held) or (casts and self._device.type == "cpu"):
+        has_deltas = holds_previous and self._deltas is not None
+        # A CPU sums what it casts faster in a second pass.
+        if not has_deltas and (len(self._copies) < len(self._held) or (casts and self._device.type == "cpu")):
             self.copies_without(frozenset()).start()
-            return self.checksums.read()
-        self._summed.start()
-        return self._summed.sums().tolist()
-
-    @property
-    def encoded(self) -> Callable[[], Sequence[int]] | None:
-        """The same, and writes deltas from what the arena holds; None if it has no room for them."""
-        return None if self._deltas is None else self._write_deltas
-
-    def _write_deltas(self) -> Sequence[int]:
-        self._encoded.start()
-        return self._encoded.sums().tolist()
+            return self.checksums.read(), False
+        copies = self._encoded if has_deltas else self._summed
+        copies.start()
+        return copies.sums().tolist(), has_deltas
 
     @cached_property
     def _summed(self) -> SummedCopies:
