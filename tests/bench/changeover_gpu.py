@@ -1,4 +1,5 @@
-"""Whole changeovers of a node: `python -m tests.bench.changeover_gpu [--out FOLDER] [--size qwen2.5-7b] [--gpus N] [--kv needed most ...]`.
+"""Whole changeovers of a node: `python -m tests.bench.changeover_gpu [--out FOLDER] [--size qwen2.5-7b] [--gpus N] [--kv needed most ...]
+[--set A.B=VALUE]`.
 
 A node with random weights, float32 masters, N trainer ranks and N replicas, started once per size of the KV cache. After a batch of 512
 samples (64 x 8, 256 + 512 tokens) and a training step, each round goes from the end of an optimizer step to the first token. Then it goes
@@ -250,6 +251,7 @@ def one(
     out: Path,
     num_rounds: int,
     has_tail: bool,
+    overrides: Sequence[str],
     limit_s: float,
     keep: Callable[[], None],
 ) -> None:
@@ -257,7 +259,7 @@ def one(
     ends_at = time.monotonic() + limit_s
     file = folder / f"{kv}.toml"
     file.write_text(load.config(kv))
-    config = load_config(file)
+    config = load_config(file, overrides=overrides)
     started, told = time.monotonic(), list[str]()
     node = start_node(config, tell=told.append)
     result |= {"started_s": round(time.monotonic() - started, 1), "told": told}
@@ -318,6 +320,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=at_least_one, default=10)
     parser.add_argument("--limit-s", type=float, default=600.0)
     parser.add_argument("--tail", action="store_true")
+    parser.add_argument("--set", action="append", default=[], metavar="A.B=VALUE", help="a key of the node's configuration")
     parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args()
     load = TINY
@@ -343,6 +346,7 @@ def main() -> None:
                 out=arguments.out,
                 num_rounds=arguments.rounds,
                 has_tail=arguments.tail,
+                overrides=arguments.set,
                 limit_s=arguments.limit_s,
                 keep=keep,
             )
