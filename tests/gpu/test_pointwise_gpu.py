@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from tasuki.models.families import read_model
 from tasuki.planner.kept_bytes import kept_per_token
-from tasuki.trainer.backends.fsdp.pointwise import Activation, RmsNorm, fuse_pointwise, gated
+from tasuki.trainer.backends.fsdp.pointwise import Activation, RmsNorm, down_projected, fuse_pointwise
 from tasuki.trainer.backends.fsdp.rotary import rotated
 from tests.models import CONFIGS
 from tests.saved_tensors import kept_bytes
@@ -28,17 +28,42 @@ def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
 @pytest.mark.parametrize("width", [896, 8960, 18944])
 @pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
 @pytest.mark.parametrize("is_split", [False, True], ids=["two", "halves of one"])
-def test_a_gated_product_is_rounded_once(width: int, activation: Activation, is_split: bool) -> None:
-    both = torch.randn(1, 1001, 2 * width, device="cuda", dtype=torch.bfloat16)
-    gate, up = both.chunk(2, dim=-1) if is_split else (x.contiguous() for x in both.chunk(2, dim=-1))
-    leaves = [x.detach().requires_grad_() for x in (gate, up)]
-    exact = [x.detach().float().requires_grad_() for x in (gate, up)]
-    out = gated(leaves[0], leaves[1], activation)
-    expected = (silu(exact[0]) if activation == "silu" else gelu(exact[0], approximate="tanh")) * exact[1]
+@pytest.mark.parametrize("is_plain", [False, True], ids=["adapted", "plain"])
+def test_a_gated_product_is_rounded_once(width: int, activation: Activation, is_split: bool, is_plain: bool) -> None:
+    both = torch.randn(1, 1001, 2 * width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    down = torch.nn.Linear(width, 256, bias=False, device="cuda", dtype=torch.bfloat16)
+    exact = both.detach().float().requires_grad_()
+    weight = down.weight.detach().float().requires_grad_()
+    # Results of operations, as those of projections, so that backward may overwrite them.
+    gate, up = (1 * both).chunk(2, dim=-1) if is_split else ((1 * x).contiguous() for x in both.chunk(2, dim=-1))
+    out = down_projected(gate, up, down if is_plain else lambda product: down(product), activation)
+    exact_gate, exact_up = exact.chunk(2, dim=-1)
+    activated = silu(exact_gate) if activation == "silu" else gelu(exact_gate, approximate="tanh")
+    expected = (activated * exact_up) @ weight.T
     grad = torch.randn_like(out)
     assert _difference(out, expected) < TOLERANCE
-    gradients = zip(torch.autograd.grad(out, leaves, grad), torch.autograd.grad(expected, exact, grad.float()), strict=True)
-    assert all(_difference(one, other) < TOLERANCE for one, other in gradients)
+    found, wanted = (
+        torch.autograd.grad(out, (both, down.weight), grad),
+        torch.autograd.grad(expected, (exact, weight), grad.float()),
+    )
+    assert all(_difference(one, other) < 2 * TOLERANCE for one, other in zip(found, wanted, strict=True))
+
+
+def test_backward_of_an_mlp_takes_no_more_than_a_third_matrix() -> None:
+    shape, width = (1, 4096, 512), 8192
+    gate, up = (torch.randn(*shape[:2], width, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    down = torch.nn.Linear(width, shape[-1], bias=False, device="cuda", dtype=torch.bfloat16)
+    factors = 1 * gate, 1 * up
+    with kept_bytes([down.weight]) as kept:
+        out = down_projected(*factors, down, "silu")
+    assert sum(kept.values()) == 2 * gate.nbytes
+    grad = torch.randn_like(out)
+    del factors
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch.autograd.grad(out, (gate, up, down.weight), grad)
+    # The gradient of the product, and the weight's.
+    assert torch.cuda.max_memory_allocated() - before < 1.01 * (gate.nbytes + down.weight.nbytes)
 
 
 @pytest.mark.parametrize("shape", [(1, 1001, 3584), (1, 1001, 28, 128)], ids=["hidden", "heads"])
@@ -90,5 +115,5 @@ def test_a_fused_layer_keeps_as_many_bytes_for_backward_as_planned(kind: str) ->
         layer(hidden, attention_mask=None, position_embeddings=rotary)
     shape = read_model({**config.to_dict(), "architectures": [type(model).__name__]}).shape
     # torch's attention may repeat key heads, and Gemma's norms keep their weights plus one.
-    predicted = num_tokens * kept_per_token(shape, 1, num_keys=num_tokens, is_fused=True)
+    predicted = num_tokens * kept_per_token(shape, 1, num_keys=num_tokens, is_fused=True, keeps_product=False)
     assert sum(kept.values()) == pytest.approx(predicted, rel=0.1)

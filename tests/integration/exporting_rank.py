@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -11,7 +11,8 @@ from torch import nn
 from tasuki.memory.allocator import NativeAllocator
 from tasuki.memory.arena import Keep
 from tasuki.memory.tags import MemoryTag
-from tasuki.transport.export import ExportMemory, WeightExport, Write
+from tasuki.transport.checksum import checksum
+from tasuki.transport.export import ExportMemory, Place, WeightExport
 from tasuki.transport.shards import Shard
 from tasuki.v1 import weights_pb2
 from tests.slices import by_rows
@@ -40,14 +41,16 @@ class Engine(nn.Module):
 class Replacing:
     """One shard that is written by a function. look: called before and after."""
 
-    def __init__(self, name: str, write: Write, *, look: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, name: str, write: Callable[[torch.Tensor], object], *, look: Callable[[], None] = lambda: None) -> None:
         self._name, self._write, self._look = name, write, look
         self.names = frozenset([name])
 
-    def writes(self) -> Iterator[tuple[str, Write]]:
+    def fill(self, places: Mapping[str, Place]) -> Mapping[str, int]:
+        (held, where) = places[self._name]
         self._look()
-        yield self._name, self._write
+        self._write(held)
         self._look()
+        return {self._name: checksum(held, where)}
 
 
 class TrainerRank:

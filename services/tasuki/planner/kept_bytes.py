@@ -16,12 +16,13 @@ def kept_per_token(
     compute_bytes: int = 2,
     lora_rank: int | None = None,
     is_fused: bool = False,
+    keeps_product: bool = True,
 ) -> int:
     """Bytes that autograd saves per token in one layer of transformers' implementation, with flash attention.
 
     Each norm: its input, one float32, a factor of its last product unless fused, and its result where a linear layer uses it. Attention.
-    Gate, up, their product and, unless fused, the activation. num_keys: of the longest sequence, where attention is capped. is_fused:
-    as on a GPU, see trainer/backends/fsdp/pointwise.py.
+    The MLP, see kept_in_mlp. num_keys: of the longest sequence, where attention is capped. is_fused: as on a GPU, see
+    trainer/backends/fsdp/pointwise.py.
     """
     hidden = model.hidden_size
     # Without a preceding norm, attention and MLP save their input themselves.
@@ -31,18 +32,20 @@ def kept_per_token(
     pre_norm = post_norm + hidden * compute_bytes
     norms = len(model.norms) * pre_norm + len(model.post_norms) * post_norm + own_inputs
     attention = _kept_of_attention(model, compute_bytes, num_keys=num_keys, norm=norm)
-    mlp = kept_in_mlp(model, layer, compute_bytes=compute_bytes, is_fused=is_fused)
+    mlp = kept_in_mlp(model, layer, compute_bytes=compute_bytes, is_fused=is_fused, keeps_product=keeps_product)
     adapters = 0 if lora_rank is None else 7 * lora_rank * compute_bytes
     return norms + attention + mlp + adapters
 
 
-def kept_in_mlp(model: ModelShape, layer: int, *, compute_bytes: int = 2, is_fused: bool = False) -> int:
-    """The part of it inside the MLP."""
+def kept_in_mlp(
+    model: ModelShape, layer: int, *, compute_bytes: int = 2, is_fused: bool = False, keeps_product: bool = True
+) -> int:
+    """The part of it inside the MLP: gate, up, their product unless it is recomputed, and the activation unless fused."""
     if model.is_sparse(layer):
         # Per chosen expert: the token, gate and up, their product, the result and its weight; four indices and a mask for sorting.
         width = 2 * model.hidden_size + 4 * model.expert_size + 1
         return model.experts_per_token * (width * compute_bytes + 4 * 8 + 1) + 4 * model.num_experts
-    return (3 if is_fused else 4) * model.intermediate_size * compute_bytes
+    return (2 + keeps_product + (not is_fused)) * model.intermediate_size * compute_bytes
 
 
 def kept_in_parallel_experts(model: ModelShape, *, rows_per_token: int, compute_bytes: int = 2) -> int:

@@ -132,6 +132,8 @@ class Layout:
     """Number of last layers that keep everything, whatever `checkpointing` says; 0 where inputs are held on the host."""
     mlp_tile_tokens: int | None = None
     """Tokens per tile of an MLP, which is recomputed in backward; by default one tile."""
+    is_compiled: bool = False
+    """Whether torch.compile builds the layers' kernels."""
     optimizer_on_host: bool = False
     """Whether the moments always stay in host memory."""
     optimizer_8bit: bool = False

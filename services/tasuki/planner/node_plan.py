@@ -110,6 +110,7 @@ def _as_configured(config: NodeConfig, model: ModelShape, *, gpu_bytes: int, hos
         # If residency is open, tokens are chosen first: none of it costs as much as a step of more and smaller micro-batches.
         checkpointing=Checkpointing.OFFLOADED if trainer.checkpointing == "auto" else Checkpointing(trainer.checkpointing),
         mlp_tile_tokens=trainer.mlp_tile_tokens,
+        is_compiled=trainer.compile == "blocks",
         empties_cache=trainer.empty_cache_early,
         reshards_after_forward=trainer.reshard_after_forward,
         optimizer_on_host=trainer.optimizer_on_host,

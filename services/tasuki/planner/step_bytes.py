@@ -122,12 +122,13 @@ def _at_layer(layout: Layout) -> Bytes:
 def _flowing_in_mlp(layout: Layout, index: int) -> int:
     """Elements per token, besides what is kept, at the peak of the MLP's backward.
 
-    At the MLP's product, itself freed: its gradient, and those of both factors. Parallel experts also begin with three rows for each chosen
-    expert, the results' gradients and products with them; then a gradient has arrived, and is sorted by expert.
+    At the MLP's product, itself freed: its gradient, and those of both factors. On a GPU the latter two take the place of the factors; if
+    the product is kept, it is freed only then. Parallel experts also begin with three rows for each chosen expert, the results' gradients
+    and products with them; then a gradient has arrived, and is sorted by expert.
     """
     model = layout.model
     if not model.is_sparse(index):
-        return 2 * model.intermediate_size
+        return (1 if _is_fused(layout) else 2) * model.intermediate_size
     if not layout.expert_parallel:
         return 2 * model.experts_per_token * model.expert_size
     return max(
@@ -253,6 +254,7 @@ def _layer_activations(layout: Layout, index: int) -> int:
         compute_bytes=layout.compute_bytes,
         lora_rank=layout.lora_rank,
         is_fused=layout.device == "cuda",
+        keeps_product=_keeps_product(layout),
     )
     if layout.has_mlp_tiles:
         each -= _kept_in_mlp(layout, index)
@@ -266,7 +268,23 @@ def _layer_activations(layout: Layout, index: int) -> int:
 
 def _kept_in_mlp(layout: Layout, index: int) -> int:
     """Bytes per token."""
-    return kept_in_mlp(layout.model, index, compute_bytes=layout.compute_bytes, is_fused=layout.device == "cuda")
+    return kept_in_mlp(
+        layout.model,
+        index,
+        compute_bytes=layout.compute_bytes,
+        is_fused=layout.device == "cuda",
+        keeps_product=_keeps_product(layout),
+    )
+
+
+def _is_fused(layout: Layout) -> bool:
+    """Whether MLPs use our own kernels."""
+    return layout.device == "cuda" and not layout.is_compiled
+
+
+def _keeps_product(layout: Layout) -> bool:
+    """Whether MLPs keep activation(gate) * up for backward: an adapter needs it."""
+    return not _is_fused(layout) or layout.lora_rank is not None
 
 
 def _kept_to_share(layout: Layout) -> int:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 
@@ -30,6 +30,7 @@ from tasuki.transport.fd_socket import FdServer
 from tasuki.transport.header import ArenaState, Header, create_sealed
 from tasuki.transport.ipc_memory import IpcAllocation
 from tasuki.transport.manifest import Entry, Manifest, check, header_bytes, lay_out, to_proto
+from tasuki.transport.plan import Slice
 from tasuki.transport.shards import Shard
 from tasuki.transport.split import indices_of
 from tasuki.transport.weight_arena import WeightArena
@@ -52,8 +53,13 @@ class ExportMemory:
     has_deltas: bool = False
 
 
-Write = Callable[[torch.Tensor], object]
-"""Writes what is published for a shard into the memory that readers see."""
+class Place(NamedTuple):
+    """Where a shard is published."""
+
+    held: torch.Tensor
+    """The memory that readers see."""
+    where: Slice
+    """Indices of its elements in the whole tensor."""
 
 
 class Replaced(Protocol):
@@ -64,8 +70,8 @@ class Replaced(Protocol):
         """Names of these shards; the same in every publication."""
         ...
 
-    def writes(self) -> Iterable[tuple[str, Write]]:
-        """Yields each name once; consumed one by one."""
+    def fill(self, places: Mapping[str, Place]) -> Mapping[str, int]:
+        """Writes the content of each name. Returns the checksums of what the memory then holds."""
         ...
 
 
@@ -153,7 +159,7 @@ class WeightExport:
         """Updates every shard for readers and marks all as `version`. Returns the bytes published.
 
         Tensors published in place are only summed. Memory that was freed must be allocated again.
-        replaced: shards that are not copied, but written by their own functions. Deltas are then not published.
+        replaced: shards that are not copied, but written by it. Deltas are then not published.
         """
         if self._is_away or self._opened_for != self._addresses():
             self._hand_out_again()
@@ -162,13 +168,7 @@ class WeightExport:
         self._header.write_state(ArenaState.WRITING)
         base: int | None = None
         if replaced is not None:
-            prepared.copies_without(replaced.names).start()
-            published = {
-                entry.name: held for entry, held in zip(self._arena.manifest.entries, self._arena.tensors, strict=True)
-            }
-            for name, write in replaced.writes():
-                write(published[name])
-            sums = prepared.checksums.read()
+            sums = prepared.fill_with(replaced)
         else:
             sums, has_deltas = prepared.fill(holds_previous=has_base)
             base = self._publication if has_deltas else None
@@ -265,22 +265,32 @@ class _Prepared:
     def __init__(self, arena: WeightArena, sources: Sequence[torch.Tensor], *, device: torch.device) -> None:
         self._device, self._deltas = device, arena.deltas
         self._names = [entry.name for entry in arena.manifest.entries]
-        self._held = [(held, indices_of(entry)) for entry, held in zip(arena.manifest.entries, arena.tensors, strict=True)]
-        self._others: tuple[frozenset[str], Copies] | None = None
+        self._held = [Place(held, indices_of(entry)) for entry, held in zip(arena.manifest.entries, arena.tensors, strict=True)]
+        self._others: tuple[frozenset[str], SummedCopies] | None = None
         self._copies = [
             ViewCopy(held, source, where=where, slot=slot)
             for slot, ((held, where), source) in enumerate(zip(self._held, sources, strict=True))
             if held.data_ptr() != source.data_ptr()
         ]
+        self._has_in_place = len(self._copies) < len(self._held)
 
-    def copies_without(self, names: frozenset[str]) -> Copies:
+    def fill_with(self, replaced: Replaced) -> Sequence[int]:
+        """Copies all but some, which are written by `replaced`. Returns the sums."""
+        names = replaced.names
         if self._others is None or self._others[0] != names:
             kept = [copy for copy in self._copies if self._names[copy.slot] not in names]
-            self._others = names, prepare_copies(kept, device=self._device)
-        return self._others[1]
+            summed = prepare_summed_copies(kept, num_sums=len(self._held), device=self._device, counts_destinations=True)
+            self._others = names, summed
+        _, others = self._others
+        others.start()
+        written = replaced.fill({name: place for name, place in zip(self._names, self._held, strict=True) if name in names})
+        if self._has_in_place:
+            return self._checksums.read()
+        sums: list[int] = others.sums().tolist()
+        return [written.get(name, each) for name, each in zip(self._names, sums, strict=True)]
 
     @cached_property
-    def checksums(self) -> Checksums:
+    def _checksums(self) -> Checksums:
         views = [ViewChecksum(held, where, held.dtype) for held, where in self._held]
         return prepare_checksums(views, device=self._device)
 
@@ -292,12 +302,16 @@ class _Prepared:
         casts = any(copy.source.dtype != copy.destination.dtype for copy in self._copies)
         has_deltas = holds_previous and self._deltas is not None
         # A CPU sums what it casts faster in a second pass.
-        if not has_deltas and (len(self._copies) < len(self._held) or (casts and self._device.type == "cpu")):
-            self.copies_without(frozenset()).start()
-            return self.checksums.read(), False
+        if not has_deltas and (self._has_in_place or (casts and self._device.type == "cpu")):
+            self._plain.start()
+            return self._checksums.read(), False
         copies = self._encoded if has_deltas else self._summed
         copies.start()
         return copies.sums().tolist(), has_deltas
+
+    @cached_property
+    def _plain(self) -> Copies:
+        return prepare_copies(self._copies, device=self._device)
 
     @cached_property
     def _summed(self) -> SummedCopies:

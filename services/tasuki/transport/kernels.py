@@ -67,7 +67,7 @@ def _keys(places):
 
 
 @triton.jit
-def _terms(values, firsts, within, HELD: tl.constexpr, BITS: tl.constexpr, CAST: tl.constexpr, VECTOR: tl.constexpr):
+def terms(values, firsts, within, HELD: tl.constexpr, BITS: tl.constexpr, CAST: tl.constexpr, VECTOR: tl.constexpr):
     """Sum of bit pattern * weight(index) over each unit, as in checksum.checksum. firsts: index of each unit's first element."""
     if CAST != HELD:
         values = values.to(CAST)
@@ -120,7 +120,7 @@ def copy_and_sum_tiles(
         # Volatile: reads from the GPU's memory system, not from a register or this processor's cache.
         held = tl.load(destination, mask=is_there[:, None], other=0, volatile=True)
         places = sources if WORDS == _BLOCK_WORDS else (rows * tl.load(block + 10) + cols * tl.load(block + 11)) * VECTOR
-        totals += _terms(held, tl.load(block + 9) + places, within, DESTINATION, BITS, CAST, VECTOR)
+        totals += terms(held, tl.load(block + 9) + places, within, DESTINATION, BITS, CAST, VECTOR)
     tl.atomic_add(sums + tl.load(block + 8), tl.sum(totals, axis=0), sem="relaxed")
 
 
@@ -165,7 +165,7 @@ def encode_and_sum_tiles(
         tl.store(places, new, mask=(is_there & (words != 0))[:, None])
         held = tl.load(places, mask=is_there[:, None], other=0, volatile=True)
         indices = sources if WORDS == _BLOCK_WORDS else (rows * tl.load(block + 10) + cols * tl.load(block + 11)) * VECTOR
-        totals += _terms(held, tl.load(block + 9) + indices, within, BITS, BITS, BITS, VECTOR)
+        totals += terms(held, tl.load(block + 9) + indices, within, BITS, BITS, BITS, VECTOR)
     tl.atomic_add(sums + tl.load(block + 8), tl.sum(totals, axis=0), sem="relaxed")
 
 
@@ -195,7 +195,7 @@ def _moved(pairs, deltas):
 
 @triton.jit
 def _pair_terms(pairs, firsts):
-    """Same as _terms for [units, 4] pairs of 2-byte elements, whose indices begin with a multiple of the group's size."""
+    """Same as terms for [units, 4] pairs of 2-byte elements, whose indices begin with a multiple of the group's size."""
     mixed = (firsts // _GROUP).to(tl.uint64) * _STEP
     mixed ^= mixed >> 32
     mixed *= _MIX
@@ -277,5 +277,5 @@ def sum_tiles(
     places = (rows * tl.load(block + 4) + cols * tl.load(block + 6))[:, None] * VECTOR + within
     values = tl.load(_address(tl.load(block), HELD, VECTOR) + places, mask=is_there[:, None], other=0)
     firsts = tl.load(block + 1) + (rows * tl.load(block + 5) + cols * tl.load(block + 7)) * VECTOR
-    totals = _terms(values, firsts, within, HELD, BITS, CAST, VECTOR)
+    totals = terms(values, firsts, within, HELD, BITS, CAST, VECTOR)
     tl.atomic_add(sums + tl.load(block + 8), tl.sum(totals, axis=0), sem="relaxed")

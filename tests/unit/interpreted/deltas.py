@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import triton.language as tl
 
 from tasuki.transport.copies import DeviceSummedCopies, HostSummedCopies, ViewCopy
 from tasuki.transport.delta_copies import (
@@ -22,19 +20,7 @@ from tasuki.transport.plan import Slice, whole
 from tests.drifting import drifted
 
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")
 SHAPES = [(40, 64), (3, 2000), (5,), (9, 77)]
-
-
-@pytest.fixture(autouse=True)
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter needs no device, and runs no instructions of a GPU."""
-    monkeypatch.setattr(torch.cuda, "device", lambda _: torch.no_grad())
-
-    def multiply(_: str, __: str, factors: list[Any], *, dtype: Any, **___: object) -> Any:
-        return factors[0].to(dtype) * factors[1].to(dtype)
-
-    monkeypatch.setattr(tl, "inline_asm_elementwise", multiply)
 
 
 class Published:

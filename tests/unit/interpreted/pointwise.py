@@ -10,11 +10,11 @@ from tasuki.trainer.backends.fsdp import pointwise_triton as kernels
 from tasuki.trainer.backends.fsdp.pointwise import Activation
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")  # raised by the interpreter's numpy
 @pytest.mark.parametrize("is_split", [False, True], ids=["two", "halves of one"])
+@pytest.mark.parametrize("with_product", [False, True])
 @pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
 def test_the_kernel_and_its_gradients_are_those_of_plain_torch(
-    monkeypatch: pytest.MonkeyPatch, activation: Activation, is_split: bool
+    monkeypatch: pytest.MonkeyPatch, activation: Activation, with_product: bool, is_split: bool
 ) -> None:
     monkeypatch.setattr(kernels, "_COLUMNS", 32)
     generator = torch.Generator().manual_seed(0)
@@ -25,6 +25,9 @@ def test_the_kernel_and_its_gradients_are_those_of_plain_torch(
     expected = (silu(leaves[0]) if activation == "silu" else gelu(leaves[0], approximate="tanh")) * leaves[1]
     grad = torch.randn(expected.shape, generator=generator)
     torch.testing.assert_close(kernels.gated_forward(gate, up, activation), expected.detach())
-    gradients = kernels.gated_backward(grad, gate, up, activation)
-    for one, other in zip(gradients, torch.autograd.grad(expected, leaves, grad), strict=True):
+    wanted = torch.autograd.grad(expected, leaves, grad)
+    held = grad.clone()
+    kernels.gated_backward(held, gate, up, activation, with_product=with_product)
+    torch.testing.assert_close(held, expected.detach() if with_product else grad)
+    for one, other in zip((gate, up), wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)

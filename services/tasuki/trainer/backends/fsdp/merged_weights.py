@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,13 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as Split
 
 from tasuki.trainer.backends.fsdp.lora import adapted_parameters
-from tasuki.transport.export import Write
+from tasuki.transport.checksum import MODULUS
+from tasuki.transport.copies import ViewChecksum, prepare_checksums
+from tasuki.transport.export import Place
+from tasuki.transport.plan import whole
+
+if TYPE_CHECKING:
+    from tasuki.trainer.backends.fsdp.merge_triton import MergeTable
 
 _GROUP_BYTES = 32 << 20
 """Gathered bytes of A at a time."""
@@ -40,7 +47,7 @@ class AdaptedWeight:
     def merged(self, dtype: torch.dtype) -> DTensor:
         """The merged weight, sharded like W, rounded once. Collective."""
         local = torch.empty_like(self.base.to_local(), dtype=dtype)
-        merge(local, base=self.base.to_local(), factors=_cut([self])[0], scaling=self.scaling)
+        merge(local, base=self.base.to_local(), factors=_cut(self), scaling=self.scaling)
         mesh, placements = self.base.device_mesh, self.base.placements
         return DTensor.from_local(local, mesh, placements, run_check=False, shape=self.base.shape, stride=self.base.stride())
 
@@ -48,52 +55,95 @@ class AdaptedWeight:
 class MergedWeights:
     """All adapted weights of a model, to be published merged; implements tasuki.transport.export.Replaced.
 
-    Merges a few layers at a time, with one collective for all of their A.
+    Merges a few layers at a time, with one collective for all of their A and, on a GPU, one kernel.
     """
 
     def __init__(self, causal_lm: nn.Module) -> None:
         weights = [AdaptedWeight(name, *given) for name, given in adapted_parameters(causal_lm).items()]
         self.by_name = {weight.name: weight for weight in weights}
-        is_by_rows = all(weight.is_split_by_rows for weight in weights)
-        self._groups = _grouped(weights) if is_by_rows else [[weight] for weight in weights]
-        self._gather = _gathered if is_by_rows else _cut
+        self._is_by_rows = all(weight.is_split_by_rows for weight in weights)
+        self._groups = _grouped(weights) if self._is_by_rows else [[weight] for weight in weights]
+        self._tables: list[MergeTable] | None = None
+        self._tables_for: list[int] = []
 
     @property
     def names(self) -> frozenset[str]:
         return frozenset(name for name, weight in self.by_name.items() if weight.base.to_local().numel())
 
     @torch.no_grad()
-    def writes(self) -> Iterator[tuple[str, Write]]:
-        """Yields, for this rank's slice of every weight, a function that writes it merged.
+    def fill(self, places: Mapping[str, Place]) -> Mapping[str, int]:
+        """Writes this rank's slice of every weight, merged. Returns the checksums. Collective."""
+        tables = self._prepared(places)
+        if tables is None:
+            return self._fill_one_by_one(places)
+        sums = torch.zeros(len(self.by_name), dtype=torch.int64, device=next(iter(places.values())).held.device)
+        for group, table in zip(self._groups, tables, strict=True):
+            columns = _gathered(group)
+            if table is not None:
+                table.start(columns, sums, scaling=group[0].scaling)
+        by_slot = zip(self.by_name, sums.tolist(), strict=True)
+        return {name: value % MODULUS for name, value in by_slot if name in places}
 
-        Collective: every rank must exhaust it.
-        """
+    def _fill_one_by_one(self, places: Mapping[str, Place]) -> Mapping[str, int]:
         for group in self._groups:
-            for weight, factors in zip(group, self._gather(group), strict=True):
-                base = weight.base.to_local()
-                if base.numel():
-                    yield weight.name, partial(merge, base=base, factors=factors, scaling=weight.scaling)
+            for weight, factors in zip(group, _split(group) if self._is_by_rows else map(_cut, group), strict=True):
+                if weight.name in places:
+                    merge(places[weight.name].held, base=weight.base.to_local(), factors=factors, scaling=weight.scaling)
+        views = [ViewChecksum(place.held, place.where, place.held.dtype) for place in places.values()]
+        if not views:
+            return {}
+        return dict(zip(places, prepare_checksums(views, device=views[0].values.device).read(), strict=True))
+
+    def _prepared(self, places: Mapping[str, Place]) -> list[MergeTable | None] | None:
+        """A table per group, without slices that only other ranks have; None if one kernel a group cannot write them."""
+        addresses = [place.held.data_ptr() for place in places.values()]
+        if addresses != self._tables_for:
+            self._tables, self._tables_for = self._make_tables(places), addresses
+        return self._tables
+
+    def _make_tables(self, places: Mapping[str, Place]) -> list[MergeTable | None] | None:
+        if not self._is_by_rows or not any(place.held.is_cuda for place in places.values()):
+            return None
+        from tasuki.trainer.backends.fsdp.merge_triton import Merge, MergeTable
+
+        slots = {name: slot for slot, name in enumerate(self.by_name)}
+        tables: list[MergeTable | None] = []
+        for group in self._groups:
+            starts = accumulate((weight.a.shape[1] for weight in group), initial=0)
+            merges = [
+                Merge(place.held, weight.base.to_local(), weight.b.to_local(), start, place.where, slots[weight.name])
+                for weight, start in zip(group, starts, strict=False)
+                if (place := places.get(weight.name)) is not None
+            ]
+            if not all(each.is_possible for each in merges):
+                return None
+            tables.append(MergeTable(merges) if merges else None)
+        return tables
 
 
 @torch.no_grad()
 def merge(held: Tensor, *, base: Tensor, factors: Factors, scaling: float) -> None:
     """Writes a merged slice to `held`: summed in float32, rounded once."""
     rows, columns = factors
-    if held.is_cuda and held.dtype == base.dtype == torch.bfloat16:
-        from tasuki.trainer.backends.fsdp.merge_triton import merge_on_gpu
+    if held.is_cuda:
+        from tasuki.trainer.backends.fsdp.merge_triton import Merge, MergeTable
 
-        merge_on_gpu(held, base, rows, columns, scaling=scaling)
-    else:
-        held.copy_(torch.addmm(base.float(), rows, columns, alpha=scaling))
+        one = Merge(held, base, rows, 0, whole(tuple(held.shape)), 0)
+        if one.is_possible:
+            MergeTable([one]).start(columns, torch.zeros(1, dtype=torch.int64, device=held.device), scaling=scaling)
+            return
+    held.copy_(torch.addmm(base.float(), rows, columns, alpha=scaling))
 
 
 def _grouped(weights: Sequence[AdaptedWeight]) -> list[list[AdaptedWeight]]:
-    """Runs of weights of one rank whose A together have up to _GROUP_BYTES."""
+    """Runs of weights of one rank and scaling whose A together have up to _GROUP_BYTES."""
     groups: list[list[AdaptedWeight]] = []
     num_bytes = 0
     for weight in weights:
         size = weight.a.numel() * weight.a.element_size()
-        if not groups or num_bytes + size > _GROUP_BYTES or weight.a.shape[0] != groups[-1][0].a.shape[0]:
+        first = groups[-1][0] if groups else None
+        is_alike = first is not None and (weight.a.shape[0], weight.scaling) == (first.a.shape[0], first.scaling)
+        if not is_alike or num_bytes + size > _GROUP_BYTES:
             groups.append([])
             num_bytes = 0
         groups[-1].append(weight)
@@ -101,8 +151,8 @@ def _grouped(weights: Sequence[AdaptedWeight]) -> list[list[AdaptedWeight]]:
     return groups
 
 
-def _gathered(group: Sequence[AdaptedWeight]) -> list[Factors]:
-    """Factors of weights that are split by rows, with one gather of A side by side."""
+def _gathered(group: Sequence[AdaptedWeight]) -> Tensor:
+    """A of weights that are split by rows, side by side: [rank, all columns]. Collective."""
     rank, mesh = group[0].a.shape[0], group[0].a.device_mesh
     local_a = torch.cat([weight.a.to_local() for weight in group], dim=1)
     num_rows = -(-rank // mesh.size())  # the last ranks have fewer
@@ -110,13 +160,18 @@ def _gathered(group: Sequence[AdaptedWeight]) -> list[Factors]:
         local_a = torch.cat([local_a, local_a.new_zeros(num_rows - local_a.shape[0], local_a.shape[1])])
     all_a = local_a.new_empty(mesh.size() * num_rows, local_a.shape[1])
     dist.all_gather_into_tensor(all_a, local_a, group=mesh.get_group())
-    columns = all_a[:rank].split([weight.a.shape[1] for weight in group], dim=1)
-    return [(weight.b.to_local(), each) for weight, each in zip(group, columns, strict=True)]
+    return all_a[:rank]
 
 
-def _cut(group: Sequence[AdaptedWeight]) -> list[Factors]:
-    """Factors of weights that are split in any way."""
-    return [(_cut_as(weight.base, weight.b, dim=0), _cut_as(weight.base, weight.a, dim=1)) for weight in group]
+def _split(group: Sequence[AdaptedWeight]) -> Iterator[Factors]:
+    """Factors of weights that are split by rows. Collective."""
+    columns = _gathered(group).split([weight.a.shape[1] for weight in group], dim=1)
+    return ((weight.b.to_local(), each) for weight, each in zip(group, columns, strict=True))
+
+
+def _cut(weight: AdaptedWeight) -> Factors:
+    """Factors of a weight that is split in any way. Collective."""
+    return _cut_as(weight.base, weight.b, dim=0), _cut_as(weight.base, weight.a, dim=1)
 
 
 def _cut_as(base: DTensor, factor: DTensor, *, dim: int) -> Tensor:

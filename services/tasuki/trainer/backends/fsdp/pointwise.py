@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu, rms_norm, silu
+from torch.nn.functional import gelu, linear, rms_norm, silu
 
 Activation = Literal["silu", "gelu_pytorch_tanh"]
 _ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_pytorch_tanh")
@@ -43,7 +43,7 @@ class GatedMlp(nn.Module):
             gate, up = projections["gate_up_proj"](x).chunk(2, dim=-1)
         else:
             gate, up = projections["gate_proj"](x), projections["up_proj"](x)
-        return projections["down_proj"](gated(gate, up, self._activation))
+        return down_projected(gate, up, projections["down_proj"], self._activation)
 
 
 def fuse_pointwise(causal_lm: nn.Module) -> None:
@@ -55,11 +55,17 @@ def fuse_pointwise(causal_lm: nn.Module) -> None:
                 setattr(parent, name, fused)
 
 
-def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-    """activation(gate) * up, in the dtype of both. On a GPU one kernel, ours unless compiled, in float32 until it is rounded."""
-    if gate.is_cuda and not torch.compiler.is_compiling():
-        return _Gated.apply(gate, up, activation)
-    return (silu(gate) if activation == "silu" else gelu(gate, approximate="tanh")) * up
+def down_projected(gate: Tensor, up: Tensor, down: Callable[[Tensor], Tensor], activation: Activation) -> Tensor:
+    """down(activation(gate) * up). gate, up: results of projections, in one dtype.
+
+    On a GPU, unless compiled, activation and product are one kernel, which computes in float32. Backward writes the gradients of gate and
+    up in their place, and recomputes the product if `down` is a plain projection.
+    """
+    if not gate.is_cuda or torch.compiler.is_compiling():
+        return down((silu(gate) if activation == "silu" else gelu(gate, approximate="tanh")) * up)
+    if type(down) is nn.Linear and down.bias is None:
+        return _DownProjected.apply(gate, up, down.weight, activation)
+    return down(_Gated.apply(gate, up, activation))
 
 
 def _fused(module: nn.Module) -> nn.Module | None:
@@ -88,4 +94,25 @@ class _Gated(torch.autograd.Function):
         from tasuki.trainer.backends.fsdp.pointwise_triton import gated_backward
 
         gate, up = ctx.saved_tensors
-        return *gated_backward(grad.contiguous(), gate, up, ctx.activation), None
+        gated_backward(grad.contiguous(), gate, up, ctx.activation)
+        return gate, up, None
+
+
+class _DownProjected(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, activation: Activation) -> Tensor:
+        from tasuki.trainer.backends.fsdp.pointwise_triton import gated_forward
+
+        ctx.save_for_backward(gate, up, weight)
+        ctx.activation = activation
+        return linear(gated_forward(gate, up, activation), weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        from tasuki.trainer.backends.fsdp.pointwise_triton import gated_backward
+
+        gate, up, weight = ctx.saved_tensors
+        product = grad @ weight
+        is_trained = ctx.needs_input_grad[2]
+        gated_backward(product, gate, up, ctx.activation, with_product=is_trained)
+        return gate, up, grad.flatten(0, -2).T @ product.flatten(0, -2) if is_trained else None, None

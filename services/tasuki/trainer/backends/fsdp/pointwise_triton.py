@@ -23,15 +23,13 @@ def gated_forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     return out
 
 
-def gated_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """Gradients of gate and up, contiguous. grad: contiguous."""
+def gated_backward(grad: Tensor, gate: Tensor, up: Tensor, activation: str, *, with_product: bool = False) -> None:
+    """Writes the gradients of gate and up in their place and, with_product, activation(gate) * up in that of grad. grad: contiguous."""
     gate_RI, up_RI = _rows(gate), _rows(up)
-    grad_gate, grad_up = (torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2))
     num_rows, width = gate_RI.shape
     _backward[num_rows, triton.cdiv(width, _COLUMNS)](
-        grad, gate_RI, up_RI, grad_gate, grad_up, gate_RI.stride(0), up_RI.stride(0), width, activation == "silu", _COLUMNS
+        grad, gate_RI, up_RI, gate_RI.stride(0), up_RI.stride(0), width, activation == "silu", with_product, _COLUMNS
     )
-    return grad_gate, grad_up
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -67,21 +65,26 @@ def _backward(
     grad_ptr,
     gate_ptr,
     up_ptr,
-    grad_gate_ptr,
-    grad_up_ptr,
     gate_stride,
     up_stride,
     width,
     is_silu: tl.constexpr,
+    with_product: tl.constexpr,
     columns: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * columns + tl.arange(0, columns)
     inside = column < width
-    place = row * width + column
-    grad = tl.load(grad_ptr + place, mask=inside, other=0.0).to(tl.float32)
-    gate = tl.load(gate_ptr + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
+    grads, gates, ups = (
+        grad_ptr + row * width + column,
+        gate_ptr + row * gate_stride + column,
+        up_ptr + row * up_stride + column,
+    )
+    grad = tl.load(grads, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(gates, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(ups, mask=inside, other=0.0).to(tl.float32)
     activated, slope = _activated(gate, is_silu)
-    tl.store(grad_gate_ptr + place, (grad * up * slope).to(grad_gate_ptr.dtype.element_ty), mask=inside)
-    tl.store(grad_up_ptr + place, (grad * activated).to(grad_up_ptr.dtype.element_ty), mask=inside)
+    tl.store(gates, (grad * up * slope).to(gate_ptr.dtype.element_ty), mask=inside)
+    tl.store(ups, (grad * activated).to(up_ptr.dtype.element_ty), mask=inside)
+    if with_product:
+        tl.store(grads, (activated * up).to(grad_ptr.dtype.element_ty), mask=inside)
