@@ -46,7 +46,7 @@ ON_GPUS = ("--liger", "--attention flash_attention_4")
 NUM_SAMPLES = {"qwen2.5-7b": 48, "qwen2.5-3b": 24}
 TRIES: dict[str, dict[str, tuple[str, ...]]] = {
     "qwen2.5-7b": {
-        OURS: ("7b-attention none", "7b none", "7b-auto none", "7b-host none", "7b-attention blocks", "7b-kept none"),
+        OURS: ("7b-85gb none", "7b none", "7b-auto none", "7b-host none", "7b-attention none", "7b-kept none"),
         "torchtitan": (
             "--recompute selective --compile",
             "--recompute full --compile",

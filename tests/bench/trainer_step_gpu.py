@@ -53,7 +53,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "7b": ("qwen2.5-7b", {"checkpointing": "full"}),
     "7b-kept": ("qwen2.5-7b", {"checkpointing": "none", "micro_batch_tokens": 12_288}),
     "7b-attention": ("qwen2.5-7b", {"checkpointing": "attention"}),
-    "7b-offloaded": ("qwen2.5-7b", {"checkpointing": "offloaded"}),
+    "7b-offloaded": ("qwen2.5-7b", {"checkpointing": "offloaded", "kept_layers": 0}),
+    "7b-85gb": ("qwen2.5-7b", {"checkpointing": "offloaded", "kept_layers": 5}),
     "7b-shared": (
         "qwen2.5-7b",
         {"checkpointing": "full", "sequence_parallel": 2, "micro_batch_tokens": 2 * MICRO_BATCH_TOKENS},
@@ -75,9 +76,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Preset, and settings of [trainer].
 
-"7b-long" has two samples of LONG tokens, shared by two ranks; "7b-tiled" has the same samples, one per rank. "7b-group" has groups of GROUP
-samples of one prompt, one group per rank; "7b-group-shared" computes each prompt once. "moe" is Qwen3-30B-A3B with 12 of its 48 layers,
-which takes two GPUs; in "moe-parallel" the ranks compute their own experts.
+"7b-85gb" keeps as many layers as two GPUs of 85 GB have room for. "7b-long" has two samples of LONG tokens, shared by two ranks;
+"7b-tiled" has the same samples, one per rank. "7b-group" has groups of GROUP samples of one prompt, one group per rank; "7b-group-shared"
+computes each prompt once. "moe" is Qwen3-30B-A3B with 12 of its 48 layers, which takes two GPUs; in "moe-parallel" the ranks compute their
+own experts.
 """
 PEAK_FLOPS = 989e12
 

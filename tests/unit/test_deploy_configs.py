@@ -17,7 +17,7 @@ CONFIGS = sorted((Path(__file__).parents[2] / "deploy" / "config").glob("*.toml"
 
 PLANNED = {
     "constrained": ("qwen2.5-7b", 32, "trainer.optimizer_on_host=false"),
-    "balanced": ("qwen2.5-7b", 80, "trainer.checkpointing=none"),
+    "balanced": ("qwen2.5-7b", 80, "trainer.num_ranks=2"),
     "70b": ("qwen2.5-72b", 141, "trainer.optimizer_on_host=false"),
     "72b-lora": ("qwen2.5-72b", 80, "trainer.checkpointing=none"),
 }

@@ -55,7 +55,7 @@ def policy_of(causal_lm: PreTrainedModel, *, checkpointing: Checkpointing = Chec
     causal_lm = deepcopy(causal_lm)
     causal_lm.set_attn_implementation(IMPLEMENTATION)
     replace_routers(causal_lm)
-    set_checkpointing(causal_lm, checkpointing, boundaries=None)
+    set_checkpointing(causal_lm, checkpointing, on_host=None)
     causal_lm.train()
     model = read_model({**causal_lm.config.to_dict(), "architectures": [type(causal_lm).__name__]})
     attention = PackedAttention(PaddedSequences.of, model.attention)

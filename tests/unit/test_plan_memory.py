@@ -346,8 +346,8 @@ def test_ranks_that_cannot_share_are_told_why(num_ranks: int, problem: str):
 
 
 def test_a_sample_that_is_too_long_for_one_gpu_is_told_to_share_it():
-    settings = {"context_length": 600_000, "kv_tokens": 600_000, "kv_ratio": 0.5, "empties_cache": True}
-    layout = h200s("qwen2.5-7b", micro_batch_tokens=600_000, **settings)
+    settings = {"context_length": 660_000, "kv_tokens": 660_000, "kv_ratio": 0.5, "empties_cache": True}
+    layout = h200s("qwen2.5-7b", micro_batch_tokens=660_000, **settings)
     advice = advise(plan(replace(layout, checkpointing=Checkpointing.OFFLOADED)))
     assert "trainer.sequence_parallel" in {rung.setting for rung in advice.ladder}
 

@@ -23,8 +23,8 @@ from tasuki.planner.step_bytes import step_moments
 from tasuki.trainer.backends.fsdp.activations import set_checkpointing
 from tasuki.trainer.backends.fsdp.attention import IMPLEMENTATION, PackedAttention
 from tasuki.trainer.backends.fsdp.attention_padded import PaddedSequences
-from tasuki.trainer.backends.fsdp.boundaries import Boundaries
 from tasuki.trainer.backends.fsdp.expert_parallel import parallelize_experts
+from tasuki.trainer.backends.fsdp.host_activations import HostActivations
 from tasuki.trainer.backends.fsdp.model import Critic, Policy
 from tasuki.trainer.backends.fsdp.routing import replace_routers
 from tasuki.trainer.data.micro_batch import TokenBatch
@@ -32,12 +32,14 @@ from tests.extent import IS_WHOLE
 
 NUM_TOKENS = 2003  # a size that no parameter has
 NUM_CHOSEN = 2
-HIDDEN_SIZE, NUM_LAYERS = 128, 4
+HIDDEN_SIZE, NUM_LAYERS, NUM_HEADS = 128, 4, 4
+PER_TOKEN = 2 * 2 * HIDDEN_SIZE + 4 * NUM_HEADS
+"""Bytes of a layer's input, and of its attention's output with a float32 number per head."""
 _SIZES: dict[str, Any] = {
     "hidden_size": HIDDEN_SIZE,
     "intermediate_size": 640,
     "num_hidden_layers": NUM_LAYERS,
-    "num_attention_heads": 4,
+    "num_attention_heads": NUM_HEADS,
     "num_key_value_heads": 2,
     "max_position_embeddings": 4096,
 }
@@ -95,16 +97,17 @@ def _one_sequence(vocab_size: int) -> TokenBatch:
         ("attention", 0, 8000, "loss"),
         ("full", 1, 64, "layer"),
         ("offloaded", 0, 64, "layer"),
+        ("offloaded", 2, 64, "layer"),
         *([("attention", 2, 64, "layer"), ("full", 0, 64, "layer"), ("full", 0, 8000, "loss")] if IS_WHOLE else []),
     ],
 )
 def test_activations_and_logits_peak_as_predicted(
     checkpointing: str, kept_layers: int, vocab_size: int, moment: str, mesh: DeviceMesh
 ):
-    boundaries = _boundaries(checkpointing, mesh)
-    causal_lm = _causal_lm(checkpointing, vocab_size, boundaries, kept_layers=kept_layers)
+    on_host = _on_host(checkpointing, mesh, kept_layers=kept_layers)
+    causal_lm = _causal_lm(checkpointing, vocab_size, on_host, kept_layers=kept_layers)
     policy = Policy(causal_lm, attention=_attention(causal_lm)).train()
-    with LiveTokens(apart=boundaries._buffers) as live:
+    with LiveTokens(apart=on_host._buffers) as live:
         log_probs, _ = policy(_one_sequence(vocab_size))
         log_probs.sum().backward()
     moments = _moments(replace(_layout(causal_lm, checkpointing), kept_layers=kept_layers))
@@ -114,13 +117,13 @@ def test_activations_and_logits_peak_as_predicted(
 
 @pytest.mark.parametrize("checkpointing", list(Checkpointing) if IS_WHOLE else ["attention", "offloaded"])
 def test_a_critic_peaks_without_logits_as_predicted(checkpointing: str, mesh: DeviceMesh):
-    boundaries = _boundaries(checkpointing, mesh)
-    causal_lm = _causal_lm(checkpointing, 8000, boundaries)
+    on_host = _on_host(checkpointing, mesh)
+    causal_lm = _causal_lm(checkpointing, 8000, on_host)
     layout = _layout(causal_lm, checkpointing)
     critic = (
         Critic(causal_lm, attention=_attention(causal_lm)).to(torch.bfloat16).train()
     )  # FSDP2 computes the head in the dtype of the rest
-    with LiveTokens(apart=boundaries._buffers) as live:
+    with LiveTokens(apart=on_host._buffers) as live:
         critic(_one_sequence(8000)).sum().backward()
     of_critic = replace(layout, critic=layout.model).of_critic()
     assert of_critic is not None
@@ -152,7 +155,7 @@ def test_experts_of_a_rank_peak_as_predicted(checkpointing: str, expert_size: in
 
 
 def test_a_critic_has_the_parameters_that_are_counted(mesh: DeviceMesh):
-    causal_lm = _causal_lm("none", 64, _boundaries("none", mesh))
+    causal_lm = _causal_lm("none", 64, _on_host("none", mesh))
     of_critic = replace(_layout(causal_lm, "none"), critic=_layout(causal_lm, "none").model).of_critic()
     assert of_critic is not None
     counted = Counter(shape for unit in of_critic.model.units() for shape in unit.values())
@@ -168,16 +171,16 @@ def mesh() -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
-def _boundaries(checkpointing: str, mesh: DeviceMesh) -> Boundaries:
-    """Boundaries of as many layers as `_causal_lm` has; if unused, of one layer without buffers."""
-    is_used = checkpointing == "offloaded"
-    return Boundaries(mesh, num_layers=NUM_LAYERS if is_used else 1, num_bytes=NUM_TOKENS * HIDDEN_SIZE * 2)
+def _on_host(checkpointing: str, mesh: DeviceMesh, *, kept_layers: int = 0) -> HostActivations:
+    """Host memory for the layers that `_causal_lm` recomputes; if unused, for one layer without buffers."""
+    num_layers = NUM_LAYERS - kept_layers if checkpointing == "offloaded" else 1
+    return HostActivations(mesh, num_layers=num_layers, num_bytes=NUM_TOKENS * PER_TOKEN)
 
 
-def _causal_lm(checkpointing: str, vocab_size: int, boundaries: Boundaries, *, kept_layers: int = 0) -> Any:
+def _causal_lm(checkpointing: str, vocab_size: int, on_host: HostActivations, *, kept_layers: int = 0) -> Any:
     config = Qwen2Config(**_SIZES, vocab_size=vocab_size)
     causal_lm = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=IMPLEMENTATION)
-    set_checkpointing(causal_lm, Checkpointing(checkpointing), kept_layers=kept_layers, boundaries=boundaries)
+    set_checkpointing(causal_lm, Checkpointing(checkpointing), kept_layers=kept_layers, on_host=on_host)
     return causal_lm
 
 

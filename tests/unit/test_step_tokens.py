@@ -15,6 +15,7 @@ from tasuki.planner.node_plan import node_layout
 from tasuki.planner.plan import plan
 from tasuki.planner.presets import MODELS
 from tasuki.planner.step_tokens import fastest_checkpointing, most_tokens, with_fastest_checkpointing, with_last_layer_kept
+from tasuki.wire.errors import InvalidArgument
 
 SHAPE = MODELS["qwen2.5-7b"]
 LAYOUT = Layout(
@@ -58,7 +59,7 @@ def test_the_planner_keeps_as_much_for_backward_as_there_is_room_for() -> None:
 
 
 def test_layers_that_there_is_room_for_keep_everything() -> None:
-    for gpu_gb in (80, 100, 120, 135):
+    for gpu_gb in (80, 90, 100, 115):
         layout = with_fastest_checkpointing(replace(LAYOUT, gpu_bytes=gpu_gb * GB))
         assert layout.checkpointing is Checkpointing.ATTENTION
         wary = replace(layout, gpu_bytes=int(0.95 * layout.gpu_bytes))
@@ -80,12 +81,22 @@ def test_the_last_layer_is_kept_where_no_stage_is_larger_for_it(rung: Checkpoint
     assert with_last_layer_kept(two) == two, "more than the last one is a choice already made"
 
 
-@pytest.mark.parametrize(
-    "settings", [{"checkpointing": Checkpointing.NONE}, {"checkpointing": Checkpointing.OFFLOADED}, {"device": "cpu"}]
-)
+@pytest.mark.parametrize("settings", [{"checkpointing": Checkpointing.NONE}, {"device": "cpu"}])
 def test_a_last_layer_that_is_kept_already_or_never_stays_so(settings: dict[str, Any]) -> None:
     layout = replace(LAYOUT, **settings)
     assert with_last_layer_kept(layout) == layout
+
+
+def test_layers_that_a_configuration_keeps_are_kept() -> None:
+    for checkpointing in ("auto", "attention", "full", "offloaded"):
+        layout = node("cuda", checkpointing=checkpointing, kept_layers=3)
+        assert layout.kept_layers == 3
+    assert node("cpu", kept_layers=2).kept_layers == 2
+    assert node("cuda", kept_layers=0).kept_layers == 0, "not even the last one"
+    with pytest.raises(InvalidArgument, match="trainer.kept_layers: the model has 28 layers, not 29"):
+        node("cuda", kept_layers=29)
+    with pytest.raises(ValueError, match=r"trainer.kept_layers has no use with trainer.checkpointing = \"none\""):
+        node("cuda", checkpointing="none", kept_layers=3)
 
 
 def test_what_tokens_cannot_mend_does_not_lower_them() -> None:
@@ -97,7 +108,7 @@ def test_what_tokens_cannot_mend_does_not_lower_them() -> None:
 def node(device: str, **trainer: Any) -> Layout:
     tables = {"model": {"path": "m"}, "trainer": {"checkpointing": "full", "num_ranks": 4, **trainer}}
     config = NodeConfig.model_validate({"state_dir": "node", "device": device, "rollout": {"kv_ratio": 0.3}, **tables})
-    return node_layout(config, SHAPE, gpu_bytes=72 * GB, host_bytes=2000 * GB)
+    return node_layout(config, SHAPE, gpu_bytes=70 * GB, host_bytes=2000 * GB)
 
 
 def test_a_node_on_a_gpu_has_what_the_planner_takes_unless_it_is_told() -> None:

@@ -43,6 +43,10 @@ def check_constraints(config: NodeConfig) -> None:
     _check_kind_of_device(config)
     if config.rollout.lora == "adapter" and config.trainer.lora is None:
         raise SettingsConflict("rollout.lora", '= "adapter" needs a table [trainer.lora]')
+    if config.trainer.kept_layers is not None and config.trainer.checkpointing == "none":
+        raise SettingsConflict(
+            "trainer.kept_layers", 'has no use with trainer.checkpointing = "none": every layer keeps everything'
+        )
     fused = [name for name in FUSED_LINEAR if config.served_adapter and name in config.served_adapter.target_modules]
     if fused:
         raise SettingsConflict("rollout.lora", f'= "adapter" cannot serve adapters of {", ".join(fused)}; leave it at "merged"')

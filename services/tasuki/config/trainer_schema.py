@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from tasuki.algorithms.effects import check_effects
 from tasuki.algorithms.loss_types import SettingError
@@ -136,8 +136,11 @@ class TrainerConfig(OptimizerConfig):
     and supports every model and dtype. "auto" is the first that is installed and computes correct results at start; the log names it."""
     checkpointing: Literal["auto", "none", "attention", "full", "offloaded"] = "auto"
     """Tensors a layer keeps from forward to backward: everything ("none" is recomputed), its input and attention's output, its input
-    only, or its input in host memory. Later values take less memory and more time; gradients are the same. "auto" is the first that
-    fits according to the planner. On a GPU, as many layers as still fit keep everything."""
+    only, or its input and attention's output in host memory. Later values take less GPU memory; gradients are the same. "auto" is the
+    first that fits according to the planner. On a GPU, as many layers as still fit keep everything."""
+    kept_layers: NonNegativeInt | None = None
+    """Number of last layers that keep everything where `checkpointing` recomputes layers. By default none on a CPU. On a GPU with "auto"
+    as many as fit according to the planner, else the last one if it takes no further memory."""
     reshard_after_forward: bool = True
     """Whether a rank frees the other ranks' parameters of a layer after its forward pass, and gathers them again in backward. Otherwise
     all layers stay whole, in `compute_dtype`, until backward has passed them. Results are the same."""

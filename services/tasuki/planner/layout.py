@@ -65,7 +65,7 @@ class Checkpointing(StrEnum):
     FULL = "full"
     """Each layer's input; its activations are recomputed."""
     OFFLOADED = "offloaded"
-    """Same as full, with the inputs in host memory, two at a time on the GPU."""
+    """Same as attention, in host memory; those of two layers at a time are on the GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +129,7 @@ class Layout:
     """Positions of a micro-batch whose logits are computed: those of completion tokens. By default all, an upper bound."""
     checkpointing: Checkpointing = Checkpointing.NONE
     kept_layers: int = 0
-    """Number of last layers that keep everything, whatever `checkpointing` says; 0 where inputs are held on the host."""
+    """Number of last layers that keep everything, whatever `checkpointing` says."""
     mlp_tile_tokens: int | None = None
     """Tokens per tile of an MLP, which is recomputed in backward; by default one tile."""
     is_compiled: bool = False
@@ -202,6 +202,8 @@ class Layout:
             raise InvalidArgument(
                 "tp_size", f"{self.model.num_heads} attention heads cannot be split over {self.tp_size} ranks"
             )
+        if self.kept_layers > self.model.num_layers:
+            raise InvalidArgument("kept_layers", f"the model has {self.model.num_layers} layers, not {self.kept_layers}")
         self._check_ranks()
         if self.tp_size * self.num_engines > self.num_gpus:
             needed = self.tp_size * self.num_engines

@@ -23,6 +23,7 @@ _KEYS = {
     "num_ranks": "trainer.num_ranks",
     "sequence_parallel": "trainer.sequence_parallel",
     "expert_parallel": "trainer.expert_parallel",
+    "kept_layers": "trainer.kept_layers",
     "tp_size": "rollout.tp_size",
     "num_engines": "rollout.dp_size",
     "rank_gpus": "trainer.devices",
@@ -109,6 +110,7 @@ def _as_configured(config: NodeConfig, model: ModelShape, *, gpu_bytes: int, hos
         micro_batch_tokens=config.most_micro_batch_tokens,
         # If residency is open, tokens are chosen first: none of it costs as much as a step of more and smaller micro-batches.
         checkpointing=Checkpointing.OFFLOADED if trainer.checkpointing == "auto" else Checkpointing(trainer.checkpointing),
+        kept_layers=trainer.kept_layers or 0,
         mlp_tile_tokens=trainer.mlp_tile_tokens,
         is_compiled=trainer.compile == "blocks",
         empties_cache=trainer.empty_cache_early,
@@ -145,8 +147,10 @@ def _with_open_settings(layout: Layout, config: NodeConfig) -> Layout:
     if trainer.micro_batch_tokens is None and config.device == "cuda":
         chosen = replace(chosen, micro_batch_tokens=most_tokens(chosen))
     if trainer.checkpointing == "auto":
-        chosen = with_fastest_checkpointing(chosen)
-    chosen = replace(with_last_layer_kept(chosen), export_stays=layout.export_stays)
+        chosen = with_fastest_checkpointing(chosen, keeps_more=trainer.kept_layers is None)
+    if trainer.kept_layers is None:
+        chosen = with_last_layer_kept(chosen)
+    chosen = replace(chosen, export_stays=layout.export_stays)
     if _is_export_open(config) and not plan(chosen).fits:
         return replace(chosen, export_stays=False)
     return chosen

@@ -66,11 +66,18 @@ def _cached(layout: Layout, *, moment: str) -> int:
 
 
 def offloaded_bytes(layout: Layout) -> int:
-    """Host memory of one rank for activations of policy and critic; the last layer's input stays on the GPU."""
+    """Host memory of one rank for activations of policy and critic; those of the last layer that is recomputed stay on the GPU."""
     if layout.checkpointing is not Checkpointing.OFFLOADED:
         return 0
-    critic = layout.of_critic()
-    return (layout.model.num_layers - 1) * _layer_input(layout) + (0 if critic is None else offloaded_bytes(critic))
+    critic, num_layers = layout.of_critic(), max(0, layout.model.num_layers - layout.kept_layers - 1)
+    of_critic = 0 if critic is None else offloaded_bytes(critic)
+    return num_layers * layout.rank_tokens * offloaded_per_token(layout) + of_critic
+
+
+def offloaded_per_token(layout: Layout) -> int:
+    """Bytes per token that a layer keeps in host memory: its input, and attention's output."""
+    model, compute = layout.model, layout.compute_bytes
+    return model.hidden_size * compute + kept_with_attention(model, compute_bytes=compute)
 
 
 def _at_loss(layout: Layout) -> Bytes:
@@ -104,7 +111,7 @@ def _at_layer(layout: Layout) -> Bytes:
     own_experts = _own_expert_matrix(layout, widest)
     # A kept layer's output lives longer than what is recomputed.
     recomputed = _layer_activations(layout, widest) if is_recomputed else _layer_input(layout)
-    if is_recomputed and layout.checkpointing is Checkpointing.ATTENTION:
+    if is_recomputed and layout.checkpointing in (Checkpointing.ATTENTION, Checkpointing.OFFLOADED):
         recomputed -= _attention_output(layout)
     flowing = (layout.mlp_tokens * _flowing_in_mlp(layout, widest) + layout.rank_tokens * model.hidden_size) * compute
     if layout.has_mlp_tiles:
@@ -225,12 +232,11 @@ def _joined_columns(layout: Layout) -> int:
 def _kept(layout: Layout) -> int:
     """Bytes that forward saves, over all layers."""
     num_layers, checkpointing = layout.model.num_layers, layout.checkpointing
-    if checkpointing is Checkpointing.OFFLOADED:
-        return min(2, num_layers) * _layer_input(layout) + _routing(layout, num_layers)
     first_kept = 0 if checkpointing is Checkpointing.NONE else max(0, num_layers - layout.kept_layers)
-    each = _layer_input(layout) + (_attention_output(layout) if checkpointing is Checkpointing.ATTENTION else 0)
+    each = _layer_input(layout) + (0 if checkpointing is Checkpointing.FULL else _attention_output(layout))
+    num_present = min(2, first_kept) if checkpointing is Checkpointing.OFFLOADED else first_kept
     kept = sum(_layer_activations(layout, index) for index in range(first_kept, num_layers))
-    return first_kept * each + _routing(layout, first_kept) + kept
+    return num_present * each + _routing(layout, first_kept) + kept
 
 
 def _routing(layout: Layout, num_layers: int) -> int:

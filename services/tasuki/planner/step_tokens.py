@@ -30,13 +30,13 @@ def fastest_checkpointing(layout: Layout) -> Checkpointing:
     return min(Checkpointing, key=lambda rung: _lacking_bytes(plan(replace(layout, checkpointing=rung))))
 
 
-def with_fastest_checkpointing(layout: Layout) -> Layout:
-    """Applies fastest_checkpointing and, where layers are recomputed, keeps as many layers as fit.
+def with_fastest_checkpointing(layout: Layout, *, keeps_more: bool = True) -> Layout:
+    """Applies fastest_checkpointing and, where layers are recomputed and with keeps_more, keeps as many layers as fit.
 
     A twentieth of the GPU stays free of kept layers, in line with the accuracy of predictions (docs/benchmarks.md).
     """
     chosen = replace(layout, checkpointing=fastest_checkpointing(layout))
-    if chosen.checkpointing in (Checkpointing.NONE, Checkpointing.OFFLOADED) or layout.device == "cpu":
+    if chosen.checkpointing is Checkpointing.NONE or layout.device == "cpu" or not keeps_more:
         return chosen
     wary = replace(chosen, gpu_bytes=max(1, int(_SURE * layout.gpu_bytes)))
     least = _lacking_bytes(plan(wary))
@@ -47,7 +47,7 @@ def with_fastest_checkpointing(layout: Layout) -> Layout:
 
 def with_last_layer_kept(layout: Layout) -> Layout:
     """Keeps all of the last layer on a GPU, if no stage needs more memory for it: backward recomputes it before any other."""
-    if layout.checkpointing in (Checkpointing.NONE, Checkpointing.OFFLOADED) or layout.device == "cpu" or layout.kept_layers:
+    if layout.checkpointing is Checkpointing.NONE or layout.device == "cpu" or layout.kept_layers:
         return layout
     kept = replace(layout, kept_layers=1)
     is_free = all(one.gpu_bytes <= other.gpu_bytes for one, other in zip(plan(kept).stages, plan(layout).stages, strict=True))

@@ -7,7 +7,10 @@ import torch
 from torch.nn.functional import gelu, silu
 
 from tasuki.trainer.backends.fsdp import pointwise_triton as kernels
-from tasuki.trainer.backends.fsdp.pointwise import Activation
+from tasuki.trainer.backends.fsdp.activations import recomputing
+from tasuki.trainer.backends.fsdp.pointwise import Activation, down_projected
+from tests.operators import CountedOperators
+from tests.saved_tensors import kept_bytes
 
 
 @pytest.mark.parametrize("is_split", [False, True], ids=["two", "halves of one"])
@@ -30,4 +33,43 @@ def test_the_kernel_and_its_gradients_are_those_of_plain_torch(
     kernels.gated_backward(held, gate, up, activation, with_product=with_product)
     torch.testing.assert_close(held, expected.detach() if with_product else grad)
     for one, other in zip((gate, up), wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+class Projections(torch.nn.Module):
+    """Gate, up and down, as in a layer that is recomputed."""
+
+    def __init__(self, activation: Activation) -> None:
+        super().__init__()
+        self.gate, self.up = (torch.nn.Linear(16, 40, bias=False) for _ in range(2))
+        self.down, self.activation = torch.nn.Linear(40, 16, bias=False), activation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return down_projected(self.gate(x), self.up(x), self.down, self.activation)
+
+
+@pytest.mark.parametrize("is_recomputed", [False, True])
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
+def test_an_mlp_keeps_its_factors_and_computes_its_products_once(
+    monkeypatch: pytest.MonkeyPatch, activation: Activation, is_recomputed: bool
+) -> None:
+    torch.manual_seed(0)
+    mlp = Projections(activation)
+    x = torch.randn(1, 7, 16, requires_grad=True)
+    plain = mlp.down((silu(mlp.gate(x)) if activation == "silu" else gelu(mlp.gate(x), approximate="tanh")) * mlp.up(x))
+    grad = torch.randn_like(plain)
+    wanted = torch.autograd.grad(plain, (x, *mlp.parameters()), grad)
+    # Tensors that say they are on a GPU take the path of a GPU.
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    forward = recomputing(mlp) if is_recomputed else lambda function, x: function(x)
+    with kept_bytes(mlp.parameters()) as kept, CountedOperators() as counted:
+        out = forward(mlp, x)
+    assert sum(kept.values()) == x.nbytes + (0 if is_recomputed else 2 * 7 * 40 * 4)
+    assert counted.runs[torch.ops.aten.mm.default] == 3
+    with CountedOperators() as counted:
+        found = torch.autograd.grad(out, (x, *mlp.parameters()), grad)
+    # Two for each projection, and gate and up once more; the product is never projected again.
+    assert counted.runs[torch.ops.aten.mm.default] == 6 + 2 * is_recomputed
+    torch.testing.assert_close(out, plain)
+    for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)

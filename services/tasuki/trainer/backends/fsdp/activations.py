@@ -1,11 +1,13 @@
-"""Activation checkpointing: what layers keep for backward. Everything, attention and inputs, inputs, or inputs in host memory."""
+"""Activation checkpointing: what layers keep for backward. Everything, attention and inputs, inputs, or the former in host memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.autograd.graph import saved_tensors_hooks
@@ -13,55 +15,77 @@ from torch.utils.checkpoint import checkpoint
 
 from tasuki.planner.layout import Checkpointing
 from tasuki.trainer.backends.fsdp.attention import attention_operators
-from tasuki.trainer.backends.fsdp.boundaries import Boundaries
-from tasuki.trainer.backends.fsdp.routing import routing_contexts
+from tasuki.trainer.backends.fsdp.host_activations import HostActivations
+from tasuki.trainer.backends.fsdp.replays import OnDevice, Results, replaying
+from tasuki.trainer.backends.fsdp.routing import Router, routing_operators
 
 Layer = Callable[..., Any]
 
 
 def set_checkpointing(
-    causal_lm: nn.Module, checkpointing: Checkpointing, *, kept_layers: int = 0, boundaries: Boundaries | None = None
+    causal_lm: nn.Module, checkpointing: Checkpointing, *, kept_layers: int = 0, on_host: HostActivations | None = None
 ) -> None:
     """Sets what each layer keeps from forward to backward. No choice changes results.
 
-    kept_layers: number of last layers that keep everything. boundaries: for OFFLOADED, storage of the layers' inputs.
+    kept_layers: number of last layers that keep everything. on_host: for OFFLOADED, storage of the other layers' tensors.
     """
     decoder: Any = causal_lm.get_submodule("model")
     for index, layer in enumerate(decoder.layers):
         # transformers' layers require these two in training mode.
         is_kept = checkpointing is Checkpointing.NONE or index >= len(decoder.layers) - kept_layers
         layer.gradient_checkpointing = not is_kept
-        layer._gradient_checkpointing_func = _checkpoint(checkpointing, index, boundaries, layer)
+        layer._gradient_checkpointing_func = _checkpoint(checkpointing, index, on_host, layer)
 
 
-def _checkpoint(checkpointing: Checkpointing, index: int, boundaries: Boundaries | None, layer: nn.Module) -> Layer:
-    kept = attention_operators() if checkpointing is Checkpointing.ATTENTION else ()
-    recomputed = recomputing(layer, *kept)
+def _checkpoint(checkpointing: Checkpointing, index: int, on_host: HostActivations | None, layer: nn.Module) -> Layer:
     if checkpointing is Checkpointing.OFFLOADED:
-        assert boundaries is not None
-        return partial(_offloaded, recomputed, index, boundaries)
-    return recomputed
+        assert on_host is not None
+        recomputed = recomputing(layer, attention_operators(), results=partial(_InHostMemory, on_host, index))
+        return partial(_offloaded, recomputed, index, on_host)
+    return recomputing(layer, attention_operators() if checkpointing is Checkpointing.ATTENTION else ())
 
 
-def recomputing(module: nn.Module, *kept: OpOverload) -> Layer:
-    """Wraps a function of `module` so that backward recomputes it, except the choice of experts and `kept`."""
+def recomputing(module: nn.Module, kept: Iterable[OpOverload] = (), *, results: Callable[[], Results] = OnDevice) -> Layer:
+    """Wraps a function of `module` so that backward recomputes it, except the choice of experts and the operators in `kept`.
+
+    results: creates what keeps those operators' results.
+    """
+    kept, choices = list(kept), routing_operators() if any(isinstance(each, Router) for each in module.modules()) else []
+
+    def results_of() -> Mapping[OpOverload, Results]:
+        return dict.fromkeys(kept, results()) | dict.fromkeys(choices, OnDevice())
+
     # No module uses random numbers: dropout is off.
-    contexts = routing_contexts(module, *kept)
     recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-    return recomputed if contexts is None else partial(recomputed, context_fn=contexts)
+    return partial(recomputed, context_fn=replaying(results_of)) if kept or choices else recomputed
 
 
-def _offloaded(recomputed: Layer, index: int, boundaries: Boundaries, layer: Layer, *args: Any) -> Any:
+class _InHostMemory:
+    """Implements Results for one layer."""
+
+    def __init__(self, on_host: HostActivations, layer: int) -> None:
+        self._on_host, self._layer = on_host, layer
+        self._places: deque[tuple[int, int]] = deque()
+
+    def put(self, tensors: Sequence[Tensor]) -> None:
+        self._places.append((self._on_host.store(self._layer, tensors), len(tensors)))
+
+    def take(self) -> Sequence[Tensor]:
+        first, count = self._places.popleft()
+        return [self._on_host.load(self._layer, index) for index in range(first, first + count)]
+
+
+def _offloaded(recomputed: Layer, index: int, on_host: HostActivations, layer: Layer, *args: Any) -> Any:
     """Saved-tensor hooks around a checkpointed layer see only its input and an empty tensor of torch's; the rest is recomputed."""
+    if not torch.is_grad_enabled():
+        return layer(*args)
 
     def store(tensor: Tensor) -> int | Tensor:
-        if not tensor.numel():
-            return tensor
-        boundaries.store(index, tensor)
-        return index
+        return on_host.store(index, [tensor]) if tensor.numel() else tensor
 
     def load(stored: int | Tensor) -> Tensor:
-        return boundaries.load(stored) if isinstance(stored, int) else stored
+        return on_host.load(index, stored) if isinstance(stored, int) else stored
 
+    on_host.begin(index)
     with saved_tensors_hooks(store, load):
         return recomputed(layer, *args)

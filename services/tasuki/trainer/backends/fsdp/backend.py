@@ -22,12 +22,12 @@ from tasuki.memory.tags import MemoryTag
 from tasuki.planner.layout import Checkpointing
 from tasuki.planner.node_plan import check_critic
 from tasuki.planner.start import TRIAL_TOKENS
+from tasuki.planner.step_bytes import offloaded_per_token
 from tasuki.rpc.failpoints import NO_FAILPOINTS, Failpoints
 from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.trainer.backend import LearnerFacts, Publication
 from tasuki.trainer.backends.fsdp import export
 from tasuki.trainer.backends.fsdp.activations import set_checkpointing
-from tasuki.trainer.backends.fsdp.boundaries import Boundaries
 from tasuki.trainer.backends.fsdp.checkpoint import (
     CheckpointFacts,
     check_checkpoint,
@@ -36,6 +36,7 @@ from tasuki.trainer.backends.fsdp.checkpoint import (
     write_checkpoint,
 )
 from tasuki.trainer.backends.fsdp.compiled_blocks import compile_mlps, compiling_ahead, trial_batch
+from tasuki.trainer.backends.fsdp.host_activations import HostActivations
 from tasuki.trainer.backends.fsdp.host_shards import HostShards
 from tasuki.trainer.backends.fsdp.lora import adapters_off, trained_parameters
 from tasuki.trainer.backends.fsdp.memory import TrainerMemory
@@ -306,7 +307,7 @@ class FsdpBackend:
             network.causal_lm,
             self._layout.checkpointing,
             kept_layers=self._layout.kept_layers,
-            boundaries=self._boundaries(network.causal_lm),
+            on_host=self._host_activations(network.causal_lm),
         )
         if self._node.trainer.mlp_tile_tokens is not None:
             if self._compiles:
@@ -322,17 +323,17 @@ class FsdpBackend:
         self._to_close.callback(optimizer.close)
         return Trained(network, optimizer, ExpertLoad(network.causal_lm, mesh=self._mesh, device=self.device))
 
-    def _boundaries(self, causal_lm: PreTrainedModel) -> Boundaries | None:
-        """Host memory for the layers' inputs, if they are offloaded. Raises as Boundaries."""
-        if self._layout.checkpointing is not Checkpointing.OFFLOADED:
+    def _host_activations(self, causal_lm: PreTrainedModel) -> HostActivations | None:
+        """Host memory for what layers keep, if it is offloaded. Raises as HostActivations."""
+        num_layers = causal_lm.config.num_hidden_layers - self._layout.kept_layers
+        if self._layout.checkpointing is not Checkpointing.OFFLOADED or num_layers < 1:
             return None
-        config = causal_lm.config
-        # The passes that compile at the start have this many inputs on each rank, even where a micro-batch has fewer.
+        # The passes that compile at the start have this many tokens on each rank, even where a micro-batch has fewer.
         num_tokens = max(self._layout.rank_tokens, TRIAL_TOKENS if self._compiles else 0)
-        num_bytes = num_tokens * config.hidden_size * self._layout.compute_bytes
-        boundaries = Boundaries(self._mesh, num_layers=config.num_hidden_layers, num_bytes=num_bytes)
-        self._to_close.callback(boundaries.close)
-        return boundaries
+        num_bytes = num_tokens * offloaded_per_token(self._layout)
+        activations = HostActivations(self._mesh, num_layers=num_layers, num_bytes=num_bytes)
+        self._to_close.callback(activations.close)
+        return activations
 
     def _source(self, path: Path, *, lora: LoraConfig | None, is_frozen: bool = False) -> NetworkSource:
         """Frozen weights are loaded in compute dtype."""

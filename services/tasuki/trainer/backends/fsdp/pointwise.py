@@ -64,7 +64,8 @@ def down_projected(gate: Tensor, up: Tensor, down: Callable[[Tensor], Tensor], a
     if not gate.is_cuda or torch.compiler.is_compiling():
         return down((silu(gate) if activation == "silu" else gelu(gate, approximate="tanh")) * up)
     if type(down) is nn.Linear and down.bias is None:
-        return _DownProjected.apply(gate, up, down.weight, activation)
+        held = _Held.apply(gate, up, down.weight, activation)
+        return _DownProjected.apply(held, gate.detach(), up.detach(), down.weight.detach(), activation)
     return down(_Gated.apply(gate, up, activation))
 
 
@@ -98,14 +99,17 @@ class _Gated(torch.autograd.Function):
         return gate, up, None
 
 
-class _DownProjected(torch.autograd.Function):
+class _Held(torch.autograd.Function):
+    """Keeps what backward of the projected product needs. A separate node, so that recomputation ends before the product.
+
+    Its result has the shape of the projected product and no memory.
+    """
+
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, activation: Activation) -> Tensor:
-        from tasuki.trainer.backends.fsdp.pointwise_triton import gated_forward
-
         ctx.save_for_backward(gate, up, weight)
         ctx.activation = activation
-        return linear(gated_forward(gate, up, activation), weight)
+        return gate.new_empty(()).expand(*gate.shape[:-1], len(weight))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -116,3 +120,15 @@ class _DownProjected(torch.autograd.Function):
         is_trained = ctx.needs_input_grad[2]
         gated_backward(product, gate, up, ctx.activation, with_product=is_trained)
         return gate, up, grad.flatten(0, -2).T @ product.flatten(0, -2) if is_trained else None, None
+
+
+class _DownProjected(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, held: Tensor, gate: Tensor, up: Tensor, weight: Tensor, activation: Activation) -> Tensor:
+        from tasuki.trainer.backends.fsdp.pointwise_triton import gated_forward
+
+        return linear(gated_forward(gate, up, activation), weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad, None, None, None, None

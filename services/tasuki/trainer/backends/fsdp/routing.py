@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import linear
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from tasuki.algorithms.batch import Metric
 
@@ -62,12 +60,6 @@ def replace_routers(causal_lm: nn.Module) -> None:
         for name, module in list(parent.named_children()):
             if type(module).__name__ in _ROUTERS:
                 setattr(parent, name, Router(module))
-
-
-def routing_contexts(module: nn.Module, *also: OpOverload) -> Callable[[], Any] | None:
-    """`context_fn` of a checkpoint that keeps the choice of experts, if the module has any, and results of the operators in `also`."""
-    kept = [*also, *(routing_operators() if any(isinstance(each, Router) for each in module.modules()) else ())]
-    return partial(create_selective_checkpoint_contexts, kept) if kept else None
 
 
 class ExpertLoad:

@@ -1,0 +1,69 @@
+"""Tensors of layers in host memory: those that have no room stay where they are, and none is loaded twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from tasuki.trainer.backends.fsdp.host_activations import HostActivations
+
+NUM_LAYERS, NUM_TOKENS = 3, 16
+BYTES = 4 * NUM_TOKENS
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    dist.destroy_process_group()
+
+
+def tensors_of(layer: int) -> list[list[Tensor]]:
+    """An input, and two results of one operator, of which one lies transposed."""
+    generator = torch.Generator().manual_seed(layer)
+    of_input, out, sums = (torch.randn(4, NUM_TOKENS // 4, generator=generator) for _ in range(3))
+    return [[of_input], [out.T, sums]]
+
+
+def run(activations: HostActivations) -> None:
+    """Makes a forward and a backward pass."""
+    places: list[list[int]] = []
+    for layer in range(NUM_LAYERS):
+        activations.begin(layer)
+        indices: list[int] = []
+        for group in tensors_of(layer):
+            first = activations.store(layer, group)
+            indices += range(first, first + len(group))
+        places.append(indices)
+    for layer in reversed(range(NUM_LAYERS)):
+        for index, expected in zip(places[layer], chain.from_iterable(tensors_of(layer)), strict=True):
+            found = activations.load(layer, index)
+            assert torch.equal(found, expected) and found.stride() == expected.stride()
+
+
+@pytest.mark.parametrize("num_bytes", [3 * BYTES, 2 * BYTES, BYTES, 0])
+def test_everything_returns_whether_or_not_there_is_room(mesh: DeviceMesh, num_bytes: int) -> None:
+    activations = HostActivations(mesh, num_layers=NUM_LAYERS, num_bytes=num_bytes)
+    for _ in range(2):
+        run(activations)
+    activations.close()
+
+
+def test_nothing_is_held_once_it_was_loaded(mesh: DeviceMesh) -> None:
+    activations = HostActivations(mesh, num_layers=NUM_LAYERS, num_bytes=2 * BYTES)
+    run(activations)
+    assert not any(activations._on_device.values())
+
+
+def test_a_pass_that_has_no_backward_leaves_nothing_to_the_next(mesh: DeviceMesh) -> None:
+    activations = HostActivations(mesh, num_layers=NUM_LAYERS, num_bytes=BYTES)
+    for layer in range(NUM_LAYERS - 1):
+        activations.begin(layer)
+        activations.store(layer, [torch.full((NUM_TOKENS,), 7.0) for _ in range(3)])
+    run(activations)
