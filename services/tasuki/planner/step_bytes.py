@@ -289,8 +289,8 @@ def _is_fused(layout: Layout) -> bool:
 
 
 def _keeps_product(layout: Layout) -> bool:
-    """Whether MLPs keep activation(gate) * up for backward: an adapter needs it."""
-    return not _is_fused(layout) or layout.lora_rank is not None
+    """Whether MLPs keep activation(gate) * up for backward: an adapter needs it, and NONE keeps everything."""
+    return not _is_fused(layout) or layout.lora_rank is not None or layout.checkpointing is Checkpointing.NONE
 
 
 def _kept_to_share(layout: Layout) -> int:

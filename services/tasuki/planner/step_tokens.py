@@ -40,7 +40,7 @@ def with_fastest_checkpointing(layout: Layout, *, keeps_more: bool = True) -> La
         return chosen
     wary = replace(chosen, gpu_bytes=max(1, int(_SURE * layout.gpu_bytes)))
     least = _lacking_bytes(plan(wary))
-    numbers = range(1, layout.model.num_layers)
+    numbers = range(1, layout.model.num_layers + 1)
     kept = bisect_left(numbers, True, key=lambda kept: _lacking_bytes(plan(replace(wary, kept_layers=kept))) > least)
     return replace(chosen, kept_layers=kept)
 

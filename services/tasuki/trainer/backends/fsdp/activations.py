@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from tasuki.planner.layout import Checkpointing
 from tasuki.trainer.backends.fsdp.attention import attention_operators
 from tasuki.trainer.backends.fsdp.host_activations import HostActivations
+from tasuki.trainer.backends.fsdp.pointwise import GatedMlp
 from tasuki.trainer.backends.fsdp.replays import OnDevice, Results, replaying
 from tasuki.trainer.backends.fsdp.routing import Router, routing_operators
 
@@ -27,7 +28,8 @@ def set_checkpointing(
 ) -> None:
     """Sets what each layer keeps from forward to backward. No choice changes results.
 
-    kept_layers: number of last layers that keep everything. on_host: for OFFLOADED, storage of the other layers' tensors.
+    kept_layers: number of last layers that keep everything; all with NONE, which also keeps what an MLP can recompute at little cost.
+    on_host: for OFFLOADED, storage of the other layers' tensors.
     """
     decoder: Any = causal_lm.get_submodule("model")
     for index, layer in enumerate(decoder.layers):
@@ -35,6 +37,8 @@ def set_checkpointing(
         is_kept = checkpointing is Checkpointing.NONE or index >= len(decoder.layers) - kept_layers
         layer.gradient_checkpointing = not is_kept
         layer._gradient_checkpointing_func = _checkpoint(checkpointing, index, on_host, layer)
+        if isinstance(layer.mlp, GatedMlp):
+            layer.mlp.keeps_product = checkpointing is Checkpointing.NONE
 
 
 def _checkpoint(checkpointing: Checkpointing, index: int, on_host: HostActivations | None, layer: nn.Module) -> Layer:

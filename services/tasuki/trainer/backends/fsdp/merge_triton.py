@@ -16,7 +16,8 @@ from tasuki.transport.checksum import GROUP
 from tasuki.transport.kernels import terms
 from tasuki.transport.plan import Slice
 
-_ROWS, _COLUMNS, _NUM_WARPS = 128, 64, 8
+_ROWS, _COLUMNS, _SPAN, _NUM_WARPS = 64, 64, 8, 4
+"""Rows and columns of a block, blocks of a program, and its warps."""
 _LEAST_RANK = 16
 """Limit of tl.dot."""
 _WORDS = tl.constexpr(9)
@@ -56,7 +57,7 @@ class MergeTable:
 
     def __init__(self, merges: Sequence[Merge]) -> None:
         device = merges[0].held.device
-        counts = [triton.cdiv(each.held.shape[0], _ROWS) * triton.cdiv(each.held.shape[1], _COLUMNS) for each in merges]
+        counts = [triton.cdiv(each.held.shape[0], _ROWS) * triton.cdiv(each.held.shape[1], _COLUMNS * _SPAN) for each in merges]
         tiles = [torch.arange(count) + (index << 32) for index, count in enumerate(counts)]
         self._tiles = torch.cat(tiles).to(device)
         self._weights = torch.tensor([each.words() for each in merges]).to(device)
@@ -68,44 +69,67 @@ class MergeTable:
         with torch.cuda.device(sums.device):
             _merge_and_sum_tiles[len(self._tiles),](
                 self._weights, self._tiles, columns, sums, rank, columns.stride(0), scaling,
-                ROWS=_ROWS, COLUMNS=_COLUMNS, RANK=max(_LEAST_RANK, triton.next_power_of_2(rank)), num_warps=_NUM_WARPS,
+                ROWS=_ROWS, COLUMNS=_COLUMNS, RANK=max(_LEAST_RANK, triton.next_power_of_2(rank)), SPAN=_SPAN, num_warps=_NUM_WARPS,
             )  # fmt: skip
 
 
 @triton.jit
+def _parts(x):
+    """Three bfloat16 numbers whose sum is x, up to rounding of float32."""
+    high = x.to(tl.bfloat16)
+    rest = x - high.to(tl.float32)
+    middle = rest.to(tl.bfloat16)
+    return high, middle, (rest - middle.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
 def _merge_and_sum_tiles(
-    weights, tiles, all_columns, sums, rank, column_stride, scaling, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr
+    weights, tiles, all_columns, sums, rank, column_stride, scaling, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANK: tl.constexpr,
+    SPAN: tl.constexpr,
 ):  # fmt: skip
-    """A tile of a slice: summed in float32, rounded once, and read back as copy_and_sum_tiles does. rows, columns: float32."""
+    """SPAN blocks of a slice: summed in float32, rounded once, and read back as copy_and_sum_tiles does. rows, columns: float32."""
     word = tl.load(tiles + tl.program_id(0))
     weight = weights + (word >> 32) * _WORDS
     num_rows, num_columns = tl.load(weight + 4).to(tl.int32), tl.multiple_of(tl.load(weight + 5).to(tl.int32), _GROUP)
-    tile, num_across = word.to(tl.int32), tl.cdiv(num_columns, COLUMNS)
-    first_row, first_column = tile // num_across * ROWS, tile % num_across * COLUMNS
-    at_rows, at_columns = first_row + tl.arange(0, ROWS), first_column + tl.arange(0, COLUMNS)
-    at_rank = tl.arange(0, RANK)
-    is_row, is_column, is_rank = at_rows < num_rows, at_columns < num_columns, at_rank < rank
+    held = tl.multiple_of(tl.load(weight).to(tl.pointer_type(tl.int16)), 16)
+    base = tl.multiple_of(tl.load(weight + 1).to(tl.pointer_type(tl.bfloat16)), 16)
     rows = tl.multiple_of(tl.load(weight + 2).to(tl.pointer_type(tl.float32)), 16)
     columns = all_columns + tl.multiple_of(tl.load(weight + 3), _GROUP)
+    first_index, index_stride = tl.load(weight + 6), tl.load(weight + 7)
+    tile, num_across = word.to(tl.int32), tl.cdiv(num_columns, COLUMNS * SPAN)
+    at_rows, at_rank = tile // num_across * ROWS + tl.arange(0, ROWS), tl.arange(0, RANK)
+    is_row, is_rank = at_rows < num_rows, at_rank < rank
     b = tl.load(rows + at_rows[:, None] * rank + at_rank[None, :], mask=is_row[:, None] & is_rank[None, :], other=0.0)
-    a = tl.load(
-        columns + at_rank[:, None] * column_stride + at_columns[None, :], mask=is_rank[:, None] & is_column[None, :], other=0.0
-    )
-    product = tl.dot(b, a, input_precision="tf32x3")  # on tensor cores, nearly as exact as float32
-    places = at_rows[:, None].to(tl.int64) * num_columns + at_columns[None, :]
-    is_there = is_row[:, None] & is_column[None, :]
-    base = tl.multiple_of(tl.load(weight + 1).to(tl.pointer_type(tl.bfloat16)), 16)
-    held = tl.multiple_of(tl.load(weight).to(tl.pointer_type(tl.int16)), 16)
-    before = tl.load(base + places, mask=is_there, other=0.0).to(tl.float32)
-    merged = (before + scaling * product).to(tl.bfloat16).to(tl.int16, bitcast=True)
-    tl.store(held + places, merged, mask=is_there)
-    read = tl.load(held + places, mask=is_there, other=0, volatile=True)
+    b_high, b_middle, b_low = _parts(b * scaling)
     groups_across: tl.constexpr = COLUMNS // _GROUP
-    firsts = (
-        tl.load(weight + 6)
-        + at_rows[:, None].to(tl.int64) * tl.load(weight + 7)
-        + (first_column + tl.arange(0, groups_across) * _GROUP)[None, :]
-    )
-    groups, within = tl.reshape(read, (ROWS * groups_across, _GROUP)), tl.arange(0, _GROUP)[None, :]
-    totals = terms(groups, tl.reshape(firsts, (ROWS * groups_across,)), within, tl.int16, tl.int16, tl.int16, _GROUP)
+    within = tl.arange(0, _GROUP)[None, :]
+    totals = tl.zeros((ROWS * groups_across,), tl.int64)
+    # Pipelined, what was written would be read back too early.
+    for span in tl.range(0, SPAN, num_stages=1):
+        first_column = (tile % num_across * SPAN + span) * COLUMNS
+        at_columns = first_column + tl.arange(0, COLUMNS)
+        is_column = at_columns < num_columns
+        places = at_rows[:, None].to(tl.int64) * num_columns + at_columns[None, :]
+        is_there = is_row[:, None] & is_column[None, :]
+        before = tl.load(base + places, mask=is_there, other=0.0)
+        a = tl.load(
+            columns + at_rank[:, None] * column_stride + at_columns[None, :],
+            mask=is_rank[:, None] & is_column[None, :],
+            other=0.0,
+        )
+        # Tensor cores multiply parts: as exact as float32.
+        a_high, a_middle, a_low = _parts(a)
+        product = tl.dot(b_low, a_high)
+        product = tl.dot(b_high, a_low, product)
+        product = tl.dot(b_middle, a_middle, product)
+        product = tl.dot(b_middle, a_high, product)
+        product = tl.dot(b_high, a_middle, product)
+        product = tl.dot(b_high, a_high, product)
+        merged = (before.to(tl.float32) + product).to(tl.bfloat16).to(tl.int16, bitcast=True)
+        tl.store(held + places, merged, mask=is_there)
+        read = tl.load(held + places, mask=is_there, other=0, volatile=True)
+        at_groups = first_column + tl.arange(0, groups_across) * _GROUP
+        firsts = first_index + at_rows[:, None].to(tl.int64) * index_stride + at_groups[None, :]
+        groups = tl.reshape(read, (ROWS * groups_across, _GROUP))
+        totals += terms(groups, tl.reshape(firsts, (ROWS * groups_across,)), within, tl.int16, tl.int16, tl.int16, _GROUP)
     tl.atomic_add(sums + tl.load(weight + 8), tl.sum(totals, axis=0), sem="relaxed")

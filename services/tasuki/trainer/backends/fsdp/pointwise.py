@@ -33,6 +33,8 @@ class GatedMlp(nn.Module):
     def __init__(self, mlp: nn.Module, activation: Activation) -> None:
         super().__init__()
         self._activation: Activation = activation
+        self.keeps_product = False
+        """Whether activation(gate) * up is kept for backward even where it can be recomputed."""
         for name, projection in mlp.named_children():
             if name.endswith("_proj"):
                 self.add_module(name, projection)
@@ -43,7 +45,7 @@ class GatedMlp(nn.Module):
             gate, up = projections["gate_up_proj"](x).chunk(2, dim=-1)
         else:
             gate, up = projections["gate_proj"](x), projections["up_proj"](x)
-        return down_projected(gate, up, projections["down_proj"], self._activation)
+        return down_projected(gate, up, projections["down_proj"], self._activation, keeps_product=self.keeps_product)
 
 
 def fuse_pointwise(causal_lm: nn.Module) -> None:
@@ -55,15 +57,17 @@ def fuse_pointwise(causal_lm: nn.Module) -> None:
                 setattr(parent, name, fused)
 
 
-def down_projected(gate: Tensor, up: Tensor, down: Callable[[Tensor], Tensor], activation: Activation) -> Tensor:
+def down_projected(
+    gate: Tensor, up: Tensor, down: Callable[[Tensor], Tensor], activation: Activation, *, keeps_product: bool = False
+) -> Tensor:
     """down(activation(gate) * up). gate, up: results of projections, in one dtype.
 
     On a GPU, unless compiled, activation and product are one kernel, which computes in float32. Backward writes the gradients of gate and
-    up in their place, and recomputes the product if `down` is a plain projection.
+    up in their place, and recomputes the product unless it is kept; `down` must be a plain projection for that.
     """
     if not gate.is_cuda or torch.compiler.is_compiling():
         return down((silu(gate) if activation == "silu" else gelu(gate, approximate="tanh")) * up)
-    if type(down) is nn.Linear and down.bias is None:
+    if type(down) is nn.Linear and down.bias is None and not keeps_product:
         held = _Held.apply(gate, up, down.weight, activation)
         return _DownProjected.apply(held, gate.detach(), up.detach(), down.weight.detach(), activation)
     return down(_Gated.apply(gate, up, activation))
