@@ -21,7 +21,7 @@ def exact_of(base: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> t
 def check(held: torch.Tensor, exact: torch.Tensor) -> None:
     # Half a place of bfloat16, and what the low halves leave out.
     assert ((held.double() - exact).abs() <= exact.abs() * 2**-8 * 1.01 + 1e-6).all()
-    assert (held == exact.bfloat16()).float().mean() > 0.99
+    assert (held == exact.bfloat16()).float().mean() > 0.998
 
 
 @pytest.mark.parametrize("rank", [1, 8, 32, 96])
