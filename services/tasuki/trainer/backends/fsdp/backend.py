@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
@@ -190,8 +191,13 @@ class FsdpBackend:
 
     def publish(self, *, policy_version: int) -> Publication:
         """Publishes the shards in the engine's dtype: adapters only, or merged weights."""
+        started = time.perf_counter()
         self._export = self.memory.export(self._make_export)
-        return Publication(self._export, self._export.publish(policy_version, replaced=self._merged))
+        mapped = time.perf_counter()
+        num_bytes = self._export.publish(policy_version, replaced=self._merged)
+        seconds = mapped - started, time.perf_counter() - mapped
+        _log.info("event=published policy_version=%d bytes=%d map_s=%.4f write_s=%.4f", policy_version, num_bytes, *seconds)
+        return Publication(self._export, num_bytes)
 
     def warm_up(self) -> None:
         """Compiles for the first passes and, on a GPU, rehearses the first publication.
@@ -209,9 +215,10 @@ class FsdpBackend:
 
     def rehearse_publication(self) -> None:
         """Publishes and withdraws, which loads kernels. Keeps the memory if it stays during OFFLOAD. Raises OutOfGpuMemory."""
+        self._export = self.memory.export(self._make_export)
         for _ in range(2 if self._layout.publishes_deltas else 1):  # the second one has deltas
-            self.publish(policy_version=0)
-            self.withdraw()
+            self._export.publish(0, replaced=self._merged)
+            self._export.withdraw()
         self.memory.release_export()
 
     def _compile(self) -> None:
