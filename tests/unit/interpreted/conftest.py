@@ -1,4 +1,4 @@
-"""What every kernel needs to run in Triton's interpreter."""
+"""Fixtures with which kernels run in Triton's interpreter."""
 
 from __future__ import annotations
 

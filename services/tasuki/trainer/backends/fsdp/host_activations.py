@@ -19,7 +19,7 @@ _ADVICE = 'lower trainer.micro_batch_tokens, or choose "full"'
 
 @dataclass(slots=True)
 class _Stored:
-    """What one layer has stored in its buffer."""
+    """A layer's tensors in its buffer."""
 
     tensors: dict[int, Tensor] = field(default_factory=dict)
     """Views of the buffer, by the order in which they were stored."""

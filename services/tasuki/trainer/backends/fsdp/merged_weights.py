@@ -63,7 +63,7 @@ class MergedWeights:
         self.by_name = {weight.name: weight for weight in weights}
         self._is_by_rows = all(weight.is_split_by_rows for weight in weights)
         self._groups = _grouped(weights) if self._is_by_rows else [[weight] for weight in weights]
-        self._tables: list[MergeTable] | None = None
+        self._tables: list[MergeTable | None] | None = None
         self._tables_for: list[int] = []
 
     @property

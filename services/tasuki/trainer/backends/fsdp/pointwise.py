@@ -58,7 +58,12 @@ def fuse_pointwise(causal_lm: nn.Module) -> None:
 
 
 def down_projected(
-    gate: Tensor, up: Tensor, down: Callable[[Tensor], Tensor], activation: Activation, *, keeps_product: bool = False
+    gate: Tensor,
+    up: Tensor,
+    down: Callable[[Tensor], Tensor] | nn.Linear,
+    activation: Activation,
+    *,
+    keeps_product: bool = False,
 ) -> Tensor:
     """down(activation(gate) * up). gate, up: results of projections, in one dtype.
 
@@ -67,7 +72,7 @@ def down_projected(
     """
     if not gate.is_cuda or torch.compiler.is_compiling():
         return down((silu(gate) if activation == "silu" else gelu(gate, approximate="tanh")) * up)
-    if type(down) is nn.Linear and down.bias is None and not keeps_product:
+    if isinstance(down, nn.Linear) and down.bias is None and not keeps_product:
         held = _Held.apply(gate, up, down.weight, activation)
         return _DownProjected.apply(held, gate.detach(), up.detach(), down.weight.detach(), activation)
     return down(_Gated.apply(gate, up, activation))
