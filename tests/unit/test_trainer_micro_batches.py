@@ -53,8 +53,8 @@ def node(model: Path, *, device: str = "cuda", **trainer: Any) -> NodeConfig:
 async def test_ranks_on_gpus_have_the_tokens_of_the_plan_for_the_smallest(model: Path) -> None:
     config = node(model)
     shape, host_bytes = read_model_shape(model), host_memory().total_bytes
-    tokens = [await micro_batch_tokens(config, Gpus(141 * GB, size)) for size in (72 * GB, 141 * GB)]
-    plans = [node_layout(config, shape, gpu_bytes=size, host_bytes=host_bytes) for size in (72 * GB, 141 * GB)]
+    tokens = [await micro_batch_tokens(config, Gpus(141 * GB, size)) for size in (66 * GB, 141 * GB)]
+    plans = [node_layout(config, shape, gpu_bytes=size, host_bytes=host_bytes) for size in (66 * GB, 141 * GB)]
     assert tokens == [layout.micro_batch_tokens for layout in plans]
     assert tokens[0] < tokens[1]
 
