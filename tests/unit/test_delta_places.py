@@ -79,3 +79,29 @@ def test_deltas_are_planned_only_where_they_leave_in_place_what_they_need(export
 def test_a_residency_without_what_deltas_need_has_none() -> None:
     given = layout(kv_ratio=0.5, publish_deltas=True, residency={"trainer": [["export"]] * 8, "rollout": [[]] * 8})
     assert not given.publishes_deltas
+
+
+def test_left_open_deltas_are_planned_where_nothing_else_changes() -> None:
+    def is_planned(**settings: Any) -> bool:
+        chosen = layout(**{"kv_ratio": 0.4, **settings})
+        without = layout(**{"kv_ratio": 0.4, **settings, "publish_deltas": False})
+        assert replace(chosen, publishes_deltas=False) == without
+        return chosen.publishes_deltas
+
+    assert is_planned()
+    assert not is_planned(kv_ratio=0.3), "one layer less would keep everything"
+    assert not is_planned(kv_ratio=0.91), "the copy leaves"
+    for settings in ({"export_stays": False}, {"export_handles": "ipc"}, {"param_dtype": "bfloat16"}, {"lora": {"rank": 8}}):
+        assert not is_planned(**settings)
+    given = layout(kv_ratio=0.4, residency={"trainer": [["export"]] * 8, "rollout": [["weights"]] * 8})
+    assert not given.publishes_deltas, "where residency is given, deltas are too"
+
+
+def test_a_single_replica_reads_from_its_own_gpus() -> None:
+    node = NodeConfig.model_validate(
+        {"state_dir": "s", "device": "cuda", "model": {"path": "m"}, "trainer": {"num_ranks": 2}, "rollout": {"tp_size": 2}}
+    )
+    assert not node.may_publish_deltas
+    both = {"rollout": {"tp_size": 1, "dp_size": 2}}
+    assert node.model_validate({**node.model_dump(), **both}).may_publish_deltas
+    assert not node.model_validate({**node.model_dump(), **both, "device": "cpu"}).may_publish_deltas

@@ -184,7 +184,7 @@ def _not_counted(config: Path | None, wishes: Wishes) -> list[str]:
 
 def _wants_deltas(config: Path | None, wishes: Wishes) -> bool:
     node = _node_if_any(config, wishes)
-    return node is not None and node.trainer.publish_deltas
+    return node is not None and node.trainer.publish_deltas is True
 
 
 def _node_if_any(config: Path | None, wishes: Wishes) -> NodeConfig | None:

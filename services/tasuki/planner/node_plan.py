@@ -67,10 +67,19 @@ def node_layout(
     layout = _as_configured(config, model, gpu_bytes=gpu_bytes, host_bytes=host_bytes, num_gpus=num_gpus)
     layout = replace(layout, overheads=overheads or Overheads())
     chosen = _with_residency(_with_open_settings(layout, config), config)
-    if chosen.publishes_deltas and not keeps_what_deltas_need(chosen):
-        # Deltas would never be read, and something may stay in their place.
-        chosen = _with_residency(_with_open_settings(replace(layout, publishes_deltas=False), config), config)
+    if chosen.publishes_deltas:
+        without = _with_residency(_with_open_settings(replace(layout, publishes_deltas=False), config), config)
+        # If copy or weights leave, deltas would never be read, and something may stay in their place.
+        if not keeps_what_deltas_need(chosen) or (config.trainer.publish_deltas is None and _costs_something(chosen, without)):
+            chosen = without
     return replace(chosen, budget_bytes=config.memory.host_budget_bytes)
+
+
+def _costs_something(chosen: Layout, without: Layout) -> bool:
+    """Whether more than the memory of deltas distinguishes two layouts, or only the one without them fits."""
+    one, other = plan(chosen), plan(without)
+    is_equal = replace(chosen, publishes_deltas=False) == without and one.kv_pool.num_tokens == other.kv_pool.num_tokens
+    return not is_equal or one.fits < other.fits
 
 
 def _check_adapters(config: NodeConfig, model: ModelShape) -> None:
@@ -105,7 +114,7 @@ def _as_configured(config: NodeConfig, model: ModelShape, *, gpu_bytes: int, hos
         engine_bytes=_ELEMENT_BYTES[rollout.dtype],
         param_bytes=_ELEMENT_BYTES[trainer.param_dtype],
         exports_parameters=config.exports_parameters,
-        publishes_deltas=trainer.publish_deltas,
+        publishes_deltas=config.may_publish_deltas,
         export_stays=trainer.export_stays is not False,
         micro_batch_tokens=config.most_micro_batch_tokens,
         # If residency is open, tokens are chosen first: none of it costs as much as a step of more and smaller micro-batches.

@@ -21,7 +21,7 @@ _NO_GPU = 1
 
 
 def with_residency(config: NodeConfig, *, resumes: bool, tell: Callable[[str], None]) -> NodeConfig:
-    """Adds `[residency]` unless it is configured, as the planner decides.
+    """Adds `[residency]` unless it is configured, and whether deltas are published, as the planner decides.
 
     tell: takes one line for each kind of device, and one if the node does not fit into the memory that is free now.
 
@@ -53,7 +53,8 @@ def with_residency(config: NodeConfig, *, resumes: bool, tell: Callable[[str], N
     if together:
         tell("trainer and rollout start at the same time: every GPU has room for both")
     residency = as_config(layout, config, kv_tokens=kv_tokens, starts_together=together)
-    return config.model_copy(update={"residency": residency})
+    trainer = config.trainer.model_copy(update={"publish_deltas": layout.publishes_deltas})
+    return config.model_copy(update={"residency": residency, "trainer": trainer})
 
 
 def residency_lines(layout: Layout) -> list[str]:
