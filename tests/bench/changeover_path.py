@@ -16,7 +16,15 @@ from unittest import mock
 from tasuki.client import Client, Phase
 from tests import conftest
 
-_STARTS = ("/__main__.py:", "/serve.py:", "/launch.py:", "/forked_rank.py:", "rollout/ranks.py:", "/scheduler.py:")
+_STARTS = (
+    "/__main__.py:",
+    "/serve.py:",
+    "/launch.py:",
+    "/forked_rank.py:",
+    "rollout/ranks.py:",
+    "/scheduler.py:",
+    "/rank_line.py:",
+)
 _TO_SERVICE = [("task", "CoordinatorServicer.Acquire", "coordinator/"), ("rpc Pause", "", "coordinator/")]
 _WAYS = {
     "OFFLOAD": [
@@ -28,9 +36,8 @@ _WAYS = {
     "PAUSE_KV": [
         *_TO_SERVICE,
         ("task", "Servicer.Pause", "rollout/"),
-        ("task", ":Rollout.pause", "rollout/"),
-        ("ranks", ":RolloutEngine.run_on_ranks", "rollout/"),
-        ("pages pause", "ause", "rollout/"),
+        ("ranks", ":Rollout.pause", "rollout/"),
+        ("pages pause", ":EngineRank.run_at_once", "rollout/"),
     ],
 }
 """Legs of each stage's path, from one hand-over of a call to the next: its kind, and a function and a folder open in it."""

@@ -302,6 +302,30 @@ async def test_later_syncs_go_straight_to_the_ranks_and_are_compared_as_the_firs
         assert engine.num_commands == 1
 
 
+async def test_pauses_resumes_and_readings_go_straight_to_connected_ranks(ranks: EngineRanks, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        published = Published("qwen2", tmp_path, stack)
+        ranks.receive(published.folder, published.message, tp_size=2)
+        engine = CountingRanks(ranks)
+        calls = RankCalls(engine, socket_dir=tmp_path)
+        stack.callback(calls.close)
+        released = await calls.pause([MemoryTag.WEIGHTS], timeout_s=30)
+        async with asyncio.timeout(30):
+            while not calls.is_connected:
+                await asyncio.sleep(0.01)
+        assert engine.num_commands == 1
+        assert (await calls.resume([MemoryTag.WEIGHTS], timeout_s=30)).num_bytes == released > 0
+        assert await calls.pause([MemoryTag.WEIGHTS], timeout_s=30) == released
+        usage = await calls.usage(memory_pb2.GetUsageRequest(), timeout_s=30)
+        assert [(tag.is_paused, tag.mapped_bytes) for tag in usage.tags if tag.tag == types_pb2.MEMORY_TAG_WEIGHTS] == [
+            (True, 0)
+        ] * 2
+        assert engine.num_commands == 1
+        await calls.resume([MemoryTag.WEIGHTS], timeout_s=30)
+        await calls.load(timeout_s=30)
+        assert engine.num_commands == 2
+
+
 @pytest.mark.parametrize(("tp_size", "num_ranks", "kind", "cut"), SYNCS)
 def test_sync_equals_loading_the_checkpoint_from_disk(
     ranks: EngineRanks, tp_size: int, num_ranks: int, kind: str, cut: Cut, tmp_path: Path

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import pytest
 
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.node import Node
-from tasuki.coordinator.records import Status
+from tasuki.coordinator.operations import StateUpdate
+from tasuki.coordinator.records import StageEvent, Status
 from tasuki.memory.stages import Phase, Service, Stage
 from tasuki.wire.errors import DiskFull, OutOfGpuMemory, PeerUnavailable, StageOrder
 from tests.unit.fake_node import TO_ROLLOUT, TO_TRAIN, TRAIN, acquire, events
@@ -103,6 +106,48 @@ async def test_failed_undo_is_journalled_and_the_stage_error_is_raised(
     services.fail_undo.clear()
     await acquire(node, Phase.TRAIN)
     assert node.state().phase is Phase.TRAIN
+
+
+class DiskLog:
+    """Rows that the journal has written, and events that watchers were told of with rows not on disk yet."""
+
+    def __init__(self, journal: Journal) -> None:
+        self.num_waits = 0
+        """Commits that waited for the disk."""
+        self.early: list[StageEvent] = []
+        self._syncs, self._waiting = True, set[str]()
+        journal._db.set_trace_callback(self._traced)
+
+    def _traced(self, statement: str) -> None:
+        if statement.startswith("PRAGMA synchronous"):
+            self._syncs = statement.endswith("FULL")
+        elif statement.startswith("INSERT INTO results"):
+            self._waiting.add("result")
+        elif self._syncs and (statement.startswith("INSERT") or statement == "COMMIT"):
+            self.num_waits += 1
+            self._waiting.clear()
+
+    def full(self) -> bool:
+        return False
+
+    def put_nowait(self, update: StateUpdate | None) -> None:
+        if update is not None and self._waiting:
+            self.early.append(update.event)
+
+
+async def test_a_result_is_on_disk_before_its_event_and_mostly_with_the_next_row(node: Node, journal: Journal) -> None:
+    disk = DiskLog(journal)
+    node.watchers._queues.add(cast(Any, disk))
+    await acquire(node, Phase.ROLLOUT)
+    # Five intents, the outcome, and the results before stages that may have to look for room.
+    assert disk.num_waits == 8
+    await acquire(node, Phase.TRAIN)
+    assert disk.num_waits == 8 + 7
+    for stage in TO_ROLLOUT:
+        await events(node.run_stage(stage, f"hand {stage}"))
+    assert disk.early == []
+    assert [one.status for one in journal.changeovers(limit=9)] == [Status.DONE] * 3
+    assert journal.is_on_disk
 
 
 async def test_stages_run_one_by_one_make_one_changeover(node: Node, services: FakeServices, journal: Journal) -> None:

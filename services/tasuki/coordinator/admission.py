@@ -45,7 +45,14 @@ from tasuki.planner.plan import needed_bytes
 from tasuki.wire.errors import TasukiError
 
 _LEAVING_POLL_S = 0.02
+_IDLE_DURING = {Stage.LOAD_WEIGHTS: Service.ROLLOUT, Stage.DRAIN: Service.TRAINER}
+"""Service that is measured while the stage runs."""
 _log = logging.getLogger("tasuki.coordinator")
+
+
+def may_wait_between(stage: Stage, following: Stage | None) -> bool:
+    """Whether a service may be asked for its memory after the answer of `stage` and before `following`, if another stage follows."""
+    return stage in _IDLE_DURING or following in TAKES
 
 
 class MemoryReader(Protocol):
@@ -187,7 +194,7 @@ class Admission:
 
     def _idle_during(self, stage: Stage) -> Sequence[Service]:
         if self._config.device == "cuda":
-            return {Stage.LOAD_WEIGHTS: (Service.ROLLOUT,), Stage.DRAIN: (Service.TRAINER,)}.get(stage, ())
+            return (_IDLE_DURING[stage],) if stage in _IDLE_DURING else ()
         # The trainer may have grown while it trained, by a reference policy, which only the budget can notice. It answers after the stage.
         has_budget = self._config.memory.host_budget_bytes is not None
         return (Service.TRAINER,) if has_budget and stage is Stage.LOAD_WEIGHTS else ()

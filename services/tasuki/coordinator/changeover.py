@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
-from tasuki.coordinator.admission import Admission
+from tasuki.coordinator.admission import Admission, may_wait_between
 from tasuki.coordinator.changeover_trace import NO_TRACE, ChangeoverTrace
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.peers import Observed, Peers
@@ -35,6 +36,8 @@ _OUTCOME_UNKNOWN = (DeadlineExceeded, DiskFull, InternalError, PeerUnavailable)
 
 Tell = Callable[[StageEvent, Stage], None]
 """Takes what happened, and where the node is after it."""
+Done = Callable[..., StageEvent]
+"""Records a result, as `Journal.done` does."""
 Restart = Callable[[Service, str], None]
 """Kills and restarts a service that hangs; takes the cause."""
 
@@ -65,6 +68,7 @@ class Changeover:
         self.started = time.perf_counter()
         self._journal, self._peers, self._tell, self._restart = journal, peers, tell, restart
         self._admission = admission
+        self._unreported: list[StageEvent] = []
         self.observe(seen)
 
     def observe(self, seen: Observed) -> None:
@@ -83,10 +87,13 @@ class Changeover:
         """Brings the node to `target`. If a stage fails, the finished ones are undone and its error is raised."""
         if self._is_on_the_way_back or self._lacks_publication() or turns_back(self.at, self.target):
             await self._take_back(since_phase(self.at))
-        for stage in path(self.at, self.target):
+        stages = path(self.at, self.target)
+        for stage, following in zip_longest(stages, stages[1:]):
             finished = since_phase(self.at)
+            # Otherwise the next intent, or the changeover's outcome, is recorded without a wait.
+            waits = may_wait_between(stage, following)
             try:
-                await self.run(stage)
+                await self._run(stage, done=self._journal.done if waits else self._journal.done_before_next)
             except TasukiError as error:
                 if isinstance(error, DeadlineExceeded):
                     self._restart(RULES[stage].service, f"{stage} did not end in time: {error.message}")
@@ -111,23 +118,26 @@ class Changeover:
 
         Raises OutOfGpuMemory, with nothing recorded or sent, if the stage has no room.
         """
+        await self._run(stage, done=self._journal.done)
+
+    async def _run(self, stage: Stage, *, done: Done) -> None:
         after = advance(self.at, stage)
         published = self._journal.published() if stage is Stage.SYNC else Outcome()
         if published is None:
             text = "the answer of LOAD_WEIGHTS was lost with an earlier coordinator; acquire phase TRAIN, which takes it back"
             raise StageOrder(text, stage=stage, after=self.at)
         async with nullcontext() if self._admission is None else self._admission.during(stage):
-            intent = self._journal.intend(stage, self.id, is_undo=False, **self._boots)
+            intent = self._intend(stage, is_undo=False)
             self._tell(StageEvent(self.id, stage, Status.STARTED, time=intent.time), self.at)
-            with self._recorded(intent, leads_to=after) as attempt:
+            with self._recorded(intent, leads_to=after, done=done) as attempt:
                 attempt.outcome = await self._peers.carry_out(intent, published=published.answer)
 
     async def _take_back(self, stages: Sequence[Stage]) -> None:
         """Undoes `stages`, given in the order they ran, and observes the services afterwards."""
         for stage in undo_path(stages):
-            intent = self._journal.intend(stage, self.id, is_undo=True, **self._boots)
+            intent = self._intend(stage, is_undo=True)
             try:
-                with self._recorded(intent, leads_to=self.at) as attempt:
+                with self._recorded(intent, leads_to=self.at, done=self._journal.done) as attempt:
                     attempt.outcome = await self._peers.carry_out(intent, published=b"")
             except StageOrder:
                 # The stage never ran; or rollout went on after it was observed, and the trainer must not return beside it.
@@ -146,8 +156,14 @@ class Changeover:
         except TasukiError as error:
             _log.error("event=undo_failed changeover=%s cause=%s reason=%s", self.id, cause.reason, error.reason)
 
+    def _intend(self, stage: Stage, *, is_undo: bool) -> Intent:
+        """Records an intent, with which the result before it is on disk."""
+        intent = self._journal.intend(stage, self.id, is_undo=is_undo, **self._boots)
+        self.report()
+        return intent
+
     @contextmanager
-    def _recorded(self, intent: Intent, *, leads_to: Stage) -> Iterator[_Attempt]:
+    def _recorded(self, intent: Intent, *, leads_to: Stage, done: Done) -> Iterator[_Attempt]:
         """Records the result of the command that the block sends, after its intent."""
         started, attempt = time.perf_counter(), _Attempt()
         try:
@@ -155,7 +171,8 @@ class Changeover:
                 yield attempt
                 span.set("tasuki.bytes", attempt.outcome.num_bytes)
         except TasukiError as error:
-            self._report(self._journal.failed(intent, error, seconds=time.perf_counter() - started))
+            self._unreported.append(self._journal.failed(intent, error, seconds=time.perf_counter() - started))
+            self.report()
             if isinstance(error, StaleSequence):
                 self._journal.pass_over(int(error.metadata["current_sequence"]))
             if isinstance(error, StaleEpoch) and not self._journal.has_epoch(int(error.metadata["current_epoch"])):
@@ -168,23 +185,28 @@ class Changeover:
         elif self._admission is not None:
             self._admission.done(intent.stage, attempt.outcome)
         self.at = leads_to
-        self._report(self._journal.done(intent, attempt.outcome, seconds=time.perf_counter() - started))
+        self._unreported.append(done(intent, attempt.outcome, seconds=time.perf_counter() - started))
+        if self._journal.is_on_disk:
+            self.report()
 
     def _forget_memory(self) -> None:
         if self._admission is not None:
             self._admission.forget()
 
-    def _report(self, event: StageEvent) -> None:
-        _log.info(
-            "event=stage changeover=%s stage=%s status=%s seconds=%.4f bytes=%d reason=%s",
-            event.changeover_id,
-            event.stage,
-            event.status,
-            event.seconds,
-            event.num_bytes,
-            event.error_reason or "-",
-        )
-        self._tell(event, self.at)
+    def report(self) -> None:
+        """Reports the results that are on disk by now."""
+        while self._unreported:
+            event = self._unreported.pop(0)
+            _log.info(
+                "event=stage changeover=%s stage=%s status=%s seconds=%.4f bytes=%d reason=%s",
+                event.changeover_id,
+                event.stage,
+                event.status,
+                event.seconds,
+                event.num_bytes,
+                event.error_reason or "-",
+            )
+            self._tell(event, self.at)
 
 
 def _service_of(intent: Intent) -> Service:

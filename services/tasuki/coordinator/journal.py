@@ -1,7 +1,8 @@
 """Journal of the coordinator: intents and their results, in SQLite.
 
 Rows are added and never changed: `stages` holds intents, `results` their outcomes. A stage without a result is one whose outcome no
-coordinator learned. A commit is on disk before the call returns (WAL, synchronous=FULL; 0.2 ms), so calls need no thread.
+coordinator learned. A commit is on disk before the call returns (WAL, synchronous=FULL; 0.2 ms), so calls need no thread. Only a
+changeover's start, and a result by `done_before_next`, reach the disk with the next commit.
 """
 
 from __future__ import annotations
@@ -47,9 +48,12 @@ class Journal:
                     problem = f"{path} is damaged: {error}; move it elsewhere, or choose another folder"
                     raise InvalidArgument("state_dir", problem) from error
                 raise
+        self._syncs = True
         self._unwritten: list[tuple[Intent, tuple[object, ...], Outcome]] = []
         self.epoch = 0
         self._sequence = 0
+        self.is_on_disk = True
+        """Whether every row has reached the disk."""
 
     def close(self) -> None:
         self._db.close()
@@ -65,11 +69,12 @@ class Journal:
         return self._db.execute("SELECT 1 FROM epochs WHERE epoch = ?", (epoch,)).fetchone() is not None
 
     def begin_changeover(self, request_id: str, *, origin: Stage, target: Phase) -> str:
-        """Records the start of a changeover from `origin` to `target`. Returns its id."""
-        row = self._write(
-            "INSERT INTO changeovers (epoch, request_id, origin, target, start_time) VALUES (?, ?, ?, ?, ?)",
-            (self.epoch, request_id, origin, target, time.time()),
-        )
+        """Records the start of a changeover from `origin` to `target`. Returns its id. On disk with its first intent, or its outcome."""
+        with self._until_next_commit():
+            row = self._write(
+                "INSERT INTO changeovers (epoch, request_id, origin, target, start_time) VALUES (?, ?, ?, ?, ?)",
+                (self.epoch, request_id, origin, target, time.time()),
+            )
         return id_text(int(row.lastrowid or 0))
 
     def end_changeover(
@@ -127,6 +132,11 @@ class Journal:
     def done(self, intent: Intent, outcome: Outcome, *, seconds: float) -> StageEvent:
         """Records that the stage or its undo was carried out."""
         return self._result(intent, Status.UNDONE if intent.is_undo else Status.DONE, outcome, seconds=seconds)
+
+    def done_before_next(self, intent: Intent, outcome: Outcome, *, seconds: float) -> StageEvent:
+        """Same as `done`, but on disk with the next commit, which must follow at once. Report the event after that."""
+        with self._until_next_commit():
+            return self.done(intent, outcome, seconds=seconds)
 
     def failed(self, intent: Intent, error: TasukiError, *, seconds: float) -> StageEvent:
         """Records that the stage or its undo was refused or failed."""
@@ -303,7 +313,9 @@ class Journal:
     def _write(self, statement: str, values: Sequence[object]) -> sqlite3.Cursor:
         self._write_results()
         with self._writing():
-            return self._db.execute(statement, values)
+            row = self._db.execute(statement, values)
+        self.is_on_disk = self._syncs
+        return row
 
     def _write_results(self) -> None:
         """Writes the results that found no room earlier; they come before any other row."""
@@ -314,6 +326,18 @@ class Journal:
                     self._db.execute("INSERT INTO results VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
                     self._db.executemany(INSERT_MOVEMENT, movement_rows(intent.id, outcome))
                 del self._unwritten[0]
+                self.is_on_disk = self._syncs
+
+    @contextmanager
+    def _until_next_commit(self) -> Iterator[None]:
+        """Commits in the block reach the file, and the disk with the next commit after it."""
+        self._db.execute("PRAGMA synchronous = NORMAL")
+        self._syncs = False
+        try:
+            yield
+        finally:
+            self._db.execute("PRAGMA synchronous = FULL")
+            self._syncs = True
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:

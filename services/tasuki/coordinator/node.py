@@ -232,6 +232,7 @@ class Node:
         published = self._journal.published() if serves else None
         version = published.policy_version if published else None
         ended = self._journal.end_changeover(changeover.id, seconds=seconds, policy_version=version, error=error)
+        changeover.report()
         changeover.trace.end(error)
         self._open = None
         self._num_done += error is None

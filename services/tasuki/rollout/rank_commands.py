@@ -1,13 +1,14 @@
 """Runs in every engine rank: executes the front's commands and answers over ZMQ.
 
 SGLang calls `run_command` as a custom weight loader, between two batches and in the same order on every rank. The first command
-also connects the rank's line to the front, on which commands come directly to `EngineRank.run_at_once`.
+also connects the rank's line to the front, on which most commands come directly to `EngineRank.run_at_once`.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -220,8 +221,14 @@ class EngineRank:
         """Runs a command that came directly from the front, in a separate thread, once the scheduler waits for requests."""
         if self._allocator.device != "cpu":
             torch.cuda.set_device(self._allocator.device)
-        with self._lock.held(), torch.no_grad():
+        with self._lock.held(), torch.no_grad(), self._stream_of(command):
             return self.commands.run(command)
+
+    def _stream_of(self, command: ranks_pb2.EngineRankCommand) -> AbstractContextManager[Any]:
+        """The scheduler's stream, since a pause makes tensors that the scheduler uses. A sync waits for its own work."""
+        if self._scheduler is None or self._allocator.device == "cpu" or command.HasField("receive"):
+            return nullcontext()
+        return torch.cuda.stream(self._scheduler.schedule_stream)
 
     def _receive(self, command: ranks_pb2.ReceiveCommand) -> ranks_pb2.ReceiveResult:
         if self._scheduler is not None and not self._scheduler.is_fully_idle():
@@ -314,13 +321,8 @@ def _line_to(address: str) -> RankLine:
         for line in _lines:
             line.close()
         (rank,) = _ranks
-        _lines[:] = [RankLine(address, rank=rank.rank, run=_run_at_once)]
+        _lines[:] = [RankLine(address, rank=rank.rank, run=rank.run_at_once)]
     return _lines[0]
-
-
-def _run_at_once(command: ranks_pb2.EngineRankCommand) -> ranks_pb2.EngineRankResult:
-    (rank,) = _ranks
-    return rank.run_at_once(command)
 
 
 def _encode_received(policy_version: int, received: Received) -> ranks_pb2.ReceiveResult:
