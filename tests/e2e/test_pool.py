@@ -38,7 +38,10 @@ def assert_seconds_are_told(node: RunningNode) -> None:
     """Checks that `tasuki up`, `tasuki state` and the services' logs report the same start-up seconds."""
     up = (node.config.parent / "up.log").read_text()
     state = tasuki("state", node.config, timeout_s=60).stdout
-    for service, parts in {"trainer": ("imports", "model", "memory"), "rollout": ("imports", "weights", "engine")}.items():
+    for service, parts in {
+        "trainer": ("imports", "model", "memory"),
+        "rollout": ("imports", "weights", "plan", "engine"),
+    }.items():
         total, line = re.findall(rf"^{service} serves after ([\d.]+) s: (.*)$", up, re.MULTILINE)[0]
         seconds = dict(part.rsplit(" ", 1) for part in line.split(", "))
         counted = read_start_seconds(node.state_dir, service)

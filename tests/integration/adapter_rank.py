@@ -35,7 +35,11 @@ def receive_adapter(
     ours = serve_adapter(manager, adapter.lora, tp_rank=tp_rank)
     for _, buffer in ours.named_parameters():
         buffer.fill_(float("nan"))
-    received = WeightReceiver(ours).receive(published, import_timeout_s=10)
+    receiver = WeightReceiver(ours)
+    receiver.record_ahead(ours.layout(torch.bfloat16))
+    recorded = receiver._recorded
+    received = receiver.receive(published, import_timeout_s=10)
+    assert receiver._recorded is recorded
     assert received.fallback_names == ()
     tensors, settings = load_file(adapter.folder / "adapter_model.safetensors"), adapter.folder / "adapter_config.json"
     ref = LoRARef(lora_id="theirs", lora_name="theirs", lora_path="theirs", pinned=False)

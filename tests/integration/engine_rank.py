@@ -34,6 +34,7 @@ class Outcome:
     """Outcome of a receive on one rank: names of parameters that differ from the checkpoint on disk, and the rank's report.
 
     lost: tensors that are no parameters and differ after a pause of the weights. is_plan_kept: whether the plan outlived the pause.
+    is_plan_recorded_ahead: whether it is the one that was recorded, for the expected layout, before anything was received.
     """
 
     different: list[str]
@@ -44,6 +45,7 @@ class Outcome:
     fallback_names: tuple[str, ...]
     copied_bytes: int
     num_constants: int
+    is_plan_recorded_ahead: bool = False
     error: str = ""
 
 
@@ -127,6 +129,7 @@ def check_outcomes(outcomes: list[Outcome], kind: str) -> None:
         assert bool(outcome.fallback_names) is loads_norms
         assert all("norm" in name for name in outcome.fallback_names)
     assert [(outcome.lost, outcome.is_plan_kept) for outcome in outcomes] == [([], True)] * len(outcomes)
+    assert all(outcome.is_plan_recorded_ahead for outcome in outcomes)
     # The last rank has the padding rows of the vocabulary, which only a recorded constant fills. Gemma 3's embedding is never split.
     assert (outcomes[-1].num_constants > 0) is (kind != "gemma3")
 
@@ -270,8 +273,11 @@ def _poison_loaded(model: Any) -> None:
 def _receive(model: Any, allocator: NativeAllocator, job: _Job) -> Outcome:
     import torch
 
+    from tasuki.config.schema import ModelConfig, NodeConfig
+    from tasuki.rollout.published_layout import published_layout
     from tasuki.rollout.rank_commands import EngineRank, register_rank
 
+    folder = Path(job.folder)
     published = weights_pb2.PublishedWeights.FromString(job.published)
     with torch.inference_mode():
         from_disk = {name: tensor.detach().clone() for name, tensor in _loaded_tensors(model)}
@@ -281,6 +287,12 @@ def _receive(model: Any, allocator: NativeAllocator, job: _Job) -> Outcome:
         rank = EngineRank(model, allocator, rank=job.tp_rank)
         register_rank(rank)
         _poison_loaded(model)
+        rank.memory.pause(PauseRequest(tags=[MEMORY_TAG_WEIGHTS]))
+        rank.receiver.record_ahead(published_layout(NodeConfig(state_dir=folder, model=ModelConfig(path=folder))))
+        assert allocator.arena(MemoryTag.WEIGHTS).usage().mapped_bytes == 0
+        rank.memory.resume(ResumeRequest(tags=[MEMORY_TAG_WEIGHTS]))
+        _poison_loaded(model)
+        recorded = rank.receiver._recorded
         rank.receiver.receive(published, import_timeout_s=10)
         plan = rank.receiver.plan
         others = _others(model, allocator)
@@ -307,6 +319,7 @@ def _receive(model: Any, allocator: NativeAllocator, job: _Job) -> Outcome:
         fallback_names=received.fallback_names,
         copied_bytes=received.copied_bytes,
         num_constants=len(plan.constants),
+        is_plan_recorded_ahead=rank.receiver._recorded is recorded,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import time
 from pathlib import Path
 
@@ -41,6 +42,12 @@ async def test_asleep_it_refuses_to_generate_and_names_its_stage(rollout: Rollou
     assert list(state.resident_tags) == []
     assert (state.tp_size, state.context_length, state.vocab_size) == (1, CONTEXT_LENGTH, VOCAB_SIZE)
     assert (state.model_path, state.is_poisoned, state.num_running) == (str(rollout_model), False, 0)
+
+
+async def test_the_plan_was_recorded_before_anything_was_published(rollout_process: RolloutProcess) -> None:
+    log = rollout_process.log.read_text()
+    (found,) = re.finditer(r"event=plan_recorded ranks=1 seconds=[0-9.]+$", log, re.MULTILINE)
+    assert "event=stage stage=SYNC" not in log[: found.start()] and "event=plan_not_recorded" not in log
 
 
 async def test_a_received_version_is_not_served_before_it_is_committed(rollout: RolloutClient, trainer: TestTrainer) -> None:

@@ -11,6 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tasuki.config.failpoints import Action
 from tasuki.config.places import socket_dir
+from tasuki.config.schema import ModelConfig, NodeConfig
+from tasuki.rollout.published_layout import published_layout
 from tasuki.rollout.rank_calls import RankCalls
 from tasuki.rollout.sync import WeightSync
 from tasuki.rpc.failpoints import plant
@@ -21,7 +23,7 @@ from tests.integration.trainer_process import TrainerClient, TrainerProcess, sam
 from tests.refusal import refused
 
 
-async def test_published_weights_are_the_rounded_policy(client: TrainerClient, tmp_path: Path) -> None:
+async def test_published_weights_are_the_rounded_policy(client: TrainerClient, trainer_model: Path, tmp_path: Path) -> None:
     await client.forward_backward(await samples_of_now(client))
     version = (await client.optim_step()).version
     await client.export(tmp_path / "model")
@@ -32,6 +34,7 @@ async def test_published_weights_are_the_rounded_policy(client: TrainerClient, t
     exported = load_file(tmp_path / "model" / "model.safetensors")
     assert published.published_bytes == sum(tensor.nbytes for tensor in exported.values())
     assert set(imported.layout()) == set(exported)
+    assert imported.layout() == published_layout(NodeConfig(state_dir=tmp_path, model=ModelConfig(path=trainer_model)))
     for name, tensor in exported.items():
         assert torch.equal(imported.gathered(name), tensor), name
 

@@ -101,6 +101,14 @@ def test_whole_rows_become_one_block_of_vectors_whatever_the_dimensions() -> Non
     assert torch.equal(destinations, sources.view(96, 32))
 
 
+def test_equal_copies_at_other_alignments_are_lowered_otherwise() -> None:
+    sources, destinations = torch.arange(200, dtype=torch.float32), torch.zeros(200)
+    for first, width in ((0, 4), (4, 4), (1, 1), (2, 1), (8, 4)):
+        copies = [ViewCopy(destinations[first : first + 32], sources[first : first + 32])]
+        assert run(copies, sources=sources, destinations=destinations) == [width]
+        assert torch.equal(destinations[first : first + 32], sources[first : first + 32])
+
+
 def test_tiles_of_all_owners_alternate_and_end_together() -> None:
     sources = [torch.zeros(num_tiles * TILE_UNITS * 4) for num_tiles in (8, 4, 4)]
     copies = [ViewCopy(torch.empty_like(source), source, owner) for owner, source in enumerate(sources)]

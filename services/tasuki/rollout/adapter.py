@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from tasuki.config.trainer_schema import LoraConfig
 from tasuki.rollout.arguments import ADAPTER_ID
 from tasuki.rollout.dense_lora import SLOT
+from tasuki.rollout.record import Layout
 from tasuki.wire.errors import BadHandle, InternalError, UnsupportedModel
 
 _PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -75,6 +76,10 @@ class AdapterBuffers:
             layer = f"{prefix}.{part}"
             self._places.append(_Place(f"{layer}.lora_A.weight", to_a, 1, split.input.start, (rank, split.input.whole)))
             self._places.append(_Place(f"{layer}.lora_B.weight", to_b, 0, output.start, (output.whole, rank)))
+
+    def layout(self, dtype: torch.dtype) -> Layout:
+        """Every A and B, as they are published in `dtype`."""
+        return {place.name: (place.shape, dtype) for place in self._places}
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         for name, _, a, b in self._modules:

@@ -11,7 +11,10 @@ from tasuki.wire.errors import TasukiError
 
 
 class RankReport(TypedDict, total=False):
-    """With status "ready" what the rank holds, otherwise the problem. reason: of a TasukiError."""
+    """With status "ready" what the rank holds, otherwise the problem. reason: of a TasukiError.
+
+    plan_problem: why the rank could not record its copy plan ahead of the first sync; empty if it did.
+    """
 
     status: str
     reason: str
@@ -23,6 +26,7 @@ class RankReport(TypedDict, total=False):
     kv_cache_bytes: int
     page_size: int
     start_seconds: dict[str, float]
+    plan_problem: str
 
 
 @contextmanager

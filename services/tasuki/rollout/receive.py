@@ -11,22 +11,14 @@ import numpy as np
 import torch
 
 from tasuki.config.failpoints import RECEIVED
-from tasuki.rollout.fingerprint import Fingerprint
-from tasuki.rollout.record import EngineModel, Parameters, record_plan
+from tasuki.rollout.record import EngineModel, Layout, Parameters, complete_plan
+from tasuki.rollout.recorded_plan import RecordedPlan
 from tasuki.rpc.failpoints import NO_FAILPOINTS, Failpoints
 from tasuki.transport.checksum import checksum
-from tasuki.transport.copies import (
-    SummedCopies,
-    ViewChecksum,
-    ViewCopy,
-    compile_copies,
-    prepare_checksums,
-    prepare_copies,
-    prepare_summed_copies,
-)
+from tasuki.transport.copies import SummedCopies, ViewCopy, compile_copies, prepare_summed_copies
 from tasuki.transport.delta_copies import compile_applied_deltas, prepare_applied_deltas
 from tasuki.transport.imported_weights import ImportedWeights, import_weights
-from tasuki.transport.plan import Constant, CopyPlan, Slice, whole
+from tasuki.transport.plan import CopyPlan, Slice, whole
 from tasuki.transport.split import split_by_entries
 from tasuki.transport.verify import HeldSlice
 from tasuki.v1 import weights_pb2
@@ -59,6 +51,8 @@ class WeightReceiver:
     model: EngineModel
     failpoints: Failpoints = field(default=NO_FAILPOINTS, kw_only=True)
     _imported: ImportedWeights | None = None
+    _recorded: RecordedPlan | None = None
+    """From `record_ahead` or the last sync that recorded; outlives a trainer."""
     _prepared: _PreparedPlan | None = None
     _timings: dict[str, float] = field(default_factory=dict)
     _held: Sequence[int] | None = None
@@ -76,6 +70,14 @@ class WeightReceiver:
             compile_copies(dtype, device=parameters.device)
             if applies_deltas:
                 compile_applied_deltas(dtype, device=parameters.device)
+
+    @torch.no_grad()
+    def record_ahead(self, layout: Layout) -> None:
+        """Records the plan for tensors of `layout` before they are published. A sync of other tensors, or into others, records its own.
+
+        Raises UnsupportedModel, or what the engine's loader raises; the first sync then records.
+        """
+        self._recorded = RecordedPlan(self.model, layout)
 
     def forget(self) -> None:
         """Says that the model's memory loses its content: the next sync reads everything."""
@@ -157,8 +159,11 @@ class WeightReceiver:
     def _prepare(self, imported: ImportedWeights) -> _PreparedPlan:
         if self._prepared is None or not self._prepared.fingerprint.is_memory_held():
             _refuse_packed(self.model)
-            fingerprint, parameters = Fingerprint(self.model), Parameters(self.model)
-            self._prepared = _PreparedPlan(record_plan(self.model, imported), fingerprint, parameters, imported)
+            recorded, layout = self._recorded, imported.layout()
+            if recorded is None or not recorded.applies_to(layout):
+                self._recorded = None
+                recorded = self._recorded = RecordedPlan(self.model, layout)
+            self._prepared = _PreparedPlan(complete_plan(recorded.recording, self.model, imported), recorded, imported)
         return self._prepared
 
     @contextmanager
@@ -171,8 +176,9 @@ class WeightReceiver:
 class _PreparedPlan:
     """A plan with its views created, so that replaying it is only copies and checksums."""
 
-    def __init__(self, plan: CopyPlan, fingerprint: Fingerprint, parameters: Parameters, imported: ImportedWeights) -> None:
-        self.plan, self.fingerprint, self._imported = plan, fingerprint, imported
+    def __init__(self, plan: CopyPlan, recorded: RecordedPlan, imported: ImportedWeights) -> None:
+        self.plan, self.fingerprint, self._imported = plan, recorded.fingerprint, imported
+        parameters = recorded.parameters
         self._device = device = parameters.device
         copies = [
             ViewCopy(
@@ -198,20 +204,8 @@ class _PreparedPlan:
         layout = imported.layout()
         held = [(piece.name, piece.source) for piece in plan.pieces]
         self.held = (*held, *((name, whole(layout[name][0])) for name in plan.fallback_names))
-        views = [
-            ViewChecksum(parameters.view(piece.parameter, piece.destination), piece.source, layout[piece.name][1])
-            for piece in plan.pieces
-        ]
-        self._checksums = prepare_checksums(views, device=device)
-        self._proven: list[SummedCopies] = []
-        constants = [
-            (parameters.view(constant.parameter, constant.destination), _expanded(constant, parameters))
-            for constant in plan.constants
-        ]
-        self._fills = prepare_copies([ViewCopy(filled, value) for filled, value in constants], device=device)
-        filled = [ViewChecksum(filled, whole(filled.shape), filled.dtype) for filled, _ in constants]
-        self._fill_checksums = prepare_checksums(filled, device=device)
-        self._fill_sums = [checksum(value, whole(value.shape)) for _, value in constants]
+        self._checksums, self._proven = recorded.checksums, list[SummedCopies]()
+        self._fills, self._fill_checksums, self._fill_sums = recorded.fills, recorded.fill_checksums, recorded.fill_sums
 
     @property
     def has_applied(self) -> bool:
@@ -257,12 +251,6 @@ class _PreparedPlan:
 
     def _read_fills(self) -> list[int]:
         return self._fill_checksums.read() if self.plan.constants else []
-
-
-def _expanded(constant: Constant, parameters: Parameters) -> torch.Tensor:
-    """The constant in the shape of its destination, as one element in memory."""
-    value = torch.tensor(constant.value, dtype=parameters.dtype(constant.parameter), device=parameters.device)
-    return value.expand(constant.destination.shape)
 
 
 def _strided(tensor: torch.Tensor, at: Slice) -> torch.Tensor:

@@ -32,9 +32,11 @@ from tasuki.rollout.float32_logits import install_float32_logits
 from tasuki.rollout.growing_cache import GrowingCache, growing_cache
 from tasuki.rollout.kv_slots import BoundedPagedSlots, BoundedSlots, BoundedTokenSlots, EverySlot
 from tasuki.rollout.memory_saver import install_saver
+from tasuki.rollout.published_layout import published_layout
 from tasuki.rollout.rank_commands import EngineRank, rank_allocator, register_rank
 from tasuki.rollout.rank_report import RankReport, reporting
 from tasuki.rollout.rank_seconds import count_seconds
+from tasuki.rollout.receive import WeightReceiver
 from tasuki.rollout.record import EngineModel
 from tasuki.rollout.seeded_sampling import multinomial_with_seed
 from tasuki.rollout.shared_base import EngineBase
@@ -123,10 +125,10 @@ class ReportingScheduler(sglang_scheduler.Scheduler):
         num_drafts = self.server_args.speculative_num_draft_tokens
         if not self.spec_algorithm.is_none() and num_drafts is not None:
             self._prepare_drafts(num_tokens=(self.max_running_requests or 0) * num_drafts)
-        report["start_seconds"] = dict(self._setup.start_seconds)
         if self.server_args.device == "cpu":
             _sample_by_seeds()
-        self._become_engine_rank()
+        report["plan_problem"] = self._become_engine_rank()
+        report["start_seconds"] = dict(self._setup.start_seconds)
         freeze_started()  # SGLang collects garbage whenever it flushes its cache.
         return dict(report)
 
@@ -145,9 +147,9 @@ class ReportingScheduler(sglang_scheduler.Scheduler):
         with self._lock.released():
             super().maybe_sleep_on_idle()
 
-    def _become_engine_rank(self) -> None:
-        """Lets the front's commands reach the model, and takes the lock for the scheduler."""
-        setup, lock = self._setup, self._lock
+    def _become_engine_rank(self) -> str:
+        """Lets the front's commands reach the model, and takes the lock for the scheduler. Returns the problem of `_record_ahead`."""
+        setup, lock, adapter = self._setup, self._lock, self._served_adapter()
         model = cast(EngineModel, self.tp_worker.model_runner.model)
         engine_rank = EngineRank(
             model,
@@ -155,12 +157,13 @@ class ReportingScheduler(sglang_scheduler.Scheduler):
             rank=setup.rank,
             scheduler=self,
             lock=lock,
-            adapter=self._served_adapter(),
+            adapter=adapter,
             staying=frozenset() if setup.config is None else staying_of_engine_rank(setup.config, setup.rank),
             cache=self._growing_cache(),
             base=None if setup.base is None else setup.base.base,
         )
         engine_rank.receiver.warm_up(applies_deltas=setup.config is not None and setup.config.may_publish_deltas)
+        problem = self._record_ahead(engine_rank.receiver, adapter)
         lock.acquire()
         self.request_receiver = LendingReceiver(self.request_receiver, lock)
         if not self.server_args.disable_radix_cache:
@@ -170,6 +173,20 @@ class ReportingScheduler(sglang_scheduler.Scheduler):
         if setup.config is not None:
             engine_rank.join_node(setup.config)
         register_rank(engine_rank)
+        return problem
+
+    def _record_ahead(self, receiver: WeightReceiver, adapter: AdapterBuffers | None) -> str:
+        """Records the plan of the first sync, in a node. Returns why that was impossible, or nothing."""
+        started, config = time.monotonic(), self._setup.config
+        if config is None:
+            return ""
+        try:
+            dtype = getattr(torch, config.rollout.dtype)
+            receiver.record_ahead(published_layout(config) if adapter is None else adapter.layout(dtype))
+        except Exception as error:  # noqa: BLE001 - the first sync records again and raises it, if it matters
+            return f"{type(error).__name__}: {error}"
+        self._setup.start_seconds["plan"] = time.monotonic() - started
+        return ""
 
     def _growing_cache(self) -> GrowingCache | None:
         if not self._setup.grows_cache:

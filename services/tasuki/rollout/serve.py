@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import uvloop
@@ -20,6 +21,7 @@ from tasuki.rollout.memory_servicer import RolloutMemoryServicer
 from tasuki.rollout.metrics import EngineLoad, GenerationMetrics
 from tasuki.rollout.model import ModelFacts
 from tasuki.rollout.rank_calls import RankCalls
+from tasuki.rollout.rank_report import RankReport
 from tasuki.rollout.ranks import RankProcesses
 from tasuki.rollout.rollout import Rollout
 from tasuki.rollout.seeds import CallNumbers
@@ -65,6 +67,7 @@ async def _serve(
     deadline.finish()
     start.end("engine", within=engine.reports[0].get("start_seconds", {}))
     configure_logging("rollout")  # SGLang has replaced ours
+    _log_plans(engine.reports)
     socket_dir = places.socket_dir(config.state_dir)
     rank_calls = _make_rank_calls(config, engine, socket_dir=socket_dir)
     sync = WeightSync(
@@ -137,6 +140,16 @@ def _make_server(config: NodeConfig, tracer: Tracer) -> RpcServer:
         fleet=config.fleet,
         tracer=tracer,
     )
+
+
+def _log_plans(reports: Sequence[RankReport]) -> None:
+    """Says which ranks have recorded the plan of the first sync; the others do so then."""
+    for rank, report in enumerate(reports):
+        if problem := report.get("plan_problem"):
+            _log.warning("event=plan_not_recorded rank=%d problem=%s", rank, problem)
+    seconds = [parts["plan"] for report in reports if "plan" in (parts := report.get("start_seconds", {}))]
+    if seconds:
+        _log.info("event=plan_recorded ranks=%d seconds=%.3f", len(seconds), max(seconds))
 
 
 def _make_rank_calls(config: NodeConfig, engine: RolloutEngine, *, socket_dir: Path) -> RankCalls:

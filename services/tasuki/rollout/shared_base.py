@@ -18,16 +18,14 @@ from torch.overrides import TorchFunctionMode
 from tasuki.config.places import base_socket_path
 from tasuki.config.schema import NodeConfig
 from tasuki.models.config_json import read_json_object
-from tasuki.models.families import find_family, read_model
+from tasuki.models.families import read_model
 from tasuki.models.shape import check_shared_base
-from tasuki.rollout.record import EngineModel, Parameters, record_plan
+from tasuki.rollout.published_layout import published_layout
+from tasuki.rollout.record import EngineModel, Layout, Parameters, record_plan
 from tasuki.transport.manifest import Entry, place
 from tasuki.transport.plan import Piece, held_slice
 from tasuki.transport.shared_base import SharedBase, WritableBase, find_base
 from tasuki.wire.errors import BadHandle, UnsupportedModel
-
-Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-
 
 # What fills a parameter that is about to be loaded. A plan covers every element, so nothing of it would be left.
 _FILLING = frozenset({"fill_", "kaiming_uniform_", "normal_", "trunc_normal_", "uniform_", "zero_"})
@@ -163,8 +161,7 @@ class _Published:
 def _checkpoint_layout(config: NodeConfig) -> Layout:
     shape = read_model(read_json_object(config.model.path / "config.json", field="model.path")).shape
     check_shared_base(shape, num_ranks=config.rollout.tp_size)
-    names, dtype = find_family(shape.architecture).checkpoint, getattr(torch, config.rollout.dtype)
-    return {names.tensor(name): (sizes, dtype) for name, sizes in shape.parameters().items()}
+    return published_layout(config)
 
 
 def _whole_entry(name: str, parameter: torch.Tensor) -> Entry:

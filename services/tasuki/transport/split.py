@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import mul
 
+from tasuki.transport.box import Box
 from tasuki.transport.manifest import Entry
 from tasuki.transport.plan import Piece, Slice, whole
 
@@ -48,30 +50,44 @@ def split_by_entries(piece: Piece, entries: Sequence[Entry]) -> list[Copy]:
 
     entries: of the piece's tensor over all ranks, without gaps.
     """
-    copies: list[Copy] = []
-    for entry in entries:
-        levels = _levels(entry)
-        if len(levels) == 1:
-            # Rows are also contiguous in the whole tensor.
-            first, last = levels[0].start, levels[0].start + levels[0].length
-            for where, target in _within((piece.source, piece.destination), 0, first, last):
-                copies.append(Copy(entry, Slice(where.offset - first, where.shape, where.strides), where, target))
-            continue
-        for source, destination in _unwound((piece.source, piece.destination), levels):
-            parts = [(*_coordinates(source, levels), destination)]
-            for judged, level in enumerate(levels):
-                parts = [cut for part in parts for cut in _within(part, judged, level.start, level.start + level.length)]
-            for *coordinates, target in parts:
-                local = _joined(coordinates, [(level.start, level.local_pitch) for level in levels])
-                where = _joined(coordinates, [(0, level.pitch) for level in levels])
-                copies.append(Copy(entry, local, where, target))
-    return copies
+    boxes = tuple(entry.box for entry in entries)
+    parts = _split(piece.source, piece.destination, entries[0].global_shape, boxes)
+    return [Copy(entries[index], *slices) for index, *slices in parts]
 
 
-def _levels(entry: Entry) -> list[_Level]:
+@functools.lru_cache(maxsize=1 << 12)
+def _split(
+    source: Slice, destination: Slice, shape: tuple[int, ...], boxes: tuple[Box, ...]
+) -> tuple[tuple[int, Slice, Slice, Slice], ...]:
+    """Box and, as in a Copy, the slices of each part. Cached because layers repeat."""
+    parts: list[tuple[int, Slice, Slice, Slice]] = []
+    for index, box in enumerate(boxes):
+        parts += [(index, *slices) for slices in _split_by_box((source, destination), shape, box)]
+    return tuple(parts)
+
+
+def _split_by_box(sides: tuple[Slice, Slice], shape: tuple[int, ...], box: Box) -> Iterator[tuple[Slice, Slice, Slice]]:
+    levels = _levels(shape, box)
+    if len(levels) == 1:
+        # Rows are also contiguous in the whole tensor.
+        first, last = levels[0].start, levels[0].start + levels[0].length
+        for where, target in _within(sides, 0, first, last):
+            yield Slice(where.offset - first, where.shape, where.strides), where, target
+        return
+    for source, destination in _unwound(sides, levels):
+        parts = [(*_coordinates(source, levels), destination)]
+        for judged, level in enumerate(levels):
+            parts = [cut for part in parts for cut in _within(part, judged, level.start, level.start + level.length)]
+        for *coordinates, target in parts:
+            local = _joined(coordinates, [(level.start, level.local_pitch) for level in levels])
+            where = _joined(coordinates, [(0, level.pitch) for level in levels])
+            yield local, where, target
+
+
+def _levels(shape: tuple[int, ...], box: Box) -> list[_Level]:
     """Levels, outermost first. Rows have a single level whose indices are those of the elements."""
     levels: list[_Level] = []
-    for size, start, length in zip(reversed(entry.global_shape), reversed(entry.offsets), reversed(entry.sizes), strict=True):
+    for size, start, length in zip(reversed(shape), reversed(box.offsets), reversed(box.sizes), strict=True):
         if not levels:
             levels.append(_Level(size, start, length))
             continue

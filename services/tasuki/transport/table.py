@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 BLOCK_WORDS = 10
@@ -37,6 +39,10 @@ class Side:
 
     def without(self, dim: int) -> Side:
         return self.stepping(self.strides[:dim] + self.strides[dim + 1 :])
+
+    def starting(self, start: int) -> Side:
+        """The same strides from another start."""
+        return Side(start, self.strides, self.item_bytes, self.alignment)
 
     def stepping(self, strides: tuple[int, ...]) -> Side:
         """The same start with other strides."""
@@ -92,11 +98,26 @@ def build_tables(transfers: Sequence[Transfer], *, vector: int, first_lane: int 
     first_lane: lane of the first tile; ranks that read from the same owners pass different ones.
     """
     blocks: defaultdict[tuple[int, int], list[tuple[list[int], int]]] = defaultdict(list)
-    for block in blocks_of(transfers):
-        width = vector if _is_vectorizable(block, vector) else 1
-        words = _words(block, width)
-        blocks[width, len(words)].append((words, block.lane))
+    for transfer in transfers:
+        first, second = transfer.first.start, transfer.second.start
+        places = first % transfer.first.alignment, second % transfer.second.alignment
+        for width, words in _lowered(_at(transfer, *places), vector):
+            moved = [words[0] + first - places[0], words[1] + second - places[1], *words[2:8], transfer.slot, *words[9:]]
+            blocks[width, len(words)].append((moved, transfer.lane))
     return [_table(width, rows, first_lane) for (width, _), rows in sorted(blocks.items(), reverse=True)]
+
+
+def _at(transfer: Transfer, first: int, second: int) -> Transfer:
+    """The same elements with other starts, for no slot and lane. Equal for the same tensor of every layer."""
+    sides = transfer.first.starting(first), transfer.second.starting(second)
+    return Transfer(transfer.shape, *sides, indices=transfer.indices)
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _lowered(transfer: Transfer, vector: int) -> tuple[tuple[int, list[int]], ...]:
+    """Width and words of each block."""
+    blocks = [(block, vector if _is_vectorizable(block, vector) else 1) for block in blocks_of([transfer])]
+    return tuple((width, _words(block, width)) for block, width in blocks)
 
 
 def blocks_of(transfers: Iterable[Transfer]) -> Iterator[Transfer]:
@@ -167,23 +188,24 @@ def _words(block: Transfer, width: int) -> list[int]:
 
 
 def _table(width: int, rows: Sequence[tuple[list[int], int]], first_lane: int) -> Table:
-    blocks = torch.tensor([words for words, _ in rows], dtype=torch.int64)
-    num_tiles = (blocks[:, 2] + TILE_UNITS - 1) // TILE_UNITS
-    block_of_tile = torch.repeat_interleave(torch.arange(len(rows)), num_tiles)
-    before = torch.cumsum(num_tiles, 0) - num_tiles
-    tile_in_block = torch.arange(len(block_of_tile)) - before[block_of_tile]
-    tiles = block_of_tile << 32 | tile_in_block * TILE_UNITS
-    lanes = torch.tensor([lane for _, lane in rows])
-    return Table(width, blocks, tiles[_interleaved(lanes[block_of_tile], first_lane)], lanes)
+    blocks, lanes = np.array([words for words, _ in rows], dtype=np.int64), np.array([lane for _, lane in rows])
+    by_lane = np.argsort(lanes, kind="stable")
+    num_tiles = -(-blocks[by_lane, 2] // TILE_UNITS)
+    ends = np.cumsum(num_tiles)
+    # Of the tile before all others, if it were the block's.
+    origins = (by_lane << 32) - (ends - num_tiles) * TILE_UNITS
+    tiles = np.repeat(origins, num_tiles) + np.arange(ends[-1]) * TILE_UNITS
+    counts = np.bincount(lanes[by_lane], weights=num_tiles).astype(np.int64)
+    ordered = tiles[_interleaved(counts, first_lane)]
+    return Table(width, torch.from_numpy(blocks), torch.from_numpy(ordered), torch.from_numpy(lanes))
 
 
-def _interleaved(lanes: torch.Tensor, first_lane: int) -> torch.Tensor:
-    """An order in which lanes progress so that all end together, starting with `first_lane`."""
-    places = torch.empty(len(lanes), dtype=torch.float64)
-    num_lanes = int(lanes.max()) + 1
-    for lane in lanes.unique().tolist():
-        of_lane = lanes == lane
-        count = int(of_lane.sum())
-        turn = (lane - first_lane) % num_lanes / num_lanes
-        places[of_lane] = (torch.arange(count, dtype=torch.float64) + turn) / count
-    return torch.argsort(places, stable=True)
+def _interleaved(counts: np.ndarray, first_lane: int) -> np.ndarray:
+    """An order of tiles, which are sorted by lane, in which all lanes end together. Starts with `first_lane`.
+
+    counts: tiles of each lane.
+    """
+    turns = (np.arange(len(counts)) - first_lane) % len(counts) / len(counts)
+    places = [(np.arange(count) + turn) / count for count, turn in zip(counts.tolist(), turns.tolist(), strict=True) if count]
+    # Timsort merges the lanes, each of which is sorted.
+    return np.argsort(np.concatenate(places), kind="stable")

@@ -1,0 +1,145 @@
+"""A plan recorded before the trainer publishes: used by the first sync if parameters and layout are the same, otherwise recorded then."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tasuki.memory.tags import MemoryTag
+from tasuki.rollout.rank_commands import EngineRank, rank_allocator
+from tasuki.rollout.receive import WeightReceiver
+from tasuki.rollout.record import Layout, RecordingTensor
+from tasuki.v1.memory_pb2 import PauseRequest, ResumeRequest
+from tasuki.v1.types_pb2 import MEMORY_TAG_WEIGHTS
+from tasuki.wire.errors import BadHandle, WeightsCorrupt
+from tests.integration.awkward_model import TENSORS, AwkwardModel, Trainer, assert_holds, expected, receive
+from tests.slices import by_columns
+
+LAYOUT: Layout = {name: (shape, torch.bfloat16) for name, shape in TENSORS.items()}
+FALLBACKS = {"transposed", "scale", "left", "right", "doubled"}
+
+
+class CountingModel(AwkwardModel):
+    """Counts the tensors that its loader was shown without values. Skips unknown ones, as SGLang's loaders do."""
+
+    num_recorded = 0
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        super().load_weights(self._counted(weights))
+
+    def _counted(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights:
+            self.num_recorded += isinstance(tensor, RecordingTensor)
+            if name in TENSORS:
+                yield name, tensor
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Iterator[Trainer]:
+    trainer = Trainer(tmp_path)
+    yield trainer
+    trainer.close()
+
+
+def recorded(layout: Layout = LAYOUT) -> tuple[CountingModel, WeightReceiver, int]:
+    """Returns a model whose plan for `layout` was recorded, and the number of tensors that took."""
+    model = CountingModel()
+    receiver = WeightReceiver(model)
+    receiver.record_ahead(layout)
+    assert model.num_recorded > 0
+    return model, receiver, model.num_recorded
+
+
+def test_the_first_sync_uses_the_recorded_plan_and_observes_fallbacks(trainer: Trainer) -> None:
+    model, receiver, num_recorded = recorded()
+    assert set(receive(receiver, trainer.publish(0)).fallback_names) == FALLBACKS
+    assert model.num_recorded == num_recorded
+    assert_holds(model, expected(trainer))
+    assert receiver.plan is not None
+    assert {write.parameter for write in receiver.plan.fallback_writes} == {"transposed", "scale", "joined", "doubled"}
+
+
+def test_recording_ahead_makes_the_plan_of_a_first_sync_whatever_the_order_of_names(trainer: Trainer) -> None:
+    _, receiver, _ = recorded(dict(reversed(LAYOUT.items())))
+    receive(receiver, trainer.publish(0))
+    other = WeightReceiver(AwkwardModel())
+    receive(other, trainer.handles(0))
+    assert receiver.plan == other.plan
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {name: (shape, torch.float16) for name, shape in TENSORS.items()},
+        {**LAYOUT, "plain": ((5, 4), torch.bfloat16)},
+        {name: LAYOUT[name] for name in TENSORS if name != "doubled"},
+        {**LAYOUT, "other": ((3,), torch.bfloat16)},
+    ],
+    ids=["dtype", "shape", "missing", "additional"],
+)
+def test_another_layout_than_expected_is_recorded_when_it_is_published(trainer: Trainer, layout: Layout) -> None:
+    model = CountingModel()
+    receiver = WeightReceiver(model)
+    with suppress(RuntimeError):  # of copy_, between different shapes
+        receiver.record_ahead(layout)
+    num_recorded = model.num_recorded
+    receive(receiver, trainer.publish(0))
+    assert model.num_recorded > num_recorded
+    assert_holds(model, expected(trainer))
+
+
+def test_parameters_that_have_moved_since_are_noticed(trainer: Trainer) -> None:
+    model, receiver, num_recorded = recorded()
+    before = model.plain.data
+    model.plain.data = torch.full_like(before, torch.nan)
+    model.transposed = nn.Parameter(torch.full_like(model.transposed, torch.nan), requires_grad=False)
+    receive(receiver, trainer.publish(0))
+    assert model.num_recorded > num_recorded
+    assert_holds(model, expected(trainer))
+    assert not before.any(), "nothing is written to the old place"
+
+
+def test_a_restarted_trainer_needs_no_new_recording(trainer: Trainer, tmp_path: Path) -> None:
+    model, receiver, num_recorded = recorded()
+    receive(receiver, trainer.publish(5))
+    restarted = Trainer(tmp_path, boot_id="restarted", seed=1, cut=by_columns)
+    receive(receiver, restarted.publish(0))
+    restarted.close()
+    assert model.num_recorded == num_recorded
+    assert_holds(model, expected(restarted))
+
+
+def test_what_a_recorded_plan_does_not_write_is_named_at_the_first_sync(trainer: Trainer) -> None:
+    model = AwkwardModel()
+    model.register_parameter("forgotten", nn.Parameter(torch.zeros(7), requires_grad=False))
+    receiver = WeightReceiver(model)
+    receiver.record_ahead(LAYOUT)
+    with pytest.raises(WeightsCorrupt, match="forgotten: of 7 elements 7 are not written"):
+        receiver.receive(trainer.publish(0), import_timeout_s=2)
+
+
+def test_a_precision_that_the_engine_lacks_is_refused_at_the_first_sync(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path, dtype=torch.float32)
+    receiver = WeightReceiver(AwkwardModel())
+    receiver.record_ahead({name: (shape, torch.float32) for name, shape in TENSORS.items()})
+    with pytest.raises(BadHandle, match="plain is published as torch.float32, but the engine holds plain as torch.bfloat16"):
+        receiver.receive(trainer.publish(0), import_timeout_s=2)
+    trainer.close()
+
+
+def test_recording_takes_no_page_of_sleeping_parameters(trainer: Trainer) -> None:
+    allocator = rank_allocator("cpu")
+    with allocator.region(MemoryTag.WEIGHTS):
+        model = AwkwardModel()
+    rank = EngineRank(model, allocator, rank=0)
+    rank.memory.pause(PauseRequest(tags=[MEMORY_TAG_WEIGHTS]))
+    rank.receiver.record_ahead(LAYOUT)
+    assert allocator.arena(MemoryTag.WEIGHTS).usage().mapped_bytes == 0
+    rank.memory.resume(ResumeRequest(tags=[MEMORY_TAG_WEIGHTS]))
+    receive(rank.receiver, trainer.publish(0))
+    assert_holds(model, expected(trainer))
