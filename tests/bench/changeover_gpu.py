@@ -12,8 +12,8 @@ Beside the seconds of every stage, the result has the bytes that it moved, the d
 tag's mapped bytes, the planner's prediction, and the verdict of `tasuki audit`. Rounds stop once --limit-s is over, counted from the start
 of a node.
 
---kv also takes "nothing" (as "most", but nothing stays), "growing" (as "most", with kv_growth), "pooled" (as "growing", with memory.pool)
-and "deltas" (as "pooled", with trainer.publish_deltas). --tail, with a growing cache: each round requests the room of the trainer's
+--kv also takes "nothing" (as "most", but nothing stays), "growing" (as "most", with kv_growth) and "pooled" (as "growing", with
+memory.pool). --tail, with a growing cache: each round requests the room of the trainer's
 state, as a larger batch would. An eighth of its samples have four times as many tokens. Every other round says that no more samples follow
 before TRAIN ("last"), so that the cache shrinks and the state returns during the tail. --tiny: a small model on a CPU. Writes
 changeover_gpu.json after each round, and prints a table.
@@ -315,7 +315,7 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="qwen2.5-7b")
     parser.add_argument("--gpus", type=at_least_one, default=GPU.gpus)
     parser.add_argument(
-        "--kv", nargs="+", choices=("needed", "most", "nothing", "growing", "pooled", "deltas"), default=("needed", "most")
+        "--kv", nargs="+", choices=("needed", "most", "nothing", "growing", "pooled"), default=("needed", "most")
     )
     parser.add_argument("--rounds", type=at_least_one, default=10)
     parser.add_argument("--limit-s", type=float, default=600.0)

@@ -66,12 +66,12 @@ class Load:
             group=self.group,
             prompt_tokens=self.prompt_tokens,
             new_tokens=self.new_tokens,
-            trainer=f"micro_batch_tokens = {16_384 if is_gpu else 512}" + ("\npublish_deltas = true" if kv == "deltas" else ""),
+            trainer=f"micro_batch_tokens = {16_384 if is_gpu else 512}",
             rollout=('attention_backend = "triton"\nsampling_backend = "pytorch"\n' if is_gpu else "")
-            + ("kv_growth = true" if kv in ("growing", "pooled", "deltas") else ""),
+            + ("kv_growth = true" if kv in ("growing", "pooled") else ""),
         )
         pool = f"[memory]\npool = true\n{budget}"
-        return text + {"nothing": "[residency]\n", "pooled": pool, "deltas": pool}.get(kv, "")
+        return text + {"nothing": "[residency]\n", "pooled": pool}.get(kv, "")
 
     def questions(self, random: np.random.Generator) -> list[list[int]]:
         return random.integers(3, self.vocab_size, (self.prompts, self.prompt_tokens)).tolist()
