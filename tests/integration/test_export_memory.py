@@ -13,6 +13,7 @@ import torch
 from tasuki.memory import arena as native
 from tasuki.rollout.receive import WeightReceiver
 from tasuki.transport.imported_weights import ImportedWeights, import_weights
+from tasuki.transport.manifest import Manifest
 from tasuki.v1 import weights_pb2
 from tasuki.wire.errors import OutOfGpuMemory, VersionOrder
 from tests.integration.exporting_rank import EXPORT, MIB, SHAPES, WEIGHTS, Engine, TrainerRank
@@ -214,3 +215,15 @@ def test_descriptors_are_those_of_before_after_many_rounds(start: Start) -> None
         trainer.load()
         seen.append((len(os.listdir("/proc/self/fd")), receiver._imported))
     assert len(set(seen[1:])) == 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_memory_that_leaves_and_returns_to_its_place_is_described_once(start: Start, mode: dict[str, object]) -> None:
+    trainer = start(**mode, leaves=True)
+    manifests: list[Manifest] = []
+    for version in range(3):
+        trainer.publish(version)
+        manifests.append(trainer.export._arena.manifest)
+        trainer.offload()
+        trainer.load()
+    assert manifests[1] is manifests[0] and manifests[2] is manifests[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -79,6 +79,32 @@ class ExportedChunks:
         self._exports = []
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Placed:
+    """Places of a layout's copies in their block, by index of the entry; `in_place` has the other indices."""
+
+    layout: Manifest
+    in_place: frozenset[int]
+    entries: dict[int, Entry]
+    num_bytes: int
+    deltas: DeltasPlace | None
+
+    @property
+    def total_bytes(self) -> int:
+        return self.num_bytes + (0 if self.deltas is None else self.deltas.words_bytes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Opened:
+    """Manifest and tensors of a block at its place. known: the place, and chunks."""
+
+    placed: _Placed
+    known: list[object]
+    manifest: Manifest
+    copies: dict[int, torch.Tensor]
+    deltas: Deltas | None
+
+
 class ChunkMemory:
     """Memory of one rank's published tensors: parameters in place, all others as copies.
 
@@ -88,7 +114,8 @@ class ChunkMemory:
 
     def __init__(self, *, parameters: Arena | None, device: torch.device, has_deltas: bool = False) -> None:
         self._device, self._parameters, self._has_deltas = device, parameters, has_deltas
-        self._deltas: Deltas | None = None
+        self._placed: _Placed | None = None
+        self._opened: _Opened | None = None
         self._copies: Arena | None = None
         self._block: tuple[int, int] | None = None
         self._exported = ExportedChunks()
@@ -114,7 +141,7 @@ class ChunkMemory:
     @property
     def deltas(self) -> Deltas | None:
         """Room for the deltas of the copies, every unit marked to be read in full; None if there is none."""
-        return self._deltas
+        return None if self._opened is None else self._opened.deltas
 
     def open(self, manifest: Manifest, sources: Sequence[torch.Tensor]) -> tuple[Manifest, list[torch.Tensor]]:
         """Creates descriptors. Returns the manifest with offsets and chunks, and its tensors: parameters themselves or memory for copies.
@@ -122,36 +149,51 @@ class ChunkMemory:
         sources: published tensors, one per entry. Raises OutOfGpuMemory; WrongPhase while the arenas are paused.
         """
         self.release()
-        entries = list(manifest.entries)
-        tensors = list(sources)
-        offsets = self._in_place(entries, sources)
-        copied = [index for index in range(len(entries)) if index not in offsets]
-        placed, num_bytes = place(entries[index] for index in copied)
-        deltas: DeltasPlace | None = None
-        if num_bytes:
-            words = (
-                DeltasPlace(0, num_bytes, num_bytes) if self._has_deltas and self._can_have_deltas(placed, entries) else None
-            )
-            total_bytes = num_bytes + (words.words_bytes if words is not None else 0)
-            arena, address = self._allocate(total_bytes)
-            self._exported.add(arena, [(address, total_bytes)])
-            start = self._exported.offset_of(address, total_bytes)
-            assert start is not None, "a block lies in its arena's chunks"
-            for index, entry in zip(copied, placed, strict=True):
-                offsets[index] = start + entry.arena_offset
-            view = arena.view(address, total_bytes) if self._device.type == "cpu" else None
-            for index, tensor in zip(
-                copied, tensors_at(address, placed, total_bytes, device=self._device, view=view), strict=True
-            ):
-                tensors[index] = tensor
-            self._deltas = None if words is None else deltas_at(address, words, total_bytes, device=self._device, view=view)
-            if words is not None and self._deltas is not None:
-                self._deltas.words.fill_(FAR)
-                deltas = DeltasPlace(start, num_bytes, start + num_bytes)
-        manifest = replace(manifest, deltas=deltas)
-        return self._complete(
-            manifest, [replace(entry, arena_offset=offsets[index]) for index, entry in enumerate(entries)]
-        ), tensors
+        offsets = self._in_place(manifest.entries, sources)
+        placed = self._placed
+        if placed is None or placed.layout is not manifest or placed.in_place != offsets.keys():
+            placed = self._placed = self._place(manifest, frozenset(offsets))
+        start = self._map(placed)
+        known = [start, offsets, self._block, list(self._exported.sizes)]
+        if self._opened is None or self._opened.placed is not placed or self._opened.known != known:
+            # Takes milliseconds, so it is kept for memory that leaves and returns.
+            self._opened = self._describe(placed, start, offsets, known)
+        if self._opened.deltas is not None:
+            self._opened.deltas.words.fill_(FAR)
+        return self._opened.manifest, [self._opened.copies.get(index, source) for index, source in enumerate(sources)]
+
+    def _place(self, layout: Manifest, in_place: frozenset[int]) -> _Placed:
+        """Places the copies, and deltas where they are possible, in one block."""
+        copied = [index for index in range(len(layout.entries)) if index not in in_place]
+        entries, num_bytes = place(layout.entries[index] for index in copied)
+        has_deltas = bool(num_bytes) and self._has_deltas and self._can_have_deltas(entries, layout.entries)
+        deltas = DeltasPlace(0, num_bytes, num_bytes) if has_deltas else None
+        return _Placed(layout, in_place, dict(zip(copied, entries, strict=True)), num_bytes, deltas)
+
+    def _map(self, placed: _Placed) -> int:
+        """Takes the block and exports its chunks. Returns the block's offset for a peer; 0 without copies."""
+        if not placed.num_bytes:
+            return 0
+        arena, address = self._allocate(placed.total_bytes)
+        self._exported.add(arena, [(address, placed.total_bytes)])
+        start = self._exported.offset_of(address, placed.total_bytes)
+        assert start is not None, "a block lies in its arena's chunks"
+        return start
+
+    def _describe(self, placed: _Placed, start: int, in_place: dict[int, int], known: list[object]) -> _Opened:
+        layout, num_bytes, total_bytes = placed.layout, placed.num_bytes, placed.total_bytes
+        offsets = in_place | {index: start + entry.arena_offset for index, entry in placed.entries.items()}
+        entries = [replace(entry, arena_offset=offsets[index]) for index, entry in enumerate(layout.entries)]
+        at = None if placed.deltas is None else DeltasPlace(start, num_bytes, start + num_bytes)
+        manifest = self._complete(replace(layout, deltas=at), entries)
+        if not num_bytes:
+            return _Opened(placed, known, manifest, {}, None)
+        assert self._copies is not None and self._block is not None
+        address = self._block[0]
+        view = self._copies.view(address, total_bytes) if self._device.type == "cpu" else None
+        tensors = tensors_at(address, list(placed.entries.values()), total_bytes, device=self._device, view=view)
+        deltas = placed.deltas and deltas_at(address, placed.deltas, total_bytes, device=self._device, view=view)
+        return _Opened(placed, known, manifest, dict(zip(placed.entries, tensors, strict=True)), deltas)
 
     def _can_have_deltas(self, copied: Sequence[Entry], entries: Sequence[Entry]) -> bool:
         return len(copied) == len(entries) and all(ELEMENT_BYTES[entry.dtype] == ELEMENT_BYTES["bfloat16"] for entry in copied)
@@ -164,6 +206,7 @@ class ChunkMemory:
     def close(self) -> None:
         """Idempotent."""
         self.release()
+        self._placed = self._opened = None
         if self._copies is not None:
             if self._block is not None:
                 self._copies.free(self._block[0])

@@ -61,14 +61,11 @@ class MergedWeights:
     def __init__(self, causal_lm: nn.Module) -> None:
         weights = [AdaptedWeight(name, *given) for name, given in adapted_parameters(causal_lm).items()]
         self.by_name = {weight.name: weight for weight in weights}
+        self.names = frozenset(weight.name for weight in weights if weight.base.to_local().numel())
         self._is_by_rows = all(weight.is_split_by_rows for weight in weights)
         self._groups = _grouped(weights) if self._is_by_rows else [[weight] for weight in weights]
         self._tables: list[MergeTable | None] | None = None
         self._tables_for: list[int] = []
-
-    @property
-    def names(self) -> frozenset[str]:
-        return frozenset(name for name, weight in self.by_name.items() if weight.base.to_local().numel())
 
     @torch.no_grad()
     def fill(self, places: Mapping[str, Place]) -> Mapping[str, int]:
