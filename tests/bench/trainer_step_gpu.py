@@ -163,6 +163,8 @@ def measure(case: str, folder: Path, backend: str, compiled: str, arguments: arg
     started = time.perf_counter()
     choice = {"compile": compiled} | ({} if backend == "default" else {"attention_backend": backend})
     settings = {"micro_batch_tokens": arguments.micro_batch_tokens, **settings, **choice}
+    if arguments.tiny and "kept_layers" in settings:
+        settings["kept_layers"] = min(settings["kept_layers"], shape.num_layers)
     learner = start_learner(folder, mesh=mesh, compute_dtype="bfloat16", export_stays=True, **settings)
     start_s = time.perf_counter() - started
     samples = samples_of(lengths, shape.vocab_size)

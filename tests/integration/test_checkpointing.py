@@ -105,6 +105,14 @@ def test_no_choice_changes_a_bit_of_adapter_or_critic_gradients(model: Path, mes
                 learner.optim_step(role)
 
 
+@pytest.mark.parametrize("rung", RUNGS[1:])
+def test_all_layers_may_keep_everything(model: Path, mesh: DeviceMesh, rung: Checkpointing) -> None:
+    expected = gradients_of(start(model, mesh, Checkpointing.NONE), Role.POLICY, samples_of(0))
+    for kept_layers in (NUM_LAYERS - 1, NUM_LAYERS):
+        learner = start(model, mesh, rung, kept_layers=kept_layers)
+        assert_equal(gradients_of(learner, Role.POLICY, samples_of(0)), expected)
+
+
 @pytest.mark.parametrize(("rung", "runs"), list(zip(RUNGS, (1, 1, 2, 1), strict=True)))
 def test_attention_runs_again_in_backward_only_where_it_is_not_kept(
     model: Path, mesh: DeviceMesh, rung: Checkpointing, runs: int

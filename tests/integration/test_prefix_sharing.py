@@ -12,6 +12,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from tasuki.algorithms.loss_types import LossConfig, ValueLoss
+from tasuki.planner.kept_bytes import kept_with_attention
+from tasuki.planner.step_bytes import _attention_output
+from tasuki.trainer.backends.fsdp.host_activations import HostActivations
+from tasuki.trainer.backends.fsdp.replays import OnDevice
 from tasuki.trainer.data.micro_batch import token_batch
 from tasuki.trainer.data.samples import Samples
 from tasuki.trainer.data.shared_plan import Sharing, plan_shared
@@ -20,7 +24,7 @@ from tasuki.trainer.service.requests import decode_samples
 from tasuki.v1 import loss_pb2
 from tasuki.v1.types_pb2 import TrainingSample
 from tests.extent import IS_WHOLE, crossed
-from tests.integration.learning import COST, learn, start_learner, whole_gradients, whole_parameters
+from tests.integration.learning import COST, fsdp, learn, start_learner, whole_gradients, whole_parameters
 from tests.integration.one_rank import mesh
 from tests.integration.trainer_process import TrainerClient, TrainerProcess, connect, samples_of_now, start_trainer
 from tests.integration.trainer_samples import make_samples
@@ -83,6 +87,53 @@ def test_a_step_of_every_role_is_equal_to_rounding(
     assert tensors.keys() == shared_tensors.keys()
     for name, tensor in tensors.items():
         torch.testing.assert_close(shared_tensors[name], tensor, **CLOSE, msg=name)
+
+
+@pytest.mark.parametrize("checkpointing", ["attention", "offloaded"])
+def test_kept_results_of_both_calls_of_attention_are_planned(
+    tmp_path: Path, mesh: DeviceMesh, checkpointing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sequences are longer than those that a CPU attends to by plain products, whose results are not kept."""
+    num_prompt, num_completion, num_layers = 280, 300, 3
+    model = save_checkpoint(
+        make_model("llama", seed=0, num_hidden_layers=num_layers, max_position_embeddings=1024), tmp_path / "long"
+    )
+    samples = [
+        TrainingSample(
+            prompt_token_ids=[3 + place % 100 for place in range(num_prompt)],
+            completion_token_ids=[5 + index] * num_completion,
+            rollout_log_probs=[-5.0] * num_completion,
+            advantages=[1.0] * num_completion,
+        )
+        for index in range(GROUP_SIZE)
+    ]
+    num_tokens = num_prompt + GROUP_SIZE * num_completion
+    stayed: list[int] = []
+    kept: list[int] = []
+    room, put = HostActivations._room, OnDevice.put
+
+    def spied_room(self: HostActivations, layer: int, source: torch.Tensor) -> torch.Tensor | None:
+        held = room(self, layer, source)
+        if held is None and layer < self._last:
+            stayed.append(source.nbytes)
+        return held
+
+    def spied_put(self: OnDevice, tensors: Any) -> None:
+        kept.extend(tensor.nbytes for tensor in tensors)
+        put(self, tensors)
+
+    monkeypatch.setattr(HostActivations, "_room", spied_room)
+    monkeypatch.setattr(OnDevice, "put", spied_put)
+    settings = {"checkpointing": checkpointing, "micro_batch_tokens": num_tokens, "prefix_sharing": True}
+    learner = start_learner(model, mesh=mesh, **settings)
+    learn(learner, Role.POLICY, decode_samples(samples), config=LossConfig(), max_tokens=num_tokens)
+    layout = fsdp(learner)._layout
+    assert not stayed, "everything has room in host memory"
+    alone = num_tokens * kept_with_attention(layout.model, compute_bytes=layout.compute_bytes)
+    planned = _attention_output(layout)
+    if checkpointing == "attention":
+        assert num_layers * alone < sum(kept) <= num_layers * planned
+    learner.backend.close()
 
 
 @pytest.fixture(scope="module")

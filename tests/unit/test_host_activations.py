@@ -61,6 +61,20 @@ def test_nothing_is_held_once_it_was_loaded(mesh: DeviceMesh) -> None:
     assert not any(activations._on_device.values())
 
 
+def test_what_a_later_pass_has_replaced_is_refused(mesh: DeviceMesh) -> None:
+    activations = HostActivations(mesh, num_layers=NUM_LAYERS, num_bytes=BYTES)
+    indices: list[int] = []
+    for _ in range(2):
+        for layer in range(NUM_LAYERS):
+            activations.begin(layer)
+            indices.append(activations.store(layer, [torch.ones(NUM_TOKENS)]))
+    for layer in range(NUM_LAYERS):
+        with pytest.raises(RuntimeError, match=f"replaced what layer {layer} had stored"):
+            activations.load(layer, indices[layer])
+    for layer in reversed(range(NUM_LAYERS)):
+        assert torch.equal(activations.load(layer, indices[NUM_LAYERS + layer]), torch.ones(NUM_TOKENS))
+
+
 def test_a_pass_that_has_no_backward_leaves_nothing_to_the_next(mesh: DeviceMesh) -> None:
     activations = HostActivations(mesh, num_layers=NUM_LAYERS, num_bytes=BYTES)
     for layer in range(NUM_LAYERS - 1):

@@ -281,6 +281,25 @@ def test_a_host_that_is_short_is_told_which_setting_of_the_node_takes_it(
     assert plan(*(each for each in settings if each != "residency={}"), *changed) == 0
 
 
+@pytest.mark.parametrize(("gpu_gb", "checkpointing"), [("125", "attention"), ("125", "full"), ("102", "attention")])
+def test_a_step_that_keeps_too_many_layers_is_told_to_keep_none(
+    node: Path, gpu_gb: str, checkpointing: str, capsys: pytest.CaptureFixture[str]
+):
+    (node.parent / "model" / "config.json").write_text(json.dumps(CONFIG | SEVEN_B))
+    tables = ["trainer.num_ranks=2", "rollout.tp_size=2", "trainer.micro_batch_tokens=16384", "trainer.empty_cache_early=true"]
+    settings = [*tables, f"trainer.checkpointing={checkpointing}", "trainer.kept_layers=28"]
+
+    def plan(*overrides: str) -> int:
+        sets = [word for each in (*settings, *overrides) for word in ("--set", each)]
+        return main(["plan", str(node), "--gpu-gb", gpu_gb, "--host-gb", "1000", "--json", *sets])
+
+    assert plan() == 1
+    ladder = json.loads(capsys.readouterr().out)["ladder"]
+    assert (ladder[0]["setting"], ladder[0]["old"], ladder[0]["new"]) == ("trainer.kept_layers", "28", "0")
+    assert ladder[-1]["fits"]
+    assert plan(*(f"{rung['setting']}={rung['new']}" for rung in ladder)) == 0
+
+
 def test_cuda_graphs_that_the_engine_does_without_are_not_counted(node: Path, capsys: pytest.CaptureFixture[str]):
     def plan(*overrides: str) -> dict[str, Any]:
         main(["plan", str(node), "--gpu-gb", "10", "--json", *(word for each in overrides for word in ("--set", each))])

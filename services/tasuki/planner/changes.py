@@ -135,8 +135,10 @@ def _sleeping(layout: Layout, parts: frozenset[Part]) -> Iterator[Change]:
 
 def _more_checkpointing(layout: Layout) -> Iterator[Change]:
     rungs = list(Checkpointing)
+    if layout.checkpointing is not Checkpointing.NONE and layout.kept_layers:
+        yield Change("trainer.kept_layers", str(layout.kept_layers), "0", replace(layout, kept_layers=0))
     for rung in rungs[rungs.index(layout.checkpointing) + 1 :]:
-        yield Change("trainer.checkpointing", layout.checkpointing, rung, replace(layout, checkpointing=rung, kept_layers=0))
+        yield Change("trainer.checkpointing", layout.checkpointing, rung, replace(layout, checkpointing=rung))
 
 
 def _reference_on_host(layout: Layout) -> Iterator[Change]:

@@ -130,6 +130,8 @@ class Layout:
     checkpointing: Checkpointing = Checkpointing.NONE
     kept_layers: int = 0
     """Number of last layers that keep everything, whatever `checkpointing` says."""
+    shares_prompts: bool = False
+    """Whether samples of one prompt may share its computation, with two calls in each layer's attention."""
     mlp_tile_tokens: int | None = None
     """Tokens per tile of an MLP, which is recomputed in backward; by default one tile."""
     is_compiled: bool = False

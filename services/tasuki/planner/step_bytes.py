@@ -76,8 +76,7 @@ def offloaded_bytes(layout: Layout) -> int:
 
 def offloaded_per_token(layout: Layout) -> int:
     """Bytes per token that a layer keeps in host memory: its input, and attention's output."""
-    model, compute = layout.model, layout.compute_bytes
-    return model.hidden_size * compute + kept_with_attention(model, compute_bytes=compute)
+    return layout.model.hidden_size * layout.compute_bytes + _attention_per_token(layout)
 
 
 def _at_loss(layout: Layout) -> Bytes:
@@ -249,7 +248,16 @@ def _layer_input(layout: Layout) -> int:
 
 
 def _attention_output(layout: Layout) -> int:
-    return layout.rank_tokens * kept_with_attention(layout.model, compute_bytes=layout.compute_bytes)
+    return layout.rank_tokens * _attention_per_token(layout)
+
+
+def _attention_per_token(layout: Layout) -> int:
+    """Bytes per token that save recomputing a layer's attention.
+
+    If prompts are shared, of two calls: continuations, which query their prompt in the second one, may be almost all tokens.
+    """
+    num_calls = 2 if layout.shares_prompts else 1
+    return num_calls * kept_with_attention(layout.model, compute_bytes=layout.compute_bytes)
 
 
 def _layer_activations(layout: Layout, index: int) -> int:

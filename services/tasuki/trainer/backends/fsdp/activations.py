@@ -29,14 +29,15 @@ def set_checkpointing(
     """Sets what each layer keeps from forward to backward. No choice changes results.
 
     kept_layers: number of last layers that keep everything; all with NONE, which also keeps what an MLP can recompute at little cost.
-    on_host: for OFFLOADED, storage of the other layers' tensors.
+    on_host: for OFFLOADED, storage of the other layers' tensors, if there are any.
     """
     decoder: Any = causal_lm.get_submodule("model")
     for index, layer in enumerate(decoder.layers):
-        # transformers' layers require these two in training mode.
+        # transformers' layers require the first in training mode, and the second if it is true.
         is_kept = checkpointing is Checkpointing.NONE or index >= len(decoder.layers) - kept_layers
         layer.gradient_checkpointing = not is_kept
-        layer._gradient_checkpointing_func = _checkpoint(checkpointing, index, on_host, layer)
+        if not is_kept:
+            layer._gradient_checkpointing_func = _checkpoint(checkpointing, index, on_host, layer)
         if isinstance(layer.mlp, GatedMlp):
             layer.mlp.keeps_product = checkpointing is Checkpointing.NONE
 

@@ -21,8 +21,10 @@ _ADVICE = 'lower trainer.micro_batch_tokens, or choose "full"'
 class _Stored:
     """A layer's tensors in its buffer."""
 
+    first: int
+    """Index of the first tensor. No later pass has an index of this one."""
     tensors: dict[int, Tensor] = field(default_factory=dict)
-    """Views of the buffer, by the order in which they were stored."""
+    """Views of the buffer, by index."""
     count: int = 0
     """Number of tensors, including those that stayed on the device."""
     num_bytes: int = 0
@@ -42,20 +44,21 @@ class HostActivations:
         self._buffers = take_buffers(mesh, [num_bytes] * self._last, setting=_SETTING, advice=_ADVICE)
         self._to_host, self._to_device = copy_stream(self._device), copy_stream(self._device)
         self._stored: dict[int, _Stored] = {}
+        self._num_stored = 0
         self._leaving: deque[list[Copy]] = deque()
         self._on_device: dict[int, dict[int, Copy]] = {}
         """Tensors that arrive or have stayed, by layer and index, until they are loaded."""
 
     def begin(self, layer: int) -> None:
         """Says that a layer's forward pass begins."""
-        self._stored[layer] = _Stored()
+        self._stored[layer] = _Stored(self._num_stored)
         self._on_device[layer] = {}
 
     def store(self, layer: int, tensors: Sequence[Tensor]) -> int:
-        """Returns the index of the first one in its layer."""
+        """Returns the index of the first one, which the others' follow."""
         self._release(all_but=1)
         stored, leaving = self._stored[layer], list[Copy]()
-        first = stored.count
+        first = stored.first + stored.count
         for index, tensor in enumerate(tensors, first):
             source = tensor.detach()
             held = self._room(layer, source)
@@ -65,18 +68,25 @@ class HostActivations:
                 stored.tensors[index] = held
                 leaving.append(Copy(source, start_copy(held, source, stream=self._to_host)))
         stored.count += len(tensors)
+        self._num_stored += len(tensors)
         if leaving:
             self._leaving.append(leaving)
         return first
 
     def load(self, layer: int, index: int) -> Tensor:
-        """Returns a stored tensor, once. With its first one, starts to load those of the layer before."""
+        """Returns a stored tensor, once. With its first one, starts to load those of the layer before.
+
+        Raises RuntimeError if a later pass has taken its place.
+        """
         self._release(all_but=0)
+        first = self._stored[layer].first
+        if index < first:
+            raise RuntimeError(f"a later forward pass has replaced what layer {layer} had stored; run backward before it")
         if index not in self._on_device[layer]:
             self._fetch(layer)
         copy = self._on_device[layer].pop(index)
         copy.wait()
-        if index == 0 and layer > 0:
+        if index == first and layer > 0:
             self._fetch(layer - 1)
         return copy.tensor
 
