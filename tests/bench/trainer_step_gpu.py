@@ -276,12 +276,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path())
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--backends", nargs="+", default=["fa4", "varlen", "sdpa"], help='or "default", without the setting')
+    parser.add_argument("--backends", nargs="+", help='or "default", without the setting; by default all, with --tiny sdpa')
     parser.add_argument("--compile", nargs="+", choices=["none", "blocks"], default=["none"], help="of trainer.compile")
     parser.add_argument("--samples", type=int, default=48)
     parser.add_argument("--ranks", type=int, default=1, help="a GPU each")
     parser.add_argument("--micro-batch-tokens", type=int, default=MICRO_BATCH_TOKENS)
-    parser.add_argument("--steps", type=int, default=NUM_STEPS, help="the first of which is not timed")
+    parser.add_argument("--steps", type=int, default=NUM_STEPS, help="at least 2; the first is not timed")
     parser.add_argument("--run-limit-s", type=int, default=600, help="of one case")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--tiny", action="store_true", help="tiny models on a CPU")
@@ -293,6 +293,9 @@ def main() -> None:
         if os.environ["RANK"] == "0":
             print("RESULT " + json.dumps(result), flush=True)
         os._exit(0)
+    if arguments.steps < 2:
+        parser.error("--steps must be at least 2")
+    arguments.backends = arguments.backends or (["sdpa"] if arguments.tiny else ["fa4", "varlen", "sdpa"])
     if not arguments.tiny:
         require_gpus(arguments.ranks)
     arguments.out.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.bench import changeover_chart, changeover_peers, sync_report, trainer_peers_gpu
+from tests.bench import changeover_chart, changeover_peers, sync_report, trainer_chart, trainer_peers_gpu
 
 ROUND = {"total_ms": 5.0, "cpu_ms": 9.0, "num_rpcs": 1, "num_handles": 0, "host_ms": 0.0}
 CASE = {
@@ -210,4 +210,23 @@ def test_changeovers_of_both_sides_are_in_one_table_and_chart(tmp_path: Path) ->
     rows = changeover_peers.table(results).splitlines()
     assert [row.split("  ")[0] for row in rows[1:]] == ["tasuki, pooled", "torch_memory_saver way"]
     changeover_chart.chart(results, tmp_path / "chart.png")
+    assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_trainers_are_in_one_chart_and_later_files_add_what_is_missing(tmp_path: Path) -> None:
+    def step(case: str, rate: int, *, compiled: str = "none") -> dict[str, Any]:
+        return {"case": case, "compile": compiled, "tokens_per_s": rate, "driver_bytes": 80 * 10**9}
+
+    def peer(side: str, settings: str, rate: int) -> dict[str, Any]:
+        return {"side": side, "settings": settings, "tokens_per_s": rate, "driver_bytes": 90 * 10**9}
+
+    steps = [step("7b", 100), step("7b", 120, compiled="blocks"), {"case": "7b-auto", "compile": "none", "error": "lost"}]
+    peers = [peer("tasuki", "7b none", 50), peer("trl", "--liger --batch 2", 10), peer("trl", "--liger --batch 2", 30)]
+    points = trainer_chart.points_of([steps, peers])
+    assert points == [
+        ("tasuki", "7b", 100, 80.0),
+        ("tasuki", "7b blocks", 120, 80.0),
+        ("trl", "liger batch 2", 20, 90.0),
+    ]
+    trainer_chart.draw(points, tmp_path / "chart.png")
     assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")

@@ -12,7 +12,7 @@ from rich.table import Table
 from tasuki.cli.print_text import FittedTable
 from tasuki.memory.stages import HOLDS, RING, Phase, Stage
 from tasuki.planner.advice import Advice, problems
-from tasuki.planner.layout import TAGS, Layout, Part, gb
+from tasuki.planner.layout import TAGS, Checkpointing, Layout, Part, gb
 from tasuki.planner.node_traffic import Traffic
 from tasuki.planner.plan import Plan, StagePlan
 from tasuki.planner.residency import stay_and_leave
@@ -204,7 +204,8 @@ def headline(layout: Layout) -> str:
     """The main settings in one line."""
     where = "CPU" if layout.device == "cpu" else f"{layout.num_gpus} GPUs of {gb(layout.gpu_bytes)} GB"
     engines = f"{layout.num_engines} x TP {layout.tp_size}"
-    kept = f" ({layout.kept_layers} layers kept)" if layout.kept_layers else ""
+    is_kept = bool(layout.kept_layers) and layout.checkpointing is not Checkpointing.NONE
+    kept = f" ({layout.kept_layers} layers kept)" if is_kept else ""
     how = f"LoRA rank {layout.lora_rank}" if layout.lora_rank is not None else "all parameters"
     how += ", expert parallel" if layout.expert_parallel else ""
     how += ", one base for both services" if layout.shares_base else ""
