@@ -43,7 +43,7 @@ def points_of(files: Iterable[Iterable[Mapping[str, Any]]]) -> list[Point]:
 
 
 def _setting(result: Mapping[str, Any]) -> str:
-    """Ours by case, others by their flags; without what most have in common."""
+    """The case of our side, the flags of another, without what most have in common."""
     if "case" in result:
         return result["case"] if result["compile"] == "none" else f"{result['case']} {result['compile']}"
     return result["settings"].removesuffix(" none").replace("--", "")
