@@ -274,16 +274,22 @@ class CountingRanks:
         await self._ranks.run_on_ranks(command)
 
 
+def counted(ranks: EngineRanks, folder: Path, stack: ExitStack) -> tuple[Published, CountingRanks, RankCalls]:
+    """Ranks that hold a first publication, and a front whose commands by way of the engine are counted."""
+    published = Published("qwen2", folder, stack)
+    ranks.receive(published.folder, published.message, tp_size=2)
+    engine = CountingRanks(ranks)
+    calls = RankCalls(engine, socket_dir=folder)
+    stack.callback(calls.close)
+    return published, engine, calls
+
+
 @pytest.mark.parametrize("full_read_back", [False, True])
 async def test_later_syncs_go_straight_to_the_ranks_and_are_compared_as_the_first(
     ranks: EngineRanks, full_read_back: bool, tmp_path: Path
 ) -> None:
     with ExitStack() as stack:
-        published = Published("qwen2", tmp_path, stack)
-        ranks.receive(published.folder, published.message, tp_size=2)
-        engine = CountingRanks(ranks)
-        calls = RankCalls(engine, socket_dir=tmp_path)
-        stack.callback(calls.close)
+        published, engine, calls = counted(ranks, tmp_path, stack)
         sync = WeightSync(calls, socket_dir=tmp_path, full_read_back=full_read_back)
         stack.callback(sync.close)
         reports = []
@@ -304,11 +310,7 @@ async def test_later_syncs_go_straight_to_the_ranks_and_are_compared_as_the_firs
 
 async def test_pauses_resumes_and_readings_go_straight_to_connected_ranks(ranks: EngineRanks, tmp_path: Path) -> None:
     with ExitStack() as stack:
-        published = Published("qwen2", tmp_path, stack)
-        ranks.receive(published.folder, published.message, tp_size=2)
-        engine = CountingRanks(ranks)
-        calls = RankCalls(engine, socket_dir=tmp_path)
-        stack.callback(calls.close)
+        _, engine, calls = counted(ranks, tmp_path, stack)
         released = await calls.pause([MemoryTag.WEIGHTS], timeout_s=30)
         async with asyncio.timeout(30):
             while not calls.is_connected:

@@ -222,6 +222,13 @@ class NodeConfig(Schema):
         return self.device == "cuda" and self.dp_size > 1 and is_copied and stays
 
     @property
+    def may_share_prompts(self) -> bool:
+        """Whether samples of one prompt may share its computation."""
+        sharing = self.trainer.prefix_sharing
+        # Not measured on a GPU yet.
+        return self.device == "cpu" if sharing == "auto" else sharing
+
+    @property
     def served_adapter(self) -> LoraConfig | None:
         """The adapter that rollout applies to its base model; None if it gets full weights."""
         return self.trainer.lora if self.rollout.lora == "adapter" else None

@@ -120,7 +120,7 @@ def _as_configured(config: NodeConfig, model: ModelShape, *, gpu_bytes: int, hos
         # If residency is open, tokens are chosen first: none of it costs as much as a step of more and smaller micro-batches.
         checkpointing=Checkpointing.OFFLOADED if trainer.checkpointing == "auto" else Checkpointing(trainer.checkpointing),
         kept_layers=trainer.kept_layers or 0,
-        shares_prompts=trainer.prefix_sharing is True or (trainer.prefix_sharing == "auto" and config.device == "cpu"),
+        shares_prompts=config.may_share_prompts,
         mlp_tile_tokens=trainer.mlp_tile_tokens,
         is_compiled=trainer.compile == "blocks",
         empties_cache=trainer.empty_cache_early,

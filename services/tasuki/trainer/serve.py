@@ -125,7 +125,7 @@ async def _training(ranks: TrainerRanks, *, ready: RankReady, config: NodeConfig
         limits=limits,
         costs=sample_costs(config),
         sequence_parallel=config.trainer.sequence_parallel,
-        sharing=Sharing.of(config.trainer.prefix_sharing, device=config.device),
+        sharing=Sharing.of(config),
     )
 
 

@@ -6,10 +6,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from typing import Literal
 
 import numpy as np
 
+from tasuki.config.schema import NodeConfig
 from tasuki.trainer.data.cost import SampleCost
 from tasuki.trainer.data.plan import MicroBatchPlan, plan_micro_batches, plan_units
 from tasuki.trainer.data.samples import NO_PREFIX, Samples, starts
@@ -22,12 +22,10 @@ class Sharing(Enum):
     ALWAYS = auto()
 
     @classmethod
-    def of(cls, setting: Literal["auto"] | bool, *, device: str) -> Sharing:
-        """Decodes `trainer.prefix_sharing`."""
-        if setting == "auto":
-            # Not measured on a GPU yet.
-            return cls.WHERE_CHEAPER if device == "cpu" else cls.NEVER
-        return cls.ALWAYS if setting else cls.NEVER
+    def of(cls, config: NodeConfig) -> Sharing:
+        if not config.may_share_prompts:
+            return cls.NEVER
+        return cls.WHERE_CHEAPER if config.trainer.prefix_sharing == "auto" else cls.ALWAYS
 
 
 def plan_shared(

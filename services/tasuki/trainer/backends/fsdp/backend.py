@@ -66,7 +66,6 @@ from tasuki.trainer.backends.fsdp.staying import ExportChoice, Staying
 from tasuki.trainer.backends.fsdp.streamed_adamw import StreamedAdamW
 from tasuki.trainer.backends.fsdp.trained import Trained, checkpoint_facts, learner_facts, training_state
 from tasuki.trainer.data.micro_batch import WHOLE, SequencePart, TokenBatch
-from tasuki.trainer.data.shared_plan import Sharing
 from tasuki.trainer.roles import Role
 from tasuki.transport.export import ExportMemory, WeightExport
 from tasuki.transport.node_pool import join_node_pool
@@ -360,7 +359,7 @@ class FsdpBackend:
             reshards_after_forward=config.reshard_after_forward,
             compiles=self._compiles,
             expert_parallel=config.expert_parallel,
-            shares_prompts=Sharing.of(config.prefix_sharing, device=self._node.device) is not Sharing.NEVER,
+            shares_prompts=self._node.may_share_prompts,
         )
 
     def _weights(self) -> AbstractContextManager[None]:
