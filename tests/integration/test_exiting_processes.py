@@ -52,7 +52,7 @@ def test_a_restart_waits_for_an_exiting_process_and_a_service_that_ends_meanwhil
     start: Start, capfd: pytest.CaptureFixture[str]
 ) -> None:
     node = start(max_restarts=2, first="good", second="lingers")
-    node.wait_until_up()
+    node.wait_until_recorded()
     before = {name: pids_of(node, name) for name in ("first", "second")}
     init, release = lingering(node, "second")
     os.kill(before["second"][0], signal.SIGKILL)
@@ -80,7 +80,7 @@ def test_a_restart_waits_for_an_exiting_process_and_a_service_that_ends_meanwhil
 
 def test_a_node_ends_when_a_process_of_the_service_to_restart_does_not(start: Start) -> None:
     node = start(max_restarts=2, first="good", bounded="lingers")
-    node.wait_until_up()
+    node.wait_until_recorded()
     init, release = lingering(node, "bounded")
     os.kill(pids_of(node, "bounded")[0], signal.SIGKILL)
     wait_for(exit_path(node.state_dir).exists)
