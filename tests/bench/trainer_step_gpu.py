@@ -61,6 +61,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "7b-auto": ("qwen2.5-7b", {}),
     "7b-host": ("qwen2.5-7b", {"checkpointing": "full", "optimizer_on_host": True}),
+    "7b-60gb": ("qwen2.5-7b", {"checkpointing": "offloaded", "kept_layers": 8, "optimizer_on_host": True}),
     "7b-8bit": ("qwen2.5-7b", {"checkpointing": "full", "optimizer_8bit": True}),
     "7b-tiled": (
         "qwen2.5-7b",
@@ -76,10 +77,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Preset, and settings of [trainer].
 
-"7b-85gb" keeps as many layers as two GPUs of 85 GB have room for. "7b-long" has two samples of LONG tokens, shared by two ranks;
-"7b-tiled" has the same samples, one per rank. "7b-group" has groups of GROUP samples of one prompt, one group per rank; "7b-group-shared"
-computes each prompt once. "moe" is Qwen3-30B-A3B with 12 of its 48 layers, which takes two GPUs; in "moe-parallel" the ranks compute their
-own experts.
+"7b-85gb" and "7b-60gb" fit two GPUs of that size, the latter with AdamW's moments on the host. "7b-long" has two samples of LONG tokens,
+shared by two ranks; "7b-tiled" has the same samples, one per rank. "7b-group" has groups of GROUP samples of one prompt, one per rank;
+"7b-group-shared" computes each prompt once. "moe" is Qwen3-30B-A3B with 12 of its 48 layers, which takes two GPUs; in "moe-parallel" the
+ranks compute their own experts.
 """
 PEAK_FLOPS = 989e12
 
