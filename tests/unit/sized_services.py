@@ -32,6 +32,8 @@ class Devices:
     """Bytes of a published copy, mapped from LOAD_WEIGHTS to OFFLOAD."""
     foreign_bytes: int = 0
     torch_cached_bytes: int = 0
+    rollout_cached_bytes: int = 0
+    """Cached by torch in rollout, which counts as room for rollout's stages."""
     staying: frozenset[tuple[Service, MemoryTag]] = frozenset()
     """Tags that keep their pages, except when room is made for an engine."""
     looks_until_left: int = 0
@@ -72,6 +74,7 @@ class Devices:
         if service in self.silent:
             raise self.silent[service]
         processes = {each: self.mapped(each) + CONTEXT for each in Service}
+        processes[Service.ROLLOUT] += self.rollout_cached_bytes
         processes[Service.TRAINER] += self.torch_cached_bytes if self.awake(Service.TRAINER) else 0
         free = self.total_bytes - sum(processes.values()) - self.foreign_bytes
         awake, leaving = self.awake(service), self.leaving(service)
@@ -95,7 +98,8 @@ class Devices:
             mapped = self.copy_bytes if self.services.stage[service] is Stage.LOAD_WEIGHTS else 0
             tags += (TagUsage("export", self.device, mapped, self.copy_bytes, not mapped, 0, 0),)
         others = self.total_bytes - free - processes[service]
-        return ServiceUsage(tags, (DeviceUsage(self.device, 0, self.total_bytes, free, processes[service], 0, others),))
+        cached = self.rollout_cached_bytes if service is Service.ROLLOUT and not skip_torch_cache else 0
+        return ServiceUsage(tags, (DeviceUsage(self.device, 0, self.total_bytes, free, processes[service], cached, others),))
 
 
 class SizedServices(FakeServices):

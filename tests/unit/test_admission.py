@@ -68,6 +68,8 @@ async def test_with_room_enough_every_stage_begins_and_memory_is_read_once_a_cha
     node = make_node(journal, services, devices)
     await acquire(node, Phase.ROLLOUT)
     assert devices.asked == [*Service] * 2  # Unknown at first; then the trainer had allocated its export.
+    assert devices.asked_briefly == [*Service]
+    devices.asked_briefly.clear()
     for _ in range(3):
         devices.asked.clear()
         await acquire(node, Phase.TRAIN)
@@ -127,6 +129,17 @@ async def test_what_torch_gives_back_with_the_trainer_counts_when_it_is_needed(
     await acquire(node, Phase.ROLLOUT)
     assert node.state().phase is Phase.ROLLOUT
     assert devices.asked == [*Service] * 3
+
+
+async def test_what_torch_caches_is_counted_only_if_there_is_no_room_without_it(
+    journal: Journal, services: FakeServices, devices: Devices
+) -> None:
+    node = make_node(journal, services, devices)
+    devices.rollout_cached_bytes = 5 * GB
+    await acquire(node, Phase.ROLLOUT)
+    assert node.state().phase is Phase.ROLLOUT
+    assert devices.asked == [*Service] * 3, "LOAD_WEIGHTS, and RESUME_WEIGHTS twice"
+    assert devices.asked_briefly == [*Service]
 
 
 @pytest.mark.parametrize(("cache_gb", "looks"), [(3, 1), (6, 3)])

@@ -112,8 +112,11 @@ class Admission:
         if stage is Stage.LOAD_TRAINER and self._free is None and self._config.device != "cpu":
             # PAUSE_KV released what the cache had grown by. No later stage needs rollout's figures, so the trainer's usually suffice.
             self._take(await self._read((RULES[stage].service,), skip_torch_cache=True))
-        needed = self._taken(stage)
-        if not is_first and needed is not None and self._has_room(stage, needed):
+        if not is_first and self._has_room(stage):
+            return
+        # What torch caches takes milliseconds to count, and is needed only if the rest does not suffice.
+        is_brief = self._config.device != "cpu" and not is_first
+        if is_brief and (not await self._measure_all(stage, skip_torch_cache=True) or self._has_room(stage)):
             return
         if not await self._measure_all(stage):
             return
@@ -204,10 +207,12 @@ class Admission:
         usage = self._usages.get(RULES[stage].service)
         return None if usage is None else taken_by(stage, usage)
 
-    def _has_room(self, stage: Stage, needed: Bytes) -> bool:
+    def _has_room(self, stage: Stage) -> bool:
         """Whether the known free memory suffices on every device."""
-        free = self._free_for(stage)
-        return needed.keys() <= free.keys() and not any(lacks_room(device, size, free) for device, size in needed.items())
+        needed, free = self._taken(stage), self._free_for(stage)
+        if needed is None or not needed.keys() <= free.keys():
+            return False
+        return not any(lacks_room(device, size, free) for device, size in needed.items())
 
     def _shortages(self, stage: Stage, needed: Bytes) -> list[Shortage]:
         """Measured devices without enough room."""
@@ -230,9 +235,9 @@ class Admission:
         cached = {} if usage is None else cached_bytes(usage)
         return {device: size + cached.get(device, 0) for device, size in (self._free or {}).items()}
 
-    async def _measure_all(self, stage: Stage) -> bool:
+    async def _measure_all(self, stage: Stage, *, skip_torch_cache: bool = False) -> bool:
         """Measures both services. Returns whether both answered."""
-        readings = await self._read(tuple(Service))
+        readings = await self._read(tuple(Service), skip_torch_cache=skip_torch_cache)
         self._take(readings)
         self._is_measured = len(readings) == len(Service)
         if not self._is_measured:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +48,8 @@ def _gpu(device: str, rank: int, *, skip_torch_cache: bool) -> DeviceUsage:
     free, total = torch.cuda.mem_get_info(device)  # with what is free in a pool
     pool = pool_usage(device)
     reserved, allocated = (0, 0) if skip_torch_cache else torch_pool(torch.device(device).index or 0)
-    by_pid = _bytes_by_pid(str(torch.cuda.get_device_properties(device).uuid))
     # NVML counts a pool for all processes that have joined it.
-    ours = by_pid.get(os.getpid()) if pool is None else None
+    ours = _own_bytes(str(torch.cuda.get_device_properties(device).uuid)) if pool is None else None
     if ours is None:
         # In its own PID namespace a process does not find itself in NVML's list; what it knows of is then a lower bound.
         arenas = native.totals()
@@ -77,16 +77,19 @@ def torch_pool(index: int) -> tuple[int, int]:
     return sum(one["total_size"] for one in ours), sum(one["allocated_size"] for one in ours)
 
 
-def _bytes_by_pid(uuid: str) -> dict[int, int]:
-    """GPU memory by process, as NVML lists it: with process ids of the host."""
+def _own_bytes(uuid: str) -> int | None:
+    """GPU memory of this process; None if NVML, which lists the host's process ids, does not list it."""
+    nvml, handle = _nvml_device(uuid)
+    processes = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    return next((each.usedGpuMemory for each in processes if each.pid == os.getpid()), None)
+
+
+@cache
+def _nvml_device(uuid: str) -> tuple[Any, Any]:
+    """NVML, loaded once since that takes milliseconds, and its handle of the GPU."""
     import pynvml
 
     nvml: Any = pynvml
     nvml.nvmlInit()
-    try:
-        # By its id: NVML numbers all GPUs of the machine, torch those that CUDA_VISIBLE_DEVICES leaves.
-        handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-        processes = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
-    finally:
-        nvml.nvmlShutdown()
-    return {process.pid: process.usedGpuMemory for process in processes if process.usedGpuMemory is not None}
+    # By its id: NVML numbers all GPUs of the machine, torch those that CUDA_VISIBLE_DEVICES leaves.
+    return nvml, nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
