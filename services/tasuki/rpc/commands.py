@@ -8,6 +8,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable
+from itertools import islice
 from typing import Any, Protocol, TypeVar, cast
 
 import grpc
@@ -216,7 +217,7 @@ class CommandGate:
                 )
 
     def _forget_old(self) -> None:
-        for request_id in list(self._answers)[: max(0, len(self._answers) - _KEPT_ANSWERS)]:
+        for request_id in list(islice(self._answers, max(0, len(self._answers) - _KEPT_ANSWERS))):
             if self._answers[request_id][1].done():
                 # There may be no waiter left; reading the error keeps asyncio from reporting it as lost.
                 self._answers.pop(request_id)[1].exception()
