@@ -1,12 +1,13 @@
 """Whole changeovers of a node: `python -m tests.bench.changeover_gpu [--out FOLDER] [--size qwen2.5-7b] [--gpus N] [--kv needed most ...]
-[--set A.B=VALUE]`.
+[--settled] [--set A.B=VALUE]`.
 
 A node with random weights, float32 masters, N trainer ranks and N replicas, started once per size of the KV cache. After a batch of 512
 samples (64 x 8, 256 + 512 tokens) and a training step, each round goes from the end of an optimizer step to the first token. Then it goes
 from the last token of a shorter batch (192 tokens a sample) back to TRAIN. Every other round first waits for the optimizer's kernels, which
-OptimStep does not ("settled"). "unused_at_most_ms" is the time until the first token, and from the last token until the trainer has
-computed the log-probs of one sample. Both calls are then repeated. Without the time of the repetitions it is "unused_ms", which neither
-service uses.
+OptimStep does not ("settled"). With --settled every round does, and generates a second such batch: "speed_ratio" is the rate of the first,
+right after the changeover, relative to the second. "unused_at_most_ms" is the time until the first token, and from the last token until
+the trainer has computed the log-probs of one sample. Both calls are then repeated. Without the time of the repetitions it is "unused_ms",
+which neither service uses.
 
 Beside the seconds of every stage, the result has the bytes that it moved, the driver's figure for the first GPU after each stage, each
 tag's mapped bytes, the planner's prediction, and the verdict of `tasuki audit`. Rounds stop once --limit-s is over, counted from the start
@@ -67,6 +68,7 @@ THERE = ("to_rollout_ms", "to_first_token_ms", "same_token_again_ms")
 BACK = ("to_train_ms", "to_first_log_probs_ms", "same_log_probs_again_ms")
 """The time to the log-probs is an upper bound of that to the first kernel of training."""
 UNUSED = ("unused_ms", "unused_at_most_ms")
+RATIO = "speed_ratio"
 
 
 def taken_bytes(device: str) -> int:
@@ -122,9 +124,19 @@ def generate_with_tail(client: Client, load: Load, random: np.random.Generator, 
 
 
 def round_trip(
-    client: Client, config: NodeConfig, load: Load, random: np.random.Generator, *, settles: bool, is_last: bool | None
+    client: Client,
+    config: NodeConfig,
+    load: Load,
+    random: np.random.Generator,
+    *,
+    settles: bool,
+    is_last: bool | None,
+    repeats: bool,
 ) -> dict[str, Any]:
-    """Times the way from the end of an optimizer step to the first token and, after a batch of tokens, back to the trainer."""
+    """Times the way from the end of an optimizer step to the first token and, after a batch of tokens, back to the trainer.
+
+    repeats: generates a second batch.
+    """
     version = client.trainer_state().policy_version
     samples = load.samples(random, count=2 * load.gpus, version=version)
     client.forward_backward(samples)
@@ -144,6 +156,10 @@ def round_trip(
         RoomSignal(room_signal_path(config.state_dir)).request()
         generate_with_tail(client, load, random, is_last=is_last)
     generated = time.perf_counter()
+    ratio: dict[str, float] = {}
+    if repeats:
+        client.generate(load.questions(random), load.sampling(load.round_tokens), num_samples=load.group)
+        ratio[RATIO] = round((time.perf_counter() - generated) / (generated - again), 3)
     mapped = {"mapped_gb": mapped_gb(config), "kv_tokens": kv_tokens(config)}
     leaving = time.perf_counter()
     back = client.acquire(Phase.TRAIN)
@@ -160,6 +176,7 @@ def round_trip(
         "to_first_token_ms": round(1000 * (answered - started), 2),
         "same_token_again_ms": round(1000 * (again - answered), 2),
         "generate_s": round(generated - again, 2),
+        **ratio,
         "to_train_ms": round(1000 * (returned - leaving), 2),
         "to_first_log_probs_ms": round(1000 * (computed - leaving), 2),
         "same_log_probs_again_ms": round(1000 * (recomputed - computed), 2),
@@ -188,12 +205,11 @@ def measure(
     load: Load,
     result: dict[str, Any],
     *,
-    num_rounds: int,
-    has_tail: bool,
+    turns: Sequence[dict[str, Any]],
     ends_at: float,
     keep: Callable[[], None],
 ) -> None:
-    """Fills `result`, and calls `keep` after every round."""
+    """Fills `result`, and calls `keep` after every round. turns: arguments of `round_trip` for each."""
     random = np.random.default_rng(0)
     result["rounds"] = []
     with Client(state_dir=config.state_dir, timeout_s=STAGE_LIMIT_S) as client:
@@ -213,10 +229,9 @@ def measure(
         client.optim_step(learning_rate=1e-6)
         result["step_s"] = round(time.perf_counter() - started, 2)
         result["after_step_gb"] = round(taken_bytes(load.device) / GB, 2)
-        for index in range(num_rounds):
+        for turn in turns:
             if time.monotonic() > ends_at:
                 break
-            turn = {"settles": False, "is_last": index % 2 == 1} if has_tail else {"settles": index % 2 == 1, "is_last": None}
             result["rounds"].append(round_trip(client, config, load, random, **turn))
             result |= summaries(result["rounds"])
             keep()
@@ -227,7 +242,7 @@ def summary(rounds: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Median and worst of every figure; with ten rounds the worst is the 99th percentile."""
     named = [
         {
-            **{key: one[key] for key in (*THERE, *BACK, *UNUSED)},
+            **{key: one[key] for key in (*THERE, *BACK, *UNUSED, RATIO) if key in one},
             **one["stages_ms"],
         }
         for one in rounds
@@ -238,8 +253,20 @@ def summary(rounds: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def summaries(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Summarizes even rounds, and odd ones as "settled" or, with a tail, as "last"."""
-    return {"summary": summary(rounds[::2]), "settled" if rounds[0]["is_last"] is None else "last": summary(rounds[1::2])}
+    """Summarizes apart the rounds that are settled or, with a tail, the last of their phase."""
+    name, key = ("settled", "is_settled") if rounds[0]["is_last"] is None else ("last", "is_last")
+    return {
+        "summary": summary([each for each in rounds if not each[key]]),
+        name: summary([each for each in rounds if each[key]]),
+    }
+
+
+def turns_of(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Arguments of `round_trip` for each round."""
+    is_odd = [index % 2 == 1 for index in range(arguments.rounds)]
+    if arguments.tail:
+        return [{"settles": False, "is_last": each, "repeats": False} for each in is_odd]
+    return [{"settles": each or arguments.settled, "is_last": None, "repeats": arguments.settled} for each in is_odd]
 
 
 def one(
@@ -249,8 +276,7 @@ def one(
     result: dict[str, Any],
     *,
     out: Path,
-    num_rounds: int,
-    has_tail: bool,
+    turns: Sequence[dict[str, Any]],
     overrides: Sequence[str],
     limit_s: float,
     keep: Callable[[], None],
@@ -264,7 +290,7 @@ def one(
     node = start_node(config, tell=told.append)
     result |= {"started_s": round(time.monotonic() - started, 1), "told": told}
     try:
-        measure(config, load, result, num_rounds=num_rounds, has_tail=has_tail, ends_at=ends_at, keep=keep)
+        measure(config, load, result, turns=turns, ends_at=ends_at, keep=keep)
     finally:
         try:
             node.stop()
@@ -296,14 +322,15 @@ def table(kv: str, result: dict[str, Any]) -> list[str]:
     ]
     expected = result.get("expected_ms", {})
     stages = [rule.stage for rule in RING]
-    order = [*THERE, *stages[:5], *BACK, *stages[5:], *UNUSED]
+    order = [*THERE, *stages[:5], *BACK, *stages[5:], *UNUSED, RATIO]
+    sides = [result["summary"], result.get("settled") or result.get("last") or {}]
+    unknown = {"median": float("nan"), "worst": float("nan")}
     for name in order:
-        if name in result["summary"]:
-            figures = result["summary"][name]
+        if any(name in side for side in sides):
+            figures, other = (side.get(name, unknown) for side in sides)
             first = result["first_stages_ms"].get(name, "")
-            other = (result.get("settled") or result["last"]).get(name, {"median": float("nan"), "worst": float("nan")})
             lines.append(
-                f"  {name:24s}{figures['median']:10.1f}{figures['worst']:10.1f}{other['median']:10.1f}{other['worst']:10.1f}"
+                f"  {name:24s}{figures['median']:10.2f}{figures['worst']:10.2f}{other['median']:10.2f}{other['worst']:10.2f}"
                 f"{first:>12}{expected.get(name, ''):>10}"
             )
     return lines
@@ -320,6 +347,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=at_least_one, default=10)
     parser.add_argument("--limit-s", type=float, default=600.0)
     parser.add_argument("--tail", action="store_true")
+    parser.add_argument("--settled", action="store_true")
     parser.add_argument("--set", action="append", default=[], metavar="A.B=VALUE", help="a key of the node's configuration")
     parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args()
@@ -344,8 +372,7 @@ def main() -> None:
                 load,
                 results[kv],
                 out=arguments.out,
-                num_rounds=arguments.rounds,
-                has_tail=arguments.tail,
+                turns=turns_of(arguments),
                 overrides=arguments.set,
                 limit_s=arguments.limit_s,
                 keep=keep,
