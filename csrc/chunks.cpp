@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <utility>
 
 namespace tasuki {
 namespace {
@@ -36,7 +37,7 @@ void Chunks::shrink(size_t num_chunks) {
 Status Chunks::create(const Indices& indices) {
   for (size_t i = 0; i < indices.size(); ++i) {
     Chunk& chunk = chunks_[indices[i]];
-    Status status = driver_.create(device_, chunk.range.bytes, &chunk.physical);
+    Status status = driver_.create_again(device_, chunk.range.bytes, chunk.before, &chunk.physical);
     if (!status.ok()) {
       uint64_t given_back = 0;
       static_cast<void>(release(Indices(indices.begin(), indices.begin() + static_cast<std::ptrdiff_t>(i)), &given_back));
@@ -91,7 +92,7 @@ Status Chunks::release(const Indices& indices, uint64_t* given_back) {
       if (first.ok()) first = status;
       continue;
     }
-    chunk.physical = 0;
+    chunk.before = std::exchange(chunk.physical, 0);
     if (!exports_.released(chunk.serial)) *given_back += chunk.range.bytes;
   }
   return first;

@@ -18,6 +18,8 @@ using Event = uint64_t;     // a point in a device's copy stream; 0 is "already 
 struct PoolPlace {
   uint64_t pool = 0;  // 0: in no pool
   uint32_t index = 0;
+  bool operator==(const PoolPlace& other) const { return pool == other.pool && index == other.index; }
+  bool operator!=(const PoolPlace& other) const { return !(*this == other); }
   bool operator<(const PoolPlace& other) const { return pool != other.pool ? pool < other.pool : index < other.index; }
 };
 
@@ -42,6 +44,11 @@ class Driver {
 
   // Memory without addresses. A physical chunk lives until it is released here and by every importer.
   virtual Status create(int device, size_t bytes, Physical* chunk) = 0;
+  // Same. In a pool it is the chunk `before`, which was released, if that is still free.
+  virtual Status create_again(int device, size_t bytes, Physical before, Physical* chunk) {
+    static_cast<void>(before);
+    return create(device, bytes, chunk);
+  }
   virtual Status release(Physical chunk) = 0;
   // Ensures that the memory exists before it is touched, where `create` only promises it.
   virtual Status commit(Physical) { return {}; }

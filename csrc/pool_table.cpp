@@ -93,15 +93,21 @@ PoolTable::PoolTable(void* start, size_t bytes) : start_(start), bytes_(bytes) {
 
 PoolTable::~PoolTable() { munmap(start_, bytes_); }
 
-// Sequentially consistent: `take` and `add_reader` each write one word and then read the other's.
+// Sequentially consistent: `take_at` and `add_reader` each write one word and then read the other's.
 bool PoolTable::take(const Owner& owner, size_t* index) {
   for (size_t i = 0; i < num_chunks_; ++i) {
-    uint64_t free = 0;
-    if (has_readers(i) || !rows_[i].owner.compare_exchange_strong(free, word_of(owner) | kLent)) continue;
-    // A reader that arrives meanwhile either sees that the chunk is not published, or is seen here.
-    if (!has_readers(i)) return *index = i, true;
-    rows_[i].owner = 0;
+    if (take_at(owner, i)) return *index = i, true;
   }
+  return false;
+}
+
+bool PoolTable::take_at(const Owner& owner, size_t index) {
+  if (index >= num_chunks_ || has_readers(index)) return false;
+  uint64_t free = 0;
+  if (!rows_[index].owner.compare_exchange_strong(free, word_of(owner) | kLent)) return false;
+  // A reader that arrives meanwhile either sees that the chunk is not published, or is seen here.
+  if (!has_readers(index)) return true;
+  rows_[index].owner = 0;
   return false;
 }
 

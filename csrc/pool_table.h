@@ -24,7 +24,7 @@ struct TableUsage {
   uint64_t num_lent = 0;       // taken, not mapped
   uint64_t num_mapped = 0;     // for writing, by their owner
   uint64_t num_published = 0;  // of those two, readable by others
-  uint64_t num_read = 0;       // mapped by readers, whoever the owner is
+  uint64_t num_read = 0;       // with readers, whoever the owner is
 };
 
 // Mapped shared memory of a sealed memfd.
@@ -48,6 +48,8 @@ class PoolTable {
 
   // Lends the lowest chunk without owner or readers. False if there is none.
   bool take(const Owner& owner, size_t* index);
+  // Lends this one. False if it has an owner or readers.
+  bool take_at(const Owner& owner, size_t index);
   // Before the owner maps it for writing, or after it unmapped it. False, with nothing changed, unless `owner` holds it in that state.
   bool begin_map(const Owner& owner, size_t index);
   bool end_map(const Owner& owner, size_t index);
@@ -56,8 +58,8 @@ class PoolTable {
   // False while it is mapped.
   bool give_back(const Owner& owner, size_t index);
 
-  // To be called before mapping read-only and after unmapping. A chunk with readers is not lent, even if its owner has returned it or is
-  // gone. Busy with kMaxReaders readers; bad_handle if it is not published.
+  // To be called before reading and afterwards; a read-only mapping may stay. A chunk with readers is not lent, even if its owner has
+  // returned it or is gone. Busy with kMaxReaders readers; bad_handle if it is not published.
   Status add_reader(const Owner& reader, size_t index);
   void remove_reader(const Owner& reader, size_t index);
 

@@ -1,5 +1,7 @@
 #include "share.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 
@@ -24,6 +26,26 @@ Status check_layout(const std::vector<SharedChunk>& chunks, size_t granularity) 
     end = chunk.offset + chunk.bytes;
   }
   return {};
+}
+
+// Adjacent pieces from `first` on: the index behind them.
+template <typename Piece>
+size_t run_end(const std::vector<Piece>& pieces, size_t first) {
+  size_t end = first + 1;
+  while (end < pieces.size() && pieces[end].offset == pieces[end - 1].offset + pieces[end - 1].bytes) ++end;
+  return end;
+}
+
+template <typename Piece>
+uint64_t bytes_of(const std::vector<Piece>& pieces, size_t first, size_t end) {
+  return pieces[end - 1].offset + pieces[end - 1].bytes - pieces[first].offset;
+}
+
+// The piece at this offset, of pieces in order; null if there is none.
+template <typename Piece>
+const Piece* at_offset(const std::vector<Piece>& pieces, uint64_t offset) {
+  auto found = std::lower_bound(pieces.begin(), pieces.end(), offset, [](const Piece& piece, uint64_t at) { return piece.offset < at; });
+  return found == pieces.end() || found->offset != offset ? nullptr : &*found;
 }
 
 }  // namespace
@@ -86,7 +108,7 @@ Status Import::open(Driver& driver, int device, Access access, const std::vector
 
 Import::~Import() {
   // A failure in a destructor cannot be reported; the end of the process frees the rest.
-  if (is_mapped_) static_cast<void>(unmap());
+  static_cast<void>(unmap());
   for (const Piece& piece : pieces_) {
     if (!piece.is_kept) static_cast<void>(driver_.release(piece.physical));
   }
@@ -97,7 +119,7 @@ Import::~Import() {
 Status Import::import_chunks(const std::vector<SharedChunk>& chunks) {
   pieces_.reserve(chunks.size());
   for (const SharedChunk& chunk : chunks) {
-    Piece piece{chunk.offset, chunk.bytes, 0, false};
+    Piece piece{chunk.offset, chunk.bytes, chunk.place, 0, false};
     Status status = import_one(chunk, &piece);
     if (!status.ok()) return status.message = "chunk at offset " + std::to_string(chunk.offset) + ": " + status.message, status;
     pieces_.push_back(piece);
@@ -138,30 +160,30 @@ Status Import::reuse(const SharedChunk& chunk, const Kept& kept, Piece* piece) {
 }
 
 Status Import::map() {
-  Status status = map_first(pieces_.size());
-  is_mapped_ = status.ok();
-  return status;
+  if (mapped_by_ != getpid()) mapped_.clear();  // a forked child does not have them
+  std::vector<Piece> changed;
+  for (const Piece& before : mapped_) {
+    const Piece* now = at_offset(pieces_, before.offset);
+    if (now == nullptr || now->bytes != before.bytes || now->place != before.place) changed.push_back(before);
+  }
+  Status status = unmap_pieces(changed);
+  if (status.ok() && driver_.imports_take_fds()) status = release_unused();
+  return status.ok() ? map_missing() : status;
 }
 
 Status Import::unmap() {
-  if (!is_mapped_) return {};
+  if (mapped_.empty()) return {};
   Status status = driver_.synchronize(device_);
-  if (!status.ok()) return status;
-  for (size_t first = 0; first < pieces_.size();) {
-    size_t end = run_end(first, pieces_.size());
-    status = driver_.unmap(base_ + pieces_[first].offset, bytes_of(first, end));
-    if (!status.ok()) {
-      Status undo = map_first(first);
-      return undo.ok() ? status : undo;
-    }
-    first = end;
-  }
-  is_mapped_ = false;
-  return {};
+  if (status.ok()) status = unmap_pieces(std::vector<Piece>(mapped_));
+  if (status.ok() || pieces_.empty()) return status;
+  Status undo = map_missing();
+  return undo.ok() ? status : undo;
 }
 
 Status Import::release() {
-  Status status = unmap();
+  if (pieces_.empty()) return {};
+  bool is_of_pool = std::all_of(pieces_.begin(), pieces_.end(), [](const Piece& piece) { return piece.place.pool != 0; });
+  Status status = is_of_pool ? driver_.synchronize(device_) : unmap();
   while (status.ok() && !pieces_.empty()) {
     if (!pieces_.back().is_kept) status = driver_.release(pieces_.back().physical);
     if (status.ok()) pieces_.pop_back();
@@ -178,9 +200,10 @@ Status Import::renew(const std::vector<SharedChunk>& chunks) {
     status = failure(Code::bad_handle, "the chunks span more than those before them, " + readable(span_bytes_));
   }
   if (status.ok()) status = import_chunks(chunks);
-  if (status.ok() && driver_.imports_take_fds()) status = release_unused();
   if (status.ok()) status = map();
-  if (!status.ok()) static_cast<void>(release());
+  if (status.ok()) return {};
+  static_cast<void>(release());
+  static_cast<void>(unmap());
   return status;
 }
 
@@ -201,32 +224,44 @@ uint64_t Import::bytes() const {
   return bytes;
 }
 
-Status Import::map_first(size_t num_pieces) {
+Status Import::map_missing() {
+  std::vector<Piece> missing;
+  for (const Piece& piece : pieces_) {
+    if (at_offset(mapped_, piece.offset) == nullptr) missing.push_back(piece);
+  }
   Status status;
   size_t num_mapped = 0;
-  while (num_mapped < num_pieces) {
-    const Piece& piece = pieces_[num_mapped];
+  while (num_mapped < missing.size()) {
+    const Piece& piece = missing[num_mapped];
     status = driver_.map(base_ + piece.offset, piece.bytes, piece.physical);
     if (!status.ok()) break;
     ++num_mapped;
   }
   // One call for adjacent chunks, as in Chunks::allow_runs.
-  for (size_t first = 0; status.ok() && first < num_pieces;) {
-    size_t end = run_end(first, num_pieces);
-    status = driver_.allow(base_ + pieces_[first].offset, bytes_of(first, end), device_, access_);
+  for (size_t first = 0; status.ok() && first < missing.size();) {
+    size_t end = run_end(missing, first);
+    status = driver_.allow(base_ + missing[first].offset, bytes_of(missing, first, end), device_, access_);
     first = end;
   }
-  if (status.ok()) return {};
-  for (size_t i = 0; i < num_mapped; ++i) static_cast<void>(driver_.unmap(base_ + pieces_[i].offset, pieces_[i].bytes));
-  return status;
+  if (!status.ok()) {
+    for (size_t i = 0; i < num_mapped; ++i) static_cast<void>(driver_.unmap(base_ + missing[i].offset, missing[i].bytes));
+    return status;
+  }
+  mapped_ = pieces_;
+  mapped_by_ = getpid();
+  return {};
 }
 
-size_t Import::run_end(size_t first, size_t num_pieces) const {
-  size_t end = first + 1;
-  while (end < num_pieces && pieces_[end].offset == pieces_[end - 1].offset + pieces_[end - 1].bytes) ++end;
-  return end;
+Status Import::unmap_pieces(const std::vector<Piece>& pieces) {
+  for (size_t first = 0; first < pieces.size();) {
+    size_t end = run_end(pieces, first);
+    Status status = driver_.unmap(base_ + pieces[first].offset, bytes_of(pieces, first, end));
+    if (!status.ok()) return status;
+    auto is_unmapped = [&](const Piece& piece) { return piece.offset >= pieces[first].offset && piece.offset <= pieces[end - 1].offset; };
+    mapped_.erase(std::remove_if(mapped_.begin(), mapped_.end(), is_unmapped), mapped_.end());
+    first = end;
+  }
+  return {};
 }
-
-uint64_t Import::bytes_of(size_t first, size_t end) const { return pieces_[end - 1].offset + pieces_[end - 1].bytes - pieces_[first].offset; }
 
 }  // namespace tasuki

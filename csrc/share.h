@@ -1,6 +1,8 @@
 // Chunks shared between processes: exports that peers may still hold, and imports.
 #pragma once
 
+#include <sys/types.h>
+
 #include <map>
 #include <vector>
 
@@ -47,8 +49,9 @@ class Exports {
   uint64_t last_id_ = 0;
 };
 
-// A peer's chunks, mapped here with the peer's offsets. Its addresses stay when the chunks are released. So do the handles of a pool's
-// chunks, whose memory lives as long as the pool: each is imported once. If handles take descriptors, only those of the last renewal stay.
+// A peer's chunks, mapped here with the peer's offsets. Its addresses stay when the chunks are released. So do the handles and the
+// read-only mappings of a pool's chunks, whose memory lives as long as the pool: each is imported once, and mapped again only where the
+// peer has other chunks than before. If handles take descriptors, only those of the last renewal stay.
 class Import {
  public:
   static Status open(Driver& driver, int device, Access access, const std::vector<SharedChunk>& chunks, std::unique_ptr<Import>* import);
@@ -57,7 +60,7 @@ class Import {
   Import& operator=(const Import&) = delete;
 
   Status unmap();
-  // Unmaps the peer's memory; the addresses stay reserved. Idempotent.
+  // Ends reading, and unmaps memory that is not a pool's; the addresses stay reserved. Idempotent.
   Status release();
   // After a release: maps other chunks of the peer at the same addresses.
   Status renew(const std::vector<SharedChunk>& chunks);
@@ -69,6 +72,7 @@ class Import {
   struct Piece {
     uint64_t offset;
     uint64_t bytes;
+    PoolPlace place;
     Physical physical;
     bool is_kept;  // in `kept_`
   };
@@ -83,20 +87,20 @@ class Import {
   Status import_one(const SharedChunk& chunk, Piece* piece);
   Status release_unused();
   Status reuse(const SharedChunk& chunk, const Kept& kept, Piece* piece);
+  // Unmaps what is not read any more, and maps what is not mapped yet.
   Status map();
-  Status map_first(size_t num_pieces);
-  // Adjacent pieces from `first` on: the index behind them, and their bytes.
-  size_t run_end(size_t first, size_t num_pieces) const;
-  uint64_t bytes_of(size_t first, size_t end) const;
+  Status map_missing();
+  Status unmap_pieces(const std::vector<Piece>& pieces);
 
   Driver& driver_;
   int device_;
   Access access_;
   uintptr_t base_ = 0;
   size_t span_bytes_ = 0;
-  std::vector<Piece> pieces_;
+  std::vector<Piece> pieces_;  // being read
+  std::vector<Piece> mapped_;  // by offset, like `pieces_`
+  pid_t mapped_by_ = 0;
   std::map<PoolPlace, Kept> kept_;
-  bool is_mapped_ = false;
 };
 
 }  // namespace tasuki

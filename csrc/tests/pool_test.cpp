@@ -195,7 +195,6 @@ TEST(chunks_of_another_pool_are_imported_once) {
     CHECK(num_imported_chunks() == before + 2);
     for (unsigned char round = 2; round < 5; ++round) {
       s.come_back(round);
-      CHECK(!s.can_read());
       CHECK_OK(s.renew());
       CHECK(s.reads(round) && !s.can_write());
     }
@@ -217,6 +216,39 @@ TEST(chunks_of_another_pool_are_imported_once) {
     CHECK(s.reads(9) && num_imported_chunks() == before + 5);
   }
   CHECK(num_descriptors() == num_open);
+}
+
+TEST(a_chunk_whose_reader_has_ended_reading_is_lent_though_its_mapping_stays) {
+  for (PoolSetup Reading::*joined : {&Reading::theirs, &Reading::ours}) {
+    Reading s(joined);
+    Side other(s.theirs, {303, 1});
+    CHECK_OK(s.rollout.memory.release_import(s.import));
+    s.withdraw();
+    s.trainer.pause();
+    unsigned char* taken = other.block(2);
+    taken[0] = 7;
+    CHECK(s.theirs.usage().num_read == 0 && s.can_read() && !s.can_write());
+    CHECK_OK(s.trainer.resume());
+    s.publish(5);
+    CHECK_OK(s.renew());
+    CHECK(s.reads(5) && taken[0] == 7);
+  }
+}
+
+TEST(an_arena_takes_the_chunks_that_it_had_if_they_are_free) {
+  PoolSetup s(4);
+  Side trainer(s, {101, 1}), rollout(s, {202, 1});
+  unsigned char *low = rollout.block(1), *block = trainer.block(2);
+  block[0] = 5;
+  trainer.pause();
+  CHECK_OK(rollout.memory.release(reinterpret_cast<uintptr_t>(low)));
+  CHECK_OK(trainer.resume());
+  CHECK(block[0] == 5);  // chunks 1 and 2, not 0 and 1
+  trainer.pause();
+  unsigned char* taken = rollout.block(2);
+  taken[0] = 6;
+  CHECK_OK(trainer.resume());
+  CHECK(taken[0] == 6 && s.usage().num_mapped == 4);
 }
 
 TEST(a_pool_cannot_be_closed_while_an_import_may_be_renewed) {
