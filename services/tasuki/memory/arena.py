@@ -235,17 +235,17 @@ class Import:
         self._id, self.base = self._call("import", driver, index, access, _described(chunks), len(chunks), num_outs=2)
 
     def view(self, offset: int, num_bytes: int) -> Any:
-        """Host memory of the peer as a buffer; must not be used after `release` or `close`."""
+        """Host memory of the peer as a buffer; must not be read after `release` or `close`."""
         return buffer_at(self.base + offset, num_bytes)
 
     def release(self) -> None:
-        """Releases the peer's memory; keeps the addresses, and the handles of a pool's chunks. Idempotent."""
+        """Ends reading; keeps the addresses, and the handles and mappings of a pool's chunks. Idempotent."""
         self._call("release_import", self._id)
 
     def renew(self, chunks: Sequence[SharedChunk]) -> None:
-        """Maps other chunks of the peer at the same addresses, after `release`. Raises BadHandle, and then maps nothing.
+        """Maps the peer's present chunks at the same addresses, after `release`. Raises BadHandle, and then maps nothing.
 
-        Imports those whose place is none or new.
+        Imports those whose place is none or new, and maps those that are not in the place of the last ones.
         """
         self._call("renew_import", self._id, _described(chunks), len(chunks))
 
