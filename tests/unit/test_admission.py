@@ -67,8 +67,9 @@ async def test_with_room_enough_every_stage_begins_and_memory_is_read_once_a_cha
 ) -> None:
     node = make_node(journal, services, devices)
     await acquire(node, Phase.ROLLOUT)
-    assert devices.asked == [*Service] * 2  # Unknown at first; then the trainer had allocated its export.
-    assert devices.asked_briefly == [*Service]
+    # Both are unknown at first; then the trainer had allocated its export, and OFFLOAD released what was unknown.
+    assert devices.asked == [*Service, Service.ROLLOUT, Service.ROLLOUT]
+    assert devices.asked_briefly == [Service.ROLLOUT] * 2
     devices.asked_briefly.clear()
     for _ in range(3):
         devices.asked.clear()
@@ -128,7 +129,7 @@ async def test_what_torch_gives_back_with_the_trainer_counts_when_it_is_needed(
     devices.cache_bytes, devices.torch_cached_bytes = 9 * GB, 2 * GB
     await acquire(node, Phase.ROLLOUT)
     assert node.state().phase is Phase.ROLLOUT
-    assert devices.asked == [*Service] * 3
+    assert devices.asked == [*Service, Service.ROLLOUT, Service.ROLLOUT]
 
 
 async def test_what_torch_caches_is_counted_only_if_there_is_no_room_without_it(
@@ -138,8 +139,8 @@ async def test_what_torch_caches_is_counted_only_if_there_is_no_room_without_it(
     devices.rollout_cached_bytes = 5 * GB
     await acquire(node, Phase.ROLLOUT)
     assert node.state().phase is Phase.ROLLOUT
-    assert devices.asked == [*Service] * 3, "LOAD_WEIGHTS, and RESUME_WEIGHTS twice"
-    assert devices.asked_briefly == [*Service]
+    assert devices.asked == [*Service, Service.ROLLOUT, *Service], "LOAD_WEIGHTS, and RESUME_WEIGHTS twice"
+    assert devices.asked_briefly == [Service.ROLLOUT]
 
 
 @pytest.mark.parametrize(("cache_gb", "looks"), [(3, 1), (6, 3)])

@@ -2,8 +2,9 @@
 
 GPUs are measured once a changeover, by the service that is idle meanwhile: rollout during LOAD_WEIGHTS, the trainer during DRAIN.
 After that, free memory is estimated from the bytes that each stage gives and takes. The estimate ignores what torch releases in
-OFFLOAD, so it is never too high. Host memory is read before each stage on a CPU. A service's tags are read once in its life, and
-again when a stage moved an unexpected number of bytes. A stage is refused only on numbers that both services have just reported.
+OFFLOAD, so it is never too high. If it is unknown or too low for a stage, the stage's own service is measured. Host memory is read before
+each stage on a CPU. A service's tags are read once in its life, and again when a stage moved an unexpected number of bytes. A stage is
+refused only on numbers that both services have just reported.
 """
 
 from __future__ import annotations
@@ -109,14 +110,10 @@ class Admission:
         if stage not in TAKES:
             return
         self._look_at_host()
-        if stage is Stage.LOAD_TRAINER and self._free is None and self._config.device != "cpu":
-            # PAUSE_KV released what the cache had grown by. No later stage needs rollout's figures, so the trainer's usually suffice.
-            self._take(await self._read((RULES[stage].service,), skip_torch_cache=True))
         if not is_first and self._has_room(stage):
             return
-        # What torch caches takes milliseconds to count, and is needed only if the rest does not suffice.
         is_brief = self._config.device != "cpu" and not is_first
-        if is_brief and (not await self._measure_all(stage, skip_torch_cache=True) or self._has_room(stage)):
+        if is_brief and (not await self._measure_briefly(stage) or self._has_room(stage)):
             return
         if not await self._measure_all(stage):
             return
@@ -235,11 +232,21 @@ class Admission:
         cached = {} if usage is None else cached_bytes(usage)
         return {device: size + cached.get(device, 0) for device, size in (self._free or {}).items()}
 
-    async def _measure_all(self, stage: Stage, *, skip_torch_cache: bool = False) -> bool:
+    async def _measure_briefly(self, stage: Stage) -> bool:
+        """Measures the devices of the service that runs `stage`. Returns whether it answered.
+
+        Counting what torch caches takes milliseconds. It is needed only if the rest does not suffice; so is the other service.
+        """
+        return await self._measure(stage, (RULES[stage].service,), skip_torch_cache=True)
+
+    async def _measure_all(self, stage: Stage) -> bool:
         """Measures both services. Returns whether both answered."""
-        readings = await self._read(tuple(Service), skip_torch_cache=skip_torch_cache)
+        return await self._measure(stage, tuple(Service))
+
+    async def _measure(self, stage: Stage, services: Sequence[Service], *, skip_torch_cache: bool = False) -> bool:
+        readings = await self._read(services, skip_torch_cache=skip_torch_cache)
         self._take(readings)
-        self._is_measured = len(readings) == len(Service)
+        self._is_measured = len(readings) == len(services)
         if not self._is_measured:
             _log.warning("event=admission_skipped stage=%s answered=%s", stage, ",".join(readings) or "-")
         return self._is_measured
