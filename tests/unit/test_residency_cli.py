@@ -172,6 +172,21 @@ def test_a_budget_below_the_tags_of_a_stage_does_not_fit(
         assert f"Change memory.host_budget_bytes: {budget} -> {peak.tag_bytes}" in printed
 
 
+def test_a_plan_names_the_settings_that_make_changeovers_faster(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = f'state_dir = "node"\ndevice = "cuda"\n[model]\npath = "{model}"\n'
+    for rollout, is_faster in (("", True), ("kv_growth = true\n[memory]\npool = true", False), ("kv_tokens = 4096", False)):
+        (model / "node.toml").write_text(f"{table}[rollout]\n{rollout}\n")
+        assert main(["plan", str(model / "node.toml"), "--gpu-gb", "80"]) == 0
+        printed = " ".join(capsys.readouterr().out.split())
+        assert ("With memory.pool = true and rollout.kv_growth = true: to ROLLOUT about" in printed) is is_faster
+        assert main(["plan", str(model / "node.toml"), "--gpu-gb", "80", "--json"]) == 0
+        told = json.loads(capsys.readouterr().out)
+        faster = told["expected_seconds_with_pool_and_growth"]
+        assert bool(faster) is is_faster
+        if faster:
+            assert sum(faster.values()) < sum(told["expected_seconds"].values()) - 0.1
+
+
 def test_a_plan_says_what_stays_and_the_seconds_of_each_stage(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (model / "node.toml").write_text(f'state_dir = "node"\ndevice = "cuda"\n[model]\npath = "{model}"\n{TRAIN}')
     assert main(["plan", str(model / "node.toml"), "--gpu-gb", "80", "--json"]) == 0

@@ -70,6 +70,9 @@ def answers(planned: Plan, advice: Advice) -> list[str]:
         ratio = "none fits" if advice.max_kv_ratio is None else f"{advice.max_kv_ratio:g}"
         lines.append(f"Largest KV ratio: {ratio} (now {layout.kv_ratio:g}).")
     lines += residency(planned)
+    if advice.faster is not None:
+        there, back = (f"{1000 * seconds:.0f} ms" for seconds in changeover_seconds(advice.faster))
+        lines.append(f"With memory.pool = true and rollout.kv_growth = true: to ROLLOUT about {there}, to TRAIN about {back}.")
     for number, rung in enumerate(advice.ladder, start=1):
         note = "" if rung.is_available else " (no setting of a node yet)"
         after = f"{_peak(rung.plan)}, {'fits' if rung.plan.fits else 'not enough'}"
@@ -111,6 +114,13 @@ def residency(planned: Plan) -> list[str]:
     return lines
 
 
+def changeover_seconds(planned: Plan) -> tuple[float, float]:
+    """Expected seconds of the changeovers to ROLLOUT and to TRAIN."""
+    seconds = expected_seconds(planned)
+    there, back = (_path(*phases) for phases in ((Phase.TRAIN, Phase.ROLLOUT), (Phase.ROLLOUT, Phase.TRAIN)))
+    return sum(seconds[stage] for stage in there), sum(seconds[stage] for stage in back)
+
+
 def _path(origin: Phase, phase: Phase) -> tuple[Stage, ...]:
     """The stages of a changeover."""
     names = [rule.stage for rule in RING]
@@ -144,6 +154,7 @@ def as_table(planned: Plan, advice: Advice) -> dict[str, Any]:
             {"gpus": name, "stays": list(stays), "leaves": list(leaves)} for name, stays, leaves in stay_and_leave(layout)
         ],
         "expected_seconds": expected_seconds(planned),
+        "expected_seconds_with_pool_and_growth": {} if advice.faster is None else expected_seconds(advice.faster),
         "max_kv_ratio": advice.max_kv_ratio,
         "ladder": [
             {

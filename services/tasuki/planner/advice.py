@@ -13,6 +13,10 @@ from tasuki.planner.changes import changes
 from tasuki.planner.kv_ratio import largest_kv_ratio, plan_again
 from tasuki.planner.layout import TAGS, Layout, Part, Strategy, gb
 from tasuki.planner.plan import TRAINER_TAGS, Plan, plan
+from tasuki.planner.seconds import expected_seconds
+
+_FEWER_S = 0.1
+"""Seconds of a round that make another setting worth a line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,8 @@ class Advice:
     """Largest ratio, in hundredths, at which everything fits; None if none."""
     ladder: tuple[Rung, ...]
     """Changes that help, in the order to try them, up to the one that makes it fit; empty if it already fits."""
+    faster: Plan | None
+    """The plan with `memory.pool` and `rollout.kv_growth`, if changeovers are then expected to be faster."""
 
     @property
     def solves(self) -> bool:
@@ -51,7 +57,18 @@ def advise(planned: Plan) -> Advice:
         must_leave=smallest_sleeping(replace(layout, staying=None)),
         max_kv_ratio=largest_kv_ratio(layout),
         ladder=() if planned.fits else climb(planned),
+        faster=_with_pool_and_growth(planned) if planned.fits else None,
     )
+
+
+def _with_pool_and_growth(planned: Plan) -> Plan | None:
+    """None if either is impossible, or a round of two changeovers takes hardly less."""
+    layout = planned.layout
+    if layout.shares_base or layout.draft_tokens:
+        return None
+    changed = plan_again(replace(layout, has_pool=True, grows_kv=True))
+    fewer_s = sum(expected_seconds(planned).values()) - sum(expected_seconds(changed).values())
+    return changed if changed.fits and fewer_s > _FEWER_S else None
 
 
 def problems(planned: Plan) -> list[str]:
