@@ -162,8 +162,10 @@ def encode_and_sum_tiles(
         words = tl.sum((differences & 0xF) << (4 * (within // 2) + 16 * (within % 2)), axis=1)
         words = tl.where(is_far, _FAR, words)
         tl.store((((start + 2 * destinations) >> 2) + shift).to(tl.pointer_type(tl.int32)), words, mask=is_there)
-        tl.store(places, new, mask=(is_there & (words != 0))[:, None])
-        held = tl.load(places, mask=is_there[:, None], other=0, volatile=True)
+        is_moved = is_there & (words != 0)
+        tl.store(places, new, mask=is_moved[:, None])
+        # What did not move has just been read from there.
+        held = tl.load(places, mask=is_moved[:, None], other=old, volatile=True)
         indices = sources if WORDS == _BLOCK_WORDS else (rows * tl.load(block + 10) + cols * tl.load(block + 11)) * VECTOR
         totals += terms(held, tl.load(block + 9) + indices, within, BITS, BITS, BITS, VECTOR)
     tl.atomic_add(sums + tl.load(block + 8), tl.sum(totals, axis=0), sem="relaxed")
@@ -249,9 +251,10 @@ def apply_and_sum_tiles(
 
         new = tl.where((deltas == _FAR)[:, None], whole, _moved(held, deltas))
         places = _pairs(destination, destinations)
-        tl.store(places, new, mask=(is_there & (deltas != 0))[:, None])
-        # Volatile, as in copy_and_sum_tiles.
-        read = tl.load(places, mask=is_there[:, None], other=0, volatile=True)
+        is_moved = is_there & (deltas != 0)
+        tl.store(places, new, mask=is_moved[:, None])
+        # Volatile, as in copy_and_sum_tiles. What does not move has just been read from there.
+        read = tl.load(places, mask=is_moved[:, None], other=held, volatile=True)
         indices = sources if WORDS == _BLOCK_WORDS else rows * tl.load(block + 10) + cols * tl.load(block + 11)
         totals += _pair_terms(read, index + indices * VECTOR)
 
