@@ -70,7 +70,7 @@ def continuation(earlier: EarlierRun, *, node_version: int, is_of_run: bool, cri
     origin = f"began at {saved_version}" if earlier.checkpoint is None else f"has {saved_version} in {earlier.checkpoint}"
     raise VersionOrder(
         f"the node is at policy version {node_version}, from training other than this run, which {origin}; versions only grow: stop "
-        "the node with `tasuki down CONFIG`, then resume again",
+        "the node with `tasuki down CONFIG`, remove its training.log if something else starts it again, then resume",
         have=node_version,
         want=saved_version,
     )

@@ -80,7 +80,8 @@ async def restore(training: Training, log: TrainingLog, *, config: NodeConfig) -
         if record.recipe != recipe(config):
             raise InvalidArgument(
                 "state_dir",
-                "its training.log belongs to another model or other [trainer] settings; `tasuki up` without --resume sets it aside",
+                "its training.log belongs to another model or other [trainer] settings; remove it, or use `tasuki up` without "
+                "--resume, which sets it aside",
             )
         answer: Message | TasukiError
         try:
