@@ -157,6 +157,37 @@ def test_stop_does_not_advise_to_kill_a_process_that_is_exiting(start: Start, mo
     node.assert_gone()
 
 
+def test_a_process_that_waits_for_an_exiting_one_is_not_killed() -> None:
+    program = (
+        "import os\n"
+        "from tasuki.supervisor.processes import adopt_orphans, end_descendants\n"
+        "from tests.integration.exiting_process import fork_init\n"
+        "adopt_orphans()\n"
+        "codes = {}\n"
+        "launcher = os.fork()\n"
+        "if launcher == 0:\n"
+        "    init, traced = fork_init()\n"
+        "    print(init, traced, flush=True)\n"
+        "    os.waitpid(init, 0)\n"
+        "    os._exit(7)\n"
+        "input()\n"
+        "end_descendants(grace_s=0.0, kill_s=0.2, watch=codes.update)\n"
+        "print(codes[launcher], flush=True)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program], cwd=_REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    with parent:
+        assert parent.stdin is not None and parent.stdout is not None
+        init, traced = map(int, parent.stdout.readline().split())
+        release = hold(traced)
+        os.kill(init, signal.SIGKILL)
+        wait_for(lambda: is_exiting(init))
+        parent.stdin.write(b"\n")
+        parent.stdin.close()
+        assert select.select([parent.stdout], [], [], 1.0) == ([], [], [])
+        release()
+        assert parent.stdout.readline() == b"7\n"
+
+
 def test_the_end_of_descendants_is_awaited_while_one_is_exiting() -> None:
     program = (
         "from tasuki.supervisor.processes import adopt_orphans, end_descendants\n"

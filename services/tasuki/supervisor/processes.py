@@ -134,7 +134,10 @@ def kill_service(name: str, *, kill_s: float, watch: Callable[[dict[int, int]], 
 
 
 def _kill(remaining: Callable[[], list[int]], *, kill_s: float, watch: Callable[[dict[int, int]], None]) -> list[int]:
-    """Sends SIGKILL until `remaining` returns nothing, for `kill_s`, or EXIT_LIMIT_S if one is exiting. Returns what is left."""
+    """Sends SIGKILL until `remaining` returns nothing, for `kill_s`, or EXIT_LIMIT_S if one is exiting. Returns what is left.
+
+    A process that has an exiting one below it is spared meanwhile: it may be waiting for its exit code.
+    """
     started = time.monotonic()
     is_told = False
     while left := remaining():
@@ -146,6 +149,8 @@ def _kill(remaining: Callable[[], list[int]], *, kill_s: float, watch: Callable[
             _log.warning("event=waits_for_exit pids=%s", ",".join(map(str, exiting)))
             is_told = True
         for pid in left:
+            if exiting and any(map(is_exiting, descendants(pid))):
+                continue
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(_POLL_S)
