@@ -35,17 +35,23 @@ void Chunks::shrink(size_t num_chunks) {
 }
 
 Status Chunks::create(const Indices& indices) {
-  for (size_t i = 0; i < indices.size(); ++i) {
-    Chunk& chunk = chunks_[indices[i]];
-    Status status = driver_.create_again(device_, chunk.range.bytes, chunk.before, &chunk.physical);
-    if (!status.ok()) {
-      uint64_t given_back = 0;
-      static_cast<void>(release(Indices(indices.begin(), indices.begin() + static_cast<std::ptrdiff_t>(i)), &given_back));
-      return status;
+  Indices created;
+  Status status;
+  // First what is still free of what they had, since a new chunk may be any.
+  for (bool is_new : {false, true}) {
+    for (size_t index : indices) {
+      Chunk& chunk = chunks_[index];
+      if (!status.ok() || chunk.physical != 0 || (!is_new && chunk.before == 0)) continue;
+      status = is_new ? driver_.create(device_, chunk.range.bytes, &chunk.physical) : driver_.create_again(chunk.before, &chunk.physical);
+      if (!is_new && status.code == Code::not_found) status = {};
+      if (!status.ok() || chunk.physical == 0) continue;
+      chunk.serial = ++last_serial;
+      created.push_back(index);
     }
-    chunk.serial = ++last_serial;
   }
-  return {};
+  uint64_t given_back = 0;
+  if (!status.ok()) static_cast<void>(release(created, &given_back));
+  return status;
 }
 
 Status Chunks::map(const Indices& indices) {

@@ -44,10 +44,10 @@ class Driver {
 
   // Memory without addresses. A physical chunk lives until it is released here and by every importer.
   virtual Status create(int device, size_t bytes, Physical* chunk) = 0;
-  // Same. In a pool it is the chunk `before`, which was released, if that is still free.
-  virtual Status create_again(int device, size_t bytes, Physical before, Physical* chunk) {
-    static_cast<void>(before);
-    return create(device, bytes, chunk);
+  // Takes the chunk `before` again, which was released; not_found if it is not free any more, or in no pool.
+  virtual Status create_again(Physical before, Physical* chunk) {
+    static_cast<void>(before), static_cast<void>(chunk);
+    return failure(Code::not_found, "no pool");
   }
   virtual Status release(Physical chunk) = 0;
   // Ensures that the memory exists before it is touched, where `create` only promises it.

@@ -95,15 +95,23 @@ Status Pool::room(int, size_t* free_bytes, size_t* total_bytes) {
   return {};
 }
 
-Status Pool::create_again(int, size_t bytes, Physical before, Physical* chunk) {
+Status Pool::create(int, size_t bytes, Physical* chunk) {
   Status status = check_process();
   if (!status.ok()) return status;
   if (bytes != chunk_bytes()) return failure(Code::bad_argument, "a pool lends whole chunks of " + readable(chunk_bytes()));
-  size_t index = before - 1;
-  bool is_again = before != 0 && table_->take_at(owner_, index);
-  if (!is_again && !table_->take(owner_, &index)) return no_room("a chunk of the pool", bytes, 0);
+  size_t index = 0;
+  if (!table_->take(owner_, &index)) return no_room("a chunk of the pool", bytes, 0);
   ++num_taken_;
   *chunk = index + 1;
+  return {};
+}
+
+Status Pool::create_again(Physical before, Physical* chunk) {
+  Status status = check_process();
+  if (!status.ok()) return status;
+  if (!table_->take_at(owner_, before - 1)) return failure(Code::not_found, "the chunk is not free");
+  ++num_taken_;
+  *chunk = before;
   return {};
 }
 

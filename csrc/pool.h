@@ -42,8 +42,8 @@ class Pool final : public Driver {
   Status reserve(int device, size_t bytes, uintptr_t* address) override { return driver_.reserve(device, bytes, address); }
   Status unreserve(uintptr_t address, size_t bytes) override { return driver_.unreserve(address, bytes); }
 
-  Status create(int device, size_t bytes, Physical* chunk) override { return create_again(device, bytes, 0, chunk); }
-  Status create_again(int device, size_t bytes, Physical before, Physical* chunk) override;
+  Status create(int device, size_t bytes, Physical* chunk) override;
+  Status create_again(Physical before, Physical* chunk) override;
   Status release(Physical chunk) override;
   Status export_fd(Physical chunk, Access access, int* fd) override;
   Status import_fd(int device, int fd, size_t bytes, Access access, Physical* chunk) override;

@@ -160,7 +160,7 @@ Status Import::reuse(const SharedChunk& chunk, const Kept& kept, Piece* piece) {
 }
 
 Status Import::map() {
-  if (mapped_by_ != getpid()) mapped_.clear();  // a forked child does not have them
+  forget_in_child();
   std::vector<Piece> changed;
   for (const Piece& before : mapped_) {
     const Piece* now = at_offset(pieces_, before.offset);
@@ -172,6 +172,7 @@ Status Import::map() {
 }
 
 Status Import::unmap() {
+  forget_in_child();
   if (mapped_.empty()) return {};
   Status status = driver_.synchronize(device_);
   if (status.ok()) status = unmap_pieces(std::vector<Piece>(mapped_));
@@ -182,8 +183,9 @@ Status Import::unmap() {
 
 Status Import::release() {
   if (pieces_.empty()) return {};
-  bool is_of_pool = std::all_of(pieces_.begin(), pieces_.end(), [](const Piece& piece) { return piece.place.pool != 0; });
-  Status status = is_of_pool ? driver_.synchronize(device_) : unmap();
+  bool stays = access_ == Access::read_only;
+  for (const Piece& piece : pieces_) stays = stays && piece.place.pool != 0;
+  Status status = stays ? driver_.synchronize(device_) : unmap();
   while (status.ok() && !pieces_.empty()) {
     if (!pieces_.back().is_kept) status = driver_.release(pieces_.back().physical);
     if (status.ok()) pieces_.pop_back();
@@ -224,6 +226,11 @@ uint64_t Import::bytes() const {
   return bytes;
 }
 
+// A forked child does not have its parent's mappings.
+void Import::forget_in_child() {
+  if (mapped_by_ != getpid()) mapped_.clear();
+}
+
 Status Import::map_missing() {
   std::vector<Piece> missing;
   for (const Piece& piece : pieces_) {
@@ -247,7 +254,8 @@ Status Import::map_missing() {
     for (size_t i = 0; i < num_mapped; ++i) static_cast<void>(driver_.unmap(base_ + missing[i].offset, missing[i].bytes));
     return status;
   }
-  mapped_ = pieces_;
+  mapped_.insert(mapped_.end(), missing.begin(), missing.end());
+  std::sort(mapped_.begin(), mapped_.end(), [](const Piece& one, const Piece& other) { return one.offset < other.offset; });
   mapped_by_ = getpid();
   return {};
 }

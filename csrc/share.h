@@ -90,6 +90,7 @@ class Import {
   // Unmaps what is not read any more, and maps what is not mapped yet.
   Status map();
   Status map_missing();
+  void forget_in_child();
   Status unmap_pieces(const std::vector<Piece>& pieces);
 
   Driver& driver_;

@@ -168,6 +168,24 @@ TEST(chunks_of_a_pool_at_other_offsets_replace_what_is_mapped) {
   CHECK(s.reads(3));
 }
 
+TEST(a_renewal_whose_undo_fails_does_not_take_what_is_mapped_for_other_chunks) {
+  Imported s;
+  s.reopen_as_of_pool();
+  uint64_t arena = s.Setup::arena("other"), id = 0;
+  uintptr_t base = 0;
+  s.block(arena, 32 * kPage, 9);
+  std::vector<SharedChunk> others;
+  CHECK_OK(s.memory.export_arena(arena, Access::read_write, 99, &others, &base, &id));
+  for (uint32_t i = 0; i < 2; ++i) others[i].place = {7, 2 + i};
+  s.fake->fail("unmap", 0);
+  s.fake->fail("synchronize", 0, 2);
+  CHECK(!s.memory.renew_import(s.import, others).ok());
+  s.fake->fail_no_more();
+  CHECK_OK(s.memory.release_import(s.import));
+  CHECK_OK(s.memory.renew_import(s.import, others));
+  CHECK(s.reads(9));
+}
+
 TEST(handles_that_take_no_descriptor_are_kept_until_the_import_is_closed) {
   Imported s;
   uint64_t before = s.memory.totals().num_imported_chunks;

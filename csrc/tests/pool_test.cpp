@@ -251,6 +251,18 @@ TEST(an_arena_takes_the_chunks_that_it_had_if_they_are_free) {
   CHECK(taken[0] == 6 && s.usage().num_mapped == 4);
 }
 
+TEST(an_arena_that_has_lost_a_chunk_takes_its_others_again) {
+  PoolSetup s(6);
+  Side trainer(s, {101, 1}), rollout(s, {202, 1});
+  rollout.block(1);
+  unsigned char* block = trainer.block(4);
+  for (unsigned char i = 0; i < 4; ++i) block[i * kChunk] = i + 1;
+  trainer.pause();
+  rollout.block(1);  // the trainer's lowest
+  CHECK_OK(trainer.resume());
+  for (unsigned char i = 1; i < 4; ++i) CHECK(block[i * kChunk] == i + 1);
+}
+
 TEST(a_pool_cannot_be_closed_while_an_import_may_be_renewed) {
   for (PoolSetup Reading::*joined : {&Reading::theirs, &Reading::ours}) {
     Reading s(joined);

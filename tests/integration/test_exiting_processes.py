@@ -171,7 +171,7 @@ def test_a_process_that_waits_for_an_exiting_one_is_not_killed() -> None:
         "    os.waitpid(init, 0)\n"
         "    os._exit(7)\n"
         "input()\n"
-        "end_descendants(grace_s=0.0, kill_s=0.2, watch=codes.update)\n"
+        "end_descendants(grace_s=0.0, kill_s=10.0, watch=codes.update)\n"
         "print(codes[launcher], flush=True)\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", program], cwd=_REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE)

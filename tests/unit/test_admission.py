@@ -143,6 +143,20 @@ async def test_what_torch_caches_is_counted_only_if_there_is_no_room_without_it(
     assert devices.asked_briefly == [Service.ROLLOUT]
 
 
+async def test_what_a_service_had_cached_before_does_not_count_as_room_again(
+    journal: Journal, services: FakeServices, devices: Devices
+) -> None:
+    """What rollout returns since it was read in full is free, and only that."""
+    node = make_node(journal, services, devices)
+    devices.rollout_cached_bytes, devices.cache_bytes = 5 * GB, 5 * GB
+    await acquire(node, Phase.ROLLOUT)
+    devices.rollout_cached_bytes, devices.copy_bytes = 0, GB // 2
+    await acquire(node, Phase.TRAIN)
+    devices.foreign_bytes = devices.total_bytes - 8 * GB - 2 * CONTEXT - 12 * GB // 10
+    error = await refused(node, Phase.ROLLOUT)
+    assert error.metadata["stage"] == "RESUME_WEIGHTS"
+
+
 @pytest.mark.parametrize(("cache_gb", "looks"), [(3, 1), (6, 3)])
 async def test_kv_cache_waits_for_copies_behind_offload_only_if_it_needs_their_room(
     journal: Journal, services: FakeServices, devices: Devices, state_dir: Path, cache_gb: int, looks: int

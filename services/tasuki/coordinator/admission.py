@@ -31,6 +31,7 @@ from tasuki.coordinator.headroom import (
     margin_bytes,
     refusal,
     taken_by,
+    without_cache,
     woken_by,
 )
 from tasuki.coordinator.memory_record import MemoryRecord
@@ -273,6 +274,9 @@ class Admission:
             self._record.note(self._usages)
         if self._config.device != "cpu":
             self._free = free_of_gpus(readings.values())
+            # What another service had cached may have been returned, and then counts as free.
+            others = {service: without_cache(usage) for service, usage in self._usages.items() if service not in readings}
+            self._usages |= others
         self._look_at_host()
 
     def _look_at_host(self) -> None:

@@ -99,6 +99,11 @@ def cached_bytes(usage: ServiceUsage) -> Bytes:
     return _sums((one.device, one.torch_cached_bytes) for one in usage.devices)
 
 
+def without_cache(usage: ServiceUsage) -> ServiceUsage:
+    """The same usage with nothing cached by torch."""
+    return replace(usage, devices=tuple(replace(one, torch_cached_bytes=0) for one in usage.devices))
+
+
 def holders(device: str, usages: Mapping[Service, ServiceUsage]) -> dict[str, int]:
     """Bytes by holder of the device's memory, largest first. "others" are processes outside this node's ranks."""
     held: Counter[str] = Counter()

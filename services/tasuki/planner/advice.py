@@ -13,6 +13,7 @@ from tasuki.planner.changes import changes
 from tasuki.planner.kv_ratio import largest_kv_ratio, plan_again
 from tasuki.planner.layout import TAGS, Layout, Part, Strategy, gb
 from tasuki.planner.plan import TRAINER_TAGS, Plan, plan
+from tasuki.planner.residency import decided_again
 from tasuki.planner.seconds import expected_seconds
 
 _FEWER_S = 0.1
@@ -64,9 +65,12 @@ def advise(planned: Plan) -> Advice:
 def _with_pool_and_growth(planned: Plan) -> Plan | None:
     """None if either is impossible, or a round of two changeovers takes hardly less."""
     layout = planned.layout
-    if layout.shares_base or layout.draft_tokens:
+    if not layout.may_have_pool or layout.draft_tokens:
         return None
-    changed = plan_again(replace(layout, has_pool=True, grows_kv=True))
+    tried = replace(layout, has_pool=True, grows_kv=True)
+    # Otherwise the configuration says what stays.
+    is_decided = decided_again(layout) == layout
+    changed = plan_again(tried) if is_decided else plan(tried)
     fewer_s = sum(expected_seconds(planned).values()) - sum(expected_seconds(changed).values())
     return changed if changed.fits and fewer_s > _FEWER_S else None
 

@@ -179,6 +179,8 @@ class Layout:
     """Whether the KV cache is mapped as requests need it, and the trainer's state is copied to the host after OFFLOAD, at need."""
     has_pool: bool = False
     """Whether memory passes from trainer to engine and back without being released and created."""
+    may_have_pool: bool = True
+    """Whether the other settings allow it."""
     budget_bytes: int | None = None
     """On "cpu": what the tags of all ranks may take together; by default only the host's memory limits them."""
     context_length: int | None = None

@@ -141,6 +141,7 @@ def _as_configured(config: NodeConfig, model: ModelShape, *, gpu_bytes: int, hos
         kv_tokens=wanted_tokens(config, context_length=rollout.context_length or model.context_length),
         grows_kv=rollout.kv_growth,
         has_pool=config.memory.pool,
+        may_have_pool=config.trainer.export_handles != "ipc" and not config.shares_base,
         context_length=rollout.context_length,
         has_cuda_graphs=rollout.engine.get("disable_cuda_graph") is not True,
         graph_requests=graph_requests(config) or SGLANG_GRAPH_REQUESTS,

@@ -136,23 +136,26 @@ def kill_service(name: str, *, kill_s: float, watch: Callable[[dict[int, int]], 
 def _kill(remaining: Callable[[], list[int]], *, kill_s: float, watch: Callable[[dict[int, int]], None]) -> list[int]:
     """Sends SIGKILL until `remaining` returns nothing, for `kill_s`, or EXIT_LIMIT_S if one is exiting. Returns what is left.
 
-    A process that has an exiting one below it is spared meanwhile: it may be waiting for its exit code.
+    A process that has an exiting one below it may be waiting for its exit code: it is spared until `kill_s` after that has ended.
     """
     started = time.monotonic()
+    ends, spared = started + kill_s, dict[int, float]()
     is_told = False
     while left := remaining():
-        waited_s = time.monotonic() - started
+        now = time.monotonic()
         exiting = list(filter(is_exiting, left))
-        if waited_s > max(kill_s, EXIT_LIMIT_S if exiting else 0.0):
+        if exiting:
+            spared |= {pid: now + kill_s for pid in left if any(map(is_exiting, descendants(pid)))}
+            ends = now + 2 * kill_s
+        if now > (started + EXIT_LIMIT_S if exiting else ends):
             break
-        if waited_s > kill_s and not is_told:
+        if exiting and now - started > kill_s and not is_told:
             _log.warning("event=waits_for_exit pids=%s", ",".join(map(str, exiting)))
             is_told = True
         for pid in left:
-            if exiting and any(map(is_exiting, descendants(pid))):
-                continue
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            if now >= spared.get(pid, now):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         time.sleep(_POLL_S)
         watch(reap())
     return left
