@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
@@ -24,13 +24,16 @@ from tasuki.transport.checksum import MODULUS, checksum
 from tasuki.transport.copies import DeviceChecksums, DeviceSummedCopies, SummedCopies, ViewChecksum, ViewCopy
 from tasuki.transport.delta_copies import DeviceAppliedDeltas, DeviceEncodedCopies
 from tasuki.transport.deltas import UNIT, Deltas, encode
-from tasuki.transport.plan import Slice, whole
+from tasuki.transport.plan import Slice
 
 CPU, SHAPE = torch.device("cpu"), (37, 264)
+FIRST = 10 * UNIT
+"""Index of a second tensor's first element in its whole."""
 _DOT = interpreter.InterpreterBuilder.create_dot
 
 
-def _product(_: str, __: str, factors: Sequence[Any], **___: Any) -> Any:
+def _product(instruction: str, _: str, factors: Sequence[Any], **__: Any) -> Any:
+    assert instruction == "mul.wide.s32 $0, $1, $2;"
     values = np.multiply(*(factor.handle.data.astype(np.int64) for factor in factors))
     return tl.tensor(interpreter.TensorHandle(values, tl.int64), tl.block_type(tl.int64, list(values.shape)))
 
@@ -47,44 +50,84 @@ def _is_equal(found: Tensor, expected: Tensor) -> bool:
     return torch.equal(found.contiguous().view(torch.int16), expected.contiguous().view(torch.int16))
 
 
-def _check(copies: SummedCopies, held: Tensor, expected: Tensor) -> None:
+def _where(shape: tuple[int, ...], slot: int) -> Slice:
+    return Slice(slot * FIRST, shape, (shape[1], 1))
+
+
+def _check(copies: SummedCopies, held: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    """Two tensors become the expected ones, and their sums are those of what memory holds, also if nothing was written there."""
+    before = [each.clone() for each in held]
+    with _without_stores():
+        copies.start()
+    for slot, (each, total) in enumerate(zip(before, copies.sums().tolist(), strict=True)):
+        assert _is_equal(held[slot], each) and total == checksum(each, _where(tuple(each.shape), slot))
     copies.start()
-    assert _is_equal(held, expected)
-    assert int(copies.sums()[0]) == checksum(expected, whole(tuple(expected.shape)))
+    for slot, (each, total) in enumerate(zip(expected, copies.sums().tolist(), strict=True)):
+        assert _is_equal(held[slot], each) and total == checksum(each, _where(tuple(each.shape), slot))
+
+
+@contextlib.contextmanager
+def _without_stores() -> Iterator[None]:
+    """The kernels' writes of 2-byte elements and pairs of them are lost; words of deltas are written."""
+    store = interpreter.InterpreterBuilder.create_masked_store
+
+    def lose(self: Any, pointers: Any, values: Any, *others: Any) -> Any:
+        is_word = values.data.ndim == 1
+        return store(self, pointers, values, *others) if is_word else None
+
+    interpreter.InterpreterBuilder.create_masked_store = lose
+    try:
+        yield
+    finally:
+        interpreter.InterpreterBuilder.create_masked_store = store
 
 
 def publications() -> tuple[Tensor, Tensor]:
-    """Two publications: most numbers equal, some moved by up to 7 places, a few further."""
+    """Two publications: most numbers equal, some moved by up to 8 places, one more than a delta holds, and a few further."""
     old = (0.02 * torch.randn(SHAPE)).bfloat16()
     bits = old.clone().view(torch.int16)
     near, far = torch.rand(SHAPE) < 0.04, torch.rand(SHAPE) < 0.003
-    bits[near] += torch.randint(-7, 8, (int(near.sum()),), dtype=torch.int16)
+    bits[near] += torch.randint(-8, 9, (int(near.sum()),), dtype=torch.int16)
     bits[far] += 300
     return old, bits.view(torch.bfloat16)
 
 
-def check_copies(old: Tensor, new: Tensor) -> None:
-    for source in (new.float(), new):
-        held = old.clone()
-        copy = ViewCopy(held, source, where=whole(SHAPE), slot=0)
-        _check(DeviceSummedCopies([copy], num_sums=1, device=CPU, counts_destinations=True), held, new)
-    (found,) = DeviceChecksums([ViewChecksum(new, whole(SHAPE), torch.bfloat16)], device=CPU).read()
-    assert found == checksum(new, whole(SHAPE))
+def check_copies(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    expected = [new for _, new in pairs]
+    for sources in ([new.float() for new in expected], expected):
+        held = [old.clone() for old, _ in pairs]
+        copies = [
+            ViewCopy(one, source, where=_where(SHAPE, slot), slot=slot)
+            for slot, (one, source) in enumerate(zip(held, sources, strict=True))
+        ]
+        _check(DeviceSummedCopies(copies, num_sums=2, device=CPU, counts_destinations=True), held, expected)
+    views = [ViewChecksum(new, _where(SHAPE, slot), torch.bfloat16) for slot, new in enumerate(expected)]
+    assert DeviceChecksums(views, device=CPU).read() == [
+        checksum(new, _where(SHAPE, slot)) for slot, new in enumerate(expected)
+    ]
 
 
-def check_deltas(old: Tensor, new: Tensor) -> None:
-    words = encode(new.view(-1), old.view(-1))
-    for source in (new.float(), new):
-        held = old.clone()
+def check_encoding(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    expected, olds = [new for _, new in pairs], torch.stack([old for old, _ in pairs])
+    words = encode(torch.stack(expected).view(-1), olds.view(-1))
+    for sources in ([new.float() for new in expected], expected):
+        held = olds.clone()
         found = Deltas(held.data_ptr(), torch.zeros(held.numel() // UNIT, dtype=torch.int32))
-        copy = ViewCopy(held, source, where=whole(SHAPE), slot=0)
-        _check(DeviceEncodedCopies([copy], found, num_sums=1, device=CPU), held, new)
+        copies = [ViewCopy(held[slot], source, where=_where(SHAPE, slot), slot=slot) for slot, source in enumerate(sources)]
+        _check(DeviceEncodedCopies(copies, found, num_sums=2, device=CPU), list(held), expected)
         assert torch.equal(found.words, words)
+
+
+def check_deltas(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Of two owners."""
+    deltas = {owner: Deltas(new.data_ptr(), encode(new.view(-1), old.view(-1))) for owner, (old, new) in enumerate(pairs)}
     for columns in (SHAPE[1], 128):
-        held, source = old[:, :columns].clone(), new[:, :columns]
-        copy = ViewCopy(held, source, where=whole((SHAPE[0], columns)), slot=0)
-        deltas = {0: Deltas(new.data_ptr(), words)}
-        _check(DeviceAppliedDeltas([copy], [], deltas, num_sums=1, device=CPU, first_owner=0), held, source)
+        held, expected = [old[:, :columns].clone() for old, _ in pairs], [new[:, :columns] for _, new in pairs]
+        copies = [
+            ViewCopy(one, source, slot, where=_where((SHAPE[0], columns), slot), slot=slot)
+            for slot, (one, source) in enumerate(zip(held, expected, strict=True))
+        ]
+        _check(DeviceAppliedDeltas(copies, [], deltas, num_sums=2, device=CPU, first_owner=0), held, expected)
 
 
 def check_merge() -> None:
@@ -110,9 +153,10 @@ def main() -> None:
     interpreter.InterpreterBuilder.create_dot = _dot
     torch.cuda.device = lambda _: contextlib.nullcontext()
     torch.manual_seed(0)
-    old, new = publications()
-    check_copies(old, new)
-    check_deltas(old, new)
+    pairs = [publications() for _ in range(2)]
+    check_copies(pairs)
+    check_encoding(pairs)
+    check_deltas(pairs)
     check_merge()
 
 
