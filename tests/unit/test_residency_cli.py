@@ -209,6 +209,16 @@ def test_a_plan_names_the_pool_and_growth_where_they_make_changeovers_faster(
         assert sum(faster.values()) < sum(plain["expected_seconds"].values()) - 0.1
 
 
+def test_up_says_that_the_pool_and_growth_make_changeovers_faster(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "smallest_gpu_bytes", lambda: 80 * GB)
+    for rollout, is_told in ({}, True), ({"kv_tokens": 4096}, False):
+        told: list[str] = []
+        with_residency(node(model, rollout=rollout), resumes=False, tell=told.append)
+        lines = [line for line in told if POOL_AND_GROWTH in line]
+        assert bool(lines) is is_told
+        assert all(" ms, instead of " in line and line.endswith(" ms") for line in lines)
+
+
 def test_a_plan_says_what_stays_and_the_seconds_of_each_stage(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (model / "node.toml").write_text(f'state_dir = "node"\ndevice = "cuda"\n[model]\npath = "{model}"\n{TRAIN}')
     assert main(["plan", str(model / "node.toml"), "--gpu-gb", "80", "--json"]) == 0

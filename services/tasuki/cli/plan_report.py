@@ -10,13 +10,13 @@ from rich.console import Console
 from rich.table import Table
 
 from tasuki.cli.print_text import FittedTable
-from tasuki.memory.stages import HOLDS, RING, Phase, Stage
-from tasuki.planner.advice import Advice, problems
+from tasuki.memory.stages import Phase
+from tasuki.planner.advice import Advice, faster_changeovers, problems
 from tasuki.planner.layout import TAGS, Checkpointing, Layout, Part, gb
 from tasuki.planner.node_traffic import Traffic
 from tasuki.planner.plan import Plan, StagePlan
 from tasuki.planner.residency import stay_and_leave
-from tasuki.planner.seconds import expected_seconds
+from tasuki.planner.seconds import expected_seconds, stages_to
 
 COLUMNS: dict[str, tuple[Part, ...]] = {
     "trainer": (Part.TRAINER_WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER, Part.EXPORT),
@@ -71,8 +71,7 @@ def answers(planned: Plan, advice: Advice) -> list[str]:
         lines.append(f"Largest KV ratio: {ratio} (now {layout.kv_ratio:g}).")
     lines += residency(planned)
     if advice.faster is not None:
-        there, back = (f"{1000 * seconds:.0f} ms" for seconds in changeover_seconds(advice.faster))
-        lines.append(f"With memory.pool = true and rollout.kv_growth = true: to ROLLOUT about {there}, to TRAIN about {back}.")
+        lines.append(f"{faster_changeovers(advice.faster)}.")
     for number, rung in enumerate(advice.ladder, start=1):
         note = "" if rung.is_available else " (no setting of a node yet)"
         after = f"{_peak(rung.plan)}, {'fits' if rung.plan.fits else 'not enough'}"
@@ -105,27 +104,13 @@ def residency(planned: Plan) -> list[str]:
     kinds = stay_and_leave(planned.layout)
     lines = [f"{name}: keeps {_listed(stays)}; releases {_listed(leaves)}." for name, stays, leaves in kinds]
     seconds = expected_seconds(planned)
-    for origin, phase in ((Phase.TRAIN, Phase.ROLLOUT), (Phase.ROLLOUT, Phase.TRAIN)):
-        stages = _path(origin, phase) if seconds else ()
-        if stages:
+    for phase in (Phase.ROLLOUT, Phase.TRAIN):
+        if seconds:
+            stages = stages_to(phase)
             parts = ", ".join(f"{stage} {1000 * seconds[stage]:.0f}" for stage in stages)
             total = 1000 * sum(seconds[stage] for stage in stages)
             lines.append(f"To {phase} about {total:.0f} ms, an estimate: {parts}.")
     return lines
-
-
-def changeover_seconds(planned: Plan) -> tuple[float, float]:
-    """Expected seconds of the changeovers to ROLLOUT and to TRAIN."""
-    seconds = expected_seconds(planned)
-    there, back = (_path(*phases) for phases in ((Phase.TRAIN, Phase.ROLLOUT), (Phase.ROLLOUT, Phase.TRAIN)))
-    return sum(seconds[stage] for stage in there), sum(seconds[stage] for stage in back)
-
-
-def _path(origin: Phase, phase: Phase) -> tuple[Stage, ...]:
-    """The stages of a changeover."""
-    names = [rule.stage for rule in RING]
-    first, last = (names.index(HOLDS[each]) for each in (origin, phase))
-    return tuple(names[(first + 1) % len(names) : last + 1])
 
 
 def _listed(parts: Sequence[Part]) -> str:

@@ -14,7 +14,7 @@ from tasuki.planner.kv_ratio import largest_kv_ratio, plan_again
 from tasuki.planner.layout import TAGS, Layout, Part, Strategy, gb
 from tasuki.planner.plan import TRAINER_TAGS, Plan, plan
 from tasuki.planner.residency import decided_again
-from tasuki.planner.seconds import expected_seconds
+from tasuki.planner.seconds import expected_seconds, stages_to
 
 _FEWER_S = 0.1
 """Seconds of a round that make another setting worth a line."""
@@ -58,12 +58,25 @@ def advise(planned: Plan) -> Advice:
         must_leave=smallest_sleeping(replace(layout, staying=None)),
         max_kv_ratio=largest_kv_ratio(layout),
         ladder=() if planned.fits else climb(planned),
-        faster=_with_pool_and_growth(planned) if planned.fits else None,
+        faster=with_pool_and_growth(planned) if planned.fits else None,
     )
 
 
-def _with_pool_and_growth(planned: Plan) -> Plan | None:
-    """None if either is impossible, or a round of two changeovers takes hardly less."""
+def faster_changeovers(faster: Plan) -> str:
+    """Sentence for a user about a plan of `with_pool_and_growth`."""
+    there, back = changeovers_ms(faster)
+    return f"With memory.pool = true and rollout.kv_growth = true: to ROLLOUT about {there}, to TRAIN about {back}"
+
+
+def changeovers_ms(planned: Plan) -> tuple[str, str]:
+    """Expected time of the changeovers to ROLLOUT and to TRAIN, for a user."""
+    seconds = expected_seconds(planned)
+    there, back = (sum(seconds[stage] for stage in stages_to(phase)) for phase in (Phase.ROLLOUT, Phase.TRAIN))
+    return f"{1000 * there:.0f} ms", f"{1000 * back:.0f} ms"
+
+
+def with_pool_and_growth(planned: Plan) -> Plan | None:
+    """Plans with `memory.pool` and `rollout.kv_growth`. None if either is impossible, or a round of two changeovers takes hardly less."""
     layout = planned.layout
     if not layout.may_have_pool or layout.draft_tokens:
         return None

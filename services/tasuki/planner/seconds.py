@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from tasuki.memory.granularity import GROWING_CHUNK_BYTES
 from tasuki.memory.pool import GPU_CHUNK_BYTES
-from tasuki.memory.stages import Stage
+from tasuki.memory.stages import HOLDS, RING, Phase, Stage
 from tasuki.planner.layout import GB, Layout, Part, Strategy
 from tasuki.planner.plan import Plan, Sizes, sizes_of
 
@@ -36,6 +36,14 @@ def release_seconds(part: Part, num_bytes: int, *, frozen: int) -> float:
     if part in _COPIED:
         return seconds + (2 * num_bytes - (frozen if part is Part.TRAINER_WEIGHTS else 0)) * _COPY
     return seconds + (_RENEW if part is Part.EXPORT else 0.0)
+
+
+def stages_to(phase: Phase) -> tuple[Stage, ...]:
+    """The stages of a changeover from the other phase."""
+    names = [rule.stage for rule in RING]
+    origin = Phase.TRAIN if phase is Phase.ROLLOUT else Phase.ROLLOUT
+    first, last = (names.index(HOLDS[each]) for each in (origin, phase))
+    return tuple(names[(first + 1) % len(names) : last + 1])
 
 
 def expected_seconds(planned: Plan) -> dict[str, float]:
