@@ -119,7 +119,7 @@ def check_encoding(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 def check_deltas(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Of two owners."""
+    """Applies deltas of two owners."""
     deltas = {owner: Deltas(new.data_ptr(), encode(new.view(-1), old.view(-1))) for owner, (old, new) in enumerate(pairs)}
     for columns in (SHAPE[1], 128):
         held, expected = [old[:, :columns].clone() for old, _ in pairs], [new[:, :columns] for _, new in pairs]

@@ -146,7 +146,7 @@ async def test_what_torch_caches_is_counted_only_if_there_is_no_room_without_it(
 async def test_what_a_service_had_cached_before_does_not_count_as_room_again(
     journal: Journal, services: FakeServices, devices: Devices
 ) -> None:
-    """What rollout returns since it was read in full is free, and only that."""
+    """Rollout has returned its cache since it was read in full."""
     node = make_node(journal, services, devices)
     devices.rollout_cached_bytes, devices.cache_bytes = 5 * GB, 5 * GB
     await acquire(node, Phase.ROLLOUT)
