@@ -1,4 +1,4 @@
-"""Files and functions in docs/changeover.md are those that a changeover of a node passes. `make chaos`."""
+"""Files and functions in docs/changeover.md are those that a changeover of a node passes. `make chaos` and `.ci/run`."""
 
 from __future__ import annotations
 
