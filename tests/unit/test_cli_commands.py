@@ -18,8 +18,10 @@ from tasuki.cli.__main__ import exit_code_of, main
 from tasuki.cli.node_snapshot import NodeReader, NodeSnapshot, as_dict
 from tasuki.cli.node_tables import draw
 from tasuki.cli.print_text import print_text
+from tasuki.cli.train import how_to_continue
 from tasuki.config.places import node_targets
 from tasuki.config.schema import NodeConfig
+from tasuki.runs.settings import RunSettings
 from tasuki.v1 import coordinator_pb2, memory_pb2, rollout_pb2, trainer_pb2
 from tests.conftest import ENVIRONMENT
 from tests.tiny_disk import tmpfs
@@ -138,3 +140,13 @@ def test_up_on_a_full_disk_names_it(node_file: Path, tmp_path: Path, capsys: pyt
         assert main(["up", str(node_file), "--set", f"state_dir={state_dir}"]) == 2
     told = capsys.readouterr().err.splitlines()[-1]
     assert told.startswith(f"tasuki: error DISK_FULL: {state_dir}") and "No space left on device; free space" in told
+
+
+@pytest.mark.parametrize(("save_every", "is_kept"), [(2, True), (None, False)])
+def test_an_interrupted_run_says_whether_it_outlives_its_node(save_every: int | None, is_kept: bool) -> None:
+    settings = RunSettings(
+        table="train", output_dir=Path("out"), num_steps=3, length_key="train.num_steps", rows_per_step=1, save_every=save_every
+    )
+    told = how_to_continue(settings)
+    assert told.startswith("--resume continues the run")
+    assert ("train.save_every is not set" in told) is not is_kept

@@ -25,6 +25,7 @@ from tasuki.runs.resume import begin, go_on, resumable_run
 from tasuki.runs.rl_training import RlTraining
 from tasuki.runs.save_request import SaveRequest
 from tasuki.runs.schedules import check_schedules
+from tasuki.runs.settings import RunSettings
 from tasuki.runs.sft_training import read_sft
 from tasuki.runs.trackers import check_installed
 from tasuki.runs.tracking import tracked
@@ -158,10 +159,17 @@ def _run(
             try:
                 _train(config, training, loop, earlier, request, started=started)
             except KeyboardInterrupt:
-                sys.stderr.write("interrupted; --resume continues the run\n")
+                sys.stderr.write(f"interrupted; {how_to_continue(training.settings)}\n")
                 raise
     continue_children()
     return 0
+
+
+def how_to_continue(settings: RunSettings) -> str:
+    """Says whether an interrupted run can go on once its node has ended."""
+    if settings.save_every:
+        return "--resume continues the run"
+    return f"--resume continues the run only while its node runs, since {settings.table}.save_every is not set"
 
 
 def check_longest_sample(num_tokens: int, *, limit: int) -> None:
