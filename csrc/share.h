@@ -62,7 +62,7 @@ class Import {
   Status unmap();
   // Ends reading, and unmaps memory that is not a pool's; the addresses stay reserved. Idempotent.
   Status release();
-  // After a release: maps other chunks of the peer at the same addresses.
+  // After a release: maps the peer's present chunks at the same addresses, unless they are there. If it fails, nothing is mapped.
   Status renew(const std::vector<SharedChunk>& chunks);
   uintptr_t base() const { return base_; }
   uint64_t bytes() const;

@@ -10,7 +10,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -157,6 +159,26 @@ def test_stop_does_not_advise_to_kill_a_process_that_is_exiting(start: Start, mo
     node.assert_gone()
 
 
+@contextmanager
+def above_held_init(program: str) -> Iterator[tuple[Any, int, Callable[[], object]]]:
+    """Runs a program that prints an init and the process below it, and then waits for a line. Yields it, the init, and what ends that."""
+    with subprocess.Popen(
+        [sys.executable, "-c", program], cwd=_REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as parent:
+        assert parent.stdout is not None
+        init, traced = map(int, parent.stdout.readline().split())
+        yield parent, init, hold(traced)
+
+
+def go_on(parent: Any) -> None:
+    parent.stdin.write(b"\n")
+    parent.stdin.close()
+
+
+def has_said(parent: Any, *, within_s: float) -> bool:
+    return bool(select.select([parent.stdout], [], [], within_s)[0])
+
+
 def test_a_process_that_waits_for_an_exiting_one_is_not_killed() -> None:
     program = (
         "import os\n"
@@ -174,16 +196,11 @@ def test_a_process_that_waits_for_an_exiting_one_is_not_killed() -> None:
         "end_descendants(grace_s=0.0, kill_s=10.0, watch=codes.update)\n"
         "print(codes[launcher], flush=True)\n"
     )
-    parent = subprocess.Popen([sys.executable, "-c", program], cwd=_REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    with parent:
-        assert parent.stdin is not None and parent.stdout is not None
-        init, traced = map(int, parent.stdout.readline().split())
-        release = hold(traced)
+    with above_held_init(program) as (parent, init, release):
         os.kill(init, signal.SIGKILL)
         wait_for(lambda: is_exiting(init))
-        parent.stdin.write(b"\n")
-        parent.stdin.close()
-        assert select.select([parent.stdout], [], [], 1.0) == ([], [], [])
+        go_on(parent)
+        assert not has_said(parent, within_s=1.0)
         release()
         assert parent.stdout.readline() == b"7\n"
 
@@ -198,15 +215,10 @@ def test_the_end_of_descendants_is_awaited_while_one_is_exiting() -> None:
         "end_descendants(grace_s=0.0, kill_s=0.2, watch=lambda _: None)\n"
         "print('ended', flush=True)\n"
     )
-    parent = subprocess.Popen([sys.executable, "-c", program], cwd=_REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    with parent:
-        assert parent.stdin is not None and parent.stdout is not None
-        init, traced = map(int, parent.stdout.readline().split())
-        release = hold(traced)
-        parent.stdin.write(b"\n")
-        parent.stdin.close()
+    with above_held_init(program) as (parent, init, release):
+        go_on(parent)
         wait_for(lambda: is_exiting(init))
-        assert select.select([parent.stdout], [], [], 2.0) == ([], [], [])
+        assert not has_said(parent, within_s=2.0)
         release()
         assert parent.stdout.readline() == b"ended\n"
     assert not is_exiting(init)

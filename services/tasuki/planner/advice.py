@@ -77,14 +77,14 @@ def changeovers_ms(planned: Plan) -> tuple[str, str]:
 
 def with_pool_and_growth(planned: Plan) -> Plan | None:
     """Plans with `memory.pool` and `rollout.kv_growth`. None if either is impossible, or a round of two changeovers takes hardly less."""
-    layout = planned.layout
-    if not layout.may_have_pool or layout.draft_tokens:
+    layout, seconds = planned.layout, expected_seconds(planned)
+    if not seconds or not layout.may_have_pool or layout.draft_tokens:
         return None
     tried = replace(layout, has_pool=True, grows_kv=True)
     # Otherwise the configuration says what stays.
     is_decided = decided_again(layout) == layout
     changed = plan_again(tried) if is_decided else plan(tried)
-    fewer_s = sum(expected_seconds(planned).values()) - sum(expected_seconds(changed).values())
+    fewer_s = sum(seconds.values()) - sum(expected_seconds(changed).values())
     return changed if changed.fits and fewer_s > _FEWER_S else None
 
 
