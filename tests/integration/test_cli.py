@@ -119,7 +119,9 @@ def test_state_says_why_the_last_node_ended(folder: Path) -> None:
     # Exit code 1 of a service that was told to stop is not a failure.
     ended = json.loads((folder / "state" / "exit.json").read_text())["services"]
     assert ended == {"rollout": {"signal": "SIGKILL"}, "trainer": {"stopped": True}, "coordinator": {"stopped": True}}
-    write_exit_report(folder / "state", reason="asked by SIGTERM", first=None, exit_codes={"trainer": 1})
+    write_exit_report(folder / "state", reason="asked by SIGTERM", first=None, exit_codes={"trainer": 1, "rollout": -15})
+    ended = json.loads((folder / "state" / "exit.json").read_text())["services"]
+    assert ended == {"trainer": {"stopped": True}, "rollout": {"stopped": True}}, "still imports when it is told to end"
     assert "because" not in refusal(tasuki("state", "node.toml", cwd=folder))
 
 

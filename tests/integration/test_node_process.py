@@ -191,6 +191,15 @@ def test_down_ends_a_node_whose_supervisor_was_stopped(start: Start) -> None:
     node.assert_gone()
 
 
+def test_down_continues_a_service_that_was_stopped(start: Start) -> None:
+    node = start(first="good", second="good")
+    node.wait_until_recorded()
+    os.kill(node.pids[0], signal.SIGSTOP)
+    assert stop_node(node.state_dir)
+    node.assert_gone()
+    assert node.exit["services"] == {"first": {"stopped": True}, "second": {"stopped": True}}
+
+
 def test_down_ends_a_node_whose_guard_was_stopped(start: Start) -> None:
     node = start(first="good")
     node.wait_until_up()

@@ -14,8 +14,11 @@ from tasuki.client.dataset import Dataset
 from tasuki.client.loop_state import LoopState, write_loop_state, write_pending
 from tasuki.client.step import Step
 from tasuki.config.load import load_config
+from tasuki.config.lock import NODE_LOCK, StateLock
+from tasuki.config.places import config_path
+from tasuki.config.save import save_config
 from tasuki.runs.continuation import Continuation
-from tasuki.runs.earlier_run import read_earlier_run
+from tasuki.runs.earlier_run import EarlierRun, read_earlier_run
 from tasuki.runs.folder import MetricsFile
 from tasuki.runs.resume import begin, go_on, resumable_run
 from tasuki.runs.rl_training import rl_run_settings
@@ -57,6 +60,11 @@ class Run:
         path.mkdir(parents=True)
         return path
 
+    def look(self) -> EarlierRun | None:
+        config = load_config(self.folder / "node.toml")
+        assert config.train is not None
+        return resumable_run(config, rl_run_settings(config.train), Dataset([{"prompt": "a"}]))
+
     def _with_client(self, action: str) -> Continuation:
         config = load_config(self.folder / "node.toml")
         assert config.train is not None
@@ -64,7 +72,7 @@ class Run:
         with Client(state_dir=config.state_dir) as client:
             if action == "begin":
                 return begin(client, config, settings)
-            earlier = resumable_run(config, settings, Dataset([{"prompt": "a"}]))
+            earlier = self.look()
             assert earlier is not None
             return go_on(client, config, settings, earlier)
 
@@ -215,8 +223,14 @@ async def test_a_run_without_a_checkpoint_begins_again_only_when_it_saves_from_n
     assert (await run.go_on()).first_step == 0
     config = run.folder / "node.toml"
     config.write_text(config.read_text().replace("save_every = 4\n", ""))
-    with pytest.raises(InvalidArgument, match=r"train\.save_every: is not set, and the run in .* left no checkpoint"):
-        await run.go_on()
+    no_checkpoint = r"train\.save_every: is not set, and the run in .* left no checkpoint"
+    with pytest.raises(InvalidArgument, match=no_checkpoint):
+        run.look()  # before a node is started for it
+    save_config(load_config(config), config_path(run.folder / "node"))
+    with StateLock.take(run.folder / "node", name=NODE_LOCK):
+        assert run.look() is not None, "the node may still have what the run learned"
+        with pytest.raises(InvalidArgument, match=no_checkpoint):
+            await run.go_on()
 
 
 async def test_a_second_run_on_the_node_takes_it_from_the_first(run: Run) -> None:

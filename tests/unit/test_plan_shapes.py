@@ -26,7 +26,9 @@ from transformers import (
 )
 
 from tasuki.config.schema import NodeConfig
+from tasuki.memory.allocator import NativeAllocator
 from tasuki.memory.granularity import arena_bytes, export_bytes
+from tasuki.memory.tags import MemoryTag
 from tasuki.models.families import read_model
 from tasuki.models.shape import ModelShape
 from tasuki.planner.kept_bytes import kept_per_token
@@ -207,4 +209,11 @@ def test_a_cache_on_a_cpu_has_the_tokens_that_the_engine_is_asked_for(kv_tokens:
     )
     layout = node_layout(node, shape, gpu_bytes=GB, host_bytes=24 * GB)
     asked = engine_arguments(node, facts)["max_total_tokens"]
-    assert kv_pool(layout, taken_bytes=0).num_bytes == asked * kv_bytes_per_token(layout)
+    assert kv_pool(replace(layout, grows_kv=True), taken_bytes=0).num_bytes == asked * kv_bytes_per_token(layout)
+    arena = NativeAllocator(tags=[MemoryTag.KV_CACHE], device="cpu").arena(MemoryTag.KV_CACHE)
+    buffers = 2 * shape.num_layers
+    addresses = [arena.allocate(asked * kv_bytes_per_token(layout) // buffers) for _ in range(buffers)]
+    assert kv_pool(layout, taken_bytes=0).num_bytes == arena.usage().total_bytes
+    for address in addresses:
+        arena.free(address)
+    arena.close()

@@ -56,7 +56,11 @@ def kv_pool(layout: Layout, *, taken_bytes: int) -> KvPool:
     most = layout.kv_tokens
     if layout.device == "cpu":
         most = max(CPU_TOKENS, layout.longest_sequence) if most is None else most
-        return KvPool(most, (most + _CONTEXT_SLACK) * each)
+        num_bytes = (most + _CONTEXT_SLACK) * each
+        if layout.has_pool or layout.grows_kv:  # whose chunks are small and equal
+            return KvPool(most, num_bytes)
+        num_buffers = 2 * layout.model.num_layers  # keys and values
+        return KvPool(most, arena_bytes((num_bytes // num_buffers,) * num_buffers, device="cpu"))
     pool = int((layout.gpu_bytes - taken_bytes) * layout.kv_ratio) - engine_weights(layout)
     num_tokens = max(0, pool) // each
     if most is not None:

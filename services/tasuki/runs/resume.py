@@ -19,6 +19,7 @@ from tasuki.runs.earlier_run import EarlierRun, RunHead, read_earlier_run, run_h
 from tasuki.runs.folder import CHECKPOINTS
 from tasuki.runs.recipe import check_recipe, recipe
 from tasuki.runs.settings import RunSettings
+from tasuki.supervisor.node_settings import running_settings
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 from tasuki.wire.regular_file import read_regular
 
@@ -26,7 +27,7 @@ from tasuki.wire.regular_file import read_regular
 def resumable_run(config: NodeConfig, settings: RunSettings, dataset: Dataset[Any]) -> EarlierRun | None:
     """Finds an interrupted run in the output folder, or None. Checks everything that needs no node.
 
-    Raises InvalidArgument naming a changed key, and the errors of read_earlier_run.
+    Raises InvalidArgument naming a changed key, or a run that would start over without checkpoints, and the errors of read_earlier_run.
     """
     earlier = read_earlier_run(settings.output_dir)
     if earlier is None:
@@ -39,6 +40,8 @@ def resumable_run(config: NodeConfig, settings: RunSettings, dataset: Dataset[An
             raise damaged_checkpoint(earlier.checkpoint, f"{earlier.checkpoint / LOOP_FILE}: {error.message}") from error
     if not run_has_ended(earlier, settings):
         check_num_steps(earlier.num_saved_steps, settings)
+        if earlier.checkpoint is None and running_settings(config) is None:
+            _check_restart(earlier, settings)
     return earlier
 
 
@@ -66,11 +69,8 @@ def go_on(client: Client, config: NodeConfig, settings: RunSettings, earlier: Ea
     node_version = trainer.policy_version
     found = continuation(earlier, node_version=node_version, critic_version=trainer.critic_version, is_of_run=is_of_run)
     check_num_steps(found.first_step, settings)
-    if not found.first_step and earlier.steps and not settings.save_every:
-        raise InvalidArgument(
-            f"{settings.table}.save_every",
-            f"is not set, and the run in {settings.output_dir} left no checkpoint: set it to restart the run at step 0",
-        )
+    if not found.first_step:
+        _check_restart(earlier, settings)
     if found.checkpoint is not None:
         _load(client, found.checkpoint, policy_version=earlier.saved_version)
     else:
@@ -87,6 +87,15 @@ def go_on(client: Client, config: NodeConfig, settings: RunSettings, earlier: Ea
     else:
         _tell(f"there is no complete checkpoint in {settings.output_dir}: restarting at step 0")
     return found
+
+
+def _check_restart(earlier: EarlierRun, settings: RunSettings) -> None:
+    """Raises InvalidArgument if the run would start over, and again without checkpoints."""
+    if earlier.steps and not settings.save_every:
+        raise InvalidArgument(
+            f"{settings.table}.save_every",
+            f"is not set, and the run in {settings.output_dir} left no checkpoint: set it to restart the run at step 0",
+        )
 
 
 def _discard_gradients(client: Client) -> None:

@@ -66,7 +66,7 @@ def write_exit_report(
     """Reports how the node ended. `first`: the service that ended unexpectedly; exit codes as in `reap`. restarts: number of restarts
     of each service.
 
-    The exit code of a service that was told to end means nothing: a rank still starting has none.
+    The exit code of a service that was told to end means nothing, nor does SIGTERM: one that is still starting takes no care of it.
     """
     report = {
         "reason": reason,
@@ -74,11 +74,11 @@ def write_exit_report(
         "restarts": dict(restarts),
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "services": {
-            name: {"signal": signal.Signals(-code).name}
+            name: {"stopped": True}
+            if name != first and (code >= 0 or code == -signal.SIGTERM)
+            else {"signal": signal.Signals(-code).name}
             if code < 0
             else {"exit_code": code}
-            if name == first
-            else {"stopped": True}
             for name, code in exit_codes.items()
         },
     }

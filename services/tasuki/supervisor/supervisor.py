@@ -112,6 +112,7 @@ class Supervisor:
         for pid in self._pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
+                os.kill(pid, signal.SIGCONT)  # a stopped process would not receive SIGTERM, and others wait for it
         end_descendants(grace_s=GRACE_S, kill_s=KILL_S, watch=self._watch_end)
 
     def _start_what_can(self) -> None:
