@@ -19,8 +19,6 @@ _KEY_MIX = tl.constexpr(checksum.KEY_MIX)
 _GROUP = tl.constexpr(checksum.GROUP)
 _MOST = tl.constexpr(deltas.MOST)
 _FAR = tl.constexpr(deltas.FAR)
-_TOP_BITS = tl.constexpr(0x80008000 - (1 << 32))
-_FLIPPED_BITS = tl.constexpr(0x80088008 - (1 << 32))
 _MULTIPLY = tl.constexpr("mul.wide.s32 $0, $1, $2;")
 
 
@@ -172,12 +170,17 @@ def encode_and_sum_tiles(
 
 
 @triton.jit
-def _places(block, word, step, UNITS: tl.constexpr):
-    """Units of a step on both sides, their rows and columns, and a mask of those that exist and belong to the tile."""
-    rows, cols, is_there = _units(block, word + step * _STEP_UNITS, _STEP_UNITS)
-    sources = rows * tl.load(block + 4) + cols * tl.load(block + 6)
-    destinations = rows * tl.load(block + 5) + cols * tl.load(block + 7)
-    return sources, destinations, rows, cols, is_there & (step < UNITS // _STEP_UNITS)
+def _places(units, num_units, num_cols, source_row, destination_row, index_row):
+    """Units of vectors on both sides and among the indices, whose columns are contiguous."""
+    sources = units.to(tl.int64)
+    destinations, indices = sources, sources
+    if num_cols < num_units:
+        rows = units // num_cols
+        cols = (units - rows * num_cols).to(tl.int64)
+        sources = rows.to(tl.int64) * source_row + cols
+        destinations = rows.to(tl.int64) * destination_row + cols
+        indices = rows.to(tl.int64) * index_row + cols
+    return sources, destinations, indices
 
 
 @triton.jit
@@ -187,18 +190,19 @@ def _pairs(start, units):
 
 
 @triton.jit
-def _moved(pairs, deltas):
+def _moved(pairs, words):
     """Adds a word's differences to the elements of [units, 4] pairs; each element wraps by itself."""
-    nibbles = deltas[:, None] >> (4 * tl.arange(0, 4)[None, :])
-    # A set top bit keeps borrows and carries inside an element.
-    differences = (nibbles & 0x000F000F ^ _FLIPPED_BITS) - 0x00080008
-    return ((pairs & ~_TOP_BITS) + (differences & ~_TOP_BITS)) ^ ((pairs ^ ~differences) & _TOP_BITS)
+    # Plus 8, from 1 to 15.
+    differences = (words ^ _FAR).to(tl.uint32)[:, None] >> (4 * tl.arange(0, 4)[None, :])
+    firsts = pairs + (differences & 0xF).to(tl.int32) - 8
+    seconds = pairs + (differences & 0xF0000).to(tl.int32) - 0x80000
+    return firsts & 0xFFFF | seconds & -0x10000
 
 
 @triton.jit
-def _pair_terms(pairs, firsts):
-    """Same as terms for [units, 4] pairs of 2-byte elements, whose indices begin with a multiple of the group's size."""
-    mixed = (firsts // _GROUP).to(tl.uint64) * _STEP
+def _pair_terms(pairs, groups):
+    """Same as terms for [units, 4] pairs of 2-byte elements. groups: index of each unit's first element, in groups."""
+    mixed = groups.to(tl.uint64) * _STEP
     mixed ^= mixed >> 32
     mixed *= _MIX
     high = (mixed >> 32).to(tl.uint32)
@@ -226,42 +230,54 @@ def apply_and_sum_tiles(
     VECTOR: tl.constexpr,
     UNITS: tl.constexpr,
 ):
-    """Same as copy_and_sum_tiles for 2-byte elements whose destinations hold the previous publication.
+    """Same as copy_and_sum_tiles for vectors of 2-byte elements whose destinations hold the previous publication.
 
     Adds the sources' deltas, and reads a source only where these are marked. shifts: of each block's Deltas.
     """
     word = tl.load(tiles + tl.program_id(0))
     block = blocks + (word >> 32) * WORDS
     totals = tl.zeros((_STEP_UNITS,), tl.int64)
-    source, destination, index = tl.load(block), tl.load(block + 1), tl.load(block + 9)
-    all_deltas = ((source >> 2) + tl.load(shifts + (word >> 32))).to(tl.pointer_type(tl.int32))
-    # Another GPU's memory answers late. So deltas are requested two steps ahead, and what they ask for one step ahead.
-    sources, destinations, rows, cols, is_there = _places(block, word, 0, UNITS)
-    deltas = tl.load(all_deltas + sources, mask=is_there, other=0)
-    next_sources, next_destinations, next_rows, next_cols, is_next_there = _places(block, word, 1, UNITS)
-    next_deltas = tl.load(all_deltas + next_sources, mask=is_next_there, other=0)
+    source, destination, first_group = tl.load(block), tl.load(block + 1), tl.load(block + 9) // _GROUP
+    num_units, num_cols = tl.load(block + 2).to(tl.int32), tl.load(block + 3).to(tl.int32)
+    source_row, destination_row = tl.load(block + 4), tl.load(block + 5)
+    index_row = source_row if WORDS == _BLOCK_WORDS else tl.load(block + 10)
+    all_words = ((source >> 2) + tl.load(shifts + (word >> 32))).to(tl.pointer_type(tl.int32))
+    units = (word & 0x7FFFFFFF).to(tl.int32) + tl.arange(0, _STEP_UNITS)
+    end = tl.minimum(num_units, (word & 0x7FFFFFFF).to(tl.int32) + UNITS)
+    # Another GPU's memory answers late. So words are requested two steps ahead, and what they ask for one step ahead.
+    sources, destinations, groups = _places(units, num_units, num_cols, source_row, destination_row, index_row)
+    is_there, next_units = units < end, units + _STEP_UNITS
+    # Units that do not exist do not move.
+    words = tl.load(all_words + sources, mask=is_there, other=0)
+    next_sources, next_destinations, next_groups = _places(
+        next_units, num_units, num_cols, source_row, destination_row, index_row
+    )
+    is_next_there = next_units < end
+    next_words = tl.load(all_words + next_sources, mask=is_next_there, other=0)
     held = tl.load(_pairs(destination, destinations), mask=is_there[:, None], other=0)
-    whole = tl.load(_pairs(source, sources), mask=(is_there & (deltas == _FAR))[:, None], other=0)
+    whole = tl.load(_pairs(source, sources), mask=(words == _FAR)[:, None], other=0)
     for step in range(UNITS // _STEP_UNITS):
-        later_sources, later_destinations, later_rows, later_cols, is_later_there = _places(block, word, step + 2, UNITS)
-        later_deltas = tl.load(all_deltas + later_sources, mask=is_later_there, other=0)
+        later_units = units + (step + 2) * _STEP_UNITS
+        later_sources, later_destinations, later_groups = _places(
+            later_units, num_units, num_cols, source_row, destination_row, index_row
+        )
+        is_later_there = later_units < end
+        later_words = tl.load(all_words + later_sources, mask=is_later_there, other=0)
         next_held = tl.load(_pairs(destination, next_destinations), mask=is_next_there[:, None], other=0)
-        is_next_whole = is_next_there & (next_deltas == _FAR)
-        next_whole = tl.load(_pairs(source, next_sources), mask=is_next_whole[:, None], other=0)
+        next_whole = tl.load(_pairs(source, next_sources), mask=(next_words == _FAR)[:, None], other=0)
 
-        new = tl.where((deltas == _FAR)[:, None], whole, _moved(held, deltas))
+        new = tl.where((words == _FAR)[:, None], whole, _moved(held, words))
         places = _pairs(destination, destinations)
-        is_moved = is_there & (deltas != 0)
-        tl.store(places, new, mask=is_moved[:, None])
+        is_moved = (words != 0)[:, None]
+        tl.store(places, new, mask=is_moved)
         # Volatile, as in copy_and_sum_tiles. What does not move has just been read from there.
-        read = tl.load(places, mask=is_moved[:, None], other=held, volatile=True)
-        indices = sources if WORDS == _BLOCK_WORDS else rows * tl.load(block + 10) + cols * tl.load(block + 11)
-        totals += _pair_terms(read, index + indices * VECTOR)
+        read = tl.load(places, mask=is_moved, other=held, volatile=True)
+        totals += _pair_terms(read, first_group + groups)
 
-        sources, destinations, rows, cols, is_there = next_sources, next_destinations, next_rows, next_cols, is_next_there
-        deltas, held, whole = next_deltas, next_held, next_whole
-        next_sources, next_destinations, next_rows, next_cols = later_sources, later_destinations, later_rows, later_cols
-        is_next_there, next_deltas = is_later_there, later_deltas
+        sources, destinations, groups = next_sources, next_destinations, next_groups
+        words, held, whole = next_words, next_held, next_whole
+        next_sources, next_destinations, next_groups = later_sources, later_destinations, later_groups
+        is_next_there, next_words = is_later_there, later_words
     tl.atomic_add(sums + tl.load(block + 8), tl.sum(totals, axis=0), sem="relaxed")
 
 
