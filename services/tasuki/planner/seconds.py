@@ -19,14 +19,14 @@ _MAKE = 1.8e-3 / GB  # create, scrub and map
 _RELEASE = 1.3e-3 / GB
 _MAP = 0.15e-3 / GB  # from a pool
 _UNMAP = 0.08e-3 / GB
-_CAST = 1 / (1000 * GB)  # reads a parameter, writes it in the engine's dtype
+_PUBLISH = 1 / (1000 * GB)  # reads a parameter or merges it, writes it in the engine's dtype and sums it
 _PULL = 1 / (373 * GB)  # over NVLink
 _READ = 1 / (2000 * GB)  # on the same GPU
 # Seconds independent of bytes.
 _COMMAND = 3e-3
-_SYNC = 8e-3
+_SYNC = 4e-3
 _PIECE = 0.06e-3  # one layer's keys or values of a growing cache, beside what is mapped
-_RENEW = 45e-3  # what left was published under other handles: every engine rank imports them again
+_RENEW = 45e-3  # without a pool what left is published under other handles: every engine rank imports them again
 _COPIED = (Part.TRAINER_WEIGHTS, Part.OPTIMIZER)
 
 
@@ -88,9 +88,9 @@ def _on_gpu(layout: Layout, sizes: Sizes, index: int) -> Mapping[Stage, float]:
         released, copied = released - sum(size for part, size in left.items() if part in _COPIED), 0
     woken, pieces = _woken_cache(layout, cache)
     return {
-        Stage.LOAD_WEIGHTS: 2 * _COMMAND + emptied * release + made * make + (export * 3 * _CAST if trainer else 0.0),
+        Stage.LOAD_WEIGHTS: 2 * _COMMAND + emptied * release + made * make + (export * _PUBLISH if trainer else 0.0),
         Stage.RESUME_WEIGHTS: _COMMAND + weights * make,
-        Stage.SYNC: _SYNC + (0 if layout.export_stays else _RENEW) + (_sync_seconds(layout, near, far) if engine else 0.0),
+        Stage.SYNC: _SYNC + (0 if layout.export_stays or layout.has_pool else _RENEW) + (_sync_seconds(layout, near, far) if engine else 0.0),
         Stage.OFFLOAD: _COMMAND + (released - emptied) * release + copied * _COPY,
         Stage.RESUME_KV: _COMMAND + pieces * _PIECE + woken * make,
         Stage.DRAIN: _COMMAND,
@@ -104,8 +104,8 @@ def _on_gpu(layout: Layout, sizes: Sizes, index: int) -> Mapping[Stage, float]:
 def _sync_seconds(layout: Layout, near: float, far: float) -> float:
     """near, far: bytes of the engine's weights that are published on its own GPU and on others."""
     if layout.publishes_deltas:
-        # Deltas are a quarter; checksums still read all of the engine's weights.
-        return (near + far) * _READ + far / 4 * _PULL
+        # Deltas, a quarter, arrive while all of the engine's weights are read and summed.
+        return max((near + far) * _READ, far / 4 * _PULL)
     return near * _READ + far * _PULL
 
 
