@@ -82,6 +82,7 @@ def _on_gpu(layout: Layout, sizes: Sizes, index: int) -> Mapping[Stage, float]:
     near = sizes.engine[Part.ROLLOUT_WEIGHTS] * is_local / layout.num_ranks
     far = sizes.engine[Part.ROLLOUT_WEIGHTS] - near
     made = 0 if layout.export_stays else trainer.get(Part.EXPORT, 0)
+    renewed_s = 0.0 if layout.export_stays or layout.has_pool else _RENEW
     make, release = (_MAP, _UNMAP) if layout.has_pool else (_MAKE, _RELEASE)
     if layout.grows_kv:
         # Copies, and what they release, follow the stage.
@@ -90,7 +91,7 @@ def _on_gpu(layout: Layout, sizes: Sizes, index: int) -> Mapping[Stage, float]:
     return {
         Stage.LOAD_WEIGHTS: 2 * _COMMAND + emptied * release + made * make + (export * _PUBLISH if trainer else 0.0),
         Stage.RESUME_WEIGHTS: _COMMAND + weights * make,
-        Stage.SYNC: _SYNC + (0 if layout.export_stays or layout.has_pool else _RENEW) + (_sync_seconds(layout, near, far) if engine else 0.0),
+        Stage.SYNC: _SYNC + renewed_s + (_sync_seconds(layout, near, far) if engine else 0.0),
         Stage.OFFLOAD: _COMMAND + (released - emptied) * release + copied * _COPY,
         Stage.RESUME_KV: _COMMAND + pieces * _PIECE + woken * make,
         Stage.DRAIN: _COMMAND,
