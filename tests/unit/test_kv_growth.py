@@ -39,6 +39,7 @@ class Ranks:
         self.num_looks = self.num_shrinks = 0
         self.room = Room()
         self.while_looking: Callable[[], None] = lambda: None
+        self.while_shrinking: Callable[[], None] = lambda: None
         self.mapped_bytes = 0
         """Bytes that each rank will have mapped by the next look."""
 
@@ -57,6 +58,8 @@ class Ranks:
     async def shrink_cache(self) -> list[CacheResult]:
         self.num_shrinks += 1
         self.served = [max(LEAST, needed) for needed in self.needed]
+        self.while_shrinking()
+        await asyncio.sleep(0)
         return [self._answer(rank, released_bytes=5) for rank in range(len(self.sizes))]
 
     def _grown(self, rank: int) -> CacheResult:
@@ -214,6 +217,27 @@ async def test_it_stops_between_two_looks_and_goes_on_from_there() -> None:
     await growth.stop()
     growth.forget()
     assert growth.extent is None and not growth.is_growing
+
+
+async def test_it_stops_after_a_look_or_release_that_runs() -> None:
+    ranks = Ranks()
+    stops: list[asyncio.Task[None]] = []
+
+    def stop() -> None:
+        ranks.while_looking = lambda: None
+        stops.append(asyncio.create_task(growth.stop()))
+
+    growth = await begun(ranks)
+    ranks.while_looking = stop
+    growth.expect(2 * LEAST)
+    await until(lambda: bool(stops) and stops[0].done())
+    await growth.begin()
+    await until(lambda: growth.extent is not None)
+    growth.ended(400)
+    ranks.while_shrinking = stop
+    growth.is_last_call = True
+    growth.ended(50)
+    await until(lambda: len(stops) == 2 and stops[1].done())
 
 
 async def test_ranks_shrink_as_the_requests_of_the_last_call_end() -> None:

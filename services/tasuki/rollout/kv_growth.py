@@ -176,7 +176,7 @@ class KvGrowth:
                     self._room.request()
                     self._check_progress(extent, seconds=time.monotonic() - progressed)
                     await asyncio.sleep(_POLL_S)
-                elif not (self._lacks_room() or self._is_tail):
+                elif not (self._is_stopping or self._lacks_room() or self._is_tail):
                     self._is_due.clear()
                     await self._is_due.wait()
         except TasukiError as error:
