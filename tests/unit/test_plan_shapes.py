@@ -209,10 +209,11 @@ def test_a_cache_on_a_cpu_has_the_tokens_that_the_engine_is_asked_for(kv_tokens:
     )
     layout = node_layout(node, shape, gpu_bytes=GB, host_bytes=24 * GB)
     asked = engine_arguments(node, facts)["max_total_tokens"]
-    assert kv_pool(replace(layout, grows_kv=True), taken_bytes=0).num_bytes == asked * kv_bytes_per_token(layout)
     arena = NativeAllocator(tags=[MemoryTag.KV_CACHE], device="cpu").arena(MemoryTag.KV_CACHE)
     buffers = 2 * shape.num_layers
-    addresses = [arena.allocate(asked * kv_bytes_per_token(layout) // buffers) for _ in range(buffers)]
+    slots = layout.max_running_requests + 1, 4096 + 8 + 4
+    sizes = [4 * math.prod(slots), *[(asked + 1) * kv_bytes_per_token(layout) // buffers] * buffers]
+    addresses = [arena.allocate(size) for size in sizes]
     assert kv_pool(layout, taken_bytes=0).num_bytes == arena.usage().total_bytes
     for address in addresses:
         arena.free(address)

@@ -20,7 +20,7 @@ from tasuki.memory.stages import Phase, Service, Stage
 from tasuki.memory.tags import MemoryTag
 from tasuki.planner.kv_tokens import CPU_TOKENS, running_requests, wanted_tokens
 from tasuki.planner.layout import GB, RESIDENT, Layout, Part
-from tasuki.planner.node_plan import node_layout
+from tasuki.planner.node_plan import check_sequence, node_layout
 from tasuki.planner.plan import PLAN_STAGES, plan, plan_of, sizes_of
 from tasuki.planner.presets import MODELS
 from tasuki.planner.residency import as_config, decide, stay_and_leave
@@ -124,7 +124,40 @@ def test_tokens_beyond_what_fits_are_refused_with_the_bytes_and_what_fits(device
     told = refused.value.metadata
     assert told["field"] == "rollout.kv_tokens" and int(told["needed_bytes"]) > int(told["free_bytes"])
     most = int(refused.value.message.split("give at most ")[1].split(",")[0])
-    assert h200s(node(device=device, rollout={"kv_tokens": most})).kv_tokens == most
+    layout = h200s(node(device=device, rollout={"kv_tokens": most}))
+    assert layout.kv_tokens == most
+    assert device == "cuda" or plan(layout).fits, "on a CPU beside everything else"
+
+
+@pytest.mark.parametrize("pool", [False, True])
+def test_tokens_beyond_a_budget_are_refused_with_a_number_that_fits(pool: bool) -> None:
+    memory = {"host_budget_bytes": 200 * GB, "pool": pool}
+    with pytest.raises(InvalidArgument, match=f"that memory.host_budget_bytes = {200 * GB} leaves") as refused:
+        h200s(node(device="cpu", memory=memory, rollout={"kv_tokens": 50_000_000}))
+    most = int(refused.value.message.split("give at most ")[1].split(",")[0])
+    layout = h200s(node(device="cpu", memory=memory, rollout={"kv_tokens": most}))
+    bare = replace(layout, staying=(frozenset[Part](),) * layout.num_gpus, kv_tokens=most + 1)
+    assert plan(layout).fits and not plan(bare).fits
+
+
+@pytest.mark.parametrize(
+    ("field", "tables"),
+    [("rollout.kv_tokens", {"rollout": {"kv_tokens": 100}}), ("residency.kv_tokens", {"residency": {"kv_tokens": 100}})],
+)
+def test_tokens_for_less_than_a_sequence_are_refused(field: str, tables: dict[str, Any]) -> None:
+    config = node(**tables)
+    layout = h200s(config)
+    assert layout.kv_tokens == 100 and not plan(layout).fits
+    with pytest.raises(InvalidArgument, match=f"{field}: = 100 cannot hold one sequence of {layout.longest_sequence}"):
+        check_sequence(layout, config)
+
+
+def test_the_base_below_an_engines_adapters_never_moves() -> None:
+    lora = {"trainer": {"lora": {"rank": 8}}}
+    merged, adapter = (
+        expected_seconds(plan(h200s(node(**lora, rollout={"lora": each}, residency={})))) for each in ("merged", "adapter")
+    )
+    assert merged[Stage.RESUME_WEIGHTS] > adapter[Stage.RESUME_WEIGHTS] == adapter[Stage.DRAIN]
 
 
 def test_needed_without_a_run_is_a_conflict() -> None:

@@ -39,7 +39,7 @@ def give(device: str) -> None:
     try:
         chunks = [f"{chunk.offset}:{chunk.num_bytes}:{chunk.fd}" for chunk in export.chunks]
         fds = [chunk.fd for chunk in export.chunks]
-        argv = [sys.executable, "-m", "tasuki.memory.probe", device, str(address - export.base), *chunks]
+        argv = [sys.executable, "-P", "-m", "tasuki.memory.probe", device, str(address - export.base), *chunks]
         done = subprocess.run(argv, pass_fds=fds, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     finally:
         export.close()

@@ -168,7 +168,7 @@ def _shortage(planned: Plan) -> int:
 
 def _moved_bytes(planned: Plan) -> int:
     """Bytes that leave a GPU in a whole round."""
-    sleeping = planned.layout.released | ({Part.CUDA_GRAPH} if Part.KV_CACHE in planned.layout.sleeping else set())
+    sleeping = planned.layout.released | ({Part.CUDA_GRAPH} if Part.KV_CACHE in planned.layout.released else set())
     trained, served = planned.stage(Phase.TRAIN), planned.stage(Phase.ROLLOUT)
     moved: list[int] = []
     for one, other in zip(trained.gpus, served.gpus, strict=True):

@@ -18,6 +18,13 @@ _SPECULATING_REQUESTS = 48
 _SLACK = 8
 
 
+def planned_tokens(config: NodeConfig, *, context_length: int) -> int | None:
+    """Tokens of `[residency]` where it has them, else `wanted_tokens`."""
+    if config.residency is not None and config.residency.kv_tokens is not None:
+        return config.residency.kv_tokens
+    return wanted_tokens(config, context_length=context_length)
+
+
 def wanted_tokens(config: NodeConfig, *, context_length: int) -> int | None:
     """Tokens of one replica's cache; None means what `kv_ratio` leaves of a GPU.
 

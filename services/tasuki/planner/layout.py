@@ -273,8 +273,12 @@ class Layout:
 
     @property
     def released(self) -> frozenset[Part]:
-        """The tags of `sleeping` that actually leave: parameters that stay for the engine's next read do not."""
-        return self.sleeping - ({Part.TRAINER_WEIGHTS} if self.exports_parameters and self.export_stays else frozenset())
+        """The tags of `sleeping` that actually leave: neither parameters that stay for the engine's next read, nor the base below an
+        engine's adapters."""
+        stays = {Part.TRAINER_WEIGHTS} if self.exports_parameters and self.export_stays else set[Part]()
+        if self.lora_rank is not None and not self.merges_adapters:
+            stays |= {Part.ROLLOUT_WEIGHTS}
+        return self.sleeping - stays
 
     @property
     def rank_tokens(self) -> int:

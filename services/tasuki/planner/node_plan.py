@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import replace
 
 from tasuki.config.engine_arguments import draft_tokens
@@ -9,8 +10,8 @@ from tasuki.config.gpus import gpus_of
 from tasuki.config.schema import NodeConfig
 from tasuki.models.folder_files import model_files_bytes
 from tasuki.models.shape import ModelShape, check_lora_targets, check_shared_base
-from tasuki.planner.kv_tokens import SGLANG_GRAPH_REQUESTS, graph_requests, running_requests, wanted_tokens
-from tasuki.planner.layout import Checkpointing, Layout, Overheads, named_as_given
+from tasuki.planner.kv_tokens import SGLANG_GRAPH_REQUESTS, graph_requests, planned_tokens, running_requests
+from tasuki.planner.layout import Checkpointing, Layout, Overheads, Part, named_as_given
 from tasuki.planner.model_shape import read_model_shape
 from tasuki.planner.plan import Plan, largest_pool, plan
 from tasuki.planner.residency import decide, given, keeps_what_deltas_need
@@ -72,7 +73,7 @@ def node_layout(
         # If copy or weights leave, deltas would never be read, and something may stay in their place.
         if not keeps_what_deltas_need(chosen) or (config.trainer.publish_deltas is None and _costs_something(chosen, without)):
             chosen = without
-    return replace(chosen, budget_bytes=config.memory.host_budget_bytes)
+    return chosen
 
 
 def _costs_something(chosen: Layout, without: Layout) -> bool:
@@ -138,9 +139,10 @@ def _as_configured(config: NodeConfig, model: ModelShape, *, gpu_bytes: int, hos
         shares_base=config.shares_base,
         merges_adapters=config.served_adapter is None,
         kv_ratio=rollout.kv_ratio,
-        kv_tokens=wanted_tokens(config, context_length=rollout.context_length or model.context_length),
+        kv_tokens=planned_tokens(config, context_length=rollout.context_length or model.context_length),
         grows_kv=rollout.kv_growth,
         has_pool=config.memory.pool,
+        budget_bytes=config.memory.host_budget_bytes,
         may_have_pool=config.trainer.export_handles != "ipc" and not config.shares_base,
         context_length=rollout.context_length,
         has_cuda_graphs=rollout.engine.get("disable_cuda_graph") is not True,
@@ -173,7 +175,7 @@ def _with_residency(layout: Layout, config: NodeConfig) -> Layout:
         return replace(layout, staying=given(layout, config, config.residency))
     check_kv_tokens(layout, config)
     must_stay = None if _is_export_open(config) else config.trainer.export_stays is not False
-    return replace(layout, staying=decide(layout, export_stays=must_stay, budget_bytes=config.memory.host_budget_bytes))
+    return replace(layout, staying=decide(layout, export_stays=must_stay))
 
 
 def _is_export_open(config: NodeConfig) -> bool:
@@ -185,28 +187,52 @@ def check_kv_tokens(layout: Layout, config: NodeConfig) -> None:
 
     A configured residency is not checked by `node_layout`, since services read it too and may see a GPU as a little smaller.
     """
-    tokens, budget = config.rollout.kv_tokens, config.memory.host_budget_bytes
+    tokens, budget = config.rollout.kv_tokens, layout.budget_bytes
     if not isinstance(tokens, int):
         return
     needed = tokens * kv_bytes_per_token(layout)
     most = largest_pool(layout)
     if tokens <= most.num_tokens:
         return
-    if layout.host_bytes == budget and not most.num_tokens:
+    if budget is not None and not most.num_tokens:
         text = f"{budget} bytes leave no room for rollout.kv_tokens = {tokens}, which take {needed} next to the engine's weights; raise it"
         raise InvalidArgument("memory.host_budget_bytes", text, needed_bytes=needed)
-    where, other = f"that kv_ratio = {layout.kv_ratio:g} leaves of a GPU", ", raise rollout.kv_ratio or rollout.tp_size"
+    where, other = f"that kv_ratio = {layout.kv_ratio:g} leaves of a GPU", ["raise rollout.kv_ratio or rollout.tp_size"]
     if layout.device == "cpu":
-        where, other = "of this machine", ""
-        if layout.host_bytes == budget:
-            where, other = f"that memory.host_budget_bytes = {budget} leaves", ", raise memory.host_budget_bytes"
+        where, other = "of this machine", []
+        if budget is not None:
+            where, other = f"that memory.host_budget_bytes = {budget} leaves", ["raise memory.host_budget_bytes"]
+    fitting = _most_tokens(layout, most.num_tokens)
+    options = [*([f"give at most {fitting}"] if fitting else []), *other]
     raise InvalidArgument(
         "rollout.kv_tokens",
         f"{tokens} tokens take {needed} bytes, more than the {most.num_bytes} {where}; "
-        f"give at most {most.num_tokens}{other}, or remove it",
+        f"{', '.join(options)}{', or ' if options else ''}remove it",
         needed_bytes=needed,
         free_bytes=most.num_bytes,
     )
+
+
+def _most_tokens(layout: Layout, limit: int) -> int:
+    """The largest number up to `limit` with which the rest of the node fits too, if nothing stays; 0 if none does."""
+    if layout.device == "cuda":
+        return limit
+    bare = replace(layout, staying=(frozenset[Part](),) * layout.num_gpus)
+    numbers = range(layout.longest_sequence, limit + 1)
+    num_fitting = bisect_left(numbers, True, key=lambda tokens: not plan(replace(bare, kv_tokens=tokens)).fits)
+    return numbers[num_fitting - 1] if num_fitting else 0
+
+
+def check_sequence(layout: Layout, config: NodeConfig) -> None:
+    """Raises InvalidArgument for a number of tokens that cannot hold one sequence, without which rollout does not start."""
+    if layout.kv_tokens is not None and layout.kv_tokens < layout.longest_sequence:
+        is_planned = config.residency is not None and config.residency.kv_tokens is not None
+        raise InvalidArgument(
+            "residency.kv_tokens" if is_planned else "rollout.kv_tokens",
+            f"= {layout.kv_tokens} cannot hold one sequence of {layout.longest_sequence}; raise it, or lower rollout.context_length",
+            needed_tokens=layout.longest_sequence,
+            total_tokens=layout.kv_tokens,
+        )
 
 
 def _critic_shape(config: NodeConfig, policy: ModelShape) -> ModelShape | None:

@@ -147,7 +147,8 @@ def largest_pool(layout: Layout) -> KvPool:
     if layout.device == "cuda":
         return kv_pool(replace(layout, kv_tokens=None), taken_bytes=taken)
     each = kv_bytes_per_token(layout)
-    num_tokens = max(0, layout.host_bytes - engine_weights(layout)) // each
+    room = layout.host_bytes if layout.budget_bytes is None else min(layout.host_bytes, layout.budget_bytes)
+    num_tokens = max(0, room - engine_weights(layout)) // each
     return KvPool(num_tokens, num_tokens * each)
 
 
@@ -244,9 +245,7 @@ def _asleep(layout: Layout, stage: PlanStage) -> set[Part]:
         has_cache = has_weights and stage is not Stage.PAUSE_KV
     away = (set() if has_weights else {Part.ROLLOUT_WEIGHTS}) | (set() if has_cache else {Part.KV_CACHE})
     if layout.strategy is not Strategy.RELAUNCH:
-        # With adapters, the engine keeps its base weights.
-        stays = layout.lora_rank is not None and not layout.merges_adapters
-        away &= layout.sleeping - ({Part.ROLLOUT_WEIGHTS} if stays else set())
+        away &= layout.released
     return away | ({Part.CUDA_GRAPH} if Part.KV_CACHE in away else set())
 
 

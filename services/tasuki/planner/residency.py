@@ -29,17 +29,16 @@ Staying = tuple[frozenset[Part], ...]
 """Parts that stay, for each GPU; on a CPU for each rank."""
 
 
-def decide(layout: Layout, *, export_stays: bool | None, budget_bytes: int | None = None) -> Staying:
+def decide(layout: Layout, *, export_stays: bool | None) -> Staying:
     """Decides what stays on each GPU of a staged layout: as much as possible, and the most expensive to move first.
 
-    export_stays: whether what rollout reads must stay or must leave; None leaves it open. budget_bytes: on a CPU, for the tags of all ranks
-    together; by default all memory.
+    export_stays: whether what rollout reads must stay or must leave; None leaves it open.
     """
     sizes = sizes_of(layout)
     if layout.strategy is not Strategy.STAGED:
         return (frozenset(),) * layout.num_gpus
     if layout.device == "cpu":
-        staying = _on_host(layout, sizes, export_stays=export_stays, budget_bytes=budget_bytes)
+        staying = _on_host(layout, sizes, export_stays=export_stays)
         return tuple(_present_on(layout, index) & staying for index in range(layout.num_gpus))
     staying = _on_gpus(layout, sizes, export_stays=export_stays)
     # Parameters that leave although the engine could read them in place leave room for a larger cache.
@@ -148,13 +147,13 @@ def _on_gpu(layout: Layout, sizes: Sizes, index: int, *, export_stays: bool | No
     return _cheapest(layout, sizes, present, fits, export_stays=export_stays)
 
 
-def _on_host(layout: Layout, sizes: Sizes, *, export_stays: bool | None, budget_bytes: int | None) -> frozenset[Part]:
+def _on_host(layout: Layout, sizes: Sizes, *, export_stays: bool | None) -> frozenset[Part]:
     """Decides for all ranks alike, since they share one memory."""
     present = frozenset(RESIDENT) - {Part.TORCH_CACHE}
 
     def fits(staying: frozenset[Part]) -> bool:
         planned = plan_of(_keeping(layout, staying), sizes)
-        return planned.fits_host if budget_bytes is None else planned.budget_peak.tag_bytes <= budget_bytes
+        return planned.fits_host if layout.budget_bytes is None else planned.fits_budget
 
     return _cheapest(layout, sizes, present, fits, export_stays=export_stays)
 

@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass, replace
 
 from tasuki.config.engine_arguments import DRAFT_BLOCKS
-from tasuki.memory.granularity import arena_bytes
+from tasuki.memory.granularity import GROWING_CHUNK_BYTES, arena_bytes, rounded_up
+from tasuki.memory.pool import pool_chunk_bytes
 from tasuki.models.shape import ROUTER, VOCABULARY_STEP, Shapes
 from tasuki.planner.kv_tokens import CPU_TOKENS
 from tasuki.planner.layout import Layout
@@ -56,11 +57,15 @@ def kv_pool(layout: Layout, *, taken_bytes: int) -> KvPool:
     most = layout.kv_tokens
     if layout.device == "cpu":
         most = max(CPU_TOKENS, layout.longest_sequence) if most is None else most
-        num_bytes = (most + _CONTEXT_SLACK) * each
-        if layout.has_pool or layout.grows_kv:  # whose chunks are small and equal
-            return KvPool(most, num_bytes)
         num_buffers = 2 * layout.model.num_layers  # keys and values
-        return KvPool(most, arena_bytes((num_bytes // num_buffers,) * num_buffers, device="cpu"))
+        buffer = (most + _CONTEXT_SLACK + 1) * each // num_buffers
+        # SGLang's table of every request's slots.
+        table = (layout.max_running_requests + 1) * (layout.longest_sequence + _CONTEXT_SLACK + 4) * 4
+        tensors = table, *(buffer,) * num_buffers
+        if layout.has_pool or layout.grows_kv:  # in equal chunks
+            chunk = GROWING_CHUNK_BYTES["cpu"] if layout.budget_bytes is None else pool_chunk_bytes(layout.budget_bytes)
+            return KvPool(most, rounded_up(sum(tensors), chunk))
+        return KvPool(most, arena_bytes(tensors, device="cpu"))
     pool = int((layout.gpu_bytes - taken_bytes) * layout.kv_ratio) - engine_weights(layout)
     num_tokens = max(0, pool) // each
     if most is not None:

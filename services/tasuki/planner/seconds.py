@@ -75,8 +75,8 @@ def _on_gpu(layout: Layout, sizes: Sizes, index: int) -> Mapping[Stage, float]:
     )
     is_emptied = layout.empties_cache and not layout.cache_stays
     emptied = trainer.get(Part.TORCH_CACHE, 0) if is_emptied else 0
-    weights = engine.get(Part.ROLLOUT_WEIGHTS, 0) if Part.ROLLOUT_WEIGHTS in layout.sleeping else 0
-    cache = sum(engine.get(part, 0) for part in (Part.KV_CACHE, Part.CUDA_GRAPH)) if Part.KV_CACHE in layout.sleeping else 0
+    weights = engine.get(Part.ROLLOUT_WEIGHTS, 0) if Part.ROLLOUT_WEIGHTS in layout.released else 0
+    cache = sum(engine.get(part, 0) for part in (Part.KV_CACHE, Part.CUDA_GRAPH)) if Part.KV_CACHE in layout.released else 0
     # Of what a replica reads, the trainer rank on its own GPU has one part.
     is_local = layout.has_rank(index)
     near = sizes.engine[Part.ROLLOUT_WEIGHTS] * is_local / layout.num_ranks

@@ -11,7 +11,7 @@ from tasuki.config.schema import NodeConfig
 from tasuki.models import families
 from tasuki.models.families import FAMILIES
 from tasuki.models.family import Model
-from tasuki.planner.kv_tokens import wanted_tokens
+from tasuki.planner.kv_tokens import planned_tokens
 from tasuki.rollout.stop_tokens import read_stop_token_ids
 from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import InvalidArgument, PathNotFound, UnsupportedModel
@@ -65,7 +65,7 @@ def read_model(config: NodeConfig) -> ModelFacts:
         is_seeded=config.device == "cpu",
         is_speculative="speculative_algorithm" in config.rollout.engine,
     )
-    check_capacity(wanted_tokens(config, context_length=model.context_length), model)
+    check_capacity(planned_tokens(config, context_length=model.context_length), model)
     return model
 
 

@@ -40,7 +40,7 @@ def tracked(output_dir: Path, track: TrackConfig) -> Iterator[None]:
 
 
 def _start(output_dir: Path, name: TrackerName, track: TrackConfig, *, read_fd: int) -> subprocess.Popen[bytes] | None:
-    argv = [sys.executable, "-m", "tasuki.cli", "track", str(output_dir), "--to", name, "--project", track.project]
+    argv = [sys.executable, "-P", "-m", "tasuki.cli", "track", str(output_dir), "--to", name, "--project", track.project]
     argv += ["--name", track.name] if track.name is not None else []
     argv += ["--online"] if track.online and name == "wandb" else []
     log = log_path(output_dir, f"track-{name}")

@@ -192,7 +192,7 @@ def _stays(config: NodeConfig, *, tell: Tell) -> bool:
 
 
 def _spawn_supervisor(config: NodeConfig, *, lock_fd: int, read_fd: int) -> subprocess.Popen[bytes]:
-    argv = [sys.executable, "-m", "tasuki.supervisor", str(config.state_dir), str(lock_fd), str(read_fd)]
+    argv = [sys.executable, "-P", "-m", "tasuki.supervisor", str(config.state_dir), str(lock_fd), str(read_fd)]
     log = log_path(config.state_dir, "supervisor")
     log.parent.mkdir(mode=0o700, exist_ok=True)
     rotate(log, keep=KEPT_LOGS)

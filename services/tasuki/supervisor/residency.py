@@ -11,7 +11,7 @@ from tasuki.memory.host import host_memory
 from tasuki.planner.advice import changeovers_ms, faster_changeovers, problems, with_pool_and_growth
 from tasuki.planner.layout import Layout
 from tasuki.planner.model_shape import read_model_shape
-from tasuki.planner.node_plan import check_kv_tokens, node_layout
+from tasuki.planner.node_plan import check_kv_tokens, check_sequence, node_layout
 from tasuki.planner.plan import plan
 from tasuki.planner.residency import NO_DELTAS, as_config, stay_and_leave
 from tasuki.planner.start import starts_together
@@ -27,7 +27,7 @@ def with_residency(config: NodeConfig, *, resumes: bool, tell: Callable[[str], N
 
     resumes: the trainer replays the steps of its log at the start, which needs the memory of a step.
 
-    If the GPUs' size is unknown, nothing stays. Raises InvalidArgument if `rollout.kv_tokens` does not fit.
+    If the GPUs' size is unknown, nothing stays. Raises InvalidArgument if the tokens of the KV cache do not fit, or are too few.
     """
     gpu_bytes = _NO_GPU if config.device == "cpu" else smallest_gpu_bytes()
     if gpu_bytes is None:
@@ -38,6 +38,7 @@ def with_residency(config: NodeConfig, *, resumes: bool, tell: Callable[[str], N
     layout = node_layout(config, read_model_shape(config.model.path), gpu_bytes=gpu_bytes, host_bytes=host_bytes)
     if config.residency is not None and config.residency.kv_tokens is None:
         check_kv_tokens(layout, config)
+    check_sequence(layout, config)
     for line in residency_lines(layout):
         tell(line)
     if config.trainer.publish_deltas and not layout.publishes_deltas:

@@ -46,20 +46,20 @@ def node_services(config: NodeConfig, *, preloaded: str = "") -> list[ServiceCom
     on_gpu = dict(shared)
     if config.memory.pool and not is_cpu:
         on_gpu["LD_PRELOAD"] = f"{PRELOADED_PATH}:{preloaded}".rstrip(":")
-    launch = [sys.executable, "-m", "tasuki.trainer.launch", "--num-ranks", str(config.trainer.num_ranks)]
+    launch = [sys.executable, "-P", "-m", "tasuki.trainer.launch", "--num-ranks", str(config.trainer.num_ranks)]
     preload = ["--preload", "tasuki.trainer.serve"] if is_cpu else []
     return [
         *_fleet_service(config, shared),
         ServiceCommand(
             name="coordinator",
-            argv=[sys.executable, "-m", "tasuki.coordinator", *arguments],
+            argv=[sys.executable, "-P", "-m", "tasuki.coordinator", *arguments],
             target=targets["coordinator"],
             health_name="tasuki.v1.CoordinatorService",
             environment=shared,
         ),
         ServiceCommand(
             name="rollout",
-            argv=[sys.executable, "-m", "tasuki.rollout", *arguments],
+            argv=[sys.executable, "-P", "-m", "tasuki.rollout", *arguments],
             target=targets["rollout"],
             health_name="tasuki.v1.RolloutService",
             environment={**on_gpu, **({"OMP_NUM_THREADS": str(config.rollout.num_threads)} if is_cpu else {})},
@@ -82,7 +82,7 @@ def _fleet_service(config: NodeConfig, environment: dict[str, str]) -> list[Serv
     return [
         ServiceCommand(
             name="fleet",
-            argv=[sys.executable, "-m", "tasuki.fleet", "--config", str(config_path(config.state_dir))],
+            argv=[sys.executable, "-P", "-m", "tasuki.fleet", "--config", str(config_path(config.state_dir))],
             target=fleet_target(config) if config.fleet.node_rank == 0 else "",
             health_name="tasuki.v1.CoordinatorService",
             environment=environment,

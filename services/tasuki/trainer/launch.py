@@ -137,7 +137,8 @@ def _preload(module: str) -> None:
 
 def _spawn(command: Sequence[str], launch: Launch) -> subprocess.Popen[bytes]:
     environment = {**os.environ, **launch.environment()}  # noqa: TID251 - the rank's `__main__` reads it
-    return subprocess.Popen([sys.executable, *command], env=environment, pass_fds=(launch.launcher_fd,))
+    flags = ["-P"] if sys.flags.safe_path else []
+    return subprocess.Popen([sys.executable, *flags, *command], env=environment, pass_fds=(launch.launcher_fd,))
 
 
 def _fork(command: Sequence[str], launch: Launch) -> ForkedRank:

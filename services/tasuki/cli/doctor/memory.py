@@ -21,7 +21,7 @@ from tasuki.supervisor.model_copy import copy_room_bytes
 from tasuki.supervisor.pool import check_pool_room
 from tasuki.wire.errors import TasukiError
 
-PROBE = (sys.executable, "-m", "tasuki.memory.probe")
+PROBE = (sys.executable, "-P", "-m", "tasuki.memory.probe")
 _PROBE_TIMEOUT_S = 120.0
 _REMAINDER_BYTES = 1 << 30
 """Shared memory that the copy should leave for NCCL and the engine."""
