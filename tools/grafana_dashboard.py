@@ -60,6 +60,11 @@ PANELS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
     ),
     ("Memory by tag", "bytes", (("sum by (service, tag) (tasuki_memory_mapped_bytes{NODE})", "{{service}} {{tag}}"),)),
     (
+        "Tags that stay (ranks)",
+        "short",
+        (("sum by (service, tag) (tasuki_memory_stays{NODE})", "{{service}} {{tag}}"),),
+    ),
+    (
         "Memory yet to move",
         "bytes",
         (("sum by (service, tag, movement) (tasuki_memory_pending_bytes{NODE})", "{{service}} {{tag}} {{movement}}"),),

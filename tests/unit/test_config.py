@@ -269,7 +269,7 @@ def test_a_budget_is_bytes_or_text_with_a_unit_and_survives_saving(tmp_path: Pat
 
 @pytest.mark.parametrize("text", ["0", "-1", "much", "8XB"])
 def test_a_budget_that_is_no_size_is_named(tmp_path: Path, text: str) -> None:
-    with pytest.raises(InvalidArgument) as refused:
+    with pytest.raises(InvalidArgument, match="give a whole number of bytes above 0, or text") as refused:
         load_config(write(tmp_path, MINIMAL), overrides=[f"memory.host_budget_bytes={text}"])
     assert refused.value.metadata["field"] == "memory.host_budget_bytes"
 

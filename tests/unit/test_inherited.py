@@ -1,10 +1,26 @@
-"""Variables that a node's processes inherit."""
+"""Variables that a node's processes inherit, and the working folder, from which they import nothing."""
 
 from __future__ import annotations
 
+import subprocess
+from pathlib import Path
+
 import pytest
 
+from tasuki.config.schema import ModelConfig, NodeConfig
 from tasuki.supervisor.inherited import without_secrets
+from tasuki.supervisor.services import node_services
+
+
+def test_modules_in_the_working_folder_are_not_imported(tmp_path: Path) -> None:
+    (tmp_path / "bisect.py").write_text('open("taken", "w")')
+    services = node_services(NodeConfig(state_dir=tmp_path / "state", model=ModelConfig(path=tmp_path)))
+    for service in services:
+        start = service.argv[: service.argv.index("-m")]
+        subprocess.run([*start, "-c", "import bisect; bisect.bisect"], cwd=tmp_path, check=True)
+    coordinator = next(service.argv for service in services if service.name == "coordinator")
+    subprocess.run([*coordinator[: coordinator.index("--config")], "--help"], cwd=tmp_path, check=True, capture_output=True)
+    assert not (tmp_path / "taken").exists()
 
 
 @pytest.mark.parametrize(

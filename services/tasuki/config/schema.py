@@ -10,7 +10,6 @@ from typing import Annotated, Literal
 
 from pydantic import (
     BeforeValidator,
-    ByteSize,
     Field,
     PositiveFloat,
     PositiveInt,
@@ -25,7 +24,7 @@ from tasuki.config.metrics_schema import MetricsConfig
 from tasuki.config.residency_schema import ResidencyConfig
 from tasuki.config.security_schema import PathsConfig, SecurityConfig
 from tasuki.config.sft_schema import SftConfig
-from tasuki.config.table import Listen, Schema, Seed
+from tasuki.config.table import Bytes, Listen, Schema, Seed
 from tasuki.config.telemetry_schema import TelemetryConfig
 from tasuki.config.track_schema import TrackConfig
 from tasuki.config.train_schema import TrainConfig
@@ -133,7 +132,7 @@ class RestartConfig(Schema):
 class MemoryConfig(Schema):
     """Memory that trainer and engine share in turn."""
 
-    host_budget_bytes: Annotated[ByteSize, Field(gt=0)] | None = None
+    host_budget_bytes: Bytes | None = None
     """The memory of a node on a CPU, as if it were a GPU's: bytes, or text such as "8GB" or "512MiB". Unlimited by default. Copies of
     paused memory are not counted."""
     pool: bool = False

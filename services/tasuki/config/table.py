@@ -7,10 +7,31 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, ByteSize, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ByteSize,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    field_validator,
+)
 
 from tasuki.config.ports import check_listen
 
+
+def _in_bytes(value: object, read: ValidatorFunctionWrapHandler) -> ByteSize:
+    try:
+        return read(value)
+    except ValidationError:
+        raise ValueError('give a whole number of bytes above 0, or text such as "8GB" or "512MiB"') from None
+
+
+Bytes = Annotated[ByteSize, Field(gt=0), WrapValidator(_in_bytes)]
+"""A positive number of bytes, or text such as "8GB"."""
 Listen = Annotated[str, AfterValidator(check_listen)]
 # Seeds accepted by numpy, torch and SGLang alike.
 Seed = Annotated[int, Field(ge=0, lt=2**32)]

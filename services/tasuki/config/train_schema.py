@@ -21,7 +21,7 @@ from tasuki.algorithms.estimator import (
 from tasuki.algorithms.loss_types import Correction, KlEstimator, LossConfig, OldPolicy, SettingError, ValueLoss
 from tasuki.config.algorithms import DEFAULT_MAX_NEW_TOKENS, Algorithm, expanded
 from tasuki.config.loss_table import read_loss, write_loss
-from tasuki.config.table import Schema, Seed
+from tasuki.config.table import Bytes, Schema, Seed
 
 _MAX_INT32 = 2**31 - 1
 """Roles of chat messages."""
@@ -133,7 +133,7 @@ class SamplesConfig(Schema):
 
     groups_per_step: int = Field(default=4, ge=0)
     """Prompts per step whose completions are written; 0 writes none."""
-    max_bytes: Annotated[ByteSize, Field(gt=0)] = ByteSize(256_000_000)
+    max_bytes: Bytes = ByteSize(256_000_000)
     """Maximum size on disk over all steps: bytes, or text such as "1GB". The oldest steps are deleted first."""
 
 

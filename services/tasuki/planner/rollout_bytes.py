@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from tasuki.config.engine_arguments import DRAFT_BLOCKS
-from tasuki.memory.granularity import GROWING_CHUNK_BYTES, arena_bytes, rounded_up
+from tasuki.memory.granularity import GROWING_CHUNK_BYTES, arena_bytes, bytes_in_chunks
 from tasuki.memory.pool import pool_chunk_bytes
 from tasuki.models.shape import ROUTER, VOCABULARY_STEP, Shapes
 from tasuki.planner.kv_tokens import CPU_TOKENS
@@ -64,7 +64,7 @@ def kv_pool(layout: Layout, *, taken_bytes: int) -> KvPool:
         tensors = table, *(buffer,) * num_buffers
         if layout.has_pool or layout.grows_kv:  # in equal chunks
             chunk = GROWING_CHUNK_BYTES["cpu"] if layout.budget_bytes is None else pool_chunk_bytes(layout.budget_bytes)
-            return KvPool(most, rounded_up(sum(tensors), chunk))
+            return KvPool(most, bytes_in_chunks(tensors, chunk_bytes=chunk))
         return KvPool(most, arena_bytes(tensors, device="cpu"))
     pool = int((layout.gpu_bytes - taken_bytes) * layout.kv_ratio) - engine_weights(layout)
     num_tokens = max(0, pool) // each

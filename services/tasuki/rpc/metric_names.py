@@ -59,6 +59,9 @@ MEMORY_PENDING = MetricName(
     ("service", "tag", "device", "movement"),
     "Memory that a stage left to be moved behind it, and that is not moved yet: LEAVE, RETURN or GROW.",
 )
+MEMORY_STAYS = MetricName(
+    "tasuki_memory_stays", "gauge", ("service", "tag", "device"), "Ranks on whose device the tag stays during the other phase."
+)
 MEMORY_PLANNED = MetricName(
     "tasuki_memory_planned_bytes",
     "gauge",
@@ -118,8 +121,8 @@ RUN_STEP_SECONDS = MetricName("tasuki_run_step_seconds", "gauge", ("part",), "Se
 RUN_METRIC = MetricName("tasuki_run_metric", "gauge", ("name",), "Each metric of the run's last step in metrics.jsonl.")
 
 ALL = (
-    SERVICE_UP, PHASE, STAGE_SECONDS, CHANGEOVERS, POLICY_VERSION, MEMORY_MAPPED, MEMORY_PENDING, MEMORY_PLANNED, DEVICE_FREE,
-    DEVICE_TOTAL, GPUS, GPU_SECONDS, RUNNING_REQUESTS, QUEUED_REQUESTS, KV_TOKENS, KV_SERVED, KV_CAPACITY, ROLLOUT_TOKENS,
+    SERVICE_UP, PHASE, STAGE_SECONDS, CHANGEOVERS, POLICY_VERSION, MEMORY_MAPPED, MEMORY_PENDING, MEMORY_STAYS, MEMORY_PLANNED,
+    DEVICE_FREE, DEVICE_TOTAL, GPUS, GPU_SECONDS, RUNNING_REQUESTS, QUEUED_REQUESTS, KV_TOKENS, KV_SERVED, KV_CAPACITY, ROLLOUT_TOKENS,
     ROLLOUT_SAMPLES, TRAINER_TOKENS, TRAINER_SAMPLES, TRAINER_STEPS, LOG_PROB_GAP, STALENESS, SPANS, RUN_STEP, RUN_REWARD,
     RUN_EVAL_SCORE, RUN_STEP_SECONDS, RUN_METRIC,
 )  # fmt: skip

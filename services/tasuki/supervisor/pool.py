@@ -84,7 +84,8 @@ def _gpu_keepers(config: NodeConfig) -> Iterator[tuple[int, PoolKeeper]]:
     allow_descriptors(len(gpus) * MAX_ALL_FDS)
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     path = config_path(config.state_dir)
-    command = [sys.executable, "-P", "-m", "tasuki.supervisor.make_gpu_pools", "--config", str(path), "--fd", str(there.fileno())]
+    arguments = ["--config", str(path), "--fd", str(there.fileno())]
+    command = [sys.executable, "-P", "-m", "tasuki.supervisor.make_gpu_pools", *arguments]
     with here, subprocess.Popen(command, pass_fds=(there.fileno(),)) as maker:
         there.close()
         try:

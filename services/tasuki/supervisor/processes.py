@@ -89,8 +89,13 @@ def _stat(pid: int) -> list[str]:
 
 def continue_children() -> None:
     """Continues this process's stopped children, which could not end with it."""
-    for pid in descendants(os.getpid()):
-        if parent_and_state(pid) == (os.getpid(), "T"):
+    continue_stopped(pid for pid in descendants(os.getpid()) if parent_and_state(pid)[0] == os.getpid())
+
+
+def continue_stopped(pids: Iterable[int]) -> None:
+    """Sends SIGCONT to those that are stopped."""
+    for pid in pids:
+        if parent_and_state(pid)[1] == "T":
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
 

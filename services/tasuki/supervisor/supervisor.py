@@ -23,7 +23,15 @@ from tasuki.config.places import (
 from tasuki.config.schema import RestartConfig
 from tasuki.supervisor.exit_report import write_exit_report
 from tasuki.supervisor.pool import NodePool
-from tasuki.supervisor.processes import SERVICE_VARIABLE, die_with_parent, end_descendants, kill_service, reap
+from tasuki.supervisor.processes import (
+    SERVICE_VARIABLE,
+    continue_stopped,
+    descendants,
+    die_with_parent,
+    end_descendants,
+    kill_service,
+    reap,
+)
 from tasuki.supervisor.resource_tracker import ResourceTracker
 from tasuki.supervisor.restart_policy import RestartPolicy
 from tasuki.supervisor.rotation import KEPT_LOGS, rotate
@@ -112,7 +120,8 @@ class Supervisor:
         for pid in self._pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
-                os.kill(pid, signal.SIGCONT)  # a stopped process would not receive SIGTERM, and others wait for it
+        # A stopped process would not receive it, and others wait for that one.
+        continue_stopped(descendants(os.getpid()))
         end_descendants(grace_s=GRACE_S, kill_s=KILL_S, watch=self._watch_end)
 
     def _start_what_can(self) -> None:
