@@ -217,9 +217,9 @@ async def test_the_last_call_gives_the_cache_back_as_its_samples_end_and_a_later
     assert (await rollout.state()).kv_cache.served_tokens > NUM_MANY * 250, "it was not the last call"
     long = await start_samples(rollout, num_samples=8)
     last = asyncio.ensure_future(rollout.generate(**MANY, is_last=True))
-    while (await kv_bytes(rollout))[0] > mapped - (mapped - (total - following)) / 2:
-        assert not long.done()
-        await asyncio.sleep(0.01)
+    async with asyncio.timeout(60):
+        while (await kv_bytes(rollout))[0] > mapped - (mapped - (total - following)) / 2:
+            await asyncio.sleep(0.01)
     assert (await rollout.state()).stage == types_pb2.STAGE_RESUME_KV, "before DRAIN"
     # Another process takes the freed memory: later requests wait for room, as for any growth, and none of them fails.
     node.hold(node.free_bytes)
@@ -245,9 +245,9 @@ async def test_a_drain_gives_back_what_the_last_samples_cannot_need(node: Node, 
     # More than the smallest cache serves: they must be neither evicted nor delayed.
     long = await start_samples(rollout, num_samples=8)
     draining = asyncio.ensure_future(rollout.drain(grace_ms=60_000))
-    while node.free_bytes == free:
-        assert not long.done()
-        await asyncio.sleep(0.01)
+    async with asyncio.timeout(60):
+        while node.free_bytes == free:
+            await asyncio.sleep(0.01)
     drained, made = await draining, await long
     assert (drained.num_finished, {len(sample.token_ids) for sample in made}) == (8, {250})
     check_log_probs(node, made, prompt=[5, 6])

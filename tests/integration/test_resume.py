@@ -15,12 +15,12 @@ from tasuki.client.loop_state import LoopState, write_loop_state, write_pending
 from tasuki.client.step import Step
 from tasuki.config.load import load_config
 from tasuki.config.lock import NODE_LOCK, StateLock
-from tasuki.config.places import config_path
+from tasuki.config.places import config_path, training_log_path
 from tasuki.config.save import save_config
 from tasuki.runs.continuation import Continuation
 from tasuki.runs.earlier_run import EarlierRun, read_earlier_run
 from tasuki.runs.folder import MetricsFile
-from tasuki.runs.resume import begin, go_on, resumable_run
+from tasuki.runs.resume import begin, check_restart, go_on, resumable_run
 from tasuki.runs.rl_training import rl_run_settings
 from tasuki.supervisor.node import _begin_at_the_model
 from tasuki.v1 import types_pb2
@@ -225,12 +225,25 @@ async def test_a_run_without_a_checkpoint_begins_again_only_when_it_saves_from_n
     config.write_text(config.read_text().replace("save_every = 4\n", ""))
     no_checkpoint = r"train\.save_every: is not set, and the run in .* left no checkpoint"
     with pytest.raises(InvalidArgument, match=no_checkpoint):
-        run.look()  # before a node is started for it
-    save_config(load_config(config), config_path(run.folder / "node"))
-    with StateLock.take(run.folder / "node", name=NODE_LOCK):
-        assert run.look() is not None, "the node may still have what the run learned"
-        with pytest.raises(InvalidArgument, match=no_checkpoint):
-            await run.go_on()
+        await run.go_on()
+
+
+async def test_a_run_without_a_checkpoint_is_refused_before_a_node_starts_for_it(run: Run) -> None:
+    run.train(2)
+    path = run.folder / "node.toml"
+    path.write_text(path.read_text().replace("save_every = 4\n", ""))
+    config, earlier = load_config(path), run.look()
+    assert config.train is not None and earlier is not None
+    settings = rl_run_settings(config.train)
+    with pytest.raises(InvalidArgument, match=r"train\.save_every: is not set") as refused:
+        check_restart(earlier, config, settings)
+    assert "tasuki up" not in refused.value.message
+    training_log_path(config.state_dir).touch()
+    with pytest.raises(InvalidArgument, match="or resume the node that learned it: tasuki up CONFIG --resume"):
+        check_restart(earlier, config, settings)
+    save_config(config, config_path(config.state_dir))
+    with StateLock.take(config.state_dir, name=NODE_LOCK):
+        check_restart(earlier, config, settings)  # the node may still have what the run learned
 
 
 async def test_a_second_run_on_the_node_takes_it_from_the_first(run: Run) -> None:

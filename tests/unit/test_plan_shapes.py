@@ -208,10 +208,12 @@ def test_a_cache_on_a_cpu_has_the_tokens_that_the_engine_is_asked_for(kv_tokens:
         path="", architecture="", vocab_size=shape.vocab_size, context_length=4096, stop_token_ids=(1,), is_seeded=True
     )
     layout = node_layout(node, shape, gpu_bytes=GB, host_bytes=24 * GB)
-    asked = engine_arguments(node, facts)["max_total_tokens"]
+    given = engine_arguments(node, facts)
+    asked = given["max_total_tokens"]
     arena = NativeAllocator(tags=[MemoryTag.KV_CACHE], device="cpu").arena(MemoryTag.KV_CACHE)
     buffers = 2 * shape.num_layers
-    slots = layout.max_running_requests + 1, 4096 + 8 + 4
+    # As ReqToTokenPool.
+    slots = given["max_running_requests"] + 1, given["context_length"] + 4
     sizes = [4 * math.prod(slots), *[(asked + 1) * kv_bytes_per_token(layout) // buffers] * buffers]
     addresses = [arena.allocate(size) for size in sizes]
     assert kv_pool(layout, taken_bytes=0).num_bytes == arena.usage().total_bytes

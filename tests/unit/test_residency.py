@@ -16,6 +16,7 @@ from tasuki.config.load import load_config
 from tasuki.config.residency_schema import ResidencyConfig
 from tasuki.config.save import save_config
 from tasuki.config.schema import NodeConfig
+from tasuki.memory.pool import pool_chunk_bytes
 from tasuki.memory.stages import Phase, Service, Stage
 from tasuki.memory.tags import MemoryTag
 from tasuki.planner.kv_tokens import CPU_TOKENS, running_requests, wanted_tokens
@@ -24,9 +25,10 @@ from tasuki.planner.node_plan import check_sequence, node_layout
 from tasuki.planner.plan import PLAN_STAGES, plan, plan_of, sizes_of
 from tasuki.planner.presets import MODELS
 from tasuki.planner.residency import as_config, decide, stay_and_leave
-from tasuki.planner.rollout_bytes import cuda_graphs, engine_step
+from tasuki.planner.rollout_bytes import cuda_graphs, engine_step, engine_weights
 from tasuki.planner.seconds import expected_seconds, release_seconds
 from tasuki.planner.step_bytes import step_moments
+from tasuki.planner.trainer_bytes import export_arena, trainer_tags
 from tasuki.rpc.staying import staying_of_engine_rank, staying_tags
 from tasuki.v1 import types_pb2
 from tasuki.wire.errors import InvalidArgument
@@ -138,6 +140,9 @@ def test_tokens_beyond_a_budget_are_refused_with_a_number_that_fits(pool: bool) 
     layout = h200s(node(device="cpu", memory=memory, rollout={"kv_tokens": most}))
     bare = replace(layout, staying=(frozenset[Part](),) * layout.num_gpus, kv_tokens=most + 1)
     assert plan(layout).fits and not plan(bare).fits
+    if pool:
+        whole = pool_chunk_bytes(200 * GB)
+        assert {size % whole for size in (*trainer_tags(layout).values(), engine_weights(layout), export_arena(layout))} == {0}
 
 
 @pytest.mark.parametrize(
@@ -145,11 +150,10 @@ def test_tokens_beyond_a_budget_are_refused_with_a_number_that_fits(pool: bool) 
     [("rollout.kv_tokens", {"rollout": {"kv_tokens": 100}}), ("residency.kv_tokens", {"residency": {"kv_tokens": 100}})],
 )
 def test_tokens_for_less_than_a_sequence_are_refused(field: str, tables: dict[str, Any]) -> None:
-    config = node(**tables)
-    layout = h200s(config)
+    layout = h200s(node(**tables))
     assert layout.kv_tokens == 100 and not plan(layout).fits
     with pytest.raises(InvalidArgument, match=f"{field}: = 100 cannot hold one sequence of {layout.longest_sequence}"):
-        check_sequence(layout, config)
+        check_sequence(layout)
 
 
 def test_the_base_below_an_engines_adapters_never_moves() -> None:

@@ -133,6 +133,15 @@ def test_more_tokens_than_fit_are_refused_before_anything_starts(model: Path, mo
     assert with_residency(counted, resumes=False, tell=lambda line: None) is counted
 
 
+@pytest.mark.parametrize("tables", [{"rollout": {"kv_tokens": 8}}, {"residency": {"kv_tokens": 8}}])
+def test_tokens_for_less_than_a_sequence_are_refused_before_anything_starts(
+    tables: dict[str, Any], model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "smallest_gpu_bytes", lambda: 80 * GB)
+    with pytest.raises(InvalidArgument, match=f"{next(iter(tables))}.kv_tokens: = 8 cannot hold one sequence"):
+        with_residency(node(model, **tables), resumes=False, tell=lambda line: None)
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_more_tokens_than_fit_are_refused_beside_a_given_residency(
     device: str, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -21,7 +21,7 @@ from tasuki.runs.expansion import expansion
 from tasuki.runs.folder import MetricsFile, changeovers_of, name_run, write_summary
 from tasuki.runs.inputs import check_output, read_inputs
 from tasuki.runs.progress import TrainProgress
-from tasuki.runs.resume import begin, go_on, resumable_run
+from tasuki.runs.resume import begin, check_restart, go_on, resumable_run
 from tasuki.runs.rl_training import RlTraining
 from tasuki.runs.save_request import SaveRequest
 from tasuki.runs.schedules import check_schedules
@@ -94,6 +94,8 @@ def resume(config: NodeConfig, *, config_dir: Path, may_start: bool = True) -> i
         key = settings.length_key if earlier.steps[-1].step >= settings.num_steps else f"{settings.table}.stop_at_eval_score"
         sys.stdout.write(f"the run in {settings.output_dir} has finished; to continue, raise {key}\n")
         return 0
+    elif may_start:
+        check_restart(earlier, config, settings)
     return _run(config, training, look, config_dir=config_dir, may_start=may_start, started=started)
 
 

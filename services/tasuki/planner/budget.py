@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from tasuki.config.schema import NodeConfig
-from tasuki.memory.granularity import rounded_up
 from tasuki.memory.host import host_memory
-from tasuki.memory.pool import pool_chunk_bytes
 from tasuki.planner.layout import gb
 from tasuki.planner.model_shape import read_model_shape
 from tasuki.planner.node_plan import node_layout
@@ -27,15 +25,13 @@ def check_host_budget(config: NodeConfig) -> None:
     layout = node_layout(config, shape, gpu_bytes=host_memory().total_bytes, host_bytes=budget)
     of_trainer = {str(part): size for part, size in trainer_tags(layout).items()}
     of_engine = {"rollout weights": engine_weights(layout), "KV cache": kv_pool(layout, taken_bytes=0).num_bytes}
-    chunk = pool_chunk_bytes(budget) if config.memory.pool else 1
     for name, num_ranks, tags in (
         ("trainer", config.trainer.num_ranks, of_trainer),
         ("rollout", config.num_engine_ranks, of_engine),
     ):
-        whole = {tag: rounded_up(size, chunk) for tag, size in tags.items()}
-        needed, share = sum(whole.values()), budget // num_ranks
+        needed, share = sum(tags.values()), budget // num_ranks
         if needed > share:
-            parts = ", ".join(f"{tag} {size}" for tag, size in whole.items())
+            parts = ", ".join(f"{tag} {size}" for tag, size in tags.items())
             raise InvalidArgument(
                 _FIELD,
                 f"{budget} bytes are {share} for each of the {num_ranks} {name} ranks, and one takes {needed} in whole chunks when it"

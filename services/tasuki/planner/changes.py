@@ -10,7 +10,7 @@ from tasuki.config.trainer_schema import LoraConfig
 from tasuki.memory.stages import Phase
 from tasuki.planner.kv_ratio import largest_kv_ratio
 from tasuki.planner.layout import TAGS, Checkpointing, Layout, Part, Strategy, unshared_experts, unshared_heads
-from tasuki.planner.plan import SERVING, TRAINER_TAGS, Plan
+from tasuki.planner.plan import SERVING, TRAINER_TAGS, Plan, plan
 from tasuki.planner.step_tokens import MIN_TOKENS
 
 _LORA_RANK = 32
@@ -42,10 +42,18 @@ def changes(planned: Plan) -> Iterator[Change]:
     if not planned.fits_host:
         yield from _for_host(layout)
     if not planned.fits_budget:
-        needed = planned.budget_peak.tag_bytes
-        yield Change("memory.host_budget_bytes", str(layout.budget_bytes), str(needed), replace(layout, budget_bytes=needed))
+        changed = _with_fitting_budget(planned)
+        yield Change("memory.host_budget_bytes", str(layout.budget_bytes), str(changed.budget_bytes), changed)
     if not planned.has_room_for_a_sequence:
         yield from _for_cache(planned)
+
+
+def _with_fitting_budget(planned: Plan) -> Layout:
+    """A pool of a larger budget has larger chunks, so the first number may be too small for it."""
+    for _ in range(4):
+        if not planned.fits_budget:
+            planned = plan(replace(planned.layout, budget_bytes=planned.budget_peak.tag_bytes))
+    return planned.layout
 
 
 def _for_training(layout: Layout) -> Iterator[Change]:
@@ -122,7 +130,7 @@ def _for_cache(planned: Plan) -> Iterator[Change]:
     yield from _wider_engines(layout)
     if layout.kv_tokens is not None:
         changed = replace(layout, kv_tokens=layout.longest_sequence)
-        yield Change("rollout.kv_tokens", str(layout.kv_tokens), str(layout.longest_sequence), changed)
+        yield Change(layout.kv_tokens_key, str(layout.kv_tokens), str(layout.longest_sequence), changed)
 
 
 def _sleeping(layout: Layout, parts: frozenset[Part]) -> Iterator[Change]:

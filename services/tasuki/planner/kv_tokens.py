@@ -25,6 +25,12 @@ def planned_tokens(config: NodeConfig, *, context_length: int) -> int | None:
     return wanted_tokens(config, context_length=context_length)
 
 
+def tokens_key(config: NodeConfig) -> str:
+    """Key from which `planned_tokens` takes them."""
+    is_planned = config.residency is not None and config.residency.kv_tokens is not None
+    return "residency.kv_tokens" if is_planned else "rollout.kv_tokens"
+
+
 def wanted_tokens(config: NodeConfig, *, context_length: int) -> int | None:
     """Tokens of one replica's cache; None means what `kv_ratio` leaves of a GPU.
 

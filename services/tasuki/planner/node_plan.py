@@ -10,7 +10,7 @@ from tasuki.config.gpus import gpus_of
 from tasuki.config.schema import NodeConfig
 from tasuki.models.folder_files import model_files_bytes
 from tasuki.models.shape import ModelShape, check_lora_targets, check_shared_base
-from tasuki.planner.kv_tokens import SGLANG_GRAPH_REQUESTS, graph_requests, planned_tokens, running_requests
+from tasuki.planner.kv_tokens import SGLANG_GRAPH_REQUESTS, graph_requests, planned_tokens, running_requests, tokens_key
 from tasuki.planner.layout import Checkpointing, Layout, Overheads, Part, named_as_given
 from tasuki.planner.model_shape import read_model_shape
 from tasuki.planner.plan import Plan, largest_pool, plan
@@ -140,6 +140,7 @@ def _as_configured(config: NodeConfig, model: ModelShape, *, gpu_bytes: int, hos
         merges_adapters=config.served_adapter is None,
         kv_ratio=rollout.kv_ratio,
         kv_tokens=planned_tokens(config, context_length=rollout.context_length or model.context_length),
+        kv_tokens_key=tokens_key(config),
         grows_kv=rollout.kv_growth,
         has_pool=config.memory.pool,
         budget_bytes=config.memory.host_budget_bytes,
@@ -187,7 +188,8 @@ def check_kv_tokens(layout: Layout, config: NodeConfig) -> None:
 
     A configured residency is not checked by `node_layout`, since services read it too and may see a GPU as a little smaller.
     """
-    tokens, budget = config.rollout.kv_tokens, layout.budget_bytes
+    key, budget = layout.kv_tokens_key, layout.budget_bytes
+    tokens = config.rollout.kv_tokens if key == "rollout.kv_tokens" else layout.kv_tokens
     if not isinstance(tokens, int):
         return
     needed = tokens * kv_bytes_per_token(layout)
@@ -195,17 +197,17 @@ def check_kv_tokens(layout: Layout, config: NodeConfig) -> None:
     if tokens <= most.num_tokens:
         return
     if budget is not None and not most.num_tokens:
-        text = f"{budget} bytes leave no room for rollout.kv_tokens = {tokens}, which take {needed} next to the engine's weights; raise it"
+        text = f"{budget} bytes leave no room for {key} = {tokens}, which take {needed} next to the engine's weights; raise it"
         raise InvalidArgument("memory.host_budget_bytes", text, needed_bytes=needed)
     where, other = f"that kv_ratio = {layout.kv_ratio:g} leaves of a GPU", ["raise rollout.kv_ratio or rollout.tp_size"]
     if layout.device == "cpu":
         where, other = "of this machine", []
-        if budget is not None:
+        if budget is not None and budget <= layout.host_bytes:
             where, other = f"that memory.host_budget_bytes = {budget} leaves", ["raise memory.host_budget_bytes"]
     fitting = _most_tokens(layout, most.num_tokens)
     options = [*([f"give at most {fitting}"] if fitting else []), *other]
     raise InvalidArgument(
-        "rollout.kv_tokens",
+        key,
         f"{tokens} tokens take {needed} bytes, more than the {most.num_bytes} {where}; "
         f"{', '.join(options)}{', or ' if options else ''}remove it",
         needed_bytes=needed,
@@ -219,16 +221,20 @@ def _most_tokens(layout: Layout, limit: int) -> int:
         return limit
     bare = replace(layout, staying=(frozenset[Part](),) * layout.num_gpus)
     numbers = range(layout.longest_sequence, limit + 1)
-    num_fitting = bisect_left(numbers, True, key=lambda tokens: not plan(replace(bare, kv_tokens=tokens)).fits)
+    num_fitting = bisect_left(numbers, True, key=lambda tokens: not _fits(plan(replace(bare, kv_tokens=tokens))))
     return numbers[num_fitting - 1] if num_fitting else 0
 
 
-def check_sequence(layout: Layout, config: NodeConfig) -> None:
+def _fits(planned: Plan) -> bool:
+    """Whether a node on a CPU fits into its budget, or else into the machine."""
+    return planned.fits_budget and (planned.layout.budget_bytes is not None or planned.fits_host)
+
+
+def check_sequence(layout: Layout) -> None:
     """Raises InvalidArgument for a number of tokens that cannot hold one sequence, without which rollout does not start."""
     if layout.kv_tokens is not None and layout.kv_tokens < layout.longest_sequence:
-        is_planned = config.residency is not None and config.residency.kv_tokens is not None
         raise InvalidArgument(
-            "residency.kv_tokens" if is_planned else "rollout.kv_tokens",
+            layout.kv_tokens_key,
             f"= {layout.kv_tokens} cannot hold one sequence of {layout.longest_sequence}; raise it, or lower rollout.context_length",
             needed_tokens=layout.longest_sequence,
             total_tokens=layout.kv_tokens,

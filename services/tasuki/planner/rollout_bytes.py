@@ -6,9 +6,8 @@ import math
 from dataclasses import dataclass, replace
 
 from tasuki.config.engine_arguments import DRAFT_BLOCKS
-from tasuki.memory.granularity import GROWING_CHUNK_BYTES, arena_bytes, bytes_in_chunks
-from tasuki.memory.pool import pool_chunk_bytes
 from tasuki.models.shape import ROUTER, VOCABULARY_STEP, Shapes
+from tasuki.planner.arenas import tag_bytes
 from tasuki.planner.kv_tokens import CPU_TOKENS
 from tasuki.planner.layout import Layout
 
@@ -39,7 +38,7 @@ def engine_weights(layout: Layout) -> int:
         tensors.append(model.vocab_size * model.hidden_size * (layout.tp_size - 1) // layout.tp_size * layout.engine_bytes)
     # The rotary tables, in float32.
     tensors.append(model.context_length * model.head_dim * 4)
-    return arena_bytes(tuple(tensors), device=layout.device)
+    return tag_bytes(layout, tensors)
 
 
 def kv_bytes_per_token(layout: Layout) -> int:
@@ -61,11 +60,7 @@ def kv_pool(layout: Layout, *, taken_bytes: int) -> KvPool:
         buffer = (most + _CONTEXT_SLACK + 1) * each // num_buffers
         # SGLang's table of every request's slots.
         table = (layout.max_running_requests + 1) * (layout.longest_sequence + _CONTEXT_SLACK + 4) * 4
-        tensors = table, *(buffer,) * num_buffers
-        if layout.has_pool or layout.grows_kv:  # in equal chunks
-            chunk = GROWING_CHUNK_BYTES["cpu"] if layout.budget_bytes is None else pool_chunk_bytes(layout.budget_bytes)
-            return KvPool(most, bytes_in_chunks(tensors, chunk_bytes=chunk))
-        return KvPool(most, arena_bytes(tensors, device="cpu"))
+        return KvPool(most, tag_bytes(layout, (table, *(buffer,) * num_buffers), grows=layout.grows_kv))
     pool = int((layout.gpu_bytes - taken_bytes) * layout.kv_ratio) - engine_weights(layout)
     num_tokens = max(0, pool) // each
     if most is not None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from tasuki.memory.granularity import ALIGNMENT, CPU_MIN_TENSOR, arena_bytes, export_bytes, rounded_up
+from tasuki.memory.granularity import ALIGNMENT, CPU_MIN_TENSOR, rounded_up
+from tasuki.planner.arenas import published_bytes, tag_bytes
 from tasuki.planner.layout import Layout, Part
 from tasuki.planner.moments import moment_bytes
 from tasuki.planner.shards import shards, trained_shards
@@ -22,9 +23,9 @@ def trainer_tags(layout: Layout) -> Bytes:
     if _has_reference_shards(layout) and not layout.reference_on_host:
         weights += _frozen_shards(layout)
     return {
-        Part.TRAINER_WEIGHTS: _tag_bytes(weights, layout),
-        Part.GRADIENTS: _tag_bytes(trained, layout),
-        Part.OPTIMIZER: 0 if layout.optimizer_on_host else _tag_bytes(_moments(layout), layout),
+        Part.TRAINER_WEIGHTS: tag_bytes(layout, weights),
+        Part.GRADIENTS: tag_bytes(layout, trained),
+        Part.OPTIMIZER: 0 if layout.optimizer_on_host else tag_bytes(layout, _moments(layout)),
     }
 
 
@@ -95,14 +96,10 @@ def export_arena(layout: Layout) -> int:
         # On a CPU, tensors too small for the arena of the weights are copied, in whole chunks.
         small = [size for size in (math.prod(shape) * layout.engine_bytes for shape in shards(layout)) if size < CPU_MIN_TENSOR]
         num_bytes = sum(rounded_up(size, ALIGNMENT) for size in small)
-        return export_bytes(num_bytes, device=layout.device) if layout.device == "cpu" and num_bytes else 0
+        return published_bytes(layout, num_bytes) if layout.device == "cpu" and num_bytes else 0
     published = shards(layout) if layout.merges_adapters else trained_shards(layout)
     tensors = (math.prod(shape) * layout.engine_bytes for shape in published)
     num_bytes = sum(rounded_up(size, ALIGNMENT) for size in tensors)
     if layout.publishes_deltas:
         num_bytes += num_bytes // 4
-    return export_bytes(num_bytes, device=layout.device)
-
-
-def _tag_bytes(tensors: list[int], layout: Layout) -> int:
-    return arena_bytes(tuple(tensors), device=layout.device)
+    return published_bytes(layout, num_bytes)

@@ -11,7 +11,7 @@ from tasuki.config.schema import NodeConfig
 from tasuki.models import families
 from tasuki.models.families import FAMILIES
 from tasuki.models.family import Model
-from tasuki.planner.kv_tokens import planned_tokens
+from tasuki.planner.kv_tokens import planned_tokens, tokens_key
 from tasuki.rollout.stop_tokens import read_stop_token_ids
 from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import InvalidArgument, PathNotFound, UnsupportedModel
@@ -65,7 +65,7 @@ def read_model(config: NodeConfig) -> ModelFacts:
         is_seeded=config.device == "cpu",
         is_speculative="speculative_algorithm" in config.rollout.engine,
     )
-    check_capacity(planned_tokens(config, context_length=model.context_length), model)
+    check_capacity(planned_tokens(config, context_length=model.context_length), model, key=tokens_key(config))
     return model
 
 
@@ -77,11 +77,11 @@ def _check_engine(model: Model, *, device: str) -> None:
         raise UnsupportedModel(f"model.path: {problem}", architecture=architecture, field="device")
 
 
-def check_capacity(total_tokens: int | None, model: ModelFacts) -> None:
+def check_capacity(total_tokens: int | None, model: ModelFacts, *, key: str = "rollout.kv_tokens") -> None:
     """Raises InvalidArgument if a KV cache of `total_tokens` cannot hold one sequence of maximum length."""
     if total_tokens is not None and total_tokens < model.context_length:
         raise InvalidArgument(
-            "rollout.kv_tokens",
+            key,
             f"a KV cache of {total_tokens} tokens cannot hold one sequence of {model.context_length}; "
             "raise it, or lower rollout.context_length",
             needed_tokens=model.context_length,

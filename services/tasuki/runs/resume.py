@@ -12,7 +12,7 @@ from tasuki.client.dataset import Dataset
 from tasuki.client.durable import write_durably
 from tasuki.client.loop_state import LOOP_FILE, checkpoint_order, damaged_checkpoint
 from tasuki.client.sync_client import Client
-from tasuki.config.places import training_run_path
+from tasuki.config.places import training_log_path, training_run_path
 from tasuki.config.schema import NodeConfig
 from tasuki.runs.continuation import Continuation, check_num_steps, continuation
 from tasuki.runs.earlier_run import EarlierRun, RunHead, read_earlier_run, run_has_ended, write_head
@@ -27,7 +27,7 @@ from tasuki.wire.regular_file import read_regular
 def resumable_run(config: NodeConfig, settings: RunSettings, dataset: Dataset[Any]) -> EarlierRun | None:
     """Finds an interrupted run in the output folder, or None. Checks everything that needs no node.
 
-    Raises InvalidArgument naming a changed key, or a run that would start over without checkpoints, and the errors of read_earlier_run.
+    Raises InvalidArgument naming a changed key, and the errors of read_earlier_run.
     """
     earlier = read_earlier_run(settings.output_dir)
     if earlier is None:
@@ -40,9 +40,15 @@ def resumable_run(config: NodeConfig, settings: RunSettings, dataset: Dataset[An
             raise damaged_checkpoint(earlier.checkpoint, f"{earlier.checkpoint / LOOP_FILE}: {error.message}") from error
     if not run_has_ended(earlier, settings):
         check_num_steps(earlier.num_saved_steps, settings)
-        if earlier.checkpoint is None and running_settings(config) is None:
-            _check_restart(earlier, settings)
     return earlier
+
+
+def check_restart(earlier: EarlierRun, config: NodeConfig, settings: RunSettings) -> None:
+    """Raises InvalidArgument for a run that would start over, and again without checkpoints, on a node that is started for it."""
+    if earlier.checkpoint is None and running_settings(config) is None:
+        log = training_log_path(config.state_dir)
+        other_way = ", or resume the node that learned it: tasuki up CONFIG --resume" if log.exists() else ""
+        _check_saves(earlier, settings, other_way=other_way)
 
 
 def begin(client: Client, config: NodeConfig, settings: RunSettings) -> Continuation:
@@ -70,7 +76,7 @@ def go_on(client: Client, config: NodeConfig, settings: RunSettings, earlier: Ea
     found = continuation(earlier, node_version=node_version, critic_version=trainer.critic_version, is_of_run=is_of_run)
     check_num_steps(found.first_step, settings)
     if not found.first_step:
-        _check_restart(earlier, settings)
+        _check_saves(earlier, settings)
     if found.checkpoint is not None:
         _load(client, found.checkpoint, policy_version=earlier.saved_version)
     else:
@@ -89,12 +95,11 @@ def go_on(client: Client, config: NodeConfig, settings: RunSettings, earlier: Ea
     return found
 
 
-def _check_restart(earlier: EarlierRun, settings: RunSettings) -> None:
-    """Raises InvalidArgument if the run would start over, and again without checkpoints."""
+def _check_saves(earlier: EarlierRun, settings: RunSettings, *, other_way: str = "") -> None:
     if earlier.steps and not settings.save_every:
         raise InvalidArgument(
             f"{settings.table}.save_every",
-            f"is not set, and the run in {settings.output_dir} left no checkpoint: set it to restart the run at step 0",
+            f"is not set, and the run in {settings.output_dir} left no checkpoint: set it to restart the run at step 0{other_way}",
         )
 
 

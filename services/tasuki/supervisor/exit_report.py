@@ -66,7 +66,7 @@ def write_exit_report(
     """Reports how the node ended. `first`: the service that ended unexpectedly; exit codes as in `reap`. restarts: number of restarts
     of each service.
 
-    The exit code of a service that was told to end means nothing, nor does SIGTERM: one that is still starting takes no care of it.
+    The exit code of a service that was told to end is ignored, and so is SIGTERM, which one that is still starting does not handle.
     """
     report = {
         "reason": reason,

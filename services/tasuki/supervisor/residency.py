@@ -27,7 +27,7 @@ def with_residency(config: NodeConfig, *, resumes: bool, tell: Callable[[str], N
 
     resumes: the trainer replays the steps of its log at the start, which needs the memory of a step.
 
-    If the GPUs' size is unknown, nothing stays. Raises InvalidArgument if the tokens of the KV cache do not fit, or are too few.
+    If the GPUs' size is unknown, nothing stays. Raises InvalidArgument if `rollout.kv_tokens` does not fit, or the tokens are too few for one sequence.
     """
     gpu_bytes = _NO_GPU if config.device == "cpu" else smallest_gpu_bytes()
     if gpu_bytes is None:
@@ -36,9 +36,10 @@ def with_residency(config: NodeConfig, *, resumes: bool, tell: Callable[[str], N
     budget = config.memory.host_budget_bytes
     host_bytes = host_memory().available_bytes if budget is None else budget
     layout = node_layout(config, read_model_shape(config.model.path), gpu_bytes=gpu_bytes, host_bytes=host_bytes)
+    # Tokens of a given residency were planned, perhaps for GPUs that appear a little larger.
     if config.residency is not None and config.residency.kv_tokens is None:
         check_kv_tokens(layout, config)
-    check_sequence(layout, config)
+    check_sequence(layout)
     for line in residency_lines(layout):
         tell(line)
     if config.trainer.publish_deltas and not layout.publishes_deltas:
