@@ -27,7 +27,8 @@ def with_residency(config: NodeConfig, *, resumes: bool, tell: Callable[[str], N
 
     resumes: the trainer replays the steps of its log at the start, which needs the memory of a step.
 
-    If the GPUs' size is unknown, nothing stays. Raises InvalidArgument if `rollout.kv_tokens` does not fit, or the tokens are too few for one sequence.
+    If the GPUs' size is unknown, nothing stays. Raises InvalidArgument if `rollout.kv_tokens` does not fit, or the cache cannot hold one
+    sequence.
     """
     gpu_bytes = _NO_GPU if config.device == "cpu" else smallest_gpu_bytes()
     if gpu_bytes is None:
