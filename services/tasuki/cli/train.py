@@ -94,7 +94,7 @@ def resume(config: NodeConfig, *, config_dir: Path, may_start: bool = True) -> i
         key = settings.length_key if earlier.steps[-1].step >= settings.num_steps else f"{settings.table}.stop_at_eval_score"
         sys.stdout.write(f"the run in {settings.output_dir} has finished; to continue, raise {key}\n")
         return 0
-    elif may_start:
+    if earlier is not None and may_start:
         check_restart(earlier, config, settings)
     return _run(config, training, look, config_dir=config_dir, may_start=may_start, started=started)
 

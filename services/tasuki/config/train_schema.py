@@ -24,7 +24,6 @@ from tasuki.config.loss_table import read_loss, write_loss
 from tasuki.config.table import Bytes, Schema, Seed
 
 _MAX_INT32 = 2**31 - 1
-"""Roles of chat messages."""
 LEAST_TEMPERATURE = 1e-5
 """SGLang samples greedily below a tenth of it."""
 
