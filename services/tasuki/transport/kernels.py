@@ -192,7 +192,7 @@ def _pairs(start, units):
 @triton.jit
 def _moved(pairs, words):
     """Adds a word's differences to the elements of [units, 4] pairs; each element wraps by itself."""
-    # Plus 8, from 1 to 15.
+    # Plus 8, from 1 to 15. Each sum is right in one half, which no carry reaches from the other.
     differences = (words ^ _FAR).to(tl.uint32)[:, None] >> (4 * tl.arange(0, 4)[None, :])
     firsts = pairs + (differences & 0xF).to(tl.int32) - 8
     seconds = pairs + (differences & 0xF0000).to(tl.int32) - 0x80000
