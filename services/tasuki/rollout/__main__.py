@@ -11,6 +11,7 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping
+from contextlib import ExitStack
 from multiprocessing.util import Finalize
 from pathlib import Path
 
@@ -51,30 +52,29 @@ def main() -> int:
 def _serve(config: NodeConfig, deadline: StartupDeadline, start: StartSeconds) -> int:
     model = read_model(config)
     temp_dir = places.engine_dir(config.state_dir)
-    with StateLock.take(config.state_dir, name="rollout") as lock:
+    with StateLock.take(config.state_dir, name="rollout") as lock, ExitStack() as held:
         shutil.rmtree(temp_dir, ignore_errors=True)  # left by a killed service
         temp_dir.mkdir(mode=0o700)
         # Runs at interpreter exit, after multiprocessing has removed its own files there (at priority -100).
         Finalize(None, shutil.rmtree, args=(temp_dir, True), exitpriority=-200)
+        deadline.before_exit.callback(shutil.rmtree, temp_dir, ignore_errors=True)
+        deadline.before_exit.callback(held.close)
         kept = cache_variables(config.state_dir, given=os.environ)
         _set_environment({**engine_environment(config, model, temp_dir=temp_dir), **kept})
         show_gpus(config)
-        heartbeat = Heartbeat(config.state_dir, "rollout")  # covers the start; the service has its own
+        held.callback(Heartbeat(config.state_dir, "rollout").close)  # covers the start; the service has its own
         ranks = RankProcesses()
-        try:
-            # At the node's start a trainer that serves already has left the engine its room.
-            if config.device == "cuda" and places.FIRST_START_VARIABLE not in os.environ:
-                wait_for_trainer_to_leave(places.node_targets(config)["trainer"])
-                start.end("room")
-            ranks.start(config, held=[lock])
-            from tasuki.rollout.serve import serve
+        held.callback(ranks.kill)
+        held.callback(deadline.finish)
+        # At the node's start a trainer that serves already has left the engine its room.
+        if config.device == "cuda" and places.FIRST_START_VARIABLE not in os.environ:
+            wait_for_trainer_to_leave(places.node_targets(config)["trainer"])
+            start.end("room")
+        ranks.start(config, held=[lock])
+        from tasuki.rollout.serve import serve
 
-            start.end("imports")
-            return serve(config, model, ranks, deadline, start)
-        finally:
-            deadline.finish()
-            ranks.kill()
-            heartbeat.close()
+        start.end("imports")
+        return serve(config, model, ranks, deadline, start)
 
 
 def _set_environment(ours: Mapping[str, str]) -> None:

@@ -1,0 +1,66 @@
+"""How a start that takes too long, or is told to stop, ends its process."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ENVIRONMENT
+
+# torch's C++ imports several modules; an exception within the fourth of these imports crashes the process.
+START = """
+import os, signal, sys
+from tasuki.rollout.startup_deadline import StartupDeadline
+
+deadline = StartupDeadline(60)
+deadline.before_exit.callback(lambda: print("cleaned up", flush=True))
+number, is_within, imports = int(sys.argv[1]), False, 0
+
+def interrupt(frame, event, function):
+    global is_within, imports
+    if event == "c_call" and function.__name__ == "_autograd_init":
+        is_within = True
+    elif is_within and event == "call" and frame.f_code.co_name == "_lock_unlock_module":
+        imports += 1
+        if imports < 4:
+            return
+        sys.setprofile(None)
+        if number == signal.SIGALRM:
+            signal.setitimer(signal.ITIMER_REAL, 1e-6, 0.5)
+            signal.pause()
+        else:
+            os.kill(os.getpid(), number)
+
+sys.setprofile(interrupt)
+try:
+    import torch
+except BaseException as error:
+    print("raised", error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "exit_code", "line"),
+    [
+        (
+            signal.SIGALRM,
+            1,
+            "tasuki.rollout: DEADLINE_EXCEEDED: the engine did not start within rollout.start_timeout_s = 60 s\n",
+        ),
+        (signal.SIGTERM, 128 + signal.SIGTERM, ""),
+        (signal.SIGINT, 128 + signal.SIGINT, ""),
+    ],
+)
+def test_a_start_ends_while_cpp_imports_modules(number: signal.Signals, exit_code: int, line: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", START, str(int(number))],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (exit_code, "cleaned up\n", line)
