@@ -94,6 +94,19 @@ def test_a_start_that_takes_too_long_is_given_up(tmp_path: Path, rollout_model: 
     assert line.startswith("tasuki.rollout: DEADLINE_EXCEEDED: the engine did not start within rollout.start_timeout_s = 1 s")
 
 
+def test_an_engine_that_has_started_stops_before_the_service_serves(tmp_path: Path, rollout_model: Path) -> None:
+    rollout = start_rollout(tmp_path / "node", rollout_model)
+    try:
+        while "event=plan_recorded" not in rollout.log.read_text():
+            assert rollout.process.poll() is None
+            time.sleep(0.002)
+        rollout.process.send_signal(signal.SIGTERM)
+        assert rollout.process.wait(limit_s(10)) in (0, 128 + signal.SIGTERM)
+        assert list(places.socket_dir(rollout.state_dir).glob("*.sock")) == []
+    finally:
+        stop_rollout(rollout)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, *([signal.SIGKILL, signal.SIGINT] if IS_WHOLE else [])])
 def test_a_start_that_is_stopped_leaves_no_process(tmp_path: Path, rollout_model: Path, number: signal.Signals) -> None:
     rollout = start_rollout(tmp_path / "node", rollout_model)
@@ -102,8 +115,11 @@ def test_a_start_that_is_stopped_leaves_no_process(tmp_path: Path, rollout_model
             assert rollout.process.poll() is None
             time.sleep(0.02)
         rollout.process.send_signal(number)
-        assert rollout.process.wait(limit_s(10)) in (128 + number, -number)
+        assert rollout.process.wait(limit_s(10)) == (-number if number == signal.SIGKILL else 128 + number)
         assert still_there(processes) == []
+        if number != signal.SIGKILL:
+            assert not places.engine_dir(rollout.state_dir).exists()
+            assert list(places.pulse_dir(rollout.state_dir).glob("rollout-*")) == []
     finally:
         stop_rollout(rollout)
 

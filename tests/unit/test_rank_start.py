@@ -15,7 +15,7 @@ from tasuki.rollout.ranks import RankProcesses
 from tasuki.wire.errors import InternalError, TasukiError, UnsupportedModel
 from tests.conftest import ENVIRONMENT
 
-# As loguru's hook does, which SGLang installs; an exception raised in a hook is lost.
+# A library's hook, as loguru's, which SGLang installs, and a rank that outlives the front would keep its output open.
 FRONT = """
 import os, signal, sys
 from pathlib import Path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tasuki.planner.model_shape import read_model_shape
 from tasuki.planner.node_plan import node_layout
 from tasuki.planner.plan import plan
 from tasuki.supervisor import residency as cli
+from tasuki.supervisor.node import start_node
 from tasuki.supervisor.residency import with_residency
 from tasuki.wire.errors import InvalidArgument
 
@@ -131,6 +133,16 @@ def test_more_tokens_than_fit_are_refused_before_anything_starts(model: Path, mo
     # Services do not decide again: their GPUs may appear a little smaller.
     counted = node(model, rollout={"kv_tokens": 9_000_000}, residency=ResidencyConfig(kv_tokens=9_000_000).model_dump())
     assert with_residency(counted, resumes=False, tell=lambda line: None) is counted
+
+
+def test_a_refused_start_leaves_nothing_open(model: Path) -> None:
+    for name in ("model.safetensors", "tokenizer_config.json"):
+        (model / name).write_text("{}")
+    config = node(model, device="cpu", rollout={"kv_tokens": 8})
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(InvalidArgument, match=r"rollout.kv_tokens: = 8 cannot hold one sequence"):
+        start_node(config)
+    assert os.listdir("/proc/self/fd") == before
 
 
 @pytest.mark.parametrize("tables", [{"rollout": {"kv_tokens": 8}}, {"residency": {"kv_tokens": 8}}])

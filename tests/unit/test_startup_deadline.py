@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from tasuki.supervisor.logged_error import find_error
 from tests.conftest import ENVIRONMENT
 
 # torch's C++ imports several modules; an exception within the fourth of these imports crashes the process.
@@ -42,25 +43,52 @@ except BaseException as error:
 """
 
 
+LINE = "\ntasuki.rollout: DEADLINE_EXCEEDED: the engine did not start within rollout.start_timeout_s = 60 s\n"
+
+
+def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", script, *arguments], env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
 @pytest.mark.parametrize(
     ("number", "exit_code", "line"),
     [
         (
             signal.SIGALRM,
             1,
-            "tasuki.rollout: DEADLINE_EXCEEDED: the engine did not start within rollout.start_timeout_s = 60 s\n",
+            LINE,
         ),
         (signal.SIGTERM, 128 + signal.SIGTERM, ""),
         (signal.SIGINT, 128 + signal.SIGINT, ""),
     ],
 )
 def test_a_start_ends_while_cpp_imports_modules(number: signal.Signals, exit_code: int, line: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", START, str(int(number))],
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = run(START, str(int(number)))
     assert (done.returncode, done.stdout, done.stderr) == (exit_code, "cleaned up\n", line)
+
+
+FAILING = """
+import os, signal, sys
+from tasuki.rollout.startup_deadline import StartupDeadline
+
+def fail():
+    os.kill(os.getpid(), signal.SIGTERM)
+    raise OSError("no space")
+
+deadline = StartupDeadline(60)
+deadline.before_exit.callback(lambda: print("cleaned up", flush=True))
+deadline.before_exit.callback(fail)
+sys.stderr.write("Loading:  40%|##  ")
+signal.setitimer(signal.ITIMER_REAL, 1e-6)
+signal.pause()
+"""
+
+
+def test_neither_a_failing_clean_up_nor_a_second_signal_hides_the_cause() -> None:
+    done = run(FAILING)
+    assert (done.returncode, done.stdout) == (1, "cleaned up\n")
+    assert done.stderr.startswith(f"Loading:  40%|##  {LINE}Traceback")
+    assert done.stderr.endswith("OSError: no space\n")
+    assert find_error(done.stderr).reason == "DEADLINE_EXCEEDED"

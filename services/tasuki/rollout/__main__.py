@@ -52,20 +52,20 @@ def main() -> int:
 def _serve(config: NodeConfig, deadline: StartupDeadline, start: StartSeconds) -> int:
     model = read_model(config)
     temp_dir = places.engine_dir(config.state_dir)
-    with StateLock.take(config.state_dir, name="rollout") as lock, ExitStack() as held:
+    with StateLock.take(config.state_dir, name="rollout") as lock, ExitStack() as cleanup:
         shutil.rmtree(temp_dir, ignore_errors=True)  # left by a killed service
         temp_dir.mkdir(mode=0o700)
         # Runs at interpreter exit, after multiprocessing has removed its own files there (at priority -100).
         Finalize(None, shutil.rmtree, args=(temp_dir, True), exitpriority=-200)
         deadline.before_exit.callback(shutil.rmtree, temp_dir, ignore_errors=True)
-        deadline.before_exit.callback(held.close)
+        deadline.before_exit.callback(cleanup.close)
         kept = cache_variables(config.state_dir, given=os.environ)
         _set_environment({**engine_environment(config, model, temp_dir=temp_dir), **kept})
         show_gpus(config)
-        held.callback(Heartbeat(config.state_dir, "rollout").close)  # covers the start; the service has its own
+        cleanup.callback(Heartbeat(config.state_dir, "rollout").close)  # covers the start; the service has its own
         ranks = RankProcesses()
-        held.callback(ranks.kill)
-        held.callback(deadline.finish)
+        cleanup.callback(ranks.kill)
+        cleanup.callback(deadline.finish)
         # At the node's start a trainer that serves already has left the engine its room.
         if config.device == "cuda" and places.FIRST_START_VARIABLE not in os.environ:
             wait_for_trainer_to_leave(places.node_targets(config)["trainer"])

@@ -40,7 +40,13 @@ class RolloutEngine:
     """All replicas of the engine and their rank processes. Create it with `start_engine`, in the main thread, in the running loop."""
 
     def __init__(
-        self, engine: _EmbeddedEngine, reports: Sequence[RankReport], model: ModelFacts, *, on_death: Callable[[], None]
+        self,
+        engine: _EmbeddedEngine,
+        reports: Sequence[RankReport],
+        model: ModelFacts,
+        *,
+        on_death: Callable[[], None],
+        on_stop: Callable[[], None],
     ) -> None:
         """reports: of all ranks, ordered by replica."""
         self.model = model
@@ -54,11 +60,11 @@ class RolloutEngine:
         """Called when a request has ended and none waits to be submitted, with the number of those that are left."""
         self._engine = engine
         self._requests: Any = engine.tokenizer_manager
-        # Installs SGLang's handlers for SIGTERM and SIGQUIT, which would end this process at once, then replaces them with the service's:
-        # SIGQUIT, which SGLang sends when a rank dies, here; SIGTERM when the server runs.
         self._requests.auto_create_handle_loop()
+        # Replaces SGLang's handlers, which that installed. SGLang sends SIGQUIT when a rank dies.
+        for number, handler in ((signal.SIGQUIT, on_death), (signal.SIGTERM, on_stop), (signal.SIGINT, on_stop)):
+            asyncio.get_running_loop().add_signal_handler(number, handler)
         self._requests.tokenizer = StopTokens.of(self._requests.model_config.hf_eos_token_id)
-        asyncio.get_running_loop().add_signal_handler(signal.SIGQUIT, on_death)
         self._sockets = ReplicaSockets(self._requests, [ports for _, ports in engine.launches])
         # Queue as many requests in the schedulers as can run, so that these never wait for the event loop.
         self._most_requests = AT_ONCE + 2 * sum(report["max_running_requests"] for report in reports[:: self.tp_size])
@@ -188,15 +194,17 @@ class RolloutEngine:
 
     def stop(self) -> None:
         """Ends the rank processes and waits until they are gone."""
-        asyncio.get_running_loop().remove_signal_handler(signal.SIGQUIT)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGQUIT, _ignore_death)  # ranks may fail together
         self._intake.close()
         self._engine.shutdown()
 
 
-def start_engine(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, *, on_death: Callable[[], None]) -> RolloutEngine:
+def start_engine(
+    config: NodeConfig, model: ModelFacts, ranks: RankProcesses, *, on_death: Callable[[], None], on_stop: Callable[[], None]
+) -> RolloutEngine:
     """Loads the model on the ranks; blocks the event loop meanwhile. The caller remains responsible for killing the ranks.
 
-    on_death: called in the loop when a rank process dies.
+    on_death: called in the loop when a rank process dies. on_stop: called there on SIGTERM and SIGINT, once the engine runs.
     Raises InternalError, or InvalidArgument if the KV cache turns out too small.
     """
     started = time.monotonic()
@@ -216,7 +224,7 @@ def start_engine(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, *,
         sum(report["kv_cache_bytes"] for report in reports),
         num_tokens,
     )
-    return RolloutEngine(engine, reports, model, on_death=on_death)
+    return RolloutEngine(engine, reports, model, on_death=on_death, on_stop=on_stop)
 
 
 class _EndSignal:
@@ -285,6 +293,9 @@ class _EmbeddedEngine(Engine):
 
 
 def _ignore_number(number: int) -> None: ...
+
+
+def _ignore_death() -> None: ...
 
 
 def _ignore(number: int, frame: FrameType | None) -> None: ...

@@ -96,8 +96,10 @@ class RankProcesses:
 
     def kill(self) -> None:
         """Kills all ranks and waits until they are gone, even after an interrupted start. Idempotent."""
-        for process in multiprocessing.active_children():
+        processes = multiprocessing.active_children()
+        for process in processes:
             process.kill()
+        for process in processes:
             process.join()
 
     def _read_report(self, rank: int) -> RankReport:
@@ -124,9 +126,9 @@ def _failed(rank: int, report: RankReport) -> TasukiError:
 
 @contextmanager
 def _uninterrupted() -> Iterator[set[int]]:
-    """Defers signals that would interrupt a start until the end of the block. Yields the previous mask.
+    """Defers signals that end a start until the end of the block. Yields the previous mask.
 
-    Libraries hold locks during a fork. An exception in the hook that releases them is swallowed and leaves them locked: exit would hang.
+    Their handler must know the rank that it has to kill, and must not run in it.
     """
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _INTERRUPTING)
     try:

@@ -63,7 +63,7 @@ async def _serve(
     room = RoomSignal(places.room_signal_path(config.state_dir))
     if config.rollout.kv_growth:
         room.request()  # an engine that starts takes its whole cache, whatever the trainer has kept meanwhile
-    engine = start_engine(config, model, ranks, on_death=shutdown.on_death)
+    engine = start_engine(config, model, ranks, on_death=shutdown.on_death, on_stop=shutdown.stop.set)
     deadline.finish()
     start.end("engine", within=engine.reports[0].get("start_seconds", {}))
     configure_logging("rollout")  # SGLang has replaced ours

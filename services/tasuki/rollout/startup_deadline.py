@@ -1,44 +1,52 @@
-"""Limits the time between process start and first served call, and handles signals until then."""
+"""Limits the time from the process's start until its engine runs, and handles signals until then."""
 
 from __future__ import annotations
 
 import os
 import signal
+import traceback
 from contextlib import ExitStack
 from types import FrameType
 
 from tasuki.wire.errors import DeadlineExceeded
 
+_HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)
+
 
 class StartupDeadline:
-    """Ends this process, whatever it is doing: with exit code 128 + N on SIGTERM or SIGINT (N), with 1 and a line after `seconds`.
+    """Ends this process between two bytecodes of its main thread.
 
-    It raises nothing: libraries that try an import swallow exceptions, and torch, whose C++ imports modules, crashes on one.
+    With exit code 128 + N on signal N (SIGTERM, SIGINT), with 1 and a line on stderr after `seconds`. No exception is raised: libraries
+    that try an import swallow exceptions, and torch, whose C++ imports modules, crashes on one.
     """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self.before_exit = ExitStack()
-        """Run before such an exit, which skips `finally` and the interpreter's own, between any two bytecodes of the main thread."""
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
+        """Clean-up before such an exit, which runs neither `finally` nor atexit handlers. It may interrupt anything in the main thread, so
+        it must not log or take locks."""
+        for number in _HANDLED:
             signal.signal(number, self._end)
         signal.setitimer(signal.ITIMER_REAL, seconds)
 
     def finish(self) -> None:
-        """Ends the limit. SIGTERM and SIGINT still end this process, until the server takes them over."""
+        """Ends the limit. Handlers of SIGTERM and SIGINT remain."""
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, signal.SIG_IGN)
 
     def _end(self, number: int, frame: FrameType | None) -> None:
-        self.finish()
         try:
-            self.before_exit.close()
+            for each in _HANDLED:
+                signal.signal(each, signal.SIG_IGN)
             if number == signal.SIGALRM:
-                error = DeadlineExceeded(
-                    f"the engine did not start within rollout.start_timeout_s = {self._seconds:g} s", rpc="start"
-                )
-                os.write(
-                    2, f"tasuki.rollout: {error.reason}: {error.message}\n".encode()
-                )  # sys.stderr may be in the middle of a write
+                self._say_why()
+            self.before_exit.close()
+        except Exception:  # noqa: BLE001 - no exception leaves a handler that exits
+            os.write(2, traceback.format_exc().encode())
         finally:
             os._exit(1 if number == signal.SIGALRM else 128 + number)
+
+    def _say_why(self) -> None:
+        error = DeadlineExceeded(f"the engine did not start within rollout.start_timeout_s = {self._seconds:g} s", rpc="start")
+        # A new line, since an engine rank may have left a progress bar. sys.stderr may be in the middle of a write.
+        os.write(2, f"\ntasuki.rollout: {error.reason}: {error.message}\n".encode())

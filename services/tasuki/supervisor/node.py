@@ -126,6 +126,9 @@ def _begin(config: NodeConfig, *, resumes: bool, tell: Tell) -> StartedNode:
             if not resumes:
                 _begin_at_the_model(config.state_dir)
             process = _spawn_supervisor(config, lock_fd=lock.fd, read_fd=read_fd)
+    except BaseException:
+        os.close(starter_fd)  # which ends a supervisor that has started
+        raise
     finally:
         lock.close()
         os.close(read_fd)
