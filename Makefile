@@ -33,8 +33,10 @@ PROTOS := $(wildcard protos/tasuki/v1/*.proto)
 SOURCES := protos services client tests tools
 # All but the larger trackers, whose tests are skipped without them.
 EXTRAS := --extra certs --extra otel --extra rollout --extra tensorboard --extra trainer
+# Measures its own process, so no other test may run there.
+MEASURED := tests/integration/test_many_changeovers.py
 # Of their proofs `make test` carries out a sample (tests/extent.py).
-SAMPLED := $(shell grep -rl 'tests.extent import' tests/unit tests/integration tests/e2e --include='test_*.py') tests/integration/test_loss_cuts.py tests/integration/test_engine_parts.py \
+SAMPLED := $(filter-out $(MEASURED),$(shell grep -rl 'tests.extent import' tests/unit tests/integration tests/e2e --include='test_*.py')) tests/integration/test_loss_cuts.py tests/integration/test_engine_parts.py \
   tests/integration/test_trainer_memory.py
 
 .PHONY: help setup trackers demo example test oracles chaos fleet containers check protos native lint types buf bench bench-memory bench-memory-gpu bench-changeover-gpu bench-sync-gpu grpcurl jobset clean
@@ -60,6 +62,7 @@ oracles: $(ORACLES)  ## every advantage and loss against verl's and TRL's own fu
 
 chaos: setup  ## every process killed and stopped in every stage, ThreadSanitizer, and other long proofs; writes runs/chaos
 	$(MAKE) -s -C csrc tsan
+	TASUKI_PROOFS=whole OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(MEASURED)
 	TASUKI_PROOFS=whole OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/chaos $(SAMPLED) $(PYTEST_ARGS)
 
 fleet: setup  ## real fleets on this machine, with root in network namespaces, and on Slurm where it is installed; every message cut, every process struck; writes runs/fleet

@@ -223,7 +223,8 @@ def trainers(
     try:
         for trainer in trainers:
             trainer.wait_until_serving()
-        assert found < set(state_dir.rglob("*.so"))
+        # In `make chaos` the other tests have compiled all that the service needs.
+        assert IS_WHOLE or found < set(state_dir.rglob("*.so"))
         yield trainers
     finally:
         for trainer in trainers:
