@@ -15,7 +15,7 @@ from tasuki.rollout.ranks import RankProcesses
 from tasuki.wire.errors import InternalError, TasukiError, UnsupportedModel
 from tests.conftest import ENVIRONMENT
 
-# A library's hook, as loguru's, which SGLang installs, and a rank that outlives the front would keep its output open.
+# `forked` runs where loguru's hook does, which SGLang installs. A rank that outlived the front would keep its output open.
 FRONT = """
 import os, signal, sys
 from pathlib import Path
