@@ -95,22 +95,22 @@ buf: $(ENV) $(NODE)
 	$(WITH_BIN) tools/node_modules/.bin/buf breaking protos --against protos/base.binpb
 
 bench: setup $(TRL)  ## samples per second of the whole GRPO loop, beside TRL's GRPOTrainer
-	$(BIN)/python tests/bench/compare_trl.py --trl-python $(CURDIR)/.bench-venv/bin/python --output runs/bench
+	$(BIN)/python tools/bench/compare_trl.py --trl-python $(CURDIR)/.bench-venv/bin/python --output runs/bench
 
 bench-memory: setup  ## pause and resume of the native memory library on this machine's CPU
-	$(BIN)/python tests/bench/memory_cpu.py --out runs/bench
+	$(BIN)/python tools/bench/memory_cpu.py --out runs/bench
 
 bench-memory-gpu: setup  ## the same on a GPU, and SGLang with it, beside torch_memory_saver
-	$(BIN)/python tests/bench/memory_gpu.py --out runs/bench
-	$(BIN)/python tests/bench/sglang_memory_gpu.py --out runs/bench
-	$(BIN)/python tests/bench/trainer_memory_gpu.py --out runs/bench
+	$(BIN)/python tools/bench/memory_gpu.py --out runs/bench
+	$(BIN)/python tools/bench/sglang_memory_gpu.py --out runs/bench
+	$(BIN)/python tools/bench/trainer_memory_gpu.py --out runs/bench
 
 bench-changeover-gpu: setup  ## changeovers of a whole node on GPUs, beside SGLang with torch_memory_saver, host copies and buckets; SIZE=qwen2.5-7b GPUS=2
-	$(BIN)/python -m tests.bench.changeover_peers --size $(or $(SIZE),qwen2.5-3b) --gpus $(or $(GPUS),1) --rounds 10 --limit-s 600 --out runs/bench
+	$(BIN)/python -m tools.bench.changeover_peers --size $(or $(SIZE),qwen2.5-3b) --gpus $(or $(GPUS),1) --rounds 10 --limit-s 600 --out runs/bench
 
 bench-sync-gpu: setup  ## weights into running engines on GPUs: by RPC, and beside SGLang's own ways and checkpoint-engine; CASES="7b:4:4 7b:4:1x4" is model:trainers:TPxENGINES
 	@status=0; for bench in sync_peers sync_engine_gpu; do \
-	  $(BIN)/python -m tests.bench.$$bench --cases $(or $(CASES),7b:1:1) --out runs/bench || status=$$?; done; exit $$status
+	  $(BIN)/python -m tools.bench.$$bench --cases $(or $(CASES),7b:1:1) --out runs/bench || status=$$?; done; exit $$status
 
 grpcurl: $(if $(shell command -v go),.tools/grpcurl-$(GRPCURL_VERSION))  ## build grpcurl, where go is there
 
@@ -137,7 +137,7 @@ $(NODE): tools/package.json tools/package-lock.json | $(ENV)
 	$(WITH_BIN) npm ci --prefix tools --no-audit --no-fund --loglevel=error
 	@touch $@
 
-$(TRL): tests/bench/trl-requirements.txt | $(UV)
+$(TRL): tools/bench/trl-requirements.txt | $(UV)
 	$(UV) venv --quiet --clear --python "$$($(PYTHON) -c 'import sys; print(sys.executable)')" .bench-venv
 	$(UV) pip install --quiet --python .bench-venv/bin/python -r $<
 	@touch $@

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.bench.changeover_path import files_of, measured_paths
 from tests.changeover_page import written_counts, written_paths
+from tools.bench.changeover_path import files_of, measured_paths
 
 _INTERCEPTORS = "rpc/interceptors.py"
 """File that the page names above its table: every call enters a server there."""

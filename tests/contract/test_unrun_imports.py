@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 ROOTS = [ROOT / "protos", ROOT / "services", ROOT / "client", ROOT]
-FILES = sorted([*(ROOT / "tests/bench").glob("*.py"), *(ROOT / "tests/gpu").glob("*.py")])
+FILES = sorted([*(ROOT / "tools/bench").glob("*.py"), *(ROOT / "tests/gpu").glob("*.py")])
 
 
 def source_of(module: str) -> Path | None:
@@ -49,7 +49,7 @@ def names_of(file: Path) -> set[str]:
 def test_every_imported_name_of_ours_exists(file: Path) -> None:
     missing: list[str] = []
     for node in ast.walk(ast.parse(file.read_text())):
-        if not isinstance(node, ast.ImportFrom) or node.module is None or node.module.split(".")[0] not in ("tasuki", "tests"):
+        if not isinstance(node, ast.ImportFrom) or (node.module or "").split(".")[0] not in ("tasuki", "tests", "tools"):
             continue
         source = source_of(node.module)
         if source is None or source.stem.endswith("_pb2"):

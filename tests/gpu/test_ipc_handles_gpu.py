@@ -22,8 +22,8 @@ from tasuki.transport.imported_weights import import_weights
 from tasuki.transport.manifest import to_proto
 from tasuki.v1 import weights_pb2
 from tasuki.wire.errors import BadHandle
-from tests.bench.sync_shapes import random_shards
 from tests.gpu.weight_exchange import TINY, engines, published, receive
+from tools.bench.sync_shapes import random_shards
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 

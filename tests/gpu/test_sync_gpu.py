@@ -28,8 +28,8 @@ from tasuki.transport.manifest import to_proto
 from tasuki.transport.plan import Slice, whole
 from tasuki.v1 import weights_pb2
 from tasuki.wire.errors import BadHandle, VersionOrder, WeightsCorrupt
-from tests.bench.sync_shapes import QWEN, QwenModel, random_shards
 from tests.received import ReceivedPiece, check_received
+from tools.bench.sync_shapes import QWEN, QwenModel, random_shards
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 

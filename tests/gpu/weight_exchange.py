@@ -15,9 +15,9 @@ from tasuki.transport.export import ExportMemory, WeightExport
 from tasuki.transport.imported_weights import import_weights
 from tasuki.transport.shards import Shard
 from tasuki.v1 import weights_pb2
-from tests.bench.sync_shapes import QWEN, QwenModel, random_shards
 from tests.drifting import drifted
 from tests.received import ReceivedPiece, check_received
+from tools.bench.sync_shapes import QWEN, QwenModel, random_shards
 
 WEIGHTS, EXPORT = MemoryTag.WEIGHTS, MemoryTag.EXPORT
 

@@ -16,7 +16,7 @@ from tasuki.models.family import Model, full_attention
 from tasuki.planner.presets import MODELS
 from tasuki.trainer.data.cost import SampleCost, sample_cost
 from tasuki.trainer.data.plan import MicroBatchPlan, plan_micro_batches
-from tests.bench.micro_batches import LENGTHS, RANKS, ideal_cost, packed_cost, padded_cost, padded_snake_plan
+from tools.bench.micro_batches import LENGTHS, RANKS, ideal_cost, packed_cost, padded_cost, padded_snake_plan
 
 QWEN = sample_cost(Model(shape=MODELS["qwen2.5-7b"], attention=full_attention(MODELS["qwen2.5-7b"])))
 CAP = 40

@@ -21,9 +21,9 @@ from tasuki.planner.plan import PLAN_STAGES, Plan, PlanStage, needed_bytes, plan
 from tasuki.planner.presets import MODELS, PRESETS
 from tasuki.planner.step_bytes import step_moments
 from tasuki.wire.errors import InvalidArgument
-from tests.bench import plan_gpu
 from tests.extent import examples
 from tests.unit.test_model_shape import write_model
+from tools.bench import plan_gpu
 
 
 def h200s(model: str, **settings: Any) -> Layout:
@@ -50,7 +50,7 @@ def test_7b_generates_in_80_to_115_gb(kv_ratio: float):
     assert 80 <= plan(h200s("qwen2.5-7b", num_engines=8, kv_ratio=kv_ratio)).stage(Phase.ROLLOUT).gpu_bytes / GB <= 115
 
 
-# GB on rank 0's GPU, as an H200's driver reported (tests/bench/plan_gpu.py), by size, ranks and micro-batches of a step: end of a step,
+# GB on rank 0's GPU, as an H200's driver reported (tools/bench/plan_gpu.py), by size, ranks and micro-batches of a step: end of a step,
 # with the export arena, asleep, awake again.
 MEASURED = {
     ("qwen2.5-0.5b", 2, 1): (9.977, 10.472, 2.289, 7.054),
@@ -67,7 +67,7 @@ def test_a_trainers_stages_are_predicted_within_5_percent_of_what_an_h200_showed
     assert [predicted[stage, "driver"] / GB for stage in plan_gpu.STAGES] == pytest.approx(measured, rel=0.05)
 
 
-# GB of rank 0's GPU after steps of 7B on two H200s, as the driver reported (tests/bench/trainer_step_gpu.py), by what is kept for backward,
+# GB of rank 0's GPU after steps of 7B on two H200s, as the driver reported (tools/bench/trainer_step_gpu.py), by what is kept for backward,
 # last layers that keep everything, tokens of a micro-batch, completion tokens of one, and ranks that share it.
 STEPS = {
     (Checkpointing.OFFLOADED, 5, 16_384, 8077, 1): 84.21,
