@@ -313,7 +313,7 @@ def test_a_long_value_is_cut_off(tmp_path: Path) -> None:
 def test_saved_configuration_reads_back_as_the_same(tmp_path: Path) -> None:
     text = MINIMAL + (
         '[trainer]\nbetas = [0.8, 0.95]\nlr_schedule = "cosine"\ntotal_steps = 7\nlearning_rate = 1e-6\n'
-        '[train]\ndataset = "a \\"b\\" \\\\ \\u007f ü.jsonl"\noutput_dir = "out"\nloss = { kl_coef = 0.1 }\n'
+        '[train]\ndataset = "a \\"b\\" \\\\ \\u007f ü 😀.jsonl"\noutput_dir = "out"\nloss = { kl_coef = 0.1 }\n'
         '[train.reward]\nfunction = "rewards:exact"\non_error = "zero"\n'
     )
     config = load_config(write(tmp_path, text))
@@ -325,7 +325,7 @@ def test_saved_configuration_reads_back_as_the_same(tmp_path: Path) -> None:
 def test_names_that_need_quotes_are_saved(tmp_path: Path) -> None:
     text = MINIMAL + (
         '[train]\ndataset = "a"\noutput_dir = "out"\n'
-        '[train.reward.functions."exact, but \\"short\\""]\nfunction = "rewards:exact"\n'
+        '[train.reward.functions."exact, but \\"short\\" 😀"]\nfunction = "rewards:exact"\n'
         '[train.reward.functions.plain_name]\nfunction = "rewards:other"\nweight = 0.5\n'
     )
     config = load_config(write(tmp_path, text))

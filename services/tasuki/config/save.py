@@ -13,7 +13,7 @@ from tasuki.config.schema import NodeConfig
 
 def save_config(config: NodeConfig, path: Path) -> None:
     """Writes every key that has a value, including defaults, with absolute paths."""
-    path.write_text("\n".join(toml_lines(config.model_dump(mode="python", exclude_none=True), ())) + "\n")
+    path.write_text("\n".join(toml_lines(config.model_dump(mode="python", exclude_none=True), ())) + "\n", encoding="utf-8")
 
 
 def toml_lines(table: Mapping[str, Any], name: tuple[str, ...]) -> list[str]:
@@ -40,7 +40,7 @@ def _value(value: object) -> str:
         case list() | tuple():
             return f"[{', '.join(_value(item) for item in value)}]"
         case Path():
-            return json.dumps(str(value.absolute()))
+            return _value(str(value.absolute()))
         case _:
             # JSON strings are TOML basic strings, except that TOML does not allow a raw DEL.
-            return json.dumps(value).replace("\x7f", "\\u007f")
+            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
