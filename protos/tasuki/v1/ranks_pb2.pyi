@@ -250,6 +250,7 @@ class RankReady(_message.Message):
     PID_FIELD_NUMBER: _builtins.int
     NODES_RATE_FIELD_NUMBER: _builtins.int
     NODES_TRANSPORT_FIELD_NUMBER: _builtins.int
+    SHARES_PROMPTS_FIELD_NUMBER: _builtins.int
     vocab_size: _builtins.int
     context_length: _builtins.int
     pid: _builtins.int
@@ -258,6 +259,8 @@ class RankReady(_message.Message):
     """Measured bytes per second to other nodes; absent if there are none."""
     nodes_transport: _builtins.str
     """As in GetTrainerStateResponse."""
+    shares_prompts: _builtins.bool
+    """Whether samples of a micro-batch may share the computation of their prompt."""
     @_builtins.property
     def roles(self) -> _containers.RepeatedCompositeFieldContainer[_trainer_pb2.RoleState]:
         """The policy and, if there is one, the critic."""
@@ -271,10 +274,11 @@ class RankReady(_message.Message):
         pid: _builtins.int = ...,
         nodes_rate: _builtins.float | None = ...,
         nodes_transport: _builtins.str = ...,
+        shares_prompts: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_nodes_rate", b"_nodes_rate", "nodes_rate", b"nodes_rate"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_nodes_rate", b"_nodes_rate", "context_length", b"context_length", "nodes_rate", b"nodes_rate", "nodes_transport", b"nodes_transport", "pid", b"pid", "roles", b"roles", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_nodes_rate", b"_nodes_rate", "context_length", b"context_length", "nodes_rate", b"nodes_rate", "nodes_transport", b"nodes_transport", "pid", b"pid", "roles", b"roles", "shares_prompts", b"shares_prompts", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__nodes_rate: _TypeAlias = _typing.Literal["nodes_rate"]  # noqa: Y015
     _WhichOneofArgType__nodes_rate: _TypeAlias = _typing.Literal["_nodes_rate", b"_nodes_rate"]  # noqa: Y015

@@ -223,9 +223,7 @@ class NodeConfig(Schema):
     @property
     def may_share_prompts(self) -> bool:
         """Whether samples of one prompt may share its computation."""
-        sharing = self.trainer.prefix_sharing
-        # Not measured on a GPU yet.
-        return self.device == "cpu" if sharing == "auto" else sharing
+        return self.trainer.prefix_sharing is not False
 
     @property
     def served_adapter(self) -> LoraConfig | None:

@@ -151,10 +151,10 @@ class TrainerConfig(OptimizerConfig):
     compile: Literal["none", "blocks"] = "none"
     """Scope of torch.compile: nothing, or every layer of the networks except attention and experts. Results agree up to rounding.
     Compilation happens at start; on a CPU it needs g++ or the compiler in CXX."""
-    prefix_sharing: Literal["auto"] | bool = False
+    prefix_sharing: Literal["auto"] | bool = "auto"
     """Whether samples of one prompt in a micro-batch share its computation. Results agree up to rounding, and `micro_batch_tokens` counts
-    the prompt once. "auto": on a CPU if it saves operations, on a GPU never. On a GPU, true is refused if attention has windows or if
-    its kernel fails a trial at start."""
+    the prompt once. "auto": where it saves operations and the attention kernel can: on a GPU, without windows and after a trial at start.
+    True is refused where it cannot."""
     lora: LoraConfig | None = None
     """Trains adapters on a frozen model, which is then also the reference policy."""
     empty_cache_early: bool = False

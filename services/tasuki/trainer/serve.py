@@ -125,7 +125,7 @@ async def _training(ranks: TrainerRanks, *, ready: RankReady, config: NodeConfig
         limits=limits,
         costs=sample_costs(config),
         sequence_parallel=config.trainer.sequence_parallel,
-        sharing=Sharing.of(config),
+        sharing=Sharing.of(config, is_possible=ready.shares_prompts),
     )
 
 

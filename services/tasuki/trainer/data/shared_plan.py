@@ -22,8 +22,9 @@ class Sharing(Enum):
     ALWAYS = auto()
 
     @classmethod
-    def of(cls, config: NodeConfig) -> Sharing:
-        if not config.may_share_prompts:
+    def of(cls, config: NodeConfig, *, is_possible: bool) -> Sharing:
+        """is_possible: whether the ranks' attention can share prompts."""
+        if not is_possible:
             return cls.NEVER
         return cls.WHERE_CHEAPER if config.trainer.prefix_sharing == "auto" else cls.ALWAYS
 

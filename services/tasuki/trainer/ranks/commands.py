@@ -57,6 +57,7 @@ class RankCommands:
             roles=encode_roles(self._learner),
             vocab_size=self._backend.vocab_size,
             context_length=self._backend.context_length,
+            shares_prompts=self._backend.shares_prompts,
             nodes_rate=nodes_rate,
             nodes_transport=nodes_transport,
         )

@@ -106,6 +106,8 @@ class PackedAttention:
     """Parameters of the family. transformers also passes them with each call, under names that differ between families."""
     sharing: SequenceGroup | None = None
     """Ranks that compute the other parts of each micro-batch."""
+    shares_prompts: bool = False
+    """Whether a micro-batch may have prompts that samples share."""
 
     def over(self, batch: TokenBatch) -> LayerAttention:
         return LayerAttention(sequences_of(self.kernel, batch), self.attention, self.sharing)

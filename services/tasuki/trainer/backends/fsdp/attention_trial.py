@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+
 import numpy as np
 import torch
 
@@ -11,27 +14,27 @@ from tasuki.trainer.backends.fsdp.attention import TOLERANCE, Kernel, sequences_
 from tasuki.trainer.backends.fsdp.attention_padded import PaddedSequences
 from tasuki.trainer.data.micro_batch import TokenBatch, token_batch
 from tasuki.trainer.data.samples import NO_PREFIX, Samples
-from tasuki.wire.errors import InvalidArgument
 
-_FIELD = "trainer.prefix_sharing"
+_log = logging.getLogger("tasuki.trainer")
 # Two prompts, a sample that shares none, and a sample with a single completion token.
 _PREFIXES = (0, 0, 1, NO_PREFIX, 1, 0)
 _PROMPTS = (130, 130, 64, 40, 64, 130)
 _COMPLETIONS = (1, 65, 129, 90, 33, 201)
 
 
-def check_shared_prompts(
+@functools.cache
+def fault_with_shared_prompts(
     kernel: Kernel, *, shape: ModelShape, attention: Attention, dtype: torch.dtype, device: torch.device
-) -> None:
-    """Raises InvalidArgument if the kernel does not support shared prompts or computes them incorrectly."""
+) -> str | None:
+    """Why the kernel cannot share prompts: no support, or wrong results in a trial, which is logged once. None if it can."""
     if kernel == PaddedSequences.of:
-        return
+        return None
     if any(window is not None for window in attention.windows):
-        problem = f'true: attention of {shape.architecture} has windows, which need trainer.attention_backend = "sdpa"'
-        raise InvalidArgument(_FIELD, problem)
-    problem = _fault(kernel, shape, attention, dtype=dtype, device=device)
-    if problem is not None:
-        raise InvalidArgument(_FIELD, f"true is not possible here: {problem}")
+        return f'attention of {shape.architecture} has windows, which need trainer.attention_backend = "sdpa"'
+    fault = _fault(kernel, shape, attention, dtype=dtype, device=device)
+    if fault is not None:
+        _log.warning("event=prefix_sharing choice=false reason=%r", fault)
+    return fault
 
 
 def _fault(kernel: Kernel, shape: ModelShape, attention: Attention, *, dtype: torch.dtype, device: torch.device) -> str | None:

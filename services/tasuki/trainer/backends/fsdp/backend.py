@@ -149,6 +149,10 @@ class FsdpBackend:
     def sequence_part(self) -> SequencePart:
         return WHOLE if self._sharing is None else self._sharing.part
 
+    @property
+    def shares_prompts(self) -> bool:
+        return all(trained.network.shares_prompts for trained in self._trained.values())
+
     def num_parameters(self, role: Role) -> int:
         return sum(param.numel() for param in self._network(role).parameters())
 
@@ -359,7 +363,7 @@ class FsdpBackend:
             reshards_after_forward=config.reshard_after_forward,
             compiles=self._compiles,
             expert_parallel=config.expert_parallel,
-            shares_prompts=self._node.may_share_prompts,
+            prefix_sharing=config.prefix_sharing,
         )
 
     def _weights(self) -> AbstractContextManager[None]:

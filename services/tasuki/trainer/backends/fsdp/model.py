@@ -24,7 +24,7 @@ from tasuki.models.families import FAMILIES, read_model
 from tasuki.models.family import Model
 from tasuki.models.shape import check_lora_targets
 from tasuki.trainer.backends.fsdp.attention import IMPLEMENTATION, AttentionBackend, PackedAttention, choose_kernel
-from tasuki.trainer.backends.fsdp.attention_trial import check_shared_prompts
+from tasuki.trainer.backends.fsdp.attention_trial import fault_with_shared_prompts
 from tasuki.trainer.backends.fsdp.compiled_blocks import compile_blocks
 from tasuki.trainer.backends.fsdp.expert_parallel import parallelize_experts, ungathered_parameters
 from tasuki.trainer.backends.fsdp.host_shards import HostShards
@@ -56,6 +56,7 @@ class Policy(nn.Module):
     ) -> None:
         super().__init__()
         self.causal_lm, self._attention = causal_lm, attention
+        self.shares_prompts = attention.shares_prompts
         causal_lm.lm_head = LmHead(causal_lm.lm_head, softcap=final_logit_softcap)
 
     def forward(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
@@ -72,6 +73,7 @@ class Critic(nn.Module):
     def __init__(self, causal_lm: PreTrainedModel, *, attention: PackedAttention) -> None:
         super().__init__()
         self.causal_lm, self._attention = causal_lm, attention
+        self.shares_prompts = attention.shares_prompts
         causal_lm.lm_head = nn.Identity()
         self.value_head = nn.Linear(causal_lm.config.hidden_size, 1, bias=False, dtype=torch.float32)
 
@@ -144,8 +146,8 @@ class NetworkSource:
     """Whether layers are freed after their forward pass, and gathered again in backward."""
     compiles: bool = False
     """Whether to compile its layers."""
-    shares_prompts: bool = False
-    """Whether micro-batches may have prompts that samples share."""
+    prefix_sharing: Literal["auto"] | bool = False
+    """Whether samples share prompts: "auto" where the kernel can, true or else refused."""
     expert_parallel: bool = False
     """Whether each rank computes its own experts, which are not gathered."""
     on_host: HostShards | None = None
@@ -191,7 +193,7 @@ def load_critic(source: NetworkSource, *, region: AbstractContextManager[None]) 
 
 
 def _attention(source: NetworkSource) -> PackedAttention:
-    """Raises InvalidArgument if source.attention_backend does not support the model or its shared prompts."""
+    """Raises InvalidArgument if source.attention_backend does not support the model or, with prefix_sharing = true, shared prompts."""
     model, shape = source.model, source.model.shape
     if source.sharing is not None:
         num_parts = source.sharing.part.num_parts
@@ -199,9 +201,12 @@ def _attention(source: NetworkSource) -> PackedAttention:
         shape = replace(shape, num_heads=heads, num_kv_heads=kv_heads)
     settings = {"shape": shape, "attention": model.attention, "dtype": source.compute_dtype, "device": mesh_device(source.mesh)}
     kernel = choose_kernel(source.attention_backend, **settings)
-    if source.shares_prompts:
-        check_shared_prompts(kernel, **settings)
-    return PackedAttention(kernel, model.attention, source.sharing)
+    if source.prefix_sharing is False:
+        return PackedAttention(kernel, model.attention, source.sharing)
+    fault = fault_with_shared_prompts(kernel, **settings)
+    if fault is not None and source.prefix_sharing is True:
+        raise InvalidArgument("trainer.prefix_sharing", f"true is not possible here: {fault}")
+    return PackedAttention(kernel, model.attention, source.sharing, shares_prompts=fault is None)
 
 
 def _on_meta(source: NetworkSource) -> PreTrainedModel:
