@@ -77,3 +77,15 @@ def test_reason_of_a_newer_build_is_kept() -> None:
     error = from_rpc_error(FailedCall(status))
     assert isinstance(error, InternalError)
     assert error.metadata["reason"] == "FROM_THE_FUTURE"
+
+
+@pytest.mark.parametrize(
+    ("problem", "message"),
+    [
+        ("seeded sampling is off", "seed: seeded sampling is off"),
+        ("seed = 3 is taken", "seed = 3 is taken"),
+        ("is taken", "seed: is taken"),
+    ],
+)
+def test_an_invalid_argument_names_its_field_once(problem: str, message: str) -> None:
+    assert InvalidArgument("seed", problem).message == message

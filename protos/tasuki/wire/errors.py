@@ -6,6 +6,7 @@ Raise a subclass of TasukiError anywhere: rpc/ converts it to a status, and the 
 from __future__ import annotations
 
 import errno
+import re
 from typing import ClassVar, cast
 
 import grpc
@@ -44,7 +45,8 @@ class InvalidArgument(TasukiError):
     code, reason = grpc.StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT"
 
     def __init__(self, field: str, problem: str, **metadata: object) -> None:
-        super().__init__(problem if problem.startswith(field) else f"{field}: {problem}", **{"field": field, **metadata})
+        is_named = re.match(rf"{re.escape(field)}(?!\w)", problem) is not None
+        super().__init__(problem if is_named else f"{field}: {problem}", **{"field": field, **metadata})
 
 
 class Unauthenticated(TasukiError):
