@@ -67,15 +67,9 @@ class Node:
     async def settled(self) -> pb.NodeState:
         """Returns the state once the coordinator has determined the node's stage and brought it to a phase."""
         while True:
-            try:
-                state = await self.state()
-            except grpc.aio.AioRpcError as error:
-                # On a full disk one server makes room for the next, and cuts calls that it has not answered within half a second.
-                if error.code() is not grpc.StatusCode.CANCELLED:
-                    raise
-            else:
-                if state.phase != PHASE_UNSPECIFIED:
-                    return state
+            state = await self.state()
+            if state.phase != PHASE_UNSPECIFIED:
+                return state
             await asyncio.sleep(0.05)
 
     async def state(self) -> pb.NodeState:

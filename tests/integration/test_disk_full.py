@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tasuki.config.places import pulse_dir
 from tasuki.config.save import save_config
 from tasuki.config.schema import ModelConfig, NodeConfig
 from tasuki.trainer.backends.fsdp.checkpoint import (
@@ -24,7 +23,7 @@ from tasuki.trainer.backends.fsdp.checkpoint import (
 )
 from tasuki.trainer.backends.fsdp.export import export_model
 from tasuki.trainer.roles import Role
-from tasuki.v1.types_pb2 import PHASE_ROLLOUT, PHASE_TRAIN, PHASE_UNSPECIFIED
+from tasuki.v1.types_pb2 import PHASE_ROLLOUT, PHASE_TRAIN
 from tasuki.wire.errors import DiskFull, InvalidArgument, PathNotFound
 from tests.integration.coordinator_process import DEADLINE_S, Node, coordinated
 from tests.integration.one_rank import group
@@ -60,9 +59,7 @@ async def test_coordinator_on_a_full_disk_refuses_and_goes_on_when_there_is_room
             await node.stop()
 
 
-async def test_coordinator_that_crashes_on_a_full_disk_comes_back_says_so_and_goes_on_when_there_is_room(
-    tmp_path: Path,
-) -> None:
+async def test_coordinator_ends_on_a_full_disk_and_starts_again_when_there_is_room(tmp_path: Path) -> None:
     with tmpfs(tmp_path / "disk", num_kib=1024) as disk:
         config = NodeConfig(state_dir=disk.folder / "state", model=ModelConfig(path=tmp_path))
         config.state_dir.mkdir()
@@ -73,24 +70,10 @@ async def test_coordinator_that_crashes_on_a_full_disk_comes_back_says_so_and_go
             disk.fill()
             await killed(node)
             node.process = await node.start()
-            state = await node.state()
-            assert state.last_error.startswith("DISK_FULL: the journal")
-            assert (state.phase, state.epoch) == (PHASE_UNSPECIFIED, 0)
-            with pytest.raises(DiskFull, match="journal.sqlite cannot be written"):
-                await node.acquire(PHASE_TRAIN)
-            await asyncio.sleep(2.0)
-            assert node.process.returncode is None
+            assert await asyncio.wait_for(node.process.wait(), DEADLINE_S) == 2
             disk.free()
-            async with asyncio.timeout(DEADLINE_S):
-                assert (await node.settled()).phase == PHASE_ROLLOUT
-            assert (await node.acquire(PHASE_TRAIN))[-1].state.phase == PHASE_TRAIN
-            assert (await node.state()).last_error == ""
-            (pulse,) = pulse_dir(config.state_dir).glob(f"coordinator-{node.process.pid}")
-            assert pulse.stat().st_size == 24
-            await killed(node)
-            disk.fill()
             node.process = await node.start()
-            assert (await node.state()).last_error.startswith("DISK_FULL")
+            assert (await node.settled()).phase == PHASE_ROLLOUT
             await node.stop()
 
 

@@ -24,7 +24,7 @@ from tasuki.v1.memory_pb2_grpc import MemoryServiceStub
 from tasuki.v1.rollout_pb2_grpc import RolloutServiceStub
 from tasuki.v1.trainer_pb2_grpc import TrainerServiceStub
 from tasuki.wire.channel import open_blocking_channel
-from tasuki.wire.errors import DeadlineExceeded, DiskFull, PeerUnavailable, from_rpc_error
+from tasuki.wire.errors import DeadlineExceeded, PeerUnavailable, from_rpc_error
 
 _TIMEOUT_S = 5.0
 _Answer = TypeVar("_Answer", bound=Message)
@@ -118,7 +118,7 @@ class NodeReader:
             return call(request, timeout=_TIMEOUT_S)
         except grpc.RpcError as error:
             known = from_rpc_error(error)
-            if not isinstance(known, DeadlineExceeded | PeerUnavailable | DiskFull):
+            if not isinstance(known, DeadlineExceeded | PeerUnavailable):
                 raise known from error
             has_node = holder(self._state_dir, name=NODE_LOCK) is not None
             if service == "coordinator" and not has_node and isinstance(known, PeerUnavailable):

@@ -18,7 +18,6 @@ from tasuki.config.places import journal_path, memory_record_path, node_targets,
 from tasuki.config.ports import port_targets
 from tasuki.config.schema import NodeConfig
 from tasuki.coordinator.admission import Admission
-from tasuki.coordinator.disk_full import wait_for_disk
 from tasuki.coordinator.fleet_hold import FleetHold
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.journal_recovery import close_interrupted
@@ -36,7 +35,7 @@ from tasuki.rpc.logs import configure_logging
 from tasuki.rpc.port import port_of
 from tasuki.rpc.server import RpcServer
 from tasuki.rpc.service_tracer import open_service_tracer
-from tasuki.v1 import coordinator_pb2, coordinator_pb2_grpc
+from tasuki.v1 import coordinator_pb2_grpc
 from tasuki.wire.errors import TasukiError
 from tasuki.wire.printable import printable
 from tasuki.wire.tracing import Tracer
@@ -63,23 +62,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 async def _serve(config: NodeConfig) -> None:
-    """Serves until SIGTERM or SIGINT. Until the epoch is on disk, it reports only a disk without room for the journal."""
+    """Serves until SIGTERM or SIGINT. Raises DiskFull if its epoch cannot be written."""
     socket_dir(config.state_dir)
     heartbeat = Heartbeat(config.state_dir, "coordinator")
     heartbeat.beat_in_loop()
     tracer = open_service_tracer(config, service="coordinator")
     try:
-        targets, boot_id, instance = node_targets(config), uuid.uuid4().hex, read_instance(config.state_dir)
-        state = coordinator_pb2.NodeState(
-            boot_id=boot_id,
-            trainer_target=targets["trainer"],
-            rollout_target=targets["rollout"],
-            instance_id=instance.id,
-            lock_path=instance.lock_path,
-        )
-        opened = await wait_for_disk(lambda: _make_node(config, boot_id, tracer), state, config=config)
-        if opened is not None:
-            await _serve_node(config, *opened, instance=instance, tracer=tracer)
+        made = _make_node(config, uuid.uuid4().hex, tracer)
+        await _serve_node(config, *made, instance=read_instance(config.state_dir), tracer=tracer)
     finally:
         await asyncio.to_thread(tracer.close)
         heartbeat.close()

@@ -20,7 +20,7 @@ from tasuki.supervisor.services import ServiceCommand, node_services
 from tasuki.v1 import coordinator_pb2, types_pb2
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tasuki.wire.channel import open_blocking_channel
-from tasuki.wire.errors import DeadlineExceeded, DiskFull, PeerUnavailable, from_rpc_error
+from tasuki.wire.errors import DeadlineExceeded, PeerUnavailable, from_rpc_error
 
 _POLL_S = 0.1
 CALL_TIMEOUT_S = 2.0
@@ -85,8 +85,6 @@ def _state_with_phase(
             if supervisor is None or state.phase != types_pb2.PHASE_UNSPECIFIED:
                 return state
             problem = state.last_error
-            if problem.startswith(DiskFull.reason):
-                raise DiskFull(problem.partition(": ")[2], path=config.state_dir)
         if time.monotonic() > deadline:
             raise DeadlineExceeded(f"the node did not reach a phase: {problem or 'no error is known'}")
         time.sleep(_POLL_S)
