@@ -51,4 +51,4 @@ async def test_calls_that_have_ended_leave_no_traceback_and_count_as_no_error(
     assert not {code for code, count in counts if count != "0.0"} & {"Internal", "Unknown"}
     logged = [record for record in caplog.records if is_not_by_callers(record)]
     assert not [record.exc_info for record in logged if record.exc_info]
-    assert len(logged) < 50
+    assert len(logged) < 500

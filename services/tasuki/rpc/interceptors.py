@@ -26,9 +26,7 @@ from tasuki.rpc.access import Access
 from tasuki.rpc.fleet_caller import FleetFence
 from tasuki.rpc.methods import METHODS, Method, standard_methods, unknown_method
 from tasuki.rpc.metrics import CallMetrics
-from tasuki.rpc.named_server import CALL_ENDED
-from tasuki.rpc.refusal_log import RefusalLog
-from tasuki.rpc.stranger_log import StrangerLog
+from tasuki.rpc.rate_limited_log import RateLimitedLog
 from tasuki.wire.errors import DeadlineRequired, InternalError, InvalidArgument, TasukiError, Unauthenticated, to_status
 from tasuki.wire.traced_channel import REQUEST_ID_KEY, TRACEPARENT_KEY, set_status
 from tasuki.wire.tracing import NO_TRACER, REQUEST_ID, SpanKind, Tracer, current
@@ -52,7 +50,7 @@ class Observers:
 
     metrics: CallMetrics
     tracer: Tracer = NO_TRACER
-    refusals: RefusalLog = field(default_factory=RefusalLog)
+    refusals: RateLimitedLog = field(default_factory=RateLimitedLog)
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
@@ -108,7 +106,7 @@ class PortInterceptor(grpc.aio.ServerInterceptor):
 
     def __init__(self, observers: Observers, access: Access, fence: FleetFence) -> None:
         self._observers, self._access, self._fence = observers, access, fence
-        self._strangers = StrangerLog()
+        self._strangers = RateLimitedLog()
         self._methods: Mapping[str, Method] = {**METHODS, **standard_methods()}
 
     async def intercept_service(
@@ -126,7 +124,7 @@ class PortInterceptor(grpc.aio.ServerInterceptor):
         try:
             return self._access.check(method, context)
         except Unauthenticated:
-            self._strangers.refused(method.name, peer=context.peer())
+            self._strangers.info("event=stranger_refused rpc=%s peer=%s", method.name, context.peer())
             raise
 
     def _guarded(self, handler: Any, method: Method) -> grpc.RpcMethodHandler[Any, Any]:
@@ -226,21 +224,23 @@ def _require_deadline(method: Method, context: grpc.aio.ServicerContext[Any, Any
 
 @asynccontextmanager
 async def _errors_mapped(
-    method: Method, context: Any, *, request_id: str, outcome: _Outcome, refusals: RefusalLog
+    method: Method, context: Any, *, request_id: str, outcome: _Outcome, refusals: RateLimitedLog
 ) -> AsyncIterator[None]:
     try:
         yield
-    except CALL_ENDED:
-        outcome.code = grpc.StatusCode.CANCELLED
-        raise asyncio.CancelledError from None
     except TasukiError as error:
         outcome.code, outcome.reason = error.code, error.reason
-        if not isinstance(error, Unauthenticated):  # StrangerLog counts those
-            refusals.refused(method.name, error, request_id=request_id)
+        if not isinstance(error, Unauthenticated):  # logged apart, so that strangers leave room for callers
+            refusals.info(
+                "rpc=%s request_id=%s reason=%s message=%.1000s", method.name, request_id, error.reason, error.message
+            )
         await _abort(context, error)
     except grpc.aio.AbortError:  # of the health service, which has told its caller
         outcome.code = next(code for code in grpc.StatusCode if code.value[0] == context.code())
         raise
+    except grpc.aio.BaseError:  # the caller is gone, or the server stops
+        outcome.code = grpc.StatusCode.CANCELLED
+        raise asyncio.CancelledError from None
     except (asyncio.CancelledError, GeneratorExit):
         outcome.code = grpc.StatusCode.CANCELLED
         raise
@@ -254,7 +254,9 @@ async def _errors_mapped(
 async def _abort(context: Any, error: TasukiError) -> None:
     try:
         await context.abort_with_status(to_status(error))
-    except CALL_ENDED:  # the caller is gone; grpcio would log a traceback for each
+    except grpc.aio.AbortError:
+        raise
+    except grpc.aio.BaseError:  # the caller is gone; grpcio would log a traceback for each
         raise asyncio.CancelledError from None
 
 

@@ -19,7 +19,6 @@ from tasuki.config.fleet_schema import FleetConfig
 from tasuki.rpc.fleet_caller import FleetFence
 from tasuki.rpc.interceptors import CallInterceptor, Observers, PortInterceptor
 from tasuki.rpc.metrics import CallMetrics, MetricsServicer, SpanCounts
-from tasuki.rpc.named_server import NamedServer
 from tasuki.rpc.port import Port
 from tasuki.rpc.reflection import enable_reflection
 from tasuki.v1.metrics_pb2_grpc import add_MetricsServiceServicer_to_server
@@ -29,6 +28,7 @@ from tasuki.wire.errors import InvalidArgument, NodeRunning, ServiceFailed
 from tasuki.wire.tracing import NO_TRACER, Tracer
 
 _log = logging.getLogger("tasuki.rpc")
+_LOOK_EVERY_S = 1.0
 
 
 class RpcServer:
@@ -56,11 +56,13 @@ class RpcServer:
         if tracer is not NO_TRACER:
             self.registry.register(SpanCounts(tracer))
         fence, observers = FleetFence(fleet), Observers(self._metrics, tracer)
-        self._local = NamedServer(CallInterceptor(observers, fence), SERVER_OPTIONS)
+        self._local = grpc.aio.server(interceptors=(CallInterceptor(observers, fence),), options=SERVER_OPTIONS)
         self._servers = [self._local]
         if port is not None:
             interceptor = PortInterceptor(observers, port.access, fence)
-            self._servers.append(NamedServer(interceptor, PORT_OPTIONS, max_calls=port.max_calls))
+            self._servers.append(
+                grpc.aio.server(interceptors=(interceptor,), options=PORT_OPTIONS, maximum_concurrent_rpcs=port.max_calls)
+            )
         self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]  untyped library
         self._names: list[str] = []
         self._socket_inode: int | None = None
@@ -106,18 +108,22 @@ class RpcServer:
     async def serve(self, stop_event: asyncio.Event) -> None:
         """Returns when `stop_event` is set, which SIGTERM and SIGINT do, too.
 
-        Raises ServiceFailed, with the event set, when grpcio has ended a server: its memory is not to be trusted then, so a new process
-        has to serve.
+        Raises ServiceFailed, with the event set, when grpcio has ended a server, as it does on a call whose path is not UTF-8. The
+        process's memory is not to be trusted then, so a new process has to serve.
         """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop_event.set)
-        stopped, ended = asyncio.create_task(stop_event.wait()), [server.ended for server in self._servers]
+        stopped, ended = (
+            asyncio.create_task(stop_event.wait()),
+            [asyncio.create_task(_until_ended(each)) for each in self._servers],
+        )
         try:
             await asyncio.wait([stopped, *ended], return_when=asyncio.FIRST_COMPLETED)
         finally:
-            stopped.cancel()
-        cause = next((each.result() for each in ended if each.done()), None)
+            for task in (stopped, *ended):
+                task.cancel()
+        cause = next((each.exception() for each in ended if each.done()), None)
         if cause is not None:
             _log.error("event=server_ended service=%s error=%r", self.service, cause)
             stop_event.set()
@@ -126,7 +132,8 @@ class RpcServer:
     async def stop(self, *, grace_s: float = 5.0) -> None:
         """Tells watchers NOT_SERVING, lets running calls end for `grace_s` seconds, cancels the rest, and removes our socket."""
         await self._health.enter_graceful_shutdown()
-        await asyncio.gather(*(server.stop(grace_s) for server in self._servers))
+        # A server that grpcio has ended raises its error here again.
+        await asyncio.gather(*(server.stop(grace_s) for server in self._servers), return_exceptions=True)
         if self._socket_inode is not None and self._path.exists() and self._path.stat().st_ino == self._socket_inode:
             self._path.unlink()
         _log.info("event=stopped service=%s", self.service)
@@ -158,3 +165,9 @@ class RpcServer:
 
     def _in_use(self, address: str) -> NodeRunning:
         return NodeRunning(f"{self.service} cannot serve on {address}: the address is in use", address=address)
+
+
+async def _until_ended(server: grpc.aio.Server) -> None:
+    """Returns once `server` was stopped; raises what has ended it. Asked once, grpcio would tell of a failure after the last call."""
+    while await server.wait_for_termination(_LOOK_EVERY_S):
+        pass
