@@ -253,3 +253,26 @@ async def test_a_line_takes_commands_in_its_thread_and_sends_what_another_says(t
             line.close()
         front.close()
     assert "front-line" not in {thread.name for thread in threading.enumerate()}
+
+
+def fail_in_a_line(address: str) -> None:
+    def run(one: EngineRankCommand) -> EngineRankResult:
+        raise RuntimeError("outside CommandRunner")
+
+    RankLine(address, rank=0, run=run)
+    signal.pause()
+
+
+async def test_a_rank_whose_line_fails_ends(tmp_path: Path) -> None:
+    front = OtherWay(tmp_path / "ranks.sock", EngineRankResult, service="test", num_ranks=1)
+    rank = forked.processes.Process(target=fail_in_a_line, args=(front.address,), daemon=True)
+    rank.start()
+    try:
+        await until(lambda: front.is_connected)
+        call = asyncio.ensure_future(front.call(EngineRankCommand()))
+        await asyncio.to_thread(rank.join, START_S)
+        assert rank.exitcode == 1
+        call.cancel()
+    finally:
+        rank.kill()
+        front.close()

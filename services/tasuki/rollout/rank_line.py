@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from tasuki.rpc.ranks import RankServer
 from tasuki.v1.ranks_pb2 import EngineRankCommand, EngineRankResult
 
+_log = logging.getLogger("tasuki.rollout")
 # If nobody takes a result, the front is gone and this process will end too.
 _LINGER_MS = 5000
 
@@ -33,8 +35,13 @@ class RankLine:
         self._results.send(result)
 
     def _answer(self, run: Callable[[EngineRankCommand], EngineRankResult]) -> None:
-        for command in self._commands.commands(EngineRankCommand, until=[self._closed]):
-            self._commands.send(run(command))
+        """Ends the process where it fails, so that the front sees the rank's end instead of waiting for an answer."""
+        try:
+            for command in self._commands.commands(EngineRankCommand, until=[self._closed]):
+                self._commands.send(run(command))
+        except BaseException:  # noqa: BLE001  whatever it is, nobody else reads commands
+            _log.exception("event=rank_line_failed")
+            os._exit(1)
 
     def close(self) -> None:
         os.eventfd_write(self._closed, 1)
