@@ -97,8 +97,8 @@ class StreamedAdamW(ShardedAdamW):
             arrived.wait()
             self._step_block(block, arrived.tensor, learning_rate=learning_rate)
             left.append(self._bring_back(block, arrived.tensor))
-        # The device's blocks may be reused after the last copy.
-        Copy(memories[0], left[-1]).wait()
+        # The step includes its last copy: otherwise the next changeover would wait for it.
+        self.settle()
 
     @torch.no_grad()
     def reset(self) -> None:
