@@ -82,10 +82,12 @@ protos: $(ENV)  ## generate the Python code of protos/tasuki/v1/*.proto
 native:  ## build the native memory library of csrc/
 	$(MAKE) -s -C csrc
 
-lint: $(ENV)  ## ruff (rules and format) and the import contracts
+lint: $(ENV)  ## ruff, import contracts, pages, shipped configurations, lines of each room
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/lint-imports
+	$(BIN)/python -m tools.pages
+	$(BIN)/python -m tools.lines
 
 types: $(ENV) $(NODE)  ## pyright
 	$(WITH_BIN) tools/node_modules/.bin/pyright

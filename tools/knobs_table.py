@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -24,6 +25,9 @@ EXPERTS = Layout(
     kv_ratio=0.6, checkpointing=Checkpointing.FULL,
 )  # fmt: skip
 """30B-A3B on eight GPUs of 141 GB, otherwise the same."""
+
+
+_TABLE = re.compile(r"^\| setting \| TRAIN \|.*\n(\|.*\n)*", re.MULTILINE)
 
 
 class Knob(NamedTuple):
@@ -173,6 +177,12 @@ def _gigabytes(layout: Layout) -> tuple[float, float, float]:
 
 def _signed(change: float) -> str:
     return "" if abs(change) < 0.05 else f"{change:+.1f}"
+
+
+def trainer_page(text: str) -> str:
+    """Returns docs/trainer.md with its two tables updated."""
+    tables = iter((experts_table(), table()))
+    return _TABLE.sub(lambda _: next(tables), text)
 
 
 if __name__ == "__main__":

@@ -23,75 +23,6 @@ SBATCH = DEPLOY / "slurm" / "fleet.sbatch"
 SCRIPT = SBATCH.read_text()
 CRDS = sorted((Path(__file__).parents[2] / ".tools").glob("jobset-*.yaml"))
 JOB_SET: dict[str, Any] = yaml.safe_load((DEPLOY / "kubernetes" / "jobset.yaml").read_text())
-# The fields of jobset.x-k8s.io/v1alpha2 and batch/v1 that we use; {} accepts anything below.
-SCHEMA: dict[str, Any] = {
-    "apiVersion": str,
-    "kind": str,
-    "metadata": {"name": str, "labels": {}},
-    "spec": {
-        "network": {"enableDNSHostnames": bool},
-        "failurePolicy": {"maxRestarts": int, "rules": [{"name": str, "action": str, "onJobFailureReasons": [str]}]},
-        "successPolicy": {"operator": str, "targetReplicatedJobs": [str]},
-        "replicatedJobs": [
-            {
-                "name": str,
-                "replicas": int,
-                "template": {
-                    "spec": {
-                        "parallelism": int,
-                        "completions": int,
-                        "completionMode": str,
-                        "backoffLimit": int,
-                        "podFailurePolicy": {
-                            "rules": [{"action": str, "onExitCodes": {"containerName": str, "operator": str, "values": [int]}}]
-                        },
-                        "template": {
-                            "spec": {
-                                "restartPolicy": str,
-                                "terminationGracePeriodSeconds": int,
-                                "containers": [
-                                    {
-                                        "name": str,
-                                        "image": str,
-                                        "command": [str],
-                                        "args": [str],
-                                        "env": [{"name": str, "value": str, "valueFrom": {"fieldRef": {"fieldPath": str}}}],
-                                        "resources": {"limits": {}},
-                                        "securityContext": {},
-                                        "volumeMounts": [{"name": str, "mountPath": str, "readOnly": bool}],
-                                    }
-                                ],
-                                "volumes": [
-                                    {
-                                        "name": str,
-                                        "configMap": {},
-                                        "secret": {"secretName": str, "defaultMode": int},
-                                        "persistentVolumeClaim": {},
-                                        "emptyDir": {},
-                                    }
-                                ],
-                            }
-                        },
-                    }
-                },
-            }
-        ],
-    },
-}
-
-
-def problems(value: Any, schema: Any, path: str = "") -> list[str]:
-    """Returns keys that the schema lacks, and values of another type."""
-    if isinstance(schema, dict):
-        if not isinstance(value, dict):
-            return [f"{path} is no table"]
-        unknown = [f"{path}.{key} is unknown" for key in value if schema and key not in schema]
-        return unknown + [one for key in value if key in schema for one in problems(value[key], schema[key], f"{path}.{key}")]
-    if isinstance(schema, list):
-        if not isinstance(value, list):
-            return [f"{path} is no list"]
-        return [one for index, item in enumerate(value) for one in problems(item, schema[0], f"{path}[{index}]")]
-    return [] if type(value) is schema else [f"{path} is {value!r}"]
 
 
 def jobs() -> dict[str, Any]:
@@ -120,15 +51,6 @@ def commands_of(text: str) -> list[list[str]]:
     return [
         shlex.split(re.sub(r'"\$config"|/config/node.toml', "node.toml", each).replace('"$grace_s"', "90")) for each in found
     ]
-
-
-def test_the_job_set_is_one_that_the_api_takes() -> None:
-    assert problems(JOB_SET, SCHEMA) == []
-    assert (JOB_SET["apiVersion"], JOB_SET["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
-    names = {job["name"] for job in JOB_SET["spec"]["replicatedJobs"]}
-    assert set(JOB_SET["spec"]["successPolicy"]["targetReplicatedJobs"]) <= names
-    actions = {"FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts"}
-    assert {rule["action"] for rule in JOB_SET["spec"]["failurePolicy"]["rules"]} <= actions
 
 
 def test_kubernetes_waits_for_the_run_the_stop_and_the_kernel() -> None:
@@ -166,16 +88,6 @@ def test_the_job_set_fits_the_schema_of_its_api() -> None:
     assert len({error.message for error in validator.iter_errors(wrong)}) == 2
 
 
-def test_a_wrong_key_or_type_is_found() -> None:
-    wrong = yaml.safe_load((DEPLOY / "kubernetes" / "jobset.yaml").read_text())
-    wrong["spec"]["network"]["dns"] = True
-    wrong["spec"]["failurePolicy"]["maxRestarts"] = "8"
-    assert problems(wrong, SCHEMA) == [
-        ".spec.network.dns is unknown",
-        ".spec.failurePolicy.maxRestarts is '8'",
-    ]
-
-
 @pytest.mark.parametrize(("name", "index"), [("leader", "0"), ("worker", "1")])
 def test_pods_tell_each_node_its_place_and_the_restarts(name: str, index: str) -> None:
     labels = {
@@ -197,13 +109,6 @@ def test_a_refused_node_fails_the_job_set_and_a_lost_one_restarts_it() -> None:
         assert rule["onExitCodes"]["containerName"] == "node" and job["backoffLimit"] == 0
 
 
-def test_every_mount_has_its_volume() -> None:
-    for job in jobs().values():
-        spec = job["template"]["spec"]
-        mounts = {mount["name"] for mount in spec["containers"][0]["volumeMounts"]}
-        assert mounts == {volume["name"] for volume in spec["volumes"]}
-
-
 @pytest.mark.parametrize("text", [SCRIPT, *(container(name)["args"][0] for name in jobs())])
 def test_commands_are_those_that_tasuki_has(text: str) -> None:
     commands = commands_of(text)
@@ -221,16 +126,3 @@ def test_scripts_are_bash(text: str) -> None:
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
     if shutil.which("shellcheck"):
         subprocess.run(["shellcheck", "--shell=bash", "--exclude=SC2016,SC2086", "-"], input=text, text=True, check=True)
-
-
-def test_directives_of_the_batch_script() -> None:
-    directives = re.findall(r"^#SBATCH (--[\w-]+)(?:=(.*))?$", SCRIPT, re.MULTILINE)
-    given = dict(directives)
-    assert len(given) == len(directives) == SCRIPT.count("#SBATCH")
-    # They count only before the first command.
-    assert SCRIPT.rindex("#SBATCH") < SCRIPT.index("set -uo pipefail")
-    assert given["--requeue"] == "" and given["--open-mode"] == "append" and given["--ntasks-per-node"] == "1"
-    signal, seconds = re.fullmatch(r"B:(\w+)@(\d+)", given["--signal"]).groups()
-    grace_s = int(re.search(r"^grace_s=(\d+)$", SCRIPT, re.MULTILINE)[1])
-    assert f"trap stop {signal}" in SCRIPT and int(seconds) > grace_s
-    assert "attempt-$attempt" in SCRIPT and "scontrol requeue" in SCRIPT
