@@ -38,8 +38,12 @@ MEASURED := tests/integration/test_many_changeovers.py
 # Of their proofs `make test` carries out a sample (tests/extent.py).
 SAMPLED := $(filter-out $(MEASURED),$(shell grep -rl 'tests.extent import' tests/unit tests/integration tests/e2e --include='test_*.py')) tests/integration/test_loss_cuts.py tests/integration/test_engine_parts.py \
   tests/integration/test_trainer_memory.py
+GRID := tests/chaos/test_grid.py
+# The longest one last.
+PROOFS = $(filter-out $(GRID),$(wildcard tests/chaos/test_*.py)) $(SAMPLED) $(GRID)
+TESTS := tests/unit tests/contract tests/integration tests/e2e tests/gpu
 
-.PHONY: help setup trackers demo example test oracles chaos fleet containers check protos native lint types buf bench bench-memory bench-memory-gpu bench-changeover-gpu bench-sync-gpu grpcurl jobset clean
+.PHONY: help setup trackers demo example test test-all oracles chaos fleet containers check protos native lint types buf bench bench-memory bench-memory-gpu bench-changeover-gpu bench-sync-gpu grpcurl jobset clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-22s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -53,9 +57,14 @@ example: setup $(SMOLLM)  ## train SmolLM2-135M-Instruct on two-digit sums; leav
 	$(BIN)/python client/examples/arithmetic/run.py --seed $(or $(SEED),0) $(if $(GPU),--gpu)
 
 # Three workers fill two cores: two wait for their processes a third of the time.
-test: setup grpcurl jobset  ## all tests; none needs the network
+test: setup grpcurl jobset  ## the tests of a change: five minutes on two idle cores; none needs the network
 	$(MAKE) -s -j2 -C csrc test
-	$(BIN)/python -m pytest -n 3 tests/unit tests/contract tests/integration tests/e2e tests/gpu $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 3 -m "not long" $(TESTS) $(PYTEST_ARGS)
+
+test-all: test  ## the long tests, too, and whole proofs for PROOF_MINUTES (default 45)
+	$(BIN)/python -m pytest -n 3 -m long $(TESTS) $(PYTEST_ARGS)
+	TASUKI_PROOFS=whole OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(MEASURED)
+	TASUKI_PROOF_MINUTES=$(or $(PROOF_MINUTES),45) TASUKI_PROOFS=whole OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/e2e/test_documents.py $(PROOFS)
 
 oracles: $(ORACLES)  ## every advantage and loss against verl's and TRL's own functions
 	.oracles-venv/bin/python -m pytest -c tests/oracles/pytest.ini tests/oracles $(PYTEST_ARGS)
@@ -63,7 +72,7 @@ oracles: $(ORACLES)  ## every advantage and loss against verl's and TRL's own fu
 chaos: setup  ## every process killed and stopped in every stage, ThreadSanitizer, and other long proofs; writes runs/chaos
 	$(MAKE) -s -C csrc tsan
 	TASUKI_PROOFS=whole OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(MEASURED)
-	TASUKI_PROOFS=whole OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/chaos $(SAMPLED) $(PYTEST_ARGS)
+	TASUKI_PROOFS=whole OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PROOFS) $(PYTEST_ARGS)
 
 fleet: setup  ## real fleets on this machine, with root in network namespaces, and on Slurm where it is installed; every message cut, every process struck; writes runs/fleet
 	TASUKI_PROOFS=whole $(BIN)/python -m pytest -rs tests/fleet tests/chaos/test_fleet_trainer.py tests/integration/test_fleet_trainer.py tests/integration/test_fleet_cuts.py \

@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from tests.extent import is_long, is_over
+
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Set before torch is imported: threads spin more than they compute on tiny products, and every core already has a worker.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -36,7 +38,11 @@ _MODELS = threading.Lock()
 """Serializes model creation: all models come from torch's one generator, so parallel starts would change the weights."""
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if is_long(item.nodeid):
+            item.add_marker(pytest.mark.long)
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:
         return
@@ -45,6 +51,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
+
+
+def pytest_runtest_setup() -> None:
+    if is_over():
+        pytest.skip("no time left of TASUKI_PROOF_MINUTES")
 
 
 @pytest.hookimpl(wrapper=True)

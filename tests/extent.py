@@ -1,8 +1,9 @@
-"""Extent of the long proofs: a sample of each in `make test`, all of it in `make chaos`."""
+"""Extent of a run of tests: `make test` leaves out long files and samples long proofs, which `make test-all` and `make chaos` run whole."""
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable
 from itertools import cycle, islice, product
 from typing import Any
@@ -10,6 +11,33 @@ from typing import Any
 import pytest
 
 IS_WHOLE = os.environ.get("TASUKI_PROOFS") == "whole"
+
+_MINUTES = os.environ.get("TASUKI_PROOF_MINUTES")
+_ENDS_AT = float("inf") if _MINUTES is None else time.monotonic() + 60 * float(_MINUTES)
+
+_LONG = {
+    "e2e": ("arithmetic engine_metrics flat model_copy pool ppo secrets starting_points"),
+    "integration": (
+        "certified_names compiled_blocks dashboard_live dashboard_page exiting_processes expert_load expert_parallel fleet fleet_cuts "
+        "fleet_doctor fleet_membership fleet_rollout_front fleet_saving fleet_trainer fleet_trainer_front gloo_peers grpcurl journal_kills "
+        "kv_growth launch loss_curves model_copy node_replicas node_restarts pooled_export port_attacks port_reload port_roles port_server "
+        "prefix_sharing prometheus published_deltas quantized_adamw rank_store recorded_ahead reference_on_host replicas "
+        "reshard_after_forward rollout_adapter rollout_great_calls rollout_process rpc_faults streamed_adamw tracing trainer_critic "
+        "trainer_lora trainings watchdog"
+    ),
+}
+_LONG_FILES = {f"tests/{tier}/test_{name}.py" for tier, names in _LONG.items() for name in names.split()}
+"""Files with own nodes, engines or trainers that guard one mechanism beside the ring, the exchange of weights and recovery."""
+
+
+def is_long(nodeid: str) -> bool:
+    return nodeid.partition("::")[0] in _LONG_FILES
+
+
+def is_over() -> bool:
+    """Whether TASUKI_PROOF_MINUTES have passed since the start of the run: the remaining proofs are skipped."""
+    return time.monotonic() > _ENDS_AT
+
 
 only_whole = pytest.mark.skipif(not IS_WHOLE, reason="repeats what other tests show: in `make chaos`")
 

@@ -1,17 +1,16 @@
-"""Time limits of process tests: as promised to users, and longer if other tests run at the same time."""
+"""Time limits of process tests."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 
-_SHARED = 10.0
-"""Factor for two workers on two cores, each with a node of several processes, on a machine with other load."""
+_SLACK = 10.0
+"""Factor for slow machines and for other workers' nodes on the same cores."""
 
 
 def limit_s(seconds: float) -> float:
-    """Returns `seconds`, or a multiple of it in a pytest-xdist worker."""
-    return seconds * _SHARED if "PYTEST_XDIST_WORKER" in os.environ else seconds
+    """Returns a multiple of a time that is promised to users: only a hang or another order of magnitude fails a test."""
+    return seconds * _SLACK
 
 
 def end(process: subprocess.Popen[bytes], *, within_s: float = 10.0) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.conftest import ROOT
+from tests.extent import _LONG_FILES
 from tests.workers import _GROUPS, FilesOverWorkers, group_of, turn
 
 
@@ -28,8 +29,8 @@ class Worker:
         self.shutting_down = True
 
 
-def test_every_file_with_a_group_is_there() -> None:
-    assert [file for file in _GROUPS if not (ROOT / file).is_file()] == []
+def test_every_file_with_a_group_and_every_long_file_is_there() -> None:
+    assert [file for file in (*_GROUPS, *_LONG_FILES) if not (ROOT / file).is_file()] == []
 
 
 def test_files_that_share_a_service_are_of_one_group_and_others_alone() -> None:
