@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tasuki.cli.dashboard.command import Dashboard, make_server
 from tasuki.config.schema import NodeConfig
+from tasuki.dashboard.command import Dashboard, make_server
 from tests.ports import free_port
 
 RECORDED = Path(__file__).parent / "recorded_run"

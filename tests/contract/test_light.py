@@ -8,7 +8,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 LIGHT = [
-    "algorithms", "v1", "wire", "config", "planner", "models", "rpc", "coordinator", "fleet", "supervisor", "runs", "cli", "client",
+    "algorithms", "v1", "wire", "config", "planner", "models", "rpc", "coordinator", "fleet", "supervisor", "runs", "trackers", "doctor",
+    "dashboard", "cli", "client",
 ]  # fmt: skip
 
 # Imports every module of the packages given as arguments; importing a heavy one raises as if it were not installed.

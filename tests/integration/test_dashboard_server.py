@@ -186,7 +186,7 @@ def wait_for(holds) -> None:
 
 
 def test_pages_that_stay_open_leave_room_for_questions(server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tasuki.cli.dashboard.server._BEAT_S", 600.0)
+    monkeypatch.setattr("tasuki.dashboard.server._BEAT_S", 600.0)
     pages = [opened(server) for _ in range(16)]
     assert get(server, "/api/events", token=token_of(server))[0] == 503
     assert ask(server, "/api/run")["steps"] == [0, 30]

@@ -21,7 +21,7 @@ from tests.sockets import NOBODY
 # Imports before it drops root, which may own a checkout that is closed to others.
 COMMAND = f"""
 import os, sys
-import tasuki.cli.audit, tasuki.cli.certs, tasuki.cli.dashboard.command, tasuki.cli.doctor.command, tasuki.cli.plan, tasuki.cli.track
+import tasuki.cli.audit, tasuki.cli.certs, tasuki.dashboard.command, tasuki.cli.doctor, tasuki.cli.plan, tasuki.trackers.sending
 import tasuki.cli.train, tasuki.supervisor.node, tasuki.supervisor.post_mortem
 from tasuki.cli.__main__ import main
 if os.geteuid() == 0:

@@ -12,9 +12,13 @@ from typing import Any
 
 import pytest
 
-from tasuki.cli.doctor.command import run as run_doctor
-from tasuki.cli.doctor.finding import Verdict
-from tasuki.cli.doctor.fleet import (
+from tasuki.cli.doctor import run as run_doctor
+from tasuki.cli.missing_nodes import line_of, missing_nodes
+from tasuki.config.load import load_config
+from tasuki.config.places import fleet_target, socket_dir
+from tasuki.config.schema import NodeConfig
+from tasuki.doctor.finding import Verdict
+from tasuki.doctor.fleet import (
     Connection,
     Gradients,
     clock_finding,
@@ -24,10 +28,6 @@ from tasuki.cli.doctor.fleet import (
     member_findings,
     rate_finding,
 )
-from tasuki.cli.missing_nodes import line_of, missing_nodes
-from tasuki.config.load import load_config
-from tasuki.config.places import fleet_target, socket_dir
-from tasuki.config.schema import NodeConfig
 from tasuki.fleet.handshake import is_certificate_refused
 from tasuki.fleet.member import Member
 from tasuki.fleet.membership import Membership

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.cli.node_snapshot import NodeReader
 from tasuki.cli.state import show_state
 from tasuki.cli.watch import watch
 from tasuki.config.instance import Instance, begin_instance, read_instance
@@ -21,6 +20,7 @@ from tasuki.config.save import save_config
 from tasuki.config.schema import ModelConfig, NodeConfig
 from tasuki.supervisor.exit_report import write_exit_report
 from tasuki.supervisor.node import running_node
+from tasuki.supervisor.node_snapshot import NodeReader
 from tasuki.supervisor.serving import CALL_TIMEOUT_S
 from tasuki.v1.types_pb2 import PHASE_TRAIN
 from tasuki.wire.errors import NodeDown

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tasuki.cli.doctor.command import examine
-from tasuki.cli.doctor.finding import Finding, Verdict
+from tasuki.cli.doctor import examine
+from tasuki.doctor.finding import Finding, Verdict
 from tests.conftest import ENVIRONMENT
 
 

@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tasuki.cli import node_snapshot
 from tasuki.cli.__main__ import exit_code_of, main
-from tasuki.cli.node_snapshot import NodeReader, NodeSnapshot, as_dict
 from tasuki.cli.node_tables import draw
 from tasuki.cli.print_text import print_text
 from tasuki.cli.train import how_to_continue
 from tasuki.config.places import node_targets
 from tasuki.config.schema import NodeConfig
 from tasuki.runs.settings import RunSettings
+from tasuki.supervisor import node_snapshot
+from tasuki.supervisor.node_snapshot import NodeReader, NodeSnapshot, as_dict
 from tasuki.v1 import coordinator_pb2, memory_pb2, rollout_pb2, trainer_pb2
 from tests.conftest import ENVIRONMENT
 from tests.tiny_disk import tmpfs

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.cli.dashboard.feed import Feed
-from tasuki.cli.dashboard.places import place_of
+from tasuki.dashboard.feed import Feed
+from tasuki.dashboard.places import place_of
 from tasuki.wire import regular_file
 from tasuki.wire.errors import InvalidArgument
 from tests.dashboard import RECORDED

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.cli.dashboard import journal_tail
-from tasuki.cli.dashboard.changeovers import page
-from tasuki.cli.dashboard.journal_tail import STAGES, JournalTail
 from tasuki.coordinator.audit.history import read_history
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.journal_reader import open_journal
 from tasuki.coordinator.records import Outcome
+from tasuki.dashboard import journal_tail
+from tasuki.dashboard.changeovers import page
+from tasuki.dashboard.journal_tail import STAGES, JournalTail
 from tasuki.memory.stages import HOLDS, Phase, Stage
 from tasuki.wire.errors import InvalidArgument, OutOfGpuMemory
 from tests.limits import limit_s

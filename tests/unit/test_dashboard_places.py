@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.cli.dashboard.open_address import open_address
-from tasuki.cli.dashboard.places import place_of
 from tasuki.config.lock import NODE_LOCK, TRAINING_LOCK, StateLock
+from tasuki.dashboard.open_address import open_address
+from tasuki.dashboard.places import place_of
 from tasuki.wire.errors import PathNotFound
 from tests.dashboard import RECORDED
 from tests.integration.port_node import make_certs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from tasuki.cli.dashboard.restarts import RestartLogs
+from tasuki.dashboard.restarts import RestartLogs
 from tasuki.supervisor.rotation import KEPT_LOGS, rotate
 from tests.dashboard import RECORDED
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.cli.dashboard import samples
-from tasuki.cli.dashboard.samples import list_steps, read_sample, read_step
-from tasuki.cli.dashboard.token_texts import TokenTexts
+from tasuki.dashboard import samples
+from tasuki.dashboard.samples import list_steps, read_sample, read_step
+from tasuki.dashboard.token_texts import TokenTexts
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 from tasuki.wire.line_reader import MAX_LINE_BYTES
 

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as some
 
-from tasuki.cli.dashboard import steps
-from tasuki.cli.dashboard.charts import draw
-from tasuki.cli.dashboard.steps import StepColumns
+from tasuki.dashboard import steps
+from tasuki.dashboard.charts import draw
+from tasuki.dashboard.steps import StepColumns
 
 RECORDED = Path(__file__).parents[1] / "recorded_run"
 

@@ -13,10 +13,10 @@ from cryptography.hazmat.primitives import serialization
 
 from tasuki.cli import certs
 from tasuki.cli.__main__ import main
-from tasuki.cli.doctor.certificates import check_authorities, check_certificate, warn_of_certificate
-from tasuki.cli.doctor.finding import Finding, Verdict, ok
-from tasuki.cli.doctor.node import check_datasets, check_rewards
 from tasuki.config.load import load_config
+from tasuki.doctor.certificates import check_authorities, check_certificate, warn_of_certificate
+from tasuki.doctor.finding import Finding, Verdict, ok
+from tasuki.doctor.node import check_datasets, check_rewards
 from tasuki.wire.extras import install_extras
 from tests.dashboard import RECORDED
 from tests.unit.doctor import finding_of, is_bad, is_ok
@@ -178,7 +178,7 @@ def test_an_authority_that_ends_is_found(node_file: Path, capsys: pytest.Capture
 def test_a_tracker_that_is_not_installed_is_found(
     node_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("tasuki.runs.trackers.find_spec", lambda name: None)
+    monkeypatch.setattr("tasuki.trackers.adapters.find_spec", lambda name: None)
     assert main(["doctor", str(node_file), "--set", 'track.to=["wandb"]', "--json"]) == 1
     findings = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)}
     assert install_extras("wandb") in findings["trackers"]["found"]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.cli.doctor.finding import Finding, Verdict
-from tasuki.cli.doctor.gpus import Gpu, GpuFacts, check_compilers, check_driver, check_peers, check_strangers, gpu_findings
+from tasuki.doctor.finding import Finding, Verdict
+from tasuki.doctor.gpus import Gpu, GpuFacts, check_compilers, check_driver, check_peers, check_strangers, gpu_findings
 from tasuki.wire.extras import install_extras
 from tests.unit.doctor import is_bad, is_ok
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.cli.doctor import host
-from tasuki.cli.doctor.finding import Verdict
+from tasuki.doctor import host
+from tasuki.doctor.finding import Verdict
 from tasuki.wire.extras import install_extras
 from tests.tiny_disk import tmpfs
 from tests.unit.doctor import examined, is_bad, is_ok

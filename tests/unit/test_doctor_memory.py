@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.cli.doctor import memory
-from tasuki.cli.doctor.command import examine
-from tasuki.cli.doctor.finding import Verdict
-from tasuki.cli.doctor.gpus import Gpu
-from tasuki.cli.doctor.memory import check_model_copy, check_passing, check_plan
+from tasuki.cli.doctor import examine
 from tasuki.config.load import load_config
 from tasuki.config.places import model_copy_dir
+from tasuki.doctor import memory
+from tasuki.doctor.finding import Verdict
+from tasuki.doctor.gpus import Gpu
+from tasuki.doctor.memory import check_model_copy, check_passing, check_plan
 from tasuki.memory.host import HostMemory, host_memory
 from tasuki.supervisor.model_copy import remove_model_copy
 from tests.conftest import ENVIRONMENT

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tasuki.cli.doctor.gpus import GpuFacts, read_gpu_facts
+from tasuki.doctor.gpus import GpuFacts, read_gpu_facts
 
 
 class NVMLError(Exception):

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from tasuki.cli.__main__ import USER_ERROR, main
-from tasuki.cli.doctor.finding import Verdict
-from tasuki.cli.doctor.node import node_findings
 from tasuki.config.load import load_config
 from tasuki.config.lock import NODE_LOCK, StateLock
 from tasuki.config.places import config_path
 from tasuki.config.save import save_config
 from tasuki.config.schema import NodeConfig
+from tasuki.doctor.finding import Verdict
+from tasuki.doctor.node import node_findings
 from tasuki.rpc.port import check_ports
 from tasuki.supervisor.fleet_place import check_place, check_run
 from tasuki.wire.errors import InvalidArgument

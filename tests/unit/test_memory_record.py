@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.cli.dashboard.journal_tail import JournalTail, StageColumns
-from tasuki.cli.dashboard.memory import MemoryTimeline, read_plan
 from tasuki.config.schema import ModelConfig, NodeConfig
 from tasuki.coordinator.admission import Admission
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.memory_record import MemoryRecord
 from tasuki.coordinator.node import Node
+from tasuki.dashboard.journal_tail import JournalTail, StageColumns
+from tasuki.dashboard.memory import MemoryTimeline, read_plan
 from tasuki.memory.stages import HOLDS, Phase, Service
 from tasuki.wire.errors import TasukiError
 from tests.unit import fake_node

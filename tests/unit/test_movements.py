@@ -13,7 +13,6 @@ import pytest
 from rich.console import Console
 
 from tasuki.cli.__main__ import main
-from tasuki.cli.node_snapshot import NodeSnapshot
 from tasuki.cli.node_tables import draw, event_line
 from tasuki.coordinator.encode import changeover_to_proto
 from tasuki.coordinator.journal import Journal
@@ -21,6 +20,7 @@ from tasuki.memory.stages import Phase, Service, Stage
 from tasuki.memory.tags import MemoryTag, Moved, Movement, MovementKind
 from tasuki.rpc.movements import decode_movements, moved_by, pause_response
 from tasuki.rpc.usage import TAG_VALUES
+from tasuki.supervisor.node_snapshot import NodeSnapshot
 from tasuki.v1 import coordinator_pb2, memory_pb2, rollout_pb2, trainer_pb2, types_pb2
 from tests.unit.fake_node import acquire, make_node
 from tests.unit.fake_services import FakeServices

@@ -22,7 +22,7 @@ from tasuki.config.track_schema import TRACKERS, TrackConfig
 from tasuki.runs.earlier_run import RunHead, write_head
 from tasuki.runs.folder import MetricsFile
 from tasuki.runs.metrics_tail import MetricsTail
-from tasuki.runs.tracking import tracked
+from tasuki.trackers.processes import tracked
 from tasuki.wire import line_reader
 from tasuki.wire.extras import install_extras
 from tests.conftest import ENVIRONMENT
@@ -115,7 +115,7 @@ def test_tensorboards_process_does_without_torch(tmp_path: Path):
 import sys
 from pathlib import Path
 from typing import Any
-from tasuki.runs.trackers import TrackedRun, open_tracker
+from tasuki.trackers.adapters import TrackedRun, open_tracker
 tracker = open_tracker("tensorboard", TrackedRun(id="a", folder=Path({str(tmp_path)!r}), project="p", name="n"))
 tracker.log(0, {{"reward": 1.0}})
 tracker.close()
@@ -160,14 +160,14 @@ def test_only_wandb_can_be_told_to_upload(tmp_path: Path, capsys: pytest.Capture
     assert main(["track", str(tmp_path), "--to", "mlflow", "--online"]) == 2
     assert "INVALID_ARGUMENT: online: is for wandb alone" in capsys.readouterr().err
     seen: list[TrackConfig] = []
-    monkeypatch.setattr("tasuki.cli.track.run", lambda folder, *, track, **_: seen.append(track) or 0)
+    monkeypatch.setattr("tasuki.trackers.sending.run", lambda folder, *, track, **_: seen.append(track) or 0)
     assert main(["track", str(tmp_path), "--to", "wandb", "--online"]) == 0
     assert seen[0].online
 
 
 def test_a_run_tells_only_wandb_to_upload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     started: list[list[str]] = []
-    monkeypatch.setattr("tasuki.runs.tracking.subprocess.Popen", lambda argv, **_: started.append(argv))
+    monkeypatch.setattr("tasuki.trackers.processes.subprocess.Popen", lambda argv, **_: started.append(argv))
     with tracked(tmp_path, TrackConfig(to=("wandb", "tensorboard"), online=True)):
         pass
     assert {argv[argv.index("--to") + 1]: "--online" in argv for argv in started} == {"wandb": True, "tensorboard": False}
@@ -227,7 +227,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.Captur
 def test_a_tracker_that_is_not_installed_is_refused_before_anything_else(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("tasuki.runs.trackers.find_spec", lambda name: None)
+    monkeypatch.setattr("tasuki.trackers.adapters.find_spec", lambda name: None)
     assert main(["track", str(run_of(tmp_path, [0])), "--to", "wandb"]) == 2
     assert f"NOT_INSTALLED: to: wandb is not installed: {install_extras('wandb')}" in capsys.readouterr().err
 
@@ -236,7 +236,7 @@ def test_a_tracker_that_is_not_installed_is_refused_before_anything_else(
 def test_a_run_without_its_trackers_library_is_refused_before_a_node_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, resumes: list[str]
 ):
-    monkeypatch.setattr("tasuki.runs.trackers.find_spec", lambda name: None)
+    monkeypatch.setattr("tasuki.trackers.adapters.find_spec", lambda name: None)
     (tmp_path / "node.toml").write_text('state_dir = "node"\n[model]\npath = "model"\n[track]\nto = ["mlflow"]\n')
     assert main(["train", str(tmp_path / "node.toml"), *resumes]) == 2
     told = capsys.readouterr().err
@@ -321,7 +321,7 @@ def test_a_tracker_that_throws_changes_nothing(tmp_path: Path, library, capfd):
 def test_a_tracker_that_hangs_changes_nothing_and_is_gone_afterwards(
     tmp_path: Path, library, capfd, monkeypatch: pytest.MonkeyPatch, where: str
 ):
-    monkeypatch.setattr("tasuki.runs.tracking._WAIT_S", 3.0)
+    monkeypatch.setattr("tasuki.trackers.processes._WAIT_S", 3.0)
     library("time.sleep(600)" if where == "log" else "pass", close="time.sleep(600)")
     assert run_beside(tmp_path / "run") < 1.0
     assert "tracker tensorboard did not end within 3 s" in capfd.readouterr().err
@@ -333,9 +333,9 @@ def test_a_tracker_ends_when_the_run_was_killed(tmp_path: Path, library):
     program = f"""
     import os, time
     from pathlib import Path
-    from tasuki.cli import track
+    from tasuki.trackers import sending as track
     from tasuki.runs.earlier_run import RunHead, write_head
-    from tasuki.runs.tracking import tracked
+    from tasuki.trackers.processes import tracked
     from tasuki.config.track_schema import TrackConfig
     folder = Path({str(tmp_path / "run")!r})
     folder.mkdir()
@@ -345,7 +345,7 @@ def test_a_tracker_ends_when_the_run_was_killed(tmp_path: Path, library):
         os.kill(os.getpid(), 9)
     """
     limited = tmp_path / "library/sitecustomize.py"
-    limited.write_text("import tasuki.cli.track as track\ntrack.LEFT_ALONE_S = 1.0\n")
+    limited.write_text("import tasuki.trackers.sending as track\ntrack.LEFT_ALONE_S = 1.0\n")
     subprocess.run([sys.executable, "-c", textwrap.dedent(program)], env={**os.environ}, timeout=60, check=False)
     deadline = time.monotonic() + 60
     while processes_with(str(tmp_path / "run")):

@@ -231,7 +231,7 @@ def _add_node(parser: argparse.ArgumentParser) -> None:
 
 
 def _up(arguments: argparse.Namespace) -> int:
-    from tasuki.cli.doctor.certificates import warn_of_certificate
+    from tasuki.doctor.certificates import warn_of_certificate
     from tasuki.supervisor.node import start_node
     from tasuki.supervisor.post_mortem import why_it_ended
 
@@ -297,14 +297,14 @@ def _certs(arguments: argparse.Namespace) -> int:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from tasuki.cli.doctor.command import run
+    from tasuki.cli.doctor import run
 
     return run(arguments.config, overrides=arguments.overrides, as_json=arguments.json, min_gbit=arguments.min_gbit)
 
 
 def _track(arguments: argparse.Namespace) -> int:
-    from tasuki.cli.track import TRACK, run
-    from tasuki.runs.trackers import tracker_environment
+    from tasuki.trackers.adapters import tracker_environment
+    from tasuki.trackers.sending import TRACK, run
 
     os.environ.update({**tracker_environment(arguments.output_dir / TRACK), **os.environ})
     if arguments.online and arguments.to != "wandb":
@@ -314,7 +314,7 @@ def _track(arguments: argparse.Namespace) -> int:
 
 
 def _dashboard(arguments: argparse.Namespace) -> int:
-    from tasuki.cli.dashboard.command import run
+    from tasuki.dashboard.command import run
 
     return run(arguments.folder, config_path=arguments.config, listen=arguments.listen)
 

@@ -18,7 +18,6 @@ from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 from rich.table import Table
 
-from tasuki.cli.doctor.certificates import warn_of_certificate
 from tasuki.cli.missing_nodes import missing_nodes
 from tasuki.cli.node_tables import phase_name, stage_name
 from tasuki.config.fleet_environment import fleet_table
@@ -26,6 +25,7 @@ from tasuki.config.load import MAX_CONFIG_BYTES, load_config
 from tasuki.config.lock import NODE_LOCK, TRAINING_LOCK, holder
 from tasuki.config.places import client_target, log_path
 from tasuki.config.schema import NodeConfig
+from tasuki.doctor.certificates import warn_of_certificate
 from tasuki.fleet import EXIT_FLEET_ENDED
 from tasuki.supervisor.exit_report import is_requested, node_down, read_exit_report
 from tasuki.supervisor.node import start_node

@@ -11,12 +11,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from tasuki.cli.node_snapshot import NodeSnapshot
 from tasuki.cli.print_text import FittedTable
 from tasuki.memory.tags import MemoryTag, MovementKind
 from tasuki.rpc.movements import decode_movements
 from tasuki.rpc.start_seconds import parts_line
 from tasuki.rpc.usage import read_usage
+from tasuki.supervisor.node_snapshot import NodeSnapshot
 from tasuki.v1 import coordinator_pb2, memory_pb2, types_pb2
 from tasuki.wire.printable import printable
 

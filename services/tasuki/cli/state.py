@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import sys
 
-from tasuki.cli.node_snapshot import NodeReader, as_dict
 from tasuki.cli.node_tables import draw
 from tasuki.cli.print_text import print_text
 from tasuki.config.schema import NodeConfig
+from tasuki.supervisor.node_snapshot import NodeReader, as_dict
 
 
 def show_state(config: NodeConfig, *, as_json: bool, must_serve: bool = False) -> int:

@@ -27,14 +27,14 @@ from tasuki.runs.save_request import SaveRequest
 from tasuki.runs.schedules import check_schedules
 from tasuki.runs.settings import RunSettings
 from tasuki.runs.sft_training import read_sft
-from tasuki.runs.trackers import check_installed
-from tasuki.runs.tracking import tracked
 from tasuki.runs.training import Loop, Training
 from tasuki.supervisor.fleet_place import check_run
 from tasuki.supervisor.node import check_state_folder, running_node
 from tasuki.supervisor.node_settings import adopt_node
 from tasuki.supervisor.post_mortem import explained
 from tasuki.supervisor.processes import continue_children
+from tasuki.trackers.adapters import check_installed
+from tasuki.trackers.processes import tracked
 from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import InvalidArgument, NodeRunning
 

@@ -9,10 +9,10 @@ import grpc
 from rich.console import Console
 from rich.live import Live
 
-from tasuki.cli.node_snapshot import NodeReader
 from tasuki.cli.node_tables import draw, event_line, phase_name
 from tasuki.config.schema import NodeConfig
 from tasuki.supervisor.exit_report import is_requested, read_exit_report
+from tasuki.supervisor.node_snapshot import NodeReader
 from tasuki.supervisor.post_mortem import has_ended, why_it_ended
 from tasuki.v1 import coordinator_pb2
 from tasuki.wire.errors import TasukiError

@@ -12,11 +12,11 @@ from typing import Any
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tasuki.cli.doctor.finding import Finding, Verdict, fail, ok, warn
-from tasuki.cli.doctor.running import is_running
 from tasuki.config.load import load_config
 from tasuki.config.places import config_path, nccl_log_path
 from tasuki.config.schema import NodeConfig
+from tasuki.doctor.finding import Finding, Verdict, fail, ok, warn
+from tasuki.doctor.running import is_running
 from tasuki.planner.model_shape import read_model_shape
 from tasuki.rpc.peer_credentials import peer_credentials
 from tasuki.supervisor.exit_report import node_down

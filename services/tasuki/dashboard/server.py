@@ -12,9 +12,9 @@ from importlib import resources
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from tasuki.cli.dashboard.feed import Feed, Parts
-from tasuki.cli.dashboard.guard import Guard
 from tasuki.config.schema import NodeConfig
+from tasuki.dashboard.feed import Feed, Parts
+from tasuki.dashboard.guard import Guard
 from tasuki.rpc.http_port import MISDIRECTED, HttpHandler, HttpPort
 from tasuki.wire.errors import InvalidArgument, PathNotFound, PermissionDenied, TasukiError, Unauthenticated
 
@@ -63,7 +63,7 @@ class DashboardServer(HttpPort):
 
 def _static_files() -> dict[str, tuple[str, bytes]]:
     """Path -> type and content; requests can name nothing else."""
-    folder = resources.files("tasuki.cli.dashboard") / "static"
+    folder = resources.files("tasuki.dashboard") / "static"
     found: dict[str, tuple[str, bytes]] = {}
     for file in folder.iterdir():
         kind = _TYPES.get(f".{file.name.rpartition('.')[2]}")

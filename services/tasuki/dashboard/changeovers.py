@@ -8,9 +8,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tasuki.cli.dashboard.journal_tail import QUERY_S
 from tasuki.coordinator.journal_reader import open_journal
 from tasuki.coordinator.records import Status, id_text
+from tasuki.dashboard.journal_tail import QUERY_S
 from tasuki.wire.errors import InvalidArgument
 
 _MAX_PAGE = 200

@@ -14,13 +14,13 @@ from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
-from tasuki.cli.dashboard.journal_tail import STAGES, StageColumns, stage_number
 from tasuki.config.load import load_config
 from tasuki.coordinator.headroom import after
 from tasuki.coordinator.memory_record import read_usages
 from tasuki.coordinator.phases import phase_of
 from tasuki.coordinator.planned_memory import TAGS
 from tasuki.coordinator.planning import plan_to_proto
+from tasuki.dashboard.journal_tail import STAGES, StageColumns, stage_number
 from tasuki.memory.host import host_memory
 from tasuki.memory.stages import RING, RULES, Service, Stage
 from tasuki.memory.tags import ServiceUsage

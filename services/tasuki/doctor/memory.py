@@ -7,11 +7,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tasuki.cli.doctor.finding import Finding, fail, ok, warn
-from tasuki.cli.doctor.gpus import Gpu
-from tasuki.cli.doctor.running import is_running
 from tasuki.config.places import model_copy_dir
 from tasuki.config.schema import NodeConfig
+from tasuki.doctor.finding import Finding, fail, ok, warn
+from tasuki.doctor.gpus import Gpu
+from tasuki.doctor.running import is_running
 from tasuki.memory.host import host_memory
 from tasuki.models.folder_files import model_files_bytes
 from tasuki.planner.advice import problems

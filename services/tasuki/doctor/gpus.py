@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tasuki.cli.doctor.finding import Finding, fail, ok, warn
+from tasuki.doctor.finding import Finding, fail, ok, warn
 from tasuki.wire.extras import install_extras
 
 _GIB = 1 << 30

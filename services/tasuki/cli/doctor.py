@@ -12,16 +12,16 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from tasuki.cli.doctor.finding import Finding, Verdict, fail, ok
-from tasuki.cli.doctor.fleet import fleet_findings, running_config
-from tasuki.cli.doctor.gpus import gpu_findings, read_gpu_facts, torch_cuda_version
-from tasuki.cli.doctor.host import check_shared_memory, host_findings
-from tasuki.cli.doctor.memory import check_passing
-from tasuki.cli.doctor.node import node_findings
-from tasuki.cli.doctor.running import is_running
 from tasuki.cli.print_text import FittedTable, print_text
 from tasuki.config.load import load_beside_node
 from tasuki.config.schema import NodeConfig
+from tasuki.doctor.finding import Finding, Verdict, fail, ok
+from tasuki.doctor.fleet import fleet_findings, running_config
+from tasuki.doctor.gpus import gpu_findings, read_gpu_facts, torch_cuda_version
+from tasuki.doctor.host import check_shared_memory, host_findings
+from tasuki.doctor.memory import check_passing
+from tasuki.doctor.node import node_findings
+from tasuki.doctor.running import is_running
 from tasuki.wire.errors import InvalidArgument, PathPermissionDenied, TasukiError
 
 FAILED = 1

@@ -7,7 +7,7 @@ import socket
 import ssl
 from pathlib import Path
 
-from tasuki.cli.served_certificate import read_certificate
+from tasuki.rpc.served_certificate import read_certificate
 from tasuki.wire.address import is_loopback, reachable
 
 

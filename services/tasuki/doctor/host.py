@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from tasuki.cli.doctor.finding import Finding, fail, ok, warn
+from tasuki.doctor.finding import Finding, fail, ok, warn
 from tasuki.memory.arena import totals
 from tasuki.memory.library import LIBRARY_PATH, PRELOADED_PATH
 from tasuki.wire.address import bind_once

@@ -6,13 +6,13 @@ import os
 import sys
 from pathlib import Path
 
-from tasuki.cli.dashboard.feed import Feed
-from tasuki.cli.dashboard.guard import check_listen, make_token
-from tasuki.cli.dashboard.open_address import open_address
-from tasuki.cli.dashboard.places import RunPlace, place_of, place_of_node
-from tasuki.cli.dashboard.server import DashboardServer
 from tasuki.config.load import load_config
 from tasuki.config.schema import NodeConfig
+from tasuki.dashboard.feed import Feed
+from tasuki.dashboard.guard import check_listen, make_token
+from tasuki.dashboard.open_address import open_address
+from tasuki.dashboard.places import RunPlace, place_of, place_of_node
+from tasuki.dashboard.server import DashboardServer
 from tasuki.wire.address import is_beyond_loopback, split_host_port
 from tasuki.wire.errors import InvalidArgument
 

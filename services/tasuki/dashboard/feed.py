@@ -7,18 +7,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tasuki.cli.dashboard.changeovers import page
-from tasuki.cli.dashboard.charts import draw
-from tasuki.cli.dashboard.journal_tail import JournalTail
-from tasuki.cli.dashboard.memory import MemoryTimeline, read_plan
-from tasuki.cli.dashboard.node import NodeFollower
-from tasuki.cli.dashboard.places import RunPlace
-from tasuki.cli.dashboard.restarts import RestartLogs
-from tasuki.cli.dashboard.samples import list_steps, read_sample, read_step
-from tasuki.cli.dashboard.steps import StepColumns
-from tasuki.cli.dashboard.summary import read_summary
-from tasuki.cli.dashboard.token_texts import TokenTexts
 from tasuki.config.load import load_config
+from tasuki.dashboard.changeovers import page
+from tasuki.dashboard.charts import draw
+from tasuki.dashboard.journal_tail import JournalTail
+from tasuki.dashboard.memory import MemoryTimeline, read_plan
+from tasuki.dashboard.node import NodeFollower
+from tasuki.dashboard.places import RunPlace
+from tasuki.dashboard.restarts import RestartLogs
+from tasuki.dashboard.samples import list_steps, read_sample, read_step
+from tasuki.dashboard.steps import StepColumns
+from tasuki.dashboard.summary import read_summary
+from tasuki.dashboard.token_texts import TokenTexts
 from tasuki.wire.errors import TasukiError
 
 _LOOK_S = 1.0

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from tasuki.cli.doctor.certificates import certificate_findings
-from tasuki.cli.doctor.finding import Finding, Verdict, fail, ok, warn
-from tasuki.cli.doctor.gpus import Gpu
-from tasuki.cli.doctor.host import check_disk, check_port, check_shared_memory
-from tasuki.cli.doctor.memory import check_model_copy, check_passing, check_plan
-from tasuki.cli.doctor.running import is_running
 from tasuki.config.engine_arguments import check_argument_values, has_sglang
 from tasuki.config.ports import port_targets
 from tasuki.config.schema import NodeConfig, SftConfig, TrainConfig
+from tasuki.doctor.certificates import certificate_findings
+from tasuki.doctor.finding import Finding, Verdict, fail, ok, warn
+from tasuki.doctor.gpus import Gpu
+from tasuki.doctor.host import check_disk, check_port, check_shared_memory
+from tasuki.doctor.memory import check_model_copy, check_passing, check_plan
+from tasuki.doctor.running import is_running
 from tasuki.models.shape import ModelShape
 from tasuki.planner.model_shape import read_model_shape
 from tasuki.rpc.port import check_ports
@@ -21,11 +21,11 @@ from tasuki.rpc.service_tracer import check_telemetry
 from tasuki.runs.inputs import read_inputs
 from tasuki.runs.loop_settings import open_rewards
 from tasuki.runs.sft_training import read_sft
-from tasuki.runs.trackers import check_installed
 from tasuki.supervisor.fleet_place import check_place
 from tasuki.supervisor.installed import check_node_installed
 from tasuki.supervisor.model_folder import check_model_folders
 from tasuki.supervisor.node import check_state_folder
+from tasuki.trackers.adapters import check_installed
 from tasuki.wire.address import split_host_port
 from tasuki.wire.denied_path import denied, named_if_denied
 from tasuki.wire.errors import NotInstalled, TasukiError

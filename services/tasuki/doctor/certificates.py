@@ -9,9 +9,9 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from tasuki.cli.doctor.finding import Finding, Verdict, fail, ok, warn
-from tasuki.cli.served_certificate import read_certificate
 from tasuki.config.schema import NodeConfig
+from tasuki.doctor.finding import Finding, Verdict, fail, ok, warn
+from tasuki.rpc.served_certificate import read_certificate
 
 _NAME = "certificate"
 _SOON_S = 14 * 86400
