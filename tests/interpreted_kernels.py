@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter
 
-from tasuki.trainer.backends.fsdp.merge_triton import Merge, MergeTable
+from tasuki.trainer.backends.fsdp.lora.merge_triton import Merge, MergeTable
 from tasuki.transport.checksum import MODULUS, checksum
 from tasuki.transport.copies import DeviceChecksums, DeviceSummedCopies, SummedCopies, ViewChecksum, ViewCopy
 from tasuki.transport.delta_copies import DeviceAppliedDeltas, DeviceEncodedCopies

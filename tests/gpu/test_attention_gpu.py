@@ -11,9 +11,9 @@ from torch import Tensor
 
 from tasuki.models.family import full_attention
 from tasuki.planner.presets import MODELS
-from tasuki.trainer.backends.fsdp.attention import Kernel, choose_kernel
-from tasuki.trainer.backends.fsdp.attention_flash import Fa4Sequences, VarlenSequences, packed_attention
-from tasuki.trainer.backends.fsdp.attention_padded import PaddedSequences
+from tasuki.trainer.attention.flash import Fa4Sequences, VarlenSequences, packed_attention
+from tasuki.trainer.attention.packed import Kernel, choose_kernel
+from tasuki.trainer.attention.padded import PaddedSequences
 from tasuki.wire.errors import InvalidArgument
 
 LENGTHS = (1, 127, 128, 129, 1000, 4097)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tasuki.trainer.backends.fsdp.merge_triton import Merge, MergeTable
-from tasuki.trainer.backends.fsdp.merged_weights import merge
+from tasuki.trainer.backends.fsdp.lora.merge_triton import Merge, MergeTable
+from tasuki.trainer.backends.fsdp.lora.merged_weights import merge
 from tasuki.transport.checksum import MODULUS, checksum
 from tasuki.transport.plan import Slice
 

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from tasuki.models.families import read_model
 from tasuki.planner.kept_bytes import kept_per_token
-from tasuki.trainer.backends.fsdp.pointwise import Activation, RmsNorm, down_projected, fuse_pointwise
-from tasuki.trainer.backends.fsdp.rotary import rotated
+from tasuki.trainer.modules.pointwise import Activation, RmsNorm, down_projected, fuse_pointwise
+from tasuki.trainer.modules.rotary import rotated
 from tests.models import CONFIGS
 from tests.saved_tensors import kept_bytes
 

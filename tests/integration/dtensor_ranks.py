@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, Placement, Shard, distribute_modul
 from transformers import PreTrainedModel
 
 from tasuki.config.trainer_schema import LoraConfig
-from tasuki.trainer.backends.fsdp.lora import add_adapters
-from tasuki.trainer.backends.fsdp.merged_weights import MergedWeights
+from tasuki.trainer.backends.fsdp.lora.adapters import add_adapters
+from tasuki.trainer.backends.fsdp.lora.merged_weights import MergedWeights
 from tasuki.trainer.backends.fsdp.shards import local_shards
 from tasuki.transport.export import WeightExport
 from tasuki.v1 import weights_pb2

@@ -17,8 +17,8 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from tasuki.trainer.backends.fsdp.checkpoint import CheckpointFacts, RoleFacts, load_checkpoint, save_checkpoint
-from tasuki.trainer.backends.fsdp.checkpoint_files import StoredTensor
 from tasuki.trainer.backends.fsdp.shards import load_shards
+from tasuki.trainer.durable.checkpoint_files import StoredTensor
 from tasuki.trainer.roles import Role
 from tasuki.transport.shards import Shard
 from tasuki.wire.errors import InvalidArgument, PathPermissionDenied, TasukiError

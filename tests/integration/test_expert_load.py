@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from tasuki.trainer.backends.fsdp.routing import ExpertLoad, Router, replace_routers
+from tasuki.trainer.modules.routing import ExpertLoad, Router, replace_routers
 from tests.integration.forked import processes
 from tests.models import make_model
 

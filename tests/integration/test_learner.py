@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM
 from tasuki.algorithms.loss_types import Correction, LossConfig, ValueLoss
 from tasuki.memory.tags import MemoryTag
 from tasuki.models.families import read_model
-from tasuki.trainer.backends.fsdp.attention import IMPLEMENTATION, PackedAttention
-from tasuki.trainer.backends.fsdp.attention_padded import PaddedSequences
+from tasuki.trainer.attention.packed import IMPLEMENTATION, PackedAttention
+from tasuki.trainer.attention.padded import PaddedSequences
 from tasuki.trainer.backends.fsdp.model import Policy, groups_of
 from tasuki.trainer.backends.fsdp.returning import _Return
 from tasuki.trainer.backends.fsdp.staying import TAGS

@@ -14,9 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from tasuki.algorithms.loss_types import LossConfig, ValueLoss
 from tasuki.memory.host import host_memory
 from tasuki.memory.tags import MemoryTag
-from tasuki.trainer.backends.fsdp import host_buffers, streamed_adamw
+from tasuki.trainer.backends.fsdp import host_buffers
+from tasuki.trainer.backends.fsdp.optimizer import streamed_adamw
+from tasuki.trainer.backends.fsdp.optimizer.streamed_adamw import StreamedAdamW
 from tasuki.trainer.backends.fsdp.staying import TAGS
-from tasuki.trainer.backends.fsdp.streamed_adamw import StreamedAdamW
 from tasuki.trainer.learner import Learner
 from tasuki.trainer.roles import Role
 from tasuki.trainer.service.requests import decode_samples

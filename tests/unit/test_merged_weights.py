@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tasuki.trainer.backends.fsdp import merged_weights
-from tasuki.trainer.backends.fsdp.merged_weights import _grouped
+from tasuki.trainer.backends.fsdp.lora.adapters import merged_weights
+from tasuki.trainer.backends.fsdp.lora.merged_weights import _grouped
 
 
 def test_weights_of_one_rank_are_gathered_up_to_a_size(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tasuki.models.families import FAMILIES, read_model
 from tasuki.models.family import Model
-from tasuki.trainer.backends.fsdp.attention import IMPLEMENTATION, PackedAttention
-from tasuki.trainer.backends.fsdp.attention_padded import PaddedSequences
+from tasuki.trainer.attention.packed import IMPLEMENTATION, PackedAttention
+from tasuki.trainer.attention.padded import PaddedSequences
 from tasuki.trainer.backends.fsdp.model import Policy
 from tasuki.trainer.backends.fsdp.model_buffers import check_module, set_buffers
 from tasuki.trainer.data.micro_batch import TokenBatch

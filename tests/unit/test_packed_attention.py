@@ -15,15 +15,15 @@ from tasuki.models.families import read_model
 from tasuki.models.family import full_attention
 from tasuki.planner.layout import Checkpointing
 from tasuki.planner.presets import MODELS
-from tasuki.trainer.backends.fsdp import attention_padded
+from tasuki.trainer.attention import padded as attention_padded
+from tasuki.trainer.attention.flash import packed_attention
+from tasuki.trainer.attention.packed import IMPLEMENTATION, PackedAttention, choose_kernel
+from tasuki.trainer.attention.padded import PaddedSequences
 from tasuki.trainer.backends.fsdp.activations import set_checkpointing
-from tasuki.trainer.backends.fsdp.attention import IMPLEMENTATION, PackedAttention, choose_kernel
-from tasuki.trainer.backends.fsdp.attention_flash import packed_attention
-from tasuki.trainer.backends.fsdp.attention_padded import PaddedSequences
 from tasuki.trainer.backends.fsdp.model import Policy
-from tasuki.trainer.backends.fsdp.routing import replace_routers
 from tasuki.trainer.data.micro_batch import TokenBatch
 from tasuki.trainer.environment import cache_variables
+from tasuki.trainer.modules.routing import replace_routers
 from tasuki.wire.errors import InvalidArgument
 from tests.extent import crossed
 from tests.models import CONFIGS, VOCAB_SIZE, make_model

@@ -20,14 +20,14 @@ from tasuki.models.families import read_model
 from tasuki.models.family import full_attention
 from tasuki.planner.layout import GB, Checkpointing, Layout, Part
 from tasuki.planner.step_bytes import step_moments
+from tasuki.trainer.attention.packed import IMPLEMENTATION, PackedAttention
+from tasuki.trainer.attention.padded import PaddedSequences
 from tasuki.trainer.backends.fsdp.activations import set_checkpointing
-from tasuki.trainer.backends.fsdp.attention import IMPLEMENTATION, PackedAttention
-from tasuki.trainer.backends.fsdp.attention_padded import PaddedSequences
 from tasuki.trainer.backends.fsdp.expert_parallel import parallelize_experts
 from tasuki.trainer.backends.fsdp.host_activations import HostActivations
 from tasuki.trainer.backends.fsdp.model import Critic, Policy
-from tasuki.trainer.backends.fsdp.routing import replace_routers
 from tasuki.trainer.data.micro_batch import TokenBatch
+from tasuki.trainer.modules.routing import replace_routers
 from tests.extent import IS_WHOLE
 
 NUM_TOKENS = 2003  # a size that no parameter has

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tasuki.trainer.backends.fsdp.pointwise import GatedMlp, RmsNorm, fuse_pointwise
+from tasuki.trainer.modules.pointwise import GatedMlp, RmsNorm, fuse_pointwise
 from tests.models import CONFIGS, make_model
 
 NORMS = {"gemma2": 0, "gemma3": 0}

@@ -16,13 +16,15 @@ from tasuki.models.families import read_model
 from tasuki.models.family import full_attention
 from tasuki.planner.layout import Checkpointing
 from tasuki.planner.presets import MODELS
-from tasuki.trainer.backends.fsdp import attention, attention_blocks, attention_padded
-from tasuki.trainer.backends.fsdp.attention import Kernel, sequences_of
-from tasuki.trainer.backends.fsdp.attention_blocks import OwnBlocks, PromptBlocks
-from tasuki.trainer.backends.fsdp.attention_flash import Fa4Sequences, VarlenSequences
-from tasuki.trainer.backends.fsdp.attention_flash_blocks import block_attention, flash_runs
-from tasuki.trainer.backends.fsdp.attention_padded import PaddedSequences
-from tasuki.trainer.backends.fsdp.attention_trial import fault_with_shared_prompts
+from tasuki.trainer.attention import blocks as attention_blocks
+from tasuki.trainer.attention import packed as attention
+from tasuki.trainer.attention import padded as attention_padded
+from tasuki.trainer.attention.blocks import OwnBlocks, PromptBlocks
+from tasuki.trainer.attention.flash import Fa4Sequences, VarlenSequences
+from tasuki.trainer.attention.flash_blocks import block_attention, flash_runs
+from tasuki.trainer.attention.packed import Kernel, sequences_of
+from tasuki.trainer.attention.padded import PaddedSequences
+from tasuki.trainer.attention.trial import fault_with_shared_prompts
 from tasuki.trainer.data.micro_batch import SequencePart, token_batch
 from tasuki.trainer.data.samples import NO_PREFIX, Samples
 from tasuki.trainer.ranks.wire import decode_columns, encode_samples

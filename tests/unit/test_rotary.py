@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tasuki.config.trainer_schema import LoraConfig
-from tasuki.trainer.backends.fsdp.lora import add_adapters, trained_parameters
-from tasuki.trainer.backends.fsdp.rotary import RotaryAttention, fuse_rotation
+from tasuki.trainer.backends.fsdp.lora.adapters import add_adapters, trained_parameters
+from tasuki.trainer.modules.rotary import RotaryAttention, fuse_rotation
 from tests.models import CONFIGS, make_model
 from tests.unit.test_packed_attention import LENGTHS, pack, policy_of
 

@@ -14,7 +14,7 @@ from tasuki.models.shape import decoder_shape
 from tasuki.planner.kept_bytes import kept_of_routing
 from tasuki.planner.layout import Checkpointing
 from tasuki.trainer.backends.fsdp.mlp_tiles import tile_mlps
-from tasuki.trainer.backends.fsdp.routing import ExpertLoad, Router, replace_routers, routing_operators
+from tasuki.trainer.modules.routing import ExpertLoad, Router, replace_routers, routing_operators
 from tests.models import CONFIGS, make_model
 from tests.operators import CountedOperators
 from tests.unit.test_packed_attention import LENGTHS, pack, policy_of

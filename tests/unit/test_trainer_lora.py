@@ -13,7 +13,7 @@ from tasuki.config.trainer_schema import LoraConfig
 from tasuki.models.families import read_model
 from tasuki.models.shape import ModelShape, check_lora_targets
 from tasuki.trainer.backends.fsdp.checkpoint import CheckpointFacts, RoleFacts, load_checkpoint
-from tasuki.trainer.backends.fsdp.lora import add_adapters, base_parameters, trained_parameters
+from tasuki.trainer.backends.fsdp.lora.adapters import add_adapters, base_parameters, trained_parameters
 from tasuki.trainer.roles import Role
 from tasuki.wire.errors import InvalidArgument
 from tasuki.wire.sealed_json import sealed

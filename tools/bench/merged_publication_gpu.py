@@ -33,7 +33,7 @@ NUM_ROUNDS, SIZE, RANK = 10, "qwen2.5-32b", 32
 
 def measure(folder: Path, *, device: str) -> dict[str, Any]:
     """Measures the rounds in this process, which is the only rank."""
-    from tasuki.trainer.backends.fsdp.lora import adapter_parameters
+    from tasuki.trainer.backends.fsdp.lora.adapters import adapter_parameters
     from tasuki.trainer.backends.fsdp.mesh import start_mesh
     from tasuki.trainer.launch import read_launch
     from tests.integration.learning import fsdp, start_learner

@@ -1,1 +1,383 @@
-../../examples/rl_loop.py
+"""The whole RL loop: evaluate, generate groups, score them, compute advantages, train, hand over the GPUs, repeat.
+
+`tasuki train` and `make demo` run this file, also importable as tasuki.client.rl_loop. Copy it to write a loop.
+GRPO, RLOO, REINFORCE++, ReMax, PPO with a critic, DAPO, GSPO, CISPO and SAPO are settings of it: docs/algorithms.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tasuki.algorithms.effects import check_evaluation
+from tasuki.algorithms.estimator import check_critic, check_groups, check_kl_horizon, check_loss, check_overlong
+from tasuki.algorithms.loss_types import LossConfig, OldPolicy, SettingError, check_numbers
+from tasuki.algorithms.overlong import soft_overlong_penalty
+from tasuki.client.dataset import Dataset, Row
+from tasuki.client.dynamic_sampling import Group, collect, groups_of
+from tasuki.client.estimation import AdvantageSettings, Estimator, EstimatorState, estimate_advantages, has_advantages
+from tasuki.client.evaluation import EvalSettings, eval_figures
+from tasuki.client.loop_state import LoopState, checkpoint_path, write_loop_state, write_pending
+from tasuki.client.rewards import Completion, RewardPool, Scores
+from tasuki.client.sample_dump import SampleDump
+from tasuki.client.shown_samples import ShownSamples
+from tasuki.client.step import Step
+from tasuki.client.step_metrics import averaged, measure_samples
+from tasuki.client.sync_client import Client
+from tasuki.client.truncation import has_loss_tokens, without_truncated
+from tasuki.client.types import Phase, Role, Sample, SamplingParams, TrainingSample
+
+
+class Tokenizer(Protocol):
+    def encode_prompt(self, prompt: object) -> list[int]: ...
+    def decode(self, token_ids: NDArray[np.int32]) -> str: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    num_steps: int
+    prompts_per_step: int
+    group_size: int
+    sampling: SamplingParams
+    output_dir: Path
+    loss: LossConfig = field(default_factory=LossConfig)
+    """Loss of the policy."""
+    value_loss: LossConfig | None = None
+    """Loss of the critic, if there is one."""
+    critic_warmup_steps: int = 0
+    """Initial steps in which only the critic learns."""
+    advantages: AdvantageSettings = field(default_factory=AdvantageSettings)
+    num_epochs: int = 1
+    """Passes over the samples of a step."""
+    num_mini_batches: int = 1
+    """Optimizer steps per pass."""
+    max_batches: int = 1
+    """Maximum generations per step until enough groups differ (DAPO's dynamic sampling). 1 keeps all groups."""
+    mask_truncated: bool = False
+    """Whether completions that reached max_new_tokens are excluded from the loss."""
+    overlong_tokens: int | None = None
+    """Length of the penalty zone before max_new_tokens, in tokens, over which the reward falls by up to 1 (DAPO)."""
+    evaluation: EvalSettings = field(default_factory=EvalSettings)
+    eval_every: int | None = None
+    stop_at_eval_score: float | None = None
+    save_every: int | None = None
+    seed: int = 0
+    """Seed for the order of samples in mini-batches."""
+
+    def __post_init__(self) -> None:
+        """Raises SettingError naming a field that is out of range or conflicts with another."""
+        check_numbers(self)
+        counts = ("num_steps", "prompts_per_step", "group_size", "num_epochs", "num_mini_batches", "max_batches")
+        for name in (*counts, "eval_every", "save_every"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise SettingError(name, f"is {value}; must be 1 or greater")
+        for name in ("seed", "critic_warmup_steps"):
+            if getattr(self, name) < 0:
+                raise SettingError(name, f"is {getattr(self, name)}; must be 0 or greater")
+        kinds = {"loss": LossConfig, "advantages": AdvantageSettings, "sampling": SamplingParams}
+        if self.value_loss is not None:
+            kinds["value_loss"] = LossConfig
+        for name, kind in kinds.items():
+            if not isinstance(getattr(self, name), kind):
+                raise SettingError(name, f"is {getattr(self, name)!r}; must be an instance of {kind.__name__}")
+        estimator, num_groups = self.advantages.estimator, self.prompts_per_step
+        check_groups(estimator, group_size=self.group_size, num_groups=num_groups, max_batches=self.max_batches)
+        check_kl_horizon(self.advantages, prompts_per_step=num_groups, group_size=self.group_size)
+        check_overlong(self.overlong_tokens, max_new_tokens=self.sampling.max_new_tokens)
+        check_loss(self.loss, num_updates=self.num_epochs * self.num_mini_batches)
+        check_critic(estimator, value_loss=self.value_loss, warmup_steps=self.critic_warmup_steps)
+
+
+@dataclass(slots=True)
+class RlLoop:
+    """One run: the node, the data and the settings."""
+
+    client: Client
+    dataset: Dataset
+    eval_rows: Sequence[Row]
+    tokenizer: Tokenizer
+    rewards: RewardPool
+    settings: Settings
+    state: EstimatorState = field(default_factory=EstimatorState)
+    dump: SampleDump | None = None
+    """Where some samples of each step are written for inspection."""
+    save_now: Callable[[], bool] = lambda: False
+    """Polled after each training step: whether to save it even if no checkpoint is due."""
+
+    def __post_init__(self) -> None:
+        """Raises SettingError naming an evaluation setting if there are no eval_rows."""
+        settings = self.settings
+        check_evaluation(
+            has_prompts=bool(self.eval_rows),
+            needed="there are no eval_rows; give some",
+            eval_every=settings.eval_every,
+            stop_at_eval_score=settings.stop_at_eval_score,
+            evaluation=settings.evaluation != EvalSettings(),
+        )
+
+    def run(self, report: Callable[[Step], None], *, first_step: int = 0) -> None:
+        """Trains from `first_step` on. `report` gets each finished step, and a last one with the final evaluation only."""
+        settings = self.settings
+        for number in range(first_step, settings.num_steps + 1):
+            step = Step(number)
+            is_last = number == settings.num_steps
+            if self.needs_rollout(number):
+                step.acquire(self.client, Phase.ROLLOUT)
+            step.policy_version = self.client.trainer_state().policy_version
+            if self.eval_rows and (is_last or number % (settings.eval_every or settings.num_steps) == 0):
+                self.evaluate(step)
+            target = settings.stop_at_eval_score
+            is_last |= target is not None and step.eval_score is not None and step.eval_score >= target
+            if not is_last:
+                self.learn(step)
+            report(step)
+            if is_last:
+                break
+        self.client.export_model(settings.output_dir / "model")
+
+    def needs_rollout(self, number: int) -> bool:
+        """Whether a step generates; the last one does only to evaluate."""
+        return number < self.settings.num_steps or bool(self.eval_rows)
+
+    def evaluate(self, step: Step) -> None:
+        """Generates and scores completions of the held-out prompts."""
+        evaluation, sampling = self.settings.evaluation, self.settings.evaluation.sampling_params()
+        limit = self.settings.sampling.max_new_tokens if sampling.max_new_tokens is None else sampling.max_new_tokens
+        sampling = replace(sampling, max_new_tokens=limit, stop_token_ids=self.settings.sampling.stop_token_ids)
+        with step.timed("evaluate"):
+            prompts, samples = self.complete(
+                self.eval_rows, sampling, num_samples=evaluation.num_samples, is_last=step.step == self.settings.num_steps
+            )
+            figures = eval_figures(self.score(self.eval_rows, prompts, samples), evaluation)
+        step.eval_score = figures.pop("mean", None)
+        step.metrics |= {f"eval/{name}": value for name, value in figures.items()}
+
+    def learn(self, step: Step) -> None:
+        """Runs one step: groups of completions, their advantages, updates, and a checkpoint if one is due."""
+        shown = ShownSamples(step.step) if self.dump is None else self.dump.begin(step.step)
+        groups = self.sample_groups(step, shown)
+        step.position = self.dataset.position()
+        if groups and self.teaches(groups):
+            samples, places = self.training_samples(groups)
+            if has_loss_tokens(samples):
+                self.update(step, samples, places=places, groups=groups, shown=shown)
+        is_due = self.settings.save_every and (step.step + 1) % self.settings.save_every == 0
+        is_saved = self.save_now() or is_due
+        if not is_saved and self.needs_rollout(step.step + 1):
+            # Runs while the step's figures and samples are written.
+            step.begin_acquire(self.client, Phase.ROLLOUT)
+        if self.dump is not None:
+            with step.timed("write_samples"):
+                self.dump.write(shown)
+        step.estimator = self.state.numbers()
+        if is_saved:
+            self.save(step)
+
+    def sample_groups(self, step: Step, shown: ShownSamples) -> list[Group]:
+        """Generates the groups of a step; with dynamic sampling, only groups whose rewards differ."""
+        settings = self.settings
+        generated: list[tuple[list[Sample], Scores]] = []
+
+        def generate(num_prompts: int) -> list[Group]:
+            rows = self.dataset.next_rows(num_prompts)
+            is_last = len(generated) + 1 == settings.max_batches
+            with step.timed("generate"):
+                greedy = self.greedy_samples(rows)
+                prompts, samples = self.complete(rows, settings.sampling, num_samples=settings.group_size, is_last=is_last)
+            if is_last:
+                # Nothing more will be generated: the trainer resumes while rewards are computed.
+                step.begin_acquire(self.client, Phase.TRAIN)
+            with step.timed("reward"):
+                completions = self.completions(prompts, samples)
+                scores = self.rewards.score(rows, completions, group_size=settings.group_size)
+                greedy_rewards = self.greedy_rewards(rows, prompts, greedy)
+            generated.append((samples, scores))
+            rewards_S = self.shaped(samples, scores.rewards)
+            shown.add(rows, completions, samples, scores, rewards_S)
+            rewards_PG = rewards_S.reshape(len(rows), settings.group_size)
+            made = zip(groups_of(prompts, samples, rewards_PG), greedy_rewards, strict=True)
+            return [replace(group, greedy_reward=reward) for group, reward in made]
+
+        if settings.max_batches == 1:
+            groups = generate(settings.prompts_per_step)
+            step.num_equal_groups = sum(not group.differs() for group in groups if len(group.samples) > 1)
+        else:
+            num_groups = settings.prompts_per_step
+            found = collect(generate, num_groups=num_groups, max_batches=settings.max_batches, is_kept=Group.differs)
+            groups, step.num_equal_groups = found.groups, found.num_equal
+            step.metrics["num_generated_groups"] = found.num_generated
+        measure_samples(step, generated)
+        return groups
+
+    def complete(
+        self, rows: Sequence[Row], sampling: SamplingParams, *, num_samples: int, is_last: bool = False
+    ) -> tuple[list[list[int]], list[Sample]]:
+        """Generates completions; returns the prompts and the samples, ordered by prompt. is_last: of the step."""
+        prompts = [self.tokenizer.encode_prompt(row["prompt"]) for row in rows]
+        return prompts, self.client.generate(prompts, sampling, num_samples=num_samples, is_last=is_last)
+
+    def completions(self, prompts: Sequence[list[int]], samples: Sequence[Sample]) -> list[Completion]:
+        """Decodes samples for the reward functions."""
+        return [
+            Completion.of(sample, text=self.tokenizer.decode(sample.token_ids), prompt_token_ids=prompts[sample.prompt_index])
+            for sample in samples
+        ]
+
+    def score(self, rows: Sequence[Row], prompts: Sequence[list[int]], samples: Sequence[Sample]) -> Scores:
+        return self.rewards.score(rows, self.completions(prompts, samples), group_size=len(samples) // len(rows))
+
+    def shaped(self, samples: Sequence[Sample], rewards_S: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Applies DAPO's penalty for completions near the length limit."""
+        limit, buffer = self.settings.sampling.max_new_tokens, self.settings.overlong_tokens
+        if buffer is None or limit is None:
+            return rewards_S
+        lengths_S = np.array([len(sample.token_ids) for sample in samples])
+        return rewards_S + soft_overlong_penalty(lengths_S, max_completion_tokens=limit, buffer_tokens=buffer)
+
+    def greedy_samples(self, rows: Sequence[Row]) -> list[Sample] | None:
+        """Generates each prompt's greedy completion for ReMax's baseline; None for other estimators."""
+        if self.settings.advantages.estimator is not Estimator.GREEDY_BASELINE:
+            return None
+        return self.complete(rows, replace(self.settings.sampling, temperature=0.0), num_samples=1)[1]
+
+    def greedy_rewards(
+        self, rows: Sequence[Row], prompts: Sequence[list[int]], samples: Sequence[Sample] | None
+    ) -> Sequence[float | None]:
+        """Rewards of the greedy completions, one for each prompt."""
+        if samples is None:
+            return [None] * len(rows)
+        return self.shaped(samples, self.score(rows, prompts, samples).rewards).tolist()
+
+    def teaches(self, groups: Sequence[Group]) -> bool:
+        """Whether a batch of these groups has a gradient."""
+        settings = self.settings
+        has_others = settings.loss.kl_coef or settings.loss.entropy_coef or settings.advantages.kl_coef
+        is_by_group = settings.advantages.estimator.needs_groups
+        return bool(has_others or not is_by_group or any(group.differs() for group in groups))
+
+    def training_samples(self, groups: Sequence[Group]) -> tuple[list[TrainingSample], list[int]]:
+        """Builds training samples without advantages; returns them with their indices among all completions.
+
+        Empty completions and those whose reward failed are left out.
+        """
+        settings = self.settings
+        completions = [(group, sample) for group in groups for sample in group.samples]
+        has_reward = np.isfinite(np.concatenate([group.rewards for group in groups]))
+        places = [place for place, (_, sample) in enumerate(completions) if len(sample.token_ids) and has_reward[place]]
+        samples = [
+            TrainingSample.of(sample, prompt_token_ids=group.prompt_token_ids)
+            for group, sample in (completions[place] for place in places)
+        ]
+        if settings.mask_truncated:
+            samples = without_truncated(samples, [completions[place][1].finish_reason for place in places])
+        return samples, places
+
+    def update(
+        self,
+        step: Step,
+        samples: list[TrainingSample],
+        *,
+        places: Sequence[int],
+        groups: Sequence[Group],
+        shown: ShownSamples,
+    ) -> None:
+        """Computes advantages, then takes an optimizer step per mini-batch. Adds the metrics to the step."""
+        settings = self.settings
+        step.acquire(self.client, Phase.TRAIN)
+        samples = self.scored(step, samples)
+        estimate = estimate_advantages(
+            samples,
+            rewards_PG=np.stack([group.rewards for group in groups]),
+            places=places,
+            greedy_rewards_P=np.array([group.greedy_reward for group in groups], dtype=np.float64),
+            settings=settings.advantages,
+            state=self.state,
+        )
+        self.state = estimate.state
+        step.metrics |= estimate.metrics
+        generated = [sample for group in groups for sample in group.samples]
+        shown.add_learned(estimate.samples, [generated[place] for place in places])
+        if settings.value_loss is not None:
+            step.critic_version = self.client.trainer_state().critic_version
+        write_pending(settings.output_dir, replace(step, estimator=self.state.numbers()))
+        measured: list[dict[str, float]] = []
+        for mini_batch in self.mini_batches(estimate.samples, number=step.step):
+            if settings.value_loss is not None:
+                measured.append(self.update_critic(step, mini_batch, settings.value_loss))
+            if step.step >= settings.critic_warmup_steps and self.moves_policy(mini_batch):
+                measured.append(self.update_policy(step, mini_batch, shown))
+        step.metrics |= averaged(measured)
+
+    def scored(self, step: Step, samples: list[TrainingSample]) -> list[TrainingSample]:
+        """Adds the log-probs and values that the losses need, computed by the networks before the step's updates."""
+        settings = self.settings
+        if settings.loss.kl_coef or settings.advantages.kl_coef:
+            with step.timed("ref_log_probs"):
+                ref = self.client.compute_log_probs(samples, role=Role.REFERENCE)
+            samples = [replace(sample, ref_log_probs=row) for sample, row in zip(samples, ref, strict=True)]
+        if settings.loss.old_policy is OldPolicy.GIVEN:
+            with step.timed("old_log_probs"):
+                old = self.client.compute_log_probs(samples)
+            samples = [replace(sample, old_log_probs=row) for sample, row in zip(samples, old, strict=True)]
+        if settings.value_loss is not None:
+            with step.timed("values"):
+                values = self.client.compute_values(samples)
+            samples = [replace(sample, values=row) for sample, row in zip(samples, values, strict=True)]
+        return samples
+
+    def mini_batches(self, samples: Sequence[TrainingSample], *, number: int) -> Iterator[list[TrainingSample]]:
+        """Shuffles by seed and step, unless one mini-batch holds all samples. Leaves out mini-batches without a counted token."""
+        settings = self.settings
+        num_parts = min(settings.num_mini_batches, len(samples))
+        for epoch in range(settings.num_epochs):
+            order = np.arange(len(samples))
+            if num_parts > 1:
+                np.random.default_rng([settings.seed, number, epoch]).shuffle(order)
+            for part in np.array_split(order, num_parts):
+                mini_batch = [samples[index] for index in part]
+                if has_loss_tokens(mini_batch):
+                    yield mini_batch
+
+    def moves_policy(self, samples: Sequence[TrainingSample]) -> bool:
+        """Whether the policy's loss has a gradient. Without one, a step would still move the weights through AdamW's moments."""
+        loss = self.settings.loss
+        return bool(loss.kl_coef or loss.entropy_coef) or has_advantages(samples)
+
+    def update_policy(self, step: Step, samples: list[TrainingSample], shown: ShownSamples) -> dict[str, float]:
+        wanted = shown.wanted(samples)
+        with step.timed("forward_backward"):
+            done = self.client.forward_backward(samples, self.settings.loss, log_probs_of=wanted)
+        shown.add_log_probs(samples, wanted, done.log_probs)
+        with step.timed("optim_step"):
+            stepped = self.client.optim_step(schedule_step=step.step - self.settings.critic_warmup_steps)
+        if stepped.is_skipped:
+            step.num_skipped_updates += 1
+        else:
+            step.num_policy_steps += 1
+            step.grad_norm, step.learning_rate = stepped.grad_norm, stepped.learning_rate
+        return dict(done.metrics)
+
+    def update_critic(self, step: Step, samples: list[TrainingSample], loss: LossConfig) -> dict[str, float]:
+        with step.timed("critic"):
+            done = self.client.forward_backward(samples, loss, role=Role.CRITIC)
+            stepped = self.client.optim_step(role=Role.CRITIC, schedule_step=step.step)
+        step.num_skipped_updates += stepped.is_skipped
+        step.num_critic_steps += not stepped.is_skipped
+        figures = {**done.metrics, "grad_norm": stepped.grad_norm, "learning_rate": stepped.learning_rate}
+        return {f"critic/{name}": value for name, value in figures.items()}
+
+    def save(self, step: Step) -> None:
+        """Saves a checkpoint, unless the step learned nothing and its policy version already has one."""
+        path = checkpoint_path(self.settings.output_dir / "checkpoints", step)
+        if path is None:
+            return
+        step.acquire(self.client, Phase.TRAIN)
+        with step.timed("save"):
+            saved = self.client.save(path)
+        write_loop_state(saved.path, LoopState(step, self.dataset.position()))

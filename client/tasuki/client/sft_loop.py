@@ -1,1 +1,107 @@
-../../examples/sft_loop.py
+"""The whole supervised loop: take a batch, compute gradients, take an optimizer step, repeat. Does not use rollout.
+
+`tasuki train` runs this file for a table [sft]; it is also importable as tasuki.client.sft_loop. Copy it to write a loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from tasuki.algorithms.effects import check_evaluation
+from tasuki.algorithms.loss_types import Aggregation, LossConfig, SettingError, SftLoss, check_numbers, member
+from tasuki.client.dataset import Dataset
+from tasuki.client.loop_state import LoopState, checkpoint_path, write_loop_state, write_pending
+from tasuki.client.step import Step
+from tasuki.client.sync_client import Client
+from tasuki.client.types import Phase, TrainingSample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    num_steps: int
+    samples_per_step: int
+    output_dir: Path
+    aggregation: Aggregation = Aggregation.TOKEN_MEAN
+    eval_every: int | None = None
+    """Steps between held-out losses, which are always computed for the first and last steps."""
+    save_every: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raises SettingError naming the field that is out of range."""
+        check_numbers(self)
+        for name in ("num_steps", "samples_per_step", "eval_every", "save_every"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise SettingError(name, f"is {value}; must be 1 or greater")
+        member(Aggregation, self.aggregation, field="aggregation")
+
+
+@dataclass(slots=True)
+class SftLoop:
+    """One run: the node, the data and the settings."""
+
+    client: Client
+    dataset: Dataset[TrainingSample]
+    eval_samples: Sequence[TrainingSample]
+    settings: Settings
+    save_now: Callable[[], bool] = lambda: False
+    """Polled after each training step: whether to save it even if no checkpoint is due."""
+
+    def __post_init__(self) -> None:
+        """Raises SettingError naming an evaluation setting if there are no eval_samples."""
+        needed, eval_every = "there are no eval_samples; give some", self.settings.eval_every
+        check_evaluation(has_prompts=bool(self.eval_samples), needed=needed, eval_every=eval_every)
+
+    def run(self, report: Callable[[Step], None], *, first_step: int = 0) -> None:
+        """Trains from `first_step` on. `report` gets each finished step, and a last one with the held-out loss only."""
+        settings = self.settings
+        for number in range(first_step, settings.num_steps + 1):
+            step = Step(number)
+            step.acquire(self.client, Phase.TRAIN)
+            step.policy_version = self.client.trainer_state().policy_version
+            is_last = number == settings.num_steps
+            if self.eval_samples and (is_last or number % (settings.eval_every or settings.num_steps) == 0):
+                self.evaluate(step)
+            if not is_last:
+                self.learn(step)
+            report(step)
+        self.client.export_model(settings.output_dir / "model")
+
+    def evaluate(self, step: Step) -> None:
+        """Computes the held-out loss: the mean negative log-probability of all counted tokens."""
+        with step.timed("evaluate"):
+            rows = self.client.compute_log_probs(self.eval_samples)
+        log_probs_N = np.concatenate(rows).astype(np.float64)
+        mask_N = np.concatenate([np.asarray(sample.loss_mask) for sample in self.eval_samples])
+        step.metrics["eval/loss"] = -float((log_probs_N * mask_N).sum() / mask_N.sum())
+
+    def learn(self, step: Step) -> None:
+        """Runs one step: a batch, an optimizer step, and a checkpoint if one is due."""
+        samples = self.dataset.next_rows(self.settings.samples_per_step)
+        step.position = self.dataset.position()
+        write_pending(self.settings.output_dir, step)
+        with step.timed("forward_backward"):
+            loss = LossConfig(loss=SftLoss(), aggregation=self.settings.aggregation)
+            done = self.client.forward_backward(samples, loss)
+        with step.timed("optim_step"):
+            stepped = self.client.optim_step(schedule_step=step.step)
+        step.num_policy_steps, step.num_skipped_updates = int(not stepped.is_skipped), int(stepped.is_skipped)
+        step.grad_norm, step.learning_rate = stepped.grad_norm, stepped.learning_rate
+        step.mean_num_tokens = float(np.mean([len(sample.completion_token_ids) for sample in samples]))
+        step.metrics |= {**done.metrics, "loss": done.loss, "num_tokens": done.num_tokens}
+        is_due = self.settings.save_every and (step.step + 1) % self.settings.save_every == 0
+        if self.save_now() or is_due:
+            self.save(step)
+
+    def save(self, step: Step) -> None:
+        """Saves a checkpoint, unless the step learned nothing and its policy version already has one."""
+        path = checkpoint_path(self.settings.output_dir / "checkpoints", step)
+        if path is None:
+            return
+        with step.timed("save"):
+            saved = self.client.save(path)
+        write_loop_state(saved.path, LoopState(step, self.dataset.position()))

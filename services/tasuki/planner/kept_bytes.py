@@ -22,7 +22,7 @@ def kept_per_token(
 
     Each norm: its input, one float32, a factor of its last product unless fused, and its result where a linear layer uses it. Attention.
     The MLP, see kept_in_mlp. num_keys: of the longest sequence, where attention is capped. is_fused: as on a GPU, see
-    trainer/backends/fsdp/pointwise.py.
+    trainer/modules/pointwise.py.
     """
     hidden = model.hidden_size
     # Without a preceding norm, attention and MLP save their input themselves.

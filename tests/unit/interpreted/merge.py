@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tasuki.trainer.backends.fsdp.merge_triton import Merge, MergeTable
+from tasuki.trainer.backends.fsdp.lora.merge_triton import Merge, MergeTable
 from tasuki.transport.checksum import MODULUS, checksum
 from tasuki.transport.plan import Slice, whole
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.nn.functional import gelu, silu
 
-from tasuki.trainer.backends.fsdp import pointwise_triton as kernels
 from tasuki.trainer.backends.fsdp.activations import recomputing
-from tasuki.trainer.backends.fsdp.pointwise import Activation, down_projected
+from tasuki.trainer.modules import pointwise_triton as kernels
+from tasuki.trainer.modules.pointwise import Activation, down_projected
 from tests.operators import CountedOperators
 from tests.saved_tensors import kept_bytes
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tasuki.trainer.backends.fsdp.rotary import rotated
-from tasuki.trainer.backends.fsdp.rotary_triton import rotate
+from tasuki.trainer.modules.rotary import rotated
+from tasuki.trainer.modules.rotary_triton import rotate
 
 
 @pytest.mark.parametrize(("num_heads", "head_dim"), [(3, 16), (9, 48), (16, 64)])

@@ -14,11 +14,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from tasuki.planner.layout import Checkpointing
-from tasuki.trainer.backends.fsdp.attention import attention_operators
+from tasuki.trainer.attention.packed import attention_operators
 from tasuki.trainer.backends.fsdp.host_activations import HostActivations
-from tasuki.trainer.backends.fsdp.pointwise import GatedMlp
-from tasuki.trainer.backends.fsdp.replays import OnDevice, Results, replaying
-from tasuki.trainer.backends.fsdp.routing import Router, routing_operators
+from tasuki.trainer.modules.pointwise import GatedMlp
+from tasuki.trainer.modules.replays import OnDevice, Results, replaying
+from tasuki.trainer.modules.routing import Router, routing_operators
 
 Layer = Callable[..., Any]
 

@@ -26,6 +26,7 @@ from tasuki.planner.start import TRIAL_TOKENS
 from tasuki.planner.step_bytes import offloaded_per_token
 from tasuki.rpc.failpoints import NO_FAILPOINTS, Failpoints
 from tasuki.rpc.heartbeat import Heartbeat
+from tasuki.trainer.attention.sequence_parallel import SequenceGroup
 from tasuki.trainer.backend import LearnerFacts, Publication
 from tasuki.trainer.backends.fsdp import export
 from tasuki.trainer.backends.fsdp.activations import set_checkpointing
@@ -39,9 +40,9 @@ from tasuki.trainer.backends.fsdp.checkpoint import (
 from tasuki.trainer.backends.fsdp.compiled_blocks import compile_mlps, compiling_ahead, trial_batch
 from tasuki.trainer.backends.fsdp.host_activations import HostActivations
 from tasuki.trainer.backends.fsdp.host_shards import HostShards
-from tasuki.trainer.backends.fsdp.lora import adapters_off, trained_parameters
+from tasuki.trainer.backends.fsdp.lora.adapters import adapters_off, trained_parameters
+from tasuki.trainer.backends.fsdp.lora.merged_weights import MergedWeights
 from tasuki.trainer.backends.fsdp.memory import TrainerMemory
-from tasuki.trainer.backends.fsdp.merged_weights import MergedWeights
 from tasuki.trainer.backends.fsdp.mesh import mesh_device
 from tasuki.trainer.backends.fsdp.mlp_tiles import tile_mlps
 from tasuki.trainer.backends.fsdp.model import (
@@ -54,18 +55,17 @@ from tasuki.trainer.backends.fsdp.model import (
     read_model_config,
     reshard,
 )
-from tasuki.trainer.backends.fsdp.optimizer import ShardedAdamW
+from tasuki.trainer.backends.fsdp.optimizer.adamw import ShardedAdamW
+from tasuki.trainer.backends.fsdp.optimizer.quantized_adamw import QuantizedAdamW
+from tasuki.trainer.backends.fsdp.optimizer.streamed_adamw import StreamedAdamW
 from tasuki.trainer.backends.fsdp.planned import planned_layout
-from tasuki.trainer.backends.fsdp.quantized_adamw import QuantizedAdamW
 from tasuki.trainer.backends.fsdp.replicas import NodeReplicas
-from tasuki.trainer.backends.fsdp.routing import ExpertLoad
-from tasuki.trainer.backends.fsdp.sequence_parallel import SequenceGroup
 from tasuki.trainer.backends.fsdp.shards import adapter_shards, local_shards
 from tasuki.trainer.backends.fsdp.shared_base import map_base
 from tasuki.trainer.backends.fsdp.staying import ExportChoice, Staying
-from tasuki.trainer.backends.fsdp.streamed_adamw import StreamedAdamW
 from tasuki.trainer.backends.fsdp.trained import Trained, checkpoint_facts, learner_facts, training_state
 from tasuki.trainer.data.micro_batch import WHOLE, SequencePart, TokenBatch
+from tasuki.trainer.modules.routing import ExpertLoad
 from tasuki.trainer.roles import Role
 from tasuki.transport.export import ExportMemory, WeightExport
 from tasuki.transport.node_pool import join_node_pool

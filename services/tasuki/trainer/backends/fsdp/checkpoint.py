@@ -18,14 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.optim import Optimizer
 
-from tasuki.trainer.backends.fsdp.checkpoint_files import (
-    DamagedFile,
-    TensorReader,
-    TensorWriter,
-    damaged,
-    index_checksum,
-)
-from tasuki.trainer.backends.fsdp.lora import trained_parameters
+from tasuki.trainer.backends.fsdp.lora.adapters import trained_parameters
 from tasuki.trainer.durable.atomic_folder import (
     cannot_write,
     claim_aside,
@@ -33,6 +26,13 @@ from tasuki.trainer.durable.atomic_folder import (
     folder_bytes,
     rename_into_place,
     start_aside,
+)
+from tasuki.trainer.durable.checkpoint_files import (
+    DamagedFile,
+    TensorReader,
+    TensorWriter,
+    damaged,
+    index_checksum,
 )
 from tasuki.trainer.durable.saves import FACTS_FILE, MAX_FACTS_BYTES, written_path
 from tasuki.trainer.roles import Role

@@ -22,9 +22,9 @@ from torch._dynamo.utils import counters
 from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 
 from tasuki.planner.start import TRIAL_TOKENS
-from tasuki.trainer.backends.fsdp.routing import Router
 from tasuki.trainer.data.micro_batch import SequencePart, TokenBatch, token_batch
 from tasuki.trainer.data.samples import Samples
+from tasuki.trainer.modules.routing import Router
 from tasuki.wire.errors import InvalidArgument
 
 _FIELD = "trainer.compile"

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tasuki.models.folder_files import INDEX_FILE
-from tasuki.trainer.backends.fsdp.lora import adapter_tensors, base_parameters, write_adapter
-from tasuki.trainer.backends.fsdp.merged_weights import MergedWeights
+from tasuki.trainer.backends.fsdp.lora.adapters import adapter_tensors, base_parameters, write_adapter
+from tasuki.trainer.backends.fsdp.lora.merged_weights import MergedWeights
 from tasuki.trainer.backends.fsdp.shards import SINGLE_FILE, tensor_files, whole_tensors
 from tasuki.trainer.durable.atomic_folder import delete_aside, folder_bytes, on_first_rank, rename_into_place, start_aside
 from tasuki.wire.errors import TasukiError

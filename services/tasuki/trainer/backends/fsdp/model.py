@@ -23,22 +23,22 @@ from tasuki.models.config_json import read_json_object
 from tasuki.models.families import FAMILIES, read_model
 from tasuki.models.family import Model
 from tasuki.models.shape import check_lora_targets
-from tasuki.trainer.backends.fsdp.attention import IMPLEMENTATION, AttentionBackend, PackedAttention, choose_kernel
-from tasuki.trainer.backends.fsdp.attention_trial import fault_with_shared_prompts
+from tasuki.trainer.attention.packed import IMPLEMENTATION, AttentionBackend, PackedAttention, choose_kernel
+from tasuki.trainer.attention.sequence_parallel import SequenceGroup
+from tasuki.trainer.attention.trial import fault_with_shared_prompts
 from tasuki.trainer.backends.fsdp.compiled_blocks import compile_blocks
 from tasuki.trainer.backends.fsdp.expert_parallel import parallelize_experts, ungathered_parameters
 from tasuki.trainer.backends.fsdp.host_shards import HostShards
-from tasuki.trainer.backends.fsdp.lm_head import LmHead
-from tasuki.trainer.backends.fsdp.lora import add_adapters, initialize_adapters
+from tasuki.trainer.backends.fsdp.lora.adapters import add_adapters, initialize_adapters
 from tasuki.trainer.backends.fsdp.mesh import mesh_device
 from tasuki.trainer.backends.fsdp.model_buffers import check_module, set_buffers
-from tasuki.trainer.backends.fsdp.pointwise import fuse_pointwise
-from tasuki.trainer.backends.fsdp.rotary import fuse_rotation
-from tasuki.trainer.backends.fsdp.routing import EXPERTS, replace_routers
-from tasuki.trainer.backends.fsdp.sequence_parallel import SequenceGroup
 from tasuki.trainer.backends.fsdp.shards import head_shards, load_shards, local_shards, tensor_files
 from tasuki.trainer.backends.fsdp.shared_base import engine_placement, views_in
 from tasuki.trainer.data.micro_batch import TokenBatch
+from tasuki.trainer.modules.lm_head import LmHead
+from tasuki.trainer.modules.pointwise import fuse_pointwise
+from tasuki.trainer.modules.rotary import fuse_rotation
+from tasuki.trainer.modules.routing import EXPERTS, replace_routers
 from tasuki.transport.shared_base import SharedBase
 from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import InvalidArgument, PathNotFound, UnsupportedModel

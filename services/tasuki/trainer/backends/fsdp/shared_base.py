@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from tasuki.config.places import base_socket_path
 from tasuki.config.schema import NodeConfig
 from tasuki.models.shape import SPLIT_BY_COLUMNS
-from tasuki.trainer.backends.fsdp.lora import base_parameters
+from tasuki.trainer.backends.fsdp.lora.adapters import base_parameters
 from tasuki.trainer.backends.fsdp.shards import shards_of
 from tasuki.transport import shards
 from tasuki.transport.manifest import Entry

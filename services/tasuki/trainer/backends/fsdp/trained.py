@@ -16,8 +16,8 @@ from tasuki.models.family import computing_keys
 from tasuki.trainer.backend import LearnerFacts
 from tasuki.trainer.backends.fsdp.checkpoint import CheckpointFacts, RoleFacts, training_tensors
 from tasuki.trainer.backends.fsdp.model import Critic, Policy
-from tasuki.trainer.backends.fsdp.optimizer import ShardedAdamW
-from tasuki.trainer.backends.fsdp.routing import ExpertLoad
+from tasuki.trainer.backends.fsdp.optimizer.adamw import ShardedAdamW
+from tasuki.trainer.modules.routing import ExpertLoad
 from tasuki.trainer.roles import Role
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tasuki.trainer.backends.fsdp.attention_shared import Gradients, Settings
+from tasuki.trainer.attention.shared import Gradients, Settings
 from tasuki.trainer.data.micro_batch import SharedPrompts, TokenBatch
 
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from tasuki.planner.moments import moment_block
-from tasuki.trainer.backends.fsdp.optimizer import MOMENTS, ShardedAdamW, full_moments
+from tasuki.trainer.backends.fsdp.optimizer.adamw import MOMENTS, ShardedAdamW, full_moments
 
 CHUNK_ELEMENTS = 1 << 23
 """Elements of a parameter processed at a time: full moments exist for this many, or for one row."""

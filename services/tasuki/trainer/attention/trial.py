@@ -10,8 +10,8 @@ import torch
 
 from tasuki.models.family import Attention
 from tasuki.models.shape import ModelShape
-from tasuki.trainer.backends.fsdp.attention import TOLERANCE, Kernel, sequences_of, with_gradients
-from tasuki.trainer.backends.fsdp.attention_padded import PaddedSequences
+from tasuki.trainer.attention.packed import TOLERANCE, Kernel, sequences_of, with_gradients
+from tasuki.trainer.attention.padded import PaddedSequences
 from tasuki.trainer.data.micro_batch import TokenBatch, token_batch
 from tasuki.trainer.data.samples import NO_PREFIX, Samples
 

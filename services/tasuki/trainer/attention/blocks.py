@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tasuki.trainer.backends.fsdp.attention_padded import PRODUCTS_UP_TO, PaddedSequences
-from tasuki.trainer.backends.fsdp.attention_shared import Gradients, Settings
+from tasuki.trainer.attention.padded import PRODUCTS_UP_TO, PaddedSequences
+from tasuki.trainer.attention.shared import Gradients, Settings
 from tasuki.trainer.data.micro_batch import SharedPrompts, TokenBatch
 
 # Maximum logits computed at a time, in elements: 256 MiB in float32.

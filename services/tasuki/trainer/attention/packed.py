@@ -19,12 +19,12 @@ from transformers import AttentionInterface
 
 from tasuki.models.family import Attention
 from tasuki.models.shape import ModelShape
-from tasuki.trainer.backends.fsdp.attention_blocks import OwnBlocks, PromptBlocks
-from tasuki.trainer.backends.fsdp.attention_flash import HEAD_DIM_STEP, MAX_HEAD_DIM, Fa4Sequences, VarlenSequences
-from tasuki.trainer.backends.fsdp.attention_flash_blocks import Fa4Blocks, Runs, VarlenBlocks, flash_runs
-from tasuki.trainer.backends.fsdp.attention_padded import PaddedSequences
-from tasuki.trainer.backends.fsdp.attention_shared import Blocks, SharedSequences
-from tasuki.trainer.backends.fsdp.sequence_parallel import SequenceGroup
+from tasuki.trainer.attention.blocks import OwnBlocks, PromptBlocks
+from tasuki.trainer.attention.flash import HEAD_DIM_STEP, MAX_HEAD_DIM, Fa4Sequences, VarlenSequences
+from tasuki.trainer.attention.flash_blocks import Fa4Blocks, Runs, VarlenBlocks, flash_runs
+from tasuki.trainer.attention.padded import PaddedSequences
+from tasuki.trainer.attention.sequence_parallel import SequenceGroup
+from tasuki.trainer.attention.shared import Blocks, SharedSequences
 from tasuki.trainer.data.micro_batch import SharedPrompts, TokenBatch
 from tasuki.wire.errors import InvalidArgument
 

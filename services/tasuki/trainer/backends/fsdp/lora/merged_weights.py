@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as Split
 
-from tasuki.trainer.backends.fsdp.lora import adapted_parameters
+from tasuki.trainer.backends.fsdp.lora.adapters import adapted_parameters
 from tasuki.transport.checksum import MODULUS
 from tasuki.transport.copies import ViewChecksum, prepare_checksums
 from tasuki.transport.export import Place
 from tasuki.transport.plan import whole
 
 if TYPE_CHECKING:
-    from tasuki.trainer.backends.fsdp.merge_triton import MergeTable
+    from tasuki.trainer.backends.fsdp.lora.merge_triton import MergeTable
 
 _GROUP_BYTES = 32 << 20
 """Gathered bytes of A at a time."""
@@ -101,7 +101,7 @@ class MergedWeights:
     def _make_tables(self, places: Mapping[str, Place]) -> list[MergeTable | None] | None:
         if not self._is_by_rows or not any(place.held.is_cuda for place in places.values()):
             return None
-        from tasuki.trainer.backends.fsdp.merge_triton import Merge, MergeTable
+        from tasuki.trainer.backends.fsdp.lora.merge_triton import Merge, MergeTable
 
         slots = {name: slot for slot, name in enumerate(self.by_name)}
         tables: list[MergeTable | None] = []
@@ -123,7 +123,7 @@ def merge(held: Tensor, *, base: Tensor, factors: Factors, scaling: float) -> No
     """Writes a merged slice to `held`: summed in float32, rounded once."""
     rows, columns = factors
     if held.is_cuda:
-        from tasuki.trainer.backends.fsdp.merge_triton import Merge, MergeTable
+        from tasuki.trainer.backends.fsdp.lora.merge_triton import Merge, MergeTable
 
         one = Merge(held, base, rows, 0, whole(tuple(held.shape)), 0)
         if one.is_possible:
