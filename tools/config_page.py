@@ -18,8 +18,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from tasuki.algorithms.loss_types import Correction, LossConfig
+from tasuki.algorithms.losses import LOSSES
+from tasuki.config.algorithms import LOSS_KEYS
 from tasuki.config.devices import Device
-from tasuki.config.loss_table import LOSSES, SHARED
 from tasuki.config.schema import NodeConfig
 
 HEAD = """# Configuration
@@ -41,7 +42,7 @@ def _tables(table: type[BaseModel], name: str) -> Iterator[str]:
     for key, field in table.model_fields.items():
         kind = _without_none(field.annotation)
         full_name = f"{name}.{key}" if name else key
-        if _is_table(kind) or kind is LossConfig:
+        if _is_table(kind) or dataclasses.is_dataclass(kind):
             below.append((kind, full_name))
         else:
             if get_origin(kind) is dict and _is_table(get_args(kind)[1]):
@@ -49,7 +50,14 @@ def _tables(table: type[BaseModel], name: str) -> Iterator[str]:
             meaning = " ".join((field.description or "").split())
             yield f"| `{key}` | {_value(kind, field)} | {_default(field)} | {meaning} |\n"
     for kind, full_name in below:
-        yield from _loss_tables(full_name) if kind is LossConfig else _tables(kind, full_name)
+        if kind is LossConfig:
+            yield from _loss_tables(full_name)
+        elif isinstance(kind, type) and dataclasses.is_dataclass(kind):
+            yield f"\n## `[{full_name}]`\n\n| key | value | default | meaning |\n|---|---|---|---|\n"
+            for key, value, default, meaning in _dataclass_rows(kind):
+                yield f"| `{key}` | {value} | {default} | {meaning} |\n"
+        else:
+            yield from _tables(kind, full_name)
 
 
 def _is_table(kind: Any) -> bool:
@@ -65,7 +73,7 @@ def _loss_tables(name: str) -> Iterator[str]:
     tables = [("every loss", LossConfig), *((f'`"{loss}"`', cls) for loss, cls in learning.items())]
     for owner, cls in tables:
         for key, value, default, meaning in _dataclass_rows(cls):
-            if cls is not LossConfig or (key in SHARED and key != "correction"):
+            if cls is not LossConfig or (key in LOSS_KEYS and key != "correction"):
                 yield f"| `{key}` | {owner} | {value} | {default} | {meaning} |\n"
     head = "Only corrections that the table names apply; an empty table means none. Without the table the defaults apply."
     yield f"\n## `[{name}.correction]`\n\n{head}\n\n| key | value | default | meaning |\n|---|---|---|---|\n"
@@ -85,6 +93,8 @@ def _dataclass_rows(cls: type) -> Iterator[tuple[str, str, str, str]]:
 def _plain_value(kind: Any) -> str:
     if isinstance(kind, type) and issubclass(kind, StrEnum):
         return " or ".join(f'`"{choice}"`' for choice in kind)
+    if get_origin(kind) is Literal:
+        return " or ".join(f'`"{choice}"`' for choice in get_args(kind))
     if get_origin(kind) is tuple:
         return f"[{', '.join(_plain_value(part) for part in get_args(kind))}]"
     return kind.__name__ if isinstance(kind, type) else ""
@@ -137,7 +147,7 @@ def _bound(limit: object) -> str:
             return f">= {bound}"
         case Lt(lt=bound):
             return f"< {bound}"
-        case Le(le=bound):
+        case Le(le=int() | float() as bound):
             return f"<= {int(bound) if bound == int(bound) else bound}"
         case _:
             return ""

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 
 from tasuki.algorithms.effects import check_evaluation
 from tasuki.algorithms.estimator import check_critic, check_groups, check_kl_horizon, check_loss, check_overlong
-from tasuki.algorithms.loss_types import LossConfig, OldPolicy, SettingError, check_numbers
+from tasuki.algorithms.loss_types import LossConfig, OldPolicy
 from tasuki.algorithms.overlong import soft_overlong_penalty
+from tasuki.algorithms.setting import SettingError, check_numbers
 from tasuki.client.dataset import Dataset, Row
 from tasuki.client.dynamic_sampling import Group, collect, groups_of
 from tasuki.client.estimation import AdvantageSettings, Estimator, EstimatorState, estimate_advantages, has_advantages

@@ -12,7 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from tasuki.algorithms.effects import check_evaluation
-from tasuki.algorithms.loss_types import Aggregation, LossConfig, SettingError, SftLoss, check_numbers, member
+from tasuki.algorithms.loss_types import Aggregation, LossConfig
+from tasuki.algorithms.losses.sft import SftLoss
+from tasuki.algorithms.setting import SettingError, check_numbers, member
 from tasuki.client.dataset import Dataset
 from tasuki.client.loop_state import LoopState, checkpoint_path, write_loop_state, write_pending
 from tasuki.client.step import Step

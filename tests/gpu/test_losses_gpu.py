@@ -9,7 +9,9 @@ import torch
 
 from tasuki.algorithms.batch import LossBatch
 from tasuki.algorithms.lm_head import token_log_probs
-from tasuki.algorithms.loss_types import Correction, GspoLoss, LossConfig, OldPolicy, PpoLoss
+from tasuki.algorithms.loss_types import Correction, LossConfig, OldPolicy
+from tasuki.algorithms.losses.gspo import GspoLoss
+from tasuki.algorithms.losses.ppo import PpoLoss
 from tasuki.algorithms.objective import policy_loss
 
 CORRECTION = Correction(token_truncation=None, sequence_truncation=1.5, token_mask=(0.5, 2.0), geometric_mask=(0.7, 1.4))

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.distributed.device_mesh import DeviceMesh
 
-from tasuki.algorithms.loss_types import LossConfig, ValueLoss
+from tasuki.algorithms.loss_types import LossConfig
+from tasuki.algorithms.losses.value import ValueLoss
 from tasuki.trainer.backends.fsdp.mesh import start_mesh
 from tasuki.trainer.launch import read_launch
 from tasuki.trainer.roles import Role

@@ -190,7 +190,7 @@ class Fleet:
         masks = [list(sample.loss_mask) for sample in samples]
         lengths = [len(sample.completion_token_ids) for sample in samples]
         header = trainer_pb2.ForwardBackwardHeader(command=command(), role=role, loss=loss, is_share=True)
-        header.loss.denominator = call_denominator(masks, lengths, config=config)
+        header.loss.settings["denominator"] = call_denominator(masks, lengths, config=config)
         return header
 
 

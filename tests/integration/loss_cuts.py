@@ -18,19 +18,14 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tasuki.algorithms.loss_types import (
-    Aggregation,
-    CispoLoss,
-    Correction,
-    GspoLoss,
-    LossConfig,
-    OldPolicy,
-    PolicyGradientLoss,
-    PpoLoss,
-    SapoLoss,
-    SftLoss,
-    ValueLoss,
-)
+from tasuki.algorithms.loss_types import Aggregation, Correction, LossConfig, OldPolicy
+from tasuki.algorithms.losses.cispo import CispoLoss
+from tasuki.algorithms.losses.gspo import GspoLoss
+from tasuki.algorithms.losses.policy_gradient import PolicyGradientLoss
+from tasuki.algorithms.losses.ppo import PpoLoss
+from tasuki.algorithms.losses.sapo import SapoLoss
+from tasuki.algorithms.losses.sft import SftLoss
+from tasuki.algorithms.losses.value import ValueLoss
 from tasuki.trainer.backends.fsdp.mesh import start_mesh
 from tasuki.trainer.data.micro_batch import token_batch
 from tasuki.trainer.data.samples import Samples

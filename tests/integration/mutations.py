@@ -14,7 +14,7 @@ _COMMAND = types_pb2.CommandId(epoch=1, sequence=7, request_id="request")
 _SAMPLE = types_pb2.TrainingSample(
     prompt_token_ids=[5, 6], completion_token_ids=[7, 8], rollout_log_probs=[-1.0, -2.0], advantages=[1.0], policy_version=0
 )
-_LOSS = loss_pb2.LossConfig(ppo=loss_pb2.PpoLoss(clip_high=0.28))
+_LOSS = loss_pb2.LossConfig(name="ppo", settings={"clip_high": 0.28})
 _HANDLE = weights_pb2.WeightHandle(rank=0, socket_path="/tmp/x.sock", manifest_digest="ab", kind=1, generation=1)
 VALID: dict[str, list[Message]] = {
     "AcquireRequest": [coordinator_pb2.AcquireRequest(phase=types_pb2.PHASE_TRAIN, request_id="a")],

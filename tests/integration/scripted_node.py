@@ -138,7 +138,7 @@ class ScriptedNode(
             self.samples += samples
             self.num_forward_backward += 1
             self.pending.add(header.role)
-            return trainer.ForwardBackwardResponse(loss=header.loss.ppo.clip_high, num_samples=len(samples))
+            return trainer.ForwardBackwardResponse(loss=header.loss.settings["clip_high"], num_samples=len(samples))
 
         response = await self.gate.once(header, work)
         self._answered()

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from tasuki.algorithms.loss_types import LossConfig, ValueLoss
+from tasuki.algorithms.loss_types import LossConfig
+from tasuki.algorithms.losses.value import ValueLoss
 from tasuki.memory.tags import MemoryTag
 from tasuki.trainer.backends.fsdp.compiled_blocks import num_graphs
 from tasuki.trainer.backends.fsdp.shards import local_shards
@@ -239,7 +240,7 @@ async def test_a_compiled_service_answers_as_one_that_is_not_and_compiles_before
         async with connect(trainer) as channel:
             client = TrainerClient(channel)
             samples = await samples_of_now(client)
-            answers.append(await client.forward_backward(samples, loss=loss_pb2.LossConfig(gspo=loss_pb2.GspoLoss())))
+            answers.append(await client.forward_backward(samples, loss=loss_pb2.LossConfig(name="gspo")))
             steps.append(await client.optim_step())
             scores.append(await client.log_probs(samples))
         assert "event=compiled_late" not in trainer.log.read_text()

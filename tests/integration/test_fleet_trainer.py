@@ -12,7 +12,8 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
-from tasuki.algorithms.loss_types import Aggregation, LossConfig, ValueLoss
+from tasuki.algorithms.loss_types import Aggregation, LossConfig
+from tasuki.algorithms.losses.value import ValueLoss
 from tasuki.client.encode import loss_to_proto
 from tasuki.v1.types_pb2 import ROLE_POLICY, TrainingSample
 from tasuki.wire.errors import InvalidArgument, PeerUnavailable, VersionOrder, from_rpc_error
@@ -110,12 +111,12 @@ async def test_a_refused_share_leaves_no_node_with_gradients(model: Path, nodes:
 async def test_a_share_without_the_calls_denominator_is_refused(model: Path, nodes: list[TrainerProcess]) -> None:
     async with fleet_of(nodes, model) as fleet:
         header = fleet.header(samples_of(0), *HEADER)
-        header.loss.ClearField("denominator")
+        del header.loss.settings["denominator"]
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await share_call(fleet.clients[0], header, samples_of(0))
         error = from_rpc_error(refused.value)
         assert isinstance(error, InvalidArgument)
-        assert error.metadata["field"] == "header.loss.denominator"
+        assert error.metadata["field"] == "header.loss.settings.denominator"
 
 
 async def test_what_was_written_is_not_published_after_a_step(folder: Path, model: Path, nodes: list[TrainerProcess]) -> None:

@@ -78,7 +78,7 @@ class Node(ScriptedNode):
             parts = {"tokens": trainer.MetricPart(total=10 * counted, weight=counted)} if counted else {}
             longest = max((len(sample.completion_token_ids) for sample in samples), default=0)
             return trainer.ForwardBackwardResponse(
-                loss=counted / header.loss.denominator,
+                loss=counted / header.loss.settings["denominator"],
                 num_samples=len(samples),
                 num_tokens=int(counted),
                 num_micro_batches=1,
@@ -177,7 +177,7 @@ def samples(lengths: list[int]) -> list[TrainingSample]:
 async def forward_backward(
     stub: TrainerServiceAsyncStub, given: list[TrainingSample], request_id: str = "r", **fields
 ) -> trainer.ForwardBackwardResponse:
-    loss = loss_pb2.LossConfig(sft=loss_pb2.SftLoss())
+    loss = loss_pb2.LossConfig(name="sft")
     header = trainer.ForwardBackwardHeader(command=command(request_id), role=ROLE_POLICY, loss=loss, **fields)
     messages = [
         trainer.ForwardBackwardRequest(header=header),
@@ -196,7 +196,7 @@ async def test_samples_are_dealt_once_and_the_answer_is_that_of_the_whole_call(f
         dealt = [[sample.completion_token_ids[0] - 100 for sample in node.shares[0]] for node in nodes]
         assert sorted(position for share in dealt for position in share) == [0, 1, 2, 3]
         assert [sum(len(sample.completion_token_ids) for sample in node.shares[0]) for node in nodes] == [5, 5]
-        assert [header.loss.denominator for node in nodes for header in node.headers] == [10.0, 10.0]
+        assert [header.loss.settings["denominator"] for node in nodes for header in node.headers] == [10.0, 10.0]
         assert all(header.is_share and header.command.epoch == 0 for node in nodes for header in node.headers)
         assert (answer.loss, answer.num_samples, answer.num_tokens, answer.denominator) == (1.0, 4, 10, 10.0)
         assert dict(answer.metrics) == {"tokens": 10.0, "longest": 4.0}

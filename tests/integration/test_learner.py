@@ -18,7 +18,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from tasuki.algorithms.loss_types import Correction, LossConfig, ValueLoss
+from tasuki.algorithms.loss_types import Correction, LossConfig
+from tasuki.algorithms.losses.value import ValueLoss
 from tasuki.memory.tags import MemoryTag
 from tasuki.models.families import read_model
 from tasuki.trainer.attention.packed import IMPLEMENTATION, PackedAttention

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from tasuki.algorithms.loss_types import LossConfig, ValueLoss
+from tasuki.algorithms.loss_types import LossConfig
+from tasuki.algorithms.losses.value import ValueLoss
 from tasuki.planner.kept_bytes import kept_with_attention
 from tasuki.planner.step_bytes import _attention_output
 from tasuki.trainer.backends.fsdp.host_activations import HostActivations
@@ -35,7 +36,7 @@ __all__ = ["mesh"]
 SETTINGS = 'compute_dtype = "float32"\nlearning_rate = 1e-3\nmicro_batch_tokens = 64\n'
 NUM_GROUPS, GROUP_SIZE = 5, 4
 # It needs the log-probs of whole sequences.
-GSPO = loss_pb2.LossConfig(gspo=loss_pb2.GspoLoss(), entropy_coef=0.01)
+GSPO = loss_pb2.LossConfig(name="gspo", settings={"entropy_coef": 0.01})
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
 

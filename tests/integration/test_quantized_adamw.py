@@ -14,7 +14,8 @@ from torchao.optim.adam import single_param_adam
 from torchao.optim.quant_utils import create_dynamic_map, dequant_with_qmap, quantize_8bit_with_qmap, scale_tensor
 from torchao.optim.subclass_8bit import OptimState8bit
 
-from tasuki.algorithms.loss_types import LossConfig, ValueLoss
+from tasuki.algorithms.loss_types import LossConfig
+from tasuki.algorithms.losses.value import ValueLoss
 from tasuki.memory.tags import MemoryTag
 from tasuki.planner.layout import Part
 from tasuki.planner.moments import moment_block

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from tasuki.algorithms.loss_types import LossConfig, ValueLoss
+from tasuki.algorithms.loss_types import LossConfig
+from tasuki.algorithms.losses.value import ValueLoss
 from tasuki.memory.host import host_memory
 from tasuki.memory.tags import MemoryTag
 from tasuki.trainer.backends.fsdp import host_buffers

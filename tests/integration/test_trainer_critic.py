@@ -78,9 +78,9 @@ async def test_a_critic_learns_beside_the_policy(client: TrainerClient) -> None:
     assert await client.log_probs(samples) == before
     assert (await facts(client))[ROLE_POLICY] == (0, 0, False)
     error = await refused(client.forward_backward(samples, role=ROLE_CRITIC))
-    assert error.metadata["field"] == "header.loss"
+    assert error.metadata["field"] == "header.loss.name"
     error = await refused(client.forward_backward(samples, loss=VALUE))
-    assert error.metadata["field"] == "header.loss"
+    assert error.metadata["field"] == "header.loss.name"
 
 
 async def test_a_second_run_on_a_living_node_learns(client: TrainerClient) -> None:

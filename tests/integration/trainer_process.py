@@ -36,8 +36,8 @@ from tests.models import VOCAB_SIZE
 START_TIMEOUT_S = 180.0
 CALL_TIMEOUT_S = 60.0
 # Token means of PPO against the current policy.
-PPO = loss_pb2.LossConfig(ppo=loss_pb2.PpoLoss())
-VALUE = loss_pb2.LossConfig(value=loss_pb2.ValueLoss())
+PPO = loss_pb2.LossConfig(name="ppo")
+VALUE = loss_pb2.LossConfig(name="value")
 TAGS = (types_pb2.MEMORY_TAG_WEIGHTS, types_pb2.MEMORY_TAG_GRADIENTS, types_pb2.MEMORY_TAG_OPTIMIZER)
 
 

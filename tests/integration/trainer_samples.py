@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from tasuki.algorithms.loss_types import Correction, LossConfig, OldPolicy, PpoLoss
+from tasuki.algorithms.loss_types import Correction, LossConfig, OldPolicy
+from tasuki.algorithms.losses.ppo import PpoLoss
 from tasuki.v1.types_pb2 import TrainingSample
 
 CLIP_LOW, CLIP_HIGH, KL_COEF, TEMPERATURE = 0.2, 0.3, 0.1, 0.8

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from tasuki.algorithms.loss_types import LossConfig, ValueLoss
+from tasuki.algorithms.loss_types import LossConfig
+from tasuki.algorithms.losses.value import ValueLoss
 from tasuki.memory import arena as native
 from tasuki.trainer.backends.fsdp.mesh import start_mesh
 from tasuki.trainer.backends.fsdp.shards import whole_tensors

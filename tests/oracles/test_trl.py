@@ -11,7 +11,11 @@ from trl_trainers import advantages as their_advantages
 from trl_trainers import loss as their_loss
 
 from tasuki.algorithms import advantages
-from tasuki.algorithms.loss_types import Aggregation, CispoLoss, Correction, GspoLoss, LossConfig, OldPolicy, PpoLoss, SapoLoss
+from tasuki.algorithms.loss_types import Aggregation, Correction, LossConfig, OldPolicy
+from tasuki.algorithms.losses.cispo import CispoLoss
+from tasuki.algorithms.losses.gspo import GspoLoss
+from tasuki.algorithms.losses.ppo import PpoLoss
+from tasuki.algorithms.losses.sapo import SapoLoss
 from tasuki.algorithms.objective import policy_loss
 
 UNCORRECTED = Correction(token_truncation=None)

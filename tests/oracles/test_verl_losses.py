@@ -13,19 +13,13 @@ from verl.trainer.ppo import core_algos
 from verl.workers.config import ActorConfig
 
 from tasuki.algorithms.kl import kl_divergence
-from tasuki.algorithms.loss_types import (
-    Aggregation,
-    CispoLoss,
-    Correction,
-    GspoLoss,
-    KlEstimator,
-    LossConfig,
-    OldPolicy,
-    PolicyGradientLoss,
-    PpoLoss,
-    SapoLoss,
-    ValueLoss,
-)
+from tasuki.algorithms.loss_types import Aggregation, Correction, KlEstimator, LossConfig, OldPolicy
+from tasuki.algorithms.losses.cispo import CispoLoss
+from tasuki.algorithms.losses.gspo import GspoLoss
+from tasuki.algorithms.losses.policy_gradient import PolicyGradientLoss
+from tasuki.algorithms.losses.ppo import PpoLoss
+from tasuki.algorithms.losses.sapo import SapoLoss
+from tasuki.algorithms.losses.value import ValueLoss
 from tasuki.algorithms.objective import policy_loss, value_loss
 
 UNCORRECTED = Correction(token_truncation=None)

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tasuki.algorithms import advantages, reward_kl
-from tasuki.algorithms.loss_types import KlEstimator, SettingError
+from tasuki.algorithms.loss_types import KlEstimator
+from tasuki.algorithms.setting import SettingError
 
 lengths = st.lists(st.integers(0, 6), max_size=5)
 

@@ -6,7 +6,11 @@ from typing import Any
 
 import pytest
 
-from tasuki.algorithms.loss_types import CispoLoss, Correction, LossConfig, OldPolicy, PolicyGradientLoss, SftLoss, ValueLoss
+from tasuki.algorithms.loss_types import Correction, LossConfig, OldPolicy
+from tasuki.algorithms.losses.cispo import CispoLoss
+from tasuki.algorithms.losses.policy_gradient import PolicyGradientLoss
+from tasuki.algorithms.losses.sft import SftLoss
+from tasuki.algorithms.losses.value import ValueLoss
 from tasuki.trainer.data.checks import BatchLimits, check_loss, check_sequences, check_versions
 from tasuki.trainer.roles import Role
 from tasuki.trainer.service.requests import decode_samples
@@ -127,15 +131,15 @@ def test_what_a_loss_does_not_need_may_be_missing(config: LossConfig, role: Role
 @pytest.mark.parametrize(
     ("config", "role", "words"),
     [
-        (LossConfig(loss=ValueLoss()), Role.POLICY, "ValueLoss is not a loss of the policy"),
-        (LossConfig(), Role.CRITIC, "PpoLoss is not a loss of the critic"),
-        (LossConfig(loss=SftLoss()), Role.CRITIC, "SftLoss is not a loss of the critic"),
+        (LossConfig(loss=ValueLoss()), Role.POLICY, "value is not a loss of the policy"),
+        (LossConfig(), Role.CRITIC, "ppo is not a loss of the critic"),
+        (LossConfig(loss=SftLoss()), Role.CRITIC, "sft is not a loss of the critic"),
     ],
 )
 def test_a_loss_of_another_role_is_refused(config: LossConfig, role: Role, words: str) -> None:
     with pytest.raises(InvalidArgument, match=words) as raised:
         check_all([make_sample(returns=[0.0] * 3, values=[0.0] * 3)], config=config, role=role)
-    assert raised.value.metadata["field"] == "header.loss"
+    assert raised.value.metadata["field"] == "header.loss.name"
 
 
 def test_sample_of_a_version_that_the_trainer_never_had_is_refused_by_its_place() -> None:

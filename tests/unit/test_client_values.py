@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from tasuki.algorithms.loss_types import PpoLoss
+from tasuki.algorithms.losses.ppo import PpoLoss
 from tasuki.client.encode import (
     loss_to_proto,
     optim_step_to_proto,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.algorithms.loss_types import SettingError
+from tasuki.algorithms.setting import SettingError
 from tasuki.cli.__main__ import main
 from tasuki.config import engine_arguments
 from tasuki.config.engine_arguments import Argument, check_argument_values, uncounted_arguments

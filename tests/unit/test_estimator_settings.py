@@ -9,17 +9,13 @@ from typing import Any
 import pytest
 
 from tasuki.algorithms.estimator import AdvantageSettings, Estimator
-from tasuki.algorithms.loss_types import (
-    Correction,
-    GspoLoss,
-    LossConfig,
-    OldPolicy,
-    PolicyGradientLoss,
-    PpoLoss,
-    SettingError,
-    SftLoss,
-    ValueLoss,
-)
+from tasuki.algorithms.loss_types import Correction, LossConfig, OldPolicy
+from tasuki.algorithms.losses.gspo import GspoLoss
+from tasuki.algorithms.losses.policy_gradient import PolicyGradientLoss
+from tasuki.algorithms.losses.ppo import PpoLoss
+from tasuki.algorithms.losses.sft import SftLoss
+from tasuki.algorithms.losses.value import ValueLoss
+from tasuki.algorithms.setting import SettingError
 from tasuki.client.rl_loop import Settings
 from tasuki.client.types import SamplingParams
 

@@ -8,21 +8,15 @@ import pytest
 import torch
 
 from tasuki.algorithms.kl import kl_divergence
-from tasuki.algorithms.loss_types import (
-    Aggregation,
-    CispoLoss,
-    Correction,
-    GspoLoss,
-    KlEstimator,
-    Loss,
-    LossConfig,
-    OldPolicy,
-    PolicyGradientLoss,
-    PpoLoss,
-    SapoLoss,
-    SftLoss,
-    ValueLoss,
-)
+from tasuki.algorithms.loss import Loss
+from tasuki.algorithms.loss_types import Aggregation, Correction, KlEstimator, LossConfig, OldPolicy
+from tasuki.algorithms.losses.cispo import CispoLoss
+from tasuki.algorithms.losses.gspo import GspoLoss
+from tasuki.algorithms.losses.policy_gradient import PolicyGradientLoss
+from tasuki.algorithms.losses.ppo import PpoLoss
+from tasuki.algorithms.losses.sapo import SapoLoss
+from tasuki.algorithms.losses.sft import SftLoss
+from tasuki.algorithms.losses.value import ValueLoss
 from tasuki.algorithms.objective import policy_loss
 from tests.unit.every_loss import EXAMPLES, has_ratio
 from tests.unit.loss_batches import Case, random_case

@@ -12,17 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tasuki.algorithms.batch import LossSum, Metric
-from tasuki.algorithms.loss_types import (
-    Aggregation,
-    Correction,
-    LossConfig,
-    OldPolicy,
-    PpoLoss,
-    ValueLoss,
-)
+from tasuki.algorithms.loss_types import Aggregation, Correction, LossConfig, OldPolicy
+from tasuki.algorithms.losses.ppo import PpoLoss
+from tasuki.algorithms.losses.value import ValueLoss
 from tasuki.algorithms.objective import policy_loss, value_loss
 from tests.extent import examples
-from tests.unit.every_loss import EXAMPLES, has_ratio
+from tests.unit.every_loss import EVERY, has_ratio
 from tests.unit.loss_batches import Case, part, random_case
 
 CORRECTION = Correction(token_truncation=None, sequence_truncation=1.5, token_mask=(0.5, 2.0), geometric_mask=(0.7, 1.4))
@@ -43,7 +38,7 @@ def _loss_sum(config: LossConfig, case: Case) -> LossSum:
     return policy_loss(config, log_probs_N=case.log_probs_N, entropy_N=case.entropy_N, batch=case.batch)
 
 
-@pytest.mark.parametrize("loss", EXAMPLES, ids=str)
+@pytest.mark.parametrize("loss", EVERY, ids=str)
 @given(
     lengths=st.lists(st.integers(0, 7), min_size=1, max_size=6).filter(any),
     seed=st.integers(0, 1 << 20),
@@ -68,7 +63,7 @@ def test_parts_add_up_to_the_loss_its_gradient_and_its_metrics(
         torch.testing.assert_close(merged.value, metric.value, rtol=1e-6, atol=1e-9, equal_nan=True)
 
 
-@pytest.mark.parametrize("loss", EXAMPLES, ids=str)
+@pytest.mark.parametrize("loss", EVERY, ids=str)
 def test_masked_tokens_add_nothing_even_if_their_numbers_are_not_finite(loss) -> None:
     config = _config(loss)
     case = random_case(config)
@@ -86,7 +81,7 @@ def test_masked_tokens_add_nothing_even_if_their_numbers_are_not_finite(loss) ->
         assert torch.equal(metric.total, expected.metrics[name].total), name
 
 
-@pytest.mark.parametrize("loss", EXAMPLES, ids=str)
+@pytest.mark.parametrize("loss", EVERY, ids=str)
 @pytest.mark.parametrize("lengths", [(3, 2), (0, 0), ()])
 def test_nothing_counted_gives_exactly_zero_with_a_zero_gradient(loss, lengths: tuple[int, ...]) -> None:
     config = _config(loss)
@@ -100,7 +95,7 @@ def test_nothing_counted_gives_exactly_zero_with_a_zero_gradient(loss, lengths: 
     assert all(metric.value.isnan() for metric in result.metrics.values())
 
 
-@pytest.mark.parametrize("loss", EXAMPLES, ids=str)
+@pytest.mark.parametrize("loss", EVERY, ids=str)
 def test_huge_ratios_stay_finite_in_float32(loss) -> None:
     config = _config(loss)
     case = random_case(config, spread=500.0, dtype=torch.float32)

@@ -4,28 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
-from tasuki.algorithms import loss_types
-from tasuki.algorithms.loss_types import (
-    Aggregation,
-    CispoLoss,
-    Correction,
-    GspoLoss,
-    KlEstimator,
-    LossConfig,
-    OldPolicy,
-    PolicyGradientLoss,
-    PpoLoss,
-    SapoLoss,
-    SettingError,
-    SftLoss,
-    ValueLoss,
-)
+from tasuki.algorithms.loss import Loss
+from tasuki.algorithms.loss_types import Aggregation, Correction, KlEstimator, LossConfig, OldPolicy
+from tasuki.algorithms.losses.cispo import CispoLoss
+from tasuki.algorithms.losses.gspo import GspoLoss
+from tasuki.algorithms.losses.policy_gradient import PolicyGradientLoss
+from tasuki.algorithms.losses.ppo import PpoLoss
+from tasuki.algorithms.losses.sapo import SapoLoss
+from tasuki.algorithms.losses.sft import SftLoss
+from tasuki.algorithms.losses.value import ValueLoss
+from tasuki.algorithms.setting import SettingError
 
 NAN, INF = math.nan, math.inf
 
@@ -87,7 +79,7 @@ def test_an_enums_value_is_taken_for_its_member() -> None:
     ("settings", "message"),
     [
         ({"aggregation": "foo"}, "aggregation: is 'foo'; must be one of token_mean, .*constant"),
-        ({"loss": "ppo"}, "loss: is 'ppo'; must be an instance of PpoLoss, GspoLoss"),
+        ({"loss": "ppo"}, "loss: is 'ppo'; must be an instance of CispoLoss, "),
     ],
 )
 def test_a_word_that_is_no_member_is_told_what_there_is(settings: dict[str, Any], message: str) -> None:
@@ -114,7 +106,7 @@ def test_the_constant_needs_a_length(length: int | None) -> None:
 
 @pytest.mark.parametrize("loss", [PolicyGradientLoss(), SftLoss(), ValueLoss()])
 @pytest.mark.parametrize("old_policy", [OldPolicy.GIVEN, OldPolicy.ROLLOUT])
-def test_a_loss_without_ratio_takes_no_old_policy(loss: loss_types.Loss, old_policy: OldPolicy) -> None:
+def test_a_loss_without_ratio_takes_no_old_policy(loss: Loss, old_policy: OldPolicy) -> None:
     with pytest.raises(SettingError, match="old_policy"):
         LossConfig(loss=loss, old_policy=old_policy)
 
@@ -153,14 +145,3 @@ def test_values_are_lower_case_words() -> None:
 def test_settings_are_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         LossConfig().kl_coef = 1.0
-
-
-def test_the_module_imports_the_standard_library_only() -> None:
-    script = (
-        "import sys, runpy; before = set(sys.modules); runpy.run_path(sys.argv[1], run_name='loss_types');"
-        "print({name.partition('.')[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script, loss_types.__file__], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.stdout.strip() == "set()", done.stderr

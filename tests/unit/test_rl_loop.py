@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 
 from tasuki.algorithms import advantages
-from tasuki.algorithms.loss_types import Correction, LossConfig, OldPolicy, PolicyGradientLoss, PpoLoss, ValueLoss
+from tasuki.algorithms.loss_types import Correction, LossConfig, OldPolicy
+from tasuki.algorithms.losses.policy_gradient import PolicyGradientLoss
+from tasuki.algorithms.losses.ppo import PpoLoss
+from tasuki.algorithms.losses.value import ValueLoss
 from tasuki.client.dataset import Dataset
 from tasuki.client.estimation import AdvantageSettings, Estimator
 from tasuki.client.loop_state import complete_checkpoints, newest_checkpoint, read_loop_state, read_pending

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tasuki.algorithms.loss_types import Aggregation, LossConfig, SettingError, SftLoss
+from tasuki.algorithms.loss_types import Aggregation, LossConfig
+from tasuki.algorithms.losses.sft import SftLoss
+from tasuki.algorithms.setting import SettingError
 from tasuki.client.dataset import Dataset
 from tasuki.client.loop_state import newest_checkpoint, read_pending
 from tasuki.client.sft_loop import Settings, SftLoop

@@ -1,19 +1,13 @@
 """Python SDK of tasuki: drive a node from a training loop. Needs grpcio, protobuf and numpy; no torch."""
 
-from tasuki.algorithms.loss_types import (
-    Aggregation,
-    CispoLoss,
-    Correction,
-    GspoLoss,
-    KlEstimator,
-    LossConfig,
-    OldPolicy,
-    PolicyGradientLoss,
-    PpoLoss,
-    SapoLoss,
-    SftLoss,
-    ValueLoss,
-)
+from tasuki.algorithms.loss_types import Aggregation, Correction, KlEstimator, LossConfig, OldPolicy
+from tasuki.algorithms.losses.cispo import CispoLoss
+from tasuki.algorithms.losses.gspo import GspoLoss
+from tasuki.algorithms.losses.policy_gradient import PolicyGradientLoss
+from tasuki.algorithms.losses.ppo import PpoLoss
+from tasuki.algorithms.losses.sapo import SapoLoss
+from tasuki.algorithms.losses.sft import SftLoss
+from tasuki.algorithms.losses.value import ValueLoss
 from tasuki.client.async_client import AsyncClient
 from tasuki.client.dataset import Dataset, read_jsonl
 from tasuki.client.rewards import RewardPool

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from tasuki.algorithms.loss_types import Loss, LossConfig
+from tasuki.algorithms.loss_types import LossConfig
 from tasuki.client.types import (
     Changeover,
     FinishReason,
@@ -34,11 +34,6 @@ from tasuki.wire.errors import InvalidArgument
 
 TokenIds = Sequence[int] | NDArray[np.int32]
 _Part = TypeVar("_Part", rollout_pb2.Prompt, types_pb2.TrainingSample)
-_LOSS_FIELDS = {
-    field.message_type.name: field.name
-    for field in loss_pb2.LossConfig.DESCRIPTOR.oneofs_by_name["loss"].fields
-    if field.message_type is not None
-}
 # Tag and length of one entry of a repeated field.
 _ENTRY_OVERHEAD_BYTES = 8
 
@@ -57,34 +52,12 @@ def sampling_to_proto(params: SamplingParams) -> types_pb2.SamplingParams:
 
 
 def loss_to_proto(loss: LossConfig) -> loss_pb2.LossConfig:
-    """Converts a loss to the message and fields of the same names. Raises InvalidArgument for anything but a LossConfig."""
+    """Raises InvalidArgument for anything but a LossConfig."""
     if not isinstance(loss, LossConfig):  # callers may have no types
         raise InvalidArgument("loss", f"is of type {type(loss).__name__}; give LossConfig(loss=...)")
-    message = loss_pb2.LossConfig(
-        aggregation=loss_pb2.Aggregation.Value(f"AGGREGATION_{loss.aggregation.upper()}"),
-        aggregation_length=loss.aggregation_length,
-        kl_coef=loss.kl_coef,
-        kl_estimator=loss_pb2.KlEstimator.Value(f"KL_ESTIMATOR_{loss.kl_estimator.upper()}"),
-        entropy_coef=loss.entropy_coef,
-        old_policy=loss_pb2.OldPolicy.Value(f"OLD_POLICY_{loss.old_policy.upper()}"),
-        correction=loss_pb2.Correction(
-            token_truncation=loss.correction.token_truncation,
-            sequence_truncation=loss.correction.sequence_truncation,
-            token_mask=_bounds(loss.correction.token_mask),
-            geometric_mask=_bounds(loss.correction.geometric_mask),
-        ),
-        denominator=loss.denominator,
-    )
-    # Set even if empty: an empty message disables correction.
-    message.correction.SetInParent()
-    kind = _LOSS_FIELDS[type(loss.loss).__name__]
-    getattr(message, kind).SetInParent()
-    getattr(message, kind).MergeFrom(type(getattr(message, kind))(**_set_fields(loss.loss)))
+    message = loss_pb2.LossConfig(name=loss.name)
+    message.settings.update(loss.settings())
     return message
-
-
-def _bounds(bounds: tuple[float, float] | None) -> loss_pb2.RatioBounds | None:
-    return None if bounds is None else loss_pb2.RatioBounds(low=bounds[0], high=bounds[1])
 
 
 def prompt_to_proto(token_ids: TokenIds, *, index: int) -> rollout_pb2.Prompt:
@@ -241,7 +214,7 @@ def cut(parts: Sequence[_Part], *, field: str, max_parts: int = sys.maxsize) -> 
         yield start, parts[start:]
 
 
-def _set_fields(value: SamplingParams | Loss) -> dict[str, Any]:
+def _set_fields(value: SamplingParams) -> dict[str, Any]:
     """Fields by name, without those set to None."""
     pairs = ((field.name, getattr(value, field.name)) for field in fields(value))
     return {name: given for name, given in pairs if given is not None}

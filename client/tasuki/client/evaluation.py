@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasuki.algorithms.effects import check_eval_sampling
-from tasuki.algorithms.loss_types import SettingError
+from tasuki.algorithms.setting import SettingError
 from tasuki.client.rewards import Scores
 from tasuki.client.types import SamplingParams
 from tasuki.wire.errors import InvalidArgument

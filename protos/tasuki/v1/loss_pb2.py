@@ -22,39 +22,16 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14tasuki/v1/loss.proto\x12\ttasuki.v1\"\x8c\x05\n\nLossConfig\x12!\n\x03ppo\x18\x01 \x01(\x0b\x32\x12.tasuki.v1.PpoLossH\x00\x12#\n\x04gspo\x18\x02 \x01(\x0b\x32\x13.tasuki.v1.GspoLossH\x00\x12%\n\x05\x63ispo\x18\x03 \x01(\x0b\x32\x14.tasuki.v1.CispoLossH\x00\x12\x38\n\x0fpolicy_gradient\x18\x04 \x01(\x0b\x32\x1d.tasuki.v1.PolicyGradientLossH\x00\x12%\n\x05value\x18\x05 \x01(\x0b\x32\x14.tasuki.v1.ValueLossH\x00\x12!\n\x03sft\x18\x06 \x01(\x0b\x32\x12.tasuki.v1.SftLossH\x00\x12#\n\x04sapo\x18\x07 \x01(\x0b\x32\x13.tasuki.v1.SapoLossH\x00\x12+\n\x0b\x61ggregation\x18\x14 \x01(\x0e\x32\x16.tasuki.v1.Aggregation\x12\x1f\n\x12\x61ggregation_length\x18\x15 \x01(\rH\x01\x88\x01\x01\x12\x14\n\x07kl_coef\x18\x16 \x01(\x01H\x02\x88\x01\x01\x12,\n\x0ckl_estimator\x18\x17 \x01(\x0e\x32\x16.tasuki.v1.KlEstimator\x12\x19\n\x0c\x65ntropy_coef\x18\x18 \x01(\x01H\x03\x88\x01\x01\x12(\n\nold_policy\x18\x19 \x01(\x0e\x32\x14.tasuki.v1.OldPolicy\x12)\n\ncorrection\x18\x1a \x01(\x0b\x32\x15.tasuki.v1.Correction\x12\x18\n\x0b\x64\x65nominator\x18\x1b \x01(\x01H\x04\x88\x01\x01\x42\x06\n\x04lossB\x15\n\x13_aggregation_lengthB\n\n\x08_kl_coefB\x0f\n\r_entropy_coefB\x0e\n\x0c_denominator\"y\n\x07PpoLoss\x12\x15\n\x08\x63lip_low\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x16\n\tclip_high\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x16\n\tdual_clip\x18\x03 \x01(\x01H\x02\x88\x01\x01\x42\x0b\n\t_clip_lowB\x0c\n\n_clip_highB\x0c\n\n_dual_clip\"T\n\x08GspoLoss\x12\x15\n\x08\x63lip_low\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x16\n\tclip_high\x18\x02 \x01(\x01H\x01\x88\x01\x01\x42\x0b\n\t_clip_lowB\x0c\n\n_clip_high\"U\n\tCispoLoss\x12\x15\n\x08\x63lip_low\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x16\n\tclip_high\x18\x02 \x01(\x01H\x01\x88\x01\x01\x42\x0b\n\t_clip_lowB\x0c\n\n_clip_high\"\x82\x01\n\x08SapoLoss\x12!\n\x14temperature_positive\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12!\n\x14temperature_negative\x18\x02 \x01(\x01H\x01\x88\x01\x01\x42\x17\n\x15_temperature_positiveB\x17\n\x15_temperature_negative\"\x14\n\x12PolicyGradientLoss\"\'\n\tValueLoss\x12\x11\n\x04\x63lip\x18\x01 \x01(\x01H\x00\x88\x01\x01\x42\x07\n\x05_clip\"\t\n\x07SftLoss\"\xd6\x01\n\nCorrection\x12\x1d\n\x10token_truncation\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12 \n\x13sequence_truncation\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12*\n\ntoken_mask\x18\x03 \x01(\x0b\x32\x16.tasuki.v1.RatioBounds\x12.\n\x0egeometric_mask\x18\x04 \x01(\x0b\x32\x16.tasuki.v1.RatioBoundsB\x13\n\x11_token_truncationB\x16\n\x14_sequence_truncation\"(\n\x0bRatioBounds\x12\x0b\n\x03low\x18\x01 \x01(\x01\x12\x0c\n\x04high\x18\x02 \x01(\x01*\xb3\x01\n\x0b\x41ggregation\x12\x1b\n\x17\x41GGREGATION_UNSPECIFIED\x10\x00\x12\x1a\n\x16\x41GGREGATION_TOKEN_MEAN\x10\x01\x12\'\n#AGGREGATION_SEQUENCE_MEAN_TOKEN_SUM\x10\x02\x12(\n$AGGREGATION_SEQUENCE_MEAN_TOKEN_MEAN\x10\x03\x12\x18\n\x14\x41GGREGATION_CONSTANT\x10\x04*\x90\x01\n\x0bKlEstimator\x12\x1c\n\x18KL_ESTIMATOR_UNSPECIFIED\x10\x00\x12\x13\n\x0fKL_ESTIMATOR_K1\x10\x01\x12\x13\n\x0fKL_ESTIMATOR_K2\x10\x02\x12\x13\n\x0fKL_ESTIMATOR_K3\x10\x03\x12$\n KL_ESTIMATOR_K3_STRAIGHT_THROUGH\x10\x04*m\n\tOldPolicy\x12\x1a\n\x16OLD_POLICY_UNSPECIFIED\x10\x00\x12\x16\n\x12OLD_POLICY_CURRENT\x10\x01\x12\x14\n\x10OLD_POLICY_GIVEN\x10\x02\x12\x16\n\x12OLD_POLICY_ROLLOUT\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14tasuki/v1/loss.proto\x12\ttasuki.v1\x1a\x1cgoogle/protobuf/struct.proto\"E\n\nLossConfig\x12\x0c\n\x04name\x18\x01 \x01(\t\x12)\n\x08settings\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Structb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tasuki.v1.loss_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_AGGREGATION']._serialized_start=1453
-  _globals['_AGGREGATION']._serialized_end=1632
-  _globals['_KLESTIMATOR']._serialized_start=1635
-  _globals['_KLESTIMATOR']._serialized_end=1779
-  _globals['_OLDPOLICY']._serialized_start=1781
-  _globals['_OLDPOLICY']._serialized_end=1890
-  _globals['_LOSSCONFIG']._serialized_start=36
-  _globals['_LOSSCONFIG']._serialized_end=688
-  _globals['_PPOLOSS']._serialized_start=690
-  _globals['_PPOLOSS']._serialized_end=811
-  _globals['_GSPOLOSS']._serialized_start=813
-  _globals['_GSPOLOSS']._serialized_end=897
-  _globals['_CISPOLOSS']._serialized_start=899
-  _globals['_CISPOLOSS']._serialized_end=984
-  _globals['_SAPOLOSS']._serialized_start=987
-  _globals['_SAPOLOSS']._serialized_end=1117
-  _globals['_POLICYGRADIENTLOSS']._serialized_start=1119
-  _globals['_POLICYGRADIENTLOSS']._serialized_end=1139
-  _globals['_VALUELOSS']._serialized_start=1141
-  _globals['_VALUELOSS']._serialized_end=1180
-  _globals['_SFTLOSS']._serialized_start=1182
-  _globals['_SFTLOSS']._serialized_end=1191
-  _globals['_CORRECTION']._serialized_start=1194
-  _globals['_CORRECTION']._serialized_end=1408
-  _globals['_RATIOBOUNDS']._serialized_start=1410
-  _globals['_RATIOBOUNDS']._serialized_end=1450
+  _globals['_LOSSCONFIG']._serialized_start=65
+  _globals['_LOSSCONFIG']._serialized_end=134
 # @@protoc_insertion_point(module_scope)

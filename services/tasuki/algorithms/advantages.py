@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasuki.algorithms.estimator import Std
-from tasuki.algorithms.loss_types import SettingError
 from tasuki.algorithms.samples import Floats, Integers, check_shape, from_rows, sample_ids, to_rows
+from tasuki.algorithms.setting import SettingError
 
 # Prevents large advantages in a group whose rewards differ only by rounding.
 _STD_FLOOR = 1e-6

@@ -32,6 +32,13 @@ class LossBatch:
     """Values before the first step on the batch."""
     returns_N: Tensor | None = None
 
+    def counted_means(self, x_N: Tensor) -> Tensor:
+        """[N] float64: for each token, the mean of x over the counted tokens of its sample."""
+        counted_S = sample_sums(self.loss_mask_N, self.cu_seqlens_S).clamp(min=1.0)
+        masked_N = torch.where(self.loss_mask_N != 0.0, x_N * self.loss_mask_N, 0.0)
+        mean_S = sample_sums(masked_N, self.cu_seqlens_S) / counted_S
+        return to_tokens(mean_S, self.cu_seqlens_S, num_tokens=len(x_N))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Metric:

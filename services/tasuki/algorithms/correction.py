@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tasuki.algorithms.batch import LossBatch, Metric, mean_metric, sample_sums, to_tokens
-from tasuki.algorithms.kl import MAX_LOG_RATIO
+from tasuki.algorithms.loss import MAX_LOG_RATIO
 from tasuki.algorithms.loss_types import Correction, LossConfig, OldPolicy
 
 

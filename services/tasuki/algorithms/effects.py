@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from tasuki.algorithms.loss_types import Correction, LossConfig, OldPolicy, SettingError
+from tasuki.algorithms.loss_types import Correction, LossConfig, OldPolicy
+from tasuki.algorithms.setting import SettingError
 
 if TYPE_CHECKING:
     from tasuki.algorithms.estimator import AdvantageSettings

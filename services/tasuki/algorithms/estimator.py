@@ -8,16 +8,9 @@ from enum import StrEnum
 from typing import Literal, get_args
 
 from tasuki.algorithms.effects import check_advantage_effects, check_loss_effects
-from tasuki.algorithms.loss_types import (
-    KlEstimator,
-    LossConfig,
-    OldPolicy,
-    SettingError,
-    SftLoss,
-    ValueLoss,
-    check_numbers,
-    member,
-)
+from tasuki.algorithms.loss import CriticLoss
+from tasuki.algorithms.loss_types import KlEstimator, LossConfig, OldPolicy
+from tasuki.algorithms.setting import SettingError, check_numbers, member
 
 Std = Literal["none", "sample", "population"]
 MAX_KL_ERROR = 0.2
@@ -117,8 +110,8 @@ def check_loss(loss: LossConfig, *, num_updates: int) -> None:
 
     num_updates: optimizer steps on the samples of a step.
     """
-    if isinstance(loss.loss, ValueLoss | SftLoss):
-        raise SettingError("loss", f"{type(loss.loss).__name__} does not learn from rewards")
+    if not loss.has_advantages:
+        raise SettingError("loss", f"{loss.name} does not learn from rewards")
     check_loss_effects(loss)
     if num_updates > 1 and loss.has_ratio and loss.old_policy is OldPolicy.CURRENT:
         raise SettingError(
@@ -133,8 +126,8 @@ def check_critic(estimator: Estimator, *, value_loss: LossConfig | None, warmup_
     if (value_loss is not None) is not (estimator is Estimator.GAE):
         problem = 'is needed by the estimator "gae"' if value_loss is None else f'is for "gae"; "{estimator}" has no returns'
         raise SettingError("value_loss", problem)
-    if value_loss is not None and not isinstance(value_loss.loss, ValueLoss):
-        raise SettingError("value_loss", f"is {type(value_loss.loss).__name__}; must be ValueLoss")
+    if value_loss is not None and not isinstance(value_loss.loss, CriticLoss):
+        raise SettingError("value_loss", f"is {value_loss.name}; must be a loss of the critic")
 
 
 def check_overlong(overlong_tokens: int | None, *, max_new_tokens: int | None) -> None:

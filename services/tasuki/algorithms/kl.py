@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from tasuki.algorithms.loss import MAX_LOG_RATIO
 from tasuki.algorithms.loss_types import KlEstimator
-
-# exp(20) is far outside any useful range; larger values overflow float32 and make the gradient NaN.
-MAX_LOG_RATIO = 20.0
 
 
 def log_ratio(log_probs_N: Tensor, other_log_probs_N: Tensor) -> Tensor:

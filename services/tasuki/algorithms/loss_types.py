@@ -1,24 +1,16 @@
-"""Settings of losses with defaults and ranges. Standard library only: the client and the configuration import it too."""
+"""Settings that all losses have. Torch-free: client and configuration import it too."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field, fields
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
-from numbers import Integral, Real
-from typing import TYPE_CHECKING, TypeVar, get_args
+from typing import Any, cast
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-
-class SettingError(ValueError):
-    """A setting out of range. `field` names it; `problem` says what is wrong and what is allowed."""
-
-    def __init__(self, field: str, problem: str) -> None:
-        super().__init__(f"{field}: {problem}")
-        self.field = field
-        self.problem = problem
+from tasuki.algorithms.loss import CriticLoss, Loss, PolicyLoss, RatioLoss
+from tasuki.algorithms.losses import LOSSES
+from tasuki.algorithms.losses.ppo import PpoLoss
+from tasuki.algorithms.setting import GREATEST, SettingError, check_number, check_whole, member
 
 
 class Aggregation(StrEnum):
@@ -52,94 +44,9 @@ class OldPolicy(StrEnum):
     """The rollout's log-probabilities."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PpoLoss:
-    """PPO's clipped surrogate (arXiv:1707.06347 eq. 7), with separate bounds 1 - clip_low and 1 + clip_high (arXiv:2503.14476 eq. 10)."""
-
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dual_clip: float | None = None
-    """Above 1; bounds the loss at -dual_clip * advantage for negative advantages (arXiv:1912.09729)."""
-
-    def __post_init__(self) -> None:
-        check_numbers(self)
-        _check_clip(self.clip_low, self.clip_high)
-        _check(self.dual_clip is None or 1.0 < self.dual_clip < math.inf, "dual_clip", self.dual_clip, "greater than 1")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GspoLoss:
-    """GSPO: one length-normalized ratio per sequence (arXiv:2507.18071 eq. 5). Clip bounds from its section 5.1."""
-
-    clip_low: float = 3e-4
-    clip_high: float = 4e-4
-
-    def __post_init__(self) -> None:
-        check_numbers(self)
-        _check_clip(self.clip_low, self.clip_high)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CispoLoss:
-    """CISPO: the clipped ratio weighs the policy gradient, so that no token loses its gradient (arXiv:2506.13585 eq. 4).
-
-    The paper leaves the lower bound open (clip_low 1). An upper bound of 5 is within ScaleRL's range (arXiv:2510.13786) and TRL's advice.
-    """
-
-    clip_low: float = 1.0
-    clip_high: float = 4.0
-
-    def __post_init__(self) -> None:
-        check_numbers(self)
-        _check_clip(self.clip_low, self.clip_high)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SapoLoss:
-    """SAPO: a sigmoid around ratio 1 instead of a clip, so that the gradient fades rather than ends (arXiv:2511.20347).
-
-    Higher temperatures damp sooner; by default that of negative advantages is higher.
-    """
-
-    temperature_positive: float = 1.0
-    temperature_negative: float = 1.05
-
-    def __post_init__(self) -> None:
-        check_numbers(self)
-        for name in ("temperature_positive", "temperature_negative"):
-            value = getattr(self, name)
-            _check(0.0 < value < math.inf, name, value, "greater than 0")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyGradientLoss:
-    """REINFORCE: -advantage * log-probability, without ratio or clip."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ValueLoss:
-    """PPO's clipped value loss (arXiv:2005.12729 sec. 3)."""
-
-    clip: float | None = None
-    """Maximum distance of a value from its old one before its loss is clipped; by default plain squared error (arXiv:2006.05990)."""
-
-    def __post_init__(self) -> None:
-        check_numbers(self)
-        _check(self.clip is None or 0.0 < self.clip < math.inf, "clip", self.clip, "greater than 0")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SftLoss:
-    """Supervised fine-tuning: the negative log-probability of each counted token."""
-
-
-Loss = PpoLoss | GspoLoss | CispoLoss | SapoLoss | PolicyGradientLoss | ValueLoss | SftLoss
-_LOSSES_WITH_RATIO = (PpoLoss, GspoLoss, CispoLoss, SapoLoss)
-# Trainers compute in float32.
-_GREATEST = 1e30
-_MOST_TOKENS = 2**32 - 1
 # Outside this range, float32 weights approach 0 or infinity.
 _DENOMINATORS = (1e-6, 1e15)
+_MOST_TOKENS = 2**32 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,13 +66,14 @@ class Correction:
     """Excludes sequences whose geometric mean of r is out of bounds."""
 
     def __post_init__(self) -> None:
-        check_numbers(self)
         for name in ("token_truncation", "sequence_truncation"):
             bound = getattr(self, name)
-            _check(bound is None or 1.0 <= bound < math.inf, name, bound, "at least 1")
+            if bound is not None:
+                check_number(name, bound, least=1.0)
         for name in ("token_mask", "geometric_mask"):
             bounds = getattr(self, name)
-            _check(bounds is None or _are_bounds(bounds), name, bounds, "two bounds, low <= 1 <= high <= 1e30")
+            if bounds is not None:
+                object.__setattr__(self, name, _bounds(name, bounds))
         if self.token_truncation is not None and self.sequence_truncation is not None:
             raise SettingError("sequence_truncation", "excludes token_truncation; set one of them to None")
 
@@ -180,7 +88,7 @@ class Correction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossConfig:
-    """Everything needed to compute a loss from a model's outputs."""
+    """Everything needed to compute a loss from a model's outputs. As a name and settings it is a wire message and a table of a file."""
 
     loss: Loss = field(default_factory=PpoLoss)
     aggregation: Aggregation = Aggregation.TOKEN_MEAN
@@ -197,51 +105,75 @@ class LossConfig:
     """Divisor of the weights if one optimizer step uses several calls; None for the call's own count."""
 
     def __post_init__(self) -> None:
-        self._check_types()
-        _check(0.0 <= self.kl_coef < math.inf, "kl_coef", self.kl_coef, "0 or greater")
-        _check(math.isfinite(self.entropy_coef), "entropy_coef", self.entropy_coef, "finite")
-        low, high = _DENOMINATORS
-        _check(
-            self.denominator is None or low <= self.denominator <= high,
-            "denominator",
-            self.denominator,
-            f"from {low:g} to {high:g}",
-        )
-        self._check_aggregation_length()
-        if isinstance(self.loss, ValueLoss):
-            for name in ("kl_coef", "entropy_coef"):
-                _check(getattr(self, name) == 0.0, name, getattr(self, name), "0 with ValueLoss, which has no policy")
-        if self.old_policy is not OldPolicy.CURRENT and not self.has_ratio:
-            raise SettingError("old_policy", f"{self.old_policy}, but {type(self.loss).__name__} has no ratio; use current")
-
-    def _check_types(self) -> None:
         """Accepts enum members by value, too."""
         for name, enum in (("aggregation", Aggregation), ("kl_estimator", KlEstimator), ("old_policy", OldPolicy)):
             object.__setattr__(self, name, member(enum, getattr(self, name), field=name))
-        for name, classes in (("loss", get_args(Loss)), ("correction", (Correction,))):
-            value = getattr(self, name)
-            names = ", ".join(cls.__name__ for cls in classes)
-            _check(isinstance(value, classes), name, repr(value), f"an instance of {names}")
-        check_numbers(self)
+        if type(self.loss) not in LOSSES.values():
+            names = ", ".join(cls.__name__ for cls in LOSSES.values())
+            raise SettingError("loss", f"is {self.loss!r}; must be an instance of {names}")
+        if not isinstance(self.correction, Correction):
+            raise SettingError("correction", f"is {self.correction!r}; must be an instance of Correction")
+        check_number("kl_coef", self.kl_coef, least=0.0)
+        check_number("entropy_coef", self.entropy_coef)
+        if self.denominator is not None:
+            check_number("denominator", self.denominator, least=_DENOMINATORS[0], most=_DENOMINATORS[1])
+        self._check_aggregation_length()
+        if isinstance(self.loss, CriticLoss):
+            for name in ("kl_coef", "entropy_coef"):
+                if getattr(self, name):
+                    raise SettingError(name, f"is {getattr(self, name)}; must be 0 with {self.name}, which has no policy")
+        if self.old_policy is not OldPolicy.CURRENT and not self.has_ratio:
+            raise SettingError("old_policy", f"{self.old_policy}, but {self.name} has no ratio; use current")
 
     def _check_aggregation_length(self) -> None:
-        if self.aggregation is not Aggregation.CONSTANT:
-            problem = f"is {self.aggregation_length}, but aggregation is {self.aggregation}; it belongs to constant"
-            if self.aggregation_length is not None:
-                raise SettingError("aggregation_length", problem)
-        elif self.aggregation_length is None or not 1 <= self.aggregation_length <= _MOST_TOKENS:
-            problem = f"is {self.aggregation_length}; aggregation constant needs 1 or more tokens, at most {_MOST_TOKENS}"
+        length = self.aggregation_length
+        if self.aggregation is Aggregation.CONSTANT:
+            check_whole("aggregation_length", length, least=1, most=_MOST_TOKENS)
+            object.__setattr__(self, "aggregation_length", int(cast("int", length)))
+        elif length is not None:
+            problem = f"is {length}, but aggregation is {self.aggregation}; it belongs to constant"
             raise SettingError("aggregation_length", problem)
+
+    @classmethod
+    def read(cls, name: str, settings: Mapping[str, object], *, common: Collection[str] | None = None) -> LossConfig:
+        """Builds the loss of that name from its own settings and the common ones, side by side; others keep their defaults.
+
+        common: allowed common settings; by default all. A correction consists of what its table names; an empty one corrects nothing.
+        Raises SettingError naming the setting, or "name".
+        """
+        if not isinstance(name, str) or name not in LOSSES:
+            raise SettingError("name", f"{name!r} is not a loss; give one of {', '.join(LOSSES)}")
+        own = [each.name for each in fields(LOSSES[name])]
+        shared = COMMON if common is None else common
+        unknown = settings.keys() - {*own, *shared}
+        if unknown:
+            raise SettingError(min(unknown), f"unknown key; {name} has {', '.join(sorted((*own, *shared)))}")
+        given: dict[str, Any] = {key: value for key, value in settings.items() if key in shared}
+        if isinstance(given.get("correction"), Mapping):
+            given["correction"] = _read_correction(given["correction"])
+        return cls(loss=LOSSES[name](**{key: value for key, value in settings.items() if key in own}), **given)
+
+    @property
+    def name(self) -> str:
+        """Of the loss, such as "ppo"."""
+        return next(name for name, cls in LOSSES.items() if type(self.loss) is cls)
+
+    def settings(self) -> dict[str, Any]:
+        """What `read` takes besides the name: numbers, words, booleans, lists and a table of them. Leaves out None."""
+        shared = {name: getattr(self, name) for name in COMMON if name != "correction"}
+        correction = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self.correction).items()}
+        every = {**asdict(self.loss), **shared, "correction": _without_none(correction)}
+        return {key: str(value) if isinstance(value, StrEnum) else value for key, value in _without_none(every).items()}
 
     @property
     def has_ratio(self) -> bool:
         """Whether the loss compares the policy with an old policy."""
-        return isinstance(self.loss, _LOSSES_WITH_RATIO)
+        return isinstance(self.loss, RatioLoss)
 
     @property
     def has_advantages(self) -> bool:
         """Whether the loss uses a policy gradient, and so advantages and the correction."""
-        return self.has_ratio or isinstance(self.loss, PolicyGradientLoss)
+        return self.has_ratio or (isinstance(self.loss, PolicyLoss) and self.loss.has_advantages)
 
     @property
     def truncates(self) -> bool:
@@ -257,52 +189,36 @@ class LossConfig:
             "old_log_probs": self.old_policy is OldPolicy.GIVEN,
             "rollout_log_probs": self.old_policy is OldPolicy.ROLLOUT or self.truncates or masks,
             "ref_log_probs": self.kl_coef != 0.0,
-            "returns": isinstance(self.loss, ValueLoss),
-            "values": isinstance(self.loss, ValueLoss) and self.loss.clip is not None,
+            "returns": isinstance(self.loss, CriticLoss),
+            "values": isinstance(self.loss, CriticLoss) and self.loss.needs_old_values,
         }
         return frozenset(name for name, is_needed in needed.items() if is_needed)
 
 
-_Enum = TypeVar("_Enum", bound=StrEnum)
+COMMON = tuple(each.name for each in fields(LossConfig) if each.name != "loss")
+"""Settings of every loss."""
 
 
-def member(enum: type[_Enum], value: object, *, field: str) -> _Enum:
-    """The enum member that `value` is or names. Raises SettingError naming `field` and the allowed values."""
+def _read_correction(table: Mapping[str, Any]) -> Correction:
+    known = {each.name: None for each in fields(Correction)}
+    unknown = table.keys() - known.keys()
+    if unknown:
+        raise SettingError(f"correction.{min(unknown)}", f"unknown key; it has {', '.join(known)}")
     try:
-        return enum(value)
-    except ValueError:
-        raise SettingError(field, f"is {value!r}; must be one of {', '.join(enum)}") from None
+        return Correction(**{**known, **table})
+    except SettingError as error:
+        raise SettingError(f"correction.{error.field}", error.problem) from error
 
 
-def check_numbers(settings: DataclassInstance) -> None:
-    """Raises SettingError naming the first numeric or bool field of a dataclass with a value of another type."""
-    for each in fields(settings):
-        name, _, optional = str(each.type).partition(" ")
-        kind = {"int": Integral, "float": Real}.get(name)
-        value = getattr(settings, each.name)
-        if name == "bool" and not isinstance(value, bool):
-            raise SettingError(each.name, f"is {value!r}; must be True or False")
-        if kind is None or (value is None and optional):
-            continue
-        if not isinstance(value, kind) or isinstance(value, bool):
-            raise SettingError(each.name, f"is {value!r}; must be {'a whole number' if kind is Integral else 'a number'}")
-        if kind is Real and isinstance(value, float | int) and _GREATEST < abs(value) < math.inf:
-            raise SettingError(
-                each.name, f"is {value!s:.20}; must be at most {_GREATEST:g}, since the trainer computes in float32"
-            )
+def _bounds(name: str, bounds: object) -> tuple[float, float]:
+    try:
+        low, high = cast("Sequence[float]", bounds)
+        check_number(name, low, least=0.0, most=1.0)
+        check_number(name, high, least=1.0)
+    except (TypeError, ValueError):
+        raise SettingError(name, f"is {bounds}; must be two bounds, low <= 1 <= high <= {GREATEST:g}") from None
+    return low, high
 
 
-def _are_bounds(value: object) -> bool:
-    if not isinstance(value, tuple | list) or len(value) != 2 or not all(isinstance(bound, Real) for bound in value):
-        return False
-    return 0.0 <= value[0] <= 1.0 <= value[1] <= _GREATEST
-
-
-def _check(is_allowed: bool, field: str, value: object, allowed: str) -> None:
-    if not is_allowed:
-        raise SettingError(field, f"is {value}; must be {allowed}")
-
-
-def _check_clip(clip_low: float, clip_high: float) -> None:
-    _check(0.0 <= clip_low <= 1.0, "clip_low", clip_low, "from 0 to 1")
-    _check(0.0 <= clip_high < math.inf, "clip_high", clip_high, "0 or greater")
+def _without_none(table: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in table.items() if value is not None}

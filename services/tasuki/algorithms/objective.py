@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Mapping
+
 from torch import Tensor
 
 from tasuki.algorithms.batch import LossBatch, LossSum, Metric, max_metric, mean_metric, weighted_sum
 from tasuki.algorithms.correction import correction_weights
 from tasuki.algorithms.kl import kl_divergence, log_ratio
-from tasuki.algorithms.loss_types import (
-    KlEstimator,
-    LossConfig,
-    OldPolicy,
-    PolicyGradientLoss,
-    SftLoss,
-    ValueLoss,
-)
-from tasuki.algorithms.surrogates import policy_gradient, surrogate
+from tasuki.algorithms.loss import CriticLoss, PolicyLoss, RatioInputs, RatioLoss
+from tasuki.algorithms.loss_types import KlEstimator, LossConfig, OldPolicy
 
 
 def policy_loss(config: LossConfig, *, log_probs_N: Tensor, entropy_N: Tensor, batch: LossBatch) -> LossSum:
@@ -42,46 +36,42 @@ def policy_loss(config: LossConfig, *, log_probs_N: Tensor, entropy_N: Tensor, b
 
 
 def value_loss(config: LossConfig, *, values_N: Tensor, batch: LossBatch) -> LossSum:
-    """The critic's loss: half the squared error of each token's value, the larger of the clipped and unclipped error.
-
-    values_N: [N] float32. The explained variance of old values is `advantages.explained_variance`.
-    Source: PPO's code as described in "Implementation matters" (arXiv:2005.12729) sec. 3, item 1.
-    """
-    assert isinstance(config.loss, ValueLoss) and batch.returns_N is not None
-    error_N = (values_N - batch.returns_N).square()
-    metrics = {
-        "value": mean_metric(values_N, batch.loss_mask_N),
-        "return": mean_metric(batch.returns_N, batch.loss_mask_N),
-        "squared_error": mean_metric(error_N, batch.loss_mask_N),
-    }
-    if config.loss.clip is not None:
-        assert batch.values_N is not None
-        clipped_N = values_N.clamp(batch.values_N - config.loss.clip, batch.values_N + config.loss.clip)
-        clipped_error_N = (clipped_N - batch.returns_N).square()
-        metrics["clip_fraction"] = mean_metric(clipped_error_N > error_N, batch.loss_mask_N)
-        error_N = torch.maximum(error_N, clipped_error_N)
-    return _loss_sum(0.5 * error_N, metrics, batch)
+    """The critic's loss. values_N: [N] float32. The explained variance of old values is `advantages.explained_variance`."""
+    assert isinstance(config.loss, CriticLoss)
+    critic = config.loss.token_loss(values_N, batch)
+    return _loss_sum(critic.loss_N, _means(critic.metrics, batch), batch)
 
 
 def _policy_term(config: LossConfig, *, log_probs_N: Tensor, batch: LossBatch) -> tuple[Tensor, dict[str, Metric]]:
     """Corrected policy loss of each token [N], and its metrics."""
-    if isinstance(config.loss, SftLoss):
-        return -log_probs_N, {}
-    assert batch.advantages_N is not None
-    if isinstance(config.loss, PolicyGradientLoss):
-        loss_N, metrics = policy_gradient(log_probs_N=log_probs_N, advantages_N=batch.advantages_N), {}
-    else:
+    if isinstance(config.loss, RatioLoss):
+        assert batch.advantages_N is not None
         old_log_probs_N = _old_log_probs(config.old_policy, log_probs_N=log_probs_N, batch=batch)
-        log_ratio_N = log_ratio(log_probs_N, old_log_probs_N)
-        bounded = surrogate(config.loss, log_probs_N=log_probs_N, log_ratio_N=log_ratio_N, batch=batch)
-        loss_N, metrics = bounded.loss_N, bounded.metrics(batch.loss_mask_N)
+        policy = config.loss.token_loss(
+            RatioInputs(
+                log_probs_N=log_probs_N,
+                old_log_probs_N=old_log_probs_N,
+                log_ratio_N=log_ratio(log_probs_N, old_log_probs_N),
+                advantages_N=batch.advantages_N,
+                batch=batch,
+            )
+        )
+        metrics = _means(policy.metrics, batch)
+        metrics["ratio_max"] = max_metric(policy.metrics["ratio"], batch.loss_mask_N)
         old_kl_N = kl_divergence(old_log_probs_N, ref_log_probs_N=log_probs_N.detach(), estimator=KlEstimator.K3)
         metrics["old_kl"] = mean_metric(old_kl_N, batch.loss_mask_N)
+    else:
+        assert isinstance(config.loss, PolicyLoss)
+        policy = config.loss.token_loss(log_probs_N, batch)
+        metrics = _means(policy.metrics, batch)
     correction = correction_weights(config, log_probs_N=log_probs_N, batch=batch)
-    if correction is not None:
-        loss_N = loss_N * correction.weights_N
-        metrics.update(correction.metrics(batch.loss_mask_N))
-    return loss_N, metrics
+    if correction is None:
+        return policy.loss_N, metrics
+    return policy.loss_N * correction.weights_N, metrics | correction.metrics(batch.loss_mask_N)
+
+
+def _means(metrics: Mapping[str, Tensor], batch: LossBatch) -> dict[str, Metric]:
+    return {name: mean_metric(x_N, batch.loss_mask_N) for name, x_N in metrics.items()}
 
 
 def _old_log_probs(old_policy: OldPolicy, *, log_probs_N: Tensor, batch: LossBatch) -> Tensor:

@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasuki.algorithms.estimator import MAX_KL_ERROR
-from tasuki.algorithms.loss_types import KlEstimator, SettingError
+from tasuki.algorithms.loss_types import KlEstimator
 from tasuki.algorithms.samples import Floats, Integers, check_shape, sample_ids
+from tasuki.algorithms.setting import SettingError
 
 # As in the loss: larger values carry no information.
 _MAX_LOG_RATIO = 20.0

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tasuki.algorithms.loss_types import SettingError
+from tasuki.algorithms.setting import SettingError
 
 Floats = NDArray[np.floating]
 Integers = NDArray[np.integer]

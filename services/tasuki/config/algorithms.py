@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from tasuki.config.loss_table import SHARED
+from tasuki.algorithms.loss_types import COMMON
 
 Algorithm = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax", "ppo", "dapo", "gspo", "cispo"]
 DEFAULT_MAX_NEW_TOKENS = 512
+LOSS_KEYS = tuple(name for name in COMMON if name not in ("old_policy", "denominator"))
+"""Keys of every loss. `old_policy` is a key of [train]; `denominator` is for loops that accumulate several calls."""
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     # arXiv:2402.03300, with the now common token mean.
     "grpo": {"advantages": {"estimator": "group_mean", "std": "sample"}, "loss": {"name": "ppo"}},
@@ -44,7 +46,7 @@ def expanded(train: Mapping[str, Any]) -> dict[str, Any]:
     preset = dict(PRESETS.get(str(train.get("algorithm", "grpo")), {}))
     own, usual = train.get("loss"), preset.get("loss", {})
     if isinstance(own, Mapping) and own.get("name", usual.get("name")) != usual.get("name"):
-        preset["loss"] = {key: value for key, value in usual.items() if key in SHARED}
+        preset["loss"] = {key: value for key, value in usual.items() if key in LOSS_KEYS}
     merged = _merged(_with_effect(preset, train), train)
     loss = merged.get("loss")
     if isinstance(loss, Mapping) and loss.get("aggregation") == "constant":

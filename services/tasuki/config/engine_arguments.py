@@ -12,7 +12,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator
 
-from tasuki.algorithms.loss_types import SettingError
+from tasuki.algorithms.setting import SettingError
 from tasuki.wire.errors import InvalidArgument
 
 

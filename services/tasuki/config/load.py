@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from tasuki.algorithms.loss_types import SettingError
+from tasuki.algorithms.setting import SettingError
 from tasuki.config.constraints import SettingsConflict
 from tasuki.config.places import config_path
 from tasuki.config.schema import NodeConfig

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ByteSize, Field, PlainSerializer, PositiveFloat, PositiveInt, model_validator
+from pydantic import BeforeValidator, ByteSize, Field, InstanceOf, PlainSerializer, PositiveFloat, PositiveInt, model_validator
 
 from tasuki.algorithms.effects import check_effects, check_eval_sampling, check_evaluation
 from tasuki.algorithms.estimator import (
@@ -18,9 +19,10 @@ from tasuki.algorithms.estimator import (
     check_loss,
     check_overlong,
 )
-from tasuki.algorithms.loss_types import Correction, KlEstimator, LossConfig, OldPolicy, SettingError, ValueLoss
-from tasuki.config.algorithms import DEFAULT_MAX_NEW_TOKENS, Algorithm, expanded
-from tasuki.config.loss_table import read_loss, write_loss
+from tasuki.algorithms.loss_types import Correction, KlEstimator, LossConfig, OldPolicy
+from tasuki.algorithms.losses.value import ValueLoss
+from tasuki.algorithms.setting import SettingError
+from tasuki.config.algorithms import DEFAULT_MAX_NEW_TOKENS, LOSS_KEYS, Algorithm, expanded
 from tasuki.config.table import Bytes, Schema, Seed
 
 _MAX_INT32 = 2**31 - 1
@@ -136,18 +138,24 @@ class SamplesConfig(Schema):
     """Maximum size on disk over all steps: bytes, or text such as "1GB". The oldest steps are deleted first."""
 
 
-class ValueLossConfig(Schema):
-    """The critic's loss."""
+def _read_loss(table: Any) -> Any:
+    if not isinstance(table, Mapping):
+        return table
+    settings = dict(table)
+    return LossConfig.read(settings.pop("name", "ppo"), settings, common=LOSS_KEYS)
 
-    clip: PositiveFloat | None = None
-    """Maximum distance of a value from its old one before its loss is clipped; unbounded by default."""
+
+def write_loss(loss: LossConfig) -> dict[str, Any]:
+    """The loss as `[train.loss]`: `name`, its own settings and the common ones, side by side."""
+    return {"name": loss.name, **{key: value for key, value in loss.settings().items() if key != "old_policy"}}
 
 
-LossTable = Annotated[
-    LossConfig,
-    BeforeValidator(lambda table: read_loss(table) if isinstance(table, dict) else table),
-    PlainSerializer(write_loss),
-]
+def _read_value_loss(table: Any) -> Any:
+    return LossConfig.read("value", table, common=()).loss if isinstance(table, Mapping) else table
+
+
+def _write_value_loss(loss: ValueLoss) -> dict[str, Any]:
+    return {} if loss.clip is None else {"clip": loss.clip}
 
 
 class TrainConfig(Schema):
@@ -179,10 +187,12 @@ class TrainConfig(Schema):
     """Denominator policy of the loss's ratio: "current" is the policy itself (for one optimizer step), "given" its log-probs computed
     before the first of several steps, "rollout" rollout's. "auto" is "given" if a step has several optimizer steps, else "current"."""
     advantages: AdvantageConfig = AdvantageConfig()
-    loss: LossTable = LossConfig()
-    """Loss of the policy: `name` ("ppo", "gspo", "cispo", "sapo", "policy_gradient"), its own settings and the common ones
-    (docs/algorithms.md)."""
-    value_loss: ValueLossConfig = ValueLossConfig()
+    loss: Annotated[InstanceOf[LossConfig], BeforeValidator(_read_loss), PlainSerializer(write_loss)] = LossConfig()
+    """Loss of the policy: `name`, its own settings and the common ones (docs/algorithms.md)."""
+    value_loss: Annotated[InstanceOf[ValueLoss], BeforeValidator(_read_value_loss), PlainSerializer(_write_value_loss)] = (
+        ValueLoss()
+    )
+    """Loss of the critic."""
     critic_warmup_steps: int = Field(default=0, ge=0)
     """Initial steps in which only the critic learns. The policy's schedule starts after them."""
     max_batches: PositiveInt = 1
@@ -256,7 +266,7 @@ class TrainConfig(Schema):
         if self.advantages.estimator != "gae":
             return None
         return LossConfig(
-            loss=ValueLoss(clip=self.value_loss.clip),
+            loss=self.value_loss,
             aggregation=self.loss.aggregation,
             aggregation_length=self.loss.aggregation_length,
             correction=Correction(token_truncation=None),

@@ -61,10 +61,11 @@ class TrainerFront(TrainerServiceServicer):
             check_log_probs_of(header, samples)
             named = trainer_pb2.ForwardBackwardHeader()
             named.CopyFrom(header)
-            named.loss.denominator = loss_denominator(samples, decode_loss(header.loss))
+            denominator = loss_denominator(samples, decode_loss(header.loss))
+            named.loss.settings["denominator"] = denominator
             shares = self._shares(samples)
             merged = _merged(await calls.forward_backward(named, samples, shares), header.log_probs_of, shares)
-            merged.denominator, merged.seconds = named.loss.denominator, time.perf_counter() - started
+            merged.denominator, merged.seconds = denominator, time.perf_counter() - started
             return merged
 
         return await self._gate.once(header, forward_backward, content=digest(header, samples))

@@ -7,9 +7,8 @@ from typing import Any
 
 from tasuki.algorithms.loss_types import LossConfig
 from tasuki.config.algorithms import PRESETS
-from tasuki.config.loss_table import write_loss
 from tasuki.config.save import toml_lines
-from tasuki.config.train_schema import TrainConfig
+from tasuki.config.train_schema import TrainConfig, write_loss
 
 
 def expansion(train: TrainConfig) -> str:

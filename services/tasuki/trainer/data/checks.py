@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tasuki.algorithms.loss_types import LossConfig, ValueLoss
+from tasuki.algorithms.loss import CriticLoss
+from tasuki.algorithms.loss_types import LossConfig
 from tasuki.trainer.data.samples import Samples, starts
 from tasuki.trainer.roles import Role
 from tasuki.wire.errors import InvalidArgument, VersionOrder
@@ -60,7 +61,7 @@ def check_loss(samples: Samples, *, config: LossConfig, role: Role) -> None:
 def check_share(samples: Samples, *, config: LossConfig, role: Role, limits: BatchLimits) -> None:
     """Checks a node's share of a fleet's call, which may have no samples or no counted tokens. Raises InvalidArgument."""
     if config.denominator is None:
-        raise InvalidArgument("header.loss.denominator", "missing; a share needs that of the whole call")
+        raise InvalidArgument("header.loss.settings.denominator", "missing; a share needs that of the whole call")
     if len(samples):
         check_sequences(samples, limits=limits)
         check_columns(samples, config=config, role=role)
@@ -76,7 +77,7 @@ def check_columns(samples: Samples, *, config: LossConfig, role: Role) -> None:
             "ref_log_probs": f"kl_coef = {config.kl_coef:g}",
             "old_log_probs": "old_policy = given",
             "values": "the loss's clip",
-        }.get(column, type(config.loss).__name__)
+        }.get(column, config.name)
         raise InvalidArgument(f"samples[0].{column}", f"empty, but {why} needs one for each completion token")
     for name, column_N in samples.columns.items():
         wrong = np.flatnonzero(~np.isfinite(column_N) if name != "loss_mask" else (column_N != 0) & (column_N != 1))
@@ -105,8 +106,8 @@ def check_versions(samples: Samples, *, policy_version: int) -> None:
 
 
 def _check_kind(config: LossConfig, role: Role) -> None:
-    if (role is Role.CRITIC) is not isinstance(config.loss, ValueLoss):
-        raise InvalidArgument("header.loss", f"{type(config.loss).__name__} is not a loss of the {role}")
+    if (role is Role.CRITIC) is not isinstance(config.loss, CriticLoss):
+        raise InvalidArgument("header.loss.name", f"{config.name} is not a loss of the {role}")
 
 
 def _too_long(index: int, *, num_tokens: int, limits: BatchLimits) -> InvalidArgument:

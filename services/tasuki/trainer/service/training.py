@@ -215,7 +215,7 @@ def _with_denominator(loss: loss_pb2.LossConfig, denominator: float) -> loss_pb2
     """The loss as ranks get it: none of them sees all samples, so each divides by the denominator of the whole call."""
     named = loss_pb2.LossConfig()
     named.CopyFrom(loss)
-    named.denominator = denominator
+    named.settings["denominator"] = denominator
     return named
 
 
