@@ -128,7 +128,6 @@ KNOBS = (
         {"preloaded_bytes": 2 * BASE.model.num_parameters},
         "one copy of the files at the node's start; not measured",
     ),
-    Knob("`publish_deltas = true`", {"publishes_deltas": True}, "none: a faster SYNC where replicas read from other GPUs"),
     Knob("`export_stays = false`", {"export_stays": False}, "rollout maps the copy at every sync"),
     Knob("`[trainer.lora]`, rank 32", {"lora_rank": 32}, "trains only adapters"),
     Knob("`num_ranks = 4`, on four GPUs", {"num_gpus": 4, "num_ranks": 4}, "two more GPUs"),

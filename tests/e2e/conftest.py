@@ -29,7 +29,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def roomy(lab: Path) -> Iterator[RunningNode]:
-    """A node with a critic and deltas, and room for everything at once, whatever the machine's load: nothing leaves at a changeover.
+    """A node with a critic, and room for everything at once, whatever the machine's load: nothing leaves at a changeover.
 
     Its services listen on ports with TLS and tokens, its metrics, with SGLang's, on a plain one.
     """
@@ -42,7 +42,6 @@ def roomy(lab: Path) -> Iterator[RunningNode]:
             *mtls(lab)[:2],
             *tokens(lab),
             "metrics.engine=true",
-            "trainer.publish_deltas=true",
             f"memory.host_budget_bytes={_ROOM}",
         ],
     ) as started:

@@ -15,7 +15,6 @@ from tasuki.transport.export import ExportMemory, WeightExport
 from tasuki.transport.imported_weights import import_weights
 from tasuki.transport.shards import Shard
 from tasuki.v1 import weights_pb2
-from tests.drifting import drifted
 from tests.received import ReceivedPiece, check_received
 from tools.bench.sync_shapes import QWEN, QwenModel, random_shards
 
@@ -36,7 +35,6 @@ class TrainerRank:
         dtype: torch.dtype,
         in_place: bool,
         leaves: bool,
-        has_deltas: bool = False,
         rank: int = 0,
         num_ranks: int = 1,
     ) -> None:
@@ -53,7 +51,7 @@ class TrainerRank:
             num_ranks=num_ranks,
             dtype=torch.bfloat16,
             socket_path=folder / f"w{rank}.sock",
-            memory=ExportMemory(self.allocator.arena(WEIGHTS) if in_place else None, leaves=leaves, has_deltas=has_deltas),
+            memory=ExportMemory(self.allocator.arena(WEIGHTS) if in_place else None, leaves=leaves),
         )
         if self.export.copies is not None:
             self.allocator.adopt(EXPORT, self.export.copies)
@@ -76,11 +74,6 @@ class TrainerRank:
     def train(self) -> None:
         for shard in self.shards:
             shard.local.add_(1)
-
-    def drift(self) -> None:
-        """Moves the weights as a step with a low learning rate does."""
-        for shard in self.shards:
-            shard.local.copy_(drifted(shard.local))
 
     def close(self) -> None:
         self.export.close()

@@ -64,7 +64,6 @@ class TrainerRank:
         published: torch.dtype,
         in_place: bool,
         leaves: bool,
-        has_deltas: bool = False,
         rank: int = 0,
         num_ranks: int = 1,
     ) -> None:
@@ -79,7 +78,7 @@ class TrainerRank:
                 shards.append(Shard(name, shape, box.offsets, torch.randn(box.sizes).to(dtype)))
             self.after = torch.full((20 * MIB,), 7, dtype=torch.uint8)
         self.tensors = {shard.name: shard.local for shard in shards}
-        memory = ExportMemory(self.allocator.arena(WEIGHTS) if in_place else None, leaves=leaves, has_deltas=has_deltas)
+        memory = ExportMemory(self.allocator.arena(WEIGHTS) if in_place else None, leaves=leaves)
         self.export = WeightExport(
             shards, rank=rank, num_ranks=num_ranks, dtype=published, socket_path=folder / f"w{rank}.sock", memory=memory
         )

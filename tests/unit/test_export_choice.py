@@ -24,7 +24,6 @@ from tasuki.wire.errors import InvalidArgument
 
 MODEL = MODELS["qwen2.5-7b"]
 UUIDS = ["GPU-11111111-2222", "GPU-33333333-4444", "GPU-55555555-6666"]
-DELTAS = {"publish_deltas": True}
 
 
 def node(*, device: str = "cuda", trainer: dict[str, Any] | None = None, rollout: dict[str, Any] | None = None) -> NodeConfig:
@@ -59,17 +58,6 @@ def test_parameters_are_published_where_dtypes_are_equal(
         ({"trainer": {"export_handles": "ipc", "export_stays": False}}, "ipc. is for a copy that stays"),
         ({"trainer": {"export_handles": "ipc", "export": "parameters"}}, "ipc. is for a copy that stays"),
         ({"device": "cpu", "trainer": {"export_handles": "ipc"}}, "needs device = .cuda"),
-        ({"trainer": {**DELTAS, "lora": {"rank": 8}}}, "publish_deltas is not for .trainer.lora."),
-        ({"trainer": {**DELTAS, "param_dtype": "bfloat16"}}, "publish_deltas needs a published copy, and rollout reads"),
-        (
-            {"device": "cpu", "trainer": DELTAS, "rollout": {"dtype": "float32"}},
-            "needs rollout.dtype = .bfloat16., not .float32",
-        ),
-        ({"trainer": {**DELTAS, "export_handles": "ipc"}}, "needs trainer.export_handles = .vmm., not .ipc"),
-        (
-            {"trainer": {**DELTAS, "export_stays": False}},
-            "needs a published copy that stays, and trainer.export_stays is false",
-        ),
         ({"trainer": {"devices": ["0"]}}, "trainer.devices needs rollout.devices, too"),
         ({"rollout": {"devices": ["0"]}}, "rollout.devices needs trainer.devices, too"),
         ({"device": "cpu", "trainer": {"devices": ["0"]}}, "devices needs rollout.devices, too, and device = .cuda"),

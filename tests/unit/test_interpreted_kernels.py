@@ -9,7 +9,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-def test_kernels_copy_sum_encode_apply_and_merge() -> None:
+def test_kernels_copy_sum_and_merge() -> None:
     run = subprocess.run(
         [sys.executable, "-m", "tests.interpreted_kernels"], cwd=REPOSITORY, capture_output=True, text=True, check=False
     )

@@ -14,7 +14,6 @@ from hypothesis import strategies as some
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.stages import RING, Phase, Stage
 from tasuki.planner.advice import advise, largest_kv_ratio, smallest_sleeping
-from tasuki.planner.changes import changes
 from tasuki.planner.layout import GB, MIB, TAGS, Checkpointing, Layout, Part, Strategy
 from tasuki.planner.node_plan import plan_node
 from tasuki.planner.plan import PLAN_STAGES, Plan, PlanStage, needed_bytes, plan
@@ -179,17 +178,6 @@ def test_only_the_first_publish_needs_room_for_the_export_arena():
     first = needed_bytes(planned, Stage.LOAD_WEIGHTS, has_published=False)
     assert [set(parts) for parts in first.gpus] == [{Part.EXPORT}] * 8
     assert first.gpu_bytes == pytest.approx(2 * MODELS["qwen2.5-7b"].num_parameters / 8, rel=0.01)
-
-
-def test_deltas_take_a_quarter_more_of_the_export_arena_and_are_the_first_part_of_it_to_give_up():
-    whole, quarter_more = (
-        plan(h200s("qwen2.5-7b", publishes_deltas=publishes)).stage(Stage.SYNC).gpus[0][Part.EXPORT]
-        for publishes in (False, True)
-    )
-    assert quarter_more == pytest.approx(1.25 * whole, rel=0.01)
-    short = plan(h200s("qwen2.5-32b", publishes_deltas=True, kv_ratio=0.95, num_engines=8))
-    given_up = [change.setting for change in changes(short)]
-    assert "trainer.publish_deltas" in given_up and "trainer.export_stays" not in given_up
 
 
 def test_the_least_that_must_leave_is_enough_and_none_of_it_may_stay():

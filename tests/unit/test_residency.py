@@ -88,7 +88,7 @@ def test_room_goes_to_activations_before_it_goes_to_what_may_stay() -> None:
     assert [(layout.checkpointing, layout.kept_layers) for layout in layouts] == [("full", 1), ("attention", 19)]
     assert [leaves for layout in layouts for _, _, leaves in stay_and_leave(layout)] == [[], [Part.GRADIENTS, Part.KV_CACHE]]
     kept, left = (sum(expected_seconds(plan(layout)).values()) for layout in layouts)
-    assert left - kept == pytest.approx(0.1, abs=0.01)
+    assert left - kept == pytest.approx(0.086, abs=0.005)
 
 
 def test_with_most_kv_the_trainer_leaves_and_the_engines_weights_stay() -> None:

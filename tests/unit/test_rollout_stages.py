@@ -76,7 +76,7 @@ class EasySync:
     async def run(self, weights: weights_pb2.PublishedWeights, imported: None, *, timeout_s: float) -> SyncReport:
         if self.failure is not None:
             raise self.failure
-        return SyncReport(weights.policy_version, 0, (), {}, b"layout", (), applied_deltas=False)
+        return SyncReport(weights.policy_version, 0, (), {}, b"layout", ())
 
 
 class NoMemory:

@@ -1,4 +1,4 @@
-"""A sync of weights on GPUs, without an engine: `python -m tools.bench.sync_gpu [--cases 7b:1:1 7b:4:4] [--deltas LR] [--out FOLDER]`.
+"""A sync of weights on GPUs, without an engine: `python -m tools.bench.sync_gpu [--cases 7b:1:1 7b:4:4] [--out FOLDER]`.
 
 A case is model : trainer ranks : tensor-parallel ranks or, with several engines, model : trainer ranks : tensor-parallel ranks x engines,
 as in 7b:4:1x4. Each rank is a process. Trainer ranks take the first GPUs, one each, and so do engine ranks. Trainer ranks hold fp32 masters
@@ -9,9 +9,6 @@ Time starts before the command is sent to the ranks: "sync" ends when the last r
 has compared all checksums with the published ones. Every round has new weights; the first one, with import, recording and compilation, is
 reported separately. The floor is the time of the same bytes at the rates of plain copies in this run: within a GPU, and from the other GPUs
 while all ranks read. "plain copies" are the plan's copies made by torch, one after the other. Writes sync_gpu.json, prints a table.
-
---deltas runs each case once more with trainer.publish_deltas. Every master then moves by LR, up or down, as in AdamW's first step; later
-moves are mostly smaller. Otherwise every element changes by 1 %.
 """
 
 from __future__ import annotations
@@ -30,8 +27,7 @@ from typing import Any
 import torch
 
 from tasuki.rollout.receive import WeightReceiver
-from tasuki.transport.deltas import FAR
-from tasuki.transport.export import ExportMemory, WeightExport
+from tasuki.transport.export import WeightExport
 from tasuki.transport.imported_weights import import_weights
 from tasuki.transport.plan import Slice
 from tasuki.v1 import weights_pb2
@@ -51,40 +47,25 @@ MIB = 1 << 20
 CHANGE = 1.01
 
 
-def trainer_rank(rank: int, num_ranks: int, model: str, folder: Path, *, moves_by: float) -> None:
-    """Publishes a version for every line it reads. moves_by: of each master, in every version; 0 for CHANGE without deltas."""
+def trainer_rank(rank: int, num_ranks: int, model: str, folder: Path) -> None:
+    """Publishes a version for every line it reads."""
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     shards = random_shards(QWEN[model], rank=rank, num_ranks=num_ranks, dtype=torch.float32, device=device)
     path = folder / f"weights-{rank}.sock"
-    memory = ExportMemory(has_deltas=moves_by > 0)
-    export = WeightExport(shards, rank=rank, num_ranks=num_ranks, dtype=torch.bfloat16, socket_path=path, memory=memory)
+    export = WeightExport(shards, rank=rank, num_ranks=num_ranks, dtype=torch.bfloat16, socket_path=path)
     fetched = _count_fetched(export)
     arena_mib = sum(export._arena.manifest.chunk_bytes) / MIB
     for line in sys.stdin:
         for shard in shards:
-            if moves_by:
-                shard.local.add_(torch.empty_like(shard.local).bernoulli_().sub_(0.5), alpha=2 * moves_by)
-            else:
-                shard.local.mul_(CHANGE)
+            shard.local.mul_(CHANGE)
         torch.cuda.synchronize()
         start = time.perf_counter()
         num_bytes = export.publish(int(line))
         publish_ms = 1e3 * (time.perf_counter() - start)
-        facts = {"num_bytes": num_bytes, "arena_mib": arena_mib, "num_fetched": len(fetched), **_moved(export)}
+        facts = {"num_bytes": num_bytes, "arena_mib": arena_mib, "num_fetched": len(fetched)}
         answer(publish_ms=publish_ms, handle=export.handle(), **facts)
     export.close()
-
-
-def _moved(export: WeightExport) -> dict[str, float]:
-    """Shares of the published units that changed, and that are to be read in full."""
-    deltas = export._arena.deltas
-    if deltas is None:
-        return {}
-    return {
-        "changed_share": float((deltas.words != 0).float().mean()),
-        "far_share": float((deltas.words == FAR).float().mean()),
-    }
 
 
 def _count_fetched(export: WeightExport) -> list[None]:
@@ -131,12 +112,10 @@ def _receive(receiver: WeightReceiver, weights: weights_pb2.PublishedWeights, de
     )
 
 
-def run_case(case: Case, *, moves_by: float = 0.0) -> dict[str, Any]:
+def run_case(case: Case) -> dict[str, Any]:
     model, num_ranks, tp_size, num_engines = case.model, case.num_ranks, case.tp_size, case.num_engines
     with tempfile.TemporaryDirectory() as folder:
-        trainers = Ranks(
-            MODULE, [["--trainer", str(rank), str(num_ranks), model, folder, str(moves_by)] for rank in range(num_ranks)]
-        )
+        trainers = Ranks(MODULE, [["--trainer", str(rank), str(num_ranks), model, folder] for rank in range(num_ranks)])
         engines = Ranks(MODULE, [["--engine", str(rank), str(tp_size), model] for rank in range(tp_size * num_engines)])
         rounds = [_round(trainers, engines, version, tp_size=tp_size) for version in range(NUM_ROUNDS + 1)]
         floors = {name: engines.ask(name) for name in ("within", "plain_copies", "kernel")}
@@ -149,7 +128,6 @@ def run_case(case: Case, *, moves_by: float = 0.0) -> dict[str, Any]:
         "num_ranks": num_ranks,
         "tp_size": tp_size,
         "num_engines": num_engines,
-        "moves_by": moves_by,
         "first": rounds[0],
         "rounds": rounds[1:],
         "floors": floors,
@@ -175,7 +153,6 @@ def _round(trainers: Ranks, engines: Ranks, version: int, *, tp_size: int) -> di
         "copied_bytes": sum(one["copied_bytes"] for one in received),
         **{name: max(one[name] for one in received) for name in ("extra_mib", "lost_mib", "cpu_ms")},
         "arena_mib": max(one["arena_mib"] for one in published),
-        **{share: max(one[share] for one in published) for share in ("changed_share", "far_share") if share in published[0]},
     }
 
 
@@ -207,12 +184,8 @@ def table(case: dict[str, Any]) -> str:
         for name, key in (("kernel", "ms"), ("kernel", "unsummed_ms"), ("kernel", "checksum_ms"), ("plain_copies", "ms"))
     )
     sync = statistics.median(one["sync_ms"] for one in rounds)
-    how = ""
-    if case["moves_by"]:
-        shares = [statistics.median(one[share] for one in rounds) for share in ("changed_share", "far_share")]
-        how = f", moves of {case['moves_by']:g}: {shares[0]:.1%} of 16 bytes changed, {shares[1]:.1%} read in full"
     lines = [
-        f"{case['model']}, {case['num_ranks']} trainer ranks -> {case['num_engines']} x TP {case['tp_size']}, {len(rounds)} rounds{how}",
+        f"{case['model']}, {case['num_ranks']} trainer ranks -> {case['num_engines']} x TP {case['tp_size']}, {len(rounds)} rounds",
         f"  sync      {spread([one['sync_ms'] for one in rounds])}; first {case['first']['sync_ms']:.0f} ms",
         f"  floor     {floor_ms(case):.2f} ms ({100 * floor_ms(case) / sync:.0f} %), "
         f"{rounds[0]['copied_bytes'] / case['tp_size'] / case['num_engines'] / sync / 1e6:.0f} GB/s a rank",
@@ -234,23 +207,21 @@ def table(case: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--cases", nargs="+", type=Case.of, default=[Case.of("7b:1:1")], metavar=METAVAR)
-    parser.add_argument("--deltas", type=float, nargs="+", default=[], metavar="LR", help="e.g. 1e-6")
     parser.add_argument("--out", type=Path, default=REPOSITORY / "runs/bench")
-    parser.add_argument("--trainer", nargs=5, help=argparse.SUPPRESS)
+    parser.add_argument("--trainer", nargs=4, help=argparse.SUPPRESS)
     parser.add_argument("--engine", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.trainer:
-        rank, num_ranks, model, folder, moves_by = args.trainer
-        return trainer_rank(int(rank), int(num_ranks), model, Path(folder), moves_by=float(moves_by))
+        rank, num_ranks, model, folder = args.trainer
+        return trainer_rank(int(rank), int(num_ranks), model, Path(folder))
     if args.engine:
         rank, tp_size, model = args.engine
         return engine_rank(int(rank), int(tp_size), model)
     require_gpus(max(case.num_gpus for case in args.cases))
     cases: list[dict[str, Any]] = []
     for case in args.cases:
-        for moves_by in (0.0, *args.deltas):
-            cases.append(run_case(case, moves_by=moves_by))
-            print(table(cases[-1]), flush=True)
+        cases.append(run_case(case))
+        print(table(cases[-1]), flush=True)
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "sync_gpu.json").write_text(json.dumps({"gpu": torch.cuda.get_device_name(), "cases": cases}, indent=1))
     return None

@@ -809,15 +809,12 @@ class ReceiveResult(_message.Message):
     CHECKSUMS_FIELD_NUMBER: _builtins.int
     LAYOUT_DIGEST_FIELD_NUMBER: _builtins.int
     SUMS_FIELD_NUMBER: _builtins.int
-    APPLIED_DELTAS_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     copied_bytes: _builtins.int
     layout_digest: _builtins.bytes
     """Digest of names and slices, in order."""
     sums: _builtins.bytes
     """The checksums only, in the same order, 8 bytes each, little endian; only if the front knows this layout."""
-    applied_deltas: _builtins.bool
-    """Whether the rank held the previous publication and applied deltas."""
     @_builtins.property
     def fallback_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -836,11 +833,10 @@ class ReceiveResult(_message.Message):
         checksums: _abc.Iterable[Global___PieceChecksum] | None = ...,
         layout_digest: _builtins.bytes = ...,
         sums: _builtins.bytes = ...,
-        applied_deltas: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied_deltas", b"applied_deltas", "checksums", b"checksums", "copied_bytes", b"copied_bytes", "fallback_names", b"fallback_names", "layout_digest", b"layout_digest", "policy_version", b"policy_version", "sums", b"sums", "timings", b"timings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "copied_bytes", b"copied_bytes", "fallback_names", b"fallback_names", "layout_digest", b"layout_digest", "policy_version", b"policy_version", "sums", b"sums", "timings", b"timings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

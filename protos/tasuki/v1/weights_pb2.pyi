@@ -128,7 +128,6 @@ class WeightManifest(_message.Message):
     DEVICE_UUID_FIELD_NUMBER: _builtins.int
     CHUNK_BYTES_FIELD_NUMBER: _builtins.int
     IPC_MEMORY_FIELD_NUMBER: _builtins.int
-    DELTAS_FIELD_NUMBER: _builtins.int
     PLACES_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     num_ranks: _builtins.int
@@ -149,10 +148,6 @@ class WeightManifest(_message.Message):
         """Replaces the chunks with HANDLE_KIND_CUDA_IPC."""
 
     @_builtins.property
-    def deltas(self) -> Global___PublishedDeltas:
-        """If the owner publishes deltas from its previous publication."""
-
-    @_builtins.property
     def places(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolPlace]:
         """Of each chunk, in the same order; none if the memory is in no pool. They may change while the rest and its digest stay."""
 
@@ -167,12 +162,11 @@ class WeightManifest(_message.Message):
         device_uuid: _builtins.str = ...,
         chunk_bytes: _abc.Iterable[_builtins.int] | None = ...,
         ipc_memory: Global___IpcMemory | None = ...,
-        deltas: Global___PublishedDeltas | None = ...,
         places: _abc.Iterable[Global___PoolPlace] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["deltas", b"deltas", "ipc_memory", b"ipc_memory"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ipc_memory", b"ipc_memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "chunk_bytes", b"chunk_bytes", "deltas", b"deltas", "device_uuid", b"device_uuid", "entries", b"entries", "header_offset", b"header_offset", "ipc_memory", b"ipc_memory", "num_ranks", b"num_ranks", "places", b"places", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "chunk_bytes", b"chunk_bytes", "device_uuid", b"device_uuid", "entries", b"entries", "header_offset", b"header_offset", "ipc_memory", b"ipc_memory", "num_ranks", b"num_ranks", "places", b"places", "rank", b"rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -202,38 +196,6 @@ class PoolPlace(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PoolPlace: _TypeAlias = PoolPlace  # noqa: Y015
-
-@_typing.final
-class PublishedDeltas(_message.Message):
-    """Place of the deltas from the previous publication in an arena: for every 16 bytes of its entries a word of eight signed 4-bit
-    differences of the bit patterns of 2-byte elements: element i at bit 4 * (i / 2) + 16 * (i % 2). 0x88888888 marks 16 bytes to be read in full. The header says
-    whether the words are valid.
-    """
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    ENTRIES_OFFSET_FIELD_NUMBER: _builtins.int
-    ENTRIES_BYTES_FIELD_NUMBER: _builtins.int
-    WORDS_OFFSET_FIELD_NUMBER: _builtins.int
-    entries_offset: _builtins.int
-    """Span of the entries, from the start of the arena; multiples of 256."""
-    entries_bytes: _builtins.int
-    words_offset: _builtins.int
-    """Start of the words, from the start of the arena; a multiple of 256."""
-    def __init__(
-        self,
-        *,
-        entries_offset: _builtins.int = ...,
-        entries_bytes: _builtins.int = ...,
-        words_offset: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["entries_bytes", b"entries_bytes", "entries_offset", b"entries_offset", "words_offset", b"words_offset"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PublishedDeltas: _TypeAlias = PublishedDeltas  # noqa: Y015
 
 @_typing.final
 class IpcMemory(_message.Message):

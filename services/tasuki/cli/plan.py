@@ -28,7 +28,6 @@ from tasuki.planner.node_plan import check_kv_tokens, node_layout
 from tasuki.planner.node_traffic import check_rate, node_traffic
 from tasuki.planner.plan import plan
 from tasuki.planner.presets import MODELS, find_preset
-from tasuki.planner.residency import NO_DELTAS
 from tasuki.planner.step_tokens import most_tokens, with_fastest_checkpointing
 from tasuki.wire.errors import InvalidArgument
 
@@ -91,8 +90,6 @@ def run(arguments: argparse.Namespace) -> int:
         show(planned, advice, console=Console())
         for line in traffic_lines(traffic, arguments.network_gbit, fits=planned.fits):
             sys.stdout.write(f"{line}\n")
-        if _wants_deltas(arguments.config, wishes) and not layout.publishes_deltas:
-            sys.stdout.write(f"trainer.publish_deltas: {NO_DELTAS}.\n")
         for key in not_counted:
             sys.stdout.write(f"Not counted: {key}. Its memory is taken from the KV cache or may be missing; try it.\n")
     return 0 if planned.fits else DOES_NOT_FIT
@@ -180,11 +177,6 @@ def _not_counted(config: Path | None, wishes: Wishes) -> list[str]:
     """Keys of [rollout.engine] that may change the engine's memory use."""
     node = _node_if_any(config, wishes)
     return [] if node is None else [f"rollout.engine.{name}" for name in uncounted_arguments(node.rollout.engine)]
-
-
-def _wants_deltas(config: Path | None, wishes: Wishes) -> bool:
-    node = _node_if_any(config, wishes)
-    return node is not None and node.trainer.publish_deltas is True
 
 
 def _node_if_any(config: Path | None, wishes: Wishes) -> NodeConfig | None:

@@ -143,33 +143,9 @@ def _check_export(config: NodeConfig) -> None:
         raise SettingsConflict("trainer.export", f'{problem}; "copy" casts')
     if trainer.export == "parameters" and trainer.lora is not None:
         raise SettingsConflict("trainer.export", '= "parameters" cannot publish adapters; leave it at "auto"')
-    _check_deltas(config)
     if trainer.param_dtype != "float32" and trainer.lora is not None:
         raise SettingsConflict(
             "trainer.param_dtype", f'= "{trainer.param_dtype}" is not for [trainer.lora]: adapters are trained in float32'
-        )
-
-
-def _check_deltas(config: NodeConfig) -> None:
-    trainer, key = config.trainer, "trainer.publish_deltas"
-    if not trainer.publish_deltas:
-        return
-    if trainer.lora is not None:
-        raise SettingsConflict(
-            key, "is not for [trainer.lora], whose adapters or merged weights are published whole; leave it out"
-        )
-    if config.rollout.dtype != "bfloat16":
-        raise SettingsConflict(key, f'needs rollout.dtype = "bfloat16", not "{config.rollout.dtype}"; leave it out')
-    if config.exports_parameters:
-        raise SettingsConflict(
-            key,
-            'needs a published copy, and rollout reads the parameters in place: set trainer.export = "copy", or leave it out',
-        )
-    if trainer.export_handles != "vmm":
-        raise SettingsConflict(key, f'needs trainer.export_handles = "vmm", not "{trainer.export_handles}"; leave it out')
-    if trainer.export_stays is False:
-        raise SettingsConflict(
-            key, "needs a published copy that stays, and trainer.export_stays is false; leave one of them out"
         )
 
 

@@ -2,6 +2,5 @@
 
 PERFORMANCE_TRAINER_KEYS = {
     "listen", "num_ranks", "num_threads", "devices", "collective_timeout_s", "export", "export_stays", "export_handles",
-    "publish_deltas",
     "expert_parallel", "reshard_after_forward", "reference_on_host", "empty_cache_early",
 }  # fmt: skip

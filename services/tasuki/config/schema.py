@@ -211,16 +211,6 @@ class NodeConfig(Schema):
         return trainer.export == "parameters" or (trainer.export == "auto" and is_possible)
 
     @property
-    def may_publish_deltas(self) -> bool:
-        """Whether deltas are published if copy and rollout's weights stay. Left open, only where they make a sync faster."""
-        trainer = self.trainer
-        if trainer.publish_deltas is not None or self.residency is not None:
-            return trainer.publish_deltas is True
-        is_copied = trainer.lora is None and not self.exports_parameters and self.rollout.dtype == "bfloat16"
-        stays = trainer.export_handles == "vmm" and trainer.export_stays is not False
-        return self.device == "cuda" and self.dp_size > 1 and is_copied and stays
-
-    @property
     def may_share_prompts(self) -> bool:
         """Whether samples of one prompt may share its computation."""
         return self.trainer.prefix_sharing is not False

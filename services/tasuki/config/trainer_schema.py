@@ -126,12 +126,6 @@ class TrainerConfig(OptimizerConfig):
     export_handles: Literal["vmm", "ipc"] = "vmm"
     """How GPU memory is shared with rollout: file descriptors of our arenas, or, where these do not work, a copy in torch's memory with
     a legacy CUDA IPC handle."""
-    publish_deltas: bool | None = None
-    """Whether the published copy comes with the difference of each number from the previous copy, in a quarter more memory. Rollout then
-    reads a quarter of the bytes, which makes SYNC faster where replicas read from other GPUs. Weights are the same, bit for bit.
-    Syncs read everything after a restart and whenever the copy or rollout's weights left. Needs a copy in bfloat16 (`export`,
-    `rollout.dtype`) with `export_handles = "vmm"`; not with `[trainer.lora]`. By default on GPUs with several replicas if, according
-    to the planner, nothing else changes for it."""
     attention_backend: Literal["auto", "fa4", "varlen", "sdpa"] = "auto"
     """Attention over packed sequences: FlashAttention-4, torch's `varlen_attn`, or torch's `scaled_dot_product_attention`, which pads
     and supports every model and dtype. "auto" is the first that is installed and computes correct results at start; the log names it."""

@@ -62,7 +62,6 @@ def _for_training(layout: Layout) -> Iterator[Change]:
     yield from _more_checkpointing(layout)
     yield from _reference_on_host(layout)
     yield from _optimizer_on_host(layout)
-    yield from _whole_export(layout)
     yield from _export_leaves(layout)
     yield from _export_in_place(layout)
     yield from _fewer_tokens(layout)
@@ -77,7 +76,6 @@ def _for_training(layout: Layout) -> Iterator[Change]:
 
 
 def _for_rollout(layout: Layout) -> Iterator[Change]:
-    yield from _whole_export(layout)
     yield from _export_leaves(layout)
     if (ratio := largest_kv_ratio(layout)) is not None and ratio < layout.kv_ratio:
         yield Change("rollout.kv_ratio", f"{layout.kv_ratio:g}", f"{ratio:g}", replace(layout, kv_ratio=ratio))
@@ -98,7 +96,6 @@ def _for_changeover(layout: Layout) -> Iterator[Change]:
     if layout.strategy is Strategy.STAGED and not early <= layout.released_early:
         changed = replace(layout, released_early=layout.released_early | early)
         yield Change("leave before LOAD_WEIGHTS", _names(layout.released_early), _names(changed.released_early), changed, False)
-    yield from _whole_export(layout)
     yield from _export_in_place(layout)
     yield from _fewer_tokens(layout)
     yield from _reference_on_host(layout)
@@ -160,20 +157,13 @@ def _optimizer_on_host(layout: Layout) -> Iterator[Change]:
         yield Change("trainer.optimizer_on_host", "false", "true", replace(layout, optimizer_on_host=True))
 
 
-def _whole_export(layout: Layout) -> Iterator[Change]:
-    if layout.publishes_deltas:
-        yield Change("trainer.publish_deltas", "true", "false", replace(layout, publishes_deltas=False))
-
-
 def _export_leaves(layout: Layout) -> Iterator[Change]:
-    if layout.publishes_deltas:
-        return
     if layout.export_stays and layout.sync_bucket_bytes is None and layout.strategy is not Strategy.RESIDENT:
         yield Change("trainer.export_stays", "true", "false", replace(layout, export_stays=False))
 
 
 def _export_in_place(layout: Layout) -> Iterator[Change]:
-    if layout.exports_parameters or layout.publishes_deltas:
+    if layout.exports_parameters:
         return
     if layout.param_bytes == layout.engine_bytes and layout.sync_bucket_bytes is None:
         yield Change("trainer.export", "copy", "parameters", replace(layout, exports_parameters=True))
@@ -216,7 +206,6 @@ def _adapters(layout: Layout) -> Iterator[Change]:
         layout,
         lora_rank=_LORA_RANK,
         exports_parameters=False,
-        publishes_deltas=False,
         reference_on_host=False,
         param_bytes=4,
     )
@@ -226,8 +215,6 @@ def _adapters(layout: Layout) -> Iterator[Change]:
         others.append(f"trainer.lora.target_modules {json.dumps(there)}")
     if layout.reference_on_host:
         others.append("without trainer.reference_on_host")
-    if layout.publishes_deltas:
-        others.append("without trainer.publish_deltas")
     if layout.param_bytes != changed.param_bytes:
         others.append("trainer.param_dtype float32")
     new = f"{_LORA_RANK} ({', '.join(others)})" if others else str(_LORA_RANK)

@@ -119,8 +119,6 @@ class Layout:
     """Bytes per element of trained weights, gradients and moments."""
     exports_parameters: bool = False
     """Whether the engine reads the parameters in place; otherwise a copy in its dtype."""
-    publishes_deltas: bool = False
-    """Whether the copy comes with deltas, in a quarter more memory."""
     export_stays: bool = True
     """Whether the memory that the engine reads stays on the GPU after OFFLOAD; otherwise a copy returns at LOAD_WEIGHTS."""
     micro_batch_tokens: int = DEFAULT_MICRO_BATCH_TOKENS["cuda"]

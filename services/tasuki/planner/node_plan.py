@@ -14,7 +14,7 @@ from tasuki.planner.kv_tokens import SGLANG_GRAPH_REQUESTS, graph_requests, plan
 from tasuki.planner.layout import Checkpointing, Layout, Overheads, Part, named_as_given
 from tasuki.planner.model_shape import read_model_shape
 from tasuki.planner.plan import Plan, largest_pool, plan
-from tasuki.planner.residency import decide, given, keeps_what_deltas_need
+from tasuki.planner.residency import decide, given
 from tasuki.planner.rollout_bytes import kv_bytes_per_token
 from tasuki.planner.step_tokens import most_tokens, with_fastest_checkpointing, with_last_layer_kept
 from tasuki.wire.errors import InvalidArgument
@@ -67,20 +67,7 @@ def node_layout(
     num_gpus = max(*gpus_of(config).trainer, *gpus_of(config).rollout) + 1 if num_gpus is None else num_gpus
     layout = _as_configured(config, model, gpu_bytes=gpu_bytes, host_bytes=host_bytes, num_gpus=num_gpus)
     layout = replace(layout, overheads=overheads or Overheads())
-    chosen = _with_residency(_with_open_settings(layout, config), config)
-    if chosen.publishes_deltas:
-        without = _with_residency(_with_open_settings(replace(layout, publishes_deltas=False), config), config)
-        # If copy or weights leave, deltas would never be read, and something may stay in their place.
-        if not keeps_what_deltas_need(chosen) or (config.trainer.publish_deltas is None and _costs_something(chosen, without)):
-            chosen = without
-    return chosen
-
-
-def _costs_something(chosen: Layout, without: Layout) -> bool:
-    """Whether more than the memory of deltas distinguishes two layouts, or only the one without them fits."""
-    one, other = plan(chosen), plan(without)
-    is_equal = replace(chosen, publishes_deltas=False) == without and one.kv_pool.num_tokens == other.kv_pool.num_tokens
-    return not is_equal or one.fits < other.fits
+    return _with_residency(_with_open_settings(layout, config), config)
 
 
 def _check_adapters(config: NodeConfig, model: ModelShape) -> None:
@@ -115,7 +102,6 @@ def _as_configured(config: NodeConfig, model: ModelShape, *, gpu_bytes: int, hos
         engine_bytes=_ELEMENT_BYTES[rollout.dtype],
         param_bytes=_ELEMENT_BYTES[trainer.param_dtype],
         exports_parameters=config.exports_parameters,
-        publishes_deltas=config.may_publish_deltas,
         export_stays=trainer.export_stays is not False,
         micro_batch_tokens=config.most_micro_batch_tokens,
         # If residency is open, tokens are chosen first: none of it costs as much as a step of more and smaller micro-batches.

@@ -24,7 +24,6 @@ _OF_TRAINER = {
 }
 _OF_ENGINE = {"weights": Part.ROLLOUT_WEIGHTS, "kv_cache": Part.KV_CACHE}
 
-NO_DELTAS = "no deltas are published, since the published copy or rollout's weights leave"
 Staying = tuple[frozenset[Part], ...]
 """Parts that stay, for each GPU; on a CPU for each rank."""
 
@@ -53,15 +52,6 @@ def _on_gpus(layout: Layout, sizes: Sizes, *, export_stays: bool | None) -> Stay
         if kind not in kinds:
             kinds[kind] = _on_gpu(layout, sizes, index, export_stays=export_stays)
     return tuple(kinds[layout.has_rank(index), layout.has_engine(index)] for index in range(layout.num_gpus))
-
-
-def keeps_what_deltas_need(layout: Layout) -> bool:
-    """Whether every trainer rank keeps its published copy, and every engine rank its weights."""
-    staying = layout.staying or ()
-    return all(
-        (Part.EXPORT in stays or not layout.has_rank(index)) and (Part.ROLLOUT_WEIGHTS in stays or not layout.has_engine(index))
-        for index, stays in enumerate(staying)
-    )
 
 
 def decided_again(layout: Layout) -> Layout:

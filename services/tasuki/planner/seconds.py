@@ -104,9 +104,6 @@ def _on_gpu(layout: Layout, sizes: Sizes, index: int) -> Mapping[Stage, float]:
 
 def _sync_seconds(layout: Layout, near: float, far: float) -> float:
     """near, far: bytes of the engine's weights that are published on its own GPU and on others."""
-    if layout.publishes_deltas:
-        # Deltas, a quarter, arrive while all of the engine's weights are read and summed.
-        return max((near + far) * _READ, far / 4 * _PULL)
     return near * _READ + far * _PULL
 
 

@@ -100,6 +100,4 @@ def export_arena(layout: Layout) -> int:
     published = shards(layout) if layout.merges_adapters else trained_shards(layout)
     tensors = (math.prod(shape) * layout.engine_bytes for shape in published)
     num_bytes = sum(rounded_up(size, ALIGNMENT) for size in tensors)
-    if layout.publishes_deltas:
-        num_bytes += num_bytes // 4
     return published_bytes(layout, num_bytes)

@@ -99,10 +99,6 @@ class RankMemory:
                 self._kept[tag].save(self._spans_to_keep(tag), device=self._allocator.device)
         return memory_pb2.PauseResponse(released_bytes=self._allocator.pause(tags))
 
-    def loses_weights(self, request: memory_pb2.PauseRequest) -> bool:
-        """Whether `pause` gives back the pages of weights."""
-        return MemoryTag.WEIGHTS in self._all_of(request.tags)
-
     def resume(self, request: memory_pb2.ResumeRequest) -> memory_pb2.ResumeResponse:
         """Takes pages at the same addresses. Raises OutOfGpuMemory with every tag still asleep."""
         tags = self._all_of(request.tags)
@@ -201,7 +197,7 @@ class EngineRank:
         self.memory = RankMemory(allocator, model, scheduler=scheduler, staying=staying, cache=cache, base=base)
         handlers: Handlers = {
             "receive": self._receive,
-            "pause": self._pause,
+            "pause": self.memory.pause,
             "resume": self.memory.resume,
             "get_usage": self._usage,
             "get_load": self._load,
@@ -247,11 +243,6 @@ class EngineRank:
                 for name, at, value in received.checksums
             )
         return result
-
-    def _pause(self, request: memory_pb2.PauseRequest) -> memory_pb2.PauseResponse:
-        if self.memory.loses_weights(request):
-            self.receiver.forget()
-        return self.memory.pause(request)
 
     def _grow_cache(self, _: ranks_pb2.GrowCacheCommand) -> ranks_pb2.CacheResult:
         return self._cache_result(ranks_pb2.CacheResult(**asdict(self._growing().grow(self._reached))))
@@ -336,5 +327,4 @@ def _encode_received(policy_version: int, received: Received) -> ranks_pb2.Recei
         copied_bytes=received.copied_bytes,
         fallback_names=received.fallback_names,
         timings=[types_pb2.Timing(name=name, seconds=seconds) for name, seconds in received.timings.items()],
-        applied_deltas=received.applied_deltas,
     )

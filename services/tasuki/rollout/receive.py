@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -15,8 +15,7 @@ from tasuki.rollout.record import EngineModel, Layout, Parameters, complete_plan
 from tasuki.rollout.recorded_plan import RecordedPlan
 from tasuki.rpc.failpoints import NO_FAILPOINTS, Failpoints
 from tasuki.transport.checksum import checksum
-from tasuki.transport.copies import SummedCopies, ViewCopy, compile_copies, prepare_summed_copies
-from tasuki.transport.delta_copies import compile_applied_deltas, prepare_applied_deltas
+from tasuki.transport.copies import ViewCopy, compile_copies, prepare_summed_copies
 from tasuki.transport.imported_weights import ImportedWeights, import_weights
 from tasuki.transport.plan import CopyPlan, Slice, whole
 from tasuki.transport.split import split_by_entries
@@ -36,8 +35,6 @@ class Received:
     """The slices that the rank holds; the same object while the plan is unchanged."""
     sums: np.ndarray
     """uint64 checksum of each slice, over its memory after the copy."""
-    applied_deltas: bool = False
-    """Whether deltas were read in the place of whole weights."""
 
     @property
     def checksums(self) -> tuple[tuple[str, Slice, int], ...]:
@@ -55,21 +52,17 @@ class WeightReceiver:
     """From `record_ahead` or the last sync that recorded; outlives a trainer."""
     _prepared: _PreparedPlan | None = None
     _timings: dict[str, float] = field(default_factory=dict)
-    _held: Sequence[int] | None = None
-    """Publication of each trainer rank that the model holds, whole."""
 
     @property
     def plan(self) -> CopyPlan | None:
         """Plan of the last sync."""
         return None if self._prepared is None else self._prepared.plan
 
-    def warm_up(self, *, applies_deltas: bool) -> None:
-        """Compiles on a GPU what the first syncs would, which takes a second on a new machine. applies_deltas: whether they will."""
+    def warm_up(self) -> None:
+        """Compiles on a GPU what the first sync would, which takes a second on a new machine."""
         parameters = Parameters(self.model)
         for dtype in parameters.dtypes:
             compile_copies(dtype, device=parameters.device)
-            if applies_deltas:
-                compile_applied_deltas(dtype, device=parameters.device)
 
     @torch.no_grad()
     def record_ahead(self, layout: Layout) -> None:
@@ -79,17 +72,10 @@ class WeightReceiver:
         """
         self._recorded = RecordedPlan(self.model, layout)
 
-    def forget(self) -> None:
-        """Says that the model's memory loses its content: the next sync reads everything."""
-        self._held = None
-
     def receive(
         self, weights: weights_pb2.PublishedWeights, *, import_timeout_s: float, reads_back_in_full: bool = False
     ) -> Received:
         """Copies the published version into the model, computes checksums, and waits for both.
-
-        Applies deltas if the model holds the previous publication and all owners have published them. Checksums cover everything all the
-        same.
 
         reads_back_in_full: reads everything back after all copies, in addition to each part right after it was written.
         Raises BadHandle or VersionOrder before anything is written. After any other error the model must not be served.
@@ -105,11 +91,8 @@ class WeightReceiver:
     def _receive(
         self, imported: ImportedWeights, weights: weights_pb2.PublishedWeights, *, reads_back_in_full: bool
     ) -> Received:
-        publications, held = imported.publications(), self._held
-        self._held = None
-        holds_base = held is not None and list(publications.bases) == list(held)
         # If parameters have moved, the second attempt fills their new memory.
-        prepared = self._replay(imported, applies_deltas=holds_base) or self._replay(imported, applies_deltas=False)
+        prepared = self._replay(imported) or self._replay(imported)
         if prepared is None:
             raise InternalError("the engine's model parameters keep moving")
         with self._timed("verify"):
@@ -118,10 +101,7 @@ class WeightReceiver:
             sums = prepared.sums(read_back=reads_back_in_full)
             # The trainer may have begun to overwrite the source during the copy.
             imported.check_version(weights.policy_version)
-        self._held = publications.held
-        return Received(
-            prepared.copied_bytes, prepared.plan.fallback_names, dict(self._timings), prepared.held, sums, prepared.has_applied
-        )
+        return Received(prepared.copied_bytes, prepared.plan.fallback_names, dict(self._timings), prepared.held, sums)
 
     def _damage(self, plan: CopyPlan) -> None:
         """Injected fault: changes one element of a parameter, after the copies and their checksums."""
@@ -131,7 +111,7 @@ class WeightReceiver:
 
     def _import(self, weights: weights_pb2.PublishedWeights, timeout_s: float) -> ImportedWeights:
         if self._imported is None or not self._imported.is_of(weights):
-            self._prepared = self._held = None
+            self._prepared = None
             if self._imported is not None:
                 self._imported.close()
                 self._imported = None
@@ -139,15 +119,15 @@ class WeightReceiver:
         self._imported.hold(weights, timeout_s=timeout_s)
         return self._imported
 
-    def _replay(self, imported: ImportedWeights, *, applies_deltas: bool) -> _PreparedPlan | None:
-        """Copies the weights, or applies deltas.
+    def _replay(self, imported: ImportedWeights) -> _PreparedPlan | None:
+        """Copies the weights.
 
         Returns None if parameters have moved: the copies went to their old place, and a new plan is needed.
         """
         with self._timed("record"):
             prepared = self._prepare(imported)
         with self._timed("copy"):
-            prepared.start(applies_deltas=applies_deltas)
+            prepared.start()
             # Checked while the copies run; they write to memory that the plan keeps alive, wherever the parameters are.
             is_current = prepared.fingerprint.is_current()
             prepared.finish(self.model)
@@ -193,33 +173,18 @@ class _PreparedPlan:
         ]
         fallback_bytes = sum(entry.num_bytes for name in plan.fallback_names for entry in imported.entries[name])
         self.copied_bytes = fallback_bytes + sum(copy.source.numel() * copy.source.element_size() for copy in copies)
-        first_owner, deltas = imported.first_owner(device), imported.deltas()
+        first_owner = imported.first_owner(device)
         self._copies = prepare_summed_copies(copies, num_sums=len(plan.pieces), device=device, first_owner=first_owner)
-        self._deltas: SummedCopies | None = None
-        if deltas:
-            self._deltas = prepare_applied_deltas(
-                copies, deltas, num_sums=len(plan.pieces), device=device, first_owner=first_owner
-            )
-        self._started = self._copies
         layout = imported.layout()
         held = [(piece.name, piece.source) for piece in plan.pieces]
         self.held = (*held, *((name, whole(layout[name][0])) for name in plan.fallback_names))
-        self._checksums, self._proven = recorded.checksums, list[SummedCopies]()
+        self._checksums, self._is_proven = recorded.checksums, False
         self._fills, self._fill_checksums, self._fill_sums = recorded.fills, recorded.fill_checksums, recorded.fill_sums
 
-    @property
-    def has_applied(self) -> bool:
-        """Whether the last start applied deltas."""
-        return self._started is self._deltas
-
     @torch.no_grad()
-    def start(self, *, applies_deltas: bool) -> None:
-        """Starts to write all parameters except those written by the engine's own loader.
-
-        applies_deltas: the parameters hold the previous publication. A plan's first start copies.
-        """
-        self._started = self._deltas if applies_deltas and self._proven and self._deltas is not None else self._copies
-        self._started.start()
+    def start(self) -> None:
+        """Starts to write all parameters except those written by the engine's own loader."""
+        self._copies.start()
         self._fills.start()
 
     @torch.no_grad()
@@ -234,13 +199,12 @@ class _PreparedPlan:
     def sums(self, *, read_back: bool) -> np.ndarray:
         """Checksums of `held`; for fallback tensors, which the engine transformed, of what it was given.
 
-        read_back: of the parameters' current memory. A plan's first sync always does this, and its first that applies deltas, since their
-        own checksums cannot reveal wrong addresses in the plan. Raises WeightsCorrupt naming a parameter whose constant rows differ.
+        read_back: of the parameters' current memory. A plan's first sync always does this, since the copies' own checksums cannot reveal
+        wrong addresses in the plan. Raises WeightsCorrupt naming a parameter whose constant rows differ.
         """
-        is_read_back = read_back or self._started not in self._proven
-        sums = np.array(self._checksums.read(), dtype=np.uint64) if is_read_back else self._started.sums()
-        if self._started not in self._proven:
-            self._proven.append(self._started)
+        is_read_back = read_back or not self._is_proven
+        sums = np.array(self._checksums.read(), dtype=np.uint64) if is_read_back else self._copies.sums()
+        self._is_proven = True
         for constant, expected, held in zip(self.plan.constants, self._fill_sums, self._read_fills(), strict=True):
             if held != expected:
                 raise WeightsCorrupt(

@@ -175,11 +175,10 @@ class Rollout:
         self._held_version = report.policy_version
         self.stage = Stage.SYNC
         _log.info(
-            "event=stage stage=SYNC policy_version=%d copied_bytes=%d fallbacks=%d deltas=%d seconds=%.3f %s",
+            "event=stage stage=SYNC policy_version=%d copied_bytes=%d fallbacks=%d seconds=%.3f %s",
             report.policy_version,
             report.copied_bytes,
             len(report.fallback_names),
-            report.applied_deltas,
             time.perf_counter() - started,
             " ".join(f"{name}_s={seconds:.4f}" for name, seconds in report.timings.items()),
         )

@@ -162,7 +162,7 @@ class ReportingScheduler(sglang_scheduler.Scheduler):
             cache=self._growing_cache(),
             base=None if setup.base is None else setup.base.base,
         )
-        engine_rank.receiver.warm_up(applies_deltas=setup.config is not None and setup.config.may_publish_deltas)
+        engine_rank.receiver.warm_up()
         problem = self._record_ahead(engine_rank.receiver, adapter)
         lock.acquire()
         self.request_receiver = LendingReceiver(self.request_receiver, lock)

@@ -29,7 +29,7 @@ class SyncReport:
 
     layout_digest: SHA-256 of names, dtypes and shapes of the published tensors, in name order. checksums: one per tensor, in the same
     order. timings: seconds by part, each of the slowest rank; for the front "ranks", from the command to the last rank's answer, and
-    "compare". applied_deltas: whether every rank applied deltas.
+    "compare".
     """
 
     policy_version: int
@@ -38,7 +38,6 @@ class SyncReport:
     timings: dict[str, float]
     layout_digest: bytes
     checksums: Sequence[int]
-    applied_deltas: bool
 
 
 class WeightSync:
@@ -153,5 +152,4 @@ def _report(
         timings={**slowest, **front_timings},
         layout_digest=layout_digest,
         checksums=checksums,
-        applied_deltas=all(result.applied_deltas for result in results),
     )

@@ -13,7 +13,7 @@ from tasuki.planner.layout import Layout
 from tasuki.planner.model_shape import read_model_shape
 from tasuki.planner.node_plan import check_kv_tokens, check_sequence, node_layout
 from tasuki.planner.plan import plan
-from tasuki.planner.residency import NO_DELTAS, as_config, stay_and_leave
+from tasuki.planner.residency import as_config, stay_and_leave
 from tasuki.planner.start import starts_together
 
 # Unused on a CPU, but the planner requires a GPU size.
@@ -21,7 +21,7 @@ _NO_GPU = 1
 
 
 def with_residency(config: NodeConfig, *, resumes: bool, tell: Callable[[str], None]) -> NodeConfig:
-    """Adds `[residency]` unless it is configured, and whether deltas are published, as the planner decides.
+    """Adds `[residency]` as the planner decides, unless it is configured.
 
     tell: takes one line for each kind of device, and one if the node does not fit into the memory that is free now.
 
@@ -43,8 +43,6 @@ def with_residency(config: NodeConfig, *, resumes: bool, tell: Callable[[str], N
     check_sequence(layout)
     for line in residency_lines(layout):
         tell(line)
-    if config.trainer.publish_deltas and not layout.publishes_deltas:
-        tell(f"trainer.publish_deltas: {NO_DELTAS}")
     planned = plan(replace(layout, host_bytes=host_memory().available_bytes))
     if not planned.fits:
         tell(f"the plan does not fit: {'; '.join(problems(planned))}; `tasuki plan CONFIG` shows what to change")
@@ -58,8 +56,7 @@ def with_residency(config: NodeConfig, *, resumes: bool, tell: Callable[[str], N
     if together:
         tell("trainer and rollout start at the same time: every GPU has room for both")
     residency = as_config(layout, config, kv_tokens=kv_tokens, starts_together=together)
-    trainer = config.trainer.model_copy(update={"publish_deltas": layout.publishes_deltas})
-    return config.model_copy(update={"residency": residency, "trainer": trainer})
+    return config.model_copy(update={"residency": residency})
 
 
 def residency_lines(layout: Layout) -> list[str]:

@@ -14,9 +14,8 @@ import torch
 from tasuki.memory.arena import Access, Arena, Export, Import, PoolPlace, SharedChunk
 from tasuki.memory.granularity import equal_chunks
 from tasuki.memory.tags import MemoryTag
-from tasuki.transport.deltas import FAR, Deltas
 from tasuki.transport.device import device_uuid
-from tasuki.transport.manifest import ALIGNMENT, ELEMENT_BYTES, DeltasPlace, Entry, Manifest, place
+from tasuki.transport.manifest import ALIGNMENT, Entry, Manifest, place
 from tasuki.transport.weight_arena import PeerMemory
 from tasuki.v1 import weights_pb2
 from tasuki.wire.errors import BadHandle, InternalError
@@ -87,11 +86,6 @@ class _Placed:
     in_place: frozenset[int]
     entries: dict[int, Entry]
     num_bytes: int
-    deltas: DeltasPlace | None
-
-    @property
-    def total_bytes(self) -> int:
-        return self.num_bytes + (0 if self.deltas is None else self.deltas.words_bytes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,18 +96,16 @@ class _Opened:
     known: list[object]
     manifest: Manifest
     copies: dict[int, torch.Tensor]
-    deltas: Deltas | None
 
 
 class ChunkMemory:
     """Memory of one rank's published tensors: parameters in place, all others as copies.
 
     parameters: the arena whose tensors are published in place if they have the published dtype.
-    has_deltas: adds room for deltas, if all tensors are copies of 2-byte elements.
     """
 
-    def __init__(self, *, parameters: Arena | None, device: torch.device, has_deltas: bool = False) -> None:
-        self._device, self._parameters, self._has_deltas = device, parameters, has_deltas
+    def __init__(self, *, parameters: Arena | None, device: torch.device) -> None:
+        self._device, self._parameters = device, parameters
         self._placed: _Placed | None = None
         self._opened: _Opened | None = None
         self._copies: Arena | None = None
@@ -138,11 +130,6 @@ class ChunkMemory:
         """Places of the chunks behind `fds`."""
         return self._exported.places
 
-    @property
-    def deltas(self) -> Deltas | None:
-        """Room for the deltas of the copies, every unit marked to be read in full; None if there is none."""
-        return None if self._opened is None else self._opened.deltas
-
     def open(self, manifest: Manifest, sources: Sequence[torch.Tensor]) -> tuple[Manifest, list[torch.Tensor]]:
         """Creates descriptors. Returns the manifest with offsets and chunks, and its tensors: parameters themselves or memory for copies.
 
@@ -158,45 +145,36 @@ class ChunkMemory:
         if self._opened is None or self._opened.placed is not placed or self._opened.known != known:
             # Takes milliseconds, so it is kept for memory that leaves and returns.
             self._opened = self._describe(placed, start, offsets, known)
-        if self._opened.deltas is not None:
-            self._opened.deltas.words.fill_(FAR)
         return self._opened.manifest, [self._opened.copies.get(index, source) for index, source in enumerate(sources)]
 
     def _place(self, layout: Manifest, in_place: frozenset[int]) -> _Placed:
-        """Places the copies, and deltas where they are possible, in one block."""
+        """Places the copies in one block."""
         copied = [index for index in range(len(layout.entries)) if index not in in_place]
         entries, num_bytes = place(layout.entries[index] for index in copied)
-        has_deltas = bool(num_bytes) and self._has_deltas and self._can_have_deltas(entries, layout.entries)
-        deltas = DeltasPlace(0, num_bytes, num_bytes) if has_deltas else None
-        return _Placed(layout, in_place, dict(zip(copied, entries, strict=True)), num_bytes, deltas)
+        return _Placed(layout, in_place, dict(zip(copied, entries, strict=True)), num_bytes)
 
     def _map(self, placed: _Placed) -> int:
         """Takes the block and exports its chunks. Returns the block's offset for a peer; 0 without copies."""
         if not placed.num_bytes:
             return 0
-        arena, address = self._allocate(placed.total_bytes)
-        self._exported.add(arena, [(address, placed.total_bytes)])
-        start = self._exported.offset_of(address, placed.total_bytes)
+        arena, address = self._allocate(placed.num_bytes)
+        self._exported.add(arena, [(address, placed.num_bytes)])
+        start = self._exported.offset_of(address, placed.num_bytes)
         assert start is not None, "a block lies in its arena's chunks"
         return start
 
     def _describe(self, placed: _Placed, start: int, in_place: dict[int, int], known: list[object]) -> _Opened:
-        layout, num_bytes, total_bytes = placed.layout, placed.num_bytes, placed.total_bytes
+        layout, num_bytes = placed.layout, placed.num_bytes
         offsets = in_place | {index: start + entry.arena_offset for index, entry in placed.entries.items()}
         entries = [replace(entry, arena_offset=offsets[index]) for index, entry in enumerate(layout.entries)]
-        at = None if placed.deltas is None else DeltasPlace(start, num_bytes, start + num_bytes)
-        manifest = self._complete(replace(layout, deltas=at), entries)
+        manifest = self._complete(layout, entries)
         if not num_bytes:
-            return _Opened(placed, known, manifest, {}, None)
+            return _Opened(placed, known, manifest, {})
         assert self._copies is not None and self._block is not None
         address = self._block[0]
-        view = self._copies.view(address, total_bytes) if self._device.type == "cpu" else None
-        tensors = tensors_at(address, list(placed.entries.values()), total_bytes, device=self._device, view=view)
-        deltas = placed.deltas and deltas_at(address, placed.deltas, total_bytes, device=self._device, view=view)
-        return _Opened(placed, known, manifest, dict(zip(placed.entries, tensors, strict=True)), deltas)
-
-    def _can_have_deltas(self, copied: Sequence[Entry], entries: Sequence[Entry]) -> bool:
-        return len(copied) == len(entries) and all(ELEMENT_BYTES[entry.dtype] == ELEMENT_BYTES["bfloat16"] for entry in copied)
+        view = self._copies.view(address, num_bytes) if self._device.type == "cpu" else None
+        tensors = tensors_at(address, list(placed.entries.values()), num_bytes, device=self._device, view=view)
+        return _Opened(placed, known, manifest, dict(zip(placed.entries, tensors, strict=True)))
 
     def release(self) -> None:
         """Closes every descriptor, so that pausing the arenas frees the memory. Idempotent."""
@@ -262,14 +240,6 @@ class ImportedChunks(PeerMemory):
         places = self._manifest.entries if entries is None else entries
         return tensors_at(self._import.base, places, num_bytes, device=self._device, view=view)
 
-    def deltas(self) -> Deltas | None:
-        """Deltas of the entries; None if the manifest has no place for them."""
-        place, num_bytes = self._manifest.deltas, self._manifest.arena_bytes
-        if place is None:
-            return None
-        view = self._import.view(0, num_bytes) if self._device.type == "cpu" else None
-        return deltas_at(self._import.base, place, num_bytes, device=self._device, view=view)
-
     def release(self) -> None:
         self._import.release()
 
@@ -303,14 +273,6 @@ def tensors_at(
     # torch has no read-only tensors; page protection stops writes to a peer's memory.
     storage = torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
     return [tensor_in(storage, entry, device=device) for entry in entries]
-
-
-def deltas_at(address: int, place: DeltasPlace, num_bytes: int, *, device: torch.device, view: Any = None) -> Deltas:
-    """The deltas in the bytes from `address` on. view: the same bytes as a buffer, on the host."""
-    num_words = place.words_bytes // 4
-    entry = Entry("deltas", "float32", (num_words,), (0,), (num_words,), place.words_offset)
-    (words,) = tensors_at(address, [entry], num_bytes, device=device, view=view)
-    return Deltas(address + place.entries_offset, words.view(torch.int32))
 
 
 def tensor_in(storage: torch.UntypedStorage, entry: Entry, *, device: torch.device) -> torch.Tensor:

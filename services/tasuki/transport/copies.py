@@ -284,7 +284,7 @@ def _vector(*dtypes: torch.dtype) -> int:
 
 
 def _on(table: Table, device: torch.device) -> Table:
-    return Table(table.vector, table.blocks.to(device), table.tiles.to(device), table.lanes)
+    return Table(table.vector, table.blocks.to(device), table.tiles.to(device))
 
 
 def copy_types(source: torch.dtype, destination: torch.dtype) -> tuple[Any, Any]:
@@ -318,7 +318,7 @@ def _float(dtype: torch.dtype) -> Any:
     return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[dtype]
 
 
-def launch(kernel: Any, table: Table, *arguments: torch.Tensor | int, **types: Any) -> None:
+def launch(kernel: Any, table: Table, *arguments: torch.Tensor, **types: Any) -> None:
     """Runs a kernel on every tile of a table, on the current device."""
     grid = (len(table.tiles),)
     kernel[grid](table.blocks, table.tiles, *arguments, **types, VECTOR=table.vector, UNITS=TILE_UNITS, num_warps=_NUM_WARPS)

@@ -24,8 +24,6 @@ from tasuki.transport.copies import (
     prepare_copies,
     prepare_summed_copies,
 )
-from tasuki.transport.delta_copies import prepare_encoded_copies
-from tasuki.transport.deltas import Deltas
 from tasuki.transport.fd_socket import FdServer
 from tasuki.transport.header import ArenaState, Header, create_sealed
 from tasuki.transport.ipc_memory import IpcAllocation
@@ -43,14 +41,12 @@ class ExportMemory:
 
     parameters: arena whose tensors are published in place if they have the published dtype; all others are copied.
     leaves: whether the memory is freed between publications (`WeightExport.released`). handles: "ipc" copies everything to an allocation
-    of torch's, which cannot leave. has_deltas: whether copies of 2-byte elements come with deltas from the previous publication, in a
-    quarter more memory.
+    of torch's, which cannot leave.
     """
 
     parameters: Arena | None = None
     leaves: bool = False
     handles: Literal["vmm", "ipc"] = "vmm"
-    has_deltas: bool = False
 
 
 class Place(NamedTuple):
@@ -84,8 +80,6 @@ class _Memory(Protocol):
     def places(self) -> Sequence[PoolPlace]: ...
     @property
     def copies(self) -> Arena | None: ...
-    @property
-    def deltas(self) -> Deltas | None: ...
     def open(self, manifest: Manifest, sources: Sequence[torch.Tensor]) -> tuple[Manifest, list[torch.Tensor]]: ...
     def release(self) -> None: ...
     def close(self) -> None: ...
@@ -121,9 +115,6 @@ class WeightExport:
         self._is_away = False
         self._described: _Described | None = None
         self._opened_for: list[int] = []
-        self._publication = 0
-        self._holds_publication = False
-        """Whether the memory holds the last publication, whole."""
         self._prepared: _Prepared | None = None
         self._prepared_for: list[int] = []
         with ExitStack() as cleanup:
@@ -159,22 +150,14 @@ class WeightExport:
         """Updates every shard for readers and marks all as `version`. Returns the bytes published.
 
         Tensors published in place are only summed. Memory that was freed must be allocated again.
-        replaced: shards that are not copied, but written by it. Deltas are then not published.
+        replaced: shards that are not copied, but written by it.
         """
         if self._is_away or self._opened_for != self._addresses():
             self._hand_out_again()
         prepared = self._prepare()
-        has_base, self._holds_publication = self._holds_publication, False
         self._header.write_state(ArenaState.WRITING)
-        base: int | None = None
-        if replaced is not None:
-            sums = prepared.fill_with(replaced)
-        else:
-            sums, has_deltas = prepared.fill(holds_previous=has_base)
-            base = self._publication if has_deltas else None
-        self._publication += 1
-        self._header.write_published(version, sums, publication=self._publication, base=base)
-        self._holds_publication = True
+        sums = prepared.fill() if replaced is None else prepared.fill_with(replaced)
+        self._header.write_published(version, sums)
         return sum(entry.num_bytes for entry in self._arena.manifest.entries)
 
     def damage(self) -> None:
@@ -223,15 +206,12 @@ class WeightExport:
             check(manifest)
             self._described = _Described(manifest, to_proto(manifest), manifest.digest())
         self._generation += 1
-        self._holds_publication = False
         self._opened_for = self._addresses()
         places = [*self._opened_for, *(tensor.data_ptr() for tensor in tensors)]
         if places != self._prepared_for:
             self._prepared, self._prepared_for = None, places
         fds = [self._header_fd, *self._memory.fds]
-        return WeightArena(
-            manifest, kind=self._memory.kind, header=self._header, tensors=tensors, deltas=self._memory.deltas, fds=fds
-        )
+        return WeightArena(manifest, kind=self._memory.kind, header=self._header, tensors=tensors, fds=fds)
 
     def _message(self) -> bytes:
         assert self._described is not None
@@ -263,7 +243,7 @@ class _Prepared:
     """Ways to fill an arena from tensors and to sum it, prepared at their first use: a trainer needs one or two of them."""
 
     def __init__(self, arena: WeightArena, sources: Sequence[torch.Tensor], *, device: torch.device) -> None:
-        self._device, self._deltas = device, arena.deltas
+        self._device = device
         self._names = [entry.name for entry in arena.manifest.entries]
         self._held = [Place(held, indices_of(entry)) for entry, held in zip(arena.manifest.entries, arena.tensors, strict=True)]
         self._others: tuple[frozenset[str], SummedCopies] | None = None
@@ -294,20 +274,15 @@ class _Prepared:
         views = [ViewChecksum(held, where, held.dtype) for held, where in self._held]
         return prepare_checksums(views, device=self._device)
 
-    def fill(self, *, holds_previous: bool) -> tuple[Sequence[int], bool]:
-        """Copies everything; tensors in place are only summed. Returns the sums, and whether deltas were written.
-
-        holds_previous: the arena holds the previous publication. Deltas need that, and room.
-        """
+    def fill(self) -> Sequence[int]:
+        """Copies everything; tensors in place are only summed. Returns the sums."""
         casts = any(copy.source.dtype != copy.destination.dtype for copy in self._copies)
-        has_deltas = holds_previous and self._deltas is not None
         # A CPU sums what it casts faster in a second pass.
-        if not has_deltas and (self._has_in_place or (casts and self._device.type == "cpu")):
+        if self._has_in_place or (casts and self._device.type == "cpu"):
             self._plain.start()
-            return self._checksums.read(), False
-        copies = self._encoded if has_deltas else self._summed
-        copies.start()
-        return copies.sums().tolist(), has_deltas
+            return self._checksums.read()
+        self._summed.start()
+        return self._summed.sums().tolist()
 
     @cached_property
     def _plain(self) -> Copies:
@@ -317,14 +292,9 @@ class _Prepared:
     def _summed(self) -> SummedCopies:
         return prepare_summed_copies(self._copies, num_sums=len(self._held), device=self._device, counts_destinations=True)
 
-    @cached_property
-    def _encoded(self) -> SummedCopies:
-        assert self._deltas is not None
-        return prepare_encoded_copies(self._copies, self._deltas, num_sums=len(self._held), device=self._device)
-
 
 def _memory(memory: ExportMemory, *, device: torch.device) -> _Memory:
     if memory.handles == "ipc":
         assert not memory.leaves and memory.parameters is None
         return IpcAllocation(device=device)
-    return ChunkMemory(parameters=memory.parameters, device=device, has_deltas=memory.has_deltas)
+    return ChunkMemory(parameters=memory.parameters, device=device)

@@ -14,7 +14,7 @@ import numpy as np
 from tasuki.transport.manifest import HEADER_FIXED_WORDS, Manifest, header_bytes
 from tasuki.wire.errors import BadHandle
 
-_MAGIC = int.from_bytes(b"tasuki02", "little")
+_MAGIC = int.from_bytes(b"tasuki03", "little")
 _NONE = 2**64 - 1
 # Missing in Python 3.11's fcntl: forbids new writable mappings, but keeps the owner's (Linux 5.1).
 _F_SEAL_FUTURE_WRITE = 0x0010
@@ -33,15 +33,10 @@ class ArenaState(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class HeaderContent:
-    """Contents of the header; everything but the state is valid only in state PUBLISHED.
-
-    publication: counts the owner's publications. base: the publication from which the arena's deltas lead to this one; None without.
-    """
+    """Contents of the header; the version is None unless the state is PUBLISHED."""
 
     state: ArenaState
     version: int | None
-    publication: int
-    base: int | None
 
 
 class Header:
@@ -54,13 +49,11 @@ class Header:
 
     def read(self) -> HeaderContent:
         """Raises BadHandle if there is no header of this layout."""
-        magic, num_entries, state, version, publication, base = self._words[:HEADER_FIXED_WORDS]
+        magic, num_entries, state, version = self._words[:HEADER_FIXED_WORDS]
         if magic != _MAGIC or num_entries != self._num_entries or state not in list(ArenaState):
             raise BadHandle(f"the arena of rank {self._rank} has no valid header", rank=self._rank)
         is_published = state == ArenaState.PUBLISHED and version != _NONE
-        return HeaderContent(
-            ArenaState(state), version if is_published else None, publication, base if is_published and base != _NONE else None
-        )
+        return HeaderContent(ArenaState(state), version if is_published else None)
 
     def checksums(self) -> np.ndarray:
         """Checksums of the entries, uint64; valid only in state PUBLISHED."""
@@ -73,12 +66,10 @@ class Header:
         self._words[1] = self._num_entries
         self._words[0] = _MAGIC
 
-    def write_published(self, version: int, checksums: Sequence[int], *, publication: int, base: int | None) -> None:
+    def write_published(self, version: int, checksums: Sequence[int]) -> None:
         """Marks the entries as readable. Writes the version last."""
         for index, value in enumerate(checksums, start=HEADER_FIXED_WORDS):
             self._words[index] = value
-        self._words[4] = publication
-        self._words[5] = _NONE if base is None else base
         self._words[2] = ArenaState.PUBLISHED
         self._words[3] = version
 

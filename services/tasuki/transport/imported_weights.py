@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,6 @@ from tasuki.memory.arena import PoolPlace
 from tasuki.transport import fd_socket
 from tasuki.transport.checksum import checksum
 from tasuki.transport.chunk_memory import ImportedChunks
-from tasuki.transport.deltas import Deltas
 from tasuki.transport.device import check_reach, device_uuid
 from tasuki.transport.header import Header, map_sealed
 from tasuki.transport.ipc_memory import ImportedAllocation
@@ -27,14 +25,6 @@ from tasuki.transport.split import indices_of
 from tasuki.transport.weight_arena import WeightArena
 from tasuki.v1 import weights_pb2
 from tasuki.wire.errors import BadHandle, VersionOrder
-
-
-@dataclass(frozen=True, slots=True)
-class Publications:
-    """Numbers by rank: the publication in the arena, and the one from which its deltas lead there, or None."""
-
-    held: Sequence[int]
-    bases: Sequence[int | None]
 
 
 class ImportedWeights:
@@ -120,16 +110,6 @@ class ImportedWeights:
     def owner(self, entry: Entry) -> int:
         """The trainer rank that holds the slice of `entry`."""
         return self._tensors[entry.name, entry.offsets][1]
-
-    def deltas(self) -> dict[int, Deltas]:
-        """Deltas by owner; empty unless every owner has them."""
-        found = {arena.manifest.rank: arena.deltas for arena in self._arenas if arena.manifest.entries}
-        return {rank: deltas for rank, deltas in found.items() if deltas is not None} if None not in found.values() else {}
-
-    def publications(self) -> Publications:
-        """Reads the publication in each arena, and the one from which its deltas lead there."""
-        headers = [arena.header.read() for arena in self._arenas]
-        return Publications([header.publication for header in headers], [header.base for header in headers])
 
     def first_owner(self, device: torch.device) -> int:
         """The owner that `device` should read first: the rank after its own, so that GPUs start with different owners."""
@@ -329,9 +309,7 @@ def _map_arena(
     if not manifest.entries or (device is None and wanted == "cuda"):
         return WeightArena(manifest, kind=handle.kind, header=header, tensors=())
     memory = _map_memory(manifest, fds[1:], places, device=device or torch.device("cpu"))
-    return WeightArena(
-        manifest, kind=handle.kind, header=header, tensors=memory.tensors(), deltas=memory.deltas(), memory=memory
-    )
+    return WeightArena(manifest, kind=handle.kind, header=header, tensors=memory.tensors(), memory=memory)
 
 
 def _map_memory(

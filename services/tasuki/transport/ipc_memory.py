@@ -15,7 +15,6 @@ import torch
 from tasuki.memory.arena import Arena, PoolPlace
 from tasuki.memory.region_cuda import refuse_expandable_segments
 from tasuki.transport.chunk_memory import tensor_in
-from tasuki.transport.deltas import Deltas
 from tasuki.transport.device import device_uuid
 from tasuki.transport.manifest import IpcMemory, Manifest, place
 from tasuki.transport.weight_arena import PeerMemory
@@ -30,7 +29,6 @@ class IpcAllocation:
     fds: Sequence[int] = ()
     places: Sequence[PoolPlace] = ()
     copies: Arena | None = None
-    deltas: Deltas | None = None
 
     def __init__(self, *, device: torch.device) -> None:
         """Raises InvalidArgument if torch's segments are of a kind whose handles need ptrace rights."""
@@ -104,9 +102,6 @@ class ImportedAllocation(PeerMemory):
     def tensors(self) -> list[torch.Tensor]:
         assert self._storage is not None
         return [tensor_in(self._storage, entry, device=self._device) for entry in self._manifest.entries]
-
-    def deltas(self) -> Deltas | None:
-        return None
 
     def release(self) -> None:
         raise InternalError("memory behind a CUDA IPC handle does not come and go")

@@ -17,8 +17,8 @@ from tasuki.wire.errors import BadHandle
 ALIGNMENT = 256
 """Alignment of entries in bytes, chosen for vector loads and copy engines."""
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-HEADER_FIXED_WORDS = 6
-"""64-bit words before the checksums: magic, number of entries, state, version, publication, base."""
+HEADER_FIXED_WORDS = 4
+"""64-bit words before the checksums: magic, number of entries, state, version."""
 MAX_CHUNKS = 252
 """With the header's, the most descriptors that fit in one message."""
 _WORD_BYTES = 8
@@ -68,24 +68,10 @@ class IpcMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class DeltasPlace:
-    """Offsets in the arena of the entries and of the words with their deltas; see `deltas.Deltas`."""
-
-    entries_offset: int
-    entries_bytes: int
-    words_offset: int
-
-    @property
-    def words_bytes(self) -> int:
-        return self.entries_bytes // 4
-
-
-@dataclass(frozen=True, slots=True)
 class Manifest:
     """Layout of one rank's arena. The header has separate memory on the host.
 
     device_uuid: of the GPU that holds the entries; empty in host memory. Their memory is chunks of these sizes, or `ipc_memory`.
-    deltas: None if only whole entries are published.
     """
 
     rank: int
@@ -95,13 +81,12 @@ class Manifest:
     device_uuid: str = ""
     chunk_bytes: tuple[int, ...] = ()
     ipc_memory: IpcMemory | None = None
-    deltas: DeltasPlace | None = None
 
     def digest(self) -> str:
         """SHA-256, in hex, of the whole manifest."""
         digest = hashlib.sha256()
         digest.update(repr((self.rank, self.num_ranks, self.arena_bytes)).encode())
-        digest.update(repr((self.device_uuid, self.chunk_bytes, self.ipc_memory, self.deltas)).encode())
+        digest.update(repr((self.device_uuid, self.chunk_bytes, self.ipc_memory)).encode())
         for entry in self.entries:
             fields = (entry.name, entry.dtype, entry.global_shape, entry.offsets, entry.sizes, entry.arena_offset)
             digest.update(repr(fields).encode())
@@ -143,7 +128,6 @@ def check(manifest: Manifest, *, alignment: int = ALIGNMENT) -> None:
     _check_names(manifest)
     _check_places(manifest, alignment)
     _check_memory(manifest)
-    _check_deltas(manifest)
 
 
 def check_complete(manifests: Sequence[Manifest]) -> None:
@@ -184,7 +168,6 @@ def to_proto(manifest: Manifest) -> weights_pb2.WeightManifest:
         device_uuid=manifest.device_uuid,
         chunk_bytes=manifest.chunk_bytes,
         ipc_memory=None if manifest.ipc_memory is None else weights_pb2.IpcMemory(**asdict(manifest.ipc_memory)),
-        deltas=None if manifest.deltas is None else weights_pb2.PublishedDeltas(**asdict(manifest.deltas)),
     )
 
 
@@ -210,7 +193,6 @@ def from_proto(message: weights_pb2.WeightManifest, *, alignment: int = ALIGNMEN
         device_uuid=message.device_uuid,
         chunk_bytes=tuple(message.chunk_bytes),
         ipc_memory=_ipc_from_proto(message.ipc_memory) if message.HasField("ipc_memory") else None,
-        deltas=_deltas_from_proto(message.deltas) if message.HasField("deltas") else None,
     )
     check(manifest, alignment=alignment)
     return manifest
@@ -218,10 +200,6 @@ def from_proto(message: weights_pb2.WeightManifest, *, alignment: int = ALIGNMEN
 
 def _ipc_from_proto(message: weights_pb2.IpcMemory) -> IpcMemory:
     return IpcMemory(**{field.name: getattr(message, field.name) for field in fields(IpcMemory)})
-
-
-def _deltas_from_proto(message: weights_pb2.PublishedDeltas) -> DeltasPlace:
-    return DeltasPlace(**{field.name: getattr(message, field.name) for field in fields(DeltasPlace)})
 
 
 def _aligned(offset: int) -> int:
@@ -289,27 +267,6 @@ def _check_ipc(manifest: Manifest, ipc: IpcMemory) -> None:
     if ipc.num_bytes < manifest.arena_bytes:
         raise BadHandle(
             f"rank {manifest.rank}: an allocation of {ipc.num_bytes} bytes cannot hold an arena of {manifest.arena_bytes} bytes",
-            rank=manifest.rank,
-        )
-
-
-def _check_deltas(manifest: Manifest) -> None:
-    """Raises BadHandle unless every entry has its words inside the arena, apart from the entries."""
-    place = manifest.deltas
-    if place is None:
-        return
-    start, end = place.entries_offset, place.entries_offset + place.entries_bytes
-    words_end = place.words_offset + place.words_bytes
-    is_aligned = not any(offset % ALIGNMENT for offset in (start, place.entries_bytes, place.words_offset))
-    is_apart = place.words_offset >= end or words_end <= start
-    is_whole = all(
-        start <= entry.arena_offset and entry.arena_offset + entry.num_bytes <= end and ELEMENT_BYTES[entry.dtype] == 2
-        for entry in manifest.entries
-    )
-    if not (is_aligned and is_apart and is_whole and max(end, words_end) <= manifest.arena_bytes):
-        raise BadHandle(
-            f"rank {manifest.rank}: deltas of bytes {start} to {end} at bytes {place.words_offset} to {words_end} do not describe "
-            f"the entries of an arena of {manifest.arena_bytes} bytes",
             rank=manifest.rank,
         )
 

@@ -79,13 +79,11 @@ class Table:
     """The work of one launch. A unit is `vector` elements, contiguous on both sides; strides in `blocks` are in units.
 
     blocks: [num_blocks, BLOCK_WORDS or INDEXED_BLOCK_WORDS] int64. tiles: [num_tiles] int64: block number << 32 | first unit.
-    lanes: [num_blocks] int64, on the host.
     """
 
     vector: int
     blocks: torch.Tensor
     tiles: torch.Tensor
-    lanes: torch.Tensor
 
 
 def memory_side(tensor: torch.Tensor) -> Side:
@@ -197,7 +195,7 @@ def _table(width: int, rows: Sequence[tuple[list[int], int]], first_lane: int) -
     tiles = np.repeat(origins, num_tiles) + np.arange(ends[-1]) * TILE_UNITS
     counts = np.bincount(lanes[by_lane], weights=num_tiles).astype(np.int64)
     ordered = tiles[_interleaved(counts, first_lane)]
-    return Table(width, torch.from_numpy(blocks), torch.from_numpy(ordered), torch.from_numpy(lanes))
+    return Table(width, torch.from_numpy(blocks), torch.from_numpy(ordered))
 
 
 def _interleaved(counts: np.ndarray, first_lane: int) -> np.ndarray:

@@ -8,7 +8,6 @@ from typing import Protocol
 import torch
 
 from tasuki.memory.arena import PoolPlace
-from tasuki.transport.deltas import Deltas
 from tasuki.transport.header import Header
 from tasuki.transport.manifest import Manifest
 from tasuki.v1 import weights_pb2
@@ -36,7 +35,6 @@ class WeightArena:
     """A trainer rank's arena, as seen by its owner or a reader.
 
     tensors: one per entry of the manifest, in its shape and dtype, in the memory itself; none if only the header is mapped.
-    deltas: from the previous publication, in the same memory.
     memory: of a peer; None for an owner and for a header alone. fds: the owner's, to share; the header's comes first.
     """
 
@@ -47,13 +45,11 @@ class WeightArena:
         kind: weights_pb2.HandleKind.ValueType,
         header: Header,
         tensors: Sequence[torch.Tensor],
-        deltas: Deltas | None = None,
         memory: PeerMemory | None = None,
         fds: Sequence[int] = (),
     ) -> None:
         self.manifest, self.kind, self.header, self.fds = manifest, kind, header, list(fds)
         self._tensors = list(tensors)
-        self.deltas = deltas
         self.message: weights_pb2.WeightManifest | None = None
         """The manifest as its owner sent it, without places; None for an owner."""
         self._memory = memory
@@ -86,7 +82,6 @@ class WeightArena:
     def release_tensors(self) -> None:
         """Releases the tensors, which must no longer be used."""
         self._tensors.clear()
-        self.deltas = None
 
     def close(self) -> None:
         """Closes a reader's side: unmaps the memory, whose tensors must no longer be used."""

@@ -219,9 +219,8 @@ class FsdpBackend:
     def rehearse_publication(self) -> None:
         """Publishes and withdraws, which loads kernels. Keeps the memory if it stays during OFFLOAD. Raises OutOfGpuMemory."""
         self._export = self.memory.export(self._make_export)
-        for _ in range(2 if self._layout.publishes_deltas else 1):  # the second one has deltas
-            self._export.publish(0, replaced=self._merged)
-            self._export.withdraw()
+        self._export.publish(0, replaced=self._merged)
+        self._export.withdraw()
         self.memory.release_export()
 
     def _compile(self) -> None:

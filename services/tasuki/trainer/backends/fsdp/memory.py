@@ -262,7 +262,7 @@ class TrainerMemory:
     def _made(self, make: Callable[[ExportMemory], WeightExport]) -> WeightExport:
         choice = self._choice
         parameters = self._allocator.arena(MemoryTag.WEIGHTS) if choice.of_parameters else None
-        memory = ExportMemory(parameters, leaves=not choice.stays, handles=choice.handles, has_deltas=choice.has_deltas)
+        memory = ExportMemory(parameters, leaves=not choice.stays, handles=choice.handles)
         export = make(memory)
         if export.copies is not None:
             self._allocator.adopt(MemoryTag.EXPORT, export.copies)

@@ -19,12 +19,11 @@ TAGS = (MemoryTag.WEIGHTS, MemoryTag.GRADIENTS, MemoryTag.OPTIMIZER)
 
 @dataclass(frozen=True, slots=True)
 class ExportChoice:
-    """How weights are published: in place or as a copy, staying during OFFLOAD or not, with which handles, and with deltas or not."""
+    """How weights are published: in place or as a copy, staying during OFFLOAD or not, and with which handles."""
 
     of_parameters: bool
     stays: bool
     handles: Literal["vmm", "ipc"] = "vmm"
-    has_deltas: bool = False
 
     @classmethod
     def of(cls, config: NodeConfig, layout: Layout, *, rank: int) -> ExportChoice:
@@ -32,7 +31,7 @@ class ExportChoice:
         handles, stays = config.trainer.export_handles, layout.export_stays
         if config.residency is not None:
             stays = "export" in config.residency.of_trainer(rank)
-        return cls(config.exports_parameters, stays or handles == "ipc", handles, layout.publishes_deltas)
+        return cls(config.exports_parameters, stays or handles == "ipc", handles)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,33 @@
+"""The kernel that copies and sums against plain torch, run by Triton's interpreter on a CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tasuki.transport.copies import DeviceSummedCopies, HostSummedCopies, ViewCopy
+from tasuki.transport.plan import whole
+
+CPU = torch.device("cpu")
+SHAPES = [(40, 64), (3, 2000), (5,), (9, 77)]
+
+
+@pytest.mark.parametrize("counts_destinations", [False, True])
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)])
+def test_summing_kernel_is_plain_torch(dtypes: tuple[torch.dtype, torch.dtype], counts_destinations: bool) -> None:
+    torch.manual_seed(0)
+    sources = [torch.randn(shape).bfloat16().to(dtypes[0]) for shape in SHAPES]
+    sums = []
+    for kind in (DeviceSummedCopies, HostSummedCopies):
+        held = [torch.zeros(shape, dtype=dtypes[1]) for shape in SHAPES]
+        views = [
+            ViewCopy(destination, source, where=whole(destination.shape, offset=1000 * slot), slot=slot)
+            for slot, (destination, source) in enumerate(zip(held, sources, strict=True))
+        ]
+        arguments = {"device": CPU} if kind is DeviceSummedCopies else {}
+        copies = kind(views, num_sums=len(SHAPES), counts_destinations=counts_destinations, **arguments)
+        copies.start()
+        sums.append(copies.sums().tolist())
+        for destination, source in zip(held, sources, strict=True):
+            assert torch.equal(destination, source.bfloat16())
+    assert sums[0] == sums[1]
