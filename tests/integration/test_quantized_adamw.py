@@ -20,7 +20,7 @@ from tasuki.memory.tags import MemoryTag
 from tasuki.planner.layout import Part
 from tasuki.planner.moments import moment_block
 from tasuki.planner.trainer_bytes import trainer_tags
-from tasuki.trainer.backends.fsdp.optimizer.adamw import quantized_adamw
+from tasuki.trainer.backends.fsdp.optimizer import quantized_adamw
 from tasuki.trainer.backends.fsdp.optimizer.quantized_adamw import QuantizedMoment
 from tasuki.trainer.backends.fsdp.staying import TAGS
 from tasuki.trainer.learner import Learner

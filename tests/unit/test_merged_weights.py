@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tasuki.trainer.backends.fsdp.lora.adapters import merged_weights
+from tasuki.trainer.backends.fsdp.lora import merged_weights
 from tasuki.trainer.backends.fsdp.lora.merged_weights import _grouped
 
 
