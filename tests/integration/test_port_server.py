@@ -121,7 +121,7 @@ async def serve_odd_headers(folder: Path, port: int) -> None:
 
 
 def run_apart(function: str, folder: Path, port: int) -> str:
-    """Runs a function of this module in a process of its own, as a service; returns its stderr."""
+    """Runs a function of this module in another process, as a service; returns its stderr."""
     program = (
         f"import asyncio, pathlib; from tests.integration.test_port_server import {function} as run; "
         f"asyncio.run(run(pathlib.Path({str(folder)!r}), {port}))"

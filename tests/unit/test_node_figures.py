@@ -8,15 +8,17 @@ from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from tasuki.config.places import training_output_path
 from tasuki.coordinator import run_figures
+from tasuki.coordinator.node_metrics import _whole_text
 from tasuki.coordinator.run_figures import RunFigures
+from tasuki.memory.stages import Service
 from tasuki.rpc import gpu_seconds
 from tasuki.rpc.gpu_seconds import GpuSeconds
-from tasuki.rpc.metrics_text import join_texts
 
 NAN = float("nan")
 
@@ -147,17 +149,18 @@ def test_gpu_time_counts_while_work_goes_on_and_once_for_calls_that_overlap(monk
     assert seconds() == 16.0
 
 
-def test_texts_of_services_are_joined_under_one_name_and_told_apart_by_a_label():
-    def text(*, value: float) -> str:
+def test_metrics_of_services_are_joined_under_one_name_and_told_apart_by_a_label():
+    def registry(*, value: float) -> CollectorRegistry:
         registry = CollectorRegistry()
         Counter("a", "Some {a} \n text.", ("x_service",), registry=registry).labels('"}\\ \n{').inc(value)
         Counter("empty", "None yet.", ("x",), registry=registry)
-        Gauge("plain", "One.", registry=registry).set(value)
         Gauge("own", "Has the label.", ("service",), registry=registry).labels("mine").set(value)
         Histogram("h", "Some.", registry=registry).observe(value)
-        return generate_latest(registry).decode()
+        return registry
 
-    whole = join_texts([(text(value=2.0), "trainer"), (text(value=3.0), None), (text(value=4.0), "rollout")])
+    answers = {Service.TRAINER: generate_latest(registry(value=3.0)), Service.ROLLOUT: None}
+    own = [GaugeMetricFamily("plain", "One.", 1.0)]
+    whole = _whole_text(registry(value=2.0), answers, own).decode()
     families = {family.name: family for family in text_string_to_metric_families(whole)}
     assert {name: family.type for name, family in families.items()} == {
         "a": "counter",
@@ -166,12 +169,11 @@ def test_texts_of_services_are_joined_under_one_name_and_told_apart_by_a_label()
         "h": "histogram",
     }
     assert [(sample.name, sample.labels, sample.value) for sample in families["a"].samples] == [
-        ("a_total", {"service": "trainer", "x_service": '"}\\ \n{'}, 2.0),
-        ("a_total", {"x_service": '"}\\ \n{'}, 3.0),
-        ("a_total", {"service": "rollout", "x_service": '"}\\ \n{'}, 4.0),
+        ("a_total", {"service": "coordinator", "x_service": '"}\\ \n{'}, 2.0),
+        ("a_total", {"service": "trainer", "x_service": '"}\\ \n{'}, 3.0),
     ]
-    assert [sample.labels for sample in families["plain"].samples] == [{"service": "trainer"}, {}, {"service": "rollout"}]
+    assert [sample.labels for sample in families["plain"].samples] == [{}]
     assert {sample.labels["service"] for sample in families["own"].samples} == {"mine"}
-    counts = [sample.labels.get("service") for sample in families["h"].samples if sample.name == "h_count"]
-    assert counts == ["trainer", None, "rollout"]
+    counts = [sample.labels["service"] for sample in families["h"].samples if sample.name == "h_count"]
+    assert counts == ["coordinator", "trainer"]
     assert families["a"].documentation == "Some {a} \n text."

@@ -9,6 +9,7 @@ from contextlib import suppress
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from tasuki.config.gpus import gpus_of
@@ -36,7 +37,7 @@ from tasuki.rpc.metric_names import (
     SERVICE_UP,
     STAGE_SECONDS,
 )
-from tasuki.rpc.metrics_text import join_texts
+from tasuki.rpc.metrics import joined, of_service
 from tasuki.wire.errors import TasukiError
 
 _STAGE_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
@@ -95,10 +96,8 @@ class NodeMetrics:
         for service, text in answers.items():
             if text is None:
                 self._usages.pop(service, None)
-        own = CollectorRegistry()
-        own.register(_Families([*self._state_families(answers), *self._memory_families(), *self._run.families()]))
-        texts_of = {"coordinator": generate_latest(self._registry), **answers, None: generate_latest(own)}
-        return join_texts((text.decode(), service) for service, text in texts_of.items() if text is not None).encode()
+        own = [*self._state_families(answers), *self._memory_families(), *self._run.families()]
+        return await asyncio.to_thread(_whole_text, self._registry, answers, own)
 
     def _count(self, event: StageEvent) -> None:
         if event.stage is not None and event.status is not Status.STARTED:
@@ -166,6 +165,17 @@ class NodeMetrics:
             free.add_metric([device], free_bytes)
             total.add_metric([device], total_bytes)
         return mapped, moving, staying, self._planned.family(self._node.state().at), free, total
+
+
+def _whole_text(registry: CollectorRegistry, answers: Mapping[Service, bytes | None], own: Sequence[Metric]) -> bytes:
+    """Text with one family of each name: of the coordinator's registry, the services' answers and `own`."""
+    families = of_service(registry.collect(), "coordinator")
+    for service, text in answers.items():
+        if text is not None:
+            families += of_service(text_string_to_metric_families(text.decode()), service)
+    whole = CollectorRegistry(auto_describe=False)
+    whole.register(_Families(joined([*families, *own])))
+    return generate_latest(whole)
 
 
 class _Families(Collector):

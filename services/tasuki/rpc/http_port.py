@@ -1,4 +1,4 @@
-"""An HTTP server beside a node: connections that hold up nobody, and beyond loopback the TLS and the callers of [security]."""
+"""An HTTP server beside a node: beyond loopback the TLS and the callers of [security]."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ import logging
 import socket
 import ssl
 import threading
-import time
 from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -23,20 +20,13 @@ from tasuki.wire.reloaded import Reloaded
 
 _log = logging.getLogger("tasuki.rpc")
 IDLE_TIMEOUT_S = 10.0
-REQUEST_TIMEOUT_S = 5.0
-"""From a connection to the end of its request's headers, the handshake included."""
 MAX_CONNECTIONS = 32
 MISDIRECTED = b"this server is for names of this machine\n"
-_ROOM_TIMEOUT_S = 1.0
 _MAX_ID_CHARS = 2048
 
 
 class HttpPort(ThreadingHTTPServer):
-    """One thread a connection, at most 32 of them, each with one request.
-
-    A request has 5 s to arrive. When places run out, the oldest connection without a whole request is closed for the new one. So
-    connections that stay silent or dribble hold up nobody; only 32 requests that are being answered do.
-    """
+    """One thread a connection, each with one request; connections above 32 are closed."""
 
     daemon_threads = True
     block_on_close = False
@@ -54,8 +44,6 @@ class HttpPort(ThreadingHTTPServer):
         if guard is not None:
             self.access, self.tls = access_of(guard), _tls_of(guard.security)
         self._room = threading.BoundedSemaphore(MAX_CONNECTIONS)
-        self._arriving: dict[Any, _Arriving] = {}
-        self._lock = threading.Lock()
         super().__init__((host, port), handler)
 
     def takes_host(self, header: str | None) -> bool:
@@ -66,19 +54,15 @@ class HttpPort(ThreadingHTTPServer):
         return self.tls is not None or (header is not None and is_loopback(_bare_host(header)))
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._room.acquire(blocking=False):
-            self._close_oldest()
-            if not self._room.acquire(timeout=_ROOM_TIMEOUT_S):
-                self.shutdown_request(request)
-                return
-        self._arrives(request, client_address, since=time.monotonic())
-        super().process_request(request, client_address)
+        if self._room.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self.has_arrived(client_address)
             self._room.release()
 
     def finish_request(self, request: Any, client_address: Any) -> None:
@@ -86,60 +70,17 @@ class HttpPort(ThreadingHTTPServer):
         if self.tls is None:
             super().finish_request(request, client_address)
             return
-        with self.tls.value.wrap_socket(request, server_side=True, do_handshake_on_connect=False) as encrypted:
-            self._arrives(encrypted, client_address)
-            encrypted.do_handshake()
+        with self.tls.value.wrap_socket(request, server_side=True) as encrypted:
             super().finish_request(encrypted, client_address)
-
-    def service_actions(self) -> None:
-        """Closes connections whose request takes too long, twice a second."""
-        now = time.monotonic()
-        with self._lock:
-            late = [each for each in self._arriving.values() if now - each.since > REQUEST_TIMEOUT_S]
-        for each in late:
-            each.close()
-
-    def has_arrived(self, client_address: Any) -> None:
-        """The request of a connection is complete, or the connection has ended."""
-        with self._lock:
-            self._arriving.pop(client_address, None)
-
-    def _arrives(self, connection: socket.socket, client_address: Any, *, since: float | None = None) -> None:
-        with self._lock:
-            if since is not None:
-                self._arriving[client_address] = _Arriving(connection, since)
-            elif client_address in self._arriving:  # the same one, encrypted
-                self._arriving[client_address].connection = connection
-
-    def _close_oldest(self) -> None:
-        with self._lock:
-            oldest = next(iter(self._arriving), None)
-            arriving = None if oldest is None else self._arriving.pop(oldest)
-        if arriving is not None:
-            arriving.close()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A stranger's failed handshake is no event of the node."""
         _log.debug("event=http_connection_failed", exc_info=True)
 
 
-@dataclass(slots=True)
-class _Arriving:
-    """A connection whose request is not complete. since: time.monotonic() when it was opened."""
-
-    connection: socket.socket
-    since: float
-
-    def close(self) -> None:
-        """Wakes the thread that reads from it, which closes the rest."""
-        with suppress(OSError):  # closed meanwhile
-            socket.socket.shutdown(self.connection, socket.SHUT_RDWR)  # an SSLSocket's own would race with its reader
-
-
 class HttpHandler(BaseHTTPRequestHandler):
     """Answers the one request of a connection to an `HttpPort`."""
 
-    timeout = IDLE_TIMEOUT_S
     server_version, sys_version = "tasuki", ""
 
     def do_HEAD(self) -> None:
@@ -152,12 +93,6 @@ class HttpHandler(BaseHTTPRequestHandler):
     def write_body(self, body: bytes) -> None:
         if self.command != "HEAD":
             self.wfile.write(body)
-
-    def parse_request(self) -> bool:
-        is_valid = super().parse_request()
-        assert isinstance(self.server, HttpPort)
-        self.server.has_arrived(self.client_address)
-        return is_valid
 
 
 class HttpCaller:

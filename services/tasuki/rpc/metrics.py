@@ -92,5 +92,16 @@ def joined(families: Iterable[Metric]) -> list[Metric]:
     return list(by_name.values())
 
 
+def of_service(families: Iterable[Metric], service: str) -> list[Metric]:
+    """The families with the label `service` at samples that lack it, without the times at which counters were made."""
+    found: list[Metric] = []
+    for family in families:
+        named = Metric(family.name, family.documentation, family.type)
+        shown = (each for each in family.samples if not each.name.endswith("_created"))
+        named.samples = [each._replace(labels={"service": service} | each.labels) for each in shown]
+        found.append(named)
+    return found
+
+
 def _labels(method: Method) -> tuple[str, str, str]:
     return method.kind, method.service, method.method
