@@ -40,7 +40,7 @@ async def node(tmp_path: Path, unused_tcp_port: int) -> AsyncIterator[Node]:
 async def test_metrics_are_on_the_port_that_the_configuration_names(node: Node) -> None:
     await node.acquire(PHASE_ROLLOUT)
     text = await scraped(node)
-    method = 'service="coordinator",grpc_method="Acquire",grpc_service="tasuki.v1.CoordinatorService",grpc_type="server_stream"'
+    method = 'grpc_method="Acquire",grpc_service="tasuki.v1.CoordinatorService",grpc_type="server_stream",service="coordinator"'
     assert f"grpc_server_started_total{{{method}}} 1.0" in text
     assert 'grpc_service="tasuki.v1.TrainerService",grpc_type="server_stream"' not in text
     assert 'tasuki_service_up{service="trainer"} 1.0' in text and 'tasuki_phase{phase="ROLLOUT"} 1.0' in text

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +17,7 @@ from tasuki.config.schema import NodeConfig
 from tasuki.trainer.backends.fsdp.replicas import NodeReplicas, join_store
 from tasuki.trainer.launch import Launch
 from tasuki.trainer.other_nodes import until_another_starts
-from tasuki.transport.gloo_peers import _sockets, check_gloo_peers, check_mirrored, connections
+from tasuki.transport.gloo_peers import check_gloo_peers
 from tasuki.wire.errors import DeadlineExceeded, PeerUnavailable, TasukiError, VersionOrder
 from tests.integration.fleet_port import FleetPort, fleet_port
 
@@ -124,41 +121,3 @@ async def test_a_trainer_hears_that_another_waits_for_it_to_start_again(port: Fl
 def test_a_node_measures_what_it_sends_to_the_others(port: FleetPort, tmp_path: Path) -> None:
     rates = on_each(port, tmp_path, lambda replicas, rank: replicas.measure_rate())
     assert all(1e6 < rate < 1e12 for rate in rates)
-
-
-@pytest.mark.parametrize(("family", "host"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::ffff:127.0.0.1")])
-def test_all_connections_of_a_process_are_seen_while_others_come_and_go(family: socket.AddressFamily, host: str) -> None:
-    ends = threading.Event()
-
-    def come_and_go() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            while not ends.is_set():
-                socket.create_connection(server.getsockname()).close()
-                server.accept()[0].close()
-
-    with ThreadPoolExecutor(2) as pool, socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True) as server:
-        others = [pool.submit(come_and_go) for _ in range(2)]
-        before = _sockets()
-        with ExitStack() as stack:
-            expected: set[tuple[str, str]] = set()
-            for _ in range(20):
-                mine = stack.enter_context(socket.socket(family))
-                mine.connect((host, server.getsockname()[1]))
-                stack.enter_context(server.accept()[0])
-                here, there = (f"127.0.0.1:{each[1]}" for each in (mine.getsockname(), mine.getpeername()))
-                expected |= {(here, there), (there, here)}
-            for _ in range(200):
-                assert expected <= {*connections(besides=before)}
-        ends.set()
-        for other in others:
-            other.result(10)
-
-
-def test_a_connection_that_no_rank_has_at_its_other_end_is_refused() -> None:
-    mine = [("A:1", "B:2"), ("A:3", "C:4")]
-    check_mirrored(mine, [("B:2", "A:1"), ("C:4", "A:3"), ("B:9", "C:9")], num_peers=2)
-    check_mirrored([*mine, ("A:5", "A:6"), ("A:6", "A:5")], [("B:2", "A:1"), ("C:4", "A:3")], num_peers=2)
-    with pytest.raises(PeerUnavailable, match="C:4 is connected"):
-        check_mirrored(mine, [("B:2", "A:1"), ("C:4", "A:9")], num_peers=2)
-    with pytest.raises(PeerUnavailable, match="1 of 2"):
-        check_mirrored(mine[:1], [("B:2", "A:1")], num_peers=2)

@@ -127,9 +127,9 @@ async def test_the_coordinator_counts_what_became_of_its_spans(tmp_path: Path) -
             receiver.one("changeover to ROLLOUT")
             url = f"http://{node.config.metrics.listen}/metrics"
             deadline = time.monotonic() + 60
-            while 'tasuki_spans_total{service="coordinator",outcome="sent"} 0.0' in (text := scrape(url)):
+            while 'tasuki_spans_total{outcome="sent",service="coordinator"} 0.0' in (text := scrape(url)):
                 assert time.monotonic() < deadline
-    assert 'tasuki_spans_total{service="coordinator",outcome="dropped"} 0.0' in text
+    assert 'tasuki_spans_total{outcome="dropped",service="coordinator"} 0.0' in text
 
 
 def scrape(url: str) -> str:

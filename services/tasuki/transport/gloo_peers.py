@@ -9,14 +9,11 @@ then drops them, since gloo would keep each one until the process has no descrip
 from __future__ import annotations
 
 import functools
-import ipaddress
-import json
 import logging
 import os
 import socket
 import struct
-from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -24,14 +21,12 @@ from typing import Any
 
 from torch.distributed import ProcessGroupGloo, Store
 
-from tasuki.wire.address import split_host_port
 from tasuki.wire.errors import PeerUnavailable
 
 _log = logging.getLogger(__name__)
 _gloo: Any = ProcessGroupGloo
 _TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
 _ESTABLISHED = "01"
-_SO_ATTACH_FILTER, _BPF_RETURN = 26, 0x06
 _TCP_MD5SIG_EXT, _ANY_PEER, _KEY_BYTES = 32, 0x01, 16
 _NUM_LOOKS = 5
 """The kernel's table is not a snapshot: a row may be missed while others connect."""
@@ -51,68 +46,20 @@ def check_gloo_peers() -> None:
 _CONNECT = ProcessGroupGloo.__init__
 
 
-def connect_over_nodes(
-    store: Store, rank: int, size: int, *, device: Any, timeout: timedelta, meeting: str
-) -> ProcessGroupGloo:
-    """Connects a gloo group over several machines. Since gloo does not authenticate, the ranks compare their connections through `store`
-    and refuse any connection that no rank has at its other end.
+def connect_over_nodes(store: Store, rank: int, size: int, *, device: Any, timeout: timedelta) -> ProcessGroupGloo:
+    """Connects a gloo group over several machines, whose peers there are not checked. Traffic is neither encrypted nor signed.
 
-    store: accepts keys from the ranks only. meeting: its HOST:PORT; this process may connect there meanwhile.
-    Raises PeerUnavailable for a stranger's connection. Traffic is neither encrypted nor signed.
+    Raises PeerUnavailable for a peer of another user on this machine.
     """
     options: Any = _gloo._Options()
     options._devices, options._timeout = [device], timeout
     group = ProcessGroupGloo.__new__(ProcessGroupGloo)
     before = _sockets()
     _CONNECT(group, store, rank, size, options)
-    of_store = _addresses(meeting)
-    mine = [ends for ends in connections(besides=before) if not of_store & {*ends}]
-    store.set(f"connections/{rank}", json.dumps(mine))
-    theirs = [end for peer in range(size) if peer != rank for end in json.loads(store.get(f"connections/{peer}"))]
-    check_mirrored(mine, theirs, num_peers=size - 1)
+    for uid in _peers(_sockets() - before):
+        if uid not in (None, os.geteuid()):
+            raise _stranger(f"user {uid}")
     return group
-
-
-def check_mirrored(mine: Sequence[Sequence[str]], theirs: Sequence[Sequence[str]], *, num_peers: int) -> None:
-    """Raises PeerUnavailable unless every connection of `mine` matches one of `theirs`, seen from the other end, and there are `num_peers`.
-
-    Each is a local and a remote address. A connection of this process to itself has both ends in `mine`.
-    """
-    known = {(remote, local) for local, remote in (*theirs, *mine)}
-    strange = [remote for local, remote in mine if (local, remote) not in known]
-    if strange:
-        raise PeerUnavailable(
-            f"{strange[0]} is connected to a gloo port of this rank, but is not a rank of the fleet; is there a NAT?"
-        )
-    if len(mine) < num_peers:
-        raise PeerUnavailable(f"{len(mine)} of {num_peers} gloo peers are connected")
-
-
-def connections(*, besides: set[int]) -> list[tuple[str, str]]:
-    """Local and remote address of this process's TCP connections, except sockets `besides`, by inode.
-
-    Read from the sockets themselves, since the kernel's table may miss a row while others connect.
-    """
-    found: list[tuple[str, str]] = []
-    for descriptor, inode in _descriptors().items():
-        if inode not in besides:
-            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:  # not connected, or already closed
-                if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:
-                    found.append((_comparable(one.getsockname()), _comparable(one.getpeername())))
-    return found
-
-
-def _addresses(target: str) -> set[str]:
-    """All addresses of "HOST:PORT" in the form of `_comparable`."""
-    host, port = split_host_port(target)
-    return {_comparable(info[4]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
-
-
-def _comparable(address: Sequence[Any]) -> str:
-    """A socket's address in canonical form, including IPv4 addresses of an IPv6 socket."""
-    host = ipaddress.ip_address(str(address[0]).partition("%")[0])
-    mapped = host.ipv4_mapped if isinstance(host, ipaddress.IPv6Address) else None
-    return f"{mapped or host}:{address[1]}"
 
 
 def _checked(connect: Callable[..., None]) -> Callable[..., None]:
@@ -129,30 +76,13 @@ def _checked(connect: Callable[..., None]) -> Callable[..., None]:
 def close_listeners(*, besides: set[int]) -> None:
     """Drops all packets to this process's listening TCP sockets, except sockets `besides`, by inode. Connections that exist go on.
 
-    A filter, since gloo aborts when its listening socket is closed or fails.
+    By signatures that nobody can make, since gloo aborts when its listening socket is closed or fails.
     """
     for descriptor, inode in _descriptors().items():
         if inode not in besides:
             with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:  # not a socket of TCP, or already closed
                 if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and one.family in (socket.AF_INET, socket.AF_INET6):
-                    _drop_packets(one)
-
-
-def _drop_packets(listener: socket.socket) -> None:
-    """Attaches a filter, or where the kernel keeps filters of TCP for CAP_NET_ADMIN, asks for signatures that nobody can make."""
-    try:
-        try:
-            _attach_filter(listener)
-        except PermissionError:
-            _require_signatures(listener)
-    except OSError as error:
-        _log.warning("event=gloo_port_open port=%d error=%s", listener.getsockname()[1], error)
-
-
-def _attach_filter(listener: socket.socket) -> None:
-    """Attaches the filter "return 0", in the kernel's struct sock_fprog. Source: man 7 socket, linux/filter.h."""
-    program = array("B", struct.pack("HBBI", _BPF_RETURN, 0, 0, 0))
-    listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", 1, program.buffer_info()[0]))
+                    _require_signatures(one)
 
 
 def _require_signatures(listener: socket.socket) -> None:
@@ -167,7 +97,10 @@ def _require_signatures(listener: socket.socket) -> None:
         # A sockaddr: family, port, and for IPv6 flow information before the address.
         peer = struct.pack("=H6x" if is_ipv6 else "=H2x", listener.family) + address
         signature = struct.pack("=128sBBHi80s", peer, _ANY_PEER, 0, len(key), 0, key)
-        listener.setsockopt(socket.IPPROTO_TCP, _TCP_MD5SIG_EXT, signature)
+        try:
+            listener.setsockopt(socket.IPPROTO_TCP, _TCP_MD5SIG_EXT, signature)
+        except OSError as error:  # a kernel without TCP_MD5SIG
+            _log.warning("event=gloo_port_open port=%d error=%s", listener.getsockname()[1], error)
 
 
 def check_peers(sockets: set[int], *, num_peers: int) -> None:
@@ -184,10 +117,11 @@ def check_peers(sockets: set[int], *, num_peers: int) -> None:
         raise PeerUnavailable(f"{len(peers)} of {num_peers} gloo peers are connected")
     for uid in peers:
         if uid != os.geteuid():
-            who = "another machine" if uid is None else f"user {uid}"
-            raise PeerUnavailable(
-                f"a process of {who} is connected to a gloo port of this rank, possibly in place of another rank"
-            )
+            raise _stranger("another machine" if uid is None else f"user {uid}")
+
+
+def _stranger(who: str) -> PeerUnavailable:
+    return PeerUnavailable(f"a process of {who} is connected to a gloo port of this rank, possibly in place of another rank")
 
 
 def _peers(sockets: set[int]) -> list[int | None]:

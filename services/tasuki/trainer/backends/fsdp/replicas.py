@@ -50,7 +50,7 @@ class NodeReplicas:
 
     @classmethod
     def connect(cls, store: FleetStore, *, config: NodeConfig, launch: Launch, device: torch.device) -> NodeReplicas:
-        """Waits until the same rank of every node has connected. Raises PeerUnavailable if one does not, or a stranger connects."""
+        """Waits until the same rank of every node has connected. Raises PeerUnavailable if one does not."""
         fleet = config.fleet
         assert fleet is not None
         timeout = timedelta(seconds=config.trainer.collective_timeout_s)
@@ -62,9 +62,7 @@ class NodeReplicas:
             return cls(connect_within(limit_s, nccl, fleet=fleet, by="NCCL", log=log), fleet=fleet, device=device, log=log)
         with _lost_peers(fleet):
             own = _gloo_device(fleet)
-        gloo = partial(
-            connect_over_nodes, shared, fleet.node_rank, fleet.num_nodes, device=own, timeout=timeout, meeting=fleet.leader
-        )
+        gloo = partial(connect_over_nodes, shared, fleet.node_rank, fleet.num_nodes, device=own, timeout=timeout)
         return cls(connect_within(limit_s, gloo, fleet=fleet, by="gloo"), fleet=fleet, device=device)
 
     @torch.no_grad()
