@@ -11,8 +11,8 @@ from pathlib import Path
 
 from tasuki.config.fleet_schema import FleetConfig
 from tasuki.config.load import load_config
+from tasuki.fleet.rank_store import RankStoreServicer
 from tasuki.rpc.port import port_of
-from tasuki.rpc.rank_store import NAME, RankStoreServicer
 from tasuki.rpc.server import RpcServer
 from tasuki.v1.rank_store_pb2_grpc import add_RankStoreServiceServicer_to_server
 from tests.integration.port_node import make_certs, mtls
@@ -61,7 +61,7 @@ def fleet_port(folder: Path, *, num_nodes: int, host: str = "localhost", attempt
     async def serve() -> None:
         server = RpcServer(service="fleet", target=f"unix:{folder}/fleet.sock", port=port_of(config, "coordinator"))
         servicer = RankStoreServicer(fleet=FLEET, attempt=attempt, num_nodes=num_nodes)
-        server.add(add_RankStoreServiceServicer_to_server, servicer, NAME)
+        server.add(add_RankStoreServiceServicer_to_server, servicer, "tasuki.v1.RankStoreService")
         await server.start()
         started.set()
         await asyncio.to_thread(stop.wait)

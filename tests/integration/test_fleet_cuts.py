@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, closing
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from tasuki.fleet.audit import audit_fleet_journal
 from tasuki.fleet.digests import this_member
 from tasuki.fleet.fleet import Fleet
 from tasuki.fleet.journal import FleetJournal
-from tasuki.fleet.node_peer import GrpcNodePeer
+from tasuki.fleet.node_peer import NodePeer
 from tasuki.fleet.nodes import FleetNodes
 from tasuki.memory.stages import Phase
 from tasuki.v1.fleet_pb2 import FleetCommand
@@ -32,7 +31,7 @@ MESSAGES = range(1, NUM_MESSAGES + 1) if IS_WHOLE else (3, 5, 8)
 BREAKS = (Break.LOST_BEFORE, Break.LOST_AFTER, Break.RESET)
 
 
-class CutPeer(GrpcNodePeer):
+class CutPeer(NodePeer):
     """Breaks the connection at the message with this number, once `number` is set."""
 
     def __init__(self, nodes: FleetNodes, config: NodeConfig, proxy: FaultyProxy) -> None:
@@ -73,9 +72,10 @@ async def cut_fleet(folder: Path) -> AsyncIterator[tuple[Fleet, CutPeer, list[Me
         nodes = FleetNodes(configs[0], epoch=journal.begin_life("l", attempt=1, num_nodes=2))
         stack.push_async_callback(nodes.close)
         await nodes.join(members[0])
-        await nodes.join(replace(members[1], coordinator_target=f"unix:{socket}"))
+        members[1].coordinator_target = f"unix:{socket}"
+        await nodes.join(members[1])
         cut = CutPeer(nodes, configs[1], proxy)
-        peers = [GrpcNodePeer(nodes, 0, configs[0].coordinator), cut]
+        peers = [NodePeer(nodes, 0, configs[0].coordinator), cut]
         fleet = Fleet(journal, peers, boot_id="l", target="", patience_s=20.0, end=nodes.end)
         stack.push_async_callback(fleet.stop)
         await reach(fleet, Phase.TRAIN, "first")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,7 +27,7 @@ async def test_a_silent_node_ends_the_fleet_and_the_others_hear_of_it(tmp_path: 
     leader = leader_address()
     configs = [config_of(tmp_path, rank, leader, node_timeout_s=0.5) for rank in range(2)]
     async with leading(configs[0]) as nodes, open_channel(leader) as channel:
-        members = [replace(this_member(config, boot_id=f"b{rank}"), node_rank=rank) for rank, config in enumerate(configs)]
+        members = [this_member(config, boot_id=f"b{rank}") for rank, config in enumerate(configs)]
         living = asyncio.create_task(Membership(channel, members[0], configs[0].fleet, start_timeout_s=30.0).run())
         await join(channel, members[1])  # and is silent from then on
         with pytest.raises(FleetEnded) as told:

@@ -174,7 +174,7 @@ async def test_a_sleeping_node_refuses_for_all(folder: Path) -> None:
     async with front(folder) as (fleet, stub):
         fleet.nodes[1].phase = types_pb2.PHASE_TRAIN
         _, error = await until_error(stub, request(2))
-        assert isinstance(error, Asleep) and error.metadata["node"] == "1"
+        assert isinstance(error, Asleep) and error.metadata["node_rank"] == "1"
 
 
 async def test_a_bad_prompt_has_the_callers_position(folder: Path) -> None:
@@ -186,19 +186,10 @@ async def test_a_bad_prompt_has_the_callers_position(folder: Path) -> None:
         assert error.metadata["field"] == "prompts[3]" and error.message.startswith("prompts[3]")
 
 
-@pytest.mark.parametrize(
-    ("asked", "field"),
-    [
-        (rollout_pb2.GenerateRequest(num_samples=1), "prompts"),
-        (request(1, num_samples=0), "num_samples"),
-        (request(1, request_id="x" * 129), "request_id"),
-    ],
-)
-async def test_what_no_node_would_see_is_refused_here(folder: Path, asked: rollout_pb2.GenerateRequest, field: str) -> None:
+async def test_a_call_without_prompts_is_node_0s_to_refuse(folder: Path) -> None:
     async with front(folder) as (fleet, stub):
-        _, error = await until_error(stub, asked)
-        assert isinstance(error, InvalidArgument) and error.metadata["field"] == field
-        assert not any(node.requests for node in fleet.nodes)
+        await samples_of(stub, request(0))
+        assert [len(node.requests) for node in fleet.nodes] == [1, 0]
 
 
 async def test_two_versions_in_one_call_are_an_error(folder: Path) -> None:
@@ -237,7 +228,7 @@ async def test_the_state_is_that_of_all_nodes(folder: Path) -> None:
         assert restarted.boot_id != state.boot_id
         await fleet.lose(1)
         error = await refused(stub.GetRolloutState(rollout_pb2.GetRolloutStateRequest(), timeout=TIMEOUT_S))
-        assert isinstance(error, PeerUnavailable) and error.metadata["node"] == "1"
+        assert isinstance(error, PeerUnavailable) and error.metadata["node_rank"] == "1"
 
 
 async def test_stages_are_the_fleets(folder: Path) -> None:

@@ -61,6 +61,9 @@ class Node(ScriptedNode):
         if name in self.refuses:
             raise self.refuses[name]
 
+    async def _run(self, request, work):
+        return await (work() if request.validate_only else self.gate.once(request, work))
+
     async def ForwardBackward(self, request_iterator, context):
         messages = [message async for message in request_iterator]
         header, samples = messages[0].header, [one for message in messages[1:] for one in message.samples.samples]
@@ -89,26 +92,27 @@ class Node(ScriptedNode):
                 ],
             )
 
-        return await self.gate.once(header, work)
+        return await self._run(header, work)
 
     async def OptimStep(self, request, context):
         async def work():
             self._look("OptimStep?" if request.validate_only else "OptimStep")
-            if request.role not in self.pending:
+            is_repeat = request.validate_only and self.gate.has_begun(request)
+            if request.role not in self.pending and not is_repeat:
                 raise NoGradients("call ForwardBackward first")
             if not request.validate_only:
                 self.pending.remove(request.role)
                 self.policy_version += 1
             return trainer.OptimStepResponse(version=self.policy_version, grad_norm=2.0)
 
-        return await self.gate.once(request, work)
+        return await self._run(request, work)
 
     async def BeginRun(self, request, context):
         async def work():
             self._look("BeginRun?" if request.validate_only else "BeginRun")
             return trainer.BeginRunResponse(policy_version=self.policy_version)
 
-        return await self.gate.once(request, work)
+        return await self._run(request, work)
 
     async def SaveCheckpoint(self, request, context):
         async def work():
@@ -130,7 +134,7 @@ class Node(ScriptedNode):
             self._look("LoadCheckpoint?" if request.validate_only else "LoadCheckpoint")
             return trainer.LoadCheckpointResponse(policy_version=7)
 
-        return await self.gate.once(request, work)
+        return await self._run(request, work)
 
     async def ExportModel(self, request, context):
         self._look("ExportModel")
@@ -231,7 +235,7 @@ async def test_a_command_that_one_node_refuses_begins_on_none(folder: Path, name
             "LoadCheckpoint": trainer.LoadCheckpointRequest(command=command("x"), path="/c"),
         }[name]
         error = await refused(getattr(stub, name)(request, timeout=TIMEOUT_S))
-        assert isinstance(error, VersionOrder) and error.metadata["node"] == "1"
+        assert isinstance(error, VersionOrder) and error.metadata["node_rank"] == "1"
         assert not any(name in node.calls for node in nodes)
 
 
@@ -267,7 +271,7 @@ async def test_half_a_batch_is_never_stepped(folder: Path) -> None:
     async with front(folder) as (nodes, stub, _):
         nodes[1].refuses["ForwardBackward"] = InternalError("out of memory")
         error = await refused(forward_backward(stub, samples([1, 1])))
-        assert isinstance(error, InternalError) and error.metadata["node"] == "1"
+        assert isinstance(error, InternalError) and error.metadata["node_rank"] == "1"
         assert not any(node.pending for node in nodes)
         assert isinstance(await refused(stub.OptimStep(step(), timeout=TIMEOUT_S)), NoGradients)
 

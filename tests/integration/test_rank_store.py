@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tasuki.rpc.rank_store import END_KEY, MAX_VALUE_BYTES
+from tasuki.fleet.rank_store import END_KEY, MAX_VALUE_BYTES
 from tasuki.trainer.rank_store import FleetStore, join_ranks
 from tasuki.v1.rank_store_pb2_grpc import RankStoreServiceStub
 from tasuki.wire.channel import open_blocking_channel

@@ -10,16 +10,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tasuki.config.fleet_schema import FleetConfig
+from tasuki.config.instance import Instance
+from tasuki.coordinator.encode import state_to_proto
 from tasuki.coordinator.fleet_hold import FleetHold
 from tasuki.coordinator.operations import Operation
-from tasuki.coordinator.records import NodeState
-from tasuki.fleet.audit import FleetAudit, audit_fleet, read_fleet_history
+from tasuki.fleet.audit import FleetAudit, audit_fleet_journal
 from tasuki.fleet.fleet import Fleet
 from tasuki.fleet.journal import FleetJournal
-from tasuki.fleet.records import NodeView, StageAnswer, Sums
+from tasuki.fleet.node_peer import NodePeer
 from tasuki.memory.stages import Phase, Service, Stage
+from tasuki.v1.coordinator_pb2 import NodeState, RunStageResponse, StageEvent
 from tasuki.v1.fleet_pb2 import FleetCommand
-from tasuki.v1.weights_pb2 import WeightSums
 from tasuki.wire.errors import FleetEnded, PeerUnavailable, TasukiError
 from tests.unit.simulated_faults import Crash, JournalFailpoints
 from tests.unit.simulated_node import SimulatedNode
@@ -73,46 +74,41 @@ class MemberNode(SimulatedNode):
         rollout = self.rollout
         return None if rollout is None or rollout.served is None else (rollout.served, rollout.flavour)
 
-    def view(self, state: NodeState) -> NodeView:
-        return NodeView(
-            self.rank,
-            state.at,
-            boot_id=state.boot_id,
-            policy_version=state.policy_version,
-            weights_digest=state.weights_digest,
-            last_error=state.last_error,
-        )
+    def state(self) -> NodeState:
+        return state_to_proto(self.node.state(), instance=Instance())
 
-    def sums(self) -> Sums | None:
+    def ran(self, stage: Stage) -> RunStageResponse:
+        response = RunStageResponse(event=StageEvent(bytes=1000), state=self.state())
         received = self._journal.received()
-        return None if received is None else Sums.from_proto(WeightSums.FromString(received.answer))
+        if stage is Stage.SYNC and received is not None:
+            response.sums.ParseFromString(received.answer)
+        return response
 
 
-class SimulatedNodePeer:
+class SimulatedNodePeer(NodePeer):
     """The fleet's channel to one node."""
 
     def __init__(self, fleet: SimulatedFleet, rank: int, epoch: int) -> None:
         self.rank, self._fleet, self._epoch = rank, fleet, epoch
         self._sequence = 0
 
-    async def look(self) -> NodeView:
-        async def look(node: MemberNode) -> NodeView:
-            return node.view(await node.node.look())
+    async def look(self) -> NodeState:
+        async def look(node: MemberNode) -> NodeState:
+            return state_to_proto(await node.node.look(), instance=Instance())
 
         return await self._fleet.call(self.rank, self._command(), look)
 
-    async def run_stage(self, stage: Stage, request_id: str) -> StageAnswer:
-        async def run(node: MemberNode) -> StageAnswer:
+    async def run_stage(self, stage: Stage, request_id: str) -> RunStageResponse:
+        async def run(node: MemberNode) -> RunStageResponse:
             await _follow(node.node.run_stage(stage, request_id))
-            sums = node.sums() if stage is Stage.SYNC else None
-            return StageAnswer(node.view(node.node.state()), 1000, sums)
+            return node.ran(stage)
 
         return await self._fleet.call(self.rank, self._command(), run)
 
-    async def acquire_train(self, request_id: str) -> NodeView:
-        async def acquire(node: MemberNode) -> NodeView:
+    async def acquire_train(self, request_id: str) -> NodeState:
+        async def acquire(node: MemberNode) -> NodeState:
             await _follow(node.node.acquire(Phase.TRAIN, request_id))
-            return node.view(node.node.state())
+            return node.state()
 
         return await self._fleet.call(self.rank, self._command(), acquire)
 
@@ -188,9 +184,6 @@ class SimulatedFleet:
 
     async def acquire(self, phase: Phase, request_id: str) -> TasukiError | None:
         return await self.ask(lambda: self.fleet.acquire(phase, request_id))
-
-    async def run_stage(self, stage: Stage, request_id: str) -> TasukiError | None:
-        return await self.ask(lambda: self.fleet.run_stage(stage, request_id))
 
     async def learn(self, sample: str) -> None:
         """Makes one optimizer step on every node, repeated until it succeeds."""
@@ -287,7 +280,7 @@ class SimulatedFleet:
             await node.close()
         if self.broken is not None:
             raise self.broken
-        found = audit_fleet(read_fleet_history(self.path))
+        found = audit_fleet_journal(self.path)
         assert found.violation is None, found.violation
         return found
 

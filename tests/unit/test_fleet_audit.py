@@ -13,9 +13,11 @@ import pytest
 from tasuki.cli.audit import BROKEN, CLEAN, run
 from tasuki.coordinator.journal import Journal
 from tasuki.fleet.audit import FleetInvariant, audit_fleet_journal
-from tasuki.fleet.records import Decision, NodeView, Sums
-from tasuki.fleet.rules import Step, agreed, step_forward
+from tasuki.fleet.rules import Decision, Step, agreed, next_step
 from tasuki.memory.stages import Phase, Stage
+from tasuki.rpc.stages import stage_to_proto
+from tasuki.v1.coordinator_pb2 import NodeState
+from tasuki.v1.weights_pb2 import WeightSums
 from tasuki.wire.errors import FleetEnded, InvalidArgument, PathNotFound, WeightsDiffer
 from tests.unit.simulated_fleet import SimulatedFleet
 from tests.unit.virtual_time import VirtualTimeLoop
@@ -39,14 +41,14 @@ def journal(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 CHANGES = {
-    FleetInvariant.COMPARED: "UPDATE step_results SET weights_digest = x'00' WHERE id = (SELECT max(id) FROM steps WHERE step = 'SYNC')",
+    FleetInvariant.COMPARED: "UPDATE step_outcomes SET weights_digest = x'00' WHERE id = (SELECT max(id) FROM steps WHERE step = 'SYNC')",
     FleetInvariant.DECIDED: "DELETE FROM decisions WHERE number = 1",
     FleetInvariant.RING: "UPDATE steps SET step = 'RESUME_WEIGHTS' WHERE id = (SELECT min(id) FROM steps WHERE step = 'LOAD_WEIGHTS')",
-    FleetInvariant.LOOKED: "DELETE FROM step_results WHERE id = (SELECT min(id) FROM steps WHERE step = 'RESUME_WEIGHTS')",
+    FleetInvariant.LOOKED: "DELETE FROM step_outcomes WHERE id = (SELECT min(id) FROM steps WHERE step = 'RESUME_WEIGHTS')",
     FleetInvariant.FORWARD: "UPDATE outcomes SET status = 'FAILED' WHERE number = 1",
     FleetInvariant.VERSIONS_GROW: "UPDATE decisions SET policy_version = 0 WHERE number = 3",
     FleetInvariant.ONE_VERSION: (
-        "UPDATE step_results SET weights_digest = x'00' WHERE id = (SELECT min(id) FROM steps WHERE step = 'RESUME_KV')"
+        "UPDATE step_outcomes SET weights_digest = x'00' WHERE id = (SELECT min(id) FROM steps WHERE step = 'RESUME_KV')"
     ),
 }
 
@@ -68,7 +70,7 @@ def test_a_stage_before_another_node_ended_the_last_one_breaks_the_barrier(journ
     with closing(sqlite3.connect(changed)) as db:
         # Node 1's answer to LOAD_WEIGHTS says that it has not moved.
         first = "(SELECT min(id) FROM steps WHERE step = 'LOAD_WEIGHTS' AND node_rank = 1)"
-        db.execute(f"UPDATE step_results SET place = 'LOAD_TRAINER' WHERE id = {first}")
+        db.execute(f"UPDATE step_outcomes SET place = 'LOAD_TRAINER' WHERE id = {first}")
         db.commit()
     violation = audit_fleet_journal(changed).violation
     assert violation is not None
@@ -155,18 +157,23 @@ DECISION = Decision(1, 4, b"digest")
 def test_forward_is_the_next_stage_or_the_weights_again(
     at: Stage | None, digest: bytes, until: Stage, expected: Stage | Step | None
 ) -> None:
-    assert step_forward(NodeView(0, at, weights_digest=digest), DECISION, until=until) is expected
+    state = NodeState(stage=stage_to_proto(at), weights_digest=digest)
+    assert next_step(state, until=until, decision=DECISION) is expected
 
 
 def test_sums_agree_or_tell_what_differs() -> None:
-    most = Sums(3, b"l", (1, 2, 3))
-    assert agreed({0: most, 1: most}) == most
+    most = sums(3, b"l", 1, 2, 3)
+    assert agreed([most, most]) == most
     for other, text in (
-        (Sums(2, b"l", (1, 2, 3)), "version 2 in place of 3"),
-        (Sums(3, b"k", (1, 2, 3)), "names, dtypes or shapes"),
-        (Sums(3, b"l", (1, 9, 9)), "2 of 3 tensors differ.*1, 2"),
+        (sums(2, b"l", 1, 2, 3), "version 2 in place of 3"),
+        (sums(3, b"k", 1, 2, 3), "names, dtypes or shapes"),
+        (sums(3, b"l", 1, 9, 9), "2 of 3 tensors differ.*1, 2"),
         (None, "do not know what they received"),
     ):
         with pytest.raises(WeightsDiffer, match=text) as caught:
-            agreed({0: most, 1: other, 2: most})
+            agreed([most, other, most])
         assert caught.value.metadata["nodes"] == "1"
+
+
+def sums(version: int, layout: bytes, *checksums: int) -> WeightSums:
+    return WeightSums(policy_version=version, layout_digest=layout, checksums=checksums)

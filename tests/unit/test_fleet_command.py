@@ -15,9 +15,8 @@ from tasuki.config.lock import NODE_LOCK, StateLock
 from tasuki.config.places import client_target, config_path, fleet_target, node_targets
 from tasuki.config.save import save_config
 from tasuki.config.schema import NodeConfig
-from tasuki.fleet import EXIT_FLEET_ENDED
 from tasuki.supervisor.exit_report import write_exit_report
-from tasuki.supervisor.services import EXIT_REFUSED, node_services
+from tasuki.supervisor.services import EXIT_FLEET_ENDED, EXIT_REFUSED, node_services
 from tasuki.v1 import fleet_pb2
 from tasuki.v1.coordinator_pb2 import NodeState
 from tasuki.wire.errors import DeadlineExceeded, InvalidArgument, NotJoined, PeerUnavailable, TasukiError

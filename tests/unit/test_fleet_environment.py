@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tasuki.config.fleet_environment import DEFAULT_PORT, first_host, fleet_table
+from tasuki.fleet.environment import DEFAULT_PORT, first_host, fleet_table
 from tasuki.wire.errors import InvalidArgument
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tasuki.fleet.audit import FleetAudit
-from tasuki.memory.stages import Phase, Service, Stage
+from tasuki.memory.stages import Phase
 from tests.extent import IS_WHOLE
 from tests.unit.memory_folder import memory_folder
 from tests.unit.simulated_fleet import FleetFault, SimulatedFleet
@@ -87,23 +87,6 @@ def test_one_fault_at_any_message_leaves_one_version_and_the_way_on(fault: Fleet
     for place in range(1, NUM_MESSAGES + 1, STRIDE):
         found, _ = asyncio.Runner(loop_factory=VirtualTimeLoop).run(once(place, fault))
         assert found.num_decisions >= 2, place
-
-
-def test_a_phase_that_nodes_came_to_by_themselves_is_told_as_theirs() -> None:
-    async def leave() -> FleetAudit:
-        with tempfile.TemporaryDirectory(dir=memory_folder()) as folder:
-            fleet = SimulatedFleet(Path(folder), num_nodes=2)
-            await reach(fleet, Phase.TRAIN, "first")
-            assert await fleet.run_stage(Stage.LOAD_WEIGHTS, "manual") is None
-            for node in fleet.nodes:
-                node.kill(Service.TRAINER)
-            await reach(fleet, Phase.TRAIN, "back")
-            assert fleet.fleet.state().phase is Phase.TRAIN
-            assert fleet.fleet.state().changeover_id == ""
-            await round_trip(fleet, 0)
-            return await fleet.close()
-
-    assert in_virtual_time(leave).violation is None
 
 
 async def interrupted(point: str, number: int, *, is_full: bool) -> FleetAudit:

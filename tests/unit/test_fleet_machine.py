@@ -14,9 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from tasuki.coordinator.phases import next_stage
-from tasuki.fleet.rules import common_place
-from tasuki.memory.stages import Phase, Service, Stage
+from tasuki.memory.stages import Phase, Service
 from tasuki.wire.errors import TasukiError
 from tests.extent import IS_WHOLE
 from tests.unit.memory_folder import memory_folder
@@ -58,17 +56,6 @@ class FleetMachine(RuleBasedStateMachine):
         if error is None:
             assert self.fleet.fleet.state().phase is phase
             type(self).num_served += phase is Phase.ROLLOUT
-
-    @rule(faults=FAULTS)
-    def run_next_stage(self, faults: list[FleetFault | None]) -> None:
-        at = common_place(self.fleet.fleet.views)
-        self.faults = faults
-        self.runner.run(self.fleet.run_stage(next_stage(at or Stage.LOAD_TRAINER), self._name("stage")))
-        self.faults = []
-
-    @rule(stage=st.sampled_from(list(Stage)))
-    def run_any_stage(self, stage: Stage) -> None:
-        self.runner.run(self.fleet.run_stage(stage, self._name("stage")))
 
     @rule()
     def learn(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +10,44 @@ import pytest
 from tasuki.config.fleet_schema import FleetConfig
 from tasuki.config.schema import NodeConfig
 from tasuki.fleet.digests import config_digest, config_keys, model_digest
-from tasuki.fleet.member import Member, check_member, check_rank, member_from_proto
+from tasuki.fleet.member import callable_node, check_member, check_rank
+from tasuki.v1.fleet_pb2 import FleetNode, JoinRequest
 from tasuki.wire.errors import FleetMismatch, InvalidArgument, PathNotFound, StaleEpoch, TasukiError
 
 CONFIG = FleetConfig(name="run-1", num_nodes=4, node_rank=0, leader="10.0.0.1:50050", attempt=2)
 PACKAGES = {"torch": "2.11.0", "nvidia-nccl-cu13": "2.28.9"}
-LEADER = Member(0, "b0", "10.0.0.1:1", "10.0.0.1:2", "10.0.0.1:3", "0.1.0", "c", 8, 8, "m", packages=PACKAGES)
+LEADER = FleetNode(
+    boot_id="b0",
+    coordinator_target="10.0.0.1:1",
+    trainer_target="10.0.0.1:2",
+    rollout_target="10.0.0.1:3",
+    version="0.1.0",
+    config_digest="c",
+    num_ranks=8,
+    num_gpus=8,
+    model_digest="m",
+    packages=PACKAGES,
+)
+
+
+def replace(node: FleetNode, **changed: Any) -> FleetNode:
+    found = FleetNode()
+    found.CopyFrom(node)
+    for field in changed:
+        found.ClearField(field)
+    found.MergeFrom(FleetNode(**changed))
+    return found
+
+
 NODE = replace(LEADER, node_rank=3, boot_id="b3")
 
 
-def check(member: Member = NODE, **changed: Any) -> None:
-    given = {"config": CONFIG, "num_nodes": 4, "name": "run-1", "attempt": 2, **changed}
-    check_member(member, LEADER, **given)
+def check(member: FleetNode = NODE, **changed: Any) -> None:
+    given = {"num_nodes": 4, "name": "run-1", "attempt": 2, **changed}
+    check_member(JoinRequest(node=member, **given), LEADER, config=CONFIG)
 
 
-def refusal(member: Member = NODE, **changed: Any) -> TasukiError:
+def refusal(member: FleetNode = NODE, **changed: Any) -> TasukiError:
     with pytest.raises(TasukiError) as caught:
         check(member, **changed)
     return caught.value
@@ -82,8 +104,8 @@ def test_a_rank_belongs_to_one_start_of_a_node() -> None:
 
 
 def test_an_address_that_listens_everywhere_is_that_of_the_caller() -> None:
-    told = replace(NODE, coordinator_target="0.0.0.0:50051", rollout_target="[::]:50053").to_proto()
-    found = member_from_proto(told, peer="ipv4:10.0.0.4:4711")
+    told = replace(NODE, coordinator_target="0.0.0.0:50051", rollout_target="[::]:50053")
+    found = callable_node(told, peer="ipv4:10.0.0.4:4711")
     assert (found.coordinator_target, found.rollout_target) == ("10.0.0.4:50051", "10.0.0.4:50053")
     assert found.trainer_target == NODE.trainer_target
 
@@ -98,10 +120,10 @@ def test_an_address_that_listens_everywhere_is_that_of_the_caller() -> None:
 )
 def test_an_address_that_listens_everywhere_gets_a_name_of_the_certificate(certified: list[str], host: str) -> None:
     known = {"node-a": {"10.0.0.3"}, "node-b": {"10.0.0.9", "10.0.0.4"}, "w-1.tasuki": {"10.0.0.4"}, "localhost": {"127.0.0.1"}}
-    told = replace(NODE, coordinator_target="0.0.0.0:50051", host="w-1").to_proto()
+    told = replace(NODE, coordinator_target="0.0.0.0:50051", host="w-1")
 
-    def found(names: list[str]) -> Member:
-        return member_from_proto(
+    def found(names: list[str]) -> FleetNode:
+        return callable_node(
             told, peer="ipv4:10.0.0.4:4711", certified=names, resolve=lambda name: known.get(name, frozenset())
         )
 
@@ -115,13 +137,13 @@ def test_an_address_that_listens_everywhere_gets_a_name_of_the_certificate(certi
 @pytest.mark.parametrize("target", ["unix:/run/trainer.sock", "127.0.0.1:50052", "0.0.0.0", ""])
 def test_an_address_that_the_leader_cannot_call_is_refused(target: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
-        member_from_proto(replace(NODE, trainer_target=target).to_proto(), peer="ipv4:10.0.0.4:4711")
+        callable_node(replace(NODE, trainer_target=target), peer="ipv4:10.0.0.4:4711")
     assert caught.value.metadata["field"] == "trainer_target"
 
 
 def test_sockets_are_for_nodes_on_the_leaders_machine() -> None:
     local = replace(NODE, coordinator_target="unix:/a", trainer_target="unix:/b", rollout_target="127.0.0.1:50053")
-    assert member_from_proto(local.to_proto(), peer="ipv4:127.0.0.1:4711") == local
+    assert callable_node(local, peer="ipv4:127.0.0.1:4711") == local
 
 
 def node_config(folder: Path, rank: int, **changed: Any) -> NodeConfig:
@@ -146,16 +168,15 @@ def test_digests_of_configurations_leave_out_what_is_a_nodes_own(tmp_path: Path)
 def test_a_refused_configuration_names_its_keys() -> None:
     leader = replace(LEADER, config_keys={"trainer.seed": "a", "rollout.seed": "b", "train.num_steps": "c"})
     node = replace(NODE, config_digest="d", config_keys={"trainer.seed": "x", "rollout.seed": "b", "memory.pool": "e"})
-    told = member_from_proto(node.to_proto(), peer="ipv4:10.0.0.4:1")
-    given: dict[str, Any] = {"config": CONFIG, "num_nodes": 4, "name": "run-1", "attempt": 2}
+    told = callable_node(node, peer="ipv4:10.0.0.4:1")
     with pytest.raises(
         FleetMismatch, match="node 3 differs from the leader in memory.pool, train.num_steps, trainer.seed; start all"
     ) as refused:
-        check_member(told, leader, **given)
+        check_member(JoinRequest(name="run-1", attempt=2, num_nodes=4, node=told), leader, config=CONFIG)
     assert refused.value.metadata["field"] == "config_digest"
     many = replace(node, config_keys={f"a.{number}": "" for number in range(9)})
     with pytest.raises(FleetMismatch, match=r"a.0, a.1, a.2, a.3, a.4 and 7 more; start all"):
-        check_member(many, leader, **given)
+        check_member(JoinRequest(name="run-1", attempt=2, num_nodes=4, node=many), leader, config=CONFIG)
 
 
 def test_digests_of_models_are_of_files_and_layout_but_not_of_the_folder(tmp_path: Path) -> None:

@@ -27,15 +27,15 @@ import grpc.aio
 from tasuki.config.schema import NodeConfig
 from tasuki.fleet.fleet import Fleet
 from tasuki.fleet.journal import FleetJournal
-from tasuki.fleet.member import Member
-from tasuki.fleet.node_peer import GrpcNodePeer
+from tasuki.fleet.node_peer import NodePeer
 from tasuki.fleet.nodes import FleetNodes
-from tasuki.fleet.records import Sums
-from tasuki.fleet.rules import COMMIT, PREPARE, TO_TRAIN
+from tasuki.fleet.rules import COMMIT, PREPARE, TO_TRAIN, digest_of
 from tasuki.memory.stages import Phase, Stage
 from tasuki.rpc.stages import stage_from_proto, stage_to_proto
 from tasuki.v1 import coordinator_pb2 as pb
 from tasuki.v1 import coordinator_pb2_grpc
+from tasuki.v1.fleet_pb2 import FleetNode
+from tasuki.v1.weights_pb2 import WeightSums
 from tasuki.wire.channel import PORT_OPTIONS
 
 STAGE_S = 0.01
@@ -53,11 +53,11 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
     def _state(self) -> pb.NodeState:
         holds = self._at in (PREPARE[-1], *COMMIT, *TO_TRAIN[:2])
         return pb.NodeState(
-            stage=stage_to_proto(self._at), boot_id="scripted", weights_digest=self._sums().digest if holds else b""
+            stage=stage_to_proto(self._at), boot_id="scripted", weights_digest=digest_of(self._sums()) if holds else b""
         )
 
-    def _sums(self) -> Sums:
-        return Sums(1, b"layout", tuple(range(NUM_TENSORS)))
+    def _sums(self) -> WeightSums:
+        return WeightSums(policy_version=1, layout_digest=b"layout", checksums=range(NUM_TENSORS))
 
     async def GetState(self, request: pb.GetStateRequest, context: Any) -> pb.GetStateResponse:
         return pb.GetStateResponse(state=self._state())
@@ -67,7 +67,7 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
         stage = stage_from_proto(request.stage)
         assert stage is not None
         self._at = stage
-        sums = self._sums().to_proto() if stage is PREPARE[-1] else None
+        sums = self._sums() if stage is PREPARE[-1] else None
         return pb.RunStageResponse(state=self._state(), sums=sums)
 
 
@@ -111,8 +111,9 @@ async def measure(ports: Sequence[int], folder: Path, *, repeats: int) -> Measur
     nodes = FleetNodes(config, epoch=journal.begin_life("bench", attempt=0, num_nodes=len(ports)))
     for rank, port in enumerate(ports):
         address = f"127.0.0.1:{port}"
-        await nodes.join(Member(rank, f"n{rank}", address, address, address, "", "", 1, 0, ""))
-    peers = [GrpcNodePeer(nodes, rank, config.coordinator) for rank in range(len(ports))]
+        targets = {"coordinator_target": address, "trainer_target": address, "rollout_target": address}
+        await nodes.join(FleetNode(node_rank=rank, boot_id=f"n{rank}", **targets))
+    peers = [NodePeer(nodes, rank, config.coordinator) for rank in range(len(ports))]
     fleet = Fleet(journal, peers, boot_id="bench", target="", patience_s=30.0, end=nodes.end)
     await fleet.recover()
     seconds: dict[Phase, list[float]] = {phase: [] for phase in Phase}

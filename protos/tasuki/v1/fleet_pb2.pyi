@@ -293,51 +293,6 @@ class GetFleetRequest(_message.Message):
 Global___GetFleetRequest: _TypeAlias = GetFleetRequest  # noqa: Y015
 
 @_typing.final
-class MeasureRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    PADDING_FIELD_NUMBER: _builtins.int
-    padding: _builtins.bytes
-    """At most 1 MiB."""
-    def __init__(
-        self,
-        *,
-        padding: _builtins.bytes = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["padding", b"padding"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___MeasureRequest: _TypeAlias = MeasureRequest  # noqa: Y015
-
-@_typing.final
-class MeasureResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    NUM_BYTES_FIELD_NUMBER: _builtins.int
-    TIME_FIELD_NUMBER: _builtins.int
-    num_bytes: _builtins.int
-    @_builtins.property
-    def time(self) -> _timestamp_pb2.Timestamp:
-        """The leader's clock at the end of the stream."""
-
-    def __init__(
-        self,
-        *,
-        num_bytes: _builtins.int = ...,
-        time: _timestamp_pb2.Timestamp | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["time", b"time"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_bytes", b"num_bytes", "time", b"time"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___MeasureResponse: _TypeAlias = MeasureResponse  # noqa: Y015
-
-@_typing.final
 class FleetMember(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -50,11 +50,6 @@ class FleetServiceStub(object):
                 request_serializer=tasuki_dot_v1_dot_fleet__pb2.GetFleetRequest.SerializeToString,
                 response_deserializer=tasuki_dot_v1_dot_fleet__pb2.GetFleetResponse.FromString,
                 _registered_method=True)
-        self.Measure = channel.stream_unary(
-                '/tasuki.v1.FleetService/Measure',
-                request_serializer=tasuki_dot_v1_dot_fleet__pb2.MeasureRequest.SerializeToString,
-                response_deserializer=tasuki_dot_v1_dot_fleet__pb2.MeasureResponse.FromString,
-                _registered_method=True)
 
 
 class FleetServiceServicer(object):
@@ -91,16 +86,6 @@ class FleetServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Measure(self, request_iterator, context):
-        """Discards bytes, so that a node can measure its connection to the leader. At most 4 GiB per call.
-
-        Phase: any. Repeat: safe.
-        Errors: INVALID_ARGUMENT/INVALID_ARGUMENT for more bytes.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_FleetServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -118,11 +103,6 @@ def add_FleetServiceServicer_to_server(servicer, server):
                     servicer.GetFleet,
                     request_deserializer=tasuki_dot_v1_dot_fleet__pb2.GetFleetRequest.FromString,
                     response_serializer=tasuki_dot_v1_dot_fleet__pb2.GetFleetResponse.SerializeToString,
-            ),
-            'Measure': grpc.stream_unary_rpc_method_handler(
-                    servicer.Measure,
-                    request_deserializer=tasuki_dot_v1_dot_fleet__pb2.MeasureRequest.FromString,
-                    response_serializer=tasuki_dot_v1_dot_fleet__pb2.MeasureResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -207,33 +187,6 @@ class FleetService(object):
             '/tasuki.v1.FleetService/GetFleet',
             tasuki_dot_v1_dot_fleet__pb2.GetFleetRequest.SerializeToString,
             tasuki_dot_v1_dot_fleet__pb2.GetFleetResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Measure(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_unary(
-            request_iterator,
-            target,
-            '/tasuki.v1.FleetService/Measure',
-            tasuki_dot_v1_dot_fleet__pb2.MeasureRequest.SerializeToString,
-            tasuki_dot_v1_dot_fleet__pb2.MeasureResponse.FromString,
             options,
             channel_credentials,
             insecure,

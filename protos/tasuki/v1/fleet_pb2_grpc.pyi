@@ -50,12 +50,6 @@ class FleetServiceStub:
     """
     GetFleet: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.GetFleetRequest, _fleet_pb2.GetFleetResponse]
     """Lists the nodes of the fleet. Any phase; safe to repeat."""
-    Measure: _grpc.StreamUnaryMultiCallable[_fleet_pb2.MeasureRequest, _fleet_pb2.MeasureResponse]
-    """Discards bytes, so that a node can measure its connection to the leader. At most 4 GiB per call.
-
-    Phase: any. Repeat: safe.
-    Errors: INVALID_ARGUMENT/INVALID_ARGUMENT for more bytes.
-    """
 
 @_typing.type_check_only
 class FleetServiceAsyncStub(FleetServiceStub):
@@ -79,12 +73,6 @@ class FleetServiceAsyncStub(FleetServiceStub):
     """
     GetFleet: _aio.UnaryUnaryMultiCallable[_fleet_pb2.GetFleetRequest, _fleet_pb2.GetFleetResponse]  # type: ignore[assignment]
     """Lists the nodes of the fleet. Any phase; safe to repeat."""
-    Measure: _aio.StreamUnaryMultiCallable[_fleet_pb2.MeasureRequest, _fleet_pb2.MeasureResponse]  # type: ignore[assignment]
-    """Discards bytes, so that a node can measure its connection to the leader. At most 4 GiB per call.
-
-    Phase: any. Repeat: safe.
-    Errors: INVALID_ARGUMENT/INVALID_ARGUMENT for more bytes.
-    """
 
 class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
     """Nodes that change phase together. Served at `fleet.leader`, next to the fleet's CoordinatorService."""
@@ -123,17 +111,5 @@ class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_fleet_pb2.GetFleetResponse, _abc.Awaitable[_fleet_pb2.GetFleetResponse]]:
         """Lists the nodes of the fleet. Any phase; safe to repeat."""
-
-    @_abc_1.abstractmethod
-    def Measure(
-        self,
-        request_iterator: _MaybeAsyncIterator[_fleet_pb2.MeasureRequest],
-        context: _ServicerContext,
-    ) -> _typing.Union[_fleet_pb2.MeasureResponse, _abc.Awaitable[_fleet_pb2.MeasureResponse]]:
-        """Discards bytes, so that a node can measure its connection to the leader. At most 4 GiB per call.
-
-        Phase: any. Repeat: safe.
-        Errors: INVALID_ARGUMENT/INVALID_ARGUMENT for more bytes.
-        """
 
 def add_FleetServiceServicer_to_server(servicer: FleetServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

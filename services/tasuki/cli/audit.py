@@ -15,8 +15,8 @@ from tasuki.coordinator.audit.commands import audit_commands
 from tasuki.coordinator.audit.history import read_history
 from tasuki.coordinator.audit.invariants import Invariant, Violation
 from tasuki.coordinator.audit.replay import Audit, audit
-from tasuki.fleet.audit import FleetAudit, FleetViolation, audit_fleet_journal
-from tasuki.memory.stages import Service, Stage
+from tasuki.fleet.audit import FleetAudit, audit_fleet_journal
+from tasuki.memory.stages import Service
 from tasuki.rpc.command_log import LoggedLife, read_command_log
 from tasuki.runs.archive import archive_folder
 from tasuki.trainer.durable.training_audit import first_repetition
@@ -40,8 +40,8 @@ def run(path: Path, *, as_json: bool) -> int:
     found = audit(history)
     found = replace(found, violation=found.violation or audit_commands(history, lives))
     fleet = _fleet(folder)
-    if fleet is not None and fleet.violation is not None:
-        found = replace(found, violation=found.violation or _of_fleet(fleet.violation))
+    if fleet is not None:
+        found = replace(found, violation=found.violation or fleet.violation)
     records, damage = _training(folder)
     problems = (*unreadable, f"{damage}, so what was trained cannot be audited") if damage else unreadable
     repetition = first_repetition(records)
@@ -82,14 +82,6 @@ def _fleet(folder: Path) -> FleetAudit | None:
     """Audit of the journal of the fleet that the node led; None on any other node."""
     path = fleet_journal_path(folder)
     return audit_fleet_journal(path) if path.is_file() else None
-
-
-def _of_fleet(violation: FleetViolation) -> Violation:
-    where = "" if violation.node_rank is None else f"on node {violation.node_rank} "
-    stage = Stage(violation.stage) if violation.stage in set(Stage) else None
-    return Violation(
-        violation.invariant, f"{where}{violation.expected}, according to the fleet", violation.changeover_id, stage
-    )
 
 
 def _training(folder: Path) -> tuple[list[TrainingRecord], str]:

@@ -18,23 +18,24 @@ from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 from rich.table import Table
 
-from tasuki.cli.missing_nodes import missing_nodes
 from tasuki.cli.node_tables import phase_name, stage_name
-from tasuki.config.fleet_environment import fleet_table
 from tasuki.config.load import MAX_CONFIG_BYTES, load_config
 from tasuki.config.lock import NODE_LOCK, TRAINING_LOCK, holder
-from tasuki.config.places import client_target, log_path
+from tasuki.config.places import client_target, fleet_target, log_path
 from tasuki.config.schema import NodeConfig
 from tasuki.doctor.certificates import warn_of_certificate
-from tasuki.fleet import EXIT_FLEET_ENDED
+from tasuki.fleet.environment import fleet_table
+from tasuki.rpc.peer_credentials import peer_credentials
 from tasuki.supervisor.exit_report import is_requested, node_down, read_exit_report
 from tasuki.supervisor.node import start_node
 from tasuki.supervisor.post_mortem import why_it_ended
+from tasuki.supervisor.services import EXIT_FLEET_ENDED
 from tasuki.supervisor.stop import to_stderr
 from tasuki.v1 import coordinator_pb2, fleet_pb2, types_pb2
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tasuki.v1.fleet_pb2_grpc import FleetServiceStub
 from tasuki.wire.channel import open_blocking_channel
+from tasuki.wire.credentials import authorization
 from tasuki.wire.errors import (
     DeadlineExceeded,
     FleetEnded,
@@ -51,6 +52,7 @@ from tasuki.wire.regular_file import read_regular
 INTERRUPTED = 130
 UP = "tasuki fleet up CONFIG"
 _READ_TIMEOUT_S = 5.0
+_JOINED_TIMEOUT_S = 2.0
 _TICK_S = 0.2
 
 
@@ -124,6 +126,25 @@ def up(config: NodeConfig, *, grace_s: float) -> int:
         return 0 if node.wait() == 0 else _code_of_loss(why_it_ended(config), config)
     finally:
         node.stop()
+
+
+def missing_nodes(config: NodeConfig) -> str:
+    """A line that names the nodes that have not joined; empty if all have."""
+    fleet = config.fleet
+    assert fleet is not None
+    credentials = None if fleet.node_rank == 0 else peer_credentials(config.security)
+    target = fleet_target(config) if fleet.node_rank == 0 else fleet.leader
+    with open_blocking_channel(target, credentials=credentials) as channel:
+        stub = FleetServiceStub(channel)
+        try:
+            seen = stub.GetFleet(fleet_pb2.GetFleetRequest(), timeout=_JOINED_TIMEOUT_S, metadata=authorization(credentials))
+        except grpc.RpcError:
+            return f"waiting for node 0, which does not answer at {fleet.leader}"
+    here = {member.node.node_rank for member in seen.members}
+    missing = [str(rank) for rank in range(seen.num_nodes) if rank not in here]
+    if not missing:
+        return ""
+    return f"waiting for node{'s' if len(missing) > 1 else ''} {', '.join(missing)} of {seen.num_nodes} to join"
 
 
 def _code_of_loss(error: TasukiError, config: NodeConfig) -> int:

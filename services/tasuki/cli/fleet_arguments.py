@@ -58,7 +58,7 @@ def _up(arguments: argparse.Namespace) -> int:
     if not 0 <= arguments.grace_s < math.inf:
         raise InvalidArgument("--grace-s", f"must be a number of seconds, 0 or more, got {arguments.grace_s:g}")
     flags: dict[str, Any] = {name: getattr(arguments, name) for name in _FLAGS}
-    config = fleet_config(arguments.config, overrides=arguments.overrides, flags=flags, environment=os.environ)  # noqa: TID251 - of the scheduler; config.fleet_environment reads it
+    config = fleet_config(arguments.config, overrides=arguments.overrides, flags=flags, environment=os.environ)  # noqa: TID251 - of the scheduler; fleet.environment reads it
     return up(config, grace_s=arguments.grace_s)
 
 

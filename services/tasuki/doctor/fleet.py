@@ -1,11 +1,9 @@
-"""Checks of `tasuki doctor CONFIG` on a node of a running fleet: its members and the connection to the leader."""
+"""Checks of `tasuki doctor CONFIG` on a node of a running fleet: its members, their ports and clocks, and the rate of gradients."""
 
 from __future__ import annotations
 
 import asyncio
-import statistics
-import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tasuki.config.load import load_config
 from tasuki.config.places import config_path, nccl_log_path
 from tasuki.config.schema import NodeConfig
-from tasuki.doctor.finding import Finding, Verdict, fail, ok, warn
+from tasuki.doctor.finding import Finding, fail, ok, warn
 from tasuki.doctor.running import is_running
 from tasuki.planner.model_shape import read_model_shape
 from tasuki.rpc.peer_credentials import peer_credentials
@@ -28,26 +26,13 @@ from tasuki.wire.channel import open_channel
 from tasuki.wire.errors import PeerUnavailable, TasukiError, from_rpc_error
 
 _TIMEOUT_S = 10.0
-_MEASURE_TIMEOUT_S = 60.0
-_MEASURED_BYTES, _MEASURED_S = 256 << 20, 10.0
-_CHUNK_BYTES = 1 << 20
 _MAX_SKEW_S = 1.0
-_NUM_LOOKS = 5
 _SLOW_RATE, _NO_RATE = 1e9 / 8, 1e8 / 8
-"""Thresholds for one connection between machines, in bytes per second: 1 and 0.1 Gb/s."""
+"""Thresholds between machines, in bytes per second: 1 and 0.1 Gb/s."""
 _GPU_FACTOR = 10
-"""Factor on the thresholds for the gradients of GPU nodes."""
+"""Factor on the thresholds for GPU nodes."""
 _GRADIENT_BYTES = 4
 _SLOW_ADVICE = "look at fleet.interface, its driver and the route to the other nodes (ip route get, ethtool, logs/nccl0.log)"
-
-
-@dataclass(frozen=True, slots=True)
-class Connection:
-    """The measured connection to the leader. rate: bytes per second; skew_s: the leader's clock minus this node's."""
-
-    seconds: float
-    rate: float
-    skew_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +58,7 @@ def fleet_findings(config: NodeConfig, *, min_gbit: float | None = None) -> Iter
             )
         return
     try:
-        fleet, unreachable, connection, gradients = asyncio.run(_look(config))
+        fleet, unreachable, gradients = asyncio.run(_look(config))
     except TasukiError as error:
         told = _why_not(error, config)
         advice = f"start all nodes, then try again. Leader: {config.fleet.leader}"
@@ -81,8 +66,7 @@ def fleet_findings(config: NodeConfig, *, min_gbit: float | None = None) -> Iter
         return
     yield from member_findings(fleet)
     yield _reached(fleet, unreachable)
-    yield clock_finding(connection, fleet)
-    yield rate_finding(connection, config)
+    yield clock_finding(fleet)
     yield gradients_finding(gradients, config, min_gbit=min_gbit)
 
 
@@ -96,8 +80,8 @@ def _why_not(error: TasukiError, config: NodeConfig) -> TasukiError:
     return PeerUnavailable(f"this node is running, but no leader answers at {config.fleet.leader}")
 
 
-async def _look(config: NodeConfig) -> tuple[fleet_pb2.GetFleetResponse, list[str], Connection, Gradients | None]:
-    """The fleet, addresses of nodes that do not answer, the connection to the leader, and what the trainers measured.
+async def _look(config: NodeConfig) -> tuple[fleet_pb2.GetFleetResponse, list[str], Gradients | None]:
+    """The fleet, addresses of nodes that do not answer, and what the trainers measured.
 
     Raises TasukiError.
     """
@@ -107,13 +91,12 @@ async def _look(config: NodeConfig) -> tuple[fleet_pb2.GetFleetResponse, list[st
         stub = FleetServiceStub(channel)
         try:
             fleet = await stub.GetFleet(fleet_pb2.GetFleetRequest(), timeout=_TIMEOUT_S)
-            connection = await measure(stub, num_bytes=_MEASURED_BYTES)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
         gradients = await _gradients(TrainerServiceStub(channel))
     targets = [target for member in fleet.members for target in _targets(member.node) if not target.startswith("unix:")]
     answers = await asyncio.gather(*(_answers(target, config) for target in targets))
-    return fleet, [target for target, answer in zip(targets, answers, strict=True) if not answer], connection, gradients
+    return fleet, [target for target, answer in zip(targets, answers, strict=True) if not answer], gradients
 
 
 async def _gradients(stub: Any) -> Gradients | None:
@@ -137,33 +120,6 @@ async def _answers(target: str, config: NodeConfig) -> bool:
         except grpc.aio.AioRpcError:
             return False
     return True
-
-
-async def measure(stub: FleetServiceStub, *, num_bytes: int, most_s: float = _MEASURED_S) -> Connection:
-    """Sends `num_bytes`, or less if that takes longer than `most_s`, and compares clocks with the fastest of a few empty calls.
-
-    Raises AioRpcError.
-    """
-
-    async def send(total: int) -> AsyncIterator[fleet_pb2.MeasureRequest]:
-        ends = time.perf_counter() + most_s
-        for start in range(0, total, _CHUNK_BYTES):
-            yield fleet_pb2.MeasureRequest(padding=bytes(min(_CHUNK_BYTES, total - start)))
-            if time.perf_counter() >= ends:
-                return
-
-    # The stub's types are those of a blocking channel.
-    send_bytes: Any = stub.Measure
-    looks: list[tuple[float, float]] = []
-    for _ in range(_NUM_LOOKS):
-        before, started = time.time(), time.perf_counter()
-        answer = await send_bytes(send(0), timeout=_TIMEOUT_S)
-        seconds = time.perf_counter() - started
-        looks.append((seconds, answer.time.ToNanoseconds() * 1e-9 - (before + seconds / 2)))
-    started = time.perf_counter()
-    answer = await send_bytes(send(num_bytes), timeout=_MEASURE_TIMEOUT_S)
-    rate = answer.num_bytes / (time.perf_counter() - started)
-    return Connection(statistics.median(look[0] for look in looks), rate, min(looks)[1])
 
 
 def member_findings(fleet: fleet_pb2.GetFleetResponse) -> Iterator[Finding]:
@@ -205,21 +161,14 @@ def _reached(fleet: fleet_pb2.GetFleetResponse, unreachable: Sequence[str]) -> F
     return ok("fleet ports", f"{num_ports} answer from here")
 
 
-def clock_finding(connection: Connection, fleet: fleet_pb2.GetFleetResponse) -> Finding:
-    """Compares this machine's clock with the leader's, and those that the other nodes reported."""
-    found = f"{-1000 * connection.skew_s:+.1f} ms against node 0, round trip {1000 * connection.seconds:.1f} ms"
-    others = {member.node.node_rank: member.clock_skew_s for member in fleet.members}
-    wrong = [f"node {rank} {skew_s:+.1f} s" for rank, skew_s in others.items() if abs(skew_s) > _MAX_SKEW_S]
-    if abs(connection.skew_s) > _MAX_SKEW_S or wrong:
-        found = "; ".join([found, *wrong])
+def clock_finding(fleet: fleet_pb2.GetFleetResponse) -> Finding:
+    """Compares the clocks that the nodes' heartbeats carry with the leader's."""
+    skews = {member.node.node_rank: member.clock_skew_s for member in fleet.members}
+    wrong = [f"node {rank} {skew_s:+.1f} s" for rank, skew_s in skews.items() if abs(skew_s) > _MAX_SKEW_S]
+    if wrong:
+        found = f"{', '.join(wrong)} against node 0"
         return warn("fleet clock", found, "run chrony or ntpd on all nodes: certificates and journals have times")
-    return ok("fleet clock", found)
-
-
-def rate_finding(connection: Connection, config: NodeConfig) -> Finding:
-    """Rates the measured transfer; between machines a slow connection fails."""
-    found = f"{_gbit(connection.rate)} to node 0 by one gRPC connection"
-    return _judged("fleet rate", found, connection.rate, config)
+    return ok("fleet clock", f"all within {1000 * max(map(abs, skews.values()), default=0.0):.1f} ms of node 0")
 
 
 def gradients_finding(gradients: Gradients | None, config: NodeConfig, *, min_gbit: float | None = None) -> Finding:
@@ -238,17 +187,11 @@ def gradients_finding(gradients: Gradients | None, config: NodeConfig, *, min_gb
     found = f"{_gbit(rate)} from a node by {by} over {over}; a step sends {sent / 1e9:.2f} GB, in {sent / rate:.2f} s"
     if min_gbit is not None and rate < min_gbit * 1e9 / 8:
         return fail(name, f"{found}; --min-gbit demands {min_gbit:g} Gb/s", _SLOW_ADVICE)
-    judged = _judged(name, found, rate / factor, config)
-    if judged.verdict is Verdict.OK and not gradients.transport:
+    if is_beyond_loopback(config.fleet.leader) and rate < factor * _SLOW_RATE:
+        return (fail if rate < factor * _NO_RATE else warn)(name, found, _SLOW_ADVICE)
+    if not gradients.transport:
         return warn(name, found, f"unset NCCL_DEBUG_SUBSYS and restart all nodes; see {nccl_log_path(config.state_dir, 0)}")
-    return judged
-
-
-def _judged(name: str, found: str, rate: float, config: NodeConfig) -> Finding:
-    assert config.fleet is not None
-    if not is_beyond_loopback(config.fleet.leader) or rate >= _SLOW_RATE:
-        return ok(name, found)
-    return (fail if rate < _NO_RATE else warn)(name, found, _SLOW_ADVICE)
+    return ok(name, found)
 
 
 def _gbit(rate: float) -> str:

@@ -22,14 +22,13 @@ from tasuki.config.load import load_config
 from tasuki.config.lock import StateLock
 from tasuki.config.places import REQUESTED_BY, exit_path, socket_dir
 from tasuki.config.schema import NodeConfig
-from tasuki.fleet import EXIT_FLEET_ENDED
 from tasuki.fleet.digests import this_member
-from tasuki.fleet.handshake import is_certificate_refused
 from tasuki.fleet.lead import lead
 from tasuki.fleet.membership import Membership
 from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.rpc.logs import configure_logging
 from tasuki.rpc.peer_credentials import peer_credentials
+from tasuki.supervisor.services import EXIT_FLEET_ENDED
 from tasuki.wire.channel import open_channel
 from tasuki.wire.errors import FleetEnded, InvalidArgument, NotJoined, TasukiError
 from tasuki.wire.printable import printable
@@ -68,17 +67,10 @@ async def _run(config: NodeConfig) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     member = await asyncio.to_thread(this_member, config, boot_id=read_instance(config.state_dir).id or uuid.uuid4().hex)
-    leader, credentials = config.fleet.leader, peer_credentials(config.security)
-    channel = open_channel(leader, credentials=credentials)
-    membership = Membership(
-        channel,
-        member,
-        config.fleet,
-        start_timeout_s=config.rollout.start_timeout_s,
-        is_refused=lambda: is_certificate_refused(leader, credentials),
-    )
+    channel = open_channel(config.fleet.leader, credentials=peer_credentials(config.security))
+    membership = Membership(channel, member, config.fleet, start_timeout_s=config.rollout.start_timeout_s)
     leads = config.fleet.node_rank == 0
-    serving = asyncio.create_task(lead(config, member, stop) if leads else _wait(stop))
+    serving = asyncio.create_task(lead(config, member, stop) if leads else stop.wait())
     joining = asyncio.create_task(membership.run())
     try:
         done, _ = await asyncio.wait({serving, joining}, return_when=asyncio.FIRST_COMPLETED)
@@ -103,10 +95,6 @@ def _why_it_stops(state_dir: Path) -> str:
     path = exit_path(state_dir)
     reason = json.loads(path.read_text())["reason"] if path.is_file() else "its supervisor was killed"
     return "was stopped by its operator" if reason.startswith(REQUESTED_BY) else f"has stopped: {reason}"
-
-
-async def _wait(stop: asyncio.Event) -> None:
-    await stop.wait()
 
 
 if __name__ == "__main__":

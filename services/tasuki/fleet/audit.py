@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import TypeVar
 
+from tasuki.coordinator.audit.invariants import Violation
 from tasuki.coordinator.journal_reader import open_journal
 from tasuki.coordinator.records import Status, id_text
 from tasuki.fleet.rules import COMMIT, PREPARE, ROLLOUT, TO_TRAIN, Step
@@ -17,7 +16,6 @@ from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 from tasuki.wire.regular_file import open_regular
 
-_Row = TypeVar("_Row")
 _STAGES = frozenset(Stage)
 
 
@@ -42,65 +40,20 @@ class FleetInvariant(StrEnum):
     """Within one attempt of the job, decided versions never decrease."""
 
 
-@dataclass(frozen=True, slots=True)
-class FleetViolation:
-    """The first violation found."""
-
-    invariant: FleetInvariant
-    expected: str
-    changeover_id: str = ""
-    node_rank: int | None = None
-    stage: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class StepRow:
-    """A row of `steps` with its result. place: None without a result or with an error; "" if the node did not know."""
-
-    id: int
-    number: int
-    rank: int
-    step: str
-    epoch: int
-    place: str | None
-    weights_digest: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class DecisionRow:
-    """A row of `decisions`."""
-
-    number: int
-    policy_version: int
-    weights_digest: bytes
-    last_step: int
-
-
-@dataclass(frozen=True, slots=True)
-class FleetHistory:
-    """A fleet's journal. attempts: by epoch, with the number of nodes. changeovers: (target, epoch, whether done) by number."""
-
-    attempts: dict[int, tuple[int, int]]
-    changeovers: dict[int, tuple[Phase, int, bool]]
-    steps: tuple[StepRow, ...]
-    decisions: tuple[DecisionRow, ...]
-
-
 @dataclass(slots=True)
 class FleetAudit:
-    """Summary of a journal up to the first violation, if any."""
+    """Summary of a journal up to the first violation, if any. num_unanswered: steps without an answer, or with an error."""
 
-    num_epochs: int = 0
-    num_changeovers: int = 0
-    num_done: int = 0
-    num_steps: int = 0
-    num_unanswered: int = 0
-    num_decisions: int = 0
-    violation: FleetViolation | None = None
+    num_changeovers: int
+    num_done: int
+    num_steps: int
+    num_unanswered: int
+    num_decisions: int
+    violation: Violation | None = None
 
 
-def read_fleet_history(path: Path) -> FleetHistory:
-    """Reads the journal at `path`. Raises PathNotFound, and InvalidArgument for a file that is not a fleet's journal."""
+def audit_fleet_journal(path: Path) -> FleetAudit:
+    """Replays a journal. Raises PathNotFound, and InvalidArgument for a file that is not a fleet's journal."""
     with named_if_denied(path, key="journal"):
         if not path.is_file():
             raise PathNotFound(f"there is no journal at {path}", path=path)
@@ -108,42 +61,12 @@ def read_fleet_history(path: Path) -> FleetHistory:
     try:
         with open_journal(path) as db:
             db.execute("BEGIN")  # one snapshot of all tables
-            return _read(db)
+            history = _read(db)
     except (sqlite3.Error, OSError, ValueError) as error:
         raise InvalidArgument("journal", f"{path} cannot be read as a fleet's: {error}", path=path) from error
-
-
-def _read(db: sqlite3.Connection) -> FleetHistory:
-    def rows(query: str, make: Callable[[sqlite3.Row], _Row]) -> tuple[_Row, ...]:
-        return tuple(make(row) for row in db.execute(query))
-
-    changeovers = "SELECT number, target, epoch, status FROM changeovers LEFT JOIN outcomes USING (number)"
-    steps = "SELECT * FROM steps LEFT JOIN step_results USING (id) ORDER BY id"
-    return FleetHistory(
-        attempts={row["epoch"]: (row["attempt"], row["num_nodes"]) for row in db.execute("SELECT * FROM attempts")},
-        changeovers={
-            row["number"]: (Phase(row["target"]), row["epoch"], row["status"] == Status.DONE) for row in db.execute(changeovers)
-        },
-        steps=rows(steps, _step),
-        decisions=rows(
-            "SELECT * FROM decisions ORDER BY number",
-            lambda row: DecisionRow(row["number"], row["policy_version"], row["weights_digest"], row["last_step"]),
-        ),
-    )
-
-
-def _step(row: sqlite3.Row) -> StepRow:
-    place = None if row["place"] is None or row["error_reason"] else row["place"]
-    digest = row["weights_digest"] or b""
-    return StepRow(row["id"], row["number"], row["node_rank"], row["step"], row["epoch"], place, digest)
-
-
-def audit_fleet(history: FleetHistory) -> FleetAudit:
-    """Replays the history to its end or the first violation."""
     found = FleetAudit(
-        num_epochs=len(history.attempts),
         num_changeovers=len(history.changeovers),
-        num_done=sum(done for _, _, done in history.changeovers.values()),
+        num_done=sum(changeover.is_done for changeover in history.changeovers.values()),
         num_steps=len(history.steps),
         num_unanswered=sum(step.place is None for step in history.steps),
         num_decisions=len(history.decisions),
@@ -156,31 +79,75 @@ def audit_fleet(history: FleetHistory) -> FleetAudit:
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A row of `steps` with its outcome. place: None without an outcome or with an error; "" if the node did not know."""
+
+    id: int
+    number: int
+    rank: int
+    step: str
+    epoch: int
+    place: str | None
+    weights_digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Changeover:
+    target: Phase
+    attempt: int
+    num_nodes: int
+    is_done: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _History:
+    """changeovers: by number. decisions: rows, oldest first."""
+
+    changeovers: dict[int, _Changeover]
+    steps: list[_Step]
+    decisions: list[sqlite3.Row]
+
+
+def _read(db: sqlite3.Connection) -> _History:
+    changeovers = "SELECT * FROM changeovers JOIN attempts USING (epoch) LEFT JOIN outcomes USING (number)"
+    steps = (
+        "SELECT id, number, node_rank, step, epoch, CASE error_reason WHEN '' THEN place END, coalesce(weights_digest, x'')"
+        " FROM steps LEFT JOIN step_outcomes USING (id) ORDER BY id"
+    )
+    return _History(
+        {
+            row["number"]: _Changeover(Phase(row["target"]), row["attempt"], row["num_nodes"], row["status"] == Status.DONE)
+            for row in db.execute(changeovers)
+        },
+        [_Step(*row) for row in db.execute(steps)],
+        db.execute("SELECT * FROM decisions ORDER BY number").fetchall(),
+    )
+
+
 class _Broken(Exception):
-    def __init__(self, violation: FleetViolation) -> None:
-        super().__init__(violation.expected)
-        self.violation = violation
+    def __init__(self, invariant: FleetInvariant, expected: str, number: int, rank: int | None = None, stage: str = "") -> None:
+        super().__init__(expected)
+        where = "" if rank is None else f"on node {rank} "
+        named = Stage(stage) if stage in _STAGES else None
+        self.violation = Violation(invariant, f"{where}{expected}, according to the fleet", id_text(number), named)
 
 
-def _check_decisions(history: FleetHistory) -> None:
+def _check_decisions(history: _History) -> None:
     highest: dict[int, int] = {}
     for decision in history.decisions:
-        attempt = history.attempts[history.changeovers[decision.number][1]][0]
-        if decision.policy_version < highest.get(attempt, 0):
-            expected = f"version {highest[attempt]} or later, found {decision.policy_version}"
-            raise _Broken(FleetViolation(FleetInvariant.VERSIONS_GROW, expected, id_text(decision.number)))
-        highest[attempt] = decision.policy_version
-        _check_forward(history, decision, attempt=attempt)
-
-
-def _check_forward(history: FleetHistory, decision: DecisionRow, *, attempt: int) -> None:
-    for number in sorted(number for number in history.changeovers if number >= decision.number):
-        target, epoch, is_done = history.changeovers[number]
-        if history.attempts[epoch][0] != attempt or (target is Phase.ROLLOUT and is_done):
-            return
-        if target is Phase.TRAIN:
-            expected = f"every node to serve version {decision.policy_version} first"
-            raise _Broken(FleetViolation(FleetInvariant.FORWARD, expected, id_text(number)))
+        number, version = decision["number"], decision["policy_version"]
+        attempt = history.changeovers[number].attempt
+        if version < highest.get(attempt, 0):
+            expected = f"version {highest[attempt]} or later, found {version}"
+            raise _Broken(FleetInvariant.VERSIONS_GROW, expected, number)
+        highest[attempt] = version
+        for later in sorted(each for each in history.changeovers if each >= number):
+            changeover = history.changeovers[later]
+            if changeover.attempt != attempt or (changeover.target is Phase.ROLLOUT and changeover.is_done):
+                break
+            if changeover.target is Phase.TRAIN:
+                raise _Broken(FleetInvariant.FORWARD, f"every node to serve version {version} first", later)
 
 
 @dataclass(slots=True)
@@ -196,75 +163,62 @@ class _Node:
 
 @dataclass(slots=True)
 class _Replay:
-    history: FleetHistory
+    history: _History
     nodes: dict[int, _Node] = field(default_factory=dict)
-    decision: DecisionRow | None = None
+    decision: sqlite3.Row | None = None
 
     def run(self) -> None:
         decisions = list(self.history.decisions)
         for step in self.history.steps:
-            while decisions and decisions[0].last_step < step.id:
+            while decisions and decisions[0]["last_step"] < step.id:
                 self._decide(decisions.pop(0))
             self._take_over(step)
             if step.step in _STAGES:
                 self._check_stage(step, Stage(step.step))
             self._apply(step)
-            self._check_served(step)
         for decision in decisions:
             self._decide(decision)
 
-    def _take_over(self, step: StepRow) -> None:
+    def _take_over(self, step: _Step) -> None:
         """Ends a decision when the nodes move towards TRAIN or another attempt begins."""
-        target, epoch, _ = self.history.changeovers[step.number]
+        changeover = self.history.changeovers[step.number]
         if self.decision is not None:
-            decided_in = self.history.attempts[self.history.changeovers[self.decision.number][1]][0]
-            if target is Phase.TRAIN or self.history.attempts[epoch][0] != decided_in:
+            decided = self.history.changeovers[self.decision["number"]]
+            if changeover.target is Phase.TRAIN or changeover.attempt != decided.attempt:
                 self.decision = None
 
-    def _decide(self, decision: DecisionRow) -> None:
-        num_nodes = self.history.attempts[self.history.changeovers[decision.number][1]][1]
-        for rank in range(num_nodes):
+    def _decide(self, decision: sqlite3.Row) -> None:
+        number, version = decision["number"], decision["policy_version"]
+        for rank in range(self.history.changeovers[number].num_nodes):
             node = self.nodes.get(rank, _Node())
-            if node.place != Stage.SYNC or node.weights_digest != decision.weights_digest:
-                expected = (
-                    f"node {rank} to have received the weights of version {decision.policy_version}, it is at {node.place}"
-                )
-                raise _Broken(FleetViolation(FleetInvariant.COMPARED, expected, id_text(decision.number), rank))
+            if node.place != Stage.SYNC or node.weights_digest != decision["weights_digest"]:
+                expected = f"node {rank} to have received the weights of version {version}, it is at {node.place}"
+                raise _Broken(FleetInvariant.COMPARED, expected, number, rank)
         self.decision = decision
 
-    def _check_stage(self, step: StepRow, stage: Stage) -> None:
+    def _check_stage(self, step: _Step, stage: Stage) -> None:
+        def broken(invariant: FleetInvariant, expected: str) -> _Broken:
+            return _Broken(invariant, expected, step.number, step.rank, step.step)
+
         node, before = self.nodes.setdefault(step.rank, _Node()), RULES[stage].after
         if node.epoch != step.epoch or not node.place:
-            raise self._broken(step, FleetInvariant.LOOKED, "a look at the node first")
+            raise broken(FleetInvariant.LOOKED, "a look at the node first")
         if node.place != before:
-            raise self._broken(step, FleetInvariant.RING, f"the node at {before}, it is at {node.place}")
-        if stage in COMMIT:
-            if self.decision is None:
-                raise self._broken(step, FleetInvariant.DECIDED, "a decision first")
-            if node.weights_digest != self.decision.weights_digest:
-                raise self._broken(step, FleetInvariant.DECIDED, "the weights that were decided")
+            raise broken(FleetInvariant.RING, f"the node at {before}, it is at {node.place}")
+        if stage in COMMIT and self.decision is None:
+            raise broken(FleetInvariant.DECIDED, "a decision first")
+        if stage in COMMIT and self.decision is not None and node.weights_digest != self.decision["weights_digest"]:
+            raise broken(FleetInvariant.DECIDED, "the weights that were decided")
         if (stage in PREPARE and self.decision is None) or stage in TO_TRAIN:
             for rank, other in self.nodes.items():
                 if other.place not in (before, stage) and other.begun is not stage:
-                    raise self._broken(step, FleetInvariant.BARRIER, f"node {rank} at {before}, it is at {other.place}")
+                    raise broken(FleetInvariant.BARRIER, f"node {rank} at {before}, it is at {other.place}")
 
-    def _apply(self, step: StepRow) -> None:
+    def _apply(self, step: _Step) -> None:
         begun = Stage(step.step) if step.step in _STAGES and step.place is None else None
         if step.place is None and step.step == Step.LOOK:
             begun = self.nodes.get(step.rank, _Node()).begun
         self.nodes[step.rank] = _Node(step.place, step.weights_digest, step.epoch, begun)
-
-    def _check_served(self, step: StepRow) -> None:
-        node = self.nodes[step.rank]
-        if node.place == ROLLOUT and self.decision is not None and node.weights_digest != self.decision.weights_digest:
-            raise self._broken(
-                step, FleetInvariant.ONE_VERSION, f"version {self.decision.policy_version} as the one that is served"
-            )
-
-    def _broken(self, step: StepRow, invariant: FleetInvariant, expected: str) -> _Broken:
-        return _Broken(FleetViolation(invariant, expected, id_text(step.number), step.rank, step.step))
-
-
-def audit_fleet_journal(path: Path) -> FleetAudit:
-    """Reads and replays a journal. Raises as `read_fleet_history`."""
-    return audit_fleet(read_fleet_history(path))
+        if step.place == ROLLOUT and self.decision is not None and step.weights_digest != self.decision["weights_digest"]:
+            expected = f"version {self.decision['policy_version']} as the one that is served"
+            raise _Broken(FleetInvariant.ONE_VERSION, expected, step.number, step.rank, step.step)

@@ -18,7 +18,7 @@ def deal_prompts(prompts: Sequence[TokenIds], *, num_samples: int, loads: Sequen
     """
     families = prompt_families(prompts)
     shares = deal_families([num_samples * len(family) for family in families], loads=loads)
-    return [_runs(sorted(position for index in share for position in families[index])) for share in shares]
+    return [runs(sorted(position for index in share for position in families[index])) for share in shares]
 
 
 def prompt_families(prompts: Sequence[TokenIds]) -> list[list[int]]:
@@ -60,7 +60,7 @@ def _wanted(num_samples: int, *, loads: Sequence[int]) -> list[float]:
     return [level - load if node in idlest else 0.0 for node, load in enumerate(loads)]
 
 
-def _runs(positions: Sequence[int]) -> list[range]:
+def runs(positions: Sequence[int]) -> list[range]:
     """Joins consecutive positions to ranges. positions: ascending."""
     runs: list[range] = []
     for position in positions:

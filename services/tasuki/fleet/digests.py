@@ -6,7 +6,7 @@ import hashlib
 import json
 import socket
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from tasuki.config.gpus import gpus_of
 from tasuki.config.places import node_targets
 from tasuki.config.ports import port_targets
 from tasuki.config.schema import NodeConfig
-from tasuki.fleet.member import Member
+from tasuki.v1.fleet_pb2 import FleetNode
 from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import PathNotFound
 
@@ -43,13 +43,13 @@ _SMALL_BYTES = 64 * 1024 * 1024
 _KEY_DIGITS = 16
 
 
-def this_member(config: NodeConfig, *, boot_id: str) -> Member:
+def this_member(config: NodeConfig, *, boot_id: str) -> FleetNode:
     """Describes the node of `config` for joining its fleet. Raises PathNotFound for an unreadable model folder."""
     assert config.fleet is not None
     gpus = gpus_of(config)
     targets = {**node_targets(config), **port_targets(config)}
     keys = config_keys(config)
-    return Member(
+    return FleetNode(
         node_rank=config.fleet.node_rank,
         boot_id=boot_id,
         coordinator_target=targets["coordinator"],
@@ -62,7 +62,7 @@ def this_member(config: NodeConfig, *, boot_id: str) -> Member:
         model_digest=model_digest(config.model.path),
         config_keys=keys,
         host=socket.gethostname(),
-        packages=_package_versions(),
+        packages={name: found for name in _PACKAGES if (found := _version(name)) is not None},
     )
 
 
@@ -74,8 +74,7 @@ def config_keys(config: NodeConfig) -> dict[str, str]:
             dump.get(table, {}).pop(key, None)
     for table in _PER_NODE_TABLES:
         dump.pop(table, None)
-    flat = _flat(_without_paths(dump))
-    return {key: _digest(json.dumps(value, sort_keys=True, default=str))[:_KEY_DIGITS] for key, value in flat}
+    return {key: _digest(json.dumps(value, sort_keys=True, default=str))[:_KEY_DIGITS] for key, value in _flat(dump)}
 
 
 def config_digest(keys: Mapping[str, str]) -> str:
@@ -89,18 +88,14 @@ def model_digest(folder: Path) -> str:
     Values of weights are not read: SYNC compares them.
     """
     with named_if_denied(folder, key="model.path"):
-        return _model_digest(folder)
-
-
-def _model_digest(folder: Path) -> str:
-    if not (folder / "config.json").is_file():
-        raise PathNotFound(f"there is no config.json in {folder}", path=folder)
-    digest = hashlib.sha256()
-    for path in sorted(folder.iterdir()):
-        if path.is_file():
-            for part in _meaning(path):
-                digest.update(len(part).to_bytes(8, "little") + part)
-    return digest.hexdigest()
+        if not (folder / "config.json").is_file():
+            raise PathNotFound(f"there is no config.json in {folder}", path=folder)
+        digest = hashlib.sha256()
+        for path in sorted(folder.iterdir()):
+            if path.is_file():
+                for part in _meaning(path):
+                    digest.update(len(part).to_bytes(8, "little") + part)
+        return digest.hexdigest()
 
 
 def _meaning(path: Path) -> Iterator[bytes]:
@@ -120,29 +115,21 @@ def _header(path: Path) -> bytes:
         return file.read(min(num_bytes, _SMALL_BYTES)) + str(path.stat().st_size).encode()
 
 
-def _without_paths(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _without_paths(item) for key, item in value.items() if not isinstance(item, Path)}
-    if isinstance(value, list | tuple):
-        return [_without_paths(item) for item in value if not isinstance(item, Path)]
-    return value
-
-
 def _flat(table: Mapping[str, Any], *, above: str = "") -> Iterator[tuple[str, Any]]:
-    """Flattened keys of all tables, as in `--set`."""
+    """Flattened keys of all tables, as in `--set`, without paths."""
     for key, value in table.items():
         if isinstance(value, Mapping):
             yield from _flat(value, above=f"{above}{key}.")
-        else:
-            yield f"{above}{key}", value
+        elif not isinstance(value, Path):
+            yield f"{above}{key}", _without_paths(value) if isinstance(value, list | tuple) else value
+
+
+def _without_paths(values: Sequence[Any]) -> list[Any]:
+    return [dict(_flat(value)) if isinstance(value, Mapping) else value for value in values if not isinstance(value, Path)]
 
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _package_versions() -> dict[str, str]:
-    return {name: found for name in _PACKAGES if (found := _version(name)) is not None}
 
 
 def _version(package: str) -> str | None:

@@ -11,15 +11,23 @@ from tasuki.coordinator.attempts import next_attempt_id
 from tasuki.coordinator.changeover_trace import ChangeoverTrace
 from tasuki.coordinator.journal_recovery import close_interrupted
 from tasuki.coordinator.operations import LOSSES, Operation, Operations
-from tasuki.coordinator.phases import advance, leads_to, phase_of
+from tasuki.coordinator.phases import phase_of
 from tasuki.coordinator.records import NodeState, StageEvent, Status
 from tasuki.fleet.changeover import FleetChangeover
 from tasuki.fleet.journal import FleetJournal
 from tasuki.fleet.node_peer import NodePeer
-from tasuki.fleet.records import Decision, NodeView
-from tasuki.fleet.rules import TRAIN, common_place, serves, worst
+from tasuki.fleet.rules import TRAIN, common_place, errors_of, place, serves, worst
 from tasuki.memory.stages import Phase, Stage
-from tasuki.wire.errors import FleetEnded, Interrupted, NotJoined, PeerUnavailable, StageOrder, TasukiError
+from tasuki.v1 import coordinator_pb2 as pb
+from tasuki.wire.errors import (
+    FleetEnded,
+    Interrupted,
+    NotJoined,
+    PeerUnavailable,
+    PermissionDenied,
+    StageOrder,
+    TasukiError,
+)
 from tasuki.wire.tracing import NO_TRACER, Tracer
 
 _log = logging.getLogger("tasuki.fleet")
@@ -49,27 +57,23 @@ class Fleet:
         """
         self._journal, self._peers, self._tracer = journal, peers, tracer
         self._boot_id, self._target, self._patience_s, self._end = boot_id, target, patience_s, end
-        self._views = [NodeView(peer.rank, None) for peer in peers]
+        self._states = [pb.NodeState() for _ in peers]
+        """The nodes' last reported states, by rank."""
         self._is_known = False
-        self._policy_version = self._served()
-        self._open: FleetChangeover | None = None
+        self._policy_version = self._decided_version()
+        self._changeover_id = ""
         self._operations = Operations(journal, state=self.state)
         self.watchers = self._operations.watchers
         self._num_done = journal.num_done()
         self._last_error, self._missed = close_interrupted(journal), ""
 
-    @property
-    def views(self) -> list[NodeView]:
-        """The nodes' last reported states, by rank."""
-        return list(self._views if self._open is None else self._open.views)
-
     def state(self) -> NodeState:
         return NodeState(
-            at=common_place(self.views),
+            at=common_place(self._states),
             epoch=self._journal.epoch,
             policy_version=self._policy_version,
             boot_id=self._boot_id,
-            changeover_id=self._open.id if self._open else "",
+            changeover_id=self._changeover_id,
             trainer_target=self._target,
             rollout_target=self._target,
             num_changeovers=self._num_done,
@@ -95,14 +99,8 @@ class Fleet:
         return self._operations.add(request_id, Operation(subject, asyncio.create_task(self._bring_to(phase, request_id))))
 
     def run_stage(self, stage: Stage, request_id: str) -> Operation:
-        """Returns the operation that runs one stage on all nodes. Raises ChangeoverRunning if another one is running."""
-        subject = f"stage {stage}"
-        known = self._operations.find(subject, request_id)
-        if known is not None:
-            return known
-        return self._operations.add(
-            request_id, Operation(subject, asyncio.create_task(self._run_stage_alone(stage, request_id)))
-        )
+        """Raises PermissionDenied: a fleet moves through whole phases."""
+        raise PermissionDenied(f"a fleet runs no single stage such as {stage}; ask for a phase: Acquire")
 
     async def recover(self) -> None:
         """Reads all nodes after they joined. Completes a pending decision; otherwise returns nodes from the middle of the ring to TRAIN."""
@@ -112,11 +110,11 @@ class Fleet:
                     await self._look()
                     self._is_known = True
                     request_id = f"recovery-{self._journal.epoch}"
-                    if self._pending() is None and phase_of(common_place(self._views) or Stage.SYNC) is None:
-                        _log.warning("event=recover places=%s", ",".join(view.at or "-" for view in self._views))
-                        await self._bring_to(Phase.TRAIN, request_id)
-                    elif self._pending() is not None:
+                    if self._journal.pending() is not None:
                         await self._bring_to(Phase.ROLLOUT, request_id)
+                    elif phase_of(common_place(self._states) or Stage.SYNC) is None:
+                        _log.warning("event=recover places=%s", ",".join(place(state) or "-" for state in self._states))
+                        await self._bring_to(Phase.TRAIN, request_id)
                 self._missed = ""
             except TasukiError as error:  # also of a journalled changeover
                 self._tell_miss(error)
@@ -134,16 +132,21 @@ class Fleet:
         await self._operations.stop()
 
     async def _bring_to(self, phase: Phase, request_id: str) -> None:
-        """Retries, as a new changeover, if a node was unreachable on the way and is back."""
+        """Retries, as a new changeover, if a node was unreachable on the way and is back.
+
+        First completes a decision of an earlier life of the fleet, since it cannot be undone.
+        """
         async with self._operations.turn():
-            await self._settle(request_id)
+            for intent in self._journal.unresolved():  # the nodes, and not the journal, show how it ended
+                self._journal.failed(intent, Interrupted(f"the fleet stopped before {intent.stage} was answered"), seconds=0.0)
+            if self._journal.pending() is not None:
+                await self._wait_ready()
+                await self._try(Phase.ROLLOUT, f"{request_id}.forward")
             for number in range(1, _MAX_TRIES + 1):
                 await self._wait_ready()
                 if self._holds(phase):
-                    self._close_left(phase)
                     self._operations.tell(StageEvent("", None, Status.HELD, time=time.time()))
                     return
-                self._close_left(phase)
                 try:
                     await self._try(phase, request_id)
                 except _LOSSES as error:
@@ -154,47 +157,39 @@ class Fleet:
                 else:
                     return
 
-    async def _settle(self, request_id: str) -> None:
-        """Completes a decision left by an earlier life of the fleet or by a single stage, since it cannot be undone."""
-        self._resolve_intents()
-        if self._pending() is not None:
-            await self._wait_ready()
-            self._close_left(Phase.ROLLOUT)
-            await self._try(Phase.ROLLOUT, f"{request_id}.forward")
-
     async def _try(self, phase: Phase, request_id: str) -> None:
-        changeover = self._begin(next_attempt_id(self._journal, request_id), target=phase)
+        name, started = next_attempt_id(self._journal, request_id), time.perf_counter()
+        origin = common_place(self._states) or next(filter(None, map(place, self._states)), TRAIN)
+        self._changeover_id = changeover_id = self._journal.begin_changeover(name, origin=origin, target=phase)
+        self._journal.note_states(changeover_id, self._states)
+        trace = ChangeoverTrace(self._tracer, changeover_id=changeover_id, target=phase, request_id=name)
+        changeover = FleetChangeover(
+            changeover_id,
+            states=self._states,
+            journal=self._journal,
+            peers=self._peers,
+            tell=self._operations.tell,
+            patience_s=self._patience_s,
+            trace=trace,
+        )
+        failure: TasukiError | None = None
         try:
             await (changeover.bring_to_rollout() if phase is Phase.ROLLOUT else changeover.bring_to_train())
         except TasukiError as error:
-            self._close(changeover, error)
-            if isinstance(error, FleetEnded):
-                self._end(error)
-            raise
-        self._close(changeover)
-
-    async def _run_stage_alone(self, stage: Stage, request_id: str) -> None:
-        """Runs one stage on all nodes, without undo. OFFLOAD is preceded by the decision."""
-        async with self._operations.turn():
-            self._resolve_intents()
-            await self._look()
-            at = common_place(self._views)
-            if at is None:
-                raise StageOrder("the nodes are at different places; acquire a phase", stage=stage)
-            advance(at, stage)
-            target = leads_to(at)
-            if self._open is not None and self._open.target is not target:
-                self._close_left(target)
-            changeover = self._open
-            if changeover is None:
-                changeover = self._begin(next_attempt_id(self._journal, request_id), target=target)
-            else:
-                changeover.views = list(self._views)
-                self._journal.note_views(changeover.id, self._views)
-            await changeover.run(stage)
-            self._views = list(changeover.views)
-            if phase_of(stage) is not None:
-                self._close(changeover)
+            failure = error
+        version = self._decided_version() if failure is None and phase is Phase.ROLLOUT else None
+        seconds = time.perf_counter() - started
+        ended = self._journal.end_changeover(changeover_id, seconds=seconds, policy_version=version, error=failure)
+        trace.end(failure)
+        self._changeover_id = ""
+        self._num_done += failure is None
+        self._last_error = f"{failure.reason}: {failure.message}" if failure else ""
+        self._policy_version = self._policy_version if version is None else version
+        self._operations.tell(ended.ending())
+        if isinstance(failure, FleetEnded):
+            self._end(failure)
+        if failure is not None:
+            raise failure
 
     async def _wait_ready(self) -> None:
         """Waits until every node knows its place, at most `patience_s`; after that, the operation itself fails with the reason."""
@@ -207,76 +202,24 @@ class Fleet:
                 if clock() > ends:
                     raise
             else:
-                if clock() > ends or all(view.at is not None for view in self._views):
+                if clock() > ends or all(map(place, self._states)):
                     return
             await asyncio.sleep(_POLL_S)
 
     async def _look(self) -> None:
-        """Reads all nodes. Raises the worst error, after taking the views of the others."""
+        """Reads all nodes. Raises the worst error, after taking the states of the others."""
         seen = await asyncio.gather(*(peer.look() for peer in self._peers), return_exceptions=True)
-        errors: list[tuple[int, TasukiError]] = []
-        for rank, view in enumerate(seen):
-            if isinstance(view, NodeView):
-                self._views[rank] = view
-            elif isinstance(view, TasukiError):
-                self._views[rank] = NodeView(rank, None)
-                errors.append((rank, view))
-            else:
-                raise view
-        if self._open is not None:
-            self._open.views = list(self._views)
+        errors = errors_of(seen)
+        self._states[:] = [state if isinstance(state, pb.NodeState) else pb.NodeState() for state in seen]
         if errors:
             raise worst(errors)
 
     def _holds(self, phase: Phase) -> bool:
         if phase is Phase.TRAIN:
-            return common_place(self._views) is TRAIN
+            return common_place(self._states) is TRAIN
         decision = self._journal.decision()
-        return all(serves(view, decision) for view in self._views)
+        return all(serves(state, decision) for state in self._states)
 
-    def _served(self) -> int | None:
+    def _decided_version(self) -> int | None:
         decision = self._journal.decision()
         return None if decision is None else decision.policy_version
-
-    def _pending(self) -> Decision | None:
-        """A decision that not all nodes have completed."""
-        decision = self._journal.decision()
-        return None if decision is None or self._journal.is_carried_out(decision) else decision
-
-    def _resolve_intents(self) -> None:
-        """Resolves stages that an earlier life began on all nodes: their outcome is read from the nodes, not the journal."""
-        for intent in self._journal.unresolved():
-            self._journal.failed(intent, Interrupted(f"the fleet stopped before {intent.stage} was answered"), seconds=0.0)
-
-    def _begin(self, request_id: str, *, target: Phase) -> FleetChangeover:
-        origin = common_place(self._views) or next((view.at for view in self._views if view.at is not None), TRAIN)
-        changeover_id = self._journal.begin_changeover(request_id, origin=origin, target=target)
-        self._journal.note_views(changeover_id, self._views)
-        self._open = FleetChangeover(
-            changeover_id,
-            target,
-            views=self._views,
-            journal=self._journal,
-            peers=self._peers,
-            tell=self._operations.tell,
-            patience_s=self._patience_s,
-            trace=ChangeoverTrace(self._tracer, changeover_id=changeover_id, target=target, request_id=request_id),
-        )
-        return self._open
-
-    def _close_left(self, phase: Phase) -> None:
-        """Ends a changeover begun by RunStage, before another one begins."""
-        if self._open is not None:
-            self._close(self._open, Interrupted(f"abandoned when phase {phase} was requested"))
-
-    def _close(self, changeover: FleetChangeover, error: TasukiError | None = None) -> None:
-        self._views = list(changeover.views)
-        seconds = time.perf_counter() - changeover.started
-        version = self._served() if error is None and changeover.target is Phase.ROLLOUT else None
-        ended = self._journal.end_changeover(changeover.id, seconds=seconds, policy_version=version, error=error)
-        changeover.trace.end(error)
-        self._open = None
-        self._num_done += error is None
-        self._last_error = f"{error.reason}: {error.message}" if error else ""
-        self._policy_version = self._policy_version if version is None else version
-        self._operations.tell(ended.ending())

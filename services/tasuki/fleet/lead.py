@@ -5,29 +5,36 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
+from collections.abc import Sequence
 from contextlib import AsyncExitStack, closing, suppress
 
 from tasuki.config.instance import read_instance
-from tasuki.config.places import fleet_journal_path, fleet_target
+from tasuki.config.places import fleet_calls_path, fleet_journal_path, fleet_target
 from tasuki.config.schema import NodeConfig
 from tasuki.coordinator.fleet_hold import FleetHold
 from tasuki.coordinator.servicer import CoordinatorServicer
 from tasuki.fleet.fleet import Fleet
-from tasuki.fleet.fronts import add_fronts
 from tasuki.fleet.journal import FleetJournal
-from tasuki.fleet.member import Member
-from tasuki.fleet.node_peer import GrpcNodePeer
+from tasuki.fleet.node_peer import NodePeer
 from tasuki.fleet.nodes import FleetNodes
+from tasuki.fleet.rank_store import RankStoreServicer
+from tasuki.fleet.rollout_front import CallSeeds, RolloutFront
 from tasuki.fleet.servicer import FleetServicer, PlanOfNodes
-from tasuki.rpc import rank_store
+from tasuki.fleet.trainer_front import Deal, TrainerFront
+from tasuki.planner.model_shape import read_model_file
+from tasuki.rollout.seeds import CallNumbers
 from tasuki.rpc.failpoints import Failpoints
 from tasuki.rpc.port import fleet_port
-from tasuki.rpc.rank_store import RankStoreServicer
 from tasuki.rpc.server import RpcServer
 from tasuki.rpc.service_tracer import open_service_tracer
+from tasuki.trainer.data.cost import sample_cost
+from tasuki.trainer.data.shares import deal_samples
 from tasuki.v1.coordinator_pb2_grpc import add_CoordinatorServiceServicer_to_server
+from tasuki.v1.fleet_pb2 import FleetNode
 from tasuki.v1.fleet_pb2_grpc import add_FleetServiceServicer_to_server
 from tasuki.v1.rank_store_pb2_grpc import add_RankStoreServiceServicer_to_server
+from tasuki.v1.rollout_pb2_grpc import add_RolloutServiceServicer_to_server
+from tasuki.v1.trainer_pb2_grpc import add_TrainerServiceServicer_to_server
 from tasuki.wire.errors import FleetEnded
 from tasuki.wire.tracing import NO_TRACER, Tracer
 
@@ -35,11 +42,11 @@ _log = logging.getLogger("tasuki.fleet")
 _GRACE_S = 3.0
 
 
-async def lead(config: NodeConfig, leader: Member, stop: asyncio.Event) -> None:
+async def lead(config: NodeConfig, leader: FleetNode, stop: asyncio.Event) -> None:
     """Serves until `stop` is set, as by SIGTERM.
 
     leader: this node. Raises FleetEnded if the fleet cannot continue, after the nodes had time to learn of it; NodeRunning and
-    InvalidArgument for an unusable port; DiskFull if the journal cannot be written.
+    InvalidArgument for an unusable port; DiskFull if the journal cannot be written; as read_model_file for the leader's model.
     """
     assert config.fleet is not None
     boot_id = uuid.uuid4().hex
@@ -51,10 +58,9 @@ async def lead(config: NodeConfig, leader: Member, stop: asyncio.Event) -> None:
         epoch = journal.begin_life(boot_id, attempt=config.fleet.attempt, num_nodes=config.fleet.num_nodes)
         _log.info("event=epoch epoch=%d boot_id=%s attempt=%d", epoch, boot_id, config.fleet.attempt)
         nodes = FleetNodes(config, epoch=epoch, tracer=tracer)
-        peers = [GrpcNodePeer(nodes, rank, config.coordinator) for rank in range(nodes.num_nodes)]
         fleet = Fleet(
             journal,
-            peers,
+            [NodePeer(nodes, rank, config.coordinator) for rank in range(nodes.num_nodes)],
             boot_id=boot_id,
             target=fleet_target(config),
             patience_s=config.coordinator.recovery_timeout_s,
@@ -66,27 +72,48 @@ async def lead(config: NodeConfig, leader: Member, stop: asyncio.Event) -> None:
 
 
 def make_server(
-    config: NodeConfig, fleet: Fleet, journal: FleetJournal, nodes: FleetNodes, leader: Member, *, tracer: Tracer = NO_TRACER
+    config: NodeConfig, fleet: Fleet, journal: FleetJournal, nodes: FleetNodes, leader: FleetNode, *, tracer: Tracer = NO_TRACER
 ) -> RpcServer:
     """Listens on the fleet's port, and on a unix socket in the leader's state folder."""
     assert config.fleet is not None
-    address = config.fleet.leader
+    address, instance = config.fleet.leader, read_instance(config.state_dir)
     server = RpcServer(service="fleet", target=fleet_target(config), port=fleet_port(config), tracer=tracer)
     coordinator = CoordinatorServicer(
         fleet,
         journal,
         PlanOfNodes(nodes),
-        instance=read_instance(config.state_dir),
+        instance=instance,
         port_targets={"trainer": address, "rollout": address},
         hold=FleetHold(None, journal),
     )
+    store = RankStoreServicer(fleet=config.fleet.name, attempt=config.fleet.attempt, num_nodes=config.fleet.num_nodes)
+    # SGLang uses seeds on a CPU only.
+    calls = CallNumbers(fleet_calls_path(config.state_dir), instance_id=instance.id)
+    rollout = RolloutFront(nodes, seeds=CallSeeds(config.rollout.seed, calls) if config.device == "cpu" else None)
+    trainer = TrainerFront(nodes, epoch=nodes.command.epoch, deal=sample_dealer(config))
     server.add(add_CoordinatorServiceServicer_to_server, coordinator, "tasuki.v1.CoordinatorService")
     server.add(add_FleetServiceServicer_to_server, FleetServicer(nodes, leader), "tasuki.v1.FleetService")
-    name, attempt, num_nodes = config.fleet.name, config.fleet.attempt, config.fleet.num_nodes
-    store = RankStoreServicer(fleet=name, attempt=attempt, num_nodes=num_nodes)
-    server.add(add_RankStoreServiceServicer_to_server, store, rank_store.NAME)
-    add_fronts(server, nodes, config, epoch=nodes.command.epoch)
+    server.add(add_RankStoreServiceServicer_to_server, store, "tasuki.v1.RankStoreService")
+    server.add(add_RolloutServiceServicer_to_server, rollout, "tasuki.v1.RolloutService")
+    server.add(add_TrainerServiceServicer_to_server, trainer, "tasuki.v1.TrainerService")
     return server
+
+
+def sample_dealer(config: NodeConfig) -> Deal:
+    """Distributes samples by their cost under the policy. Under other roles it differs only by a constant factor."""
+    assert config.fleet is not None
+    trainer, num_nodes = config.trainer, config.fleet.num_nodes
+    cost = sample_cost(read_model_file(config.model.path), is_frozen=trainer.lora is not None)
+    num_ranks = trainer.num_ranks // trainer.sequence_parallel
+
+    def deal(lengths: Sequence[int], completions: Sequence[int]) -> list[list[int]]:
+        # Samples that are too long are refused by their node.
+        most = max(config.most_micro_batch_tokens, *lengths)
+        return deal_samples(
+            lengths, completions=completions, num_nodes=num_nodes, num_ranks=num_ranks, max_tokens=most, cost=cost
+        )
+
+    return deal
 
 
 async def _serve(server: RpcServer, fleet: Fleet, nodes: FleetNodes, stop: asyncio.Event) -> None:
@@ -109,6 +136,5 @@ async def _serve(server: RpcServer, fleet: Fleet, nodes: FleetNodes, stop: async
         await fleet.stop()
         await server.stop(grace_s=_GRACE_S)
         await nodes.close()
-    error = nodes.error
-    if error is not None:
-        raise FleetEnded(error.message, **error.metadata)
+    if nodes.error is not None:
+        raise FleetEnded(nodes.error.message, **nodes.error.metadata)

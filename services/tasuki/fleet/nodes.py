@@ -5,21 +5,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import grpc.aio
 
 from tasuki.config.schema import NodeConfig
-from tasuki.fleet.member import Member, check_rank
+from tasuki.fleet.member import check_rank
+from tasuki.fleet.rules import errors_of, worst
 from tasuki.rpc.fleet_caller import fleet_metadata
 from tasuki.rpc.peer_credentials import peer_credentials
-from tasuki.v1 import fleet_pb2
+from tasuki.v1.fleet_pb2 import FleetCommand, FleetNode
 from tasuki.wire.channel import open_channel
-from tasuki.wire.errors import FleetEnded, NotJoined, TasukiError
+from tasuki.wire.errors import FleetEnded, NotJoined, TasukiError, from_rpc_error
 from tasuki.wire.tracing import NO_TRACER, Tracer
 
 _log = logging.getLogger("tasuki.fleet")
+_Answer = TypeVar("_Answer")
 _BEATS_PER_TIMEOUT = 5
 _OLD_CALLS_S = 1.0
 _TELL_EVERY_S = 15.0
@@ -38,11 +41,40 @@ class NodeChannels:
             await channel.close(_OLD_CALLS_S)
 
 
+class Nodes(Protocol):
+    """All nodes of a fleet, as in FleetNodes."""
+
+    @property
+    def num_nodes(self) -> int: ...
+
+    def all(self) -> Sequence[NodeChannels]:
+        """Channels by rank. Raises NotJoined and FleetEnded."""
+        ...
+
+
+async def on_all(nodes: Sequence[NodeChannels], call: Callable[[int, NodeChannels], Awaitable[_Answer]]) -> list[_Answer]:
+    """Calls all nodes and returns their answers in order. Waits for all, so that none is running after another has failed.
+
+    call: gets a node's rank and channels. Raises the worst error.
+    """
+
+    async def answer(rank: int, node: NodeChannels) -> _Answer:
+        try:
+            return await call(rank, node)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+
+    answers = await asyncio.gather(*(answer(rank, node) for rank, node in enumerate(nodes)), return_exceptions=True)
+    if errors := errors_of(answers):
+        raise worst(errors)
+    return [answer for answer in answers if not isinstance(answer, BaseException)]
+
+
 @dataclass(slots=True)
 class Joined:
     """A node that has joined. times: Unix time, and of a monotonic clock, in seconds. skew_s: its clock minus this one."""
 
-    member: Member
+    node: FleetNode
     channels: NodeChannels
     join_time: float
     heard: float
@@ -58,7 +90,7 @@ class FleetNodes:
         """config: with a table [fleet]. epoch: of the fleet's coordinator. tracer: of the calls to nodes."""
         assert config.fleet is not None
         self.config = config.fleet
-        self.command = fleet_pb2.FleetCommand(name=config.fleet.name, attempt=config.fleet.attempt, epoch=epoch)
+        self.command = FleetCommand(name=config.fleet.name, attempt=config.fleet.attempt, epoch=epoch)
         self._credentials = peer_credentials(config.security)
         self._clock, self._tracer = clock, tracer
         self._joined: dict[int, Joined] = {}
@@ -86,8 +118,7 @@ class FleetNodes:
 
     def __getitem__(self, rank: int) -> NodeChannels:
         """Raises NotJoined for a node that has not joined, and FleetEnded after the fleet has ended."""
-        if self.error is not None:
-            raise self.error
+        self.check_lives()
         found = self._joined.get(rank)
         if found is None:
             raise NotJoined(f"node {rank} of fleet {self.config.name!r} has not joined yet", node_rank=rank)
@@ -97,26 +128,21 @@ class FleetNodes:
         """Channels of every node, by rank. Raises as []."""
         return [self[rank] for rank in range(self.num_nodes)]
 
-    async def watch_missing(self, *, every_s: float = _TELL_EVERY_S) -> None:
-        """Logs which nodes are missing until all have joined."""
-        while not self._all_joined.is_set():
-            try:
-                await asyncio.wait_for(self._all_joined.wait(), every_s)
-            except TimeoutError:
-                missing = [str(rank) for rank in range(self.num_nodes) if rank not in self._joined]
-                _log.info("event=waits_for_nodes node_ranks=%s joined=%d", ",".join(missing), len(self._joined))
-
-    async def join(self, member: Member) -> None:
-        """Admits a node that matches the leader. Raises FleetMismatch if another start of a node has the rank, and FleetEnded."""
+    def check_lives(self) -> None:
+        """Raises FleetEnded."""
         if self.error is not None:
             raise self.error
-        known = self._joined.get(member.node_rank)
-        check_rank(member, None if known is None else known.member)
-        if known is not None and known.member == member:
+
+    async def join(self, node: FleetNode) -> None:
+        """Admits a node that matches the leader. Raises FleetMismatch if another start of a node has the rank, and FleetEnded."""
+        self.check_lives()
+        known = self._joined.get(node.node_rank)
+        check_rank(node, None if known is None else known.node)
+        if known is not None and known.node == node:
             known.heard = self._clock()
             return
-        self._joined[member.node_rank] = Joined(member, self._open(member), time.time(), self._clock())
-        _log.info("event=joined node_rank=%d coordinator=%s", member.node_rank, member.coordinator_target)
+        self._joined[node.node_rank] = Joined(node, self._open(node), time.time(), self._clock())
+        _log.info("event=joined node_rank=%d coordinator=%s", node.node_rank, node.coordinator_target)
         if len(self._joined) == self.num_nodes:
             self._all_joined.set()
         if known is not None:
@@ -124,13 +150,11 @@ class FleetNodes:
 
     def beat(self, rank: int, *, boot_id: str, skew_s: float | None = None) -> None:
         """Records a heartbeat. skew_s: the node's clock minus this one. Raises NotJoined if this start has not joined, and FleetEnded."""
-        if self.error is not None:
-            raise self.error
+        self.check_lives()
         known = self._joined.get(rank)
-        if known is None or known.member.boot_id != boot_id:
+        if known is None or known.node.boot_id != boot_id:
             raise NotJoined(f"node {rank} has not joined since it was started; join again", node_rank=rank)
-        known.heard = self._clock()
-        known.skew_s = skew_s
+        known.heard, known.skew_s = self._clock(), skew_s
 
     def silent_s(self, joined: Joined) -> float:
         return self._clock() - joined.heard
@@ -153,20 +177,26 @@ class FleetNodes:
         while self.error is None:
             await asyncio.sleep(self.heartbeat_s / 2)
             for joined in self.joined:
-                silent_s = self.silent_s(joined)
+                silent_s, rank = self.silent_s(joined), joined.node.node_rank
                 if silent_s > self.config.node_timeout_s:
-                    rank = joined.member.node_rank
                     text = f"node {rank} was silent for {silent_s:.1f} s, longer than fleet.node_timeout_s"
-                    lost = FleetEnded(text, node_rank=rank)
-                    self.end(lost, node_rank=rank)
+                    self.end(FleetEnded(text, node_rank=rank), node_rank=rank)
+
+    async def watch_missing(self, *, every_s: float = _TELL_EVERY_S) -> None:
+        """Logs which nodes are missing until all have joined."""
+        while not self._all_joined.is_set():
+            try:
+                await asyncio.wait_for(self._all_joined.wait(), every_s)
+            except TimeoutError:
+                missing = [str(rank) for rank in range(self.num_nodes) if rank not in self._joined]
+                _log.info("event=waits_for_nodes node_ranks=%s joined=%d", ",".join(missing), len(self._joined))
 
     async def close(self) -> None:
         for joined in self.joined:
             await joined.channels.close()
 
-    def _open(self, member: Member) -> NodeChannels:
+    def _open(self, node: FleetNode) -> NodeChannels:
         def channel(target: str) -> grpc.aio.Channel:
             return self._tracer.wrap(open_channel(target, credentials=self._credentials, metadata=fleet_metadata(self.command)))
 
-        targets = (member.coordinator_target, member.trainer_target, member.rollout_target)
-        return NodeChannels(*map(channel, targets))
+        return NodeChannels(*map(channel, (node.coordinator_target, node.trainer_target, node.rollout_target)))

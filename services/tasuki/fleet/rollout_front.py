@@ -8,31 +8,22 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
 
-from tasuki.fleet.calls import Nodes, error_of_node, on_all, renumbered
-from tasuki.fleet.dealing import deal_prompts
-from tasuki.fleet.nodes import NodeChannels
-from tasuki.fleet.states import merged_rollout_state
+from tasuki.fleet.dealing import deal_prompts, runs
+from tasuki.fleet.nodes import NodeChannels, Nodes, on_all
+from tasuki.fleet.rules import renumbered, worst
+from tasuki.fleet.states import merged_rollout_state, refuse_stage
 from tasuki.rollout.seeds import CallNumbers
 from tasuki.rpc.deadlines import remaining_s
 from tasuki.v1 import rollout_pb2, rollout_pb2_grpc
 from tasuki.v1.rollout_pb2_grpc import RolloutServiceStub
-from tasuki.wire.errors import (
-    InvalidArgument,
-    PeerUnavailable,
-    PermissionDenied,
-    SamplesLost,
-    TasukiError,
-    VersionOrder,
-    from_rpc_error,
-)
+from tasuki.wire.errors import PeerUnavailable, SamplesLost, TasukiError, VersionOrder, from_rpc_error
 
 _READ_TIMEOUT_S = 10.0
-_MAX_REQUEST_ID = 128
 _SEED_BITS = 62
 
 _Arrivals: TypeAlias = asyncio.Queue[rollout_pb2.GenerateResponse | BaseException | None]
@@ -74,6 +65,8 @@ class _Part:
 class RolloutFront(rollout_pb2_grpc.RolloutServiceServicer):
     """Distributes the prompts of a call over the nodes and merges their streams."""
 
+    ReceiveWeights = Drain = refuse_stage
+
     def __init__(self, nodes: Nodes, *, seeds: CallSeeds | None) -> None:
         """seeds: None if engines do not use seeds."""
         self._nodes, self._seeds = nodes, seeds
@@ -83,7 +76,6 @@ class RolloutFront(rollout_pb2_grpc.RolloutServiceServicer):
     async def Generate(
         self, request: rollout_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[rollout_pb2.GenerateResponse]:
-        _check(request)
         nodes = self._nodes.all()
         request = await self._with_seed(request, leader=nodes[0])
         prompts = [prompt.token_ids for prompt in request.prompts]
@@ -91,12 +83,18 @@ class RolloutFront(rollout_pb2_grpc.RolloutServiceServicer):
         parts = [
             _Part(node, run, dict.fromkeys(run, request.num_samples)) for node, share in enumerate(shares) for run in share
         ]
-        async with aclosing(self._merged(nodes, request, parts, timeout_s=remaining_s(context))) as responses:
+        # Node 0 refuses a call without prompts.
+        async with aclosing(self._merged(nodes, request, parts or [_Part(0, range(0))], remaining_s(context))) as responses:
             async for response in responses:
                 yield response
         lost = [part for part in parts if part.error is not None]
         if lost:
             raise _samples_lost(lost)
+
+    async def GetRolloutState(
+        self, request: rollout_pb2.GetRolloutStateRequest, context: Any
+    ) -> rollout_pb2.GetRolloutStateResponse:
+        return merged_rollout_state(await _states(self._nodes.all()))
 
     async def _with_seed(self, request: rollout_pb2.GenerateRequest, *, leader: NodeChannels) -> rollout_pb2.GenerateRequest:
         """Sets a seed, so that samples do not depend on the node of their prompt."""
@@ -111,22 +109,15 @@ class RolloutFront(rollout_pb2_grpc.RolloutServiceServicer):
         return seeded
 
     async def _merged(
-        self,
-        nodes: Sequence[NodeChannels],
-        request: rollout_pb2.GenerateRequest,
-        parts: Sequence[_Part],
-        *,
-        timeout_s: float,
+        self, nodes: Sequence[NodeChannels], request: rollout_pb2.GenerateRequest, parts: Sequence[_Part], timeout_s: float
     ) -> AsyncGenerator[rollout_pb2.GenerateResponse]:
         """Yields the parts' samples by the call's positions. A lost node is recorded in its part's `error`; other errors end all parts."""
         arrivals: _Arrivals = asyncio.Queue()
         for part in parts:
             self._loads[part.node] += sum(part.missing.values())
-        readers = [
-            asyncio.create_task(_enqueue(self._part(nodes[part.node], request, part, timeout_s=timeout_s), arrivals))
-            for part in parts
-        ]
-        versions: dict[int, int] = {}
+        streams = [self._part(nodes[part.node], request, part, timeout_s=timeout_s) for part in parts]
+        readers = [asyncio.create_task(_enqueue(stream, arrivals)) for stream in streams]
+        versions: set[int] = set()
         num_open = len(parts)
         try:
             while num_open:
@@ -136,8 +127,10 @@ class RolloutFront(rollout_pb2_grpc.RolloutServiceServicer):
                 if arrival is None:
                     num_open -= 1
                     continue
-                versions.update((sample.policy_version, sample.prompt_index) for sample in arrival.samples)
-                _check_one_version(versions)
+                versions.update(sample.policy_version for sample in arrival.samples)
+                if len(versions) > 1:
+                    have, want = sorted(versions)
+                    raise VersionOrder(f"nodes serve two versions: {have} and {want}", have=have, want=want)
                 yield arrival
         finally:
             for reader in readers:
@@ -166,26 +159,12 @@ class RolloutFront(rollout_pb2_grpc.RolloutServiceServicer):
                 yield response
         except grpc.aio.AioRpcError as rpc_error:
             error = renumbered(from_rpc_error(rpc_error), field="prompts", positions=part.prompts)
+            part.error = worst({part.node: error})
             if type(error) is not PeerUnavailable:
-                raise error_of_node(part.node, error) from rpc_error
-            part.error = error_of_node(part.node, error)
-            return
-        if any(part.missing.values()):
-            text = f"node {part.node} ended its stream without all samples"
-            part.error = PeerUnavailable(text, node=part.node)
-
-    async def GetRolloutState(
-        self, request: rollout_pb2.GetRolloutStateRequest, context: grpc.aio.ServicerContext
-    ) -> rollout_pb2.GetRolloutStateResponse:
-        return merged_rollout_state(await _states(self._nodes.all()))
-
-    async def ReceiveWeights(
-        self, request: rollout_pb2.ReceiveWeightsRequest, context: grpc.aio.ServicerContext
-    ) -> rollout_pb2.ReceiveWeightsResponse:
-        raise no_stage_here("ReceiveWeights")
-
-    async def Drain(self, request: rollout_pb2.DrainRequest, context: grpc.aio.ServicerContext) -> rollout_pb2.DrainResponse:
-        raise no_stage_here("Drain")
+                raise part.error from rpc_error
+        else:
+            if any(part.missing.values()):
+                part.error = PeerUnavailable(f"node {part.node} ended its stream without all samples")
 
 
 async def _enqueue(responses: AsyncGenerator[rollout_pb2.GenerateResponse], arrivals: _Arrivals) -> None:
@@ -215,35 +194,6 @@ def _samples_lost(lost: Sequence[_Part]) -> SamplesLost:
     return SamplesLost(text, nodes=nodes, prompts=prompts)
 
 
-def no_stage_here(name: str) -> PermissionDenied:
-    return PermissionDenied(f"{name} is a stage, which a fleet's coordinator runs on every node; ask it: RunStage, Acquire")
-
-
 def as_ranges(positions: Iterable[int]) -> str:
     """E.g. "0-3,8"."""
-    runs: list[list[int]] = []
-    for position in sorted(positions):
-        if runs and runs[-1][-1] == position - 1:
-            runs[-1][1:] = [position]
-        else:
-            runs.append([position])
-    return ",".join("-".join(map(str, run)) for run in runs)
-
-
-def _check(request: rollout_pb2.GenerateRequest) -> None:
-    """Checks what no single node sees. Raises InvalidArgument."""
-    if not request.prompts:
-        raise InvalidArgument("prompts", "give at least one")
-    if request.num_samples < 1:
-        raise InvalidArgument("num_samples", "must be at least 1")
-    if len(request.request_id) > _MAX_REQUEST_ID:
-        raise InvalidArgument("request_id", f"has {len(request.request_id)} characters; at most {_MAX_REQUEST_ID}")
-
-
-def _check_one_version(versions: dict[int, int]) -> None:
-    """versions: a prompt for each version seen. Raises VersionOrder if nodes serve two versions."""
-    if len(versions) > 1:
-        (have, prompt), (want, other), *_ = versions.items()
-        raise VersionOrder(
-            f"nodes serve two versions: {have} for prompt {prompt}, {want} for prompt {other}", have=have, want=want
-        )
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs(sorted(positions)))

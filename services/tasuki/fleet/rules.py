@@ -1,15 +1,20 @@
-"""Rules for the fleet's next action, from the nodes' states. Pure: no I/O, no proto."""
+"""Rules for the fleet's next action, from the nodes' states. Pure: no I/O."""
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 
 from tasuki.coordinator.phases import path
-from tasuki.fleet.records import Decision, NodeView, Sums
 from tasuki.memory.stages import HOLDS, Phase, Stage
-from tasuki.wire.errors import TasukiError, WeightsDiffer, from_reason
+from tasuki.rpc.stages import stage_from_proto
+from tasuki.v1.coordinator_pb2 import NodeState
+from tasuki.v1.weights_pb2 import WeightSums
+from tasuki.wire.errors import PeerUnavailable, TasukiError, WeightsDiffer, from_reason
 
 TRAIN, ROLLOUT = HOLDS[Phase.TRAIN], HOLDS[Phase.ROLLOUT]
 _TO_ROLLOUT = path(TRAIN, Phase.ROLLOUT)
@@ -26,45 +31,63 @@ class Step(StrEnum):
     ACQUIRE_TRAIN = "ACQUIRE_TRAIN"
 
 
-def common_place(views: Iterable[NodeView]) -> Stage | None:
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Decision that all nodes will serve these weights: it can only be completed. number: of the changeover."""
+
+    number: int
+    policy_version: int
+    weights_digest: bytes
+
+
+def place(state: NodeState) -> Stage | None:
+    """The last completed stage; None if the node does not know, as while a service restarts."""
+    return stage_from_proto(state.stage)
+
+
+def common_place(states: Iterable[NodeState]) -> Stage | None:
     """The place of all nodes; None if they differ or one is unknown."""
-    places = {view.at for view in views}
+    places = {place(state) for state in states}
     return places.pop() if len(places) == 1 else None
 
 
-def serves(view: NodeView, decision: Decision | None) -> bool:
+def serves(state: NodeState, decision: Decision | None) -> bool:
     """Whether the node serves the decided weights."""
-    return decision is not None and view.at is ROLLOUT and view.weights_digest == decision.weights_digest
+    return decision is not None and place(state) is ROLLOUT and state.weights_digest == decision.weights_digest
 
 
-def step_forward(view: NodeView, decision: Decision, *, until: Stage) -> Stage | Step | None:
-    """The next step of a node towards `until`, a stage after the decision; None once it is there.
+def next_step(state: NodeState, *, until: Stage, decision: Decision | None) -> Stage | Step | None:
+    """The next step of one node towards `until`; None once it is there.
 
-    A node that lost the weights goes back alone and receives them again: only decided weights are ever served.
+    decision: None on the way to TRAIN. A node that lost the decided weights goes back and receives them again.
     """
-    if view.at in (Stage.SYNC, *COMMIT) and view.weights_digest == decision.weights_digest:
-        done = COMMIT[: COMMIT.index(view.at) + 1] if view.at in COMMIT else ()
+    at = place(state)
+    if decision is None:
+        return None if at is until else Step.ACQUIRE_TRAIN
+    if at in (Stage.SYNC, *COMMIT) and state.weights_digest == decision.weights_digest:
+        done = COMMIT[: COMMIT.index(at) + 1] if at in COMMIT else ()
         return None if until in done else COMMIT[len(done)]
-    at = view.at
     if at is TRAIN:
         return PREPARE[0]
-    if at in PREPARE[:-1]:
-        return PREPARE[PREPARE.index(at) + 1]
-    return Step.ACQUIRE_TRAIN
+    return PREPARE[PREPARE.index(at) + 1] if at in PREPARE[:-1] else Step.ACQUIRE_TRAIN
 
 
-def agreed(sums: Mapping[int, Sums | None]) -> Sums:
+def digest_of(sums: WeightSums) -> bytes:
+    """`weights_digest` of a node that received these weights."""
+    return hashlib.sha256(sums.SerializeToString()).digest()
+
+
+def agreed(sums: Sequence[WeightSums | None]) -> WeightSums:
     """Checksums that every node agrees on. Raises WeightsDiffer naming the deviating nodes and tensors. sums: by rank."""
-    unknown = [rank for rank, one in sums.items() if one is None]
-    if unknown:
+    known = {rank: one for rank, one in enumerate(sums) if one is not None}
+    if unknown := [rank for rank in range(len(sums)) if rank not in known]:
         raise WeightsDiffer(f"nodes {_listed(unknown)} do not know what they received", nodes=_listed(unknown), tensors="")
-    known = {rank: one for rank, one in sums.items() if one is not None}
-    most = Counter(known.values()).most_common(1)[0][0]
+    common = Counter(map(digest_of, known.values())).most_common(1)[0][0]
+    most = next(one for one in known.values() if digest_of(one) == common)
     differing = [rank for rank, one in known.items() if one != most]
     if not differing:
         return most
-    other = known[differing[0]]
-    problem, tensors = _difference(most, other)
+    problem, tensors = _difference(most, known[differing[0]])
     raise WeightsDiffer(
         f"nodes {_listed(differing)} received other weights than the rest: {problem}; none are served",
         nodes=_listed(differing),
@@ -72,22 +95,43 @@ def agreed(sums: Mapping[int, Sums | None]) -> Sums:
     )
 
 
-def _difference(most: Sums, other: Sums) -> tuple[str, str]:
+def _difference(most: WeightSums, other: WeightSums) -> tuple[str, str]:
     if most.policy_version != other.policy_version:
         return f"version {other.policy_version} in place of {most.policy_version}", ""
     if most.layout_digest != other.layout_digest or len(most.checksums) != len(other.checksums):
         return "names, dtypes or shapes of the tensors differ", ""
     pairs = zip(most.checksums, other.checksums, strict=True)
-    tensors = [place for place, (one, two) in enumerate(pairs) if one != two]
+    tensors = [index for index, (one, two) in enumerate(pairs) if one != two]
     named = _listed(tensors[:_NAMED_TENSORS])
     return f"{len(tensors)} of {len(most.checksums)} tensors differ, by place in the order of names: {named}", named
 
 
-def worst(errors: Sequence[tuple[int, TasukiError]]) -> TasukiError:
-    """The error to raise of several, given as (rank, error): a refusal before a loss. Adds the node's rank."""
-    rank, error = min(errors, key=lambda one: (one[1].reason == "PEER_UNAVAILABLE", one[0]))
-    metadata = {**error.metadata, "node_rank": str(rank)}
-    return from_reason(error.reason, f"node {rank}: {error.message}", metadata)
+def errors_of(outcomes: Sequence[object]) -> dict[int, TasukiError]:
+    """Errors of nodes, by rank. Raises any other exception."""
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException) and not isinstance(outcome, TasukiError):
+            raise outcome
+    return {rank: outcome for rank, outcome in enumerate(outcomes) if isinstance(outcome, TasukiError)}
+
+
+def worst(errors: Mapping[int, TasukiError]) -> TasukiError:
+    """The error to raise of several, by rank: a node's refusal before a node's absence. Adds the rank.
+
+    A message that begins with a field's name still does.
+    """
+    rank, error = min(errors.items(), key=lambda one: (type(one[1]) is PeerUnavailable, one[0]))
+    message = error.message if "field" in error.metadata else f"node {rank}: {error.message}"
+    return from_reason(error.reason, message, {**error.metadata, "node_rank": str(rank)})
+
+
+def renumbered(error: TasukiError, *, field: str, positions: Sequence[int]) -> TasukiError:
+    """Converts an error about `field[i]` of a node's share to the call's positions. positions: of the share in the call."""
+    pattern = re.compile(rf"\b{field}\[(\d+)\]")
+
+    def named(text: str) -> str:
+        return pattern.sub(lambda found: f"{field}[{positions[int(found[1])]}]", text)
+
+    return from_reason(error.reason, named(error.message), {key: named(value) for key, value in error.metadata.items()})
 
 
 def _listed(numbers: Iterable[int]) -> str:

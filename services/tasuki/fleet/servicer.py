@@ -5,44 +5,36 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc.aio
-from google.protobuf.timestamp_pb2 import Timestamp
 
-from tasuki.fleet.member import Member, check_member, member_from_proto
+from tasuki.fleet.member import callable_node, check_member
 from tasuki.fleet.nodes import FleetNodes, Joined
 from tasuki.v1 import coordinator_pb2, fleet_pb2, fleet_pb2_grpc
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
-from tasuki.wire.errors import FleetEnded, InvalidArgument, StaleEpoch, from_rpc_error
+from tasuki.wire.errors import FleetEnded, StaleEpoch, from_rpc_error
 
 _PLAN_TIMEOUT_S = 60.0
-_MAX_MEASURED_BYTES = 4 << 30
 _Context = grpc.aio.ServicerContext
 
 
 class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
     """gRPC interface to the members of the fleet. leader: node 0, which the others must match."""
 
-    def __init__(self, nodes: FleetNodes, leader: Member) -> None:
+    def __init__(self, nodes: FleetNodes, leader: fleet_pb2.FleetNode) -> None:
         self._nodes, self._leader = nodes, leader
 
     async def Join(self, request: fleet_pb2.JoinRequest, context: _Context) -> fleet_pb2.JoinResponse:
         shown: Any = context.auth_context()
         names = [name.decode(errors="replace") for name in shown.get("x509_subject_alternative_name", ())]
-        member = await asyncio.to_thread(
-            member_from_proto, request.node, peer=context.peer(), certified=names, resolve=addresses_of
-        )
-        config = self._nodes.config
-        check_member(
-            member, self._leader, config=config, num_nodes=request.num_nodes, name=request.name, attempt=request.attempt
-        )
-        await self._nodes.join(member)
+        node = await asyncio.to_thread(callable_node, request.node, peer=context.peer(), certified=names, resolve=addresses_of)
+        check_member(request, self._leader, config=self._nodes.config)
+        await self._nodes.join(node)
         return fleet_pb2.JoinResponse(num_joined=len(self._nodes.joined), heartbeat_s=self._nodes.heartbeat_s)
 
     async def Heartbeat(self, request: fleet_pb2.HeartbeatRequest, context: _Context) -> fleet_pb2.HeartbeatResponse:
-        config = self._nodes.config
+        config, rank = self._nodes.config, request.node_rank
         if (request.name, request.attempt) != (config.name, config.attempt):
             raise StaleEpoch(
                 f"this is attempt {config.attempt} of fleet {config.name!r}, and not {request.attempt} of {request.name!r}",
@@ -50,9 +42,8 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
                 current_epoch=config.attempt,
             )
         skew_s = request.time.ToNanoseconds() * 1e-9 - time.time() if request.HasField("time") else None
-        self._nodes.beat(request.node_rank, boot_id=request.boot_id, skew_s=skew_s)
+        self._nodes.beat(rank, boot_id=request.boot_id, skew_s=skew_s)
         if request.ends_because:
-            rank = request.node_rank
             self._nodes.end(FleetEnded(f"node {rank} {request.ends_because}", node_rank=rank), node_rank=rank)
         return fleet_pb2.HeartbeatResponse(num_joined=len(self._nodes.joined))
 
@@ -67,25 +58,12 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
             ended_by="" if nodes.error is None else f"{nodes.error.reason}: {nodes.error.message}",
         )
 
-    async def Measure(
-        self, request_iterator: AsyncIterator[fleet_pb2.MeasureRequest], context: _Context
-    ) -> fleet_pb2.MeasureResponse:
-        num_bytes = 0
-        async for request in request_iterator:
-            num_bytes += len(request.padding)
-            if num_bytes > _MAX_MEASURED_BYTES:
-                raise InvalidArgument("padding", f"more than {_MAX_MEASURED_BYTES} bytes in one call; measure with fewer")
-        now = Timestamp()
-        now.FromNanoseconds(time.time_ns())
-        return fleet_pb2.MeasureResponse(num_bytes=num_bytes, time=now)
-
     def _member(self, joined: Joined) -> fleet_pb2.FleetMember:
-        joined_at = Timestamp()
-        joined_at.FromNanoseconds(int(joined.join_time * 1e9))
-        node = joined.member.to_proto()
-        node.ClearField("config_keys")
         silent_s = round(self._nodes.silent_s(joined), 3)
-        return fleet_pb2.FleetMember(node=node, join_time=joined_at, silent_s=silent_s, clock_skew_s=joined.skew_s)
+        member = fleet_pb2.FleetMember(node=joined.node, silent_s=silent_s, clock_skew_s=joined.skew_s)
+        member.join_time.FromNanoseconds(int(joined.join_time * 1e9))
+        member.node.ClearField("config_keys")
+        return member
 
 
 def addresses_of(host: str) -> set[str]:

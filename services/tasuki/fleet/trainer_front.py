@@ -1,40 +1,66 @@
-"""tasuki.v1.TrainerService over a fleet's nodes: clients see a single, larger trainer."""
+"""tasuki.v1.TrainerService over a fleet's nodes: clients see a single, larger trainer.
+
+All nodes validate a command before any begins, so that none waits in a collective for a node that refuses.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from tasuki.fleet.calls import Nodes
-from tasuki.fleet.rollout_front import no_stage_here
-from tasuki.fleet.samples import check_log_probs_of, loss_denominator, num_tokens, read_stream, require
-from tasuki.fleet.states import merged_trainer_state
-from tasuki.fleet.trainer_calls import Share, TrainerCalls, one_version
+from tasuki.fleet.nodes import NodeChannels, Nodes, on_all
+from tasuki.fleet.rules import renumbered
+from tasuki.fleet.states import merged_trainer_state, refuse_stage
 from tasuki.rpc.chunks import chunks
 from tasuki.rpc.commands import CommandGate, digest
 from tasuki.rpc.deadlines import remaining_s
+from tasuki.trainer.data.shares import call_denominator
 from tasuki.trainer.ranks.loss import decode_loss
+from tasuki.trainer.service.joined import joined_metrics, joined_parts
+from tasuki.trainer.service.streams import (
+    MAX_ANSWERED_TOKENS,
+    read_compute_log_probs,
+    read_compute_values,
+    read_forward_backward,
+)
 from tasuki.v1 import trainer_pb2
-from tasuki.v1.trainer_pb2_grpc import TrainerServiceServicer
-from tasuki.v1.types_pb2 import TrainingSample
-from tasuki.wire.errors import DeadlineExceeded, DiskFull, FleetEnded, InternalError, PeerUnavailable, TasukiError
+from tasuki.v1.trainer_pb2_grpc import TrainerServiceServicer, TrainerServiceStub
+from tasuki.v1.types_pb2 import CommandId, TrainingSample
+from tasuki.wire.errors import (
+    DeadlineExceeded,
+    DiskFull,
+    FleetEnded,
+    InternalError,
+    InvalidArgument,
+    PeerUnavailable,
+    TasukiError,
+    VersionOrder,
+)
+
+if TYPE_CHECKING:
+    from tasuki.v1.trainer_pb2_grpc import TrainerServiceAsyncStub
 
 Deal: TypeAlias = Callable[[Sequence[int], Sequence[int]], list[list[int]]]
 """Assigns samples to nodes, deterministically, by their numbers of tokens and of a completion's."""
+_Shares: TypeAlias = Sequence[Sequence[int]]
+"""Positions in the call of each node's samples."""
 
 _log = logging.getLogger("tasuki.fleet")
 _READ_TIMEOUT_S = 10.0
 _PASSING = (DiskFull, PeerUnavailable, DeadlineExceeded, FleetEnded)
 """Errors after which a repeated command is sent to the nodes again: each recognizes its id if it has already run it."""
+_Answer = TypeVar("_Answer")
 _Scored = TypeVar("_Scored", trainer_pb2.TokenLogProbs, trainer_pb2.TokenValues)
 
 
 class TrainerFront(TrainerServiceServicer):
     """Sends every command to all nodes, and each node its share of the samples."""
+
+    PublishWeights = WithdrawWeights = refuse_stage
 
     def __init__(self, nodes: Nodes, *, epoch: int, deal: Deal) -> None:
         """epoch: of the fleet's coordinator."""
@@ -44,24 +70,20 @@ class TrainerFront(TrainerServiceServicer):
 
     async def BeginRun(self, request: trainer_pb2.BeginRunRequest, context: Any) -> trainer_pb2.BeginRunResponse:
         calls = self._calls(context)
-
-        async def begin() -> trainer_pb2.BeginRunResponse:
-            return (await calls.validated("BeginRun", request))[0]
-
-        return await self._gate.once(request, begin)
+        return await self._gate.once(request, lambda: calls.validated("BeginRun", request))
 
     async def ForwardBackward(
         self, request_iterator: AsyncIterator[trainer_pb2.ForwardBackwardRequest], context: Any
     ) -> trainer_pb2.ForwardBackwardResponse:
-        header, samples = await read_stream(request_iterator)
+        header, samples = await read_forward_backward(request_iterator)
         calls = self._calls(context)
 
         async def forward_backward() -> trainer_pb2.ForwardBackwardResponse:
             started = time.perf_counter()
-            check_log_probs_of(header, samples)
+            _check(header, samples)
             named = trainer_pb2.ForwardBackwardHeader()
             named.CopyFrom(header)
-            denominator = loss_denominator(samples, decode_loss(header.loss))
+            denominator = _denominator(header, samples)
             named.loss.settings["denominator"] = denominator
             shares = self._shares(samples)
             merged = _merged(await calls.forward_backward(named, samples, shares), header.log_probs_of, shares)
@@ -72,147 +94,226 @@ class TrainerFront(TrainerServiceServicer):
 
     async def OptimStep(self, request: trainer_pb2.OptimStepRequest, context: Any) -> trainer_pb2.OptimStepResponse:
         calls = self._calls(context)
-
-        async def step() -> trainer_pb2.OptimStepResponse:
-            answers = await calls.validated("OptimStep", request, version="version")
-            answers[0].seconds = max(answer.seconds for answer in answers)
-            return answers[0]
-
-        return await self._gate.once(request, step)
+        return await self._gate.once(request, lambda: calls.validated("OptimStep", request, version="version"))
 
     async def DiscardGradients(
         self, request: trainer_pb2.DiscardGradientsRequest, context: Any
     ) -> trainer_pb2.DiscardGradientsResponse:
         calls = self._calls(context)
+        return await self._gate.once(request, lambda: calls.first("DiscardGradients", request))
 
-        async def discard() -> trainer_pb2.DiscardGradientsResponse:
-            return (await calls.unary("DiscardGradients", request))[0]
+    async def LoadCheckpoint(
+        self, request: trainer_pb2.LoadCheckpointRequest, context: Any
+    ) -> trainer_pb2.LoadCheckpointResponse:
+        calls = self._calls(context)
+        return await self._gate.once(request, lambda: calls.validated("LoadCheckpoint", request))
 
-        return await self._gate.once(request, discard)
+    async def ExportModel(self, request: trainer_pb2.ExportModelRequest, context: Any) -> trainer_pb2.ExportModelResponse:
+        """Exported by node 0: each node has all weights."""
+        calls = TrainerCalls(self._nodes.all()[:1], remaining_s(context))
+        return await self._gate.once(request, lambda: calls.first("ExportModel", request))
 
     async def ComputeLogProbs(
         self, request_iterator: AsyncIterator[trainer_pb2.ComputeLogProbsRequest], context: Any
     ) -> AsyncIterator[trainer_pb2.ComputeLogProbsResponse]:
-        header, samples = await read_stream(request_iterator)
-
-        def messages(share: Sequence[TrainingSample]) -> list[trainer_pb2.ComputeLogProbsRequest]:
-            parts = (trainer_pb2.TrainingSamples(samples=chunk) for chunk in chunks(share))
-            first = trainer_pb2.ComputeLogProbsRequest(header=header)
-            return [first, *(trainer_pb2.ComputeLogProbsRequest(samples=part) for part in parts)]
-
-        for chunk in chunks(await self._score(samples, "ComputeLogProbs", messages, context)):
+        header, samples = await read_compute_log_probs(request_iterator)
+        first = [trainer_pb2.ComputeLogProbsRequest(header=header)]
+        scored = await self._score("ComputeLogProbs", trainer_pb2.ComputeLogProbsRequest, samples, context, first=first)
+        for chunk in chunks(scored):
             yield trainer_pb2.ComputeLogProbsResponse(samples=chunk)
 
     async def ComputeValues(
         self, request_iterator: AsyncIterator[trainer_pb2.ComputeValuesRequest], context: Any
     ) -> AsyncIterator[trainer_pb2.ComputeValuesResponse]:
-        samples = require([sample async for request in request_iterator for sample in request.samples.samples])
-
-        def messages(share: Sequence[TrainingSample]) -> list[trainer_pb2.ComputeValuesRequest]:
-            parts = (trainer_pb2.TrainingSamples(samples=chunk) for chunk in chunks(share))
-            return [trainer_pb2.ComputeValuesRequest(samples=part) for part in parts]
-
-        for chunk in chunks(await self._score(samples, "ComputeValues", messages, context)):
+        samples = await read_compute_values(request_iterator)
+        for chunk in chunks(await self._score("ComputeValues", trainer_pb2.ComputeValuesRequest, samples, context)):
             yield trainer_pb2.ComputeValuesResponse(samples=chunk)
-
-    async def _score(
-        self,
-        samples: Sequence[TrainingSample],
-        method: str,
-        messages: Callable[[Sequence[TrainingSample]], list[Any]],
-        context: Any,
-    ) -> list[Any]:
-        """Scores in the order of the samples. Nodes without samples are not called, since scoring involves no other node."""
-        shares = self._shares(samples)
-        calls = self._calls(context)
-
-        async def score(rank: int, stub: Any) -> list[Any]:
-            if not shares[rank]:
-                return []
-            share = messages([samples[position] for position in shares[rank]])
-            call = getattr(stub, method)(iter(share), timeout=calls.remaining_s)
-            return [scored async for response in call for scored in response.samples]
-
-        return _in_order(await calls.on_shares(shares, score), shares, num_samples=len(samples))
 
     async def SaveCheckpoint(
         self, request: trainer_pb2.SaveCheckpointRequest, context: Any
     ) -> trainer_pb2.SaveCheckpointResponse:
         calls = self._calls(context)
 
+        async def part(name: str) -> list[Any]:
+            named = trainer_pb2.SaveCheckpointRequest()
+            named.CopyFrom(request)
+            named.save_id = hashlib.sha256(request.command.request_id.encode()).hexdigest()[:32]
+            named.part = trainer_pb2.SavePart.Value(f"SAVE_PART_{name}")
+            return await calls.unary("SaveCheckpoint", named, part=name)
+
         async def save() -> trainer_pb2.SaveCheckpointResponse:
             started = time.perf_counter()
-            part = trainer_pb2.SaveCheckpointRequest()
-            part.CopyFrom(request)
-            part.save_id = hashlib.sha256(request.command.request_id.encode()).hexdigest()[:32]
-            part.part = trainer_pb2.SAVE_PART_WRITE
             try:
-                written = await calls.unary("SaveCheckpoint", part, part="write")
+                written = await part("WRITE")
                 version = one_version(written)
             except TasukiError:
-                part.part = trainer_pb2.SAVE_PART_DROP
                 with suppress(TasukiError):  # the first error is raised
-                    await calls.unary("SaveCheckpoint", part, part="drop")
+                    await part("DROP")
                 raise
-            part.part = trainer_pb2.SAVE_PART_PUBLISH
-            await calls.unary("SaveCheckpoint", part, part="publish")
+            await part("PUBLISH")
             _log.info("event=checkpoint policy_version=%d path=%a", version, request.path)
-            return trainer_pb2.SaveCheckpointResponse(
-                policy_version=version,
-                bytes=sum(answer.bytes for answer in written),
-                seconds=time.perf_counter() - started,
-            )
+            num_bytes, seconds = sum(answer.bytes for answer in written), time.perf_counter() - started
+            return trainer_pb2.SaveCheckpointResponse(policy_version=version, bytes=num_bytes, seconds=seconds)
 
         return await self._gate.once(request, save)
-
-    async def LoadCheckpoint(
-        self, request: trainer_pb2.LoadCheckpointRequest, context: Any
-    ) -> trainer_pb2.LoadCheckpointResponse:
-        calls = self._calls(context)
-
-        async def load() -> trainer_pb2.LoadCheckpointResponse:
-            return (await calls.validated("LoadCheckpoint", request))[0]
-
-        return await self._gate.once(request, load)
-
-    async def ExportModel(self, request: trainer_pb2.ExportModelRequest, context: Any) -> trainer_pb2.ExportModelResponse:
-        """Exported by node 0: each node has all weights."""
-        nodes = self._nodes.all()[:1]
-        calls = TrainerCalls.within(nodes, remaining_s(context))
-
-        async def export() -> trainer_pb2.ExportModelResponse:
-            return (await calls.unary("ExportModel", request))[0]
-
-        return await self._gate.once(request, export)
 
     async def GetTrainerState(
         self, request: trainer_pb2.GetTrainerStateRequest, context: Any
     ) -> trainer_pb2.GetTrainerStateResponse:
-        calls = TrainerCalls.within(self._nodes.all(), _READ_TIMEOUT_S)
         asked = trainer_pb2.GetTrainerStateRequest()
-        return merged_trainer_state(await calls.on_all(lambda _, stub: stub.GetTrainerState(asked, timeout=calls.remaining_s)))
+        states = await on_all(
+            self._nodes.all(), lambda _, node: TrainerServiceStub(node.trainer).GetTrainerState(asked, timeout=_READ_TIMEOUT_S)
+        )
+        return merged_trainer_state(states)
 
-    async def PublishWeights(
-        self, request: trainer_pb2.PublishWeightsRequest, context: Any
-    ) -> trainer_pb2.PublishWeightsResponse:
-        raise no_stage_here("PublishWeights")
+    async def _score(
+        self, method: str, request: Any, samples: Sequence[TrainingSample], context: Any, *, first: Sequence[Any] = ()
+    ) -> list[Any]:
+        """Scores in the order of the samples. Nodes without samples are not called, since scoring involves no other node."""
+        shares, calls = self._shares(_required(samples)), self._calls(context)
 
-    async def WithdrawWeights(
-        self, request: trainer_pb2.WithdrawWeightsRequest, context: Any
-    ) -> trainer_pb2.WithdrawWeightsResponse:
-        raise no_stage_here("WithdrawWeights")
+        async def score(rank: int, stub: Any) -> list[Any]:
+            if not shares[rank]:
+                return []
+            parts = chunks([samples[position] for position in shares[rank]])
+            messages = [*first, *(request(samples=trainer_pb2.TrainingSamples(samples=part)) for part in parts)]
+            call = getattr(stub, method)(iter(messages), timeout=calls.remaining_s)
+            return [scored async for response in call for scored in response.samples]
+
+        return _in_order(await calls.on_shares(shares, score), shares, num_samples=len(samples))
 
     def _calls(self, context: Any) -> TrainerCalls:
         """Raises NotJoined and FleetEnded."""
-        return TrainerCalls.within(self._nodes.all(), remaining_s(context))
+        return TrainerCalls(self._nodes.all(), remaining_s(context))
 
     def _shares(self, samples: Sequence[TrainingSample]) -> list[list[int]]:
         completions = [len(sample.completion_token_ids) for sample in samples]
-        return self._deal([num_tokens(sample) for sample in samples], completions)
+        lengths = [len(sample.prompt_token_ids) + length for sample, length in zip(samples, completions, strict=True)]
+        return self._deal(lengths, completions)
+
+
+class TrainerCalls:
+    """Calls to the trainers of all nodes, within the caller's deadline."""
+
+    def __init__(self, nodes: Sequence[NodeChannels], timeout_s: float) -> None:
+        self._nodes, self._ends = nodes, time.monotonic() + timeout_s
+
+    @property
+    def remaining_s(self) -> float:
+        return max(0.1, self._ends - time.monotonic())
+
+    async def on_all(self, call: Callable[[int, TrainerServiceAsyncStub], Awaitable[_Answer]]) -> list[_Answer]:
+        return await on_all(self._nodes, lambda rank, node: call(rank, TrainerServiceStub(node.trainer)))
+
+    async def unary(self, method: str, request: Any, *, part: str = "") -> list[Any]:
+        """Sends the same request to all nodes and returns their answers. part: of a command that is split at a node."""
+        return await self.on_all(lambda _, stub: getattr(stub, method)(_at_node(request, part=part), timeout=self.remaining_s))
+
+    async def first(self, method: str, request: Any) -> Any:
+        """Same as `unary`, for answers that are alike."""
+        return (await self.unary(method, request))[0]
+
+    async def validated(self, method: str, request: Any, *, version: str = "policy_version") -> Any:
+        """Same as `first`, after all nodes have validated the request and reported the same `version`."""
+        validating = type(request)()
+        validating.CopyFrom(request)
+        validating.validate_only = True
+        one_version(await self.unary(method, validating), field=version)
+        answers = await self.unary(method, request)
+        one_version(answers, field=version)
+        return answers[0]
+
+    async def forward_backward(
+        self, header: trainer_pb2.ForwardBackwardHeader, samples: Sequence[TrainingSample], shares: _Shares
+    ) -> list[trainer_pb2.ForwardBackwardResponse]:
+        """header: with the denominator of the whole call. Each node gets its share, even an empty one.
+
+        If a node fails after others have added gradients, the role's gradients are cleared on all nodes: no step uses half a batch.
+        """
+
+        async def call(rank: int, stub: TrainerServiceAsyncStub, *, validate_only: bool) -> Any:
+            places = {position: place for place, position in enumerate(shares[rank])}
+            named = _at_node(header)
+            named.is_share, named.validate_only = True, validate_only
+            named.log_probs_of[:] = [places[position] for position in header.log_probs_of if position in places]
+            parts = (trainer_pb2.TrainingSamples(samples=part) for part in chunks([samples[each] for each in shares[rank]]))
+            messages = [trainer_pb2.ForwardBackwardRequest(samples=part) for part in parts]
+            first = trainer_pb2.ForwardBackwardRequest(header=named)
+            return await stub.ForwardBackward(iter([first, *messages]), timeout=self.remaining_s)
+
+        await self.on_shares(shares, lambda rank, stub: call(rank, stub, validate_only=True))
+        try:
+            return await self.on_shares(shares, lambda rank, stub: call(rank, stub, validate_only=False))
+        except TasukiError as error:
+            discard = trainer_pb2.DiscardGradientsRequest(command=header.command, role=header.role)
+            with suppress(TasukiError):  # the first error is raised
+                await self.unary("DiscardGradients", discard, part="discard")
+            _log.error("event=gradients_discarded cause=%s request_id=%a", error.reason, header.command.request_id)
+            raise
+
+    async def on_shares(
+        self, shares: _Shares, call: Callable[[int, TrainerServiceAsyncStub], Awaitable[_Answer]]
+    ) -> list[_Answer]:
+        """Same as on_all; errors name the sample by its position in the whole call."""
+        try:
+            return await self.on_all(call)
+        except TasukiError as error:
+            positions = shares[int(error.metadata["node_rank"])]
+            raise renumbered(error, field="samples", positions=positions) from error
+
+
+def _at_node(request: Any, *, part: str = "") -> Any:
+    """The request as sent to a node: without the fleet's epoch, and with a request id per part."""
+    named = type(request)()
+    named.CopyFrom(request)
+    request_id = request.command.request_id
+    if part:
+        request_id = hashlib.sha256(f"{request_id}/{part}".encode()).hexdigest()
+    named.command.CopyFrom(CommandId(request_id=request_id))
+    return named
+
+
+def one_version(answers: Sequence[Any], *, field: str = "policy_version") -> int:
+    """The version of all nodes. Raises VersionOrder if they differ."""
+    versions = [getattr(answer, field) for answer in answers]
+    if len(set(versions)) > 1:
+        text = f"the trainers of the fleet are at different versions, by node: {versions}; load a checkpoint"
+        raise VersionOrder(text, have=min(versions), want=max(versions))
+    return versions[0]
+
+
+def _required(samples: Sequence[TrainingSample]) -> Sequence[TrainingSample]:
+    """Raises InvalidArgument for a call without samples, although a node's share may have none."""
+    if not samples:
+        raise InvalidArgument("samples", "the call has no samples")
+    return samples
+
+
+def _check(header: trainer_pb2.ForwardBackwardHeader, samples: Sequence[TrainingSample]) -> None:
+    """Checks what no node sees in its share. Raises InvalidArgument."""
+    field, positions = "header.log_probs_of", header.log_probs_of
+    if positions and max(positions) >= len(_required(samples)):
+        raise InvalidArgument(field, f"names sample {max(positions)}, but the call has {len(samples)}")
+    named = sum(len(samples[position].completion_token_ids) for position in positions)
+    if named > MAX_ANSWERED_TOKENS:
+        raise InvalidArgument(field, f"names {named} tokens; at most {MAX_ANSWERED_TOKENS} fit, name fewer samples")
+
+
+def _denominator(header: trainer_pb2.ForwardBackwardHeader, samples: Sequence[TrainingSample]) -> float:
+    """Divisor of the whole call's loss. Raises InvalidArgument if no token counts."""
+    lengths = [len(sample.completion_token_ids) for sample in _required(samples)]
+    # A mask of wrong length counts all tokens here; the sample's node refuses it.
+    masks = [
+        list(sample.loss_mask) if len(sample.loss_mask) == length else []
+        for sample, length in zip(samples, lengths, strict=True)
+    ]
+    if not any(any(mask) or not mask for mask in masks):
+        raise InvalidArgument("samples[].loss_mask", "masks every token of the call; at least one must count")
+    return call_denominator(masks, lengths, config=decode_loss(header.loss))
 
 
 def _merged(
-    answers: Sequence[trainer_pb2.ForwardBackwardResponse], log_probs_of: Sequence[int], shares: Sequence[Share]
+    answers: Sequence[trainer_pb2.ForwardBackwardResponse], log_probs_of: Sequence[int], shares: _Shares
 ) -> trainer_pb2.ForwardBackwardResponse:
     """The answer to a whole call, without its denominator and seconds."""
     rows: dict[int, trainer_pb2.TokenLogProbs] = {}
@@ -223,31 +324,19 @@ def _merged(
         loss=sum(answer.loss for answer in answers),
         num_samples=sum(answer.num_samples for answer in answers),
         num_tokens=sum(answer.num_tokens for answer in answers),
-        metrics=joined_metrics([answer.metric_parts for answer in answers]),
+        metrics=joined_metrics(joined_parts([answer.metric_parts for answer in answers])),
         num_micro_batches=sum(answer.num_micro_batches for answer in answers),
         log_probs=[rows[position] for position in log_probs_of if position in rows],
     )
 
 
-def joined_metrics(parts: Sequence[Mapping[str, trainer_pb2.MetricPart]]) -> dict[str, float]:
-    """Merges the metrics of a call's shares; leaves out means over nothing."""
-    joined: dict[str, float] = {}
-    for name in sorted({name for part in parts for name in part}):
-        metrics = [part[name] for part in parts if name in part]
-        weight = sum(metric.weight for metric in metrics)
-        if metrics[0].is_maximum:
-            joined[name] = max(metric.total for metric in metrics)
-        elif weight:
-            joined[name] = sum(metric.total for metric in metrics) / weight
-    return joined
-
-
-def _in_order(scores: Sequence[Sequence[_Scored]], shares: Sequence[Share], *, num_samples: int) -> list[_Scored]:
+def _in_order(scores: Sequence[Sequence[_Scored]], shares: _Shares, *, num_samples: int) -> list[_Scored]:
     """Raises InternalError if a node has not scored its whole share."""
+    rows: dict[int, _Scored] = {}
     for rank, (scored, share) in enumerate(zip(scores, shares, strict=True)):
         if len(scored) != len(share):
-            raise InternalError(f"the trainer of node {rank} answered for {len(scored)} of {len(share)} samples", node=rank)
-    rows = {
-        position: row for scored, share in zip(scores, shares, strict=True) for position, row in zip(share, scored, strict=True)
-    }
+            raise InternalError(
+                f"the trainer of node {rank} answered for {len(scored)} of {len(share)} samples", node_rank=rank
+            )
+        rows.update(zip(share, scored, strict=True))
     return [rows[position] for position in range(num_samples)]

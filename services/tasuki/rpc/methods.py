@@ -33,7 +33,6 @@ _ROLES: dict[str, CallerRole] = {
     "tasuki.v1.FleetService/GetFleet": _VIEWER,
     "tasuki.v1.FleetService/Heartbeat": _PEER,
     "tasuki.v1.FleetService/Join": _PEER,
-    "tasuki.v1.FleetService/Measure": _PEER,
     "tasuki.v1.MemoryService/GetUsage": _VIEWER,
     "tasuki.v1.MemoryService/Pause": _PEER,
     "tasuki.v1.MemoryService/Resume": _PEER,

@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 
 from tasuki.config.places import config_path, fleet_target, node_targets, socket_dir
 from tasuki.config.schema import NodeConfig
-from tasuki.fleet import EXIT_FLEET_ENDED
 from tasuki.memory.library import PRELOADED_PATH
 
 EXIT_REFUSED = 2
 """Exit code of a service that was permanently refused something, such as a port or a place in the fleet."""
+EXIT_FLEET_ENDED = 75
+"""Exit code of a node whose fleet has ended, so that the job is restarted (EX_TEMPFAIL of sysexits.h)."""
 
 
 @dataclass(frozen=True, slots=True)

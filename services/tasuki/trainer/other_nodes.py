@@ -9,13 +9,14 @@ import grpc.aio
 
 from tasuki.config.schema import NodeConfig
 from tasuki.rpc.peer_credentials import peer_credentials
-from tasuki.rpc.rank_store import END_KEY
 from tasuki.v1 import rank_store_pb2 as pb
 from tasuki.v1.rank_store_pb2_grpc import RankStoreServiceStub
 from tasuki.wire.channel import open_channel
 from tasuki.wire.errors import DeadlineExceeded, StaleEpoch, from_rpc_error
 
 _log = logging.getLogger("tasuki.trainer")
+END_KEY = "end"
+"""A key that is never set. Who waits for it hears when all trainers have to start again, also after a restart of the leader."""
 _WAIT_S = 60.0
 _MARGIN_S = 5.0
 _PAUSE_S = 1.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from tasuki.v1.trainer_pb2 import ForwardBackwardResponse, MetricPart
+from tasuki.v1.trainer_pb2 import MetricPart
 
 
 def joined_parts(parts: Sequence[Mapping[str, MetricPart]]) -> dict[str, MetricPart]:
@@ -28,17 +28,3 @@ def joined_metrics(parts: Mapping[str, MetricPart]) -> dict[str, float]:
         for name, part in parts.items()
         if part.is_maximum or part.weight
     }
-
-
-def joined_answers(answers: Sequence[ForwardBackwardResponse]) -> ForwardBackwardResponse:
-    """The answer to a fleet's call from those of its shares, without log_probs, which the caller orders."""
-    parts = joined_parts([answer.metric_parts for answer in answers])
-    return ForwardBackwardResponse(
-        loss=sum(answer.loss for answer in answers),
-        num_samples=sum(answer.num_samples for answer in answers),
-        num_tokens=sum(answer.num_tokens for answer in answers),
-        denominator=answers[0].denominator,
-        metrics=joined_metrics(parts),
-        num_micro_batches=sum(answer.num_micro_batches for answer in answers),
-        seconds=max(answer.seconds for answer in answers),
-    )

@@ -1,11 +1,11 @@
-"""Decodes and checks requests: streams of samples, roles, loss settings, paths."""
+"""Decodes and checks requests: samples, roles, loss settings, paths."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,59 +14,14 @@ from tasuki.config.trainer_schema import MAX_LEARNING_RATE
 from tasuki.trainer.data.samples import COLUMNS, Samples
 from tasuki.trainer.ranks.wire import ROLES
 from tasuki.trainer.roles import Role
-from tasuki.v1.trainer_pb2 import (
-    ComputeLogProbsHeader,
-    ComputeLogProbsRequest,
-    ComputeValuesRequest,
-    ForwardBackwardHeader,
-    ForwardBackwardRequest,
-    OptimStepRequest,
-)
+from tasuki.trainer.service.streams import MAX_ANSWERED_TOKENS
+from tasuki.v1.trainer_pb2 import OptimStepRequest
 from tasuki.v1.types_pb2 import Role as RoleMessage
 from tasuki.v1.types_pb2 import TrainingSample
 from tasuki.wire.errors import InvalidArgument
 
-_Header = TypeVar("_Header", ForwardBackwardHeader, ComputeLogProbsHeader)
 # Fields in which a single number applies to every token.
 _BROADCAST = "advantages"
-_MAX_ANSWERED_TOKENS = 131_072
-"""Maximum tokens with log-probs in the answer, which is one message."""
-
-
-async def read_forward_backward(
-    requests: AsyncIterator[ForwardBackwardRequest],
-) -> tuple[ForwardBackwardHeader, list[TrainingSample]]:
-    """Reads the whole stream. Raises InvalidArgument unless exactly the first message carries a header."""
-    return await _read_stream(requests, ForwardBackwardHeader())
-
-
-async def read_compute_log_probs(
-    requests: AsyncIterator[ComputeLogProbsRequest],
-) -> tuple[ComputeLogProbsHeader, list[TrainingSample]]:
-    """Reads the whole stream, like read_forward_backward."""
-    return await _read_stream(requests, ComputeLogProbsHeader())
-
-
-async def read_compute_values(requests: AsyncIterator[ComputeValuesRequest]) -> list[TrainingSample]:
-    """Reads the samples of the whole stream."""
-    return [sample async for request in requests for sample in request.samples.samples]
-
-
-async def _read_stream(requests: AsyncIterator, header: _Header) -> tuple[_Header, list[TrainingSample]]:
-    samples: list[TrainingSample] = []
-    has_header = False
-    async for request in requests:
-        part = request.WhichOneof("part")
-        if part == "header" and not has_header:
-            header.CopyFrom(request.header)
-            has_header = True
-        elif part == "samples" and has_header:
-            samples.extend(request.samples.samples)
-        else:
-            raise InvalidArgument("part", "the first message carries `header`, all others `samples`")
-    if not has_header:
-        raise InvalidArgument("header", "missing; the first message carries it")
-    return header, samples
 
 
 def check_log_probs_of(positions: Sequence[int], *, role: Role, samples: Samples) -> None:
@@ -79,8 +34,8 @@ def check_log_probs_of(positions: Sequence[int], *, role: Role, samples: Samples
     if max(positions) >= len(samples):
         raise InvalidArgument(field, f"names sample {max(positions)}, but the call has {len(samples)}")
     num_tokens = int(samples.num_completion_S[list(positions)].sum())
-    if num_tokens > _MAX_ANSWERED_TOKENS:
-        raise InvalidArgument(field, f"names {num_tokens} tokens; at most {_MAX_ANSWERED_TOKENS} fit, name fewer samples")
+    if num_tokens > MAX_ANSWERED_TOKENS:
+        raise InvalidArgument(field, f"names {num_tokens} tokens; at most {MAX_ANSWERED_TOKENS} fit, name fewer samples")
 
 
 def decode_samples(messages: Sequence[TrainingSample]) -> Samples:

@@ -23,7 +23,7 @@ from tasuki.trainer.durable.restore import recipe
 from tasuki.trainer.durable.training_log import TrainingLog
 from tasuki.trainer.ranks.wire import ROLES
 from tasuki.trainer.roles import Role
-from tasuki.trainer.service import requests
+from tasuki.trainer.service import requests, streams
 from tasuki.trainer.service.memory_servicer import TAGS
 from tasuki.trainer.service.metrics import TrainerMetrics
 from tasuki.trainer.service.saving import Saving
@@ -68,7 +68,7 @@ class TrainerServicer(TrainerServiceServicer):
     async def ForwardBackward(
         self, request_iterator: AsyncIterator[trainer_pb2.ForwardBackwardRequest], context: Any
     ) -> trainer_pb2.ForwardBackwardResponse:
-        header, samples = await requests.read_forward_backward(request_iterator)
+        header, samples = await streams.read_forward_backward(request_iterator)
         if header.validate_only:
             return await self._validate_forward_backward(header, samples)
         content = digest(header, samples)
@@ -153,7 +153,7 @@ class TrainerServicer(TrainerServiceServicer):
     async def ComputeLogProbs(
         self, request_iterator: AsyncIterator[trainer_pb2.ComputeLogProbsRequest], context: Any
     ) -> AsyncIterator[trainer_pb2.ComputeLogProbsResponse]:
-        header, samples = await requests.read_compute_log_probs(request_iterator)
+        header, samples = await streams.read_compute_log_probs(request_iterator)
         requests.decode_role(header.role, allowed=(Role.POLICY, Role.REFERENCE), field="header.role")
         for chunk in chunks([trainer_pb2.TokenLogProbs(log_probs=row) for row in await self._score(header.role, samples)]):
             yield trainer_pb2.ComputeLogProbsResponse(samples=chunk)
@@ -161,7 +161,7 @@ class TrainerServicer(TrainerServiceServicer):
     async def ComputeValues(
         self, request_iterator: AsyncIterator[trainer_pb2.ComputeValuesRequest], context: Any
     ) -> AsyncIterator[trainer_pb2.ComputeValuesResponse]:
-        samples = await requests.read_compute_values(request_iterator)
+        samples = await streams.read_compute_values(request_iterator)
         for chunk in chunks([trainer_pb2.TokenValues(values=row) for row in await self._score(ROLE_CRITIC, samples)]):
             yield trainer_pb2.ComputeValuesResponse(samples=chunk)
 

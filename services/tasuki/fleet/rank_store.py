@@ -8,14 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tasuki.trainer.other_nodes import END_KEY
 from tasuki.v1 import rank_store_pb2 as pb
 from tasuki.v1.rank_store_pb2_grpc import RankStoreServiceServicer
 from tasuki.wire.errors import DeadlineExceeded, InvalidArgument, StaleEpoch
 
-NAME = "tasuki.v1.RankStoreService"
 MAX_VALUE_BYTES = 1 << 20
-END_KEY = "end"
-"""Never set. Who waits for it hears when all trainers have to start again, also after a restart of the leader, which forgets stores."""
 _MAX_KEY_BYTES = 1 << 10
 _MAX_KEYS = 1 << 16
 _MAX_STORE_BYTES = 1 << 28
