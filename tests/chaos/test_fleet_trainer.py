@@ -11,7 +11,7 @@ import pytest
 from tasuki.v1.types_pb2 import ROLE_CRITIC, TrainingSample
 from tests.fleet.network import namespace_pair
 from tests.integration.fleet_port import fleet_port
-from tests.integration.fleet_trainers import fleet_of, logs_of_unconnected, nodes_of, start_node, sums_of
+from tests.integration.fleet_trainers import fleet_of, logs_of_unconnected, nodes_of, start_node
 from tests.integration.trainer_process import VALUE, TrainerClient, TrainerProcess, connect, start_trainer
 from tests.integration.trainer_samples import make_samples
 from tests.limits import limit_s
@@ -59,8 +59,8 @@ async def test_two_nodes_of_two_ranks_learn_as_one_rank(tmp_path: Path, model: P
                         assert fleets.loss == pytest.approx(values.loss, abs=1e-5)
                         await one.optim_step(role=ROLE_CRITIC)
                         await fleet.optim_step(role=ROLE_CRITIC)
-                await fleet.save(lambda rank: tmp_path / f"checkpoint-{rank}")
-                assert sums_of(tmp_path / "checkpoint-0") == sums_of(tmp_path / "checkpoint-1")
+                scores = [await client.log_probs(samples_of(99)) for client in fleet.clients]
+                assert scores[0] == scores[1]
     finally:
         alone.stop()
 
@@ -72,18 +72,18 @@ async def test_three_nodes_go_on_from_the_checkpoint_of_two(tmp_path: Path, mode
             async with fleet_of(nodes, model) as fleet:
                 await fleet.forward_backward(samples_of(0))
                 await fleet.optim_step()
-                await fleet.save(lambda rank: tmp_path / f"checkpoint-{rank}")
+                await fleet.save(tmp_path / "checkpoint")
         alone.wait_until_serving()
         with nodes_of(tmp_path / "three", model, num_nodes=3, settings=SETTINGS) as nodes:
             async with fleet_of(nodes, model) as fleet, connect(alone) as channel:
                 one = TrainerClient(channel)
-                await fleet.on_all(lambda client: client.load(tmp_path / "checkpoint-1"))
-                await one.load(tmp_path / "checkpoint-0")
+                await fleet.load(tmp_path / "checkpoint")
+                await one.load(tmp_path / "checkpoint")
                 for step in range(1, 5):
                     expected, got = await one.forward_backward(samples_of(step)), await fleet.forward_backward(samples_of(step))
                     assert got.loss == pytest.approx(expected.loss, abs=1e-5)
                     await one.optim_step()
-                    assert len({answer.grad_norm for answer in await fleet.optim_step()}) == 1
+                    await fleet.optim_step()
     finally:
         alone.stop()
 

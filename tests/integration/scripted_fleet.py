@@ -26,7 +26,7 @@ class ScriptedFleet:
 
     @property
     def num_nodes(self) -> int:
-        return len(self.nodes)
+        return len(self.channels)
 
     def all(self) -> list[NodeChannels]:
         return self.channels

@@ -23,7 +23,6 @@ from tasuki.doctor.fleet import (
     clock_finding,
     fleet_findings,
     gradients_finding,
-    member_findings,
 )
 from tasuki.fleet.nodes import FleetNodes
 from tasuki.fleet.servicer import FleetServicer
@@ -143,49 +142,34 @@ def test_a_fleet_that_is_not_up_fails_and_a_node_without_one_is_not_asked(config
     assert list(fleet_findings(config.model_copy(update={"fleet": None}))) == []
 
 
-def test_an_ended_fleet_fails() -> None:
-    fleet = fleet_pb2.GetFleetResponse(
-        num_nodes=1, ended_by="FLEET_ENDED: node 1 was silent", members=[fleet_pb2.FleetMember()]
-    )
-    assert next(iter(member_findings(fleet))).verdict is Verdict.FAIL
-
-
 @pytest.mark.parametrize(
-    ("leader_at", "rate", "verdict"),
+    ("leader_at", "device", "rate", "verdict"),
     [
-        ("localhost:1", 1e6, Verdict.OK),
-        ("10.0.0.1:1", 1e6, Verdict.FAIL),
-        ("10.0.0.1:1", 5e7, Verdict.WARN),
-        ("10.0.0.1:1", 1e9, Verdict.OK),
+        ("localhost:1", "cpu", 1e6, Verdict.OK),
+        ("10.0.0.1:1", "cpu", 1e6, Verdict.FAIL),
+        ("10.0.0.1:1", "cpu", 5e7, Verdict.WARN),
+        ("10.0.0.1:1", "cuda", 1e9, Verdict.WARN),
+        ("10.0.0.1:1", "cuda", 1e10, Verdict.OK),
     ],
 )
-def test_between_machines_a_rate_is_asserted(config: NodeConfig, leader_at: str, rate: float, verdict: Verdict) -> None:
+def test_gradients_between_machines_need_a_rate(
+    config: NodeConfig, leader_at: str, device: str, rate: float, verdict: Verdict
+) -> None:
     assert config.fleet is not None
-    elsewhere = config.model_copy(update={"fleet": config.fleet.model_copy(update={"leader": leader_at})})
-    assert gradients_finding(Gradients(rate, "TCP"), elsewhere).verdict is verdict
-
-
-def test_gpu_nodes_need_ten_times_the_rate(config: NodeConfig) -> None:
-    assert config.fleet is not None
-    fleet = config.fleet.model_copy(update={"leader": "10.0.0.1:1"})
-    on_gpus = config.model_copy(update={"fleet": fleet, "device": "cuda"})
-    found = [gradients_finding(Gradients(rate, "NET/Socket"), on_gpus) for rate in (1e8, 1e9, 1e10)]
-    assert [finding.verdict for finding in found] == [Verdict.FAIL, Verdict.WARN, Verdict.OK]
-    assert "80.00 Gb/s from a node by NCCL over NET/Socket;" in found[2].found
-    unnamed = gradients_finding(Gradients(1e10, ""), on_gpus)
-    assert unnamed.verdict is Verdict.WARN and "nccl0.log" in unnamed.advice
+    fleet = config.fleet.model_copy(update={"leader": leader_at})
+    elsewhere = config.model_copy(update={"fleet": fleet, "device": device})
+    assert gradients_finding(Gradients(rate, "NET/Socket"), elsewhere).verdict is verdict
+    assert gradients_finding(Gradients(1e10, ""), elsewhere).verdict is Verdict.WARN  # over a transport without a name
 
 
 def test_a_demanded_rate_is_asserted_even_on_one_machine(config: NodeConfig) -> None:
     measured = Gradients(1.25e9, "NET/Socket")
     assert gradients_finding(measured, config, min_gbit=9.9).verdict is Verdict.OK
-    slow = gradients_finding(measured, config, min_gbit=10.1)
-    assert slow.verdict is Verdict.FAIL and slow.found.endswith("--min-gbit demands 10.1 Gb/s")
+    assert gradients_finding(measured, config, min_gbit=10.1).verdict is Verdict.FAIL
     (finding,) = fleet_findings(config.model_copy(update={"fleet": None}), min_gbit=1.0)
     assert finding.verdict is Verdict.FAIL
-    for path, min_gbit in ((None, 1.0), (config.state_dir, 0.0), (config.state_dir, float("nan"))):
-        with pytest.raises(InvalidArgument, match="--min-gbit"):
-            run_doctor(path, min_gbit=min_gbit)
+    with pytest.raises(InvalidArgument, match="--min-gbit"):
+        run_doctor(config.state_dir, min_gbit=0.0)
 
 
 def test_a_clock_that_is_wrong_is_told_on_every_node() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -239,14 +238,6 @@ async def test_a_command_that_one_node_refuses_begins_on_none(folder: Path, name
         assert not any(name in node.calls for node in nodes)
 
 
-async def test_a_repeat_gets_the_first_answer(folder: Path) -> None:
-    async with front(folder) as (nodes, stub, _):
-        await forward_backward(stub, samples([1, 1]))
-        first = await stub.OptimStep(step(), timeout=TIMEOUT_S)
-        assert await stub.OptimStep(step(), timeout=TIMEOUT_S) == first
-        assert [node.policy_version for node in nodes] == [1, 1]
-
-
 async def test_a_repeat_at_another_life_of_the_fleet_gets_the_nodes_first_answers(folder: Path) -> None:
     async with front(folder) as (nodes, stub, fleet):
         await forward_backward(stub, samples([3, 1, 2]))
@@ -260,11 +251,6 @@ async def test_a_repeat_at_another_life_of_the_fleet_gets_the_nodes_first_answer
             error = await refused(other.OptimStep(step("another"), timeout=TIMEOUT_S))
             assert isinstance(error, StaleEpoch)
         assert [node.policy_version for node in nodes] == [1, 1]
-
-
-async def test_a_step_without_gradients_is_refused(folder: Path) -> None:
-    async with front(folder) as (_, stub, _):
-        assert isinstance(await refused(stub.OptimStep(step(), timeout=TIMEOUT_S)), NoGradients)
 
 
 async def test_half_a_batch_is_never_stepped(folder: Path) -> None:
@@ -345,18 +331,6 @@ async def test_calls_without_samples_or_with_samples_that_are_not_there_are_refu
             error = await refused(forward_backward(stub, given, f"r{field}", **fields))
             assert isinstance(error, InvalidArgument) and error.metadata["field"] == field
         assert not any(node.calls for node in nodes)
-
-
-async def test_work_outlives_its_caller(folder: Path) -> None:
-    async with front(folder) as (nodes, stub, _):
-        await forward_backward(stub, samples([1, 1]))
-        call = stub.OptimStep(step(), timeout=TIMEOUT_S)
-        await asyncio.sleep(0)
-        while "OptimStep?" not in nodes[0].calls:
-            await asyncio.sleep(0.001)
-        call.cancel()
-        assert (await stub.OptimStep(step(), timeout=TIMEOUT_S)).version == 1
-        assert [node.policy_version for node in nodes] == [1, 1]
 
 
 async def test_the_state_is_that_of_all_nodes(folder: Path) -> None:

@@ -62,7 +62,7 @@ class MemberNode(SimulatedNode):
     def _start_coordinator(self) -> None:
         super()._start_coordinator()
         self.is_listening = True
-        self.hold = FleetHold(self.config, self._journal)
+        self.hold = FleetHold(self._journal)
 
     def _see_served(self, version: int) -> None:
         super()._see_served(version)

@@ -46,14 +46,6 @@ def test_outside_of_a_job_nothing_is_told() -> None:
     assert fleet_table({"HOME": "/root", "SLURM_RESTART_COUNT": ""}) == {}
 
 
-@pytest.mark.parametrize("rank", ["two", "-1"])
-def test_a_variable_that_is_no_whole_number_is_named(rank: str) -> None:
-    with pytest.raises(
-        InvalidArgument, match=f"NODE_RANK: is '{rank}' in the environment; it must be a whole number, 0 or more"
-    ):
-        fleet_table({"NNODES": "2", "NODE_RANK": rank})
-
-
 @pytest.mark.parametrize(
     ("hosts", "first"),
     [

@@ -125,7 +125,7 @@ async def _serve_node(
     tracer: Tracer,
 ) -> None:
     planning = Planning(admission, config)
-    hold = FleetHold(config.fleet, journal)
+    hold = FleetHold(journal)
     servicer = CoordinatorServicer(node, journal, planning, instance=instance, port_targets=port_targets(config), hold=hold)
     server = RpcServer(
         service="coordinator",

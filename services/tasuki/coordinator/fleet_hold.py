@@ -1,49 +1,32 @@
-"""Fences commands of the node's fleet: a command sent earlier is never executed after a later one."""
+"""Orders commands of the node's fleet: a command sent earlier is never executed after a later one."""
 
 from __future__ import annotations
 
-from tasuki.config.fleet_schema import FleetConfig
 from tasuki.coordinator.journal import Journal
-from tasuki.rpc.fleet_caller import check_command
 from tasuki.v1.fleet_pb2 import FleetCommand
-from tasuki.wire.errors import InvalidArgument, StaleEpoch, StaleSequence
+from tasuki.wire.errors import StaleEpoch, StaleSequence
 
 
 class FleetHold:
-    """config: None for a node without a fleet. Attempt and epoch outlive this process in the journal."""
+    """Attempt and epoch outlive this process in the journal. FleetFence refuses callers beside the fleet."""
 
-    def __init__(self, config: FleetConfig | None, journal: Journal) -> None:
-        self._config, self._journal = config, journal
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
         self._sequence = 0
         """Sequence of the fleet's last command to this process; connections to an earlier one are closed."""
 
-    def check(self, command: FleetCommand | None) -> None:
+    def check(self, command: FleetCommand) -> None:
         """Adopts the command's numbers as the highest.
 
-        Raises HeldByFleet for a caller other than the fleet, StaleEpoch for its earlier life or another attempt, StaleSequence for a
-        command older than the last, InvalidArgument if the node belongs to no fleet, and DiskFull.
+        Raises StaleEpoch for an earlier life of the fleet, StaleSequence for a command older than the last, and DiskFull.
         """
-        if not self._is_new(command):
-            raise self._late(command)
+        self._check(command, least=self._sequence + 1)
 
     def check_look(self, command: FleetCommand) -> None:
         """Checks a look as `check` does, but accepts the last number again: the channel repeats an interrupted read."""
-        if not self._is_new(command) and command.sequence < self._sequence:
-            raise self._late(command)
+        self._check(command, least=self._sequence)
 
-    def _late(self, command: FleetCommand | None) -> StaleSequence:
-        assert command is not None
-        text = f"command {command.sequence} of the fleet comes after {self._sequence}"
-        return StaleSequence(text, sequence=command.sequence, current_sequence=self._sequence)
-
-    def _is_new(self, command: FleetCommand | None) -> bool:
-        """Adopts the numbers unless the sequence was seen before. Raises as `check`, except StaleSequence."""
-        if self._config is None:
-            if command is not None:
-                raise InvalidArgument("fleet", f"this node belongs to no fleet, and is called by {command.name!r}; set [fleet]")
-            return True
-        check_command(self._config, command)
-        assert command is not None
+    def _check(self, command: FleetCommand, *, least: int) -> None:
         given, known = (command.attempt, command.epoch), self._journal.fleet_epoch(command.name)
         if given < known:
             raise StaleEpoch(
@@ -54,8 +37,7 @@ class FleetHold:
             )
         if given > known:
             self._journal.take_fleet_epoch(command.name, attempt=command.attempt, epoch=command.epoch)
-            self._sequence = 0
-        if command.sequence <= self._sequence:
-            return False
+        elif command.sequence < least:
+            text = f"command {command.sequence} of the fleet comes after {self._sequence}"
+            raise StaleSequence(text, sequence=command.sequence, current_sequence=self._sequence)
         self._sequence = command.sequence
-        return True

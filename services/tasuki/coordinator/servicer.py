@@ -19,7 +19,6 @@ from tasuki.memory.stages import Phase, Stage
 from tasuki.rpc.stages import stage_from_proto
 from tasuki.v1 import coordinator_pb2 as pb
 from tasuki.v1 import coordinator_pb2_grpc
-from tasuki.v1.fleet_pb2 import FleetCommand
 from tasuki.wire.errors import InvalidArgument
 
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -70,7 +69,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self._node, self._journal, self._planning, self._instance = node, journal, planning, instance
 
     async def Acquire(self, request: pb.AcquireRequest, context: _Context) -> AsyncIterator[pb.AcquireResponse]:
-        self._hold.check(_fleet(request))
+        if request.HasField("fleet"):
+            self._hold.check(request.fleet)
         phase = phase_from_proto(request.phase)
         if phase is None:
             raise InvalidArgument("phase", "must be PHASE_TRAIN or PHASE_ROLLOUT")
@@ -78,7 +78,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             yield pb.AcquireResponse(event=event_to_proto(update.event), state=self._state(update.state, context))
 
     async def RunStage(self, request: pb.RunStageRequest, context: _Context) -> pb.RunStageResponse:
-        self._hold.check(_fleet(request))
+        if request.HasField("fleet"):
+            self._hold.check(request.fleet)
         stage = stage_from_proto(request.stage)
         if stage is None:
             raise InvalidArgument("stage", f"must be one of {', '.join(f'STAGE_{each}' for each in Stage)}")
@@ -124,10 +125,6 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
 
     def _state(self, state: NodeState, context: _Context) -> pb.NodeState:
         return state_for(context, state_to_proto(state, instance=self._instance), port_targets=self._port_targets)
-
-
-def _fleet(request: pb.AcquireRequest | pb.RunStageRequest) -> FleetCommand | None:
-    return request.fleet if request.HasField("fleet") else None
 
 
 def _request_id(given: str) -> str:

@@ -84,7 +84,7 @@ def make_server(
         PlanOfNodes(nodes),
         instance=instance,
         port_targets={"trainer": address, "rollout": address},
-        hold=FleetHold(None, journal),
+        hold=FleetHold(journal),
     )
     store = RankStoreServicer(fleet=config.fleet.name, attempt=config.fleet.attempt, num_nodes=config.fleet.num_nodes)
     # SGLang uses seeds on a CPU only.

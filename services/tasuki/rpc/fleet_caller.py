@@ -42,24 +42,21 @@ class FleetFence:
             return
         if command is not None and role < CallerRole.PEER:
             raise PermissionDenied(f"{method.name} for a fleet needs the role peer; the caller has {role.label}", needed="peer")
-        check_command(self._config, command)
-
-
-def check_command(config: FleetConfig, command: FleetCommand | None) -> None:
-    """Raises HeldByFleet unless the command is of this fleet, and StaleEpoch for another attempt of the job."""
-    if command is None or command.name != config.name:
-        who = "a caller beside it" if command is None else f"fleet {command.name!r}"
-        raise HeldByFleet(
-            f"the node belongs to fleet {config.name!r} and takes no commands from {who}; call the fleet at {config.leader}",
-            fleet=config.name,
-            address=config.leader,
-        )
-    if command.attempt != config.attempt:
-        raise StaleEpoch(
-            f"the fleet is of attempt {command.attempt} of the job, and the node of {config.attempt}; stop the one that was left behind",
-            epoch=command.attempt,
-            current_epoch=config.attempt,
-        )
+        config = self._config
+        if command is None or command.name != config.name:
+            who = "a caller beside it" if command is None else f"fleet {command.name!r}"
+            raise HeldByFleet(
+                f"the node belongs to fleet {config.name!r} and takes no commands from {who}; call the fleet at {config.leader}",
+                fleet=config.name,
+                address=config.leader,
+            )
+        if command.attempt != config.attempt:
+            raise StaleEpoch(
+                f"the fleet is of attempt {command.attempt} of the job, and the node of {config.attempt}; stop the one that was left "
+                "behind",
+                epoch=command.attempt,
+                current_epoch=config.attempt,
+            )
 
 
 def _command(context: Any) -> FleetCommand | None:
