@@ -11,7 +11,7 @@ from tasuki.algorithms.losses.cispo import CispoLoss
 from tasuki.algorithms.losses.policy_gradient import PolicyGradientLoss
 from tasuki.algorithms.losses.sft import SftLoss
 from tasuki.algorithms.losses.value import ValueLoss
-from tasuki.trainer.data.checks import BatchLimits, check_loss, check_sequences, check_versions
+from tasuki.trainer.data.checks import BatchLimits, check_loss, check_sequences, check_share, check_versions
 from tasuki.trainer.roles import Role
 from tasuki.trainer.service.requests import decode_samples
 from tasuki.v1.types_pb2 import TrainingSample
@@ -148,3 +148,10 @@ def test_sample_of_a_version_that_the_trainer_never_had_is_refused_by_its_place(
     with pytest.raises(VersionOrder, match=r"samples\[2\].policy_version: 4 is above the trainer's 3") as refused:
         check_versions(decode_samples(messages), policy_version=3)
     assert refused.value.metadata == {"have": "3", "want": "4"}
+
+
+def test_a_fleets_share_may_be_empty_but_needs_the_calls_divisor() -> None:
+    check_share(decode_samples([]), config=LossConfig(denominator=3.0), role=Role.POLICY, limits=LIMITS)
+    with pytest.raises(InvalidArgument) as refused:
+        check_share(decode_samples([make_sample()]), config=LossConfig(), role=Role.POLICY, limits=LIMITS)
+    assert refused.value.metadata["field"] == "header.loss.settings.denominator"
