@@ -8,21 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tasuki.algorithms.effects import check_evaluation
-from tasuki.algorithms.estimator import check_critic, check_groups, check_kl_horizon, check_loss, check_overlong
 from tasuki.algorithms.loss_types import LossConfig, OldPolicy
 from tasuki.algorithms.overlong import soft_overlong_penalty
-from tasuki.algorithms.setting import SettingError, check_numbers
+from tasuki.algorithms.setting import check_evaluation
 from tasuki.client.dataset import Dataset, Row
 from tasuki.client.dynamic_sampling import Group, collect, groups_of
-from tasuki.client.estimation import AdvantageSettings, Estimator, EstimatorState, estimate_advantages, has_advantages
-from tasuki.client.evaluation import EvalSettings, eval_figures
+from tasuki.client.estimation import Estimator, EstimatorState, estimate_advantages, has_advantages
+from tasuki.client.evaluation import eval_figures
 from tasuki.client.loop_state import LoopState, checkpoint_path, write_loop_state, write_pending
 from tasuki.client.rewards import Completion, RewardPool, Scores
 from tasuki.client.sample_dump import SampleDump
@@ -32,67 +29,12 @@ from tasuki.client.step_metrics import averaged, measure_samples
 from tasuki.client.sync_client import Client
 from tasuki.client.truncation import has_loss_tokens, without_truncated
 from tasuki.client.types import Phase, Role, Sample, SamplingParams, TrainingSample
+from tasuki.config.train_schema import EvalConfig, TrainConfig
 
 
 class Tokenizer(Protocol):
     def encode_prompt(self, prompt: object) -> list[int]: ...
     def decode(self, token_ids: NDArray[np.int32]) -> str: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    num_steps: int
-    prompts_per_step: int
-    group_size: int
-    sampling: SamplingParams
-    output_dir: Path
-    loss: LossConfig = field(default_factory=LossConfig)
-    """Loss of the policy."""
-    value_loss: LossConfig | None = None
-    """Loss of the critic, if there is one."""
-    critic_warmup_steps: int = 0
-    """Initial steps in which only the critic learns."""
-    advantages: AdvantageSettings = field(default_factory=AdvantageSettings)
-    num_epochs: int = 1
-    """Passes over the samples of a step."""
-    num_mini_batches: int = 1
-    """Optimizer steps per pass."""
-    max_batches: int = 1
-    """Maximum generations per step until enough groups differ (DAPO's dynamic sampling). 1 keeps all groups."""
-    mask_truncated: bool = False
-    """Whether completions that reached max_new_tokens are excluded from the loss."""
-    overlong_tokens: int | None = None
-    """Length of the penalty zone before max_new_tokens, in tokens, over which the reward falls by up to 1 (DAPO)."""
-    evaluation: EvalSettings = field(default_factory=EvalSettings)
-    eval_every: int | None = None
-    stop_at_eval_score: float | None = None
-    save_every: int | None = None
-    seed: int = 0
-    """Seed for the order of samples in mini-batches."""
-
-    def __post_init__(self) -> None:
-        """Raises SettingError naming a field that is out of range or conflicts with another."""
-        check_numbers(self)
-        counts = ("num_steps", "prompts_per_step", "group_size", "num_epochs", "num_mini_batches", "max_batches")
-        for name in (*counts, "eval_every", "save_every"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise SettingError(name, f"is {value}; must be 1 or greater")
-        for name in ("seed", "critic_warmup_steps"):
-            if getattr(self, name) < 0:
-                raise SettingError(name, f"is {getattr(self, name)}; must be 0 or greater")
-        kinds = {"loss": LossConfig, "advantages": AdvantageSettings, "sampling": SamplingParams}
-        if self.value_loss is not None:
-            kinds["value_loss"] = LossConfig
-        for name, kind in kinds.items():
-            if not isinstance(getattr(self, name), kind):
-                raise SettingError(name, f"is {getattr(self, name)!r}; must be an instance of {kind.__name__}")
-        estimator, num_groups = self.advantages.estimator, self.prompts_per_step
-        check_groups(estimator, group_size=self.group_size, num_groups=num_groups, max_batches=self.max_batches)
-        check_kl_horizon(self.advantages, prompts_per_step=num_groups, group_size=self.group_size)
-        check_overlong(self.overlong_tokens, max_new_tokens=self.sampling.max_new_tokens)
-        check_loss(self.loss, num_updates=self.num_epochs * self.num_mini_batches)
-        check_critic(estimator, value_loss=self.value_loss, warmup_steps=self.critic_warmup_steps)
 
 
 @dataclass(slots=True)
@@ -104,7 +46,7 @@ class RlLoop:
     eval_rows: Sequence[Row]
     tokenizer: Tokenizer
     rewards: RewardPool
-    settings: Settings
+    settings: TrainConfig
     state: EstimatorState = field(default_factory=EstimatorState)
     dump: SampleDump | None = None
     """Where some samples of each step are written for inspection."""
@@ -119,7 +61,18 @@ class RlLoop:
             needed="there are no eval_rows; give some",
             eval_every=settings.eval_every,
             stop_at_eval_score=settings.stop_at_eval_score,
-            evaluation=settings.evaluation != EvalSettings(),
+            evaluation=settings.eval != EvalConfig(),
+        )
+
+    @property
+    def sampling(self) -> SamplingParams:
+        settings = self.settings
+        return SamplingParams(
+            max_new_tokens=settings.max_new_tokens,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+            stop_token_ids=settings.stop_token_ids,
         )
 
     def run(self, report: Callable[[Step], None], *, first_step: int = 0) -> None:
@@ -148,12 +101,17 @@ class RlLoop:
 
     def evaluate(self, step: Step) -> None:
         """Generates and scores completions of the held-out prompts."""
-        evaluation, sampling = self.settings.evaluation, self.settings.evaluation.sampling_params()
-        limit = self.settings.sampling.max_new_tokens if sampling.max_new_tokens is None else sampling.max_new_tokens
-        sampling = replace(sampling, max_new_tokens=limit, stop_token_ids=self.settings.sampling.stop_token_ids)
+        settings, evaluation = self.settings, self.settings.eval
+        sampling = SamplingParams(
+            max_new_tokens=settings.max_new_tokens if evaluation.max_new_tokens is None else evaluation.max_new_tokens,
+            temperature=evaluation.temperature,
+            top_p=evaluation.top_p,
+            top_k=evaluation.top_k,
+            stop_token_ids=settings.stop_token_ids,
+        )
         with step.timed("evaluate"):
             prompts, samples = self.complete(
-                self.eval_rows, sampling, num_samples=evaluation.num_samples, is_last=step.step == self.settings.num_steps
+                self.eval_rows, sampling, num_samples=evaluation.num_samples, is_last=step.step == settings.num_steps
             )
             figures = eval_figures(self.score(self.eval_rows, prompts, samples), evaluation)
         step.eval_score = figures.pop("mean", None)
@@ -190,7 +148,7 @@ class RlLoop:
             is_last = len(generated) + 1 == settings.max_batches
             with step.timed("generate"):
                 greedy = self.greedy_samples(rows)
-                prompts, samples = self.complete(rows, settings.sampling, num_samples=settings.group_size, is_last=is_last)
+                prompts, samples = self.complete(rows, self.sampling, num_samples=settings.group_size, is_last=is_last)
             if is_last:
                 # Nothing more will be generated: the trainer resumes while rewards are computed.
                 step.begin_acquire(self.client, Phase.TRAIN)
@@ -235,8 +193,8 @@ class RlLoop:
 
     def shaped(self, samples: Sequence[Sample], rewards_S: NDArray[np.float32]) -> NDArray[np.float32]:
         """Applies DAPO's penalty for completions near the length limit."""
-        limit, buffer = self.settings.sampling.max_new_tokens, self.settings.overlong_tokens
-        if buffer is None or limit is None:
+        limit, buffer = self.settings.max_new_tokens, self.settings.overlong_tokens
+        if buffer is None:
             return rewards_S
         lengths_S = np.array([len(sample.token_ids) for sample in samples])
         return rewards_S + soft_overlong_penalty(lengths_S, max_completion_tokens=limit, buffer_tokens=buffer)
@@ -245,7 +203,7 @@ class RlLoop:
         """Generates each prompt's greedy completion for ReMax's baseline; None for other estimators."""
         if self.settings.advantages.estimator is not Estimator.GREEDY_BASELINE:
             return None
-        return self.complete(rows, replace(self.settings.sampling, temperature=0.0), num_samples=1)[1]
+        return self.complete(rows, replace(self.sampling, temperature=0.0), num_samples=1)[1]
 
     def greedy_rewards(
         self, rows: Sequence[Row], prompts: Sequence[list[int]], samples: Sequence[Sample] | None
@@ -289,7 +247,7 @@ class RlLoop:
         shown: ShownSamples,
     ) -> None:
         """Computes advantages, then takes an optimizer step per mini-batch. Adds the metrics to the step."""
-        settings = self.settings
+        settings, value_loss = self.settings, self.settings.critic_loss()
         step.acquire(self.client, Phase.TRAIN)
         samples = self.scored(step, samples)
         estimate = estimate_advantages(
@@ -304,13 +262,13 @@ class RlLoop:
         step.metrics |= estimate.metrics
         generated = [sample for group in groups for sample in group.samples]
         shown.add_learned(estimate.samples, [generated[place] for place in places])
-        if settings.value_loss is not None:
+        if value_loss is not None:
             step.critic_version = self.client.trainer_state().critic_version
         write_pending(settings.output_dir, replace(step, estimator=self.state.numbers()))
         measured: list[dict[str, float]] = []
         for mini_batch in self.mini_batches(estimate.samples, number=step.step):
-            if settings.value_loss is not None:
-                measured.append(self.update_critic(step, mini_batch, settings.value_loss))
+            if value_loss is not None:
+                measured.append(self.update_critic(step, mini_batch, value_loss))
             if step.step >= settings.critic_warmup_steps and self.moves_policy(mini_batch):
                 measured.append(self.update_policy(step, mini_batch, shown))
         step.metrics |= averaged(measured)
@@ -322,11 +280,11 @@ class RlLoop:
             with step.timed("ref_log_probs"):
                 ref = self.client.compute_log_probs(samples, role=Role.REFERENCE)
             samples = [replace(sample, ref_log_probs=row) for sample, row in zip(samples, ref, strict=True)]
-        if settings.loss.old_policy is OldPolicy.GIVEN:
+        if settings.policy_loss().old_policy is OldPolicy.GIVEN:
             with step.timed("old_log_probs"):
                 old = self.client.compute_log_probs(samples)
             samples = [replace(sample, old_log_probs=row) for sample, row in zip(samples, old, strict=True)]
-        if settings.value_loss is not None:
+        if settings.critic_loss() is not None:
             with step.timed("values"):
                 values = self.client.compute_values(samples)
             samples = [replace(sample, values=row) for sample, row in zip(samples, values, strict=True)]
@@ -353,7 +311,7 @@ class RlLoop:
     def update_policy(self, step: Step, samples: list[TrainingSample], shown: ShownSamples) -> dict[str, float]:
         wanted = shown.wanted(samples)
         with step.timed("forward_backward"):
-            done = self.client.forward_backward(samples, self.settings.loss, log_probs_of=wanted)
+            done = self.client.forward_backward(samples, self.settings.policy_loss(), log_probs_of=wanted)
         shown.add_log_probs(samples, wanted, done.log_probs)
         with step.timed("optim_step"):
             stepped = self.client.optim_step(schedule_step=step.step - self.settings.critic_warmup_steps)

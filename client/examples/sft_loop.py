@@ -11,10 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from tasuki.algorithms.effects import check_evaluation
 from tasuki.algorithms.loss_types import Aggregation, LossConfig
 from tasuki.algorithms.losses.sft import SftLoss
-from tasuki.algorithms.setting import SettingError, check_numbers, member
+from tasuki.algorithms.setting import check_evaluation, check_whole, member
 from tasuki.client.dataset import Dataset
 from tasuki.client.loop_state import LoopState, checkpoint_path, write_loop_state, write_pending
 from tasuki.client.step import Step
@@ -34,11 +33,9 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Raises SettingError naming the field that is out of range."""
-        check_numbers(self)
         for name in ("num_steps", "samples_per_step", "eval_every", "save_every"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise SettingError(name, f"is {value}; must be 1 or greater")
+            if getattr(self, name) is not None:
+                check_whole(name, getattr(self, name), least=1, most=2**63)
         member(Aggregation, self.aggregation, field="aggregation")
 
 

@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 from tasuki.algorithms.loss_types import LossConfig
 from tasuki.client.dataset import Dataset, Row
 from tasuki.client.rewards import Completion, RewardPool, Scores
-from tasuki.client.rl_loop import RlLoop, Settings
+from tasuki.client.rl_loop import RlLoop
 from tasuki.client.step import Step
 from tasuki.client.sync_client import Client
 from tasuki.client.types import FinishReason, OptimStepResult, Phase, Role, Sample, SamplingParams, SaveResult, TrainingSample
+from tasuki.config.train_schema import TrainConfig
 
 Reward = Callable[[int, int], float]
 """Maps the prompt's token and the sample's number in its group to a reward."""
@@ -166,6 +167,26 @@ class Tokenizer:
         return " ".join(map(str, token_ids))
 
 
+def train_config(output_dir: Path, **own: Any) -> TrainConfig:
+    """Three groups of four completions in one step, and what is named."""
+    required = {"dataset": "train.jsonl", "output_dir": output_dir, "reward": {"function": "rewards:exact"}}
+    usual = {
+        "num_steps": 1,
+        "prompts_per_step": 3,
+        "group_size": 4,
+        "max_new_tokens": 8,
+        "temperature": 0.5,
+        "eval_dataset": "held_out.jsonl",
+    }
+    return TrainConfig.model_validate({**required, **usual, **own})
+
+
+def changed(settings: TrainConfig, **own: Any) -> TrainConfig:
+    """The settings with others in their place, checked."""
+    fields = {name: getattr(settings, name) for name in settings.model_fields_set}
+    return TrainConfig.model_validate({**fields, **own})
+
+
 ROWS: list[Row] = [{"prompt": str(number)} for number in range(20)]
 
 
@@ -185,7 +206,7 @@ def keys(samples: Sequence[TrainingSample]) -> list[tuple[int, ...]]:
 
 def loop_of(
     client: LoopClient,
-    settings: Settings,
+    settings: TrainConfig,
     *,
     reward: Reward | dict[str, Reward] = by_number,
     dataset: Dataset | None = None,

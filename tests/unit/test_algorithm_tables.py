@@ -15,12 +15,11 @@ from tasuki.algorithms.losses.ppo import PpoLoss
 from tasuki.algorithms.losses.value import ValueLoss
 from tasuki.algorithms.reward_kl import AdaptiveKlCoef
 from tasuki.client.estimation import Estimator
-from tasuki.client.rl_loop import Settings
 from tasuki.config.algorithms import PRESETS, expanded
 from tasuki.config.load import load_config
 from tasuki.config.save import save_config
 from tasuki.config.schema import NodeConfig
-from tasuki.runs.loop_settings import loop_settings
+from tasuki.config.train_schema import TrainConfig
 from tasuki.wire.errors import InvalidArgument
 
 MINIMAL = (
@@ -37,10 +36,10 @@ def config_of(folder: Path, *overrides: str) -> NodeConfig:
     return load_config(path, overrides=overrides)
 
 
-def settings_of(folder: Path, *overrides: str) -> Settings:
+def settings_of(folder: Path, *overrides: str) -> TrainConfig:
     train = config_of(folder, *overrides).train
     assert train is not None
-    return loop_settings(train)
+    return train
 
 
 def refused(folder: Path, *overrides: str) -> InvalidArgument:
@@ -71,7 +70,8 @@ def test_an_algorithm_is_these_settings_of_the_loop(tmp_path: Path, name: str) -
     assert (settings.loss.loss, settings.loss.aggregation) == (loss, aggregation)
     assert settings.max_batches == (4 if name == "dapo" else 1)
     expected = ValueLoss(clip=0.2) if name == "ppo" else None
-    assert (None if settings.value_loss is None else settings.value_loss.loss) == expected
+    critic = settings.critic_loss()
+    assert (None if critic is None else critic.loss) == expected
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -135,7 +135,7 @@ def test_dr_grpo_divides_by_the_longest_completion_unless_it_is_told_another_len
     ],
 )
 def test_old_log_probs_are_computed_where_a_ratio_needs_them(tmp_path: Path, overrides: list[str], expected: OldPolicy) -> None:
-    assert settings_of(tmp_path, *overrides).loss.old_policy is expected
+    assert settings_of(tmp_path, *overrides).policy_loss().old_policy is expected
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 from tasuki.algorithms import advantages
 from tasuki.algorithms.loss_types import KlEstimator
-from tasuki.client.estimation import AdvantageSettings, Estimate, Estimator, EstimatorState, estimate_advantages
+from tasuki.client.estimation import Estimate, Estimator, EstimatorState, estimate_advantages
 from tasuki.client.types import TrainingSample
+from tasuki.config.train_schema import AdvantageConfig
 
 NAN = float("nan")
 REWARDS_PG = np.array([[0.0, 1.0, 4.0], [2.0, 2.0, 5.0]], dtype=np.float32)
@@ -31,7 +32,7 @@ def samples(**columns: float) -> list[TrainingSample]:
 
 
 def estimate(
-    settings: AdvantageSettings,
+    settings: AdvantageConfig,
     *,
     of: Sequence[TrainingSample] | None = None,
     rewards_PG: NDArray[np.float32] = REWARDS_PG,
@@ -59,23 +60,23 @@ def flat(found: Estimate) -> NDArray[np.float32]:
 
 @pytest.mark.parametrize("std", ["none", "sample", "population"])
 def test_group_mean_is_by_group(std: Any) -> None:
-    found = estimate(AdvantageSettings(estimator=Estimator.GROUP_MEAN, std=std))
+    found = estimate(AdvantageConfig(estimator=Estimator.GROUP_MEAN, std=std))
     assert advantages_of(found) == advantages.group_mean(REWARDS_PG, std=std).reshape(-1).tolist()
 
 
 @pytest.mark.parametrize("std", ["none", "sample"])
 def test_batch_baseline_is_over_all_samples(std: Any) -> None:
-    found = estimate(AdvantageSettings(estimator=Estimator.BATCH_BASELINE, std=std))
+    found = estimate(AdvantageConfig(estimator=Estimator.BATCH_BASELINE, std=std))
     assert advantages_of(found) == advantages.group_mean(REWARDS_PG.reshape(1, 6), std=std)[0].tolist()
 
 
 def test_leave_one_out_takes_the_mean_of_the_others_off() -> None:
-    found = estimate(AdvantageSettings(estimator=Estimator.LEAVE_ONE_OUT))
+    found = estimate(AdvantageConfig(estimator=Estimator.LEAVE_ONE_OUT))
     np.testing.assert_allclose(advantages_of(found), [-2.5, -1.0, 3.5, -1.5, -1.5, 3.0], rtol=1e-6)
 
 
 def test_greedy_baseline_takes_the_greedy_reward_off_and_a_failed_one_teaches_nothing() -> None:
-    found = estimate(AdvantageSettings(estimator=Estimator.GREEDY_BASELINE), greedy_rewards_P=[1.0, NAN])
+    found = estimate(AdvantageConfig(estimator=Estimator.GREEDY_BASELINE), greedy_rewards_P=[1.0, NAN])
     assert advantages_of(found) == [-1.0, 0.0, 3.0, 0.0, 0.0, 0.0]
 
 
@@ -83,7 +84,7 @@ def test_group_baseline_is_whitened_by_counted_tokens() -> None:
     of = samples()
     of[2] = sample(1, mask=[0.0], rollout_log_probs=-0.5)
     counted = np.array([[2, 3, 0], [2, 4, 3]])
-    found = estimate(AdvantageSettings(estimator=Estimator.GROUP_BASELINE_WHITENED), of=of)
+    found = estimate(AdvantageConfig(estimator=Estimator.GROUP_BASELINE_WHITENED), of=of)
     expected = advantages.group_baseline_whitened(REWARDS_PG, num_counted_PG=counted)
     assert advantages_of(found) == expected.reshape(-1).tolist()
     weighed = np.repeat(advantages_of(found), counted.reshape(-1))
@@ -91,9 +92,9 @@ def test_group_baseline_is_whitened_by_counted_tokens() -> None:
 
 
 def test_globally_whitened_is_by_token_with_mean_0_and_variance_1() -> None:
-    found = estimate(AdvantageSettings(estimator=Estimator.GLOBALLY_WHITENED))
+    found = estimate(AdvantageConfig(estimator=Estimator.GLOBALLY_WHITENED))
     np.testing.assert_allclose(flat(found), _whitened(np.repeat(REWARDS_PG.reshape(-1), LENGTHS)), rtol=1e-5)
-    discounted = estimate(AdvantageSettings(estimator=Estimator.GLOBALLY_WHITENED, discount=0.5))
+    discounted = estimate(AdvantageConfig(estimator=Estimator.GLOBALLY_WHITENED, discount=0.5))
     powers = np.concatenate([0.5 ** np.arange(length)[::-1] for length in LENGTHS])
     np.testing.assert_allclose(flat(discounted), _whitened(np.repeat(REWARDS_PG.reshape(-1), LENGTHS) * powers), rtol=1e-5)
 
@@ -104,7 +105,7 @@ def _whitened(x: NDArray[np.floating]) -> NDArray[np.floating]:
 
 @pytest.mark.parametrize("lam", [0.0, 0.5, 1.0])
 def test_gae_has_values_in_it_and_gives_returns(lam: float) -> None:
-    settings = AdvantageSettings(estimator=Estimator.GAE, lam=lam, discount=0.5, whiten=False)
+    settings = AdvantageConfig(estimator=Estimator.GAE, lam=lam, discount=0.5, whiten=False)
     found = estimate(settings, of=samples(values=1.0))
     for made, reward, length in zip(found.samples, REWARDS_PG.reshape(-1), LENGTHS, strict=True):
         expected = np.zeros(length)
@@ -114,13 +115,13 @@ def test_gae_has_values_in_it_and_gives_returns(lam: float) -> None:
             following = expected[t] = delta + 0.5 * lam * following
         np.testing.assert_allclose(made.advantages, expected, rtol=1e-6)
         np.testing.assert_allclose(made.returns, expected + 1.0, rtol=1e-6)
-    whitened = estimate(AdvantageSettings(estimator=Estimator.GAE, lam=lam, discount=0.5), of=samples(values=1.0))
+    whitened = estimate(AdvantageConfig(estimator=Estimator.GAE, lam=lam, discount=0.5), of=samples(values=1.0))
     np.testing.assert_allclose(flat(whitened), _whitened(flat(found)), rtol=1e-4, atol=1e-6)
     assert [list(each.returns) for each in whitened.samples] == [list(each.returns) for each in found.samples]
 
 
 def test_explained_variance_is_left_out_where_returns_do_not_vary() -> None:
-    settings = AdvantageSettings(estimator=Estimator.GAE)
+    settings = AdvantageConfig(estimator=Estimator.GAE)
     assert estimate(settings, of=samples(values=1.0)).metrics == {"explained_variance": pytest.approx(0.0)}
     assert estimate(settings, of=samples(values=1.0), rewards_PG=np.ones((2, 3), dtype=np.float32)).metrics == {}
 
@@ -128,7 +129,7 @@ def test_explained_variance_is_left_out_where_returns_do_not_vary() -> None:
 def test_a_masked_token_takes_no_part() -> None:
     masked = sample(3, mask=[1.0, 1.0, 0.0], rollout_log_probs=-0.5, ref_log_probs=-0.5, values=0.0)
     rewards_PG = np.array([[3.0]], dtype=np.float32)
-    settings = AdvantageSettings(estimator=Estimator.GAE, whiten=False, discount=0.5)
+    settings = AdvantageConfig(estimator=Estimator.GAE, whiten=False, discount=0.5)
     (made,) = estimate(settings, of=[masked], rewards_PG=rewards_PG, places=[0]).samples
     np.testing.assert_allclose(made.advantages, [1.5, 3.0, 0.0])
 
@@ -137,11 +138,11 @@ def test_failed_and_empty_completions_are_passed_over() -> None:
     rewards_PG = np.array([[0.0, NAN, 4.0], [2.0, 2.0, 5.0]], dtype=np.float32)
     of = [each for place, each in enumerate(samples()) if place not in (1, 4)]
     for estimator in (Estimator.GROUP_MEAN, Estimator.LEAVE_ONE_OUT, Estimator.BATCH_BASELINE, Estimator.RUNNING_BASELINE):
-        settings = AdvantageSettings(estimator=estimator, std="none")
+        settings = AdvantageConfig(estimator=estimator, std="none")
         found = estimate(settings, of=of, rewards_PG=rewards_PG, places=[0, 2, 3, 5])
         assert len(found.samples) == 4
         assert np.isfinite(advantages_of(found)).all()
-    found = estimate(AdvantageSettings(std="none"), of=of, rewards_PG=rewards_PG, places=[0, 2, 3, 5])
+    found = estimate(AdvantageConfig(std="none"), of=of, rewards_PG=rewards_PG, places=[0, 2, 3, 5])
     # The empty sample, at position 4, counts in its group's mean.
     np.testing.assert_allclose(advantages_of(found), [-2.0, 2.0, -1.0, 2.0])
 
@@ -150,7 +151,7 @@ def test_failed_and_empty_completions_are_passed_over() -> None:
     ("estimator", "per_token"), [(KlEstimator.K1, 0.25), (KlEstimator.K2, 0.03125), (KlEstimator.K3, np.exp(-0.25) - 0.75)]
 )
 def test_the_kl_in_the_reward_is_a_samples_sum(estimator: KlEstimator, per_token: float) -> None:
-    settings = AdvantageSettings(estimator=Estimator.RUNNING_BASELINE, kl_coef=0.5, kl_estimator=estimator)
+    settings = AdvantageConfig(estimator=Estimator.RUNNING_BASELINE, kl_coef=0.5, kl_estimator=estimator)
     state = EstimatorState.of({"baseline_total": 1.0, "baseline_weight": 1.0})
     found = estimate(settings, of=samples(ref_log_probs=-0.75), state=state)
     expected = REWARDS_PG.reshape(-1) - 0.5 * per_token * np.array(LENGTHS) - 1.0
@@ -161,20 +162,20 @@ def test_the_kl_in_the_reward_is_a_samples_sum(estimator: KlEstimator, per_token
 
 
 def test_the_kl_in_the_reward_is_at_each_token_where_advantages_are() -> None:
-    settings = AdvantageSettings(estimator=Estimator.GAE, whiten=False, kl_coef=0.5, lam=1.0)
+    settings = AdvantageConfig(estimator=Estimator.GAE, whiten=False, kl_coef=0.5, lam=1.0)
     found = estimate(settings, of=samples(ref_log_probs=-0.75, values=0.0))
     for made, reward, length in zip(found.samples, REWARDS_PG.reshape(-1), LENGTHS, strict=True):
         np.testing.assert_allclose(made.advantages, reward - 0.125 * np.arange(length, 0, -1), rtol=1e-6)
 
 
 def test_the_kl_is_to_the_policy_before_the_step_where_that_was_computed() -> None:
-    settings = AdvantageSettings(kl_coef=0.5)
+    settings = AdvantageConfig(kl_coef=0.5)
     found = estimate(settings, of=samples(ref_log_probs=-0.75, old_log_probs=-0.75))
     assert found.metrics["reward_kl"] == 0.0
 
 
 def test_a_target_steers_the_coefficient_and_a_step_begins_where_the_last_one_ended() -> None:
-    settings = AdvantageSettings(kl_coef=0.5, kl_target=0.125, kl_horizon=6.0)
+    settings = AdvantageConfig(kl_coef=0.5, kl_target=0.125, kl_horizon=6.0)
     first = estimate(settings, of=samples(ref_log_probs=-0.75))
     assert first.metrics["reward_kl_coef"] == 0.5
     assert first.state.kl_coef == pytest.approx(0.5 * 1.2)  # 6 samples with an error of 20 % or more
@@ -184,13 +185,13 @@ def test_a_target_steers_the_coefficient_and_a_step_begins_where_the_last_one_en
 
 
 def test_a_fixed_coefficient_is_that_of_the_settings() -> None:
-    found = estimate(AdvantageSettings(kl_coef=0.5), of=samples(ref_log_probs=-0.75))
+    found = estimate(AdvantageConfig(kl_coef=0.5), of=samples(ref_log_probs=-0.75))
     assert found.state.kl_coef is None
     assert "kl_coef" not in found.state.numbers()
 
 
 def test_the_running_baseline_is_of_past_batches() -> None:
-    settings = AdvantageSettings(estimator=Estimator.RUNNING_BASELINE)
+    settings = AdvantageConfig(estimator=Estimator.RUNNING_BASELINE)
     first = estimate(settings)
     np.testing.assert_allclose(advantages_of(first), REWARDS_PG.reshape(-1) - REWARDS_PG.mean(), rtol=1e-6)
     second = estimate(settings, rewards_PG=REWARDS_PG + 1.0, state=EstimatorState.of(first.state.numbers()))

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasuki.client.evaluation import EvalSettings, eval_figures, pass_at_k, prompt_means
+from tasuki.client.evaluation import eval_figures, pass_at_k, prompt_means
 from tasuki.client.rewards import Scores
+from tasuki.config.train_schema import EvalConfig
 from tasuki.wire.errors import InvalidArgument
 
 NAN = float("nan")
@@ -52,47 +53,17 @@ def test_means_are_by_prompt_without_what_does_not_count():
 
 
 def test_figures_weigh_prompts_the_same():
-    settings = EvalSettings(num_samples=2, temperature=0.7, pass_at=(1, 2), correct_at=0.5)
+    settings = EvalConfig(num_samples=2, temperature=0.7, pass_at=(1, 2), correct_at=0.5)
     found = eval_figures(_scores([1, NAN, 0, 0.5]), settings)
     assert found == {"mean": pytest.approx(0.625), "pass@1": pytest.approx(0.75), "pass@2": pytest.approx(1.0)}
 
 
 def test_figures_of_several_rewards_have_each_ones_mean():
     scores = _scores([1.5, 0.5], exact=[1.0, 0.0], format=[1.0, 1.0])
-    assert eval_figures(scores, EvalSettings()) == {"mean": 1.0, "mean/exact": 0.5, "mean/format": 1.0}
+    assert eval_figures(scores, EvalConfig()) == {"mean": 1.0, "mean/exact": 0.5, "mean/format": 1.0}
 
 
 def test_a_figure_without_anything_to_count_is_left_out():
-    settings = EvalSettings(num_samples=2, temperature=1.0, pass_at=(2,))
+    settings = EvalConfig(num_samples=2, temperature=1.0, pass_at=(2,))
     assert eval_figures(_scores([1.0, NAN]), settings) == {"mean": 1.0}
     assert eval_figures(_scores([NAN, NAN]), settings) == {}
-
-
-@pytest.mark.parametrize(
-    ("fields", "problem"),
-    [
-        ({"num_samples": 0}, "eval.num_samples"),
-        ({"num_samples": 4}, "eval.temperature: is 0, so all 4 samples of a prompt would be equal"),
-        ({"temperature": -0.1}, "eval.temperature"),
-        ({"temperature": NAN}, "eval.temperature"),
-        ({"top_p": 0.0}, "eval.top_p"),
-        ({"top_p": 1.1}, "eval.top_p"),
-        ({"top_k": 0}, "eval.top_k"),
-        ({"max_new_tokens": 0}, "eval.max_new_tokens"),
-        ({"pass_at": (2,)}, "eval.pass_at: 2 is not between 1 and num_samples, 1"),
-        ({"pass_at": (0,)}, "eval.pass_at"),
-        ({"correct_at": NAN}, "eval.correct_at"),
-        ({"correct_at": 0.5}, "eval.correct_at: is 0.5, which has no effect"),
-        ({"top_k": 3}, "eval.top_k: is 3, which has no effect"),
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(fields: dict[str, object], problem: str):
-    with pytest.raises(InvalidArgument, match=problem):
-        EvalSettings(**fields)
-
-
-def test_sampling_follows_the_settings_and_is_greedy_by_default():
-    greedy = EvalSettings(max_new_tokens=8).sampling_params()
-    assert (greedy.temperature, greedy.max_new_tokens, greedy.top_p, greedy.top_k) == (0.0, 8, None, None)
-    drawn = EvalSettings(num_samples=4, temperature=0.6, top_p=0.95, top_k=20).sampling_params()
-    assert (drawn.temperature, drawn.top_p, drawn.top_k) == (0.6, 0.95, 20)

@@ -10,36 +10,35 @@ import numpy as np
 import pytest
 
 from tasuki.algorithms import advantages
-from tasuki.algorithms.loss_types import Correction, LossConfig, OldPolicy
+from tasuki.algorithms.loss_types import LossConfig
 from tasuki.algorithms.losses.policy_gradient import PolicyGradientLoss
 from tasuki.algorithms.losses.ppo import PpoLoss
 from tasuki.algorithms.losses.value import ValueLoss
 from tasuki.client.dataset import Dataset
-from tasuki.client.estimation import AdvantageSettings, Estimator
+from tasuki.client.estimation import Estimator
 from tasuki.client.loop_state import complete_checkpoints, newest_checkpoint, read_loop_state, read_pending
-from tasuki.client.rl_loop import Settings
-from tasuki.client.types import Role, SamplingParams
+from tasuki.client.types import Role
+from tasuki.config.train_schema import AdvantageConfig, TrainConfig
 from tasuki.runs.continuation import continuation
 from tasuki.runs.earlier_run import EarlierRun, RunHead
-from tests.unit.loop_node import ROWS, LoopClient, equal, keys, loop_of, steps_of
+from tests.unit.loop_node import ROWS, LoopClient, changed, equal, keys, loop_of, steps_of, train_config
 
 NAN = float("nan")
 
 
 @pytest.fixture
-def settings(tmp_path: Path) -> Settings:
-    sampling = SamplingParams(max_new_tokens=8, temperature=0.5)
-    return Settings(num_steps=1, prompts_per_step=3, group_size=4, sampling=sampling, output_dir=tmp_path)
+def settings(tmp_path: Path) -> TrainConfig:
+    return train_config(tmp_path)
 
 
-def test_a_step_of_grpo_is_one_generation_and_one_update(settings: Settings):
+def test_a_step_of_grpo_is_one_generation_and_one_update(settings: TrainConfig):
     client = LoopClient()
     (step,) = steps_of(loop_of(client, settings))
     assert client.verbs() == [
         "acquire ROLLOUT", "generate", "begin_acquire TRAIN", "acquire TRAIN", "forward_backward", "optim_step", "export_model",
     ]  # fmt: skip
     (update,) = client.of("forward_backward")
-    assert (update.loss, len(update.samples)) == (settings.loss, 12)
+    assert (update.loss, len(update.samples)) == (settings.policy_loss(), 12)
     expected = advantages.group_mean(np.arange(4.0)[None], std="sample")[0]
     for number, sample in enumerate(update.samples):
         assert sample.advantages == pytest.approx(expected[number % 4])
@@ -50,16 +49,16 @@ def test_a_step_of_grpo_is_one_generation_and_one_update(settings: Settings):
     assert client.of("optim_step")[0].schedule_step == 0
 
 
-def test_the_schedule_is_told_the_step_also_by_a_run_that_goes_on(settings: Settings):
+def test_the_schedule_is_told_the_step_also_by_a_run_that_goes_on(settings: TrainConfig):
     client = LoopClient()
     steps_of(
-        loop_of(client, replace(settings, num_steps=5, num_mini_batches=2, loss=LossConfig(old_policy=OldPolicy.GIVEN))),
+        loop_of(client, changed(settings, num_steps=5, num_mini_batches=2)),
         first_step=3,
     )
     assert [call.schedule_step for call in client.of("optim_step")] == [3, 3, 4, 4]
 
 
-def test_the_changeover_to_train_begins_before_the_rewards(settings: Settings):
+def test_the_changeover_to_train_begins_before_the_rewards(settings: TrainConfig):
     client, seen = LoopClient(), list[list[str]]()
 
     def reward(prompt: int, number: int) -> float:
@@ -71,16 +70,16 @@ def test_the_changeover_to_train_begins_before_the_rewards(settings: Settings):
 
 
 @pytest.mark.parametrize("kind", ["grpo", "remax", "dapo"])
-def test_the_last_generation_of_a_step_says_so(settings: Settings, kind: str):
+def test_the_last_generation_of_a_step_says_so(settings: TrainConfig, kind: str):
     own = {"grpo": settings, "remax": remax(settings), "dapo": dapo(settings, max_batches=3)}[kind]
     client = LoopClient()
-    steps_of(loop_of(client, replace(own, num_steps=2, eval_every=1), eval_rows=ROWS[:2], reward=equal))
+    steps_of(loop_of(client, changed(own, num_steps=2, eval_every=1), eval_rows=ROWS[:2], reward=equal))
     # Each step begins with an evaluation; the run ends with one.
     of_step = {"grpo": [False, True], "remax": [False, False, True], "dapo": [False, False, False, True]}[kind]
     assert [call.is_last for call in client.of("generate")] == [*of_step, *of_step, True]
 
 
-def test_dapo_begins_it_with_the_last_batch_that_may_be_generated(settings: Settings):
+def test_dapo_begins_it_with_the_last_batch_that_may_be_generated(settings: TrainConfig):
     def reward(prompt: int, number: int) -> float:
         seen.append((len(client.of("generate")), "begin_acquire TRAIN" in client.verbs()))
         return 1.0
@@ -95,7 +94,7 @@ def test_dapo_begins_it_with_the_last_batch_that_may_be_generated(settings: Sett
     )
 
 
-def test_remax_begins_it_after_the_greedy_completions(settings: Settings):
+def test_remax_begins_it_after_the_greedy_completions(settings: TrainConfig):
     client, seen = LoopClient(), list[list[str]]()
 
     def reward(prompt: int, number: int) -> float:
@@ -107,11 +106,11 @@ def test_remax_begins_it_after_the_greedy_completions(settings: Settings):
 
 
 @pytest.mark.parametrize("kind", ["grpo", "dapo", "remax", "ppo"])
-def test_the_changeover_to_rollout_begins_with_the_end_of_the_last_update(settings: Settings, kind: str):
+def test_the_changeover_to_rollout_begins_with_the_end_of_the_last_update(settings: TrainConfig, kind: str):
     """The changeover begins before the step is reported, in every step but the last."""
-    twice = replace(settings, num_mini_batches=2, loss=LossConfig(old_policy=OldPolicy.GIVEN))
+    twice = changed(settings, num_mini_batches=2)
     own = {"grpo": twice, "dapo": dapo(twice), "remax": remax(settings), "ppo": ppo(twice)}[kind]
-    own = replace(own, num_steps=3)
+    own = changed(own, num_steps=3)
     client, reported = LoopClient(), list[list[str]]()
     loop_of(client, own).run(lambda step: reported.append(client.verbs()))
     for verbs in reported[:2]:
@@ -120,14 +119,14 @@ def test_the_changeover_to_rollout_begins_with_the_end_of_the_last_update(settin
     assert client.verbs()[-2:] == ["optim_step", "export_model"], "nothing is generated any more"
 
 
-def test_it_does_not_begin_where_the_trainer_saves(settings: Settings):
+def test_it_does_not_begin_where_the_trainer_saves(settings: TrainConfig):
     client, reported = LoopClient(), list[str]()
-    own = replace(settings, num_steps=4, save_every=2)
+    own = changed(settings, num_steps=4, save_every=2)
     loop_of(client, own).run(lambda step: reported.append(client.verbs()[-1]))
     assert reported == ["begin_acquire ROLLOUT", "save", "begin_acquire ROLLOUT", "save", "save"]
 
 
-def test_it_begins_for_an_evaluation_that_ends_the_run(settings: Settings):
+def test_it_begins_for_an_evaluation_that_ends_the_run(settings: TrainConfig):
     client, reported = LoopClient(), list[str]()
     loop_of(client, settings, eval_rows=ROWS[:2]).run(lambda step: reported.append(client.verbs()[-1]))
     assert reported == ["begin_acquire ROLLOUT", "generate"] and client.verbs()[-3:] == [
@@ -137,7 +136,7 @@ def test_it_begins_for_an_evaluation_that_ends_the_run(settings: Settings):
     ]
 
 
-def test_groups_that_all_agree_teach_nothing(settings: Settings):
+def test_groups_that_all_agree_teach_nothing(settings: TrainConfig):
     client = LoopClient()
     (step,) = steps_of(loop_of(client, settings, reward=equal))
     assert client.verbs() == ["acquire ROLLOUT", "generate", "begin_acquire TRAIN", "export_model"]
@@ -149,48 +148,48 @@ def test_groups_that_all_agree_teach_nothing(settings: Settings):
     [
         ({"loss": LossConfig(kl_coef=0.1)}, True),
         ({"loss": LossConfig(entropy_coef=0.1)}, False),
-        ({"advantages": AdvantageSettings(kl_coef=0.1)}, True),
+        ({"advantages": AdvantageConfig(kl_coef=0.1)}, True),
     ],
 )
 def test_groups_that_agree_are_trained_on_where_more_than_the_reward_is_learned(
-    settings: Settings, own: dict[str, Any], needs_reference: bool
+    settings: TrainConfig, own: dict[str, Any], needs_reference: bool
 ):
     client = LoopClient(num_tokens=lambda prompt, number: 3 + number)  # so that the KL divergence is not zero
-    steps_of(loop_of(client, replace(settings, **own), reward=equal))
+    steps_of(loop_of(client, changed(settings, **own), reward=equal))
     (update,) = client.of("forward_backward")
     assert len(update.samples) == 12
     assert bool(client.of("log_probs", Role.REFERENCE)) == needs_reference
 
 
 EQUAL_REWARDS = (
-    (AdvantageSettings(estimator=Estimator.GREEDY_BASELINE), LossConfig(loss=PolicyGradientLoss())),
-    (AdvantageSettings(estimator=Estimator.GLOBALLY_WHITENED), LossConfig()),
-    (AdvantageSettings(estimator=Estimator.BATCH_BASELINE), LossConfig()),
+    (AdvantageConfig(estimator=Estimator.GREEDY_BASELINE), LossConfig(loss=PolicyGradientLoss())),
+    (AdvantageConfig(estimator=Estimator.GLOBALLY_WHITENED), LossConfig()),
+    (AdvantageConfig(estimator=Estimator.BATCH_BASELINE), LossConfig()),
 )
 
 
 @pytest.mark.parametrize(("estimator", "loss"), EQUAL_REWARDS)
 @pytest.mark.parametrize("term", [None, "kl_coef", "entropy_coef"])
 def test_a_batch_whose_advantages_are_all_0_makes_no_update_unless_the_loss_has_another_term(
-    settings: Settings, estimator: AdvantageSettings, loss: LossConfig, term: str | None
+    settings: TrainConfig, estimator: AdvantageConfig, loss: LossConfig, term: str | None
 ):
     client = LoopClient()
-    own = replace(settings, advantages=estimator, loss=loss if term is None else replace(loss, **{term: 0.1}))
+    own = changed(settings, advantages=estimator, loss=loss if term is None else replace(loss, **{term: 0.1}))
     (step,) = steps_of(loop_of(client, own, reward=lambda prompt, number: 0.1))
     assert len(client.of("forward_backward")) == len(client.of("optim_step")) == step.num_policy_steps == (term is not None)
 
 
-def test_a_critic_learns_from_a_batch_that_moves_no_policy(settings: Settings):
+def test_a_critic_learns_from_a_batch_that_moves_no_policy(settings: TrainConfig):
     client = LoopClient()
     own = ppo(settings)
-    whiten = replace(own, advantages=replace(own.advantages, whiten=True))
+    whiten = changed(own, advantages=own.advantages.model_copy(update={"whiten": True}))
     (step,) = steps_of(loop_of(client, whiten, reward=lambda prompt, number: 0.1))
     assert (step.num_critic_steps, step.num_policy_steps) == (1, 0)
 
 
-def test_samples_of_a_group_that_agrees_are_trained_on_beside_others(settings: Settings):
+def test_samples_of_a_group_that_agrees_are_trained_on_beside_others(settings: TrainConfig):
     client = LoopClient()
-    loop = loop_of(client, replace(settings, loss=LossConfig(kl_coef=0.1)), reward=lambda prompt, number: (prompt % 2) * number)
+    loop = loop_of(client, changed(settings, loss=LossConfig(kl_coef=0.1)), reward=lambda prompt, number: (prompt % 2) * number)
     (step,) = steps_of(loop)
     assert 0 < step.num_equal_groups < 3
     (update,) = client.of("forward_backward")
@@ -199,13 +198,12 @@ def test_samples_of_a_group_that_agrees_are_trained_on_beside_others(settings: S
     assert all(sample.advantages == 0.0 for sample in update.samples if sample.completion_token_ids[0] % 2 == 0)
 
 
-def ppo(settings: Settings, **own: Any) -> Settings:
-    estimator = AdvantageSettings(estimator=Estimator.GAE, whiten=False)
-    value_loss = LossConfig(loss=ValueLoss(clip=0.2), correction=Correction(token_truncation=None))
-    return replace(settings, advantages=estimator, value_loss=value_loss, **own)
+def ppo(settings: TrainConfig, **own: Any) -> TrainConfig:
+    estimator = AdvantageConfig(estimator=Estimator.GAE, whiten=False)
+    return changed(settings, advantages=estimator, value_loss=ValueLoss(clip=0.2), **own)
 
 
-def test_ppo_has_values_first_and_updates_the_critic_before_the_policy(settings: Settings):
+def test_ppo_has_values_first_and_updates_the_critic_before_the_policy(settings: TrainConfig):
     client = LoopClient()
     (step,) = steps_of(loop_of(client, ppo(settings)))
     assert client.verbs()[3:8] == [
@@ -223,7 +221,7 @@ def test_ppo_has_values_first_and_updates_the_critic_before_the_policy(settings:
     assert (step.grad_norm, step.num_policy_steps) == (2.0, 1)
 
 
-def test_the_critic_alone_learns_while_it_warms_up(settings: Settings):
+def test_the_critic_alone_learns_while_it_warms_up(settings: TrainConfig):
     client = LoopClient()
     steps = steps_of(loop_of(client, ppo(settings, num_steps=3, critic_warmup_steps=2)))
     assert [step.num_policy_steps for step in steps] == [0, 0, 1]
@@ -233,7 +231,7 @@ def test_the_critic_alone_learns_while_it_warms_up(settings: Settings):
     assert [call.schedule_step for call in client.of("optim_step")] == [0], "the policy's warm-up is its own"
 
 
-def test_checkpoints_of_a_critic_that_warms_up_have_each_their_step(settings: Settings):
+def test_checkpoints_of_a_critic_that_warms_up_have_each_their_step(settings: TrainConfig):
     steps = steps_of(loop_of(LoopClient(), ppo(settings, num_steps=7, critic_warmup_steps=5, save_every=2)))
     paths = complete_checkpoints(settings.output_dir / "checkpoints")
     assert [path.name for path in paths] == ["version-000000", "version-000000-step-000003", "version-000001"]
@@ -243,7 +241,7 @@ def test_checkpoints_of_a_critic_that_warms_up_have_each_their_step(settings: Se
 
 
 @pytest.mark.parametrize("saves", [True, False])
-def test_a_warm_up_that_was_broken_off_gives_the_critic_every_update_once(settings: Settings, saves: bool):
+def test_a_warm_up_that_was_broken_off_gives_the_critic_every_update_once(settings: TrainConfig, saves: bool):
     own = ppo(settings, num_steps=7, critic_warmup_steps=5, save_every=2 if saves else None)
     client, steps = LoopClient(), []
 
@@ -268,22 +266,22 @@ def test_a_warm_up_that_was_broken_off_gives_the_critic_every_update_once(settin
     assert [call.schedule_step for call in client.of("optim_step")] == [0, 1]
 
 
-def test_a_step_that_taught_the_critic_nothing_saves_no_second_checkpoint(settings: Settings):
-    own = ppo(settings, num_steps=2, critic_warmup_steps=2, save_every=1)
+def test_a_step_that_taught_the_critic_nothing_saves_no_second_checkpoint(settings: TrainConfig):
+    own = ppo(settings, num_steps=3, critic_warmup_steps=2, save_every=1).model_copy(update={"num_steps": 2})
     steps_of(loop_of(LoopClient(skips={1}), own))
     assert [path.name for path in complete_checkpoints(settings.output_dir / "checkpoints")] == ["version-000000"]
 
 
-def remax(settings: Settings) -> Settings:
-    estimator = AdvantageSettings(estimator=Estimator.GREEDY_BASELINE)
-    return replace(settings, advantages=estimator, loss=LossConfig(loss=PolicyGradientLoss()))
+def remax(settings: TrainConfig) -> TrainConfig:
+    estimator = AdvantageConfig(estimator=Estimator.GREEDY_BASELINE)
+    return changed(settings, advantages=estimator, loss=LossConfig(loss=PolicyGradientLoss()))
 
 
-def dapo(settings: Settings, **own: Any) -> Settings:
-    return replace(settings, **{"max_batches": 4, **own})
+def dapo(settings: TrainConfig, **own: Any) -> TrainConfig:
+    return changed(settings, **{"max_batches": 4, **own})
 
 
-def test_dynamic_sampling_takes_prompts_until_enough_groups_differ(settings: Settings):
+def test_dynamic_sampling_takes_prompts_until_enough_groups_differ(settings: TrainConfig):
     client, dataset = LoopClient(), Dataset(ROWS)
     loop = loop_of(client, dapo(settings), reward=lambda prompt, number: (prompt % 2) * number, dataset=dataset)
     (step,) = steps_of(loop)
@@ -299,7 +297,7 @@ def test_dynamic_sampling_takes_prompts_until_enough_groups_differ(settings: Set
     assert step.position == again.position() == dataset.position()
 
 
-def test_dynamic_sampling_ends_at_its_bound_with_the_groups_it_has(settings: Settings):
+def test_dynamic_sampling_ends_at_its_bound_with_the_groups_it_has(settings: TrainConfig):
     client = LoopClient()
     (step,) = steps_of(loop_of(client, dapo(settings, max_batches=2), reward=lambda prompt, number: (prompt == 7) * number))
     assert len(client.of("generate")) == 2
@@ -311,13 +309,13 @@ def test_dynamic_sampling_ends_at_its_bound_with_the_groups_it_has(settings: Set
     assert step.position["next"] == 12
 
 
-def test_one_completion_a_prompt_is_no_group_that_agrees(settings: Settings):
-    own = replace(settings, group_size=1, advantages=AdvantageSettings(estimator=Estimator.BATCH_BASELINE))
+def test_one_completion_a_prompt_is_no_group_that_agrees(settings: TrainConfig):
+    own = changed(settings, group_size=1, advantages=AdvantageConfig(estimator=Estimator.BATCH_BASELINE))
     (step,) = steps_of(loop_of(LoopClient(), own, reward=lambda prompt, number: prompt))
     assert (step.num_equal_groups, step.num_policy_steps) == (0, 1)
 
 
-def test_remax_takes_the_greedy_completions_reward_off(settings: Settings):
+def test_remax_takes_the_greedy_completions_reward_off(settings: TrainConfig):
     client = LoopClient()
     steps_of(loop_of(client, remax(settings), reward=lambda prompt, number: prompt + number))
     greedy, sampled = client.of("generate")

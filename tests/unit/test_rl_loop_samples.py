@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -12,30 +11,25 @@ import numpy as np
 import pytest
 
 from tasuki.algorithms import advantages
-from tasuki.algorithms.loss_types import LossConfig, OldPolicy
 from tasuki.client.dataset import Dataset
-from tasuki.client.estimation import AdvantageSettings, Estimator, EstimatorState
-from tasuki.client.evaluation import EvalSettings
+from tasuki.client.estimation import Estimator, EstimatorState
 from tasuki.client.loop_state import read_loop_state, read_pending
-from tasuki.client.rl_loop import Settings
 from tasuki.client.step import Step
 from tasuki.client.step_metrics import averaged
-from tasuki.client.types import SamplingParams
-from tests.unit.loop_node import ROWS, LoopClient, by_number, equal, keys, loop_of, steps_of
+from tasuki.config.train_schema import AdvantageConfig, EvalConfig, TrainConfig
+from tests.unit.loop_node import ROWS, LoopClient, by_number, changed, equal, keys, loop_of, steps_of, train_config
 
 NAN = float("nan")
-GIVEN = LossConfig(old_policy=OldPolicy.GIVEN)
 
 
 @pytest.fixture
-def settings(tmp_path: Path) -> Settings:
-    sampling = SamplingParams(max_new_tokens=8, temperature=0.5)
-    return Settings(num_steps=1, prompts_per_step=3, group_size=4, sampling=sampling, output_dir=tmp_path)
+def settings(tmp_path: Path) -> TrainConfig:
+    return train_config(tmp_path)
 
 
 @pytest.mark.parametrize("num_epochs", [1, 2])
-def test_every_epoch_has_every_sample_once_and_old_log_probs_are_computed_once(settings: Settings, num_epochs: int):
-    own = replace(settings, num_epochs=num_epochs, num_mini_batches=5, loss=GIVEN)
+def test_every_epoch_has_every_sample_once_and_old_log_probs_are_computed_once(settings: TrainConfig, num_epochs: int):
+    own = changed(settings, num_epochs=num_epochs, num_mini_batches=5)
     client = LoopClient()
     (step,) = steps_of(loop_of(client, own))
     updates = client.of("forward_backward")
@@ -50,10 +44,10 @@ def test_every_epoch_has_every_sample_once_and_old_log_probs_are_computed_once(s
     assert step.metrics["size"] == pytest.approx(12 / 5)
 
 
-def test_mini_batches_are_shuffled_by_seed_step_and_epoch(settings: Settings):
+def test_mini_batches_are_shuffled_by_seed_step_and_epoch(settings: TrainConfig):
     def orders(seed: int) -> list[list[tuple[int, int]]]:
         client = LoopClient()
-        own = replace(settings, num_steps=2, num_epochs=2, num_mini_batches=3, seed=seed, loss=GIVEN)
+        own = changed(settings, num_steps=2, num_epochs=2, num_mini_batches=3, seed=seed)
         steps_of(loop_of(client, own, dataset=Dataset(ROWS[:3])))
         numbers = [
             [(int(s.completion_token_ids[0]), int(s.completion_token_ids[2])) for s in c.samples]
@@ -66,9 +60,9 @@ def test_mini_batches_are_shuffled_by_seed_step_and_epoch(settings: Settings):
     assert orders(0) != orders(1)
 
 
-def test_more_mini_batches_than_samples_are_as_many_as_samples(settings: Settings):
+def test_more_mini_batches_than_samples_are_as_many_as_samples(settings: TrainConfig):
     client = LoopClient()
-    steps_of(loop_of(client, replace(settings, num_mini_batches=100, loss=GIVEN)))
+    steps_of(loop_of(client, changed(settings, num_mini_batches=100)))
     assert [len(call.samples) for call in client.of("forward_backward")] == [1] * 12
 
 
@@ -76,9 +70,9 @@ def _long_first(prompt: int, number: int) -> int:
     return 8 if number == 0 else 3
 
 
-def test_completions_that_were_cut_count_in_the_baseline_and_not_in_the_loss(settings: Settings):
+def test_completions_that_were_cut_count_in_the_baseline_and_not_in_the_loss(settings: TrainConfig):
     client = LoopClient(num_tokens=_long_first)
-    (step,) = steps_of(loop_of(client, replace(settings, mask_truncated=True, num_mini_batches=12, loss=GIVEN)))
+    (step,) = steps_of(loop_of(client, changed(settings, mask_truncated=True, num_mini_batches=12)))
     updates = client.of("forward_backward")
     assert len(updates) == 9  # samples without a counted token are left out
     expected = advantages.group_mean(np.arange(4.0)[None], std="sample")[0]
@@ -88,23 +82,23 @@ def test_completions_that_were_cut_count_in_the_baseline_and_not_in_the_loss(set
     assert step.metrics["truncated_fraction"] == 0.25
 
 
-def test_a_step_whose_completions_were_all_cut_learns_nothing(settings: Settings):
+def test_a_step_whose_completions_were_all_cut_learns_nothing(settings: TrainConfig):
     client = LoopClient(num_tokens=lambda prompt, number: 8)
-    (step,) = steps_of(loop_of(client, replace(settings, mask_truncated=True)))
+    (step,) = steps_of(loop_of(client, changed(settings, mask_truncated=True)))
     assert "acquire TRAIN" not in client.verbs()
     assert step.num_policy_steps == 0
 
 
-def test_overlong_completions_lose_reward_that_is_not_in_the_mean(settings: Settings):
+def test_overlong_completions_lose_reward_that_is_not_in_the_mean(settings: TrainConfig):
     client = LoopClient(num_tokens=_long_first)
-    (step,) = steps_of(loop_of(client, replace(settings, overlong_tokens=4), reward=equal))
+    (step,) = steps_of(loop_of(client, changed(settings, overlong_tokens=4), reward=equal))
     (update,) = client.of("forward_backward")
     expected = advantages.group_mean(np.array([[0.0, 1.0, 1.0, 1.0]]), std="sample")[0]
     np.testing.assert_allclose([sample.advantages for sample in update.samples[:4]], expected, rtol=1e-6)
     assert step.mean_reward == 1.0
 
 
-def test_empty_completions_and_failed_rewards_are_left_out(settings: Settings):
+def test_empty_completions_and_failed_rewards_are_left_out(settings: TrainConfig):
     client = LoopClient(num_tokens=lambda prompt, number: 0 if number == 1 else 3)
     (step,) = steps_of(loop_of(client, settings, reward=lambda prompt, number: NAN if number == 2 else number))
     (update,) = client.of("forward_backward")
@@ -113,7 +107,7 @@ def test_empty_completions_and_failed_rewards_are_left_out(settings: Settings):
     assert (step.num_failed_rewards, step.mean_reward) == (3, pytest.approx(4 / 3))
 
 
-def test_several_rewards_are_told_by_name_as_far_as_one_counts(settings: Settings):
+def test_several_rewards_are_told_by_name_as_far_as_one_counts(settings: TrainConfig):
     rewards = {"exact": by_number, "short": lambda prompt, number: 1.0 if number else NAN, "never": lambda prompt, number: NAN}
     (step,) = steps_of(loop_of(LoopClient(), settings, reward=rewards))
     assert step.metrics["reward/exact"] == 1.5
@@ -122,10 +116,10 @@ def test_several_rewards_are_told_by_name_as_far_as_one_counts(settings: Setting
     assert step.mean_reward == 0.0
 
 
-def test_evaluation_samples_as_it_is_told_and_reports_pass_at_k(settings: Settings):
+def test_evaluation_samples_as_it_is_told_and_reports_pass_at_k(settings: TrainConfig):
     client = LoopClient()
-    evaluation = EvalSettings(num_samples=4, temperature=0.75, pass_at=(1, 4), correct_at=3.0)
-    own = replace(settings, evaluation=evaluation, num_steps=2, eval_every=1)
+    evaluation = EvalConfig(num_samples=4, temperature=0.75, pass_at=(1, 4), correct_at=3.0)
+    own = changed(settings, eval=evaluation, num_steps=2, eval_every=1)
     (first, _) = steps_of(loop_of(client, own, eval_rows=ROWS[:2]))
     asked = client.of("generate")[0]
     assert (asked.sampling.temperature, asked.sampling.max_new_tokens, len(asked.prompts)) == (0.75, 8, 2)
@@ -133,24 +127,24 @@ def test_evaluation_samples_as_it_is_told_and_reports_pass_at_k(settings: Settin
     assert len(client.of("generate")) == 5
 
 
-def test_a_score_that_is_reached_ends_the_run(settings: Settings):
+def test_a_score_that_is_reached_ends_the_run(settings: TrainConfig):
     client, steps = LoopClient(), []
-    own = replace(settings, num_steps=9, stop_at_eval_score=0.0)
+    own = changed(settings, num_steps=9, stop_at_eval_score=0.0)
     loop_of(client, own, eval_rows=ROWS[:2]).run(steps.append)
     assert [(step.eval_score, step.mean_reward) for step in steps] == [(0.0, None)]
     assert client.verbs() == ["acquire ROLLOUT", "generate", "export_model"]
 
 
-def test_samples_whose_log_probs_are_not_exact_are_counted(settings: Settings):
+def test_samples_whose_log_probs_are_not_exact_are_counted(settings: TrainConfig):
     (step,) = steps_of(loop_of(LoopClient(is_exact=False), settings))
     assert step.metrics["inexact_fraction"] == 1.0
     (step,) = steps_of(loop_of(LoopClient(), settings))
     assert step.metrics["inexact_fraction"] == 0.0
 
 
-def test_a_skipped_update_makes_no_version(settings: Settings):
+def test_a_skipped_update_makes_no_version(settings: TrainConfig):
     client = LoopClient(skips={2})
-    (step,) = steps_of(loop_of(client, replace(settings, num_mini_batches=3, loss=GIVEN)))
+    (step,) = steps_of(loop_of(client, changed(settings, num_mini_batches=3)))
     assert (step.num_policy_steps, step.num_skipped_updates, step.next_version()) == (2, 1, client.policy_version)
     assert (step.grad_norm, step.learning_rate) == (2.0, 0.5)
 
@@ -162,10 +156,10 @@ def test_figures_that_are_not_finite_are_left_out():
     }
 
 
-def test_what_is_known_of_a_step_is_on_disk_before_its_first_update(settings: Settings):
+def test_what_is_known_of_a_step_is_on_disk_before_its_first_update(settings: TrainConfig):
     seen: list[Step | None] = []
     client = LoopClient(before_update=lambda: seen.append(read_pending(settings.output_dir)))
-    own = replace(settings, max_batches=4, advantages=AdvantageSettings(estimator=Estimator.RUNNING_BASELINE))
+    own = changed(settings, max_batches=4, advantages=AdvantageConfig(estimator=Estimator.RUNNING_BASELINE))
     (step,) = steps_of(loop_of(client, own))
     (pending,) = seen
     assert pending is not None
@@ -173,11 +167,9 @@ def test_what_is_known_of_a_step_is_on_disk_before_its_first_update(settings: Se
     assert pending.estimator == step.estimator != {}
 
 
-def test_a_checkpoint_has_the_step_and_the_place_in_the_data(settings: Settings):
+def test_a_checkpoint_has_the_step_and_the_place_in_the_data(settings: TrainConfig):
     client, dataset = LoopClient(), Dataset(ROWS)
-    steps = steps_of(
-        loop_of(client, replace(settings, num_steps=4, save_every=2, num_mini_batches=2, loss=GIVEN), dataset=dataset)
-    )
+    steps = steps_of(loop_of(client, changed(settings, num_steps=4, save_every=2, num_mini_batches=2), dataset=dataset))
     paths = sorted((settings.output_dir / "checkpoints").iterdir())
     assert [path.name for path in paths] == ["version-000004", "version-000008"]
     saved = read_loop_state(paths[0])
@@ -188,17 +180,17 @@ def test_a_checkpoint_has_the_step_and_the_place_in_the_data(settings: Settings)
 @pytest.mark.parametrize(
     "estimator",
     [
-        AdvantageSettings(estimator=Estimator.RUNNING_BASELINE),
-        AdvantageSettings(estimator=Estimator.RUNNING_BASELINE, kl_coef=0.1, kl_target=0.01, kl_horizon=20.0),
-        AdvantageSettings(kl_coef=0.1, kl_target=10.0, kl_horizon=20.0),
+        AdvantageConfig(estimator=Estimator.RUNNING_BASELINE),
+        AdvantageConfig(estimator=Estimator.RUNNING_BASELINE, kl_coef=0.1, kl_target=0.01, kl_horizon=20.0),
+        AdvantageConfig(kl_coef=0.1, kl_target=10.0, kl_horizon=20.0),
     ],
 )
-def test_a_run_that_goes_on_estimates_as_one_that_was_not_broken_off(settings: Settings, estimator: AdvantageSettings):
-    own = replace(settings, num_steps=3, advantages=estimator)
+def test_a_run_that_goes_on_estimates_as_one_that_was_not_broken_off(settings: TrainConfig, estimator: AdvantageConfig):
+    own = changed(settings, num_steps=3, advantages=estimator)
     whole, parts = LoopClient(), LoopClient()
     steps_of(loop_of(whole, own, reward=lambda prompt, number: prompt * number))
     dataset = Dataset(ROWS)
-    first = loop_of(parts, replace(own, num_steps=2), reward=lambda prompt, number: prompt * number, dataset=dataset)
+    first = loop_of(parts, changed(own, num_steps=2), reward=lambda prompt, number: prompt * number, dataset=dataset)
     last = steps_of(first)[-1]
     second = loop_of(parts, own, reward=lambda prompt, number: prompt * number, dataset=dataset)
     second.state = EstimatorState.of(json.loads(json.dumps(last.estimator)))

@@ -8,34 +8,31 @@ import os
 import stat
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tasuki.algorithms.loss_types import LossConfig, OldPolicy
 from tasuki.client.rewards import Completion, Scores
-from tasuki.client.rl_loop import Settings
 from tasuki.client.sample_dump import SampleDump
 from tasuki.client.shown_samples import ShownSamples
-from tasuki.client.types import FinishReason, Sample, SamplingParams
+from tasuki.client.types import FinishReason, Sample
+from tasuki.config.train_schema import TrainConfig
 from tests.limits import limit_s
 from tests.tiny_disk import tmpfs
-from tests.unit.loop_node import LoopClient, by_number, loop_of, steps_of
+from tests.unit.loop_node import LoopClient, by_number, changed, loop_of, steps_of, train_config
 
 NAN = float("nan")
 SECRET = "xyzzy-plugh"
 
 
 @pytest.fixture
-def settings(tmp_path: Path) -> Settings:
-    sampling = SamplingParams(max_new_tokens=8, temperature=0.5)
-    return Settings(num_steps=1, prompts_per_step=3, group_size=4, sampling=sampling, output_dir=tmp_path)
+def settings(tmp_path: Path) -> TrainConfig:
+    return train_config(tmp_path)
 
 
-def run(settings: Settings, client: LoopClient | None = None, **options: Any) -> dict[int, list[dict[str, Any]]]:
+def run(settings: TrainConfig, client: LoopClient | None = None, **options: Any) -> dict[int, list[dict[str, Any]]]:
     """Returns the lines of each step's file."""
     settings.output_dir.mkdir(exist_ok=True)
     folder = settings.output_dir / "samples"
@@ -66,7 +63,7 @@ def shown_step(step: int, text: str = "text", *, num_tokens: int = 3) -> ShownSa
     return shown
 
 
-def test_a_line_has_all_that_is_known_of_a_sample(settings: Settings):
+def test_a_line_has_all_that_is_known_of_a_sample(settings: TrainConfig):
     (found,) = run(settings).values()
     assert [(line["group"], line["sample"]) for line in found] == [(group, sample) for group in range(3) for sample in range(4)]
     line = found[3]
@@ -85,19 +82,19 @@ def test_a_line_has_all_that_is_known_of_a_sample(settings: Settings):
     assert line["log_prob_gap"] == line["log_prob_gap_max"] == 0.25
 
 
-def test_samples_are_for_their_owner_alone(settings: Settings):
+def test_samples_are_for_their_owner_alone(settings: TrainConfig):
     run(settings)
     assert stat.S_IMODE((settings.output_dir / "samples").stat().st_mode) == 0o700
 
 
-def test_log_probs_before_the_first_of_several_updates_are_shown_where_the_loop_has_them(settings: Settings):
-    own = replace(settings, num_mini_batches=3, loss=LossConfig(old_policy=OldPolicy.GIVEN))
+def test_log_probs_before_the_first_of_several_updates_are_shown_where_the_loop_has_them(settings: TrainConfig):
+    own = changed(settings, num_mini_batches=3)
     (found,) = run(own).values()
     assert {tuple(line["trainer_log_probs"]) for line in found} == {(-0.625,) * 3}
 
 
-def test_log_probs_of_later_updates_are_not_taken_for_a_gap(settings: Settings):
-    own = replace(settings, num_mini_batches=3, loss=LossConfig(old_policy=OldPolicy.ROLLOUT))
+def test_log_probs_of_later_updates_are_not_taken_for_a_gap(settings: TrainConfig):
+    own = changed(settings, num_mini_batches=3, old_policy="rollout")
     (found,) = run(own).values()
     known = [line["trainer_log_probs"] is not None for line in found]
     assert sum(known) == 4 and all(
@@ -105,11 +102,11 @@ def test_log_probs_of_later_updates_are_not_taken_for_a_gap(settings: Settings):
     )
 
 
-def test_groups_are_chosen_by_seed_and_step(settings: Settings):
-    own = replace(settings, num_steps=3, prompts_per_step=8)
+def test_groups_are_chosen_by_seed_and_step(settings: TrainConfig):
+    own = changed(settings, num_steps=3, prompts_per_step=8)
 
     def chosen(folder: str, seed: int) -> list[list[int]]:
-        found = run(replace(own, output_dir=settings.output_dir / folder), groups_per_step=2, seed=seed)
+        found = run(changed(own, output_dir=settings.output_dir / folder), groups_per_step=2, seed=seed)
         return [sorted({line["group"] for line in each}) for each in found.values()]
 
     first = chosen("a", 0)
@@ -185,7 +182,7 @@ def test_a_full_disk_is_told_once_and_samples_come_again_when_there_is_room(tmp_
     assert len(told) == 1 and "No space left" in told[0] and "the run continues" in told[0]
 
 
-def test_a_folder_that_cannot_be_made_costs_no_step(settings: Settings):
+def test_a_folder_that_cannot_be_made_costs_no_step(settings: TrainConfig):
     told: list[str] = []
     (settings.output_dir / "samples").write_text("a file is in the way")
     with SampleDump(settings.output_dir / "samples", tell=told.append) as dump:
@@ -211,7 +208,7 @@ def test_a_disk_that_hangs_does_not_hold_the_loop_up(tmp_path: Path, monkeypatch
     dump.close()
 
 
-def test_samples_are_in_no_log(settings: Settings, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]):
+def test_samples_are_in_no_log(settings: TrainConfig, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]):
     with caplog.at_level(logging.INFO), SampleDump(settings.output_dir / "missing" / "samples") as dump:
         (settings.output_dir / "missing").write_text("")
         dump.write(shown_step(0, SECRET))
@@ -220,7 +217,7 @@ def test_samples_are_in_no_log(settings: Settings, caplog: pytest.LogCaptureFixt
     assert "samples cannot be written" in written.err
 
 
-def test_nothing_is_gathered_without_a_dump(settings: Settings):
+def test_nothing_is_gathered_without_a_dump(settings: TrainConfig):
     before = threading.enumerate()
     steps_of(loop_of(LoopClient(), settings))
     assert not (settings.output_dir / "samples").exists()

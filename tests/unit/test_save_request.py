@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 
 from tasuki.algorithms.loss_types import Aggregation
-from tasuki.client import rl_loop, sft_loop
+from tasuki.client import sft_loop
 from tasuki.client.dataset import Dataset
 from tasuki.client.loop_state import newest_checkpoint
 from tasuki.client.step import Step
-from tasuki.client.types import SamplingParams
 from tasuki.runs.save_request import SaveRequest
-from tests.unit.loop_node import LoopClient, loop_of
+from tests.unit.loop_node import LoopClient, loop_of, train_config
 from tests.unit.test_sft_loop import SAMPLES, SftClient
 
 
@@ -40,9 +39,7 @@ def _reporting(request: SaveRequest, steps: list[Step]):
 
 
 def test_the_step_after_the_signal_is_saved_and_the_run_ends(tmp_path: Path, request_to_save: SaveRequest) -> None:
-    settings = rl_loop.Settings(
-        num_steps=9, prompts_per_step=2, group_size=2, sampling=SamplingParams(max_new_tokens=4), output_dir=tmp_path
-    )
+    settings = train_config(tmp_path, num_steps=9, prompts_per_step=2, group_size=2, max_new_tokens=4)
     loop, steps = loop_of(LoopClient(), settings), list[Step]()
     loop.save_now = request_to_save.save_now
     with pytest.raises(KeyboardInterrupt):

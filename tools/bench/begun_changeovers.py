@@ -17,19 +17,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from tasuki.client.dataset import Dataset, read_jsonl
-from tasuki.client.rl_loop import RlLoop, Settings
+from tasuki.client.rl_loop import RlLoop
 from tasuki.client.sample_dump import SampleDump
 from tasuki.client.step import Step
 from tasuki.client.sync_client import Client
 from tasuki.client.types import Phase
 from tasuki.config.load import load_config
 from tasuki.config.places import node_targets
+from tasuki.config.train_schema import EvalConfig, TrainConfig
 from tasuki.runs.folder import MetricsFile
-from tasuki.runs.loop_settings import loop_settings, open_rewards
+from tasuki.runs.rewards import open_rewards
 from tasuki.runs.tokenizer import ModelTokenizer
 from tasuki.supervisor.node import running_node
 
@@ -71,12 +71,14 @@ def main() -> None:
         WaitingClient(node_targets(config)["coordinator"]) as waiting,
     ):
         begins.begin_run()
-        settings = replace(loop_settings(train), num_steps=args.steps, eval_every=None, stop_at_eval_score=None)
+        settings = train.model_copy(
+            update={"num_steps": args.steps, "eval": EvalConfig(), "eval_every": None, "stop_at_eval_score": None}
+        )
         tokenizer = ModelTokenizer(config.model.path)
         for turn in range(2 * args.turns):
             # abba order, so that drift over time favours neither kind
             is_begun = turn % 4 in (0, 3)
-            own = replace(settings, output_dir=args.folder / f"turn-{turn}")
+            own = settings.model_copy(update={"output_dir": args.folder / f"turn-{turn}"})
             loop = RlLoop(begins if is_begun else waiting, dataset, [], tokenizer, rewards, own, dump=dump)
             took, waited, wrote = turn_of(loop, own)
             seconds["begun" if is_begun else "not begun"].append(took)
@@ -91,7 +93,7 @@ def main() -> None:
     }, indent=2))  # fmt: skip
 
 
-def turn_of(loop: RlLoop, settings: Settings) -> tuple[float, float, float]:
+def turn_of(loop: RlLoop, settings: TrainConfig) -> tuple[float, float, float]:
     """Median seconds of a step, of its wait for the changeover to ROLLOUT, and of writing its samples and its line."""
     settings.output_dir.mkdir()
     metrics, steps = MetricsFile(settings.output_dir), list[Step]()

@@ -20,7 +20,7 @@ from tasuki.client.step import Step
 from tasuki.client.sync_client import Client
 from tasuki.config.load import load_config
 from tasuki.config.places import node_targets
-from tasuki.runs.loop_settings import loop_settings, named_rewards
+from tasuki.runs.rewards import named_rewards
 from tasuki.runs.tokenizer import ModelTokenizer
 from tasuki.supervisor.node import running_node
 
@@ -34,7 +34,6 @@ def main() -> None:
     config = load_config(args.config)
     train = config.train
     assert train is not None
-    settings = loop_settings(train)
     steps: list[Step] = []
     ends: list[float] = []
 
@@ -56,8 +55,8 @@ def main() -> None:
     ):
         dataset = Dataset(read_jsonl(train.dataset), seed=train.seed)
         client.begin_run()
-        state = EstimatorState.of({}, settings=settings.advantages)
-        RlLoop(client, dataset, [], ModelTokenizer(config.model.path), rewards, settings, state).run(report)
+        state = EstimatorState.of({})
+        RlLoop(client, dataset, [], ModelTokenizer(config.model.path), rewards, train, state).run(report)
     # The last report belongs to the closing evaluation, which learns nothing.
     timed = slice(args.warmup_steps, train.num_steps)
     seconds = [end - start for start, end in itertools.pairwise(ends)]

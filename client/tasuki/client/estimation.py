@@ -10,9 +10,11 @@ from numpy.typing import NDArray
 
 from tasuki.algorithms import advantages
 from tasuki.algorithms.advantages import RunningBaseline
-from tasuki.algorithms.estimator import AdvantageSettings, Estimator
+from tasuki.algorithms.estimator import Estimator
+from tasuki.algorithms.loss_types import KlEstimator
 from tasuki.algorithms.reward_kl import AdaptiveKlCoef, kl_penalties, token_rewards
 from tasuki.client.types import TrainingSample
+from tasuki.config.train_schema import AdvantageConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ def estimate_advantages(
     rewards_PG: NDArray[np.floating],
     places: Sequence[int],
     greedy_rewards_P: NDArray[np.floating] | None,
-    settings: AdvantageSettings,
+    settings: AdvantageConfig,
     state: EstimatorState,
 ) -> Estimate:
     """samples: [S], with ref_log_probs if kl_coef is not 0 and values for GAE. places: index of each in the flattened rewards_PG.
@@ -61,7 +63,7 @@ def estimate_advantages(
     kl_coef = settings.kl_coef if state.kl_coef is None else state.kl_coef
     if settings.kl_coef:
         log_probs_N = tokens.column("old_log_probs") if len(samples[0].old_log_probs) else tokens.column("rollout_log_probs")
-        penalties_N = kl_penalties(log_probs_N, tokens.column("ref_log_probs"), estimator=settings.kl_estimator)
+        penalties_N = kl_penalties(log_probs_N, tokens.column("ref_log_probs"), estimator=KlEstimator(settings.kl_estimator))
         kl_S = tokens.sums(penalties_N * tokens.mask_N)
         metrics |= {"reward_kl": float(kl_S.mean()), "reward_kl_coef": kl_coef}
     shaped_PG = np.array(rewards_PG, dtype=np.float64)
@@ -94,7 +96,7 @@ def _by_sample(
     places: Sequence[int],
     greedy_rewards_P: NDArray[np.floating] | None,
     *,
-    settings: AdvantageSettings,
+    settings: AdvantageConfig,
     state: EstimatorState,
 ) -> NDArray[np.float32]:
     match settings.estimator:
@@ -118,7 +120,7 @@ def _by_sample(
 
 
 def _by_token(
-    samples: Sequence[TrainingSample], tokens: _Tokens, rewards_N: NDArray[np.floating], *, settings: AdvantageSettings
+    samples: Sequence[TrainingSample], tokens: _Tokens, rewards_N: NDArray[np.floating], *, settings: AdvantageConfig
 ) -> tuple[list[TrainingSample], dict[str, float]]:
     lengths_S = tokens.num_completion_S
     if settings.estimator is Estimator.GLOBALLY_WHITENED:
@@ -137,7 +139,7 @@ def _by_token(
     return estimated, {} if np.isnan(explained) else {"explained_variance": explained}
 
 
-def _next_coef(kl_coef: float, metrics: Mapping[str, float], *, num_samples: int, settings: AdvantageSettings) -> float | None:
+def _next_coef(kl_coef: float, metrics: Mapping[str, float], *, num_samples: int, settings: AdvantageConfig) -> float | None:
     if settings.kl_target is None or "reward_kl" not in metrics:
         return None
     adaptive = AdaptiveKlCoef(coef=kl_coef, target=settings.kl_target, horizon=settings.kl_horizon)

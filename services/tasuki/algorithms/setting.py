@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import fields
+from collections.abc import Iterable
 from enum import StrEnum
-from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, TypeVar
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
+from numbers import Real
+from typing import Any, TypeVar
 
 GREATEST = 1e30
 """Trainers compute in float32."""
@@ -54,17 +50,28 @@ def _is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def check_numbers(settings: DataclassInstance) -> None:
-    """Raises SettingError naming the first numeric or bool field of a dataclass with a value of another type."""
-    for each in fields(settings):
-        name, _, optional = str(each.type).partition(" ")
-        kind = {"int": Integral, "float": Real}.get(name)
-        value = getattr(settings, each.name)
-        if name == "bool" and not isinstance(value, bool):
-            raise SettingError(each.name, f"is {value!r}; must be True or False")
-        if kind is None or (value is None and optional):
-            continue
-        if not isinstance(value, kind) or isinstance(value, bool):
-            raise SettingError(each.name, f"is {value!r}; must be {'a whole number' if kind is Integral else 'a number'}")
-        if kind is Real and isinstance(value, float | int) and GREATEST < abs(value) < math.inf:
-            raise SettingError(each.name, f"is {value!s:.20}; must be at most {GREATEST:g}")
+Row = tuple[str, object, object, bool, str]
+"""A setting's name, value and default, whether it has an effect, and what would give it one."""
+
+
+def check_effects(rows: Iterable[Row]) -> None:
+    """Raises SettingError naming the first setting that differs from its default but has no effect.
+
+    A coefficient or count of 0 switches something off. Its settings may stay, so that one key switches it on again.
+    """
+    for name, value, default, has_effect, needed in rows:
+        if value != default and not has_effect:
+            raise SettingError(name, f"is {value!s}, which has no effect: {needed}, or remove it")
+
+
+def check_evaluation(
+    *, has_prompts: bool, needed: str, eval_every: int | None, stop_at_eval_score: float | None = None, evaluation: bool = False
+) -> None:
+    """Raises SettingError naming an evaluation setting if there is no held-out data. evaluation: whether its settings are given."""
+    check_effects(
+        (
+            ("eval_every", eval_every, None, has_prompts, needed),
+            ("stop_at_eval_score", stop_at_eval_score, None, has_prompts, needed),
+            ("eval", evaluation, False, has_prompts, needed),
+        )
+    )

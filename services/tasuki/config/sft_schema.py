@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import PositiveInt, model_validator
 
-from tasuki.algorithms.effects import check_evaluation
+from tasuki.algorithms.setting import check_evaluation
 from tasuki.config.table import Schema, Seed
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import Field, model_validator
 
-from tasuki.algorithms.effects import check_effects
+from tasuki.algorithms.setting import check_effects
 from tasuki.config.table import Schema
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]

@@ -9,19 +9,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ByteSize, Field, InstanceOf, PlainSerializer, PositiveFloat, PositiveInt, model_validator
 
-from tasuki.algorithms.effects import check_effects, check_eval_sampling, check_evaluation
-from tasuki.algorithms.estimator import (
-    AdvantageSettings,
-    Estimator,
-    check_critic,
-    check_groups,
-    check_kl_horizon,
-    check_loss,
-    check_overlong,
-)
-from tasuki.algorithms.loss_types import Correction, KlEstimator, LossConfig, OldPolicy
+from tasuki.algorithms.estimator import MAX_KL_ERROR, Estimator, Std
+from tasuki.algorithms.loss_types import Correction, LossConfig, OldPolicy
 from tasuki.algorithms.losses.value import ValueLoss
-from tasuki.algorithms.setting import SettingError
+from tasuki.algorithms.setting import SettingError, check_effects, check_evaluation
 from tasuki.config.algorithms import DEFAULT_MAX_NEW_TOKENS, LOSS_KEYS, Algorithm, expanded
 from tasuki.config.table import Bytes, Schema, Seed
 
@@ -59,13 +50,10 @@ class RewardConfig(Schema):
 class AdvantageConfig(Schema):
     """Advantages from rewards."""
 
-    estimator: Literal[
-        "group_mean", "leave_one_out", "group_baseline_whitened", "globally_whitened", "greedy_baseline", "batch_baseline",
-        "running_baseline", "gae",
-    ] = "group_mean"  # fmt: skip
+    estimator: Estimator = Estimator.GROUP_MEAN
     """Baseline of the advantages. "gae" needs `[trainer.critic]`; "batch_baseline" and "running_baseline" are for one completion per
     prompt."""
-    std: Literal["none", "sample", "population"] = "sample"
+    std: Std = "sample"
     """Standard deviation by which group_mean and batch_baseline divide."""
     discount: float = Field(default=1.0, gt=0, le=1)
     lam: float = Field(default=1.0, ge=0, le=1)
@@ -82,22 +70,25 @@ class AdvantageConfig(Schema):
 
     @model_validator(mode="after")
     def _fits(self) -> AdvantageConfig:
-        self.settings()
-        return self
-
-    def settings(self) -> AdvantageSettings:
-        """Raises SettingError naming the key."""
-        return AdvantageSettings(
-            estimator=Estimator(self.estimator),
-            std=self.std,
-            discount=self.discount,
-            lam=self.lam,
-            whiten=self.whiten,
-            kl_coef=self.kl_coef,
-            kl_estimator=KlEstimator(self.kl_estimator),
-            kl_target=self.kl_target,
-            kl_horizon=self.kl_horizon,
+        if self.kl_target is not None and not self.kl_coef:
+            raise SettingError("kl_target", "needs a kl_coef above 0 to start from")
+        is_gae = self.estimator is Estimator.GAE
+        divides = self.estimator in (Estimator.GROUP_MEAN, Estimator.BATCH_BASELINE)
+        is_by_token = is_gae or self.estimator is Estimator.GLOBALLY_WHITENED
+        gae, dividers = (
+            'it is for estimator = "gae"; use that',
+            'it is for estimator = "group_mean" or "batch_baseline"; use one',
         )
+        check_effects(
+            (
+                ("std", self.std, "sample", divides or self.std == "none", dividers),
+                ("discount", self.discount, 1.0, is_by_token, 'it is for estimator = "gae" or "globally_whitened"; use one'),
+                ("lam", self.lam, 1.0, is_gae, gae),
+                ("whiten", self.whiten, True, is_gae, gae),
+                ("kl_horizon", self.kl_horizon, 10_000.0, self.kl_target is not None, "give a kl_target"),
+            )
+        )
+        return self
 
 
 class EvalConfig(Schema):
@@ -125,7 +116,14 @@ class EvalConfig(Schema):
             raise ValueError("num_samples > 1 needs a temperature above 0: greedy samples are equal")
         if any(k > self.num_samples for k in self.pass_at):
             raise ValueError("pass_at is above num_samples")
-        check_eval_sampling(self)
+        needed = "greedy sampling takes the most likely token; raise temperature above 0"
+        check_effects(
+            (
+                ("top_p", 1.0 if self.top_p is None else self.top_p, 1.0, self.temperature > 0, needed),
+                ("top_k", self.top_k, None, self.temperature > 0, needed),
+                ("correct_at", self.correct_at, 1.0, bool(self.pass_at), "it is for pass@k; name each k in pass_at"),
+            )
+        )
         return self
 
 
@@ -221,22 +219,65 @@ class TrainConfig(Schema):
 
     @model_validator(mode="after")
     def _fits_the_loop(self) -> TrainConfig:
-        estimator = Estimator(self.advantages.estimator)
-        check_groups(estimator, group_size=self.group_size, num_groups=self.prompts_per_step, max_batches=self.max_batches)
-        check_overlong(self.overlong_tokens, max_new_tokens=self.max_new_tokens)
+        self._check_groups()
         self._check_effects()
-        check_loss(self.policy_loss(), num_updates=self.num_epochs * self.num_mini_batches)
-        check_critic(estimator, value_loss=self.critic_loss(), warmup_steps=self.critic_warmup_steps)
+        self._check_loss()
+        if self.overlong_tokens is not None and self.overlong_tokens > self.max_new_tokens:
+            problem = f"is {self.overlong_tokens}; must be from 1 to max_new_tokens = {self.max_new_tokens}"
+            raise SettingError("overlong_tokens", problem)
+        if self.critic_warmup_steps and self.advantages.estimator is not Estimator.GAE:
+            raise SettingError("critic_warmup_steps", 'needs a critic: use advantages.estimator = "gae"')
         if self.critic_warmup_steps >= self.num_steps:
             problem = (
                 f"is {self.critic_warmup_steps} of num_steps = {self.num_steps}, so the policy would never train; lower it"
             )
             raise SettingError("critic_warmup_steps", problem)
-        check_kl_horizon(self.advantages.settings(), prompts_per_step=self.prompts_per_step, group_size=self.group_size)
         return self
 
+    def _check_groups(self) -> None:
+        """Refuses groups, or a step, without a gradient, and a KL horizon so short that one step could take kl_coef to 0 or below."""
+        estimator, num_samples = self.advantages.estimator, self.prompts_per_step * self.group_size
+        if self.group_size == 1:
+            if estimator is Estimator.BATCH_BASELINE and self.prompts_per_step == 1:
+                raise SettingError(
+                    "group_size", 'of 1 with one prompt a step teaches nothing with advantages.estimator = "batch_baseline"'
+                )
+            if estimator.needs_groups:
+                others = ", ".join(f'"{other}"' for other in Estimator if not other.needs_groups)
+                problem = f'of 1 teaches nothing with advantages.estimator = "{estimator}"; use one of {others}'
+                raise SettingError("group_size", problem)
+            if self.max_batches > 1:
+                raise SettingError("max_batches", "above 1 keeps groups that differ, which a group of one never does")
+        horizon, least = self.advantages.kl_horizon, MAX_KL_ERROR * num_samples
+        if self.advantages.kl_target is not None and horizon <= least:
+            problem = (
+                f"is {horizon:g}, but a step of prompts_per_step * group_size = {num_samples} samples needs more than "
+                f"{least:g}: kl_coef would fall to 0 or below"
+            )
+            raise SettingError("advantages.kl_horizon", problem)
+
+    def _check_loss(self) -> None:
+        """Refuses a loss that does not use rewards, ineffective corrections, and a ratio of 1 in every update of a step."""
+        loss = self.policy_loss()
+        if not loss.has_advantages:
+            raise SettingError("loss", f"{loss.name} does not learn from rewards")
+        truncates = loss.old_policy is not OldPolicy.ROLLOUT
+        problem = 'a ratio to rollout\'s own log-probs needs no truncation; use another old_policy than "rollout"'
+        token = loss.correction.token_truncation
+        usual = None if token is None else Correction().token_truncation
+        check_effects(
+            (
+                ("loss.correction.token_truncation", token, usual, truncates, problem),
+                ("loss.correction.sequence_truncation", loss.correction.sequence_truncation, None, truncates, problem),
+            )
+        )
+        if self.num_updates > 1 and loss.has_ratio and loss.old_policy is OldPolicy.CURRENT:
+            raise SettingError(
+                "old_policy", f'"current" is for one optimizer step a step, and there are {self.num_updates}; use "given"'
+            )
+
     def _check_effects(self) -> None:
-        has_critic, has_ratio = self.advantages.estimator == "gae", self.loss.has_ratio
+        has_critic, has_ratio = self.advantages.estimator is Estimator.GAE, self.loss.has_ratio
         critic, ratio = 'it is of the critic; use advantages.estimator = "gae"', "the loss has no ratio; use another loss.name"
         check_effects(
             (
@@ -252,18 +293,22 @@ class TrainConfig(Schema):
             evaluation=self.eval != EvalConfig(),
         )
 
+    @property
+    def num_updates(self) -> int:
+        """Optimizer steps on the samples of a step."""
+        return self.num_epochs * self.num_mini_batches
+
     def policy_loss(self) -> LossConfig:
         """The loss with its old policy. "auto" becomes "given" only if a step has several optimizer steps and the loss has a ratio."""
         if not self.loss.has_ratio:
             return self.loss
         if self.old_policy != "auto":
             return replace(self.loss, old_policy=OldPolicy(self.old_policy))
-        has_several = self.num_epochs * self.num_mini_batches > 1
-        return replace(self.loss, old_policy=OldPolicy.GIVEN if has_several else OldPolicy.CURRENT)
+        return replace(self.loss, old_policy=OldPolicy.GIVEN if self.num_updates > 1 else OldPolicy.CURRENT)
 
     def critic_loss(self) -> LossConfig | None:
         """The critic's loss, or None without a critic. Aggregated like the policy's, so that both count the same tokens."""
-        if self.advantages.estimator != "gae":
+        if self.advantages.estimator is not Estimator.GAE:
             return None
         return LossConfig(
             loss=self.value_loss,

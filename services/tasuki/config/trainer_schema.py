@@ -7,8 +7,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from tasuki.algorithms.effects import check_effects
-from tasuki.algorithms.setting import SettingError
+from tasuki.algorithms.setting import SettingError, check_effects
 from tasuki.config.constraints import FUSED_LINEAR
 from tasuki.config.devices import Devices
 from tasuki.config.table import Listen, Schema, Seed

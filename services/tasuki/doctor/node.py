@@ -19,7 +19,7 @@ from tasuki.planner.model_shape import read_model_shape
 from tasuki.rpc.port import check_ports
 from tasuki.rpc.service_tracer import check_telemetry
 from tasuki.runs.inputs import read_inputs
-from tasuki.runs.loop_settings import open_rewards
+from tasuki.runs.rewards import open_rewards
 from tasuki.runs.sft_training import read_sft
 from tasuki.supervisor.fleet_place import check_place
 from tasuki.supervisor.installed import check_node_installed

@@ -17,7 +17,7 @@ from tasuki.config.train_schema import TrainConfig
 from tasuki.runs.continuation import Continuation
 from tasuki.runs.folder import SAMPLES, draw_curve, summarize
 from tasuki.runs.inputs import TrainInputs
-from tasuki.runs.loop_settings import loop_settings, open_rewards
+from tasuki.runs.rewards import open_rewards
 from tasuki.runs.settings import RunSettings
 from tasuki.runs.training import Loop
 
@@ -48,9 +48,8 @@ class RlTraining:
         ):
 
             def loop(client: Client, dataset: Dataset[Row], start: Continuation, report: Callable[[Step], None]) -> None:
-                settings = loop_settings(inputs.train)
                 state = EstimatorState.of(start.steps[-1].estimator if start.steps else {})
-                rl = RlLoop(client, dataset, inputs.eval_rows, inputs.tokenizer, rewards, settings, state, dump, save_now)
+                rl = RlLoop(client, dataset, inputs.eval_rows, inputs.tokenizer, rewards, inputs.train, state, dump, save_now)
                 rl.run(report, first_step=start.first_step)
 
             yield loop
