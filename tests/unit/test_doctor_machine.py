@@ -1,4 +1,4 @@
-"""`tasuki doctor`: each fault of the machine is found: limits, kernel, versions, clock, disk, /dev/shm, ports."""
+"""`tasuki doctor`: each fault of the machine is found: limits, versions, disk, ports, GPUs, memory between processes."""
 
 from __future__ import annotations
 
@@ -7,43 +7,31 @@ import os
 import pwd
 import resource
 import socket
+import sys
 from pathlib import Path
 
 import pytest
 
-from tasuki.doctor import host
+from tasuki.config.load import load_config
+from tasuki.doctor import host, memory
 from tasuki.doctor.finding import Verdict
-from tasuki.wire.extras import install_extras
+from tasuki.doctor.gpus import Gpu, GpuFacts, check_compilers, check_driver, check_strangers, gpu_findings, read_gpu_facts
+from tasuki.doctor.memory import check_passing, check_plan
+from tasuki.memory.host import HostMemory, host_memory
+from tests.conftest import ENVIRONMENT
+from tests.nvml import Library
 from tests.tiny_disk import tmpfs
 from tests.unit.doctor import examined, is_bad, is_ok
 
 GB = 10**9
 
 
-@pytest.mark.parametrize(
-    ("limit", "value", "name"),
-    [
-        ("RLIMIT_NOFILE", 512, "open files"),
-        ("RLIMIT_MEMLOCK", 0, "locked memory"),
-        ("RLIMIT_FSIZE", 1 << 20, "memory between processes, cpu"),
-    ],
-)
-def test_a_limit_of_the_process_is_found(limit: str, value: int, name: str):
-    code, findings = examined(limits=f"resource.setrlimit(resource.{limit}, ({value}, {value}))")
-    assert findings[name]["verdict"] == "fail" and findings[name]["advice"]
-    assert code == 1
-
-
 def test_faults_of_the_machine_are_found(tmp_path: Path):
-    assert is_bad(host.check_python((3, 10)), Verdict.FAIL, found="3.10", advice="3.11")
-    assert is_bad(host.check_user(lambda: pwd.getpwuid(2**31 - 5)[0]), Verdict.FAIL, found="has no name", advice="export USER")
+    assert is_bad(host.check_user(lambda: pwd.getpwuid(2**31 - 5)[0]), Verdict.FAIL, found="has no name", advice="USER")
     for paths in ({"path": tmp_path / "no.so"}, {"preloaded": tmp_path / "no.so"}):
         assert is_bad(host.check_native_library(**paths), Verdict.FAIL, found="no.so is missing", advice="make native")
-    (tmp_path / "scope").write_text("2\n")
-    assert is_bad(host.check_yama(tmp_path / "scope"), Verdict.WARN, found="ptrace_scope 2", advice="stacks")
-    assert is_ok(host.check_yama(tmp_path / "none"))
     assert is_bad(host.check_processes(tmp_path), Verdict.FAIL, found="hides other processes", advice="hidepid")
-    assert is_bad(host.check_clock(0.0), Verdict.FAIL, found="1970", advice="set the clock")
+    assert is_bad(host.check_open_files(512), Verdict.FAIL, found="512", advice="65536")
     assert is_bad(host.check_open_files(4096), Verdict.WARN, found="4096", advice="65536")
     assert is_ok(host.check_open_files(resource.RLIM_INFINITY))
 
@@ -55,19 +43,13 @@ def test_other_versions_than_the_locks_are_found(tmp_path: Path):
     assert is_ok(host.check_versions({"torch": "2.11.0+cu130", "sglang": "0.5.15.post1"}, locked))
     found = host.check_versions({"torch": "2.12.0", "sglang": "0.5.15.post1"}, locked)
     assert is_bad(found, Verdict.WARN, found="torch 2.12.0 (lock: 2.11.0)", advice="make setup")
-    assert is_bad(
-        host.check_versions({"torch": "2.11.0"}, locked),
-        Verdict.WARN,
-        found="sglang not",
-        advice=install_extras("trainer", "rollout"),
-    )
+    assert is_bad(host.check_versions({"torch": "2.11.0"}, locked), Verdict.WARN, found="sglang not", advice="rollout")
     assert host.locked_versions(tmp_path / "none") == {}
 
 
 def test_small_shared_memory_is_found(tmp_path: Path):
     with tmpfs(tmp_path / "shm", num_kib=1024) as disk:
-        found = host.check_shared_memory(disk.folder)
-        assert is_bad(found, Verdict.FAIL, found="MiB free", advice="--shm-size")
+        assert is_bad(host.check_shared_memory(disk.folder), Verdict.FAIL, found="MiB free", advice="--shm-size")
     with tmpfs(tmp_path / "shm64", num_kib=64 * 1024) as disk:
         assert is_ok(host.check_shared_memory(disk.folder))
         assert is_bad(host.check_shared_memory(disk.folder, num_ranks=2), Verdict.WARN, found="MiB free", advice="NCCL")
@@ -82,11 +64,10 @@ def test_a_disk_without_room_is_found(tmp_path: Path):
     assert is_bad(found, Verdict.WARN, found="1000000000.0 GB wanted", advice="free space")
 
 
-def test_a_port_that_is_taken_is_found(node_file: Path):
+def test_a_port_that_is_taken_is_found(node_file: Path, capsys: pytest.CaptureFixture[str]):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert host.check_port("metrics.listen", "127.0.0.1", port).verdict is Verdict.FAIL
-        code, findings = examined(node_file, "--set", f"metrics.listen=127.0.0.1:{port}")
+        code, findings = examined(capsys, node_file, [f"metrics.listen=127.0.0.1:{port}"])
         assert code == 1 and findings["port of metrics.listen"]["verdict"] == "fail"
     assert is_ok(host.check_port("metrics.listen", "127.0.0.1", port))
 
@@ -104,8 +85,7 @@ def test_a_namespace_that_forbids_what_a_node_calls_is_found(call: str, monkeypa
         raise PermissionError(errno.EPERM, "Operation not permitted")  # as under a seccomp profile
 
     monkeypatch.setattr(os, call, forbidden)
-    found = host.check_processes(Path("/proc"))
-    assert is_bad(found, Verdict.FAIL, found="Operation not permitted", advice="seccomp profile that allows both")
+    assert is_bad(host.check_processes(Path("/proc")), Verdict.FAIL, found="not permitted", advice="seccomp")
 
 
 def test_a_disk_that_cannot_be_written_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -113,3 +93,96 @@ def test_a_disk_that_cannot_be_written_is_found(tmp_path: Path, monkeypatch: pyt
     found = host.check_disk("state_dir", tmp_path / "node", needed_bytes=0)
     assert is_bad(found, Verdict.FAIL, found=f"{tmp_path} cannot be written", advice="choose another state_dir")
     assert is_bad(host.check_shared_memory(tmp_path), Verdict.FAIL, found="free", advice="--shm-size")
+
+
+def write_program(path: Path, script: str) -> str:
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_compilers_that_are_missing_or_old_are_found(tmp_path: Path):
+    said, cc = "Cuda compilation tools, release 12.4, V12.4.131", "/usr/bin/cc"
+    assert is_bad(check_compilers(None, None), Verdict.FAIL, found="no C compiler", advice="gcc")
+    assert is_bad(check_compilers(None, cc), Verdict.WARN, found="no nvcc", advice="nvcc")
+    nvcc = write_program(tmp_path / "nvcc", f'[ "$1" = --version ] && echo "{said}"')
+    old = check_compilers(nvcc, cc, torch_cuda=(13, 0))
+    assert is_bad(old, Verdict.WARN, found="nvcc of CUDA 12.4, torch is built for 13.0", advice="PATH")
+    assert is_ok(check_compilers(nvcc, cc, torch_cuda=(12, 4)))
+    for broken in ("exit 1", "echo nothing", f'echo "{said}"; exit 1', "printf '\\377'"):
+        write_program(tmp_path / "nvcc", broken)
+        assert is_bad(check_compilers(nvcc, cc), Verdict.WARN, found="version is unknown", advice="--version")
+
+
+def test_faults_of_gpus_are_found():
+    assert is_bad(check_driver(None, torch_cuda=(13, 0)), Verdict.FAIL, found="no NVIDIA driver", advice='device = "cpu"')
+    assert is_bad(check_driver((12, 8), torch_cuda=(13, 0)), Verdict.FAIL, found="CUDA 12.8", advice="CUDA 13")
+    assert is_bad(check_driver((13, 0), torch_cuda=(13, 1)), Verdict.WARN, found="13.0", advice="13.1")
+    assert is_bad(check_driver((13, 0), torch_cuda=None), Verdict.WARN, found="torch", advice="trainer")
+    assert is_ok(check_driver((13, 1), torch_cuda=(13, 0)))
+    free, held = Gpu(80 * GB, 79 * GB + GB // 2, {}), Gpu(80 * GB, 20 * GB, {4711: 60 * GB})
+    found = check_strangers([free, held], node_runs=False)
+    assert is_bad(found, Verdict.WARN, found="pid 4711 (60.0 GB on GPU 1)", advice="end these")
+    hidden = check_strangers([Gpu(80 * GB, 20 * GB, {})], node_runs=False)
+    assert is_bad(hidden, Verdict.WARN, found="not visible", advice="on the host")
+    assert is_ok(check_strangers([held], node_runs=True)) and is_ok(check_strangers([free], node_runs=False))
+    assert [finding.name for finding in gpu_findings(GpuFacts(None), torch_cuda=None, node_runs=False)] == ["driver"]
+
+
+def test_facts_of_gpus_are_nvmls(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "pynvml", Library(is_missing=False))
+    assert read_gpu_facts() == GpuFacts((13, 1), [Gpu(100, 90, {7: 0, 8: 3}), Gpu(100, 89, {})])
+    monkeypatch.setitem(sys.modules, "pynvml", Library(is_missing=True))
+    assert read_gpu_facts() == GpuFacts(None)
+
+
+def test_memory_of_a_gpu_that_does_not_pass_is_found(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # as in a container without its GPUs
+    finding = check_passing("cuda:0")
+    assert is_bad(finding, Verdict.FAIL, found="", advice="the same GPUs")
+    assert "CUDA" in finding.found or "NVIDIA" in finding.found
+
+
+NO_CHUNK = """
+export = Arena.export
+def of_no_chunk(arena, access):
+    made = export(arena, access)
+    nowhere = os.open("/dev/null", os.O_RDWR)
+    made.chunks = [replace(chunk, fd=nowhere) for chunk in made.chunks]
+    return made
+Arena.export = of_no_chunk
+"""
+OTHER_BYTES = "probe._as_bytes = lambda device: bytes(len(probe._PATTERN))"
+READER_KILLED = """
+run = subprocess.run
+probe.subprocess.run = lambda argv, **options: run(["sh", "-c", "kill -9 $$"], **options)
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "found"),
+    [(NO_CHUNK, "not a sealed memfd"), (OTHER_BYTES, "reads other bytes"), (READER_KILLED, "ended with -9")],
+)
+def test_memory_that_does_not_pass_between_processes_is_found(fault: str, found: str, monkeypatch: pytest.MonkeyPatch):
+    """fault: Python code for the writing process."""
+    monkeypatch.setenv("PYTHONPATH", ENVIRONMENT["PYTHONPATH"])
+    imports = "import os, subprocess, sys\nfrom dataclasses import replace\nfrom tasuki.memory import probe\n"
+    imports += "from tasuki.memory.arena import Arena\n"
+    program = [sys.executable, "-c", f"{imports}{fault}\nsys.exit(probe.main(sys.argv[1:]))"]
+    assert is_bad(check_passing("cpu", probe=program), Verdict.FAIL, found=found, advice="allow memfd_create")
+
+
+def test_a_probe_that_cannot_run_is_found(tmp_path: Path):
+    finding = check_passing("cpu", probe=[str(tmp_path / "python")])
+    assert is_bad(finding, Verdict.FAIL, found="No such file", advice="python -m tasuki.memory.probe cpu")
+
+
+def test_a_plan_that_does_not_fit_is_found(node_file: Path, monkeypatch: pytest.MonkeyPatch):
+    node = load_config(node_file, overrides=['device="cuda"'])
+    assert is_bad(check_plan(node, [Gpu(1 << 20, 1 << 20, {})]), Verdict.FAIL, found="", advice="tasuki plan")
+    assert is_bad(check_plan(node, []), Verdict.WARN, found="no GPU", advice="--gpu-gb")
+    total = host_memory().total_bytes
+    monkeypatch.setattr(memory, "host_memory", lambda: HostMemory(total, 1 << 20))
+    assert is_bad(
+        check_plan(load_config(node_file), []), Verdict.WARN, found="0.0 GB are free now", advice="end other programs"
+    )

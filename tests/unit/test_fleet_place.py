@@ -12,8 +12,6 @@ from tasuki.config.lock import NODE_LOCK, StateLock
 from tasuki.config.places import config_path
 from tasuki.config.save import save_config
 from tasuki.config.schema import NodeConfig
-from tasuki.doctor.finding import Verdict
-from tasuki.doctor.node import node_findings
 from tasuki.rpc.port import check_ports
 from tasuki.supervisor.fleet_place import check_place, check_run
 from tasuki.wire.errors import InvalidArgument
@@ -39,12 +37,6 @@ def test_a_node_that_the_leader_cannot_call_is_refused_by_key(tmp_path: Path) ->
         ) as refused:
             check_place(node(tmp_path, *PORTS, f"trainer.listen={listen}"))
         assert refused.value.metadata["field"] == "trainer.listen"
-    finding = next(
-        each
-        for each in node_findings(node(tmp_path, *PORTS, "trainer.listen=unix"), [], config_dir=tmp_path)
-        if each.name == "place in the fleet"
-    )
-    assert (finding.verdict, finding.advice) == (Verdict.FAIL, "change trainer.listen")
 
 
 def test_an_interface_that_the_machine_lacks_is_refused_by_key(tmp_path: Path) -> None:

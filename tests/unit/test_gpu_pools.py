@@ -27,7 +27,7 @@ from tasuki.supervisor.pool import NodePool, _received
 from tasuki.supervisor.services import node_services
 from tasuki.transport.fd_socket import send_all
 from tasuki.wire.errors import InternalError, OutOfGpuMemory, TasukiError
-from tests.unit.test_doctor_nvml import Library
+from tests.nvml import Library
 
 
 def node(folder: Path, *overrides: str) -> NodeConfig:

@@ -13,41 +13,35 @@ from tasuki.config.schema import NodeConfig
 from tasuki.doctor.finding import Finding, Verdict, fail, ok, warn
 from tasuki.rpc.served_certificate import read_certificate
 
-_NAME = "certificate"
 _SOON_S = 14 * 86400
-_AUTHORITY = "callers' authority"
 _RENEW = "replace it with a new server certificate, for example from `tasuki certs`; a running node reloads it"
 _REPLACE = "put a new authority into security.client_ca and renew all certificates: docs/ports.md, Renewing and revoking"
 
 
 def check_certificate(cert: Path, key: Path, *, now: float | None = None) -> Finding:
     """Checks a matching certificate and key. now: Unix time in seconds."""
+    name = "certificate"
     try:
         shown = read_certificate(cert, key)
     except ssl.SSLCertVerificationError as error:
-        return fail(_NAME, f"{cert}: {error.verify_message}", _RENEW)
-    names = ", ".join(_written(kind, name) for kind, name in shown.get("subjectAltName", ()) if kind in ("DNS", "IP Address"))
+        return fail(name, f"{cert}: {error.verify_message}", _RENEW)
+    names = ", ".join(_written(kind, host) for kind, host in shown.get("subjectAltName", ()) if kind in ("DNS", "IP Address"))
     until = ssl.cert_time_to_seconds(shown["notAfter"])
     found = f"until {_day(until)} for {names or 'no name'}"
-    if until - (time.time() if now is None else now) < _SOON_S:
-        return warn(_NAME, found, _RENEW)
-    return ok(_NAME, found)
+    return warn(name, found, _RENEW) if until - (time.time() if now is None else now) < _SOON_S else ok(name, found)
 
 
 def check_authorities(client_ca: Path, *, now: float | None = None) -> Finding:
     """Checks a readable `security.client_ca`: a caller whose authority has expired is refused. now: Unix time in seconds."""
+    name, moment = "callers' authority", time.time() if now is None else now
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.load_verify_locations(client_ca)
     ends = sorted(ssl.cert_time_to_seconds(str(each["notAfter"])) for each in context.get_ca_certs())
-    if not ends:
-        return fail(_AUTHORITY, f"{client_ca} has no certificate of an authority", _REPLACE)
-    moment = time.time() if now is None else now
     num_expired = sum(end <= moment for end in ends)
-    if num_expired:
-        found = f"{client_ca}: {num_expired} of {len(ends)} expired"
-        return fail(_AUTHORITY, found, _REPLACE) if num_expired == len(ends) else warn(_AUTHORITY, found, _REPLACE)
-    found = f"until {_day(ends[0])}"
-    return warn(_AUTHORITY, found, _REPLACE) if ends[0] - moment < _SOON_S else ok(_AUTHORITY, found)
+    if num_expired == len(ends):
+        return fail(name, f"{client_ca}: {num_expired} of {len(ends)} expired", _REPLACE)
+    found = f"{client_ca}: {num_expired} of {len(ends)} expired" if num_expired else f"until {_day(ends[0])}"
+    return warn(name, found, _REPLACE) if ends[0] - moment < _SOON_S else ok(name, found)
 
 
 def _day(end: float) -> str:
@@ -60,7 +54,7 @@ def _written(kind: str, name: str) -> str:
 
 
 def certificate_findings(config: NodeConfig) -> Iterable[Finding]:
-    """Checks the files of a configuration whose `check_ports` succeeds; none without TLS."""
+    """Checks TLS files; none without TLS. Call after `check_ports`."""
     security = config.security
     if security.cert is not None and security.key is not None:
         yield check_certificate(security.cert, security.key)

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
+
+from tasuki.wire.denied_path import named_if_denied
+from tasuki.wire.errors import NotInstalled, TasukiError
+from tasuki.wire.extras import install_extras
 
 
 class Verdict(StrEnum):
@@ -34,3 +40,15 @@ def warn(name: str, found: str, advice: str) -> Finding:
 
 def fail(name: str, found: str, advice: str) -> Finding:
     return Finding(name, Verdict.FAIL, found, advice)
+
+
+def checked(name: str, found: str, check: Callable[[], object], *, key: str) -> Finding:
+    """Runs a check of the node's own start. key: to change if its error names none."""
+    try:
+        with named_if_denied(Path(found)):
+            check()
+    except NotInstalled as error:
+        return fail(name, f"{error.reason}: {error.message}", install_extras(error.metadata["extras"]))
+    except TasukiError as error:
+        return fail(name, f"{error.reason}: {error.message}", f"change {error.metadata.get('field', key)}")
+    return ok(name, found)

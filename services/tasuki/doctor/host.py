@@ -1,4 +1,4 @@
-"""Checks of `tasuki doctor` on every machine: limits, kernel, /dev/shm, disk, clock, installed versions."""
+"""Checks of `tasuki doctor` on every machine: user, library, versions, limits, processes, /dev/shm, disks, ports."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import getpass
 import os
 import resource
 import shutil
-import sys
-import time
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -21,30 +19,18 @@ from tasuki.wire.errors import TasukiError
 from tasuki.wire.extras import install_extras
 
 _MIB, _GIB = 1 << 20, 1 << 30
-_PYTHONS = ((3, 11), (3, 13))
 _LOCK = Path(__file__).parents[3] / "uv.lock"
-_NVIDIA = Path("/dev/nvidiactl")
 _COMPARED = ("flash-attn-4", "grpcio", "numpy", "protobuf", "pydantic", "pyzmq", "sglang", "torch", "transformers")
 """Packages that affect a node's results or start."""
 
 
 def host_findings() -> Iterable[Finding]:
-    yield check_python(sys.version_info[:2])
     yield check_user(getpass.getuser)
     yield check_native_library()
     yield check_versions(installed_versions(), locked_versions(_LOCK))
     yield check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
-    yield check_locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], has_gpus=_NVIDIA.exists())
-    yield check_yama(Path("/proc/sys/kernel/yama/ptrace_scope"))
+    yield check_locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], has_gpus=Path("/dev/nvidiactl").exists())
     yield check_processes(Path("/proc"))
-    yield check_clock(time.time())
-
-
-def check_python(found: tuple[int, int]) -> Finding:
-    text, (least, most) = ".".join(map(str, found)), _PYTHONS
-    if not least <= found <= most:
-        return fail("python", text, "use Python 3.11, 3.12 or 3.13: SGLang has wheels for these")
-    return ok("python", text)
 
 
 def check_user(name_of: Callable[[], str]) -> Finding:
@@ -52,20 +38,21 @@ def check_user(name_of: Callable[[], str]) -> Finding:
     try:
         return ok("user", name_of())
     except (KeyError, OSError):
-        return fail(
-            "user", f"user {os.getuid()} has no name", "export USER=tasuki, or any other name: torch cannot be imported without"
-        )
+        advice = "export USER=tasuki, or any other name: torch cannot be imported without"
+        return fail("user", f"user {os.getuid()} has no name", advice)
 
 
 def check_native_library(path: Path = LIBRARY_PATH, preloaded: Path = PRELOADED_PATH) -> Finding:
     """preloaded: only processes on a GPU's pool load it."""
-    for missing in (one for one in (path, preloaded) if not one.exists()):
-        return fail("native library", f"{missing} is missing", "run `make native`, or install a wheel of tasuki")
+    name = "native library"
+    missing = next((one for one in (path, preloaded) if not one.exists()), None)
+    if missing is not None:
+        return fail(name, f"{missing} is missing", "run `make native`, or install a wheel of tasuki")
     try:
         totals()
     except TasukiError as error:
-        return fail("native library", error.message, "run `make native`")
-    return ok("native library", str(path))
+        return fail(name, error.message, "run `make native`")
+    return ok(name, str(path))
 
 
 def installed_versions() -> Mapping[str, str]:
@@ -81,11 +68,9 @@ def installed_versions() -> Mapping[str, str]:
 
 def locked_versions(lock: Path) -> Mapping[str, set[str]]:
     """Versions by package allowed by the repository's lock; none outside a checkout."""
-    if not lock.is_file():
-        return {}
     found: dict[str, set[str]] = {}
-    for package in tomllib.loads(lock.read_text())["package"]:
-        found.setdefault(package["name"], set()).add(package.get("version", ""))
+    for package in tomllib.loads(lock.read_text())["package"] if lock.is_file() else ():
+        found.setdefault(package["name"], set()).add(package.get("version", "").partition("+")[0])
     return found
 
 
@@ -97,7 +82,7 @@ def check_versions(installed: Mapping[str, str], locked: Mapping[str, set[str]])
     others = [
         f"{each} {has} (lock: {' or '.join(sorted(locked[each]))})"
         for each, has in installed.items()
-        if each in locked and has.partition("+")[0] not in {one.partition("+")[0] for one in locked[each]}
+        if each in locked and has.partition("+")[0] not in locked[each]
     ]
     if others:
         return warn(name, ", ".join(others), "run `make setup`: only the lock's versions are tested")
@@ -105,70 +90,47 @@ def check_versions(installed: Mapping[str, str], locked: Mapping[str, set[str]])
 
 
 def check_open_files(limit: int) -> Finding:
-    name, text = "open files", _count(limit)
-    if 0 <= limit < 1024:
-        return fail(name, text, "raise the hard limit to 65536: ulimit -n, LimitNOFILE= or docker --ulimit nofile=65536")
+    name, text = "open files", "unlimited" if limit < 0 else str(limit)
     if 0 <= limit < 8192:
-        return warn(name, text, "raise the hard limit to 65536: many callers and checkpoint shards need more")
+        advice = "raise the hard limit to 65536: ulimit -n, LimitNOFILE= or docker --ulimit nofile=65536"
+        return (fail if limit < 1024 else warn)(name, text, advice)
     return ok(name, text)
 
 
 def check_locked_memory(limit: int, *, has_gpus: bool) -> Finding:
-    name, text = "locked memory", _count(limit) if limit < 0 else f"{limit // _MIB} MiB"
+    name, text = "locked memory", "unlimited" if limit < 0 else f"{limit // _MIB} MiB"
+    advice = "raise it: ulimit -l unlimited, LimitMEMLOCK=infinity or docker --ulimit memlock=-1"
     if 0 <= limit < _MIB:
-        return fail(name, text, "raise it: ulimit -l unlimited, LimitMEMLOCK=infinity or docker --ulimit memlock=-1")
+        return fail(name, text, advice)
     if has_gpus and 0 <= limit < 64 * _MIB and not _may_lock():
-        return warn(name, text, "raise it for NCCL over InfiniBand: ulimit -l unlimited, or docker --ulimit memlock=-1")
+        return warn(name, text, f"{advice}; NCCL needs it over InfiniBand")
     return ok(name, text)
-
-
-def check_yama(path: Path) -> Finding:
-    name = "yama"
-    scope = path.read_text().strip() if path.is_file() else "0"
-    if scope in ("2", "3"):
-        advice = "set kernel.yama.ptrace_scope to 1, or hung processes leave no stacks"
-        return warn(name, f"ptrace_scope {scope}", advice)
-    return ok(name, f"ptrace_scope {scope}")
 
 
 def check_processes(proc: Path) -> Finding:
     """Checks that this process sees its user's other processes and can open pidfds on them, as the supervisor does."""
     name = "processes"
     if os.getppid() and not (proc / str(os.getppid()) / "stat").exists():
-        return fail(
-            name, f"{proc} hides other processes", "mount it without hidepid, and run node and `tasuki train` in one namespace"
-        )
+        advice = "mount it without hidepid, and run node and `tasuki train` in one namespace"
+        return fail(name, f"{proc} hides other processes", advice)
     try:
         os.close(os.pidfd_open(os.getpid()))
         os.close(os.memfd_create("tasuki-doctor"))
     except OSError as error:
-        return fail(
-            name,
-            f"pidfd_open or memfd_create: {error.strerror}",
-            "use Linux 5.3 or later, and a seccomp profile that allows both",
-        )
+        advice = "use Linux 5.3 or later, and a seccomp profile that allows both"
+        return fail(name, f"pidfd_open or memfd_create: {error.strerror}", advice)
     return ok(name, "pidfd, memfd and /proc work")
 
 
-def check_clock(now: float) -> Finding:
-    name, made = "clock", LIBRARY_PATH.stat().st_mtime if LIBRARY_PATH.exists() else 0.0
-    text = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now))
-    if now < made - 86_400:
-        return fail(name, f"{text}, before tasuki was built", "set the clock: certificates and logs depend on it")
-    return ok(name, text)
-
-
 def check_shared_memory(path: Path = Path("/dev/shm"), *, num_ranks: int = 1) -> Finding:  # noqa: S108 - only looked at
-    name = str(path)
+    name, advice = str(path), "docker run --shm-size 16g, or remount it larger: a node's processes and NCCL share memory there"
     if not path.is_dir():
         return fail(name, "is missing", "mount a tmpfs there")
     free = shutil.disk_usage(path).free
     text = f"{free // _MIB} MiB free"
     if free < 16 * _MIB or not os.access(path, os.W_OK):
-        return fail(name, text, "docker run --shm-size 16g, or remount it larger: processes of a node share memory there")
-    if num_ranks > 1 and free < _GIB:
-        return warn(name, text, "docker run --shm-size 16g: NCCL between ranks wants 1 GiB or more")
-    return ok(name, text)
+        return fail(name, text, advice)
+    return warn(name, text, advice) if num_ranks > 1 and free < _GIB else ok(name, text)
 
 
 def check_disk(key: str, folder: Path, *, needed_bytes: int) -> Finding:
@@ -184,11 +146,8 @@ def check_disk(key: str, folder: Path, *, needed_bytes: int) -> Finding:
     if free < 200 * _MIB:
         return fail(name, text, f"free space, or choose another {key}: a node stops if it cannot write journal and logs")
     if free < needed_bytes:
-        return warn(
-            name,
-            f"{text}, {needed_bytes / 1e9:.1f} GB wanted",
-            "free space for the training log, two checkpoints and the model",
-        )
+        advice = "free space for the training log, two checkpoints and the model"
+        return warn(name, f"{text}, {needed_bytes / 1e9:.1f} GB wanted", advice)
     return ok(name, text)
 
 
@@ -204,7 +163,3 @@ def check_port(key: str, host: str, port: int) -> Finding:
 
 def _may_lock() -> bool:
     return os.geteuid() == 0
-
-
-def _count(limit: int) -> str:
-    return "unlimited" if limit < 0 else str(limit)

@@ -1,30 +1,24 @@
-"""Checks of `tasuki doctor` on the memory of a node: its plan, the copy of its model, and passing memory between processes."""
+"""Checks of `tasuki doctor` on the memory of a node: its plan, and passing memory between processes."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from tasuki.config.places import model_copy_dir
 from tasuki.config.schema import NodeConfig
 from tasuki.doctor.finding import Finding, fail, ok, warn
 from tasuki.doctor.gpus import Gpu
 from tasuki.doctor.running import is_running
 from tasuki.memory.host import host_memory
-from tasuki.models.folder_files import model_files_bytes
 from tasuki.planner.advice import problems
 from tasuki.planner.budget import check_host_budget, check_host_ranks
 from tasuki.planner.node_plan import check_kv_tokens, plan_node
-from tasuki.supervisor.model_copy import copy_room_bytes
 from tasuki.supervisor.pool import check_pool_room
 from tasuki.wire.errors import TasukiError
 
 PROBE = (sys.executable, "-P", "-m", "tasuki.memory.probe")
 _PROBE_TIMEOUT_S = 120.0
-_REMAINDER_BYTES = 1 << 30
-"""Shared memory that the copy should leave for NCCL and the engine."""
 _NO_GPU = 1
 
 
@@ -50,22 +44,6 @@ def check_plan(config: NodeConfig, gpus: Sequence[Gpu]) -> Finding:
         text = f"needs {planned.host_peak.host_bytes / 1e9:.1f} GB of host memory, {available / 1e9:.1f} GB are free now"
         return warn(name, text, "end other programs on the machine")
     return ok(name, f"fits; {planned.kv_pool.num_tokens:,} tokens of KV cache")
-
-
-def check_model_copy(config: NodeConfig, *, folder: Path | None = None) -> Finding:
-    """Checks that the copy of `model.preload` fits. folder: where it will lie; by default the node's place in shared memory."""
-    name = "copy of the model"
-    folder = model_copy_dir(config.state_dir).parent if folder is None else folder
-    if not folder.is_dir():
-        return fail(name, f"{folder} is missing", "mount a tmpfs there, or remove model.preload")
-    needed, room = model_files_bytes(config.model.path), copy_room_bytes(config.state_dir, folder)
-    text = f"takes {needed / 1e6:,.1f} MB, {folder} has room for {room / 1e6:,.1f} MB"
-    if needed > room:
-        advice = "enlarge it (docker run --shm-size, or remount it), free memory, or remove model.preload"
-        return fail(name, text, advice)
-    if room - needed < _REMAINDER_BYTES:
-        return warn(name, text, "leave 1 GiB or more for NCCL and the engine: enlarge it, or remove model.preload")
-    return ok(name, text)
 
 
 def check_passing(device: str, *, probe: Sequence[str] = PROBE) -> Finding:

@@ -9,12 +9,11 @@ from tasuki.config.engine_arguments import check_argument_values, has_sglang
 from tasuki.config.ports import port_targets
 from tasuki.config.schema import NodeConfig, SftConfig, TrainConfig
 from tasuki.doctor.certificates import certificate_findings
-from tasuki.doctor.finding import Finding, Verdict, fail, ok, warn
+from tasuki.doctor.finding import Finding, Verdict, checked, fail, ok, warn
 from tasuki.doctor.gpus import Gpu
 from tasuki.doctor.host import check_disk, check_port, check_shared_memory
-from tasuki.doctor.memory import check_model_copy, check_passing, check_plan
+from tasuki.doctor.memory import check_passing, check_plan
 from tasuki.doctor.running import is_running
-from tasuki.models.shape import ModelShape
 from tasuki.planner.model_shape import read_model_shape
 from tasuki.rpc.port import check_ports
 from tasuki.rpc.service_tracer import check_telemetry
@@ -27,8 +26,7 @@ from tasuki.supervisor.model_folder import check_model_folders
 from tasuki.supervisor.node import check_state_folder
 from tasuki.trackers.adapters import check_installed
 from tasuki.wire.address import split_host_port
-from tasuki.wire.denied_path import denied, named_if_denied
-from tasuki.wire.errors import NotInstalled, TasukiError
+from tasuki.wire.denied_path import denied
 from tasuki.wire.extras import install_extras
 
 _STATE_BYTES = 14
@@ -40,33 +38,31 @@ def node_findings(config: NodeConfig, gpus: Sequence[Gpu], *, config_dir: Path) 
     runs = is_running(config)
     yield ok("node", f"runs in {config.state_dir}") if runs else ok("node", "is not running")
     if not runs:
-        yield _checked("packages of a node", "installed", check_node_installed, key="the environment")
-        yield _checked("state_dir", str(config.state_dir), lambda: check_state_folder(config), key="state_dir")
-    model = _checked("model", str(config.model.path), lambda: check_model_folders(config), key="model.path")
+        yield checked("packages of a node", "installed", check_node_installed, key="the environment")
+        yield checked("state_dir", str(config.state_dir), lambda: check_state_folder(config), key="state_dir")
+    model = checked("model", str(config.model.path), lambda: check_model_folders(config), key="model.path")
     yield model
-    security = _checked("security", _secured(config), lambda: check_ports(config), key="[security]")
+    security = checked("security", _secured(config), lambda: check_ports(config), key="[security]")
     yield security
     if security.verdict is Verdict.OK:
         yield from certificate_findings(config)
     if config.fleet is not None and not runs:
-        yield _checked("place in the fleet", config.fleet.leader, lambda: check_place(config), key="fleet")
+        yield checked("place in the fleet", config.fleet.leader, lambda: check_place(config), key="fleet")
     yield _check_engine(config)
     endpoint = config.telemetry.endpoint
-    yield _checked("tracing", endpoint or "off", lambda: check_telemetry(config.telemetry), key="telemetry.endpoint")
-    yield _checked("trackers", ", ".join(config.track.to) or "none", lambda: _check_trackers(config), key="track.to")
+    yield checked("tracing", endpoint or "off", lambda: check_telemetry(config.telemetry), key="telemetry.endpoint")
+    yield checked("trackers", ", ".join(config.track.to) or "none", lambda: _check_trackers(config), key="track.to")
     has_model = model.verdict is Verdict.OK
     yield from check_datasets(config, has_model=has_model)
     if config.train is not None:
         yield check_rewards(config.train, (Path.cwd(), config_dir))
     if has_model:
         yield check_plan(config, gpus)
-        if config.model.preload and not runs:
-            yield check_model_copy(config)
     yield check_shared_memory(num_ranks=max(config.trainer.num_ranks, config.num_engine_ranks))
     yield check_passing("cpu")
     if config.device == "cuda" and gpus and not runs:
         yield check_passing("cuda:0")
-    needed = _STATE_BYTES * _num_parameters(config)
+    needed = _STATE_BYTES * read_model_shape(config.model.path).num_parameters if has_model else 0
     for key, folder in _folders(config).items():
         yield check_disk(key, folder, needed_bytes=needed)
     for key, target in _ports(config).items() if not runs else ():
@@ -93,7 +89,7 @@ def _check_data(table: str, run: TrainConfig | SftConfig, read: Callable[[], obj
         except PermissionError:
             error = denied(path, key=key)
             return fail(name, f"{error.reason}: {error.message}", f"change {key}, or the permissions")
-    return ok(name, str(run.dataset)) if read is None else _checked(name, str(run.dataset), read, key=f"{table}.dataset")
+    return ok(name, str(run.dataset)) if read is None else checked(name, str(run.dataset), read, key=f"{table}.dataset")
 
 
 def check_rewards(train: TrainConfig, folders: Sequence[Path]) -> Finding:
@@ -105,19 +101,7 @@ def check_rewards(train: TrainConfig, folders: Sequence[Path]) -> Finding:
         with open_rewards(reward, folders, num_workers=1):
             return
 
-    return _checked("reward of [train]", ", ".join(functions), check, key="train.reward")
-
-
-def _checked(name: str, found: str, check: Callable[[], object], *, key: str) -> Finding:
-    """key: to change if an error names none."""
-    try:
-        with named_if_denied(Path(found)):
-            check()
-    except NotInstalled as error:
-        return fail(name, f"{error.reason}: {error.message}", install_extras(error.metadata["extras"]))
-    except TasukiError as error:
-        return fail(name, f"{error.reason}: {error.message}", f"change {error.metadata.get('field', key)}")
-    return ok(name, found)
+    return checked("reward of [train]", ", ".join(functions), check, key="train.reward")
 
 
 def _check_engine(config: NodeConfig) -> Finding:
@@ -125,7 +109,7 @@ def _check_engine(config: NodeConfig) -> Finding:
     found = ", ".join(arguments) or "none"
     if arguments and not has_sglang():
         return warn(name, f"{found} not checked: SGLang is not installed", install_extras("rollout"))
-    return _checked(name, found, lambda: check_argument_values(arguments), key="[rollout.engine]")
+    return checked(name, found, lambda: check_argument_values(arguments), key="[rollout.engine]")
 
 
 def _check_trackers(config: NodeConfig) -> None:
@@ -137,14 +121,6 @@ def _secured(config: NodeConfig) -> str:
     if not port_targets(config) and config.metrics.listen is None:
         return "unix sockets only"
     return "TLS" if config.security.cert is not None else "loopback without TLS"
-
-
-def _num_parameters(config: NodeConfig) -> int:
-    try:
-        shape: ModelShape = read_model_shape(config.model.path)
-    except TasukiError:
-        return 0  # reported by the check of the model
-    return shape.num_parameters
 
 
 def _folders(config: NodeConfig) -> dict[str, Path]:
