@@ -12,14 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from tasuki.config.schema import NodeConfig
-from tasuki.dashboard.command import Dashboard, make_server
+from tasuki.dashboard.command import make_server
+from tasuki.dashboard.server import DashboardServer
 from tests.ports import free_port
 
 RECORDED = Path(__file__).parent / "recorded_run"
 
 
 @contextmanager
-def served(folder: Path | None, *, config: NodeConfig | None = None, host: str = "127.0.0.1") -> Iterator[Dashboard]:
+def served(folder: Path | None, *, config: NodeConfig | None = None, host: str = "127.0.0.1") -> Iterator[DashboardServer]:
     """Serves the dashboard of a run's folder, or of a node, while the block runs."""
     server = make_server(folder, config=config, listen=f"{host}:{free_port()}")
     server.feed.start()
@@ -34,12 +35,12 @@ def served(folder: Path | None, *, config: NodeConfig | None = None, host: str =
         thread.join()
 
 
-def token_of(server: Dashboard) -> str:
+def token_of(server: DashboardServer) -> str:
     return server.url.partition("#token=")[2]
 
 
 def get(
-    server: Dashboard, path: str, *, token: str | None = None, tls: ssl.SSLContext | None = None, host: str | None = None
+    server: DashboardServer, path: str, *, token: str | None = None, tls: ssl.SSLContext | None = None, host: str | None = None
 ) -> tuple[int, http.client.HTTPMessage, bytes]:
     port = server.server_address[1]
     connection = (
@@ -55,7 +56,7 @@ def get(
     return answer.status, answer.headers, answer.read()
 
 
-def ask(server: Dashboard, path: str, **given: Any) -> Any:
+def ask(server: DashboardServer, path: str, **given: Any) -> Any:
     """Returns the JSON of an answer, asked with the dashboard's token."""
     status, _, body = get(server, path, token=token_of(server), **given)
     assert status == 200, body

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tasuki.config.lock import NODE_LOCK, TRAINING_LOCK, StateLock
-from tasuki.dashboard.open_address import open_address
+from tasuki.dashboard.command import open_address
 from tasuki.dashboard.places import place_of
 from tasuki.wire.errors import PathNotFound
 from tests.dashboard import RECORDED

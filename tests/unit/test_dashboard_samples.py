@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from tasuki.dashboard import samples
-from tasuki.dashboard.samples import list_steps, read_sample, read_step
-from tasuki.dashboard.token_texts import TokenTexts
+from tasuki.dashboard.samples import TokenTexts, list_steps, read_sample, read_step
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 from tasuki.wire.line_reader import MAX_LINE_BYTES
 

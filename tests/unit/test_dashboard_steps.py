@@ -13,8 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as some
 
 from tasuki.dashboard import steps
-from tasuki.dashboard.charts import draw
-from tasuki.dashboard.steps import StepColumns
+from tasuki.dashboard.steps import StepColumns, draw
 
 RECORDED = Path(__file__).parents[1] / "recorded_run"
 

@@ -9,16 +9,13 @@ from typing import Any
 
 from tasuki.config.load import load_config
 from tasuki.dashboard.changeovers import page
-from tasuki.dashboard.charts import draw
 from tasuki.dashboard.journal_tail import JournalTail
 from tasuki.dashboard.memory import MemoryTimeline, read_plan
 from tasuki.dashboard.node import NodeFollower
-from tasuki.dashboard.places import RunPlace
+from tasuki.dashboard.places import RunPlace, read_summary
 from tasuki.dashboard.restarts import RestartLogs
-from tasuki.dashboard.samples import list_steps, read_sample, read_step
-from tasuki.dashboard.steps import StepColumns
-from tasuki.dashboard.summary import read_summary
-from tasuki.dashboard.token_texts import TokenTexts
+from tasuki.dashboard.samples import TokenTexts, list_steps, read_sample, read_step
+from tasuki.dashboard.steps import StepColumns, draw
 from tasuki.wire.errors import TasukiError
 
 _LOOK_S = 1.0

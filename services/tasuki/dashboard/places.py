@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tasuki.config.lock import NODE_LOCK, TRAINING_LOCK, lock_path
 from tasuki.config.places import (
@@ -18,8 +21,9 @@ from tasuki.runs.archive import NODE_FILE, archive_folder
 from tasuki.runs.folder import SAMPLES
 from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import PathNotFound
-from tasuki.wire.regular_file import read_path, unreadable
+from tasuki.wire.regular_file import read_path, read_regular, unreadable
 
+_SUMMARY_BYTES, _SUMMARY_CHARS = 1_000_000, 1_000
 _OF_RUN = ("metrics.jsonl", "summary.json", "run.json", "state_dir", SAMPLES)
 """Files of a run's output folder, of which its first steps need not have made all."""
 
@@ -103,3 +107,26 @@ def place_of_node(state_dir: Path) -> RunPlace:
     except OSError as error:
         problem = unreadable(training_output_path(state_dir), error)
     return RunPlace(output_dir, state_dir, config if config.is_file() else None, is_of_node=True, problem=problem)
+
+
+def read_summary(output_dir: Path | None) -> tuple[dict[str, Any] | None, str]:
+    """Reads plain values; None if the file is missing or unreadable. Also returns why it is unreadable."""
+    if output_dir is None:
+        return None, ""
+    path = output_dir / "summary.json"
+    try:
+        summary = json.loads(read_regular(path, max_bytes=_SUMMARY_BYTES))
+    except OSError as error:
+        return None, unreadable(path, error)
+    except (ValueError, RecursionError) as error:
+        return None, f"{path} cannot be read: it is not JSON: {error}"
+    if not isinstance(summary, dict):
+        return None, f"{path} cannot be read: it is not a JSON object"
+    return {name: _plain(value) for name, value in summary.items() if isinstance(value, str | int | float) or value is None}, ""
+
+
+def _plain(value: str | float | None) -> str | float | None:
+    """JSON has no notation for non-finite numbers, although Python writes and reads them."""
+    if isinstance(value, str):
+        return value[:_SUMMARY_CHARS]
+    return value if not isinstance(value, float) or math.isfinite(value) else str(value)

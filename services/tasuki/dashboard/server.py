@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import hmac
 import json
+import secrets
 import select
 import threading
 import time
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler
 from importlib import resources
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from tasuki.config.ports import port_problem
 from tasuki.config.schema import NodeConfig
 from tasuki.dashboard.feed import Feed, Parts
-from tasuki.dashboard.guard import Guard
-from tasuki.rpc.http_port import MISDIRECTED, HttpHandler, HttpPort
+from tasuki.rpc.access import Access
+from tasuki.rpc.http_port import MISDIRECTED, HttpCaller, HttpHandler, HttpPort
+from tasuki.rpc.methods import METHODS
+from tasuki.wire.address import is_beyond_loopback
 from tasuki.wire.errors import InvalidArgument, PathNotFound, PermissionDenied, TasukiError, Unauthenticated
 
+_METHOD = METHODS["/tasuki.v1.CoordinatorService/GetState"]
+"""Every role may read."""
+_BEARER = "bearer "
+_TOKEN_BYTES = 32
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 _MAX_STREAMS = 16
 """Half of the connections, so that the others remain for requests."""
@@ -48,6 +58,8 @@ Query = Mapping[str, str]
 
 class DashboardServer(HttpPort):
     """Serves one feed. Loopback uses plain HTTP with a token; other addresses use the TLS and roles of [security]."""
+
+    url: str
 
     def __init__(self, feed: Feed, listen: str, *, token: str | None, guard_config: NodeConfig | None) -> None:
         """token: None lets every user of the machine read. guard_config: for an address beyond loopback.
@@ -184,3 +196,46 @@ def _number(query: Query, name: str, default: int | None = None, *, least: int =
     if text is None or not (text.isascii() and text.isdecimal() and len(text) < 17) or not least <= int(text) <= most:
         raise InvalidArgument(name, f"must be a whole number from {least} to {most}")
     return int(text)
+
+
+def check_listen(listen: str, config: NodeConfig | None) -> None:
+    """Raises InvalidArgument for an address beyond loopback without TLS and authentication."""
+    if not is_beyond_loopback(listen):
+        return
+    problem = f"{listen} is not loopback: "
+    if config is None:
+        raise InvalidArgument(
+            "listen", f"{problem}give --config of a node with [security], or forward a port of 127.0.0.1 by ssh"
+        )
+    if (found := port_problem(config)) is not None:
+        raise InvalidArgument(found[0], found[1])
+    security = config.security
+    if security.cert is None or (security.client_ca is None and not security.tokens.files):
+        raise InvalidArgument(
+            "listen",
+            f"{problem}set security.cert, security.key, and security.client_ca or security.tokens; `tasuki certs` makes them",
+        )
+
+
+def make_token() -> str:
+    return secrets.token_urlsafe(_TOKEN_BYTES)
+
+
+class Guard:
+    """Checks requests before they are answered."""
+
+    def __init__(self, *, token: str | None, access: Access | None) -> None:
+        """token: from the URL; None requires none. access: for a port beyond loopback."""
+        self._token, self._access = token, access
+
+    def check(self, handler: BaseHTTPRequestHandler) -> None:
+        """Raises Unauthenticated and PermissionDenied."""
+        if self._access is not None:
+            self._access.check(_METHOD, HttpCaller(handler))
+        if self._token is not None and not hmac.compare_digest(_given(handler).encode(), self._token.encode()):
+            raise Unauthenticated("open the URL that `tasuki dashboard` has printed: it has the token of this page")
+
+
+def _given(handler: BaseHTTPRequestHandler) -> str:
+    header = handler.headers.get("Authorization", "")
+    return header[len(_BEARER) :].strip() if header.lower().startswith(_BEARER) else ""

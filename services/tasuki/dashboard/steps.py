@@ -6,6 +6,7 @@ import math
 import threading
 from array import array
 from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,6 @@ _MAX_NAMES = 400
 _MAX_STEP = 2**53
 _MAX_VALUES = 20_000_000
 """Limit on steps times names, about 160 MB: a line without a metric costs as much as one with all."""
-_DIGITS = 6
-_MAX_EXPONENT = 16
 
 _Floats = NDArray[np.float64]
 
@@ -85,13 +84,11 @@ class StepColumns:
         size = max(1, math.ceil(len(steps) / points))
         ends = [min(index + size, len(steps)) - 1 for index in range(0, len(steps), size)]
         reduced = {name: _buckets(values, size) for name, values in columns.items()}
-        kinds = ("mean",) if size == 1 else ("mean", "low", "high")
-        drawn = {kind: _listed(np.array([one[kind] for one in reduced.values()])) for kind in kinds}
-        return {
-            "steps": [int(steps[end]) for end in ends],
-            "bucket": size,
-            "series": {name: {kind: rows[index] for kind, rows in drawn.items()} for index, name in enumerate(columns)},
+        series = {
+            name: {kind: [_shown(value) for value in row.tolist()] for kind, row in kinds.items()}
+            for name, kinds in reduced.items()
         }
+        return {"steps": [int(steps[end]) for end in ends], "bucket": size, "series": series}
 
     def _is_full(self) -> bool:
         return len(self.steps) * max(1, len(self.columns)) >= _MAX_VALUES
@@ -134,24 +131,61 @@ def _buckets(values: _Floats, size: int) -> dict[str, _Floats]:
     }
 
 
-def _listed(values: _Floats) -> list[list[float | None]]:
-    """Rows of values, rounded to six significant digits, since a chart shows no more; None for what is not finite."""
-    is_finite = np.isfinite(values)
-    known = np.where(is_finite, values, 0.0)
-    with np.errstate(divide="ignore"):
-        exponents = np.where(known != 0, np.floor(np.log10(np.abs(known))), 0.0)
-    if np.any(np.abs(exponents) > _MAX_EXPONENT):
-        return [[_rounded(value) for value in row] for row in values.tolist()]
-    digits = _DIGITS - 1 - exponents
-    scale = 10.0 ** np.abs(digits)
-    # These powers of ten are exact: a quotient is the float next to the rounded decimal.
-    rows: list[list[float | None]] = np.where(
-        digits < 0, np.rint(known / scale) * scale, np.rint(known * scale) / scale
-    ).tolist()
-    for row, column in np.argwhere(~is_finite).tolist():
-        rows[row][column] = None
-    return rows
+def _shown(value: float) -> float | None:
+    """Six significant digits, since a chart shows no more; None for what is not finite."""
+    return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
-def _rounded(value: float) -> float | None:
-    return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """takes: whether the chart includes a metric. is_stacked: whether its series add up."""
+
+    title: str
+    unit: str
+    takes: Callable[[str], bool]
+    is_stacked: bool = False
+    is_log: bool = False
+
+
+def _named(*names: str) -> Callable[[str], bool]:
+    return lambda name: name in names
+
+
+CHARTS: Sequence[Chart] = (
+    Chart("Reward", "reward", lambda name: name == "mean_reward" or name.startswith("reward/")),
+    Chart("Held-out score", "score", lambda name: name == "eval_score" or name.startswith(("eval/", "eval_pass"))),
+    Chart("Log-prob gap, trainer - rollout", "nat", _named("log_prob_gap", "log_prob_gap_max"), is_log=True),
+    Chart("Entropy", "nat", lambda name: "entropy" in name),
+    Chart("KL divergence", "nat", lambda name: name == "kl" or name.endswith("_kl") or name.startswith("kl_")),
+    Chart("Seconds of a step by part", "s", lambda name: name.startswith("seconds/"), is_stacked=True),
+    Chart("Seconds of the changeovers by stage", "s", lambda name: name.startswith("stage_seconds/"), is_stacked=True),
+    Chart("Tokens of a completion", "tokens", _named("mean_num_tokens")),
+    Chart("Loss", "loss", lambda name: name == "loss" or name.endswith("_loss")),
+    Chart("Gradient norm", "norm", _named("grad_norm")),
+    Chart("Learning rate", "rate", _named("learning_rate")),
+    Chart("Shares of samples and tokens", "share", lambda name: name.endswith("_fraction") or "clip_fraction" in name),
+)
+_SKIPPED = {"policy_version", "critic_version", "num_policy_steps", "num_critic_steps"}
+"""Counters, shown as numbers."""
+_REST = "Others"
+
+
+def draw(thinned: dict[str, Any]) -> list[dict[str, Any]]:
+    """Charts with data, with their series. Metrics without a chart get their own below `Others`."""
+    left = {name: series for name, series in thinned["series"].items() if name not in _SKIPPED and _has_any(series)}
+    charts: list[dict[str, Any]] = []
+    for chart in CHARTS:
+        taken = {name: left.pop(name) for name in list(left) if chart.takes(name)}  # in the order of the file, as in a step
+        if taken:
+            charts.append(_drawn(chart.title, chart.unit, taken, is_stacked=chart.is_stacked, is_log=chart.is_log))
+    charts += [{**_drawn(name, "", {name: left[name]}), "section": _REST} for name in sorted(left)]
+    return charts
+
+
+def _drawn(title: str, unit: str, series: dict[str, Any], *, is_stacked: bool = False, is_log: bool = False) -> dict[str, Any]:
+    named = [{"name": name.partition("/")[2] or name, **values} for name, values in series.items()]
+    return {"title": title, "unit": unit, "is_stacked": is_stacked, "is_log": is_log, "series": named}
+
+
+def _has_any(series: dict[str, Any]) -> bool:
+    return any(value is not None for value in series["mean"])
