@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from tasuki.config.load import load_config
-from tasuki.runs.schedules import check_schedules
-from tasuki.runs.settings import RunSettings
+from tasuki.runs.settings import RunSettings, check_schedules
 from tasuki.wire.errors import InvalidArgument
 
 CRITIC = ["train.algorithm=ppo", "trainer.critic.learning_rate=1e-3"]

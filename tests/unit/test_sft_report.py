@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tasuki.client.step import Step
 from tasuki.runs.progress import step_line
-from tasuki.runs.sft_report import draw_sft_curve, summarize_sft
+from tasuki.runs.sft_training import draw_sft_curve, summarize_sft
 
 STEPS = [
     Step(0, policy_version=0, num_policy_steps=1, metrics={"loss": 3.0, "num_tokens": 10, "eval/loss": 3.5}),

@@ -24,8 +24,7 @@ from tasuki.runs.progress import TrainProgress
 from tasuki.runs.resume import begin, check_restart, go_on, resumable_run
 from tasuki.runs.rl_training import RlTraining
 from tasuki.runs.save_request import SaveRequest
-from tasuki.runs.schedules import check_schedules
-from tasuki.runs.settings import RunSettings
+from tasuki.runs.settings import RunSettings, check_schedules
 from tasuki.runs.sft_training import read_sft
 from tasuki.runs.training import Loop, Training
 from tasuki.supervisor.fleet_place import check_run
