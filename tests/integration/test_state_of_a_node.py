@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.cli.state import show_state
-from tasuki.cli.watch import watch
+from tasuki.cli.node_view import show_state, watch
 from tasuki.config.instance import Instance, begin_instance, read_instance
 from tasuki.config.lock import NODE_LOCK, StateLock
 from tasuki.config.places import log_path, socket_dir

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from tasuki.cli.__main__ import exit_code_of, main
-from tasuki.cli.node_tables import draw
+from tasuki.cli.node_view import draw
 from tasuki.cli.print_text import print_text
 from tasuki.cli.train import how_to_continue
 from tasuki.config.places import node_targets

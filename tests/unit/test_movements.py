@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from tasuki.cli.__main__ import main
-from tasuki.cli.node_tables import draw, event_line
+from tasuki.cli.node_view import draw, event_line
 from tasuki.coordinator.encode import changeover_to_proto
 from tasuki.coordinator.journal import Journal
 from tasuki.memory.stages import Phase, Service, Stage

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console, RenderableType
 
 from tasuki.cli.doctor import _show
-from tasuki.cli.node_tables import draw
+from tasuki.cli.node_view import draw
 from tasuki.cli.plan import Wishes, layout_of
 from tasuki.cli.plan_report import show
 from tasuki.doctor.finding import fail, ok

@@ -258,13 +258,13 @@ def _down(arguments: argparse.Namespace) -> int:
 
 
 def _state(arguments: argparse.Namespace) -> int:
-    from tasuki.cli.state import show_state
+    from tasuki.cli.node_view import show_state
 
     return show_state(_running_config(arguments), as_json=arguments.json, must_serve=arguments.serving)
 
 
 def _watch(arguments: argparse.Namespace) -> int:
-    from tasuki.cli.watch import watch
+    from tasuki.cli.node_view import watch
 
     return watch(_running_config(arguments))
 

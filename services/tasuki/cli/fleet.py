@@ -18,7 +18,7 @@ from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 from rich.table import Table
 
-from tasuki.cli.node_tables import phase_name, stage_name
+from tasuki.cli.node_view import phase_name, stage_name
 from tasuki.config.load import MAX_CONFIG_BYTES, load_config
 from tasuki.config.lock import NODE_LOCK, TRAINING_LOCK, holder
 from tasuki.config.places import client_target, fleet_target, log_path

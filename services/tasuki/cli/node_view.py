@@ -1,26 +1,36 @@
-"""A node's snapshot and events as text, printed by `state` and `watch`."""
+"""`tasuki state` and `tasuki watch`: a node's snapshot and events as text."""
 
 from __future__ import annotations
 
+import json
+import sys
+import threading
 from collections import Counter
 from collections.abc import Mapping
 from datetime import UTC
 
-from rich.console import Group, RenderableType
+import grpc
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from tasuki.cli.print_text import FittedTable
+from tasuki.cli.print_text import FittedTable, print_text
+from tasuki.config.schema import NodeConfig
 from tasuki.memory.tags import MemoryTag, MovementKind
 from tasuki.rpc.movements import decode_movements
 from tasuki.rpc.start_seconds import parts_line
 from tasuki.rpc.usage import read_usage
-from tasuki.supervisor.node_snapshot import NodeSnapshot
+from tasuki.supervisor.exit_report import is_requested, read_exit_report
+from tasuki.supervisor.node_snapshot import NodeReader, NodeSnapshot, as_dict
+from tasuki.supervisor.post_mortem import has_ended, why_it_ended
 from tasuki.v1 import coordinator_pb2, memory_pb2, types_pb2
+from tasuki.wire.errors import TasukiError
 from tasuki.wire.printable import printable
 
 _MIB = 1024 * 1024
+_REDRAW_S = 0.5
 _BAR_WIDTH = 12
 _BEGUN = {
     MovementKind.LEAVE: "may leave",
@@ -183,3 +193,62 @@ def _mib(num_bytes: int) -> str:
 
 def _usages(snapshot: NodeSnapshot) -> list[tuple[str, memory_pb2.GetUsageResponse]]:
     return [("trainer", snapshot.trainer_memory), ("rollout", snapshot.rollout_memory)]
+
+
+def show_state(config: NodeConfig, *, as_json: bool, must_serve: bool = False) -> int:
+    """Prints the node's state. Raises NodeDown if none runs.
+
+    must_serve: return 1 while a service does not answer.
+    """
+    with NodeReader(config) as reader:
+        snapshot = reader.read()
+    if as_json:
+        sys.stdout.write(json.dumps(as_dict(snapshot), indent=2) + "\n")
+    else:
+        print_text(draw(snapshot))
+    return 1 if must_serve and snapshot.absent else 0
+
+
+def watch(config: NodeConfig) -> int:
+    """Follows the node until Ctrl-C, even while services restart. Returns 0 if someone stops it; 1, with the reason, if it ends
+    unexpectedly. Raises NodeDown if none runs.
+    """
+    console = Console()
+    with NodeReader(config) as reader:
+        reader.read()
+        follow = _redraw if console.is_terminal else _list
+        while True:
+            follow(reader, console)
+            if has_ended(config, within_s=_REDRAW_S):
+                break
+    report = read_exit_report(config.state_dir)
+    error = why_it_ended(config)
+    text = f"tasuki: {error.message}" if is_requested(report) else f"tasuki: error {error.reason}: {error.message}"
+    sys.stderr.write(f"{printable(text)}\n")
+    return 0 if is_requested(report) else 1
+
+
+def _redraw(reader: NodeReader, console: Console) -> None:
+    """Returns once the node seems to be gone."""
+    pause = threading.Event()
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        while not pause.wait(_REDRAW_S):
+            try:
+                live.update(draw(reader.read()), refresh=True)
+            except TasukiError:
+                return
+
+
+def _list(reader: NodeReader, console: Console) -> None:
+    """Prints lines as they happen, flushed so that a pipe gets them. Returns once the coordinator goes away."""
+    stream = reader.coordinator.WatchState(coordinator_pb2.WatchStateRequest())
+    try:
+        for response in stream:
+            state = response.state
+            line = (
+                event_line(response.event) if response.HasField("event") else f"{phase_name(state.phase)}, epoch {state.epoch}"
+            )
+            sys.stdout.write(f"{printable(line)}\n")
+            sys.stdout.flush()
+    except grpc.RpcError:
+        return
