@@ -40,8 +40,6 @@ class Devices:
     """Usage calls to the trainer after OFFLOAD until its copies to the host have ended; 0: they end with the answer."""
     silent: dict[Service, TasukiError] = field(default_factory=dict)
     asked: list[Service] = field(default_factory=list)
-    asked_briefly: list[Service] = field(default_factory=list)
-    """Services asked for their usage without torch's cache."""
 
     def sizes(self, service: Service) -> dict[MemoryTag, int]:
         if service is Service.TRAINER:
@@ -67,9 +65,8 @@ class Devices:
         )
         return {MemoryTag.WEIGHTS, MemoryTag.OPTIMIZER} if is_under_way else set()
 
-    async def usage(self, service: Service, *, skip_torch_cache: bool = False) -> ServiceUsage:
+    async def usage(self, service: Service) -> ServiceUsage:
         self.asked.append(service)
-        self.asked_briefly += [service] if skip_torch_cache else []
         await asyncio.sleep(0)
         if service in self.silent:
             raise self.silent[service]
@@ -98,7 +95,7 @@ class Devices:
             mapped = self.copy_bytes if self.services.stage[service] is Stage.LOAD_WEIGHTS else 0
             tags += (TagUsage("export", self.device, mapped, self.copy_bytes, not mapped, 0, 0),)
         others = self.total_bytes - free - processes[service]
-        cached = self.rollout_cached_bytes if service is Service.ROLLOUT and not skip_torch_cache else 0
+        cached = self.rollout_cached_bytes if service is Service.ROLLOUT else 0
         return ServiceUsage(tags, (DeviceUsage(self.device, 0, self.total_bytes, free, processes[service], cached, others),))
 
 

@@ -142,7 +142,7 @@ async def test_a_result_is_on_disk_before_its_event_and_mostly_with_the_next_row
     # Five intents, the outcome, and the results before stages that may have to look for room.
     assert disk.num_waits == 8
     await acquire(node, Phase.TRAIN)
-    assert disk.num_waits == 8 + 7
+    assert disk.num_waits == 8 + 6
     for stage in TO_ROLLOUT:
         await events(node.run_stage(stage, f"hand {stage}"))
     assert disk.early == []

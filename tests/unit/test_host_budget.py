@@ -53,7 +53,7 @@ def config_of(model: Path, *, budget_bytes: int) -> NodeConfig:
 class Trainer:
     """The trainer's three tags, with one chunk each on two ranks; rollout sleeps."""
 
-    async def usage(self, service: Service, *, skip_torch_cache: bool = False) -> ServiceUsage:
+    async def usage(self, service: Service) -> ServiceUsage:
         sizes = {MemoryTag.WEIGHTS: 2 * MIB, MemoryTag.GRADIENTS: 2 * MIB, MemoryTag.OPTIMIZER: 2 * MIB}
         tags = [TagUsage(tag, "cpu", size, size, False, 0, 0) for tag, size in sizes.items() for _ in range(2)]
         device = DeviceUsage("cpu", 0, 64 * 10**9, 32 * 10**9, 0, 0, 0)
@@ -65,12 +65,11 @@ async def test_first_publication_counts_the_chunks_of_what_is_too_small_for_an_a
     budget_bytes: int, short: int, model: Path
 ) -> None:
     admission = Admission(Trainer(), config_of(model, budget_bytes=budget_bytes), published_bytes=lambda boot_id: None)
-    admission.meet({Service.TRAINER: "t", Service.ROLLOUT: "r"})
     if not short:
-        await admission.admit(Stage.LOAD_WEIGHTS)
+        await admission.admit(Stage.LOAD_WEIGHTS, trainer_boot_id="t")
         return
     with pytest.raises(OutOfGpuMemory) as refused:
-        await admission.admit(Stage.LOAD_WEIGHTS)
+        await admission.admit(Stage.LOAD_WEIGHTS, trainer_boot_id="t")
     told = refused.value.metadata
     assert (told["tag"], told["needed_bytes"], told["short_bytes"]) == ("export", str(4 * MIB), str(short))
 

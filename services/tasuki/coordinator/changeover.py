@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
-from tasuki.coordinator.admission import Admission, may_wait_between
+from tasuki.coordinator.admission import Admission
 from tasuki.coordinator.changeover_trace import NO_TRACE, ChangeoverTrace
+from tasuki.coordinator.headroom import TAKES
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.peers import Observed, Peers
 from tasuki.coordinator.phases import advance, path, since_phase, turns_back, undo_path
@@ -76,8 +77,6 @@ class Changeover:
         self.at = seen.place()
         self._is_on_the_way_back = seen.is_on_the_way_back
         self._boots = _boots(seen)
-        if self._admission is not None:
-            self._admission.meet({Service.TRAINER: seen.trainer_boot_id, Service.ROLLOUT: seen.rollout_boot_id})
 
     def knows(self, seen: Observed) -> bool:
         """Whether both services are still in the lives that were last observed."""
@@ -90,8 +89,8 @@ class Changeover:
         stages = path(self.at, self.target)
         for stage, following in zip_longest(stages, stages[1:]):
             finished = since_phase(self.at)
-            # Otherwise the next intent, or the changeover's outcome, is recorded without a wait.
-            waits = may_wait_between(stage, following)
+            # Otherwise the next intent, or the changeover's outcome, is recorded without a wait for the services' memory.
+            waits = following in TAKES
             try:
                 await self._run(stage, done=self._journal.done if waits else self._journal.done_before_next)
             except TasukiError as error:
@@ -126,11 +125,12 @@ class Changeover:
         if published is None:
             text = "the answer of LOAD_WEIGHTS was lost with an earlier coordinator; acquire phase TRAIN, which takes it back"
             raise StageOrder(text, stage=stage, after=self.at)
-        async with nullcontext() if self._admission is None else self._admission.during(stage):
-            intent = self._intend(stage, is_undo=False)
-            self._tell(StageEvent(self.id, stage, Status.STARTED, time=intent.time), self.at)
-            with self._recorded(intent, leads_to=after, done=done) as attempt:
-                attempt.outcome = await self._peers.carry_out(intent, published=published.answer)
+        if self._admission is not None:
+            await self._admission.admit(stage, trainer_boot_id=self._boots["trainer_boot_id"])
+        intent = self._intend(stage, is_undo=False)
+        self._tell(StageEvent(self.id, stage, Status.STARTED, time=intent.time), self.at)
+        with self._recorded(intent, leads_to=after, done=done) as attempt:
+            attempt.outcome = await self._peers.carry_out(intent, published=published.answer)
 
     async def _take_back(self, stages: Sequence[Stage]) -> None:
         """Undoes `stages`, given in the order they ran, and observes the services afterwards."""
@@ -178,20 +178,11 @@ class Changeover:
             if isinstance(error, StaleEpoch) and not self._journal.has_epoch(int(error.metadata["current_epoch"])):
                 # No coordinator ever had this epoch, so none can continue from it; only a restart of the service clears it.
                 self._restart(_service_of(intent), f"it takes stages of an epoch that no coordinator had: {error.message}")
-            self._forget_memory()
             raise
-        if intent.is_undo:
-            self._forget_memory()
-        elif self._admission is not None:
-            self._admission.done(intent.stage, attempt.outcome)
         self.at = leads_to
         self._unreported.append(done(intent, attempt.outcome, seconds=time.perf_counter() - started))
         if self._journal.is_on_disk:
             self.report()
-
-    def _forget_memory(self) -> None:
-        if self._admission is not None:
-            self._admission.forget()
 
     def report(self) -> None:
         """Reports the results that are on disk by now."""

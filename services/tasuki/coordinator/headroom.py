@@ -52,11 +52,6 @@ def taken_by(stage: Stage, usage: ServiceUsage) -> Bytes:
     )
 
 
-def given_by(stage: Stage, usage: ServiceUsage) -> Bytes:
-    """Bytes by device that the tags of `stage` have released when it answers; none for tags that stay or leave later."""
-    return _sums((one.device, one.mapped_bytes) for one in _of(stage, usage, _GIVES) if not (one.stays or one.leaves_later))
-
-
 def after(stage: Stage, usage: ServiceUsage) -> ServiceUsage:
     """The same usage once `stage` is done."""
     wakes, sleeps = _of(stage, usage, TAKES), _of(stage, usage, _GIVES)
@@ -97,11 +92,6 @@ def woken_by(stage: Stage, usage: ServiceUsage) -> list[str]:
 def cached_bytes(usage: ServiceUsage) -> Bytes:
     """Bytes by device that torch caches in the service's processes; its arenas empty this cache when they lack memory."""
     return _sums((one.device, one.torch_cached_bytes) for one in usage.devices)
-
-
-def without_cache(usage: ServiceUsage) -> ServiceUsage:
-    """The same usage with nothing cached by torch."""
-    return replace(usage, devices=tuple(replace(one, torch_cached_bytes=0) for one in usage.devices))
 
 
 def holders(device: str, usages: Mapping[Service, ServiceUsage]) -> dict[str, int]:
