@@ -1,4 +1,4 @@
-"""`tasuki doctor`: each fault of the machine is found: limits, versions, disk, ports, GPUs, memory between processes."""
+"""`tasuki doctor`: each fault of the machine is found: limits, disk, ports, GPUs, memory between processes."""
 
 from __future__ import annotations
 
@@ -34,17 +34,6 @@ def test_faults_of_the_machine_are_found(tmp_path: Path):
     assert is_bad(host.check_open_files(512), Verdict.FAIL, found="512", advice="65536")
     assert is_bad(host.check_open_files(4096), Verdict.WARN, found="4096", advice="65536")
     assert is_ok(host.check_open_files(resource.RLIM_INFINITY))
-
-
-def test_other_versions_than_the_locks_are_found(tmp_path: Path):
-    lock = tmp_path / "uv.lock"
-    lock.write_text('[[package]]\nname = "torch"\nversion = "2.11.0"\n[[package]]\nname = "sglang"\nversion = "0.5.15.post1"\n')
-    locked = host.locked_versions(lock)
-    assert is_ok(host.check_versions({"torch": "2.11.0+cu130", "sglang": "0.5.15.post1"}, locked))
-    found = host.check_versions({"torch": "2.12.0", "sglang": "0.5.15.post1"}, locked)
-    assert is_bad(found, Verdict.WARN, found="torch 2.12.0 (lock: 2.11.0)", advice="make setup")
-    assert is_bad(host.check_versions({"torch": "2.11.0"}, locked), Verdict.WARN, found="sglang not", advice="rollout")
-    assert host.locked_versions(tmp_path / "none") == {}
 
 
 def test_small_shared_memory_is_found(tmp_path: Path):

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from tasuki.config.lock import NODE_LOCK, holder
+from tasuki.config.schema import NodeConfig
 from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import NotInstalled, TasukiError
 from tasuki.wire.extras import install_extras
@@ -52,3 +54,11 @@ def checked(name: str, found: str, check: Callable[[], object], *, key: str) -> 
     except TasukiError as error:
         return fail(name, f"{error.reason}: {error.message}", f"change {error.metadata.get('field', key)}")
     return ok(name, found)
+
+
+def is_running(config: NodeConfig) -> bool:
+    """Whether the node is up. False for a state folder that the user may not enter, which another finding reports."""
+    try:
+        return holder(config.state_dir, name=NODE_LOCK) is not None
+    except PermissionError:
+        return False

@@ -6,8 +6,8 @@ import getpass
 import os
 import resource
 import shutil
-import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -16,18 +16,16 @@ from tasuki.memory.arena import totals
 from tasuki.memory.library import LIBRARY_PATH, PRELOADED_PATH
 from tasuki.wire.address import bind_once
 from tasuki.wire.errors import TasukiError
-from tasuki.wire.extras import install_extras
 
 _MIB, _GIB = 1 << 20, 1 << 30
-_LOCK = Path(__file__).parents[3] / "uv.lock"
-_COMPARED = ("flash-attn-4", "grpcio", "numpy", "protobuf", "pydantic", "pyzmq", "sglang", "torch", "transformers")
+_PACKAGES = ("flash-attn-4", "grpcio", "numpy", "protobuf", "pydantic", "pyzmq", "sglang", "torch", "transformers")
 """Packages that affect a node's results or start."""
 
 
 def host_findings() -> Iterable[Finding]:
     yield check_user(getpass.getuser)
     yield check_native_library()
-    yield check_versions(installed_versions(), locked_versions(_LOCK))
+    yield check_versions()
     yield check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     yield check_locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], has_gpus=Path("/dev/nvidiactl").exists())
     yield check_processes(Path("/proc"))
@@ -55,38 +53,12 @@ def check_native_library(path: Path = LIBRARY_PATH, preloaded: Path = PRELOADED_
     return ok(name, str(path))
 
 
-def installed_versions() -> Mapping[str, str]:
-    """Installed versions of the compared packages."""
+def check_versions() -> Finding:
     found: dict[str, str] = {}
-    for name in _COMPARED:
-        try:
+    for name in _PACKAGES:
+        with suppress(PackageNotFoundError):
             found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
-def locked_versions(lock: Path) -> Mapping[str, set[str]]:
-    """Versions by package allowed by the repository's lock; none outside a checkout."""
-    found: dict[str, set[str]] = {}
-    for package in tomllib.loads(lock.read_text())["package"] if lock.is_file() else ():
-        found.setdefault(package["name"], set()).add(package.get("version", "").partition("+")[0])
-    return found
-
-
-def check_versions(installed: Mapping[str, str], locked: Mapping[str, set[str]]) -> Finding:
-    name = "versions"
-    missing = [each for each in ("torch", "sglang") if each not in installed]
-    if missing:
-        return warn(name, f"{', '.join(missing)} not installed", f"a node needs them: {install_extras('trainer', 'rollout')}")
-    others = [
-        f"{each} {has} (lock: {' or '.join(sorted(locked[each]))})"
-        for each, has in installed.items()
-        if each in locked and has.partition("+")[0] not in locked[each]
-    ]
-    if others:
-        return warn(name, ", ".join(others), "run `make setup`: only the lock's versions are tested")
-    return ok(name, ", ".join(f"{each} {has}" for each, has in installed.items()))
+    return ok("versions", ", ".join(f"{name} {number}" for name, number in found.items()))
 
 
 def check_open_files(limit: int) -> Finding:

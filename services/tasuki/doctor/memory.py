@@ -7,9 +7,8 @@ import sys
 from collections.abc import Sequence
 
 from tasuki.config.schema import NodeConfig
-from tasuki.doctor.finding import Finding, fail, ok, warn
+from tasuki.doctor.finding import Finding, fail, is_running, ok, warn
 from tasuki.doctor.gpus import Gpu
-from tasuki.doctor.running import is_running
 from tasuki.memory.host import host_memory
 from tasuki.planner.advice import problems
 from tasuki.planner.budget import check_host_budget, check_host_ranks

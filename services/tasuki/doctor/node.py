@@ -9,11 +9,10 @@ from tasuki.config.engine_arguments import check_argument_values, has_sglang
 from tasuki.config.ports import port_targets
 from tasuki.config.schema import NodeConfig, SftConfig, TrainConfig
 from tasuki.doctor.certificates import certificate_findings
-from tasuki.doctor.finding import Finding, Verdict, checked, fail, ok, warn
+from tasuki.doctor.finding import Finding, Verdict, checked, fail, is_running, ok, warn
 from tasuki.doctor.gpus import Gpu
 from tasuki.doctor.host import check_disk, check_port, check_shared_memory
 from tasuki.doctor.memory import check_passing, check_plan
-from tasuki.doctor.running import is_running
 from tasuki.planner.model_shape import read_model_shape
 from tasuki.rpc.port import check_ports
 from tasuki.rpc.service_tracer import check_telemetry
