@@ -23,10 +23,9 @@ from tasuki.runs.inputs import check_output, read_inputs
 from tasuki.runs.progress import TrainProgress
 from tasuki.runs.resume import begin, check_restart, go_on, resumable_run
 from tasuki.runs.rl_training import RlTraining
-from tasuki.runs.save_request import SaveRequest
 from tasuki.runs.settings import RunSettings, check_schedules
 from tasuki.runs.sft_training import read_sft
-from tasuki.runs.training import Loop, Training
+from tasuki.runs.training import Loop, SaveRequest, Training
 from tasuki.supervisor.fleet_place import check_run
 from tasuki.supervisor.node import check_state_folder, running_node
 from tasuki.supervisor.node_settings import adopt_node
