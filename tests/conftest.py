@@ -5,14 +5,16 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -98,8 +100,23 @@ class RunningNode:
     """Runs the command in the foreground until the node ends."""
 
 
+def called(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Runs a command line in this process."""
+    from tasuki.cli.__main__ import main
+
+    argv, out, err = [*map(str, arguments)], StringIO(), StringIO()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with redirect_stdout(out), redirect_stderr(err):
+            code = main(argv)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    return subprocess.CompletedProcess(argv, code, out.getvalue(), err.getvalue())
+
+
 def tasuki(*arguments: str | Path, timeout_s: float) -> subprocess.CompletedProcess[str]:
-    """Runs a command line and waits for it."""
+    """Runs a command line in a process and waits for it."""
     return subprocess.run(
         [sys.executable, "-m", "tasuki.cli", *arguments],
         env=ENVIRONMENT,
@@ -112,7 +129,7 @@ def tasuki(*arguments: str | Path, timeout_s: float) -> subprocess.CompletedProc
 
 def assert_clean_audit(state_dir: Path) -> str:
     """Checks that `tasuki audit` finds nothing, and returns its output."""
-    audited = tasuki("audit", state_dir, timeout_s=60)
+    audited = called("audit", state_dir)
     assert (audited.returncode, audited.stdout.splitlines()[0]) == (0, "clean"), audited.stdout
     return audited.stdout
 

@@ -18,7 +18,7 @@ import pytest
 
 from tasuki.cli.__main__ import INTERRUPTED
 from tasuki.config.lock import NODE_LOCK, holder
-from tests.conftest import ENVIRONMENT, ROOT, RunningNode, tasuki
+from tests.conftest import ENVIRONMENT, ROOT, RunningNode, called, tasuki
 from tests.extent import IS_WHOLE
 from tests.integration.node_process import wait_for
 from tests.models import make_model, save_checkpoint
@@ -79,6 +79,6 @@ def test_commands_of_the_readme_work_as_written(own_work: Path) -> None:
             assert command.poll() is None, line
             command.send_signal(signal.SIGINT)
             assert command.wait(120) == INTERRUPTED, line
-    audited = tasuki("audit", own_work / "runs" / "first", timeout_s=60)
+    audited = called("audit", own_work / "runs" / "first")
     assert audited.returncode == 0, audited.stdout
     assert holder(own_work / "node", name=NODE_LOCK) is None

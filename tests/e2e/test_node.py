@@ -36,7 +36,7 @@ from tasuki.v1.types_pb2 import (
     CommandId,
 )
 from tasuki.wire.errors import TasukiError, from_rpc_error
-from tests.conftest import ENVIRONMENT, RunningNode, tasuki
+from tests.conftest import ENVIRONMENT, RunningNode, called, tasuki
 
 LIMIT_S = 60.0
 
@@ -133,10 +133,10 @@ def test_single_stages_turn_back_from_the_middle(coordinator: CoordinatorService
 
 def test_state_shows_the_node_as_text_and_as_json(node: RunningNode, coordinator: CoordinatorServiceStub) -> None:
     acquire(coordinator, PHASE_TRAIN)
-    text = tasuki("state", node.config, timeout_s=LIMIT_S)
+    text = called("state", node.config)
     assert text.returncode == 0, text.stderr
     assert "LOAD_TRAINER, next LOAD_WEIGHTS" in text.stdout
-    told = json.loads(tasuki("state", "--state-dir", node.state_dir, "--json", timeout_s=LIMIT_S).stdout)
+    told = json.loads(called("state", "--state-dir", node.state_dir, "--json").stdout)
     assert (told["node"]["phase"], told["trainer"]["num_ranks"], told["rollout"]["tp_size"]) == ("PHASE_TRAIN", 2, 1)
     assert {tag["tag"] for tag in told["rollout"]["memory"]["tags"]} >= {"MEMORY_TAG_WEIGHTS", "MEMORY_TAG_KV_CACHE"}
 

@@ -95,6 +95,7 @@ def test_a_killed_client_is_resumed_without_a_step_lost_or_told_twice(train: Tra
 
 
 @only_whole
+@pytest.mark.long
 def test_a_client_killed_while_the_next_changeover_runs_is_resumed_with_the_same_figures(task: Path) -> None:
     """The killed client's step was made but has no line. Two nodes are needed, because versions only grow."""
     with started_node() as node, training(node, task, output="undisturbed") as done:

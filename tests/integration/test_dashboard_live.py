@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 from pathlib import Path
 
@@ -44,43 +43,6 @@ def test_figures_come_as_the_run_makes_them(page: Browser, tmp_path: Path) -> No
     page.until("document.querySelector('#live').innerText === 'not connected'")
     page.open("about:blank#left")
     page.complaints.clear()  # of a server that no longer runs
-
-
-def test_a_page_does_not_draw_each_of_many_short_steps(page: Browser, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    shutil.copytree(RECORDED, folder)
-    with served(folder) as server:
-        open_tab(page, server.url, "run", "0.965")
-        for step in range(31, 43):
-            with (folder / "metrics.jsonl").open("a") as lines:
-                lines.write(json.dumps({"step": step, "mean_reward": step / 10_000}) + "\n")
-            page.evaluate("new Promise((done) => setTimeout(done, 350))")
-        page.until("document.querySelector('#view-run').innerText.includes('0.0042')")
-        asked = "performance.getEntriesByType('resource').filter((one) => one.name.includes('/api/curves')).length"
-        assert 2 <= page.evaluate(asked) <= 3
-        page.open("about:blank#left")
-
-
-async def test_the_focus_on_the_events_stays_there_and_on_their_view_when_the_node_goes_down(
-    page: Browser, tmp_path: Path
-) -> None:
-    config = NodeConfig(state_dir=tmp_path / "state", model=ModelConfig(path=tmp_path))
-    with served(None, config=config) as server:
-        async with running_node(config) as node:
-            await node.acquire(types_pb2.PHASE_ROLLOUT)
-            await asyncio.to_thread(open_tab, page, server.url, "node", "RESUME_KV")
-            await asyncio.to_thread(page.until, "document.querySelector('.events').innerText.includes('RESUME_KV')")
-            page.evaluate("document.querySelector('.events').style.height = '2em'")
-            page.evaluate("window.before = document.querySelector('.events')")
-            page.evaluate("before.focus(); before.scrollTop = 10")
-            await node.acquire(types_pb2.PHASE_TRAIN)
-            await asyncio.to_thread(page.until, "document.querySelector('.events').innerText.includes('LOAD_TRAINER')")
-            assert page.evaluate(
-                "document.activeElement === document.querySelector('.events') && document.activeElement !== before"
-            )
-        await asyncio.to_thread(page.until, "document.querySelector('#view-node').innerText.includes('not running')")
-        assert page.evaluate("document.activeElement.id") == "view-node"
-        await asyncio.to_thread(page.open, "about:blank#left")
 
 
 def test_a_node_whose_coordinator_does_not_answer_is_not_shown_as_ended(page: Browser, tmp_path: Path) -> None:

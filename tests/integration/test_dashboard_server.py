@@ -7,10 +7,9 @@ import json
 import random
 import shutil
 import socket
-import sqlite3
 import ssl
 import time
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -132,27 +131,6 @@ def test_a_folder_without_anything_is_shown_as_one(tmp_path: Path) -> None:
         assert ask(server, "/api/changeovers/chart")["numbers"] == []
         assert get(server, "/api/changeovers", token=token_of(server))[0] == 400
         assert ask(server, "/api/node")["is_live"] is False
-
-
-def test_a_run_whose_files_are_broken_is_shown_as_far_as_it_goes(tmp_path: Path) -> None:
-    shutil.copytree(RECORDED, tmp_path / "run")
-    (tmp_path / "run" / "summary.json").write_text('{"seconds": NaN, "steps": 3, "list": [1]}')
-    (tmp_path / "run" / "metrics.jsonl").unlink()
-    (tmp_path / "run" / "metrics.jsonl").mkdir()
-    (tmp_path / "run" / "memory.jsonl").write_bytes(b"\x00" * 1000)
-    (tmp_path / "run" / "logs" / "node.toml").write_text("state_dir = [")
-    with closing(sqlite3.connect(tmp_path / "run" / "journal.sqlite", isolation_level=None)) as db:
-        db.execute("UPDATE outcomes SET seconds = 9e999 WHERE number = 64")
-    with served(tmp_path / "run") as server:
-        wait_for(lambda: ask(server, "/api/changeovers/chart")["numbers"])
-        assert ask(server, "/api/run")["summary"] == {"seconds": "nan", "steps": 3}
-        assert ask(server, "/api/curves")["charts"] == []
-        assert ask(server, "/api/memory")["devices"] == [] and ask(server, "/api/memory")["plan_problem"]
-        told = ask(server, "/api/changeovers")
-        assert "changeover 64" in told["problem"] and told["changeovers"][0]["number"] == 63
-        (tmp_path / "run" / "metrics.jsonl").rmdir()
-        (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 7, "mean_reward": 0.5}\n')
-        wait_for(lambda: ask(server, "/api/run")["steps"] == [7, 7])
 
 
 def test_events_say_what_has_changed(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from tasuki.config.load import load_config
 from tests.conftest import ENVIRONMENT, ROOT
 
 EXAMPLE = ROOT / "client" / "examples" / "arithmetic"
@@ -86,69 +85,6 @@ def test_a_line_that_is_no_problem_of_gsm8k_is_named(tmp_path: Path, line: dict[
     assert done.stderr.startswith("make_task.py: --gsm8k: ") and str(source) in done.stderr and problem in done.stderr
 
 
-def test_a_file_that_does_not_exist_is_named(tmp_path: Path) -> None:
-    done = make_task(tmp_path, "--gsm8k", tmp_path / "none.jsonl")
-    problem = f"dataset {tmp_path / 'none.jsonl'} does not exist"
-    told = f"make_task.py: --gsm8k: {problem}; give a JSONL file of `question` and `answer`\n"
-    assert (done.returncode, done.stderr) == (2, told)
-
-
-def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.touch()
-    (tmp_path / "taken" / "train.jsonl").mkdir(parents=True)
-    for folder, named in (
-        (file, file),
-        (file / "below", file / "below"),
-        (tmp_path / "taken", tmp_path / "taken" / "train.jsonl"),
-    ):
-        done = make_task(folder)
-        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-        assert done.stderr.startswith("make_task.py: folder: ") and f"'{named}'; give a folder" in done.stderr
-
-
-def test_a_model_that_cannot_be_scored_is_named_and_not_looked_for_elsewhere(tmp_path: Path) -> None:
-    score = imported("score")
-    bare, broken, file = tmp_path / "bare", tmp_path / "broken", tmp_path / "file"
-    bare.mkdir()
-    broken.mkdir()
-    (broken / "config.json").write_text("{")
-    file.touch()
-    for model in (Path("gpt2"), bare, file):
-        with pytest.raises(score.Refused, match=f"^model: {model} is not a model's folder; give a folder with config.json"):
-            score.load(model)
-    with pytest.raises(score.Refused, match=f"^model: {broken} cannot be loaded: .*; give a folder"):
-        score.load(broken)
-
-
-@pytest.mark.parametrize("text", [None, "", "{", "[]\n", '{"prompt": "1 + 1?", "answer": "2"}\n', '{"prompt": []}\n'])
-def test_problems_that_cannot_be_scored_are_named(tmp_path: Path, text: str | None) -> None:
-    score = imported("score")
-    problems = tmp_path / "eval.jsonl"
-    if text is None:
-        problems.mkdir()
-    else:
-        problems.write_text(text)
-    with pytest.raises(score.Refused, match=f"^problems: {problems} .*; give a JSONL file of `prompt`"):
-        score.read_problems(problems)
-
-
-def test_scoring_ends_with_the_line_of_its_argument(tmp_path: Path) -> None:
-    problems = tmp_path / "eval.jsonl"
-    problems.write_text(json.dumps({"prompt": [{"role": "user", "content": "1 + 1?"}], "answer": "2"}) + "\n")
-    done = script("score.py", tmp_path, problems)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-    assert done.stderr.startswith(f"score.py: model: {tmp_path} is not a model's folder; ")
-
-
-def test_a_run_ends_with_the_line_of_its_problems(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer_config.json").write_text("{}")
-    options = ["--model", tmp_path, "--output", tmp_path / "run", "--gsm8k", tmp_path / "none.jsonl"]
-    done = script("run.py", *options)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert done.stderr.startswith(f"make_task.py: --gsm8k: dataset {tmp_path / 'none.jsonl'} does not exist; ")
-
-
 @pytest.mark.parametrize(
     ("completion", "exact", "form"),
     [
@@ -170,8 +106,3 @@ def test_rewards_of_sums(rewards: object, completion: str, exact: float, form: f
 def test_rewards_of_gsm8k(rewards: object, completion: str, exact: float, form: float) -> None:
     scored = rewards.gsm8k_exact(completion=completion, answer="1046"), rewards.gsm8k_form(completion=completion)
     assert scored == (exact, form)
-
-
-@pytest.mark.parametrize(("name", "device"), [("arithmetic.toml", "cpu"), ("gpu.toml", "cuda")])
-def test_each_device_has_settings_that_take_effect(name: str, device: str) -> None:
-    assert load_config(EXAMPLE / name).device == device

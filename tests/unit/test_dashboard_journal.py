@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 import sqlite3
 import time
 from array import array
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ from tasuki.coordinator.journal_reader import open_journal
 from tasuki.coordinator.records import Outcome
 from tasuki.dashboard import journal_tail
 from tasuki.dashboard.changeovers import page
-from tasuki.dashboard.journal_tail import STAGES, JournalTail
+from tasuki.dashboard.journal_tail import JournalTail
 from tasuki.memory.stages import HOLDS, Phase, Stage
 from tasuki.wire.errors import InvalidArgument, OutOfGpuMemory
 from tests.limits import limit_s
@@ -119,54 +118,11 @@ def test_a_journal_that_is_absent_damaged_or_strange_is_told_and_nothing_is_rais
     assert not tail.problem and len(tail.columns.times) > 100
 
 
-@pytest.mark.parametrize(
-    ("column", "value"),
-    [("seconds", "soon"), ("seconds", math.inf), ("seconds", 1e300), ("time", 1e300), ("time", -1e300), ("time", 2.0**62),
-     ("time", math.inf), ("time", b"\xff"), ("bytes", math.inf), ("bytes", 1e300), ("bytes", "many")],
-)  # fmt: skip
-def test_a_row_with_a_strange_value_is_left_out_and_named(tmp_path: Path, column: str, value: object) -> None:
-    path = tmp_path / "journal.sqlite"
-    shutil.copyfile(RECORDED / "journal.sqlite", path)
-    whole = len(read_all(JournalTail(path)).columns.times)
-    with closing(sqlite3.connect(path, isolation_level=None)) as db:
-        db.execute("UPDATE stages SET stage = ? WHERE id = 5", (b"\xff\xfe",))
-        db.execute(f"UPDATE results SET {column} = ? WHERE id = 9", (value,))
-    tail = read_all(JournalTail(path))
-    assert {len(column) for column in vars_of(tail)} == {whole - (1 if tail.problem else 0) - 1}
-    assert tail.problem.startswith(f"{path} has results that cannot be read, the first is 9: ") or value == 1e300
-    assert not tail.advance() and tail.last_seconds() and tail.events()
-    assert json.dumps(tail.seconds_by_changeover(points=10), allow_nan=False)
-    with suppress(InvalidArgument):
-        page(path, limit=200)
-
-
 def vars_of(tail: JournalTail) -> list[array]:
     return [getattr(tail.columns, name) for name in tail.columns.__slots__]
 
 
 ENDLESS = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n)"
-TEXT_IDS = """
-    CREATE TABLE r AS SELECT * FROM results; DROP TABLE results; ALTER TABLE r RENAME TO results; UPDATE results SET id = 'r1';
-    CREATE TABLE s AS SELECT * FROM stages; DROP TABLE stages; ALTER TABLE s RENAME TO stages; UPDATE stages SET id = 'r1';
-"""
-
-
-@pytest.mark.parametrize(
-    ("statements", "problem"),
-    [
-        (f"CREATE VIEW numbers AS {ENDLESS} SELECT x FROM n", "numbers is not a table"),
-        (TEXT_IDS, "cannot be read"),
-        ("DROP TABLE epochs", "no such table: epochs"),
-        ("UPDATE epochs SET epoch = 9223372036854775807", ""),
-    ],
-)
-def test_a_strange_schema_neither_holds_up_nor_repeats(tmp_path: Path, statements: str, problem: str) -> None:
-    path = tmp_path / "journal.sqlite"
-    shutil.copyfile(RECORDED / "journal.sqlite", path)
-    with closing(sqlite3.connect(path, isolation_level=None)) as db:
-        db.executescript(statements)
-    tail = read_all(JournalTail(path))
-    assert problem in tail.problem and bool(problem) is bool(tail.problem)
 
 
 def test_a_query_without_end_is_interrupted(tmp_path: Path) -> None:
@@ -228,33 +184,3 @@ def test_changeovers_are_also_counted_since_the_nodes_last_start(journal: Journa
     assert (last["counts"], last["counts_now"]) == ({"DONE": 4}, {"DONE": 2})
     assert page(path)["counts_now"] is None, "without the supervisor's log a start and a restart look alike"
     assert 0 < last["since"] <= last["changeovers"][-1]["start_time"]
-
-
-def test_ten_thousand_changeovers_stay_quick(tmp_path: Path) -> None:
-    path = tmp_path / "journal.sqlite"
-    with closing(Journal(path)) as journal:
-        journal.begin_epoch("boot-1")
-    with closing(sqlite3.connect(path)) as db:
-        changeovers = [(number, 1, f"r{number}", "LOAD_TRAINER", "ROLLOUT", float(number)) for number in range(1, 10_001)]
-        db.executemany("INSERT INTO changeovers VALUES (?, ?, ?, ?, ?, ?)", changeovers)
-        db.executemany("INSERT INTO outcomes VALUES (?, 'DONE', 1, 0.5, '', '')", ((number,) for number in range(1, 10_001)))
-        stages = [
-            (9 * (number - 1) + place, number, stage, 0, 1, 9 * number + place, f"q{number}-{place}", "t", "r", float(number))
-            for number in range(1, 10_001)
-            for place, stage in enumerate(STAGES, start=1)
-        ]
-        db.executemany("INSERT INTO stages VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", stages)
-        db.executemany(
-            "INSERT INTO results VALUES (?, 'DONE', ?, 0.1, 0, '', NULL, '', '')", ((row[0], row[9]) for row in stages)
-        )
-        db.commit()
-    tail = read_all(JournalTail(path))
-    assert len(tail.columns.times) == 90_000
-    started = time.process_time()
-    chart = tail.seconds_by_changeover(points=200)
-    last = page(path, limit=50)
-    assert page(path, only_failed=True)["changeovers"] == []
-    assert time.process_time() - started < 2.0
-    assert (len(chart["numbers"]), chart["bucket"], chart["numbers"][-1]) == (200, 50, 10_000)
-    assert {value for values in chart["series"].values() for value in values} == {0.1}
-    assert (last["changeovers"][0]["number"], len(last["changeovers"][0]["stages"])) == (10_000, 9)

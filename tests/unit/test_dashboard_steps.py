@@ -14,6 +14,7 @@ from hypothesis import strategies as some
 
 from tasuki.dashboard import steps
 from tasuki.dashboard.steps import StepColumns, draw
+from tests.limits import limit_s
 
 RECORDED = Path(__file__).parents[1] / "recorded_run"
 
@@ -73,7 +74,7 @@ def test_a_hundred_thousand_steps_are_a_few_points_that_keep_the_extremes(tmp_pa
     columns = read_all(StepColumns(tmp_path))
     started = time.process_time()
     found = thinned(columns, points=400)
-    assert time.process_time() - started < 1.0
+    assert time.process_time() - started < limit_s(1.0)
     loss = found["series"]["loss"]
     assert (len(found["steps"]), found["bucket"], found["steps"][-1]) == (400, 250, 99_999)
     assert max(loss["high"]) > 49 and max(loss["mean"]) < 2

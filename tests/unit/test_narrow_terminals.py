@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import io
-import re
 
 import pytest
 from rich.console import Console, RenderableType
 
-from tasuki.cli.doctor import _show
 from tasuki.cli.node_view import draw
 from tasuki.cli.plan import Wishes, layout_of
 from tasuki.cli.plan_report import show
-from tasuki.doctor.finding import fail, ok
 from tasuki.planner.advice import advise
 from tasuki.planner.plan import plan
 from tasuki.supervisor.node_snapshot import NodeSnapshot
@@ -73,14 +70,6 @@ def test_a_nodes_state_shows_each_figure_whole(width: int) -> None:
     assert "…" not in " ".join(lines)
 
 
-def test_a_nodes_state_is_a_table_on_80_columns_and_a_list_on_40() -> None:
-    table, rows = (lines_of(draw(large_node()), width) for width in (80, 40))
-    assert "trainer  optimizer (paused)  cuda:0 rank 0  ━━╸  121856  123904  120832   119808" in table
-    at = rows.index("trainer optimizer (paused) cuda:0 rank 0")
-    assert rows[at - 1] == "MiB tag device"
-    assert rows[at + 1 : at + 3] == ["    mapped 121856, of 123904, kept", "    120832, on host 119808"]
-
-
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_plan_shows_each_figure_whole(width: int) -> None:
     planned = plan(layout_of(None, Wishes(preset="balanced")))
@@ -91,18 +80,3 @@ def test_a_plan_shows_each_figure_whole(width: int) -> None:
     assert "…" not in shown.getvalue()
     assert {"RESUME_WEIGHTS", "LOAD_TRAINER"} <= set(shown.getvalue().split())
     assert any(line.startswith("    trainer ") for line in lines) is (width < 80)
-
-
-@pytest.mark.parametrize("width", WIDTHS)
-def test_findings_have_room_for_their_text(
-    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("COLUMNS", str(width))
-    monkeypatch.setenv("TTY_COMPATIBLE", "1")
-    text = "2 MiB written by one process were read by another"
-    _show([ok("memory between processes, cpu", text), fail("model", "there is none", "change model.path")])
-    lines = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out).splitlines()
-    assert max(map(len, lines)) <= width
-    assert len(lines) <= 8
-    assert lines[-1] == "1 ok, 0 warn, 1 fail"
-    assert text in " ".join(" ".join(lines).split())

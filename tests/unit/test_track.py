@@ -26,6 +26,7 @@ from tasuki.trackers.processes import tracked
 from tasuki.wire import line_reader
 from tasuki.wire.extras import install_extras
 from tests.conftest import ENVIRONMENT
+from tests.limits import limit_s
 
 NAN = float("nan")
 TRACK_CALL = "import sys\nfrom tasuki.cli.__main__ import main\nsys.exit(main(sys.argv[1:]))"
@@ -311,7 +312,7 @@ def test_a_run_is_followed_and_its_last_step_arrives(tmp_path: Path, monkeypatch
 
 def test_a_tracker_that_throws_changes_nothing(tmp_path: Path, library, capfd):
     library("raise RuntimeError('no quota')")
-    assert run_beside(tmp_path / "run") < 1.0
+    assert run_beside(tmp_path / "run") < limit_s(1.0)
     told = capfd.readouterr().err
     assert told.count("\n") == 1 and "tracker tensorboard failed, see" in told and "tasuki track" in told
     assert "no quota" in (tmp_path / "run/logs/track-tensorboard.log").read_text()
@@ -323,7 +324,7 @@ def test_a_tracker_that_hangs_changes_nothing_and_is_gone_afterwards(
 ):
     monkeypatch.setattr("tasuki.trackers.processes._WAIT_S", 3.0)
     library("time.sleep(600)" if where == "log" else "pass", close="time.sleep(600)")
-    assert run_beside(tmp_path / "run") < 1.0
+    assert run_beside(tmp_path / "run") < limit_s(1.0)
     assert "tracker tensorboard did not end within 3 s" in capfd.readouterr().err
     assert not processes_with(str(tmp_path / "run"))
 

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tasuki.config.lock import NODE_LOCK, StateLock
 from tasuki.supervisor.exit_report import write_exit_report
+from tests.conftest import called
 
 
 def tasuki(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    environment = {"PYTHONPATH": ":".join(sys.path), "PATH": "/usr/bin:/bin"}
-    argv = [sys.executable, "-m", "tasuki.cli", *arguments]
-    return subprocess.run(argv, cwd=cwd, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    with contextlib.chdir(cwd):
+        return called(*arguments)
 
 
 SIZES = {
