@@ -18,9 +18,9 @@ from tests.conftest import ENVIRONMENT
 from tests.models import make_model, save_checkpoint
 from tests.sockets import NOBODY
 
-# Imports before it drops root, which may own a checkout that is closed to others.
-COMMAND = f"""
-import os, sys
+# Imports once, before it drops root, which may own a checkout that is closed to others. Each command is a fork.
+COMMANDS = f"""
+import json, os, sys
 import tasuki.cli.audit, tasuki.cli.certs, tasuki.dashboard.command, tasuki.cli.doctor, tasuki.cli.plan, tasuki.trackers.sending
 import tasuki.cli.train, tasuki.supervisor.node, tasuki.supervisor.post_mortem
 from tasuki.cli.__main__ import main
@@ -28,7 +28,19 @@ if os.geteuid() == 0:
     os.setgroups([])
     os.setgid({NOBODY})
     os.setuid({NOBODY})
-sys.exit(main())
+for line in sys.stdin:
+    command = os.fork()
+    if command == 0:
+        argv, *streams = json.loads(line)
+        for fd, path in zip((1, 2), streams):
+            os.dup2(os.open(path, os.O_WRONLY), fd)
+        code = 1
+        try:
+            code = main(argv)
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+    print(os.waitstatus_to_exitcode(os.waitpid(command, 0)[1]), flush=True)
 """
 NODE = """
 state_dir = "state"
@@ -75,11 +87,42 @@ def closed(folder: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
     path.chmod(mode)
 
 
-def error_of(*arguments: str | Path, cwd: Path) -> str:
-    argv = [sys.executable, "-c", COMMAND, *map(str, arguments)]
-    done = subprocess.run(argv, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 2, done.stdout + done.stderr
-    return done.stderr.splitlines()[-1]
+class Nobody:
+    """Runs commands in the folder as a user without permissions."""
+
+    def __init__(self, folder: Path, outputs: Path) -> None:
+        argv = [sys.executable, "-c", COMMANDS]
+        self._process = subprocess.Popen(argv, cwd=folder, env=ENVIRONMENT, stdin=-1, stdout=-1, text=True)
+        self._outputs = [outputs / "stdout", outputs / "stderr"]
+
+    def run(self, *arguments: str | Path) -> tuple[int, str, str]:
+        """Returns exit code, output and errors."""
+        for path in self._outputs:
+            path.write_text("")
+            path.chmod(0o666)
+        self._process.stdin.write(json.dumps([[*map(str, arguments)], *map(str, self._outputs)]) + "\n")
+        self._process.stdin.flush()
+        code = int(self._process.stdout.readline())
+        output, errors = (path.read_text() for path in self._outputs)
+        return code, output, errors
+
+    def error_of(self, *arguments: str | Path) -> str:
+        code, output, errors = self.run(*arguments)
+        assert code == 2, output + errors
+        return errors.splitlines()[-1]
+
+    def close(self) -> None:
+        self._process.stdin.close()
+        self._process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def nobody(folder: Path) -> Iterator[Nobody]:
+    with tempfile.TemporaryDirectory(prefix="tasuki-outputs-") as outputs:
+        Path(outputs).chmod(0o755)
+        nobody = Nobody(folder, Path(outputs))
+        yield nobody
+        nobody.close()
 
 
 UP, TRAIN, PLAN = ("up", "node.toml"), ("train", "node.toml"), ("plan", "node.toml", "--gpu-gb", "80")
@@ -106,9 +149,9 @@ UP, TRAIN, PLAN = ("up", "node.toml"), ("train", "node.toml"), ("plan", "node.to
     indirect=["closed"],
 )
 def test_a_command_names_the_path_the_user_and_what_to_change(
-    folder: Path, closed: Path, command: tuple[str, ...], named: str
+    folder: Path, nobody: Nobody, closed: Path, command: tuple[str, ...], named: str
 ) -> None:
-    line = error_of(*command, cwd=folder)
+    line = nobody.error_of(*command)
     assert line.startswith(f"tasuki: error PATH_PERMISSION_DENIED: {named.format(folder=folder)}"), line
     uid = NOBODY if os.geteuid() == 0 else os.geteuid()
     assert "permission denied for user " in line and f"uid {uid}" in line
@@ -117,32 +160,30 @@ def test_a_command_names_the_path_the_user_and_what_to_change(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="the user may write to its own folder")
-def test_a_folder_that_cannot_be_created_is_denied_by_its_parent(folder: Path) -> None:
-    line = error_of(*UP, cwd=folder)
+def test_a_folder_that_cannot_be_created_is_denied_by_its_parent(folder: Path, nobody: Nobody) -> None:
+    line = nobody.error_of(*UP)
     assert line.startswith(f"tasuki: error PATH_PERMISSION_DENIED: state_dir: {folder}/state: "), line
     assert line.endswith(f"; change the mode or owner of {folder}, or run as another user")
 
 
 @pytest.mark.parametrize("closed", ["data"], indirect=True)
-def test_doctor_reports_it_and_goes_on(folder: Path, closed: Path) -> None:
-    argv = [sys.executable, "-c", COMMAND, "doctor", "--json", "sft.toml"]
-    done = subprocess.run(argv, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 1, done.stderr
-    found = {finding["name"]: finding["found"] for finding in json.loads(done.stdout)}
+def test_doctor_reports_it_and_goes_on(nobody: Nobody, closed: Path) -> None:
+    code, output, errors = nobody.run("doctor", "--json", "sft.toml")
+    assert code == 1, errors
+    found = {finding["name"]: finding["found"] for finding in json.loads(output)}
     assert found["data of [sft]"].startswith(f"PATH_PERMISSION_DENIED: sft.dataset: {closed}/train.jsonl: permission denied")
     assert "disk of sft.output_dir" in found
 
 
 @pytest.mark.parametrize("closed", ["journal"], indirect=True)
-def test_doctor_reports_a_closed_state_folder_and_goes_on(folder: Path, closed: Path) -> None:
-    argv = [sys.executable, "-c", COMMAND, "doctor", "--json", "sft.toml", "--set", f"state_dir={closed}"]
-    done = subprocess.run(argv, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 1, done.stderr
-    found = {finding["name"]: finding["found"] for finding in json.loads(done.stdout)}
+def test_doctor_reports_a_closed_state_folder_and_goes_on(nobody: Nobody, closed: Path) -> None:
+    code, output, errors = nobody.run("doctor", "--json", "sft.toml", "--set", f"state_dir={closed}")
+    assert code == 1, errors
+    found = {finding["name"]: finding["found"] for finding in json.loads(output)}
     assert found["state_dir"].startswith("PATH_PERMISSION_DENIED: ") and f"{closed}/node.lock" in found["state_dir"]
     assert "disk of sft.output_dir" in found
 
 
-def test_a_missing_path_is_still_not_found(folder: Path) -> None:
-    line = error_of("plan", "nowhere.toml", cwd=folder)
+def test_a_missing_path_is_still_not_found(nobody: Nobody) -> None:
+    line = nobody.error_of("plan", "nowhere.toml")
     assert line == "tasuki: error PATH_NOT_FOUND: config nowhere.toml does not exist"
