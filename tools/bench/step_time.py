@@ -1,6 +1,6 @@
 """Breakdown of a training step's time: a table from a run's metrics.jsonl.
 
-Usage: python tools/bench/step_time.py runs/demo > docs/step-time.md
+Usage: python tools/bench/step_time.py runs/demo
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 PAGE = """# Where a training step's time goes
 
-Made by `make demo` and then `.venv/bin/python tools/bench/step_time.py runs/demo > docs/step-time.md`, on {cpus} CPUs ({cpu_model}),
+Made by `make demo` and then `.venv/bin/python tools/bench/step_time.py runs/demo`, on {cpus} CPUs ({cpu_model}),
 without a GPU. {num_steps} steps of {prompts} prompts x {samples} samples, at most {tokens} new tokens each, on the demo's model of
 0.1 million parameters. The first step, which also warms up, and the evaluations are left out. Median and quartiles, in milliseconds of
 wall clock. The client's clock times the parts, the coordinator's the stages. Stages to training run while rewards are computed, so only
