@@ -34,14 +34,6 @@ def test_a_rank_that_the_node_does_not_have_is_refused(process: str, last: str) 
         check_ranks(failpoint_of(f"{process}@SYNC"), config)
 
 
-def test_a_folder_that_the_task_cannot_be_written_to_is_named(tmp_path: Path) -> None:
-    (tmp_path / "model").touch()
-    command = [sys.executable, RUN[1].with_name("make_task.py"), tmp_path]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-    assert done.stderr.startswith("make_task.py: folder: ") and f"{tmp_path / 'model'}'; give a folder" in done.stderr
-
-
 def test_a_demo_that_failed_at_once_can_be_repeated_and_no_other_folder_is_removed(tmp_path: Path) -> None:
     broken, other = tmp_path / "broken", tmp_path / "other"
     for folder in (broken, other):

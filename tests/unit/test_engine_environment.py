@@ -37,6 +37,7 @@ def test_places_logs_memory_and_transports_stay(name: str) -> None:
     assert foreign_variables([name]) == []
 
 
+@pytest.mark.long  # imports torch's compiler
 def test_compiled_kernels_of_the_engine_are_kept_in_the_nodes_folder_unless_another_is_given(tmp_path: Path) -> None:
     kept = cache_variables(tmp_path, given=("HOME",))
     assert cache_variables(tmp_path, given=("TORCHINDUCTOR_CACHE_DIR",)) == {}

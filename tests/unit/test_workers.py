@@ -7,13 +7,7 @@ import os
 import pytest
 import torch
 
-from tests.conftest import ROOT
-from tests.extent import _LONG_FILES
-from tests.workers import _GROUPS, group_of
-
-
-def test_every_file_with_a_group_and_every_long_file_is_there() -> None:
-    assert [file for file in (*_GROUPS, *_LONG_FILES) if not (ROOT / file).is_file()] == []
+from tests.workers import group_of
 
 
 def test_files_that_share_a_service_are_of_one_group_and_others_alone() -> None:
