@@ -38,13 +38,8 @@ async def test_a_repeated_request_id_gets_the_first_answer_and_does_nothing(clie
 @pytest.mark.parametrize(
     ("field", "value", "place"),
     [
-        ("prompt_token_ids", [], "samples[5].prompt_token_ids"),
         ("completion_token_ids", [3, VOCAB_SIZE, 3, 3, 3], "samples[5].completion_token_ids[1]"),
         ("prompt_token_ids", [1] * 127, "samples[5]"),
-        ("advantages", [float("nan")], "samples[5].advantages[0]"),
-        ("rollout_log_probs", [-1.0] * 50, "samples[5].rollout_log_probs"),
-        ("loss_mask", [2.0], "samples[5].loss_mask"),
-        ("temperature", 0.0, "samples[5].temperature"),
         ("temperature", float("nan"), "samples[5].temperature"),
     ],
 )
