@@ -5,9 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
-pytest.importorskip("sglang")
-
 import torch
 from sglang.srt.lora.backend.lora_registry import get_backend_from_name
 from torch import Tensor
