@@ -290,11 +290,12 @@ def test_a_plan_names_what_it_does_not_count(tmp_path: Path, capsys: pytest.Capt
 
 def test_min_p_is_refused_with_speculative_decoding():
     pytest.importorskip("torch")
-    from tasuki.rollout.generate import GenerationRequest, check_request
+    from tasuki.rollout.generate import check_request
     from tasuki.rollout.model import ModelFacts
+    from tasuki.v1.rollout_pb2 import GenerateRequest
 
     model = ModelFacts(path="", architecture="", vocab_size=10, context_length=10, stop_token_ids=(1,), is_seeded=False)
-    request = GenerationRequest([[5]], 1, {"min_p": 0.1})
+    request = GenerateRequest(prompts=[{"token_ids": [5]}], num_samples=1, sampling_params={"min_p": 0.1})
     check_request(request, model)
     with pytest.raises(InvalidArgument, match="SGLang ignores it with speculative decoding"):
         check_request(request, replace(model, is_speculative=True))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tasuki.memory.stages import START, Service, Stage
 from tasuki.memory.tags import MemoryTag, Moved
-from tasuki.rollout.generate import Completion, EngineRequest, GenerationRequest
+from tasuki.rollout.generate import Completion, EngineRequest
 from tasuki.rollout.model import ModelFacts
 from tasuki.rollout.rollout import Rollout
 from tasuki.rollout.seeds import CallNumbers
@@ -22,6 +22,7 @@ from tasuki.rollout.sync import SyncReport
 from tasuki.rpc.stages import decode_move
 from tasuki.v1 import weights_pb2
 from tasuki.v1.memory_pb2 import PauseRequest, ResumeRequest
+from tasuki.v1.rollout_pb2 import GenerateRequest
 from tasuki.wire.errors import (
     Asleep,
     BadHandle,
@@ -41,7 +42,7 @@ RING = [Stage.RESUME_WEIGHTS, Stage.SYNC, Stage.RESUME_KV, Stage.DRAIN, Stage.PA
 MODEL = ModelFacts(path="", architecture="", vocab_size=10, context_length=10, stop_token_ids=(1,), is_seeded=False)
 # An engine without seeded sampling has no calls to number.
 NO_CALLS = CallNumbers(Path("/nonexistent/calls"), instance_id="")
-REQUEST = GenerationRequest([[1]], 1, {"max_new_tokens": 1})
+REQUEST = GenerateRequest(prompts=[{"token_ids": [1]}], num_samples=1, sampling_params={"max_new_tokens": 1})
 
 
 class IdleEngine:

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from tasuki.memory.stages import Stage
-from tasuki.rollout.generate import EngineRequest, GenerationRequest
+from tasuki.rollout.generate import EngineRequest, question
 from tasuki.rollout.rollout import Rollout
 from tasuki.rollout.seeds import CallNumbers, sample_seed
+from tasuki.v1.rollout_pb2 import GenerateRequest
 from tasuki.wire.errors import DiskFull
 from tests.unit.test_rollout_stages import MODEL, RING, EasySync, IdleEngine, NoMemory, move, said
 
@@ -55,11 +56,17 @@ class Node:
 
     async def ask(self, call: str = "", *, seed: int | None = None, prompts: int = 2, first_prompt: int = 0) -> list[object]:
         """Returns the seeds of `prompts` equal prompts' samples."""
-        sampling: dict[str, object] = {"max_new_tokens": 1, **({} if seed is None else {"sampling_seed": seed})}
-        request = GenerationRequest([[1]] * prompts, 2, sampling, request_id=call, first_prompt=first_prompt)
+        request = _request([[1]] * prompts, max_new_tokens=1, sampling_seed=seed)
+        request.request_id, request.first_prompt = call, first_prompt
         before = len(self.engine.seeds)
         assert sum([len(ended) async for ended in self.rollout.generate(request)]) == 2 * prompts
         return self.engine.seeds[before:]
+
+
+def _request(prompts: list[list[int]], **sampling: int | None) -> GenerateRequest:
+    """Two samples of each prompt."""
+    given = {"prompts": [{"token_ids": token_ids} for token_ids in prompts], "num_samples": 2}
+    return GenerateRequest(**given, sampling_params={name: value for name, value in sampling.items() if value is not None})
 
 
 def test_a_seed_is_the_documented_hash() -> None:
@@ -68,16 +75,14 @@ def test_a_seed_is_the_documented_hash() -> None:
 
 
 def test_a_question_is_the_prompts_as_they_are_split_and_all_that_is_asked_of_them() -> None:
-    asked = GenerationRequest([[1, 2], [3]], 2, {"top_k": 1})
-    others = [
-        replace(asked, prompts=[[1], [2, 3]]),
-        replace(asked, prompts=[[1, 2], [4]]),
-        replace(asked, num_samples=3),
-        replace(asked, sampling={"top_k": 2}),
-        replace(asked, first_prompt=1),
-    ]
-    assert len({one.question() for one in (asked, *others)}) == 6
-    assert replace(asked, prompts=[[1, 2], [3]], request_id="a").question() == asked.question()
+    asked = _request([[1, 2], [3]], top_k=1)
+    others = [_request([[1], [2, 3]], top_k=1), _request([[1, 2], [4]], top_k=1), _request([[1, 2], [3]], top_k=2)]
+    more, later = _request([[1, 2], [3]], top_k=1), _request([[1, 2], [3]], top_k=1)
+    more.num_samples, later.first_prompt = 3, 1
+    assert len({question(one) for one in (asked, *others, more, later)}) == 6
+    again = _request([[1, 2], [3]], top_k=1)
+    again.request_id = "a"
+    assert question(again) == question(asked)
 
 
 async def test_an_explicit_seed_gives_every_sample_its_own_and_the_same_in_every_split(tmp_path: Path) -> None:

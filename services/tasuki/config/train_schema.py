@@ -12,13 +12,12 @@ from pydantic import BeforeValidator, ByteSize, Field, InstanceOf, PlainSerializ
 from tasuki.algorithms.estimator import MAX_KL_ERROR, Estimator, Std
 from tasuki.algorithms.loss_types import Correction, LossConfig, OldPolicy
 from tasuki.algorithms.losses.value import ValueLoss
+from tasuki.algorithms.sampling import LEAST_TEMPERATURE
 from tasuki.algorithms.setting import SettingError, check_effects, check_evaluation
 from tasuki.config.algorithms import DEFAULT_MAX_NEW_TOKENS, LOSS_KEYS, Algorithm, expanded
 from tasuki.config.table import Bytes, Schema, Seed
 
 _MAX_INT32 = 2**31 - 1
-LEAST_TEMPERATURE = 1e-5
-"""SGLang samples greedily below a tenth of it."""
 
 
 class NamedRewardConfig(Schema):

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from tasuki.algorithms.sampling import GREEDY_BELOW, RANGES
 from tasuki.rollout.model import ModelFacts
+from tasuki.v1.rollout_pb2 import GenerateRequest
 from tasuki.wire.errors import InvalidArgument
 
 _MAX_SAMPLES = 65_536
 _MAX_REQUEST_ID = 128
 # SGLang's default.
 _DEFAULT_MAX_NEW_TOKENS = 128
-# SGLang's default.
-_GREEDY_BELOW = 1e-6
 _WITHOUT_EFFECT = {
     "top_p": 1,
     "top_k": -1,
@@ -54,29 +53,6 @@ class EngineRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class GenerationRequest:
-    """One call: `num_samples` of every prompt. `sampling` holds what the caller set, by SGLang's names."""
-
-    prompts: Sequence[Sequence[int]]
-    num_samples: int
-    sampling: Mapping[str, object]
-    request_id: str = ""
-    """Id under which the caller may repeat the call."""
-    first_prompt: int = 0
-    """Position of prompts[0] among all of the caller's prompts."""
-    is_last: bool = False
-    """Whether the caller needs no other samples in this phase."""
-
-    def question(self) -> str:
-        """Digest that is equal for calls with the same content, whatever their ids."""
-        lengths = [len(token_ids) for token_ids in self.prompts]
-        asked = hashlib.sha256(repr((lengths, self.num_samples, self.sampling, self.first_prompt)).encode())
-        for token_ids in self.prompts:
-            asked.update(array("q", token_ids))  # there may be millions of tokens
-        return asked.hexdigest()
-
-
-@dataclass(frozen=True, slots=True)
 class Sample:
     """One completion of one prompt, with the version of the weights that generated it."""
 
@@ -90,7 +66,25 @@ class Sample:
     """Whether every token was drawn from the distribution of its log-prob."""
 
 
-def check_request(request: GenerationRequest, model: ModelFacts) -> None:
+def question(request: GenerateRequest) -> str:
+    """Digest that is equal for calls with the same content, whatever their ids."""
+    lengths = [len(prompt.token_ids) for prompt in request.prompts]
+    asked = hashlib.sha256(repr((lengths, request.num_samples, given_sampling(request), request.first_prompt)).encode())
+    for prompt in request.prompts:
+        asked.update(array("q", prompt.token_ids))  # there may be millions of tokens
+    return asked.hexdigest()
+
+
+def given_sampling(request: GenerateRequest) -> dict[str, object]:
+    """What the caller set, by SGLang's names."""
+    params = request.sampling_params
+    given: dict[str, object] = {field.name: value for field, value in params.ListFields()}
+    if params.stop_token_ids:
+        given["stop_token_ids"] = list(params.stop_token_ids)
+    return given
+
+
+def check_request(request: GenerateRequest, model: ModelFacts) -> None:
     """Raises InvalidArgument naming the first invalid field."""
     if not request.prompts:
         raise InvalidArgument("prompts", "give at least one")
@@ -101,9 +95,10 @@ def check_request(request: GenerationRequest, model: ModelFacts) -> None:
         raise InvalidArgument("num_samples", f"{asked} samples in one call; at most {_MAX_SAMPLES}, split the call")
     if len(request.request_id) > _MAX_REQUEST_ID:
         raise InvalidArgument("request_id", f"has {len(request.request_id)} characters; at most {_MAX_REQUEST_ID}")
-    _check_sampling(request.sampling, model)
-    for index, token_ids in enumerate(request.prompts):
-        _check_prompt(f"prompts[{index}]", token_ids, request.sampling, model)
+    sampling = given_sampling(request)
+    _check_sampling(sampling, model)
+    for index, prompt in enumerate(request.prompts):
+        _check_prompt(f"prompts[{index}]", prompt.token_ids, sampling, model)
 
 
 def _check_prompt(field: str, token_ids: Sequence[int], sampling: Mapping[str, object], model: ModelFacts) -> None:
@@ -133,20 +128,8 @@ def _check_token_ids(field: str, token_ids: Sequence[int], model: ModelFacts) ->
             raise InvalidArgument(f"{field}[{index}]", f"{token_id} is not in the vocabulary of {model.vocab_size} tokens")
 
 
-_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
-    "max_new_tokens": (lambda value: value >= 1, "at least 1"),
-    "temperature": (lambda value: 0 <= value < math.inf, "finite and at least 0"),
-    "top_p": (lambda value: 0 < value <= 1, "in (0, 1]"),
-    "top_k": (lambda value: value == -1 or value >= 1, "-1 (off) or at least 1"),
-    "min_p": (lambda value: 0 <= value <= 1, "in [0, 1]"),
-    "frequency_penalty": (lambda value: -2 <= value <= 2, "in [-2, 2]"),
-    "presence_penalty": (lambda value: -2 <= value <= 2, "in [-2, 2]"),
-    "repetition_penalty": (lambda value: 0 < value <= 2, "in (0, 2]"),
-}
-
-
 def _check_sampling(sampling: Mapping[str, object], model: ModelFacts) -> None:
-    for name, (is_allowed, wanted) in _RANGES.items():
+    for name, (is_allowed, wanted) in RANGES.items():
         value = sampling.get(name)
         if isinstance(value, (int, float)) and not is_allowed(value):
             raise InvalidArgument(f"sampling_params.{name}", f"must be {wanted}, not {value:g}")
@@ -177,7 +160,7 @@ def is_greedy(sampling: Mapping[str, object]) -> bool:
     """Whether only the most likely token can be sampled."""
     temperature = sampling.get("temperature", 1.0)
     assert isinstance(temperature, (int, float))
-    return temperature < _GREEDY_BELOW or sampling.get("top_k") == 1
+    return temperature < GREEDY_BELOW or sampling.get("top_k") == 1
 
 
 def log_prob_temperature(sampling: Mapping[str, object]) -> float:
@@ -196,10 +179,10 @@ def has_exact_log_probs(sampling: Mapping[str, object]) -> bool:
     return not is_greedy(sampling) and all(sampling.get(name, default) == default for name, default in _WITHOUT_EFFECT.items())
 
 
-def sampling_of(request: GenerationRequest, prompt_index: int, model: ModelFacts) -> dict[str, object]:
-    """SGLang's sampling parameters for the samples of one prompt, without seeds."""
-    sampling = dict(request.sampling)
-    room = model.context_length - len(request.prompts[prompt_index])
+def sampling_of(given: Mapping[str, object], model: ModelFacts, *, num_prompt_tokens: int) -> dict[str, object]:
+    """SGLang's sampling parameters for a sample of one prompt, without seeds."""
+    sampling = dict(given)
+    room = model.context_length - num_prompt_tokens
     sampling.setdefault("max_new_tokens", min(_DEFAULT_MAX_NEW_TOKENS, room))
     if is_greedy(sampling):
         # With only top_k = 1, whether SGLang's log-probs include the temperature depends on the rest of the batch.

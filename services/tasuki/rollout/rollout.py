@@ -17,11 +17,12 @@ from tasuki.memory.stages import START, Stage
 from tasuki.memory.tags import MemoryTag, Moved, Movement
 from tasuki.rollout.generate import (
     EngineRequest,
-    GenerationRequest,
     Sample,
     check_request,
+    given_sampling,
     has_exact_log_probs,
     log_prob_temperature,
+    question,
     sampling_of,
 )
 from tasuki.rollout.kv_growth import KvGrowth
@@ -31,6 +32,7 @@ from tasuki.rollout.stages import check_idle, check_stage, is_serving
 from tasuki.rollout.sync import SyncReport, WeightSync
 from tasuki.rpc.commands import REFUSALS
 from tasuki.v1 import weights_pb2
+from tasuki.v1.rollout_pb2 import GenerateRequest
 from tasuki.wire.errors import (
     Asleep,
     DeadlineExceeded,
@@ -218,7 +220,7 @@ class Rollout:
         )
         return drained
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[list[Sample]]:
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[list[Sample]]:
         """Yields samples in order of completion; those that ended together come together.
 
         Raises EnginePoisoned, Draining or Asleep if no version is served.
@@ -234,7 +236,8 @@ class Rollout:
         prefix = f"{call}-"
         num_requests = len(request.prompts) * request.num_samples
         requests = self._engine_requests(request, prefix=prefix, seed=self._seed(request, call=call))
-        temperature, is_exact = log_prob_temperature(request.sampling), has_exact_log_probs(request.sampling)
+        sampling = given_sampling(request)
+        temperature, is_exact = log_prob_temperature(sampling), has_exact_log_probs(sampling)
         async with aclosing(self.engine.generate(requests, num_requests=num_requests, prefix=prefix)) as completions:
             async for ended in completions:
                 if not all(math.isfinite(log_prob) for _, completion in ended for log_prob in completion.log_probs):
@@ -247,16 +250,17 @@ class Rollout:
                     for index, completion in ended
                 ]
 
-    def _engine_requests(self, request: GenerationRequest, *, prefix: str, seed: int | str | None) -> Iterator[EngineRequest]:
+    def _engine_requests(self, request: GenerateRequest, *, prefix: str, seed: int | str | None) -> Iterator[EngineRequest]:
         """Created lazily: a call may have very many. seed: see `_seed`."""
-        for prompt, token_ids in enumerate(request.prompts):
+        given = given_sampling(request)
+        for prompt, token_ids in enumerate([list(prompt.token_ids) for prompt in request.prompts]):
             for sample in range(request.num_samples):
-                sampling = sampling_of(request, prompt, self.engine.model)
+                sampling = sampling_of(given, self.engine.model, num_prompt_tokens=len(token_ids))
                 if seed is not None:
                     sampling["sampling_seed"] = sample_seed(seed, prompt=request.first_prompt + prompt, sample=sample)
                 yield EngineRequest(f"{prefix}{prompt}-{sample}.", token_ids, sampling)
 
-    def _seed(self, request: GenerationRequest, *, call: str) -> int | str | None:
+    def _seed(self, request: GenerateRequest, *, call: str) -> int | str | None:
         """Base of the samples' seeds; None if the engine does not use seeds.
 
         Without a caller's seed it depends on the version, the call's content, and how often that was asked before. A restarted engine
@@ -264,12 +268,11 @@ class Rollout:
         """
         if not self.engine.model.is_seeded:
             return None
-        given = request.sampling.get("sampling_seed")
-        if isinstance(given, int):
-            return given
-        question = request.question()
-        number = self._calls.number(question, call_id=request.request_id or call)
-        return f"{self._rollout_seed}/{self._held_version}/{question}/{number}"
+        if request.sampling_params.HasField("sampling_seed"):
+            return request.sampling_params.sampling_seed
+        asked = question(request)
+        number = self._calls.number(asked, call_id=request.request_id or call)
+        return f"{self._rollout_seed}/{self._held_version}/{asked}/{number}"
 
     def _check_open(self) -> None:
         if self.poison_reason is not None:

@@ -8,7 +8,7 @@ from functools import partial
 import grpc
 import grpc.aio
 
-from tasuki.rollout.generate import GenerationRequest, Sample
+from tasuki.rollout.generate import Sample
 from tasuki.rollout.kv_growth import KvGrowth
 from tasuki.rollout.metrics import GenerationMetrics
 from tasuki.rollout.rollout import Rollout
@@ -37,19 +37,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def Generate(
         self, request: rollout_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[rollout_pb2.GenerateResponse]:
-        sampling = {field.name: value for field, value in request.sampling_params.ListFields()}
-        if "stop_token_ids" in sampling:
-            sampling["stop_token_ids"] = list(sampling["stop_token_ids"])
-        generation = GenerationRequest(
-            [list(prompt.token_ids) for prompt in request.prompts],
-            request.num_samples,
-            sampling,
-            request_id=request.request_id,
-            first_prompt=request.first_prompt,
-            is_last=request.is_last,
-        )
         with self._metrics.generating():
-            async for samples in self._rollout.generate(generation):
+            async for samples in self._rollout.generate(request):
                 self._metrics.ended([sample.completion for sample in samples])
                 for bundle in _bundles(samples):
                     yield rollout_pb2.GenerateResponse(samples=map(_encode_sample, bundle))

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from tasuki.algorithms.loss import CriticLoss
 from tasuki.algorithms.loss_types import LossConfig
+from tasuki.algorithms.sampling import GREEDY_BELOW
 from tasuki.trainer.data.samples import Samples, starts
 from tasuki.trainer.roles import Role
 from tasuki.wire.errors import InvalidArgument, VersionOrder
@@ -16,8 +17,7 @@ from tasuki.wire.errors import InvalidArgument, VersionOrder
 _LOG_PROBS = ("rollout_log_probs", "old_log_probs", "ref_log_probs")
 # Rounding can make the log of a probability near 1 positive, by far less than this.
 _LOG_PROB_TOLERANCE = 1e-3
-# Rollout samples greedily below it. Far below it logits are not finite once they are divided.
-_LEAST_TEMPERATURE = np.float32(1e-6)
+_LEAST_TEMPERATURE = np.float32(GREEDY_BELOW)
 
 
 @dataclass(frozen=True, slots=True)
