@@ -35,6 +35,7 @@ SOURCES := protos services client tests tools
 EXTRAS := --extra certs --extra otel --extra rollout --extra tensorboard --extra trainer
 # Measures its own process, so no other test may run there.
 MEASURED := tests/integration/test_many_changeovers.py
+README_NODE := tests/e2e/test_documents.py::test_commands_of_the_readme_work_as_written
 # Of their proofs `make test` carries out a sample (tests/extent.py).
 SAMPLED := $(filter-out $(MEASURED),$(shell grep -rl 'tests.extent import' tests/unit tests/integration tests/e2e --include='test_*.py')) tests/integration/test_loss_cuts.py tests/integration/test_engine_parts.py \
   tests/integration/test_trainer_memory.py
@@ -64,7 +65,8 @@ test: setup grpcurl jobset  ## the tests of a change: five minutes on two idle c
 test-all: test  ## the long tests, too, and whole proofs for PROOF_MINUTES (default 45)
 	$(BIN)/python -m pytest -n 3 -m long $(TESTS) $(PYTEST_ARGS)
 	TASUKI_PROOFS=whole OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(MEASURED)
-	TASUKI_PROOF_MINUTES=$(or $(PROOF_MINUTES),45) TASUKI_PROOFS=whole OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/e2e/test_documents.py $(PROOFS)
+	TASUKI_PROOFS=whole OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(README_NODE)
+	TASUKI_PROOF_MINUTES=$(or $(PROOF_MINUTES),45) TASUKI_PROOFS=whole OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PROOFS)
 
 oracles: $(ORACLES)  ## every advantage and loss against verl's and TRL's own functions
 	.oracles-venv/bin/python -m pytest -c tests/oracles/pytest.ini tests/oracles $(PYTEST_ARGS)
