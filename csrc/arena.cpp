@@ -79,49 +79,6 @@ Status Arena::release(uintptr_t address) {
   return {};
 }
 
-Status Arena::set_idle(Ranges idle, uint64_t* mapped_bytes, uint64_t* given_back) {
-  if (!idle.is_empty() && (policy.keep_content || policy.keep_chunks)) {
-    return failure(Code::bad_argument, tag_ + " keeps what it has over a pause: no part of it can be idle");
-  }
-  Ranges before = blocks_.idle();
-  blocks_.set_idle(std::move(idle));
-  if (state != State::resident) return {};
-  Status status = grow(mapped_bytes);
-  if (status.ok()) {
-    status = shrink(given_back);
-    // New memory that cannot be released again stays as spare until the next call.
-    if (!status.ok() && chunks_.unmap(mapped_).ok()) static_cast<void>(chunks_.release(created_, given_back));
-  }
-  if (!status.ok()) *mapped_bytes = *given_back = 0, blocks_.set_idle(std::move(before));
-  created_.clear();
-  mapped_.clear();
-  return status;
-}
-
-Status Arena::grow(uint64_t* mapped_bytes) {
-  uint64_t needed_bytes = missing_bytes();
-  Status status = create_missing();
-  if (status.code == Code::out_of_memory) {
-    size_t free_bytes = 0, total_bytes = 0;
-    return driver_.room(device_, &free_bytes, &total_bytes).ok() ? no_room(tag_, needed_bytes, free_bytes) : status;
-  }
-  if (!status.ok()) return status;
-  status = map(mapped_bytes);
-  uint64_t given_back = 0;
-  if (!status.ok()) static_cast<void>(chunks_.release(created_, &given_back));
-  return status;
-}
-
-Status Arena::shrink(uint64_t* given_back) {
-  Chunks::Indices spare = chunks_.spare_in(blocks_);
-  if (spare.empty()) return {};
-  Status status = driver_.synchronize(device_);  // no kernel may run over pages that go
-  if (status.ok()) status = chunks_.unmap(spare);
-  // Chunks that cannot be released now are kept and released by the next pause.
-  if (status.ok()) static_cast<void>(chunks_.release(spare, given_back));
-  return status;
-}
-
 Status Arena::begin_save() {
   Status status = host_copy_.save(base_, blocks_.runs(), frozen_);
   has_saved_content_ = status.ok();

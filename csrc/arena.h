@@ -51,10 +51,6 @@ class Arena {
   Status release(uintptr_t address);
   // Promises that the bytes at `address` stay constant until their block is released: a pause then saves them once.
   void freeze(uintptr_t address, size_t bytes) { frozen_.add({address - base_, bytes}); }
-  // Marks bytes as unused until told otherwise. Chunks with nothing else are freed and not restored by a resume; chunks needed again are
-  // restored. All or nothing; while the arena is paused no page moves.
-  Status set_idle(Ranges idle, uint64_t* mapped_bytes, uint64_t* given_back);
-  bool has_idle() const { return !blocks_.idle().is_empty(); }
   bool contains(uintptr_t address) const { return address >= base_ && address - base_ < capacity_; }
 
   // Pause, in this order. A failed step leaves the arena unchanged.
@@ -103,10 +99,6 @@ class Arena {
   // needed_bytes: of the additional chunks, whole.
   Status back_exactly(const Range& block, bool grow_ahead, size_t* needed_bytes);
   void trim(const Range& block);
-  // Maps what is needed and missing.
-  Status grow(uint64_t* mapped_bytes);
-  // Releases what is present and not needed.
-  Status shrink(uint64_t* given_back);
 
   Driver& driver_;
   std::string tag_;

@@ -33,7 +33,6 @@ bool Blocks::release(size_t offset, Range* block) {
   *block = {offset, found->second};
   used_.erase(found);
   used_bytes_ -= block->bytes;
-  idle_.remove(*block);
   Range joined = *block;
   auto next = free_.find(joined.end());
   if (next != free_.end()) {
@@ -57,16 +56,6 @@ bool Blocks::is_in_use(const Range& range) const {
   auto next = used_.lower_bound(range.offset);
   if (next != used_.end() && next->first < range.end()) return true;
   return next != used_.begin() && std::prev(next)->first + std::prev(next)->second > range.offset;
-}
-
-bool Blocks::is_needed(const Range& range) const {
-  auto at = used_.upper_bound(range.offset);
-  if (at != used_.begin()) --at;
-  for (; at != used_.end() && at->first < range.end(); ++at) {
-    size_t start = std::max(at->first, range.offset), end = std::min(at->first + at->second, range.end());
-    if (start < end && !idle_.missing_in({start, end - start}).empty()) return true;
-  }
-  return false;
 }
 
 std::vector<Range> Blocks::runs() const {

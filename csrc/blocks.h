@@ -24,11 +24,6 @@ class Blocks {
   bool release(size_t offset, Range* block);
 
   bool is_in_use(const Range& range) const;
-  // Bytes of blocks that are currently unused; released with their block.
-  const Ranges& idle() const { return idle_; }
-  void set_idle(Ranges idle) { idle_ = std::move(idle); }
-  // Whether `range` overlaps a part of a block that is not idle.
-  bool is_needed(const Range& range) const;
   // Blocks in use, neighbours merged.
   std::vector<Range> runs() const;
   size_t used_bytes() const { return used_bytes_; }
@@ -42,7 +37,6 @@ class Blocks {
   std::map<size_t, size_t> free_;             // offset -> bytes
   std::set<std::pair<size_t, size_t>> fits_;  // (bytes, offset) of every free range
   size_t used_bytes_ = 0;
-  Ranges idle_;
 };
 
 }  // namespace tasuki

@@ -125,16 +125,6 @@ int tasuki_freeze(void* address, uint64_t bytes, int* is_ours) {
   });
 }
 
-int tasuki_set_idle(uint64_t arena, const tasuki_span* spans, size_t num_spans, uint64_t* mapped_bytes, uint64_t* given_back_bytes) {
-  return guarded([&]() -> Status {
-    if (mapped_bytes == nullptr || given_back_bytes == nullptr) return bad("mapped_bytes, given_back_bytes: null");
-    if (spans == nullptr && num_spans != 0) return bad("spans: null");
-    std::vector<std::pair<uintptr_t, size_t>> idle;
-    for (size_t i = 0; i < num_spans; ++i) idle.emplace_back(spans[i].address, spans[i].bytes);
-    return process().memory.set_idle(arena, idle, mapped_bytes, given_back_bytes);
-  });
-}
-
 int tasuki_reserve_host(uint64_t arena, uint64_t total_bytes, uint64_t max_bytes, uint64_t* missing_bytes) {
   return guarded([&]() -> Status {
     if (missing_bytes == nullptr || max_bytes == 0) return bad("missing_bytes: null, or max_bytes: 0");

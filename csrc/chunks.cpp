@@ -123,7 +123,7 @@ Chunks::Indices Chunks::kept() const {
 Chunks::Indices Chunks::absent_in(const Blocks& blocks) const {
   Indices indices;
   for (size_t i = 0; i < chunks_.size(); ++i) {
-    if (chunks_[i].physical == 0 && blocks.is_needed(chunks_[i].range)) indices.push_back(i);
+    if (chunks_[i].physical == 0 && blocks.is_in_use(chunks_[i].range)) indices.push_back(i);
   }
   return indices;
 }
@@ -131,15 +131,7 @@ Chunks::Indices Chunks::absent_in(const Blocks& blocks) const {
 Chunks::Indices Chunks::unmapped_in(const Blocks& blocks) const {
   Indices indices;
   for (size_t i = 0; i < chunks_.size(); ++i) {
-    if (!chunks_[i].is_mapped && blocks.is_needed(chunks_[i].range)) indices.push_back(i);
-  }
-  return indices;
-}
-
-Chunks::Indices Chunks::spare_in(const Blocks& blocks) const {
-  Indices indices;
-  for (size_t i = 0; i < chunks_.size(); ++i) {
-    if (chunks_[i].is_mapped && !blocks.is_needed(chunks_[i].range)) indices.push_back(i);
+    if (!chunks_[i].is_mapped && blocks.is_in_use(chunks_[i].range)) indices.push_back(i);
   }
   return indices;
 }

@@ -46,7 +46,6 @@ class Chunks {
   // Chunks without memory, or not mapped, that hold a part of a needed block; and mapped chunks that hold none.
   Indices absent_in(const Blocks& blocks) const;
   Indices unmapped_in(const Blocks& blocks) const;
-  Indices spare_in(const Blocks& blocks) const;
   Indices overlapping(const Range& range) const;
 
   uint64_t bytes_of(const Indices& indices) const;

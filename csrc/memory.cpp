@@ -85,25 +85,6 @@ Status Memory::freeze(uintptr_t address, size_t bytes, bool* is_ours) {
   return {};
 }
 
-Status Memory::set_idle(uint64_t arena, const std::vector<std::pair<uintptr_t, size_t>>& spans, uint64_t* mapped_bytes,
-                        uint64_t* given_back) {
-  Lock lock(mutex_);
-  *mapped_bytes = *given_back = 0;
-  std::vector<Arena*> found;
-  Status status = find({arena}, &found);
-  if (status.ok()) status = settle(found);
-  if (!status.ok()) return status;
-  Ranges idle;
-  for (const auto& [address, bytes] : spans) {
-    if (bytes == 0) continue;
-    if (!found[0]->contains(address) || !found[0]->contains(address + bytes - 1) || address + bytes < address) {
-      return failure(Code::bad_argument, "spans: one is not of " + found[0]->tag());
-    }
-    idle.add({address - found[0]->base(), bytes});
-  }
-  return found[0]->set_idle(std::move(idle), mapped_bytes, given_back);
-}
-
 Status Memory::reserve_host(uint64_t arena, size_t total_bytes, size_t max_bytes, size_t* missing) {
   std::vector<Arena*> found;
   Driver* driver = nullptr;
@@ -135,9 +116,6 @@ Status Memory::set_policy(uint64_t arena, const PausePolicy& policy) {
   std::vector<Arena*> found;
   Status status = find({arena}, &found);
   if (status.ok()) status = settle(found);
-  if (status.ok() && found[0]->has_idle() && (policy.keep_content || policy.keep_chunks)) {
-    status = failure(Code::bad_argument, found[0]->tag() + " has idle parts, of which a pause keeps nothing");
-  }
   if (status.ok()) found[0]->policy = policy;
   return status;
 }

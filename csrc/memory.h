@@ -55,8 +55,6 @@ class Memory {
   Status release(uintptr_t address);
   // *is_ours: whether the address is in an arena.
   Status freeze(uintptr_t address, size_t bytes, bool* is_ours);
-  // For the arena's blocks, by address; see Arena::set_idle.
-  Status set_idle(uint64_t arena, const std::vector<std::pair<uintptr_t, size_t>>& spans, uint64_t* mapped_bytes, uint64_t* given_back);
   // Pins at most `max_bytes` of the host memory that a pause of the arena needs, now or once it holds `total_bytes`; nothing if a pause
   // keeps no content. Pins without holding the mutex.
   Status reserve_host(uint64_t arena, size_t total_bytes, size_t max_bytes, size_t* missing);

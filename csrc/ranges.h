@@ -52,7 +52,6 @@ class Ranges {
     return gaps;
   }
 
-  bool is_empty() const { return ends_.empty(); }
   void clear() { ends_.clear(); }
 
  private:

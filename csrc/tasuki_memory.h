@@ -92,11 +92,6 @@ typedef struct {
   uint64_t num_ours;      /* taken by this process */
 } tasuki_pool_usage;
 
-typedef struct {
-  uint64_t address;
-  uint64_t bytes;
-} tasuki_span;
-
 /* Rows and columns of elements in `held`, in `source`, and at indices of a whole tensor; strides in elements. */
 typedef struct {
   const void* source; /* copied to `held` first; NULL: only summed */
@@ -143,11 +138,6 @@ int tasuki_free(void* address);
 /* Promises that the bytes at `address` stay constant until their block is freed: pauses that keep content copy them once. For an address
  * in no arena, sets *is_ours to 0 and does nothing. */
 int tasuki_freeze(void* address, uint64_t bytes, int* is_ours);
-
-/* Marks the bytes of these spans as unused until the next call: chunks of the arena with nothing else are freed and not restored by a
- * resume; chunks needed again are restored. All or nothing; while the arena is paused no page moves. Not for arenas whose pauses keep
- * something. */
-int tasuki_set_idle(uint64_t arena, const tasuki_span* spans, size_t num_spans, uint64_t* mapped_bytes, uint64_t* given_back_bytes);
 
 /* Pins at most max_bytes of the host memory that a pause of the arena needs, now or once it holds total_bytes, and returns how much is
  * still lacking, so that no pause has to pin. Does nothing if a pause keeps no content. Does not block other calls. */

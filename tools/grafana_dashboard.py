@@ -64,11 +64,6 @@ PANELS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
         "short",
         (("sum by (service, tag) (tasuki_memory_stays{NODE})", "{{service}} {{tag}}"),),
     ),
-    (
-        "Memory yet to move",
-        "bytes",
-        (("sum by (service, tag, movement) (tasuki_memory_pending_bytes{NODE})", "{{service}} {{tag}} {{movement}}"),),
-    ),
     ("Memory as planned", "bytes", (("sum by (service, tag) (tasuki_memory_planned_bytes{NODE})", "{{service}} {{tag}}"),)),
     (
         "Devices",
@@ -85,7 +80,6 @@ PANELS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
         "short",
         (
             ("tasuki_rollout_kv_tokens{NODE}", "used"),
-            ("tasuki_rollout_kv_served_tokens{NODE}", "served"),
             ("tasuki_rollout_kv_capacity_tokens{NODE}", "capacity"),
         ),
     ),

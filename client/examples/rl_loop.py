@@ -110,9 +110,7 @@ class RlLoop:
             stop_token_ids=settings.stop_token_ids,
         )
         with step.timed("evaluate"):
-            prompts, samples = self.complete(
-                self.eval_rows, sampling, num_samples=evaluation.num_samples, is_last=step.step == settings.num_steps
-            )
+            prompts, samples = self.complete(self.eval_rows, sampling, num_samples=evaluation.num_samples)
             figures = eval_figures(self.score(self.eval_rows, prompts, samples), evaluation)
         step.eval_score = figures.pop("mean", None)
         step.metrics |= {f"eval/{name}": value for name, value in figures.items()}
@@ -148,7 +146,7 @@ class RlLoop:
             is_last = len(generated) + 1 == settings.max_batches
             with step.timed("generate"):
                 greedy = self.greedy_samples(rows)
-                prompts, samples = self.complete(rows, self.sampling, num_samples=settings.group_size, is_last=is_last)
+                prompts, samples = self.complete(rows, self.sampling, num_samples=settings.group_size)
             if is_last:
                 # Nothing more will be generated: the trainer resumes while rewards are computed.
                 step.begin_acquire(self.client, Phase.TRAIN)
@@ -175,11 +173,11 @@ class RlLoop:
         return groups
 
     def complete(
-        self, rows: Sequence[Row], sampling: SamplingParams, *, num_samples: int, is_last: bool = False
+        self, rows: Sequence[Row], sampling: SamplingParams, *, num_samples: int
     ) -> tuple[list[list[int]], list[Sample]]:
-        """Generates completions; returns the prompts and the samples, ordered by prompt. is_last: of the step."""
+        """Generates completions; returns the prompts and the samples, ordered by prompt."""
         prompts = [self.tokenizer.encode_prompt(row["prompt"]) for row in rows]
-        return prompts, self.client.generate(prompts, sampling, num_samples=num_samples, is_last=is_last)
+        return prompts, self.client.generate(prompts, sampling, num_samples=num_samples)
 
     def completions(self, prompts: Sequence[list[int]], samples: Sequence[Sample]) -> list[Completion]:
         """Decodes samples for the reward functions."""

@@ -1,4 +1,4 @@
-"""Whole runs on real GPUs: the demo learns with full weights, with merged and native LoRA adapters, a growing KV cache, and replicas.
+"""Whole runs on real GPUs: the demo learns with full weights, with merged and native LoRA adapters, and replicas.
 
 Needs `make native`, CUDA GPUs and no network. A run takes about a minute.
 """
@@ -26,7 +26,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
     pytest.mark.timeout(RUN_S + 60),
 ]
-GROWING = ["rollout.kv_growth=true", 'rollout.kv_tokens="most"']
 LORA = ["trainer.lora.rank=16", "trainer.lora.alpha=32", "trainer.learning_rate=1.5e-2"]
 RUNS = {
     "full": (1, []),
@@ -37,15 +36,12 @@ RUNS = {
         2,
         [*LORA, 'rollout.lora="adapter"', "trainer.lora.share_base=true", "trainer.num_ranks=2", "rollout.tp_size=2"],
     ),
-    "KV cache that grows": (1, GROWING),
     "memory pool": (1, ["memory.pool=true"]),
-    "memory pool and a KV cache that grows": (1, [*GROWING, "memory.pool=true"]),
     "memory pool, two ranks": (2, ["memory.pool=true", "trainer.num_ranks=2"]),
     "memory pool at TP 2, nothing stays": (
         2,
         ["memory.pool=true", "residency.trainer=[]", "trainer.num_ranks=2", "rollout.tp_size=2"],
     ),
-    "KV cache that grows at TP 2": (2, [*GROWING, "trainer.num_ranks=2", "rollout.tp_size=2"]),
     "two replicas": (2, ["trainer.num_ranks=2"]),
     "adapter at TP 2": (2, [*LORA, 'rollout.lora="adapter"', "trainer.num_ranks=2", "rollout.tp_size=2"]),
     "four ranks, two replicas of TP 2": (4, ["trainer.num_ranks=4", "rollout.tp_size=2"]),

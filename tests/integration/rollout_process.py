@@ -183,7 +183,6 @@ def generate_request(
     num_samples: int = 1,
     first_prompt: int = 0,
     request_id: str = "",
-    is_last: bool = False,
     **sampling: object,
 ) -> rollout_pb2.GenerateRequest:
     return rollout_pb2.GenerateRequest(
@@ -192,7 +191,6 @@ def generate_request(
         num_samples=num_samples,
         first_prompt=first_prompt,
         sampling_params=types_pb2.SamplingParams(**sampling),
-        is_last=is_last,
     )
 
 

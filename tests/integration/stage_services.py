@@ -122,7 +122,7 @@ class Rollout(rollout_pb2_grpc.RolloutServiceServicer):
         return answer
 
     async def Drain(self, request: Any, context: Any) -> Any:
-        answer = await self.service.run(request, STAGE_DRAIN, rollout_pb2.DrainResponse(released_bytes=300))
+        answer = await self.service.run(request, STAGE_DRAIN, rollout_pb2.DrainResponse())
         self.service.served = None
         return answer
 

@@ -60,10 +60,9 @@ async def test_generate_acquires_rollout_and_returns_samples_in_prompt_order(nod
 
 async def test_many_prompts_go_in_several_requests_and_come_back_in_order(node: ScriptedNode, client: AsyncClient):
     prompts = [np.full(100_000, index + 1, dtype=np.int32) for index in range(25)]
-    samples = await client.generate(prompts, is_last=True)
+    samples = await client.generate(prompts)
     assert [sample.token_ids[0] for sample in samples] == [index + 1 for index in range(25)]
     assert [sample.prompt_index for sample in samples] == list(range(25))
-    assert [request.is_last for request in node.requests] == [True] * 3
     assert max(request.ByteSize() for request in node.requests) <= MAX_CHUNK_BYTES + 200
 
 

@@ -111,10 +111,9 @@ async def test_samples_of_all_nodes_come_back_under_the_callers_positions(folder
 async def test_each_share_says_where_its_prompts_stand_so_that_seeds_are_those_of_one_node(folder: Path) -> None:
     async with front(folder) as (fleet, stub):
         sampling = types_pb2.SamplingParams(sampling_seed=5, temperature=0.5)
-        await samples_of(stub, request(4, first_prompt=100, sampling_params=sampling, is_last=True))
+        await samples_of(stub, request(4, first_prompt=100, sampling_params=sampling))
         asked = [asked for node in fleet.nodes for asked in node.requests]
         assert [(one.first_prompt, one.sampling_params) for one in asked] == [(100, sampling), (102, sampling)]
-        assert all(one.is_last for one in asked)
 
 
 async def test_a_repeat_samples_by_the_same_seed_wherever_its_prompts_go(folder: Path) -> None:

@@ -25,7 +25,6 @@ from tasuki.models.families import read_model
 from tasuki.trainer.attention.packed import IMPLEMENTATION, PackedAttention
 from tasuki.trainer.attention.padded import PaddedSequences
 from tasuki.trainer.backends.fsdp.model import Policy, groups_of
-from tasuki.trainer.backends.fsdp.returning import _Return
 from tasuki.trainer.backends.fsdp.staying import TAGS
 from tasuki.trainer.data.micro_batch import token_batch
 from tasuki.trainer.data.samples import Samples
@@ -252,7 +251,7 @@ def test_a_sleep_keeps_every_byte_of_the_critic(mesh: DeviceMesh, model: Path, s
         return [*(tensor.clone() for tensor in params), *moments(learner, Role.CRITIC)]
 
     before, mapped = everything(), sum(usage.mapped_bytes for usage in memory.usage())
-    released = memory.pause(TAGS).num_bytes
+    released = memory.pause(TAGS)
     # Weights, gradients and two moments in float32, except the small tensors, which stay.
     assert released > 0.9 * 16 * learner.backend.num_parameters(Role.CRITIC)
     assert sum(usage.mapped_bytes for usage in memory.usage()) == mapped - released
@@ -276,20 +275,18 @@ def test_a_forward_pass_asks_for_the_weights_that_come_back_group_by_group(
         def wait(self) -> int:
             return 0
 
-        is_done = False
-
     stream = SimpleNamespace(cuda_stream=42)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     monkeypatch.setattr("tasuki.trainer.backends.fsdp.returning._gathering_stream", lambda _group: stream)
     returning.guard(groups_of(network))
-    returning._returns[MemoryTag.WEIGHTS] = _Return(cast(Any, Transfer()), num_bytes=0, started=0.0)
+    returning._transfers[MemoryTag.WEIGHTS] = cast(Any, Transfer())
     step(learner, Role.POLICY, samples)
     shards = [param.to_local() for param in network.parameters() if isinstance(param, DTensor)]
     assert ends[0::2] == ends[1::2], "both the stream that computes and the one that gathers"
     assert ends[0] < ends[2] < ends[4], "the embedding before the layers"
     assert max(ends) == max(shard.data_ptr() + shard.nbytes for shard in shards)
     assert len(set(ends)) == len(groups(learner))
-    assert not returning._returns, "the optimizer has waited for all"
+    assert not returning._transfers, "the optimizer has waited for all"
 
 
 def groups(learner: Learner) -> list[Any]:

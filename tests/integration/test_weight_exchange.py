@@ -77,7 +77,7 @@ async def test_a_rank_without_room_keeps_every_rank_asleep_and_usable(memory: Ra
     assert await asleep(memory) == [(0, True, True), (1, True, True)]
     assert memory.resident_tags == [MemoryTag.KV_CACHE]
     ranks.limit_memory(0, tp_rank=1)
-    assert (await memory.resume(weights, timeout_s=10)).num_bytes > 0
+    assert await memory.resume(weights, timeout_s=10) > 0
     assert await asleep(memory) == [(0, False, False), (1, False, False)]
 
 
@@ -86,8 +86,8 @@ async def test_a_repeated_pause_or_resume_moves_nothing(memory: RankCalls) -> No
     released = await memory.pause(weights, timeout_s=10)
     assert await memory.pause(weights, timeout_s=10) == 0
     assert await memory.pause([MemoryTag.KV_CACHE, *weights], timeout_s=10) == 0
-    assert (await memory.resume(weights, timeout_s=10)).num_bytes == released
-    assert (await memory.resume(weights, timeout_s=10)).num_bytes == 0
+    assert await memory.resume(weights, timeout_s=10) == released
+    assert await memory.resume(weights, timeout_s=10) == 0
 
 
 # --- weights
@@ -316,7 +316,7 @@ async def test_pauses_resumes_and_readings_go_straight_to_connected_ranks(ranks:
             while not calls.is_connected:
                 await asyncio.sleep(0.01)
         assert engine.num_commands == 1
-        assert (await calls.resume([MemoryTag.WEIGHTS], timeout_s=30)).num_bytes == released > 0
+        assert await calls.resume([MemoryTag.WEIGHTS], timeout_s=30) == released > 0
         assert await calls.pause([MemoryTag.WEIGHTS], timeout_s=30) == released
         usage = await calls.usage(memory_pb2.GetUsageRequest(), timeout_s=30)
         assert [(tag.is_paused, tag.mapped_bytes) for tag in usage.tags if tag.tag == types_pb2.MEMORY_TAG_WEIGHTS] == [

@@ -79,11 +79,11 @@ def resources() -> dict[str, int]:
 
 
 def sleep(learner: Learner) -> None:
-    released = fsdp(learner).memory.pause(TAGS).num_bytes
+    released = fsdp(learner).memory.pause(TAGS)
     asleep = [usage.mapped_bytes for usage in fsdp(learner).memory.usage()]
     assert released > 0
-    assert (fsdp(learner).memory.pause(TAGS).num_bytes, asleep) == (0, [0, 0, 0])
-    assert [fsdp(learner).memory.resume(TAGS).num_bytes for _ in range(2)] == [released, 0]
+    assert (fsdp(learner).memory.pause(TAGS), asleep) == (0, [0, 0, 0])
+    assert [fsdp(learner).memory.resume(TAGS) for _ in range(2)] == [released, 0]
 
 
 def without_room(learner: Learner) -> dict[str, Any]:

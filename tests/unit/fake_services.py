@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from tasuki.coordinator.peers import Observed
 from tasuki.coordinator.records import Intent, Outcome
 from tasuki.memory.stages import RULES, Service, Stage
-from tasuki.memory.tags import Movement
 from tasuki.wire.errors import EnginePoisoned, PeerUnavailable, StageOrder, TasukiError
 
 _TRAINER = {(None, Stage.LOAD_WEIGHTS), (Stage.LOAD_TRAINER, Stage.LOAD_WEIGHTS), (Stage.LOAD_WEIGHTS, Stage.OFFLOAD)}
@@ -54,9 +53,6 @@ class FakeServices:
     outlives_callers: bool = False
     running: list[asyncio.Task[Outcome]] = field(default_factory=list)
     """Stages that continue without their callers."""
-    begun: dict[Stage, tuple[Movement, ...]] = field(default_factory=dict)
-    ended: dict[Stage, tuple[Movement, ...]] = field(default_factory=dict)
-    """Movements that a stage reports in its answer, each time it runs."""
 
     async def observe(self) -> Observed:
         boot_id = {service: "" if service in self.absent else self.boot_id[service] for service in Service}
@@ -123,8 +119,7 @@ class FakeServices:
         if error is not None:
             raise error
         answer = str(self.version).encode() if stage is Stage.LOAD_WEIGHTS else b""
-        outcome = Outcome(num_bytes=100, answer=answer, policy_version=self.version if answer else None)
-        return replace(outcome, begun=self.begun.get(stage, ()), ended=self.ended.get(stage, ()))
+        return Outcome(num_bytes=100, answer=answer, policy_version=self.version if answer else None)
 
     async def _undo(self, intent: Intent) -> Outcome:
         stage, service = intent.stage, RULES[intent.stage].service

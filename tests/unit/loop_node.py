@@ -36,7 +36,6 @@ class Call:
     sampling: SamplingParams | None = None
     prompts: Sequence[Sequence[int]] = ()
     phase: Phase | None = None
-    is_last: bool = False
 
 
 @dataclass(slots=True)
@@ -74,11 +73,9 @@ class LoopClient:
     def trainer_state(self) -> SimpleNamespace:
         return SimpleNamespace(policy_version=self.policy_version, critic_version=self.critic_version)
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, num_samples: int, is_last: bool
-    ) -> list[Sample]:
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, num_samples: int) -> list[Sample]:
         call = len(self.of("generate"))
-        self.calls.append(Call("generate", sampling=sampling, prompts=prompts, is_last=is_last))
+        self.calls.append(Call("generate", sampling=sampling, prompts=prompts))
         return [
             self._sample(prompt_index, number, [prompt[0], call, number], sampling)
             for prompt_index, prompt in enumerate(prompts)

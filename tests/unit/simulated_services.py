@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from tasuki.memory.stages import Stage
-from tasuki.memory.tags import MemoryTag, Moved, Movement, MovementKind
 from tasuki.rollout import stages as rollout_stages
 from tasuki.rpc.commands import CommandGate, digest
-from tasuki.rpc.movements import pause_response, resume_response
 from tasuki.rpc.stages import stage_from_proto, stage_to_proto
 from tasuki.trainer import stages as trainer_stages
 from tasuki.v1 import memory_pb2, rollout_pb2, trainer_pb2, weights_pb2
@@ -51,25 +49,6 @@ class Weather:
             raise refusal
 
 
-@dataclass
-class Behind:
-    """Movement behind a service's stages, at most one; it ends with half of its bytes moved."""
-
-    going_on: Movement | None = None
-    ended: list[Movement] = field(default_factory=list)
-
-    def end(self) -> None:
-        if self.going_on is not None:
-            self.ended.append(replace(self.going_on, num_bytes=self.going_on.num_bytes // 2, seconds=0.5, end_time=1.0))
-        self.going_on = None
-
-    def answer(self, num_bytes: int, *, begins: MovementKind | None, tag: MemoryTag) -> Moved:
-        """Answers a pause or resume; the movement `begins` continues behind it."""
-        self.going_on = None if begins is None else Movement(begins, tag, 100)
-        ended, self.ended = tuple(self.ended), []
-        return Moved(num_bytes, () if self.going_on is None else (self.going_on,), ended)
-
-
 class SimulatedService:
     """One life of a service. executed: how often it carried out each command."""
 
@@ -79,7 +58,6 @@ class SimulatedService:
         self.weather = Weather()
         self.executed: Counter[str] = Counter()
         self.died = asyncio.Event()
-        self.behind = Behind()
         self.looked = 0
         """Epoch of the latest coordinator that has read the state."""
 
@@ -151,9 +129,7 @@ class SimulatedTrainer(SimulatedService):
             trainer_stages.raise_unless_next(stage, after=self.stage)
             await self.weather()
             self.stage = stage
-            self.behind.end()
-            begins = None if request.makes_room else MovementKind.LEAVE
-            return pause_response(self.behind.answer(500, begins=begins, tag=MemoryTag.OPTIMIZER))
+            return memory_pb2.PauseResponse(released_bytes=500)
 
         return await self._stage(request, pause)
 
@@ -163,8 +139,7 @@ class SimulatedTrainer(SimulatedService):
             trainer_stages.raise_unless_next(stage, after=self.stage)
             await self.weather()
             self.stage, self.published = stage, None
-            self.behind.end()
-            return resume_response(self.behind.answer(500, begins=MovementKind.RETURN, tag=MemoryTag.WEIGHTS))
+            return memory_pb2.ResumeResponse(mapped_bytes=500)
 
         return await self._stage(request, resume)
 
@@ -223,7 +198,6 @@ class SimulatedRollout(SimulatedService):
     async def Drain(self, request: rollout_pb2.DrainRequest) -> rollout_pb2.DrainResponse:
         async def drain() -> rollout_pb2.DrainResponse:
             await self._move(Stage.DRAIN)
-            self.behind.end()
             return rollout_pb2.DrainResponse()
 
         return await self._stage(request, drain)
@@ -231,16 +205,14 @@ class SimulatedRollout(SimulatedService):
     async def Pause(self, request: memory_pb2.PauseRequest) -> memory_pb2.PauseResponse:
         async def pause() -> memory_pb2.PauseResponse:
             await self._move(stage_of(request))
-            self.behind.end()
-            return pause_response(self.behind.answer(500, begins=None, tag=MemoryTag.KV_CACHE))
+            return memory_pb2.PauseResponse(released_bytes=500)
 
         return await self._stage(request, pause)
 
     async def Resume(self, request: memory_pb2.ResumeRequest) -> memory_pb2.ResumeResponse:
         async def resume() -> memory_pb2.ResumeResponse:
             await self._move(stage_of(request))
-            begins = MovementKind.GROW if self.stage is Stage.RESUME_KV else None
-            return resume_response(self.behind.answer(500, begins=begins, tag=MemoryTag.KV_CACHE))
+            return memory_pb2.ResumeResponse(mapped_bytes=500)
 
         return await self._stage(request, resume)
 

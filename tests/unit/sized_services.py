@@ -36,8 +36,6 @@ class Devices:
     """Cached by torch in rollout, which counts as room for rollout's stages."""
     staying: frozenset[tuple[Service, MemoryTag]] = frozenset()
     """Tags that keep their pages, except when room is made for an engine."""
-    looks_until_left: int = 0
-    """Usage calls to the trainer after OFFLOAD until its copies to the host have ended; 0: they end with the answer."""
     silent: dict[Service, TasukiError] = field(default_factory=dict)
     asked: list[Service] = field(default_factory=list)
 
@@ -56,14 +54,7 @@ class Devices:
         return tags | ({MemoryTag.KV_CACHE} if at in (Stage.RESUME_KV, Stage.DRAIN) else set())
 
     def mapped(self, service: Service) -> int:
-        return sum(self.sizes(service)[tag] for tag in self.awake(service) | self.leaving(service))
-
-    def leaving(self, service: Service) -> set[MemoryTag]:
-        """Tags that are asleep but whose bytes are still mapped."""
-        is_under_way = (
-            service is Service.TRAINER and self.services.stage[service] is Stage.OFFLOAD and self.looks_until_left > 1
-        )
-        return {MemoryTag.WEIGHTS, MemoryTag.OPTIMIZER} if is_under_way else set()
+        return sum(self.sizes(service)[tag] for tag in self.awake(service))
 
     async def usage(self, service: Service) -> ServiceUsage:
         self.asked.append(service)
@@ -74,20 +65,17 @@ class Devices:
         processes[Service.ROLLOUT] += self.rollout_cached_bytes
         processes[Service.TRAINER] += self.torch_cached_bytes if self.awake(Service.TRAINER) else 0
         free = self.total_bytes - sum(processes.values()) - self.foreign_bytes
-        awake, leaving = self.awake(service), self.leaving(service)
-        if leaving:
-            self.looks_until_left -= 1
+        awake = self.awake(service)
         tags = tuple(
             TagUsage(
                 tag,
                 self.device,
-                size if tag in awake | leaving else 0,
+                size if tag in awake else 0,
                 size,
                 tag not in awake,
                 0,
                 0,
                 stays=(service, tag) in self.staying,
-                leaves_later=self.looks_until_left > 0 and tag in (MemoryTag.WEIGHTS, MemoryTag.OPTIMIZER),
             )
             for tag, size in self.sizes(service).items()
         )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.config.places import room_signal_path, socket_dir
+from tasuki.config.places import socket_dir
 from tasuki.config.schema import MemoryConfig, ModelConfig, NodeConfig, RolloutConfig
 from tasuki.coordinator.admission import Admission
 from tasuki.coordinator.headroom import TAKES
@@ -130,27 +130,6 @@ async def test_what_torch_caches_in_the_service_that_runs_the_stage_counts_as_fr
     devices.rollout_cached_bytes = 5 * GB
     await acquire(node, Phase.ROLLOUT)
     assert node.state().phase is Phase.ROLLOUT
-
-
-@pytest.mark.parametrize("cache_gb", [3, 6])
-async def test_kv_cache_waits_for_copies_behind_offload_only_if_it_needs_their_room(
-    journal: Journal, services: FakeServices, devices: Devices, state_dir: Path, cache_gb: int
-) -> None:
-    devices.looks_until_left, devices.cache_bytes = 4, cache_gb * GB
-    node = make_node(journal, services, devices, gpu_node(state_dir))
-    await acquire(node, Phase.ROLLOUT)
-    assert node.state().phase is Phase.ROLLOUT
-    assert (devices.leaving(Service.TRAINER) == set()) is (cache_gb == 6)
-    assert room_signal_path(state_dir).exists() is (cache_gb == 6)
-
-
-async def test_kv_cache_is_refused_when_what_is_leaving_would_not_be_enough(
-    journal: Journal, services: FakeServices, devices: Devices, state_dir: Path
-) -> None:
-    devices.looks_until_left, devices.cache_bytes = 4, 11 * GB
-    error = await refused(make_node(journal, services, devices, gpu_node(state_dir)), Phase.ROLLOUT)
-    assert error.metadata["stage"] == "RESUME_KV"
-    assert devices.leaving(Service.TRAINER) == set(), "it was waited for"
 
 
 async def test_kv_cache_without_room_leads_back_to_train(journal: Journal, services: FakeServices, devices: Devices) -> None:

@@ -215,7 +215,7 @@ def test_what_is_no_journal_is_refused_with_a_cause(tmp_path: Path, run: Path) -
     (tmp_path / "text").write_text("hello " * 1000)
     refused(tmp_path / "text", InvalidArgument, "not a database")
     (tmp_path / "empty").touch()
-    refused(tmp_path / "empty", InvalidArgument, "schema version 0, this build reads 1")
+    refused(tmp_path / "empty", InvalidArgument, "schema version 0, this build reads 2")
     journal = run / "journal.sqlite"
     change(run, "UPDATE stages SET stage = 'JUGGLE' WHERE id = 3")
     refused(journal, InvalidArgument, "does not know: 'JUGGLE'")

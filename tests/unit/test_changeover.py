@@ -121,11 +121,11 @@ class DiskLog:
     def _traced(self, statement: str) -> None:
         if statement.startswith("PRAGMA synchronous"):
             self._syncs = statement.endswith("FULL")
-        elif statement.startswith("INSERT INTO results"):
-            self._waiting.add("result")
-        elif self._syncs and (statement.startswith("INSERT") or statement == "COMMIT"):
+        elif statement.startswith("INSERT") and self._syncs:
             self.num_waits += 1
             self._waiting.clear()
+        elif statement.startswith("INSERT INTO results"):
+            self._waiting.add("result")
 
     def full(self) -> bool:
         return False

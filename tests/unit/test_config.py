@@ -109,12 +109,6 @@ def test_wrong_key_or_value_is_named(tmp_path: Path, extra: str, overrides: list
         (["device=cuda", "memory.host_budget_bytes=1GB"], "memory.host_budget_bytes", 'device = "cpu"'),
         (["device=cuda", "memory.pool=true", "trainer.export_handles=ipc"], "memory.pool", 'trainer.export_handles = "vmm"'),
         (["memory.pool=true"], "memory.pool", "needs memory.host_budget_bytes"),
-        (["rollout.kv_growth=true", "memory.host_budget_bytes=1GB"], "rollout.kv_growth", "needs memory.pool = true"),
-        (
-            ["device=cuda", "rollout.kv_growth=true", 'rollout.engine.speculative_algorithm="NGRAM"'],
-            "rollout.engine.speculative_algorithm",
-            "does not count the tokens of drafts",
-        ),
         (["trainer.export=parameters", "trainer.lora.rank=8", "rollout.dtype=float32"], "trainer.export", 'leave it at "auto"'),
         (["trainer.param_dtype=bfloat16", "trainer.lora.rank=8"], "trainer.param_dtype", "[trainer.lora]"),
         (["trainer.export=parameters"], "trainer.export", "rollout.dtype = bfloat16"),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,17 @@ def journal(tmp_path: Path) -> Journal:
 
 def intend(journal: Journal, changeover_id: str, stage: Stage, *, is_undo: bool = False) -> Intent:
     return journal.intend(stage, changeover_id, is_undo=is_undo, trainer_boot_id="t1", rollout_boot_id="r1")
+
+
+def test_a_journal_of_another_version_is_refused_and_unchanged(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    with closing(sqlite3.connect(path)) as db:
+        db.executescript("CREATE TABLE movements (id INTEGER); PRAGMA user_version = 1;")
+    before = path.read_bytes()
+    with pytest.raises(InvalidArgument) as refused:
+        Journal(path)
+    assert (refused.value.metadata["field"], refused.value.metadata["version"]) == ("state_dir", "1")
+    assert path.read_bytes() == before
 
 
 def test_something_else_under_the_name_of_the_journal_is_refused(tmp_path: Path) -> None:

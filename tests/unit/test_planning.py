@@ -45,7 +45,6 @@ def as_the_command_line_says(answer: pb.PlanResponse) -> dict[str, Any]:
         "must_leave": list(answer.must_leave) if answer.is_leaving_enough else None,
         "residency": [{"gpus": one.gpus, "stays": list(one.stays), "leaves": list(one.leaves)} for one in answer.residency],
         "expected_seconds": dict(answer.expected_seconds),
-        "expected_seconds_with_pool_and_growth": dict(answer.expected_seconds_with_pool_and_growth),
         "max_kv_ratio": answer.max_kv_ratio if answer.HasField("max_kv_ratio") else None,
         "ladder": [
             {name: getattr(rung, name) for name in ("setting", "old", "new", "is_available", "gpu_peak_bytes", "fits")}

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 import torch
@@ -14,12 +12,10 @@ from hypothesis import strategies as st
 
 from tasuki.memory.allocator import NativeAllocator
 from tasuki.memory.tags import MemoryTag
-from tasuki.rollout.growing_cache import GrowingCache
 from tasuki.rollout.kept_content import Span, without
 from tasuki.rollout.rank_commands import RankMemory, rank_allocator
 from tasuki.rpc.usage import TAG_VALUES
 from tasuki.v1.memory_pb2 import PauseRequest, ResumeRequest
-from tasuki.v1.types_pb2 import MOVEMENT_KIND_GROW
 
 WEIGHTS, KV_CACHE = MemoryTag.WEIGHTS, MemoryTag.KV_CACHE
 SPANS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), max_size=6)
@@ -121,16 +117,3 @@ def test_of_the_cache_only_small_tables_are_kept(allocator: NativeAllocator) -> 
     resume(memory, KV_CACHE)
     assert not layers.any()
     assert torch.equal(addresses_of_layers, torch.arange(1024))
-
-
-@pytest.mark.parametrize("staying", [frozenset[MemoryTag](), frozenset({KV_CACHE})])
-def test_a_resume_tells_what_of_the_cache_may_grow_whether_it_stays_or_not(
-    staying: frozenset[MemoryTag], allocator: NativeAllocator
-) -> None:
-    with allocator.region(KV_CACHE):
-        layers = torch.ones(1 << 20)
-    cache = cast(GrowingCache, SimpleNamespace(reset=lambda: 0, addresses=frozenset({layers.data_ptr()}), following_bytes=0))
-    memory = RankMemory(allocator, Engine(), staying=staying, cache=cache)
-    pause(memory, KV_CACHE)
-    (begun,) = memory.resume(ResumeRequest(tags=[TAG_VALUES[KV_CACHE]])).begun
-    assert (begun.kind, begun.tag) == (MOVEMENT_KIND_GROW, TAG_VALUES[KV_CACHE])

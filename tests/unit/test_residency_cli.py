@@ -193,53 +193,6 @@ def test_a_budget_below_the_tags_of_a_stage_does_not_fit(
         assert f"Change memory.host_budget_bytes: {budget} -> {peak.tag_bytes}" in printed
 
 
-POOL_AND_GROWTH = "memory.pool = true and rollout.kv_growth = true: to ROLLOUT about"
-
-
-@pytest.mark.parametrize(
-    ("tables", "is_faster"),
-    [
-        ("", True),
-        ("[residency]\ntrainer = [[]]\nrollout = [[]]", True),
-        ("[trainer]\nexport_stays = false", True),
-        ("[rollout]\nkv_tokens = 4096", False),
-        ('[trainer]\nexport_handles = "ipc"', False),
-        ('[rollout.engine]\nspeculative_algorithm = "NGRAM"\nspeculative_num_draft_tokens = 8', False),
-    ],
-)
-def test_a_plan_names_the_pool_and_growth_where_they_make_changeovers_faster(
-    tables: str, is_faster: bool, model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (model / "node.toml").write_text(f'state_dir = "node"\ndevice = "cuda"\n[model]\npath = "{model}"\n{tables}\n')
-
-    def told(*overrides: str) -> dict[str, Any]:
-        plan_it = ["plan", str(model / "node.toml"), "--gpu-gb", "80", *(f"--set={override}" for override in overrides)]
-        assert main([*plan_it, "--json"]) == 0
-        answer: dict[str, Any] = json.loads(capsys.readouterr().out)
-        assert main(plan_it) == 0
-        is_named = POOL_AND_GROWTH in " ".join(capsys.readouterr().out.split())
-        assert is_named is bool(answer["expected_seconds_with_pool_and_growth"])
-        return answer
-
-    plain = told()
-    faster = plain["expected_seconds_with_pool_and_growth"]
-    assert bool(faster) is is_faster
-    if is_faster:
-        with_both = told("memory.pool=true", "rollout.kv_growth=true")
-        assert faster == with_both["expected_seconds"] and not with_both["expected_seconds_with_pool_and_growth"]
-        assert sum(faster.values()) < sum(plain["expected_seconds"].values()) - 0.1
-
-
-def test_up_says_that_the_pool_and_growth_make_changeovers_faster(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "smallest_gpu_bytes", lambda: 80 * GB)
-    for rollout, is_told in ({}, True), ({"kv_tokens": 4096}, False):
-        told: list[str] = []
-        with_residency(node(model, rollout=rollout), resumes=False, tell=told.append)
-        lines = [line for line in told if POOL_AND_GROWTH in line]
-        assert bool(lines) is is_told
-        assert all(" ms, instead of " in line and line.endswith(" ms") for line in lines)
-
-
 def test_a_plan_says_what_stays_and_the_seconds_of_each_stage(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (model / "node.toml").write_text(f'state_dir = "node"\ndevice = "cuda"\n[model]\npath = "{model}"\n{TRAIN}')
     assert main(["plan", str(model / "node.toml"), "--gpu-gb", "80", "--json"]) == 0

@@ -69,16 +69,6 @@ def test_the_changeover_to_train_begins_before_the_rewards(settings: TrainConfig
     assert seen[0] == ["acquire ROLLOUT", "generate", "begin_acquire TRAIN"]
 
 
-@pytest.mark.parametrize("kind", ["grpo", "remax", "dapo"])
-def test_the_last_generation_of_a_step_says_so(settings: TrainConfig, kind: str):
-    own = {"grpo": settings, "remax": remax(settings), "dapo": dapo(settings, max_batches=3)}[kind]
-    client = LoopClient()
-    steps_of(loop_of(client, changed(own, num_steps=2, eval_every=1), eval_rows=ROWS[:2], reward=equal))
-    # Each step begins with an evaluation; the run ends with one.
-    of_step = {"grpo": [False, True], "remax": [False, False, True], "dapo": [False, False, False, True]}[kind]
-    assert [call.is_last for call in client.of("generate")] == [*of_step, *of_step, True]
-
-
 def test_dapo_begins_it_with_the_last_batch_that_may_be_generated(settings: TrainConfig):
     def reward(prompt: int, number: int) -> float:
         seen.append((len(client.of("generate")), "begin_acquire TRAIN" in client.verbs()))

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tasuki.memory.stages import START, Service, Stage
-from tasuki.memory.tags import MemoryTag, Moved
+from tasuki.memory.tags import MemoryTag
 from tasuki.rollout.generate import Completion, EngineRequest
 from tasuki.rollout.model import ModelFacts
 from tasuki.rollout.rollout import Rollout
@@ -53,6 +53,9 @@ class IdleEngine:
         self.num_running = self.num_finished = self.num_cut = 0
         self.is_stuck = False
 
+    async def become_idle(self, *, timeout_s: float) -> None:
+        await asyncio.sleep(timeout_s)
+
     async def generate(
         self, requests: Iterator[EngineRequest], *, num_requests: int, prefix: str
     ) -> AsyncGenerator[list[tuple[int, Completion]], None]:
@@ -88,10 +91,10 @@ class NoMemory:
     async def pause(self, tags: list[MemoryTag], *, timeout_s: float) -> int:
         return 0
 
-    async def resume(self, tags: list[MemoryTag], *, timeout_s: float) -> Moved:
+    async def resume(self, tags: list[MemoryTag], *, timeout_s: float) -> int:
         if self.is_full:
             raise OutOfGpuMemory("no room", needed_bytes=2, free_bytes=1)
-        return Moved(0)
+        return 0
 
 
 async def said(is_serving: bool) -> None: ...

@@ -13,11 +13,8 @@ Beside the seconds of every stage, the result has the bytes that it moved, the d
 tag's mapped bytes, the planner's prediction, and the verdict of `tasuki audit`. Rounds stop once --limit-s is over, counted from the start
 of a node.
 
---kv also takes "nothing" (as "most", but nothing stays), "growing" (as "most", with kv_growth) and "pooled" (as "growing", with
-memory.pool). --tail, with a growing cache: each round requests the room of the trainer's
-state, as a larger batch would. An eighth of its samples have four times as many tokens. Every other round says that no more samples follow
-before TRAIN ("last"), so that the cache shrinks and the state returns during the tail. --tiny: a small model on a CPU. Writes
-changeover_gpu.json after each round, and prints a table.
+--kv also takes "nothing" (as "most", but nothing stays) and "pooled" (as "most", with memory.pool). --tiny: a small model on a CPU.
+Writes changeover_gpu.json after each round, and prints a table.
 """
 
 from __future__ import annotations
@@ -30,7 +27,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -43,9 +39,8 @@ import numpy as np
 from tasuki.client import Client, Phase, SamplingParams
 from tasuki.client.types import StageEvent
 from tasuki.config.load import load_config
-from tasuki.config.places import node_targets, room_signal_path
+from tasuki.config.places import node_targets
 from tasuki.config.schema import NodeConfig
-from tasuki.memory.room_signal import RoomSignal
 from tasuki.memory.stages import RING
 from tasuki.planner.layout import GB
 from tasuki.planner.node_plan import plan_node
@@ -54,10 +49,9 @@ from tasuki.rpc.stages import stage_to_proto
 from tasuki.rpc.usage import TAGS
 from tasuki.supervisor.node import start_node
 from tasuki.v1 import coordinator_pb2 as pb
-from tasuki.v1 import memory_pb2, rollout_pb2
+from tasuki.v1 import memory_pb2
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tasuki.v1.memory_pb2_grpc import MemoryServiceStub
-from tasuki.v1.rollout_pb2_grpc import RolloutServiceStub
 from tasuki.wire.channel import open_blocking_channel
 from tools.bench.gpus import at_least_one, require_gpus
 from tools.bench.node_load import GPU, TINY, Load, make_model
@@ -103,26 +97,6 @@ def mapped_gb(config: NodeConfig) -> dict[str, float]:
     return {name: round(size / GB, 3) for name, size in mapped.items()}
 
 
-def kv_tokens(config: NodeConfig) -> dict[str, int]:
-    """Returns the total, mapped, served and needed tokens of a growing KV cache."""
-    with open_blocking_channel(node_targets(config)["rollout"]) as channel:
-        state = RolloutServiceStub(channel).GetRolloutState(rollout_pb2.GetRolloutStateRequest(), timeout=STAGE_LIMIT_S)
-    return {name: getattr(state.kv_cache, name) for name in ("num_tokens", "mapped_tokens", "served_tokens", "needed_tokens")}
-
-
-def generate_with_tail(client: Client, load: Load, random: np.random.Generator, *, is_last: bool) -> None:
-    questions = load.questions(random)
-    num_long = max(1, len(questions) // 8)
-
-    def generate(asked: list[list[int]], num_tokens: int) -> None:
-        client.generate(asked, load.sampling(num_tokens), num_samples=load.group, is_last=is_last)
-
-    longer = threading.Thread(target=generate, args=(questions[:num_long], 4 * load.round_tokens))
-    longer.start()
-    generate(questions[num_long:], load.round_tokens)
-    longer.join()
-
-
 def round_trip(
     client: Client,
     config: NodeConfig,
@@ -130,7 +104,6 @@ def round_trip(
     random: np.random.Generator,
     *,
     settles: bool,
-    is_last: bool | None,
     repeats: bool,
 ) -> dict[str, Any]:
     """Times the way from the end of an optimizer step to the first token and, after a batch of tokens, back to the trainer.
@@ -150,17 +123,13 @@ def round_trip(
     answered = time.perf_counter()
     client.generate([[5, 6, 7]], SamplingParams(max_new_tokens=1))
     again = time.perf_counter()
-    if is_last is None:
-        client.generate(load.questions(random), load.sampling(load.round_tokens), num_samples=load.group)
-    else:
-        RoomSignal(room_signal_path(config.state_dir)).request()
-        generate_with_tail(client, load, random, is_last=is_last)
+    client.generate(load.questions(random), load.sampling(load.round_tokens), num_samples=load.group)
     generated = time.perf_counter()
     ratio: dict[str, float] = {}
     if repeats:
         client.generate(load.questions(random), load.sampling(load.round_tokens), num_samples=load.group)
         ratio[RATIO] = round((time.perf_counter() - generated) / (generated - again), 3)
-    mapped = {"mapped_gb": mapped_gb(config), "kv_tokens": kv_tokens(config)}
+    mapped = mapped_gb(config)
     leaving = time.perf_counter()
     back = client.acquire(Phase.TRAIN)
     returned = time.perf_counter()
@@ -171,7 +140,6 @@ def round_trip(
     at_most = answered - started + computed - leaving
     return {
         "is_settled": settles,
-        "is_last": is_last,
         "to_rollout_ms": round(1000 * (serves - started), 2),
         "to_first_token_ms": round(1000 * (answered - started), 2),
         "same_token_again_ms": round(1000 * (again - answered), 2),
@@ -184,7 +152,7 @@ def round_trip(
         "unused_at_most_ms": round(1000 * at_most, 2),
         "stages_ms": stages_ms(there) | stages_ms(back),
         "stages_gb": stages_gb(there) | stages_gb(back),
-        **mapped,
+        "mapped_gb": mapped,
     }
 
 
@@ -253,20 +221,17 @@ def summary(rounds: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def summaries(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Summarizes apart the rounds that are settled or, with a tail, the last of their phase."""
-    name, key = ("settled", "is_settled") if rounds[0]["is_last"] is None else ("last", "is_last")
+    """Summarizes the settled rounds apart."""
     return {
-        "summary": summary([each for each in rounds if not each[key]]),
-        name: summary([each for each in rounds if each[key]]),
+        "summary": summary([each for each in rounds if not each["is_settled"]]),
+        "settled": summary([each for each in rounds if each["is_settled"]]),
     }
 
 
 def turns_of(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Arguments of `round_trip` for each round."""
     is_odd = [index % 2 == 1 for index in range(arguments.rounds)]
-    if arguments.tail:
-        return [{"settles": False, "is_last": each, "repeats": False} for each in is_odd]
-    return [{"settles": each or arguments.settled, "is_last": None, "repeats": arguments.settled} for each in is_odd]
+    return [{"settles": each or arguments.settled, "repeats": arguments.settled} for each in is_odd]
 
 
 def one(
@@ -323,7 +288,7 @@ def table(kv: str, result: dict[str, Any]) -> list[str]:
     expected = result.get("expected_ms", {})
     stages = [rule.stage for rule in RING]
     order = [*THERE, *stages[:5], *BACK, *stages[5:], *UNUSED, RATIO]
-    sides = [result["summary"], result.get("settled") or result.get("last") or {}]
+    sides = [result["summary"], result.get("settled") or {}]
     unknown = {"median": float("nan"), "worst": float("nan")}
     for name in order:
         if any(name in side for side in sides):
@@ -341,12 +306,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path())
     parser.add_argument("--size", choices=SIZES, default="qwen2.5-7b")
     parser.add_argument("--gpus", type=at_least_one, default=GPU.gpus)
-    parser.add_argument(
-        "--kv", nargs="+", choices=("needed", "most", "nothing", "growing", "pooled"), default=("needed", "most")
-    )
+    parser.add_argument("--kv", nargs="+", choices=("needed", "most", "nothing", "pooled"), default=("needed", "most"))
     parser.add_argument("--rounds", type=at_least_one, default=10)
     parser.add_argument("--limit-s", type=float, default=600.0)
-    parser.add_argument("--tail", action="store_true")
     parser.add_argument("--settled", action="store_true")
     parser.add_argument("--set", action="append", default=[], metavar="A.B=VALUE", help="a key of the node's configuration")
     parser.add_argument("--tiny", action="store_true")

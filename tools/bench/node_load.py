@@ -67,8 +67,7 @@ class Load:
             prompt_tokens=self.prompt_tokens,
             new_tokens=self.new_tokens,
             trainer=f"micro_batch_tokens = {16_384 if is_gpu else 512}",
-            rollout=('attention_backend = "triton"\nsampling_backend = "pytorch"\n' if is_gpu else "")
-            + ("kv_growth = true" if kv in ("growing", "pooled") else ""),
+            rollout='attention_backend = "triton"\nsampling_backend = "pytorch"\n' if is_gpu else "",
         )
         pool = f"[memory]\npool = true\n{budget}"
         return text + {"nothing": "[residency]\n", "pooled": pool}.get(kv, "")

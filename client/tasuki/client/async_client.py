@@ -110,14 +110,12 @@ class AsyncClient:
         sampling_params: SamplingParams | None = None,
         *,
         num_samples: int = 1,
-        is_last: bool = False,
     ) -> list[Sample]:
         """Generates `num_samples` completions of each prompt, ordered by prompt, then by sample_index.
 
-        is_last: whether you need no other samples before phase TRAIN. A KV cache that grows is then released as samples end.
         All of them are regenerated if rollout restarts. Raises InvalidArgument for a prompt or parameter that rollout refuses.
         """
-        requests = generation.requests(prompts, sampling_params or SamplingParams(), num_samples=num_samples, is_last=is_last)
+        requests = generation.requests(prompts, sampling_params or SamplingParams(), num_samples=num_samples)
         for number in range(_MAX_LOSSES + 1):
             try:
                 samples = [sample async for sample in self._samples(requests, len(prompts) * num_samples)]
@@ -135,10 +133,9 @@ class AsyncClient:
         sampling_params: SamplingParams | None = None,
         *,
         num_samples: int = 1,
-        is_last: bool = False,
     ) -> AsyncGenerator[Sample, None]:
         """Yields the samples of `generate` as they complete. Leaving the loop early cancels the rest. Raises as `generate`."""
-        requests = generation.requests(prompts, sampling_params or SamplingParams(), num_samples=num_samples, is_last=is_last)
+        requests = generation.requests(prompts, sampling_params or SamplingParams(), num_samples=num_samples)
         async with aclosing(self._samples(requests, len(prompts) * num_samples)) as samples:
             async for sample in samples:
                 yield sample

@@ -84,9 +84,8 @@ class Client:
         sampling_params: SamplingParams | None = None,
         *,
         num_samples: int = 1,
-        is_last: bool = False,
     ) -> list[Sample]:
-        return self._run(self._client.generate(prompts, sampling_params, num_samples=num_samples, is_last=is_last))
+        return self._run(self._client.generate(prompts, sampling_params, num_samples=num_samples))
 
     def generate_stream(
         self,
@@ -94,9 +93,8 @@ class Client:
         sampling_params: SamplingParams | None = None,
         *,
         num_samples: int = 1,
-        is_last: bool = False,
     ) -> Generator[Sample, None, None]:
-        return self._iterate(self._client.generate_stream(prompts, sampling_params, num_samples=num_samples, is_last=is_last))
+        return self._iterate(self._client.generate_stream(prompts, sampling_params, num_samples=num_samples))
 
     def begin_run(self, *, keep_optimizer: bool = False) -> int:
         return self._run(self._client.begin_run(keep_optimizer=keep_optimizer))

@@ -63,8 +63,6 @@ class StageEvent(_message.Message):
     BYTES_FIELD_NUMBER: _builtins.int
     ERROR_REASON_FIELD_NUMBER: _builtins.int
     ERROR_MESSAGE_FIELD_NUMBER: _builtins.int
-    BEGUN_FIELD_NUMBER: _builtins.int
-    ENDED_FIELD_NUMBER: _builtins.int
     changeover_id: _builtins.str
     stage: _types_pb2.Stage.ValueType
     status: Global___StageStatus.ValueType
@@ -77,12 +75,6 @@ class StageEvent(_message.Message):
     error_message: _builtins.str
     @_builtins.property
     def time(self) -> _timestamp_pb2.Timestamp: ...
-    @_builtins.property
-    def begun(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Movement]:
-        """What goes on behind the stage, and what had gone on behind earlier stages of the same service until it ended."""
-
-    @_builtins.property
-    def ended(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Movement]: ...
     def __init__(
         self,
         *,
@@ -94,12 +86,10 @@ class StageEvent(_message.Message):
         bytes: _builtins.int = ...,
         error_reason: _builtins.str = ...,
         error_message: _builtins.str = ...,
-        begun: _abc.Iterable[_types_pb2.Movement] | None = ...,
-        ended: _abc.Iterable[_types_pb2.Movement] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["time", b"time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begun", b"begun", "bytes", b"bytes", "changeover_id", b"changeover_id", "ended", b"ended", "error_message", b"error_message", "error_reason", b"error_reason", "seconds", b"seconds", "stage", b"stage", "status", b"status", "time", b"time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "changeover_id", b"changeover_id", "error_message", b"error_message", "error_reason", b"error_reason", "seconds", b"seconds", "stage", b"stage", "status", b"status", "time", b"time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -693,26 +683,6 @@ class PlanResponse(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-    @_typing.final
-    class ExpectedSecondsWithPoolAndGrowthEntry(_message.Message):
-        DESCRIPTOR: _descriptor.Descriptor
-
-        KEY_FIELD_NUMBER: _builtins.int
-        VALUE_FIELD_NUMBER: _builtins.int
-        key: _builtins.str
-        value: _builtins.float
-        def __init__(
-            self,
-            *,
-            key: _builtins.str = ...,
-            value: _builtins.float = ...,
-        ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
-        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-        def WhichOneof(self, oneof_group: _Never) -> None: ...
-
     FITS_FIELD_NUMBER: _builtins.int
     PROBLEMS_FIELD_NUMBER: _builtins.int
     STRATEGY_FIELD_NUMBER: _builtins.int
@@ -730,7 +700,6 @@ class PlanResponse(_message.Message):
     HOST_BYTES_FIELD_NUMBER: _builtins.int
     RESIDENCY_FIELD_NUMBER: _builtins.int
     EXPECTED_SECONDS_FIELD_NUMBER: _builtins.int
-    EXPECTED_SECONDS_WITH_POOL_AND_GROWTH_FIELD_NUMBER: _builtins.int
     fits: _builtins.bool
     strategy: _builtins.str
     """How the GPUs are shared; "v3" means in stages."""
@@ -774,10 +743,6 @@ class PlanResponse(_message.Message):
     def expected_seconds(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Estimated seconds of a stage, by name. Empty on a CPU."""
 
-    @_builtins.property
-    def expected_seconds_with_pool_and_growth(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """The same with memory.pool and rollout.kv_growth, if changeovers are then faster; else empty."""
-
     def __init__(
         self,
         *,
@@ -798,11 +763,10 @@ class PlanResponse(_message.Message):
         host_bytes: _builtins.int = ...,
         residency: _abc.Iterable[Global___PlannedResidency] | None = ...,
         expected_seconds: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
-        expected_seconds_with_pool_and_growth: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_kv_ratio", b"_max_kv_ratio", "gpu_peak", b"gpu_peak", "host_peak", b"host_peak", "max_kv_ratio", b"max_kv_ratio"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_kv_ratio", b"_max_kv_ratio", "advice", b"advice", "expected_seconds", b"expected_seconds", "expected_seconds_with_pool_and_growth", b"expected_seconds_with_pool_and_growth", "fits", b"fits", "gpu_bytes", b"gpu_bytes", "gpu_peak", b"gpu_peak", "host_bytes", b"host_bytes", "host_peak", b"host_peak", "is_leaving_enough", b"is_leaving_enough", "kv_cache_bytes", b"kv_cache_bytes", "kv_cache_tokens", b"kv_cache_tokens", "max_kv_ratio", b"max_kv_ratio", "must_leave", b"must_leave", "parameters", b"parameters", "problems", b"problems", "residency", b"residency", "stages", b"stages", "strategy", b"strategy"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_kv_ratio", b"_max_kv_ratio", "advice", b"advice", "expected_seconds", b"expected_seconds", "fits", b"fits", "gpu_bytes", b"gpu_bytes", "gpu_peak", b"gpu_peak", "host_bytes", b"host_bytes", "host_peak", b"host_peak", "is_leaving_enough", b"is_leaving_enough", "kv_cache_bytes", b"kv_cache_bytes", "kv_cache_tokens", b"kv_cache_tokens", "max_kv_ratio", b"max_kv_ratio", "must_leave", b"must_leave", "parameters", b"parameters", "problems", b"problems", "residency", b"residency", "stages", b"stages", "strategy", b"strategy"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_kv_ratio: _TypeAlias = _typing.Literal["max_kv_ratio"]  # noqa: Y015
     _WhichOneofArgType__max_kv_ratio: _TypeAlias = _typing.Literal["_max_kv_ratio", b"_max_kv_ratio"]  # noqa: Y015

@@ -26,7 +26,7 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from tasuki.v1 import types_pb2 as tasuki_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16tasuki/v1/memory.proto\x12\ttasuki.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x15tasuki/v1/types.proto\"\x8e\x01\n\x0cPauseRequest\x12%\n\x07\x63ommand\x18\x01 \x01(\x0b\x32\x14.tasuki.v1.CommandId\x12\x1f\n\x05stage\x18\x02 \x01(\x0e\x32\x10.tasuki.v1.Stage\x12\"\n\x04tags\x18\x03 \x03(\x0e\x32\x14.tasuki.v1.MemoryTag\x12\x12\n\nmakes_room\x18\x04 \x01(\x08\"o\n\rPauseResponse\x12\x16\n\x0ereleased_bytes\x18\x01 \x01(\x04\x12\"\n\x05\x62\x65gun\x18\x02 \x03(\x0b\x32\x13.tasuki.v1.Movement\x12\"\n\x05\x65nded\x18\x03 \x03(\x0b\x32\x13.tasuki.v1.Movement\"{\n\rResumeRequest\x12%\n\x07\x63ommand\x18\x01 \x01(\x0b\x32\x14.tasuki.v1.CommandId\x12\x1f\n\x05stage\x18\x02 \x01(\x0e\x32\x10.tasuki.v1.Stage\x12\"\n\x04tags\x18\x03 \x03(\x0e\x32\x14.tasuki.v1.MemoryTag\"n\n\x0eResumeResponse\x12\x14\n\x0cmapped_bytes\x18\x01 \x01(\x04\x12\"\n\x05\x62\x65gun\x18\x02 \x03(\x0b\x32\x13.tasuki.v1.Movement\x12\"\n\x05\x65nded\x18\x03 \x03(\x0b\x32\x13.tasuki.v1.Movement\"+\n\x0fGetUsageRequest\x12\x18\n\x10skip_torch_cache\x18\x01 \x01(\x08\"^\n\x10GetUsageResponse\x12!\n\x04tags\x18\x01 \x03(\x0b\x32\x13.tasuki.v1.TagUsage\x12\'\n\x07\x64\x65vices\x18\x02 \x03(\x0b\x32\x16.tasuki.v1.DeviceUsage\"=\n\x11WatchUsageRequest\x12\x18\n\x0binterval_ms\x18\x01 \x01(\rH\x00\x88\x01\x01\x42\x0e\n\x0c_interval_ms\"j\n\x12WatchUsageResponse\x12(\n\x04time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12*\n\x05usage\x18\x02 \x01(\x0b\x32\x1b.tasuki.v1.GetUsageResponse2\x9c\x02\n\rMemoryService\x12:\n\x05Pause\x12\x17.tasuki.v1.PauseRequest\x1a\x18.tasuki.v1.PauseResponse\x12=\n\x06Resume\x12\x18.tasuki.v1.ResumeRequest\x1a\x19.tasuki.v1.ResumeResponse\x12\x43\n\x08GetUsage\x12\x1a.tasuki.v1.GetUsageRequest\x1a\x1b.tasuki.v1.GetUsageResponse\x12K\n\nWatchUsage\x12\x1c.tasuki.v1.WatchUsageRequest\x1a\x1d.tasuki.v1.WatchUsageResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16tasuki/v1/memory.proto\x12\ttasuki.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x15tasuki/v1/types.proto\"\x8e\x01\n\x0cPauseRequest\x12%\n\x07\x63ommand\x18\x01 \x01(\x0b\x32\x14.tasuki.v1.CommandId\x12\x1f\n\x05stage\x18\x02 \x01(\x0e\x32\x10.tasuki.v1.Stage\x12\"\n\x04tags\x18\x03 \x03(\x0e\x32\x14.tasuki.v1.MemoryTag\x12\x12\n\nmakes_room\x18\x04 \x01(\x08\"\'\n\rPauseResponse\x12\x16\n\x0ereleased_bytes\x18\x01 \x01(\x04\"{\n\rResumeRequest\x12%\n\x07\x63ommand\x18\x01 \x01(\x0b\x32\x14.tasuki.v1.CommandId\x12\x1f\n\x05stage\x18\x02 \x01(\x0e\x32\x10.tasuki.v1.Stage\x12\"\n\x04tags\x18\x03 \x03(\x0e\x32\x14.tasuki.v1.MemoryTag\"&\n\x0eResumeResponse\x12\x14\n\x0cmapped_bytes\x18\x01 \x01(\x04\"+\n\x0fGetUsageRequest\x12\x18\n\x10skip_torch_cache\x18\x01 \x01(\x08\"^\n\x10GetUsageResponse\x12!\n\x04tags\x18\x01 \x03(\x0b\x32\x13.tasuki.v1.TagUsage\x12\'\n\x07\x64\x65vices\x18\x02 \x03(\x0b\x32\x16.tasuki.v1.DeviceUsage\"=\n\x11WatchUsageRequest\x12\x18\n\x0binterval_ms\x18\x01 \x01(\rH\x00\x88\x01\x01\x42\x0e\n\x0c_interval_ms\"j\n\x12WatchUsageResponse\x12(\n\x04time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12*\n\x05usage\x18\x02 \x01(\x0b\x32\x1b.tasuki.v1.GetUsageResponse2\x9c\x02\n\rMemoryService\x12:\n\x05Pause\x12\x17.tasuki.v1.PauseRequest\x1a\x18.tasuki.v1.PauseResponse\x12=\n\x06Resume\x12\x18.tasuki.v1.ResumeRequest\x1a\x19.tasuki.v1.ResumeResponse\x12\x43\n\x08GetUsage\x12\x1a.tasuki.v1.GetUsageRequest\x1a\x1b.tasuki.v1.GetUsageResponse\x12K\n\nWatchUsage\x12\x1c.tasuki.v1.WatchUsageRequest\x1a\x1d.tasuki.v1.WatchUsageResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,19 +36,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PAUSEREQUEST']._serialized_start=94
   _globals['_PAUSEREQUEST']._serialized_end=236
   _globals['_PAUSERESPONSE']._serialized_start=238
-  _globals['_PAUSERESPONSE']._serialized_end=349
-  _globals['_RESUMEREQUEST']._serialized_start=351
-  _globals['_RESUMEREQUEST']._serialized_end=474
-  _globals['_RESUMERESPONSE']._serialized_start=476
-  _globals['_RESUMERESPONSE']._serialized_end=586
-  _globals['_GETUSAGEREQUEST']._serialized_start=588
-  _globals['_GETUSAGEREQUEST']._serialized_end=631
-  _globals['_GETUSAGERESPONSE']._serialized_start=633
-  _globals['_GETUSAGERESPONSE']._serialized_end=727
-  _globals['_WATCHUSAGEREQUEST']._serialized_start=729
-  _globals['_WATCHUSAGEREQUEST']._serialized_end=790
-  _globals['_WATCHUSAGERESPONSE']._serialized_start=792
-  _globals['_WATCHUSAGERESPONSE']._serialized_end=898
-  _globals['_MEMORYSERVICE']._serialized_start=901
-  _globals['_MEMORYSERVICE']._serialized_end=1185
+  _globals['_PAUSERESPONSE']._serialized_end=277
+  _globals['_RESUMEREQUEST']._serialized_start=279
+  _globals['_RESUMEREQUEST']._serialized_end=402
+  _globals['_RESUMERESPONSE']._serialized_start=404
+  _globals['_RESUMERESPONSE']._serialized_end=442
+  _globals['_GETUSAGEREQUEST']._serialized_start=444
+  _globals['_GETUSAGEREQUEST']._serialized_end=487
+  _globals['_GETUSAGERESPONSE']._serialized_start=489
+  _globals['_GETUSAGERESPONSE']._serialized_end=583
+  _globals['_WATCHUSAGEREQUEST']._serialized_start=585
+  _globals['_WATCHUSAGEREQUEST']._serialized_end=646
+  _globals['_WATCHUSAGERESPONSE']._serialized_start=648
+  _globals['_WATCHUSAGERESPONSE']._serialized_end=754
+  _globals['_MEMORYSERVICE']._serialized_start=757
+  _globals['_MEMORYSERVICE']._serialized_end=1041
 # @@protoc_insertion_point(module_scope)

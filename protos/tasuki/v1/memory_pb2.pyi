@@ -58,28 +58,16 @@ class PauseResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RELEASED_BYTES_FIELD_NUMBER: _builtins.int
-    BEGUN_FIELD_NUMBER: _builtins.int
-    ENDED_FIELD_NUMBER: _builtins.int
     released_bytes: _builtins.int
-    """Bytes returned to the system by all ranks, without tags with TagUsage.leaves_later, which may be freed after the answer."""
-    @_builtins.property
-    def begun(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Movement]:
-        """What goes on behind this answer."""
-
-    @_builtins.property
-    def ended(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Movement]:
-        """What has ended since the service's last Pause or Resume."""
-
+    """Bytes returned to the system by all ranks."""
     def __init__(
         self,
         *,
         released_bytes: _builtins.int = ...,
-        begun: _abc.Iterable[_types_pb2.Movement] | None = ...,
-        ended: _abc.Iterable[_types_pb2.Movement] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begun", b"begun", "ended", b"ended", "released_bytes", b"released_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["released_bytes", b"released_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -117,28 +105,16 @@ class ResumeResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MAPPED_BYTES_FIELD_NUMBER: _builtins.int
-    BEGUN_FIELD_NUMBER: _builtins.int
-    ENDED_FIELD_NUMBER: _builtins.int
     mapped_bytes: _builtins.int
-    """Bytes taken from the system by all ranks, without TagUsage.following_bytes, which are mapped later."""
-    @_builtins.property
-    def begun(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Movement]:
-        """What goes on behind this answer."""
-
-    @_builtins.property
-    def ended(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Movement]:
-        """What has ended since the service's last Pause or Resume."""
-
+    """Bytes taken from the system by all ranks."""
     def __init__(
         self,
         *,
         mapped_bytes: _builtins.int = ...,
-        begun: _abc.Iterable[_types_pb2.Movement] | None = ...,
-        ended: _abc.Iterable[_types_pb2.Movement] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begun", b"begun", "ended", b"ended", "mapped_bytes", b"mapped_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["mapped_bytes", b"mapped_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

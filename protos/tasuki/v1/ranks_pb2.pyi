@@ -536,8 +536,6 @@ class EngineRankCommand(_message.Message):
     RESUME_FIELD_NUMBER: _builtins.int
     GET_USAGE_FIELD_NUMBER: _builtins.int
     GET_LOAD_FIELD_NUMBER: _builtins.int
-    GROW_CACHE_FIELD_NUMBER: _builtins.int
-    SHRINK_CACHE_FIELD_NUMBER: _builtins.int
     call: _builtins.int
     reply_address: _builtins.str
     """ZMQ address of the front. The rank answers there and then receives its commands from there."""
@@ -551,10 +549,6 @@ class EngineRankCommand(_message.Message):
     def get_usage(self) -> _memory_pb2.GetUsageRequest: ...
     @_builtins.property
     def get_load(self) -> Global___GetLoadCommand: ...
-    @_builtins.property
-    def grow_cache(self) -> Global___GrowCacheCommand: ...
-    @_builtins.property
-    def shrink_cache(self) -> Global___ShrinkCacheCommand: ...
     def __init__(
         self,
         *,
@@ -565,14 +559,12 @@ class EngineRankCommand(_message.Message):
         resume: _memory_pb2.ResumeRequest | None = ...,
         get_usage: _memory_pb2.GetUsageRequest | None = ...,
         get_load: Global___GetLoadCommand | None = ...,
-        grow_cache: Global___GrowCacheCommand | None = ...,
-        shrink_cache: Global___ShrinkCacheCommand | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "get_load", b"get_load", "get_usage", b"get_usage", "grow_cache", b"grow_cache", "pause", b"pause", "receive", b"receive", "resume", b"resume", "shrink_cache", b"shrink_cache"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "get_load", b"get_load", "get_usage", b"get_usage", "pause", b"pause", "receive", b"receive", "resume", b"resume"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "command", b"command", "get_load", b"get_load", "get_usage", b"get_usage", "grow_cache", b"grow_cache", "pause", b"pause", "receive", b"receive", "reply_address", b"reply_address", "resume", b"resume", "shrink_cache", b"shrink_cache"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "command", b"command", "get_load", b"get_load", "get_usage", b"get_usage", "pause", b"pause", "receive", b"receive", "reply_address", b"reply_address", "resume", b"resume"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["receive", "pause", "resume", "get_usage", "get_load", "grow_cache", "shrink_cache"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["receive", "pause", "resume", "get_usage", "get_load"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -594,84 +586,6 @@ class GetLoadCommand(_message.Message):
 Global___GetLoadCommand: _TypeAlias = GetLoadCommand  # noqa: Y015
 
 @_typing.final
-class GrowCacheCommand(_message.Message):
-    """Maps the KV cache that the rank's requests may need, as far as memory allows; serves what all ranks of the replica have mapped."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___GrowCacheCommand: _TypeAlias = GrowCacheCommand  # noqa: Y015
-
-@_typing.final
-class ShrinkCacheCommand(_message.Message):
-    """Releases the KV cache that the rank's requests can no longer need, along with cached prefixes."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ShrinkCacheCommand: _TypeAlias = ShrinkCacheCommand  # noqa: Y015
-
-@_typing.final
-class CacheResult(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    NUM_TOKENS_FIELD_NUMBER: _builtins.int
-    MAPPED_TOKENS_FIELD_NUMBER: _builtins.int
-    SERVED_TOKENS_FIELD_NUMBER: _builtins.int
-    MAPPED_BYTES_FIELD_NUMBER: _builtins.int
-    RELEASED_BYTES_FIELD_NUMBER: _builtins.int
-    NEEDED_TOKENS_FIELD_NUMBER: _builtins.int
-    LACKING_BYTES_FIELD_NUMBER: _builtins.int
-    FREE_BYTES_FIELD_NUMBER: _builtins.int
-    num_tokens: _builtins.int
-    """Capacity of the cache in tokens, and the parts mapped and served after the command. Equal on all ranks of a replica."""
-    mapped_tokens: _builtins.int
-    served_tokens: _builtins.int
-    mapped_bytes: _builtins.int
-    """Mapped by the command."""
-    released_bytes: _builtins.int
-    needed_tokens: _builtins.int
-    """Tokens held or still needed by requests, plus cached prefixes; at most num_tokens."""
-    lacking_bytes: _builtins.int
-    """Bytes needed for the next part and bytes free, if there was no room; else 0."""
-    free_bytes: _builtins.int
-    def __init__(
-        self,
-        *,
-        num_tokens: _builtins.int = ...,
-        mapped_tokens: _builtins.int = ...,
-        served_tokens: _builtins.int = ...,
-        mapped_bytes: _builtins.int = ...,
-        released_bytes: _builtins.int = ...,
-        needed_tokens: _builtins.int = ...,
-        lacking_bytes: _builtins.int = ...,
-        free_bytes: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["free_bytes", b"free_bytes", "lacking_bytes", b"lacking_bytes", "mapped_bytes", b"mapped_bytes", "mapped_tokens", b"mapped_tokens", "needed_tokens", b"needed_tokens", "num_tokens", b"num_tokens", "released_bytes", b"released_bytes", "served_tokens", b"served_tokens"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___CacheResult: _TypeAlias = CacheResult  # noqa: Y015
-
-@_typing.final
 class LoadResult(_message.Message):
     """Load of one replica, reported by each of its ranks."""
 
@@ -680,24 +594,20 @@ class LoadResult(_message.Message):
     NUM_RUNNING_FIELD_NUMBER: _builtins.int
     NUM_QUEUED_FIELD_NUMBER: _builtins.int
     NUM_KV_TOKENS_FIELD_NUMBER: _builtins.int
-    NUM_SERVED_KV_TOKENS_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     num_queued: _builtins.int
     num_kv_tokens: _builtins.int
     """KV cache tokens held by running requests."""
-    num_served_kv_tokens: _builtins.int
-    """KV cache tokens available to requests: all of them unless the cache is still growing."""
     def __init__(
         self,
         *,
         num_running: _builtins.int = ...,
         num_queued: _builtins.int = ...,
         num_kv_tokens: _builtins.int = ...,
-        num_served_kv_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_kv_tokens", b"num_kv_tokens", "num_queued", b"num_queued", "num_running", b"num_running", "num_served_kv_tokens", b"num_served_kv_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_kv_tokens", b"num_kv_tokens", "num_queued", b"num_queued", "num_running", b"num_running"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -751,8 +661,6 @@ class EngineRankResult(_message.Message):
     RESUME_FIELD_NUMBER: _builtins.int
     GET_USAGE_FIELD_NUMBER: _builtins.int
     GET_LOAD_FIELD_NUMBER: _builtins.int
-    GROW_CACHE_FIELD_NUMBER: _builtins.int
-    SHRINK_CACHE_FIELD_NUMBER: _builtins.int
     call: _builtins.int
     rank: _builtins.int
     """Position among all engine ranks, ordered by replica."""
@@ -770,10 +678,6 @@ class EngineRankResult(_message.Message):
     def get_usage(self) -> _memory_pb2.GetUsageResponse: ...
     @_builtins.property
     def get_load(self) -> Global___LoadResult: ...
-    @_builtins.property
-    def grow_cache(self) -> Global___CacheResult: ...
-    @_builtins.property
-    def shrink_cache(self) -> Global___CacheResult: ...
     def __init__(
         self,
         *,
@@ -785,14 +689,12 @@ class EngineRankResult(_message.Message):
         resume: _memory_pb2.ResumeResponse | None = ...,
         get_usage: _memory_pb2.GetUsageResponse | None = ...,
         get_load: Global___LoadResult | None = ...,
-        grow_cache: Global___CacheResult | None = ...,
-        shrink_cache: Global___CacheResult | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "get_load", b"get_load", "get_usage", b"get_usage", "grow_cache", b"grow_cache", "pause", b"pause", "receive", b"receive", "result", b"result", "resume", b"resume", "shrink_cache", b"shrink_cache"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "get_load", b"get_load", "get_usage", b"get_usage", "pause", b"pause", "receive", b"receive", "result", b"result", "resume", b"resume"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "error", b"error", "get_load", b"get_load", "get_usage", b"get_usage", "grow_cache", b"grow_cache", "pause", b"pause", "rank", b"rank", "receive", b"receive", "result", b"result", "resume", b"resume", "shrink_cache", b"shrink_cache"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "error", b"error", "get_load", b"get_load", "get_usage", b"get_usage", "pause", b"pause", "rank", b"rank", "receive", b"receive", "result", b"result", "resume", b"resume"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["receive", "pause", "resume", "get_usage", "get_load", "grow_cache", "shrink_cache"]  # noqa: Y015
+    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["receive", "pause", "resume", "get_usage", "get_load"]  # noqa: Y015
     _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_result) -> _WhichOneofReturnType_result | None: ...
 

@@ -51,7 +51,6 @@ class GenerateRequest(_message.Message):
     NUM_SAMPLES_FIELD_NUMBER: _builtins.int
     SAMPLING_PARAMS_FIELD_NUMBER: _builtins.int
     FIRST_PROMPT_FIELD_NUMBER: _builtins.int
-    IS_LAST_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Identifies the call; optional, at most 128 characters. Repeated with the same id and the same served version, even after a
     restart, a call uses the same seeds. Any other call uses different ones.
@@ -60,10 +59,6 @@ class GenerateRequest(_message.Message):
     """Samples for each prompt; at least 1."""
     first_prompt: _builtins.int
     """Position of the first prompt among all prompts of a caller who splits them over several requests. Offsets the seeds."""
-    is_last: _builtins.bool
-    """Whether the caller needs no other samples before phase TRAIN. A growing KV cache then releases what the last samples cannot need as
-    they end, along with cached prefixes. Requests that follow are served all the same.
-    """
     @_builtins.property
     def prompts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Prompt]:
         """At least one."""
@@ -78,11 +73,10 @@ class GenerateRequest(_message.Message):
         num_samples: _builtins.int = ...,
         sampling_params: _types_pb2.SamplingParams | None = ...,
         first_prompt: _builtins.int = ...,
-        is_last: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling_params", b"sampling_params"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_prompt", b"first_prompt", "is_last", b"is_last", "num_samples", b"num_samples", "prompts", b"prompts", "request_id", b"request_id", "sampling_params", b"sampling_params"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_prompt", b"first_prompt", "num_samples", b"num_samples", "prompts", b"prompts", "request_id", b"request_id", "sampling_params", b"sampling_params"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -205,21 +199,17 @@ class DrainResponse(_message.Message):
 
     NUM_FINISHED_FIELD_NUMBER: _builtins.int
     NUM_CUT_FIELD_NUMBER: _builtins.int
-    RELEASED_BYTES_FIELD_NUMBER: _builtins.int
     num_finished: _builtins.int
     num_cut: _builtins.int
-    released_bytes: _builtins.int
-    """For a growing KV cache, over all ranks: bytes that the last samples could not need."""
     def __init__(
         self,
         *,
         num_finished: _builtins.int = ...,
         num_cut: _builtins.int = ...,
-        released_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_cut", b"num_cut", "num_finished", b"num_finished", "released_bytes", b"released_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_cut", b"num_cut", "num_finished", b"num_finished"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -270,7 +260,6 @@ class GetRolloutStateResponse(_message.Message):
     IS_IN_STAGE_FIELD_NUMBER: _builtins.int
     DP_SIZE_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    KV_CACHE_FIELD_NUMBER: _builtins.int
     boot_id: _builtins.str
     """Changes with every start of the service."""
     epoch: _builtins.int
@@ -302,10 +291,6 @@ class GetRolloutStateResponse(_message.Message):
         generation_config.json and tokenizer, ascending.
         """
 
-    @_builtins.property
-    def kv_cache(self) -> Global___KvCacheState:
-        """Absent while the cache is paused and without rollout.kv_growth."""
-
     def __init__(
         self,
         *,
@@ -326,11 +311,10 @@ class GetRolloutStateResponse(_message.Message):
         is_in_stage: _builtins.bool = ...,
         dp_size: _builtins.int = ...,
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
-        kv_cache: Global___KvCacheState | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "_received_version", b"_received_version", "kv_cache", b"kv_cache", "policy_version", b"policy_version", "received_version", b"received_version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "_received_version", b"_received_version", "policy_version", b"policy_version", "received_version", b"received_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "_received_version", b"_received_version", "boot_id", b"boot_id", "context_length", b"context_length", "dp_size", b"dp_size", "epoch", b"epoch", "is_in_stage", b"is_in_stage", "is_poisoned", b"is_poisoned", "kv_cache", b"kv_cache", "model_path", b"model_path", "num_running", b"num_running", "poison_reason", b"poison_reason", "policy_version", b"policy_version", "received_version", b"received_version", "resident_tags", b"resident_tags", "sequence", b"sequence", "stage", b"stage", "stop_token_ids", b"stop_token_ids", "tp_size", b"tp_size", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version", "_received_version", b"_received_version", "boot_id", b"boot_id", "context_length", b"context_length", "dp_size", b"dp_size", "epoch", b"epoch", "is_in_stage", b"is_in_stage", "is_poisoned", b"is_poisoned", "model_path", b"model_path", "num_running", b"num_running", "poison_reason", b"poison_reason", "policy_version", b"policy_version", "received_version", b"received_version", "resident_tags", b"resident_tags", "sequence", b"sequence", "stage", b"stage", "stop_token_ids", b"stop_token_ids", "tp_size", b"tp_size", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__policy_version: _TypeAlias = _typing.Literal["policy_version"]  # noqa: Y015
     _WhichOneofArgType__policy_version: _TypeAlias = _typing.Literal["_policy_version", b"_policy_version"]  # noqa: Y015
@@ -342,50 +326,3 @@ class GetRolloutStateResponse(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__received_version) -> _WhichOneofReturnType__received_version | None: ...
 
 Global___GetRolloutStateResponse: _TypeAlias = GetRolloutStateResponse  # noqa: Y015
-
-@_typing.final
-class KvCacheState(_message.Message):
-    """Tokens of the KV caches of all replicas, which grow as requests need them."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    NUM_TOKENS_FIELD_NUMBER: _builtins.int
-    MAPPED_TOKENS_FIELD_NUMBER: _builtins.int
-    SERVED_TOKENS_FIELD_NUMBER: _builtins.int
-    IS_GROWING_FIELD_NUMBER: _builtins.int
-    IS_STALLED_FIELD_NUMBER: _builtins.int
-    NEEDED_BYTES_FIELD_NUMBER: _builtins.int
-    FREE_BYTES_FIELD_NUMBER: _builtins.int
-    NEEDED_TOKENS_FIELD_NUMBER: _builtins.int
-    num_tokens: _builtins.int
-    """Capacity of the whole cache, and the parts mapped and served now. Requests that need more wait."""
-    mapped_tokens: _builtins.int
-    served_tokens: _builtins.int
-    is_growing: _builtins.bool
-    """Whether a replica lacks memory that its requests may need. It keeps asking until there is room."""
-    is_stalled: _builtins.bool
-    """Whether growth has made no progress for restart.progress_s. It continues regardless."""
-    needed_bytes: _builtins.int
-    """Per rank, while there is no room: what the next part needs and what is free."""
-    free_bytes: _builtins.int
-    needed_tokens: _builtins.int
-    """Tokens that requests held or may still use when the cache last checked, including cached prefixes."""
-    def __init__(
-        self,
-        *,
-        num_tokens: _builtins.int = ...,
-        mapped_tokens: _builtins.int = ...,
-        served_tokens: _builtins.int = ...,
-        is_growing: _builtins.bool = ...,
-        is_stalled: _builtins.bool = ...,
-        needed_bytes: _builtins.int = ...,
-        free_bytes: _builtins.int = ...,
-        needed_tokens: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["free_bytes", b"free_bytes", "is_growing", b"is_growing", "is_stalled", b"is_stalled", "mapped_tokens", b"mapped_tokens", "needed_bytes", b"needed_bytes", "needed_tokens", b"needed_tokens", "num_tokens", b"num_tokens", "served_tokens", b"served_tokens"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___KvCacheState: _TypeAlias = KvCacheState  # noqa: Y015

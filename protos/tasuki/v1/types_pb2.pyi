@@ -6,7 +6,6 @@ isort:skip_file
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
@@ -185,32 +184,6 @@ FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 FINISH_REASON_CUT: FinishReason.ValueType  # 3
 """Stopped by a drain. The tokens generated so far are valid for the sample's policy version."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
-
-class _MovementKind:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _MovementKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MovementKind.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    MOVEMENT_KIND_UNSPECIFIED: _MovementKind.ValueType  # 0
-    MOVEMENT_KIND_LEAVE: _MovementKind.ValueType  # 1
-    """Content is copied to the host when rollout needs the room, and its pages are released. Begun by OFFLOAD, ended by LOAD_TRAINER."""
-    MOVEMENT_KIND_RETURN: _MovementKind.ValueType  # 2
-    """Content is copied back into pages that are mapped. Begun by LOAD_TRAINER, ended by OFFLOAD."""
-    MOVEMENT_KIND_GROW: _MovementKind.ValueType  # 3
-    """Pages are mapped as requests need them. Begun by RESUME_KV, ended by DRAIN."""
-
-class MovementKind(_MovementKind, metaclass=_MovementKindEnumTypeWrapper):
-    """How memory moves behind a stage's answer."""
-
-MOVEMENT_KIND_UNSPECIFIED: MovementKind.ValueType  # 0
-MOVEMENT_KIND_LEAVE: MovementKind.ValueType  # 1
-"""Content is copied to the host when rollout needs the room, and its pages are released. Begun by OFFLOAD, ended by LOAD_TRAINER."""
-MOVEMENT_KIND_RETURN: MovementKind.ValueType  # 2
-"""Content is copied back into pages that are mapped. Begun by LOAD_TRAINER, ended by OFFLOAD."""
-MOVEMENT_KIND_GROW: MovementKind.ValueType  # 3
-"""Pages are mapped as requests need them. Begun by RESUME_KV, ended by DRAIN."""
-Global___MovementKind: _TypeAlias = MovementKind  # noqa: Y015
 
 @_typing.final
 class CommandId(_message.Message):
@@ -505,9 +478,6 @@ class TagUsage(_message.Message):
     KEPT_BYTES_FIELD_NUMBER: _builtins.int
     HOST_COPY_BYTES_FIELD_NUMBER: _builtins.int
     STAYS_FIELD_NUMBER: _builtins.int
-    FOLLOWING_BYTES_FIELD_NUMBER: _builtins.int
-    LEAVES_LATER_FIELD_NUMBER: _builtins.int
-    PENDING_BYTES_FIELD_NUMBER: _builtins.int
     tag: Global___MemoryTag.ValueType
     device: _builtins.str
     """Torch's name of the device, e.g. "cuda:0" or "cpu"."""
@@ -524,16 +494,6 @@ class TagUsage(_message.Message):
     """Bytes of pinned host memory reserved for the content during a pause."""
     stays: _builtins.bool
     """Whether the tag keeps its pages during the other phase, because the planner found room for both."""
-    following_bytes: _builtins.int
-    """Of total_bytes, the part mapped after the resume returns, as memory becomes free."""
-    leaves_later: _builtins.bool
-    """Whether a pause returns first, and the content is copied when rollout needs the room. Until then is_paused is set and mapped_bytes is
-    not 0.
-    """
-    pending_bytes: _builtins.int
-    """Bytes that a stage's answer left to be moved, and that are not moved yet: of a paused tag what has yet to leave, of a KV cache what it
-    may still grow by, of any other what has yet to return.
-    """
     def __init__(
         self,
         *,
@@ -546,55 +506,14 @@ class TagUsage(_message.Message):
         kept_bytes: _builtins.int = ...,
         host_copy_bytes: _builtins.int = ...,
         stays: _builtins.bool = ...,
-        following_bytes: _builtins.int = ...,
-        leaves_later: _builtins.bool = ...,
-        pending_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "following_bytes", b"following_bytes", "host_copy_bytes", b"host_copy_bytes", "is_paused", b"is_paused", "kept_bytes", b"kept_bytes", "leaves_later", b"leaves_later", "mapped_bytes", b"mapped_bytes", "pending_bytes", b"pending_bytes", "rank", b"rank", "stays", b"stays", "tag", b"tag", "total_bytes", b"total_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "host_copy_bytes", b"host_copy_bytes", "is_paused", b"is_paused", "kept_bytes", b"kept_bytes", "mapped_bytes", b"mapped_bytes", "rank", b"rank", "stays", b"stays", "tag", b"tag", "total_bytes", b"total_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TagUsage: _TypeAlias = TagUsage  # noqa: Y015
-
-@_typing.final
-class Movement(_message.Message):
-    """One tag's movement behind a stage's answer."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    KIND_FIELD_NUMBER: _builtins.int
-    TAG_FIELD_NUMBER: _builtins.int
-    BYTES_FIELD_NUMBER: _builtins.int
-    SECONDS_FIELD_NUMBER: _builtins.int
-    END_TIME_FIELD_NUMBER: _builtins.int
-    kind: Global___MovementKind.ValueType
-    tag: Global___MemoryTag.ValueType
-    bytes: _builtins.int
-    """Over all ranks. Of a movement that began, the most that it may move; of one that ended, what it has moved, which may be nothing."""
-    seconds: _builtins.float
-    """Of a movement that ended: how long bytes moved, on the slowest rank."""
-    @_builtins.property
-    def end_time(self) -> _timestamp_pb2.Timestamp:
-        """Of a movement that ended."""
-
-    def __init__(
-        self,
-        *,
-        kind: Global___MovementKind.ValueType = ...,
-        tag: Global___MemoryTag.ValueType = ...,
-        bytes: _builtins.int = ...,
-        seconds: _builtins.float = ...,
-        end_time: _timestamp_pb2.Timestamp | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["end_time", b"end_time"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "end_time", b"end_time", "kind", b"kind", "seconds", b"seconds", "tag", b"tag"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Movement: _TypeAlias = Movement  # noqa: Y015
 
 @_typing.final
 class DeviceUsage(_message.Message):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import threading
-from collections import Counter
 from collections.abc import Mapping
 from datetime import UTC
 
@@ -18,10 +17,7 @@ from rich.text import Text
 
 from tasuki.cli.print_text import FittedTable, print_text
 from tasuki.config.schema import NodeConfig
-from tasuki.memory.tags import MemoryTag, MovementKind
-from tasuki.rpc.movements import decode_movements
 from tasuki.rpc.start_seconds import parts_line
-from tasuki.rpc.usage import read_usage
 from tasuki.supervisor.exit_report import is_requested, read_exit_report
 from tasuki.supervisor.node_snapshot import NodeReader, NodeSnapshot, as_dict
 from tasuki.supervisor.post_mortem import has_ended, why_it_ended
@@ -32,16 +28,6 @@ from tasuki.wire.printable import printable
 _MIB = 1024 * 1024
 _REDRAW_S = 0.5
 _BAR_WIDTH = 12
-_BEGUN = {
-    MovementKind.LEAVE: "may leave",
-    MovementKind.RETURN: "returns",
-    MovementKind.GROW: "may grow",
-}
-_ENDED = {
-    MovementKind.LEAVE: "left",
-    MovementKind.RETURN: "returned",
-    MovementKind.GROW: "grew",
-}
 _STAGES = [stage for stage in types_pb2.Stage.values() if stage != types_pb2.STAGE_UNSPECIFIED]
 
 
@@ -49,8 +35,7 @@ def draw(snapshot: NodeSnapshot) -> RenderableType:
     """Renders the whole node as rows of text, for a terminal or a file."""
     busy = [name for name, usage in _usages(snapshot) if not usage.tags and name not in snapshot.absent]
     note = f"the ranks of {' and '.join(busy)} are busy and do not report their memory" if busy else ""
-    notes = Text("\n".join(line for line in (_pending(snapshot), note) if line))
-    return Group(_facts(snapshot), Text(), _ring(snapshot), Text(), _memory(snapshot), Text(), _devices(snapshot), notes)
+    return Group(_facts(snapshot), Text(), _ring(snapshot), Text(), _memory(snapshot), Text(), _devices(snapshot), Text(note))
 
 
 def event_line(event: coordinator_pb2.StageEvent) -> str:
@@ -60,19 +45,7 @@ def event_line(event: coordinator_pb2.StageEvent) -> str:
     status = coordinator_pb2.StageStatus.Name(event.status).removeprefix("STAGE_STATUS_")
     figures = f"{event.seconds:.3f} s, {event.bytes / _MIB:.1f} MiB" if event.seconds else ""
     error = f"{event.error_reason}: {event.error_message}" if event.error_reason else ""
-    return "  ".join(
-        part for part in (moment, event.changeover_id, f"{name:<14}", status, figures, _movements(event), error) if part
-    )
-
-
-def _movements(event: coordinator_pb2.StageEvent) -> str:
-    """Ended movements of earlier stages, and movements that continue after this one."""
-    ended = [
-        f"{one.tag} {_ENDED[one.kind]} {_mib(one.num_bytes)} MiB in {one.seconds:.3f} s"
-        for one in decode_movements(event.ended)
-    ]
-    begun = [f"{one.tag} {_BEGUN[one.kind]} {_mib(one.num_bytes)} MiB" for one in decode_movements(event.begun)]
-    return ", ".join([*ended, *begun])
+    return "  ".join(part for part in (moment, event.changeover_id, f"{name:<14}", status, figures, error) if part)
 
 
 def stage_name(stage: types_pb2.Stage.ValueType) -> str:
@@ -146,17 +119,6 @@ def _memory(snapshot: NodeSnapshot) -> FittedTable:
             figures = (tag.mapped_bytes, tag.total_bytes, tag.kept_bytes, tag.host_copy_bytes)
             table.add_row(service, name + paused, f"{tag.device} rank {tag.rank}", bar, *map(_mib, figures))
     return FittedTable(table, num_labels=4)
-
-
-def _pending(snapshot: NodeSnapshot) -> str:
-    """Bytes still to be moved after stages have answered, over all ranks."""
-    sizes: Counter[tuple[str, MemoryTag, MovementKind]] = Counter()
-    for service, usage in _usages(snapshot):
-        for tag in read_usage(usage).tags:
-            if tag.pending is not None:
-                sizes[service, tag.tag, tag.pending] += tag.pending_bytes
-    parts = [f"{service} {tag} {_mib(size)} MiB to {kind.lower()}" for (service, tag, kind), size in sizes.items()]
-    return f"pending: {', '.join(parts)}" if parts else ""
 
 
 def _devices(snapshot: NodeSnapshot) -> FittedTable:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from tasuki.cli.print_text import FittedTable
 from tasuki.memory.stages import Phase
-from tasuki.planner.advice import Advice, faster_changeovers, problems
+from tasuki.planner.advice import Advice, problems
 from tasuki.planner.layout import TAGS, Checkpointing, Layout, Part, gb
 from tasuki.planner.node_traffic import Traffic
 from tasuki.planner.plan import Plan, StagePlan
@@ -70,8 +70,6 @@ def answers(planned: Plan, advice: Advice) -> list[str]:
         ratio = "none fits" if advice.max_kv_ratio is None else f"{advice.max_kv_ratio:g}"
         lines.append(f"Largest KV ratio: {ratio} (now {layout.kv_ratio:g}).")
     lines += residency(planned)
-    if advice.faster is not None:
-        lines.append(f"{faster_changeovers(advice.faster)}.")
     for number, rung in enumerate(advice.ladder, start=1):
         note = "" if rung.is_available else " (no setting of a node yet)"
         after = f"{_peak(rung.plan)}, {'fits' if rung.plan.fits else 'not enough'}"
@@ -139,7 +137,6 @@ def as_table(planned: Plan, advice: Advice) -> dict[str, Any]:
             {"gpus": name, "stays": list(stays), "leaves": list(leaves)} for name, stays, leaves in stay_and_leave(layout)
         ],
         "expected_seconds": expected_seconds(planned),
-        "expected_seconds_with_pool_and_growth": {} if advice.faster is None else expected_seconds(advice.faster),
         "max_kv_ratio": advice.max_kv_ratio,
         "ladder": [
             {

@@ -53,12 +53,6 @@ def check_constraints(config: NodeConfig) -> None:
     _check_shared_base(config)
     if config.rollout.kv_tokens == "needed" and config.train is None:
         raise SettingsConflict("rollout.kv_tokens", '= "needed" needs a table [train], which defines the samples of a step')
-    if config.rollout.kv_growth and config.memory.host_budget_bytes is not None and not config.memory.pool:
-        # Each process has a share of the budget, which does not show how much the other service holds.
-        raise SettingsConflict("rollout.kv_growth", "with memory.host_budget_bytes needs memory.pool = true")
-    if config.rollout.kv_growth and "speculative_algorithm" in config.rollout.engine:
-        problem = "is not possible with rollout.kv_growth, which does not count the tokens of drafts: leave one of them out"
-        raise SettingsConflict("rollout.engine.speculative_algorithm", problem)
     _check_residency(config)
     _check_critic(config)
     _check_failpoints(config)

@@ -30,10 +30,6 @@ _TRAINER_COMMANDS = (
 )
 _LOG_WRITES = ("log.begin", "log.commit", "log.replace")
 _JOURNAL_WRITES = ("intend", "intended", "note", "noted")
-_CACHE_MOVES = ("grow_cache.mapped", "shrink_cache.served")
-"""Points within commands: after a part is mapped and before it is served; after slots are withdrawn and before they are unmapped."""
-_MOVEMENTS = ("leave", "leave.done", "return", "return.done")
-"""Points of a trainer rank behind an answer: before tags leave, once they have left, before one returns early, once its content is back."""
 PUBLISHED, RECEIVED = "publish_weights", "receive"
 """Commands of a trainer rank and an engine rank whose results can be corrupted."""
 
@@ -101,8 +97,7 @@ def check_failpoint(one: Failpoint, config: NodeConfig) -> None:
 
 def _points(config: NodeConfig) -> dict[str, tuple[str, ...]]:
     """Points of every process of the node."""
-    ranks = (*_commands(TrainerRankCommand), *_MOVEMENTS)
-    engine_ranks = (*_commands(EngineRankCommand), *_CACHE_MOVES)
+    ranks, engine_ranks = _commands(TrainerRankCommand), _commands(EngineRankCommand)
     return {
         "coordinator": tuple(f"{stage}.{write}" for stage in (*_TRAINER_STAGES, *_ROLLOUT_STAGES) for write in _JOURNAL_WRITES),
         "trainer": (*_with_ends((*_TRAINER_STAGES, *_TRAINER_COMMANDS)), *_LOG_WRITES),

@@ -137,11 +137,6 @@ def start_seconds_path(state_dir: Path, service: str) -> Path:
     return socket_dir(state_dir) / f"start-{service}.json"
 
 
-def room_signal_path(state_dir: Path) -> Path:
-    """File that requests the room of the trainer's state on the GPUs; the offer of room lies beside it (memory/room_signal.py)."""
-    return socket_dir(state_dir) / "room-request"
-
-
 def fleet_calls_path(state_dir: Path) -> Path:
     """Generate calls for the fleet's policy version; like `generate_calls_path`."""
     return socket_dir(state_dir) / "fleet-calls"

@@ -82,10 +82,6 @@ class RolloutConfig(Schema):
     length. The trainer may keep the memory that the cache does not take."""
     kv_ratio: float = Field(default=0.85, gt=0, lt=1)
     """Maximum share of a GPU for weights plus KV cache (SGLang's mem_fraction_static)."""
-    kv_growth: bool = False
-    """Whether rollout serves once the KV cache of one request of maximum length is mapped, and maps more as requests need it and memory
-    becomes free. The trainer's state then leaves only when the cache needs its room. On a CPU with `memory.host_budget_bytes` it needs
-    `memory.pool`."""
     max_running_requests: PositiveInt | None = None
     """Maximum concurrent requests in one replica; others wait. By default 256 on a CPU. On a GPU a step's samples, at least 256, or without
     [train] as many as SGLang allows."""

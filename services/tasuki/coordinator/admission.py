@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from tasuki.config.places import room_signal_path
 from tasuki.config.schema import NodeConfig
 from tasuki.coordinator.headroom import (
     TAKES,
@@ -26,7 +25,6 @@ from tasuki.coordinator.headroom import (
 from tasuki.coordinator.memory_record import MemoryRecord
 from tasuki.memory.host import host_memory
 from tasuki.memory.pool import pool_bytes
-from tasuki.memory.room_signal import RoomSignal
 from tasuki.memory.stages import RULES, Service, Stage
 from tasuki.memory.tags import MemoryTag, ServiceUsage
 from tasuki.planner.layout import Part
@@ -34,7 +32,6 @@ from tasuki.planner.node_plan import plan_node
 from tasuki.planner.plan import needed_bytes
 from tasuki.wire.errors import TasukiError
 
-_LEAVING_POLL_S = 0.02
 _log = logging.getLogger("tasuki.coordinator")
 Usages = Mapping[Service, ServiceUsage]
 
@@ -73,8 +70,6 @@ class Admission:
         usages = await self._read(stage) if stage in TAKES else None
         if usages is None:
             return
-        if stage is Stage.RESUME_KV:
-            usages = await self._await_release(stage, usages)
         needed = taken_by(stage, usages[RULES[stage].service])
         is_made = any(one.tag is MemoryTag.EXPORT for one in usages[Service.TRAINER].tags)
         if stage is Stage.LOAD_WEIGHTS and not is_made and self._published_bytes(trainer_boot_id) is None:
@@ -91,21 +86,6 @@ class Admission:
 
     def _note_sizes(self, usage: ServiceUsage) -> None:
         self._sizes |= {one.device: one.total_bytes for one in usage.devices}
-
-    async def _await_release(self, stage: Stage, usages: Usages) -> Usages:
-        """Asks the trainer to release its state and waits until `stage` has room, at most `restart.progress_s`."""
-        clock, signal = asyncio.get_running_loop(), RoomSignal(room_signal_path(self._config.state_dir))
-        ends, service = clock.time() + self._config.restart.progress_s, RULES[stage].service
-        while any(one.is_leaving for one in usages[Service.TRAINER].tags) and self._shortages(
-            stage, taken_by(stage, usages[service]), usages
-        ):
-            signal.request()
-            await asyncio.sleep(_LEAVING_POLL_S)
-            found = None if clock.time() >= ends else await self._read(stage)
-            if found is None:
-                break
-            usages = found
-        return usages
 
     def _shortages(self, stage: Stage, needed: Bytes, usages: Usages) -> list[Shortage]:
         """Measured devices without enough room. What torch caches in the service that runs `stage` counts as free."""

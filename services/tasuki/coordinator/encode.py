@@ -10,7 +10,6 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from tasuki.config.instance import Instance
 from tasuki.coordinator.records import ChangeoverRecord, NodeState, StageEvent, Status
 from tasuki.memory.stages import Phase
-from tasuki.rpc.movements import encode_movements
 from tasuki.rpc.stages import stage_to_proto
 from tasuki.v1 import coordinator_pb2, types_pb2
 
@@ -36,8 +35,6 @@ def event_to_proto(event: StageEvent) -> coordinator_pb2.StageEvent:
         bytes=event.num_bytes,
         error_reason=event.error_reason,
         error_message=event.error_message,
-        begun=encode_movements(event.begun),
-        ended=encode_movements(event.ended),
     )
 
 

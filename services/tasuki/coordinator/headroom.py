@@ -42,14 +42,8 @@ class Shortage:
 
 
 def taken_by(stage: Stage, usage: ServiceUsage) -> Bytes:
-    """Bytes by device that the tags of `stage` take when they resume.
-
-    Excludes mapped and kept memory, and bytes that follow later as memory becomes free.
-    """
-    return _sums(
-        (one.device, max(0, one.total_bytes - one.following_bytes - one.mapped_bytes - one.kept_bytes))
-        for one in _of(stage, usage, TAKES)
-    )
+    """Bytes by device that the tags of `stage` take when they resume, beyond mapped and kept memory."""
+    return _sums((one.device, max(0, one.total_bytes - one.mapped_bytes - one.kept_bytes)) for one in _of(stage, usage, TAKES))
 
 
 def after(stage: Stage, usage: ServiceUsage) -> ServiceUsage:
@@ -61,7 +55,7 @@ def after(stage: Stage, usage: ServiceUsage) -> ServiceUsage:
             return replace(one, mapped_bytes=one.total_bytes, kept_bytes=0, is_paused=False)
         if one not in sleeps or one.stays:
             return one
-        return replace(one, mapped_bytes=one.mapped_bytes if one.leaves_later else 0, is_paused=True)
+        return replace(one, mapped_bytes=0, is_paused=True)
 
     return replace(usage, tags=tuple(moved(one) for one in usage.tags))
 

@@ -13,8 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from tasuki.coordinator.journal_schema import SCHEMA_VERSION, TABLES
-from tasuki.coordinator.movement_rows import INSERT_MOVEMENT, movement_rows, read_movements
+from tasuki.coordinator.journal_schema import SCHEMA_VERSION, TABLES, check_version
 from tasuki.coordinator.records import ChangeoverRecord, Intent, Outcome, StageEvent, Status, id_number, id_text
 from tasuki.memory.stages import Phase, Stage
 from tasuki.rpc.failpoints import NO_FAILPOINTS, Failpoints
@@ -31,7 +30,8 @@ class Journal:
     """
 
     def __init__(self, path: Path, *, failpoints: Failpoints = NO_FAILPOINTS) -> None:
-        """Opens or creates the file. Raises DiskFull if it cannot be written, InvalidArgument if it is no regular file or no journal."""
+        """Opens or creates the file. Raises DiskFull if it cannot be written, InvalidArgument if it is no regular file or no
+        journal of this version."""
         self._path, self._failpoints = path, failpoints
         if path.exists() and not path.is_file():
             raise InvalidArgument("state_dir", f"{path} is no regular file; remove it, or choose another folder")
@@ -39,6 +39,7 @@ class Journal:
             self._db = sqlite3.connect(path, isolation_level=None)
             try:
                 self._db.row_factory = sqlite3.Row
+                check_version(self._db, path, key="state_dir", known=(0, SCHEMA_VERSION))
                 self._db.execute("PRAGMA journal_mode = WAL")
                 self._db.execute("PRAGMA synchronous = FULL")
                 self._db.executescript(f"{TABLES}PRAGMA user_version = {SCHEMA_VERSION};")
@@ -49,7 +50,7 @@ class Journal:
                     raise InvalidArgument("state_dir", problem) from error
                 raise
         self._syncs = True
-        self._unwritten: list[tuple[Intent, tuple[object, ...], Outcome]] = []
+        self._unwritten: list[tuple[object, ...]] = []
         self.epoch = 0
         self._sequence = 0
         self.is_on_disk = True
@@ -120,8 +121,7 @@ class Journal:
         try:
             self._hit(f"{stage}.intended")
         except DiskFull as error:
-            row = _result_row(intent, Status.FAILED, Outcome(), time=now, seconds=0.0, error=error)
-            self._unwritten.append((intent, row, Outcome()))
+            self._unwritten.append(_result_row(intent, Status.FAILED, Outcome(), time=now, seconds=0.0, error=error))
             raise
         return intent
 
@@ -252,7 +252,6 @@ class Journal:
             (row["number"],),
         ).fetchall()
         changeover_id = id_text(row["number"])
-        movements = read_movements(self._db, row["number"])
         return ChangeoverRecord(
             changeover_id=changeover_id,
             epoch=row["epoch"],
@@ -275,8 +274,6 @@ class Journal:
                     num_bytes=stage["bytes"] or 0,
                     error_reason=stage["error_reason"] or "",
                     error_message=stage["error_message"] or "",
-                    begun=movements.begun(stage["id"]),
-                    ended=movements.ended(stage["id"]),
                 )
                 for stage in stages
             ),
@@ -292,8 +289,7 @@ class Journal:
         error: TasukiError | None = None,
     ) -> StageEvent:
         now = time.time()
-        row = _result_row(intent, status, outcome, time=now, seconds=seconds, error=error)
-        self._unwritten.append((intent, row, outcome))
+        self._unwritten.append(_result_row(intent, status, outcome, time=now, seconds=seconds, error=error))
         self._hit(f"{intent.stage}.note")
         self._write_results()
         self._hit(f"{intent.stage}.noted")
@@ -306,8 +302,6 @@ class Journal:
             num_bytes=outcome.num_bytes,
             error_reason=error.reason if error else "",
             error_message=error.message if error else "",
-            begun=outcome.begun,
-            ended=outcome.ended,
         )
 
     def _write(self, statement: str, values: Sequence[object]) -> sqlite3.Cursor:
@@ -321,10 +315,7 @@ class Journal:
         """Writes the results that found no room earlier; they come before any other row."""
         with self._writing():
             while self._unwritten:
-                intent, row, outcome = self._unwritten[0]
-                with self._transaction():
-                    self._db.execute("INSERT INTO results VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
-                    self._db.executemany(INSERT_MOVEMENT, movement_rows(intent.id, outcome))
+                self._db.execute("INSERT INTO results VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", self._unwritten[0])
                 del self._unwritten[0]
                 self.is_on_disk = self._syncs
 
@@ -338,18 +329,6 @@ class Journal:
         finally:
             self._db.execute("PRAGMA synchronous = FULL")
             self._syncs = True
-
-    @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        """Commits a result and its movements together, or neither."""
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-            self._db.execute("COMMIT")
-        except BaseException:
-            if self._db.in_transaction:  # SQLite may have rolled back by itself
-                self._db.execute("ROLLBACK")
-            raise
 
     def _hit(self, failpoint: str) -> None:
         with self._writing():

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import sqlite3
+from collections.abc import Sequence
+from pathlib import Path
+
+from tasuki.wire.errors import InvalidArgument
+
 TABLES = """
 CREATE TABLE IF NOT EXISTS epochs (
     epoch INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -48,16 +54,6 @@ CREATE TABLE IF NOT EXISTS results (
     error_reason TEXT NOT NULL,
     error_message TEXT NOT NULL
 );
-CREATE TABLE IF NOT EXISTS movements (
-    id INTEGER NOT NULL REFERENCES stages,
-    kind TEXT NOT NULL,
-    tag TEXT NOT NULL,
-    status TEXT NOT NULL,
-    bytes INTEGER NOT NULL,
-    seconds REAL NOT NULL,
-    end_time REAL,
-    PRIMARY KEY (id, kind, tag, status)
-) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS fleets (
     id INTEGER PRIMARY KEY AUTOINCREMENT,
     name TEXT NOT NULL,
@@ -67,4 +63,16 @@ CREATE TABLE IF NOT EXISTS fleets (
 );
 CREATE INDEX IF NOT EXISTS stages_by_changeover ON stages (number);
 """
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+
+
+def check_version(db: sqlite3.Connection, path: Path, *, key: str, known: Sequence[int] = (SCHEMA_VERSION,)) -> None:
+    """Raises InvalidArgument for a journal of another version of tasuki. A new file has version 0."""
+    version = db.execute("PRAGMA user_version").fetchone()[0]
+    if version not in known:
+        raise InvalidArgument(
+            key,
+            f"{path} has schema version {version}, this build reads {SCHEMA_VERSION}; use the version of tasuki that wrote it, or "
+            "choose another folder",
+            version=version,
+        )

@@ -31,7 +31,6 @@ from tasuki.rpc.metric_names import (
     GPU_SECONDS,
     GPUS,
     MEMORY_MAPPED,
-    MEMORY_PENDING,
     MEMORY_STAYS,
     PHASE,
     SERVICE_UP,
@@ -142,29 +141,24 @@ class NodeMetrics:
         return up, phase, gpus
 
     def _memory_families(self) -> Iterable[Metric]:
-        names = MEMORY_MAPPED, MEMORY_PENDING, MEMORY_STAYS, DEVICE_FREE, DEVICE_TOTAL
-        mapped, moving, staying, free, total = (name.gauges() for name in names)
+        names = MEMORY_MAPPED, MEMORY_STAYS, DEVICE_FREE, DEVICE_TOTAL
+        mapped, staying, free, total = (name.gauges() for name in names)
         sizes: Counter[tuple[str, str, str]] = Counter()
         num_staying: Counter[tuple[str, str, str]] = Counter()
-        pending: Counter[tuple[str, str, str, str]] = Counter()
         devices: dict[str, tuple[int, int]] = {}
         for service, usage in self._usages.items():
             for tag in usage.tags:
                 sizes[service, tag.tag, tag.device] += tag.mapped_bytes
                 num_staying[service, tag.tag, tag.device] += tag.stays
-                if tag.pending is not None:
-                    pending[service, tag.tag, tag.device, tag.pending] += tag.pending_bytes
             devices |= {device.device: (device.free_bytes, device.total_bytes) for device in usage.devices}
         for key, size in sizes.items():
             mapped.add_metric(key, size)
         for key, num_ranks in num_staying.items():
             staying.add_metric(key, num_ranks)
-        for key, size in pending.items():
-            moving.add_metric(key, size)
         for device, (free_bytes, total_bytes) in devices.items():
             free.add_metric([device], free_bytes)
             total.add_metric([device], total_bytes)
-        return mapped, moving, staying, self._planned.family(self._node.state().at), free, total
+        return mapped, staying, self._planned.family(self._node.state().at), free, total
 
 
 def _whole_text(registry: CollectorRegistry, answers: Mapping[Service, bytes | None], own: Sequence[Metric]) -> bytes:

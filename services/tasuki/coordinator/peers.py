@@ -15,7 +15,6 @@ from tasuki.coordinator.phases import lost_weights, ring_position
 from tasuki.coordinator.records import Intent, Outcome
 from tasuki.memory.stages import RULES, Phase, Rpc, Service, Stage, Undo
 from tasuki.memory.tags import ServiceUsage
-from tasuki.rpc.movements import moved_by
 from tasuki.rpc.stages import named_tags, stage_from_proto, stage_to_proto
 from tasuki.rpc.usage import read_usage
 from tasuki.v1 import memory_pb2, metrics_pb2, rollout_pb2, trainer_pb2, types_pb2, weights_pb2
@@ -211,10 +210,12 @@ class GrpcPeers:
                 # LOAD_TRAINER is undone by OFFLOAD only to let an engine start on the trainer's GPUs.
                 makes_room = intent.is_undo and stage is Stage.OFFLOAD
                 pause = memory_pb2.PauseRequest(command=command, stage=number, tags=tags, makes_room=makes_room)
-                return _outcome(await _answer(service, memory.Pause(pause, timeout=self._timeout_s)))
+                answer = await _answer(service, memory.Pause(pause, timeout=self._timeout_s))
+                return Outcome(answer.released_bytes)
             case Rpc.RESUME:
                 resume = memory_pb2.ResumeRequest(command=command, stage=number, tags=tags)
-                return _outcome(await _answer(service, memory.Resume(resume, timeout=self._timeout_s)))
+                answer = await _answer(service, memory.Resume(resume, timeout=self._timeout_s))
+                return Outcome(answer.mapped_bytes)
 
     async def _publish(self, command: types_pb2.CommandId) -> Outcome:
         request = trainer_pb2.PublishWeightsRequest(command=command)
@@ -229,13 +230,8 @@ class GrpcPeers:
 
     async def _drain(self, command: types_pb2.CommandId) -> Outcome:
         request = rollout_pb2.DrainRequest(command=command, grace_ms=round(1000 * self._drain_grace_s))
-        answer = await _answer(Service.ROLLOUT, self._rollout.Drain(request, timeout=self._timeout_s + self._drain_grace_s))
-        return Outcome(answer.released_bytes)
-
-
-def _outcome(answer: memory_pb2.PauseResponse | memory_pb2.ResumeResponse) -> Outcome:
-    moved = moved_by([answer])
-    return Outcome(moved.num_bytes, begun=moved.begun, ended=moved.ended)
+        await _answer(Service.ROLLOUT, self._rollout.Drain(request, timeout=self._timeout_s + self._drain_grace_s))
+        return Outcome()
 
 
 async def _answer(service: Service, call: Awaitable[_Answer]) -> _Answer:

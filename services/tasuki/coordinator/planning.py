@@ -66,7 +66,6 @@ def plan_to_proto(planned: Plan, advice: Advice) -> pb.PlanResponse:
             pb.PlannedResidency(gpus=name, stays=stays, leaves=leaves) for name, stays, leaves in stay_and_leave(layout)
         ],
         expected_seconds=expected_seconds(planned),
-        expected_seconds_with_pool_and_growth={} if advice.faster is None else expected_seconds(advice.faster),
     )
     if is_gpu:
         response.gpu_bytes = layout.gpu_bytes

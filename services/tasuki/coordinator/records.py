@@ -7,7 +7,6 @@ from enum import StrEnum
 
 from tasuki.coordinator.phases import next_stage, phase_of
 from tasuki.memory.stages import Phase, Stage
-from tasuki.memory.tags import Movement
 
 
 class Status(StrEnum):
@@ -41,10 +40,6 @@ class Outcome:
     num_bytes: int = 0
     answer: bytes = b""
     policy_version: int | None = None
-    begun: tuple[Movement, ...] = ()
-    """Movements that continue after the stage."""
-    ended: tuple[Movement, ...] = ()
-    """Movements of earlier stages of the same service that have ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +54,6 @@ class StageEvent:
     num_bytes: int = 0
     error_reason: str = ""
     error_message: str = ""
-    begun: tuple[Movement, ...] = ()
-    ended: tuple[Movement, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

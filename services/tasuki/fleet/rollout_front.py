@@ -148,7 +148,6 @@ class RolloutFront(rollout_pb2_grpc.RolloutServiceServicer):
             num_samples=request.num_samples,
             sampling_params=request.sampling_params,
             first_prompt=request.first_prompt + part.prompts.start,
-            is_last=request.is_last,
         )
         try:
             async for response in RolloutServiceStub(node.rollout).Generate(share, timeout=timeout_s):

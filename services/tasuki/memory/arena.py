@@ -163,16 +163,6 @@ class Arena:
         """Sets what the next pauses keep."""
         self._call("set_policy", self.id, int(keep))
 
-    def set_idle(self, spans: Sequence[tuple[int, int]]) -> tuple[int, int]:
-        """Says which bytes nobody uses until the next call. Returns the bytes mapped and given back; none while the arena sleeps.
-
-        Chunks that hold nothing else go, and do not come with a resume; chunks that are needed again come. spans: address and bytes of
-        parts of this arena. Raises OutOfGpuMemory with every page as it was; InvalidArgument where a pause keeps something.
-        """
-        described = numbers([number for span in spans for number in span])
-        mapped, given_back = self._call("set_idle", self.id, described, len(spans), num_outs=2)
-        return mapped, given_back
-
     def reserve_host(self, max_bytes: int, *, total_bytes: int = 0) -> int:
         """Pins at most `max_bytes` of the host memory that a pause copies to. Returns what is still to be pinned; 0 where nothing is kept.
 

@@ -16,8 +16,6 @@ _MIN_CHUNK, _MAX_CHUNK, _GROWTH_PART = 64 * _MIB, 1024 * _MIB, 8
 _CPU_MIN_CHUNK, _CPU_MAX_CHUNK, CPU_MIN_TENSOR = 2 * _MIB, 64 * _MIB, 2048
 ALIGNMENT = 256
 """Alignment of tensors that share a buffer, in bytes."""
-GROWING_CHUNK_BYTES = {"cpu": 4 * _MIB, "cuda": 128 * _MIB}
-"""Chunk size of a growing KV cache: several chunks per layer, so the first slots of each layer map only their own."""
 
 
 def rounded_up(num_bytes: int, step: int) -> int:

@@ -52,7 +52,6 @@ _SIGNATURES: dict[str, list[Any]] = {
     "tasuki_allocate": [_U64, _U64, _POINTER],
     "tasuki_free": [_POINTER],
     "tasuki_freeze": [_POINTER, _U64, _POINTER],
-    "tasuki_set_idle": [_U64, _POINTER, ctypes.c_size_t, _POINTER, _POINTER],
     "tasuki_reserve_host": [_U64, _U64, _U64, _POINTER],
     "tasuki_set_policy": [_U64, ctypes.c_uint32],
     "tasuki_pause": [_POINTER, ctypes.c_size_t, ctypes.c_int, _POINTER],

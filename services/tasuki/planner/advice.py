@@ -13,11 +13,7 @@ from tasuki.planner.changes import changes
 from tasuki.planner.kv_ratio import largest_kv_ratio, plan_again
 from tasuki.planner.layout import TAGS, Layout, Part, Strategy, gb
 from tasuki.planner.plan import TRAINER_TAGS, Plan, plan
-from tasuki.planner.residency import decided_again
 from tasuki.planner.seconds import expected_seconds, stages_to
-
-_FEWER_S = 0.1
-"""Seconds of a round that make another setting worth a line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +39,6 @@ class Advice:
     """Largest ratio, in hundredths, at which everything fits; None if none."""
     ladder: tuple[Rung, ...]
     """Changes that help, in the order to try them, up to the one that makes it fit; empty if it already fits."""
-    faster: Plan | None
-    """The plan with `memory.pool` and `rollout.kv_growth`, if changeovers are then expected to be faster."""
 
     @property
     def solves(self) -> bool:
@@ -58,14 +52,7 @@ def advise(planned: Plan) -> Advice:
         must_leave=smallest_sleeping(replace(layout, staying=None)),
         max_kv_ratio=largest_kv_ratio(layout),
         ladder=() if planned.fits else climb(planned),
-        faster=with_pool_and_growth(planned) if planned.fits else None,
     )
-
-
-def faster_changeovers(faster: Plan) -> str:
-    """Sentence for a user about a plan of `with_pool_and_growth`."""
-    there, back = changeovers_ms(faster)
-    return f"With memory.pool = true and rollout.kv_growth = true: to ROLLOUT about {there}, to TRAIN about {back}"
 
 
 def changeovers_ms(planned: Plan) -> tuple[str, str]:
@@ -73,19 +60,6 @@ def changeovers_ms(planned: Plan) -> tuple[str, str]:
     seconds = expected_seconds(planned)
     there, back = (sum(seconds[stage] for stage in stages_to(phase)) for phase in (Phase.ROLLOUT, Phase.TRAIN))
     return f"{1000 * there:.0f} ms", f"{1000 * back:.0f} ms"
-
-
-def with_pool_and_growth(planned: Plan) -> Plan | None:
-    """Plans with `memory.pool` and `rollout.kv_growth`. None if either is impossible, or a round of two changeovers takes hardly less."""
-    layout, seconds = planned.layout, expected_seconds(planned)
-    if not seconds or not layout.may_have_pool or layout.draft_tokens:
-        return None
-    tried = replace(layout, has_pool=True, grows_kv=True)
-    # Otherwise the configuration says what stays.
-    is_decided = decided_again(layout) == layout
-    changed = plan_again(tried) if is_decided else plan(tried)
-    fewer_s = sum(seconds.values()) - sum(expected_seconds(changed).values())
-    return changed if changed.fits and fewer_s > _FEWER_S else None
 
 
 def problems(planned: Plan) -> list[str]:

@@ -175,8 +175,6 @@ class Layout:
     """Tokens in a replica's KV cache; by default what `kv_ratio` leaves, which on a GPU is also the maximum."""
     kv_tokens_key: str = "rollout.kv_tokens"
     """Key of the configuration that sets them."""
-    grows_kv: bool = False
-    """Whether the KV cache is mapped as requests need it, and the trainer's state is copied to the host after OFFLOAD, at need."""
     has_pool: bool = False
     """Whether memory passes from trainer to engine and back without being released and created."""
     may_have_pool: bool = True

@@ -127,7 +127,6 @@ def _as_configured(config: NodeConfig, model: ModelShape, *, gpu_bytes: int, hos
         kv_ratio=rollout.kv_ratio,
         kv_tokens=planned_tokens(config, context_length=rollout.context_length or model.context_length),
         kv_tokens_key=tokens_key(config),
-        grows_kv=rollout.kv_growth,
         has_pool=config.memory.pool,
         budget_bytes=config.memory.host_budget_bytes,
         may_have_pool=config.trainer.export_handles != "ipc" and not config.shares_base,

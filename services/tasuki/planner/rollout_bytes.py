@@ -60,7 +60,7 @@ def kv_pool(layout: Layout, *, taken_bytes: int) -> KvPool:
         buffer = (most + _CONTEXT_SLACK + 1) * each // num_buffers
         # SGLang's table of every request's slots.
         table = (layout.max_running_requests + 1) * (layout.longest_sequence + _CONTEXT_SLACK + 4) * 4
-        return KvPool(most, tag_bytes(layout, (table, *(buffer,) * num_buffers), grows=layout.grows_kv))
+        return KvPool(most, tag_bytes(layout, (table, *(buffer,) * num_buffers)))
     pool = int((layout.gpu_bytes - taken_bytes) * layout.kv_ratio) - engine_weights(layout)
     num_tokens = max(0, pool) // each
     if most is not None:

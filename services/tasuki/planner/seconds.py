@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tasuki.memory.granularity import GROWING_CHUNK_BYTES
-from tasuki.memory.pool import GPU_CHUNK_BYTES
 from tasuki.memory.stages import HOLDS, RING, Phase, Stage
 from tasuki.planner.layout import GB, Layout, Part, Strategy
 from tasuki.planner.plan import Plan, Sizes, sizes_of
@@ -25,7 +23,6 @@ _READ = 1 / (2000 * GB)  # on the same GPU
 # Seconds independent of bytes.
 _COMMAND = 3e-3
 _SYNC = 4e-3
-_PIECE = 0.06e-3  # one layer's keys or values of a growing cache, beside what is mapped
 _RENEW = 45e-3  # without a pool what left is published under other handles: every engine rank imports them again
 _COPIED = (Part.TRAINER_WEIGHTS, Part.OPTIMIZER)
 
@@ -84,16 +81,12 @@ def _on_gpu(layout: Layout, sizes: Sizes, index: int) -> Mapping[Stage, float]:
     made = 0 if layout.export_stays else trainer.get(Part.EXPORT, 0)
     renewed_s = 0.0 if layout.export_stays or layout.has_pool else _RENEW
     make, release = (_MAP, _UNMAP) if layout.has_pool else (_MAKE, _RELEASE)
-    if layout.grows_kv:
-        # Copies, and what they release, follow the stage.
-        released, copied = released - sum(size for part, size in left.items() if part in _COPIED), 0
-    woken, pieces = _woken_cache(layout, cache)
     return {
         Stage.LOAD_WEIGHTS: 2 * _COMMAND + emptied * release + made * make + (export * _PUBLISH if trainer else 0.0),
         Stage.RESUME_WEIGHTS: _COMMAND + weights * make,
         Stage.SYNC: _SYNC + renewed_s + (_sync_seconds(layout, near, far) if engine else 0.0),
         Stage.OFFLOAD: _COMMAND + (released - emptied) * release + copied * _COPY,
-        Stage.RESUME_KV: _COMMAND + pieces * _PIECE + woken * make,
+        Stage.RESUME_KV: _COMMAND + cache * make,
         Stage.DRAIN: _COMMAND,
         Stage.PAUSE_KV: _COMMAND + cache * release,
         Stage.PAUSE_WEIGHTS: _COMMAND + weights * release,
@@ -105,13 +98,3 @@ def _on_gpu(layout: Layout, sizes: Sizes, index: int) -> Mapping[Stage, float]:
 def _sync_seconds(layout: Layout, near: float, far: float) -> float:
     """near, far: bytes of the engine's weights that are published on its own GPU and on others."""
     return near * _READ + far * _PULL
-
-
-def _woken_cache(layout: Layout, cache_bytes: int) -> tuple[int, int]:
-    """Bytes of the KV cache that RESUME_KV maps, and the number of separate pieces: of a growing one, a chunk of each layer's keys and
-    values."""
-    if not layout.grows_kv or not cache_bytes:
-        return cache_bytes, 0
-    pieces = 2 * layout.model.num_layers
-    chunk = GPU_CHUNK_BYTES if layout.has_pool else GROWING_CHUNK_BYTES["cuda"]
-    return min(cache_bytes, pieces * chunk), pieces

@@ -8,6 +8,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import suppress
 from multiprocessing.context import ForkProcess, SpawnProcess
 from types import FrameType
 from typing import Any, cast
@@ -22,7 +23,6 @@ from tasuki.config.schema import NodeConfig
 from tasuki.rollout.arguments import ADAPTER_ID, engine_arguments
 from tasuki.rollout.generate import CUT, Completion, EngineRequest
 from tasuki.rollout.intake import AT_ONCE, Answer, Call, Intake
-from tasuki.rollout.kv_demand import SPARE_PAGES
 from tasuki.rollout.model import ModelFacts, check_capacity
 from tasuki.rollout.rank_commands import COMMAND_LOADER, command_tensors
 from tasuki.rollout.rank_report import RankReport
@@ -54,10 +54,6 @@ class RolloutEngine:
         self.num_replicas = len(engine.launches)
         self.num_finished = 0
         self.num_cut = 0
-        self.on_given: Callable[[int], None] = _ignore_number
-        """Called with the KV tokens that submitted requests may take."""
-        self.on_ended: Callable[[int], None] = _ignore_number
-        """Called when a request has ended and none waits to be submitted, with the number of those that are left."""
         self._engine = engine
         self._requests: Any = engine.tokenizer_manager
         self._requests.auto_create_handle_loop()
@@ -69,6 +65,7 @@ class RolloutEngine:
         # Queue as many requests in the schedulers as can run, so that these never wait for the event loop.
         self._most_requests = AT_ONCE + 2 * sum(report["max_running_requests"] for report in reports[:: self.tp_size])
         self._intake = Intake(self._submit, room=self._room)
+        self._idle = asyncio.Event()
 
     @property
     def num_running(self) -> int:
@@ -79,6 +76,12 @@ class RolloutEngine:
     def num_waiting(self) -> int:
         """Requests not yet submitted."""
         return self._intake.num_waiting
+
+    async def become_idle(self, *, timeout_s: float) -> None:
+        """Returns when the last running request ends, or after `timeout_s`."""
+        self._idle.clear()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
 
     async def generate(
         self, requests: Iterator[EngineRequest], *, num_requests: int, prefix: str
@@ -127,7 +130,6 @@ class RolloutEngine:
                     for one in map(batch.__getitem__, range(len(requests)))
                 ],
             )
-            self.on_given(sum(self._most_tokens(request) for request in requests))
         except Exception as error:
             manager._discard_pending_req_states(batch)
             raise InternalError(f"SGLang refused requests that had passed our checks: {error}") from error
@@ -142,11 +144,6 @@ class RolloutEngine:
                 with self._sockets.only(replica):
                     self._requests._send_batch_request(tokenized[share.start : share.stop])
 
-    def _most_tokens(self, request: EngineRequest) -> int:
-        """KV cache tokens that a request may take."""
-        new_tokens = cast(int, request.sampling["max_new_tokens"])
-        return len(request.token_ids) + new_tokens + SPARE_PAGES * self.reports[0]["page_size"]
-
     def cut_all(self) -> None:
         """Ends every request with the tokens it has so far."""
         self.num_cut += self._intake.cut()
@@ -158,8 +155,8 @@ class RolloutEngine:
         self.num_cut += is_cut
         self.num_finished += not is_cut
         self._intake.notice_room()
-        if not self.num_waiting:
-            self.on_ended(len(self._requests.rid_to_state))
+        if not self.num_running:
+            self._idle.set()
 
     def _room(self) -> int:
         """Number of further requests that keep the engine busy without only lengthening its queue."""
@@ -290,9 +287,6 @@ class _EmbeddedEngine(Engine):
         cls, **_: Any
     ) -> tuple[list[SpawnProcess], list[str]]:
         return [], []
-
-
-def _ignore_number(number: int) -> None: ...
 
 
 def _ignore_death() -> None: ...

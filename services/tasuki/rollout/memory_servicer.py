@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable
-from functools import partial
 
 import grpc
 import grpc.aio
@@ -12,7 +11,6 @@ from tasuki.memory.stages import Service
 from tasuki.rollout.rollout import Rollout
 from tasuki.rpc.commands import CommandGate
 from tasuki.rpc.deadlines import remaining_s
-from tasuki.rpc.movements import pause_response, resume_response
 from tasuki.rpc.stages import decode_move
 from tasuki.rpc.usage import USAGE_TIMEOUT_S, watch_usage
 from tasuki.v1 import memory_pb2, memory_pb2_grpc
@@ -26,13 +24,21 @@ class RolloutMemoryServicer(memory_pb2_grpc.MemoryServiceServicer):
 
     async def Pause(self, request: memory_pb2.PauseRequest, context: grpc.aio.ServicerContext) -> memory_pb2.PauseResponse:
         stage, tags = decode_move(request, Service.ROLLOUT)
-        pause = partial(self._rollout.pause, stage, tags, timeout_s=remaining_s(context))
-        return pause_response(await self._gate.stage(request, pause))
+        timeout_s = remaining_s(context)
+
+        async def pause() -> memory_pb2.PauseResponse:
+            return memory_pb2.PauseResponse(released_bytes=await self._rollout.pause(stage, tags, timeout_s=timeout_s))
+
+        return await self._gate.stage(request, pause)
 
     async def Resume(self, request: memory_pb2.ResumeRequest, context: grpc.aio.ServicerContext) -> memory_pb2.ResumeResponse:
         stage, tags = decode_move(request, Service.ROLLOUT)
-        resume = partial(self._rollout.resume, stage, tags, timeout_s=remaining_s(context))
-        return resume_response(await self._gate.stage(request, resume))
+        timeout_s = remaining_s(context)
+
+        async def resume() -> memory_pb2.ResumeResponse:
+            return memory_pb2.ResumeResponse(mapped_bytes=await self._rollout.resume(stage, tags, timeout_s=timeout_s))
+
+        return await self._gate.stage(request, resume)
 
     async def GetUsage(
         self, request: memory_pb2.GetUsageRequest, context: grpc.aio.ServicerContext

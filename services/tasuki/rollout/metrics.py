@@ -14,7 +14,6 @@ from tasuki.rollout.rank_calls import RankCalls
 from tasuki.rpc.gpu_seconds import GpuSeconds
 from tasuki.rpc.metric_names import (
     KV_CAPACITY,
-    KV_SERVED,
     KV_TOKENS,
     POLICY_VERSION,
     QUEUED_REQUESTS,
@@ -76,19 +75,16 @@ class EngineLoad(Collector):
                 self._replicas = None
 
     def describe(self) -> Iterable[GaugeMetricFamily]:
-        return [
-            name.gauges() for name in (RUNNING_REQUESTS, QUEUED_REQUESTS, KV_TOKENS, KV_SERVED, KV_CAPACITY, POLICY_VERSION)
-        ]
+        return [name.gauges() for name in (RUNNING_REQUESTS, QUEUED_REQUESTS, KV_TOKENS, KV_CAPACITY, POLICY_VERSION)]
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
-        running, queued, kv_tokens, kv_served, capacity, version = self.describe()
+        running, queued, kv_tokens, capacity, version = self.describe()
         capacity.add_metric([], self._capacity_tokens)
         if self._replicas is not None:
             running.add_metric([], sum(replica.num_running for replica in self._replicas))
             queued.add_metric([], self._num_waiting() + sum(replica.num_queued for replica in self._replicas))
             kv_tokens.add_metric([], sum(replica.num_kv_tokens for replica in self._replicas))
-            kv_served.add_metric([], sum(replica.num_served_kv_tokens for replica in self._replicas))
         served = self._policy_version()
         if served is not None:
             version.add_metric([], served)
-        return running, queued, kv_tokens, kv_served, capacity, version
+        return running, queued, kv_tokens, capacity, version

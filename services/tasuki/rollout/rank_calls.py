@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from tasuki.memory.tags import MemoryTag, Moved
-from tasuki.rpc.movements import moved_by
+from tasuki.memory.tags import MemoryTag
 from tasuki.rpc.ranks import RankFront
 from tasuki.rpc.usage import TAG_VALUES, joined
 from tasuki.v1 import memory_pb2, ranks_pb2
@@ -40,16 +39,9 @@ class RankCalls(RankFront[ranks_pb2.EngineRankCommand, ranks_pb2.EngineRankResul
     next one waits for its end.
     """
 
-    def __init__(
-        self,
-        engine: CommandedEngine,
-        *,
-        socket_dir: Path,
-        staying: frozenset[MemoryTag] = frozenset(),
-        growth_timeout_s: float = 600.0,
-    ) -> None:
-        """staying: tags that the ranks do not release. growth_timeout_s: for one command to a growing KV cache."""
-        self._engine, self._staying, self._growth_timeout_s = engine, staying, growth_timeout_s
+    def __init__(self, engine: CommandedEngine, *, socket_dir: Path, staying: frozenset[MemoryTag] = frozenset()) -> None:
+        """staying: tags that the ranks do not release."""
+        self._engine, self._staying = engine, staying
         self._awake = {MemoryTag.WEIGHTS, MemoryTag.KV_CACHE}
         self._running: asyncio.Future[None] | None = None
         path = socket_dir / "rollout-ranks.sock"
@@ -108,8 +100,8 @@ class RankCalls(RankFront[ranks_pb2.EngineRankCommand, ranks_pb2.EngineRankResul
         self._awake -= set(tags) - self._staying
         return sum(result.pause.released_bytes for result in results)
 
-    async def resume(self, tags: Sequence[MemoryTag], *, timeout_s: float) -> Moved:
-        """Takes pages for `tags` at the same addresses, on all ranks.
+    async def resume(self, tags: Sequence[MemoryTag], *, timeout_s: float) -> int:
+        """Takes pages for `tags` at the same addresses, on all ranks. Returns the bytes mapped over all ranks.
 
         Raises OutOfGpuMemory when a rank has no room; then what slept before sleeps on every rank. After any other error the memory's
         state is unknown.
@@ -121,19 +113,7 @@ class RankCalls(RankFront[ranks_pb2.EngineRankCommand, ranks_pb2.EngineRankResul
             await self.pause([tag for tag in tags if tag not in self._awake], timeout_s=timeout_s)
             raise
         self._awake |= set(tags)
-        return moved_by([result.resume for result in results])
-
-    async def grow_cache(self) -> Sequence[ranks_pb2.CacheResult]:
-        """Maps and serves the KV cache that requests may need, as far as there is room."""
-        command = ranks_pb2.EngineRankCommand(grow_cache=ranks_pb2.GrowCacheCommand())
-        results = await self.call(command, timeout_s=self._growth_timeout_s)
-        return [result.grow_cache for result in results]
-
-    async def shrink_cache(self) -> Sequence[ranks_pb2.CacheResult]:
-        """Gives back the KV cache that no request can need, and cached prefixes with it."""
-        command = ranks_pb2.EngineRankCommand(shrink_cache=ranks_pb2.ShrinkCacheCommand())
-        results = await self.call(command, timeout_s=self._growth_timeout_s)
-        return [result.shrink_cache for result in results]
+        return sum(result.resume.mapped_bytes for result in results)
 
     async def usage(self, request: memory_pb2.GetUsageRequest, *, timeout_s: float) -> memory_pb2.GetUsageResponse:
         """Memory usage as every rank reports it. Raises DeadlineExceeded when they are busy for longer."""

@@ -7,11 +7,10 @@ also connects the rank's line to the front, on which most commands come directly
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, replace
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -20,7 +19,7 @@ from tasuki.memory.allocator import NativeAllocator
 from tasuki.memory.arena import ArenaState
 from tasuki.memory.device_usage import device_usage
 from tasuki.memory.pool import pool_usage
-from tasuki.memory.tags import MemoryTag, Moved, Movement, MovementKind, TagUsage
+from tasuki.memory.tags import MemoryTag, TagUsage
 from tasuki.rollout.engine_lock import EngineLock
 from tasuki.rollout.kept_content import KeptContent, Span, span_of, without
 from tasuki.rollout.rank_line import RankLine
@@ -28,16 +27,12 @@ from tasuki.rollout.receive import Received, WeightReceiver
 from tasuki.rollout.record import EngineModel
 from tasuki.rpc.failpoints import Failpoints
 from tasuki.rpc.heartbeat import Heartbeat
-from tasuki.rpc.movements import resume_response
 from tasuki.rpc.ranks import CommandRunner, Handlers
-from tasuki.rpc.usage import TAG_VALUES, TAGS, usage_response
+from tasuki.rpc.usage import TAGS, usage_response
 from tasuki.transport.shared_base import SharedBase
 from tasuki.transport.verify import HeldSlice
 from tasuki.v1 import memory_pb2, ranks_pb2, types_pb2
-from tasuki.wire.errors import Busy, InvalidArgument
-
-if TYPE_CHECKING:
-    from tasuki.rollout.growing_cache import GrowingCache
+from tasuki.wire.errors import Busy
 
 # Beside the cache itself SGLang keeps tables of its layers' addresses in the same region.
 _MAX_CACHE_TABLE_BYTES = 64 * 1024
@@ -47,16 +42,11 @@ COMMAND_LOADER = "tasuki.rollout.rank_commands.run_command"
 """Name under which SGLang finds `run_command`."""
 
 
-def rank_allocator(device: str, *, chunk_bytes: Mapping[MemoryTag, int] = MappingProxyType({})) -> NativeAllocator:
-    """Arenas for what an engine rank holds; nothing is kept by the arenas themselves. device: "cpu" or "cuda:<number>".
-
-    chunk_bytes: size of a tag's chunks, where it is not the default.
-    """
+def rank_allocator(device: str) -> NativeAllocator:
+    """Arenas for what an engine rank holds; nothing is kept by the arenas themselves. device: "cpu" or "cuda:<number>"."""
     tags = [MemoryTag.WEIGHTS, MemoryTag.KV_CACHE]
     # On a CPU nothing is captured.
-    return NativeAllocator(
-        tags=tags if device == "cpu" else [*tags, MemoryTag.CUDA_GRAPH], device=device, chunk_bytes=chunk_bytes
-    )
+    return NativeAllocator(tags=tags if device == "cpu" else [*tags, MemoryTag.CUDA_GRAPH], device=device)
 
 
 class RankMemory:
@@ -64,7 +54,7 @@ class RankMemory:
 
     scheduler: SGLang's, or None for a model without an engine. Its map from requests to cache slots lies in the cache's region, and must
     never hold slots that do not exist.
-    staying: tags that never sleep, whatever is asked. cache: where a resume of the KV cache takes only the least of it.
+    staying: tags that never sleep, whatever is asked.
     base: holds the parameters where the trainer reads them too; counted here alone.
     """
 
@@ -75,10 +65,9 @@ class RankMemory:
         *,
         scheduler: Any = None,
         staying: frozenset[MemoryTag] = frozenset(),
-        cache: GrowingCache | None = None,
         base: SharedBase | None = None,
     ) -> None:
-        self._cache, self._base_bytes = cache, 0 if base is None else base.num_bytes
+        self._base_bytes = 0 if base is None else base.num_bytes
         self._allocator, self._model, self._scheduler, self._staying = allocator, model, scheduler, staying
         # New memory of a host is zeros; what a pool lends, or a GPU gives, holds what was there before.
         self._is_zeroed = allocator.device == "cpu" and pool_usage("cpu") is None
@@ -103,8 +92,6 @@ class RankMemory:
         """Takes pages at the same addresses. Raises OutOfGpuMemory with every tag still asleep."""
         tags = self._all_of(request.tags)
         woken = [tag for tag in tags if self._is_paused(tag)]
-        if MemoryTag.KV_CACHE in woken and self._cache is not None:
-            self._cache.reset()
         mapped = self._allocator.resume(tags)
         for tag in woken:
             if tag in self._kept:
@@ -113,11 +100,7 @@ class RankMemory:
             self._scheduler.req_to_token_pool.req_to_token.zero_()
         if woken and self._allocator.device != "cpu":
             torch.cuda.synchronize(self._allocator.device)
-        begun: tuple[Movement, ...] = ()
-        # A cache that stays grows as well.
-        if TAG_VALUES[MemoryTag.KV_CACHE] in request.tags and self._cache is not None:
-            begun = (Movement(MovementKind.GROW, MemoryTag.KV_CACHE, self._pending_bytes()),)
-        return resume_response(Moved(mapped, begun))
+        return memory_pb2.ResumeResponse(mapped_bytes=mapped)
 
     def usage(self) -> list[TagUsage]:
         return [
@@ -127,16 +110,9 @@ class RankMemory:
                 total_bytes=usage.total_bytes + self._outside(usage.tag),
                 host_copy_bytes=usage.host_copy_bytes + (self._kept[usage.tag].host_bytes if usage.tag in self._kept else 0),
                 stays=usage.tag in self._staying,
-                following_bytes=self._cache.following_bytes if self._cache and usage.tag is MemoryTag.KV_CACHE else 0,
-                pending_bytes=self._pending_bytes() if usage.tag is MemoryTag.KV_CACHE and not usage.is_paused else 0,
             )
             for usage in self._allocator.usage()
         ]
-
-    def _pending_bytes(self) -> int:
-        """Bytes of the KV cache that are not mapped yet; 0 if it does not grow."""
-        usage = self._allocator.arena(MemoryTag.KV_CACHE).usage()
-        return 0 if self._cache is None else usage.total_bytes - usage.mapped_bytes
 
     def _outside(self, tag: MemoryTag) -> int:
         """Bytes of a tag that are in no arena."""
@@ -161,8 +137,7 @@ class RankMemory:
     def _find_spans_to_keep(self, tag: MemoryTag) -> list[Span]:
         blocks = self._allocator.blocks(tag)
         if tag is MemoryTag.KV_CACHE:
-            rows = () if self._cache is None else self._cache.addresses
-            return [span for span in blocks if span[1] <= _MAX_CACHE_TABLE_BYTES and span[0] not in rows]
+            return [span for span in blocks if span[1] <= _MAX_CACHE_TABLE_BYTES]
         return without(blocks, [span_of(parameter.data) for _, parameter in self._model.named_parameters()])
 
 
@@ -171,8 +146,8 @@ class EngineRank:
 
     rank: index among all engine ranks, which names the process. scheduler: SGLang's, or None for a model without an engine.
     lock: the scheduler's, which it releases while it waits.
-    adapter: what is received in the place of the model, which then stays as it was loaded. staying: tags that never sleep. cache: the
-    scheduler's KV cache where it grows. base: holds the model where the trainer reads it too.
+    adapter: what is received in the place of the model, which then stays as it was loaded. staying: tags that never sleep. base:
+    holds the model where the trainer reads it too.
     """
 
     def __init__(
@@ -185,24 +160,20 @@ class EngineRank:
         lock: EngineLock | None = None,
         adapter: EngineModel | None = None,
         staying: frozenset[MemoryTag] = frozenset(),
-        cache: GrowingCache | None = None,
         base: SharedBase | None = None,
     ) -> None:
         self.rank = rank
-        self._cache = cache
         self._lock = EngineLock() if lock is None else lock
         self._layout: tuple[Sequence[HeldSlice], bytes] = (), b""
         self.receiver = WeightReceiver(model if adapter is None else adapter)
         self._allocator, self._scheduler = allocator, scheduler
-        self.memory = RankMemory(allocator, model, scheduler=scheduler, staying=staying, cache=cache, base=base)
+        self.memory = RankMemory(allocator, model, scheduler=scheduler, staying=staying, base=base)
         handlers: Handlers = {
             "receive": self._receive,
             "pause": self.memory.pause,
             "resume": self.memory.resume,
             "get_usage": self._usage,
             "get_load": self._load,
-            "grow_cache": self._grow_cache,
-            "shrink_cache": self._shrink_cache,
         }
         self.commands = CommandRunner(ranks_pb2.EngineRankResult, handlers, rank)
 
@@ -244,28 +215,6 @@ class EngineRank:
             )
         return result
 
-    def _grow_cache(self, _: ranks_pb2.GrowCacheCommand) -> ranks_pb2.CacheResult:
-        return self._cache_result(ranks_pb2.CacheResult(**asdict(self._growing().grow(self._reached))))
-
-    def _shrink_cache(self, _: ranks_pb2.ShrinkCacheCommand) -> ranks_pb2.CacheResult:
-        return self._cache_result(ranks_pb2.CacheResult(released_bytes=self._growing().shrink(self._reached)))
-
-    def _reached(self, point: str) -> None:
-        """Triggers failpoints and reports progress of a command."""
-        self.commands.failpoints.hit(point)
-        if self.commands.heartbeat is not None:
-            self.commands.heartbeat.progressed()
-
-    def _growing(self) -> GrowingCache:
-        if self._cache is None:
-            raise InvalidArgument("rollout.kv_growth", "is false: this engine's KV cache is mapped as a whole")
-        return self._cache
-
-    def _cache_result(self, moved: ranks_pb2.CacheResult) -> ranks_pb2.CacheResult:
-        """The bytes moved by a command, and the cache's state after it."""
-        moved.MergeFrom(ranks_pb2.CacheResult(**asdict(self._growing().extent())))
-        return moved
-
     def _usage(self, request: memory_pb2.GetUsageRequest) -> memory_pb2.GetUsageResponse:
         device = device_usage(self._allocator.device, self.rank, skip_torch_cache=request.skip_torch_cache)
         return usage_response(self.memory.usage(), device)
@@ -279,7 +228,6 @@ class EngineRank:
             num_running=len(scheduler.running_batch.reqs),
             num_queued=len(scheduler.waiting_queue),
             num_kv_tokens=max(0, num_kv_tokens),
-            num_served_kv_tokens=scheduler.max_total_num_tokens if self._cache is None else self._cache.extent().served_tokens,
         )
 
 

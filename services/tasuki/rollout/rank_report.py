@@ -24,7 +24,6 @@ class RankReport(TypedDict, total=False):
     max_running_requests: int
     weight_bytes: int
     kv_cache_bytes: int
-    page_size: int
     start_seconds: dict[str, float]
     plan_problem: str
 

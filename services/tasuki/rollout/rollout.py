@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tasuki.memory.room_signal import RoomSignal
 from tasuki.memory.stages import START, Stage
-from tasuki.memory.tags import MemoryTag, Moved, Movement
+from tasuki.memory.tags import MemoryTag
 from tasuki.rollout.generate import (
     EngineRequest,
     Sample,
@@ -25,7 +23,6 @@ from tasuki.rollout.generate import (
     question,
     sampling_of,
 )
-from tasuki.rollout.kv_growth import KvGrowth
 from tasuki.rollout.rank_calls import RankCalls
 from tasuki.rollout.seeds import CallNumbers, sample_seed
 from tasuki.rollout.stages import check_idle, check_stage, is_serving
@@ -49,7 +46,7 @@ if TYPE_CHECKING:
     from tasuki.rollout.engine import RolloutEngine
 
 _log = logging.getLogger(__name__)
-_DRAIN_POLL_S = 0.05
+_CUT_AGAIN_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +55,11 @@ class Drained:
 
     num_finished: int
     num_cut: int
-    released_bytes: int
-    """For a growing KV cache, over all ranks."""
 
 
 class Rollout:
     """One engine, the version of its weights, its memory, and the service's place in the ring.
 
-    growth_stall_s: for a growing KV cache, time until growth counts as stalled; None if RESUME_KV maps all of it. room: requested while
-    such a cache lacks memory, and offered once it has shrunk.
     calls, seed: for the seeds of samples whose request gives none. on_serving: called when generation opens or closes. on_poison: called
     when the engine's memory can no longer be trusted.
     """
@@ -81,24 +74,12 @@ class Rollout:
         seed: int,
         on_serving: Callable[[bool], Awaitable[None]],
         on_poison: Callable[[], None],
-        growth_stall_s: float | None = None,
-        room: RoomSignal | None = None,
     ) -> None:
         self.boot_id = uuid.uuid4().hex
         self.engine = engine
         self.stage: Stage | None = None
         self.poison_reason: str | None = None
         self.ranks = ranks
-        self.growth: KvGrowth | None = None
-        if growth_stall_s is not None and room is not None:
-            self.growth = KvGrowth(
-                ranks,
-                tp_size=engine.tp_size,
-                stall_s=growth_stall_s,
-                room=room,
-                on_failure=lambda error: self._poison(Stage.RESUME_KV, error),
-            )
-            engine.on_given, engine.on_ended = self.growth.expect, self.growth.ended
         self._sync = sync
         self._on_serving, self._on_poison = on_serving, on_poison
         self._calls, self._rollout_seed = calls, seed
@@ -126,40 +107,35 @@ class Rollout:
         await self._on_serving(False)
         _log.info("event=asleep released_bytes=%d", released)
 
-    async def resume(self, stage: Stage, tags: list[MemoryTag], *, timeout_s: float) -> Moved:
-        """Runs RESUME_WEIGHTS or RESUME_KV; the latter commits the received version and serves it.
+    async def resume(self, stage: Stage, tags: list[MemoryTag], *, timeout_s: float) -> int:
+        """Runs RESUME_WEIGHTS or RESUME_KV; the latter commits the received version and serves it. Returns the bytes mapped.
 
         Raises OutOfGpuMemory with everything unchanged.
         """
         check_stage(stage, after=self.stage, poison_reason=self.poison_reason)
         with self._poisoning(stage, unless=OutOfGpuMemory):
-            moved = await self.ranks.resume(tags, timeout_s=timeout_s)
-            if is_serving(stage) and self.growth is not None:
-                await self.growth.begin()
+            mapped = await self.ranks.resume(tags, timeout_s=timeout_s)
         self.stage = stage
         if is_serving(stage):
             self._highest_served = self._held_version
             self._calls.begin_version(self._held_version)
             await self._open()
-        _log.info("event=stage stage=%s mapped_bytes=%d policy_version=%s", stage, moved.num_bytes, self._held_version)
-        return replace(moved, ended=self._ended())
+        _log.info("event=stage stage=%s mapped_bytes=%d policy_version=%s", stage, mapped, self._held_version)
+        return mapped
 
-    async def pause(self, stage: Stage, tags: list[MemoryTag], *, timeout_s: float) -> Moved:
-        """Runs PAUSE_KV, which evicts cached prefixes, or PAUSE_WEIGHTS, after which no version is held."""
+    async def pause(self, stage: Stage, tags: list[MemoryTag], *, timeout_s: float) -> int:
+        """Runs PAUSE_KV, which evicts cached prefixes, or PAUSE_WEIGHTS, after which no version is held. Returns the bytes released."""
         check_stage(stage, after=self.stage, poison_reason=self.poison_reason)
         if self.poison_reason is None:
             check_idle(stage, num_running=self.num_running)
         await self._close()
-        await self._stop_growth()
         with self._poisoning(stage):
             released = await self.ranks.pause(tags, timeout_s=timeout_s)
-        if stage is Stage.PAUSE_KV and self.growth is not None:
-            self.growth.forget()
         if stage is Stage.PAUSE_WEIGHTS:
             self._held_version = None
         self.stage = stage
         _log.info("event=stage stage=%s released_bytes=%d", stage, released)
-        return Moved(released, ended=self._ended())
+        return released
 
     async def receive(self, weights: weights_pb2.PublishedWeights, *, timeout_s: float) -> SyncReport:
         """Runs SYNC. A refusal before any write changes nothing; any other failure poisons the engine."""
@@ -189,35 +165,24 @@ class Rollout:
     async def drain(self, *, grace_s: float, timeout_s: float) -> Drained:
         """Runs DRAIN: refuses new requests, lets running samples finish for `grace_s`, then cuts the rest.
 
-        A growing KV cache releases what the last samples cannot need. If the engine does not release them within `timeout_s`, raises
-        DeadlineExceeded and poisons the engine.
+        If the engine does not release them within `timeout_s`, raises DeadlineExceeded and poisons the engine.
         """
         check_stage(Stage.DRAIN, after=self.stage, poison_reason=self.poison_reason)
         await self._close()
-        await self._stop_growth()
         finished, cut = self.engine.num_finished, self.engine.num_cut
         started = time.monotonic()
         with self._poisoning(Stage.DRAIN):
-            num_running = released_bytes = 0
             while self.num_running:
-                if self.growth is not None and self.num_running != num_running:
-                    num_running = self.num_running
-                    released_bytes += await self.growth.shrink()
                 seconds = time.monotonic() - started
                 if seconds >= timeout_s:
                     raise DeadlineExceeded(f"the engine did not release {self.num_running} requests", stage=Stage.DRAIN)
                 if seconds >= grace_s:
                     # Repeated, since a sample may still be on its way to the engine.
                     self.engine.cut_all()
-                await asyncio.sleep(_DRAIN_POLL_S)
+                await self.engine.become_idle(timeout_s=_CUT_AGAIN_S)
         self.stage = Stage.DRAIN
-        drained = Drained(self.engine.num_finished - finished, self.engine.num_cut - cut, released_bytes)
-        _log.info(
-            "event=stage stage=DRAIN finished=%d cut=%d released_bytes=%d",
-            drained.num_finished,
-            drained.num_cut,
-            drained.released_bytes,
-        )
+        drained = Drained(self.engine.num_finished - finished, self.engine.num_cut - cut)
+        _log.info("event=stage stage=DRAIN finished=%d cut=%d", drained.num_finished, drained.num_cut)
         return drained
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[list[Sample]]:
@@ -229,8 +194,6 @@ class Rollout:
         self._check_open()
         call, version = uuid.uuid4().hex, self._held_version
         assert version is not None
-        if self.growth is not None:
-            self.growth.is_last_call = request.is_last
 
         # SGLang aborts by prefix: the separators keep this call from aborting another, and sample 1 from aborting sample 10.
         prefix = f"{call}-"
@@ -282,11 +245,6 @@ class Rollout:
                 raise Draining("rollout is draining; acquire phase ROLLOUT again")
             raise Asleep(f"rollout serves no version now (last stage {self.stage or START}); acquire phase ROLLOUT")
 
-    async def close(self) -> None:
-        """Stops background work."""
-        if self.growth is not None:
-            await self.growth.close()
-
     async def _open(self) -> None:
         self._is_open = True
         await self._on_serving(True)
@@ -295,14 +253,6 @@ class Rollout:
         if self._is_open:
             self._is_open = False
             await self._on_serving(False)
-
-    async def _stop_growth(self) -> None:
-        if self.growth is not None:
-            await self.growth.stop()
-
-    def _ended(self) -> tuple[Movement, ...]:
-        """Movements ended since the last answer to a pause or resume."""
-        return () if self.growth is None else self.growth.take_ended()
 
     def _poison(self, stage: Stage, error: BaseException) -> None:
         self.poison_reason = f"{stage} failed: {type(error).__name__}: {error}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, cast
 
@@ -13,15 +13,13 @@ from sglang.srt.environ import envs
 from sglang.srt.layers import sampler as sglang_sampler
 from sglang.srt.layers.attention import attention_registry
 from sglang.srt.managers import scheduler as sglang_scheduler
-from sglang.srt.model_executor import model_runner, model_runner_kv_cache_mixin
+from sglang.srt.model_executor import model_runner
 from sglang.srt.server_args import PortArgs, ServerArgs, get_global_server_args
 
 from tasuki.config.gpus import gpu_not_shown
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.allocator import NativeAllocator
 from tasuki.memory.arena import set_host_budget
-from tasuki.memory.granularity import GROWING_CHUNK_BYTES
-from tasuki.memory.tags import MemoryTag
 from tasuki.rollout.adapter import AdapterBuffers, UnpinnedLora, serve_adapter
 from tasuki.rollout.cpu_attention import BatchedAttention
 from tasuki.rollout.dense_lora import install_dense_lora
@@ -29,8 +27,6 @@ from tasuki.rollout.drafts import compile_verification, keep_drafts, reserve_ver
 from tasuki.rollout.engine_lock import EngineLock
 from tasuki.rollout.first_samples import FirstSamples
 from tasuki.rollout.float32_logits import install_float32_logits
-from tasuki.rollout.growing_cache import GrowingCache, growing_cache
-from tasuki.rollout.kv_slots import BoundedPagedSlots, BoundedSlots, BoundedTokenSlots, EverySlot
 from tasuki.rollout.memory_saver import install_saver
 from tasuki.rollout.published_layout import published_layout
 from tasuki.rollout.rank_commands import EngineRank, rank_allocator, register_rank
@@ -87,10 +83,6 @@ class RankSetup:
     base: EngineBase | None = None
     """Where the trainer reads the engine's model."""
 
-    @property
-    def grows_cache(self) -> bool:
-        return self.config is not None and self.config.rollout.kv_growth
-
 
 class ReportingScheduler(sglang_scheduler.Scheduler):
     """SGLang's scheduler as one of our engine ranks; reports what it holds, or why it could not start."""
@@ -105,20 +97,11 @@ class ReportingScheduler(sglang_scheduler.Scheduler):
         super().init_tokenizer()
         self.tokenizer = StopTokens.of(self.model_config.hf_eos_token_id)
 
-    def init_pool_stats_observer(self) -> None:
-        super().init_pool_stats_observer()
-        slots = self.token_to_kv_pool_allocator
-        if isinstance(slots, BoundedSlots):
-            # SGLang aborts an engine whose accounting of the cache does not add up.
-            every = cast(Any, EverySlot(slots))
-            self.pool_stats_observer = replace(self.pool_stats_observer, token_to_kv_pool_allocator=every)
-
     def get_init_info(self) -> dict[str, Any]:
         report = super().get_init_info()
         report["max_running_requests"] = self.max_running_requests
         report["weight_bytes"] = _weight_bytes(self)
         report["kv_cache_bytes"] = _kv_cache_bytes(self)
-        report["page_size"] = self.page_size
         if self.server_args.device == "cuda":
             # What warming up for CUDA graphs has cached belongs to a stream that is not used again.
             torch.cuda.empty_cache()
@@ -159,7 +142,6 @@ class ReportingScheduler(sglang_scheduler.Scheduler):
             lock=lock,
             adapter=adapter,
             staying=frozenset() if setup.config is None else staying_of_engine_rank(setup.config, setup.rank),
-            cache=self._growing_cache(),
             base=None if setup.base is None else setup.base.base,
         )
         engine_rank.receiver.warm_up()
@@ -187,12 +169,6 @@ class ReportingScheduler(sglang_scheduler.Scheduler):
             return f"{type(error).__name__}: {error}"
         self._setup.start_seconds["plan"] = time.monotonic() - started
         return ""
-
-    def _growing_cache(self) -> GrowingCache | None:
-        if not self._setup.grows_cache:
-            return None
-        with reporting(self._setup.pipe_writer):
-            return growing_cache(self._setup.allocator.arena(MemoryTag.KV_CACHE), self)
 
     def _served_adapter(self) -> AdapterBuffers | None:
         config = self._setup.config
@@ -249,10 +225,7 @@ def _rank_memory(config: NodeConfig | None, device: torch.device) -> NativeAlloc
         join_node_pool(config, device=device, timeout_s=config.rollout.start_timeout_s)
     elif config is not None and config.memory.host_budget_bytes is not None:
         set_host_budget(config.memory.host_budget_bytes // config.num_engine_ranks)
-    grows_cache = config is not None and config.rollout.kv_growth
-    return rank_allocator(
-        str(device), chunk_bytes={MemoryTag.KV_CACHE: GROWING_CHUNK_BYTES[device.type]} if grows_cache else {}
-    )
+    return rank_allocator(str(device))
 
 
 def _meet_in_private(port_args: PortArgs) -> None:
@@ -278,9 +251,6 @@ def _install_scheduler(setup: RankSetup, *, device: str | None) -> None:
     sglang_scheduler.Scheduler = cast(Any, functools.partial(ReportingScheduler, setup=setup))
     if setup.base is not None:
         setup.base.install()
-    if setup.grows_cache:
-        model_runner_kv_cache_mixin.TokenToKVPoolAllocator = BoundedTokenSlots
-        model_runner_kv_cache_mixin.PagedTokenToKVPoolAllocator = BoundedPagedSlots
     if setup.config is not None and setup.config.rollout.float32_logits:
         install_float32_logits()
     if setup.config is not None and setup.config.served_adapter is not None:

@@ -13,7 +13,6 @@ from tasuki.config import places
 from tasuki.config.gpus import gpus_of
 from tasuki.config.instance import read_instance
 from tasuki.config.schema import NodeConfig
-from tasuki.memory.room_signal import RoomSignal
 from tasuki.memory.stages import Service
 from tasuki.rollout.engine import RolloutEngine, start_engine
 from tasuki.rollout.engine_metrics import EngineMetrics, keep_metrics_in_memory
@@ -60,9 +59,6 @@ async def _serve(
     shutdown = _Shutdown(ranks)
     tracer = open_service_tracer(config, service="rollout")
     server = _make_server(config, tracer)
-    room = RoomSignal(places.room_signal_path(config.state_dir))
-    if config.rollout.kv_growth:
-        room.request()  # an engine that starts takes its whole cache, whatever the trainer has kept meanwhile
     engine = start_engine(config, model, ranks, on_death=shutdown.on_death, on_stop=shutdown.stop.set)
     deadline.finish()
     start.end("engine", within=engine.reports[0].get("start_seconds", {}))
@@ -83,8 +79,6 @@ async def _serve(
             calls=numbers,
             seed=config.rollout.seed,
             on_poison=shutdown.on_poison,
-            growth_stall_s=config.restart.progress_s if config.rollout.kv_growth else None,
-            room=room,
             on_serving=lambda is_serving: server.set_serving(f"{_SERVICE}/Generate", is_serving),
         )
         gate = CommandGate(Failpoints.of(config, "rollout"), boot_id=rollout.boot_id)
@@ -99,7 +93,6 @@ async def _serve(
         await server.serve(shutdown.stop)
         # Running calls wait for an engine that is gone.
         await server.stop(grace_s=0.0 if shutdown.is_death else _GRACE_S)
-        await rollout.close()
     finally:
         ranks.unwatch()
         heartbeat.close()
@@ -157,7 +150,6 @@ def _make_rank_calls(config: NodeConfig, engine: RolloutEngine, *, socket_dir: P
         engine,
         socket_dir=socket_dir,
         staying=frozenset(TAGS[tag] for tag in staying_tags(config, Service.ROLLOUT)),
-        growth_timeout_s=config.coordinator.stage_timeout_s,
     )
 
 

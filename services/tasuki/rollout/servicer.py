@@ -9,7 +9,6 @@ import grpc
 import grpc.aio
 
 from tasuki.rollout.generate import Sample
-from tasuki.rollout.kv_growth import KvGrowth
 from tasuki.rollout.metrics import GenerationMetrics
 from tasuki.rollout.rollout import Rollout
 from tasuki.rpc.commands import CommandGate
@@ -65,9 +64,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
     async def Drain(self, request: rollout_pb2.DrainRequest, context: grpc.aio.ServicerContext) -> rollout_pb2.DrainResponse:
         drain = partial(self._rollout.drain, grace_s=request.grace_ms / 1000, timeout_s=remaining_s(context))
         drained = await self._gate.stage(request, drain)
-        return rollout_pb2.DrainResponse(
-            num_finished=drained.num_finished, num_cut=drained.num_cut, released_bytes=drained.released_bytes
-        )
+        return rollout_pb2.DrainResponse(num_finished=drained.num_finished, num_cut=drained.num_cut)
 
     async def GetRolloutState(
         self, request: rollout_pb2.GetRolloutStateRequest, context: grpc.aio.ServicerContext
@@ -92,24 +89,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             model_path=engine.model.path,
             is_in_stage=self._gate.is_in_stage,
             stop_token_ids=engine.model.stop_token_ids,
-            kv_cache=_encode_growth(rollout.growth),
         )
-
-
-def _encode_growth(growth: KvGrowth | None) -> rollout_pb2.KvCacheState | None:
-    if growth is None or growth.extent is None:
-        return None
-    extent = growth.extent
-    return rollout_pb2.KvCacheState(
-        num_tokens=extent.num_tokens,
-        mapped_tokens=extent.mapped_tokens,
-        served_tokens=extent.served_tokens,
-        is_growing=growth.is_growing,
-        is_stalled=growth.is_stalled,
-        needed_bytes=extent.lacking_bytes,
-        free_bytes=extent.free_bytes,
-        needed_tokens=extent.needed_tokens,
-    )
 
 
 def _bundles(samples: Sequence[Sample]) -> Iterator[list[Sample]]:

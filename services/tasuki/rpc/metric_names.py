@@ -53,12 +53,6 @@ MEMORY_MAPPED = MetricName(
     ("service", "tag", "device"),
     "Memory that the tag holds, over all ranks on the device.",
 )
-MEMORY_PENDING = MetricName(
-    "tasuki_memory_pending_bytes",
-    "gauge",
-    ("service", "tag", "device", "movement"),
-    "Memory that a stage left to be moved behind it, and that is not moved yet: LEAVE, RETURN or GROW.",
-)
 MEMORY_STAYS = MetricName(
     "tasuki_memory_stays", "gauge", ("service", "tag", "device"), "Ranks on whose device the tag stays during the other phase."
 )
@@ -77,12 +71,6 @@ GPU_SECONDS = MetricName(
 RUNNING_REQUESTS = MetricName("tasuki_rollout_running_requests", "gauge", (), "Samples that are being generated.")
 QUEUED_REQUESTS = MetricName("tasuki_rollout_queued_requests", "gauge", (), "Samples that wait for room in the engine.")
 KV_TOKENS = MetricName("tasuki_rollout_kv_tokens", "gauge", (), "Tokens of the KV cache that running samples hold.")
-KV_SERVED = MetricName(
-    "tasuki_rollout_kv_served_tokens",
-    "gauge",
-    (),
-    "Tokens of the KV cache that samples may take: fewer than it has room for while it grows.",
-)
 KV_CAPACITY = MetricName("tasuki_rollout_kv_capacity_tokens", "gauge", (), "Tokens that the KV cache has room for.")
 ROLLOUT_TOKENS = MetricName("tasuki_rollout_tokens_total", "counter", (), "Tokens of completed samples.")
 ROLLOUT_SAMPLES = MetricName(
@@ -121,8 +109,8 @@ RUN_STEP_SECONDS = MetricName("tasuki_run_step_seconds", "gauge", ("part",), "Se
 RUN_METRIC = MetricName("tasuki_run_metric", "gauge", ("name",), "Each metric of the run's last step in metrics.jsonl.")
 
 ALL = (
-    SERVICE_UP, PHASE, STAGE_SECONDS, CHANGEOVERS, POLICY_VERSION, MEMORY_MAPPED, MEMORY_PENDING, MEMORY_STAYS, MEMORY_PLANNED,
-    DEVICE_FREE, DEVICE_TOTAL, GPUS, GPU_SECONDS, RUNNING_REQUESTS, QUEUED_REQUESTS, KV_TOKENS, KV_SERVED, KV_CAPACITY, ROLLOUT_TOKENS,
+    SERVICE_UP, PHASE, STAGE_SECONDS, CHANGEOVERS, POLICY_VERSION, MEMORY_MAPPED, MEMORY_STAYS, MEMORY_PLANNED,
+    DEVICE_FREE, DEVICE_TOTAL, GPUS, GPU_SECONDS, RUNNING_REQUESTS, QUEUED_REQUESTS, KV_TOKENS, KV_CAPACITY, ROLLOUT_TOKENS,
     ROLLOUT_SAMPLES, TRAINER_TOKENS, TRAINER_SAMPLES, TRAINER_STEPS, LOG_PROB_GAP, STALENESS, SPANS, RUN_STEP, RUN_REWARD,
     RUN_EVAL_SCORE, RUN_STEP_SECONDS, RUN_METRIC,
 )  # fmt: skip

@@ -8,7 +8,7 @@ from dataclasses import replace
 from tasuki.config.gpus import smallest_gpu_bytes
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.host import host_memory
-from tasuki.planner.advice import changeovers_ms, faster_changeovers, problems, with_pool_and_growth
+from tasuki.planner.advice import problems
 from tasuki.planner.layout import Layout
 from tasuki.planner.model_shape import read_model_shape
 from tasuki.planner.node_plan import check_kv_tokens, check_sequence, node_layout
@@ -46,8 +46,6 @@ def with_residency(config: NodeConfig, *, resumes: bool, tell: Callable[[str], N
     planned = plan(replace(layout, host_bytes=host_memory().available_bytes))
     if not planned.fits:
         tell(f"the plan does not fit: {'; '.join(problems(planned))}; `tasuki plan CONFIG` shows what to change")
-    elif (faster := with_pool_and_growth(planned)) is not None:
-        tell(f"{faster_changeovers(faster)}, instead of {' and '.join(changeovers_ms(planned))}")
     if config.residency is not None:
         return config
     is_counted = config.device == "cuda" and layout.kv_tokens is not None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tasuki.algorithms.batch import Metric
-from tasuki.memory.tags import DeviceUsage, MemoryTag, Moved, TagUsage
+from tasuki.memory.tags import DeviceUsage, MemoryTag, TagUsage
 from tasuki.trainer.data.micro_batch import SequencePart, TokenBatch
 from tasuki.trainer.roles import Role
 from tasuki.transport.export import WeightExport
@@ -42,12 +42,12 @@ class Publication:
 class Memory(Protocol):
     """A rank's memory by tag."""
 
-    def pause(self, tags: Sequence[MemoryTag], *, makes_room: bool = False) -> Moved:
-        """Gives pages back, of tags that stay only when it makes room."""
+    def pause(self, tags: Sequence[MemoryTag], *, makes_room: bool = False) -> int:
+        """Gives pages back, of tags that stay only when it makes room. Returns the bytes released."""
         ...
 
-    def resume(self, tags: Sequence[MemoryTag]) -> Moved:
-        """Takes pages at the same addresses. Raises OutOfGpuMemory with every tag asleep as before."""
+    def resume(self, tags: Sequence[MemoryTag]) -> int:
+        """Takes pages at the same addresses. Returns the bytes mapped. Raises OutOfGpuMemory with every tag asleep as before."""
         ...
 
     def usage(self) -> list[TagUsage]: ...

@@ -35,7 +35,7 @@ def run_rank(config: NodeConfig, *, launch: Launch, start: StartSeconds) -> bool
         nodes_rate = None if replicas is None else replicas.measure_rate()
         nodes_transport = "" if replicas is None else replicas.transport()
         start.end("meeting")
-        backend = FsdpBackend(config, mesh=mesh, replicas=replicas, heartbeat=heartbeat, failpoints=failpoints, ended=start.end)
+        backend = FsdpBackend(config, mesh=mesh, replicas=replicas, heartbeat=heartbeat, ended=start.end)
         cleanup.callback(backend.close)
         backend.warm_up()
         start.end("kernels")

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from tasuki.coordinator.journal_reader import open_journal
-from tasuki.coordinator.journal_schema import SCHEMA_VERSION
-from tasuki.coordinator.movement_rows import MovementRows, read_movements
+from tasuki.coordinator.journal_schema import check_version
 from tasuki.coordinator.records import Status, id_text
 from tasuki.memory.stages import Phase, Service, Stage
 from tasuki.wire.denied_path import named_if_denied
@@ -74,7 +73,6 @@ class History:
     endings: tuple[ChangeoverEnding, ...]
     intents: tuple[StageIntent, ...]
     results: tuple[StageResult, ...]
-    movements: MovementRows = field(default_factory=lambda: MovementRows({}))
     highest: dict[str, int] = field(default_factory=dict)
     """Last number given in each table, by table name, from SQLite's own count."""
 
@@ -95,11 +93,7 @@ def read_history(path: Path) -> History:
 
 
 def _read(db: sqlite3.Connection, path: Path) -> History:
-    version = db.execute("PRAGMA user_version").fetchone()[0]
-    if version != SCHEMA_VERSION:
-        raise InvalidArgument(
-            "journal", f"{path} has schema version {version}, this build reads {SCHEMA_VERSION}", version=version
-        )
+    check_version(db, path, key="journal")
     damage = db.execute("PRAGMA quick_check(1)").fetchone()[0]
     if damage != "ok":
         raise InvalidArgument("journal", f"{path} is damaged: {damage}", path=path)
@@ -114,15 +108,8 @@ def _read(db: sqlite3.Connection, path: Path) -> History:
         endings=rows("SELECT * FROM outcomes ORDER BY number", _ending),
         intents=rows("SELECT * FROM stages ORDER BY id", _intent),
         results=rows("SELECT * FROM results ORDER BY id", _result),
-        movements=_movements(db),
         highest=dict(rows("SELECT * FROM sqlite_sequence", lambda row: (_text(row, "name"), _number(row, "seq")))),
     )
-
-
-def _movements(db: sqlite3.Connection) -> MovementRows:
-    """Movements by result; empty for a journal of an earlier build, which has no such table."""
-    has_table = db.execute("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'movements'").fetchone()
-    return read_movements(db) if has_table else MovementRows({})
 
 
 def _changeover(row: sqlite3.Row) -> BegunChangeover:

@@ -37,8 +37,6 @@ class Invariant(StrEnum):
 
     A checkpoint older than the present version is refused.
     """
-    MOVEMENTS = "movements-end"
-    """Background movement of a stage ended when the same life of the service answers the opposite stage, and moved no more than named."""
     TARGET = "target"
     """A completed changeover reached its phase, and names the version served there."""
     EXECUTED_ONCE = "executed-once"

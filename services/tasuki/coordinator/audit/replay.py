@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from tasuki.coordinator.audit.gaps import check_gaps
 from tasuki.coordinator.audit.history import BegunChangeover, ChangeoverEnding, History, StageIntent, StageResult
 from tasuki.coordinator.audit.invariants import Broken, Invariant, Violation
-from tasuki.coordinator.audit.movements_trace import MovementsTrace
 from tasuki.coordinator.audit.possible_stages import PossibleStages
 from tasuki.coordinator.audit.weights_trace import WeightsTrace
 from tasuki.coordinator.phases import next_stage, ring_position, since_phase, undo_path
@@ -38,8 +37,6 @@ class Audit:
     num_versions_served: int = 0
     num_rewinds: int = 0
     """Number of times training restarted, or went back to an older checkpoint."""
-    num_movements_ended: int = 0
-    """Number of background movements of stages."""
     violation: Violation | None = None
 
 
@@ -51,7 +48,6 @@ def audit(history: History) -> Audit:
         endings = _endings(history)
         replay = _Replay(history, found, results=results, endings=endings)
         replay.run()
-        found.num_movements_ended = replay.movements.num_ended
         found.num_versions_served, found.num_rewinds = replay.weights.num_served, replay.weights.num_rewinds
         check_gaps(history)
     except Broken as broken:
@@ -113,10 +109,6 @@ class _Replay:
     ways_back: list[tuple[Stage, ...]] = field(default_factory=list)
     """Stages that may be undone next, while undoing."""
     weights: WeightsTrace = field(default_factory=WeightsTrace)
-    movements: MovementsTrace = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.movements = MovementsTrace(self.history.movements)
 
     def run(self) -> None:
         self._check_numbers()
@@ -193,7 +185,6 @@ class _Replay:
         self.found.num_stages += 1
         for service, possible in self.services.items():
             possible.seen(intent.boot_ids[service])
-        self.movements.seen(intent)
         self._check_holder(intent)
         if intent.is_undo:
             self._check_undo(intent)
@@ -232,7 +223,6 @@ class _Replay:
         possible = self.services[RULES[intent.stage].service]
         if result is None:
             self.found.num_unanswered += 1
-            self.movements.not_heard(intent)
             possible.not_heard(intent.stage, is_undo=intent.is_undo)
         elif result.status is Status.FAILED:
             self.found.num_stages_failed += 1
@@ -244,7 +234,6 @@ class _Replay:
                 return
             possible.not_heard(intent.stage, is_undo=intent.is_undo)
             self.weights.not_heard(intent)
-            self.movements.not_heard(intent)
         else:
             self.found.num_stages_undone += intent.is_undo
             self.found.num_stages_done += not intent.is_undo
@@ -256,7 +245,6 @@ class _Replay:
                 raise Broken.at_intent(intent, Invariant.RING, f"a refusal, since the service is at {_names(at)}")
             self.believed = None if intent.is_undo else intent.stage
             self.weights.carried_out(intent, result)
-            self.movements.carried_out(intent, result)
 
     def _end(self, changeover: BegunChangeover, ending: ChangeoverEnding | None) -> None:
         if ending is None:

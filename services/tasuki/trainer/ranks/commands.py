@@ -14,7 +14,6 @@ from torch import Tensor
 from tasuki.config.failpoints import PUBLISHED
 from tasuki.rpc.failpoints import Failpoints
 from tasuki.rpc.heartbeat import Heartbeat
-from tasuki.rpc.movements import pause_response, resume_response
 from tasuki.rpc.ranks import CommandRunner, Handlers, RankServer, rank_error
 from tasuki.rpc.usage import TAGS, usage_response
 from tasuki.trainer.data.micro_batch import micro_batch, token_batch
@@ -145,10 +144,11 @@ class RankCommands:
         )
 
     def pause(self, request: memory_pb2.PauseRequest) -> memory_pb2.PauseResponse:
-        return pause_response(self._backend.memory.pause([TAGS[tag] for tag in request.tags], makes_room=request.makes_room))
+        released = self._backend.memory.pause([TAGS[tag] for tag in request.tags], makes_room=request.makes_room)
+        return memory_pb2.PauseResponse(released_bytes=released)
 
     def resume(self, request: memory_pb2.ResumeRequest) -> memory_pb2.ResumeResponse:
-        return resume_response(self._backend.memory.resume([TAGS[tag] for tag in request.tags]))
+        return memory_pb2.ResumeResponse(mapped_bytes=self._backend.memory.resume([TAGS[tag] for tag in request.tags]))
 
     def get_usage(self, request: memory_pb2.GetUsageRequest) -> memory_pb2.GetUsageResponse:
         memory = self._backend.memory

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from tasuki.memory.stages import Service, Stage
-from tasuki.rpc.movements import moved_by, pause_response, resume_response
 from tasuki.rpc.stages import decode_move, named_tags
 from tasuki.rpc.usage import USAGE_TIMEOUT_S, joined, watch_usage
 from tasuki.trainer import stages
@@ -44,7 +43,7 @@ class MemoryServicer(MemoryServiceServicer):
                 answers = await self._ranks.call(TrainerRankCommand(pause=request))
                 self._state.stage = stage
                 self._state.paused_tags.update(tag for tag in request.tags if request.makes_room or tag not in self._staying)
-            return pause_response(moved_by([answer.pause for answer in answers]))
+            return memory_pb2.PauseResponse(released_bytes=sum(answer.pause.released_bytes for answer in answers))
 
         return await self._state.gate.stage(request, pause)
 
@@ -59,7 +58,7 @@ class MemoryServicer(MemoryServiceServicer):
                 # Training changes the weights, so the publication is no longer valid.
                 await self._ranks.call(TrainerRankCommand(withdraw_weights=WithdrawWeightsRequest()))
                 self._state.stage, self._state.published_version = stage, None
-            return resume_response(moved_by([answer.resume for answer in answers]))
+            return memory_pb2.ResumeResponse(mapped_bytes=sum(answer.resume.mapped_bytes for answer in answers))
 
         return await self._state.gate.stage(request, resume)
 

@@ -24,7 +24,6 @@ from tasuki.planner.layout import Checkpointing
 from tasuki.planner.node_plan import check_critic
 from tasuki.planner.start import TRIAL_TOKENS
 from tasuki.planner.step_bytes import offloaded_per_token
-from tasuki.rpc.failpoints import NO_FAILPOINTS, Failpoints
 from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.trainer.attention.sequence_parallel import SequenceGroup
 from tasuki.trainer.backend import LearnerFacts, Publication
@@ -85,12 +84,11 @@ class FsdpBackend:
         mesh: DeviceMesh,
         replicas: NodeReplicas | None = None,
         heartbeat: Heartbeat | None = None,
-        failpoints: Failpoints = NO_FAILPOINTS,
         ended: Callable[[str], None] = lambda part: None,
     ) -> None:
         """Loads the initial weights. mesh: of this node. replicas: this rank's counterparts on other nodes. ended: told of each part.
 
-        heartbeat, failpoints: for what goes on in the background.
+        heartbeat: shows the progress of background work.
 
         Raises the errors of read_model_config, check_critic and load_shards.
         """
@@ -113,7 +111,6 @@ class FsdpBackend:
             ExportChoice.of(node, self._layout, rank=mesh.get_local_rank()),
             staying=Staying.of(node, mesh),
             heartbeat=heartbeat,
-            failpoints=failpoints,
         )
         self.memory.pin_in_background(self._layout)
         self._export: WeightExport | None = None

@@ -22,13 +22,11 @@ from tasuki.memory import arena as native
 from tasuki.memory.allocator import NativeAllocator
 from tasuki.memory.arena import Arena, Keep
 from tasuki.memory.device_usage import device_usage
-from tasuki.memory.tags import DeviceUsage, MemoryTag, Moved, Movement, TagUsage
+from tasuki.memory.tags import DeviceUsage, MemoryTag, TagUsage
 from tasuki.planner.layout import Layout, Part
 from tasuki.planner.plan import TRAINER_TAGS
 from tasuki.planner.trainer_bytes import trainer_tags
-from tasuki.rpc.failpoints import NO_FAILPOINTS, Failpoints
 from tasuki.rpc.heartbeat import Heartbeat
-from tasuki.trainer.backends.fsdp.leaving import PIN_STEP_BYTES, Leaving, showing_progress
 from tasuki.trainer.backends.fsdp.mesh import mesh_device
 from tasuki.trainer.backends.fsdp.returning import TAGS as RETURNING_TAGS
 from tasuki.trainer.backends.fsdp.returning import Returning
@@ -39,6 +37,8 @@ from tasuki.wire.errors import OutOfGpuMemory, TasukiError
 
 # Nothing is offloaded while gradients are pending, so their content need not be kept.
 _KEEP = {MemoryTag.WEIGHTS: Keep.CONTENT, MemoryTag.OPTIMIZER: Keep.CONTENT}
+# Pinned in one step; between steps the process checks whether it is ending.
+_PIN_STEP_BYTES = 256 * 2**20
 _PARTS: dict[MemoryTag, Part] = dict(zip(TAGS, TRAINER_TAGS, strict=True))
 _log = logging.getLogger("tasuki.trainer")
 
@@ -53,9 +53,8 @@ class TrainerMemory:
         *,
         staying: Staying = NOTHING_STAYS,
         heartbeat: Heartbeat | None = None,
-        failpoints: Failpoints = NO_FAILPOINTS,
     ) -> None:
-        """heartbeat: shows the progress of background work. failpoints: reached by it."""
+        """heartbeat: shows the progress of background work."""
         device = mesh_device(mesh)
         self._mesh, self._device, self._choice, self._staying = mesh, device, export, staying
         self._allocator = NativeAllocator(tags=TAGS, device=str(device), keep=_KEEP)
@@ -65,12 +64,9 @@ class TrainerMemory:
         self._export: WeightExport | None = None
         self._is_export_there = False
         self._gradients: list[Tensor] = []
-        self._returning = Returning(self._allocator, reached=failpoints.hit)
-        self._leaving = Leaving(self._allocator, self._returning, heartbeat=heartbeat, reached=failpoints.hit)
+        self._returning = Returning(self._allocator)
         self._heartbeat = heartbeat
         self._early_cache, self._late_cache = TorchCache(device), TorchCache(device)
-        self._ended: list[Movement] = []
-        """Movements ended since the last answer, until an answer reports them."""
         self._pinning: threading.Thread | None = None
         self._is_closing = threading.Event()
 
@@ -98,7 +94,6 @@ class TrainerMemory:
         """Stops background work."""
         self._is_closing.set()
         self._end_pinning()
-        self._leaving.end()
 
     def make_gradients(self, parameters: Iterable[Parameter]) -> list[Tensor]:
         """Allocates zero gradients for all parameters, into which FSDP2 then accumulates in place. Returns this rank's shards."""
@@ -149,42 +144,29 @@ class TrainerMemory:
             with self._export.released():
                 self._allocator.pause(copies)
 
-    def pause(self, tags: Sequence[MemoryTag], *, makes_room: bool = False) -> Moved:
-        """Releases the pages of `tags`; parameters and optimizer state move to host memory.
+    def pause(self, tags: Sequence[MemoryTag], *, makes_room: bool = False) -> int:
+        """Releases the pages of `tags`; parameters and optimizer state move to host memory. Returns the bytes released.
 
-        Tags that leave at a request (Staying) follow after the return: their pages are not counted, but named as begun.
-
-        makes_room: also releases tags that stay during OFFLOAD, and everything immediately. Raises OutOfGpuMemory, with every tag still
+        makes_room: also releases tags that stay during OFFLOAD. Raises OutOfGpuMemory, with every tag still
         resident, if the host cannot pin the memory for the copies.
         """
         self._end_pinning()
-        self._ended += self._leaving.end()
         self.wait_for_content()
         copies = self._copies() if MemoryTag.WEIGHTS in tags and not self._choice.stays else []
         tags = [*(tag for tag in tags if makes_room or tag not in self._staying.tags), *copies]
         is_shared = MemoryTag.EXPORT in tags or (MemoryTag.WEIGHTS in tags and not self._choice.stays)
-        signal = self._staying.room_signal
-        later = [] if makes_room or signal is None else [tag for tag in tags if self._leaves_later(tag)]
-        for tag in later:
-            while self._allocator.arena(tag).reserve_host(PIN_STEP_BYTES):
-                pass
         with self._export.released() if self._export is not None and is_shared else nullcontext():
-            released = self._allocator.pause([tag for tag in tags if tag not in later])
+            released = self._allocator.pause(tags)
         if self._device.type == "cuda" and (makes_room or not self._staying.cache):
             self._late_cache.return_blocks()
-        begun: tuple[Movement, ...] = ()
-        if later and signal is not None:
-            # Last, because releasing memory waits for copies already started. The optimizer's part is the largest.
-            begun = self._leaving.begin(tuple(reversed(later)), signal=signal)
-        return self._moved(released, begun)
+        return released
 
-    def resume(self, tags: Sequence[MemoryTag]) -> Moved:
-        """Maps pages for `tags` and restores their content.
+    def resume(self, tags: Sequence[MemoryTag]) -> int:
+        """Maps pages for `tags` and restores their content. Returns the bytes mapped.
 
         Content may still be arriving on return. Forward passes through `guard`ed groups may begin; everything else needs
         `wait_for_content`. Collective. Raises OutOfGpuMemory on all ranks, with every tag still paused, if one of them has no room.
         """
-        self._ended += self._leaving.end()
         slept = [usage.tag for usage in self._allocator.usage() if usage.is_paused and usage.tag in tags]
         error: TasukiError | None = None
         mapped = 0
@@ -197,7 +179,7 @@ class TrainerMemory:
             # Their content was not kept.
             with torch.no_grad():
                 torch._foreach_zero_(self._gradients)
-        return self._moved(mapped, self._returning.take_begun())
+        return mapped
 
     def guard(self, groups: Iterable[FSDPModule]) -> None:
         """Same as Returning.guard; does nothing on a CPU, where copies are synchronous."""
@@ -210,19 +192,7 @@ class TrainerMemory:
 
     def usage(self) -> list[TagUsage]:
         staying = {*self._staying.tags, *([MemoryTag.EXPORT] if self._choice.stays else [])}
-        waiting, returning = self._leaving.waiting, self._returning.pending()
-
-        def with_movements(usage: TagUsage) -> TagUsage:
-            is_paused = usage.is_paused or usage.tag in waiting
-            return replace(
-                usage,
-                stays=usage.tag in staying,
-                leaves_later=self._leaves_later(usage.tag),
-                is_paused=is_paused,
-                pending_bytes=usage.mapped_bytes if is_paused else returning.get(usage.tag, 0),
-            )
-
-        return [with_movements(usage) for usage in self._allocator.usage()]
+        return [replace(usage, stays=usage.tag in staying) for usage in self._allocator.usage()]
 
     def device_usage(self, *, skip_torch_cache: bool = False) -> DeviceUsage:
         return device_usage(str(self._device), self._mesh.get_local_rank(), skip_torch_cache=skip_torch_cache)
@@ -231,9 +201,9 @@ class TrainerMemory:
         """arenas: with the number of bytes that each will need."""
         started, num_steps = time.monotonic(), 0
         try:
-            with showing_progress(self._heartbeat, lambda: num_steps):
+            with nullcontext() if self._heartbeat is None else self._heartbeat.transferring(lambda: num_steps):
                 for arena, total_bytes in arenas.items():
-                    while arena.reserve_host(PIN_STEP_BYTES, total_bytes=total_bytes) and not self._is_closing.is_set():
+                    while arena.reserve_host(_PIN_STEP_BYTES, total_bytes=total_bytes) and not self._is_closing.is_set():
                         num_steps += 1
         except TasukiError as error:  # raised again by the pause that needs the memory
             _log.error("event=pinning_failed reason=%s error=%s", error.reason, error.message)
@@ -248,16 +218,6 @@ class TrainerMemory:
         pinning, self._pinning = self._pinning, None
         if pinning is not None:
             pinning.join()
-
-    def _moved(self, num_bytes: int, begun: tuple[Movement, ...]) -> Moved:
-        """The answer to a pause or resume, which tells once what has ended."""
-        ended, self._ended = (*self._ended, *self._returning.take_ended()), []
-        return Moved(num_bytes, begun, ended)
-
-    def _leaves_later(self, tag: MemoryTag) -> bool:
-        """Whether the tag is copied to the host and not read by a peer; memory that a peer reads is released with the answer."""
-        is_shared = tag is MemoryTag.WEIGHTS and self._choice.of_parameters
-        return self._staying.room_signal is not None and tag in _KEEP and tag not in self._staying.tags and not is_shared
 
     def _made(self, make: Callable[[ExportMemory], WeightExport]) -> WeightExport:
         choice = self._choice

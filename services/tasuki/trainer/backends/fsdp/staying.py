@@ -7,9 +7,7 @@ from typing import Literal
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from tasuki.config.places import room_signal_path
 from tasuki.config.schema import NodeConfig
-from tasuki.memory.room_signal import RoomSignal
 from tasuki.memory.tags import MemoryTag
 from tasuki.planner.layout import Layout
 
@@ -40,21 +38,17 @@ class Staying:
 
     tags: frozenset[MemoryTag] = frozenset()
     cache: bool = False
-    room_signal: RoomSignal | None = None
-    """With a KV cache that grows: what leaves is copied to the host when room is requested, after OFFLOAD's answer."""
-
     empties_cache_early: bool = False
     """Whether torch's cache is emptied before the engine wakes; otherwise at OFFLOAD, unless it stays."""
 
     @classmethod
     def of(cls, config: NodeConfig, mesh: DeviceMesh) -> Staying:
         """The planner's decision for the node; no tags if the services were started individually."""
-        signal = RoomSignal(room_signal_path(config.state_dir)) if config.rollout.kv_growth else None
         is_early = config.trainer.empty_cache_early
         if config.residency is None:
-            return cls(room_signal=signal, empties_cache_early=is_early)
+            return cls(empties_cache_early=is_early)
         names = config.residency.of_trainer(mesh.get_local_rank())
-        return cls(frozenset(tag for tag in TAGS if tag in names), "cache" in names, signal, is_early and "cache" not in names)
+        return cls(frozenset(tag for tag in TAGS if tag in names), "cache" in names, is_early and "cache" not in names)
 
 
 NOTHING_STAYS = Staying()
