@@ -148,7 +148,7 @@ Status Arena::export_chunks(Access access, std::vector<SharedChunk>* chunks, std
   for (size_t i = 0; i < chunks_.size(); ++i) {
     const Chunk& chunk = chunks_.at(i);
     if (chunk.physical == 0) continue;
-    SharedChunk shared{chunk.range.offset, chunk.range.bytes, -1, driver_.place_of(chunk.physical)};
+    SharedChunk shared{chunk.range.offset, chunk.range.bytes, -1};
     Status status = driver_.export_fd(chunk.physical, access, &shared.fd);
     if (!status.ok()) {
       for (const SharedChunk& done : *chunks) close(done.fd);

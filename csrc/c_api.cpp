@@ -21,7 +21,7 @@ Memory::Ids to_ids(const uint64_t* arenas, size_t num_arenas) { return Memory::I
 
 std::vector<SharedChunk> to_chunks(const tasuki_chunk* chunks, size_t num_chunks) {
   std::vector<SharedChunk> shared;
-  for (size_t i = 0; i < num_chunks; ++i) shared.push_back({chunks[i].offset, chunks[i].bytes, chunks[i].fd, {chunks[i].pool, chunks[i].index}});
+  for (size_t i = 0; i < num_chunks; ++i) shared.push_back({chunks[i].offset, chunks[i].bytes, chunks[i].fd});
   return shared;
 }
 
@@ -217,8 +217,8 @@ int tasuki_get_totals(tasuki_totals* totals) {
   return guarded([&]() -> Status {
     if (totals == nullptr) return bad("totals: null");
     Totals now = process().memory.totals();
-    *totals = {now.num_arenas,  now.mapped_bytes,        now.kept_bytes,  now.host_copy_bytes, now.imported_bytes,
-               now.num_imports, now.num_imported_chunks, now.num_exports, now.num_transfers,   process().num_refused_frees};
+    *totals = {now.num_arenas,  now.mapped_bytes, now.kept_bytes,    now.host_copy_bytes,        now.imported_bytes,
+               now.num_imports, now.num_exports,  now.num_transfers, process().num_refused_frees};
     return {};
   });
 }
@@ -237,9 +237,7 @@ int tasuki_export(uint64_t arena, int access, tasuki_chunk* chunks, size_t capac
     uintptr_t start = 0;
     status = process().memory.export_arena(arena, to_access(access), capacity, &shared, &start, export_id);
     if (!status.ok()) return status;
-    for (size_t i = 0; i < shared.size(); ++i) {
-      chunks[i] = {shared[i].offset, shared[i].bytes, shared[i].fd, shared[i].place.index, shared[i].place.pool};
-    }
+    for (size_t i = 0; i < shared.size(); ++i) chunks[i] = {shared[i].offset, shared[i].bytes, shared[i].fd};
     *num_chunks = shared.size();
     *base = reinterpret_cast<void*>(start);
     return {};

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <utility>
 
 namespace tasuki {
 namespace {
@@ -37,17 +36,13 @@ void Chunks::shrink(size_t num_chunks) {
 Status Chunks::create(const Indices& indices) {
   Indices created;
   Status status;
-  // First what is still free of what they had, since a new chunk may be any.
-  for (bool is_new : {false, true}) {
-    for (size_t index : indices) {
-      Chunk& chunk = chunks_[index];
-      if (!status.ok() || chunk.physical != 0 || (!is_new && chunk.before == 0)) continue;
-      status = is_new ? driver_.create(device_, chunk.range.bytes, &chunk.physical) : driver_.create_again(chunk.before, &chunk.physical);
-      if (!is_new && status.code == Code::not_found) status = {};
-      if (!status.ok() || chunk.physical == 0) continue;
-      chunk.serial = ++last_serial;
-      created.push_back(index);
-    }
+  for (size_t index : indices) {
+    Chunk& chunk = chunks_[index];
+    if (chunk.physical != 0) continue;
+    status = driver_.create(device_, chunk.range.bytes, &chunk.physical);
+    if (!status.ok()) break;
+    chunk.serial = ++last_serial;
+    created.push_back(index);
   }
   uint64_t given_back = 0;
   if (!status.ok()) static_cast<void>(release(created, &given_back));
@@ -98,7 +93,7 @@ Status Chunks::release(const Indices& indices, uint64_t* given_back) {
       if (first.ok()) first = status;
       continue;
     }
-    chunk.before = std::exchange(chunk.physical, 0);
+    chunk.physical = 0;
     if (!exports_.released(chunk.serial)) *given_back += chunk.range.bytes;
   }
   return first;

@@ -17,7 +17,6 @@ struct ChunkSizes {
 struct Chunk {
   Range range;
   Physical physical = 0;
-  Physical before = 0;  // what it held before its release
   uint64_t serial = 0;  // of this physical memory; changes when a chunk is released and created again
   bool is_mapped = false;
 };

@@ -80,9 +80,6 @@ class CudaDriver final : public Driver {
     return check_fd("cuMemExportToShareableHandle", result);
   }
 
-  // The driver answers CUDA_ERROR_INVALID_VALUE.
-  bool exports_imports() const override { return false; }
-
   Status import_fd(int device, int fd, size_t, Access, Physical* chunk) override {
     Scope scope(*this, device);
     if (!scope.status.ok()) return scope.status;
@@ -94,9 +91,6 @@ class CudaDriver final : public Driver {
     *chunk = named(handle);
     return {};
   }
-
-  // The driver gives one handle to a process, however often it imports the chunk.
-  bool identify_import(Physical chunk, uint64_t* identity) override { return *identity = handle_of(chunk), true; }
 
   Status map(uintptr_t address, size_t bytes, Physical chunk) override {
     Relaxed relaxed(cu_);

@@ -104,23 +104,6 @@ class MemfdDriver final : public HostDriver {
     return {};
   }
 
-  Status commit(Physical chunk) override {
-    HostChunk* host_chunk = reinterpret_cast<HostChunk*>(chunk);
-    if (fallocate(host_chunk->fd, 0, 0, static_cast<off_t>(host_chunk->bytes)) == 0) return {};
-    Status status = os_failure("fallocate of a chunk", errno);
-    if (errno == ENOSPC) status.code = Code::out_of_memory;
-    return status;
-  }
-
-  bool imports_take_fds() const override { return true; }
-
-  bool identify(int fd, uint64_t* identity) override {
-    struct stat file;
-    bool is_memfd = fstat(fd, &file) == 0 && fcntl(fd, F_GET_SEALS) >= 0;
-    *identity = is_memfd ? file.st_ino : 0;
-    return is_memfd;
-  }
-
   // A second open of the file, so that the receiver of a read-only descriptor cannot map it for writing.
   Status export_fd(Physical chunk, Access access, int* fd) override {
     std::string path = "/proc/self/fd/" + std::to_string(reinterpret_cast<HostChunk*>(chunk)->fd);

@@ -1,4 +1,4 @@
-"""Builds the native libraries into the wheel, or in place for an editable install."""
+"""Builds the native library into the wheel, or in place for an editable install."""
 
 import subprocess
 import sysconfig
@@ -6,7 +6,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-LIBRARIES = ("services/tasuki/memory/libtasuki_memory.so", "services/tasuki/memory/libtasuki_cudart.so")
+LIBRARY = "services/tasuki/memory/libtasuki_memory.so"
 
 
 class NativeBuildHook(BuildHookInterface[Any]):
@@ -15,4 +15,4 @@ class NativeBuildHook(BuildHookInterface[Any]):
         build_data["pure_python"] = False
         # Any Python 3: the library is loaded by ctypes and knows nothing of Python.
         build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_')}"
-        build_data["artifacts"] += [f"/{library}" for library in LIBRARIES]
+        build_data["artifacts"].append(f"/{LIBRARY}")

@@ -29,13 +29,8 @@ Status Memory::create_arena(DriverKind kind, const std::string& tag, int device,
   Driver* driver = nullptr;
   Status status = driver_of(kind, &driver);
   if (!status.ok()) return status;
-  ArenaOptions sizes = options;
-  if (Pool* pool = pool_of(kind, device)) {
-    driver = pool;
-    sizes.min_chunk_bytes = sizes.max_chunk_bytes = pool->chunk_bytes();
-  }
   std::unique_ptr<Arena> made;
-  status = Arena::make(*driver, tag, device, sizes, last_id_ + 1, exports_, &made);
+  status = Arena::make(*driver, tag, device, options, last_id_ + 1, exports_, &made);
   if (!status.ok()) return status;
   *arena = ++last_id_;
   by_address_[made->base()] = made.get();
@@ -220,7 +215,6 @@ Totals Memory::totals() {
   for (const auto& [id, import] : imports_) totals.imported_bytes += import->bytes();
   totals.num_arenas = arenas_.size();
   totals.num_imports = imports_.size();
-  totals.num_imported_chunks = num_imported_chunks();
   totals.num_exports = exports_.num_open();
   totals.num_transfers = transfers_.size();
   return totals;
@@ -252,7 +246,6 @@ Status Memory::open_import(DriverKind kind, int device, Access access, const std
   Driver* driver = nullptr;
   std::unique_ptr<Import> made;
   Status status = driver_of(kind, &driver);
-  if (Pool* pool = pool_of(kind, device)) driver = pool;
   if (status.ok()) status = Import::open(*driver, device, access, chunks, &made);
   if (!status.ok()) return status;
   *base = made->base();

@@ -8,7 +8,6 @@
 
 #include "arena.h"
 #include "driver.h"
-#include "pool.h"
 #include "share.h"
 
 namespace tasuki {
@@ -22,7 +21,6 @@ struct Totals {
   uint64_t host_copy_bytes;
   uint64_t imported_bytes;
   uint64_t num_imports;
-  uint64_t num_imported_chunks;
   uint64_t num_exports;
   uint64_t num_transfers;
 };
@@ -36,15 +34,6 @@ class Memory {
   // A driver can be set once per kind.
   Status set_driver(DriverKind kind, std::unique_ptr<Driver> driver);
   bool has_driver(DriverKind kind);
-
-  // Makes arenas of the device take their chunks from the pool, whatever sizes they request, and counts imports of its chunks as
-  // readers. One per device, before its first arena.
-  Status open_pool(DriverKind kind, int device, const std::vector<int>& fds, const Owner& owner);
-  // Refused while arenas or imports use it.
-  Status close_pool(DriverKind kind, int device);
-  Status pool_usage(DriverKind kind, int device, PoolUsage* usage);
-  Status room(DriverKind kind, int device, size_t* free_bytes, size_t* total_bytes);
-  Status make_pool(DriverKind kind, int device, size_t num_chunks, size_t chunk_bytes, std::vector<int>* fds);
 
   Status create_arena(DriverKind kind, const std::string& tag, int device, const ArenaOptions& options, uint64_t* arena);
   // Refused while blocks are in use.
@@ -133,12 +122,9 @@ class Memory {
   static Status mark(const std::vector<Arena*>& arenas, Transfer* transfer);
   Status room_failure(const std::vector<Arena*>& arenas, size_t num_created, const Status& cause);
   Status driver_of(DriverKind kind, Driver** driver);
-  // The device's pool; null if there is none.
-  Pool* pool_of(DriverKind kind, int device);
 
   std::mutex mutex_;
   std::map<DriverKind, std::unique_ptr<Driver>> drivers_;
-  std::map<std::pair<DriverKind, int>, std::unique_ptr<Pool>> pools_;
   Exports exports_;
   std::map<uint64_t, std::unique_ptr<Arena>> arenas_;
   std::map<uintptr_t, Arena*> by_address_;

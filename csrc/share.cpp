@@ -1,17 +1,12 @@
 #include "share.h"
 
-#include <unistd.h>
-
 #include <algorithm>
-#include <atomic>
 
 namespace tasuki {
 namespace {
 
 // Larger than any GPU's memory: a larger offset is invalid.
 constexpr uint64_t kMaxSpan = uint64_t{1} << 44;
-
-std::atomic<uint64_t> num_imported{0};
 
 Status check_layout(const std::vector<SharedChunk>& chunks, size_t granularity) {
   if (chunks.empty()) return failure(Code::bad_handle, "no chunks");
@@ -41,16 +36,7 @@ uint64_t bytes_of(const std::vector<Piece>& pieces, size_t first, size_t end) {
   return pieces[end - 1].offset + pieces[end - 1].bytes - pieces[first].offset;
 }
 
-// The piece at this offset, of pieces in order; null if there is none.
-template <typename Piece>
-const Piece* at_offset(const std::vector<Piece>& pieces, uint64_t offset) {
-  auto found = std::lower_bound(pieces.begin(), pieces.end(), offset, [](const Piece& piece, uint64_t at) { return piece.offset < at; });
-  return found == pieces.end() || found->offset != offset ? nullptr : &*found;
-}
-
 }  // namespace
-
-uint64_t num_imported_chunks() { return num_imported; }
 
 uint64_t Exports::open(uint64_t arena, std::vector<Piece> pieces) {
   for (const Piece& piece : pieces) {
@@ -109,85 +95,48 @@ Status Import::open(Driver& driver, int device, Access access, const std::vector
 Import::~Import() {
   // A failure in a destructor cannot be reported; the end of the process frees the rest.
   static_cast<void>(unmap());
-  for (const Piece& piece : pieces_) {
-    if (!piece.is_kept) static_cast<void>(driver_.release(piece.physical));
-  }
-  for (const auto& [place, kept] : kept_) static_cast<void>(driver_.release(kept.physical));
+  for (const Piece& piece : pieces_) static_cast<void>(driver_.release(piece.physical));
   if (base_ != 0) static_cast<void>(driver_.unreserve(base_, span_bytes_));
 }
 
 Status Import::import_chunks(const std::vector<SharedChunk>& chunks) {
   pieces_.reserve(chunks.size());
   for (const SharedChunk& chunk : chunks) {
-    Piece piece{chunk.offset, chunk.bytes, chunk.place, 0, false};
-    Status status = import_one(chunk, &piece);
+    Piece piece{chunk.offset, chunk.bytes, 0};
+    Status status = driver_.import_fd(device_, chunk.fd, chunk.bytes, access_, &piece.physical);
     if (!status.ok()) return status.message = "chunk at offset " + std::to_string(chunk.offset) + ": " + status.message, status;
     pieces_.push_back(piece);
   }
   return {};
 }
 
-Status Import::import_one(const SharedChunk& chunk, Piece* piece) {
-  bool is_of_pool = chunk.place.pool != 0;
-  if (is_of_pool) {
-    Status status = driver_.read(chunk, access_, &piece->physical);
-    if (status.code != Code::not_found) return status;
-    auto found = kept_.find(chunk.place);
-    if (found != kept_.end()) return reuse(chunk, found->second, piece);
-  }
-  Status status = driver_.import_fd(device_, chunk.fd, chunk.bytes, access_, &piece->physical);
-  if (!status.ok()) return status;
-  ++num_imported;
-  if (!is_of_pool) return {};
-  Kept kept{piece->physical, chunk.bytes, 0};
-  static_cast<void>(driver_.identify(chunk.fd, &kept.identity));
-  kept_[chunk.place] = kept;
-  piece->is_kept = true;
-  return {};
-}
-
-Status Import::reuse(const SharedChunk& chunk, const Kept& kept, Piece* piece) {
-  if (chunk.bytes != kept.bytes) {
-    return failure(Code::bad_handle, "the handle says " + std::to_string(chunk.bytes) + " bytes, the chunk of the pool has " +
-                                         std::to_string(kept.bytes));
-  }
-  uint64_t identity = 0;
-  static_cast<void>(driver_.identify(chunk.fd, &identity));
-  if (identity != kept.identity) return failure(Code::bad_handle, "its descriptor is not the chunk of the pool that it is said to be");
-  piece->physical = kept.physical;
-  piece->is_kept = true;
-  return {};
-}
-
 Status Import::map() {
-  forget_in_child();
-  std::vector<Piece> changed;
-  for (const Piece& before : mapped_) {
-    const Piece* now = at_offset(pieces_, before.offset);
-    if (now == nullptr || now->bytes != before.bytes || now->place != before.place) changed.push_back(before);
-  }
-  Status status = unmap_pieces(changed);
-  if (status.ok() && driver_.imports_take_fds()) status = release_unused();
-  return status.ok() ? map_missing() : status;
+  Status status = map_first(pieces_.size());
+  is_mapped_ = status.ok();
+  return status;
 }
 
 Status Import::unmap() {
-  forget_in_child();
-  if (mapped_.empty()) return {};
+  if (!is_mapped_) return {};
   Status status = driver_.synchronize(device_);
-  if (status.ok()) status = unmap_pieces(std::vector<Piece>(mapped_));
-  if (status.ok() || pieces_.empty()) return status;
-  Status undo = map_missing();
-  return undo.ok() ? status : undo;
+  if (!status.ok()) return status;
+  for (size_t first = 0; first < pieces_.size();) {
+    size_t end = run_end(pieces_, first);
+    status = driver_.unmap(base_ + pieces_[first].offset, bytes_of(pieces_, first, end));
+    if (!status.ok()) {
+      Status undo = map_first(first);
+      return undo.ok() ? status : undo;
+    }
+    first = end;
+  }
+  is_mapped_ = false;
+  return {};
 }
 
 Status Import::release() {
-  if (pieces_.empty()) return {};
-  bool stays = access_ == Access::read_only;
-  for (const Piece& piece : pieces_) stays = stays && piece.place.pool != 0;
-  Status status = stays ? driver_.synchronize(device_) : unmap();
+  Status status = unmap();
   while (status.ok() && !pieces_.empty()) {
-    if (!pieces_.back().is_kept) status = driver_.release(pieces_.back().physical);
+    status = driver_.release(pieces_.back().physical);
     if (status.ok()) pieces_.pop_back();
   }
   return status;
@@ -203,21 +152,8 @@ Status Import::renew(const std::vector<SharedChunk>& chunks) {
   }
   if (status.ok()) status = import_chunks(chunks);
   if (status.ok()) status = map();
-  if (status.ok()) return {};
-  static_cast<void>(release());
-  static_cast<void>(unmap());
+  if (!status.ok()) static_cast<void>(release());
   return status;
-}
-
-Status Import::release_unused() {
-  for (auto one = kept_.begin(); one != kept_.end();) {
-    Physical kept = one->second.physical;
-    bool is_used = std::any_of(pieces_.begin(), pieces_.end(), [&](const Piece& piece) { return piece.physical == kept; });
-    Status status = is_used ? Status{} : driver_.release(kept);
-    if (!status.ok()) return status;
-    one = is_used ? std::next(one) : kept_.erase(one);
-  }
-  return {};
 }
 
 uint64_t Import::bytes() const {
@@ -226,50 +162,24 @@ uint64_t Import::bytes() const {
   return bytes;
 }
 
-// A forked child does not have its parent's mappings.
-void Import::forget_in_child() {
-  if (mapped_by_ != getpid()) mapped_.clear();
-}
-
-Status Import::map_missing() {
-  std::vector<Piece> missing;
-  for (const Piece& piece : pieces_) {
-    if (at_offset(mapped_, piece.offset) == nullptr) missing.push_back(piece);
-  }
+Status Import::map_first(size_t num_pieces) {
   Status status;
   size_t num_mapped = 0;
-  while (num_mapped < missing.size()) {
-    const Piece& piece = missing[num_mapped];
+  while (num_mapped < num_pieces) {
+    const Piece& piece = pieces_[num_mapped];
     status = driver_.map(base_ + piece.offset, piece.bytes, piece.physical);
     if (!status.ok()) break;
     ++num_mapped;
   }
   // One call for adjacent chunks, as in Chunks::allow_runs.
-  for (size_t first = 0; status.ok() && first < missing.size();) {
-    size_t end = run_end(missing, first);
-    status = driver_.allow(base_ + missing[first].offset, bytes_of(missing, first, end), device_, access_);
+  for (size_t first = 0; status.ok() && first < num_pieces;) {
+    size_t end = std::min(run_end(pieces_, first), num_pieces);
+    status = driver_.allow(base_ + pieces_[first].offset, bytes_of(pieces_, first, end), device_, access_);
     first = end;
   }
-  if (!status.ok()) {
-    for (size_t i = 0; i < num_mapped; ++i) static_cast<void>(driver_.unmap(base_ + missing[i].offset, missing[i].bytes));
-    return status;
-  }
-  mapped_.insert(mapped_.end(), missing.begin(), missing.end());
-  std::sort(mapped_.begin(), mapped_.end(), [](const Piece& one, const Piece& other) { return one.offset < other.offset; });
-  mapped_by_ = getpid();
-  return {};
-}
-
-Status Import::unmap_pieces(const std::vector<Piece>& pieces) {
-  for (size_t first = 0; first < pieces.size();) {
-    size_t end = run_end(pieces, first);
-    Status status = driver_.unmap(base_ + pieces[first].offset, bytes_of(pieces, first, end));
-    if (!status.ok()) return status;
-    auto is_unmapped = [&](const Piece& piece) { return piece.offset >= pieces[first].offset && piece.offset <= pieces[end - 1].offset; };
-    mapped_.erase(std::remove_if(mapped_.begin(), mapped_.end(), is_unmapped), mapped_.end());
-    first = end;
-  }
-  return {};
+  if (status.ok()) return {};
+  for (size_t i = 0; i < num_mapped; ++i) static_cast<void>(driver_.unmap(base_ + pieces_[i].offset, pieces_[i].bytes));
+  return status;
 }
 
 }  // namespace tasuki

@@ -14,7 +14,7 @@ extern "C" {
 #endif
 #pragma GCC visibility push(default)
 
-#define TASUKI_ABI_VERSION 11
+#define TASUKI_ABI_VERSION 12
 
 enum tasuki_code {
   TASUKI_OK = 0,
@@ -66,7 +66,6 @@ typedef struct {
   uint64_t host_copy_bytes;
   uint64_t imported_bytes;
   uint64_t num_imports;
-  uint64_t num_imported_chunks; /* imported from descriptors so far; not those whose handles were kept */
   uint64_t num_exports;
   uint64_t num_transfers;
   uint64_t num_refused_frees; /* torch freed an address that is not ours */
@@ -75,22 +74,9 @@ typedef struct {
 typedef struct {
   uint64_t offset; /* from the arena's base */
   uint64_t bytes;
-  int32_t fd;     /* owned by the receiver of the struct */
-  uint32_t index; /* in its pool */
-  uint64_t pool;  /* unique until the machine reboots; 0: in no pool */
+  int32_t fd; /* owned by the receiver of the struct */
 } tasuki_chunk;
 
-/* Chunks of a pool. */
-typedef struct {
-  uint64_t chunk_bytes;
-  uint64_t num_chunks;
-  uint64_t num_free;
-  uint64_t num_lent;      /* taken, not mapped */
-  uint64_t num_mapped;    /* for writing, each by its owner */
-  uint64_t num_published; /* of those two, readable by others */
-  uint64_t num_read;      /* with readers, whoever the owner is */
-  uint64_t num_ours;      /* taken by this process */
-} tasuki_pool_usage;
 
 /* Rows and columns of elements in `held`, in `source`, and at indices of a whole tensor; strides in elements. */
 typedef struct {
@@ -111,25 +97,8 @@ void tasuki_last_room(uint64_t* needed_bytes, uint64_t* free_bytes);
 
 /* Idempotent. `path` names libcuda, NULL for the default. The host driver need not be opened. */
 int tasuki_open_cuda(const char* path);
-/* Memory of a device, or what its pool has, if this process has opened one. */
-int tasuki_get_room(int driver, int device, uint64_t* free_bytes, uint64_t* total_bytes);
 /* Limits the bytes of host chunks; 0 lifts the limit. */
 int tasuki_set_host_budget(uint64_t bytes);
-
-/* A pool of chunks for a device, created once and lent to processes in turn. Creating fills 1 + num_chunks descriptors, the table's
- * first, which the caller owns and which keep the memory alive. After opening, which leaves the descriptors to the caller, the device's
- * arenas take their chunks from the pool and return them; no chunk is mapped for writing twice. pid, start: this process, as seen by
- * the process that reclaims. One pool per device, before its first arena; it can be closed once no arena or import uses it. */
-int tasuki_make_pool(int driver, int device, uint64_t num_chunks, uint64_t chunk_bytes, int* fds);
-int tasuki_open_pool(int driver, int device, const int* fds, size_t num_fds, uint32_t pid, uint64_t start);
-int tasuki_close_pool(int driver, int device);
-/* All zeros if this process has opened none. */
-int tasuki_get_pool(int driver, int device, tasuki_pool_usage* usage);
-/* By the table's descriptor, for the process that keeps the pool without using it. num_ours is 0. */
-int tasuki_read_pool(int table_fd, tasuki_pool_usage* usage);
-/* Frees what processes hold that are dead according to the kernel. */
-int tasuki_reclaim_pool(int table_fd, uint64_t* num_freed);
-int tasuki_identify_process(uint32_t pid, uint64_t* start);
 
 int tasuki_create_arena(int driver, const char* tag, int device, const tasuki_arena_options* options, uint64_t* arena);
 int tasuki_destroy_arena(uint64_t arena);
@@ -173,8 +142,8 @@ int tasuki_export(uint64_t arena, int access, tasuki_chunk* chunks, size_t capac
 int tasuki_close_export(uint64_t export_id);
 /* The caller owns the descriptors and may close them afterwards. Chunk offsets stay relative to *base. */
 int tasuki_import(int driver, int device, int access, const tasuki_chunk* chunks, size_t num_chunks, uint64_t* import_id, void** base);
-/* Release unmaps the peer's memory and keeps the addresses, and the handles of chunks with a pool and an index. Renew maps other chunks
- * there, none beyond the end of the first ones, and imports those without a handle. Close releases everything. */
+/* Release unmaps the peer's memory and keeps the addresses. Renew maps other chunks there, none beyond the end of the first ones. Close
+ * releases everything. */
 int tasuki_release_import(uint64_t import_id);
 int tasuki_renew_import(uint64_t import_id, const tasuki_chunk* chunks, size_t num_chunks);
 int tasuki_close_import(uint64_t import_id);

@@ -24,7 +24,6 @@ _FIRST = {
     ],
     "demo": ["e2e/test_demo"],
     "roomy": ["e2e/test_engine_metrics", "e2e/test_ppo", "e2e/test_residency", "e2e/test_secrets"],
-    "pool": ["e2e/test_pool"],
     "starting points": ["e2e/test_starting_points"],
     "ranks": [
         "integration/test_trainer_exactness",

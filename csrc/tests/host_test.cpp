@@ -173,7 +173,7 @@ TEST(handles_of_the_wrong_kind_or_size_are_refused) {
   void* base = nullptr;
   int before = num_open_fds();
   int file = open("/proc/self/exe", O_RDONLY);
-  tasuki_chunk wrong[] = {{0, 4096, file, 0, 0}, {0, 4096, 9999, 0, 0}, {0, 2 * exported.chunks[0].bytes, exported.chunks[0].fd, 0, 0}};
+  tasuki_chunk wrong[] = {{0, 4096, file}, {0, 4096, 9999}, {0, 2 * exported.chunks[0].bytes, exported.chunks[0].fd}};
   for (tasuki_chunk& chunk : wrong) CHECK_CODE(TASUKI_BAD_HANDLE, tasuki_import(TASUKI_HOST, 0, TASUKI_READ_ONLY, &chunk, 1, &import, &base));
   close(file);
   CHECK(num_open_fds() == before);

@@ -15,19 +15,6 @@ struct Imported : Setup {
     CHECK_OK(memory.export_arena(arena, Access::read_write, 99, &chunks, &base, &id));
     CHECK_OK(memory.open_import(DriverKind::cuda, 0, Access::read_only, chunks, &import, &there));
   }
-  // The same chunks, said to be at `first` and `first` + 1 of a pool.
-  std::vector<SharedChunk> in_pool(uint32_t first) const {
-    std::vector<SharedChunk> placed = chunks;
-    for (uint32_t i = 0; i < 2; ++i) placed[i].place = {7, first + i};
-    return placed;
-  }
-  // From now on they are, and the import has been released.
-  void reopen_as_of_pool() {
-    CHECK_OK(memory.close_import(import));
-    chunks = in_pool(0);
-    CHECK_OK(memory.open_import(DriverKind::cuda, 0, Access::read_only, chunks, &import, &there));
-    CHECK_OK(memory.release_import(import));
-  }
   auto num_calls(const char* call) const { return std::count(fake->calls.begin(), fake->calls.end(), call); }
   bool reads(unsigned char first) { return holds(there + (a - base), 32 * kPage, first); }
 };
@@ -109,95 +96,6 @@ TEST(a_renewal_that_fails_at_any_call_holds_nothing_and_may_be_tried_again) {
       CHECK(s.reads(3));
     }
   }
-}
-
-TEST(a_renewal_with_kept_handles_that_fails_at_any_call_maps_nothing_and_may_be_tried_again) {
-  for (const char* call : {"import_fd", "map", "allow"}) {
-    for (int after = 0; after < 2; ++after) {
-      if (after > 0 && std::string(call) == "allow") continue;  // the chunks are adjacent, so there is one call
-      Imported s;
-      s.reopen_as_of_pool();
-      CHECK_OK(s.memory.renew_import(s.import, s.in_pool(2)));
-      CHECK_OK(s.memory.release_import(s.import));
-      bool imports = std::string(call) == "import_fd";
-      if (imports) s.chunks[after].place.index = 9;
-      uint64_t before = s.memory.totals().num_imported_chunks;
-      s.fake->fail(call, imports ? 0 : after);
-      CHECK(!s.memory.renew_import(s.import, s.chunks).ok());
-      CHECK(!s.fake->is_mapped(s.there) && s.memory.totals().imported_bytes == 0);
-      CHECK_OK(s.memory.renew_import(s.import, s.chunks));
-      CHECK(s.reads(3) && s.memory.totals().num_imported_chunks == before + imports);
-      CHECK_OK(s.memory.close_import(s.import));
-      for (const auto& [physical, chunk] : s.fake->chunks) CHECK(chunk.num_references == 1);
-    }
-  }
-}
-
-TEST(chunks_of_a_pool_stay_mapped_and_only_others_in_their_place_are_mapped) {
-  Imported s;
-  s.reopen_as_of_pool();
-  CHECK(s.fake->is_mapped(s.there) && s.memory.totals().imported_bytes == 0);
-  s.fake->calls.clear();
-  CHECK_OK(s.memory.renew_import(s.import, s.chunks));
-  CHECK(s.num_calls("map") == 0 && s.num_calls("allow") == 0 && s.memory.totals().imported_bytes == 32 * kPage);
-  CHECK_OK(s.memory.release_import(s.import));
-  CHECK(s.num_calls("unmap") == 0 && s.num_calls("synchronize") == 1);
-  std::vector<SharedChunk> mixed = s.chunks;
-  mixed[1].place = {7, 2};
-  CHECK_OK(s.memory.renew_import(s.import, mixed));
-  CHECK(s.num_calls("unmap") == 1 && s.num_calls("map") == 1 && s.num_calls("allow") == 1 && s.reads(3));
-  CHECK_OK(s.memory.close_import(s.import));
-  CHECK(!s.fake->is_mapped(s.there) && s.fake->reservations.size() == 1);
-  for (const auto& [physical, chunk] : s.fake->chunks) CHECK(chunk.num_references == 1);
-}
-
-TEST(chunks_of_a_pool_at_other_offsets_replace_what_is_mapped) {
-  Imported s;
-  CHECK_OK(s.memory.close_import(s.import));
-  std::vector<SharedChunk> apart = s.in_pool(0);
-  apart[1].offset += kPage;
-  CHECK_OK(s.memory.open_import(DriverKind::cuda, 0, Access::read_only, apart, &s.import, &s.there));
-  CHECK_OK(s.memory.release_import(s.import));
-  CHECK_OK(s.memory.renew_import(s.import, s.in_pool(0)));
-  CHECK(s.reads(3) && !s.fake->is_mapped(s.there + 32 * kPage));
-  CHECK_OK(s.memory.release_import(s.import));
-  s.fake->fail("unmap", 0);
-  CHECK(!s.memory.renew_import(s.import, apart).ok());
-  CHECK(!s.fake->is_mapped(s.there) && s.memory.totals().imported_bytes == 0);
-  CHECK_OK(s.memory.renew_import(s.import, s.in_pool(0)));
-  CHECK(s.reads(3));
-}
-
-TEST(a_renewal_whose_undo_fails_does_not_take_what_is_mapped_for_other_chunks) {
-  Imported s;
-  s.reopen_as_of_pool();
-  uint64_t arena = s.Setup::arena("other"), id = 0;
-  uintptr_t base = 0;
-  s.block(arena, 32 * kPage, 9);
-  std::vector<SharedChunk> others;
-  CHECK_OK(s.memory.export_arena(arena, Access::read_write, 99, &others, &base, &id));
-  for (uint32_t i = 0; i < 2; ++i) others[i].place = {7, 2 + i};
-  s.fake->fail("unmap", 0);
-  s.fake->fail("synchronize", 0, 2);
-  CHECK(!s.memory.renew_import(s.import, others).ok());
-  s.fake->fail_no_more();
-  CHECK_OK(s.memory.release_import(s.import));
-  CHECK_OK(s.memory.renew_import(s.import, others));
-  CHECK(s.reads(9));
-}
-
-TEST(handles_that_take_no_descriptor_are_kept_until_the_import_is_closed) {
-  Imported s;
-  uint64_t before = s.memory.totals().num_imported_chunks;
-  s.reopen_as_of_pool();
-  for (uint32_t first : {2, 0, 2, 0}) {
-    CHECK_OK(s.memory.renew_import(s.import, s.in_pool(first)));
-    CHECK_OK(s.memory.release_import(s.import));
-  }
-  CHECK_OK(s.memory.renew_import(s.import, s.chunks));
-  CHECK(s.reads(3) && s.memory.totals().num_imported_chunks == before + 4);
-  CHECK_OK(s.memory.close_import(s.import));
-  for (const auto& [physical, chunk] : s.fake->chunks) CHECK(chunk.num_references == 1);
 }
 
 TEST(adjacent_chunks_get_access_and_are_unmapped_in_one_call) {

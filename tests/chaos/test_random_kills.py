@@ -20,12 +20,10 @@ import pytest
 from tasuki.client import Client, Phase, SamplingParams
 from tasuki.config.lock import NODE_LOCK, holder
 from tasuki.config.places import exit_path
-from tasuki.memory.pool import pool_bytes
 from tasuki.supervisor.processes import shared_memory, shared_memory_of
 from tasuki.wire.address import socket_folder
 from tests.chaos_node import ChaosNode
 from tests.conftest import RunningNode, assert_clean_audit, started_node, tasuki
-from tests.e2e.test_pool import free, held
 from tests.footprint import MIB, Footprint, footprint, footprints
 from tests.integration.node_process import is_alive, wait_for
 from tests.models import VOCAB_SIZE
@@ -39,7 +37,6 @@ STEP_EVERY, MANY_EVERY, LOOK_EVERY, AUDIT_EVERY, SAVE_EVERY = 8, 5, 2, 25, 80
 _KV_TOKENS = (32 * MIB) // (2 * 2 * 2 * 16 * 2)
 _BUDGET = 40 * MIB
 _SETTINGS = (
-    "memory.pool=true",
     f"memory.host_budget_bytes={_BUDGET}",
     f"rollout.kv_tokens={_KV_TOKENS}",
     "trainer.compute_dtype=float32",
@@ -197,7 +194,6 @@ def strike_and_compare(chaos: ChaosNode, outcomes: Sequence[Outcome], report: di
         assert rounds.version == len(outcomes) - 1
         wait_for(lambda: not any(is_alive(one.pid) for one in striker.struck))
         assert kinds_of(node) == kinds, "the node has the processes that it began with"
-        assert free(node) + held(node) == pool_bytes(_BUDGET), "no chunk was lost"
         assert leaks(rounds.history) == {}
     finally:
         report |= {

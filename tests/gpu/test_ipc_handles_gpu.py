@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from tasuki.transport.chunk_memory import descriptor_problem
 from tasuki.transport.export import ExportMemory, WeightExport
 from tasuki.transport.fd_socket import FdServer
 from tasuki.transport.imported_weights import import_weights
@@ -73,6 +74,10 @@ def ipc_trainer(tmp_path: Path) -> Iterator[IpcTrainer]:
     trainer = IpcTrainer(tmp_path, gpu=torch.cuda.device_count() - 1)
     yield trainer
     trainer.close()
+
+
+def test_the_gpu_exports_descriptors_so_no_ipc_handle_is_needed() -> None:
+    assert descriptor_problem(GPU) == ""
 
 
 def test_an_ipc_handle_is_opened_once_and_read_at_every_sync(ipc_trainer: IpcTrainer) -> None:

@@ -36,12 +36,7 @@ RUNS = {
         2,
         [*LORA, 'rollout.lora="adapter"', "trainer.lora.share_base=true", "trainer.num_ranks=2", "rollout.tp_size=2"],
     ),
-    "memory pool": (1, ["memory.pool=true"]),
-    "memory pool, two ranks": (2, ["memory.pool=true", "trainer.num_ranks=2"]),
-    "memory pool at TP 2, nothing stays": (
-        2,
-        ["memory.pool=true", "residency.trainer=[]", "trainer.num_ranks=2", "rollout.tp_size=2"],
-    ),
+    "TP 2, nothing stays": (2, ["residency.trainer=[]", "trainer.num_ranks=2", "rollout.tp_size=2"]),
     "two replicas": (2, ["trainer.num_ranks=2"]),
     "adapter at TP 2": (2, [*LORA, 'rollout.lora="adapter"', "trainer.num_ranks=2", "rollout.tp_size=2"]),
     "four ranks, two replicas of TP 2": (4, ["trainer.num_ranks=4", "rollout.tp_size=2"]),

@@ -8,9 +8,9 @@ does so before the supervisor goes on, "stops" is stopped by SIGSTOP at once, "l
 
 A file NAME.hindered in the state folder keeps a service from being started again.
 
-Names: "bounded" limits the wait for exiting processes to 4 s. "beats" has a heartbeat, "pooled" holds the whole pool, "gpu" needs a GPU's
-pool. "beside" waits for "first" except at the node's start, and records whether that listens. Each service has a socket, a child in
-another session, and a file and a semaphore in shared memory, as engines and trainers do.
+Names: "bounded" limits the wait for exiting processes to 4 s. "beats" has a heartbeat. "beside" waits for "first" except at the node's
+start, and records whether that listens. Each service has a socket, a child in another session, and a file and a semaphore in shared
+memory, as engines and trainers do.
 """
 
 from __future__ import annotations
@@ -28,11 +28,9 @@ from functools import partial
 from pathlib import Path
 
 SHM = Path("/dev/shm")
-POOL_BYTES = 16 << 20
 
 
 def service(name: str, kind: str, *, state_dir: Path, run_folder: Path) -> None:
-    blocks: list[object] = []
     if kind == "fails":
         sys.exit(7)
     if kind == "stops":
@@ -67,9 +65,6 @@ def service(name: str, kind: str, *, state_dir: Path, run_folder: Path) -> None:
     (state_dir / f"{name}.semaphore").write_text(semaphore._semlock.name)
     if kind in ("good", "lingers"):
         signal.signal(signal.SIGTERM, lambda *_: (child.terminate(), os._exit(0)))
-    if name == "pooled":
-        # The service fails here unless every chunk of the pool is free.
-        blocks = [hold_pool(state_dir)]
     if name == "beats":
         from tasuki.rpc.heartbeat import Heartbeat
 
@@ -79,7 +74,7 @@ def service(name: str, kind: str, *, state_dir: Path, run_folder: Path) -> None:
         listener.accept()[0].close()  # accepts the supervisor's check that the service serves, made once in a node's life
     pids.write_text(f"{os.getpid()} {child.pid}")
     time.sleep(1.0 if kind == "dies" else 600)
-    del mapping, semaphore, blocks
+    del mapping, semaphore
     sys.exit(7)
 
 
@@ -106,27 +101,14 @@ def is_listening(address: Path) -> bool:
         return probe.connect_ex(str(address)) == 0
 
 
-def hold_pool(state_dir: Path) -> object:
-    """Maps a block over every byte of the node's pool."""
-    from tasuki.config.places import pool_socket_path
-    from tasuki.memory.arena import Arena
-    from tasuki.transport.pool_socket import join_pool
-
-    join_pool(pool_socket_path(state_dir), device="cpu", timeout_s=20.0)
-    block = Arena("weights", device="cpu").buffer(POOL_BYTES)
-    memoryview(block).cast("B")[::4096] = bytes(POOL_BYTES // 4096)
-    return block
-
-
 def main() -> int:
     if sys.argv[1] == "service":
         service(sys.argv[2], sys.argv[3], state_dir=Path(sys.argv[4]), run_folder=Path(sys.argv[5]))
     from tasuki.config.lock import StateLock
     from tasuki.config.places import socket_dir
-    from tasuki.config.schema import MemoryConfig, ModelConfig, NodeConfig, RestartConfig
+    from tasuki.config.schema import RestartConfig
     from tasuki.rpc.logs import configure_logging
     from tasuki.supervisor import processes
-    from tasuki.supervisor.pool import NodePool
     from tasuki.supervisor.services import ServiceCommand
     from tasuki.supervisor.supervise import supervise
 
@@ -147,11 +129,6 @@ def main() -> int:
         )
         for name, kind in kinds.items()
     ]
-    has_gpu = "gpu" in kinds
-    pool = has_gpu or "pooled" in kinds
-    memory = MemoryConfig(host_budget_bytes=None if has_gpu else POOL_BYTES, pool=pool)
-    device = "cuda" if has_gpu else "cpu"
-    config = NodeConfig(state_dir=state_dir, device=device, model=ModelConfig(path=state_dir), memory=memory)
     environment = {key: value for key, value in os.environ.items() if key in ("PATH", "PYTHONPATH")}
     return supervise(
         state_dir,
@@ -161,7 +138,6 @@ def main() -> int:
         environment=environment,
         restart=RestartConfig(max_restarts=int(sys.argv[4]), stall_s=2.0),
         check_start=partial(check_start, state_dir),
-        make_pool=lambda: NodePool(config),
     )
 
 

@@ -12,10 +12,7 @@ from pathlib import Path
 import pytest
 
 from tasuki.config.places import log_path, restart_request_path, stall_dir
-from tasuki.config.schema import ModelConfig, NodeConfig
-from tasuki.supervisor.post_mortem import why_it_ended
 from tasuki.supervisor.stop import stop_node
-from tasuki.wire.errors import InternalError
 from tests.integration.node_process import Start, is_alive, nodes_in, pids_of, wait_for
 
 
@@ -69,20 +66,6 @@ def test_service_that_could_not_start_again_waits_and_uses_up_no_restart(
     assert node.exit["restarts"] == {"second": 1}
 
 
-def test_service_that_is_killed_with_the_whole_pool_finds_it_free_again(
-    start: Start, capfd: pytest.CaptureFixture[str]
-) -> None:
-    node = start(max_restarts=2, pooled="good")
-    node.wait_until_up()
-    first = pids_of(node, "pooled")
-    os.kill(first[0], signal.SIGKILL)
-    wait_for(lambda: len(pids_of(node, "pooled")) == 2 and pids_of(node, "pooled")[0] != first[0])
-    node.pids += pids_of(node, "pooled")
-    stop_node(node.state_dir)
-    node.assert_gone()
-    assert "event=reclaimed device=cpu chunks=8 free=8" in capfd.readouterr().err
-
-
 def test_service_that_may_start_beside_another_does_so_once_and_waits_for_it_when_restarted(start: Start) -> None:
     node = start(max_restarts=2, first="late", beside="good")
     node.wait_until_up()
@@ -95,16 +78,6 @@ def test_service_that_may_start_beside_another_does_so_once_and_waits_for_it_whe
     assert (node.state_dir / "beside.saw").read_text().split() == ["False", "True"]
     stop_node(node.state_dir)
     node.assert_gone()
-
-
-def test_node_whose_pool_cannot_be_made_ends_with_that_error(start: Start, capfd: pytest.CaptureFixture[str]) -> None:
-    node = start(max_restarts=2, gpu="good")
-    assert node.process.wait(timeout=60) == 1
-    log_path(node.state_dir, "supervisor").parent.mkdir()
-    log_path(node.state_dir, "supervisor").write_text(capfd.readouterr().err)
-    why = why_it_ended(NodeConfig(state_dir=node.state_dir, model=ModelConfig(path=node.state_dir)))
-    assert isinstance(why, InternalError)
-    assert why.message.startswith("supervisor: the pool of GPU 0 could not be made")
 
 
 def test_service_that_dies_again_and_again_ends_the_node_after_its_restarts(start: Start) -> None:

@@ -231,14 +231,6 @@ def test_memory_that_is_of_another_size_or_could_shrink_is_refused(
     assert re.search(message, str(refusal(WeightReceiver(AwkwardModel()), weights)))
 
 
-@pytest.mark.parametrize("num_places", [2, 3])
-def test_places_that_do_not_match_the_chunks_are_refused(num_places: int, tmp_path: Path) -> None:
-    message = manifest.to_proto(GOOD)
-    message.places.extend(weights_pb2.PoolPlace(pool=7, index=index) for index in range(num_places))
-    weights = published_by(tmp_path, message.SerializeToString(), digest=GOOD.digest())
-    assert f"rank 0 sent {num_places} places for 1 chunks" in str(refusal(WeightReceiver(AwkwardModel()), weights))
-
-
 def test_memory_without_a_header_is_refused(tmp_path: Path) -> None:
     message = manifest.to_proto(GOOD).SerializeToString()
     weights = published_by(tmp_path, message, digest=GOOD.digest(), header_bytes=HEADER_BYTES)

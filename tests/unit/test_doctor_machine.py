@@ -28,8 +28,8 @@ GB = 10**9
 
 def test_faults_of_the_machine_are_found(tmp_path: Path):
     assert is_bad(host.check_user(lambda: pwd.getpwuid(2**31 - 5)[0]), Verdict.FAIL, found="has no name", advice="USER")
-    for paths in ({"path": tmp_path / "no.so"}, {"preloaded": tmp_path / "no.so"}):
-        assert is_bad(host.check_native_library(**paths), Verdict.FAIL, found="no.so is missing", advice="make native")
+    missing = host.check_native_library(tmp_path / "no.so")
+    assert is_bad(missing, Verdict.FAIL, found="no.so is missing", advice="make native")
     assert is_bad(host.check_processes(tmp_path), Verdict.FAIL, found="hides other processes", advice="hidepid")
     assert is_bad(host.check_open_files(512), Verdict.FAIL, found="512", advice="65536")
     assert is_bad(host.check_open_files(4096), Verdict.WARN, found="4096", advice="65536")

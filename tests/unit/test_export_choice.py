@@ -8,19 +8,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from pydantic import ValidationError
 
 from tasuki.config.gpus import Gpus, gpus_of, show_gpus
 from tasuki.config.load import load_config
 from tasuki.config.save import save_config
 from tasuki.config.schema import NodeConfig
+from tasuki.memory.arena import totals
 from tasuki.memory.stages import Phase, Stage
 from tasuki.planner.advice import advise, climb
 from tasuki.planner.layout import GB, Checkpointing, Layout, Part
 from tasuki.planner.node_plan import node_layout
 from tasuki.planner.plan import PLAN_STAGES, PlanStage, needed_bytes, plan
 from tasuki.planner.presets import MODELS
-from tasuki.wire.errors import InvalidArgument
+from tasuki.trainer.backends.fsdp.staying import ExportChoice, with_copy_that_stays
+from tasuki.transport import chunk_memory
+from tasuki.transport.chunk_memory import descriptor_problem
+from tasuki.wire.errors import InternalError, InvalidArgument
 
 MODEL = MODELS["qwen2.5-7b"]
 UUIDS = ["GPU-11111111-2222", "GPU-33333333-4444", "GPU-55555555-6666"]
@@ -32,20 +37,17 @@ def node(*, device: str = "cuda", trainer: dict[str, Any] | None = None, rollout
 
 
 @pytest.mark.parametrize(
-    ("param_dtype", "dtype", "export", "handles", "expected"),
+    ("param_dtype", "dtype", "export", "expected"),
     [
-        ("float32", "bfloat16", "auto", "vmm", False),
-        ("float32", "float32", "auto", "vmm", True),
-        ("bfloat16", "bfloat16", "auto", "vmm", True),
-        ("bfloat16", "bfloat16", "copy", "vmm", False),
-        ("bfloat16", "bfloat16", "parameters", "vmm", True),
-        ("bfloat16", "bfloat16", "auto", "ipc", False),
+        ("float32", "bfloat16", "auto", False),
+        ("float32", "float32", "auto", True),
+        ("bfloat16", "bfloat16", "auto", True),
+        ("bfloat16", "bfloat16", "copy", False),
+        ("bfloat16", "bfloat16", "parameters", True),
     ],
 )
-def test_parameters_are_published_where_dtypes_are_equal(
-    param_dtype: str, dtype: str, export: str, handles: str, expected: bool
-) -> None:
-    trainer = {"param_dtype": param_dtype, "export": export, "export_handles": handles}
+def test_parameters_are_published_where_dtypes_are_equal(param_dtype: str, dtype: str, export: str, expected: bool) -> None:
+    trainer = {"param_dtype": param_dtype, "export": export}
     # SGLang's GPU kernels accept bfloat16 only.
     device = "cuda" if dtype == "bfloat16" else "cpu"
     assert node(device=device, trainer=trainer, rollout={"dtype": dtype}).exports_parameters is expected
@@ -55,9 +57,6 @@ def test_parameters_are_published_where_dtypes_are_equal(
     ("settings", "message"),
     [
         ({"trainer": {"export": "parameters"}}, "needs trainer.param_dtype = float32 to be rollout.dtype = bfloat16"),
-        ({"trainer": {"export_handles": "ipc", "export_stays": False}}, "ipc. is for a copy that stays"),
-        ({"trainer": {"export_handles": "ipc", "export": "parameters"}}, "ipc. is for a copy that stays"),
-        ({"device": "cpu", "trainer": {"export_handles": "ipc"}}, "needs device = .cuda"),
         ({"trainer": {"devices": ["0"]}}, "trainer.devices needs rollout.devices, too"),
         ({"rollout": {"devices": ["0"]}}, "rollout.devices needs trainer.devices, too"),
         ({"device": "cpu", "trainer": {"devices": ["0"]}}, "devices needs rollout.devices, too, and device = .cuda"),
@@ -229,6 +228,27 @@ def test_bfloat16_parameters_take_half_of_weights_gradients_and_moments() -> Non
     whole, half = (plan(h200s(param_bytes=size)).stage(Stage.LOAD_WEIGHTS).gpus[0] for size in (4, 2))
     for tag in tags:
         assert half[tag] == pytest.approx(whole[tag] / 2, rel=0.1)
+
+
+def test_memory_that_passes_as_descriptors_is_published_as_them() -> None:
+    assert descriptor_problem(torch.device("cpu")) == ""
+
+
+def test_without_descriptors_a_copy_that_stays_is_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise InternalError("cuMemExportToShareableHandle: not supported")
+
+    monkeypatch.setattr(chunk_memory, "Import", refuse)
+    before = totals()
+    assert "not supported" in descriptor_problem(torch.device("cpu"))
+    assert totals() == before
+    in_place = node(trainer={"param_dtype": "bfloat16"})
+    config = with_copy_that_stays(in_place)
+    layout = node_layout(config, MODEL, gpu_bytes=141 * GB, host_bytes=2000 * GB)
+    assert in_place.exports_parameters and Part.EXPORT in layout.staying[0]
+    assert ExportChoice.of(config, layout, rank=0, handles="ipc") == ExportChoice(
+        of_parameters=False, stays=True, handles="ipc"
+    )
 
 
 def test_a_dtype_that_the_engine_does_not_have_is_refused() -> None:

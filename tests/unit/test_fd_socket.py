@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.transport.fd_socket import MAX_ALL_FDS, MAX_FDS, FdServer, allow_descriptors, fetch, fetch_all, framed, send_all
+from tasuki.transport.fd_socket import MAX_FDS, FdServer, fetch
 from tasuki.wire.errors import BadHandle, NodeRunning
 from tests.limits import limit_s
 
@@ -66,41 +66,6 @@ def test_as_many_descriptors_arrive_in_order_as_one_message_takes(path: Path, fd
     for one in [*received, other]:
         os.close(one)
     server.close()
-
-
-@pytest.mark.parametrize("num_fds", [0, 1, MAX_FDS, MAX_FDS + 1, 3 * MAX_FDS])
-def test_any_number_of_descriptors_arrives_in_order_over_several_messages(path: Path, fd: int, num_fds: int) -> None:
-    allow_descriptors(MAX_ALL_FDS)
-    other = os.memfd_create("other")
-    before = num_open_fds()
-    sent = [fd, *[other] * (num_fds - 2), fd][:num_fds]
-    with rogue(path, lambda peer: send_all(peer, b"pool", sent)):
-        message, received = fetch_all(path, timeout_s=5)
-    assert message == b"pool"
-    assert [os.fstat(one).st_size for one in received] == [os.fstat(one).st_size for one in sent]
-    for one in received:
-        os.close(one)
-    assert num_open_fds() <= before
-    os.close(other)
-
-
-@pytest.mark.parametrize(
-    ("answer", "message"),
-    [
-        (lambda peer: socket.send_fds(peer, [framed(struct.pack("<Q", 3))], [0, 1]), "hung up after 2 of 3 descriptors"),
-        (lambda peer: socket.send_fds(peer, [framed(struct.pack("<Q", 1))], [0, 1]), "announced 1 descriptors"),
-        (lambda peer: socket.send_fds(peer, [framed(struct.pack("<Q", 1 << 40))], [0, 1]), f"{MAX_ALL_FDS} are allowed"),
-        (lambda peer: socket.send_fds(peer, [framed(b"abc")], [0]), "announced 0 descriptors"),
-        (lambda peer: None, "hung up after 0 of 8 bytes"),
-    ],
-)
-def test_descriptors_that_do_not_all_arrive_are_closed(
-    path: Path, answer: Callable[[socket.socket], object], message: str
-) -> None:
-    before = num_open_fds()
-    with rogue(path, answer), pytest.raises(BadHandle, match=message):
-        fetch_all(path, timeout_s=5)
-    assert num_open_fds() <= before
 
 
 def test_socket_is_for_its_owner_alone_and_goes_with_the_server(path: Path, fd: int) -> None:

@@ -163,10 +163,13 @@ def test_digests_of_configurations_leave_out_what_is_a_nodes_own(tmp_path: Path)
 
 def test_a_refused_configuration_names_its_keys() -> None:
     leader = replace(LEADER, config_keys={"trainer.seed": "a", "rollout.seed": "b", "train.num_steps": "c"})
-    node = replace(NODE, config_digest="d", config_keys={"trainer.seed": "x", "rollout.seed": "b", "memory.pool": "e"})
+    node = replace(
+        NODE, config_digest="d", config_keys={"trainer.seed": "x", "rollout.seed": "b", "memory.host_budget_bytes": "e"}
+    )
     told = callable_node(node, peer="ipv4:10.0.0.4:1")
     with pytest.raises(
-        FleetMismatch, match="node 3 differs from the leader in memory.pool, train.num_steps, trainer.seed; start all"
+        FleetMismatch,
+        match="node 3 differs from the leader in memory.host_budget_bytes, train.num_steps, trainer.seed; start all",
     ) as refused:
         check_member(JoinRequest(name="run-1", attempt=2, num_nodes=4, node=told), leader, config=CONFIG)
     assert refused.value.metadata["field"] == "config_digest"

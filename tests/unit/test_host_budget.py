@@ -16,7 +16,6 @@ from tasuki.coordinator.admission import Admission
 from tasuki.memory import arena as native
 from tasuki.memory.arena import Arena
 from tasuki.memory.host import HostMemory
-from tasuki.memory.pool import pool_chunk_bytes
 from tasuki.memory.stages import Service, Stage
 from tasuki.memory.tags import DeviceUsage, MemoryTag, ServiceUsage, TagUsage
 from tasuki.planner import budget
@@ -83,9 +82,8 @@ def test_a_budget_that_does_not_hold_what_a_rank_makes_at_its_start_is_refused_b
 
 
 def test_the_number_of_tokens_that_a_refusal_names_passes_the_check_of_the_start(model: Path) -> None:
-    for num_bytes, pool in ((40 * MIB, True), (40 * MIB, False), (3000 * MIB, True)):
+    for num_bytes in (40 * MIB, 3000 * MIB):
         config = config_of(model, budget_bytes=num_bytes)
-        config = config.model_copy(update={"memory": MemoryConfig(host_budget_bytes=num_bytes, pool=pool)})
 
         def with_tokens(tokens: int, config: NodeConfig = config) -> NodeConfig:
             return config.model_copy(update={"rollout": config.rollout.model_copy(update={"kv_tokens": tokens})})
@@ -95,7 +93,7 @@ def test_the_number_of_tokens_that_a_refusal_names_passes_the_check_of_the_start
         most = int(refused.value.message.split("give at most ")[1].split(",")[0])
         check_host_budget(with_tokens(most))
         with pytest.raises(InvalidArgument):
-            check_host_budget(with_tokens(most + pool_chunk_bytes(num_bytes)))
+            check_host_budget(with_tokens(most + 64 * MIB))
 
 
 def test_an_arena_without_room_says_what_it_takes_in_whole_chunks() -> None:

@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 
-from tasuki.memory.pool import pool_chunk_bytes
 from tasuki.planner.kv_tokens import CPU_TOKENS, running_requests, wanted_tokens
 from tasuki.planner.layout import GB, Part
 from tasuki.planner.node_plan import check_sequence
 from tasuki.planner.plan import plan
-from tasuki.planner.rollout_bytes import cuda_graphs, engine_step, engine_weights
-from tasuki.planner.trainer_bytes import export_arena, trainer_tags
+from tasuki.planner.rollout_bytes import cuda_graphs, engine_step
 from tasuki.wire.errors import InvalidArgument
 from tests.unit.test_residency import MODEL, TRAIN, h200s, node
 
@@ -85,18 +83,14 @@ def test_tokens_beyond_what_fits_are_refused_with_the_bytes_and_what_fits(device
     assert device == "cuda" or plan(layout).fits, "on a CPU beside everything else"
 
 
-@pytest.mark.parametrize("pool", [False, True])
-def test_tokens_beyond_a_budget_are_refused_with_a_number_that_fits(pool: bool) -> None:
-    memory = {"host_budget_bytes": 200 * GB, "pool": pool}
+def test_tokens_beyond_a_budget_are_refused_with_a_number_that_fits() -> None:
+    memory = {"host_budget_bytes": 200 * GB}
     with pytest.raises(InvalidArgument, match=f"that memory.host_budget_bytes = {200 * GB} leaves") as refused:
         h200s(node(device="cpu", memory=memory, rollout={"kv_tokens": 50_000_000}))
     most = int(refused.value.message.split("give at most ")[1].split(",")[0])
     layout = h200s(node(device="cpu", memory=memory, rollout={"kv_tokens": most}))
     bare = replace(layout, staying=(frozenset[Part](),) * layout.num_gpus, kv_tokens=most + 1)
     assert plan(layout).fits and not plan(bare).fits
-    if pool:
-        whole = pool_chunk_bytes(200 * GB)
-        assert {size % whole for size in (*trainer_tags(layout).values(), engine_weights(layout), export_arena(layout))} == {0}
 
 
 @pytest.mark.parametrize(

@@ -96,8 +96,6 @@ def test_with_most_kv_the_trainer_leaves_and_the_engines_weights_stay() -> None:
     assert Part.ROLLOUT_WEIGHTS in staying_on(layout)
     assert not {Part.TRAINER_WEIGHTS, Part.OPTIMIZER, Part.KV_CACHE} & staying_on(layout)
     assert expected_seconds(plan(layout))[Stage.OFFLOAD] > 0.5
-    pooled = expected_seconds(plan(h200s(node(memory={"pool": True}))))
-    assert pooled[Stage.RESUME_KV] < 0.03 and pooled[Stage.PAUSE_KV] < 0.02
     trained, served = (plan(layout).stage(phase).gpus[0] for phase in (Phase.TRAIN, Phase.ROLLOUT))
     assert Part.ROLLOUT_WEIGHTS in trained and Part.KV_CACHE not in trained
     assert Part.TRAINER_WEIGHTS not in served

@@ -41,7 +41,6 @@ def test_both_start_at_once_where_the_planned_cache_and_the_trainers_state_fit()
 def test_the_trainer_waits_where_the_engine_sizes_its_cache_or_loads_for_both() -> None:
     most = node(rollout={"kv_tokens": "most"})
     assert not starts_together(h200s(most))
-    assert not starts_together(h200s(node(memory={"pool": True})))
     assert not starts_together(replace(h200s(node()), shares_base=True))
     assert not starts_together(replace(h200s(node()), device="cpu"))
 

@@ -185,7 +185,7 @@ def chunk_sizes() -> dict[str, Any]:
     result: dict[str, Any] = {}
     tags = [MemoryTag.KV_CACHE]
     for mib in (64, 256, 1024, 2048):
-        allocator = NativeAllocator(tags=tags, device="cuda:0", chunk_bytes={MemoryTag.KV_CACHE: mib << 20})
+        allocator = NativeAllocator(tags=tags, device="cuda:0", min_chunk_bytes=mib << 20, max_chunk_bytes=mib << 20)
         arena = allocator.arena(MemoryTag.KV_CACHE)
         address = arena.allocate(100 * GIB)
         for name, policy in (("drop", Keep.NOTHING), ("keep chunks", Keep.CHUNKS)):

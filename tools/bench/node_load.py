@@ -55,7 +55,6 @@ class Load:
 
     def config(self, kv: str) -> str:
         is_gpu = self.device == "cuda"
-        budget = "" if is_gpu else 'host_budget_bytes = "1GB"\n'
         text = CONFIG.format(
             kv=kv,
             tokens=kv if kv == "needed" else "most",
@@ -69,8 +68,7 @@ class Load:
             trainer=f"micro_batch_tokens = {16_384 if is_gpu else 512}",
             rollout='attention_backend = "triton"\nsampling_backend = "pytorch"\n' if is_gpu else "",
         )
-        pool = f"[memory]\npool = true\n{budget}"
-        return text + {"nothing": "[residency]\n", "pooled": pool}.get(kv, "")
+        return text + ("[residency]\n" if kv == "nothing" else "")
 
     def questions(self, random: np.random.Generator) -> list[list[int]]:
         return random.integers(3, self.vocab_size, (self.prompts, self.prompt_tokens)).tolist()

@@ -176,7 +176,7 @@ def main() -> None:
     parser.add_argument("--size", choices=[name for name in MODELS if name.startswith("qwen2.5")], default="qwen2.5-7b")
     parser.add_argument("--gpus", type=at_least_one, default=1)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=("merged", "adapter", "shared"))
-    parser.add_argument("--kv", choices=("needed", "most", "pooled"), default="needed")
+    parser.add_argument("--kv", choices=("needed", "most"), default="needed")
     parser.add_argument("--steps", type=at_least_one, default=4)
     parser.add_argument("--new-tokens", type=at_least_one, help=f"of each sample (default: {GPU.new_tokens})")
     parser.add_argument("--learned", type=at_least_one, help=f"samples of a step (default: {GPU.trained_samples})")

@@ -528,8 +528,6 @@ class DeviceUsage(_message.Message):
     PROCESS_BYTES_FIELD_NUMBER: _builtins.int
     TORCH_CACHED_BYTES_FIELD_NUMBER: _builtins.int
     OTHER_PROCESSES_BYTES_FIELD_NUMBER: _builtins.int
-    POOL_BYTES_FIELD_NUMBER: _builtins.int
-    POOL_FREE_BYTES_FIELD_NUMBER: _builtins.int
     device: _builtins.str
     """Torch's name of the device, e.g. "cuda:0" or "cpu"."""
     rank: _builtins.int
@@ -543,10 +541,6 @@ class DeviceUsage(_message.Message):
     """Bytes cached by torch's allocator and used by no tensor. The driver does not count them as free. 0 on "cpu"."""
     other_processes_bytes: _builtins.int
     """Bytes allocated by all other processes on the device."""
-    pool_bytes: _builtins.int
-    """Bytes of the node's memory pool on the device; 0 without one."""
-    pool_free_bytes: _builtins.int
-    """Bytes of the pool's chunks held by no process."""
     def __init__(
         self,
         *,
@@ -557,12 +551,10 @@ class DeviceUsage(_message.Message):
         process_bytes: _builtins.int = ...,
         torch_cached_bytes: _builtins.int = ...,
         other_processes_bytes: _builtins.int = ...,
-        pool_bytes: _builtins.int = ...,
-        pool_free_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "free_bytes", b"free_bytes", "other_processes_bytes", b"other_processes_bytes", "pool_bytes", b"pool_bytes", "pool_free_bytes", b"pool_free_bytes", "process_bytes", b"process_bytes", "rank", b"rank", "torch_cached_bytes", b"torch_cached_bytes", "total_bytes", b"total_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "free_bytes", b"free_bytes", "other_processes_bytes", b"other_processes_bytes", "process_bytes", b"process_bytes", "rank", b"rank", "torch_cached_bytes", b"torch_cached_bytes", "total_bytes", b"total_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -128,7 +128,6 @@ class WeightManifest(_message.Message):
     DEVICE_UUID_FIELD_NUMBER: _builtins.int
     CHUNK_BYTES_FIELD_NUMBER: _builtins.int
     IPC_MEMORY_FIELD_NUMBER: _builtins.int
-    PLACES_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     num_ranks: _builtins.int
     arena_bytes: _builtins.int
@@ -147,10 +146,6 @@ class WeightManifest(_message.Message):
     def ipc_memory(self) -> Global___IpcMemory:
         """Replaces the chunks with HANDLE_KIND_CUDA_IPC."""
 
-    @_builtins.property
-    def places(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolPlace]:
-        """Of each chunk, in the same order; none if the memory is in no pool. They may change while the rest and its digest stay."""
-
     def __init__(
         self,
         *,
@@ -162,40 +157,14 @@ class WeightManifest(_message.Message):
         device_uuid: _builtins.str = ...,
         chunk_bytes: _abc.Iterable[_builtins.int] | None = ...,
         ipc_memory: Global___IpcMemory | None = ...,
-        places: _abc.Iterable[Global___PoolPlace] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ipc_memory", b"ipc_memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "chunk_bytes", b"chunk_bytes", "device_uuid", b"device_uuid", "entries", b"entries", "header_offset", b"header_offset", "ipc_memory", b"ipc_memory", "num_ranks", b"num_ranks", "places", b"places", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "chunk_bytes", b"chunk_bytes", "device_uuid", b"device_uuid", "entries", b"entries", "header_offset", b"header_offset", "ipc_memory", b"ipc_memory", "num_ranks", b"num_ranks", "rank", b"rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WeightManifest: _TypeAlias = WeightManifest  # noqa: Y015
-
-@_typing.final
-class PoolPlace(_message.Message):
-    """A chunk of a pool, so that readers import each only once."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    POOL_FIELD_NUMBER: _builtins.int
-    INDEX_FIELD_NUMBER: _builtins.int
-    pool: _builtins.int
-    """Random number of the pool, different for each; 0 if this chunk is in none."""
-    index: _builtins.int
-    def __init__(
-        self,
-        *,
-        pool: _builtins.int = ...,
-        index: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "pool", b"pool"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PoolPlace: _TypeAlias = PoolPlace  # noqa: Y015
 
 @_typing.final
 class IpcMemory(_message.Message):

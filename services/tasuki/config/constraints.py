@@ -90,10 +90,6 @@ def _check_shared_base(config: NodeConfig) -> None:
         raise SettingsConflict(
             key, "is not for memory.host_budget_bytes, which counts what one process has made; leave one of them out"
         )
-    if config.memory.pool:
-        raise SettingsConflict(
-            key, "is not for memory.pool, which reclaims what a dead process has made; leave one of them out"
-        )
 
 
 def _check_residency(config: NodeConfig) -> None:
@@ -188,8 +184,6 @@ def _check_devices(config: NodeConfig) -> None:
 
 
 def _check_kind_of_device(config: NodeConfig) -> None:
-    if config.device == "cpu" and config.trainer.export_handles == "ipc":
-        raise SettingsConflict("trainer.export_handles", '= "ipc" needs device = "cuda"')
     if config.device == "cpu" and config.trainer.attention_backend in ("fa4", "varlen"):
         problem = f'= "{config.trainer.attention_backend}" needs device = "cuda": leave it out'
         raise SettingsConflict("trainer.attention_backend", problem)
@@ -204,12 +198,6 @@ def _check_kind_of_device(config: NodeConfig) -> None:
         )
     if config.device == "cuda" and config.memory.host_budget_bytes is not None:
         raise SettingsConflict("memory.host_budget_bytes", 'is for device = "cpu"; the memory of a GPU is measured')
-    if config.memory.pool and config.device == "cpu" and config.memory.host_budget_bytes is None:
-        raise SettingsConflict("memory.pool", "needs memory.host_budget_bytes, its size")
-    if config.memory.pool and config.trainer.export_handles == "ipc":
-        raise SettingsConflict(
-            "memory.pool", 'needs trainer.export_handles = "vmm": CUDA IPC handles share no memory of a pool'
-        )
 
 
 def _check_own_settings(config: NodeConfig) -> None:

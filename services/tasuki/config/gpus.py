@@ -92,21 +92,6 @@ def smallest_gpu_bytes() -> int | None:
     return None
 
 
-def gpu_processes(gpu: int) -> dict[int, int]:
-    """Bytes by pid, in the host's pid namespace, on one of the GPUs that this process sees; empty if NVML does not tell.
-
-    A GPU that is not named has CUDA's number, which is NVML's where all GPUs are alike.
-    """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    with suppress(ImportError, IndexError), _nvml() as nvml:
-        name = str(gpu) if visible is None else _entries(visible)[gpu]
-        is_number = name.isdecimal()
-        handle = nvml.nvmlDeviceGetHandleByIndex(int(name)) if is_number else nvml.nvmlDeviceGetHandleByUUID(name)
-        listed = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
-        return {process.pid: process.usedGpuMemory or 0 for process in listed}
-    return {}
-
-
 def _num_gpus_of_nvml() -> int:
     """Number of GPUs; 0 without NVML."""
     with suppress(ImportError), _nvml() as nvml:

@@ -127,11 +127,6 @@ def base_socket_path(state_dir: Path, service: str, rank: int = 0) -> Path:
     return socket_dir(state_dir) / f"base-{service}-{rank}.sock"
 
 
-def pool_socket_path(state_dir: Path, gpu: int = 0) -> Path:
-    """Socket at which the node's processes join the memory pool of a GPU, or of the CPU."""
-    return socket_dir(state_dir) / f"pool-{gpu}.sock"
-
-
 def start_seconds_path(state_dir: Path, service: str) -> Path:
     """Seconds of the parts of a service's last start, as JSON."""
     return socket_dir(state_dir) / f"start-{service}.json"

@@ -33,7 +33,7 @@ class ResidencyConfig(Schema):
     """Tokens in a replica's KV cache, derived from `rollout.kv_tokens`; by default the engine sizes it at start."""
     starts_together: bool = False
     """Whether the trainer need not wait at the node's start until the engine sleeps: every GPU has room for both. A trainer that is
-    restarted waits. On a CPU only a pool or a shared base makes it wait."""
+    restarted waits. On a CPU only a shared base makes it wait."""
 
     def of_trainer(self, rank: int) -> frozenset[str]:
         """Tags that stay on one trainer rank."""

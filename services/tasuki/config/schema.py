@@ -131,10 +131,6 @@ class MemoryConfig(Schema):
     host_budget_bytes: Bytes | None = None
     """The memory of a node on a CPU, as if it were a GPU's: bytes, or text such as "8GB" or "512MiB". Unlimited by default. Copies of
     paused memory are not counted."""
-    pool: bool = False
-    """Whether memory is allocated once, when the node starts, and lent to trainer and engine in turn. Otherwise every changeover frees
-    and allocates it. On GPUs it takes all that is free, and torch's own memory comes from it, too. On a CPU it takes
-    `host_budget_bytes`."""
 
 
 class NodeConfig(Schema):
@@ -203,7 +199,7 @@ class NodeConfig(Schema):
     def exports_parameters(self) -> bool:
         """Whether rollout reads the trainer's parameters directly, without a copy."""
         trainer = self.trainer
-        is_possible = trainer.param_dtype == self.rollout.dtype and trainer.export_handles == "vmm" and trainer.lora is None
+        is_possible = trainer.param_dtype == self.rollout.dtype and trainer.lora is None
         return trainer.export == "parameters" or (trainer.export == "auto" and is_possible)
 
     @property
@@ -223,11 +219,11 @@ class NodeConfig(Schema):
 
     @property
     def trainer_starts_alone(self) -> bool:
-        """Whether the trainer, at the node's start, waits until the engine sleeps: each may need all memory of a GPU or a pool, and a base
+        """Whether the trainer, at the node's start, waits until the engine sleeps: each may need all memory of a GPU, and a base
         that both read is the engine's to load.
         """
         together = self.residency is not None and self.residency.starts_together
-        return not together and (self.memory.pool or self.shares_base or self.device == "cuda")
+        return not together and (self.shares_base or self.device == "cuda")
 
     @model_validator(mode="after")
     def _settings_fit_together(self) -> NodeConfig:

@@ -122,9 +122,6 @@ class TrainerConfig(OptimizerConfig):
     export_stays: bool | None = None
     """Whether the memory that rollout reads (copy or parameters) stays on the GPU after OFFLOAD. Otherwise it leaves, and rollout maps it
     at every sync. By default it stays if, according to the planner, everything then fits."""
-    export_handles: Literal["vmm", "ipc"] = "vmm"
-    """How GPU memory is shared with rollout: file descriptors of our arenas, or, where these do not work, a copy in torch's memory with
-    a legacy CUDA IPC handle."""
     attention_backend: Literal["auto", "fa4", "varlen", "sdpa"] = "auto"
     """Attention over packed sequences: FlashAttention-4, torch's `varlen_attn`, or torch's `scaled_dot_product_attention`, which pads
     and supports every model and dtype. "auto" is the first that is installed and computes correct results at start; the log names it."""
@@ -167,14 +164,6 @@ class TrainerConfig(OptimizerConfig):
     collective_timeout_s: PositiveFloat = 600.0
     """Timeout of every process group; the loss of a rank is noticed after this."""
     seed: Seed = 0
-
-    @model_validator(mode="after")
-    def _ipc_handles_are_for_copies_that_stay(self) -> TrainerConfig:
-        if self.export_handles == "ipc" and (self.export == "parameters" or self.export_stays is False):
-            raise ValueError(
-                'export_handles = "ipc" is for a copy that stays: not with export = "parameters" or export_stays = false'
-            )
-        return self
 
     @model_validator(mode="after")
     def _adapters_need_no_reference(self) -> TrainerConfig:

@@ -24,7 +24,6 @@ from tasuki.coordinator.headroom import (
 )
 from tasuki.coordinator.memory_record import MemoryRecord
 from tasuki.memory.host import host_memory
-from tasuki.memory.pool import pool_bytes
 from tasuki.memory.stages import RULES, Service, Stage
 from tasuki.memory.tags import MemoryTag, ServiceUsage
 from tasuki.planner.layout import Part
@@ -108,9 +107,6 @@ class Admission:
         if self._config.device != "cpu":
             return free_of_gpus(usages.values())
         available, budget = host_memory().available_bytes, self._config.memory.host_budget_bytes
-        if self._config.memory.pool and budget is not None:
-            # The pool has already taken the budget from the machine.
-            available = budget = pool_bytes(budget)
         return {"cpu": free_of_host(available, usages.values(), budget_bytes=budget)}
 
     async def _read(self, stage: Stage) -> Usages | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tasuki.doctor.finding import Finding, fail, ok, warn
 from tasuki.memory.arena import totals
-from tasuki.memory.library import LIBRARY_PATH, PRELOADED_PATH
+from tasuki.memory.library import LIBRARY_PATH
 from tasuki.wire.address import bind_once
 from tasuki.wire.errors import TasukiError
 
@@ -40,12 +40,10 @@ def check_user(name_of: Callable[[], str]) -> Finding:
         return fail("user", f"user {os.getuid()} has no name", advice)
 
 
-def check_native_library(path: Path = LIBRARY_PATH, preloaded: Path = PRELOADED_PATH) -> Finding:
-    """preloaded: only processes on a GPU's pool load it."""
+def check_native_library(path: Path = LIBRARY_PATH) -> Finding:
     name = "native library"
-    missing = next((one for one in (path, preloaded) if not one.exists()), None)
-    if missing is not None:
-        return fail(name, f"{missing} is missing", "run `make native`, or install a wheel of tasuki")
+    if not path.exists():
+        return fail(name, f"{path} is missing", "run `make native`, or install a wheel of tasuki")
     try:
         totals()
     except TasukiError as error:

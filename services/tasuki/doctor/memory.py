@@ -7,13 +7,12 @@ import sys
 from collections.abc import Sequence
 
 from tasuki.config.schema import NodeConfig
-from tasuki.doctor.finding import Finding, fail, is_running, ok, warn
+from tasuki.doctor.finding import Finding, fail, ok, warn
 from tasuki.doctor.gpus import Gpu
 from tasuki.memory.host import host_memory
 from tasuki.planner.advice import problems
 from tasuki.planner.budget import check_host_budget, check_host_ranks
 from tasuki.planner.node_plan import check_kv_tokens, plan_node
-from tasuki.supervisor.pool import check_pool_room
 from tasuki.wire.errors import TasukiError
 
 PROBE = (sys.executable, "-P", "-m", "tasuki.memory.probe")
@@ -30,8 +29,6 @@ def check_plan(config: NodeConfig, gpus: Sequence[Gpu]) -> Finding:
     try:
         check_host_ranks(config)
         check_host_budget(config)
-        if not is_running(config):
-            check_pool_room(config)
         planned = plan_node(config, gpu_bytes=gpu_bytes, host_bytes=host_memory().total_bytes)
         check_kv_tokens(planned.layout, config)
     except TasukiError as error:
@@ -54,6 +51,6 @@ def check_passing(device: str, *, probe: Sequence[str] = PROBE) -> Finding:
         return fail(name, str(error), "run it separately: python -m tasuki.memory.probe " + device)
     if done.returncode != 0:
         said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        advice = 'run trainer and rollout in one container with the same GPUs, or set trainer.export_handles = "ipc"'
+        advice = "run trainer and rollout in one container with the same GPUs"
         return fail(name, said, advice if device != "cpu" else "allow memfd_create and descriptors over sockets")
     return ok(name, "2 MiB written by one process were read by another")

@@ -33,25 +33,17 @@ class NativeAllocator:
         keep: Mapping[MemoryTag, Keep] | None = None,
         min_chunk_bytes: int = 0,
         max_chunk_bytes: int = 0,
-        chunk_bytes: Mapping[MemoryTag, int] | None = None,
     ) -> None:
         """`keep`: parts that a pause of each tag keeps; none by default.
 
-        Chunk sizes: 0 is the default, on a GPU the measured 64 MiB to 1 GiB, on a CPU 2 to 64 MiB. chunk_bytes: fixed size by tag.
+        Chunk sizes: 0 is the default, on a GPU the measured 64 MiB to 1 GiB, on a CPU 2 to 64 MiB.
         """
-        sizes = chunk_bytes or {}
         self._device = device
         if device == "cpu":
             # On a CPU a mapping costs the same at any size, and models are small.
             min_chunk_bytes, max_chunk_bytes = min_chunk_bytes or _CPU_MIN_CHUNK_BYTES, max_chunk_bytes or _CPU_MAX_CHUNK_BYTES
         self._arenas = {
-            tag: Arena(
-                tag,
-                device=device,
-                min_chunk_bytes=sizes.get(tag, min_chunk_bytes),
-                max_chunk_bytes=sizes.get(tag, max_chunk_bytes),
-            )
-            for tag in tags
+            tag: Arena(tag, device=device, min_chunk_bytes=min_chunk_bytes, max_chunk_bytes=max_chunk_bytes) for tag in tags
         }
         self._adopted: dict[MemoryTag, Arena] = {}
         for tag, policy in (keep or {}).items():

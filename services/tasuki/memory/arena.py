@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from enum import IntEnum, IntFlag
 from functools import partial
 from typing import Any
@@ -59,18 +59,9 @@ class Totals:
     host_copy_bytes: int
     imported_bytes: int
     num_imports: int
-    num_imported_chunks: int  # from descriptors, so far
     num_exports: int
     num_transfers: int
     num_refused_frees: int  # torch freed an address that is not ours
-
-
-@dataclass(frozen=True, slots=True)
-class PoolPlace:
-    """Identity of a chunk of a pool, in all processes. pool: random, different for each pool; 0 for memory in none."""
-
-    pool: int = 0
-    index: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +71,6 @@ class SharedChunk:
     offset: int
     num_bytes: int
     fd: int
-    place: PoolPlace = field(default=PoolPlace(), kw_only=True)
 
 
 def set_host_budget(num_bytes: int) -> None:
@@ -180,13 +170,9 @@ class Arena:
 
     def export(self, access: Access) -> Export:
         """New descriptors of every chunk with memory; stale after the next pause that does not keep chunks."""
-        table = chunk_table([(0, 0, 0, 0, 0)] * self.usage().num_chunks)
+        table = chunk_table([(0, 0, 0)] * self.usage().num_chunks)
         num_chunks, base, export = self._call("export", self.id, access, table, len(table), num_outs=3)
-        chunks = [
-            SharedChunk(offset, num_bytes, fd, place=PoolPlace(pool, index))
-            for offset, num_bytes, fd, index, pool in chunk_rows(table[:num_chunks])
-        ]
-        return Export(export, base=base, chunks=chunks)
+        return Export(export, base=base, chunks=[SharedChunk(*row) for row in chunk_rows(table[:num_chunks])])
 
     def bind_slot(self, slot: int) -> None:
         """Makes torch's allocation function number `slot` allocate here."""
@@ -229,14 +215,11 @@ class Import:
         return buffer_at(self.base + offset, num_bytes)
 
     def release(self) -> None:
-        """Ends reading; keeps the addresses, and the handles and mappings of a pool's chunks. Idempotent."""
+        """Unmaps the peer's memory; keeps the addresses. Idempotent."""
         self._call("release_import", self._id)
 
     def renew(self, chunks: Sequence[SharedChunk]) -> None:
-        """Maps the peer's present chunks at the same addresses, after `release`. Raises BadHandle, and then maps nothing.
-
-        Imports those whose place is none or new, and maps those that are not in the place of the last ones.
-        """
+        """Maps the peer's present chunks at the same addresses, after `release`. Raises BadHandle, and then maps nothing."""
         self._call("renew_import", self._id, _described(chunks), len(chunks))
 
     def close(self) -> None:
@@ -244,4 +227,4 @@ class Import:
 
 
 def _described(chunks: Sequence[SharedChunk]) -> Any:
-    return chunk_table([(chunk.offset, chunk.num_bytes, chunk.fd, chunk.place.index, chunk.place.pool) for chunk in chunks])
+    return chunk_table([(chunk.offset, chunk.num_bytes, chunk.fd) for chunk in chunks])

@@ -9,7 +9,6 @@ from typing import Any
 
 from tasuki.memory import arena as native
 from tasuki.memory.host import host_memory
-from tasuki.memory.pool import pool_usage
 from tasuki.memory.tags import DeviceUsage
 
 
@@ -27,7 +26,7 @@ def resident_bytes() -> int:
 
 
 def _host(rank: int) -> DeviceUsage:
-    host, ours, pool = host_memory(), resident_bytes(), pool_usage("cpu")
+    host, ours = host_memory(), resident_bytes()
     total, free = host.total_bytes, host.available_bytes
     return DeviceUsage(
         device="cpu",
@@ -37,34 +36,28 @@ def _host(rank: int) -> DeviceUsage:
         process_bytes=ours,
         torch_cached_bytes=0,
         other_processes_bytes=max(0, total - free - ours),
-        pool_bytes=0 if pool is None else pool.total_bytes,
-        pool_free_bytes=0 if pool is None else pool.free_bytes,
     )
 
 
 def _gpu(device: str, rank: int, *, skip_torch_cache: bool) -> DeviceUsage:
     import torch
 
-    free, total = torch.cuda.mem_get_info(device)  # with what is free in a pool
-    pool = pool_usage(device)
+    free, total = torch.cuda.mem_get_info(device)
     reserved, allocated = (0, 0) if skip_torch_cache else torch_pool(torch.device(device).index or 0)
-    # NVML counts a pool for all processes that have joined it.
-    ours = _own_bytes(str(torch.cuda.get_device_properties(device).uuid)) if pool is None else None
+    ours = _own_bytes(str(torch.cuda.get_device_properties(device).uuid))
     if ours is None:
         # In its own PID namespace a process does not find itself in NVML's list; what it knows of is then a lower bound.
         arenas = native.totals()
-        ours = arenas.mapped_bytes + arenas.kept_bytes + (reserved if pool is None else 0)
+        ours = arenas.mapped_bytes + arenas.kept_bytes + reserved
     ours = min(ours, total - free)
     return DeviceUsage(
         device=device,
         rank=rank,
         total_bytes=total,
-        free_bytes=free if pool is None else pool.free_bytes,
+        free_bytes=free,
         process_bytes=ours,
         torch_cached_bytes=reserved - allocated,
         other_processes_bytes=total - free - ours,
-        pool_bytes=0 if pool is None else pool.total_bytes,
-        pool_free_bytes=0 if pool is None else pool.free_bytes,
     )
 
 

@@ -31,11 +31,6 @@ def arena_bytes(tensors: tuple[int, ...], *, device: str = "cuda") -> int:
     return _chunk_bytes(blocks, least=_CPU_MIN_CHUNK, most=_CPU_MAX_CHUNK)
 
 
-def bytes_in_chunks(tensors: Iterable[int], *, chunk_bytes: int) -> int:
-    """Same as arena_bytes on a CPU, for an arena whose chunks have one size."""
-    return rounded_up(sum(rounded_up(tensor, _BLOCK) for tensor in tensors if tensor >= CPU_MIN_TENSOR), chunk_bytes)
-
-
 def _chunk_bytes(blocks: Iterable[int], *, least: int, most: int) -> int:
     end = chunks = 0
     for block in blocks:

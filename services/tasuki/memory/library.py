@@ -19,10 +19,8 @@ from tasuki.wire.errors import (
     WrongPhase,
 )
 
-ABI_VERSION = 11
+ABI_VERSION = 12
 LIBRARY_PATH = Path(__file__).with_name("libtasuki_memory.so")
-PRELOADED_PATH = Path(__file__).with_name("libtasuki_cudart.so")
-"""For LD_PRELOAD of processes on a pool of a GPU; see `redirect_cudart`."""
 NUM_SLOTS = 8
 
 
@@ -31,22 +29,12 @@ class _Chunk(ctypes.Structure):
         ("offset", ctypes.c_uint64),
         ("bytes", ctypes.c_uint64),
         ("fd", ctypes.c_int32),
-        ("index", ctypes.c_uint32),
-        ("pool", ctypes.c_uint64),
     ]
 
 
 _U64, _I32, _POINTER = ctypes.c_uint64, ctypes.c_int, ctypes.c_void_p
 _SIGNATURES: dict[str, list[Any]] = {
     "tasuki_set_host_budget": [_U64],
-    "tasuki_get_room": [_I32, _I32, _POINTER, _POINTER],
-    "tasuki_make_pool": [_I32, _I32, _U64, _U64, _POINTER],
-    "tasuki_open_pool": [_I32, _I32, _POINTER, ctypes.c_size_t, ctypes.c_uint32, _U64],
-    "tasuki_close_pool": [_I32, _I32],
-    "tasuki_get_pool": [_I32, _I32, _POINTER],
-    "tasuki_read_pool": [_I32, _POINTER],
-    "tasuki_reclaim_pool": [_I32, _POINTER],
-    "tasuki_identify_process": [ctypes.c_uint32, _POINTER],
     "tasuki_create_arena": [_I32, ctypes.c_char_p, _I32, _POINTER, _POINTER],
     "tasuki_destroy_arena": [_U64],
     "tasuki_allocate": [_U64, _U64, _POINTER],
@@ -102,32 +90,6 @@ def call(name: str, *arguments: Any, num_outs: int = 0, device: str = "", tags: 
     return [out.value for out in outs]
 
 
-def check_preloadable(path: Path = PRELOADED_PATH) -> None:
-    """Raises InternalError if the dynamic linker would ignore the library without an error."""
-    if not path.exists():
-        raise InternalError(f"{path} is missing: run `make native`, or install a wheel of tasuki")
-    if any(one == ":" or one.isspace() for one in str(path)):
-        raise InternalError(f"{path} cannot be in LD_PRELOAD, where colons and spaces separate paths: install tasuki elsewhere")
-
-
-TORCH_ALLOCATOR = "libc10_cuda.so"
-
-
-def redirect_cudart(device_index: int, arena_id: int) -> None:
-    """From now on cudaMalloc of torch's allocator allocates in the arena. Raises InternalError unless PRELOADED_PATH was preloaded.
-
-    Other libraries keep the runtime's memory: those of an engine's all-reduce share theirs by handles that only the runtime gives.
-    """
-    try:
-        redirect: Any = ctypes.CDLL(None).tasuki_redirect_cudart
-    except AttributeError:
-        raise InternalError(f"{PRELOADED_PATH} is not in this process's LD_PRELOAD; start the node with: tasuki up") from None
-    redirect.argtypes = [ctypes.c_int, ctypes.c_uint64, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p]
-    functions = [ctypes.cast(function, ctypes.c_void_p) for function in (_library().tasuki_allocate, _library().tasuki_free)]
-    if redirect(device_index, arena_id, TORCH_ALLOCATOR.encode(), *functions) != 0:
-        raise InternalError(f"cuda:{device_index} is no device that cudaMalloc can be redirected for")
-
-
 def driver_and_index(device: str) -> tuple[int, int]:
     """The library's number of the driver, and the device's. Raises InvalidArgument for another device, or without CUDA."""
     kind, _, index = device.partition(":")
@@ -143,18 +105,13 @@ def numbers(values: Sequence[int]) -> Any:
     return (ctypes.c_uint64 * len(values))(*values)
 
 
-def descriptors(values: Sequence[int]) -> Any:
-    """File descriptors in a row, to be given or to be filled."""
-    return (ctypes.c_int * len(values))(*values)
-
-
-def chunk_table(rows: Sequence[tuple[int, int, int, int, int]]) -> Any:
-    """Chunks by offset, bytes, descriptor, and index in a pool, to be given or to be filled."""
+def chunk_table(rows: Sequence[tuple[int, int, int]]) -> Any:
+    """Chunks by offset, bytes and descriptor, to be given or to be filled."""
     return (_Chunk * max(1, len(rows)))(*rows)
 
 
-def chunk_rows(table: Iterable[Any]) -> list[tuple[int, int, int, int, int]]:
-    return [(chunk.offset, chunk.bytes, chunk.fd, chunk.index, chunk.pool) for chunk in table]
+def chunk_rows(table: Iterable[Any]) -> list[tuple[int, int, int]]:
+    return [(chunk.offset, chunk.bytes, chunk.fd) for chunk in table]
 
 
 def buffer_at(address: int, num_bytes: int) -> Any:

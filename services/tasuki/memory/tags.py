@@ -42,8 +42,6 @@ class DeviceUsage:
     process_bytes: int  # held by this process as a whole
     torch_cached_bytes: int  # cached by torch's allocator, in no tensor; not counted as free; 0 on "cpu"
     other_processes_bytes: int
-    pool_bytes: int = 0  # of the node's pool on the device; 0 without one
-    pool_free_bytes: int = 0  # of its free chunks
 
 
 @dataclass(frozen=True, slots=True)

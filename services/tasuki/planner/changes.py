@@ -10,7 +10,7 @@ from tasuki.config.trainer_schema import LoraConfig
 from tasuki.memory.stages import Phase
 from tasuki.planner.kv_ratio import largest_kv_ratio
 from tasuki.planner.layout import TAGS, Checkpointing, Layout, Part, Strategy, unshared_experts, unshared_heads
-from tasuki.planner.plan import SERVING, TRAINER_TAGS, Plan, plan
+from tasuki.planner.plan import SERVING, TRAINER_TAGS, Plan
 from tasuki.planner.step_tokens import MIN_TOKENS
 
 _LORA_RANK = 32
@@ -42,18 +42,11 @@ def changes(planned: Plan) -> Iterator[Change]:
     if not planned.fits_host:
         yield from _for_host(layout)
     if not planned.fits_budget:
-        changed = _with_fitting_budget(planned)
-        yield Change("memory.host_budget_bytes", str(layout.budget_bytes), str(changed.budget_bytes), changed)
+        needed = planned.budget_peak.tag_bytes
+        changed = replace(layout, budget_bytes=needed)
+        yield Change("memory.host_budget_bytes", str(layout.budget_bytes), str(needed), changed)
     if not planned.has_room_for_a_sequence:
         yield from _for_cache(planned)
-
-
-def _with_fitting_budget(planned: Plan) -> Layout:
-    """A pool of a larger budget has larger chunks, so the first number may be too small for it."""
-    for _ in range(4):
-        if not planned.fits_budget:
-            planned = plan(replace(planned.layout, budget_bytes=planned.budget_peak.tag_bytes))
-    return planned.layout
 
 
 def _for_training(layout: Layout) -> Iterator[Change]:

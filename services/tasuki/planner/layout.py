@@ -175,10 +175,6 @@ class Layout:
     """Tokens in a replica's KV cache; by default what `kv_ratio` leaves, which on a GPU is also the maximum."""
     kv_tokens_key: str = "rollout.kv_tokens"
     """Key of the configuration that sets them."""
-    has_pool: bool = False
-    """Whether memory passes from trainer to engine and back without being released and created."""
-    may_have_pool: bool = True
-    """Whether the other settings allow it."""
     budget_bytes: int | None = None
     """On "cpu": what the tags of all ranks may take together; by default only the host's memory limits them."""
     context_length: int | None = None

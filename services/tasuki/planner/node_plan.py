@@ -127,9 +127,7 @@ def _as_configured(config: NodeConfig, model: ModelShape, *, gpu_bytes: int, hos
         kv_ratio=rollout.kv_ratio,
         kv_tokens=planned_tokens(config, context_length=rollout.context_length or model.context_length),
         kv_tokens_key=tokens_key(config),
-        has_pool=config.memory.pool,
         budget_bytes=config.memory.host_budget_bytes,
-        may_have_pool=config.trainer.export_handles != "ipc" and not config.shares_base,
         context_length=rollout.context_length,
         has_cuda_graphs=rollout.engine.get("disable_cuda_graph") is not True,
         graph_requests=graph_requests(config) or SGLANG_GRAPH_REQUESTS,
@@ -142,7 +140,7 @@ def _with_open_settings(layout: Layout, config: NodeConfig) -> Layout:
     """Chooses micro-batch tokens, checkpointing and whether the export stays, where the configuration leaves them open."""
     trainer = config.trainer
     # What the engine reads is released first: it is away during a step and costs one copy per changeover.
-    chosen = replace(layout, export_stays=False) if _is_export_open(config) else layout
+    chosen = replace(layout, export_stays=False) if trainer.export_stays is None else layout
     if trainer.micro_batch_tokens is None and config.device == "cuda":
         chosen = replace(chosen, micro_batch_tokens=most_tokens(chosen))
     if trainer.checkpointing == "auto":
@@ -150,7 +148,7 @@ def _with_open_settings(layout: Layout, config: NodeConfig) -> Layout:
     if trainer.kept_layers is None:
         chosen = with_last_layer_kept(chosen)
     chosen = replace(chosen, export_stays=layout.export_stays)
-    if _is_export_open(config) and not plan(chosen).fits:
+    if trainer.export_stays is None and not plan(chosen).fits:
         return replace(chosen, export_stays=False)
     return chosen
 
@@ -160,12 +158,7 @@ def _with_residency(layout: Layout, config: NodeConfig) -> Layout:
     if config.residency is not None:
         return replace(layout, staying=given(layout, config, config.residency))
     check_kv_tokens(layout, config)
-    must_stay = None if _is_export_open(config) else config.trainer.export_stays is not False
-    return replace(layout, staying=decide(layout, export_stays=must_stay))
-
-
-def _is_export_open(config: NodeConfig) -> bool:
-    return config.trainer.export_stays is None and config.trainer.export_handles == "vmm"
+    return replace(layout, staying=decide(layout, export_stays=config.trainer.export_stays))
 
 
 def check_kv_tokens(layout: Layout, config: NodeConfig) -> None:

@@ -15,15 +15,13 @@ from tasuki.planner.plan import Plan, Sizes, sizes_of
 _COPY = 1 / (55 * GB)  # host <-> device, pinned
 _MAKE = 1.8e-3 / GB  # create, scrub and map
 _RELEASE = 1.3e-3 / GB
-_MAP = 0.15e-3 / GB  # from a pool
-_UNMAP = 0.08e-3 / GB
 _PUBLISH = 1 / (1000 * GB)  # reads a parameter or merges it, writes it in the engine's dtype and sums it
 _PULL = 1 / (373 * GB)  # over NVLink
 _READ = 1 / (2000 * GB)  # on the same GPU
 # Seconds independent of bytes.
 _COMMAND = 3e-3
 _SYNC = 4e-3
-_RENEW = 45e-3  # without a pool what left is published under other handles: every engine rank imports them again
+_RENEW = 45e-3  # what left is published under other handles: every engine rank imports them again
 _COPIED = (Part.TRAINER_WEIGHTS, Part.OPTIMIZER)
 
 
@@ -79,19 +77,18 @@ def _on_gpu(layout: Layout, sizes: Sizes, index: int) -> Mapping[Stage, float]:
     near = sizes.engine[Part.ROLLOUT_WEIGHTS] * is_local / layout.num_ranks
     far = sizes.engine[Part.ROLLOUT_WEIGHTS] - near
     made = 0 if layout.export_stays else trainer.get(Part.EXPORT, 0)
-    renewed_s = 0.0 if layout.export_stays or layout.has_pool else _RENEW
-    make, release = (_MAP, _UNMAP) if layout.has_pool else (_MAKE, _RELEASE)
+    renewed_s = 0.0 if layout.export_stays else _RENEW
     return {
-        Stage.LOAD_WEIGHTS: 2 * _COMMAND + emptied * release + made * make + (export * _PUBLISH if trainer else 0.0),
-        Stage.RESUME_WEIGHTS: _COMMAND + weights * make,
+        Stage.LOAD_WEIGHTS: 2 * _COMMAND + emptied * _RELEASE + made * _MAKE + (export * _PUBLISH if trainer else 0.0),
+        Stage.RESUME_WEIGHTS: _COMMAND + weights * _MAKE,
         Stage.SYNC: _SYNC + renewed_s + (_sync_seconds(layout, near, far) if engine else 0.0),
-        Stage.OFFLOAD: _COMMAND + (released - emptied) * release + copied * _COPY,
-        Stage.RESUME_KV: _COMMAND + cache * make,
+        Stage.OFFLOAD: _COMMAND + (released - emptied) * _RELEASE + copied * _COPY,
+        Stage.RESUME_KV: _COMMAND + cache * _MAKE,
         Stage.DRAIN: _COMMAND,
-        Stage.PAUSE_KV: _COMMAND + cache * release,
-        Stage.PAUSE_WEIGHTS: _COMMAND + weights * release,
+        Stage.PAUSE_KV: _COMMAND + cache * _RELEASE,
+        Stage.PAUSE_WEIGHTS: _COMMAND + weights * _RELEASE,
         # Content is restored after the stage.
-        Stage.LOAD_TRAINER: 2 * _COMMAND + sum(left.values()) * make,
+        Stage.LOAD_TRAINER: 2 * _COMMAND + sum(left.values()) * _MAKE,
     }
 
 

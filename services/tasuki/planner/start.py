@@ -19,14 +19,14 @@ TRIAL_TOKENS = 67
 def starts_together(layout: Layout) -> bool:
     """Whether the services share no GPU, or every GPU holds both at their largest during a start.
 
-    False where the engine sizes its cache by the memory that is free, for a pool, and for a base that the engine loads for both.
+    False where the engine sizes its cache by the memory that is free, and for a base that the engine loads for both.
     """
     if layout.device == "cpu" or layout.shares_base or layout.strategy is not Strategy.STAGED:
         return False
     shared = [gpu for gpu in range(layout.num_gpus) if layout.has_rank(gpu) and layout.has_engine(gpu)]
     if not shared:
         return True
-    if layout.has_pool or layout.kv_tokens is None:
+    if layout.kv_tokens is None:
         return False
     room = layout.gpu_bytes * (1 - MEASURED_FREE) - layout.overheads.margin
     return all(sum(parts_at_start(layout, gpu).values()) <= room for gpu in shared)

@@ -18,7 +18,6 @@ from tasuki.config.schema import NodeConfig
 from tasuki.memory.allocator import NativeAllocator
 from tasuki.memory.arena import ArenaState
 from tasuki.memory.device_usage import device_usage
-from tasuki.memory.pool import pool_usage
 from tasuki.memory.tags import MemoryTag, TagUsage
 from tasuki.rollout.engine_lock import EngineLock
 from tasuki.rollout.kept_content import KeptContent, Span, span_of, without
@@ -69,8 +68,8 @@ class RankMemory:
     ) -> None:
         self._base_bytes = 0 if base is None else base.num_bytes
         self._allocator, self._model, self._scheduler, self._staying = allocator, model, scheduler, staying
-        # New memory of a host is zeros; what a pool lends, or a GPU gives, holds what was there before.
-        self._is_zeroed = allocator.device == "cpu" and pool_usage("cpu") is None
+        # New memory of a host is zeros; that of a GPU holds what was there before.
+        self._is_zeroed = allocator.device == "cpu"
         self._kept = {tag: KeptContent() for tag in (MemoryTag.WEIGHTS, MemoryTag.KV_CACHE)}
         self._found: dict[MemoryTag, tuple[tuple[int, int], list[Span]]] = {}
 

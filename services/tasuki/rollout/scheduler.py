@@ -39,7 +39,6 @@ from tasuki.rollout.shared_base import EngineBase
 from tasuki.rpc.heap import freeze_started
 from tasuki.rpc.staying import staying_of_engine_rank
 from tasuki.transport.gloo_peers import check_gloo_peers
-from tasuki.transport.node_pool import join_node_pool
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,10 +219,8 @@ def run_scheduler(
 
 
 def _rank_memory(config: NodeConfig | None, device: torch.device) -> NativeAllocator:
-    """The rank's share of the node's pool or of its host budget, where it has one."""
-    if config is not None and config.memory.pool:
-        join_node_pool(config, device=device, timeout_s=config.rollout.start_timeout_s)
-    elif config is not None and config.memory.host_budget_bytes is not None:
+    """Allocates within the rank's share of the host budget, if there is one."""
+    if config is not None and config.memory.host_budget_bytes is not None:
         set_host_budget(config.memory.host_budget_bytes // config.num_engine_ranks)
     return rank_allocator(str(device))
 

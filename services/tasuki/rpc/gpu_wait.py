@@ -1,4 +1,4 @@
-"""Waits, in a service that starts beside the other one, until the other has left the GPU or the pool."""
+"""Waits, in a service that starts beside the other one, until the other has left the GPU."""
 
 from __future__ import annotations
 

@@ -14,7 +14,6 @@ from tasuki.config.lock import StateLock
 from tasuki.config.places import config_path
 from tasuki.rpc.logs import configure_logging
 from tasuki.rpc.port import check_files
-from tasuki.supervisor.pool import NodePool
 from tasuki.supervisor.services import node_services
 from tasuki.supervisor.supervise import supervise
 from tasuki.wire.errors import ServiceFailed, TasukiError
@@ -29,13 +28,12 @@ def main(state_dir: Path, *, lock_fd: int, starter_fd: int) -> int:
         config = load_config(config_path(state_dir))
         return supervise(
             state_dir,
-            node_services(config, preloaded=os.environ.get("LD_PRELOAD", "")),
+            node_services(config),
             lock=StateLock(lock_fd),
             starter_fd=starter_fd,
             environment=service_environment(os.environ),
             restart=config.restart,
             check_start=functools.partial(check_files, config),
-            make_pool=functools.partial(NodePool, config) if config.memory.pool else None,
         )
     except TasukiError as error:
         sys.stderr.write(printable(f"tasuki: error {error.reason}: {error.message}") + "\n")

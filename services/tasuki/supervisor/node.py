@@ -37,7 +37,6 @@ from tasuki.supervisor.installed import check_node_installed
 from tasuki.supervisor.model_copy import preloaded_model
 from tasuki.supervisor.model_folder import check_model_folders
 from tasuki.supervisor.node_settings import check_node_runs_with
-from tasuki.supervisor.pool import check_pool_room
 from tasuki.supervisor.residency import with_residency
 from tasuki.supervisor.rotation import KEPT_LOGS, rotate
 from tasuki.supervisor.serving import Tell, WaitsFor, wait_until_serving
@@ -96,7 +95,6 @@ def start_node(
     check_model_folders(config)
     check_gpu_is_shown(config)
     check_host_budget(config)
-    check_pool_room(config)
     check_ports(config)
     check_argument_values(config.rollout.engine)
     check_telemetry(config.telemetry)

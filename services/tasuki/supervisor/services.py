@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 from tasuki.config.places import config_path, fleet_target, node_targets, socket_dir
 from tasuki.config.schema import NodeConfig
-from tasuki.memory.library import PRELOADED_PATH
 
 EXIT_REFUSED = 2
 """Exit code of a service that was permanently refused something, such as a port or a place in the fleet."""
@@ -34,8 +33,8 @@ class ServiceCommand:
     """Exit codes after which the service is not restarted and the node stops."""
 
 
-def node_services(config: NodeConfig, *, preloaded: str = "") -> list[ServiceCommand]:
-    """The three services, plus the fleet service on a node of a fleet. preloaded: LD_PRELOAD as it is, such as another malloc.
+def node_services(config: NodeConfig) -> list[ServiceCommand]:
+    """The three services, plus the fleet service on a node of a fleet.
 
     Where trainer and engine share memory, a trainer is restarted once the engine listens.
     """
@@ -44,9 +43,6 @@ def node_services(config: NodeConfig, *, preloaded: str = "") -> list[ServiceCom
     # Killed engines leave sockets and files in the temporary folder; the run folder is removed with the node.
     shared = {"PYTHONUNBUFFERED": "1", "TMPDIR": str(socket_dir(config.state_dir))}
     is_cpu = config.device == "cpu"
-    on_gpu = dict(shared)
-    if config.memory.pool and not is_cpu:
-        on_gpu["LD_PRELOAD"] = f"{PRELOADED_PATH}:{preloaded}".rstrip(":")
     launch = [sys.executable, "-P", "-m", "tasuki.trainer.launch", "--num-ranks", str(config.trainer.num_ranks)]
     preload = ["--preload", "tasuki.trainer.serve"] if is_cpu else []
     return [
@@ -63,15 +59,15 @@ def node_services(config: NodeConfig, *, preloaded: str = "") -> list[ServiceCom
             argv=[sys.executable, "-P", "-m", "tasuki.rollout", *arguments],
             target=targets["rollout"],
             health_name="tasuki.v1.RolloutService",
-            environment={**on_gpu, **({"OMP_NUM_THREADS": str(config.rollout.num_threads)} if is_cpu else {})},
+            environment={**shared, **({"OMP_NUM_THREADS": str(config.rollout.num_threads)} if is_cpu else {})},
         ),
         ServiceCommand(
             name="trainer",
             argv=[*launch, *preload, "--", "-m", "tasuki.trainer", *arguments],
             target=targets["trainer"],
             health_name="tasuki.v1.TrainerService",
-            environment={**on_gpu, "OMP_NUM_THREADS": str(config.trainer.num_threads if is_cpu else 1)},
-            after="rollout" if config.memory.pool or config.shares_base or not is_cpu else None,
+            environment={**shared, "OMP_NUM_THREADS": str(config.trainer.num_threads if is_cpu else 1)},
+            after="rollout" if config.shares_base or not is_cpu else None,
         ),
     ]
 

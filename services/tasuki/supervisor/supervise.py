@@ -17,7 +17,6 @@ from tasuki.config.lock import StateLock
 from tasuki.config.places import exit_path
 from tasuki.config.schema import RestartConfig
 from tasuki.supervisor.exit_report import write_exit_report
-from tasuki.supervisor.pool import NodePool
 from tasuki.supervisor.processes import adopt_orphans, die_with_parent, end_descendants, reap
 from tasuki.supervisor.resource_tracker import ResourceTracker
 from tasuki.supervisor.services import ServiceCommand
@@ -35,14 +34,12 @@ def supervise(
     environment: Mapping[str, str],
     restart: RestartConfig,
     check_start: Callable[[str], None] = lambda _: None,
-    make_pool: Callable[[], NodePool] | None = None,
 ) -> int:
     """Runs and restarts the services until one has ended too often, someone asks for a stop, or the starter ends without detaching the
     node.
 
     starter_fd: read end of a pipe. A byte detaches the node from its starter; end of file alone stops it.
     check_start: raises a TasukiError while a service could not start again, such as without its certificate; it is started once it can.
-    make_pool: creates the shared memory pool before the services start.
     """
     adopt_orphans()
     # Polled once per tick, so that no signal handler interrupts anything.
@@ -59,7 +56,7 @@ def supervise(
     supervisor = Supervisor(
         state_dir, services, resources, starter_fd=starter_fd, environment=environment, restart=restart, check_start=check_start
     )
-    return supervisor.run(make_pool)
+    return supervisor.run()
 
 
 def _guard(state_dir: Path, supervisor_pid: int, resources: ResourceTracker, *, lock: StateLock) -> int:

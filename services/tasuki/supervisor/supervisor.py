@@ -22,7 +22,6 @@ from tasuki.config.places import (
 )
 from tasuki.config.schema import RestartConfig
 from tasuki.supervisor.exit_report import write_exit_report
-from tasuki.supervisor.pool import NodePool
 from tasuki.supervisor.processes import (
     SERVICE_VARIABLE,
     continue_stopped,
@@ -76,22 +75,17 @@ class Supervisor:
         self._exit_codes: dict[str, int] = {}
         self._ended_meanwhile: set[str] = set()
         """Services that ended while another was killed."""
-        self._pool: NodePool | None = None
         self._check_start = check_start
         self._hindered: dict[str, str] = {}
         """Services that could not start again -> why."""
         self._restarts = RestartPolicy(max_restarts=restart.max_restarts, window_s=restart.window_s)
         self._watchdog = Watchdog(state_dir, stall_s=restart.stall_s, progress_s=restart.progress_s)
 
-    def run(self, make_pool: Callable[[], NodePool] | None = None) -> int:
+    def run(self) -> int:
         """Returns 0 if asked to stop, 1 if a service failed too often or the supervisor itself failed."""
         reason, first, code = "", None, 0
         try:
-            self._pool = make_pool() if make_pool is not None else None
             while not reason:
-                if self._pool is not None:
-                    # Before a restart, so that the service finds its predecessor's memory free.
-                    self._pool.poll()
                 self._start_what_can()
                 self._resources.poll()
                 reason, first = self._wait()
@@ -107,8 +101,6 @@ class Supervisor:
         try:
             self._end_services()
         finally:
-            if self._pool is not None:
-                self._pool.close()
             self._resources.remove()
             write_exit_report(
                 self._state_dir, reason=reason, first=first, exit_codes=self._exit_codes, restarts=self._restarts.counts
@@ -262,8 +254,6 @@ class Supervisor:
 
     def _watch_kill(self, ended: Mapping[int, int]) -> None:
         """Serves the other services while one is killed, which may take long."""
-        if self._pool is not None:
-            self._pool.poll()
         self._resources.poll()
         self._ended_meanwhile.update(self._note(ended))
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tasuki.memory.arena import Access, Arena, Export, Import, PoolPlace, SharedChunk
+from tasuki.memory.arena import Access, Arena, Export, Import, SharedChunk
 from tasuki.memory.granularity import equal_chunks
 from tasuki.memory.tags import MemoryTag
 from tasuki.transport.device import device_uuid
@@ -28,13 +28,31 @@ def new_arena(num_bytes: int, *, device: torch.device, tag: MemoryTag = MemoryTa
     return Arena(tag, device=name, min_chunk_bytes=2 << 20, max_chunk_bytes=most)
 
 
+def descriptor_problem(device: torch.device) -> str:
+    """Why memory of `device` cannot be shared as descriptors, tried with one chunk; empty if it can."""
+    name = "cpu" if device.type == "cpu" else f"cuda:{device.index}"
+    arena = new_arena(1, device=device)
+    address = arena.allocate(1)
+    try:
+        export = arena.export(Access.READ_ONLY)
+        try:
+            Import(export.chunks, device=name, access=Access.READ_ONLY).close()
+        finally:
+            export.close()
+    except (BadHandle, InternalError) as error:
+        return error.message
+    finally:
+        arena.free(address)
+        arena.close()
+    return ""
+
+
 class ExportedChunks:
     """Open descriptors of chunks, which peers see as contiguous, arena after arena."""
 
     def __init__(self) -> None:
         self.fds: list[int] = []
         self.sizes: list[int] = []
-        self.places: list[PoolPlace] = []
         self._exports: list[Export] = []
         self._spans: list[tuple[int, int, int]] = []  # address, bytes, total bytes of earlier chunks
 
@@ -48,7 +66,6 @@ class ExportedChunks:
                 self._spans.append((start, chunk.num_bytes, sum(self.sizes)))
                 self.fds.append(chunk.fd)
                 self.sizes.append(chunk.num_bytes)
-                self.places.append(chunk.place)
             else:
                 os.close(chunk.fd)
         export.chunks = []
@@ -124,11 +141,6 @@ class ChunkMemory:
     @property
     def fds(self) -> Sequence[int]:
         return self._exported.fds
-
-    @property
-    def places(self) -> Sequence[PoolPlace]:
-        """Places of the chunks behind `fds`."""
-        return self._exported.places
 
     def open(self, manifest: Manifest, sources: Sequence[torch.Tensor]) -> tuple[Manifest, list[torch.Tensor]]:
         """Creates descriptors. Returns the manifest with offsets and chunks, and its tensors: parameters themselves or memory for copies.
@@ -222,15 +234,12 @@ class ChunkMemory:
 
 
 class ImportedChunks(PeerMemory):
-    """A peer's chunks, read-only. Raises BadHandle for anything that differs from the manifest.
+    """A peer's chunks, read-only. Raises BadHandle for anything that differs from the manifest."""
 
-    places: of the chunks behind `fds`. Handles of those in a pool are kept until `close`, and map again without an import.
-    """
-
-    def __init__(self, manifest: Manifest, fds: Sequence[int], places: Sequence[PoolPlace], *, device: torch.device) -> None:
+    def __init__(self, manifest: Manifest, fds: Sequence[int], *, device: torch.device) -> None:
         self._manifest, self._device = manifest, device
         name = "cpu" if device.type == "cpu" else f"cuda:{device.index}"
-        self._import = self._checked(lambda: Import(self._chunks(fds, places), device=name, access=Access.READ_ONLY))
+        self._import = self._checked(lambda: Import(self._chunks(fds), device=name, access=Access.READ_ONLY))
 
     def tensors(self, entries: Sequence[Entry] | None = None) -> list[torch.Tensor]:
         """Tensors of the manifest's entries, or of others in the same bytes."""
@@ -243,17 +252,16 @@ class ImportedChunks(PeerMemory):
     def release(self) -> None:
         self._import.release()
 
-    def renew(self, fds: Sequence[int], places: Sequence[PoolPlace]) -> None:
-        self._checked(lambda: self._import.renew(self._chunks(fds, places)))
+    def renew(self, fds: Sequence[int]) -> None:
+        self._checked(lambda: self._import.renew(self._chunks(fds)))
 
     def close(self) -> None:
         self._import.close()
 
-    def _chunks(self, fds: Sequence[int], places: Sequence[PoolPlace]) -> list[SharedChunk]:
+    def _chunks(self, fds: Sequence[int]) -> list[SharedChunk]:
         sizes = self._manifest.chunk_bytes
         offsets = list(accumulate(sizes, initial=0))[:-1]
-        described = zip(offsets, sizes, fds, places, strict=True)
-        return [SharedChunk(offset, num_bytes, fd, place=place) for offset, num_bytes, fd, place in described]
+        return [SharedChunk(*described) for described in zip(offsets, sizes, fds, strict=True)]
 
     def _checked(self, call: Callable[[], Any]) -> Any:
         rank = self._manifest.rank

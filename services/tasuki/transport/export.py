@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import torch
 
-from tasuki.memory.arena import Arena, PoolPlace
+from tasuki.memory.arena import Arena
 from tasuki.transport.chunk_memory import ChunkMemory
 from tasuki.transport.copies import (
     Checksums,
@@ -76,8 +76,6 @@ class _Memory(Protocol):
     def kind(self) -> weights_pb2.HandleKind.ValueType: ...
     @property
     def fds(self) -> Sequence[int]: ...
-    @property
-    def places(self) -> Sequence[PoolPlace]: ...
     @property
     def copies(self) -> Arena | None: ...
     def open(self, manifest: Manifest, sources: Sequence[torch.Tensor]) -> tuple[Manifest, list[torch.Tensor]]: ...
@@ -215,11 +213,7 @@ class WeightExport:
 
     def _message(self) -> bytes:
         assert self._described is not None
-        message = weights_pb2.WeightManifest()
-        message.CopyFrom(self._described.message)
-        if any(place.pool for place in self._memory.places):
-            message.places.extend(weights_pb2.PoolPlace(pool=place.pool, index=place.index) for place in self._memory.places)
-        return message.SerializeToString()
+        return self._described.message.SerializeToString()
 
     def _addresses(self) -> list[int]:
         return [shard.local.data_ptr() for shard in self._shards]
@@ -232,7 +226,7 @@ class WeightExport:
 
 @dataclass(frozen=True, slots=True)
 class _Described:
-    """A checked manifest, its message without places, and its digest; kept, because making them takes milliseconds."""
+    """A checked manifest, its message and its digest; kept, because making them takes milliseconds."""
 
     manifest: Manifest
     message: weights_pb2.WeightManifest

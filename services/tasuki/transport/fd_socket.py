@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import resource
 import socket
 import struct
 import threading
@@ -19,12 +18,8 @@ from tasuki.wire.errors import BadHandle
 
 MAX_FDS = 253
 """The kernel's limit per message."""
-MAX_ALL_FDS = 4096
-"""Limit of `send_all`, over all its messages."""
 _LENGTH = struct.Struct("<Q")
 _CREDENTIALS = struct.Struct("3i")
-_COUNT = struct.Struct("<Q")
-_SPARE_FDS = 1024
 _MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 _SEND_TIMEOUT_S = 5.0
 _log = logging.getLogger(__name__)
@@ -91,60 +86,6 @@ class FdServer:
         except OSError as error:
             # The peer hung up or hangs; only it is affected.
             _log.warning("event=fd_send_failed socket=%s error=%s", self.path.name, error)
-
-
-def send_all(peer: socket.socket, message: bytes, fds: Sequence[int]) -> None:
-    """Sends the message and any number of descriptors to a peer that calls `receive_all`. Raises OSError."""
-    socket.send_fds(peer, [framed(_COUNT.pack(len(fds)) + message)], fds[:MAX_FDS])
-    for first in range(MAX_FDS, len(fds), MAX_FDS):
-        socket.send_fds(peer, [b"+"], fds[first : first + MAX_FDS])
-
-
-def allow_descriptors(num_fds: int) -> None:
-    """Raises this process's limit of open files for this many more, as far as it may."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = num_fds + _SPARE_FDS if hard == resource.RLIM_INFINITY else min(num_fds + _SPARE_FDS, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def receive_all(peer: socket.socket, *, name: Path | str, timeout_s: float) -> tuple[bytes, list[int]]:
-    """Receives what `send_all` sends; the caller owns the descriptors.
-
-    Raises BadHandle if the peer sends something else or hangs up; OSError, as when it takes too long.
-    """
-    deadline = time.monotonic() + timeout_s
-    fds: list[int] = []
-
-    def receive() -> bytes:
-        peer.settimeout(max(0.001, deadline - time.monotonic()))
-        data, more, flags, _ = socket.recv_fds(peer, 64 * 1024, MAX_FDS, socket.MSG_CMSG_CLOEXEC)
-        fds.extend(more)
-        if flags & socket.MSG_CTRUNC:
-            raise BadHandle(
-                f"{name} sent more descriptors than this process may open; raise its limit (ulimit -n)", socket=name
-            )
-        return data
-
-    try:
-        message = _read_message(peer, receive(), path=name, deadline=deadline)
-        (num_fds,) = _COUNT.unpack_from(message) if len(message) >= _COUNT.size else (0,)
-        if not len(fds) <= num_fds <= MAX_ALL_FDS:
-            raise BadHandle(f"{name} announced {num_fds} descriptors; {MAX_ALL_FDS} are allowed", socket=name)
-        while len(fds) < num_fds:
-            if not receive():
-                raise BadHandle(f"{name} hung up after {len(fds)} of {num_fds} descriptors", socket=name)
-    except BaseException:
-        for fd in fds:
-            os.close(fd)
-        raise
-    return message[_COUNT.size :], fds
-
-
-def fetch_all(path: Path, *, timeout_s: float) -> tuple[bytes, list[int]]:
-    """Same as `fetch`, from a server that uses `send_all`."""
-    with _connected(path, timeout_s=timeout_s) as peer:
-        return receive_all(peer, name=path, timeout_s=timeout_s)
 
 
 def fetch(path: Path, *, timeout_s: float) -> tuple[bytes, list[int]]:

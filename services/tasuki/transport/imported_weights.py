@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from google.protobuf.message import DecodeError
 
-from tasuki.memory.arena import PoolPlace
 from tasuki.transport import fd_socket
 from tasuki.transport.checksum import checksum
 from tasuki.transport.chunk_memory import ImportedChunks
@@ -66,11 +65,11 @@ class ImportedWeights:
         deadline = time.monotonic() + timeout_s
         for index, (arena, handle) in enumerate(zip(self._arenas, published.handles, strict=True)):
             if not self._is_current(index, handle):
-                sent, fds, places = _fetch(handle, timeout_s=max(0.001, deadline - time.monotonic()))
+                sent, fds = _fetch(handle, timeout_s=max(0.001, deadline - time.monotonic()))
                 try:
                     # Nearly always the same: then it needs no further checks, which take milliseconds.
                     manifest = arena.manifest if sent == arena.message else _checked_manifest(sent, handle)
-                    arena.renew(manifest, fds, places)
+                    arena.renew(manifest, fds)
                 finally:
                     _close(fds)
             self._generations[index], self._leaves[index] = handle.generation, handle.leaves
@@ -225,28 +224,20 @@ def _import_arena(handle: weights_pb2.WeightHandle, *, timeout_s: float, device:
         raise BadHandle(
             f"trainer rank {handle.rank}: handles of kind {_kind_name(handle)} cannot be imported", rank=handle.rank
         )
-    sent, fds, places = _fetch(handle, timeout_s=timeout_s)
+    sent, fds = _fetch(handle, timeout_s=timeout_s)
     try:
-        arena = _map_arena(_checked_manifest(sent, handle), fds, places, handle=handle, device=device)
+        arena = _map_arena(_checked_manifest(sent, handle), fds, handle=handle, device=device)
         arena.message = sent
         return arena
     finally:
         _close(fds)
 
 
-def _fetch(
-    handle: weights_pb2.WeightHandle, *, timeout_s: float
-) -> tuple[weights_pb2.WeightManifest, list[int], list[PoolPlace]]:
-    """Fetches the manifest and descriptors of a handle, and the places of its chunks. The caller owns the descriptors.
-
-    The manifest is unchecked and without places. Raises BadHandle.
-    """
+def _fetch(handle: weights_pb2.WeightHandle, *, timeout_s: float) -> tuple[weights_pb2.WeightManifest, list[int]]:
+    """Fetches the unchecked manifest and the descriptors of a handle. The caller owns the descriptors. Raises BadHandle."""
     message, fds = fd_socket.fetch(Path(handle.socket_path), timeout_s=timeout_s)
     try:
-        sent = _parsed(message, handle)
-        places = _places(sent)
-        sent.ClearField("places")
-        return sent, fds, places
+        return _parsed(message, handle), fds
     except BaseException:
         _close(fds)
         raise
@@ -257,15 +248,6 @@ def _parsed(message: bytes, handle: weights_pb2.WeightHandle) -> weights_pb2.Wei
         return weights_pb2.WeightManifest.FromString(message)
     except DecodeError as error:
         raise BadHandle(f"{handle.socket_path} sent no manifest: {error}", rank=handle.rank) from error
-
-
-def _places(sent: weights_pb2.WeightManifest) -> list[PoolPlace]:
-    """The place of each chunk. They may change with each renewal, so they are no part of the manifest and its digest."""
-    if not sent.places:
-        return [PoolPlace()] * len(sent.chunk_bytes)
-    if len(sent.places) != len(sent.chunk_bytes):
-        raise BadHandle(f"rank {sent.rank} sent {len(sent.places)} places for {len(sent.chunk_bytes)} chunks", rank=sent.rank)
-    return [PoolPlace(place.pool, place.index) for place in sent.places]
 
 
 def _checked_manifest(sent: weights_pb2.WeightManifest, handle: weights_pb2.WeightHandle) -> Manifest:
@@ -285,7 +267,6 @@ def _close(fds: Sequence[int]) -> None:
 def _map_arena(
     manifest: Manifest,
     fds: Sequence[int],
-    places: Sequence[PoolPlace],
     *,
     handle: weights_pb2.WeightHandle,
     device: torch.device | None,
@@ -308,18 +289,16 @@ def _map_arena(
     header = Header(manifest, map_sealed(fds[0], header_bytes(len(manifest.entries)), rank=manifest.rank))
     if not manifest.entries or (device is None and wanted == "cuda"):
         return WeightArena(manifest, kind=handle.kind, header=header, tensors=())
-    memory = _map_memory(manifest, fds[1:], places, device=device or torch.device("cpu"))
+    memory = _map_memory(manifest, fds[1:], device=device or torch.device("cpu"))
     return WeightArena(manifest, kind=handle.kind, header=header, tensors=memory.tensors(), memory=memory)
 
 
-def _map_memory(
-    manifest: Manifest, fds: Sequence[int], places: Sequence[PoolPlace], *, device: torch.device
-) -> ImportedChunks | ImportedAllocation:
+def _map_memory(manifest: Manifest, fds: Sequence[int], *, device: torch.device) -> ImportedChunks | ImportedAllocation:
     if device.type == "cuda":
         check_reach(manifest, device)
     if manifest.ipc_memory is not None:
         return ImportedAllocation(manifest, device=device)
-    return ImportedChunks(manifest, fds, places, device=device)
+    return ImportedChunks(manifest, fds, device=device)
 
 
 def _kind_name(handle: weights_pb2.WeightHandle) -> str:

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from tasuki.memory.arena import Arena, PoolPlace
+from tasuki.memory.arena import Arena
 from tasuki.memory.region_cuda import refuse_expandable_segments
 from tasuki.transport.chunk_memory import tensor_in
 from tasuki.transport.device import device_uuid
@@ -27,7 +27,6 @@ class IpcAllocation:
 
     kind = weights_pb2.HANDLE_KIND_CUDA_IPC
     fds: Sequence[int] = ()
-    places: Sequence[PoolPlace] = ()
     copies: Arena | None = None
 
     def __init__(self, *, device: torch.device) -> None:
@@ -81,8 +80,7 @@ class ImportedAllocation(PeerMemory):
         if ipc.process_id == os.getpid():
             raise BadHandle(
                 f"trainer rank {manifest.rank} has this process's id, {ipc.process_id}: CUDA cannot open a handle in the process that "
-                "created it, or in one with the same id in another PID namespace; share the PID namespace, or set "
-                "trainer.export_handles = vmm",
+                "created it, or in one with the same id in another PID namespace; share the PID namespace",
                 rank=manifest.rank,
             )
         try:
@@ -106,7 +104,7 @@ class ImportedAllocation(PeerMemory):
     def release(self) -> None:
         raise InternalError("memory behind a CUDA IPC handle does not come and go")
 
-    def renew(self, fds: Sequence[int], places: Sequence[PoolPlace]) -> None:
+    def renew(self, fds: Sequence[int]) -> None:
         raise InternalError("memory behind a CUDA IPC handle does not come and go")
 
     def close(self) -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 from google.protobuf.message import DecodeError
 
-from tasuki.memory.arena import PoolPlace
 from tasuki.memory.tags import MemoryTag
 from tasuki.transport.chunk_memory import ExportedChunks, ImportedChunks, new_arena, tensors_at
 from tasuki.transport.device import device_uuid
@@ -36,7 +35,7 @@ class SharedBase:
         self.manifest, self._fds = manifest, list(fds)
         self._server: FdServer | None = None
         try:
-            self._chunks = ImportedChunks(manifest, self._fds, [PoolPlace()] * len(self._fds), device=device)
+            self._chunks = ImportedChunks(manifest, self._fds, device=device)
         except BaseException:
             _close(self._fds)
             raise

@@ -7,7 +7,6 @@ from typing import Protocol
 
 import torch
 
-from tasuki.memory.arena import PoolPlace
 from tasuki.transport.header import Header
 from tasuki.transport.manifest import Manifest
 from tasuki.v1 import weights_pb2
@@ -21,11 +20,8 @@ class PeerMemory(Protocol):
         """Unmaps the memory but keeps its addresses. Idempotent."""
         ...
 
-    def renew(self, fds: Sequence[int], places: Sequence[PoolPlace]) -> None:
-        """After `release`: maps other memory with the same layout at the same addresses. The caller owns the descriptors.
-
-        places: of the chunks behind the descriptors.
-        """
+    def renew(self, fds: Sequence[int]) -> None:
+        """After `release`: maps other memory with the same layout at the same addresses. The caller owns the descriptors."""
         ...
 
     def close(self) -> None: ...
@@ -51,7 +47,7 @@ class WeightArena:
         self.manifest, self.kind, self.header, self.fds = manifest, kind, header, list(fds)
         self._tensors = list(tensors)
         self.message: weights_pb2.WeightManifest | None = None
-        """The manifest as its owner sent it, without places; None for an owner."""
+        """The manifest as its owner sent it; None for an owner."""
         self._memory = memory
         self.holds_memory = True
 
@@ -70,13 +66,13 @@ class WeightArena:
             self._memory.release()
         self.holds_memory = False
 
-    def renew(self, manifest: Manifest, fds: Sequence[int], places: Sequence[PoolPlace]) -> None:
+    def renew(self, manifest: Manifest, fds: Sequence[int]) -> None:
         """Maps a peer's current memory. On BadHandle nothing is mapped."""
         if manifest != self.manifest or len(fds) != 1 + len(manifest.chunk_bytes):
             raise BadHandle(f"rank {manifest.rank} published a layout that differs from its handle", rank=manifest.rank)
         self.release()
         if self._memory is not None:
-            self._memory.renew(fds[1:], places)
+            self._memory.renew(fds[1:])
         self.holds_memory = True
 
     def release_tensors(self) -> None:

@@ -61,13 +61,12 @@ from tasuki.trainer.backends.fsdp.planned import planned_layout
 from tasuki.trainer.backends.fsdp.replicas import NodeReplicas
 from tasuki.trainer.backends.fsdp.shards import adapter_shards, local_shards
 from tasuki.trainer.backends.fsdp.shared_base import map_base
-from tasuki.trainer.backends.fsdp.staying import ExportChoice, Staying
+from tasuki.trainer.backends.fsdp.staying import ExportChoice, Staying, choose_handles, with_copy_that_stays
 from tasuki.trainer.backends.fsdp.trained import Trained, checkpoint_facts, learner_facts, training_state
 from tasuki.trainer.data.micro_batch import WHOLE, SequencePart, TokenBatch
 from tasuki.trainer.modules.routing import ExpertLoad
 from tasuki.trainer.roles import Role
 from tasuki.transport.export import ExportMemory, WeightExport
-from tasuki.transport.node_pool import join_node_pool
 from tasuki.wire.errors import OutOfGpuMemory
 
 _HOST_ADVICE = "free memory of the host, or set trainer.reference_on_host = false for a reference on the GPU"
@@ -93,22 +92,23 @@ class FsdpBackend:
         Raises the errors of read_model_config, check_critic and load_shards.
         """
         config = node.trainer
-        self._node, self._mesh, self._replicas = node, mesh, replicas
         self.device, self.num_ranks = mesh_device(mesh), mesh.size()
+        if node.memory.host_budget_bytes is not None:
+            set_host_budget(node.memory.host_budget_bytes // mesh.size())
+        handles = choose_handles(mesh)
+        if handles == "ipc":
+            node = with_copy_that_stays(node)
+        self._node, self._mesh, self._replicas = node, mesh, replicas
         self._model_path = model_source(node)
         self._model_config = read_model_config(self._model_path)
         check_critic(node)
         torch.manual_seed(config.seed)
-        if node.memory.pool:
-            join_node_pool(node, device=self.device, timeout_s=config.collective_timeout_s)
-        elif node.memory.host_budget_bytes is not None:
-            set_host_budget(node.memory.host_budget_bytes // mesh.size())
         self._layout, self._to_close = planned_layout(node, mesh), ExitStack()
         self._sharing = SequenceGroup.of(mesh, size=config.sequence_parallel, timeout_s=config.collective_timeout_s)
         _log.info("event=checkpointing choice=%s kept_layers=%d", self._layout.checkpointing, self._layout.kept_layers)
         self.memory = TrainerMemory(
             mesh,
-            ExportChoice.of(node, self._layout, rank=mesh.get_local_rank()),
+            ExportChoice.of(node, self._layout, rank=mesh.get_local_rank(), handles=handles),
             staying=Staying.of(node, mesh),
             heartbeat=heartbeat,
         )

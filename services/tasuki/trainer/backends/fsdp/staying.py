@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.tags import MemoryTag
 from tasuki.planner.layout import Layout
+from tasuki.trainer.backends.fsdp.mesh import mesh_device
+from tasuki.transport.chunk_memory import descriptor_problem
 
+_log = logging.getLogger(__name__)
 TAGS = (MemoryTag.WEIGHTS, MemoryTag.GRADIENTS, MemoryTag.OPTIMIZER)
 """Tags that may be told to leave. Published copies follow the weights."""
 
@@ -24,12 +30,29 @@ class ExportChoice:
     handles: Literal["vmm", "ipc"] = "vmm"
 
     @classmethod
-    def of(cls, config: NodeConfig, layout: Layout, *, rank: int) -> ExportChoice:
+    def of(cls, config: NodeConfig, layout: Layout, *, rank: int, handles: Literal["vmm", "ipc"] = "vmm") -> ExportChoice:
         """The configured choice; where it is open, the planner's, as in `layout`."""
-        handles, stays = config.trainer.export_handles, layout.export_stays
+        stays = layout.export_stays
         if config.residency is not None:
             stays = "export" in config.residency.of_trainer(rank)
         return cls(config.exports_parameters, stays or handles == "ipc", handles)
+
+
+def choose_handles(mesh: DeviceMesh) -> Literal["vmm", "ipc"]:
+    """Descriptors, or legacy CUDA IPC handles where a rank's GPU exports none. Collective."""
+    device = mesh_device(mesh)
+    problem = descriptor_problem(device)
+    passes = torch.tensor(not problem, dtype=torch.int32, device=device)
+    dist.all_reduce(passes, op=dist.ReduceOp.MIN, group=mesh.get_group("dp"))
+    handles = "vmm" if passes.item() else "ipc"
+    _log.info("event=export_handles choice=%s problem=%s", handles, problem)
+    return handles
+
+
+def with_copy_that_stays(config: NodeConfig) -> NodeConfig:
+    """The configuration of a rank that publishes by legacy handles, whose memory cannot leave."""
+    trainer = config.trainer.model_copy(update={"export": "copy", "export_stays": True})
+    return config.model_copy(update={"trainer": trainer})
 
 
 @dataclass(frozen=True, slots=True)
