@@ -141,35 +141,3 @@ def test_a_node_that_finds_no_leader_asks_for_another_attempt(folder: Path) -> N
         with _running(places[1], alone) as process:
             assert process.wait(90) == EXIT_FLEET_ENDED
             assert "NOT_JOINED: no leader answered at 10.77.0.1:7000" in (alone / "fleet.log").read_text()
-
-
-def test_an_interface_without_an_address_is_refused(folder: Path) -> None:
-    authority = _authority(folder, "certs")
-    with namespaces(2) as places:
-        subprocess.run([*places[0].prefix, "ip", "link", "add", "bare", "type", "veth", "peer", "name", "other"], check=True)
-        for name in ("bare", "eth99"):
-            state_dir = _configured(folder, 0, places[0], authority=authority, interface=name)
-            argv = [*places[0].prefix, sys.executable, "-m", "tasuki.cli", "fleet", "up", str(config_path(state_dir))]
-            argv += ["--set", f"state_dir={folder / 'own'}"]
-            told = subprocess.run(argv, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=60)
-            assert told.returncode == 2
-            assert (
-                f'fleet.interface: "{name}" has no address on this machine; lo, {places[0].interface} have one' in told.stderr
-            )
-
-
-def test_two_leaders_do_not_share_an_address(folder: Path) -> None:
-    authority = _authority(folder, "certs")
-    with namespaces(2) as places:
-        first = _configured(folder, 0, places[0], authority=authority)
-        (folder / "other").mkdir()
-        save_checkpoint(make_model("qwen2", seed=0), folder / "other" / "model")
-        second = _configured(folder / "other", 0, places[0], authority=authority)
-        with _running(places[0], first):
-            _wait(lambda: _members(first) == 1)
-            with _running(places[0], second) as process:
-                assert process.wait(90) == 2
-            assert (
-                "10.77.0.1:7000" in (second / "fleet.log").read_text() or "0.0.0.0:7000" in (second / "fleet.log").read_text()
-            )
-            assert _members(first) == 1

@@ -24,7 +24,6 @@ from tasuki.wire.errors import (
     NoGradients,
     PathExists,
     PeerUnavailable,
-    PermissionDenied,
     StaleEpoch,
     TasukiError,
     VersionOrder,
@@ -339,9 +338,3 @@ async def test_the_state_is_that_of_all_nodes(folder: Path) -> None:
         nodes[1].pending.add(ROLE_POLICY)
         state = await stub.GetTrainerState(trainer.GetTrainerStateRequest(), timeout=TIMEOUT_S)
         assert state.policy_version == 0 and state.has_gradients and state.roles[0].version == 0
-
-
-async def test_stages_are_the_fleets(folder: Path) -> None:
-    async with front(folder) as (_, stub, _):
-        error = await refused(stub.PublishWeights(trainer.PublishWeightsRequest(command=command()), timeout=TIMEOUT_S))
-        assert isinstance(error, PermissionDenied)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tasuki.cli.__main__ import USER_ERROR, exit_code_of, main
-from tasuki.cli.fleet import _draw, fleet_config, up
+from tasuki.cli.fleet import fleet_config, up
 from tasuki.config.load import load_beside_node
 from tasuki.config.lock import NODE_LOCK, StateLock
 from tasuki.config.places import client_target, config_path, fleet_target, node_targets
@@ -16,8 +16,6 @@ from tasuki.config.save import save_config
 from tasuki.config.schema import NodeConfig
 from tasuki.supervisor.exit_report import write_exit_report
 from tasuki.supervisor.services import EXIT_FLEET_ENDED, EXIT_REFUSED, node_services
-from tasuki.v1 import fleet_pb2
-from tasuki.v1.coordinator_pb2 import NodeState
 from tasuki.wire.errors import DeadlineExceeded, InvalidArgument, NotJoined, PeerUnavailable, TasukiError
 
 ENVIRONMENT = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "node-a", "TASUKI_FLEET": "first", "TASUKI_ATTEMPT": "3"}
@@ -134,13 +132,3 @@ def test_the_state_of_a_fleet_whose_node_does_not_run_says_so(tmp_path: Path, ca
     with StateLock.take(config.state_dir, name=NODE_LOCK):
         assert main(["fleet", "state", "--state-dir", str(config.state_dir)]) == USER_ERROR
     assert "PEER_UNAVAILABLE: the node is running, but its fleet service does not answer yet; see" in capsys.readouterr().err
-
-
-def test_the_state_of_a_fleet_names_phase_and_stage_as_people_do(capsys: pytest.CaptureFixture[str]) -> None:
-    fleet = fleet_pb2.GetFleetResponse(name="lab", num_nodes=2)
-    for state, words in (
-        (NodeState(), "between phases, last stage unknown"),
-        (NodeState(phase="PHASE_TRAIN", stage="STAGE_LOAD_TRAINER"), "TRAIN, last stage LOAD_TRAINER"),
-    ):
-        _draw(fleet, state)
-        assert f"0 of 2 nodes, {words}" in capsys.readouterr().out

@@ -6,13 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.cli.__main__ import USER_ERROR, main
 from tasuki.config.load import load_config
 from tasuki.config.lock import NODE_LOCK, StateLock
 from tasuki.config.places import config_path
 from tasuki.config.save import save_config
 from tasuki.config.schema import NodeConfig
-from tasuki.rpc.port import check_ports
 from tasuki.supervisor.fleet_place import check_place, check_run
 from tasuki.wire.errors import InvalidArgument
 
@@ -46,11 +44,6 @@ def test_an_interface_that_the_machine_lacks_is_refused_by_key(tmp_path: Path) -
     assert refused.value.metadata["field"] == "fleet.interface"
 
 
-def test_a_node_whose_certificate_is_not_there_is_refused_by_key(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgument, match="security.key: .*cert.key cannot be read"):
-        check_ports(node(tmp_path, "fleet.leader=127.0.0.1:29400"))
-
-
 @pytest.mark.parametrize(("table", "key"), [(RUN, "train"), ('[sft]\ndataset = "rows.jsonl"\noutput_dir = "run"\n', "sft")])
 def test_an_output_folder_in_which_no_node_may_write_is_refused_by_key(tmp_path: Path, table: str, key: str) -> None:
     check_place(node(tmp_path, *PORTS, table=table))
@@ -71,11 +64,3 @@ def test_a_run_is_refused_by_the_folders_of_the_node_that_runs(tmp_path: Path) -
         check_run(config)
         with pytest.raises(InvalidArgument, match="train.output_dir: "):
             check_run(node(tmp_path, *PORTS, "train.output_dir=elsewhere", rank=0))
-
-
-def test_a_run_beside_a_node_that_does_not_lead_is_refused_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = node(tmp_path, *PORTS)
-    with StateLock.take(config.state_dir, name=NODE_LOCK):
-        save_config(config, config_path(config.state_dir))
-        assert main(["train", str(tmp_path / "node.toml")]) == USER_ERROR
-    assert "fleet.node_rank: is 1: clients call node 0, at node-a:29400" in capsys.readouterr().err
