@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import time
 from collections.abc import Awaitable
 from contextlib import suppress
 from typing import Any
@@ -88,7 +89,7 @@ class Membership:
 
     def _beat(self, *, ends_because: str = "") -> fleet_pb2.HeartbeatRequest:
         now = Timestamp()
-        now.GetCurrentTime()
+        now.FromNanoseconds(time.time_ns())
         return fleet_pb2.HeartbeatRequest(
             name=self._config.name,
             attempt=self._config.attempt,
