@@ -162,7 +162,8 @@ def started_node(
         unsafe = true
         [restart]
         max_restarts = 1000
-        stall_s = 8
+        [coordinator]
+        stage_timeout_s = 240
         [model]
         path = "{model}"
         [trainer]
@@ -173,7 +174,7 @@ def started_node(
         {tables}
         """
     )
-    settings = [part for override in ("rollout.start_timeout_s=420", *overrides) for part in ("--set", override)]
+    settings = [part for override in overrides for part in ("--set", override)]
     argv = [sys.executable, "-m", "tasuki.cli", "up", str(config), "--foreground", *settings]
     log = folder / "up.log"
     with log.open("wb") as output:

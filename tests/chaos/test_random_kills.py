@@ -40,9 +40,7 @@ _SETTINGS = (
     f"memory.host_budget_bytes={_BUDGET}",
     f"rollout.kv_tokens={_KV_TOKENS}",
     "trainer.compute_dtype=float32",
-    "restart.progress_s=20",
-    # Pauses before a restart double within this window.
-    "restart.window_s=20",
+    "coordinator.stage_timeout_s=120",
 )
 _MANY = SamplingParams(max_new_tokens=240, temperature=0.0, stop_token_ids=tuple(range(VOCAB_SIZE)))
 _NUM_MANY = 1200

@@ -65,7 +65,8 @@ def folder() -> Iterator[Path]:
         micro_batch_tokens = 16
         [rollout]
         kv_tokens = 1024
-        start_timeout_s = {START_S}
+        [coordinator]
+        stage_timeout_s = {START_S}
         [sft]
         dataset = "train.jsonl"
         eval_dataset = "eval.jsonl"

@@ -15,7 +15,7 @@ from tests.chaos_node import ChaosNode
 from tests.conftest import RunningNode
 from tests.limits import limit_s
 
-# Far below the client's ten minutes for a call: two starts of the engine, and `stall_s` between them.
+# Far below the client's ten minutes for a call: two starts of the engine, and the detection of a hang between them.
 RECOVERED_WITHIN_S = limit_s(300.0)
 STARTED_WITHIN_S = limit_s(60.0)
 

@@ -41,7 +41,7 @@ def roomy(lab: Path) -> Iterator[RunningNode]:
             *ports,
             *mtls(lab)[:2],
             *tokens(lab),
-            "metrics.engine=true",
+            "rollout.engine.enable_metrics=true",
             f"memory.host_budget_bytes={_ROOM}",
         ],
     ) as started:

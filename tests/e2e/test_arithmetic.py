@@ -22,8 +22,6 @@ TEMPLATE = "{% for message in messages %}<{{ message['role'][0] }}>{{ message['c
 QUICK = [
     "train.num_steps=2",
     "train.max_batches=1",
-    "trainer.num_threads=1",
-    "rollout.num_threads=1",
     "trainer.learning_rate=1e-5",
 ]
 NUM_TAUGHT = 64

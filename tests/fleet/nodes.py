@@ -160,7 +160,7 @@ def real_fleet(folder: Path, places: Sequence[Place], *, base: Path, settings: S
     for rank, place in enumerate(places):
         state_dir = folder / f"node{rank}"
         listens = [f"{service}.listen={place.host}:{ports[service][rank]}" for service in SERVICES]
-        own = [f"state_dir={state_dir}", f"fleet.interface={place.interface}", "rollout.start_timeout_s=300"]
+        own = [f"state_dir={state_dir}", f"fleet.interface={place.interface}", "coordinator.stage_timeout_s=300"]
         all_settings = [*own, *listens, *mtls(folder / "certs"), *ALIKE, *settings]
         nodes.append(FleetNode(rank, place, base, state_dir, all_settings, folder / f"node{rank}.log"))
     fleet = RealFleet(nodes, f"{places[0].host}:{ports['leader'][0]}")

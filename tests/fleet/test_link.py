@@ -53,7 +53,7 @@ def _configured(
     fleet = {"name": "lab", "num_nodes": 2, "node_rank": rank, "leader": "10.77.0.1:7000", "attempt": attempt}
     fleet |= {"interface": interface} if interface else {}
     tables = [f"fleet.{key}={value}" for key, value in {**fleet, "node_timeout_s": TIMEOUT_S}.items()]
-    overrides = [f"state_dir={state_dir}", "rollout.start_timeout_s=5", *listens, *tables, *mtls(authority)]
+    overrides = [f"state_dir={state_dir}", "coordinator.stage_timeout_s=5", *listens, *tables, *mtls(authority)]
     config = load_config(file, overrides=overrides)
     state_dir.mkdir(exist_ok=True)
     save_config(config, config_path(state_dir))

@@ -31,6 +31,7 @@ device = "cpu"
 path = "task/model"
 [coordinator]
 listen = "0.0.0.0:50050"
+stage_timeout_s = 300
 [trainer]
 listen = "0.0.0.0:50051"
 num_ranks = 1
@@ -41,7 +42,6 @@ listen = "0.0.0.0:50052"
 dtype = "float32"
 context_length = 64
 kv_tokens = 16384
-start_timeout_s = 300
 [fleet]
 node_timeout_s = 20
 [security]

@@ -31,7 +31,7 @@ TIMEOUT_S = 300.0
 
 def start(rank: int, leader: str, stack: ExitStack) -> RunningNode:
     fleet = f'[fleet]\nname = "pair"\nnum_nodes = 2\nnode_rank = {rank}\nleader = "{leader}"\nattempt = 1\n[security]\ninsecure = true\n'
-    overrides = ("trainer.num_ranks=1", "restart.stall_s=60", "rollout.start_timeout_s=600")
+    overrides = ("trainer.num_ranks=1", "coordinator.stage_timeout_s=1200")
     return stack.enter_context(started_node(tables=fleet, overrides=overrides))
 
 

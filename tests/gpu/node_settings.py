@@ -2,8 +2,8 @@
 
 GPU = [
     'device="cuda"',
-    'rollout.attention_backend="triton"',
-    'rollout.sampling_backend="pytorch"',
+    'rollout.engine.attention_backend="triton"',
+    'rollout.engine.sampling_backend="pytorch"',
     'rollout.dtype="bfloat16"',
     'trainer.compute_dtype="bfloat16"',
 ]

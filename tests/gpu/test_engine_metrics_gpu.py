@@ -19,7 +19,7 @@ pytestmark = [
 
 
 def test_sglangs_metrics_follow_what_is_generated() -> None:
-    settings = ["trainer.num_ranks=1", *GPU, f"metrics.listen=127.0.0.1:{free_port()}", "metrics.engine=true"]
+    settings = ["trainer.num_ranks=1", *GPU, f"metrics.listen=127.0.0.1:{free_port()}", "rollout.engine.enable_metrics=true"]
     with started_node(overrides=settings, residency="") as node:
         before, made = tokens_counted(node, num_samples=3)
         wait_for(lambda: page(node).tokens()[:2] == [old + made for old in before[:2]])

@@ -85,7 +85,7 @@ def logs_of_unconnected(folder: Path, model: Path, *, connect_s: int, most_s: fl
                 model,
                 port,
                 rank,
-                settings=f"collective_timeout_s = {connect_s}\n",
+                settings=f"[coordinator]\nstage_timeout_s = {connect_s}\n",
                 place=place,
                 device=device,
                 environment={"NCCL_HOSTID": f"node-{rank}"},

@@ -106,7 +106,6 @@ def main() -> int:
         service(sys.argv[2], sys.argv[3], state_dir=Path(sys.argv[4]), run_folder=Path(sys.argv[5]))
     from tasuki.config.lock import StateLock
     from tasuki.config.places import socket_dir
-    from tasuki.config.schema import RestartConfig
     from tasuki.rpc.logs import configure_logging
     from tasuki.supervisor import processes
     from tasuki.supervisor.services import ServiceCommand
@@ -136,7 +135,9 @@ def main() -> int:
         lock=StateLock(int(sys.argv[2])),
         starter_fd=int(sys.argv[3]),
         environment=environment,
-        restart=RestartConfig(max_restarts=int(sys.argv[4]), stall_s=2.0),
+        max_restarts=int(sys.argv[4]),
+        stall_s=2.0,
+        progress_s=300.0,
         check_start=partial(check_start, state_dir),
     )
 

@@ -14,8 +14,7 @@ import pytest
 
 from tasuki.config.places import log_path, node_targets
 from tasuki.config.save import save_config
-from tasuki.config.schema import CoordinatorConfig, ModelConfig, NodeConfig, RestartConfig, RolloutConfig
-from tasuki.config.trainer_schema import TrainerConfig
+from tasuki.config.schema import CoordinatorConfig, ModelConfig, NodeConfig
 from tasuki.v1 import coordinator_pb2 as pb
 from tasuki.v1 import trainer_pb2
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
@@ -110,10 +109,7 @@ async def test_services_that_stay_away_are_named(tmp_path: Path) -> None:
     config = NodeConfig(
         state_dir=tmp_path / "state",
         model=ModelConfig(path=tmp_path),
-        coordinator=CoordinatorConfig(stage_timeout_s=1, recovery_timeout_s=1),
-        restart=RestartConfig(stall_s=1, progress_s=1),
-        trainer=TrainerConfig(collective_timeout_s=1),
-        rollout=RolloutConfig(start_timeout_s=1),
+        coordinator=CoordinatorConfig(stage_timeout_s=1),
     )
     config.state_dir.mkdir()
     save_config(config, config.state_dir / "node.toml")

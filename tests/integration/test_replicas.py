@@ -39,7 +39,7 @@ def replicas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutProces
     # The engine starts without weights; the first sync brings them.
     for weights in model.glob("*.safetensors"):
         weights.unlink()
-    settings = ["rollout.dp_size=2", 'rollout.dtype="float32"', "metrics.engine=true"]
+    settings = ["rollout.dp_size=2", 'rollout.dtype="float32"', "rollout.engine.enable_metrics=true"]
     rollout = start_rollout(tmp_path_factory.mktemp("replicas"), model, *settings)
     wait_until_serving(rollout)
     yield rollout

@@ -90,8 +90,10 @@ def test_impossible_sizes_are_named(tmp_path: Path, rollout_model: Path, overrid
 
 
 def test_a_start_that_takes_too_long_is_given_up(tmp_path: Path, rollout_model: Path) -> None:
-    line = failed_start(tmp_path / "node", rollout_model, "rollout.start_timeout_s=1")
-    assert line.startswith("tasuki.rollout: DEADLINE_EXCEEDED: the engine did not start within rollout.start_timeout_s = 1 s")
+    line = failed_start(tmp_path / "node", rollout_model, "coordinator.stage_timeout_s=1")
+    assert line.startswith(
+        "tasuki.rollout: DEADLINE_EXCEEDED: the engine did not start within coordinator.stage_timeout_s = 1 s"
+    )
 
 
 def test_an_engine_that_has_started_stops_before_the_service_serves(tmp_path: Path, rollout_model: Path) -> None:

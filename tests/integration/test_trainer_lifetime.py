@@ -61,9 +61,7 @@ async def test_two_ranks_save_and_one_goes_on_where_they_were(two_ranks: Trainer
         await client.forward_backward(samples)
         step_of_two = await client.optim_step(learning_rate=1e-3)
         log_probs_of_two = await client.log_probs(samples)
-    # A forked rank can also compute in several threads.
-    settings = FLOAT32 + "\nnum_threads = 2"
-    one_rank = start_trainer(tmp_path / "other-node", model, num_ranks=1, settings=settings)
+    one_rank = start_trainer(tmp_path / "other-node", model, num_ranks=1, settings=FLOAT32)
     try:
         one_rank.wait_until_serving()
         async with connect(one_rank) as channel:

@@ -131,10 +131,10 @@ def test_down_without_a_node_is_fine(folder: Path) -> None:
 
 
 def test_service_that_ends_while_it_starts_is_shown_with_its_words_and_the_others_are_stopped(folder: Path) -> None:
-    result = tasuki("up", "node.toml", "--set", "rollout.start_timeout_s=1", cwd=folder)
+    result = tasuki("up", "node.toml", "--set", "coordinator.stage_timeout_s=1", cwd=folder)
     assert result.returncode != 0
     assert (
-        "tasuki: error DEADLINE_EXCEEDED: rollout: the engine did not start within rollout.start_timeout_s = 1 s"
+        "tasuki: error DEADLINE_EXCEEDED: rollout: the engine did not start within coordinator.stage_timeout_s = 1 s"
         in result.stderr
     )
     ended = json.loads((folder / "state" / "exit.json").read_text())

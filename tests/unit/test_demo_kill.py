@@ -51,7 +51,7 @@ def test_a_demo_that_failed_at_once_can_be_repeated_and_no_other_folder_is_remov
     ("arguments", "told"),
     [
         (["--kill", "trainer7@SYNC"], "--kill: there is no trainer7; the last one of this node is trainer1"),
-        (["--seed", "-1"], "trainer.seed: Input should be greater than or equal to 0"),
+        (["--seed", "-1"], "seed: Input should be greater than or equal to 0"),
     ],
 )
 def test_arguments_that_cannot_be_are_refused_before_the_task_is_made(tmp_path: Path, arguments: list[str], told: str) -> None:

@@ -24,12 +24,10 @@ def test_a_good_machine_and_a_good_node_have_no_failure(node_file: Path, capsys:
 
 
 def test_a_light_install_starts_no_node(node_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    for module in ("tasuki.supervisor.installed", "tasuki.config.engine_arguments"):
-        monkeypatch.setattr(f"{module}.find_spec", lambda name: None)
-    code, findings = examined(capsys, node_file, ["rollout.engine.bogus=1"])
-    packages, arguments = findings["packages of a node"], findings["engine arguments"]
+    monkeypatch.setattr("tasuki.supervisor.installed.find_spec", lambda name: None)
+    code, findings = examined(capsys, node_file)
+    packages = findings["packages of a node"]
     assert (code, packages["verdict"], packages["advice"]) == (1, "fail", install_extras("trainer", "rollout"))
-    assert (arguments["verdict"], arguments["advice"]) == ("warn", install_extras("rollout"))
     assert main(["up", str(node_file)]) == 2
     assert capsys.readouterr().err.startswith("tasuki: error NOT_INSTALLED: ")
 

@@ -25,7 +25,7 @@ from tests.unit.doctor import examined, finding_of, is_bad, is_ok
     [
         ("trainer.num_rank=2", "configuration", "trainer.num_rank"),
         ("model.path=/nonexistent", "model", "PATH_NOT_FOUND"),
-        ("rollout.engine.chunked_prefil_size=1", "engine arguments", "chunked_prefil_size"),
+        ("rollout.engine.chunked_prefil_size=1", "configuration", "chunked_prefil_size"),
         ("state_dir=/dev/null", "disk of state_dir", "/dev/null is not a folder"),
         ("memory.host_budget_bytes=1MB", "memory plan", "give at least"),
     ],

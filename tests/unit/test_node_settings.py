@@ -121,5 +121,5 @@ def test_without_a_node_the_file_counts(tmp_path: Path) -> None:
     (tmp_path / "train.toml").write_text(HEAD + RUN)
     config = load_config(tmp_path / "train.toml")
     (tmp_path / "state").mkdir()
-    save_config(load_config(tmp_path / "train.toml", overrides=["trainer.seed=9"]), config_path(config.state_dir))
+    save_config(load_config(tmp_path / "train.toml", overrides=["seed=9"]), config_path(config.state_dir))
     assert adopt_node(config) is config

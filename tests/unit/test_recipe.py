@@ -36,8 +36,7 @@ def _config(folder: Path, *overrides: str) -> NodeConfig:
     [
         "train.seed=1", "train.prompts_per_step=3", "train.group_size=3", "train.temperature=0.5", "train.loss.kl_coef=0.1",
         "train.advantages.kl_coef=0.1", "train.loss.correction.token_truncation=3.0",
-        'train.reward.function="a:c"', "trainer.learning_rate=0.1", "trainer.seed=1", "trainer.lora.rank=4", "rollout.seed=1",
-        "rollout.float32_logits=false",
+        'train.reward.function="a:c"', "trainer.learning_rate=0.1", "seed=1", "trainer.lora.rank=4",
     ],
 )  # fmt: skip
 def test_a_key_that_changes_the_numbers_is_named(folder: Path, override: str):

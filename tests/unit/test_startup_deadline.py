@@ -37,7 +37,7 @@ try:
 except BaseException as error:
     print("raised", error)
 """
-LINE = "\ntasuki.rollout: DEADLINE_EXCEEDED: the engine did not start within rollout.start_timeout_s = 60 s\n"
+LINE = "\ntasuki.rollout: DEADLINE_EXCEEDED: the engine did not start within coordinator.stage_timeout_s = 60 s\n"
 
 
 def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -33,8 +33,8 @@ SETTINGS: dict[str, tuple[str, ...]] = {
 GPU = (
     'device="cuda"',
     "trainer.num_ranks=1",
-    'rollout.attention_backend="triton"',
-    'rollout.sampling_backend="pytorch"',
+    'rollout.engine.attention_backend="triton"',
+    'rollout.engine.sampling_backend="pytorch"',
     'rollout.dtype="bfloat16"',
     'trainer.compute_dtype="bfloat16"',
 )

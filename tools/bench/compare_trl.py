@@ -81,13 +81,11 @@ def run_tasuki(task: Path, load: Load, *, num_ranks: int, num_steps: int, warmup
         path = "model"
         [trainer]
         num_ranks = {num_ranks}
-        num_threads = {NUM_THREADS // num_ranks}
         learning_rate = {LEARNING_RATE}
         compute_dtype = "float32"
         [rollout]
         dtype = "float32"
-        radix_cache = false
-        num_threads = 1
+        engine = {{ disable_radix_cache = true }}
         context_length = 64
         kv_tokens = 16384
         max_running_requests = {load.num_samples}

@@ -32,17 +32,15 @@ path = "{model}"
 num_ranks = {gpus}
 [rollout]
 tp_size = {gpus}
-float32_logits = {is_float32}
-attention_backend = "triton"
-sampling_backend = "pytorch"
+engine = {{ attention_backend = "triton", sampling_backend = "pytorch" }}
 """
 
 
-def gaps_of(model: Path, prompts: list[list[int]], *, is_float32: bool, gpus: int, num_tokens: int) -> dict[str, float]:
+def gaps_of(model: Path, prompts: list[list[int]], *, gpus: int, num_tokens: int) -> dict[str, float]:
     """Statistics of |gap| over all tokens."""
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "node.toml"
-        config.write_text(CONFIG.format(model=model.resolve(), gpus=gpus, is_float32=str(is_float32).lower()))
+        config.write_text(CONFIG.format(model=model.resolve(), gpus=gpus))
         tasuki("up", config)
         try:
             with Client(state_dir=Path(folder) / "node") as client:
@@ -85,11 +83,8 @@ def main() -> None:
     require_gpus(arguments.gpus)
     arguments.out.mkdir(parents=True, exist_ok=True)
     prompts = encoded(arguments.model, arguments.prompts)
-    results = {}
-    for name, is_float32 in (("bfloat16", False), ("float32", True)):
-        found = gaps_of(arguments.model, prompts, is_float32=is_float32, gpus=arguments.gpus, num_tokens=arguments.tokens)
-        results[name] = found
-        print(f"{name:10s}" + "  ".join(f"{key} {value:.4g}" for key, value in found.items()), flush=True)
+    results = gaps_of(arguments.model, prompts, gpus=arguments.gpus, num_tokens=arguments.tokens)
+    print("  ".join(f"{key} {value:.4g}" for key, value in results.items()), flush=True)
     (arguments.out / "log_prob_gap.json").write_text(json.dumps(results, indent=1) + "\n")
 
 

@@ -66,7 +66,7 @@ class Load:
             prompt_tokens=self.prompt_tokens,
             new_tokens=self.new_tokens,
             trainer=f"micro_batch_tokens = {16_384 if is_gpu else 512}",
-            rollout='attention_backend = "triton"\nsampling_backend = "pytorch"\n' if is_gpu else "",
+            rollout='engine = { attention_backend = "triton", sampling_backend = "pytorch" }\n' if is_gpu else "",
         )
         return text + ("[residency]\n" if kv == "nothing" else "")
 

@@ -131,7 +131,7 @@ def watch_of(folder: Path, name: str, parts: Sequence[str], *, task: Task) -> It
         if "metrics" in parts:
             overrides.append(f"metrics.listen={metrics}")
         if "engine" in parts:
-            overrides.append("metrics.engine=true")
+            overrides.append("rollout.engine.enable_metrics=true")
         settings = task.write_side(folder / name, task=folder / "task")
         yield Watch(Side(folder / name, [*settings, *overrides]), metrics, parts, receiver)
 

@@ -22,8 +22,8 @@ _ALIKE = (
 )
 """Overrides that make all steps do the same work."""
 _ON_GPU = (
-    'rollout.attention_backend="triton"',
-    'rollout.sampling_backend="pytorch"',
+    'rollout.engine.attention_backend="triton"',
+    'rollout.engine.sampling_backend="pytorch"',
     "train.max_new_tokens=256",
     "rollout.context_length=320",
     "rollout.kv_tokens=327680",

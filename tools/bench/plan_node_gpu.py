@@ -54,8 +54,7 @@ micro_batch_tokens = {tokens}
 [rollout]
 tp_size = {gpus}
 max_running_requests = {requests}
-attention_backend = "triton"
-sampling_backend = "pytorch"
+engine = {{ attention_backend = "triton", sampling_backend = "pytorch" }}
 """
 CRITIC = """
 [trainer.critic]

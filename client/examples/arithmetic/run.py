@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from tasuki.cli.__main__ import USER_ERROR, exit_code_of
 from tasuki.cli.train import run
+from tasuki.config.devices import cpu_threads
 from tasuki.config.load import load_config
 from tasuki.config.schema import NodeConfig
 from tasuki.wire.errors import PathExists, PathNotFound
@@ -49,7 +51,8 @@ def main() -> int:
 def example(arguments: argparse.Namespace, *, started: float) -> int:
     output: Path = arguments.output
     make_task(output, arguments.config, seed=arguments.seed, model=arguments.model, gsm8k=arguments.gsm8k)
-    overrides = [f"{table}.seed={arguments.seed}" for table in ("trainer", "rollout", "train")]
+    overrides = [f"seed={arguments.seed}", f"train.seed={arguments.seed}"]
+    os.environ.setdefault("OMP_NUM_THREADS", "2")  # noqa: TID251  of the node's ranks
     if arguments.gsm8k is not None:
         overrides += GSM8K
     config = load_config(output / "config.toml", overrides=[*overrides, *arguments.overrides])
@@ -96,7 +99,7 @@ def compare(config: NodeConfig, output: Path, *, started: float) -> int:
         "--max-new-tokens",
         str(config.train.max_new_tokens),
         "--threads",
-        str(config.trainer.num_threads),
+        str(cpu_threads()),
         "--device",
         config.device,
     ]

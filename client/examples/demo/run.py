@@ -25,7 +25,7 @@ CONFIG = HERE.parents[2] / "deploy" / "config" / "demo.toml"
 def main() -> int:
     started = time.monotonic()
     arguments = _parser().parse_args()
-    seeds = [f"{table}.seed={arguments.seed}" for table in ("trainer", "rollout", "train")]
+    seeds = [f"seed={arguments.seed}", f"train.seed={arguments.seed}"]
     overrides = [*seeds, *arguments.overrides]
     if arguments.kill:
         overrides = [*overrides, "unsafe=true", f'failpoints=["{arguments.kill}"]']

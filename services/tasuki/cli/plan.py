@@ -15,7 +15,7 @@ from rich.console import Console
 
 from tasuki.cli.plan_arguments import DEFAULT_HOST_GB
 from tasuki.cli.plan_report import as_table, show, traffic_lines, traffic_table
-from tasuki.config.engine_arguments import check_argument_values, uncounted_arguments
+from tasuki.config.engine_arguments import uncounted_arguments
 from tasuki.config.load import load_config
 from tasuki.config.ports import fleet_port_problem
 from tasuki.config.schema import NodeConfig
@@ -137,7 +137,7 @@ def _of_node(config: Path, wishes: Wishes) -> Layout:
 def _node(config: Path, wishes: Wishes) -> NodeConfig:
     """The node's configuration. A scheduler may set the part of [fleet] that differs between nodes.
 
-    Raises InvalidArgument as load_config, for arguments that an installed SGLang does not take, and if node 0 could not call one of the
+    Raises InvalidArgument as load_config, and if node 0 could not call one of the
     services.
     """
     try:
@@ -146,7 +146,6 @@ def _node(config: Path, wishes: Wishes) -> NodeConfig:
         if not error.metadata["field"].startswith("fleet."):
             raise
         node = _unplaced_node(config, wishes)
-    check_argument_values(node.rollout.engine)
     if problem := fleet_port_problem(node):
         key, text = problem
         raise InvalidArgument(key, f"{key} {text}")

@@ -16,15 +16,8 @@ FUSED_LINEAR = ("qkv_proj", "gate_up_proj")
 """Fused linear layers, for which SGLang supports adapters on the parts only."""
 HEARTBEAT_S = 0.25
 """Interval of a process's heartbeat."""
-_MISSED_BEATS = 4
-# The first deadline must pass, so that its event is noticed, before the second one does. docs/changeover.md explains each pair.
-_NOT_BELOW = (
-    ("restart.progress_s", "restart.stall_s"),
-    ("coordinator.stage_timeout_s", "restart.progress_s"),
-    ("coordinator.stage_timeout_s", "trainer.collective_timeout_s"),
-    ("coordinator.recovery_timeout_s", "coordinator.stage_timeout_s"),
-    ("coordinator.recovery_timeout_s", "rollout.start_timeout_s"),
-)
+MISSED_BEATS = 4
+"""Missing heartbeats after which a process counts as hung, at least."""
 
 
 class SettingsConflict(ValueError):
@@ -56,7 +49,6 @@ def check_constraints(config: NodeConfig) -> None:
     _check_residency(config)
     _check_critic(config)
     _check_failpoints(config)
-    _check_deadlines(config)
     problem = shared_port_problem(config) or port_problem(config)
     if problem is not None:
         raise SettingsConflict(*problem)
@@ -187,7 +179,6 @@ def _check_kind_of_device(config: NodeConfig) -> None:
     if config.device == "cpu" and config.trainer.attention_backend in ("fa4", "varlen"):
         problem = f'= "{config.trainer.attention_backend}" needs device = "cuda": leave it out'
         raise SettingsConflict("trainer.attention_backend", problem)
-    _check_own_settings(config)
     if config.device == "cpu" and "speculative_algorithm" in config.rollout.engine:
         problem = 'needs device = "cuda": SGLang does not speculate on a CPU; leave it out'
         raise SettingsConflict("rollout.engine.speculative_algorithm", problem)
@@ -198,32 +189,3 @@ def _check_kind_of_device(config: NodeConfig) -> None:
         )
     if config.device == "cuda" and config.memory.host_budget_bytes is not None:
         raise SettingsConflict("memory.host_budget_bytes", 'is for device = "cpu"; the memory of a GPU is measured')
-
-
-def _check_own_settings(config: NodeConfig) -> None:
-    """Refuses settings that only the other kind of device uses."""
-    rollout, trainer = config.rollout, config.trainer
-    for device, key, is_given in (
-        ("cuda", "rollout.attention_backend", rollout.attention_backend is not None),
-        ("cuda", "rollout.sampling_backend", rollout.sampling_backend is not None),
-        ("cpu", "rollout.num_threads", rollout.num_threads != 1),
-        ("cpu", "trainer.num_threads", trainer.num_threads != 1),
-    ):
-        if is_given and config.device != device:
-            raise SettingsConflict(key, f'is for device = "{device}", and has no effect with "{config.device}": leave it out')
-
-
-def _check_deadlines(config: NodeConfig) -> None:
-    shortest = _MISSED_BEATS * HEARTBEAT_S
-    if config.restart.stall_s < shortest:
-        problem = f"= {config.restart.stall_s:g} must be at least {shortest:g}: a heartbeat comes every {HEARTBEAT_S:g} s"
-        raise SettingsConflict("restart.stall_s", problem)
-    for later, sooner in _NOT_BELOW:
-        if _value(config, later) < _value(config, sooner):
-            problem = f"= {_value(config, later):g} must not be below {sooner} = {_value(config, sooner):g}"
-            raise SettingsConflict(later, f"{problem}: raise the one or lower the other")
-
-
-def _value(config: NodeConfig, key: str) -> float:
-    table, name = key.split(".")
-    return getattr(getattr(config, table), name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -10,6 +11,12 @@ UUID = "GPU-"
 MAX_GPUS = 1024
 """Bound on a node's GPU numbers, to catch typos."""
 _MAX_NUMBER = MAX_GPUS - 1
+
+
+def cpu_threads() -> int:
+    """Torch threads of a rank on a CPU: OMP_NUM_THREADS, or 1."""
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    return int(given) if given.isdecimal() and int(given) > 0 else 1
 
 
 def _text_of_number(device: object) -> object:

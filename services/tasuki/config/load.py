@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from tasuki.algorithms.setting import SettingError
 from tasuki.config.constraints import SettingsConflict
 from tasuki.config.places import config_path
+from tasuki.config.replaced_keys import check_replaced
 from tasuki.config.schema import NodeConfig
 from tasuki.config.security_schema import CallerRole
 from tasuki.wire.denied_path import named_if_denied
@@ -86,6 +87,7 @@ def _toml(path: Path) -> dict[str, Any]:
 
 
 def _validated(table: Mapping[str, Any]) -> NodeConfig:
+    check_replaced(table)
     try:
         return NodeConfig.model_validate(table)
     except ValidationError as error:

@@ -20,6 +20,5 @@ class MetricsConfig(Schema):
 
     listen: Annotated[str, AfterValidator(_check_address)] | None = None
     """Address at which the coordinator serves GET /metrics, such as "127.0.0.1:9464"; none by default. On loopback every user of the
-    machine may read it. Beyond loopback it uses the TLS and credentials of `[security]`; any role suffices."""
-    engine: bool = False
-    """Whether rollout also has SGLang's own metrics, named "sglang:...". SGLang updates them in the loop that hands out tokens."""
+    machine may read it. Beyond loopback it uses the TLS and credentials of `[security]`; any role suffices. SGLang's own are named
+    "sglang:..."."""

@@ -16,7 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from tasuki.config.constraints import check_constraints
+from tasuki.config.constraints import HEARTBEAT_S, MISSED_BEATS, check_constraints
 from tasuki.config.devices import Devices
 from tasuki.config.engine_arguments import Argument, check_engine_arguments
 from tasuki.config.fleet_schema import FleetConfig
@@ -53,11 +53,26 @@ class CoordinatorConfig(Schema):
     """"unix", or an address such as "0.0.0.0:50050" to listen on a TCP port as well. Every service always listens on a unix socket in
     the state folder. Ports authenticate callers as `[security]` says; clients on other machines need ports on all three services."""
     stage_timeout_s: PositiveFloat = 600.0
-    """Deadline of each stage."""
+    """Deadline of each stage, of a collective of the trainer's ranks, and of the engine's start. A changeover waits twice as long for a
+    service to restart. A process without a heartbeat for a twentieth of it, or whose command makes no progress for half of it, is
+    killed and restarted; its stacks go to `state_dir`/stalls."""
     drain_grace_s: float = Field(default=30.0, ge=0)
     """How long running requests may continue in DRAIN before they are cut."""
-    recovery_timeout_s: PositiveFloat = 1200.0
-    """How long a changeover waits for a service to restart."""
+
+    @property
+    def recovery_timeout_s(self) -> float:
+        """Longest wait of a changeover for a service that restarts."""
+        return 2 * self.stage_timeout_s
+
+    @property
+    def progress_s(self) -> float:
+        """Longest time of a rank's command without progress."""
+        return max(self.stall_s, self.stage_timeout_s / 2)
+
+    @property
+    def stall_s(self) -> float:
+        """Longest time of a process without a heartbeat."""
+        return max(MISSED_BEATS * HEARTBEAT_S, self.stage_timeout_s / 20)
 
 
 class RolloutConfig(Schema):
@@ -71,9 +86,6 @@ class RolloutConfig(Schema):
     devices: Devices | None = None
     """GPU of each engine rank, in the format of `trainer.devices`, ordered by replica."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    float32_logits: bool = True
-    """Whether the LM head computes float32 logits from bfloat16 weights, without copying them; log-probs are then closer to the
-    trainer's. Needs a GPU, since torch lacks this product on a CPU, where `dtype` decides."""
     context_length: PositiveInt | None = None
     """Maximum tokens of prompt plus completion; by default the model's own limit."""
     kv_tokens: KvTokens | None = None
@@ -85,26 +97,20 @@ class RolloutConfig(Schema):
     max_running_requests: PositiveInt | None = None
     """Maximum concurrent requests in one replica; others wait. By default 256 on a CPU. On a GPU a step's samples, at least 256, or without
     [train] as many as SGLang allows."""
-    radix_cache: bool = True
-    """Whether samples share the KV cache of a common prefix (SGLang's radix cache). The first sample of each prompt then starts ahead of
-    the others. With very short prompts it costs more than it saves."""
-    attention_backend: Literal["fa3", "flashinfer", "triton"] | None = None
-    """SGLang's attention backend on a GPU; by default SGLang chooses one for the card."""
-    sampling_backend: Literal["flashinfer", "pytorch"] | None = None
-    """SGLang's sampling backend on a GPU; by default SGLang's own choice."""
     full_read_back: bool = False
     """Whether every sync reads all weights back after the copies. Otherwise only the first sync of a copy plan does."""
     lora: Literal["merged", "adapter"] = "merged"
     """With `[trainer.lora]`: whether rollout gets full weights with the adapters merged, or the adapters alone, next to the model that
     SGLang loads at start. With "adapter" the base model stays in memory while the trainer runs."""
-    start_timeout_s: PositiveFloat = 600.0
-    num_threads: PositiveInt = 1
-    """Torch threads of each engine rank on a CPU."""
-    seed: Seed = 0
     engine: dict[str, Argument] = Field(default={})
-    """Additional SGLang ServerArgs by name, such as `kv_cache_dtype = "fp8_e4m3"`. Arguments that tasuki sets are refused with the key
-    to use instead; unknown names, and values of another type than SGLang declares, are refused before the start. `tasuki plan` lists
+    """SGLang's ServerArgs by name, such as `kv_cache_dtype = "fp8_e4m3"`, `attention_backend = "triton"` or `disable_radix_cache = true`,
+    which is faster with very short prompts. `tasuki.config.engine_arguments` lists those that may be given. `tasuki plan` names
     arguments whose memory it does not count."""
+
+    @property
+    def has_engine_metrics(self) -> bool:
+        """Whether rollout also has SGLang's own metrics."""
+        return self.engine.get("enable_metrics") is True
 
     @model_validator(mode="after")
     def _engine_arguments_are_free(self) -> RolloutConfig:
@@ -116,13 +122,7 @@ class RestartConfig(Schema):
     """Restarts of services that end or hang."""
 
     max_restarts: int = Field(default=5, ge=0)
-    """Restarts of one service allowed within `window_s`; the next failure stops the node. 0 stops it at the first."""
-    window_s: PositiveFloat = 600.0
-    stall_s: PositiveFloat = 30.0
-    """A process without a heartbeat for this long, or without progress of a copy in the background, is killed and restarted. Its stacks go
-    to `state_dir`/stalls."""
-    progress_s: PositiveFloat = 300.0
-    """Likewise for a rank's command without progress: a micro-batch, a copy of weights, a file."""
+    """Restarts of one service allowed within ten minutes; the next failure stops the node. 0 stops it at the first."""
 
 
 class MemoryConfig(Schema):
@@ -139,6 +139,8 @@ class NodeConfig(Schema):
     state_dir: Path
     """Private folder of the node for journal, logs and sockets. Each running node needs its own."""
     device: Literal["cpu", "cuda"] = "cpu"
+    seed: Seed = 0
+    """Seed of new adapters, value heads and samples; `train.seed` is that of the order of prompts."""
     model: ModelConfig
     coordinator: CoordinatorConfig = CoordinatorConfig()
     trainer: TrainerConfig = TrainerConfig()

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ByteSize, Field, InstanceOf, PlainSerializer, PositiveFloat, PositiveInt, model_validator
+from pydantic import BeforeValidator, Field, InstanceOf, PlainSerializer, PositiveFloat, PositiveInt, model_validator
 
 from tasuki.algorithms.estimator import MAX_KL_ERROR, Estimator, Std
 from tasuki.algorithms.loss_types import Correction, LossConfig, OldPolicy
@@ -15,7 +15,7 @@ from tasuki.algorithms.losses.value import ValueLoss
 from tasuki.algorithms.sampling import LEAST_TEMPERATURE
 from tasuki.algorithms.setting import SettingError, check_effects, check_evaluation
 from tasuki.config.algorithms import DEFAULT_MAX_NEW_TOKENS, LOSS_KEYS, Algorithm, expanded
-from tasuki.config.table import Bytes, Schema, Seed
+from tasuki.config.table import Schema, Seed
 
 _MAX_INT32 = 2**31 - 1
 
@@ -130,9 +130,7 @@ class SamplesConfig(Schema):
     """Completions written to `output_dir`/samples for inspection."""
 
     groups_per_step: int = Field(default=4, ge=0)
-    """Prompts per step whose completions are written; 0 writes none."""
-    max_bytes: Bytes = ByteSize(256_000_000)
-    """Maximum size on disk over all steps: bytes, or text such as "1GB". The oldest steps are deleted first."""
+    """Prompts per step whose completions are written; 0 writes none. Beyond 256 MB on disk the oldest steps are deleted."""
 
 
 def _read_loss(table: Any) -> Any:
@@ -210,6 +208,7 @@ class TrainConfig(Schema):
     save_every: PositiveInt | None = None
     """Steps between checkpoints for `tasuki train --resume`; none by default."""
     seed: Seed = 0
+    """Seed of the order of prompts."""
 
     @model_validator(mode="before")
     @classmethod

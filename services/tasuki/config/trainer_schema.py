@@ -10,7 +10,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_va
 from tasuki.algorithms.setting import SettingError, check_effects
 from tasuki.config.constraints import FUSED_LINEAR
 from tasuki.config.devices import Devices
-from tasuki.config.table import Listen, Schema, Seed
+from tasuki.config.table import Listen, Schema
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 LinearName = Literal["q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj"]
@@ -95,8 +95,6 @@ class TrainerConfig(OptimizerConfig):
     """GPU of each rank: all by number, as in `[0, 1]`, or all by UUID from nvidia-smi -L, as in `["GPU-6f1d...", "GPU-93ab..."]`. Numbers
     are relative to CUDA_VISIBLE_DEVICES if it is set. Must be set together with `rollout.devices`, which may name other GPUs, fewer or
     more. By default rank i uses GPU i."""
-    num_threads: PositiveInt = 1
-    """Torch threads of each rank on a CPU."""
     sequence_parallel: PositiveInt = 1
     """Ranks that split the tokens of each micro-batch and, in attention, its heads (Ulysses). Samples may be that many times as long.
     Must divide `num_ranks` and the model's attention heads, and must divide its key heads or be a multiple of them."""
@@ -161,9 +159,6 @@ class TrainerConfig(OptimizerConfig):
     optimizer_8bit: bool = False
     """Whether AdamW's moments of matrices are quantized to 8 bits in blocks of up to 256 (arXiv:2110.02861). Takes a quarter of their
     memory and changes results. Not with `optimizer_on_host`."""
-    collective_timeout_s: PositiveFloat = 600.0
-    """Timeout of every process group; the loss of a rank is noticed after this."""
-    seed: Seed = 0
 
     @model_validator(mode="after")
     def _adapters_need_no_reference(self) -> TrainerConfig:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from tasuki.config.engine_arguments import check_argument_values, has_sglang
 from tasuki.config.ports import port_targets
 from tasuki.config.schema import NodeConfig, SftConfig, TrainConfig
 from tasuki.doctor.certificates import certificate_findings
-from tasuki.doctor.finding import Finding, Verdict, checked, fail, is_running, ok, warn
+from tasuki.doctor.finding import Finding, Verdict, checked, fail, is_running, ok
 from tasuki.doctor.gpus import Gpu
 from tasuki.doctor.host import check_disk, check_port, check_shared_memory
 from tasuki.doctor.memory import check_passing, check_plan
@@ -26,7 +25,6 @@ from tasuki.supervisor.node import check_state_folder
 from tasuki.trackers.adapters import check_installed
 from tasuki.wire.address import split_host_port
 from tasuki.wire.denied_path import denied
-from tasuki.wire.extras import install_extras
 
 _STATE_BYTES = 14
 """Bytes of a parameter in a checkpoint: float32 weight and both moments, plus its share of the exported model."""
@@ -47,7 +45,6 @@ def node_findings(config: NodeConfig, gpus: Sequence[Gpu], *, config_dir: Path) 
         yield from certificate_findings(config)
     if config.fleet is not None and not runs:
         yield checked("place in the fleet", config.fleet.leader, lambda: check_place(config), key="fleet")
-    yield _check_engine(config)
     endpoint = config.telemetry.endpoint
     yield checked("tracing", endpoint or "off", lambda: check_telemetry(config.telemetry), key="telemetry.endpoint")
     yield checked("trackers", ", ".join(config.track.to) or "none", lambda: _check_trackers(config), key="track.to")
@@ -101,14 +98,6 @@ def check_rewards(train: TrainConfig, folders: Sequence[Path]) -> Finding:
             return
 
     return checked("reward of [train]", ", ".join(functions), check, key="train.reward")
-
-
-def _check_engine(config: NodeConfig) -> Finding:
-    name, arguments = "engine arguments", config.rollout.engine
-    found = ", ".join(arguments) or "none"
-    if arguments and not has_sglang():
-        return warn(name, f"{found} not checked: SGLang is not installed", install_extras("rollout"))
-    return checked(name, found, lambda: check_argument_values(arguments), key="[rollout.engine]")
 
 
 def _check_trackers(config: NodeConfig) -> None:

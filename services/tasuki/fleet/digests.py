@@ -24,7 +24,7 @@ _PER_NODE = {
     "coordinator": ("listen",),
     "trainer": ("listen", "devices"),
     "rollout": ("listen", "devices"),
-    "metrics": ("listen", "engine"),
+    "metrics": ("listen",),
     "fleet": ("node_rank", "interface"),
 }
 """Keys that may differ between nodes, like every path, [security], [paths], [track] and failpoints."""

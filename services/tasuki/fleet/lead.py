@@ -89,7 +89,7 @@ def make_server(
     store = RankStoreServicer(fleet=config.fleet.name, attempt=config.fleet.attempt, num_nodes=config.fleet.num_nodes)
     # SGLang uses seeds on a CPU only.
     calls = CallNumbers(fleet_calls_path(config.state_dir), instance_id=instance.id)
-    rollout = RolloutFront(nodes, seeds=CallSeeds(config.rollout.seed, calls) if config.device == "cpu" else None)
+    rollout = RolloutFront(nodes, seeds=CallSeeds(config.seed, calls) if config.device == "cpu" else None)
     trainer = TrainerFront(nodes, epoch=nodes.command.epoch, deal=sample_dealer(config))
     server.add(add_CoordinatorServiceServicer_to_server, coordinator, "tasuki.v1.CoordinatorService")
     server.add(add_FleetServiceServicer_to_server, FleetServicer(nodes, leader), "tasuki.v1.FleetService")

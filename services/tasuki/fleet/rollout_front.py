@@ -35,7 +35,7 @@ class CallSeeds:
     """Seeds for calls without one, if engines use seeds. A call repeated under its id gets the same seed."""
 
     seed: int
-    """`rollout.seed`."""
+    """`seed` of the configuration."""
     calls: CallNumbers
 
     def of(self, request: rollout_pb2.GenerateRequest, *, version: int) -> int:

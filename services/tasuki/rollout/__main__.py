@@ -43,7 +43,7 @@ def main() -> int:
         config = load_config(arguments.config, overrides=arguments.overrides)
         configure_logging("rollout")
         logging.getLogger("sglang").setLevel(logging.WARNING)
-        return _serve(config, StartupDeadline(config.rollout.start_timeout_s), StartSeconds(os.environ))
+        return _serve(config, StartupDeadline(config.coordinator.stage_timeout_s), StartSeconds(os.environ))
     except TasukiError as error:
         sys.stderr.write(f"tasuki.rollout: {error.reason}: {error.message}\n")
         return 1

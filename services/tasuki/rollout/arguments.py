@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from tasuki.config.engine_arguments import check_argument_values
 from tasuki.config.places import model_source
 from tasuki.config.schema import NodeConfig, RolloutConfig
 from tasuki.config.trainer_schema import LoraConfig
@@ -39,9 +38,8 @@ def engine_arguments(config: NodeConfig, model: ModelFacts) -> dict[str, Any]:
         "tp_size": rollout.tp_size,
         "dtype": rollout.dtype,
         "context_length": model.context_length + _CONTEXT_SLACK,
-        "random_seed": rollout.seed,
+        "random_seed": config.seed,
         "mem_fraction_static": fraction,
-        "disable_radix_cache": not rollout.radix_cache,
         # Token ids in, token ids out.
         "skip_tokenizer_init": True,
         # SGLang would use only those of config.json and generation_config.json.
@@ -54,10 +52,10 @@ def engine_arguments(config: NodeConfig, model: ModelFacts) -> dict[str, Any]:
         # An idle scheduler would otherwise busy-wait on a whole core.
         "sleep_on_idle": True,
         "grammar_backend": "none",
-        "enable_metrics": config.metrics.engine,
         "log_level": "warning",
     }
-    arguments |= _chosen(rollout)
+    if rollout.max_running_requests is not None:
+        arguments["max_running_requests"] = rollout.max_running_requests
     if num_tokens is not None:
         arguments["max_total_tokens"] = num_tokens + _CONTEXT_SLACK
     if config.served_adapter is not None:
@@ -74,7 +72,6 @@ def engine_arguments(config: NodeConfig, model: ModelFacts) -> dict[str, Any]:
 
 def _further(engine: Mapping[str, Any], *, ours: Mapping[str, Any]) -> Mapping[str, Any]:
     """Arguments configured by SGLang's names. Raises InvalidArgument for one that the device fixes."""
-    check_argument_values(engine)
     for name in engine:
         if name in ours:
             raise InvalidArgument(f"rollout.engine.{name}", f"is set to {ours[name]!r} on this device; remove it")
@@ -91,16 +88,6 @@ def _kv_cache(config: NodeConfig, model: ModelFacts) -> tuple[int | None, float]
     if planned is not None:
         return planned, max(config.rollout.kv_ratio, _PLANNED_FRACTION)
     return wanted_tokens(config, context_length=model.context_length), config.rollout.kv_ratio
-
-
-def _chosen(rollout: RolloutConfig) -> dict[str, Any]:
-    """Configured values of settings that SGLang would otherwise choose."""
-    given = {
-        "max_running_requests": rollout.max_running_requests,
-        "attention_backend": rollout.attention_backend,
-        "sampling_backend": rollout.sampling_backend,
-    }
-    return {name: value for name, value in given.items() if value is not None}
 
 
 def _adapter_arguments(adapter: LoraConfig) -> dict[str, Any]:

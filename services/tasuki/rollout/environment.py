@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from tasuki.config import places
+from tasuki.config.devices import cpu_threads
 from tasuki.config.schema import NodeConfig
 from tasuki.rollout.model import ModelFacts
 from tasuki.wire.errors import UnsupportedModel
@@ -67,16 +68,15 @@ def engine_environment(config: NodeConfig, model: ModelFacts, *, temp_dir: Path)
         # Avoids importing two hundred models, which takes seconds, to use one.
         "SGLANG_DISABLED_MODEL_ARCHS": ",".join(_other_models(model.architecture)),
     }
-    if config.metrics.engine:
+    if config.rollout.has_engine_metrics:
         everywhere["PROMETHEUS_MULTIPROC_DIR"] = str(places.engine_metrics_dir(config.state_dir))
     if config.device == "cuda":
         # Ranks would otherwise map the pages of each other's graphs, which move when graphs are paused and resumed.
         return everywhere | {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"}
-    rollout = config.rollout
     return everywhere | {
         "SGLANG_USE_CPU_ENGINE": "1",
-        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(_cores_of_ranks(rollout.tp_size, rollout.num_threads)),
-        "OMP_NUM_THREADS": str(rollout.num_threads),
+        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(_cores_of_ranks(config.rollout.tp_size, cpu_threads())),
+        "OMP_NUM_THREADS": str(cpu_threads()),
         # Avoids compiling a few small functions on first call, which on a CPU needs a C++ compiler and takes half a minute.
         "TORCH_COMPILE_DISABLE": "1",
         # The CUDA build of torch loads an NCCL that needs a driver; ranks on a CPU use gloo.

@@ -248,7 +248,7 @@ def _install_scheduler(setup: RankSetup, *, device: str | None) -> None:
     sglang_scheduler.Scheduler = cast(Any, functools.partial(ReportingScheduler, setup=setup))
     if setup.base is not None:
         setup.base.install()
-    if setup.config is not None and setup.config.rollout.float32_logits:
+    if setup.config is not None and device == "cuda":
         install_float32_logits()
     if setup.config is not None and setup.config.served_adapter is not None:
         install_dense_lora(setup.config.served_adapter)

@@ -48,7 +48,7 @@ _log = logging.getLogger(__name__)
 
 def serve(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, deadline: StartupDeadline, start: StartSeconds) -> int:
     """Serves until told to stop (exit code 0) or until an engine rank dies (1)."""
-    if config.metrics.engine:
+    if config.rollout.has_engine_metrics:
         keep_metrics_in_memory()
     return uvloop.run(_serve(config, model, ranks, deadline, start))
 
@@ -77,14 +77,14 @@ async def _serve(
             sync,
             rank_calls,
             calls=numbers,
-            seed=config.rollout.seed,
+            seed=config.seed,
             on_poison=shutdown.on_poison,
             on_serving=lambda is_serving: server.set_serving(f"{_SERVICE}/Generate", is_serving),
         )
         gate = CommandGate(Failpoints.of(config, "rollout"), boot_id=rollout.boot_id)
         _add_servicers(server, rollout, gate, num_gpus=len(set(gpus_of(config).rollout)))
         _add_engine_metrics(server, config, engine=engine, rank_calls=rank_calls, rollout=rollout)
-        await rollout.fall_asleep(timeout_s=config.rollout.start_timeout_s)
+        await rollout.fall_asleep(timeout_s=config.coordinator.stage_timeout_s)
         start.end("falling asleep")
         ranks.watch(shutdown.on_death)
         start.tell(config.state_dir, "rollout")
@@ -174,5 +174,5 @@ def _add_engine_metrics(
         policy_version=lambda: rollout.policy_version,
     )
     server.metrics.refresh = load.refresh
-    if config.metrics.engine:
+    if config.rollout.has_engine_metrics:
         EngineMetrics(server.registry, places.engine_metrics_dir(config.state_dir))

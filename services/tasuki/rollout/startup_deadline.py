@@ -47,6 +47,8 @@ class StartupDeadline:
             os._exit(1 if number == signal.SIGALRM else 128 + number)
 
     def _say_why(self) -> None:
-        error = DeadlineExceeded(f"the engine did not start within rollout.start_timeout_s = {self._seconds:g} s", rpc="start")
+        error = DeadlineExceeded(
+            f"the engine did not start within coordinator.stage_timeout_s = {self._seconds:g} s", rpc="start"
+        )
         # A new line, since an engine rank may have left a progress bar. sys.stderr may be in the middle of a write.
         os.write(2, f"\ntasuki.rollout: {error.reason}: {error.message}\n".encode())

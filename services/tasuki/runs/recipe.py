@@ -36,11 +36,10 @@ def recipe(config: NodeConfig) -> Recipe:
         table: run.model_dump(mode="json", exclude=free),
     }
     if isinstance(run, TrainConfig):
-        tables["rollout"] = config.rollout.model_dump(
-            mode="json", include={"dtype", "engine", "float32_logits", "lora", "seed"}
-        )
+        tables["rollout"] = config.rollout.model_dump(mode="json", include={"dtype", "engine", "lora"})
         tables["train.reward"] = run.reward.model_dump(mode="json", include={"function", "functions", "on_error"})
     values = {f"{table}.{key}": value for table, keys in tables.items() for key, value in keys.items()}
+    values["seed"] = config.seed
     values["model.path"] = _model_digest(config.model.path)
     values[f"{table}.dataset"] = _file_digest(run.dataset)
     values[f"{table}.eval_dataset"] = None if run.eval_dataset is None else _file_digest(run.eval_dataset)

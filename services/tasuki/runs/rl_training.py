@@ -66,9 +66,7 @@ def _sample_dump(train: TrainConfig) -> AbstractContextManager[SampleDump | None
     samples = train.samples
     if not samples.groups_per_step:
         return nullcontext()
-    return SampleDump(
-        train.output_dir / SAMPLES, groups_per_step=samples.groups_per_step, max_bytes=samples.max_bytes, seed=train.seed
-    )
+    return SampleDump(train.output_dir / SAMPLES, groups_per_step=samples.groups_per_step, seed=train.seed)
 
 
 def rl_run_settings(train: TrainConfig) -> RunSettings:

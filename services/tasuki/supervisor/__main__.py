@@ -32,7 +32,9 @@ def main(state_dir: Path, *, lock_fd: int, starter_fd: int) -> int:
             lock=StateLock(lock_fd),
             starter_fd=starter_fd,
             environment=service_environment(os.environ),
-            restart=config.restart,
+            max_restarts=config.restart.max_restarts,
+            stall_s=config.coordinator.stall_s,
+            progress_s=config.coordinator.progress_s,
             check_start=functools.partial(check_files, config),
         )
     except TasukiError as error:

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tasuki.config.engine_arguments import check_argument_values
 from tasuki.config.gpus import check_gpu_is_shown
 from tasuki.config.instance import begin_instance
 from tasuki.config.lock import NODE_LOCK, TRAINING_LOCK, StateLock, holder, lock_path
@@ -96,7 +95,6 @@ def start_node(
     check_gpu_is_shown(config)
     check_host_budget(config)
     check_ports(config)
-    check_argument_values(config.rollout.engine)
     check_telemetry(config.telemetry)
     check_state_folder(config)
     with disk_full_at(config.state_dir):

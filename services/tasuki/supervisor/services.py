@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 
+from tasuki.config.devices import cpu_threads
 from tasuki.config.places import config_path, fleet_target, node_targets, socket_dir
 from tasuki.config.schema import NodeConfig
 
@@ -59,14 +60,14 @@ def node_services(config: NodeConfig) -> list[ServiceCommand]:
             argv=[sys.executable, "-P", "-m", "tasuki.rollout", *arguments],
             target=targets["rollout"],
             health_name="tasuki.v1.RolloutService",
-            environment={**shared, **({"OMP_NUM_THREADS": str(config.rollout.num_threads)} if is_cpu else {})},
+            environment={**shared, **({"OMP_NUM_THREADS": str(cpu_threads())} if is_cpu else {})},
         ),
         ServiceCommand(
             name="trainer",
             argv=[*launch, *preload, "--", "-m", "tasuki.trainer", *arguments],
             target=targets["trainer"],
             health_name="tasuki.v1.TrainerService",
-            environment={**shared, "OMP_NUM_THREADS": str(config.trainer.num_threads if is_cpu else 1)},
+            environment={**shared, "OMP_NUM_THREADS": str(cpu_threads() if is_cpu else 1)},
             after="rollout" if config.shares_base or not is_cpu else None,
         ),
     ]

@@ -24,7 +24,7 @@ from tasuki.wire.errors import DeadlineExceeded, PeerUnavailable, from_rpc_error
 
 _POLL_S = 0.1
 CALL_TIMEOUT_S = 2.0
-# In addition to the engine's start_timeout_s, since the trainer may load its model only once the engine sleeps.
+# In addition to the engine's start, since the trainer may load its model only once the engine sleeps.
 _START_MARGIN_S = 300.0
 _TELL_EVERY_S = 15.0
 Tell = Callable[[str], None]
@@ -40,7 +40,7 @@ def wait_until_serving(
     Raises the reason if the node ends, DeadlineExceeded if it takes too long.
     """
     started = told = time.monotonic()
-    deadline = started + config.rollout.start_timeout_s + _START_MARGIN_S
+    deadline = started + config.coordinator.stage_timeout_s + _START_MARGIN_S
     waiting = {service.name: service for service in node_services(config) if service.target}
     while waiting:
         _check_runs(config, supervisor)

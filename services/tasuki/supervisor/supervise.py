@@ -15,12 +15,13 @@ from pathlib import Path
 
 from tasuki.config.lock import StateLock
 from tasuki.config.places import exit_path
-from tasuki.config.schema import RestartConfig
 from tasuki.supervisor.exit_report import write_exit_report
 from tasuki.supervisor.processes import adopt_orphans, die_with_parent, end_descendants, reap
 from tasuki.supervisor.resource_tracker import ResourceTracker
+from tasuki.supervisor.restart_policy import RestartPolicy
 from tasuki.supervisor.services import ServiceCommand
 from tasuki.supervisor.supervisor import GRACE_S, KILL_S, STOP_SIGNALS, TICK_S, Supervisor, asked_to_stop
+from tasuki.supervisor.watchdog import Watchdog
 
 _log = logging.getLogger("tasuki.supervisor")
 
@@ -32,12 +33,15 @@ def supervise(
     lock: StateLock,
     starter_fd: int,
     environment: Mapping[str, str],
-    restart: RestartConfig,
+    max_restarts: int,
+    stall_s: float,
+    progress_s: float,
     check_start: Callable[[str], None] = lambda _: None,
 ) -> int:
     """Runs and restarts the services until one has ended too often, someone asks for a stop, or the starter ends without detaching the
     node.
 
+    max_restarts: of each service, see RestartPolicy. stall_s, progress_s: see Watchdog.
     starter_fd: read end of a pipe. A byte detaches the node from its starter; end of file alone stops it.
     check_start: raises a TasukiError while a service could not start again, such as without its certificate; it is started once it can.
     """
@@ -54,7 +58,14 @@ def supervise(
     adopt_orphans()
     lock.sign(os.getpid())
     supervisor = Supervisor(
-        state_dir, services, resources, starter_fd=starter_fd, environment=environment, restart=restart, check_start=check_start
+        state_dir,
+        services,
+        resources,
+        starter_fd=starter_fd,
+        environment=environment,
+        restarts=RestartPolicy(max_restarts=max_restarts),
+        watchdog=Watchdog(state_dir, stall_s=stall_s, progress_s=progress_s),
+        check_start=check_start,
     )
     return supervisor.run()
 

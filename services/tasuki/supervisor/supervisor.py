@@ -20,7 +20,6 @@ from tasuki.config.places import (
     log_path,
     restart_request_path,
 )
-from tasuki.config.schema import RestartConfig
 from tasuki.supervisor.exit_report import write_exit_report
 from tasuki.supervisor.processes import (
     SERVICE_VARIABLE,
@@ -58,7 +57,8 @@ class Supervisor:
         *,
         starter_fd: int,
         environment: Mapping[str, str],
-        restart: RestartConfig,
+        restarts: RestartPolicy,
+        watchdog: Watchdog,
         check_start: Callable[[str], None],
     ) -> None:
         self._state_dir = state_dir
@@ -78,8 +78,7 @@ class Supervisor:
         self._check_start = check_start
         self._hindered: dict[str, str] = {}
         """Services that could not start again -> why."""
-        self._restarts = RestartPolicy(max_restarts=restart.max_restarts, window_s=restart.window_s)
-        self._watchdog = Watchdog(state_dir, stall_s=restart.stall_s, progress_s=restart.progress_s)
+        self._restarts, self._watchdog = restarts, watchdog
 
     def run(self) -> int:
         """Returns 0 if asked to stop, 1 if a service failed too often or the supervisor itself failed."""

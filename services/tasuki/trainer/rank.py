@@ -8,6 +8,7 @@ from contextlib import ExitStack
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from tasuki.config.devices import cpu_threads
 from tasuki.config.gpus import gpus_of
 from tasuki.config.places import socket_dir
 from tasuki.config.schema import NodeConfig
@@ -77,8 +78,8 @@ def _join_groups(config: NodeConfig, launch: Launch, cleanup: ExitStack) -> tupl
         config.device,
         launch=launch,
         gpu=gpus_of(config).trainer[launch.local_rank],
-        num_threads=config.trainer.num_threads,
-        timeout_s=config.trainer.collective_timeout_s,
+        num_threads=cpu_threads(),
+        timeout_s=config.coordinator.stage_timeout_s,
     )
     cleanup.callback(dist.destroy_process_group)
     replicas = join_nodes(config, launch, device=mesh_device(mesh))

@@ -56,7 +56,7 @@ async def serve(config: NodeConfig, *, launch: Launch, start: StartSeconds) -> i
     ranks = TrainerRanks(
         socket_dir=socket_dir(config.state_dir),
         num_ranks=launch.num_ranks,
-        collective_timeout_s=config.trainer.collective_timeout_s,
+        collective_timeout_s=config.coordinator.stage_timeout_s,
     )
     own_rank = threading.Thread(
         target=run_rank, args=(config,), kwargs={"launch": launch, "start": start}, name="rank-0", daemon=True

@@ -102,9 +102,9 @@ class FsdpBackend:
         self._model_path = model_source(node)
         self._model_config = read_model_config(self._model_path)
         check_critic(node)
-        torch.manual_seed(config.seed)
+        torch.manual_seed(node.seed)
         self._layout, self._to_close = planned_layout(node, mesh), ExitStack()
-        self._sharing = SequenceGroup.of(mesh, size=config.sequence_parallel, timeout_s=config.collective_timeout_s)
+        self._sharing = SequenceGroup.of(mesh, size=config.sequence_parallel, timeout_s=node.coordinator.stage_timeout_s)
         _log.info("event=checkpointing choice=%s kept_layers=%d", self._layout.checkpointing, self._layout.kept_layers)
         self.memory = TrainerMemory(
             mesh,
@@ -354,7 +354,7 @@ class FsdpBackend:
             compute_dtype=compute_dtype,
             attention_backend=config.attention_backend,
             lora=lora,
-            seed=config.seed,
+            seed=self._node.seed,
             sharing=self._sharing,
             reshards_after_forward=config.reshard_after_forward,
             compiles=self._compiles,

@@ -53,7 +53,7 @@ class NodeReplicas:
         """Waits until the same rank of every node has connected. Raises PeerUnavailable if one does not."""
         fleet = config.fleet
         assert fleet is not None
-        timeout = timedelta(seconds=config.trainer.collective_timeout_s)
+        timeout = timedelta(seconds=config.coordinator.stage_timeout_s)
         shared = dist.PrefixStore(f"replicate/{launch.local_rank}", store)
         limit_s = min(_CONNECT_S, timeout.total_seconds())
         if device.type == "cuda":
@@ -149,7 +149,7 @@ def join_store(config: NodeConfig, launch: Launch) -> FleetStore:
         num_ranks=launch.num_ranks,
         launch_id=launch.launch_id,
         recipe=_recipe(config),
-        timeout_s=config.trainer.collective_timeout_s,
+        timeout_s=config.coordinator.stage_timeout_s,
     )
 
 

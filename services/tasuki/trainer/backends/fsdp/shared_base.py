@@ -29,12 +29,12 @@ _log = logging.getLogger("tasuki.trainer")
 def map_base(node: NodeConfig, *, rank: int, device: torch.device) -> SharedBase | None:
     """The engine rank's model, once it has loaded it, handed on to one that starts after it; None where it is not shared.
 
-    Raises BadHandle when there is none within `rollout.start_timeout_s`.
+    Raises BadHandle when there is none within `coordinator.stage_timeout_s`.
     """
     if not node.shares_base:
         return None
     path = base_socket_path(node.state_dir, "rollout", rank)
-    base = await_base(path, device=device, timeout_s=node.rollout.start_timeout_s)
+    base = await_base(path, device=device, timeout_s=node.coordinator.stage_timeout_s)
     base.hand_out(base_socket_path(node.state_dir, "trainer", rank))
     _log.info("event=base_mapped bytes=%d", base.num_bytes)
     return base
