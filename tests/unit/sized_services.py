@@ -56,7 +56,7 @@ class Devices:
     def mapped(self, service: Service) -> int:
         return sum(self.sizes(service)[tag] for tag in self.awake(service))
 
-    async def usage(self, service: Service) -> ServiceUsage:
+    async def usage(self, service: Service, *, skip_torch_cache: bool = False) -> ServiceUsage:
         self.asked.append(service)
         await asyncio.sleep(0)
         if service in self.silent:
@@ -83,7 +83,7 @@ class Devices:
             mapped = self.copy_bytes if self.services.stage[service] is Stage.LOAD_WEIGHTS else 0
             tags += (TagUsage("export", self.device, mapped, self.copy_bytes, not mapped, 0, 0),)
         others = self.total_bytes - free - processes[service]
-        cached = self.rollout_cached_bytes if service is Service.ROLLOUT else 0
+        cached = self.rollout_cached_bytes if service is Service.ROLLOUT and not skip_torch_cache else 0
         return ServiceUsage(tags, (DeviceUsage(self.device, 0, self.total_bytes, free, processes[service], cached, others),))
 
 

@@ -52,7 +52,7 @@ def config_of(model: Path, *, budget_bytes: int) -> NodeConfig:
 class Trainer:
     """The trainer's three tags, with one chunk each on two ranks; rollout sleeps."""
 
-    async def usage(self, service: Service) -> ServiceUsage:
+    async def usage(self, service: Service, *, skip_torch_cache: bool = False) -> ServiceUsage:
         sizes = {MemoryTag.WEIGHTS: 2 * MIB, MemoryTag.GRADIENTS: 2 * MIB, MemoryTag.OPTIMIZER: 2 * MIB}
         tags = [TagUsage(tag, "cpu", size, size, False, 0, 0) for tag, size in sizes.items() for _ in range(2)]
         device = DeviceUsage("cpu", 0, 64 * 10**9, 32 * 10**9, 0, 0, 0)

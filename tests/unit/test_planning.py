@@ -80,7 +80,7 @@ class Memory:
     def __init__(self, answer: int | TasukiError) -> None:
         self.answer, self.num_asked = answer, 0
 
-    async def usage(self, service: Service) -> ServiceUsage:
+    async def usage(self, service: Service, *, skip_torch_cache: bool = False) -> ServiceUsage:
         self.num_asked += 1
         if isinstance(self.answer, TasukiError):
             raise self.answer

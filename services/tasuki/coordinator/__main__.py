@@ -20,7 +20,6 @@ from tasuki.config.schema import NodeConfig
 from tasuki.coordinator.admission import Admission
 from tasuki.coordinator.fleet_hold import FleetHold
 from tasuki.coordinator.journal import Journal
-from tasuki.coordinator.journal_recovery import close_interrupted
 from tasuki.coordinator.memory_record import MemoryRecord
 from tasuki.coordinator.metrics_port import serve_metrics
 from tasuki.coordinator.node import Node
@@ -76,15 +75,10 @@ async def _serve(config: NodeConfig) -> None:
 
 
 def _make_node(config: NodeConfig, boot_id: str, tracer: Tracer) -> tuple[Node, Journal, GrpcPeers, Admission]:
-    """Creates the node, with a new epoch in its journal. Raises DiskFull, with nothing left open, if that cannot be written."""
+    """Creates the node, with a new epoch in its journal. Raises DiskFull if that cannot be written."""
     targets = node_targets(config)
     journal = Journal(journal_path(config.state_dir), failpoints=Failpoints.of(config, "coordinator"))
-    try:
-        epoch = journal.begin_epoch(boot_id)
-        close_interrupted(journal)
-    except BaseException:
-        journal.close()
-        raise
+    epoch = journal.begin_epoch(boot_id)
     _log.info("event=epoch epoch=%d boot_id=%s", epoch, boot_id)
     peers = GrpcPeers(
         trainer_target=targets["trainer"],

@@ -38,7 +38,7 @@ Usages = Mapping[Service, ServiceUsage]
 class MemoryReader(Protocol):
     """Reads the memory usage of both services."""
 
-    async def usage(self, service: Service) -> ServiceUsage:
+    async def usage(self, service: Service, *, skip_torch_cache: bool = False) -> ServiceUsage:
         """Memory usage of one service. Raises TasukiError if it is busy or does not answer."""
         ...
 
@@ -66,16 +66,23 @@ class Admission:
 
         A service that does not report its memory is no reason to refuse: its arenas refuse, or the stage fails by itself.
         """
-        usages = await self._read(stage) if stage in TAKES else None
-        if usages is None:
+        if stage not in TAKES:
             return
-        needed = taken_by(stage, usages[RULES[stage].service])
-        is_made = any(one.tag is MemoryTag.EXPORT for one in usages[Service.TRAINER].tags)
-        if stage is Stage.LOAD_WEIGHTS and not is_made and self._published_bytes(trainer_boot_id) is None:
-            needed = await self._first_export()
-        if shortages := self._shortages(stage, needed, usages):
+        # Counting what torch caches takes milliseconds, and matters only if the rest does not suffice.
+        usages = await self._read(stage, skip_torch_cache=True)
+        if usages is None or not await self._lacks(stage, usages, trainer_boot_id=trainer_boot_id):
+            return
+        usages = await self._read(stage)
+        if usages is not None and (shortages := await self._lacks(stage, usages, trainer_boot_id=trainer_boot_id)):
             tags = woken_by(stage, usages[RULES[stage].service]) or [MemoryTag.EXPORT]
             raise refusal(stage, shortages, tags=tags, config=self._config)
+
+    async def _lacks(self, stage: Stage, usages: Usages, *, trainer_boot_id: str) -> list[Shortage]:
+        """Devices without enough room for `stage`, or for what the trainer's first publication makes."""
+        is_made = any(one.tag is MemoryTag.EXPORT for one in usages[Service.TRAINER].tags)
+        if stage is Stage.LOAD_WEIGHTS and not is_made and self._published_bytes(trainer_boot_id) is None:
+            return self._shortages(stage, await self._first_export(), usages)
+        return self._shortages(stage, taken_by(stage, usages[RULES[stage].service]), usages)
 
     async def gpu_bytes(self) -> int:
         """Memory of the smallest device, read once. Raises TasukiError if it is unknown and rollout does not report it."""
@@ -109,9 +116,10 @@ class Admission:
         available, budget = host_memory().available_bytes, self._config.memory.host_budget_bytes
         return {"cpu": free_of_host(available, usages.values(), budget_bytes=budget)}
 
-    async def _read(self, stage: Stage) -> Usages | None:
+    async def _read(self, stage: Stage, *, skip_torch_cache: bool = False) -> Usages | None:
         """Usage of both services; None unless both answer."""
-        answers = await asyncio.gather(*map(self._memory.usage, Service), return_exceptions=True)
+        calls = (self._memory.usage(service, skip_torch_cache=skip_torch_cache) for service in Service)
+        answers = await asyncio.gather(*calls, return_exceptions=True)
         usages: dict[Service, ServiceUsage] = {}
         for service, answer in zip(Service, answers, strict=True):
             if isinstance(answer, ServiceUsage):

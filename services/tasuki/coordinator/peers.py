@@ -174,9 +174,10 @@ class GrpcPeers:
             return await _answer(Service.ROLLOUT, call)
         return rollout_pb2.GetRolloutStateResponse()
 
-    async def usage(self, service: Service) -> ServiceUsage:
+    async def usage(self, service: Service, *, skip_torch_cache: bool = False) -> ServiceUsage:
         """Memory of the service's ranks by tag and device, and of the devices. Raises TasukiError, also if the ranks are busy."""
-        call = self._memory[service].GetUsage(memory_pb2.GetUsageRequest(), timeout=_USAGE_TIMEOUT_S)
+        request = memory_pb2.GetUsageRequest(skip_torch_cache=skip_torch_cache)
+        call = self._memory[service].GetUsage(request, timeout=_USAGE_TIMEOUT_S)
         return read_usage(await _answer(service, call))
 
     async def metrics(self, service: Service, *, timeout_s: float) -> bytes:
