@@ -27,7 +27,8 @@ HEAD = """# Configuration
 
 One TOML file configures a node and its run. Unknown keys and values out of range are errors that name the key. On the command line
 `--set trainer.num_ranks=4` overrides a key, and may be repeated. Relative paths in the file are relative to the file's folder; on the
-command line, to the working folder. `tools/config_page.py` generates this page from `tasuki.config.schema`.
+command line, to the working folder. `tasuki config CONFIG` prints every key with its value and origin: default, file or `--set`. Commands
+warn of settings without effect. `tools/config_page.py` generates this page from `tasuki.config.schema`.
 """
 
 

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from tasuki.algorithms.loss_types import LossConfig, OldPolicy
 from tasuki.algorithms.overlong import soft_overlong_penalty
-from tasuki.algorithms.setting import check_evaluation
 from tasuki.client.dataset import Dataset, Row
 from tasuki.client.dynamic_sampling import Group, collect, groups_of
 from tasuki.client.estimation import Estimator, EstimatorState, estimate_advantages, has_advantages
@@ -29,7 +28,7 @@ from tasuki.client.step_metrics import averaged, measure_samples
 from tasuki.client.sync_client import Client
 from tasuki.client.truncation import has_loss_tokens, without_truncated
 from tasuki.client.types import Phase, Role, Sample, SamplingParams, TrainingSample
-from tasuki.config.train_schema import EvalConfig, TrainConfig
+from tasuki.config.train_schema import TrainConfig
 
 
 class Tokenizer(Protocol):
@@ -52,17 +51,6 @@ class RlLoop:
     """Where some samples of each step are written for inspection."""
     save_now: Callable[[], bool] = lambda: False
     """Polled after each training step: whether to save it even if no checkpoint is due."""
-
-    def __post_init__(self) -> None:
-        """Raises SettingError naming an evaluation setting if there are no eval_rows."""
-        settings = self.settings
-        check_evaluation(
-            has_prompts=bool(self.eval_rows),
-            needed="there are no eval_rows; give some",
-            eval_every=settings.eval_every,
-            stop_at_eval_score=settings.stop_at_eval_score,
-            evaluation=settings.eval != EvalConfig(),
-        )
 
     @property
     def sampling(self) -> SamplingParams:

@@ -13,7 +13,7 @@ import numpy as np
 
 from tasuki.algorithms.loss_types import Aggregation, LossConfig
 from tasuki.algorithms.losses.sft import SftLoss
-from tasuki.algorithms.setting import check_evaluation, check_whole, member
+from tasuki.algorithms.setting import check_whole, member
 from tasuki.client.dataset import Dataset
 from tasuki.client.loop_state import LoopState, checkpoint_path, write_loop_state, write_pending
 from tasuki.client.step import Step
@@ -49,11 +49,6 @@ class SftLoop:
     settings: Settings
     save_now: Callable[[], bool] = lambda: False
     """Polled after each training step: whether to save it even if no checkpoint is due."""
-
-    def __post_init__(self) -> None:
-        """Raises SettingError naming an evaluation setting if there are no eval_samples."""
-        needed, eval_every = "there are no eval_samples; give some", self.settings.eval_every
-        check_evaluation(has_prompts=bool(self.eval_samples), needed=needed, eval_every=eval_every)
 
     def run(self, report: Callable[[Step], None], *, first_step: int = 0) -> None:
         """Trains from `first_step` on. `report` gets each finished step, and a last one with the held-out loss only."""

@@ -26,7 +26,6 @@ STRICT = LossConfig(correction=Correction(token_truncation=3.0))
         ("kl_coef", True),
         ("kl_estimator", "k4"),
         ("kl_target", 0.1),
-        ("std", "population"),
     ],
 )
 def test_an_advantage_setting_that_does_not_fit_is_named(field: str, value: object) -> None:
@@ -39,7 +38,6 @@ def test_an_advantage_setting_that_does_not_fit_is_named(field: str, value: obje
     [
         ({"group_size": 1, "prompts_per_step": 1, "advantages": BATCH}, "group_size"),
         ({"group_size": 1, "advantages": BATCH, "max_batches": 2}, "max_batches"),
-        ({"loss": STRICT, "old_policy": "rollout"}, "loss.correction.token_truncation"),
         ({"overlong_tokens": 9}, "overlong_tokens"),
         ({"critic_warmup_steps": 2}, "critic_warmup_steps"),
         ({"eval": {"num_samples": 4}}, "num_samples"),

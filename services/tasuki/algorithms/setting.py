@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from enum import StrEnum
 from numbers import Real
 from typing import Any, TypeVar
@@ -48,30 +47,3 @@ def check_whole(field: str, value: Any, *, least: int, most: int) -> None:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
-
-
-Row = tuple[str, object, object, bool, str]
-"""A setting's name, value and default, whether it has an effect, and what would give it one."""
-
-
-def check_effects(rows: Iterable[Row]) -> None:
-    """Raises SettingError naming the first setting that differs from its default but has no effect.
-
-    A coefficient or count of 0 switches something off. Its settings may stay, so that one key switches it on again.
-    """
-    for name, value, default, has_effect, needed in rows:
-        if value != default and not has_effect:
-            raise SettingError(name, f"is {value!s}, which has no effect: {needed}, or remove it")
-
-
-def check_evaluation(
-    *, has_prompts: bool, needed: str, eval_every: int | None, stop_at_eval_score: float | None = None, evaluation: bool = False
-) -> None:
-    """Raises SettingError naming an evaluation setting if there is no held-out data. evaluation: whether its settings are given."""
-    check_effects(
-        (
-            ("eval_every", eval_every, None, has_prompts, needed),
-            ("stop_at_eval_score", stop_at_eval_score, None, has_prompts, needed),
-            ("eval", evaluation, False, has_prompts, needed),
-        )
-    )

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from tasuki.cli.config import warn_of_settings
 from tasuki.cli.fleet_arguments import add_fleet_commands
 from tasuki.cli.plan_arguments import add_plan_arguments
 from tasuki.config.load import load_beside_node, load_config
@@ -153,6 +154,9 @@ def _add_run_commands(commands: _Commands) -> None:
     )
     train.add_argument("--no-start", action="store_true", help="fail if no node is running")
     _add_overrides(train)
+    config = _command(commands, "config", _config, "print the effective configuration, with the origin of each key")
+    config.add_argument("config", type=Path, metavar="CONFIG")
+    _add_overrides(config)
     plan = _command(commands, "plan", _plan, "predict a node's memory use by stage and suggest changes")
     add_plan_arguments(plan)
     audit = _command(commands, "audit", _audit, "replay a run's journal and check that every invariant held")
@@ -236,6 +240,7 @@ def _up(arguments: argparse.Namespace) -> int:
     from tasuki.supervisor.post_mortem import why_it_ended
 
     config = load_config(arguments.config, overrides=arguments.overrides)
+    warn_of_settings(config)
     node = start_node(config, resumes=arguments.resume)
     warn_of_certificate(config)
     if not arguments.foreground:
@@ -275,7 +280,14 @@ def _train(arguments: argparse.Namespace) -> int:
     config_dir = arguments.config.resolve().parent
     train = resume if arguments.resume else run
     config = load_beside_node(arguments.config, overrides=arguments.overrides)
+    warn_of_settings(config)
     return train(config, config_dir=config_dir, may_start=not arguments.no_start)
+
+
+def _config(arguments: argparse.Namespace) -> int:
+    from tasuki.cli.config import show_config
+
+    return show_config(arguments.config, overrides=arguments.overrides)
 
 
 def _plan(arguments: argparse.Namespace) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_args
@@ -12,7 +12,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from tasuki.algorithms.setting import SettingError
-from tasuki.config.constraints import SettingsConflict
+from tasuki.config.checks import SettingsConflict
 from tasuki.config.places import config_path
 from tasuki.config.replaced_keys import check_replaced
 from tasuki.config.schema import NodeConfig
@@ -41,6 +41,27 @@ def load_config(path: Path, *, overrides: Sequence[str] = ()) -> NodeConfig:
     Raises PathNotFound if there is no file, PathPermissionDenied if it cannot be read, and otherwise InvalidArgument naming the key.
     """
     return _validated(_read(path, overrides))
+
+
+def origins(path: Path, *, overrides: Sequence[str] = ()) -> Callable[[str], str]:
+    """Origin of each key of the configuration: "default", "file" or "--set"."""
+    given = set(_leaves(_read(path, ()), ""))
+    changed = [override.partition("=")[0].strip() for override in overrides]
+
+    def origin(key: str) -> str:
+        if any(f"{key}.".startswith(f"{one}.") for one in changed):
+            return "--set"
+        return "file" if key in given else "default"
+
+    return origin
+
+
+def _leaves(table: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
 
 
 def load_beside_node(path: Path, *, overrides: Sequence[str] = ()) -> NodeConfig:

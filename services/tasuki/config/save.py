@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,16 @@ def save_config(config: NodeConfig, path: Path) -> None:
     path.write_text("\n".join(toml_lines(config.model_dump(mode="python", exclude_none=True), ())) + "\n", encoding="utf-8")
 
 
-def toml_lines(table: Mapping[str, Any], name: tuple[str, ...]) -> list[str]:
-    """Lines of a table and its subtables, each with a heading after an empty line."""
+def toml_lines(table: Mapping[str, Any], name: tuple[str, ...], *, comment: Callable[[str], str] = lambda _: "") -> list[str]:
+    """Lines of a table and its subtables, each with a heading after an empty line. comment: of a key, such as "trainer.betas"."""
     lines = [f"[{'.'.join(map(_key, name))}]"] if name else []
-    lines += [f"{_key(key)} = {_value(value)}" for key, value in table.items() if not isinstance(value, dict)]
+    for key, value in table.items():
+        if not isinstance(value, dict):
+            told = comment(".".join((*name, key)))
+            lines.append(f"{_key(key)} = {_value(value)}{told and f'  # {told}'}")
     for key, value in table.items():
         if isinstance(value, dict):
-            lines += ["", *toml_lines(value, (*name, key))]
+            lines += ["", *toml_lines(value, (*name, key), comment=comment)]
     return lines
 
 

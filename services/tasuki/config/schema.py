@@ -16,7 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from tasuki.config.constraints import HEARTBEAT_S, MISSED_BEATS, check_constraints
+from tasuki.config.checks import HEARTBEAT_S, MISSED_BEATS, check_config
 from tasuki.config.devices import Devices
 from tasuki.config.engine_arguments import Argument, check_engine_arguments
 from tasuki.config.fleet_schema import FleetConfig
@@ -229,5 +229,5 @@ class NodeConfig(Schema):
 
     @model_validator(mode="after")
     def _settings_fit_together(self) -> NodeConfig:
-        check_constraints(self)
+        check_config(self)
         return self

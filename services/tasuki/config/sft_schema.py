@@ -7,7 +7,6 @@ from typing import Literal
 
 from pydantic import PositiveInt, model_validator
 
-from tasuki.algorithms.setting import check_evaluation
 from tasuki.config.table import Schema, Seed
 
 
@@ -40,9 +39,4 @@ class SftConfig(Schema):
     def _fits_the_loop(self) -> SftConfig:
         if self.num_steps is not None and self.num_epochs is not None:
             raise ValueError("give num_steps or num_epochs, not both")
-        check_evaluation(
-            has_prompts=self.eval_dataset is not None,
-            needed="nothing is held out; give an eval_dataset",
-            eval_every=self.eval_every,
-        )
         return self

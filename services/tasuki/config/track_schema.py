@@ -6,7 +6,6 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import Field, model_validator
 
-from tasuki.algorithms.setting import check_effects
 from tasuki.config.table import Schema
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
@@ -29,5 +28,4 @@ class TrackConfig(Schema):
     def _trackers_differ(self) -> TrackConfig:
         if len(set(self.to)) < len(self.to):
             raise ValueError("to names one of them twice")
-        check_effects([("online", self.online, False, "wandb" in self.to, 'add "wandb" to track.to')])
         return self

@@ -13,7 +13,7 @@ from tasuki.algorithms.estimator import MAX_KL_ERROR, Estimator, Std
 from tasuki.algorithms.loss_types import Correction, LossConfig, OldPolicy
 from tasuki.algorithms.losses.value import ValueLoss
 from tasuki.algorithms.sampling import LEAST_TEMPERATURE
-from tasuki.algorithms.setting import SettingError, check_effects, check_evaluation
+from tasuki.algorithms.setting import SettingError
 from tasuki.config.algorithms import DEFAULT_MAX_NEW_TOKENS, LOSS_KEYS, Algorithm, expanded
 from tasuki.config.table import Schema, Seed
 
@@ -71,22 +71,6 @@ class AdvantageConfig(Schema):
     def _fits(self) -> AdvantageConfig:
         if self.kl_target is not None and not self.kl_coef:
             raise SettingError("kl_target", "needs a kl_coef above 0 to start from")
-        is_gae = self.estimator is Estimator.GAE
-        divides = self.estimator in (Estimator.GROUP_MEAN, Estimator.BATCH_BASELINE)
-        is_by_token = is_gae or self.estimator is Estimator.GLOBALLY_WHITENED
-        gae, dividers = (
-            'it is for estimator = "gae"; use that',
-            'it is for estimator = "group_mean" or "batch_baseline"; use one',
-        )
-        check_effects(
-            (
-                ("std", self.std, "sample", divides or self.std == "none", dividers),
-                ("discount", self.discount, 1.0, is_by_token, 'it is for estimator = "gae" or "globally_whitened"; use one'),
-                ("lam", self.lam, 1.0, is_gae, gae),
-                ("whiten", self.whiten, True, is_gae, gae),
-                ("kl_horizon", self.kl_horizon, 10_000.0, self.kl_target is not None, "give a kl_target"),
-            )
-        )
         return self
 
 
@@ -115,14 +99,6 @@ class EvalConfig(Schema):
             raise ValueError("num_samples > 1 needs a temperature above 0: greedy samples are equal")
         if any(k > self.num_samples for k in self.pass_at):
             raise ValueError("pass_at is above num_samples")
-        needed = "greedy sampling takes the most likely token; raise temperature above 0"
-        check_effects(
-            (
-                ("top_p", 1.0 if self.top_p is None else self.top_p, 1.0, self.temperature > 0, needed),
-                ("top_k", self.top_k, None, self.temperature > 0, needed),
-                ("correct_at", self.correct_at, 1.0, bool(self.pass_at), "it is for pass@k; name each k in pass_at"),
-            )
-        )
         return self
 
 
@@ -218,7 +194,6 @@ class TrainConfig(Schema):
     @model_validator(mode="after")
     def _fits_the_loop(self) -> TrainConfig:
         self._check_groups()
-        self._check_effects()
         self._check_loss()
         if self.overlong_tokens is not None and self.overlong_tokens > self.max_new_tokens:
             problem = f"is {self.overlong_tokens}; must be from 1 to max_new_tokens = {self.max_new_tokens}"
@@ -255,41 +230,14 @@ class TrainConfig(Schema):
             raise SettingError("advantages.kl_horizon", problem)
 
     def _check_loss(self) -> None:
-        """Refuses a loss that does not use rewards, ineffective corrections, and a ratio of 1 in every update of a step."""
+        """Refuses a loss that does not use rewards, and a ratio of 1 in every update of a step."""
         loss = self.policy_loss()
         if not loss.has_advantages:
             raise SettingError("loss", f"{loss.name} does not learn from rewards")
-        truncates = loss.old_policy is not OldPolicy.ROLLOUT
-        problem = 'a ratio to rollout\'s own log-probs needs no truncation; use another old_policy than "rollout"'
-        token = loss.correction.token_truncation
-        usual = None if token is None else Correction().token_truncation
-        check_effects(
-            (
-                ("loss.correction.token_truncation", token, usual, truncates, problem),
-                ("loss.correction.sequence_truncation", loss.correction.sequence_truncation, None, truncates, problem),
-            )
-        )
         if self.num_updates > 1 and loss.has_ratio and loss.old_policy is OldPolicy.CURRENT:
             raise SettingError(
                 "old_policy", f'"current" is for one optimizer step a step, and there are {self.num_updates}; use "given"'
             )
-
-    def _check_effects(self) -> None:
-        has_critic, has_ratio = self.advantages.estimator is Estimator.GAE, self.loss.has_ratio
-        critic, ratio = 'it is of the critic; use advantages.estimator = "gae"', "the loss has no ratio; use another loss.name"
-        check_effects(
-            (
-                ("value_loss.clip", self.value_loss.clip, None, has_critic, critic),
-                ("old_policy", self.old_policy, "auto", has_ratio, ratio),
-            )
-        )
-        check_evaluation(
-            has_prompts=self.eval_dataset is not None,
-            needed="nothing is held out; give an eval_dataset",
-            eval_every=self.eval_every,
-            stop_at_eval_score=self.stop_at_eval_score,
-            evaluation=self.eval != EvalConfig(),
-        )
 
     @property
     def num_updates(self) -> int:

@@ -7,8 +7,8 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from tasuki.algorithms.setting import SettingError, check_effects
-from tasuki.config.constraints import FUSED_LINEAR
+from tasuki.algorithms.setting import SettingError
+from tasuki.config.checks import FUSED_LINEAR
 from tasuki.config.devices import Devices
 from tasuki.config.table import Listen, Schema
 
@@ -68,8 +68,6 @@ class OptimizerConfig(Schema):
                 f"is {self.warmup_steps}, above total_steps = {self.total_steps}: the schedule would end before its warm-up"
             )
             raise SettingError("warmup_steps", problem)
-        has_end = self.lr_schedule != "constant"
-        check_effects([("total_steps", self.total_steps, None, has_end, 'use lr_schedule = "linear" or "cosine"')])
         return self
 
 
@@ -171,3 +169,10 @@ class TrainerConfig(OptimizerConfig):
         if self.optimizer_8bit and self.optimizer_on_host:
             raise ValueError("give optimizer_8bit or optimizer_on_host, not both")
         return self
+
+
+PERFORMANCE_TRAINER_KEYS = {
+    "listen", "num_ranks", "devices", "export", "export_stays",
+    "expert_parallel", "reshard_after_forward", "reference_on_host", "empty_cache_early",
+}  # fmt: skip
+"""Settings that affect speed and memory but not results."""

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tasuki.config.constraints import HEARTBEAT_S
+from tasuki.config.checks import HEARTBEAT_S
 from tasuki.config.places import pulse_dir
 
 _COUNTERS = struct.Struct("<QQQ")

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tasuki.config.performance_keys import PERFORMANCE_TRAINER_KEYS
 from tasuki.config.schema import NodeConfig
 from tasuki.config.train_schema import TrainConfig
+from tasuki.config.trainer_schema import PERFORMANCE_TRAINER_KEYS
 from tasuki.wire.errors import InvalidArgument
 
 Recipe = Mapping[str, Any]

@@ -10,9 +10,9 @@ from typing import Protocol
 
 from google.protobuf.message import Message
 
-from tasuki.config.performance_keys import PERFORMANCE_TRAINER_KEYS
 from tasuki.config.places import training_save_path
 from tasuki.config.schema import NodeConfig
+from tasuki.config.trainer_schema import PERFORMANCE_TRAINER_KEYS
 from tasuki.trainer.durable.agreement import agree, outline_of
 from tasuki.trainer.durable.saves import publish
 from tasuki.trainer.durable.training_log import TrainingLog

@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tasuki.config.fleet_schema import FleetConfig
-from tasuki.config.performance_keys import PERFORMANCE_TRAINER_KEYS
 from tasuki.config.places import nccl_log_path
 from tasuki.config.schema import NodeConfig
+from tasuki.config.trainer_schema import PERFORMANCE_TRAINER_KEYS
 from tasuki.rpc.peer_credentials import peer_credentials
 from tasuki.trainer.backends.fsdp.nccl_log import last_warning, read_log, transports
 from tasuki.trainer.launch import Launch

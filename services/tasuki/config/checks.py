@@ -1,7 +1,8 @@
-"""Constraints between settings: the order of deadlines, and settings for one kind of device only."""
+"""Everything that concerns several keys: settings that conflict, and settings without effect."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -28,7 +29,7 @@ class SettingsConflict(ValueError):
         self.field = field
 
 
-def check_constraints(config: NodeConfig) -> None:
+def check_config(config: NodeConfig) -> None:
     """Raises SettingsConflict naming both settings."""
     _check_export(config)
     _check_num_ranks(config)
@@ -36,10 +37,6 @@ def check_constraints(config: NodeConfig) -> None:
     _check_kind_of_device(config)
     if config.rollout.lora == "adapter" and config.trainer.lora is None:
         raise SettingsConflict("rollout.lora", '= "adapter" needs a table [trainer.lora]')
-    if config.trainer.kept_layers is not None and config.trainer.checkpointing == "none":
-        raise SettingsConflict(
-            "trainer.kept_layers", 'has no use with trainer.checkpointing = "none": every layer keeps everything'
-        )
     fused = [name for name in FUSED_LINEAR if config.served_adapter and name in config.served_adapter.target_modules]
     if fused:
         raise SettingsConflict("rollout.lora", f'= "adapter" cannot serve adapters of {", ".join(fused)}; leave it at "merged"')
@@ -189,3 +186,63 @@ def _check_kind_of_device(config: NodeConfig) -> None:
         )
     if config.device == "cuda" and config.memory.host_budget_bytes is not None:
         raise SettingsConflict("memory.host_budget_bytes", 'is for device = "cpu"; the memory of a GPU is measured')
+
+
+_Row = tuple[str, object, object, bool, str]
+"""A key, its value and default, whether it has an effect, and what would give it one."""
+
+
+def without_effect(config: NodeConfig) -> list[str]:
+    """Settings that differ from their defaults but have no effect beside others, each with what would give it one.
+
+    A coefficient or count of 0 switches something off. Its settings may stay, so that one key switches it on again.
+    """
+    rows = [*_rows_of_node(config), *_rows_of_run(config)]
+    return [
+        f"{key} = {value} has no effect: {needed}, or remove it"
+        for key, value, default, has_effect, needed in rows
+        if value != default and not has_effect
+    ]
+
+
+def _rows_of_node(config: NodeConfig) -> Iterator[_Row]:
+    trainer, track = config.trainer, config.track
+    for table, optimizer in (("trainer", trainer), ("trainer.critic", trainer.critic)):
+        if optimizer is not None:
+            has_end = optimizer.lr_schedule != "constant"
+            yield f"{table}.total_steps", optimizer.total_steps, None, has_end, 'use lr_schedule = "linear" or "cosine"'
+    recomputes, needed = trainer.checkpointing != "none", "every layer keeps everything; use another trainer.checkpointing"
+    yield "trainer.kept_layers", trainer.kept_layers, None, recomputes, needed
+    yield "track.online", track.online, False, "wandb" in track.to, 'add "wandb" to track.to'
+    if config.sft is not None:
+        has_prompts = config.sft.eval_dataset is not None
+        yield "sft.eval_every", config.sft.eval_every, None, has_prompts, "give an sft.eval_dataset"
+
+
+def _rows_of_run(config: NodeConfig) -> Iterator[_Row]:
+    train = config.train
+    if train is None:
+        return
+    advantages, loss, evaluation, estimator = train.advantages, train.loss, train.eval, train.advantages.estimator
+    is_gae, divides = estimator == "gae", estimator in ("group_mean", "batch_baseline") or advantages.std == "none"
+    is_by_token, gae = is_gae or estimator == "globally_whitened", 'use advantages.estimator = "gae"'
+    yield "train.advantages.std", advantages.std, "sample", divides, 'use advantages.estimator = "group_mean"'
+    yield "train.advantages.discount", advantages.discount, 1.0, is_by_token, gae
+    yield "train.advantages.lam", advantages.lam, 1.0, is_gae, gae
+    yield "train.advantages.whiten", advantages.whiten, True, is_gae, gae
+    has_target = advantages.kl_target is not None
+    yield "train.advantages.kl_horizon", advantages.kl_horizon, 10_000.0, has_target, "give a kl_target"
+    yield "train.value_loss.clip", train.value_loss.clip, None, is_gae, gae
+    yield "train.old_policy", train.old_policy, "auto", loss.has_ratio, "the loss has no ratio; use another loss.name"
+    truncates, needed = train.old_policy != "rollout", "a ratio to rollout's own log-probs needs none; use another old_policy"
+    tokens, usual = loss.correction.token_truncation, type(loss.correction)().token_truncation
+    yield "train.loss.correction.token_truncation", tokens, usual, truncates or tokens is None, needed
+    sequences = loss.correction.sequence_truncation
+    yield "train.loss.correction.sequence_truncation", sequences, None, truncates, needed
+    held_out, needed = train.eval_dataset is not None, "give a train.eval_dataset"
+    yield "train.eval_every", train.eval_every, None, held_out, needed
+    yield "train.stop_at_eval_score", train.stop_at_eval_score, None, held_out, needed
+    samples, needed = evaluation.temperature > 0, "greedy sampling takes the most likely token; raise train.eval.temperature"
+    yield "train.eval.top_p", evaluation.top_p, None, samples, needed
+    yield "train.eval.top_k", evaluation.top_k, None, samples, needed
+    yield "train.eval.correct_at", evaluation.correct_at, 1.0, bool(evaluation.pass_at), "name each k in train.eval.pass_at"

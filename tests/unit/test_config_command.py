@@ -1,0 +1,79 @@
+"""`tasuki config`: keys, their origins, and settings without effect."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tasuki.cli.__main__ import main
+from tasuki.config.checks import without_effect
+from tasuki.config.load import load_config
+
+TOML = """state_dir = "state"
+[model]
+path = "model"
+[trainer]
+betas = [0.9, 0.95]
+[rollout.engine]
+schedule_policy = "lof"
+[train]
+dataset = "a"
+output_dir = "b"
+[train.reward]
+function = "a:b"
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "node.toml"
+    path.write_text(TOML)
+    return path
+
+
+def test_every_key_has_its_origin_and_the_text_reads_back(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = ["trainer.learning_rate=1e-5", "train.loss={name='gspo'}"]
+    sets = [word for override in overrides for word in ("--set", override)]
+    assert main(["config", str(file), *sets]) == 0
+    printed = capsys.readouterr().out
+    for line in (
+        "betas = [0.9, 0.95]  # file",
+        'schedule_policy = "lof"  # file',
+        "learning_rate = 1e-05  # --set",
+        'name = "gspo"  # --set',
+        "num_ranks = 1  # default",
+    ):
+        assert line in printed.splitlines()
+    (tmp_path / "printed.toml").write_text(printed)
+    assert load_config(tmp_path / "printed.toml") == load_config(file, overrides=overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "keys"),
+    [
+        ([], []),
+        (["trainer.total_steps=4"], ["trainer.total_steps"]),
+        (["trainer.checkpointing=none", "trainer.kept_layers=2"], ["trainer.kept_layers"]),
+        (["track.online=true"], ["track.online"]),
+        (["train.value_loss.clip=0.2"], ["train.value_loss.clip"]),
+        (["train.algorithm=rloo", "train.advantages.std=population"], ["train.advantages.std"]),
+        (["train.algorithm=rloo", "train.advantages.std=none"], []),
+        (["train.advantages.lam=0.9", "train.advantages.kl_horizon=10"], ["train.advantages.lam", "train.advantages.kl_horizon"]),
+        (["train.loss.name=policy_gradient", "train.old_policy=given"], ["train.old_policy"]),
+        (["train.old_policy=rollout", "train.loss.correction.sequence_truncation=2"], ["train.loss.correction.sequence_truncation"]),
+        (["train.eval_every=5", "train.stop_at_eval_score=0.5"], ["train.eval_every", "train.stop_at_eval_score"]),
+        (["train.eval_dataset=c", "train.eval.top_p=0.5"], ["train.eval.top_p"]),
+        (["train.eval.correct_at=0.5"], ["train.eval.correct_at"]),
+    ],
+)  # fmt: skip
+def test_settings_without_effect_are_told_and_taken(file: Path, overrides: list[str], keys: list[str]) -> None:
+    told = without_effect(load_config(file, overrides=overrides))
+    assert [problem.partition(" = ")[0] for problem in told] == keys
+
+
+def test_a_command_warns_of_them(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", str(file), "--set", "track.online=true"]) == 0
+    assert "tasuki: warning: track.online = True has no effect" in capsys.readouterr().err
