@@ -21,13 +21,13 @@ from tasuki.trainer.launch import read_launch
 from tasuki.trainer.roles import Role
 from tasuki.trainer.service.requests import decode_samples
 from tests.integration.learning import learn, micro_batches, start_learner, whole_gradients, whole_parameters, with_denominator
-from tests.integration.plain_critic import SETTINGS, VALUE_CLIP, value_samples
+from tests.integration.plain_critic import SETTINGS, SHARED, VALUE_CLIP, value_samples
 
 NUM_SAMPLES, NUM_STEPS = 17, 3
 
 
 def run_steps(model: Path, *, max_tokens: int, output: Path, mesh: DeviceMesh) -> None:
-    learner = start_learner(model, mesh=mesh, lora={"rank": 4}, critic=SETTINGS)
+    learner = start_learner(model, mesh=mesh, lora={"rank": 4}, critic=SETTINGS, **SHARED)
     samples = decode_samples(value_samples(NUM_SAMPLES))
     config = with_denominator(LossConfig(loss=ValueLoss(clip=VALUE_CLIP)), samples)
     batches = micro_batches(learner, samples, config=config, max_tokens=max_tokens)

@@ -17,7 +17,9 @@ from tests.integration.trainer_samples import EPS, MAX_GRAD_NORM, WEIGHT_DECAY, 
 from tests.models import VOCAB_SIZE
 
 VALUE_CLIP, LEARNING_RATE = 0.1, 1e-2
-SETTINGS = {"learning_rate": LEARNING_RATE, "eps": EPS, "weight_decay": WEIGHT_DECAY, "max_grad_norm": MAX_GRAD_NORM}
+SETTINGS = {"learning_rate": LEARNING_RATE}
+"""Of the critic; the rest is the trainer's."""
+SHARED = {"eps": EPS, "weight_decay": WEIGHT_DECAY, "max_grad_norm": MAX_GRAD_NORM}
 
 
 def add_head(folder: Path) -> None:

@@ -23,6 +23,9 @@ REPLACED: Mapping[str, str] = {
     "rollout.seed": "is now seed, at the top of the file",
     "rollout.start_timeout_s": _DERIVED,
     "train.samples.max_bytes": "is always 256 MB: remove it",
+    **dict.fromkeys(
+        (f"trainer.critic.{key}" for key in ("betas", "eps", "weight_decay", "max_grad_norm")), "is the policy's: remove it"
+    ),
     "trainer.collective_timeout_s": _DERIVED,
     "trainer.num_threads": _THREADS,
     "trainer.seed": "is now seed, at the top of the file",

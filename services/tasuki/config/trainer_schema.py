@@ -44,8 +44,8 @@ MAX_LEARNING_RATE = 1.0
 """One step of a larger one destroys any weights, which no later error brings back."""
 
 
-class OptimizerConfig(Schema):
-    """AdamW and the learning-rate schedule of one role."""
+class ScheduleConfig(Schema):
+    """The learning-rate schedule of one role."""
 
     learning_rate: float = Field(default=1e-6, ge=0, le=MAX_LEARNING_RATE)
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -53,14 +53,9 @@ class OptimizerConfig(Schema):
     warmup_steps: int = Field(default=0, ge=0)
     total_steps: PositiveInt | None = None
     """Length of the schedule; required unless it is constant."""
-    betas: tuple[Beta, Beta] = (0.9, 0.999)
-    # In float32 a much smaller one is 0, and a weight without a gradient becomes NaN.
-    eps: float = Field(default=1e-8, ge=1e-30)
-    weight_decay: float = Field(default=0.0, ge=0, le=100)
-    max_grad_norm: PositiveFloat = 1.0
 
     @model_validator(mode="after")
-    def _schedule_has_length(self) -> OptimizerConfig:
+    def _schedule_has_length(self) -> ScheduleConfig:
         if self.lr_schedule != "constant" and self.total_steps is None:
             raise ValueError("total_steps is needed with lr_schedule = linear or cosine")
         if self.total_steps is not None and self.warmup_steps > self.total_steps:
@@ -71,8 +66,19 @@ class OptimizerConfig(Schema):
         return self
 
 
-class CriticConfig(OptimizerConfig):
-    """A second model that estimates the value of each token, for PPO."""
+class OptimizerConfig(ScheduleConfig):
+    """AdamW and the learning-rate schedule of one role."""
+
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    # In float32 a much smaller one is 0, and a weight without a gradient becomes NaN.
+    eps: float = Field(default=1e-8, ge=1e-30)
+    weight_decay: float = Field(default=0.0, ge=0, le=100)
+    max_grad_norm: PositiveFloat = 1.0
+
+
+class CriticConfig(ScheduleConfig):
+    """A second model that estimates the value of each token, for PPO. Its AdamW has the policy's `betas`, `eps`, `weight_decay` and
+    `max_grad_norm`."""
 
     path: Path | None = None
     """Model folder of its initial weights; by default the policy's. A `value_head.weight` there initializes its head, else zeros do."""
@@ -157,6 +163,15 @@ class TrainerConfig(OptimizerConfig):
     optimizer_8bit: bool = False
     """Whether AdamW's moments of matrices are quantized to 8 bits in blocks of up to 256 (arXiv:2110.02861). Takes a quarter of their
     memory and changes results. Not with `optimizer_on_host`."""
+
+    @property
+    def critic_optimizer(self) -> OptimizerConfig | None:
+        """The critic's schedule, with the policy's AdamW."""
+        if self.critic is None:
+            return None
+        schedule = {name: getattr(self.critic, name) for name in ScheduleConfig.model_fields}
+        shared = ("betas", "eps", "weight_decay", "max_grad_norm")
+        return OptimizerConfig(**schedule, **{name: getattr(self, name) for name in shared})
 
     @model_validator(mode="after")
     def _adapters_need_no_reference(self) -> TrainerConfig:

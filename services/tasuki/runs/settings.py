@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tasuki.config.schema import NodeConfig
-from tasuki.config.trainer_schema import OptimizerConfig
+from tasuki.config.trainer_schema import ScheduleConfig
 from tasuki.wire.errors import InvalidArgument
 
 
@@ -32,7 +32,7 @@ def check_schedules(config: NodeConfig, run: RunSettings) -> None:
         _check("trainer.critic", config.trainer.critic, run.num_steps, run)
 
 
-def _check(table: str, optimizer: OptimizerConfig, num_steps: int, run: RunSettings) -> None:
+def _check(table: str, optimizer: ScheduleConfig, num_steps: int, run: RunSettings) -> None:
     total = optimizer.total_steps
     if optimizer.lr_schedule == "constant" or total is None or total >= num_steps:
         return

@@ -194,7 +194,8 @@ class Learner:
 
 def trained_roles(config: TrainerConfig) -> Mapping[Role, OptimizerConfig]:
     """The policy, and the critic if there is one."""
-    return {Role.POLICY: config} | ({} if config.critic is None else {Role.CRITIC: config.critic})
+    critic = config.critic_optimizer
+    return {Role.POLICY: config} | ({} if critic is None else {Role.CRITIC: critic})
 
 
 def scheduled_rate(config: OptimizerConfig, step: int) -> float:

@@ -124,10 +124,11 @@ class FsdpBackend:
         ended("model")
         self._trained = {Role.POLICY: self._train(self._policy, config)}
         ended("memory")
-        if config.critic is not None:
+        optimizer = config.critic_optimizer
+        if config.critic is not None and optimizer is not None:
             critic = self._load_critic(config.critic)
             ended("model")
-            self._trained[Role.CRITIC] = self._train(critic, config.critic)
+            self._trained[Role.CRITIC] = self._train(critic, optimizer)
             ended("memory")
 
     @property
