@@ -20,6 +20,7 @@ from tasuki.rpc.access import Access, LocalCallers
 from tasuki.rpc.client_paths import ClientPaths
 from tasuki.rpc.logs import configure_logging
 from tasuki.rpc.port import Port
+from tasuki.rpc.registered_methods import cygrpc
 from tasuki.rpc.server import RpcServer
 from tasuki.supervisor.__main__ import service_environment
 from tasuki.v1 import trainer_pb2_grpc
@@ -81,9 +82,11 @@ async def check(target: str) -> None:
         assert (await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)).status
 
 
-async def test_an_unknown_method_is_unimplemented(tmp_path: Path, unused_tcp_port: int) -> None:
+async def test_a_path_that_is_not_utf8_is_refused_as_an_unknown_method(tmp_path: Path, unused_tcp_port: int) -> None:
     async with serving(tmp_path, unused_tcp_port) as server:
-        assert b"grpc-status\x0212" in await send(unused_tcp_port, b"/x/y")
+        for path in (b"/x/y\xff", b"/x/y", b"/tasuki.v1.TrainerService/OptimStep\xff"):
+            assert b"grpc-status\x0212" in await send(unused_tcp_port, path)  # UNIMPLEMENTED
+        await check(f"127.0.0.1:{unused_tcp_port}")
         async with open_channel(server.target) as channel:
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await channel.unary_unary("/x/y")(b"", timeout=10)
@@ -140,6 +143,7 @@ def test_a_header_that_grpc_cannot_parse_is_not_logged(tmp_path: Path, unused_tc
 
 
 async def serve_until_a_path_ends_it(folder: Path, port: int) -> None:
+    cygrpc.AioServer = cygrpc.AioServer.__base__  # grpcio's own
     async with serving(folder, port) as server:
         stop = asyncio.Event()
         running = asyncio.create_task(server.run(stop, grace_s=0))

@@ -21,6 +21,7 @@ from tasuki.rpc.interceptors import CallInterceptor, Observers, PortInterceptor
 from tasuki.rpc.metrics import CallMetrics, MetricsServicer, SpanCounts
 from tasuki.rpc.port import Port
 from tasuki.rpc.reflection import enable_reflection
+from tasuki.rpc.registered_methods import refuse_unregistered_methods
 from tasuki.v1.metrics_pb2_grpc import add_MetricsServiceServicer_to_server
 from tasuki.wire.address import is_beyond_loopback, remove_dead_socket
 from tasuki.wire.channel import PORT_OPTIONS, SERVER_OPTIONS
@@ -29,6 +30,7 @@ from tasuki.wire.tracing import NO_TRACER, Tracer
 
 _log = logging.getLogger("tasuki.rpc")
 _LOOK_EVERY_S = 1.0
+refuse_unregistered_methods()
 
 
 class RpcServer:
@@ -108,8 +110,8 @@ class RpcServer:
     async def serve(self, stop_event: asyncio.Event) -> None:
         """Returns when `stop_event` is set, which SIGTERM and SIGINT do, too.
 
-        Raises ServiceFailed, with the event set, when grpcio has ended a server, as it does on a call whose path is not UTF-8. The
-        process's memory is not to be trusted then, so a new process has to serve.
+        Raises ServiceFailed, with the event set, when grpcio has ended a server. The process's memory is not to be trusted then, so a
+        new process has to serve.
         """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
