@@ -8,15 +8,18 @@ from typing import Any
 from tasuki.wire.errors import InvalidArgument
 
 _DERIVED = "follows from coordinator.stage_timeout_s: set that, or remove it"
+_DECIDED = "is gone, since there is one way left: remove it"
 _THREADS = "is gone: start the node with OMP_NUM_THREADS"
 REPLACED: Mapping[str, str] = {
     "coordinator.recovery_timeout_s": _DERIVED,
+    "memory.pool": _DECIDED,
     "metrics.engine": "is now rollout.engine.enable_metrics",
     "restart.progress_s": _DERIVED,
     "restart.stall_s": _DERIVED,
     "restart.window_s": "is always ten minutes: remove it",
     "rollout.attention_backend": "is now rollout.engine.attention_backend",
     "rollout.float32_logits": "is always on: remove it",
+    "rollout.kv_growth": _DECIDED,
     "rollout.num_threads": _THREADS,
     "rollout.radix_cache": "= false is now rollout.engine.disable_radix_cache = true",
     "rollout.sampling_backend": "is now rollout.engine.sampling_backend",
@@ -27,7 +30,9 @@ REPLACED: Mapping[str, str] = {
         (f"trainer.critic.{key}" for key in ("betas", "eps", "weight_decay", "max_grad_norm")), "is the policy's: remove it"
     ),
     "trainer.collective_timeout_s": _DERIVED,
+    "trainer.export_handles": _DECIDED,
     "trainer.num_threads": _THREADS,
+    "trainer.publish_deltas": _DECIDED,
     "trainer.seed": "is now seed, at the top of the file",
 }
 
