@@ -122,9 +122,17 @@ class FleetJournal(Journal):
 
     @contextmanager
     def _commit(self) -> Iterator[None]:
+        """Commits everything within, or nothing."""
         self._write_results()
-        with self._writing(), self._transaction():
-            yield
+        with self._writing():
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:  # SQLite may have rolled back by itself
+                    self._db.execute("ROLLBACK")
+                raise
 
 
 def _columns(outcome: NodeState | TasukiError) -> tuple[object, ...]:
