@@ -135,8 +135,8 @@ def test_scores_keep_nothing_and_do_not_disturb_a_step(model: Path, mesh: Device
 
 def test_a_host_without_room_for_the_inputs_is_told_at_the_start(model: Path, mesh: DeviceMesh) -> None:
     num_tokens = 2 * 10**9
-    # Three layers with 64 float32 numbers per token twice, and one for each of 4 heads.
-    needed_bytes = 3 * num_tokens * (2 * 64 + 4) * 4
+    # Three layers with 64 float32 numbers per token, and again with one for each of 4 heads for both calls of attention.
+    needed_bytes = 3 * num_tokens * (64 + 2 * (64 + 4)) * 4
     with pytest.raises(InvalidArgument, match=f'trainer.checkpointing: "offloaded" needs {needed_bytes} bytes') as refused:
         start(model, mesh, Checkpointing.OFFLOADED, micro_batch_tokens=num_tokens)
     assert refused.value.metadata == {"field": "trainer.checkpointing", "needed_bytes": str(needed_bytes)}

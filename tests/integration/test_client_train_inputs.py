@@ -80,7 +80,6 @@ def test_the_longest_sample_is_the_longest_prompt_with_a_whole_completion(config
         ("model.path=/nowhere", "/nowhere is not a folder"),
         ("train.reward.function=no_such_module:reward", "No module named 'no_such_module'"),
         ("train.reward.function=my_reward", 'train.reward.function: expected "module:function"'),
-        ("train.stop_at_eval_score=0.9", "give an eval_dataset"),
         ("train.group_size=0", "train.group_size"),
         ("train.output_dir=/dev/null/run", "train.output_dir: /dev/null/run cannot be created: Not a directory"),
         ("state_dir=/dev/null/node", "state_dir: /dev/null/node cannot be created: Not a directory"),

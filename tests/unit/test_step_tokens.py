@@ -95,8 +95,6 @@ def test_layers_that_a_configuration_keeps_are_kept() -> None:
     assert node("cuda", kept_layers=0).kept_layers == 0, "not even the last one"
     with pytest.raises(InvalidArgument, match="trainer.kept_layers: the model has 28 layers, not 29"):
         node("cuda", kept_layers=29)
-    with pytest.raises(ValueError, match=r"trainer.kept_layers has no use with trainer.checkpointing = \"none\""):
-        node("cuda", checkpointing="none", kept_layers=3)
 
 
 def test_what_tokens_cannot_mend_does_not_lower_them() -> None:
