@@ -18,7 +18,9 @@ from tests.limits import limit_s
 from tests.models import VOCAB_SIZE, make_model, save_checkpoint
 
 NUM_STEPS = 20
-SETTINGS = 'learning_rate = 1e-3\neps = 1e-3\nmicro_batch_tokens = 64\ncollective_timeout_s = 20\ncompute_dtype = "float32"\n'
+TRAINER = 'learning_rate = 1e-3\neps = 1e-3\nmicro_batch_tokens = 64\ncompute_dtype = "float32"\n'
+COORDINATOR = "[coordinator]\nstage_timeout_s = 20\n"
+SETTINGS = TRAINER + COORDINATOR
 LORA = '[trainer.lora]\nrank = 2\nalpha = 4\ntarget_modules = ["q_proj", "v_proj"]\n'
 CRITIC = "[trainer.critic]\nlearning_rate = 1e-3\n"
 EXPERTS = "expert_parallel = true\n"
@@ -41,9 +43,9 @@ async def test_two_nodes_of_two_ranks_learn_as_one_rank(tmp_path: Path, model: P
     if extra == EXPERTS:
         model = save_checkpoint(make_model("qwen3_moe", seed=3, num_experts=6), tmp_path / "model")
     # A single rank holds all experts.
-    alone = start_trainer(tmp_path / "alone", model, num_ranks=1, settings=SETTINGS + extra.removeprefix(EXPERTS))
+    alone = start_trainer(tmp_path / "alone", model, num_ranks=1, settings=TRAINER + extra.removeprefix(EXPERTS))
     try:
-        with nodes_of(tmp_path, model, num_nodes=2, num_ranks=2, settings=SETTINGS + extra) as nodes:
+        with nodes_of(tmp_path, model, num_nodes=2, num_ranks=2, settings=TRAINER + extra + COORDINATOR) as nodes:
             alone.wait_until_serving()
             async with fleet_of(nodes, model, num_ranks=2) as fleet, connect(alone) as channel:
                 one = TrainerClient(channel)

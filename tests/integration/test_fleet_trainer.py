@@ -27,7 +27,10 @@ from tests.models import VOCAB_SIZE, make_model, save_checkpoint
 from tests.unit.every_loss import EXAMPLES
 
 NUM_STEPS = 20
-SETTINGS = 'learning_rate = 1e-3\neps = 1e-3\nmicro_batch_tokens = 64\ncollective_timeout_s = 30\ncompute_dtype = "float32"\n'
+SETTINGS = (
+    'learning_rate = 1e-3\neps = 1e-3\nmicro_batch_tokens = 64\ncompute_dtype = "float32"\n'
+    "[coordinator]\nstage_timeout_s = 30\n"
+)
 LOSSES = [
     loss_to_proto(LossConfig(loss=loss, aggregation=aggregation, aggregation_length=16 if aggregation == "constant" else None))
     for loss, aggregation in zip(

@@ -36,7 +36,7 @@ def config_of(port: FleetPort, folder: Path, node_rank: int, *, timeout_s: float
     (model / "config.json").write_text(json.dumps({"hidden_size": 8}))
     file = folder / f"node-{node_rank}.toml"
     head = (
-        f'state_dir = "{folder}/state-{node_rank}"\n[model]\npath = "{model}"\n[trainer]\ncollective_timeout_s = {timeout_s}\n'
+        f'state_dir = "{folder}/state-{node_rank}"\n[model]\npath = "{model}"\n[coordinator]\nstage_timeout_s = {timeout_s}\n'
     )
     file.write_text(head + port.tables(node_rank))
     return load_config(file, overrides=[])
