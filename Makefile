@@ -65,8 +65,8 @@ test: setup grpcurl jobset  ## the tests of a change: five minutes on two idle c
 test-all: test  ## the long tests, too, and whole proofs for PROOF_MINUTES (default 45)
 	$(BIN)/python -m pytest -n 3 -m long $(TESTS) $(PYTEST_ARGS)
 	TASUKI_PROOFS=whole OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(MEASURED)
-	TASUKI_PROOFS=whole OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(README_NODE)
 	TASUKI_PROOF_MINUTES=$(or $(PROOF_MINUTES),45) TASUKI_PROOFS=whole OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PROOFS)
+	TASUKI_PROOFS=whole OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(README_NODE)
 
 oracles: $(ORACLES)  ## every advantage and loss against verl's and TRL's own functions
 	.oracles-venv/bin/python -m pytest -c tests/oracles/pytest.ini tests/oracles $(PYTEST_ARGS)
