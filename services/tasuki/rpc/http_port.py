@@ -7,6 +7,7 @@ import logging
 import socket
 import ssl
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -78,7 +79,7 @@ class HttpPort(ThreadingHTTPServer):
         _log.debug("event=http_connection_failed", exc_info=True)
 
 
-class HttpHandler(BaseHTTPRequestHandler):
+class HttpHandler(BaseHTTPRequestHandler, ABC):
     """Answers the one request of a connection to an `HttpPort`."""
 
     server_version, sys_version = "tasuki", ""
@@ -87,8 +88,8 @@ class HttpHandler(BaseHTTPRequestHandler):
         """Answers as GET, without the body."""
         self.do_GET()
 
-    def do_GET(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def do_GET(self) -> None: ...
 
     def write_body(self, body: bytes) -> None:
         if self.command != "HEAD":
