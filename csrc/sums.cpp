@@ -14,7 +14,7 @@
 namespace tasuki {
 namespace {
 
-// As in transport/checksum.py.
+// As in weights/checksum.py.
 constexpr uint64_t kStep = 0x9E3779B97F4A7C15u, kMix = 0xBF58476D1CE4E5B9u;
 constexpr uint64_t kGroup = 8;
 constexpr uint32_t key_at(uint32_t place) {

@@ -9,7 +9,7 @@
 
 namespace tasuki {
 
-// As defined in transport/checksum.py: the sum of bit pattern times weight(index), modulo 2^64. Adds to `sums`.
+// As defined in weights/checksum.py: the sum of bit pattern times weight(index), modulo 2^64. Adds to `sums`.
 Status copy_and_sum(const tasuki_block* blocks, size_t num_blocks, uint64_t* sums, size_t num_sums, unsigned num_threads);
 
 }  // namespace tasuki

@@ -148,7 +148,7 @@ int tasuki_release_import(uint64_t import_id);
 int tasuki_renew_import(uint64_t import_id, const tasuki_chunk* chunks, size_t num_chunks);
 int tasuki_close_import(uint64_t import_id);
 
-/* In host memory: copies every block, then adds the checksum of `held` (transport/checksum.py) to sums[slot]. */
+/* In host memory: copies every block, then adds the checksum of `held` (weights/checksum.py) to sums[slot]. */
 int tasuki_copy_and_sum(const tasuki_block* blocks, size_t num_blocks, uint64_t* sums, size_t num_sums, uint32_t num_threads);
 
 /* torch.cuda.memory.CUDAPluggableAllocator(path, "tasuki_torch_alloc_<slot>", "tasuki_torch_free"): each slot is for one tag. */

@@ -18,7 +18,7 @@ import numpy as np
 
 from tasuki.client import Client, Phase, SamplingParams, Stage, TrainingSample
 from tasuki.config.failpoints import Action
-from tasuki.config.places import log_path, socket_dir
+from tasuki.config.paths import log_path, socket_dir
 from tasuki.coordinator import phases
 from tasuki.rpc.failpoints import plant
 from tests.conftest import RunningNode, assert_clean_audit

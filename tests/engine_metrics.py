@@ -10,7 +10,7 @@ from prometheus_client.samples import Sample
 
 from tasuki.client import Client, Phase, SamplingParams
 from tasuki.config.load import load_config
-from tasuki.config.places import config_path
+from tasuki.config.paths import config_path
 from tests.conftest import RunningNode
 
 _COUNTED = ("tasuki_rollout_tokens_total", "sglang:generation_tokens_total", "sglang:realtime_tokens_total")

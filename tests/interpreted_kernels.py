@@ -20,9 +20,9 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from tasuki.trainer.backends.fsdp.lora.merge_triton import Merge, MergeTable
-from tasuki.transport.checksum import MODULUS, checksum
-from tasuki.transport.copies import DeviceChecksums, DeviceSummedCopies, SummedCopies, ViewChecksum, ViewCopy
-from tasuki.transport.plan import Slice
+from tasuki.weights.checksum import MODULUS, checksum
+from tasuki.weights.copies import DeviceChecksums, DeviceSummedCopies, SummedCopies, ViewChecksum, ViewCopy
+from tasuki.weights.plan import Slice
 
 CPU, SHAPE = torch.device("cpu"), (37, 264)
 FIRST = 80

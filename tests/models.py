@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from tasuki.models.families import find_family
-from tasuki.transport.shards import Shard, checkpoint_shards
+from tasuki.weights.shards import Shard, checkpoint_shards
 from tests.slices import Cut, by_rows, part_of
 
 PAD, EOS, BOS = 0, 1, 2

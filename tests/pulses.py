@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tasuki.config.places import pulse_dir
+from tasuki.config.paths import pulse_dir
 
 
 def pids(state_dir: Path, process: str) -> list[int]:

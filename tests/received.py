@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tasuki.transport.imported_weights import ImportedWeights
-from tasuki.transport.plan import Slice
-from tasuki.transport.verify import Comparison
+from tasuki.weights.imported_weights import ImportedWeights
+from tasuki.weights.plan import Slice
+from tasuki.weights.verify import Comparison
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from tasuki.transport.box import Box
-from tasuki.transport.plan import Slice
+from tasuki.weights.copy_box import Box
+from tasuki.weights.plan import Slice
 
 Cut = Callable[[tuple[int, ...], int, int], Box]
 """Maps (shape, rank, number of ranks) to the rank's box."""

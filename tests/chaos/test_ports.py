@@ -21,7 +21,7 @@ import grpc
 import pytest
 
 from tasuki.client import AsyncClient, Client, LossConfig, Phase, PpoLoss, SamplingParams, TrainingSample
-from tasuki.config.places import log_path, pulse_dir
+from tasuki.config.paths import log_path, pulse_dir
 from tasuki.wire.channel import open_channel
 from tasuki.wire.errors import PermissionDenied
 from tests.conftest import RunningNode, started_node

@@ -19,8 +19,8 @@ import pytest
 
 from tasuki.client import Client, Phase, SamplingParams
 from tasuki.config.lock import NODE_LOCK, holder
-from tasuki.config.places import exit_path
-from tasuki.supervisor.processes import shared_memory, shared_memory_of
+from tasuki.config.paths import exit_path
+from tasuki.node.processes import shared_memory, shared_memory_of
 from tasuki.wire.address import socket_folder
 from tests.chaos_node import ChaosNode
 from tests.conftest import RunningNode, assert_clean_audit, started_node, tasuki

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tasuki.client import Client, Phase
-from tasuki.config.places import log_path, stall_dir
+from tasuki.config.paths import log_path, stall_dir
 from tests.chaos_node import ChaosNode
 from tests.conftest import RunningNode
 from tests.limits import limit_s

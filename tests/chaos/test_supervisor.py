@@ -12,7 +12,7 @@ import pytest
 
 from tasuki.client import Client, Phase
 from tasuki.config.lock import NODE_LOCK, holder
-from tasuki.config.places import exit_path, socket_dir
+from tasuki.config.paths import exit_path, socket_dir
 from tests.chaos_node import ChaosNode
 from tests.conftest import RunningNode, assert_clean_audit, tasuki
 

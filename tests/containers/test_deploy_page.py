@@ -130,7 +130,7 @@ def test_every_command_of_the_page_works(environment: dict[str, str]) -> None:
 # Kills the supervisor and its guard, with which the node and the container end.
 STRIKE = """import os
 for pid in filter(str.isdigit, os.listdir("/proc")):
-    if int(pid) != os.getpid() and b"tasuki.supervisor" in open(f"/proc/{pid}/cmdline", "rb").read():
+    if int(pid) != os.getpid() and b"tasuki.node" in open(f"/proc/{pid}/cmdline", "rb").read():
         os.kill(int(pid), 9)"""
 
 

@@ -15,8 +15,8 @@ import pytest
 import yaml
 
 from tasuki.cli.__main__ import _parser
-from tasuki.supervisor.processes import EXIT_LIMIT_S
-from tasuki.supervisor.stop import STOP_TIMEOUT_S
+from tasuki.node.processes import EXIT_LIMIT_S
+from tasuki.node.stop import STOP_TIMEOUT_S
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

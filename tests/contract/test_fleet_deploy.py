@@ -14,9 +14,9 @@ import yaml
 
 from tasuki.cli.__main__ import USER_ERROR, _parser
 from tasuki.fleet.environment import fleet_table
-from tasuki.supervisor.processes import EXIT_LIMIT_S
-from tasuki.supervisor.services import EXIT_FLEET_ENDED
-from tasuki.supervisor.stop import STOP_TIMEOUT_S
+from tasuki.node.processes import EXIT_LIMIT_S
+from tasuki.node.services import EXIT_FLEET_ENDED
+from tasuki.node.stop import STOP_TIMEOUT_S
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 SBATCH = DEPLOY / "slurm" / "fleet.sbatch"

@@ -11,8 +11,8 @@ import grpc
 
 from tasuki.config.load import load_config
 from tasuki.config.lock import NODE_LOCK, holder
-from tasuki.config.places import config_path, model_copy_dir, node_targets
-from tasuki.supervisor.processes import parent_and_state
+from tasuki.config.paths import config_path, model_copy_dir, node_targets
+from tasuki.node.processes import parent_and_state
 from tasuki.v1 import trainer_pb2
 from tasuki.v1.trainer_pb2_grpc import TrainerServiceStub
 from tests.conftest import RunningNode, started_node, tasuki

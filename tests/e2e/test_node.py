@@ -14,7 +14,7 @@ import pytest
 
 from tasuki.config.load import load_config
 from tasuki.config.lock import NODE_LOCK, holder
-from tasuki.config.places import config_path, node_targets
+from tasuki.config.paths import config_path, node_targets
 from tasuki.v1 import coordinator_pb2 as pb
 from tasuki.v1 import memory_pb2, rollout_pb2, trainer_pb2
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub

@@ -11,7 +11,7 @@ import pytest
 
 from tasuki.client import Client, Phase
 from tasuki.config.load import load_config
-from tasuki.config.places import config_path, node_targets
+from tasuki.config.paths import config_path, node_targets
 from tasuki.memory.stages import Stage
 from tasuki.planner.layout import Part
 from tasuki.planner.node_plan import plan_node

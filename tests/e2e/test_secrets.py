@@ -13,7 +13,7 @@ import pytest
 
 from tasuki.client import Client, Credentials, LossConfig, PpoLoss, SamplingParams, TrainingSample
 from tasuki.config.load import load_config
-from tasuki.config.places import config_path
+from tasuki.config.paths import config_path
 from tasuki.config.ports import port_targets
 from tasuki.wire.errors import PermissionDenied, Unauthenticated
 from tests.conftest import API_KEY, RunningNode, tasuki

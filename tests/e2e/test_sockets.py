@@ -10,7 +10,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from tasuki.config.lock import NODE_LOCK, holder
-from tasuki.config.places import socket_dir
+from tasuki.config.paths import socket_dir
 from tests.conftest import RunningNode
 from tests.pulses import engine_rank_pids, pids
 from tests.sockets import NOBODY, Listener, is_private, listeners, process_tree, torch_stores, who_can_connect

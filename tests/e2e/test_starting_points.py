@@ -11,7 +11,7 @@ import pytest
 
 from tasuki.client import Client, Phase
 from tasuki.config.load import load_config
-from tasuki.config.places import config_path
+from tasuki.config.paths import config_path
 from tasuki.v1 import types_pb2
 from tests.chaos_node import ChaosNode
 from tests.conftest import ROOT, assert_clean_audit, started_node

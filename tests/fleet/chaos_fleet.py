@@ -16,7 +16,7 @@ import grpc
 
 from tasuki.client import Client, Phase, Stage
 from tasuki.config.failpoints import Action
-from tasuki.config.places import socket_dir
+from tasuki.config.paths import socket_dir
 from tasuki.coordinator import phases
 from tasuki.memory.stages import Phase as RingPhase
 from tasuki.memory.stages import Stage as RingStage

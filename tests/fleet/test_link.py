@@ -16,9 +16,9 @@ import pytest
 
 from tasuki.cli import certs
 from tasuki.config.load import load_config
-from tasuki.config.places import config_path
+from tasuki.config.paths import config_path
 from tasuki.config.save import save_config
-from tasuki.supervisor.services import EXIT_FLEET_ENDED
+from tasuki.node.services import EXIT_FLEET_ENDED
 from tests.conftest import ENVIRONMENT
 from tests.fleet.network import Place, can_make_namespaces, namespaces
 from tests.integration.port_node import mtls

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tasuki.config.lock import NODE_LOCK, holder
-from tasuki.supervisor.processes import parent_and_state
-from tasuki.supervisor.services import EXIT_FLEET_ENDED
+from tasuki.node.processes import parent_and_state
+from tasuki.node.services import EXIT_FLEET_ENDED
 from tests.fleet.network import can_make_namespaces, places_of
 from tests.fleet.nodes import RealFleet, real_fleet, wait_for
 

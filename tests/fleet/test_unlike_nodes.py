@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.supervisor.services import EXIT_REFUSED
+from tasuki.node.services import EXIT_REFUSED
 from tests.fleet.network import places_of
 from tests.fleet.nodes import RealFleet, real_fleet, wait_for
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from tasuki.client import Client, Phase, SamplingParams, TrainingSample
 from tasuki.client.types import Sample
 from tasuki.config.load import load_config
-from tasuki.config.places import config_path, node_targets
+from tasuki.config.paths import config_path, node_targets
 from tasuki.memory.tags import MemoryTag
 from tasuki.rpc.start_seconds import read_start_seconds
 from tasuki.rpc.usage import TAGS

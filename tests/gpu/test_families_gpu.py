@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tasuki.transport.imported_weights import import_weights
+from tasuki.weights.imported_weights import import_weights
 from tests.integration.engine_rank import EngineRanks, check_outcomes, engine_ranks, pieces_of
 from tests.integration.published import Published
 from tests.models import CONFIGS

@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 import torch
 
-from tasuki.transport.chunk_memory import descriptor_problem
-from tasuki.transport.export import ExportMemory, WeightExport
-from tasuki.transport.fd_socket import FdServer
-from tasuki.transport.imported_weights import import_weights
-from tasuki.transport.manifest import to_proto
 from tasuki.v1 import weights_pb2
+from tasuki.weights.chunk_memory import descriptor_problem
+from tasuki.weights.export import ExportMemory, WeightExport
+from tasuki.weights.fd_socket import FdServer
+from tasuki.weights.imported_weights import import_weights
+from tasuki.weights.manifest import to_proto
 from tasuki.wire.errors import BadHandle
 from tests.gpu.weight_exchange import TINY, engines, published, receive
 from tools.bench.sync_shapes import random_shards
@@ -152,7 +152,7 @@ def test_an_ipc_handle_that_leads_nowhere_is_refused(ipc_trainer: IpcTrainer, tm
 
 
 def _sealed_like(header: Any) -> int:
-    from tasuki.transport.header import create_sealed
+    from tasuki.weights.header import create_sealed
 
     _, fd = create_sealed("tasuki-weights-0", len(header._words) * 8)
     return fd

@@ -7,8 +7,8 @@ import torch
 
 from tasuki.trainer.backends.fsdp.lora.merge_triton import Merge, MergeTable
 from tasuki.trainer.backends.fsdp.lora.merged_weights import merge
-from tasuki.transport.checksum import MODULUS, checksum
-from tasuki.transport.plan import Slice
+from tasuki.weights.checksum import MODULUS, checksum
+from tasuki.weights.plan import Slice
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 SCALING = 2.0

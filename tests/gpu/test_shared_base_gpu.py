@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from tasuki.transport.manifest import Entry
-from tasuki.transport.shared_base import SharedBase, WritableBase, find_base
+from tasuki.weights.manifest import Entry
+from tasuki.weights.shared_base import SharedBase, WritableBase, find_base
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 GPU = torch.device("cuda:0")

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from tasuki.rollout.receive import WeightReceiver
-from tasuki.transport.copies import (
+from tasuki.v1 import weights_pb2
+from tasuki.weights.copies import (
     DeviceChecksums,
     DeviceCopies,
     DeviceSummedCopies,
@@ -21,12 +22,11 @@ from tasuki.transport.copies import (
     ViewCopy,
     compile_copies,
 )
-from tasuki.transport.export import WeightExport
-from tasuki.transport.fd_socket import FdServer
-from tasuki.transport.imported_weights import import_weights
-from tasuki.transport.manifest import to_proto
-from tasuki.transport.plan import Slice, whole
-from tasuki.v1 import weights_pb2
+from tasuki.weights.export import WeightExport
+from tasuki.weights.fd_socket import FdServer
+from tasuki.weights.imported_weights import import_weights
+from tasuki.weights.manifest import to_proto
+from tasuki.weights.plan import Slice, whole
 from tasuki.wire.errors import BadHandle, VersionOrder, WeightsCorrupt
 from tests.received import ReceivedPiece, check_received
 from tools.bench.sync_shapes import QWEN, QwenModel, random_shards
@@ -132,7 +132,7 @@ def num_compiled(kernel: Any) -> int:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_compiled_ahead_is_what_a_sync_launches(dtype: torch.dtype) -> None:
-    from tasuki.transport.kernels import copy_and_sum_tiles, sum_tiles
+    from tasuki.weights.kernels import copy_and_sum_tiles, sum_tiles
 
     compile_copies(dtype, device=DEVICE)
     compiled = [num_compiled(kernel) for kernel in (copy_and_sum_tiles, sum_tiles)]

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from tasuki.config.trainer_schema import LoraConfig
-from tasuki.transport.plan import Slice
 from tasuki.v1 import weights_pb2
+from tasuki.weights.plan import Slice
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def _manager(model: Any, args: Any, lora: LoraConfig, *, tp_rank: int) -> Any:
 
     from tasuki.rollout.adapter import UnpinnedLora
     from tasuki.rollout.arguments import LORA_BACKEND
-    from tasuki.rollout.dense_lora import install_dense_lora
+    from tasuki.rollout.sglang.dense_lora import install_dense_lora
 
     install_dense_lora(lora)
     return UnpinnedLora(

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from tasuki.rollout.receive import Received, WeightReceiver
-from tasuki.transport.export import WeightExport
-from tasuki.transport.imported_weights import import_weights
-from tasuki.transport.shards import Shard
 from tasuki.v1 import weights_pb2
+from tasuki.weights.export import WeightExport
+from tasuki.weights.imported_weights import import_weights
+from tasuki.weights.shards import Shard
 from tests.received import ReceivedPiece, check_received
 from tests.slices import Cut, by_rows, part_of
 

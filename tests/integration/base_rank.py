@@ -21,9 +21,9 @@ def share_base(
     import torch
     from sglang.srt.model_executor import model_runner
 
-    from tasuki.config.places import base_socket_path
+    from tasuki.config.paths import base_socket_path
     from tasuki.rollout.shared_base import EngineBase
-    from tasuki.transport.shared_base import find_base
+    from tasuki.weights.shared_base import find_base
     from tests.base_copies import chunk_at, chunks_of
 
     config = NodeConfig.model_validate(

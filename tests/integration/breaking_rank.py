@@ -22,7 +22,7 @@ from tasuki.memory.tags import MemoryTag
 from tasuki.rollout import receive
 from tasuki.rollout.rank_commands import EngineRank, command_tensors, rank_allocator, register_rank, run_command
 from tasuki.rpc.failpoints import Failpoints
-from tasuki.transport.copies import ViewCopy
+from tasuki.weights.copies import ViewCopy
 from tasuki.wire.errors import InternalError
 from tests.integration.forked import processes
 from tests.models import poison

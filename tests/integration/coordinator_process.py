@@ -16,7 +16,7 @@ import grpc
 import grpc.aio
 
 from tasuki.config.metrics_schema import MetricsConfig
-from tasuki.config.places import log_path, node_targets, socket_dir
+from tasuki.config.paths import log_path, node_targets, socket_dir
 from tasuki.config.save import save_config
 from tasuki.config.schema import ModelConfig, NodeConfig
 from tasuki.v1 import coordinator_pb2 as pb

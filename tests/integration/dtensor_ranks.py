@@ -19,8 +19,8 @@ from tasuki.config.trainer_schema import LoraConfig
 from tasuki.trainer.backends.fsdp.lora.adapters import add_adapters
 from tasuki.trainer.backends.fsdp.lora.merged_weights import MergedWeights
 from tasuki.trainer.backends.fsdp.shards import local_shards
-from tasuki.transport.export import WeightExport
 from tasuki.v1 import weights_pb2
+from tasuki.weights.export import WeightExport
 from tests.integration.forked import processes
 from tests.models import make_model
 

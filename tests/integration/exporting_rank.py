@@ -11,10 +11,10 @@ from torch import nn
 from tasuki.memory.allocator import NativeAllocator
 from tasuki.memory.arena import Keep
 from tasuki.memory.tags import MemoryTag
-from tasuki.transport.checksum import checksum
-from tasuki.transport.export import ExportMemory, Place, WeightExport
-from tasuki.transport.shards import Shard
 from tasuki.v1 import weights_pb2
+from tasuki.weights.checksum import checksum
+from tasuki.weights.export import ExportMemory, Place, WeightExport
+from tasuki.weights.shards import Shard
 from tests.slices import by_rows
 
 WEIGHTS, EXPORT = MemoryTag.WEIGHTS, MemoryTag.EXPORT

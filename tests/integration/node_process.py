@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tasuki.config.lock import NODE_LOCK, StateLock, holder
-from tasuki.config.places import exit_path, socket_dir
+from tasuki.config.paths import exit_path, socket_dir
 from tests.limits import limit_s
 
 NODE = Path(__file__).with_name("supervised_node.py")

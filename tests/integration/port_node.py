@@ -12,7 +12,7 @@ from pathlib import Path
 from tasuki.cli import certs
 from tasuki.client import Credentials
 from tasuki.config.load import load_config
-from tasuki.config.places import node_targets, socket_dir
+from tasuki.config.paths import node_targets, socket_dir
 from tasuki.config.ports import port_targets
 from tasuki.config.schema import NodeConfig
 from tasuki.rpc.port import port_of

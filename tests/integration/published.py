@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from tasuki.transport.export import WeightExport
 from tasuki.v1 import weights_pb2
+from tasuki.weights.export import WeightExport
 from tests.models import make_model, save_checkpoint, trainer_shards
 from tests.slices import Cut, by_rows
 

@@ -21,8 +21,7 @@ import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tasuki.config import places
-from tasuki.transport.export import WeightExport
+from tasuki.config import paths
 from tasuki.v1 import (
     memory_pb2,
     memory_pb2_grpc,
@@ -33,6 +32,7 @@ from tasuki.v1 import (
     types_pb2,
     weights_pb2,
 )
+from tasuki.weights.export import WeightExport
 from tasuki.wire.address import unix_target
 from tasuki.wire.channel import open_channel
 from tests.conftest import ENVIRONMENT
@@ -63,7 +63,7 @@ class RolloutProcess:
 
     @property
     def socket_dir(self) -> Path:
-        return places.socket_dir(self.state_dir)
+        return paths.socket_dir(self.state_dir)
 
     async def generate_health(self) -> int:
         """Returns the status that its health service reports for Generate."""

@@ -80,7 +80,7 @@ def service(name: str, kind: str, *, state_dir: Path, run_folder: Path) -> None:
 
 def await_failed(record: logging.LogRecord, kinds: dict[str, str]) -> bool:
     """Holds the supervisor when it has started a service that fails, until that has ended. A filter of its log."""
-    from tasuki.supervisor.processes import has_ended
+    from tasuki.node.processes import has_ended
 
     match record.args:
         case (str(name), int(pid)) if record.msg.startswith("event=started") and kinds[name] == "fails":
@@ -105,11 +105,11 @@ def main() -> int:
     if sys.argv[1] == "service":
         service(sys.argv[2], sys.argv[3], state_dir=Path(sys.argv[4]), run_folder=Path(sys.argv[5]))
     from tasuki.config.lock import StateLock
-    from tasuki.config.places import socket_dir
+    from tasuki.config.paths import socket_dir
+    from tasuki.node import processes
+    from tasuki.node.services import ServiceCommand
+    from tasuki.node.supervise import supervise
     from tasuki.rpc.logs import configure_logging
-    from tasuki.supervisor import processes
-    from tasuki.supervisor.services import ServiceCommand
-    from tasuki.supervisor.supervise import supervise
 
     configure_logging("supervisor")
     state_dir = Path(sys.argv[1])
@@ -117,7 +117,7 @@ def main() -> int:
     kinds = dict(argument.split("=") for argument in sys.argv[5:])
     if "bounded" in kinds:
         processes.EXIT_LIMIT_S = 4.0
-    logging.getLogger("tasuki.supervisor").addFilter(partial(await_failed, kinds=kinds))
+    logging.getLogger("tasuki.node").addFilter(partial(await_failed, kinds=kinds))
     services = [
         ServiceCommand(
             name=name,

@@ -20,7 +20,7 @@ from tasuki.trainer.backends.fsdp.checkpoint import CheckpointFacts, RoleFacts, 
 from tasuki.trainer.backends.fsdp.shards import load_shards
 from tasuki.trainer.durable.checkpoint_files import StoredTensor
 from tasuki.trainer.roles import Role
-from tasuki.transport.shards import Shard
+from tasuki.weights.shards import Shard
 from tasuki.wire.errors import InvalidArgument, PathPermissionDenied, TasukiError
 from tests.integration.one_rank import group
 from tests.resealed import reseal

@@ -14,12 +14,12 @@ from tasuki.client.loop_state import LoopState, write_loop_state
 from tasuki.client.step import Step
 from tasuki.config.load import load_config
 from tasuki.config.lock import TRAINING_LOCK, StateLock
-from tasuki.config.places import journal_path, training_log_path
+from tasuki.config.paths import journal_path, training_log_path
+from tasuki.node.start import check_state_folder
 from tasuki.runs.earlier_run import RunHead, write_head
 from tasuki.runs.folder import MetricsFile, read_steps
 from tasuki.runs.inputs import read_inputs
 from tasuki.runs.recipe import recipe
-from tasuki.supervisor.node import check_state_folder
 from tasuki.wire.errors import InvalidArgument
 from tests.models import make_model, save_checkpoint
 from tests.owners import give_away

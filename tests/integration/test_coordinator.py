@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from tasuki.config.places import node_targets
+from tasuki.config.paths import node_targets
 from tasuki.memory.stages import RING
 from tasuki.v1 import coordinator_pb2 as pb
 from tasuki.v1.types_pb2 import (

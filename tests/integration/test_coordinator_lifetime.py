@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from tasuki.config.places import log_path, node_targets
+from tasuki.config.paths import log_path, node_targets
 from tasuki.config.save import save_config
 from tasuki.config.schema import CoordinatorConfig, ModelConfig, NodeConfig
 from tasuki.v1 import coordinator_pb2 as pb

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from tasuki.config.lock import NODE_LOCK, holder
-from tasuki.config.places import exit_path
-from tasuki.supervisor.processes import is_exiting
-from tasuki.supervisor.stop import stop_node
+from tasuki.config.paths import exit_path
+from tasuki.node.processes import is_exiting
+from tasuki.node.stop import stop_node
 from tasuki.wire.errors import DeadlineExceeded
 from tests.integration.exiting_process import hold
 from tests.integration.node_process import Node, Start, nodes_in, pids_of, wait_for
@@ -102,7 +102,7 @@ def test_stop_waits_for_an_exiting_process_and_says_so_once(start: Start, monkey
     init, release = lingering(node, "second")
     os.kill(init, signal.SIGKILL)
     wait_for(lambda: is_exiting(init))
-    monkeypatch.setattr("tasuki.supervisor.stop.STOP_TIMEOUT_S", 4.0)
+    monkeypatch.setattr("tasuki.node.stop.STOP_TIMEOUT_S", 4.0)
     said: list[str] = []
     with ThreadPoolExecutor() as pool:
         stopped = pool.submit(stop_node, node.state_dir, tell=said.append)
@@ -125,7 +125,7 @@ def test_stop_finds_the_exiting_process_of_a_node_whose_supervisor_is_gone(
     wait_for(lambda: is_exiting(init))
     os.kill(node.supervisor_pid, signal.SIGKILL)
     wait_for(lambda: node.supervisor_pid == node.process.pid)
-    monkeypatch.setattr("tasuki.supervisor.stop.STOP_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("tasuki.node.stop.STOP_TIMEOUT_S", 1.0)
     said: list[str] = []
     with ThreadPoolExecutor() as pool:
         stopped = pool.submit(stop_node, node.state_dir, tell=said.append)
@@ -142,8 +142,8 @@ def test_stop_does_not_advise_to_kill_a_process_that_is_exiting(start: Start, mo
     init, release = lingering(node, "second")
     os.kill(init, signal.SIGKILL)
     wait_for(lambda: is_exiting(init))
-    monkeypatch.setattr("tasuki.supervisor.stop.STOP_TIMEOUT_S", 0.5)
-    monkeypatch.setattr("tasuki.supervisor.stop.EXIT_LIMIT_S", 2.0)
+    monkeypatch.setattr("tasuki.node.stop.STOP_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("tasuki.node.stop.EXIT_LIMIT_S", 2.0)
     said: list[str] = []
     try:
         with pytest.raises(DeadlineExceeded) as stuck:
@@ -182,7 +182,7 @@ def has_said(parent: Any, *, within_s: float) -> bool:
 def test_a_process_that_waits_for_an_exiting_one_is_not_killed() -> None:
     program = (
         "import os\n"
-        "from tasuki.supervisor.processes import adopt_orphans, end_descendants\n"
+        "from tasuki.node.processes import adopt_orphans, end_descendants\n"
         "from tests.integration.exiting_process import fork_init\n"
         "adopt_orphans()\n"
         "codes = {}\n"
@@ -207,7 +207,7 @@ def test_a_process_that_waits_for_an_exiting_one_is_not_killed() -> None:
 
 def test_the_end_of_descendants_is_awaited_while_one_is_exiting() -> None:
     program = (
-        "from tasuki.supervisor.processes import adopt_orphans, end_descendants\n"
+        "from tasuki.node.processes import adopt_orphans, end_descendants\n"
         "from tests.integration.exiting_process import fork_init\n"
         "adopt_orphans()\n"
         "print(*fork_init(), flush=True)\n"

@@ -12,9 +12,9 @@ import torch
 
 from tasuki.memory import arena as native
 from tasuki.rollout.receive import WeightReceiver
-from tasuki.transport.imported_weights import ImportedWeights, import_weights
-from tasuki.transport.manifest import Manifest
 from tasuki.v1 import weights_pb2
+from tasuki.weights.imported_weights import ImportedWeights, import_weights
+from tasuki.weights.manifest import Manifest
 from tasuki.wire.errors import OutOfGpuMemory, VersionOrder
 from tests.integration.exporting_rank import EXPORT, MIB, SHAPES, WEIGHTS, Engine, TrainerRank
 from tests.models import poison

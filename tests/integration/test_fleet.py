@@ -15,7 +15,7 @@ import pytest
 
 from tasuki.client.async_client import AsyncClient
 from tasuki.client.types import Phase
-from tasuki.config.instance import Instance
+from tasuki.config.boot_id import Instance
 from tasuki.config.schema import NodeConfig
 from tasuki.coordinator.fleet_hold import FleetHold
 from tasuki.coordinator.journal import Journal

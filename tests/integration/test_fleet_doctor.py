@@ -15,7 +15,7 @@ import pytest
 from tasuki.cli.doctor import run as run_doctor
 from tasuki.cli.fleet import missing_nodes
 from tasuki.config.load import load_config
-from tasuki.config.places import fleet_target, socket_dir
+from tasuki.config.paths import fleet_target, socket_dir
 from tasuki.config.schema import NodeConfig
 from tasuki.doctor.finding import Verdict
 from tasuki.doctor.fleet import (

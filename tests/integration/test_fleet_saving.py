@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from tasuki.config.places import training_save_path
+from tasuki.config.paths import training_save_path
 from tasuki.config.schema import NodeConfig
 from tasuki.rpc.failpoints import NO_FAILPOINTS
 from tasuki.trainer.durable.restore import agree_on_log

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tasuki.transport.gloo_peers import check_gloo_peers, check_peers, close_listeners
+from tasuki.weights.gloo_peers import check_gloo_peers, check_peers, close_listeners
 from tasuki.wire.errors import PeerUnavailable
 from tests.conftest import ENVIRONMENT
 from tests.integration.forked import processes

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from tasuki.rollout.receive import WeightReceiver
-from tasuki.transport import fd_socket, imported_weights, manifest
-from tasuki.transport.header import Header, create_sealed
-from tasuki.transport.weight_arena import WeightArena
 from tasuki.v1 import weights_pb2
+from tasuki.weights import fd_socket, imported_weights, manifest
+from tasuki.weights.header import Header, create_sealed
+from tasuki.weights.weight_arena import WeightArena
 from tests.integration.awkward_model import AwkwardModel, Trainer
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from tasuki.config.load import load_config
 from tasuki.config.schema import NodeConfig
-from tasuki.coordinator.metrics_port import serve_metrics
+from tasuki.coordinator.observe.metrics_port import serve_metrics
 from tasuki.rpc.http_port import MAX_CONNECTIONS
 from tasuki.rpc.port import check_ports
 from tasuki.wire.errors import InvalidArgument
@@ -199,7 +199,7 @@ async def test_silent_connections_are_closed_and_make_room(
 async def test_an_address_in_use_is_tried_again_and_does_not_raise(
     tmp_path: Path, unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("tasuki.coordinator.metrics_port._RETRY_S", 0.05)
+    monkeypatch.setattr("tasuki.coordinator.observe.metrics_port._RETRY_S", 0.05)
     other = socket.create_server(("127.0.0.1", unused_tcp_port))
 
     async def answer() -> bytes:

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from tasuki.config.lock import NODE_LOCK, StateLock
-from tasuki.config.places import model_copy_dir, model_source
+from tasuki.config.paths import model_copy_dir, model_source
 from tasuki.config.schema import ModelConfig, NodeConfig
 from tasuki.fleet.digests import config_keys
+from tasuki.node.model_copy import preloaded_model, remove_model_copy
+from tasuki.node.resource_tracker import ResourceTracker
+from tasuki.node.stop import stop_node
 from tasuki.rollout.arguments import engine_arguments
 from tasuki.rollout.model import ModelFacts
-from tasuki.supervisor.model_copy import preloaded_model, remove_model_copy
-from tasuki.supervisor.resource_tracker import ResourceTracker
-from tasuki.supervisor.stop import stop_node
 from tasuki.wire.errors import InvalidArgument
 
 _WEIGHTS = "model-00001-of-00001.safetensors"

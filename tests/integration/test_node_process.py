@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from tasuki.config.lock import NODE_LOCK, StateLock, holder
-from tasuki.config.places import exit_path, log_path, restart_request_path, socket_dir
+from tasuki.config.paths import exit_path, log_path, restart_request_path, socket_dir
 from tasuki.config.schema import ModelConfig, NodeConfig
-from tasuki.supervisor.node import StartedNode, running_node
-from tasuki.supervisor.stop import stop_node
+from tasuki.node.start import StartedNode, running_node
+from tasuki.node.stop import stop_node
 from tasuki.wire.errors import NodeRunning
 from tests.extent import IS_WHOLE
 from tests.integration.node_process import LIMIT_S, Start, is_alive, nodes_in, wait_for
@@ -214,7 +214,7 @@ def test_down_ends_a_node_whose_guard_was_stopped(start: Start) -> None:
 def test_a_guard_that_does_not_end_after_its_supervisor_is_killed(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     node = start(first="good")
     node.wait_until_up()
-    monkeypatch.setattr("tasuki.supervisor.stop.STOP_TIMEOUT_S", 3.0)
+    monkeypatch.setattr("tasuki.node.stop.STOP_TIMEOUT_S", 3.0)
     is_over = threading.Event()
 
     def stop_again() -> None:
@@ -243,8 +243,8 @@ def test_a_node_that_does_not_end_in_time_changes_nothing_about_how_the_run_ende
         node.wait_until_up()
         return StartedNode(config, node.process, starter_fd=node.starter_fd)
 
-    monkeypatch.setattr("tasuki.supervisor.node.start_node", start_node)
-    monkeypatch.setattr("tasuki.supervisor.stop.STOP_TIMEOUT_S", 0.0)
+    monkeypatch.setattr("tasuki.node.start.start_node", start_node)
+    monkeypatch.setattr("tasuki.node.stop.STOP_TIMEOUT_S", 0.0)
     with running_node(config, tell=said.append):
         pass
     assert len(said) == 1 and said[0].startswith("tasuki: the node has not stopped in 0 s: pid ")

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.config.places import log_path, restart_request_path, stall_dir
-from tasuki.supervisor.stop import stop_node
+from tasuki.config.paths import log_path, restart_request_path, stall_dir
+from tasuki.node.stop import stop_node
 from tests.integration.node_process import Start, is_alive, nodes_in, pids_of, wait_for
 
 

@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from tasuki.client import AsyncClient, Credentials, Phase
-from tasuki.config.places import node_targets
+from tasuki.config.paths import node_targets
 from tasuki.config.ports import port_targets
 from tasuki.v1.types_pb2 import PHASE_ROLLOUT, PHASE_TRAIN
 from tasuki.wire.channel import open_channel

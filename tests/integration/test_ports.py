@@ -10,7 +10,7 @@ import pytest
 
 from tasuki.client import AsyncClient, Credentials
 from tasuki.config.load import load_config
-from tasuki.config.places import node_targets
+from tasuki.config.paths import node_targets
 from tasuki.config.schema import NodeConfig
 from tasuki.rpc.port import check_files, check_ports
 from tasuki.v1 import trainer_pb2

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.config.places import training_output_path
+from tasuki.config.paths import training_output_path
 from tasuki.v1.types_pb2 import PHASE_ROLLOUT, PHASE_TRAIN
 from tests.integration.coordinator_process import Node, running_coordinator
 from tests.integration.port_node import make_certs, make_tokens, mtls, port_config, tokens

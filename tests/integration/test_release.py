@@ -14,8 +14,8 @@ from tasuki.memory import arena as native
 from tasuki.rollout.rank_calls import RankCalls
 from tasuki.rollout.receive import WeightReceiver
 from tasuki.rollout.sync import WeightSync
-from tasuki.transport.imported_weights import import_weights
 from tasuki.v1 import weights_pb2
+from tasuki.weights.imported_weights import import_weights
 from tasuki.wire.errors import BadHandle, TasukiError, VersionOrder
 from tests.integration.breaking_rank import BreakingRank
 from tests.integration.exporting_rank import SHAPES, Engine, TrainerRank

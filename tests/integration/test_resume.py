@@ -15,14 +15,14 @@ from tasuki.client.loop_state import LoopState, write_loop_state, write_pending
 from tasuki.client.step import Step
 from tasuki.config.load import load_config
 from tasuki.config.lock import NODE_LOCK, StateLock
-from tasuki.config.places import config_path, training_log_path
+from tasuki.config.paths import config_path, training_log_path
 from tasuki.config.save import save_config
+from tasuki.node.start import _begin_at_the_model
 from tasuki.runs.continuation import Continuation
 from tasuki.runs.earlier_run import EarlierRun, read_earlier_run
 from tasuki.runs.folder import MetricsFile
 from tasuki.runs.resume import begin, check_restart, go_on, resumable_run
 from tasuki.runs.rl_training import rl_run_settings
-from tasuki.supervisor.node import _begin_at_the_model
 from tasuki.v1 import types_pb2
 from tasuki.wire.errors import InvalidArgument, PathNotFound, TasukiError, VersionOrder
 from tests.integration.scripted_node import ScriptedNode, scripted_node

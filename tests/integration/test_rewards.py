@@ -15,7 +15,7 @@ import pytest
 
 from tasuki.client.rewards import Completion, NamedReward, RewardPool
 from tasuki.client.types import FinishReason, Sample
-from tasuki.supervisor.processes import descendants, shared_memory_of
+from tasuki.node.processes import descendants, shared_memory_of
 from tasuki.wire.errors import InvalidArgument, RewardFailed
 from tests.conftest import ENVIRONMENT
 from tests.limits import limit_s

@@ -15,9 +15,9 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from tasuki.transport.export import WeightExport
-from tasuki.transport.shards import Shard
 from tasuki.v1 import memory_pb2, types_pb2, weights_pb2
+from tasuki.weights.export import WeightExport
+from tasuki.weights.shards import Shard
 from tests.integration.rollout_process import (
     CALL_TIMEOUT_S,
     RolloutProcess,

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
-from tasuki.config.places import pulse_dir
+from tasuki.config.paths import pulse_dir
 from tasuki.rpc.heartbeat import read_pulse
 from tasuki.rpc.metric_names import QUEUED_REQUESTS
 from tasuki.v1 import types_pb2

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 
-from tasuki.config import places
+from tasuki.config import paths
 from tasuki.v1 import memory_pb2, types_pb2
 from tasuki.wire.errors import EnginePoisoned, WeightsCorrupt
 from tests.extent import IS_WHOLE
@@ -57,7 +57,7 @@ def failed_start(state_dir: Path, model: Path, *overrides: str) -> str:
         assert rollout.process.wait(280) == 1
     finally:
         stop_rollout(rollout)
-    left = [path.name for path in places.socket_dir(state_dir).iterdir()]
+    left = [path.name for path in paths.socket_dir(state_dir).iterdir()]
     assert set(left) <= {"pulse"}
     (line,) = [line for line in rollout.log.read_text().splitlines() if line.startswith("tasuki.rollout:")]
     return line
@@ -104,7 +104,7 @@ def test_an_engine_that_has_started_stops_before_the_service_serves(tmp_path: Pa
             time.sleep(0.002)
         rollout.process.send_signal(signal.SIGTERM)
         assert rollout.process.wait(limit_s(10)) in (0, 128 + signal.SIGTERM)
-        assert list(places.socket_dir(rollout.state_dir).glob("*.sock")) == []
+        assert list(paths.socket_dir(rollout.state_dir).glob("*.sock")) == []
     finally:
         stop_rollout(rollout)
 
@@ -120,8 +120,8 @@ def test_a_start_that_is_stopped_leaves_no_process(tmp_path: Path, rollout_model
         assert rollout.process.wait(limit_s(10)) == (-number if number == signal.SIGKILL else 128 + number)
         assert still_there(processes) == []
         if number != signal.SIGKILL:
-            assert not places.engine_dir(rollout.state_dir).exists()
-            assert list(places.pulse_dir(rollout.state_dir).glob("rollout-*")) == []
+            assert not paths.engine_dir(rollout.state_dir).exists()
+            assert list(paths.pulse_dir(rollout.state_dir).glob("rollout-*")) == []
     finally:
         stop_rollout(rollout)
 

@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 
 from tasuki.cli.node_view import show_state, watch
-from tasuki.config.instance import Instance, begin_instance, read_instance
+from tasuki.config.boot_id import Instance, begin_instance, read_instance
 from tasuki.config.lock import NODE_LOCK, StateLock
-from tasuki.config.places import log_path, socket_dir
+from tasuki.config.paths import log_path, socket_dir
 from tasuki.config.save import save_config
 from tasuki.config.schema import ModelConfig, NodeConfig
-from tasuki.supervisor.exit_report import write_exit_report
-from tasuki.supervisor.node import running_node
-from tasuki.supervisor.node_snapshot import NodeReader
-from tasuki.supervisor.serving import CALL_TIMEOUT_S
+from tasuki.node.exit_report import write_exit_report
+from tasuki.node.node_snapshot import NodeReader
+from tasuki.node.serving import CALL_TIMEOUT_S
+from tasuki.node.start import running_node
 from tasuki.v1.types_pb2 import PHASE_TRAIN
 from tasuki.wire.errors import NodeDown
 from tests.integration.coordinator_process import DEADLINE_S, coordinated

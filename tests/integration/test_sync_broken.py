@@ -16,8 +16,8 @@ from tasuki.memory.tags import MemoryTag
 from tasuki.rollout.rank_calls import RankCalls
 from tasuki.rollout.rollout import Rollout
 from tasuki.rollout.sync import WeightSync
-from tasuki.transport.export import WeightExport
 from tasuki.v1 import weights_pb2
+from tasuki.weights.export import WeightExport
 from tasuki.wire.errors import EnginePoisoned, TasukiError, WeightsCorrupt
 from tests.extent import IS_WHOLE
 from tests.integration.breaking_rank import Break, Breaking, BreakingRank, BreakingReplicas, Shapes, digest_of

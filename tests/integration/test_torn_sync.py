@@ -17,10 +17,10 @@ from tasuki.rollout.rank_calls import RankCalls
 from tasuki.rollout.rank_commands import EngineRank, rank_allocator
 from tasuki.rollout.receive import WeightReceiver
 from tasuki.rollout.sync import WeightSync
-from tasuki.transport.copies import HostCopies, HostSummedCopies, ViewCopy
-from tasuki.transport.imported_weights import import_weights
-from tasuki.transport.plan import Slice
 from tasuki.v1 import ranks_pb2, weights_pb2
+from tasuki.weights.copies import HostCopies, HostSummedCopies, ViewCopy
+from tasuki.weights.imported_weights import import_weights
+from tasuki.weights.plan import Slice
 from tasuki.wire.errors import VersionOrder, WeightsCorrupt
 from tests.integration.awkward_model import TENSORS, AwkwardModel, Trainer, receive
 from tests.integration.breaking_rank import BreakingRank

@@ -12,7 +12,7 @@ import pytest
 
 from tasuki.client import AsyncClient, Phase
 from tasuki.config.metrics_schema import MetricsConfig
-from tasuki.config.places import log_path
+from tasuki.config.paths import log_path
 from tasuki.config.schema import ModelConfig, NodeConfig
 from tasuki.config.telemetry_schema import TelemetryConfig
 from tasuki.coordinator.phases import path

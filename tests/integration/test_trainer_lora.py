@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tasuki.client.encode import loss_to_proto
-from tasuki.transport.imported_weights import import_weights
 from tasuki.v1.types_pb2 import ROLE_REFERENCE
+from tasuki.weights.imported_weights import import_weights
 from tests.extent import only_whole
 from tests.integration import trainer_samples as plain
 from tests.integration.trainer_process import TrainerClient, TrainerProcess, connect, samples_of_now, start_trainer

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.config.places import pulse_dir
+from tasuki.config.paths import pulse_dir
 from tasuki.config.schema import ModelConfig, NodeConfig
+from tasuki.node.processes import parent_and_state
+from tasuki.node.watchdog import Stall, Watchdog
 from tasuki.rollout.ranks import RankProcesses
 from tasuki.rpc.heartbeat import Heartbeat, read_pulse
-from tasuki.supervisor.processes import parent_and_state
-from tasuki.supervisor.watchdog import Stall, Watchdog
 from tests.integration.node_process import wait_for
 
 STALL_S = 8.0
@@ -91,7 +91,7 @@ def test_a_process_that_is_exiting_is_gone_and_does_not_hang(
     (path,) = pulse_dir(tmp_path).iterdir()
     path.write_bytes((1).to_bytes(8, "little") * 3)  # it has beaten
     assert first_stall(watchdog, begin=1000, end=1003) is None
-    monkeypatch.setattr("tasuki.supervisor.watchdog.is_exiting", lambda pid: pid == starting.pid)
+    monkeypatch.setattr("tasuki.node.watchdog.is_exiting", lambda pid: pid == starting.pid)
     stall = watchdog.check(now=1003.0)
     assert stall == Stall("rollout", "scheduler0", starting.pid, "the process is gone", is_gone=True)
 

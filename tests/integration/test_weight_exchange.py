@@ -15,14 +15,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tasuki.config.places import base_socket_path
+from tasuki.config.paths import base_socket_path
 from tasuki.config.trainer_schema import LoraConfig
 from tasuki.memory.tags import MemoryTag
 from tasuki.rollout.rank_calls import RankCalls
 from tasuki.rollout.sync import WeightSync
-from tasuki.transport.imported_weights import import_weights
-from tasuki.transport.shared_base import SharedBase, find_base
 from tasuki.v1 import memory_pb2, types_pb2, weights_pb2
+from tasuki.weights.imported_weights import import_weights
+from tasuki.weights.shared_base import SharedBase, find_base
 from tasuki.wire.errors import OutOfGpuMemory, WeightsCorrupt
 from tests.base_copies import shared_by
 from tests.extent import IS_WHOLE, only_whole

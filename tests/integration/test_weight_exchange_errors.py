@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from tasuki.rollout.receive import WeightReceiver
-from tasuki.transport.copies import HostSummedCopies
-from tasuki.transport.imported_weights import import_weights
+from tasuki.weights.copies import HostSummedCopies
+from tasuki.weights.imported_weights import import_weights
 from tasuki.wire.errors import BadHandle, UnsupportedModel, WeightsCorrupt
 from tests.integration.awkward_model import TENSORS, AwkwardModel, Trainer, assert_holds, expected, receive
 from tests.models import poison

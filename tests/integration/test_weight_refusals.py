@@ -17,13 +17,13 @@ import pytest
 import torch
 
 from tasuki.rollout.receive import WeightReceiver
-from tasuki.transport import fd_socket, manifest
-from tasuki.transport.box import Box
-from tasuki.transport.export import WeightExport
-from tasuki.transport.fd_socket import FdServer
-from tasuki.transport.imported_weights import import_weights
-from tasuki.transport.shards import Shard
 from tasuki.v1 import weights_pb2
+from tasuki.weights import fd_socket, manifest
+from tasuki.weights.copy_box import Box
+from tasuki.weights.export import WeightExport
+from tasuki.weights.fd_socket import FdServer
+from tasuki.weights.imported_weights import import_weights
+from tasuki.weights.shards import Shard
 from tasuki.wire.errors import BadHandle, TasukiError, VersionOrder
 from tests.integration.awkward_model import AwkwardModel, Trainer, receive
 from tests.limits import limit_s

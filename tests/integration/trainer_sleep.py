@@ -29,8 +29,8 @@ from tasuki.trainer.launch import read_launch
 from tasuki.trainer.learner import Learner
 from tasuki.trainer.roles import Role
 from tasuki.trainer.service.requests import decode_samples
-from tasuki.transport.imported_weights import ImportedWeights, import_weights
 from tasuki.v1.weights_pb2 import PublishedWeights, WeightHandle
+from tasuki.weights.imported_weights import ImportedWeights, import_weights
 from tasuki.wire.errors import OutOfGpuMemory
 from tests.extent import IS_WHOLE
 from tests.integration.learning import fsdp, learn, metric, start_learner, trained

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from tasuki.transport.box import Box
+from tasuki.weights.copy_box import Box
 
 
 def shapes() -> st.SearchStrategy[tuple[int, ...]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.config.places import socket_dir
+from tasuki.config.paths import socket_dir
 from tasuki.config.schema import MemoryConfig, ModelConfig, NodeConfig, RolloutConfig
 from tasuki.coordinator.admission import Admission
 from tasuki.coordinator.headroom import TAKES

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasuki.transport import checksum as checksum_module
-from tasuki.transport.checksum import MODULUS, checksum
-from tasuki.transport.plan import Slice, whole
+from tasuki.weights import checksum as checksum_module
+from tasuki.weights.checksum import MODULUS, checksum
+from tasuki.weights.plan import Slice, whole
 from tests.extent import examples
 
 

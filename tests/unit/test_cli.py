@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tasuki.config.lock import NODE_LOCK, StateLock
-from tasuki.supervisor.exit_report import write_exit_report
+from tasuki.node.exit_report import write_exit_report
 from tests.conftest import called
 
 

@@ -17,11 +17,11 @@ from tasuki.cli.__main__ import exit_code_of, main
 from tasuki.cli.node_view import draw
 from tasuki.cli.print_text import print_text
 from tasuki.cli.train import how_to_continue
-from tasuki.config.places import node_targets
+from tasuki.config.paths import node_targets
 from tasuki.config.schema import NodeConfig
+from tasuki.node import node_snapshot
+from tasuki.node.node_snapshot import NodeReader, NodeSnapshot, as_dict
 from tasuki.runs.settings import RunSettings
-from tasuki.supervisor import node_snapshot
-from tasuki.supervisor.node_snapshot import NodeReader, NodeSnapshot, as_dict
 from tasuki.v1 import coordinator_pb2, memory_pb2, rollout_pb2, trainer_pb2
 from tests.conftest import ENVIRONMENT
 from tests.tiny_disk import tmpfs

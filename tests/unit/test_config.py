@@ -10,7 +10,7 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 
 from tasuki.config.checks import HEARTBEAT_S
 from tasuki.config.load import load_config
-from tasuki.config.places import node_targets, socket_dir
+from tasuki.config.paths import node_targets, socket_dir
 from tasuki.config.ports import port_targets
 from tasuki.config.replaced_keys import REPLACED
 from tasuki.config.save import save_config

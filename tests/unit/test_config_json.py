@@ -10,8 +10,8 @@ import pytest
 from transformers import Phi3Config
 
 from tasuki.models.families import FAMILIES, read_model
+from tasuki.node.model_folder import check_model_folder
 from tasuki.runs.tokenizer import ModelTokenizer
-from tasuki.supervisor.model_folder import check_model_folder
 from tasuki.trainer.backends.fsdp.model import _without_dropout, read_model_config
 from tasuki.wire.errors import InvalidArgument, UnsupportedModel
 

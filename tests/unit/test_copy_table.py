@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tasuki.transport.checksum import GROUP, MODULUS, checksum
-from tasuki.transport.copies import (
+from tasuki.weights.checksum import GROUP, MODULUS, checksum
+from tasuki.weights.copies import (
     HostChecksums,
     HostSummedCopies,
     ViewChecksum,
@@ -18,10 +18,10 @@ from tasuki.transport.copies import (
     copy_tables,
     summed_copy_tables,
 )
-from tasuki.transport.manifest import Entry
-from tasuki.transport.plan import Piece, Slice, whole
-from tasuki.transport.split import split_by_entries
-from tasuki.transport.table import BLOCK_WORDS, INDEXED_BLOCK_WORDS, TILE_UNITS, Table
+from tasuki.weights.manifest import Entry
+from tasuki.weights.plan import Piece, Slice, whole
+from tasuki.weights.split import split_by_entries
+from tasuki.weights.table import BLOCK_WORDS, INDEXED_BLOCK_WORDS, TILE_UNITS, Table
 from tests.slices import Cut, by_boxes, by_columns, by_rows, by_rows_and_columns, part_of, strided
 
 CPU = torch.device("cpu")

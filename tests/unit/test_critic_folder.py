@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tasuki.config.load import load_config
 from tasuki.config.schema import NodeConfig
-from tasuki.supervisor.model_folder import check_model_folders
-from tasuki.supervisor.node import start_node
+from tasuki.node.model_folder import check_model_folders
+from tasuki.node.start import start_node
 from tasuki.trainer.backends.fsdp.backend import FsdpBackend
 from tasuki.wire.errors import InvalidArgument
 

@@ -6,16 +6,16 @@ import shutil
 from pathlib import Path
 
 from tasuki.dashboard.restarts import RestartLogs
-from tasuki.supervisor.rotation import KEPT_LOGS, rotate
+from tasuki.node.rotation import KEPT_LOGS, rotate
 from tests.dashboard import RECORDED
 
-_START = """2026-11-23 09:00:00,000 INFO service=supervisor logger=tasuki.supervisor event=started service=coordinator pid=1
-2026-11-23 09:00:00,010 INFO service=supervisor logger=tasuki.supervisor event=started service=rollout pid=2
-2026-11-23 09:00:00,020 INFO service=supervisor logger=tasuki.supervisor event=started service=trainer pid=3
+_START = """2026-11-23 09:00:00,000 INFO service=supervisor logger=tasuki.node event=started service=coordinator pid=1
+2026-11-23 09:00:00,010 INFO service=supervisor logger=tasuki.node event=started service=rollout pid=2
+2026-11-23 09:00:00,020 INFO service=supervisor logger=tasuki.node event=started service=trainer pid=3
 """
 _RESTART = """2026-11-23 09:05:00,000 ERROR service=supervisor logger=supervisor event=restart_asked service=coordinator cause=asked
-2026-11-23 09:05:01,000 WARNING service=supervisor logger=tasuki.supervisor event=restart service=coordinator number=1 killed=1 pause_s=0.2
-2026-11-23 09:05:02,000 INFO service=supervisor logger=tasuki.supervisor event=started service=coordinator pid=4
+2026-11-23 09:05:01,000 WARNING service=supervisor logger=tasuki.node event=restart service=coordinator number=1 killed=1 pause_s=0.2
+2026-11-23 09:05:02,000 INFO service=supervisor logger=tasuki.node event=started service=coordinator pid=4
 """
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tasuki.supervisor.processes import is_exiting
+from tasuki.node.processes import is_exiting
 
 _EXITING, _KILL_PENDING = 0x400004, 1 << 8
 
@@ -45,5 +45,5 @@ def _fields(state: str, *, flags: int = 0x400000, num_threads: int = 1, pending:
 def test_a_process_is_exiting_until_it_is_a_zombie_without_threads(
     fields: list[str], expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tasuki.supervisor.processes._stat", lambda pid: fields)
+    monkeypatch.setattr("tasuki.node.processes._stat", lambda pid: fields)
     assert is_exiting(1) == expected

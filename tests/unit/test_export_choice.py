@@ -23,8 +23,8 @@ from tasuki.planner.node_plan import node_layout
 from tasuki.planner.plan import PLAN_STAGES, PlanStage, needed_bytes, plan
 from tasuki.planner.presets import MODELS
 from tasuki.trainer.backends.fsdp.staying import ExportChoice, with_copy_that_stays
-from tasuki.transport import chunk_memory
-from tasuki.transport.chunk_memory import descriptor_problem
+from tasuki.weights import chunk_memory
+from tasuki.weights.chunk_memory import descriptor_problem
 from tasuki.wire.errors import InternalError, InvalidArgument
 
 MODEL = MODELS["qwen2.5-7b"]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.transport.fd_socket import MAX_FDS, FdServer, fetch
+from tasuki.weights.fd_socket import MAX_FDS, FdServer, fetch
 from tasuki.wire.errors import BadHandle, NodeRunning
 from tests.limits import limit_s
 

@@ -11,11 +11,11 @@ from tasuki.cli.__main__ import USER_ERROR, exit_code_of, main
 from tasuki.cli.fleet import fleet_config, up
 from tasuki.config.load import load_beside_node
 from tasuki.config.lock import NODE_LOCK, StateLock
-from tasuki.config.places import client_target, config_path, fleet_target, node_targets
+from tasuki.config.paths import client_target, config_path, fleet_target, node_targets
 from tasuki.config.save import save_config
 from tasuki.config.schema import NodeConfig
-from tasuki.supervisor.exit_report import write_exit_report
-from tasuki.supervisor.services import EXIT_FLEET_ENDED, EXIT_REFUSED, node_services
+from tasuki.node.exit_report import write_exit_report
+from tasuki.node.services import EXIT_FLEET_ENDED, EXIT_REFUSED, node_services
 from tasuki.wire.errors import DeadlineExceeded, InvalidArgument, NotJoined, PeerUnavailable, TasukiError
 
 ENVIRONMENT = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "node-a", "TASUKI_FLEET": "first", "TASUKI_ATTEMPT": "3"}

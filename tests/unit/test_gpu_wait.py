@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
-from tasuki.rpc.gpu_wait import wait_for_rollout_to_leave
+from tasuki.rpc.start_order import wait_for_rollout_to_leave
 from tasuki.v1 import rollout_pb2, rollout_pb2_grpc, types_pb2
 
 KV_CACHE, WEIGHTS = types_pb2.MEMORY_TAG_KV_CACHE, types_pb2.MEMORY_TAG_WEIGHTS

@@ -18,12 +18,12 @@ from tasuki.memory.arena import Arena
 from tasuki.memory.host import HostMemory
 from tasuki.memory.stages import Service, Stage
 from tasuki.memory.tags import DeviceUsage, MemoryTag, ServiceUsage, TagUsage
+from tasuki.node.start import start_node
 from tasuki.planner import budget
 from tasuki.planner.budget import check_host_budget, check_host_ranks
-from tasuki.supervisor.node import start_node
 from tasuki.trainer.backends.fsdp.memory import TrainerMemory
 from tasuki.trainer.backends.fsdp.staying import ExportChoice
-from tasuki.transport.export import ExportMemory, WeightExport
+from tasuki.weights.export import ExportMemory, WeightExport
 from tasuki.wire.errors import InvalidArgument, OutOfGpuMemory
 from tests.unit.test_plan_cli import CONFIG
 

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from tasuki.transport.checksum import checksum
-from tasuki.transport.copies import ViewChecksum, ViewCopy, prepare_checksums, prepare_summed_copies
-from tasuki.transport.plan import Slice, whole
+from tasuki.weights.checksum import checksum
+from tasuki.weights.copies import ViewChecksum, ViewCopy, prepare_checksums, prepare_summed_copies
+from tasuki.weights.plan import Slice, whole
 from tests.extent import examples
 
 CPU = torch.device("cpu")

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tasuki.config.schema import ModelConfig, NodeConfig
-from tasuki.supervisor.inherited import without_secrets
-from tasuki.supervisor.services import node_services
+from tasuki.node.child_env import without_secrets
+from tasuki.node.services import node_services
 
 
 def test_modules_in_the_working_folder_are_not_imported(tmp_path: Path) -> None:

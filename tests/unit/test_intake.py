@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from tasuki.rollout.generate import EngineRequest
-from tasuki.rollout.intake import AT_ONCE, Call, Intake
+from tasuki.rollout.request_queue import AT_ONCE, Call, Intake
 from tasuki.wire.errors import InternalError
 
 ROOM = 2 * AT_ONCE

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasuki.transport.box import Box, first_gap, first_overlap
-from tasuki.transport.manifest import (
+from tasuki.weights.copy_box import Box, first_gap, first_overlap
+from tasuki.weights.manifest import (
     ALIGNMENT,
     Entry,
     IpcMemory,

@@ -12,8 +12,8 @@ import pytest
 from tasuki.config.schema import ModelConfig, NodeConfig
 from tasuki.coordinator.admission import Admission
 from tasuki.coordinator.journal import Journal
-from tasuki.coordinator.memory_record import MemoryRecord
 from tasuki.coordinator.node import Node
+from tasuki.coordinator.observe.memory_record import MemoryRecord
 from tasuki.dashboard.journal_tail import JournalTail, StageColumns
 from tasuki.dashboard.memory import MemoryTimeline, read_plan
 from tasuki.memory.stages import HOLDS, Phase, Service
@@ -88,7 +88,7 @@ async def test_a_disk_that_takes_nothing_costs_the_record_and_no_changeover(
 
 
 async def test_the_file_stays_below_its_bound(devices: Devices, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tasuki.coordinator.memory_record._MAX_BYTES", 3000)
+    monkeypatch.setattr("tasuki.coordinator.observe.memory_record._MAX_BYTES", 3000)
     record = MemoryRecord(tmp_path / "memory.jsonl")
     usages = {service: await devices.usage(service) for service in Service}
     for size in range(20):

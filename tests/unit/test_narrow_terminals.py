@@ -10,9 +10,9 @@ from rich.console import Console, RenderableType
 from tasuki.cli.node_view import draw
 from tasuki.cli.plan import Wishes, layout_of
 from tasuki.cli.plan_report import show
+from tasuki.node.node_snapshot import NodeSnapshot
 from tasuki.planner.advice import advise
 from tasuki.planner.plan import plan
-from tasuki.supervisor.node_snapshot import NodeSnapshot
 from tasuki.v1 import coordinator_pb2, memory_pb2, rollout_pb2, trainer_pb2, types_pb2
 
 GIB = 2**30

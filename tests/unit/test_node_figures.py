@@ -12,10 +12,10 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from tasuki.config.places import training_output_path
-from tasuki.coordinator import run_figures
-from tasuki.coordinator.node_metrics import _whole_text
-from tasuki.coordinator.run_figures import RunFigures
+from tasuki.config.paths import training_output_path
+from tasuki.coordinator.observe import run_figures
+from tasuki.coordinator.observe.node_metrics import _whole_text
+from tasuki.coordinator.observe.run_figures import RunFigures
 from tasuki.memory.stages import Service
 from tasuki.rpc import gpu_seconds
 from tasuki.rpc.gpu_seconds import GpuSeconds

@@ -10,12 +10,12 @@ import pytest
 from tasuki.cli.__main__ import USER_ERROR, main
 from tasuki.config.load import load_config
 from tasuki.config.lock import NODE_LOCK, StateLock
-from tasuki.config.places import config_path
+from tasuki.config.paths import config_path
 from tasuki.config.residency_schema import ResidencyConfig
 from tasuki.config.save import save_config
+from tasuki.node.node_settings import adopt_node, check_node_runs_with
+from tasuki.node.start import running_node
 from tasuki.runs.recipe import recipe
-from tasuki.supervisor.node import running_node
-from tasuki.supervisor.node_settings import adopt_node, check_node_runs_with
 from tasuki.wire.errors import InvalidArgument
 
 HEAD = 'state_dir = "state"\n[model]\npath = "model"\n'

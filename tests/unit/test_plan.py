@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasuki.transport.plan import (
+from tasuki.weights.plan import (
     Constant,
     CopyPlan,
     FallbackWrite,

@@ -40,7 +40,7 @@ from tasuki.planner.shards import shards
 from tasuki.planner.trainer_bytes import trainer_tags
 from tasuki.rollout.arguments import engine_arguments
 from tasuki.rollout.model import ModelFacts
-from tasuki.transport.chunk_memory import new_arena
+from tasuki.weights.chunk_memory import new_arena
 from tests.saved_tensors import kept_bytes
 
 TINY: dict[str, Any] = {

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.config.places import exit_path, log_path
+from tasuki.config.paths import exit_path, log_path
 from tasuki.config.schema import ModelConfig, NodeConfig
-from tasuki.supervisor.exit_report import node_down, write_exit_report
-from tasuki.supervisor.post_mortem import explained, why_it_ended
+from tasuki.node.exit_report import node_down, write_exit_report
+from tasuki.node.post_mortem import explained, why_it_ended
 from tasuki.wire.errors import Draining, NodeDown, PeerUnavailable, ServiceFailed, TasukiError, UnsupportedModel
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tasuki.memory.allocator import NativeAllocator
 from tasuki.memory.tags import MemoryTag
-from tasuki.rollout.kept_content import Span, without
 from tasuki.rollout.rank_commands import RankMemory, rank_allocator
+from tasuki.rollout.saved_buffers import Span, without
 from tasuki.rpc.usage import TAG_VALUES
 from tasuki.v1.memory_pb2 import PauseRequest, ResumeRequest
 

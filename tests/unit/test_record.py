@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tasuki.rollout.record import record_plan
-from tasuki.transport.plan import Constant, whole
+from tasuki.weights.plan import Constant, whole
 
 
 class PaddingRank(nn.Module):

@@ -14,13 +14,13 @@ from tasuki.config.residency_schema import ResidencyConfig
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.host import HostMemory
 from tasuki.memory.stages import Stage
+from tasuki.node import residency as cli
+from tasuki.node.residency import with_residency
+from tasuki.node.start import start_node
 from tasuki.planner.layout import GB
 from tasuki.planner.model_shape import read_model_shape
 from tasuki.planner.node_plan import node_layout
 from tasuki.planner.plan import plan
-from tasuki.supervisor import residency as cli
-from tasuki.supervisor.node import start_node
-from tasuki.supervisor.residency import with_residency
 from tasuki.wire.errors import InvalidArgument
 
 MODEL = {

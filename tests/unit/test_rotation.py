@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tasuki.supervisor.rotation import rotate, rotated_paths
+from tasuki.node.rotation import rotate, rotated_paths
 
 
 def test_the_last_ones_are_kept_and_the_oldest_goes(tmp_path: Path) -> None:

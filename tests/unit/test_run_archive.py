@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tasuki.cli.__main__ import main
-from tasuki.config.places import journal_path, log_path, training_log_path
+from tasuki.config.paths import journal_path, log_path, training_log_path
 from tasuki.coordinator.journal import Journal
 from tasuki.memory.stages import HOLDS, Phase
 from tasuki.runs.archive import archived

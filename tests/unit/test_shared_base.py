@@ -17,12 +17,12 @@ import torch
 
 from tasuki.memory.arena import totals
 from tasuki.trainer.backends.fsdp.shared_base import view_of
-from tasuki.transport.fd_socket import FdServer
-from tasuki.transport.manifest import Entry, check, to_proto
-from tasuki.transport.plan import HeldSlice, Piece, Slice, held_slice
-from tasuki.transport.plan import whole as of_whole
-from tasuki.transport.shards import Shard
-from tasuki.transport.shared_base import SharedBase, WritableBase, await_base, find_base
+from tasuki.weights.fd_socket import FdServer
+from tasuki.weights.manifest import Entry, check, to_proto
+from tasuki.weights.plan import HeldSlice, Piece, Slice, held_slice
+from tasuki.weights.plan import whole as of_whole
+from tasuki.weights.shards import Shard
+from tasuki.weights.shared_base import SharedBase, WritableBase, await_base, find_base
 from tasuki.wire.errors import BadHandle, UnsupportedModel
 from tests.base_copies import chunk_at, chunks_of
 

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasuki.transport.box import Box
-from tasuki.transport.manifest import Entry
-from tasuki.transport.plan import Piece, Slice, whole
-from tasuki.transport.split import indices_of, split_by_entries
+from tasuki.weights.copy_box import Box
+from tasuki.weights.manifest import Entry
+from tasuki.weights.plan import Piece, Slice, whole
+from tasuki.weights.split import indices_of, split_by_entries
 from tests.extent import examples
 from tests.slices import Cut, by_boxes, by_columns, by_rows, by_rows_and_columns, part_of, strided
 from tests.unit.boxes import partitions, shapes

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.config.places import LAUNCHED_VARIABLE
-from tasuki.rollout.rank_seconds import count_seconds
+from tasuki.config.paths import LAUNCHED_VARIABLE
+from tasuki.rollout.rank_timing import count_seconds
 from tasuki.rpc.start_seconds import StartSeconds, read_start_seconds, serves_line
 
 

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import time
 
-from tasuki.supervisor.processes import continue_children, parent_and_state
+from tasuki.node.processes import continue_children, parent_and_state
 from tests.limits import limit_s
 
 

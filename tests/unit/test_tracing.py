@@ -34,7 +34,7 @@ PROCESSES = (
     "tasuki.client",
     "tasuki.cli.__main__",
     "tasuki.coordinator.__main__",
-    "tasuki.supervisor.node",
+    "tasuki.node.start",
     "tasuki.rpc.server",
 )
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from tasuki.trainer.backends.fsdp.model import ARCHITECTURES, read_model_config
 from tasuki.trainer.backends.fsdp.shards import load_shards
-from tasuki.transport.shards import Shard
+from tasuki.weights.shards import Shard
 from tasuki.wire.errors import InvalidArgument, PathNotFound, UnsupportedModel
 from tests.models import CONFIGS
 from tests.slices import part_of

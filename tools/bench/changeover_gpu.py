@@ -39,15 +39,15 @@ import numpy as np
 from tasuki.client import Client, Phase, SamplingParams
 from tasuki.client.types import StageEvent
 from tasuki.config.load import load_config
-from tasuki.config.places import node_targets
+from tasuki.config.paths import node_targets
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.stages import RING
+from tasuki.node.start import start_node
 from tasuki.planner.layout import GB
 from tasuki.planner.node_plan import plan_node
 from tasuki.planner.seconds import expected_seconds
 from tasuki.rpc.stages import stage_to_proto
 from tasuki.rpc.usage import TAGS
-from tasuki.supervisor.node import start_node
 from tasuki.v1 import coordinator_pb2 as pb
 from tasuki.v1 import memory_pb2
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub

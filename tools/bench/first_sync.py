@@ -25,9 +25,9 @@ from tasuki.rollout import receive, recorded_plan
 from tasuki.rollout.receive import _PreparedPlan
 from tasuki.rollout.record import complete_plan, record
 from tasuki.rollout.recorded_plan import RecordedPlan
-from tasuki.transport import copies, plan, split, table
-from tasuki.transport.imported_weights import ImportedWeights
-from tasuki.transport.manifest import Entry, entries_by_name, lay_out
+from tasuki.weights import copies, plan, split, table
+from tasuki.weights.imported_weights import ImportedWeights
+from tasuki.weights.manifest import Entry, entries_by_name, lay_out
 from tests.slices import by_rows
 from tools.bench.cases import METAVAR, Case
 from tools.bench.sync_shapes import QWEN, QwenModel, QwenShape

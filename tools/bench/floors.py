@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tasuki.rollout.receive import WeightReceiver
-from tasuki.transport.copies import DeviceCopies, DeviceSummedCopies, HostCopies
+from tasuki.weights.copies import DeviceCopies, DeviceSummedCopies, HostCopies
 
 
 class Floors:

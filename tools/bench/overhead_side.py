@@ -15,7 +15,7 @@ from typing import BinaryIO
 import psutil
 
 from tasuki.config.lock import NODE_LOCK, holder
-from tasuki.supervisor.processes import SERVICE_VARIABLE
+from tasuki.node.processes import SERVICE_VARIABLE
 from tools.bench.processes import REPOSITORY, tied
 
 CLI = [sys.executable, "-m", "tasuki.cli"]

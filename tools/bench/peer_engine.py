@@ -13,8 +13,8 @@ import torch
 from sglang.srt.managers.tp_worker import BaseTpWorker
 from sglang.srt.utils import MultiprocessingSerializer
 
-from tasuki.rollout import scheduler
 from tasuki.rollout.rank_commands import _ranks
+from tasuki.rollout.sglang import scheduler
 from tools.bench.floors import Floors
 
 BENCH_LOADER = "tools.bench.peer_engine.run_command"

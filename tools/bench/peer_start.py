@@ -32,7 +32,7 @@ def start_engine(
     from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
 
     from tasuki.rollout.rank_commands import COMMAND_LOADER, command_tensors
-    from tasuki.rollout.scheduler import run_scheduler
+    from tasuki.rollout.sglang.scheduler import run_scheduler
 
     class NoSaver:
         configure_subprocess = staticmethod(nullcontext)

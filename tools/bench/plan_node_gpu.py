@@ -26,7 +26,7 @@ import numpy as np
 
 from tasuki.client import Client, LossConfig, Phase, Role, SamplingParams, TrainingSample, ValueLoss
 from tasuki.config.load import load_config
-from tasuki.config.places import node_targets
+from tasuki.config.paths import node_targets
 from tasuki.memory.stages import RING, Stage
 from tasuki.planner.layout import GB
 from tasuki.planner.node_plan import plan_node

@@ -103,7 +103,7 @@ def our_engine(arguments: dict[str, Any]) -> tuple[Any, Mover, Callable[[], Any]
     from tasuki.memory.tags import MemoryTag
     from tasuki.rollout.rank_calls import RankCalls
     from tasuki.rollout.rank_commands import COMMAND_LOADER, command_tensors
-    from tasuki.rollout.scheduler import run_scheduler
+    from tasuki.rollout.sglang.scheduler import run_scheduler
     from tasuki.v1.memory_pb2 import GetUsageRequest
 
     class NoSaver:

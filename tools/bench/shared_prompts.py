@@ -25,7 +25,7 @@ import numpy as np
 from tasuki.client import AsyncClient, Phase
 from tasuki.config.load import load_config
 from tasuki.config.schema import NodeConfig
-from tasuki.supervisor.node import start_node
+from tasuki.node.start import start_node
 from tools.bench.changeover_gpu import STAGE_LIMIT_S
 from tools.bench.gpus import at_least_one, require_gpus
 from tools.bench.node_load import GPU, TINY, Load, make_model

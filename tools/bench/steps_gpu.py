@@ -28,10 +28,10 @@ import numpy as np
 from tasuki.client import AsyncClient, Phase
 from tasuki.config.load import load_config
 from tasuki.config.schema import NodeConfig
+from tasuki.node.start import start_node
 from tasuki.planner.layout import GB
 from tasuki.planner.node_plan import plan_node
 from tasuki.planner.presets import MODELS
-from tasuki.supervisor.node import start_node
 from tools.bench.changeover_gpu import STAGE_LIMIT_S, mapped_gb, smallest_gpu, stages_ms, taken_bytes
 from tools.bench.gpus import at_least_one, require_gpus
 from tools.bench.node_load import GPU, TINY, Load, make_model

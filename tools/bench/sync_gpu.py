@@ -27,10 +27,10 @@ from typing import Any
 import torch
 
 from tasuki.rollout.receive import WeightReceiver
-from tasuki.transport.export import WeightExport
-from tasuki.transport.imported_weights import import_weights
-from tasuki.transport.plan import Slice
 from tasuki.v1 import weights_pb2
+from tasuki.weights.export import WeightExport
+from tasuki.weights.imported_weights import import_weights
+from tasuki.weights.plan import Slice
 from tests.received import ReceivedPiece, check_received
 from tools.bench.cases import METAVAR, Case
 from tools.bench.floors import Floors, floor_ms

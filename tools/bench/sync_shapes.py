@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tasuki.transport.shards import Shard
+from tasuki.weights.shards import Shard
 from tests.slices import Cut, by_rows
 
 

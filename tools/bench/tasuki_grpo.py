@@ -19,10 +19,10 @@ from tasuki.client.rl_loop import RlLoop
 from tasuki.client.step import Step
 from tasuki.client.sync_client import Client
 from tasuki.config.load import load_config
-from tasuki.config.places import node_targets
+from tasuki.config.paths import node_targets
+from tasuki.node.start import running_node
 from tasuki.runs.rewards import named_rewards
 from tasuki.runs.tokenizer import ModelTokenizer
-from tasuki.supervisor.node import running_node
 
 
 def main() -> None:

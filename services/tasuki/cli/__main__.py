@@ -17,7 +17,7 @@ from tasuki.cli.config import warn_of_settings
 from tasuki.cli.fleet_arguments import add_fleet_commands
 from tasuki.cli.plan_arguments import add_plan_arguments
 from tasuki.config.load import load_beside_node, load_config
-from tasuki.config.places import config_path
+from tasuki.config.paths import config_path
 from tasuki.config.schema import NodeConfig
 from tasuki.config.track_schema import TRACKERS, TrackConfig
 from tasuki.wire.denied_path import denied
@@ -236,8 +236,8 @@ def _add_node(parser: argparse.ArgumentParser) -> None:
 
 def _up(arguments: argparse.Namespace) -> int:
     from tasuki.doctor.certificates import warn_of_certificate
-    from tasuki.supervisor.node import start_node
-    from tasuki.supervisor.post_mortem import why_it_ended
+    from tasuki.node.post_mortem import why_it_ended
+    from tasuki.node.start import start_node
 
     config = load_config(arguments.config, overrides=arguments.overrides)
     warn_of_settings(config)
@@ -255,7 +255,7 @@ def _up(arguments: argparse.Namespace) -> int:
 
 
 def _down(arguments: argparse.Namespace) -> int:
-    from tasuki.supervisor.stop import stop_node
+    from tasuki.node.stop import stop_node
 
     state_dir = arguments.state_dir or load_beside_node(arguments.config).state_dir
     sys.stderr.write("the node is down\n" if stop_node(state_dir) else f"no node runs on {state_dir}\n")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tasuki.config.load import load_config
-from tasuki.config.places import fleet_journal_path, journal_path, log_path, training_log_path
+from tasuki.config.paths import fleet_journal_path, journal_path, log_path, training_log_path
 from tasuki.coordinator.audit.commands import audit_commands
 from tasuki.coordinator.audit.history import read_history
 from tasuki.coordinator.audit.invariants import Invariant, Violation

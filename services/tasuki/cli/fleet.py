@@ -21,16 +21,16 @@ from rich.table import Table
 from tasuki.cli.node_view import phase_name, stage_name
 from tasuki.config.load import MAX_CONFIG_BYTES, load_config
 from tasuki.config.lock import NODE_LOCK, TRAINING_LOCK, holder
-from tasuki.config.places import client_target, fleet_target, log_path
+from tasuki.config.paths import client_target, fleet_target, log_path
 from tasuki.config.schema import NodeConfig
 from tasuki.doctor.certificates import warn_of_certificate
 from tasuki.fleet.environment import fleet_table
+from tasuki.node.exit_report import is_requested, node_down, read_exit_report
+from tasuki.node.post_mortem import why_it_ended
+from tasuki.node.services import EXIT_FLEET_ENDED
+from tasuki.node.start import start_node
+from tasuki.node.stop import to_stderr
 from tasuki.rpc.peer_credentials import peer_credentials
-from tasuki.supervisor.exit_report import is_requested, node_down, read_exit_report
-from tasuki.supervisor.node import start_node
-from tasuki.supervisor.post_mortem import why_it_ended
-from tasuki.supervisor.services import EXIT_FLEET_ENDED
-from tasuki.supervisor.stop import to_stderr
 from tasuki.v1 import coordinator_pb2, fleet_pb2, types_pb2
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tasuki.v1.fleet_pb2_grpc import FleetServiceStub

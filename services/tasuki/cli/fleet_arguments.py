@@ -65,8 +65,8 @@ def _up(arguments: argparse.Namespace) -> int:
 def _state(arguments: argparse.Namespace) -> int:
     from tasuki.cli.fleet import UP, show_state
     from tasuki.config.load import load_beside_node, load_config
-    from tasuki.config.places import config_path
-    from tasuki.supervisor.exit_report import node_down
+    from tasuki.config.paths import config_path
+    from tasuki.node.exit_report import node_down
 
     given = None if arguments.config is None else load_beside_node(arguments.config, overrides=arguments.overrides)
     state_dir: Path = arguments.state_dir if given is None else given.state_dir

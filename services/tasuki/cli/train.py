@@ -12,8 +12,13 @@ from pathlib import Path
 from tasuki.client.step import Step
 from tasuki.client.sync_client import Client
 from tasuki.config.lock import TRAINING_LOCK, StateLock, holder
-from tasuki.config.places import client_target
+from tasuki.config.paths import client_target
 from tasuki.config.schema import NodeConfig
+from tasuki.node.fleet_place import check_run
+from tasuki.node.node_settings import adopt_node
+from tasuki.node.post_mortem import explained
+from tasuki.node.processes import continue_children
+from tasuki.node.start import check_state_folder, running_node
 from tasuki.rpc.service_tracer import check_telemetry
 from tasuki.runs.archive import archived
 from tasuki.runs.earlier_run import EarlierRun, run_has_ended
@@ -26,11 +31,6 @@ from tasuki.runs.rl_training import RlTraining
 from tasuki.runs.settings import RunSettings, check_schedules
 from tasuki.runs.sft_training import read_sft
 from tasuki.runs.training import Loop, SaveRequest, Training
-from tasuki.supervisor.fleet_place import check_run
-from tasuki.supervisor.node import check_state_folder, running_node
-from tasuki.supervisor.node_settings import adopt_node
-from tasuki.supervisor.post_mortem import explained
-from tasuki.supervisor.processes import continue_children
 from tasuki.trackers.adapters import check_installed
 from tasuki.trackers.processes import tracked
 from tasuki.wire.denied_path import named_if_denied

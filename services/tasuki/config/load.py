@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from tasuki.algorithms.setting import SettingError
 from tasuki.config.checks import SettingsConflict
-from tasuki.config.places import config_path
+from tasuki.config.paths import config_path
 from tasuki.config.replaced_keys import check_replaced
 from tasuki.config.schema import NodeConfig
 from tasuki.config.security_schema import CallerRole

@@ -9,7 +9,7 @@ import stat
 from pathlib import Path
 from types import TracebackType
 
-from tasuki.config.room import disk_full_at
+from tasuki.config.disk_space import disk_full_at
 from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import InvalidArgument, NodeRunning
 from tasuki.wire.flock import try_lock

@@ -11,19 +11,19 @@ from pathlib import Path
 
 import uvloop
 
-from tasuki.config.instance import Instance, read_instance
+from tasuki.config.boot_id import Instance, read_instance
 from tasuki.config.load import load_config
 from tasuki.config.lock import StateLock
-from tasuki.config.places import journal_path, memory_record_path, node_targets, restart_request_path, socket_dir
+from tasuki.config.paths import journal_path, memory_record_path, node_targets, restart_request_path, socket_dir
 from tasuki.config.ports import port_targets
 from tasuki.config.schema import NodeConfig
 from tasuki.coordinator.admission import Admission
 from tasuki.coordinator.fleet_hold import FleetHold
 from tasuki.coordinator.journal import Journal
-from tasuki.coordinator.memory_record import MemoryRecord
-from tasuki.coordinator.metrics_port import serve_metrics
 from tasuki.coordinator.node import Node
-from tasuki.coordinator.node_metrics import NodeMetrics
+from tasuki.coordinator.observe.memory_record import MemoryRecord
+from tasuki.coordinator.observe.metrics_port import serve_metrics
+from tasuki.coordinator.observe.node_metrics import NodeMetrics
 from tasuki.coordinator.peers import GrpcPeers
 from tasuki.coordinator.planning import Planning
 from tasuki.coordinator.servicer import CoordinatorServicer

@@ -22,7 +22,7 @@ from tasuki.coordinator.headroom import (
     taken_by,
     woken_by,
 )
-from tasuki.coordinator.memory_record import MemoryRecord
+from tasuki.coordinator.observe.memory_record import MemoryRecord
 from tasuki.memory.host import host_memory
 from tasuki.memory.stages import RULES, Service, Stage
 from tasuki.memory.tags import MemoryTag, ServiceUsage

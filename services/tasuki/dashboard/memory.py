@@ -16,7 +16,7 @@ from google.protobuf.json_format import MessageToDict
 
 from tasuki.config.load import load_config
 from tasuki.coordinator.headroom import after
-from tasuki.coordinator.memory_record import read_usages
+from tasuki.coordinator.observe.memory_record import read_usages
 from tasuki.coordinator.phases import phase_of
 from tasuki.coordinator.planned_memory import TAGS
 from tasuki.coordinator.planning import plan_to_proto

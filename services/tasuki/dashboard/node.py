@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tasuki.config.load import load_config
-from tasuki.supervisor.node_snapshot import NodeReader, as_dict
+from tasuki.node.node_snapshot import NodeReader, as_dict
 from tasuki.wire.errors import TasukiError
 
 _RETRY_S = 2.0

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tasuki.config.lock import NODE_LOCK, TRAINING_LOCK, lock_path
-from tasuki.config.places import (
+from tasuki.config.paths import (
     archived_config_path,
     config_path,
     journal_path,

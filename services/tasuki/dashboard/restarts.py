@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from tasuki.supervisor.rotation import KEPT_LOGS, rotated_paths
+from tasuki.node.rotation import KEPT_LOGS, rotated_paths
 from tasuki.wire.regular_file import open_regular, unreadable
 
 _LOG_BYTES = 2_000_000

@@ -11,12 +11,12 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tasuki.config.load import load_config
-from tasuki.config.places import config_path, nccl_log_path
+from tasuki.config.paths import config_path, nccl_log_path
 from tasuki.config.schema import NodeConfig
 from tasuki.doctor.finding import Finding, fail, is_running, ok, warn
+from tasuki.node.exit_report import node_down
 from tasuki.planner.model_shape import read_model_shape
 from tasuki.rpc.peer_credentials import peer_credentials
-from tasuki.supervisor.exit_report import node_down
 from tasuki.v1 import fleet_pb2, trainer_pb2
 from tasuki.v1.fleet_pb2_grpc import FleetServiceStub
 from tasuki.v1.trainer_pb2_grpc import TrainerServiceStub

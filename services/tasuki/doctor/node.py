@@ -12,16 +12,16 @@ from tasuki.doctor.finding import Finding, Verdict, checked, fail, is_running, o
 from tasuki.doctor.gpus import Gpu
 from tasuki.doctor.host import check_disk, check_port, check_shared_memory
 from tasuki.doctor.memory import check_passing, check_plan
+from tasuki.node.fleet_place import check_place
+from tasuki.node.model_folder import check_model_folders
+from tasuki.node.package_versions import check_node_installed
+from tasuki.node.start import check_state_folder
 from tasuki.planner.model_shape import read_model_shape
 from tasuki.rpc.port import check_ports
 from tasuki.rpc.service_tracer import check_telemetry
 from tasuki.runs.inputs import read_inputs
 from tasuki.runs.rewards import open_rewards
 from tasuki.runs.sft_training import read_sft
-from tasuki.supervisor.fleet_place import check_place
-from tasuki.supervisor.installed import check_node_installed
-from tasuki.supervisor.model_folder import check_model_folders
-from tasuki.supervisor.node import check_state_folder
 from tasuki.trackers.adapters import check_installed
 from tasuki.wire.address import split_host_port
 from tasuki.wire.denied_path import denied

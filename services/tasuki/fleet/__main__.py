@@ -17,18 +17,18 @@ from pathlib import Path
 
 import uvloop
 
-from tasuki.config.instance import read_instance
+from tasuki.config.boot_id import read_instance
 from tasuki.config.load import load_config
 from tasuki.config.lock import StateLock
-from tasuki.config.places import REQUESTED_BY, exit_path, socket_dir
+from tasuki.config.paths import REQUESTED_BY, exit_path, socket_dir
 from tasuki.config.schema import NodeConfig
 from tasuki.fleet.digests import this_member
 from tasuki.fleet.lead import lead
 from tasuki.fleet.membership import Membership
+from tasuki.node.services import EXIT_FLEET_ENDED
 from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.rpc.logs import configure_logging
 from tasuki.rpc.peer_credentials import peer_credentials
-from tasuki.supervisor.services import EXIT_FLEET_ENDED
 from tasuki.wire.channel import open_channel
 from tasuki.wire.errors import FleetEnded, InvalidArgument, NotJoined, TasukiError
 from tasuki.wire.printable import printable

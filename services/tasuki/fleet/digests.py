@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tasuki.config.gpus import gpus_of
-from tasuki.config.places import node_targets
+from tasuki.config.paths import node_targets
 from tasuki.config.ports import port_targets
 from tasuki.config.schema import NodeConfig
 from tasuki.v1.fleet_pb2 import FleetNode

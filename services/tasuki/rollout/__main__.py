@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from multiprocessing.util import Finalize
 from pathlib import Path
 
-from tasuki.config import places
+from tasuki.config import paths
 from tasuki.config.gpus import show_gpus
 from tasuki.config.load import load_config
 from tasuki.config.lock import StateLock
@@ -24,9 +24,9 @@ from tasuki.rollout.environment import cache_variables, engine_environment, fore
 from tasuki.rollout.model import read_model
 from tasuki.rollout.ranks import RankProcesses
 from tasuki.rollout.startup_deadline import StartupDeadline
-from tasuki.rpc.gpu_wait import wait_for_trainer_to_leave
 from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.rpc.logs import configure_logging
+from tasuki.rpc.start_order import wait_for_trainer_to_leave
 from tasuki.rpc.start_seconds import StartSeconds
 from tasuki.wire.errors import TasukiError
 
@@ -51,7 +51,7 @@ def main() -> int:
 
 def _serve(config: NodeConfig, deadline: StartupDeadline, start: StartSeconds) -> int:
     model = read_model(config)
-    temp_dir = places.engine_dir(config.state_dir)
+    temp_dir = paths.engine_dir(config.state_dir)
     with StateLock.take(config.state_dir, name="rollout") as lock, ExitStack() as cleanup:
         shutil.rmtree(temp_dir, ignore_errors=True)  # left by a killed service
         temp_dir.mkdir(mode=0o700)
@@ -67,8 +67,8 @@ def _serve(config: NodeConfig, deadline: StartupDeadline, start: StartSeconds) -
         cleanup.callback(ranks.kill)
         cleanup.callback(deadline.finish)
         # At the node's start a trainer that serves already has left the engine its room.
-        if config.device == "cuda" and places.FIRST_START_VARIABLE not in os.environ:
-            wait_for_trainer_to_leave(places.node_targets(config)["trainer"])
+        if config.device == "cuda" and paths.FIRST_START_VARIABLE not in os.environ:
+            wait_for_trainer_to_leave(paths.node_targets(config)["trainer"])
             start.end("room")
         ranks.start(config, held=[lock])
         from tasuki.rollout.serve import serve

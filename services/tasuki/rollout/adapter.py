@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 
 from tasuki.config.trainer_schema import LoraConfig
 from tasuki.rollout.arguments import ADAPTER_ID
-from tasuki.rollout.dense_lora import SLOT
 from tasuki.rollout.record import Layout
+from tasuki.rollout.sglang.dense_lora import SLOT
 from tasuki.wire.errors import BadHandle, InternalError, UnsupportedModel
 
 _PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from tasuki.config.places import model_source
+from tasuki.config.paths import model_source
 from tasuki.config.schema import NodeConfig, RolloutConfig
 from tasuki.config.trainer_schema import LoraConfig
 from tasuki.planner.kv_tokens import graph_requests, running_requests, wanted_tokens

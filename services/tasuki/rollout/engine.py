@@ -22,14 +22,14 @@ from tasuki.config.gpus import gpus_of
 from tasuki.config.schema import NodeConfig
 from tasuki.rollout.arguments import ADAPTER_ID, engine_arguments
 from tasuki.rollout.generate import CUT, Completion, EngineRequest
-from tasuki.rollout.intake import AT_ONCE, Answer, Call, Intake
 from tasuki.rollout.model import ModelFacts, check_capacity
 from tasuki.rollout.rank_commands import COMMAND_LOADER, command_tensors
 from tasuki.rollout.rank_report import RankReport
 from tasuki.rollout.ranks import RankProcesses
 from tasuki.rollout.replicas import Launch, ReplicaSockets, launches_of, shares
-from tasuki.rollout.scheduler import StopTokens
-from tasuki.rpc.heap import freeze_started
+from tasuki.rollout.request_queue import AT_ONCE, Answer, Call, Intake
+from tasuki.rollout.sglang.scheduler import StopTokens
+from tasuki.rpc.gc_freeze import freeze_started
 from tasuki.wire.errors import InternalError
 
 _log = logging.getLogger(__name__)

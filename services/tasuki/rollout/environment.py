@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 from importlib.util import find_spec
 from pathlib import Path
 
-from tasuki.config import places
+from tasuki.config import paths
 from tasuki.config.devices import cpu_threads
 from tasuki.config.schema import NodeConfig
 from tasuki.rollout.model import ModelFacts
@@ -69,7 +69,7 @@ def engine_environment(config: NodeConfig, model: ModelFacts, *, temp_dir: Path)
         "SGLANG_DISABLED_MODEL_ARCHS": ",".join(_other_models(model.architecture)),
     }
     if config.rollout.has_engine_metrics:
-        everywhere["PROMETHEUS_MULTIPROC_DIR"] = str(places.engine_metrics_dir(config.state_dir))
+        everywhere["PROMETHEUS_MULTIPROC_DIR"] = str(paths.engine_metrics_dir(config.state_dir))
     if config.device == "cuda":
         # Ranks would otherwise map the pages of each other's graphs, which move when graphs are paused and resumed.
         return everywhere | {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"}

@@ -20,17 +20,17 @@ from tasuki.memory.arena import ArenaState
 from tasuki.memory.device_usage import device_usage
 from tasuki.memory.tags import MemoryTag, TagUsage
 from tasuki.rollout.engine_lock import EngineLock
-from tasuki.rollout.kept_content import KeptContent, Span, span_of, without
-from tasuki.rollout.rank_line import RankLine
+from tasuki.rollout.rank_socket import RankLine
 from tasuki.rollout.receive import Received, WeightReceiver
 from tasuki.rollout.record import EngineModel
+from tasuki.rollout.saved_buffers import KeptContent, Span, span_of, without
 from tasuki.rpc.failpoints import Failpoints
 from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.rpc.ranks import CommandRunner, Handlers
 from tasuki.rpc.usage import TAGS, usage_response
-from tasuki.transport.shared_base import SharedBase
-from tasuki.transport.verify import HeldSlice
 from tasuki.v1 import memory_pb2, ranks_pb2, types_pb2
+from tasuki.weights.shared_base import SharedBase
+from tasuki.weights.verify import HeldSlice
 from tasuki.wire.errors import Busy
 
 # Beside the cache itself SGLang keeps tables of its layers' addresses in the same region.

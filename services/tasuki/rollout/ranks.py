@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from tasuki.config.schema import NodeConfig
 from tasuki.rollout.rank_report import RankReport
-from tasuki.rpc.heap import preload
+from tasuki.rpc.gc_freeze import preload
 from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.wire.errors import InternalError, TasukiError, from_reason
 
@@ -42,7 +42,7 @@ class RankProcesses:
         """held: open objects that a fork must not keep, such as the lock. On a CPU, call this before any thread starts."""
         is_fork = config.device == "cpu"
         if is_fork:
-            preload("tasuki.rollout.scheduler")
+            preload("tasuki.rollout.sglang.scheduler")
         context = multiprocessing.get_context("fork") if is_fork else multiprocessing.get_context("spawn")
         # Nothing is ever sent: this end closes when the front dies, however it dies.
         end_of_front, self._lifeline = context.Pipe(duplex=False)
@@ -155,7 +155,7 @@ def _run_rank(
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     threading.Thread(target=_die_with_front, args=(end_of_front,), daemon=True).start()
     Heartbeat(config.state_dir, f"scheduler{rank}")  # lets the supervisor notice a stopped process; the scheduler has its own
-    from tasuki.rollout.scheduler import run_scheduler
+    from tasuki.rollout.sglang.scheduler import run_scheduler
 
     run_scheduler(*pipe.recv(), pipe, config, rank)  # pyright: ignore[reportCallIssue]  `launch` says what comes through the pipe
 

@@ -14,13 +14,13 @@ from tasuki.config.failpoints import RECEIVED
 from tasuki.rollout.record import EngineModel, Layout, Parameters, complete_plan
 from tasuki.rollout.recorded_plan import RecordedPlan
 from tasuki.rpc.failpoints import NO_FAILPOINTS, Failpoints
-from tasuki.transport.checksum import checksum
-from tasuki.transport.copies import ViewCopy, compile_copies, prepare_summed_copies
-from tasuki.transport.imported_weights import ImportedWeights, import_weights
-from tasuki.transport.plan import CopyPlan, Slice, whole
-from tasuki.transport.split import split_by_entries
-from tasuki.transport.verify import HeldSlice
 from tasuki.v1 import weights_pb2
+from tasuki.weights.checksum import checksum
+from tasuki.weights.copies import ViewCopy, compile_copies, prepare_summed_copies
+from tasuki.weights.imported_weights import ImportedWeights, import_weights
+from tasuki.weights.plan import CopyPlan, Slice, whole
+from tasuki.weights.split import split_by_entries
+from tasuki.weights.verify import HeldSlice
 from tasuki.wire.errors import InternalError, UnsupportedModel, WeightsCorrupt
 
 

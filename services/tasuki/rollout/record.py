@@ -15,7 +15,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tasuki.transport.plan import Constant, CopyPlan, FallbackWrite, Piece, Slice, check_coverage
+from tasuki.weights.plan import Constant, CopyPlan, FallbackWrite, Piece, Slice, check_coverage
 from tasuki.wire.errors import BadHandle, UnsupportedModel
 
 _aten = torch.ops.aten

@@ -6,9 +6,9 @@ import torch
 
 from tasuki.rollout.fingerprint import Fingerprint
 from tasuki.rollout.record import EngineModel, Layout, Parameters, record
-from tasuki.transport.checksum import checksum
-from tasuki.transport.copies import ViewChecksum, ViewCopy, prepare_checksums, prepare_copies
-from tasuki.transport.plan import Constant, whole
+from tasuki.weights.checksum import checksum
+from tasuki.weights.copies import ViewChecksum, ViewCopy, prepare_checksums, prepare_copies
+from tasuki.weights.plan import Constant, whole
 
 
 class RecordedPlan:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import uvloop
 
-from tasuki.config import places
+from tasuki.config import paths
+from tasuki.config.boot_id import read_instance
 from tasuki.config.gpus import gpus_of
-from tasuki.config.instance import read_instance
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.stages import Service
 from tasuki.rollout.engine import RolloutEngine, start_engine
@@ -64,13 +64,13 @@ async def _serve(
     start.end("engine", within=engine.reports[0].get("start_seconds", {}))
     configure_logging("rollout")  # SGLang has replaced ours
     _log_plans(engine.reports)
-    socket_dir = places.socket_dir(config.state_dir)
+    socket_dir = paths.socket_dir(config.state_dir)
     rank_calls = _make_rank_calls(config, engine, socket_dir=socket_dir)
     sync = WeightSync(
         rank_calls, socket_dir=socket_dir, num_replicas=config.dp_size, full_read_back=config.rollout.full_read_back
     )
     heartbeat = Heartbeat(config.state_dir, "rollout")
-    numbers = CallNumbers(places.generate_calls_path(config.state_dir), instance_id=read_instance(config.state_dir).id)
+    numbers = CallNumbers(paths.generate_calls_path(config.state_dir), instance_id=read_instance(config.state_dir).id)
     try:
         rollout = Rollout(
             engine,
@@ -128,7 +128,7 @@ class _Shutdown:
 def _make_server(config: NodeConfig, tracer: Tracer) -> RpcServer:
     return RpcServer(
         service="rollout",
-        target=places.node_targets(config)["rollout"],
+        target=paths.node_targets(config)["rollout"],
         port=port_of(config, "rollout"),
         fleet=config.fleet,
         tracer=tracer,
@@ -175,4 +175,4 @@ def _add_engine_metrics(
     )
     server.metrics.refresh = load.refresh
     if config.rollout.has_engine_metrics:
-        EngineMetrics(server.registry, places.engine_metrics_dir(config.state_dir))
+        EngineMetrics(server.registry, paths.engine_metrics_dir(config.state_dir))

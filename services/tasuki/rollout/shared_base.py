@@ -15,16 +15,16 @@ from sglang.srt.model_executor import model_runner
 from sglang.srt.model_loader.loader import DefaultModelLoader
 from torch.overrides import TorchFunctionMode
 
-from tasuki.config.places import base_socket_path
+from tasuki.config.paths import base_socket_path
 from tasuki.config.schema import NodeConfig
 from tasuki.models.config_json import read_json_object
 from tasuki.models.families import read_model
 from tasuki.models.shape import check_shared_base
 from tasuki.rollout.published_layout import published_layout
 from tasuki.rollout.record import EngineModel, Layout, Parameters, record_plan
-from tasuki.transport.manifest import Entry, place
-from tasuki.transport.plan import Piece, held_slice
-from tasuki.transport.shared_base import SharedBase, WritableBase, find_base
+from tasuki.weights.manifest import Entry, place
+from tasuki.weights.plan import Piece, held_slice
+from tasuki.weights.shared_base import SharedBase, WritableBase, find_base
 from tasuki.wire.errors import BadHandle, UnsupportedModel
 
 # What fills a parameter that is about to be loaded. A plan covers every element, so nothing of it would be left.

@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 
 from tasuki.rollout.rank_calls import RankCalls
-from tasuki.transport.imported_weights import ImportedWeights, import_weights
-from tasuki.transport.plan import Slice
-from tasuki.transport.verify import Comparison, HeldSlice
 from tasuki.v1 import ranks_pb2, weights_pb2
+from tasuki.weights.imported_weights import ImportedWeights, import_weights
+from tasuki.weights.plan import Slice
+from tasuki.weights.verify import Comparison, HeldSlice
 from tasuki.wire.errors import BadHandle
 
 _IMPORT_TIMEOUT_S = 10.0

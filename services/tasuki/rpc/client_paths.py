@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tasuki.config.places import client_checkpoints_dir
+from tasuki.config.paths import client_checkpoints_dir
 from tasuki.config.schema import NodeConfig
 from tasuki.rpc.methods import PathUse
 from tasuki.wire.errors import InvalidArgument, PermissionDenied

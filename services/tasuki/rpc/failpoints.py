@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tasuki.config.failpoints import Action, Failpoint, parse_failpoint
-from tasuki.config.places import socket_dir
+from tasuki.config.paths import socket_dir
 from tasuki.config.schema import NodeConfig
 
 _SIGNALS = {Action.KILL: signal.SIGKILL, Action.STOP: signal.SIGSTOP}

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tasuki.config.checks import HEARTBEAT_S
-from tasuki.config.places import pulse_dir
+from tasuki.config.paths import pulse_dir
 
 _COUNTERS = struct.Struct("<QQQ")
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from tasuki.config.places import LAUNCHED_VARIABLE, start_seconds_path
+from tasuki.config.paths import LAUNCHED_VARIABLE, start_seconds_path
 
 _log = logging.getLogger("tasuki.rpc")
 _NONE: Mapping[str, float] = MappingProxyType({})

@@ -10,7 +10,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from tasuki.client.durable import write_durably
-from tasuki.config.places import (
+from tasuki.config.paths import (
     archived_config_path,
     config_path,
     fleet_journal_path,
@@ -20,7 +20,7 @@ from tasuki.config.places import (
     training_log_path,
 )
 from tasuki.coordinator.journal_reader import open_journal
-from tasuki.supervisor.rotation import KEPT_LOGS, rotated_paths
+from tasuki.node.rotation import KEPT_LOGS, rotated_paths
 from tasuki.wire.regular_file import read_path
 
 _PROCESSES = ("coordinator", "trainer", "rollout", "supervisor")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from tasuki.client.durable import named_if_full, write_durably
 from tasuki.client.step import Step
-from tasuki.config.places import training_output_path
+from tasuki.config.paths import training_output_path
 from tasuki.memory.stages import HOLDS
 from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import DiskFull, InvalidArgument

@@ -10,11 +10,11 @@ from typing import Any
 from tasuki.client.dataset import Row, read_jsonl
 from tasuki.config.schema import NodeConfig, TrainConfig
 from tasuki.models.config_json import read_json_object, size
+from tasuki.node.model_folder import check_model_folder
 from tasuki.runs.folder import CHECKPOINTS, RUN_FILES
 from tasuki.runs.keys import field_as_key
 from tasuki.runs.settings import RunSettings
 from tasuki.runs.tokenizer import ModelTokenizer
-from tasuki.supervisor.model_folder import check_model_folder
 from tasuki.wire.errors import InvalidArgument, PathExists
 
 

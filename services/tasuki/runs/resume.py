@@ -12,14 +12,14 @@ from tasuki.client.dataset import Dataset
 from tasuki.client.durable import write_durably
 from tasuki.client.loop_state import LOOP_FILE, checkpoint_order, damaged_checkpoint
 from tasuki.client.sync_client import Client
-from tasuki.config.places import training_log_path, training_run_path
+from tasuki.config.paths import training_log_path, training_run_path
 from tasuki.config.schema import NodeConfig
+from tasuki.node.node_settings import running_settings
 from tasuki.runs.continuation import Continuation, check_num_steps, continuation
 from tasuki.runs.earlier_run import EarlierRun, RunHead, read_earlier_run, run_has_ended, write_head
 from tasuki.runs.folder import CHECKPOINTS
 from tasuki.runs.recipe import check_recipe, recipe
 from tasuki.runs.settings import RunSettings
-from tasuki.supervisor.node_settings import running_settings
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 from tasuki.wire.regular_file import read_regular
 

@@ -18,6 +18,7 @@ from tasuki.client.sync_client import Client
 from tasuki.client.types import TrainingSample
 from tasuki.config.schema import NodeConfig
 from tasuki.config.sft_schema import SftConfig
+from tasuki.node.model_folder import check_model_folder
 from tasuki.planner.model_shape import read_model_shape
 from tasuki.runs.continuation import Continuation
 from tasuki.runs.folder import draw_points
@@ -25,7 +26,6 @@ from tasuki.runs.keys import field_as_key
 from tasuki.runs.settings import RunSettings
 from tasuki.runs.tokenizer import ModelTokenizer
 from tasuki.runs.training import Loop
-from tasuki.supervisor.model_folder import check_model_folder
 from tasuki.wire.errors import InvalidArgument
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from tasuki.config.places import log_path
+from tasuki.config.paths import log_path
 from tasuki.config.track_schema import TrackConfig, TrackerName
 
 _WAIT_S = 10.0

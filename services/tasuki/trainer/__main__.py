@@ -16,11 +16,11 @@ from pathlib import Path
 from tasuki.config.gpus import show_gpus
 from tasuki.config.load import load_config
 from tasuki.config.lock import StateLock
-from tasuki.config.places import FIRST_START_VARIABLE, nccl_log_path, node_targets
+from tasuki.config.paths import FIRST_START_VARIABLE, nccl_log_path, node_targets
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.stages import Service
-from tasuki.rpc.gpu_wait import wait_for_rollout_to_leave
 from tasuki.rpc.logs import configure_logging
+from tasuki.rpc.start_order import wait_for_rollout_to_leave
 from tasuki.rpc.start_seconds import StartSeconds
 from tasuki.rpc.staying import staying_tags
 from tasuki.trainer.environment import cache_variables, nccl_log_variables, socket_variables

@@ -17,7 +17,7 @@ from tasuki.algorithms.batch import Metric
 from tasuki.memory.tags import DeviceUsage, MemoryTag, TagUsage
 from tasuki.trainer.data.micro_batch import SequencePart, TokenBatch
 from tasuki.trainer.roles import Role
-from tasuki.transport.export import WeightExport
+from tasuki.weights.export import WeightExport
 
 
 @dataclass(frozen=True, slots=True)

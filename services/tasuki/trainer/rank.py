@@ -10,10 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tasuki.config.devices import cpu_threads
 from tasuki.config.gpus import gpus_of
-from tasuki.config.places import socket_dir
+from tasuki.config.paths import socket_dir
 from tasuki.config.schema import NodeConfig
 from tasuki.rpc.failpoints import Failpoints
-from tasuki.rpc.heap import freeze_started
+from tasuki.rpc.gc_freeze import freeze_started
 from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.rpc.ranks import Handlers
 from tasuki.rpc.start_seconds import StartSeconds

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Sequence
 from contextlib import ExitStack
 
 from tasuki.config.gpus import gpus_of
-from tasuki.config.places import node_targets, socket_dir, training_log_path
+from tasuki.config.paths import node_targets, socket_dir, training_log_path
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.stages import Service
 from tasuki.rpc.commands import CommandGate

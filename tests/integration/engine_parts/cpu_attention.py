@@ -10,8 +10,8 @@ import pytest
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
-from tasuki.rollout import cpu_attention
-from tasuki.rollout.cpu_attention import BatchedAttention
+from tasuki.rollout.sglang import cpu_attention
+from tasuki.rollout.sglang.cpu_attention import BatchedAttention
 
 NUM_SLOTS, CONTEXT, HEADS, HEAD_SIZE = 2000, 64, 4, 16
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from sglang.srt.managers.io_struct import AbortReq, BatchTokenizedGenerateReqInput
 
-from tasuki.rollout.first_samples import FirstSamples
+from tasuki.rollout.sglang.first_samples import FirstSamples
 
 
 def batch(*ids: str) -> Any:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import cast
 
 from tasuki.rollout.engine import RolloutEngine
-from tasuki.rollout.intake import Intake
+from tasuki.rollout.request_queue import Intake
 
 ENDED = {"meta_info": {"finish_reason": {"type": "stop"}}}
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from tasuki.config.schema import ModelConfig, NodeConfig
 from tasuki.rollout.receive import WeightReceiver
-from tasuki.rollout.scheduler import ReportingScheduler
+from tasuki.rollout.sglang.scheduler import ReportingScheduler
 from tests.models import make_model
 
 

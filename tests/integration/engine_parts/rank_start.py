@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from tasuki.rollout import scheduler
+from tasuki.rollout.sglang import scheduler
 from tasuki.wire.errors import InternalError
 
 

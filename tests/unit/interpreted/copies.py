@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tasuki.transport.copies import DeviceSummedCopies, HostSummedCopies, ViewCopy
-from tasuki.transport.plan import whole
+from tasuki.weights.copies import DeviceSummedCopies, HostSummedCopies, ViewCopy
+from tasuki.weights.plan import whole
 
 CPU = torch.device("cpu")
 SHAPES = [(40, 64), (3, 2000), (5,), (9, 77)]

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tasuki.trainer.backends.fsdp.lora.merge_triton import Merge, MergeTable
-from tasuki.transport.checksum import MODULUS, checksum
-from tasuki.transport.plan import Slice, whole
+from tasuki.weights.checksum import MODULUS, checksum
+from tasuki.weights.plan import Slice, whole
 
 SHAPES = [(150, 200), (3, 72), (128, 64)]
 SCALING = 2.0

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from google.protobuf.message import Message
 
-from tasuki.config.places import training_save_path
+from tasuki.config.paths import training_save_path
 from tasuki.config.schema import NodeConfig
 from tasuki.config.trainer_schema import PERFORMANCE_TRAINER_KEYS
 from tasuki.trainer.durable.agreement import agree, outline_of

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasuki.algorithms.loss_types import LossConfig
-from tasuki.config.places import training_save_path
+from tasuki.config.paths import training_save_path
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.stages import Stage
 from tasuki.rpc.chunks import chunks

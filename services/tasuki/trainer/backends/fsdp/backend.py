@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from tasuki.algorithms.batch import Metric
-from tasuki.config.places import model_source, socket_dir
+from tasuki.config.paths import model_source, socket_dir
 from tasuki.config.schema import NodeConfig
 from tasuki.config.trainer_schema import CriticConfig, LoraConfig, OptimizerConfig
 from tasuki.memory.arena import set_host_budget
@@ -66,7 +66,7 @@ from tasuki.trainer.backends.fsdp.trained import Trained, checkpoint_facts, lear
 from tasuki.trainer.data.micro_batch import WHOLE, SequencePart, TokenBatch
 from tasuki.trainer.modules.routing import ExpertLoad
 from tasuki.trainer.roles import Role
-from tasuki.transport.export import ExportMemory, WeightExport
+from tasuki.weights.export import ExportMemory, WeightExport
 from tasuki.wire.errors import OutOfGpuMemory
 
 _HOST_ADVICE = "free memory of the host, or set trainer.reference_on_host = false for a reference on the GPU"

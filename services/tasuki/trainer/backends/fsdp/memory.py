@@ -32,7 +32,7 @@ from tasuki.trainer.backends.fsdp.returning import TAGS as RETURNING_TAGS
 from tasuki.trainer.backends.fsdp.returning import Returning
 from tasuki.trainer.backends.fsdp.staying import NOTHING_STAYS, TAGS, ExportChoice, Staying
 from tasuki.trainer.backends.fsdp.torch_cache import TorchCache
-from tasuki.transport.export import ExportMemory, WeightExport
+from tasuki.weights.export import ExportMemory, WeightExport
 from tasuki.wire.errors import OutOfGpuMemory, TasukiError
 
 # Nothing is offloaded while gradients are pending, so their content need not be kept.

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tasuki.config.gpus import gpu_not_shown
 from tasuki.trainer.launch import Launch
-from tasuki.transport.gloo_peers import check_gloo_peers
+from tasuki.weights.gloo_peers import check_gloo_peers
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 

@@ -39,7 +39,7 @@ from tasuki.trainer.modules.lm_head import LmHead
 from tasuki.trainer.modules.pointwise import fuse_pointwise
 from tasuki.trainer.modules.rotary import fuse_rotation
 from tasuki.trainer.modules.routing import EXPERTS, replace_routers
-from tasuki.transport.shared_base import SharedBase
+from tasuki.weights.shared_base import SharedBase
 from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import InvalidArgument, PathNotFound, UnsupportedModel
 from tasuki.wire.regular_file import open_regular

@@ -22,14 +22,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tasuki.config.fleet_schema import FleetConfig
-from tasuki.config.places import nccl_log_path
+from tasuki.config.paths import nccl_log_path
 from tasuki.config.schema import NodeConfig
 from tasuki.config.trainer_schema import PERFORMANCE_TRAINER_KEYS
 from tasuki.rpc.peer_credentials import peer_credentials
 from tasuki.trainer.backends.fsdp.nccl_log import last_warning, read_log, transports
 from tasuki.trainer.launch import Launch
 from tasuki.trainer.rank_store import FleetStore, join_ranks
-from tasuki.transport.gloo_peers import connect_over_nodes
+from tasuki.weights.gloo_peers import connect_over_nodes
 from tasuki.wire.address import local_address_towards
 from tasuki.wire.errors import PeerUnavailable, VersionOrder
 

@@ -18,7 +18,7 @@ from tasuki.models.checkpoint import CheckpointNames
 from tasuki.models.families import find_family
 from tasuki.models.folder_files import INDEX_FILE
 from tasuki.trainer.backends.fsdp.lora.adapters import adapter_parameters, base_parameters
-from tasuki.transport.shards import Shard, checkpoint_shards
+from tasuki.weights.shards import Shard, checkpoint_shards
 from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 from tasuki.wire.regular_file import open_regular

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from tasuki.config.places import base_socket_path
+from tasuki.config.paths import base_socket_path
 from tasuki.config.schema import NodeConfig
 from tasuki.models.shape import SPLIT_BY_COLUMNS
 from tasuki.trainer.backends.fsdp.lora.adapters import base_parameters
 from tasuki.trainer.backends.fsdp.shards import shards_of
-from tasuki.transport import shards
-from tasuki.transport.manifest import Entry
-from tasuki.transport.shared_base import SharedBase, await_base
+from tasuki.weights import shards
+from tasuki.weights.manifest import Entry
+from tasuki.weights.shared_base import SharedBase, await_base
 from tasuki.wire.errors import UnsupportedModel
 
 _log = logging.getLogger("tasuki.trainer")

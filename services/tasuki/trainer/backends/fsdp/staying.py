@@ -14,7 +14,7 @@ from tasuki.config.schema import NodeConfig
 from tasuki.memory.tags import MemoryTag
 from tasuki.planner.layout import Layout
 from tasuki.trainer.backends.fsdp.mesh import mesh_device
-from tasuki.transport.chunk_memory import descriptor_problem
+from tasuki.weights.chunk_memory import descriptor_problem
 
 _log = logging.getLogger(__name__)
 TAGS = (MemoryTag.WEIGHTS, MemoryTag.GRADIENTS, MemoryTag.OPTIMIZER)

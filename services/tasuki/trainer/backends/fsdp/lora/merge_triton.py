@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tasuki.transport.checksum import GROUP
-from tasuki.transport.kernels import terms
-from tasuki.transport.plan import Slice
+from tasuki.weights.checksum import GROUP
+from tasuki.weights.kernels import terms
+from tasuki.weights.plan import Slice
 
 _ROWS, _COLUMNS, _SPAN, _NUM_WARPS = 64, 64, 8, 4
 """Rows and columns of a block, blocks of a program, and its warps."""

@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as Split
 
 from tasuki.trainer.backends.fsdp.lora.adapters import adapted_parameters
-from tasuki.transport.checksum import MODULUS
-from tasuki.transport.copies import ViewChecksum, prepare_checksums
-from tasuki.transport.export import Place
-from tasuki.transport.plan import whole
+from tasuki.weights.checksum import MODULUS
+from tasuki.weights.copies import ViewChecksum, prepare_checksums
+from tasuki.weights.export import Place
+from tasuki.weights.plan import whole
 
 if TYPE_CHECKING:
     from tasuki.trainer.backends.fsdp.lora.merge_triton import MergeTable
@@ -53,7 +53,7 @@ class AdaptedWeight:
 
 
 class MergedWeights:
-    """All adapted weights of a model, to be published merged; implements tasuki.transport.export.Replaced.
+    """All adapted weights of a model, to be published merged; implements tasuki.weights.export.Replaced.
 
     Merges a few layers at a time, with one collective for all of their A and, on a GPU, one kernel.
     """

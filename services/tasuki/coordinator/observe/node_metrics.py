@@ -1,0 +1,180 @@
+"""All metrics of a node in one text: of coordinator, trainer, rollout and run, and measured and planned memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+from tasuki.config.gpus import gpus_of
+from tasuki.config.schema import NodeConfig
+from tasuki.coordinator.journal import Journal
+from tasuki.coordinator.node import Node
+from tasuki.coordinator.observe.run_figures import RunFigures
+from tasuki.coordinator.peers import GrpcPeers
+from tasuki.coordinator.phases import phase_of
+from tasuki.coordinator.planned_memory import PlannedMemory
+from tasuki.coordinator.planning import Planning
+from tasuki.coordinator.records import StageEvent, Status
+from tasuki.memory.stages import Phase, Service
+from tasuki.memory.tags import ServiceUsage
+from tasuki.rpc.metric_names import (
+    CHANGEOVERS,
+    DEVICE_FREE,
+    DEVICE_TOTAL,
+    GPU_SECONDS,
+    GPUS,
+    MEMORY_MAPPED,
+    MEMORY_STAYS,
+    PHASE,
+    SERVICE_UP,
+    STAGE_SECONDS,
+)
+from tasuki.rpc.metrics import joined, of_service
+from tasuki.wire.errors import TasukiError
+
+_STAGE_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+_READ_TIMEOUT_S = 2.0
+_FRESH_S = 1.0
+_CHANGEOVER = "CHANGEOVER"
+
+
+class NodeMetrics:
+    """Reads everything when it is asked, at most once a second. `follow` counts changeovers meanwhile.
+
+    registry: the coordinator's own. Unreadable metrics are left out; memory is reported as last known.
+    """
+
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        *,
+        config: NodeConfig,
+        node: Node,
+        journal: Journal,
+        peers: GrpcPeers,
+        planning: Planning,
+    ) -> None:
+        self._registry, self._config, self._node = registry, config, node
+        self._journal, self._peers = journal, peers
+        self._planned = PlannedMemory(planning, device=config.device)
+        gpus = gpus_of(config)
+        self._num_gpus = len({*gpus.trainer, *gpus.rollout})
+        self._stages: Histogram = STAGE_SECONDS.histogram(registry, buckets=_STAGE_BUCKETS_S)
+        self._changeovers, self._gpu_seconds = CHANGEOVERS.counter(registry), GPU_SECONDS.counter(registry)
+        self._run = RunFigures(config.state_dir)
+        self._usages: dict[Service, ServiceUsage] = {}
+        self._turn = asyncio.Lock()
+        self._made: tuple[float, bytes] = (float("-inf"), b"")
+
+    async def follow(self) -> None:
+        """Counts ended changeovers until the node's watchers are released."""
+        with self._node.watchers.watching() as updates:
+            while (update := await updates.get()) is not None:
+                self._count(update.event)
+
+    async def text(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        clock = asyncio.get_running_loop()
+        async with self._turn:
+            if clock.time() - self._made[0] > _FRESH_S:
+                self._made = clock.time(), await self._make()
+            return self._made[1]
+
+    async def _make(self) -> bytes:
+        texts, *_ = await asyncio.gather(
+            asyncio.gather(*map(self._of_service, Service)), self._read_run(), self._plan(), *map(self._measure, Service)
+        )
+        answers: dict[Service, bytes | None] = dict(zip(Service, texts, strict=True))
+        for service, text in answers.items():
+            if text is None:
+                self._usages.pop(service, None)
+        own = [*self._state_families(answers), *self._memory_families(), *self._run.families()]
+        return await asyncio.to_thread(_whole_text, self._registry, answers, own)
+
+    def _count(self, event: StageEvent) -> None:
+        if event.stage is not None and event.status is not Status.STARTED:
+            self._stages.labels(event.stage, event.status).observe(event.seconds)
+        elif event.stage is None and event.changeover_id:
+            self._changeovers.labels(self._journal.target_of(event.changeover_id), event.status).inc()
+            self._gpu_seconds.labels("changeover").inc(event.seconds * self._num_gpus)
+
+    async def _of_service(self, service: Service) -> bytes | None:
+        """Metrics of one service; None if it does not answer."""
+        try:
+            return await self._peers.metrics(service, timeout_s=_READ_TIMEOUT_S)
+        except TasukiError:
+            return None
+
+    async def _measure(self, service: Service) -> None:
+        """Measures memory, except during a changeover, whose stages would wait for the ranks' answers."""
+        with suppress(TasukiError):
+            if not self._node.state().changeover_id:
+                self._usages[service] = await self._peers.usage(service)
+
+    async def _plan(self) -> None:
+        with suppress(TasukiError):
+            await self._planned.read()
+
+    async def _read_run(self) -> None:
+        """Reads the run's figures; keeps the old ones if the disk does not answer."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_READ_TIMEOUT_S):
+                await asyncio.to_thread(self._run.read)
+
+    def _state_families(self, answers: Mapping[Service, bytes | None]) -> Iterable[Metric]:
+        up, phase, gpus = SERVICE_UP.gauges(), PHASE.gauges(), GPUS.gauges()
+        up.add_metric(["coordinator"], 1)
+        for service, text in answers.items():
+            up.add_metric([service], text is not None)
+        at = self._node.state().at
+        now = None if at is None else phase_of(at)
+        for name in (*Phase, _CHANGEOVER):
+            phase.add_metric([name], name == (now or _CHANGEOVER))
+        gpus.add_metric([], self._num_gpus)
+        return up, phase, gpus
+
+    def _memory_families(self) -> Iterable[Metric]:
+        names = MEMORY_MAPPED, MEMORY_STAYS, DEVICE_FREE, DEVICE_TOTAL
+        mapped, staying, free, total = (name.gauges() for name in names)
+        sizes: Counter[tuple[str, str, str]] = Counter()
+        num_staying: Counter[tuple[str, str, str]] = Counter()
+        devices: dict[str, tuple[int, int]] = {}
+        for service, usage in self._usages.items():
+            for tag in usage.tags:
+                sizes[service, tag.tag, tag.device] += tag.mapped_bytes
+                num_staying[service, tag.tag, tag.device] += tag.stays
+            devices |= {device.device: (device.free_bytes, device.total_bytes) for device in usage.devices}
+        for key, size in sizes.items():
+            mapped.add_metric(key, size)
+        for key, num_ranks in num_staying.items():
+            staying.add_metric(key, num_ranks)
+        for device, (free_bytes, total_bytes) in devices.items():
+            free.add_metric([device], free_bytes)
+            total.add_metric([device], total_bytes)
+        return mapped, staying, self._planned.family(self._node.state().at), free, total
+
+
+def _whole_text(registry: CollectorRegistry, answers: Mapping[Service, bytes | None], own: Sequence[Metric]) -> bytes:
+    """Text with one family of each name: of the coordinator's registry, the services' answers and `own`."""
+    families = of_service(registry.collect(), "coordinator")
+    for service, text in answers.items():
+        if text is not None:
+            families += of_service(text_string_to_metric_families(text.decode()), service)
+    whole = CollectorRegistry(auto_describe=False)
+    whole.register(_Families(joined([*families, *own])))
+    return generate_latest(whole)
+
+
+class _Families(Collector):
+    def __init__(self, families: Sequence[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families

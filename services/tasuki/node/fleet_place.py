@@ -1,0 +1,70 @@
+"""Checks a node's place in its fleet before anything starts, since the fleet would refuse it only minutes later."""
+
+from __future__ import annotations
+
+from tasuki.config.paths import client_target
+from tasuki.config.ports import UNIX, fleet_port_problem
+from tasuki.config.schema import NodeConfig
+from tasuki.node.node_settings import running_settings
+from tasuki.rpc.client_paths import ClientPaths
+from tasuki.rpc.methods import PathUse
+from tasuki.rpc.port import fleet_port
+from tasuki.wire.address import bind_once, interfaces_with_address, split_host_port
+from tasuki.wire.errors import InvalidArgument, NodeRunning, PermissionDenied
+
+
+def check_place(config: NodeConfig) -> None:
+    """Checks a node about to start. Does nothing without a fleet.
+
+    Raises InvalidArgument naming the key, and NodeRunning if the leader's port is in use.
+    """
+    if config.fleet is None:
+        return
+    _check_interface(config.fleet.interface)
+    if config.fleet.node_rank == 0:
+        _check_is_free(fleet_port(config).target, leader=config.fleet.leader)
+    elif problem := fleet_port_problem(config):
+        key, text = problem
+        raise InvalidArgument(key, f"{key} {text}")
+    _check_output(config, node=config)
+
+
+def check_run(config: NodeConfig) -> None:
+    """Checks a run on the node of `config`, which may already be running. Raises InvalidArgument on a node that does not lead its fleet,
+    and for an output folder in which the fleet may not write."""
+    client_target(config)
+    _check_output(config, node=running_settings(config) or config)
+
+
+def _check_output(config: NodeConfig, *, node: NodeConfig) -> None:
+    """A fleet saves through the nodes' ports, which write below `paths.write` only."""
+    if node.fleet is None or node.trainer.listen == UNIX:
+        return
+    paths = ClientPaths.of(node)
+    for name, table in (("train", config.train), ("sft", config.sft)):
+        if table is None:
+            continue
+        try:
+            paths.check(str(table.output_dir / "checkpoints"), use=PathUse.WRITE)
+        except (InvalidArgument, PermissionDenied) as error:
+            advice = "choose another, or restart all nodes with it in paths.write"
+            raise InvalidArgument(f"{name}.output_dir", f"{error.message}; {advice}") from error
+
+
+def _check_interface(name: str | None) -> None:
+    """Before the trainers try to connect over it."""
+    if name is None:
+        return
+    usable = interfaces_with_address()
+    if name not in usable:
+        raise InvalidArgument("fleet.interface", f'"{name}" has no address on this machine; {", ".join(usable)} have one')
+
+
+def _check_is_free(target: str, *, leader: str) -> None:
+    host, port = split_host_port(target)
+    try:
+        bind_once(host, port)
+    except OSError as error:
+        advice = f"choose another port (--leader, MASTER_PORT) on all nodes; `ss -ltnp sport = :{port}` shows who listens there"
+        problem = f"node 0 cannot serve on {host}:{port}: {error.strerror}; {advice}"
+        raise NodeRunning(f"fleet.leader: {problem}", address=leader) from error

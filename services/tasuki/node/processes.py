@@ -1,0 +1,214 @@
+"""Linux features against orphans: subreaper, parent death signal, and the process tree."""
+
+from __future__ import annotations
+
+import ctypes  # noqa: TID251 - prctl has no other door in Python, and is no part of the native library
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from tasuki.wire.errors import DeadlineExceeded
+
+_log = logging.getLogger("tasuki.node")
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_SHM = Path("/dev/shm")  # noqa: S108 - looked into, never written to
+_POLL_S = 0.02
+_PF_EXITING = 0x4
+EXIT_LIMIT_S = 120.0
+"""Longest wait for processes that are exiting, whose pinned memory and memory of a GPU the kernel frees."""
+SERVICE_VARIABLE = "TASUKI_SERVICE"
+"""Environment variable with the service's name, set in all its processes, so that orphans can be attributed."""
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def adopt_orphans() -> None:
+    """Makes this process the new parent of orphaned descendants."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent(parent_pid: int, number: signal.Signals) -> None:
+    """Asks the kernel to send `number` to this process when its parent ends. Not inherited by children."""
+    _prctl(_PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent_pid:  # it ended before the call
+        os.kill(os.getpid(), number)
+
+
+def descendants(pid: int) -> list[int]:
+    """All processes below `pid` that are not reaped, children before grandchildren."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError):  # the process has just ended
+                # The name in parentheses may contain anything; state and parent follow the last parenthesis.
+                parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
+                children.setdefault(int(parent), []).append(int(entry.name))
+    found = [pid]
+    for one in found:
+        found += children.get(one, [])
+    return found[1:]
+
+
+def parent_and_state(pid: int) -> tuple[int, str]:
+    """The parent, and the kernel's state letter: "T" for stopped, "Z" and "X" for ended."""
+    fields = _stat(pid)
+    return (int(fields[1]), fields[0]) if fields else (0, "X")
+
+
+def has_ended(pid: int) -> bool:
+    """Whether the process is gone or a zombie."""
+    return parent_and_state(pid)[1] in "ZX"
+
+
+def is_exiting(pid: int) -> bool:
+    """Whether the process was killed or has ended, but the kernel still frees its memory. No signal makes that faster."""
+    fields = _stat(pid)
+    if not fields or (fields[0] in "ZX" and int(fields[17]) <= 1):  # the last thread of a zombie may still hold the memory
+        return False
+    was_killed = int(fields[28]) >> (signal.SIGKILL - 1) & 1  # pending while it is in a driver
+    return bool(int(fields[6]) & _PF_EXITING or was_killed)
+
+
+def cannot_be_killed(pid: int) -> str:
+    """Why a process that is exiting is still there, for a message."""
+    return f"pid {pid} is exiting and cannot be killed further: the kernel is freeing its memory"
+
+
+def _stat(pid: int) -> list[str]:
+    """Fields of /proc/PID/stat from the third, the state, on; empty if the process is gone."""
+    try:
+        # The name in parentheses may contain anything.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def continue_children() -> None:
+    """Continues this process's stopped children, which could not end with it."""
+    continue_stopped(pid for pid in descendants(os.getpid()) if parent_and_state(pid)[0] == os.getpid())
+
+
+def continue_stopped(pids: Iterable[int]) -> None:
+    """Sends SIGCONT to those that are stopped."""
+    for pid in pids:
+        if parent_and_state(pid)[1] == "T":
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+
+def end_descendants(*, grace_s: float, kill_s: float, watch: Callable[[dict[int, int]], None]) -> None:
+    """Gives the processes below this one `grace_s` to end, then sends SIGKILL for up to `kill_s` until none is left.
+
+    Waits longer, up to EXIT_LIMIT_S, while one of them is exiting. `watch` is called repeatedly with the result of `reap`.
+    """
+    deadline = time.monotonic() + grace_s
+    while descendants(os.getpid()) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+        watch(reap())
+    left = _kill(lambda: descendants(os.getpid()), kill_s=kill_s, watch=watch)
+    if left:
+        _log.error("event=left pids=%s", ",".join(map(str, left)))
+
+
+def kill_service(name: str, *, kill_s: float, watch: Callable[[dict[int, int]], None]) -> int:
+    """Kills every process of the service below this one. Returns their number once they are gone.
+
+    Waits up to `kill_s`, and up to EXIT_LIMIT_S while one is exiting; then raises DeadlineExceeded. `watch` gets the results of `reap`.
+    """
+    killed: set[int] = set()
+    left: set[int] = set()
+
+    def remaining() -> list[int]:
+        nonlocal left
+        below = descendants(os.getpid())
+        ours = {pid for pid in below if _belongs_to(pid, name)}
+        killed.update(ours)
+        # The environment of an exiting process cannot be read: one that was not seen before may be the service's.
+        left = ours | {pid for pid in below if is_exiting(pid) or (pid in left and not has_ended(pid))}
+        return sorted(left)
+
+    if survivors := _kill(remaining, kill_s=kill_s, watch=watch):
+        pid = next(filter(is_exiting, survivors), survivors[0])
+        why = cannot_be_killed(pid) if is_exiting(pid) else f"pid {pid} is still running"
+        raise DeadlineExceeded(f"{name} has not ended after SIGKILL: {why}", service=name, pid=pid)
+    return len(killed)
+
+
+def _kill(remaining: Callable[[], list[int]], *, kill_s: float, watch: Callable[[dict[int, int]], None]) -> list[int]:
+    """Sends SIGKILL until `remaining` returns nothing, for `kill_s`, or EXIT_LIMIT_S if one is exiting. Returns what is left.
+
+    A process that has an exiting one below it may be waiting for its exit code: it is spared until `kill_s` after that has ended.
+    """
+    started = time.monotonic()
+    ends, spared = started + kill_s, dict[int, float]()
+    is_told = False
+    while left := remaining():
+        now = time.monotonic()
+        exiting = list(filter(is_exiting, left))
+        if exiting:
+            spared |= {pid: now + kill_s for pid in left if any(map(is_exiting, descendants(pid)))}
+            ends = now + 2 * kill_s
+        if now > (started + EXIT_LIMIT_S if exiting else ends):
+            break
+        if exiting and now - started > kill_s and not is_told:
+            _log.warning("event=waits_for_exit pids=%s", ",".join(map(str, exiting)))
+            is_told = True
+        for pid in left:
+            if now >= spared.get(pid, now):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        time.sleep(_POLL_S)
+        watch(reap())
+    return left
+
+
+def _belongs_to(pid: int, service: str) -> bool:
+    try:
+        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:  # the process has just ended
+        return False
+    return f"{SERVICE_VARIABLE}={service}".encode() in environment
+
+
+def reap() -> dict[int, int]:
+    """Exit codes by pid of children that ended since the last call; -N for signal N."""
+    ended: dict[int, int] = {}
+    with suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                break
+            ended[pid] = os.waitstatus_to_exitcode(status)
+    return ended
+
+
+def shared_memory() -> set[Path]:
+    """All files in /dev/shm."""
+    return set(_SHM.iterdir()) if _SHM.is_dir() else set()
+
+
+def shared_memory_of(pids: Iterable[int]) -> set[Path]:
+    """Files in /dev/shm mapped by any of the processes.
+
+    Compared by inode: a named semaphore is mapped under a temporary name before it is renamed.
+    """
+    paths: dict[int, Path] = {}
+    for path in shared_memory():
+        with suppress(OSError):  # the file was just removed
+            paths[path.stat().st_ino] = path
+    mapped: set[int] = set()
+    for pid in pids if paths else ():
+        with suppress(OSError):  # the process has just ended
+            for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
+                if f" {_SHM}/" in line:
+                    mapped.add(int(line.split(maxsplit=5)[4]))
+    return {paths[inode] for inode in mapped & paths.keys()}
+
+
+def _prctl(option: int, value: int) -> None:
+    if _libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option})")

@@ -1,0 +1,96 @@
+"""The services of a node: their commands and environments."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+
+from tasuki.config.devices import cpu_threads
+from tasuki.config.paths import config_path, fleet_target, node_targets, socket_dir
+from tasuki.config.schema import NodeConfig
+
+EXIT_REFUSED = 2
+"""Exit code of a service that was permanently refused something, such as a port or a place in the fleet."""
+EXIT_FLEET_ENDED = 75
+"""Exit code of a node whose fleet has ended, so that the job is restarted (EX_TEMPFAIL of sysexits.h)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceCommand:
+    """Command that starts one service of a node."""
+
+    name: str
+    argv: Sequence[str]
+    target: str
+    """Empty if the service does not listen."""
+    health_name: str
+    environment: dict[str, str] = field(default_factory=dict)
+    after: str | None = None
+    """A service that must listen before this one is restarted. At the node's start all start at the same time."""
+    final_codes: tuple[int, ...] = ()
+    """Exit codes after which the service is not restarted and the node stops."""
+
+
+def node_services(config: NodeConfig) -> list[ServiceCommand]:
+    """The three services, plus the fleet service on a node of a fleet.
+
+    Where trainer and engine share memory, a trainer is restarted once the engine listens.
+    """
+    targets = node_targets(config)
+    arguments = ["--config", str(config_path(config.state_dir))]
+    # Killed engines leave sockets and files in the temporary folder; the run folder is removed with the node.
+    shared = {"PYTHONUNBUFFERED": "1", "TMPDIR": str(socket_dir(config.state_dir))}
+    is_cpu = config.device == "cpu"
+    launch = [sys.executable, "-P", "-m", "tasuki.trainer.launch", "--num-ranks", str(config.trainer.num_ranks)]
+    preload = ["--preload", "tasuki.trainer.serve"] if is_cpu else []
+    return [
+        *_fleet_service(config, shared),
+        ServiceCommand(
+            name="coordinator",
+            argv=[sys.executable, "-P", "-m", "tasuki.coordinator", *arguments],
+            target=targets["coordinator"],
+            health_name="tasuki.v1.CoordinatorService",
+            environment=shared,
+        ),
+        ServiceCommand(
+            name="rollout",
+            argv=[sys.executable, "-P", "-m", "tasuki.rollout", *arguments],
+            target=targets["rollout"],
+            health_name="tasuki.v1.RolloutService",
+            environment={**shared, **({"OMP_NUM_THREADS": str(cpu_threads())} if is_cpu else {})},
+        ),
+        ServiceCommand(
+            name="trainer",
+            argv=[*launch, *preload, "--", "-m", "tasuki.trainer", *arguments],
+            target=targets["trainer"],
+            health_name="tasuki.v1.TrainerService",
+            environment={**shared, "OMP_NUM_THREADS": str(cpu_threads() if is_cpu else 1)},
+            after="rollout" if config.shares_base or not is_cpu else None,
+        ),
+    ]
+
+
+def _fleet_service(config: NodeConfig, environment: dict[str, str]) -> list[ServiceCommand]:
+    """The node's fleet service. Node 0 leads and serves the fleet."""
+    if config.fleet is None:
+        return []
+    return [
+        ServiceCommand(
+            name="fleet",
+            argv=[sys.executable, "-P", "-m", "tasuki.fleet", "--config", str(config_path(config.state_dir))],
+            target=fleet_target(config) if config.fleet.node_rank == 0 else "",
+            health_name="tasuki.v1.CoordinatorService",
+            environment=environment,
+            final_codes=(EXIT_REFUSED, EXIT_FLEET_ENDED),
+        )
+    ]
+
+
+def listens(target: str) -> bool:
+    """Whether a server accepts connections at the unix socket of a gRPC target."""
+    with closing(socket.socket(socket.AF_UNIX)) as probe:
+        probe.settimeout(1.0)
+        return probe.connect_ex(target.removeprefix("unix:")) == 0

@@ -1,0 +1,221 @@
+"""Starts a whole node, from a process that may be interrupted at any moment."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tasuki.config.boot_id import begin_instance
+from tasuki.config.disk_space import disk_full_at
+from tasuki.config.gpus import check_gpu_is_shown
+from tasuki.config.lock import NODE_LOCK, TRAINING_LOCK, StateLock, holder, lock_path
+from tasuki.config.paths import (
+    check_owner,
+    config_path,
+    exit_path,
+    journal_path,
+    log_path,
+    training_log_path,
+    training_run_path,
+)
+from tasuki.config.save import save_config
+from tasuki.config.schema import NodeConfig
+from tasuki.node.child_env import without_secrets
+from tasuki.node.exit_report import node_down
+from tasuki.node.fleet_place import check_place
+from tasuki.node.model_copy import preloaded_model
+from tasuki.node.model_folder import check_model_folders
+from tasuki.node.node_settings import check_node_runs_with
+from tasuki.node.package_versions import check_node_installed
+from tasuki.node.residency import with_residency
+from tasuki.node.rotation import KEPT_LOGS, rotate
+from tasuki.node.serving import Tell, WaitsFor, wait_until_serving
+from tasuki.node.stop import stop_node, to_stderr
+from tasuki.planner.budget import check_host_budget, check_host_ranks
+from tasuki.rpc.port import check_ports
+from tasuki.rpc.service_tracer import check_telemetry
+from tasuki.wire.errors import (
+    DeadlineExceeded,
+    InvalidArgument,
+    NodeDown,
+)
+
+# Each may contain all samples since a checkpoint.
+_KEPT_TRAINING_LOGS = 2
+
+
+class StartedNode:
+    """A node started by this process. It stops with the process unless detached. Must be stopped or detached, once."""
+
+    def __init__(self, config: NodeConfig, process: subprocess.Popen[bytes], *, starter_fd: int) -> None:
+        self.config = config
+        self.process = process
+        self._starter_fd = starter_fd
+        self._is_detached = False
+
+    def detach(self) -> None:
+        """Lets the node live on without this process."""
+        os.write(self._starter_fd, b"1")
+        os.close(self._starter_fd)
+        self._is_detached = True
+
+    def wait(self) -> int:
+        """Waits until the node has ended. Returns 0 after `tasuki down`, 1 if a service ended unexpectedly."""
+        return self.process.wait()
+
+    def stop(self, *, tell: Tell = to_stderr) -> None:
+        """Stops the node. Returns once nothing of it is left. Raises as stop_node."""
+        with _without_interrupts():
+            if not self._is_detached:
+                os.close(self._starter_fd)
+            stop_node(self.config.state_dir, tell=tell)
+            self.process.wait()
+
+
+def start_node(
+    config: NodeConfig, *, resumes: bool = False, tell: Tell = to_stderr, waits_for: WaitsFor = lambda: ""
+) -> StartedNode:
+    """Starts coordinator, trainer and rollout. Returns once all three serve and the phase is known.
+
+    resumes: the trainer resumes where the last one in the state folder ended, instead of from the model. waits_for: polled meanwhile.
+
+    Raises NotInstalled without torch or SGLang, NodeRunning if a node is already running, PathNotFound or InvalidArgument for the model
+    folder, InvalidArgument if GPUs are missing, DiskFull without space in the state folder, ServiceFailed if a service ends before it
+    serves, and as `check_place` for a node of a fleet. After any exception, including KeyboardInterrupt, nothing is left running.
+    """
+    check_node_installed()
+    check_host_ranks(config)
+    check_model_folders(config)
+    check_gpu_is_shown(config)
+    check_host_budget(config)
+    check_ports(config)
+    check_telemetry(config.telemetry)
+    check_state_folder(config)
+    with disk_full_at(config.state_dir):
+        node = _begin(config, resumes=resumes, tell=tell)
+    try:
+        wait_until_serving(node.config, tell=tell, supervisor=node.process, waits_for=waits_for)
+    except BaseException:
+        node.stop(tell=tell)
+        raise
+    return node
+
+
+def _begin(config: NodeConfig, *, resumes: bool, tell: Tell) -> StartedNode:
+    """Copies the model if configured, writes the state folder's files and starts the supervisor. Raises as preloaded_model."""
+    lock = StateLock.take(config.state_dir, name=NODE_LOCK)
+    read_fd, starter_fd = os.pipe()
+    try:
+        check_owner(config.state_dir)  # again: another user may have made it meanwhile
+        check_place(config)
+        config = with_residency(config, resumes=resumes, tell=tell)
+        with preloaded_model(config, tell=tell):
+            save_config(config, config_path(config.state_dir))
+            exit_path(config.state_dir).unlink(missing_ok=True)
+            begin_instance(config.state_dir)
+            if not resumes:
+                _begin_at_the_model(config.state_dir)
+            process = _spawn_supervisor(config, lock_fd=lock.fd, read_fd=read_fd)
+    except BaseException:
+        os.close(starter_fd)  # which ends a supervisor that has started
+        raise
+    finally:
+        lock.close()
+        os.close(read_fd)
+    return StartedNode(config, process, starter_fd=starter_fd)
+
+
+def _begin_at_the_model(state_dir: Path) -> None:
+    """Sets aside the log of the last trainer in the folder, so that the node starts from its model."""
+    rotate(training_log_path(state_dir), keep=_KEPT_TRAINING_LOGS)
+    training_run_path(state_dir).unlink(missing_ok=True)
+
+
+def check_state_folder(config: NodeConfig) -> None:
+    """Refuses a folder with other files, since a node writes node.toml to its folder and removes `run` from it.
+
+    Raises InvalidArgument, also for a FIFO or device in the place of a file, and for a folder whose sockets another user could replace.
+    Files that `tasuki train` creates there before the node starts are allowed.
+    """
+    state_dir = Path(os.path.realpath(config.state_dir))
+    check_owner(state_dir)
+    for path in (*state_dir.glob("*"), *state_dir.glob("logs/*")):
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise InvalidArgument("state_dir", f"{path} is no regular file; remove it, or choose another folder")
+    if not state_dir.is_dir() or lock_path(state_dir, name=NODE_LOCK).exists() or journal_path(state_dir).exists():
+        return
+    made_by_train = {lock_path(state_dir, name=TRAINING_LOCK)}
+    for run in (config.train, config.sft):
+        if run is not None:
+            output_dir = Path(os.path.realpath(run.output_dir))
+            made_by_train |= {output_dir, *output_dir.parents}
+    if any(path not in made_by_train for path in state_dir.iterdir()):
+        raise InvalidArgument("state_dir", f"{state_dir} contains files of something else; give the node its own folder")
+
+
+@contextmanager
+def running_node(config: NodeConfig, *, may_start: bool = True, tell: Tell = to_stderr) -> Iterator[None]:
+    """The node of `config`: the running one, or one started here and stopped at the end, however this process ends.
+
+    may_start: False raises NodeDown instead of starting one. Raises InvalidArgument naming a key in which the running node differs.
+    """
+    check_node_runs_with(config)
+    if holder(config.state_dir, name=NODE_LOCK) is not None and _stays(config, tell=tell):
+        yield
+        return
+    if not may_start:
+        raise node_down(config.state_dir)
+    node = start_node(config, tell=tell)
+    try:
+        yield
+    finally:
+        try:
+            node.stop(tell=tell)
+        except DeadlineExceeded as error:  # the body of the block reports how the run ended
+            tell(f"tasuki: {error.message}")
+
+
+def _stays(config: NodeConfig, *, tell: Tell) -> bool:
+    """Returns True once the running node serves; False if it ends instead, as after its starter was killed."""
+    try:
+        wait_until_serving(config, tell=tell, supervisor=None)
+    except NodeDown:
+        return False
+    return True
+
+
+def _spawn_supervisor(config: NodeConfig, *, lock_fd: int, read_fd: int) -> subprocess.Popen[bytes]:
+    argv = [sys.executable, "-P", "-m", "tasuki.node", str(config.state_dir), str(lock_fd), str(read_fd)]
+    log = log_path(config.state_dir, "supervisor")
+    log.parent.mkdir(mode=0o700, exist_ok=True)
+    rotate(log, keep=KEPT_LOGS)
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            argv,
+            env=without_secrets(os.environ),  # noqa: TID251 - handed on
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            pass_fds=(lock_fd, read_fd),
+            start_new_session=True,
+        )
+
+
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Blocks a second Ctrl-C or SIGTERM while cleaning up after the first."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,292 @@
+"""The supervisor of a node's services: starts them, restarts those that end or hang, and ends them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from tasuki.config.paths import (
+    FIRST_START_VARIABLE,
+    LAUNCHED_VARIABLE,
+    REQUESTED_BY,
+    log_path,
+    restart_request_path,
+)
+from tasuki.node.exit_report import write_exit_report
+from tasuki.node.processes import (
+    SERVICE_VARIABLE,
+    continue_stopped,
+    descendants,
+    die_with_parent,
+    end_descendants,
+    kill_service,
+    reap,
+)
+from tasuki.node.resource_tracker import ResourceTracker
+from tasuki.node.restart_policy import RestartPolicy
+from tasuki.node.rotation import KEPT_LOGS, rotate
+from tasuki.node.services import ServiceCommand, listens
+from tasuki.node.watchdog import Watchdog, dump_stacks
+from tasuki.wire.errors import DeadlineExceeded, TasukiError
+from tasuki.wire.printable import printable
+
+_log = logging.getLogger("tasuki.node")
+GRACE_S = 5.0
+KILL_S = 3.0
+TICK_S = 0.1
+_CHECK_EVERY_S = 1.0
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+class Supervisor:
+    """The services of one node, as children of this process."""
+
+    def __init__(
+        self,
+        state_dir: Path,
+        services: Sequence[ServiceCommand],
+        resources: ResourceTracker,
+        *,
+        starter_fd: int,
+        environment: Mapping[str, str],
+        restarts: RestartPolicy,
+        watchdog: Watchdog,
+        check_start: Callable[[str], None],
+    ) -> None:
+        self._state_dir = state_dir
+        self._resources = resources
+        self._environment = environment
+        self._guard_pid = os.getppid()
+        self._starter_fd: int | None = starter_fd
+        os.set_blocking(starter_fd, False)
+        self._services = {service.name: service for service in services}
+        self._waiting = dict.fromkeys(self._services, 0.0)
+        """Services to start -> earliest time."""
+        self._pids: dict[int, ServiceCommand] = {}
+        self._served: set[str] = set()
+        self._exit_codes: dict[str, int] = {}
+        self._ended_meanwhile: set[str] = set()
+        """Services that ended while another was killed."""
+        self._check_start = check_start
+        self._hindered: dict[str, str] = {}
+        """Services that could not start again -> why."""
+        self._restarts, self._watchdog = restarts, watchdog
+
+    def run(self) -> int:
+        """Returns 0 if asked to stop, 1 if a service failed too often or the supervisor itself failed."""
+        reason, first, code = "", None, 0
+        try:
+            while not reason:
+                self._start_what_can()
+                self._resources.poll()
+                reason, first = self._wait()
+                code = 1 if first else 0
+        except Exception as error:  # noqa: BLE001 - whatever it was, the services must not stay behind
+            _log.exception("event=failed")
+            if isinstance(error, TasukiError):
+                sys.stderr.write(printable(f"tasuki: error {error.reason}: {error.message}") + "\n")
+            reason, code = f"the supervisor failed: {type(error).__name__}: {error}", 1
+        _log.info("event=stop reason=%s", reason)
+        # The fleet service reports the reason to the other nodes.
+        write_exit_report(self._state_dir, reason=reason, first=first)
+        try:
+            self._end_services()
+        finally:
+            self._resources.remove()
+            write_exit_report(
+                self._state_dir, reason=reason, first=first, exit_codes=self._exit_codes, restarts=self._restarts.counts
+            )
+        return code
+
+    def _end_services(self) -> None:
+        self._resources.scan()
+        for pid in self._pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        # A stopped process would not receive it, and others wait for that one.
+        continue_stopped(descendants(os.getpid()))
+        end_descendants(grace_s=GRACE_S, kill_s=KILL_S, watch=self._watch_end)
+
+    def _start_what_can(self) -> None:
+        now = time.monotonic()
+        for name, not_before in list(self._waiting.items()):
+            service = self._services[name]
+            after = None if self._starts_first(name) else service.after
+            if now >= not_before and (after is None or listens(self._services[after].target)):
+                if self._is_hindered(name):
+                    self._waiting[name] = now + _CHECK_EVERY_S
+                    continue
+                del self._waiting[name]
+                self._start(service)
+
+    def _start(self, service: ServiceCommand) -> None:
+        supervisor_pid = os.getpid()
+
+        def in_child() -> None:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+            die_with_parent(supervisor_pid, signal.SIGTERM)
+
+        ours = {SERVICE_VARIABLE: service.name, LAUNCHED_VARIABLE: str(time.monotonic())}
+        if self._starts_first(service.name):
+            ours[FIRST_START_VARIABLE] = "1"
+        with _fresh_log(log_path(self._state_dir, service.name)) as log:
+            process = subprocess.Popen(
+                service.argv,
+                env={**self._environment, **service.environment, **ours},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                # Its own group, so that signals from a terminal do not reach it. Forking is safe: this process has no threads.
+                start_new_session=True,
+                preexec_fn=in_child,
+            )
+        # `reap` waits for it. Popen would, if it is collected or another begins after the service has ended, and the end be missed.
+        process.returncode = 0
+        self._pids[process.pid] = service
+        self._watchdog.launched(service.name, process.pid)
+        _log.info("event=started service=%s pid=%d", service.name, process.pid)
+
+    def _is_hindered(self, name: str) -> bool:
+        """Whether a service that has served would end at once, which would use up its restarts."""
+        if self._starts_first(name):
+            return False
+        try:
+            self._check_start(name)
+        except TasukiError as error:
+            problem = f"{error.reason}: {error.message}"
+            if self._hindered.get(name) != problem:
+                self._hindered[name] = problem
+                _log.error("event=restart_waits service=%s error=%s", name, problem)
+            return True
+        self._hindered.pop(name, None)
+        return False
+
+    def _starts_first(self, name: str) -> bool:
+        """Whether the service has not served since the node started."""
+        return name not in self._served
+
+    def _wait(self) -> tuple[str, str | None]:
+        """Waits a moment and handles events. Returns why the node must stop, or an empty string, and the service to blame."""
+        time.sleep(TICK_S)
+        asked = asked_to_stop()
+        if os.getppid() != self._guard_pid:  # whose end sends SIGTERM
+            return "the guard was killed", None
+        if asked is not None:
+            return f"{REQUESTED_BY} {asked.name}", None
+        if self._starter_is_gone():
+            return "the process that started the node ended", None
+        self._see_who_serves()
+        for name, how in self._ended().items():
+            why = self._start_again(name, how)
+            if why:
+                return why, name
+        return "", None
+
+    def _see_who_serves(self) -> None:
+        for service in self._pids.values():
+            if service.name not in self._served and (not service.target or listens(service.target)):
+                self._served.add(service.name)
+
+    def _ended(self) -> dict[str, str]:
+        """Services that ended unexpectedly, or must be killed because they hang or a restart was requested, and which of these."""
+        ended = dict.fromkeys((*self._ended_meanwhile, *self._note(reap())), "ended by itself")
+        self._ended_meanwhile.clear()
+        if (stall := self._watchdog.check(now=time.monotonic())) is not None and stall.service not in ended:
+            stacks = "-" if stall.is_gone else dump_stacks(self._state_dir, stall)
+            event = "lost" if stall.is_gone else "stalled"
+            _log.error("event=%s process=%s pid=%d cause=%s stacks=%s", event, stall.process, stall.pid, stall.cause, stacks)
+            ended[stall.service] = f"lost {stall.process}" if stall.is_gone else f"hung ({stall.process}: {stall.cause})"
+        for name in self._services:
+            request = restart_request_path(self._state_dir, name)
+            if request.exists() and name not in ended:
+                cause = request.read_text()
+                _log.error("event=restart_asked service=%s cause=%s", name, cause)
+                ended[name] = f"had to be restarted ({cause})"
+            request.unlink(missing_ok=True)
+        return ended
+
+    def _start_again(self, name: str, how: str) -> str:
+        """Kills what is left of the service and schedules its restart. Returns why it must not restart, or an empty string.
+
+        how: why it must be started again, as a verb of the service.
+        """
+        code = self._exit_codes.get(name)
+        if code in self._services[name].final_codes:
+            return f"{name} ended with exit code {code}"
+        if name not in self._served:
+            return f"{name} {how} before it served"
+        pause_s = self._restarts.next_pause(name, now=time.monotonic())
+        if pause_s is None:
+            return f"{name} {how}, more often than restart.max_restarts allows"
+        self._resources.scan()
+        try:
+            num_killed = kill_service(name, kill_s=KILL_S, watch=self._watch_kill)
+        except DeadlineExceeded as error:  # a new one would find the memory taken
+            return f"{name} {how}, and cannot be restarted: {error.message}"
+        self._ended_meanwhile.discard(name)
+        self._watchdog.forget(name)
+        self._pids = {pid: service for pid, service in self._pids.items() if service.name != name}
+        self._waiting[name] = time.monotonic() + pause_s
+        _log.warning(
+            "event=restart service=%s number=%d killed=%d pause_s=%.1f", name, self._restarts.counts[name], num_killed, pause_s
+        )
+        return ""
+
+    def _starter_is_gone(self) -> bool:
+        if self._starter_fd is None:
+            return False
+        try:
+            said = os.read(self._starter_fd, 1)
+        except BlockingIOError:
+            return False
+        os.close(self._starter_fd)
+        self._starter_fd = None
+        return said == b""
+
+    def _watch_kill(self, ended: Mapping[int, int]) -> None:
+        """Serves the other services while one is killed, which may take long."""
+        self._resources.poll()
+        self._ended_meanwhile.update(self._note(ended))
+
+    def _watch_end(self, ended: Mapping[int, int]) -> None:
+        self._resources.poll()
+        self._note(ended)
+
+    def _note(self, ended: Mapping[int, int]) -> list[str]:
+        """Records the exit codes of services and returns their names."""
+        names: list[str] = []
+        for pid, code in ended.items():
+            service = self._pids.pop(pid, None)
+            if service is not None:
+                self._exit_codes[service.name] = code
+                names.append(service.name)
+                _log.info("event=ended service=%s pid=%d exit_code=%d", service.name, pid, code)
+        return names
+
+
+def asked_to_stop() -> signal.Signals | None:
+    """The stop signal received since the last call.
+
+    Avoids sigtimedwait: if this process is stopped and continued meanwhile, Python's returns a signal that was never sent.
+    """
+    pending = signal.sigpending() & set(STOP_SIGNALS)
+    return signal.Signals(signal.sigwait(pending)) if pending else None
+
+
+def _fresh_log(path: Path) -> BinaryIO:
+    """Opens `path` after setting aside earlier logs. If it cannot be written, the service runs without a log."""
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        rotate(path, keep=KEPT_LOGS)
+        return path.open("wb")
+    except OSError as error:
+        _log.error("event=no_log path=%s error=%s", path, error)
+        return Path(os.devnull).open("wb")

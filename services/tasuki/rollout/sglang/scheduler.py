@@ -1,0 +1,278 @@
+"""Runs in every engine rank's process, around SGLang's scheduler: reports what it holds, or why it could not start."""
+
+from __future__ import annotations
+
+import functools
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, cast
+
+import torch
+from sglang.srt.environ import envs
+from sglang.srt.layers import sampler as sglang_sampler
+from sglang.srt.layers.attention import attention_registry
+from sglang.srt.managers import scheduler as sglang_scheduler
+from sglang.srt.model_executor import model_runner
+from sglang.srt.server_args import PortArgs, ServerArgs, get_global_server_args
+
+from tasuki.config.gpus import gpu_not_shown
+from tasuki.config.schema import NodeConfig
+from tasuki.memory.allocator import NativeAllocator
+from tasuki.memory.arena import set_host_budget
+from tasuki.rollout.adapter import AdapterBuffers, UnpinnedLora, serve_adapter
+from tasuki.rollout.engine_lock import EngineLock
+from tasuki.rollout.pending_samples import compile_verification, keep_drafts, reserve_verification
+from tasuki.rollout.published_layout import published_layout
+from tasuki.rollout.rank_commands import EngineRank, rank_allocator, register_rank
+from tasuki.rollout.rank_report import RankReport, reporting
+from tasuki.rollout.rank_timing import count_seconds
+from tasuki.rollout.receive import WeightReceiver
+from tasuki.rollout.record import EngineModel
+from tasuki.rollout.sglang.cpu_attention import BatchedAttention
+from tasuki.rollout.sglang.dense_lora import install_dense_lora
+from tasuki.rollout.sglang.first_samples import FirstSamples
+from tasuki.rollout.sglang.float32_logits import install_float32_logits
+from tasuki.rollout.sglang.memory_saver import install_saver
+from tasuki.rollout.sglang.seeded_sampling import multinomial_with_seed
+from tasuki.rollout.shared_base import EngineBase
+from tasuki.rpc.gc_freeze import freeze_started
+from tasuki.rpc.staying import staying_of_engine_rank
+from tasuki.weights.gloo_peers import check_gloo_peers
+
+
+@dataclass(frozen=True, slots=True)
+class StopTokens:
+    """Replaces the tokenizer where no text is produced: has only the tokens that min_new_tokens must suppress."""
+
+    eos_token_id: int
+    additional_stop_token_ids: set[int]
+
+    @classmethod
+    def of(cls, eos_token_ids: set[int] | None) -> StopTokens | None:
+        """None for a model without an end-of-sequence token."""
+        if not eos_token_ids:
+            return None
+        first, *others = sorted(eos_token_ids)
+        return cls(first, set(others))
+
+
+class LendingReceiver:
+    """SGLang's receiver of requests; releases the lock while it waits for them or for the first rank to pass them on."""
+
+    def __init__(self, receiver: Any, lock: EngineLock) -> None:
+        self._receiver, self._lock = receiver, lock
+
+    def recv_requests(self) -> list[Any]:
+        with self._lock.released():
+            return list(self._receiver.recv_requests())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSetup:
+    """A scheduler's settings besides SGLang's arguments. config: None for an engine outside a node."""
+
+    config: NodeConfig | None
+    rank: int
+    tp_rank: int
+    allocator: NativeAllocator
+    pipe_writer: Connection
+    start_seconds: dict[str, float]
+    """Duration of each part of SGLang's start that has run."""
+    base: EngineBase | None = None
+    """Where the trainer reads the engine's model."""
+
+
+class ReportingScheduler(sglang_scheduler.Scheduler):
+    """SGLang's scheduler as one of our engine ranks; reports what it holds, or why it could not start."""
+
+    def __init__(self, *args: Any, setup: RankSetup, **kwargs: Any) -> None:
+        self._setup, self._lock = setup, EngineLock()
+        self._first_samples: FirstSamples | None = None
+        with reporting(setup.pipe_writer):
+            super().__init__(*args, **kwargs)
+
+    def init_tokenizer(self) -> None:
+        super().init_tokenizer()
+        self.tokenizer = StopTokens.of(self.model_config.hf_eos_token_id)
+
+    def get_init_info(self) -> dict[str, Any]:
+        report = super().get_init_info()
+        report["max_running_requests"] = self.max_running_requests
+        report["weight_bytes"] = _weight_bytes(self)
+        report["kv_cache_bytes"] = _kv_cache_bytes(self)
+        if self.server_args.device == "cuda":
+            # What warming up for CUDA graphs has cached belongs to a stream that is not used again.
+            torch.cuda.empty_cache()
+        num_drafts = self.server_args.speculative_num_draft_tokens
+        if not self.spec_algorithm.is_none() and num_drafts is not None:
+            self._prepare_drafts(num_tokens=(self.max_running_requests or 0) * num_drafts)
+        if self.server_args.device == "cpu":
+            _sample_by_seeds()
+        report["plan_problem"] = self._become_engine_rank()
+        report["start_seconds"] = dict(self._setup.start_seconds)
+        freeze_started()  # SGLang collects garbage whenever it flushes its cache.
+        return dict(report)
+
+    def _prepare_drafts(self, *, num_tokens: int) -> None:
+        started, device = time.monotonic(), torch.device(self._setup.allocator.device)
+        vocab_size = self.model_config.vocab_size
+        with reporting(self._setup.pipe_writer), torch.cuda.stream(self.forward_stream):
+            compile_verification(vocab_size=vocab_size, device=device)
+            reserve_verification(num_tokens=num_tokens, vocab_size=vocab_size, device=device)
+        keep_drafts(self.draft_worker)
+        self._setup.start_seconds["drafts"] = time.monotonic() - started
+
+    def maybe_sleep_on_idle(self) -> None:
+        if self._first_samples is not None and self._first_samples.is_holding:
+            return
+        with self._lock.released():
+            super().maybe_sleep_on_idle()
+
+    def _become_engine_rank(self) -> str:
+        """Lets the front's commands reach the model, and takes the lock for the scheduler. Returns the problem of `_record_ahead`."""
+        setup, lock, adapter = self._setup, self._lock, self._served_adapter()
+        model = cast(EngineModel, self.tp_worker.model_runner.model)
+        engine_rank = EngineRank(
+            model,
+            setup.allocator,
+            rank=setup.rank,
+            scheduler=self,
+            lock=lock,
+            adapter=adapter,
+            staying=frozenset() if setup.config is None else staying_of_engine_rank(setup.config, setup.rank),
+            base=None if setup.base is None else setup.base.base,
+        )
+        engine_rank.receiver.warm_up()
+        problem = self._record_ahead(engine_rank.receiver, adapter)
+        lock.acquire()
+        self.request_receiver = LendingReceiver(self.request_receiver, lock)
+        if not self.server_args.disable_radix_cache:
+            # With overlap a batch begins before the result of the one before it is known.
+            self._first_samples = FirstSamples(self.request_receiver, num_iterations=2 if self.enable_overlap else 1)
+            self.request_receiver = self._first_samples
+        if setup.config is not None:
+            engine_rank.join_node(setup.config)
+        register_rank(engine_rank)
+        return problem
+
+    def _record_ahead(self, receiver: WeightReceiver, adapter: AdapterBuffers | None) -> str:
+        """Records the plan of the first sync, in a node. Returns why that was impossible, or nothing."""
+        started, config = time.monotonic(), self._setup.config
+        if config is None:
+            return ""
+        try:
+            dtype = getattr(torch, config.rollout.dtype)
+            receiver.record_ahead(published_layout(config) if adapter is None else adapter.layout(dtype))
+        except Exception as error:  # noqa: BLE001 - the first sync records again and raises it, if it matters
+            return f"{type(error).__name__}: {error}"
+        self._setup.start_seconds["plan"] = time.monotonic() - started
+        return ""
+
+    def _served_adapter(self) -> AdapterBuffers | None:
+        config = self._setup.config
+        if config is None or config.served_adapter is None:
+            return None
+        manager = self.tp_worker.model_runner.lora_manager
+        with reporting(self._setup.pipe_writer):
+            return serve_adapter(manager, config.served_adapter, tp_rank=self._setup.tp_rank)
+
+
+def run_scheduler(
+    server_args: ServerArgs,
+    port_args: PortArgs,
+    gpu_id: int,
+    tp_rank: int,
+    attn_cp_rank: int,
+    moe_dp_rank: int,
+    moe_ep_rank: int,
+    pp_rank: int,
+    dp_rank: int | None,
+    pipe_writer: Connection,
+    config: NodeConfig | None = None,
+    rank: int | None = None,
+) -> None:
+    """SGLang's `run_scheduler_process` with a scheduler that reports.
+
+    config: of the node; None for an engine outside a node. rank: index among the ranks of all replicas; tp_rank by default.
+    """
+    if server_args.device == "cuda" and not _select_gpu(gpu_id, pipe_writer):
+        return
+    device = torch.device("cpu") if server_args.device == "cpu" else torch.device("cuda", gpu_id)
+    with reporting(pipe_writer):
+        allocator = _rank_memory(config, device)
+        install_saver(allocator)
+        _meet_in_private(port_args)
+        setup = RankSetup(
+            config=config,
+            rank=tp_rank if rank is None else rank,
+            tp_rank=tp_rank,
+            allocator=allocator,
+            pipe_writer=pipe_writer,
+            base=EngineBase(config, rank=tp_rank, device=device) if config is not None and config.shares_base else None,
+            start_seconds=count_seconds(model_runner.ModelRunner),
+        )
+        _install_scheduler(setup, device=server_args.device)
+    sglang_scheduler.run_scheduler_process(
+        server_args, port_args, gpu_id, tp_rank, attn_cp_rank, moe_dp_rank, moe_ep_rank, pp_rank, dp_rank, pipe_writer
+    )
+
+
+def _rank_memory(config: NodeConfig | None, device: torch.device) -> NativeAllocator:
+    """Allocates within the rank's share of the host budget, if there is one."""
+    if config is not None and config.memory.host_budget_bytes is not None:
+        set_host_budget(config.memory.host_budget_bytes // config.num_engine_ranks)
+    return rank_allocator(str(device))
+
+
+def _meet_in_private(port_args: PortArgs) -> None:
+    """Makes the ranks of a replica rendezvous through a file; SGLang's TCP store is open to every user of the machine."""
+    # Next to the replica's sockets: the name is unique to this launch and replica.
+    socket_path = port_args.scheduler_input_ipc_name.removeprefix("ipc://")
+    envs.SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE.set(f"file://{socket_path}.store")
+    check_gloo_peers()
+
+
+def _select_gpu(gpu_id: int, pipe_writer: Connection) -> bool:
+    """Returns False, with a report, if there is no such GPU."""
+    if gpu_id >= torch.cuda.device_count():
+        error = gpu_not_shown("rollout", gpu_id, num_shown=torch.cuda.device_count())
+        pipe_writer.send(RankReport(status="failed", problem=error.message))
+        return False
+    torch.cuda.set_device(gpu_id)
+    return True
+
+
+def _install_scheduler(setup: RankSetup, *, device: str | None) -> None:
+    """Makes SGLang create our scheduler instead of its own, and our parts instead of unsupported ones."""
+    sglang_scheduler.Scheduler = cast(Any, functools.partial(ReportingScheduler, setup=setup))
+    if setup.base is not None:
+        setup.base.install()
+    if setup.config is not None and device == "cuda":
+        install_float32_logits()
+    if setup.config is not None and setup.config.served_adapter is not None:
+        install_dense_lora(setup.config.served_adapter)
+    if device == "cpu":
+        attention_registry.ATTENTION_BACKENDS["torch_native"] = BatchedAttention
+        model_runner.LoRAManager = UnpinnedLora
+    # It would write a file for a data-parallel balancer to /dev/shm that nobody removes.
+    sglang_scheduler.create_load_snapshot_writer = _no_load_snapshots
+
+
+def _sample_by_seeds() -> None:
+    """Samples every request with its own seed. As a start argument, this setting would also require Triton kernels."""
+    get_global_server_args().enable_deterministic_inference = True
+    sglang_sampler.multinomial_with_seed = multinomial_with_seed
+
+
+def _no_load_snapshots(*args: object, **kwargs: object) -> None: ...
+
+
+def _weight_bytes(scheduler: Any) -> int:
+    parameters = scheduler.tp_worker.model_runner.model.parameters()
+    return sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+
+
+def _kv_cache_bytes(scheduler: Any) -> int:
+    size = scheduler.token_to_kv_pool_allocator.get_kvcache().get_kv_size_bytes()
+    return sum(size) if isinstance(size, tuple) else int(size)

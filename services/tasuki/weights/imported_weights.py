@@ -1,0 +1,305 @@
+"""The receiver's side of the weight exchange: arenas of all trainer ranks, mapped once per start of the trainer."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import torch
+from google.protobuf.message import DecodeError
+
+from tasuki.v1 import weights_pb2
+from tasuki.weights import fd_socket
+from tasuki.weights.checksum import checksum
+from tasuki.weights.chunk_memory import ImportedChunks
+from tasuki.weights.device import check_reach, device_uuid
+from tasuki.weights.header import Header, map_sealed
+from tasuki.weights.ipc_memory import ImportedAllocation
+from tasuki.weights.manifest import Entry, Manifest, check_complete, entries_by_name, from_proto, header_bytes
+from tasuki.weights.split import indices_of
+from tasuki.weights.weight_arena import WeightArena
+from tasuki.wire.errors import BadHandle, VersionOrder
+
+
+class ImportedWeights:
+    """Every published tensor of one trainer, readable in place. Created by `import_weights`."""
+
+    def __init__(self, handles: Sequence[weights_pb2.WeightHandle], arenas: Sequence[WeightArena], *, boot_id: str) -> None:
+        self.boot_id = boot_id
+        self.entries = entries_by_name(arena.manifest for arena in arenas)
+        self._named = [_named(handle) for handle in handles]
+        self._generations = [handle.generation for handle in handles]
+        self._leaves = [handle.leaves for handle in handles]
+        self._arenas = list(arenas)
+        places = {name: place for place, name in enumerate(self.entries)}
+        self._places = [np.array([places[entry.name] for entry in arena.manifest.entries], dtype=np.intp) for arena in arenas]
+        self._by_name = np.argsort(np.array(list(self.entries)), kind="stable")
+        whole = ((name, entries[0].dtype, *entries[0].global_shape) for name, entries in sorted(self.entries.items()))
+        self._layout_digest = hashlib.sha256(repr(list(whole)).encode()).digest()
+        self._tensors = {
+            (entry.name, entry.offsets): (tensor, arena.manifest.rank)
+            for arena in arenas
+            if arena.is_mapped
+            for entry, tensor in zip(arena.manifest.entries, arena.tensors, strict=True)
+        }
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether tensors are readable, not only headers."""
+        return all(arena.is_mapped for arena in self._arenas)
+
+    def is_of(self, published: weights_pb2.PublishedWeights) -> bool:
+        """Whether `published` names these arenas, so that they need at most be renewed."""
+        return self.boot_id == published.boot_id and self._named == [_named(handle) for handle in published.handles]
+
+    def renew(self, published: weights_pb2.PublishedWeights, *, timeout_s: float) -> None:
+        """Maps memory that was released or replaced at the same addresses again. Raises BadHandle.
+
+        published: of these arenas (`is_of`).
+        """
+        deadline = time.monotonic() + timeout_s
+        for index, (arena, handle) in enumerate(zip(self._arenas, published.handles, strict=True)):
+            if not self._is_current(index, handle):
+                sent, fds = _fetch(handle, timeout_s=max(0.001, deadline - time.monotonic()))
+                try:
+                    # Nearly always the same: then it needs no further checks, which take milliseconds.
+                    manifest = arena.manifest if sent == arena.message else _checked_manifest(sent, handle)
+                    arena.renew(manifest, fds)
+                finally:
+                    _close(fds)
+            self._generations[index], self._leaves[index] = handle.generation, handle.leaves
+
+    def is_current(self, published: weights_pb2.PublishedWeights) -> bool:
+        """Whether `hold` has nothing to map and takes no time."""
+        return all(self._is_current(index, handle) for index, handle in enumerate(published.handles))
+
+    def _is_current(self, index: int, handle: weights_pb2.WeightHandle) -> bool:
+        arena = self._arenas[index]
+        has_memory = arena.is_mapped and bool(arena.manifest.entries)
+        return not has_memory or (arena.holds_memory and self._generations[index] == handle.generation)
+
+    def hold(self, published: weights_pb2.PublishedWeights, *, timeout_s: float) -> None:
+        """Maps what is needed to read the published version, until `release`. On BadHandle or VersionOrder everything is released."""
+        try:
+            self.renew(published, timeout_s=timeout_s)
+            self.check_version(published.policy_version)
+        except BaseException:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """Releases memory that its owner is about to free, since mappings keep it alive. Headers stay mapped."""
+        for arena, leaves in zip(self._arenas, self._leaves, strict=True):
+            if leaves and arena.is_mapped:
+                arena.release()
+
+    def layout(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of every whole tensor."""
+        return {name: (entries[0].global_shape, getattr(torch, entries[0].dtype)) for name, entries in self.entries.items()}
+
+    def tensor(self, entry: Entry) -> torch.Tensor:
+        """The slice of `entry` in the owner's memory. Read-only."""
+        return self._tensors[entry.name, entry.offsets][0]
+
+    def owner(self, entry: Entry) -> int:
+        """The trainer rank that holds the slice of `entry`."""
+        return self._tensors[entry.name, entry.offsets][1]
+
+    def first_owner(self, device: torch.device) -> int:
+        """The owner that `device` should read first: the rank after its own, so that GPUs start with different owners."""
+        if device.type != "cuda":
+            return 0
+        here = device_uuid(device)
+        local = [arena.manifest.rank for arena in self._arenas if arena.manifest.device_uuid == here]
+        return (local[0] + 1 if local else device.index or 0) % len(self._arenas)
+
+    def gathered(self, name: str) -> torch.Tensor:
+        """A copy of the whole tensor."""
+        entries = self.entries[name]
+        copy = self.tensor(entries[0]).new_empty(entries[0].global_shape)
+        for entry in entries:
+            copy[tuple(map(slice, entry.offsets, entry.box.ends))] = self.tensor(entry)
+        return copy
+
+    def check_version(self, version: int) -> None:
+        """Raises VersionOrder unless every rank currently publishes `version`."""
+        for arena in self._arenas:
+            header = arena.header.read()
+            if header.version != version:
+                have = header.state.name.lower() if header.version is None else header.version
+                raise VersionOrder(
+                    f"asked for policy version {version}, but the arena of trainer rank {arena.manifest.rank} holds {have}",
+                    want=version,
+                    have=have,
+                    rank=arena.manifest.rank,
+                )
+
+    def checksums(self) -> np.ndarray:
+        """Published checksum of each whole tensor: uint64, in the order of `entries`."""
+        totals = np.zeros(len(self.entries), dtype=np.uint64)
+        for arena, places in zip(self._arenas, self._places, strict=True):
+            np.add.at(totals, places, arena.header.checksums())
+        return totals
+
+    def checksums_by_name(self) -> list[int]:
+        """The same in name order, which does not depend on sharding."""
+        return self.checksums()[self._by_name].tolist()
+
+    def layout_digest(self) -> bytes:
+        """SHA-256 of names, dtypes and shapes of the whole tensors, in name order."""
+        return self._layout_digest
+
+    def changed_ranks(self, name: str) -> set[int]:
+        """Trainer ranks whose slice of the tensor no longer matches its published checksum."""
+        changed: set[int] = set()
+        for arena in self._arenas:
+            for entry, value in zip(arena.manifest.entries, arena.header.checksums().tolist(), strict=True):
+                if entry.name == name and checksum(self.tensor(entry), indices_of(entry)) != value:
+                    changed.add(arena.manifest.rank)
+        return changed
+
+    def close(self) -> None:
+        """Unmaps the arenas; their tensors must no longer be used."""
+        self._tensors.clear()
+        for arena in self._arenas:
+            arena.close()
+
+
+def import_weights(
+    published: weights_pb2.PublishedWeights, *, timeout_s: float, device: torch.device | None = None
+) -> ImportedWeights:
+    """Maps the arenas of all handles read-only. Raises BadHandle if one of them, or their combination, is invalid.
+
+    device: where they will be read. None, for a process without a device, maps only the headers of arenas on a GPU.
+    """
+    _check_ranks(published.handles)
+    deadline = time.monotonic() + timeout_s
+    with ExitStack() as stack:
+        arenas: list[WeightArena] = []
+        for handle in published.handles:
+            arena = _import_arena(handle, timeout_s=max(0.001, deadline - time.monotonic()), device=device)
+            stack.callback(arena.close)
+            arena.header.read()  # refuses an arena without a valid header
+            arenas.append(arena)
+            if arena.manifest.num_ranks != len(published.handles):
+                text = (
+                    f"{len(published.handles)} weight handles were given, but the trainer has {arena.manifest.num_ranks} ranks"
+                )
+                raise BadHandle(text, num_ranks=arena.manifest.num_ranks)
+        check_complete([arena.manifest for arena in arenas])
+        stack.pop_all()
+    return ImportedWeights(published.handles, arenas, boot_id=published.boot_id)
+
+
+def _check_ranks(handles: Sequence[weights_pb2.WeightHandle]) -> None:
+    if not handles:
+        raise BadHandle("no weight handles were given")
+    for index, rank in enumerate(sorted(handle.rank for handle in handles)):
+        if rank != index:
+            wrong = f"rank {index} is missing" if rank > index else f"rank {rank} is there twice"
+            raise BadHandle(
+                f"expected one weight handle for each trainer rank: of {len(handles)}, {wrong}", rank=min(rank, index)
+            )
+
+
+def _named(handle: weights_pb2.WeightHandle) -> tuple[object, ...]:
+    """The part of a handle that is the same in every sync."""
+    return handle.rank, handle.socket_path, handle.manifest_digest, handle.kind
+
+
+_PLACES = {
+    weights_pb2.HANDLE_KIND_HOST_MEMFD: "cpu",
+    weights_pb2.HANDLE_KIND_CUDA_VMM_FD: "cuda",
+    weights_pb2.HANDLE_KIND_CUDA_IPC: "cuda",
+}
+
+
+def _import_arena(handle: weights_pb2.WeightHandle, *, timeout_s: float, device: torch.device | None) -> WeightArena:
+    if handle.kind not in _PLACES:
+        raise BadHandle(
+            f"trainer rank {handle.rank}: handles of kind {_kind_name(handle)} cannot be imported", rank=handle.rank
+        )
+    sent, fds = _fetch(handle, timeout_s=timeout_s)
+    try:
+        arena = _map_arena(_checked_manifest(sent, handle), fds, handle=handle, device=device)
+        arena.message = sent
+        return arena
+    finally:
+        _close(fds)
+
+
+def _fetch(handle: weights_pb2.WeightHandle, *, timeout_s: float) -> tuple[weights_pb2.WeightManifest, list[int]]:
+    """Fetches the unchecked manifest and the descriptors of a handle. The caller owns the descriptors. Raises BadHandle."""
+    message, fds = fd_socket.fetch(Path(handle.socket_path), timeout_s=timeout_s)
+    try:
+        return _parsed(message, handle), fds
+    except BaseException:
+        _close(fds)
+        raise
+
+
+def _parsed(message: bytes, handle: weights_pb2.WeightHandle) -> weights_pb2.WeightManifest:
+    try:
+        return weights_pb2.WeightManifest.FromString(message)
+    except DecodeError as error:
+        raise BadHandle(f"{handle.socket_path} sent no manifest: {error}", rank=handle.rank) from error
+
+
+def _checked_manifest(sent: weights_pb2.WeightManifest, handle: weights_pb2.WeightHandle) -> Manifest:
+    manifest = from_proto(sent)
+    if manifest.rank != handle.rank or manifest.digest() != handle.manifest_digest:
+        raise BadHandle(
+            f"{handle.socket_path} sent a manifest that differs from the handle of rank {handle.rank}", rank=handle.rank
+        )
+    return manifest
+
+
+def _close(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+def _map_arena(
+    manifest: Manifest,
+    fds: Sequence[int],
+    *,
+    handle: weights_pb2.WeightHandle,
+    device: torch.device | None,
+) -> WeightArena:
+    wanted = _PLACES[handle.kind]
+    if bool(manifest.device_uuid) != (wanted == "cuda") or (device is not None and device.type != wanted):
+        place = f"GPU {manifest.device_uuid}" if manifest.device_uuid else "host memory"
+        raise BadHandle(
+            f"trainer rank {manifest.rank}: handle of kind {_kind_name(handle)} for weights in {place} cannot be imported on "
+            f"{device or 'the host'}",
+            rank=manifest.rank,
+        )
+    if (manifest.ipc_memory is not None) != (handle.kind == weights_pb2.HANDLE_KIND_CUDA_IPC):
+        raise BadHandle(f"trainer rank {manifest.rank}: its manifest is not one of {_kind_name(handle)}", rank=manifest.rank)
+    if len(fds) != 1 + len(manifest.chunk_bytes):
+        raise BadHandle(
+            f"trainer rank {manifest.rank} sent {len(fds)} descriptors for a header and {len(manifest.chunk_bytes)} chunks",
+            rank=manifest.rank,
+        )
+    header = Header(manifest, map_sealed(fds[0], header_bytes(len(manifest.entries)), rank=manifest.rank))
+    if not manifest.entries or (device is None and wanted == "cuda"):
+        return WeightArena(manifest, kind=handle.kind, header=header, tensors=())
+    memory = _map_memory(manifest, fds[1:], device=device or torch.device("cpu"))
+    return WeightArena(manifest, kind=handle.kind, header=header, tensors=memory.tensors(), memory=memory)
+
+
+def _map_memory(manifest: Manifest, fds: Sequence[int], *, device: torch.device) -> ImportedChunks | ImportedAllocation:
+    if device.type == "cuda":
+        check_reach(manifest, device)
+    if manifest.ipc_memory is not None:
+        return ImportedAllocation(manifest, device=device)
+    return ImportedChunks(manifest, fds, device=device)
+
+
+def _kind_name(handle: weights_pb2.WeightHandle) -> str:
+    return weights_pb2.HandleKind.Name(handle.kind) if handle.kind in weights_pb2.HandleKind.values() else str(handle.kind)

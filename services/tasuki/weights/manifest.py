@@ -1,0 +1,284 @@
+"""Contents of one trainer rank's arena: names, dtypes, slices and offsets. Pure data and its checks."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import pairwise
+from operator import gt
+
+from tasuki.v1 import weights_pb2
+from tasuki.weights.copy_box import Box, first_gap, first_overlap
+from tasuki.wire.errors import BadHandle
+
+ALIGNMENT = 256
+"""Alignment of entries in bytes, chosen for vector loads and copy engines."""
+ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+HEADER_FIXED_WORDS = 4
+"""64-bit words before the checksums: magic, number of entries, state, version."""
+MAX_CHUNKS = 252
+"""With the header's, the most descriptors that fit in one message."""
+_WORD_BYTES = 8
+_MAX_NAME = 512
+# cudaIpcMemHandle_t, which torch prefixes with two bytes.
+_IPC_HANDLE_BYTES = 64
+_MAX_DIMS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A slice of one checkpoint tensor, row-major and contiguous, at `arena_offset` bytes in the arena.
+
+    offsets and sizes: start and size of the slice in each dimension of `global_shape`.
+    """
+
+    name: str
+    dtype: str
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    arena_offset: int = 0
+
+    @property
+    def box(self) -> Box:
+        return Box(self.offsets, self.sizes)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * ELEMENT_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class IpcMemory:
+    """A GPU allocation as torch shares it; see weights.proto."""
+
+    handle: bytes
+    num_bytes: int
+    offset: int
+    counter: bytes
+    counter_offset: int
+    process_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Layout of one rank's arena. The header has separate memory on the host.
+
+    device_uuid: of the GPU that holds the entries; empty in host memory. Their memory is chunks of these sizes, or `ipc_memory`.
+    """
+
+    rank: int
+    num_ranks: int
+    arena_bytes: int
+    entries: tuple[Entry, ...]
+    device_uuid: str = ""
+    chunk_bytes: tuple[int, ...] = ()
+    ipc_memory: IpcMemory | None = None
+
+    def digest(self) -> str:
+        """SHA-256, in hex, of the whole manifest."""
+        digest = hashlib.sha256()
+        digest.update(repr((self.rank, self.num_ranks, self.arena_bytes)).encode())
+        digest.update(repr((self.device_uuid, self.chunk_bytes, self.ipc_memory)).encode())
+        for entry in self.entries:
+            fields = (entry.name, entry.dtype, entry.global_shape, entry.offsets, entry.sizes, entry.arena_offset)
+            digest.update(repr(fields).encode())
+        return digest.hexdigest()
+
+
+def header_bytes(num_entries: int) -> int:
+    return (HEADER_FIXED_WORDS + num_entries) * _WORD_BYTES
+
+
+def lay_out(entries: Sequence[Entry], *, rank: int, num_ranks: int) -> Manifest:
+    """Assigns aligned offsets to all entries in order, without memory. Raises BadHandle as `check` does."""
+    placed, arena_bytes = place(entries)
+    manifest = Manifest(rank=rank, num_ranks=num_ranks, arena_bytes=arena_bytes, entries=tuple(placed))
+    check(manifest)
+    return manifest
+
+
+def place(entries: Iterable[Entry]) -> tuple[list[Entry], int]:
+    """Places entries one after another, aligned; returns them with their total size in bytes. Raises BadHandle for an invalid one."""
+    end = 0
+    placed: list[Entry] = []
+    for entry in entries:
+        _check_content(entry)
+        placed.append(replace(entry, arena_offset=end))
+        end = _aligned(end + entry.num_bytes)
+    return placed, end
+
+
+def check(manifest: Manifest, *, alignment: int = ALIGNMENT) -> None:
+    """Raises BadHandle unless everything lies inside the arena, aligned, apart, of known dtype and named once.
+
+    alignment: of an entry's start, or the size of its elements where that is greater.
+    """
+    if not 0 <= manifest.rank < manifest.num_ranks:
+        raise BadHandle(f"manifest of rank {manifest.rank} of {manifest.num_ranks}", rank=manifest.rank)
+    for entry in manifest.entries:
+        _check_content(entry)
+    _check_names(manifest)
+    _check_places(manifest, alignment)
+    _check_memory(manifest)
+
+
+def check_complete(manifests: Sequence[Manifest]) -> None:
+    """Raises BadHandle unless the manifests cover all ranks and every element of every tensor exactly once."""
+    ranks = sorted(manifest.rank for manifest in manifests)
+    if ranks != list(range(len(manifests))) or any(manifest.num_ranks != len(manifests) for manifest in manifests):
+        declared = sorted({manifest.num_ranks for manifest in manifests})
+        raise BadHandle(f"expected one manifest for each trainer rank, got ranks {ranks} of {declared}", ranks=ranks)
+    for name, entries in entries_by_name(manifests).items():
+        _check_slices(name, entries)
+
+
+def entries_by_name(manifests: Iterable[Manifest]) -> dict[str, list[Entry]]:
+    """Entries of each tensor over all ranks, ordered by offsets."""
+    by_name: defaultdict[str, list[Entry]] = defaultdict(list)
+    for manifest in manifests:
+        for entry in manifest.entries:
+            by_name[entry.name].append(entry)
+    return {name: sorted(entries, key=lambda entry: entry.offsets) for name, entries in by_name.items()}
+
+
+def to_proto(manifest: Manifest) -> weights_pb2.WeightManifest:
+    return weights_pb2.WeightManifest(
+        rank=manifest.rank,
+        num_ranks=manifest.num_ranks,
+        arena_bytes=manifest.arena_bytes,
+        entries=[
+            weights_pb2.ManifestEntry(
+                name=entry.name,
+                dtype=entry.dtype,
+                global_shape=entry.global_shape,
+                offsets=entry.offsets,
+                sizes=entry.sizes,
+                arena_offset=entry.arena_offset,
+            )
+            for entry in manifest.entries
+        ],
+        device_uuid=manifest.device_uuid,
+        chunk_bytes=manifest.chunk_bytes,
+        ipc_memory=None if manifest.ipc_memory is None else weights_pb2.IpcMemory(**asdict(manifest.ipc_memory)),
+    )
+
+
+def from_proto(message: weights_pb2.WeightManifest, *, alignment: int = ALIGNMENT) -> Manifest:
+    """The manifest in `message`, checked as `check` does. Raises BadHandle."""
+    if message.header_offset != 0:
+        raise BadHandle(f"rank {message.rank}: header_offset is {message.header_offset} and must be 0", rank=message.rank)
+    manifest = Manifest(
+        rank=message.rank,
+        num_ranks=message.num_ranks,
+        arena_bytes=message.arena_bytes,
+        entries=tuple(
+            Entry(
+                name=entry.name,
+                dtype=entry.dtype,
+                global_shape=tuple(entry.global_shape),
+                offsets=tuple(entry.offsets),
+                sizes=tuple(entry.sizes),
+                arena_offset=entry.arena_offset,
+            )
+            for entry in message.entries
+        ),
+        device_uuid=message.device_uuid,
+        chunk_bytes=tuple(message.chunk_bytes),
+        ipc_memory=_ipc_from_proto(message.ipc_memory) if message.HasField("ipc_memory") else None,
+    )
+    check(manifest, alignment=alignment)
+    return manifest
+
+
+def _ipc_from_proto(message: weights_pb2.IpcMemory) -> IpcMemory:
+    return IpcMemory(**{field.name: getattr(message, field.name) for field in fields(IpcMemory)})
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+def _check_content(entry: Entry) -> None:
+    if not 0 < len(entry.name) <= _MAX_NAME:
+        raise BadHandle(f"tensor name of {len(entry.name)} characters; 1 to {_MAX_NAME} are allowed")
+    if entry.dtype not in ELEMENT_BYTES:
+        raise BadHandle(f"{entry.name}: dtype {entry.dtype!r} is none of {sorted(ELEMENT_BYTES)}", tensor=entry.name)
+    if not 0 < len(entry.global_shape) <= _MAX_DIMS or min(entry.global_shape) < 1:
+        raise BadHandle(f"{entry.name}: shape {entry.global_shape} is empty or has too many dimensions", tensor=entry.name)
+    if not len(entry.offsets) == len(entry.sizes) == len(entry.global_shape):
+        text = f"{len(entry.offsets)} offsets and {len(entry.sizes)} sizes for shape {entry.global_shape}; each dimension needs one"
+        raise BadHandle(f"{entry.name}: {text}", tensor=entry.name)
+    box = entry.box
+    if min(box.offsets) < 0 or min(box.sizes) < 1 or any(map(gt, box.ends, entry.global_shape)):
+        raise BadHandle(f"{entry.name}: slice {box} is empty or not inside shape {entry.global_shape}", tensor=entry.name)
+
+
+def _check_names(manifest: Manifest) -> None:
+    seen: set[str] = set()
+    for entry in manifest.entries:
+        if entry.name in seen:
+            raise BadHandle(f"{entry.name}: named twice in the manifest of rank {manifest.rank}", tensor=entry.name)
+        seen.add(entry.name)
+
+
+def _check_places(manifest: Manifest, alignment: int) -> None:
+    for entry in manifest.entries:
+        start, end, step = entry.arena_offset, entry.arena_offset + entry.num_bytes, max(alignment, ELEMENT_BYTES[entry.dtype])
+        if start % step:
+            raise BadHandle(f"{entry.name}: arena_offset {start} is not a multiple of {step}", tensor=entry.name)
+        if end > manifest.arena_bytes:
+            raise BadHandle(f"{entry.name}: ends at byte {end} of an arena of {manifest.arena_bytes} bytes", tensor=entry.name)
+    spans = [(entry.arena_offset, entry.arena_offset + entry.num_bytes, entry.name) for entry in manifest.entries]
+    for (_, end, name), (start, _, next_name) in pairwise(sorted(spans)):
+        if start < end:
+            raise BadHandle(f"{name} and {next_name} overlap in the arena of rank {manifest.rank}", tensor=next_name)
+
+
+def _check_memory(manifest: Manifest) -> None:
+    """Raises BadHandle if the manifest names memory that cannot hold the arena."""
+    chunks, ipc = manifest.chunk_bytes, manifest.ipc_memory
+    if not manifest.entries or not (manifest.device_uuid or chunks or ipc):
+        return
+    if ipc is not None:
+        _check_ipc(manifest, ipc)
+    elif not 0 < len(chunks) <= MAX_CHUNKS or min(chunks) < 1 or sum(chunks) < manifest.arena_bytes:
+        raise BadHandle(
+            f"rank {manifest.rank}: {len(chunks)} chunks of {sum(chunks)} bytes cannot hold an arena of {manifest.arena_bytes} bytes "
+            f"(1 to {MAX_CHUNKS} chunks)",
+            rank=manifest.rank,
+        )
+
+
+def _check_ipc(manifest: Manifest, ipc: IpcMemory) -> None:
+    if manifest.chunk_bytes or not manifest.device_uuid:
+        raise BadHandle(f"rank {manifest.rank}: memory is either an IPC handle on a GPU or chunks", rank=manifest.rank)
+    if not _IPC_HANDLE_BYTES <= len(ipc.handle) <= _MAX_NAME or len(ipc.counter) > _MAX_NAME:
+        raise BadHandle(
+            f"rank {manifest.rank}: an IPC handle of {len(ipc.handle)} bytes is truncated or malformed", rank=manifest.rank
+        )
+    if ipc.num_bytes < manifest.arena_bytes:
+        raise BadHandle(
+            f"rank {manifest.rank}: an allocation of {ipc.num_bytes} bytes cannot hold an arena of {manifest.arena_bytes} bytes",
+            rank=manifest.rank,
+        )
+
+
+def _check_slices(name: str, entries: Sequence[Entry]) -> None:
+    shape = entries[0].global_shape
+    if any((entry.dtype, entry.global_shape) != (entries[0].dtype, shape) for entry in entries):
+        raise BadHandle(f"{name}: trainer ranks disagree about its dtype or shape", tensor=name)
+    boxes = [entry.box for entry in entries]
+    shared = first_overlap(boxes)
+    if shared is not None:
+        raise BadHandle(f"{name}: {shared} of shape {shape} is published by two trainer ranks", tensor=name)
+    gap = first_gap(boxes, shape)
+    if gap is not None:
+        raise BadHandle(f"{name}: {gap} of shape {shape} is not published by any trainer rank", tensor=name)
