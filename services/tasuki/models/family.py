@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tasuki.models import rope
-from tasuki.models.checkpoint import CheckpointNames
 from tasuki.models.config_json import Config, elements, is_number, number, unsupported
 from tasuki.models.shape import ModelShape
 from tasuki.wire.errors import InvalidArgument
@@ -43,18 +42,67 @@ class Model:
         return frozenset(self.constant_buffers) | {f"{ROTARY}.{name}" for name in self.rotary_buffers}
 
 
+_EXPERTS = ".mlp.experts."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointNames:
+    """Names of experts in a checkpoint: `<block>.experts.<index>.<gate>.weight`. All other tensors keep their names.
+
+    transformers has them as `mlp.experts.gate_up_proj` [E, 2 I, H], gate first, and `mlp.experts.down_proj` [E, H, I].
+    """
+
+    block: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+    def tensor(self, parameter: str) -> str:
+        """Checkpoint name of a parameter other than an expert's."""
+        return parameter.replace(".mlp.", f".{self.block}.")
+
+    def fused(self, parameter: str) -> tuple[str, ...]:
+        """Parts of one expert's rows in a fused parameter, in order; empty if the parameter is not fused."""
+        _, experts, name = parameter.rpartition(_EXPERTS)
+        if not experts:
+            return ()
+        return {"gate_up_proj": (self.gate, self.up), "down_proj": (self.down,)}.get(name, ())
+
+    def expert(self, parameter: str, index: int, part: str) -> str:
+        """Checkpoint name of one part of expert `index`."""
+        layer, _, _ = parameter.rpartition(_EXPERTS)
+        return f"{layer}.{self.block}.experts.{index}.{part}.weight"
+
+
+def full_attention(shape: ModelShape) -> Attention:
+    """Causal attention over all tokens, scaled by the root of the head size."""
+    return Attention(query_scale=shape.head_dim**-0.5, windows=(None,) * shape.num_layers)
+
+
+def _plain(_: Config, shape: ModelShape) -> Model:
+    return Model(shape=shape, attention=full_attention(shape))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """An architecture of transformers that the tests have trained and published."""
+    """An architecture of transformers that the tests have trained and published.
+
+    Its functions raise InvalidArgument for a missing or invalid key, UnsupportedModel for one that changes the model.
+    """
 
     architecture: str
-    read: Callable[[Config], Model]
-    """Raises InvalidArgument for a missing or invalid key, UnsupportedModel for one that changes the model."""
     keys: Mapping[str, tuple[Any, ...] | None] = field(default_factory=dict)
-    """Keys of config.json besides those of every decoder, with the values that trainer and engine support; None for all values."""
+    """Extra keys of config.json and their supported values; None for any value."""
+    checks: tuple[Callable[[Config], None], ...] = ()
+    """Further refusals."""
     rope_types: frozenset[str] = rope.SCALED
     has_partial_rope: bool = False
     """Whether only a part of each head may be rotated."""
+    shape: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of `decoder_shape`."""
+    shape_of: Callable[[Config], Mapping[str, Any]] = lambda config: {}
+    """Further ones that depend on config.json."""
+    model_of: Callable[[Config, ModelShape], Model] = _plain
     checkpoint: CheckpointNames = field(default_factory=CheckpointNames)
 
 
@@ -137,11 +185,6 @@ def _check_numbers(config: Config) -> None:
 def _is_one_of(value: object, values: tuple[Any, ...]) -> bool:
     """Distinguishes true from 1 and false from 0, as transformers does but Python does not."""
     return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in values)
-
-
-def full_attention(shape: ModelShape) -> Attention:
-    """Causal attention over all tokens, scaled by the root of the head size."""
-    return Attention(query_scale=shape.head_dim**-0.5, windows=(None,) * shape.num_layers)
 
 
 def refuse_window(config: Config, *, default: int | None) -> None:

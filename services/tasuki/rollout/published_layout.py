@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from tasuki.config.schema import NodeConfig
-from tasuki.models.checkpoint import CheckpointNames
 from tasuki.models.config_json import read_json_object
 from tasuki.models.families import find_family, read_model
+from tasuki.models.family import CheckpointNames
 from tasuki.rollout.record import Layout
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tasuki.models.checkpoint import CheckpointNames
+from tasuki.models.family import CheckpointNames
 from tasuki.weights.copy_box import Box
 
 

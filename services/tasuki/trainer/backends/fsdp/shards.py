@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from tasuki.models.checkpoint import CheckpointNames
 from tasuki.models.families import find_family
+from tasuki.models.family import CheckpointNames
 from tasuki.models.folder_files import INDEX_FILE
 from tasuki.trainer.backends.fsdp.lora.adapters import adapter_parameters, base_parameters
 from tasuki.weights.shards import Shard, checkpoint_shards
