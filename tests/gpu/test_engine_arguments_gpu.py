@@ -19,7 +19,7 @@ from tasuki.client.types import Sample
 from tasuki.config.load import load_config
 from tasuki.config.paths import config_path, node_targets
 from tasuki.memory.tags import MemoryTag
-from tasuki.rpc.start_seconds import read_start_seconds
+from tasuki.rpc.process_start import read_start_seconds
 from tasuki.rpc.usage import TAGS
 from tasuki.v1 import memory_pb2
 from tasuki.v1.memory_pb2_grpc import MemoryServiceStub

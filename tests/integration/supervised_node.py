@@ -108,7 +108,7 @@ def main() -> int:
     from tasuki.config.paths import socket_dir
     from tasuki.node import processes
     from tasuki.node.services import ServiceCommand
-    from tasuki.node.supervise import supervise
+    from tasuki.node.supervisor import supervise
     from tasuki.rpc.logs import configure_logging
 
     configure_logging("supervisor")

@@ -22,7 +22,7 @@ from tests.sockets import NOBODY
 COMMANDS = f"""
 import json, os, sys
 import tasuki.cli.audit, tasuki.cli.certs, tasuki.dashboard.command, tasuki.cli.doctor, tasuki.cli.plan, tasuki.trackers.sending
-import tasuki.cli.train, tasuki.node.start, tasuki.node.post_mortem
+import tasuki.cli.train, tasuki.node.start, tasuki.node.exit_report
 from tasuki.cli.__main__ import main
 if os.geteuid() == 0:
     os.setgroups([])

@@ -13,8 +13,7 @@ import pytest
 from prometheus_client import generate_latest
 
 from tasuki.config.security_schema import CallerRole
-from tasuki.rpc.access import Access, TokenCallers
-from tasuki.rpc.client_paths import ClientPaths
+from tasuki.rpc.access import Access, ClientPaths, TokenCallers
 from tasuki.rpc.logs import is_not_by_callers
 from tasuki.rpc.port import Port
 from tasuki.rpc.server import RpcServer

@@ -13,7 +13,7 @@ from tasuki.config.paths import model_copy_dir, model_source
 from tasuki.config.schema import ModelConfig, NodeConfig
 from tasuki.fleet.digests import config_keys
 from tasuki.node.model_copy import preloaded_model, remove_model_copy
-from tasuki.node.resource_tracker import ResourceTracker
+from tasuki.node.processes import ResourceTracker
 from tasuki.node.stop import stop_node
 from tasuki.rollout.arguments import engine_arguments
 from tasuki.rollout.model import ModelFacts

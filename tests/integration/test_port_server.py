@@ -17,12 +17,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tasuki.node.__main__ import service_environment
-from tasuki.rpc.access import Access, LocalCallers
-from tasuki.rpc.client_paths import ClientPaths
+from tasuki.rpc.access import Access, ClientPaths, LocalCallers
 from tasuki.rpc.logs import configure_logging
 from tasuki.rpc.port import Port
-from tasuki.rpc.registered_methods import cygrpc
-from tasuki.rpc.server import RpcServer
+from tasuki.rpc.server import RpcServer, cygrpc
 from tasuki.v1 import trainer_pb2_grpc
 from tasuki.wire.channel import MAX_MESSAGE_BYTES, MAX_PORT_CALLS, open_channel
 from tasuki.wire.errors import ServiceFailed, from_rpc_error

@@ -13,8 +13,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
-from tasuki.rpc.access import Access, LocalCallers
-from tasuki.rpc.client_paths import ClientPaths
+from tasuki.rpc.access import Access, ClientPaths, LocalCallers
 from tasuki.rpc.port import Port
 from tasuki.rpc.server import RpcServer
 from tasuki.v1 import trainer_pb2, trainer_pb2_grpc, types_pb2

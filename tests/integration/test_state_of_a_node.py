@@ -19,8 +19,7 @@ from tasuki.config.save import save_config
 from tasuki.config.schema import ModelConfig, NodeConfig
 from tasuki.node.exit_report import write_exit_report
 from tasuki.node.node_snapshot import NodeReader
-from tasuki.node.serving import CALL_TIMEOUT_S
-from tasuki.node.start import running_node
+from tasuki.node.start import CALL_TIMEOUT_S, running_node
 from tasuki.v1.types_pb2 import PHASE_TRAIN
 from tasuki.wire.errors import NodeDown
 from tests.integration.coordinator_process import DEADLINE_S, coordinated

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tasuki.rpc.chunks import chunks
+from tasuki.rpc.calls import chunks
 from tasuki.v1.types_pb2 import TrainingSample
 from tasuki.wire.channel import MAX_CHUNK_BYTES
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tasuki.config.load import load_config
-from tasuki.rpc.client_paths import ClientPaths
+from tasuki.rpc.access import ClientPaths
 from tasuki.rpc.methods import PathUse
 from tasuki.wire.errors import InvalidArgument, PermissionDenied
 

@@ -13,8 +13,7 @@ import pytest
 
 from tasuki.rpc.command_log import LoggedCommand, LoggedLife, read_command_log
 from tasuki.rpc.commands import CommandGate
-from tasuki.rpc.logs import configure_logging
-from tasuki.rpc.rate_limited_log import RateLimitedLog
+from tasuki.rpc.logs import RateLimitedLog, configure_logging
 from tasuki.v1 import memory_pb2, trainer_pb2, types_pb2, weights_pb2
 from tasuki.wire.errors import InvalidArgument, OutOfGpuMemory, StaleSequence
 

@@ -24,7 +24,7 @@ def test_a_good_machine_and_a_good_node_have_no_failure(node_file: Path, capsys:
 
 
 def test_a_light_install_starts_no_node(node_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("tasuki.node.package_versions.find_spec", lambda name: None)
+    monkeypatch.setattr("tasuki.node.start.find_spec", lambda name: None)
     code, findings = examined(capsys, node_file)
     packages = findings["packages of a node"]
     assert (code, packages["verdict"], packages["advice"]) == (1, "fail", install_extras("trainer", "rollout"))

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 from tasuki.config.load import load_config
-from tasuki.doctor import host, memory
+from tasuki.doctor import host
+from tasuki.doctor import node as doctor_node
 from tasuki.doctor.finding import Verdict
 from tasuki.doctor.gpus import Gpu, GpuFacts, check_compilers, check_driver, check_strangers, gpu_findings, read_gpu_facts
-from tasuki.doctor.memory import check_passing, check_plan
+from tasuki.doctor.node import check_passing, check_plan
 from tasuki.memory.host import HostMemory, host_memory
 from tests.conftest import ENVIRONMENT
 from tests.nvml import Library
@@ -171,7 +172,7 @@ def test_a_plan_that_does_not_fit_is_found(node_file: Path, monkeypatch: pytest.
     assert is_bad(check_plan(node, [Gpu(1 << 20, 1 << 20, {})]), Verdict.FAIL, found="", advice="tasuki plan")
     assert is_bad(check_plan(node, []), Verdict.WARN, found="no GPU", advice="--gpu-gb")
     total = host_memory().total_bytes
-    monkeypatch.setattr(memory, "host_memory", lambda: HostMemory(total, 1 << 20))
+    monkeypatch.setattr(doctor_node, "host_memory", lambda: HostMemory(total, 1 << 20))
     assert is_bad(
         check_plan(load_config(node_file), []), Verdict.WARN, found="0.0 GB are free now", advice="end other programs"
     )

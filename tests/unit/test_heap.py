@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.rpc.gc_freeze import preload
+from tasuki.rpc.process_start import preload
 from tests.conftest import ENVIRONMENT
 
 IMPORTED = """
@@ -20,7 +20,7 @@ KEPT = [[] for _ in range(1000)]
 PROGRAM = """
 import gc, sys
 sys.path.insert(0, sys.argv[1])
-from tasuki.rpc.gc_freeze import preload
+from tasuki.rpc.process_start import preload
 before = gc.get_freeze_count()
 preload("imported_before_forks")
 import imported_before_forks
@@ -30,7 +30,7 @@ assert gc.get_freeze_count() >= before + 1000
 """
 STARTED = """
 import gc
-from tasuki.rpc.gc_freeze import freeze_started
+from tasuki.rpc.process_start import freeze_started
 
 made = [[] for _ in range(1000)]
 cycle = []

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from tasuki.config.schema import ModelConfig, NodeConfig
-from tasuki.node.child_env import without_secrets
-from tasuki.node.services import node_services
+from tasuki.node.services import node_services, without_secrets
 
 
 def test_modules_in_the_working_folder_are_not_imported(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 
-from tasuki.node.logged_error import find_error
+from tasuki.node.exit_report import find_error
 from tests.conftest import ENVIRONMENT
 
 RANK_FAILED = """\

@@ -17,8 +17,8 @@ from tasuki.coordinator.observe import run_figures
 from tasuki.coordinator.observe.node_metrics import _whole_text
 from tasuki.coordinator.observe.run_figures import RunFigures
 from tasuki.memory.stages import Service
-from tasuki.rpc import gpu_seconds
-from tasuki.rpc.gpu_seconds import GpuSeconds
+from tasuki.rpc import metrics
+from tasuki.rpc.metrics import GpuSeconds
 
 NAN = float("nan")
 
@@ -131,7 +131,7 @@ def test_an_evaluation_hides_neither_the_last_reward_nor_the_last_score(tmp_path
 
 def test_gpu_time_counts_while_work_goes_on_and_once_for_calls_that_overlap(monkeypatch: pytest.MonkeyPatch):
     now = 10.0
-    monkeypatch.setattr(gpu_seconds.time, "monotonic", lambda: now)
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: now)
     registry = CollectorRegistry()
     gpu = GpuSeconds(registry, num_gpus=4)
 

@@ -9,8 +9,7 @@ import pytest
 
 from tasuki.config.paths import exit_path, log_path
 from tasuki.config.schema import ModelConfig, NodeConfig
-from tasuki.node.exit_report import node_down, write_exit_report
-from tasuki.node.post_mortem import explained, why_it_ended
+from tasuki.node.exit_report import explained, node_down, why_it_ended, write_exit_report
 from tasuki.wire.errors import Draining, NodeDown, PeerUnavailable, ServiceFailed, TasukiError, UnsupportedModel
 
 

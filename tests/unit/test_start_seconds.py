@@ -10,7 +10,7 @@ import pytest
 
 from tasuki.config.paths import LAUNCHED_VARIABLE
 from tasuki.rollout.rank_timing import count_seconds
-from tasuki.rpc.start_seconds import StartSeconds, read_start_seconds, serves_line
+from tasuki.rpc.process_start import StartSeconds, read_start_seconds, serves_line
 
 
 def test_parts_count_from_the_launch_and_add_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

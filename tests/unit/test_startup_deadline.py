@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tasuki.node.logged_error import find_error
+from tasuki.node.exit_report import find_error
 from tests.conftest import ENVIRONMENT
 
 # torch's C++ imports several modules; an exception within the fourth of these imports crashes the process.

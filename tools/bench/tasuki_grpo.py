@@ -21,7 +21,7 @@ from tasuki.client.sync_client import Client
 from tasuki.config.load import load_config
 from tasuki.config.paths import node_targets
 from tasuki.node.start import running_node
-from tasuki.runs.rewards import named_rewards
+from tasuki.runs.rl_training import named_rewards
 from tasuki.runs.tokenizer import ModelTokenizer
 
 

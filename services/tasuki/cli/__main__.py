@@ -236,7 +236,7 @@ def _add_node(parser: argparse.ArgumentParser) -> None:
 
 def _up(arguments: argparse.Namespace) -> int:
     from tasuki.doctor.certificates import warn_of_certificate
-    from tasuki.node.post_mortem import why_it_ended
+    from tasuki.node.exit_report import why_it_ended
     from tasuki.node.start import start_node
 
     config = load_config(arguments.config, overrides=arguments.overrides)

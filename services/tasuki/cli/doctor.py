@@ -19,8 +19,7 @@ from tasuki.doctor.finding import Finding, Verdict, fail, is_running, ok
 from tasuki.doctor.fleet import fleet_findings, running_config
 from tasuki.doctor.gpus import gpu_findings, read_gpu_facts, torch_cuda_version
 from tasuki.doctor.host import check_shared_memory, host_findings
-from tasuki.doctor.memory import check_passing
-from tasuki.doctor.node import node_findings
+from tasuki.doctor.node import check_passing, node_findings
 from tasuki.wire.errors import InvalidArgument, PathPermissionDenied, TasukiError
 
 FAILED = 1

@@ -25,12 +25,11 @@ from tasuki.config.paths import client_target, fleet_target, log_path
 from tasuki.config.schema import NodeConfig
 from tasuki.doctor.certificates import warn_of_certificate
 from tasuki.fleet.environment import fleet_table
-from tasuki.node.exit_report import is_requested, node_down, read_exit_report
-from tasuki.node.post_mortem import why_it_ended
+from tasuki.node.exit_report import is_requested, node_down, read_exit_report, why_it_ended
 from tasuki.node.services import EXIT_FLEET_ENDED
 from tasuki.node.start import start_node
 from tasuki.node.stop import to_stderr
-from tasuki.rpc.peer_credentials import peer_credentials
+from tasuki.rpc.port import peer_credentials
 from tasuki.v1 import coordinator_pb2, fleet_pb2, types_pb2
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tasuki.v1.fleet_pb2_grpc import FleetServiceStub

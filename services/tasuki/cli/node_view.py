@@ -17,10 +17,9 @@ from rich.text import Text
 
 from tasuki.cli.print_text import FittedTable, print_text
 from tasuki.config.schema import NodeConfig
-from tasuki.node.exit_report import is_requested, read_exit_report
+from tasuki.node.exit_report import has_ended, is_requested, read_exit_report, why_it_ended
 from tasuki.node.node_snapshot import NodeReader, NodeSnapshot, as_dict
-from tasuki.node.post_mortem import has_ended, why_it_ended
-from tasuki.rpc.start_seconds import parts_line
+from tasuki.rpc.process_start import parts_line
 from tasuki.v1 import coordinator_pb2, memory_pb2, types_pb2
 from tasuki.wire.errors import TasukiError
 from tasuki.wire.printable import printable

@@ -14,9 +14,9 @@ from tasuki.client.sync_client import Client
 from tasuki.config.lock import TRAINING_LOCK, StateLock, holder
 from tasuki.config.paths import client_target
 from tasuki.config.schema import NodeConfig
+from tasuki.node.exit_report import explained
 from tasuki.node.fleet_place import check_run
 from tasuki.node.node_settings import adopt_node
-from tasuki.node.post_mortem import explained
 from tasuki.node.processes import continue_children
 from tasuki.node.start import check_state_folder, running_node
 from tasuki.rpc.service_tracer import check_telemetry

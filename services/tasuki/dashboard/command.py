@@ -14,7 +14,7 @@ from tasuki.config.schema import NodeConfig
 from tasuki.dashboard.feed import Feed
 from tasuki.dashboard.places import RunPlace, place_of, place_of_node
 from tasuki.dashboard.server import DashboardServer, check_listen, make_token
-from tasuki.rpc.served_certificate import read_certificate
+from tasuki.rpc.port import read_certificate
 from tasuki.wire.address import is_beyond_loopback, is_loopback, reachable, split_host_port
 from tasuki.wire.errors import InvalidArgument
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tasuki.config.schema import NodeConfig
 from tasuki.doctor.finding import Finding, Verdict, fail, ok, warn
-from tasuki.rpc.served_certificate import read_certificate
+from tasuki.rpc.port import read_certificate
 
 _SOON_S = 14 * 86400
 _RENEW = "replace it with a new server certificate, for example from `tasuki certs`; a running node reloads it"

@@ -16,7 +16,7 @@ from tasuki.config.schema import NodeConfig
 from tasuki.doctor.finding import Finding, fail, is_running, ok, warn
 from tasuki.node.exit_report import node_down
 from tasuki.planner.model_shape import read_model_shape
-from tasuki.rpc.peer_credentials import peer_credentials
+from tasuki.rpc.port import peer_credentials
 from tasuki.v1 import fleet_pb2, trainer_pb2
 from tasuki.v1.fleet_pb2_grpc import FleetServiceStub
 from tasuki.v1.trainer_pb2_grpc import TrainerServiceStub

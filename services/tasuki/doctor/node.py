@@ -1,30 +1,35 @@
-"""Checks of `tasuki doctor CONFIG` beyond the machine: whether this node would start and fit."""
+"""Checks of `tasuki doctor CONFIG` beyond the machine: whether this node would start and fit, and pass memory between processes."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from tasuki.config.ports import port_targets
 from tasuki.config.schema import NodeConfig, SftConfig, TrainConfig
 from tasuki.doctor.certificates import certificate_findings
-from tasuki.doctor.finding import Finding, Verdict, checked, fail, is_running, ok
+from tasuki.doctor.finding import Finding, Verdict, checked, fail, is_running, ok, warn
 from tasuki.doctor.gpus import Gpu
 from tasuki.doctor.host import check_disk, check_port, check_shared_memory
-from tasuki.doctor.memory import check_passing, check_plan
+from tasuki.memory.host import host_memory
 from tasuki.node.fleet_place import check_place
 from tasuki.node.model_folder import check_model_folders
-from tasuki.node.package_versions import check_node_installed
-from tasuki.node.start import check_state_folder
+from tasuki.node.start import check_node_installed, check_state_folder
+from tasuki.planner.advice import problems
+from tasuki.planner.budget import check_host_budget, check_host_ranks
 from tasuki.planner.model_shape import read_model_shape
+from tasuki.planner.node_plan import check_kv_tokens, plan_node
 from tasuki.rpc.port import check_ports
 from tasuki.rpc.service_tracer import check_telemetry
 from tasuki.runs.inputs import read_inputs
-from tasuki.runs.rewards import open_rewards
+from tasuki.runs.rl_training import open_rewards
 from tasuki.runs.sft_training import read_sft
 from tasuki.trackers.adapters import check_installed
 from tasuki.wire.address import split_host_port
 from tasuki.wire.denied_path import denied
+from tasuki.wire.errors import TasukiError
 
 _STATE_BYTES = 14
 """Bytes of a parameter in a checkpoint: float32 weight and both moments, plus its share of the exported model."""
@@ -120,3 +125,44 @@ def _folders(config: NodeConfig) -> dict[str, Path]:
 def _ports(config: NodeConfig) -> dict[str, str]:
     found = {f"{service}.listen": target for service, target in port_targets(config).items()}
     return found if config.metrics.listen is None else {**found, "metrics.listen": config.metrics.listen}
+
+
+PROBE = (sys.executable, "-P", "-m", "tasuki.memory.probe")
+_PROBE_TIMEOUT_S = 120.0
+_NO_GPU = 1
+
+
+def check_plan(config: NodeConfig, gpus: Sequence[Gpu]) -> Finding:
+    """Checks that the plan fits the machine as a whole, and its tags the budget, if there is one."""
+    name = "memory plan"
+    if config.device == "cuda" and not gpus:
+        return warn(name, "not made: no GPU is visible from here", "tasuki plan CONFIG --gpu-gb SIZE")
+    gpu_bytes = min((gpu.total_bytes for gpu in gpus), default=_NO_GPU)
+    try:
+        check_host_ranks(config)
+        check_host_budget(config)
+        planned = plan_node(config, gpu_bytes=gpu_bytes, host_bytes=host_memory().total_bytes)
+        check_kv_tokens(planned.layout, config)
+    except TasukiError as error:
+        return fail(name, error.message, f"change {error.metadata.get('field', 'the configuration')}")
+    if not planned.fits:
+        return fail(name, "; ".join(problems(planned)), "run tasuki plan CONFIG to see what to change")
+    available = host_memory().available_bytes
+    if planned.host_peak.host_bytes > available:
+        text = f"needs {planned.host_peak.host_bytes / 1e9:.1f} GB of host memory, {available / 1e9:.1f} GB are free now"
+        return warn(name, text, "end other programs on the machine")
+    return ok(name, f"fits; {planned.kv_pool.num_tokens:,} tokens of KV cache")
+
+
+def check_passing(device: str, *, probe: Sequence[str] = PROBE) -> Finding:
+    """Checks that memory passes between processes by file descriptor, as weights do. probe: command that tries it."""
+    name = f"memory between processes, {device}"
+    try:
+        done = subprocess.run([*probe, device], capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return fail(name, str(error), "run it separately: python -m tasuki.memory.probe " + device)
+    if done.returncode != 0:
+        said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        advice = "run trainer and rollout in one container with the same GPUs"
+        return fail(name, said, advice if device != "cpu" else "allow memfd_create and descriptors over sockets")
+    return ok(name, "2 MiB written by one process were read by another")

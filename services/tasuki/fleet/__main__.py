@@ -28,7 +28,7 @@ from tasuki.fleet.membership import Membership
 from tasuki.node.services import EXIT_FLEET_ENDED
 from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.rpc.logs import configure_logging
-from tasuki.rpc.peer_credentials import peer_credentials
+from tasuki.rpc.port import peer_credentials
 from tasuki.wire.channel import open_channel
 from tasuki.wire.errors import FleetEnded, InvalidArgument, NotJoined, TasukiError
 from tasuki.wire.printable import printable

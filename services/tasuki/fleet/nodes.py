@@ -15,7 +15,7 @@ from tasuki.config.schema import NodeConfig
 from tasuki.fleet.member import check_rank
 from tasuki.fleet.rules import errors_of, worst
 from tasuki.rpc.fleet_caller import fleet_metadata
-from tasuki.rpc.peer_credentials import peer_credentials
+from tasuki.rpc.port import peer_credentials
 from tasuki.v1.fleet_pb2 import FleetCommand, FleetNode
 from tasuki.wire.channel import open_channel
 from tasuki.wire.errors import FleetEnded, NotJoined, TasukiError, from_rpc_error

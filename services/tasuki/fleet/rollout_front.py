@@ -18,7 +18,7 @@ from tasuki.fleet.nodes import NodeChannels, Nodes, on_all
 from tasuki.fleet.rules import renumbered, worst
 from tasuki.fleet.states import merged_rollout_state, refuse_stage
 from tasuki.rollout.seeds import CallNumbers
-from tasuki.rpc.deadlines import remaining_s
+from tasuki.rpc.calls import remaining_s
 from tasuki.v1 import rollout_pb2, rollout_pb2_grpc
 from tasuki.v1.rollout_pb2_grpc import RolloutServiceStub
 from tasuki.wire.errors import PeerUnavailable, SamplesLost, TasukiError, VersionOrder, from_rpc_error

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from tasuki.fleet.nodes import NodeChannels, Nodes, on_all
 from tasuki.fleet.rules import renumbered
 from tasuki.fleet.states import merged_trainer_state, refuse_stage
-from tasuki.rpc.chunks import chunks
+from tasuki.rpc.calls import chunks, remaining_s
 from tasuki.rpc.commands import CommandGate, digest
-from tasuki.rpc.deadlines import remaining_s
 from tasuki.trainer.data.shares import call_denominator
 from tasuki.trainer.ranks.loss import decode_loss
 from tasuki.trainer.service.joined import joined_metrics, joined_parts

@@ -13,7 +13,7 @@ from tasuki.config.load import load_config
 from tasuki.config.lock import StateLock
 from tasuki.config.paths import config_path
 from tasuki.node.services import node_services
-from tasuki.node.supervise import supervise
+from tasuki.node.supervisor import supervise
 from tasuki.rpc.logs import configure_logging
 from tasuki.rpc.port import check_files
 from tasuki.wire.errors import ServiceFailed, TasukiError

@@ -1,20 +1,28 @@
-"""The supervisor's report of how the last node in a state folder ended."""
+"""How and why the last node in a state folder ended: the supervisor's report, and the last words in the services' logs."""
 
 from __future__ import annotations
 
 import json
 import logging
+import os
+import re
 import signal
-from collections.abc import Mapping
-from contextlib import suppress
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import grpc
+
+from tasuki.config.lock import NODE_LOCK, holder
 from tasuki.config.paths import REQUESTED_BY, exit_path, log_path
-from tasuki.wire.errors import NodeDown
-from tasuki.wire.regular_file import read_regular
+from tasuki.config.schema import NodeConfig
+from tasuki.wire.errors import NodeDown, ServiceFailed, TasukiError, from_reason
+from tasuki.wire.regular_file import open_regular, read_regular
 
 _MAX_BYTES = 1 << 20
 _KEYS = {"reason": str, "time": str, "first": str | None, "restarts": dict, "services": dict}
@@ -90,3 +98,100 @@ def write_exit_report(
         _log.error("event=no_exit_report reason=%s error=%s", reason, error)
         with suppress(OSError):
             partial.unlink(missing_ok=True)
+
+
+_OURS = re.compile(r"^tasuki(?:\.\w+)?: (?:error )?([A-Z_]+): (.*)$", re.MULTILINE)
+_TRACEBACK = "Traceback (most recent call last):"
+_CRASH = "Fatal Python error: "
+_NUM_LINES = 12
+_LOG_BYTES = 16_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedError:
+    """`reason` is one of tasuki.wire.errors if the service ended with one, else empty."""
+
+    text: str
+    reason: str = ""
+
+
+def read_log(path: Path) -> str:
+    """The last 16 MB of a log; empty if it is missing or cannot be read."""
+    try:
+        with open_regular(path) as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_BYTES))
+            return file.read(_LOG_BYTES).decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def find_error(log: str) -> LoggedError:
+    """Returns our own error line; else the end of the first traceback, which later ones mostly repeat; else the stack of a native crash;
+    else the last lines."""
+    ours = _OURS.search(log)
+    if ours:
+        return LoggedError(ours[2], reason=ours[1])
+    lines = [line for line in log.splitlines() if line.strip()]
+    start = next((number for number, line in enumerate(lines) if _TRACEBACK in line), None)
+    if start is None:
+        crash = next((number for number, line in enumerate(lines) if line.startswith(_CRASH)), None)
+        return LoggedError("\n".join(lines[-_NUM_LINES:] if crash is None else lines[crash : crash + _NUM_LINES]))
+    margin = len(lines[start]) - len(lines[start].partition("Traceback")[2]) - len("Traceback")
+    end = start + 1
+    while end < len(lines) and lines[end][margin : margin + 1] in (" ", ""):
+        end += 1
+    return LoggedError("\n".join(lines[start : end + 1][-_NUM_LINES:]))
+
+
+_STOP_TIMEOUT_S = 10.0
+_LOOK_EVERY_S = 0.1
+
+
+def why_it_ended(config: NodeConfig) -> TasukiError:
+    """Error for a node that has ended: the last words of the service that ended first, or who stopped the node."""
+    state_dir = config.state_dir
+    ending = read_exit_report(state_dir)
+    first = ending.get("first")
+    if first:
+        return _words_of(first, f"{ending['reason']} ({describe_exit(ending, first)})", log_path(state_dir, first))
+    log = log_path(state_dir, "supervisor")
+    if ending:
+        if find_error(read_log(log)).reason:
+            return _words_of("supervisor", ending["reason"], log)
+        return NodeDown(f"the node on {state_dir} has ended: {ending['reason']}", state_dir=state_dir)
+    # The supervisor had no time to write a report, or did not get that far.
+    if "event=started" in read_log(log):
+        return NodeDown(
+            f"the node on {state_dir} has ended without a report: its supervisor and guard were killed; see {log}", log=log
+        )
+    return _words_of("supervisor", "the supervisor ended before it started anything", log)
+
+
+def has_ended(config: NodeConfig, *, within_s: float = _STOP_TIMEOUT_S) -> bool:
+    """Waits for a node that may be ending; returns False if it keeps running."""
+    deadline = time.monotonic() + within_s
+    while holder(config.state_dir, name=NODE_LOCK) is not None:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_LOOK_EVERY_S)
+    return True
+
+
+@contextmanager
+def explained(config: NodeConfig) -> Iterator[None]:
+    """If the node dies during the block, raises the reason instead of the broken call's error."""
+    try:
+        yield
+    except TasukiError as error:
+        # A dying node fails calls in various ways; a replaced node is already reported as such.
+        if error.code is not grpc.StatusCode.UNAVAILABLE or "instance_id" in error.metadata or not has_ended(config):
+            raise
+        raise why_it_ended(config) from None
+
+
+def _words_of(service: str, how: str, log: Path) -> TasukiError:
+    words = find_error(read_log(log))
+    if words.reason:
+        return from_reason(words.reason, f"{service}: {words.text}", {"service": service, "log": str(log)})
+    said = f"; {log} says:\n{words.text}" if words.text else f"; {log} says nothing"
+    return ServiceFailed(how + said, service=service, log=log)

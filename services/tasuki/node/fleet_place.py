@@ -6,7 +6,7 @@ from tasuki.config.paths import client_target
 from tasuki.config.ports import UNIX, fleet_port_problem
 from tasuki.config.schema import NodeConfig
 from tasuki.node.node_settings import running_settings
-from tasuki.rpc.client_paths import ClientPaths
+from tasuki.rpc.access import ClientPaths
 from tasuki.rpc.methods import PathUse
 from tasuki.rpc.port import fleet_port
 from tasuki.wire.address import bind_once, interfaces_with_address, split_host_port

@@ -15,9 +15,8 @@ from tasuki.config.lock import NODE_LOCK, holder
 from tasuki.config.paths import log_path, node_targets
 from tasuki.config.ports import UNIX
 from tasuki.config.schema import NodeConfig
-from tasuki.node.exit_report import node_down
-from tasuki.node.logged_error import read_log
-from tasuki.rpc.start_seconds import read_start_seconds
+from tasuki.node.exit_report import node_down, read_log
+from tasuki.rpc.process_start import read_start_seconds
 from tasuki.v1 import coordinator_pb2, memory_pb2, rollout_pb2, trainer_pb2
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tasuki.v1.memory_pb2_grpc import MemoryServiceStub

@@ -1,4 +1,4 @@
-"""Starts a whole node, from a process that may be interrupted at any moment."""
+"""Starts a whole node and waits until it serves, from a process that may be interrupted at any moment."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tasuki.config.boot_id import begin_instance
 from tasuki.config.disk_space import disk_full_at
@@ -21,30 +26,37 @@ from tasuki.config.paths import (
     exit_path,
     journal_path,
     log_path,
+    node_targets,
     training_log_path,
     training_run_path,
 )
 from tasuki.config.save import save_config
 from tasuki.config.schema import NodeConfig
-from tasuki.node.child_env import without_secrets
-from tasuki.node.exit_report import node_down
+from tasuki.node.exit_report import node_down, why_it_ended
 from tasuki.node.fleet_place import check_place
 from tasuki.node.model_copy import preloaded_model
 from tasuki.node.model_folder import check_model_folders
 from tasuki.node.node_settings import check_node_runs_with
-from tasuki.node.package_versions import check_node_installed
 from tasuki.node.residency import with_residency
 from tasuki.node.rotation import KEPT_LOGS, rotate
-from tasuki.node.serving import Tell, WaitsFor, wait_until_serving
+from tasuki.node.services import ServiceCommand, node_services, without_secrets
 from tasuki.node.stop import stop_node, to_stderr
 from tasuki.planner.budget import check_host_budget, check_host_ranks
 from tasuki.rpc.port import check_ports
+from tasuki.rpc.process_start import read_start_seconds, serves_line
 from tasuki.rpc.service_tracer import check_telemetry
+from tasuki.v1 import coordinator_pb2, types_pb2
+from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+from tasuki.wire.channel import open_blocking_channel
 from tasuki.wire.errors import (
     DeadlineExceeded,
     InvalidArgument,
     NodeDown,
+    NotInstalled,
+    PeerUnavailable,
+    from_rpc_error,
 )
+from tasuki.wire.extras import install_extras
 
 # Each may contain all samples since a checkpoint.
 _KEPT_TRAINING_LOGS = 2
@@ -219,3 +231,107 @@ def _without_interrupts() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+_POLL_S = 0.1
+CALL_TIMEOUT_S = 2.0
+# In addition to the engine's start, since the trainer may load its model only once the engine sleeps.
+_START_MARGIN_S = 300.0
+_TELL_EVERY_S = 15.0
+Tell = Callable[[str], None]
+WaitsFor = Callable[[], str]
+"""A line naming what a node waits for besides this machine, or an empty string."""
+
+
+def wait_until_serving(
+    config: NodeConfig, *, tell: Tell, supervisor: subprocess.Popen[bytes] | None, waits_for: WaitsFor = lambda: ""
+) -> None:
+    """Waits until all services serve and the coordinator knows the phase, telling of each. supervisor: of a node started here.
+
+    Raises the reason if the node ends, DeadlineExceeded if it takes too long.
+    """
+    started = told = time.monotonic()
+    deadline = started + config.coordinator.stage_timeout_s + _START_MARGIN_S
+    waiting = {service.name: service for service in node_services(config) if service.target}
+    while waiting:
+        _check_runs(config, supervisor)
+        for service in [service for service in waiting.values() if _is_serving(service)]:
+            parts = read_start_seconds(config.state_dir, service.name)
+            tell(serves_line(service.name, parts, after_s=time.monotonic() - started))
+            del waiting[service.name]
+        if time.monotonic() - told >= _TELL_EVERY_S:
+            told = time.monotonic()
+            if line := waits_for():
+                tell(line)
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(f"{', '.join(waiting)} did not serve within {deadline - started:.0f} s")
+        time.sleep(_POLL_S)
+    state = _state_with_phase(config, supervisor=supervisor, deadline=deadline)
+    where = f"coordinator at {node_targets(config)['coordinator']}"
+    if config.fleet is not None:  # its nodes accept commands from the fleet only
+        where = f"in fleet {config.fleet.name!r}, which clients call at {config.fleet.leader}"
+    tell(f"the node is up: {types_pb2.Phase.Name(state.phase)}, {where}")
+
+
+def _check_runs(config: NodeConfig, supervisor: subprocess.Popen[bytes] | None) -> None:
+    """Raises why the node ended, if it has. supervisor: of a node started here, whose report is waited for."""
+    if holder(config.state_dir, name=NODE_LOCK) is None:
+        if supervisor is not None:
+            supervisor.wait()
+        raise why_it_ended(config)
+
+
+def _state_with_phase(
+    config: NodeConfig, *, supervisor: subprocess.Popen[bytes] | None, deadline: float
+) -> coordinator_pb2.NodeState:
+    """State of a starting node once the coordinator has determined its phase; a running node may be between phases.
+
+    A coordinator that does not answer is being restarted, and is waited for.
+    """
+    problem = ""
+    while True:
+        _check_runs(config, supervisor)
+        with suppress(DeadlineExceeded, PeerUnavailable):
+            state = node_state(config)
+            if supervisor is None or state.phase != types_pb2.PHASE_UNSPECIFIED:
+                return state
+            problem = state.last_error
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(f"the node did not reach a phase: {problem or 'no error is known'}")
+        time.sleep(_POLL_S)
+
+
+def node_state(config: NodeConfig) -> coordinator_pb2.NodeState:
+    """The coordinator's view of the node. Raises NodeDown if none runs."""
+    state_dir = config.state_dir
+    if holder(state_dir, name=NODE_LOCK) is None:
+        raise node_down(state_dir)
+    with open_blocking_channel(node_targets(config)["coordinator"]) as channel:
+        request = coordinator_pb2.GetStateRequest()
+        try:
+            return CoordinatorServiceStub(channel).GetState(request, timeout=CALL_TIMEOUT_S, wait_for_ready=True).state
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+
+
+def _is_serving(service: ServiceCommand) -> bool:
+    with open_blocking_channel(service.target) as channel:
+        request = health_pb2.HealthCheckRequest(service=service.health_name)
+        try:
+            answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=CALL_TIMEOUT_S)
+        except grpc.RpcError:
+            return False
+    return answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+_EXTRAS = {"torch": "trainer", "transformers": "trainer", "safetensors": "trainer", "sglang": "rollout"}
+"""Extra that installs each package."""
+
+
+def check_node_installed() -> None:
+    """Raises NotInstalled naming the extras to install, without importing a package."""
+    missing = [name for name in _EXTRAS if find_spec(name) is None]
+    if missing:
+        extras = dict.fromkeys(_EXTRAS[name] for name in missing)
+        text = f"a node needs {', '.join(missing)}: {install_extras(*extras)}"
+        raise NotInstalled(text, packages=",".join(missing), extras=",".join(extras))

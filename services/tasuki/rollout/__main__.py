@@ -26,8 +26,8 @@ from tasuki.rollout.ranks import RankProcesses
 from tasuki.rollout.startup_deadline import StartupDeadline
 from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.rpc.logs import configure_logging
+from tasuki.rpc.process_start import StartSeconds
 from tasuki.rpc.start_order import wait_for_trainer_to_leave
-from tasuki.rpc.start_seconds import StartSeconds
 from tasuki.wire.errors import TasukiError
 
 _log = logging.getLogger(__name__)

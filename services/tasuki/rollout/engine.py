@@ -29,7 +29,7 @@ from tasuki.rollout.ranks import RankProcesses
 from tasuki.rollout.replicas import Launch, ReplicaSockets, launches_of, shares
 from tasuki.rollout.request_queue import AT_ONCE, Answer, Call, Intake
 from tasuki.rollout.sglang.scheduler import StopTokens
-from tasuki.rpc.gc_freeze import freeze_started
+from tasuki.rpc.process_start import freeze_started
 from tasuki.wire.errors import InternalError
 
 _log = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ import grpc.aio
 
 from tasuki.memory.stages import Service
 from tasuki.rollout.rollout import Rollout
+from tasuki.rpc.calls import remaining_s
 from tasuki.rpc.commands import CommandGate
-from tasuki.rpc.deadlines import remaining_s
 from tasuki.rpc.stages import decode_move
 from tasuki.rpc.usage import USAGE_TIMEOUT_S, watch_usage
 from tasuki.v1 import memory_pb2, memory_pb2_grpc

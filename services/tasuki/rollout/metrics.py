@@ -11,7 +11,6 @@ from prometheus_client.registry import Collector
 
 from tasuki.rollout.generate import CUT, Completion
 from tasuki.rollout.rank_calls import RankCalls
-from tasuki.rpc.gpu_seconds import GpuSeconds
 from tasuki.rpc.metric_names import (
     KV_CAPACITY,
     KV_TOKENS,
@@ -21,6 +20,7 @@ from tasuki.rpc.metric_names import (
     ROLLOUT_TOKENS,
     RUNNING_REQUESTS,
 )
+from tasuki.rpc.metrics import GpuSeconds
 from tasuki.v1.ranks_pb2 import LoadResult
 from tasuki.wire.errors import TasukiError
 

@@ -19,8 +19,8 @@ from typing import Any, Protocol
 
 from tasuki.config.schema import NodeConfig
 from tasuki.rollout.rank_report import RankReport
-from tasuki.rpc.gc_freeze import preload
 from tasuki.rpc.heartbeat import Heartbeat
+from tasuki.rpc.process_start import preload
 from tasuki.wire.errors import InternalError, TasukiError, from_reason
 
 _POLL_S = 0.2

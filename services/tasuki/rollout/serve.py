@@ -32,9 +32,9 @@ from tasuki.rpc.failpoints import Failpoints
 from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.rpc.logs import configure_logging
 from tasuki.rpc.port import port_of
+from tasuki.rpc.process_start import StartSeconds
 from tasuki.rpc.server import RpcServer
 from tasuki.rpc.service_tracer import open_service_tracer
-from tasuki.rpc.start_seconds import StartSeconds
 from tasuki.rpc.staying import staying_tags
 from tasuki.rpc.usage import TAGS
 from tasuki.v1 import memory_pb2_grpc, rollout_pb2_grpc

@@ -11,8 +11,8 @@ import grpc.aio
 from tasuki.rollout.generate import Sample
 from tasuki.rollout.metrics import GenerationMetrics
 from tasuki.rollout.rollout import Rollout
+from tasuki.rpc.calls import remaining_s
 from tasuki.rpc.commands import CommandGate
-from tasuki.rpc.deadlines import remaining_s
 from tasuki.rpc.stages import stage_to_proto
 from tasuki.rpc.usage import TAG_VALUES
 from tasuki.v1 import rollout_pb2, rollout_pb2_grpc, types_pb2, weights_pb2

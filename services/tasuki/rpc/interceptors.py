@@ -24,9 +24,9 @@ from google.protobuf.message import DecodeError
 from tasuki.config.security_schema import CallerRole
 from tasuki.rpc.access import Access
 from tasuki.rpc.fleet_caller import FleetFence
+from tasuki.rpc.logs import RateLimitedLog
 from tasuki.rpc.methods import METHODS, Method, standard_methods, unknown_method
 from tasuki.rpc.metrics import CallMetrics
-from tasuki.rpc.rate_limited_log import RateLimitedLog
 from tasuki.wire.errors import DeadlineRequired, InternalError, InvalidArgument, TasukiError, Unauthenticated, to_status
 from tasuki.wire.traced_channel import REQUEST_ID_KEY, TRACEPARENT_KEY, set_status
 from tasuki.wire.tracing import NO_TRACER, REQUEST_ID, SpanKind, Tracer, current

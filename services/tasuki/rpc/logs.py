@@ -5,6 +5,8 @@ from __future__ import annotations
 import faulthandler
 import logging
 import sys
+import time
+from collections.abc import Callable
 
 LINES_LOST = "log_lines_lost"
 
@@ -54,3 +56,30 @@ def configure_logging(service: str) -> None:
     lines.addFilter(is_not_by_callers)
     lines.setFormatter(_OneLine(f"%(asctime)s %(levelname)s service={service} logger=%(name)s %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[lines], force=True)
+
+
+_log = logging.getLogger("tasuki.rpc")
+_AT_ONCE = 100.0
+_PER_S = 5.0
+
+
+class RateLimitedLog:
+    """Writes a hundred lines at once and five a second from then on, with the number of those left out."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now, self._counted_at = now, now()
+        self._room = _AT_ONCE
+        self._num_left_out = 0
+
+    def info(self, text: str, *args: object) -> None:
+        now = self._now()
+        self._room = min(_AT_ONCE, self._room + (now - self._counted_at) * _PER_S)
+        self._counted_at = now
+        if self._room < 1:
+            self._num_left_out += 1
+            return
+        self._room -= 1
+        if self._num_left_out:
+            _log.warning("event=lines_left_out num=%d", self._num_left_out)
+            self._num_left_out = 0
+        _log.info(text, *args)

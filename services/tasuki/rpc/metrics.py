@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
@@ -12,7 +15,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from tasuki.rpc.methods import METHODS, Method
-from tasuki.rpc.metric_names import SPANS
+from tasuki.rpc.metric_names import GPU_SECONDS, SPANS
 from tasuki.v1.metrics_pb2 import GetMetricsRequest, GetMetricsResponse
 from tasuki.v1.metrics_pb2_grpc import MetricsServiceServicer
 from tasuki.wire.tracing import Tracer
@@ -105,3 +108,36 @@ def of_service(families: Iterable[Metric], service: str) -> list[Metric]:
 
 def _labels(method: Method) -> tuple[str, str, str]:
     return method.kind, method.service, method.method
+
+
+class GpuSeconds(Collector):
+    """For one event loop; calls that overlap under one use count once."""
+
+    def __init__(self, registry: CollectorRegistry, *, num_gpus: int) -> None:
+        self._num_gpus = num_gpus
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._num_running: defaultdict[str, int] = defaultdict(int)
+        self._since: dict[str, float] = {}
+        registry.register(self)
+
+    @contextmanager
+    def using(self, use: str) -> Iterator[None]:
+        if not self._num_running[use]:
+            self._since[use] = time.monotonic()
+        self._num_running[use] += 1
+        try:
+            yield
+        finally:
+            self._num_running[use] -= 1
+            if not self._num_running[use]:
+                self._seconds[use] += time.monotonic() - self._since.pop(use)
+
+    def describe(self) -> Iterable[CounterMetricFamily]:
+        return [GPU_SECONDS.counters()]
+
+    def collect(self) -> Iterable[CounterMetricFamily]:
+        family, now = GPU_SECONDS.counters(), time.monotonic()
+        for use in sorted(self._seconds.keys() | self._since.keys()):
+            running = now - self._since[use] if use in self._since else 0.0
+            family.add_metric([use], self._num_gpus * (self._seconds[use] + running))
+        yield family

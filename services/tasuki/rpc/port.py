@@ -1,9 +1,13 @@
-"""Port of a service: address, certificate and access."""
+"""Port of a service: address, certificate and access; and what a caller of such a port shows or sees."""
 
 from __future__ import annotations
 
+import ssl
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -13,7 +17,7 @@ from tasuki.config.security_schema import SecurityConfig
 from tasuki.rpc.access import Access, access_of
 from tasuki.wire.address import is_beyond_loopback, split_host_port
 from tasuki.wire.channel import MAX_PORT_CALLS
-from tasuki.wire.credentials import TlsFiles, TlsMaterial
+from tasuki.wire.credentials import Credentials, TlsFiles, TlsMaterial
 from tasuki.wire.errors import InvalidArgument
 from tasuki.wire.reloaded import Reloaded
 
@@ -133,3 +137,37 @@ def _configuration(material: TlsMaterial) -> grpc.ServerCertificateConfiguration
     assert material.cert is not None
     assert material.key is not None
     return grpc.ssl_server_certificate_configuration([(material.key, material.cert)], root_certificates=material.ca)
+
+
+def peer_credentials(security: SecurityConfig) -> Credentials | None:
+    """The node's own certificate, or the first token of role peer; None if ports on loopback admit every caller.
+
+    `client_ca` has to have signed the nodes' certificates, too. Raises InvalidArgument for TLS without it.
+    """
+    if security.client_ca is not None:
+        return Credentials(ca=security.client_ca, cert=security.cert, key=security.key)
+    if security.cert is not None:
+        raise InvalidArgument("security.client_ca", "is needed by a fleet with TLS: nodes show each other their certificates")
+    return None if security.tokens.peer is None else Credentials(token_file=security.tokens.peer)
+
+
+def read_certificate(cert: Path, key: Path) -> dict[str, Any]:
+    """Fields as of `getpeercert`, seen by a client that trusts only this certificate. Names are not checked.
+
+    Raises SSLError; SSLCertVerificationError if it has expired.
+    """
+    serving, asking = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    serving.load_cert_chain(cert, key)
+    asking.check_hostname = False
+    asking.load_verify_locations(cert)
+    asking.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    server = serving.wrap_bio(to_server, to_client, server_side=True)
+    client = asking.wrap_bio(to_client, to_server)
+    while True:
+        try:
+            client.do_handshake()
+            return client.getpeercert() or {}
+        except ssl.SSLWantReadError:
+            with suppress(ssl.SSLWantReadError):
+                server.do_handshake()

@@ -7,11 +7,13 @@ import logging
 import os
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import grpc
 import grpc.aio
+from grpc._cython import cygrpc as _cygrpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
@@ -21,7 +23,6 @@ from tasuki.rpc.interceptors import CallInterceptor, Observers, PortInterceptor
 from tasuki.rpc.metrics import CallMetrics, MetricsServicer, SpanCounts
 from tasuki.rpc.port import Port
 from tasuki.rpc.reflection import enable_reflection
-from tasuki.rpc.registered_methods import refuse_unregistered_methods
 from tasuki.v1.metrics_pb2_grpc import add_MetricsServiceServicer_to_server
 from tasuki.wire.address import is_beyond_loopback, remove_dead_socket
 from tasuki.wire.channel import PORT_OPTIONS, SERVER_OPTIONS
@@ -30,7 +31,6 @@ from tasuki.wire.tracing import NO_TRACER, Tracer
 
 _log = logging.getLogger("tasuki.rpc")
 _LOOK_EVERY_S = 1.0
-refuse_unregistered_methods()
 
 
 class RpcServer:
@@ -173,3 +173,32 @@ async def _until_ended(server: grpc.aio.Server) -> None:
     """Returns once `server` was stopped; raises what has ended it. Asked once, grpcio would tell of a failure after the last call."""
     while await server.wait_for_termination(_LOOK_EVERY_S):
         pass
+
+
+cygrpc: Any = _cygrpc  # its stub knows a part of it
+
+
+class _RegisteredMethods(cygrpc.AioServer):
+    """Refuses calls of unregistered methods before grpcio decodes their paths.
+
+    A path that is not UTF-8 raises in the loop that serves all calls of grpcio's server and ends it; only paths of unregistered methods
+    can be such. Delete this when grpcio fails the one call alone. A grpcio without this hook ends on such a path, and the service with it.
+    """
+
+    async def _request_call(self) -> Any:
+        """Answers calls of unregistered methods. Never returns one."""
+        answers = set[asyncio.Task[None]]()
+        while True:
+            call = await super()._request_call()
+            answer = asyncio.create_task(_refuse(call))
+            answers.add(answer)
+            answer.add_done_callback(answers.discard)
+
+
+async def _refuse(call: Any) -> None:
+    context = cygrpc._ServicerContext(call, None, None, asyncio.get_running_loop())
+    with suppress(grpc.aio.AbortError, grpc.aio.BaseError):  # told, or the caller is gone
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this service has no such method")
+
+
+cygrpc.AioServer = _RegisteredMethods  # for every server that this process makes

@@ -9,15 +9,16 @@ from pathlib import Path
 
 from tasuki.client.dataset import Dataset, Row
 from tasuki.client.estimation import EstimatorState
+from tasuki.client.rewards import NamedReward, RewardPool
 from tasuki.client.rl_loop import RlLoop
 from tasuki.client.sample_dump import SampleDump
 from tasuki.client.step import Step
 from tasuki.client.sync_client import Client
-from tasuki.config.train_schema import TrainConfig
+from tasuki.config.train_schema import RewardConfig, TrainConfig
 from tasuki.runs.continuation import Continuation
 from tasuki.runs.folder import SAMPLES, draw_curve, summarize
 from tasuki.runs.inputs import TrainInputs
-from tasuki.runs.rewards import open_rewards
+from tasuki.runs.keys import field_as_key
 from tasuki.runs.settings import RunSettings
 from tasuki.runs.training import Loop
 
@@ -80,3 +81,23 @@ def rl_run_settings(train: TrainConfig) -> RunSettings:
         keep_optimizer=train.keep_optimizer,
         stop_at_eval_score=train.stop_at_eval_score,
     )
+
+
+def open_rewards(reward: RewardConfig, folders: Sequence[Path], *, num_workers: int) -> RewardPool:
+    """Starts the workers of `[train.reward]`, which import its functions. Raises InvalidArgument naming the key."""
+    key = "train.reward.functions" if reward.function is None else "train.reward.function"
+    with field_as_key("reward", "train.reward"), field_as_key("reward.function", key):
+        return RewardPool(
+            named_rewards(reward),
+            folders=folders,
+            num_workers=num_workers,
+            timeout_s=reward.timeout_s,
+            on_error=reward.on_error,
+        )
+
+
+def named_rewards(reward: RewardConfig) -> str | list[NamedReward]:
+    """The `function` argument of RewardPool."""
+    if reward.function is not None:
+        return reward.function
+    return [NamedReward(name, each.function, each.weight) for name, each in reward.functions.items()]

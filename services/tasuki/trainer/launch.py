@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
-from tasuki.rpc.gc_freeze import preload
+from tasuki.rpc.process_start import preload
 from tasuki.trainer.environment import CACHE_VARIABLES, foreign_variables
 from tasuki.trainer.forked_rank import ForkedRank
 from tasuki.wire.errors import InvalidArgument

@@ -8,7 +8,7 @@ import logging
 import grpc.aio
 
 from tasuki.config.schema import NodeConfig
-from tasuki.rpc.peer_credentials import peer_credentials
+from tasuki.rpc.port import peer_credentials
 from tasuki.v1 import rank_store_pb2 as pb
 from tasuki.v1.rank_store_pb2_grpc import RankStoreServiceStub
 from tasuki.wire.channel import open_channel

@@ -13,10 +13,9 @@ from tasuki.config.gpus import gpus_of
 from tasuki.config.paths import socket_dir
 from tasuki.config.schema import NodeConfig
 from tasuki.rpc.failpoints import Failpoints
-from tasuki.rpc.gc_freeze import freeze_started
 from tasuki.rpc.heartbeat import Heartbeat
+from tasuki.rpc.process_start import StartSeconds, freeze_started
 from tasuki.rpc.ranks import Handlers
-from tasuki.rpc.start_seconds import StartSeconds
 from tasuki.trainer.backends.fsdp.backend import FsdpBackend
 from tasuki.trainer.backends.fsdp.mesh import mesh_device, start_mesh
 from tasuki.trainer.backends.fsdp.replicas import NodeReplicas, join_nodes

@@ -18,9 +18,9 @@ from tasuki.rpc.commands import CommandGate
 from tasuki.rpc.failpoints import Failpoints
 from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.rpc.port import port_of
+from tasuki.rpc.process_start import StartSeconds
 from tasuki.rpc.server import RpcServer
 from tasuki.rpc.service_tracer import open_service_tracer
-from tasuki.rpc.start_seconds import StartSeconds
 from tasuki.rpc.staying import staying_tags
 from tasuki.trainer.backends.fsdp.replicas import is_fleet, join_store
 from tasuki.trainer.data.checks import BatchLimits

@@ -36,7 +36,7 @@ from tasuki.rollout.sglang.float32_logits import install_float32_logits
 from tasuki.rollout.sglang.memory_saver import install_saver
 from tasuki.rollout.sglang.seeded_sampling import multinomial_with_seed
 from tasuki.rollout.shared_base import EngineBase
-from tasuki.rpc.gc_freeze import freeze_started
+from tasuki.rpc.process_start import freeze_started
 from tasuki.rpc.staying import staying_of_engine_rank
 from tasuki.weights.gloo_peers import check_gloo_peers
 

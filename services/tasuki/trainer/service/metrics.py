@@ -8,7 +8,6 @@ from contextlib import contextmanager
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from tasuki.rpc.gpu_seconds import GpuSeconds
 from tasuki.rpc.metric_names import (
     LOG_PROB_GAP,
     POLICY_VERSION,
@@ -17,6 +16,7 @@ from tasuki.rpc.metric_names import (
     TRAINER_STEPS,
     TRAINER_TOKENS,
 )
+from tasuki.rpc.metrics import GpuSeconds
 from tasuki.trainer.data.samples import Samples
 from tasuki.trainer.roles import Role
 from tasuki.v1.trainer_pb2 import ForwardBackwardResponse, OptimStepResponse

@@ -14,7 +14,7 @@ from tasuki.algorithms.loss_types import LossConfig
 from tasuki.config.paths import training_save_path
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.stages import Stage
-from tasuki.rpc.chunks import chunks
+from tasuki.rpc.calls import chunks
 from tasuki.rpc.commands import Commanded, digest
 from tasuki.rpc.stages import stage_to_proto
 from tasuki.trainer import stages

@@ -25,7 +25,7 @@ from tasuki.config.fleet_schema import FleetConfig
 from tasuki.config.paths import nccl_log_path
 from tasuki.config.schema import NodeConfig
 from tasuki.config.trainer_schema import PERFORMANCE_TRAINER_KEYS
-from tasuki.rpc.peer_credentials import peer_credentials
+from tasuki.rpc.port import peer_credentials
 from tasuki.trainer.backends.fsdp.nccl_log import last_warning, read_log, transports
 from tasuki.trainer.launch import Launch
 from tasuki.trainer.rank_store import FleetStore, join_ranks

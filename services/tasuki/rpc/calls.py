@@ -1,10 +1,11 @@
-"""Splits samples and their scores into messages."""
+"""Parts of a call: messages that fit a stream, and the time left."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
+import grpc.aio
 from google.protobuf.message import Message
 
 from tasuki.wire.channel import MAX_CHUNK_BYTES
@@ -25,3 +26,13 @@ def chunks(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
         chunk_bytes += part_bytes
     if chunk:
         yield chunk
+
+
+_NO_DEADLINE_S = 600.0
+"""Deadline of a read whose caller sets none; a mutating call without one is refused."""
+
+
+def remaining_s(context: grpc.aio.ServicerContext) -> float:
+    """Seconds until the call's deadline."""
+    remaining = context.time_remaining()
+    return _NO_DEADLINE_S if remaining is None else remaining

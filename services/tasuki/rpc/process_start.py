@@ -1,7 +1,9 @@
-"""Seconds of each part of a service's start, which the service counts, logs and leaves in the run folder."""
+"""The start of a service's process: seconds of each part, which it counts, logs and leaves in the run folder; imports and the collector."""
 
 from __future__ import annotations
 
+import gc
+import importlib
 import json
 import logging
 import time
@@ -59,3 +61,22 @@ def serves_line(service: str, parts: Mapping[str, float], *, after_s: float) -> 
         return f"{service} serves after {after_s:.1f} s"
     waited = after_s - sum(parts.values())
     return f"{service} serves after {after_s:.1f} s: {parts_line({'waiting': waited, **parts} if waited >= 1 else parts)}"
+
+
+def preload(module: str) -> None:
+    """Imports `module` and freezes all objects: the collector of a fork neither visits them nor copies their pages.
+
+    Nothing is collected meanwhile: an import makes objects that stay, and the collector would take a seventh of the time.
+    """
+    gc.disable()
+    try:
+        importlib.import_module(module)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def freeze_started() -> None:
+    """Freezes all objects at the end of a start: a later full collection would visit each of them."""
+    gc.collect()
+    gc.freeze()
