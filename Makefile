@@ -77,8 +77,8 @@ chaos: setup  ## every process killed and stopped in every stage, ThreadSanitize
 	TASUKI_PROOFS=whole OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PROOFS) $(PYTEST_ARGS)
 
 fleet: setup  ## real fleets on this machine, with root in network namespaces, and on Slurm where it is installed; every message cut, every process struck; writes runs/fleet
-	TASUKI_PROOFS=whole $(BIN)/python -m pytest -rs tests/fleet tests/chaos/test_fleet_trainer.py tests/integration/test_fleet_trainer.py tests/integration/test_fleet_cuts.py \
-	  tests/unit/test_fleet_faults.py tests/unit/test_fleet_machine.py $(PYTEST_ARGS)
+	TASUKI_PROOFS=whole $(BIN)/python -m pytest -rs tests/fleet tests/chaos/test_fleet_trainer.py tests/integration/test_fleet_trainer.py \
+	  tests/unit/test_fleet_faults.py $(PYTEST_ARGS)
 
 containers: setup grpcurl  ## every command of docs/deploy.md on Docker, on a CPU; BASE=IMAGE, such as tests/containers/base.sh makes
 	$(BIN)/python -m pytest -rs tests/containers $(PYTEST_ARGS)

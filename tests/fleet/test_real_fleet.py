@@ -14,9 +14,8 @@ from tasuki.config.lock import NODE_LOCK, holder
 from tasuki.node.processes import parent_and_state
 from tasuki.node.services import EXIT_FLEET_ENDED
 from tests.fleet.network import can_make_namespaces, places_of
-from tests.fleet.nodes import RealFleet, real_fleet, wait_for
+from tests.fleet.nodes import real_fleet, wait_for
 
-REFUSED = 2
 pytestmark = pytest.mark.timeout(1800)
 
 
@@ -74,18 +73,6 @@ def test_trainers_that_do_not_reach_each_other_end_both_nodes_in_time_and_ask_fo
             assert [node.wait(180) for node in fleet.nodes] == [EXIT_FLEET_ENDED] * 2, fleet.logs()
             named = [node for node in fleet.nodes if "set fleet.interface to a network" in node.log.read_text()]
             assert named, fleet.logs()
-
-
-def test_two_fleets_do_not_share_a_node(folder: Path, task: Path) -> None:
-    with places_of(2) as places, real_fleet(folder, places, base=task) as fleet:
-        fleet.start(ranks=[0])
-        wait_for(lambda: fleet.num_members() == 1)
-        other = replace(fleet.nodes[0], log=folder / "other.log", process=None)
-        again = RealFleet([other, fleet.nodes[1]], fleet.leader, name="other")
-        again.start(ranks=[0])
-        assert other.wait(60) == REFUSED
-        assert "NODE_RUNNING" in other.log.read_text()
-        assert fleet.num_members() == 1
 
 
 def test_a_node_that_its_operator_stops_asks_for_no_other_attempt_and_the_others_learn_why(folder: Path, task: Path) -> None:

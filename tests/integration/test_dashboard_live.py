@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 from pathlib import Path
 
 import pytest
@@ -13,36 +12,12 @@ from tasuki.config.save import save_config
 from tasuki.config.schema import ModelConfig, NodeConfig
 from tasuki.v1 import types_pb2
 from tests.browser import CHROMIUM, Browser
-from tests.dashboard import RECORDED, served
+from tests.dashboard import served
 from tests.integration.coordinator_process import running_node
 from tests.integration.dashboard_pages import browser, open_tab, page
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium; `apt-get install chromium` brings it")
 __all__ = ["browser", "page"]
-
-
-def test_figures_come_as_the_run_makes_them(page: Browser, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    shutil.copytree(RECORDED, folder)
-    with served(folder) as server:
-        open_tab(page, server.url, "run", "0.965")
-        with (folder / "metrics.jsonl").open("a") as lines:
-            lines.write('{"step": 31, "mean_reward": 0.1234}\n')
-        page.until("document.querySelector('#view-run').innerText.includes('0.123')")
-        open_tab(page, server.url, "samples", "Group 44")
-        page.until("document.querySelector('.tokens')")
-        page.evaluate("document.querySelector('[aria-label=\"Step before\"]').click()")
-        page.until("document.querySelector('.sample').innerText.includes('version\\n16')")
-        page.evaluate("document.querySelector('.tokens').focus()")
-        page.press("End")
-        shutil.copy(folder / "samples" / "step-000029.jsonl", folder / "samples" / "step-000030.jsonl")
-        page.until("document.querySelector('#view-samples').innerText.includes('7 steps, 0 to 30')")
-        page.evaluate("new Promise((done) => setTimeout(done, 300))")
-        assert page.evaluate("document.activeElement.className") == "tokens", "who reads a completion is not disturbed"
-        assert "token 5 of 5" in page.text(".sample [aria-live]")
-    page.until("document.querySelector('#live').innerText === 'not connected'")
-    page.open("about:blank#left")
-    page.complaints.clear()  # of a server that no longer runs
 
 
 def test_a_node_whose_coordinator_does_not_answer_is_not_shown_as_ended(page: Browser, tmp_path: Path) -> None:

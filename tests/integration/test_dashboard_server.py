@@ -78,20 +78,6 @@ def test_a_path_names_only_what_is_served(server, path: str) -> None:
     assert b"Traceback" not in body
 
 
-@pytest.mark.parametrize("target", ["http://[", "http://[::1/api/run"])
-def test_a_target_that_names_no_path_is_answered(server, target: str) -> None:
-    with socket.create_connection(("127.0.0.1", server.server_address[1]), timeout=10) as connection:
-        connection.sendall(f"GET {target} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
-        assert connection.recv(100).startswith(b"HTTP/1.0 400 ")
-
-
-def test_other_methods_are_refused(server) -> None:
-    for method in ("POST", "PUT", "DELETE", "OPTIONS"):
-        connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=10)
-        connection.request(method, "/api/run", headers={"Authorization": f"Bearer {token_of(server)}"})
-        assert connection.getresponse().status == 501
-
-
 def test_a_head_has_no_body_and_needs_the_token(server) -> None:
     for headers, status in (({}, 401), ({"Authorization": f"Bearer {token_of(server)}"}, 200)):
         connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=10)
@@ -116,21 +102,6 @@ def test_mutated_requests_break_nothing_and_write_nothing(server, capfd: pytest.
     assert answered > 100
     assert ask(server, "/api/run")["steps"] == [0, 30]
     assert capfd.readouterr().err == ""
-
-
-def test_a_folder_without_anything_is_shown_as_one(tmp_path: Path) -> None:
-    with served(tmp_path) as server:
-        deadline = time.monotonic() + 60
-        while not (run := ask(server, "/api/run"))["problems"]:  # before the feed's thread has looked
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        assert run["problems"] == [f"there is no journal at {tmp_path / 'journal.sqlite'}"]
-        assert (run["steps"], run["summary"], run["last"]) == (None, None, {})
-        assert ask(server, "/api/memory")["devices"] == []
-        assert ask(server, "/api/samples") == {"steps": []}
-        assert ask(server, "/api/changeovers/chart")["numbers"] == []
-        assert get(server, "/api/changeovers", token=token_of(server))[0] == 400
-        assert ask(server, "/api/node")["is_live"] is False
 
 
 def test_events_say_what_has_changed(tmp_path: Path) -> None:
@@ -214,13 +185,6 @@ def test_beyond_loopback_the_nodes_tokens_let_in(tmp_path: Path) -> None:
         assert get(server, "/api/run", tls=tls_of(folder), token="0" * 64)[0] == 401
         write_secret(folder / "viewer.token", "1" * 64)
         assert get(server, "/api/run", tls=tls_of(folder), token=token)[0] == 401
-
-
-def test_an_insecure_node_on_loopback_asks_for_nothing(tmp_path: Path) -> None:
-    with served(RECORDED, config=port_config(tmp_path, "security.insecure=true")) as server:
-        assert "#" not in server.url
-        assert get(server, "/api/run")[0] == 200
-        assert get(server, "/api/run", host="evil.example")[0] == 421
 
 
 @pytest.mark.parametrize(

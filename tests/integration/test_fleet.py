@@ -130,29 +130,6 @@ async def leading(config: NodeConfig, *, patience_s: float = 20.0, tracer: Trace
         journal.close()
 
 
-async def test_a_client_waits_while_nodes_join_a_restarted_leader(tmp_path: Path) -> None:
-    leader = leader_address()
-    configs = [config_of(tmp_path, rank, leader) for rank in range(2)]
-    members = [this_member(config, boot_id=f"b{rank}") for rank, config in enumerate(configs)]
-    async with AsyncExitStack() as stack:
-        for config in configs:
-            await stack.enter_async_context(serving_node(config))
-        channel = await stack.enter_async_context(open_channel(leader))
-        client = await stack.enter_async_context(AsyncClient(leader, recovery_timeout_s=TIMEOUT_S))
-        async with leading(configs[0]):
-            for member in members:
-                await join(channel, member)
-            await client.acquire(Phase.TRAIN)
-        async with leading(configs[0]):
-            verbs = [asyncio.create_task(client.acquire(Phase.ROLLOUT)), asyncio.create_task(client.rollout_state())]
-            await asyncio.wait(verbs, timeout=1.0)
-            assert not any(verb.done() for verb in verbs)
-            for member in members:
-                await join(channel, member)
-            await asyncio.gather(*verbs)
-            assert (await client.state()).phase is Phase.ROLLOUT
-
-
 async def test_an_operation_that_missed_a_node_is_tried_again_under_its_id(tmp_path: Path) -> None:
     leader = leader_address()
     configs = [config_of(tmp_path, rank, leader) for rank in range(2)]

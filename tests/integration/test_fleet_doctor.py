@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from tasuki.cli.doctor import run as run_doctor
 from tasuki.cli.fleet import missing_nodes
 from tasuki.config.load import load_config
 from tasuki.config.paths import fleet_target, socket_dir
@@ -31,7 +30,6 @@ from tasuki.rpc.server import RpcServer
 from tasuki.v1 import fleet_pb2, trainer_pb2
 from tasuki.v1.fleet_pb2_grpc import add_FleetServiceServicer_to_server
 from tasuki.v1.trainer_pb2_grpc import TrainerServiceServicer, add_TrainerServiceServicer_to_server
-from tasuki.wire.errors import InvalidArgument
 from tests.integration.port_node import make_certs, mtls
 from tests.models import make_model, save_checkpoint
 from tests.ports import free_port
@@ -135,13 +133,6 @@ def test_missing_unlike_and_unreachable_nodes_fail(config: NodeConfig) -> None:
     assert first.verdict is Verdict.FAIL and "missing: 1" in first.found
 
 
-def test_a_fleet_that_is_not_up_fails_and_a_node_without_one_is_not_asked(config: NodeConfig) -> None:
-    (finding,) = fleet_findings(config)
-    assert finding.verdict is Verdict.FAIL
-    assert finding.found.startswith(f"NODE_DOWN: no node runs on {config.state_dir}")
-    assert list(fleet_findings(config.model_copy(update={"fleet": None}))) == []
-
-
 @pytest.mark.parametrize(
     ("leader_at", "device", "rate", "verdict"),
     [
@@ -160,16 +151,6 @@ def test_gradients_between_machines_need_a_rate(
     elsewhere = config.model_copy(update={"fleet": fleet, "device": device})
     assert gradients_finding(Gradients(rate, "NET/Socket"), elsewhere).verdict is verdict
     assert gradients_finding(Gradients(1e10, ""), elsewhere).verdict is Verdict.WARN  # over a transport without a name
-
-
-def test_a_demanded_rate_is_asserted_even_on_one_machine(config: NodeConfig) -> None:
-    measured = Gradients(1.25e9, "NET/Socket")
-    assert gradients_finding(measured, config, min_gbit=9.9).verdict is Verdict.OK
-    assert gradients_finding(measured, config, min_gbit=10.1).verdict is Verdict.FAIL
-    (finding,) = fleet_findings(config.model_copy(update={"fleet": None}), min_gbit=1.0)
-    assert finding.verdict is Verdict.FAIL
-    with pytest.raises(InvalidArgument, match="--min-gbit"):
-        run_doctor(config.state_dir, min_gbit=0.0)
 
 
 def test_a_clock_that_is_wrong_is_told_on_every_node() -> None:

@@ -72,12 +72,6 @@ async def test_a_node_that_is_stopped_ends_the_fleet_at_once_and_says_why(
         assert isinstance(told, FleetEnded) and told.message == nodes.error.message
 
 
-def test_a_node_tells_what_its_supervisor_reports(tmp_path: Path) -> None:
-    assert _why_it_stops(tmp_path) == "has stopped: its supervisor was killed"
-    write_exit_report(tmp_path, reason="trainer ended by itself", first="trainer")
-    assert _why_it_stops(tmp_path) == "has stopped: trainer ended by itself"
-
-
 def test_a_leader_whose_port_is_taken_is_refused_before_it_starts(tmp_path: Path) -> None:
     config = config_of(tmp_path, 0, leader_address())
     assert config.fleet is not None

@@ -21,7 +21,6 @@ from tasuki.wire.errors import (
     Asleep,
     InvalidArgument,
     PeerUnavailable,
-    PermissionDenied,
     SamplesLost,
     TasukiError,
     VersionOrder,
@@ -152,23 +151,6 @@ async def test_a_lost_nodes_prompts_are_named_and_the_others_samples_come(folder
         assert Counter(sample.prompt_index for sample in got) == {0: 2, 1: 2, 3: 1, 4: 2, 5: 2}
 
 
-async def test_a_lost_node_owes_nothing_to_later_calls(folder: Path) -> None:
-    async with front(folder) as (fleet, stub):
-        await fleet.lose(1)
-        _, error = await until_error(stub, request(4))
-        assert isinstance(error, SamplesLost)
-        _, again = await until_error(stub, request(4))
-        assert again.metadata == error.metadata == {"nodes": "1", "prompts": "2-3"}
-
-
-async def test_a_stream_that_ends_early_is_a_loss(folder: Path) -> None:
-    async with front(folder) as (fleet, stub):
-        fleet.nodes[1].drops_samples = True
-        got, error = await until_error(stub, request(2))
-        assert isinstance(error, SamplesLost) and error.metadata["prompts"] == "1"
-        assert len(got) == 2
-
-
 async def test_a_sleeping_node_refuses_for_all(folder: Path) -> None:
     async with front(folder) as (fleet, stub):
         fleet.nodes[1].phase = types_pb2.PHASE_TRAIN
@@ -183,12 +165,6 @@ async def test_a_bad_prompt_has_the_callers_position(folder: Path) -> None:
         _, error = await until_error(stub, asked)
         assert isinstance(error, InvalidArgument)
         assert error.metadata["field"] == "prompts[3]" and error.message.startswith("prompts[3]")
-
-
-async def test_a_call_without_prompts_is_node_0s_to_refuse(folder: Path) -> None:
-    async with front(folder) as (fleet, stub):
-        await samples_of(stub, request(0))
-        assert [len(node.requests) for node in fleet.nodes] == [1, 0]
 
 
 async def test_two_versions_in_one_call_are_an_error(folder: Path) -> None:
@@ -228,9 +204,3 @@ async def test_the_state_is_that_of_all_nodes(folder: Path) -> None:
         await fleet.lose(1)
         error = await refused(stub.GetRolloutState(rollout_pb2.GetRolloutStateRequest(), timeout=TIMEOUT_S))
         assert isinstance(error, PeerUnavailable) and error.metadata["node_rank"] == "1"
-
-
-async def test_stages_are_the_fleets(folder: Path) -> None:
-    async with front(folder) as (_, stub):
-        error = await refused(stub.Drain(rollout_pb2.DrainRequest(), timeout=TIMEOUT_S))
-        assert isinstance(error, PermissionDenied)

@@ -205,13 +205,6 @@ async def test_samples_are_dealt_once_and_the_answer_is_that_of_the_whole_call(f
         assert [row.log_probs[0] for row in answer.log_probs] == [-103.0, -100.0, -101.0]
 
 
-async def test_a_node_without_samples_takes_part(folder: Path) -> None:
-    async with front(folder, num_nodes=3) as (nodes, stub, _):
-        answer = await forward_backward(stub, samples([3]))
-        assert [len(node.shares[0]) for node in nodes] == [1, 0, 0]
-        assert answer.num_samples == 1 and answer.metrics["tokens"] == 10.0
-
-
 async def test_a_refusal_comes_before_any_node_begins_and_names_the_callers_sample(folder: Path) -> None:
     async with front(folder) as (nodes, stub, _):
         given = samples([4, 1, 2, 3])
@@ -312,12 +305,6 @@ async def test_scores_come_in_the_order_of_the_samples(folder: Path) -> None:
         values = [trainer.ComputeValuesRequest(samples=trainer.TrainingSamples(samples=given[:2]))]
         valued = [row async for part in stub.ComputeValues(iter(values), timeout=TIMEOUT_S) for row in part.samples]
         assert [list(row.values) for row in valued] == [[100.0] * 5, [101.0]]
-
-
-async def test_one_node_exports(folder: Path) -> None:
-    async with front(folder) as (nodes, stub, _):
-        await stub.ExportModel(trainer.ExportModelRequest(command=command(), path="/m"), timeout=TIMEOUT_S)
-        assert [node.calls for node in nodes] == [["ExportModel"], []]
 
 
 async def test_calls_without_samples_or_with_samples_that_are_not_there_are_refused(folder: Path) -> None:

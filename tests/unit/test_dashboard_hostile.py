@@ -9,14 +9,12 @@ import shutil
 import socket
 import time
 from contextlib import closing
-from io import BufferedReader
 from pathlib import Path
 
 import pytest
 
 from tasuki.dashboard.feed import Feed
 from tasuki.dashboard.places import place_of
-from tasuki.wire import regular_file
 from tasuki.wire.errors import InvalidArgument
 from tests.dashboard import RECORDED
 from tests.limits import limit_s
@@ -137,11 +135,3 @@ def test_a_node_whose_files_are_hostile_is_shown(tmp_path: Path) -> None:
         look(feed)
         assert feed.run()["problems"] == [f"{node / 'training.output'} cannot be read: {problem}"]
         assert feed.run()["output_dir"] is None and feed.changeover_chart(points=10)["numbers"]
-
-
-def test_a_file_that_has_nothing_to_read_yet_is_an_error() -> None:
-    reader, writer = os.pipe()  # as /proc/kmsg, which is a regular file by its mode
-    os.set_blocking(reader, False)
-    with pytest.raises(OSError, match="is not a regular file"), BufferedReader(regular_file._File(reader)) as file:
-        file.read(1)
-    os.close(writer)

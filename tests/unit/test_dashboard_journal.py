@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 import sqlite3
 import time
-from array import array
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from tasuki.coordinator.audit.history import read_history
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.journal_reader import open_journal
 from tasuki.coordinator.records import Outcome
-from tasuki.dashboard import journal_tail
 from tasuki.dashboard.changeovers import page
 from tasuki.dashboard.journal_tail import JournalTail
 from tasuki.memory.stages import HOLDS, Phase, Stage
@@ -71,32 +66,6 @@ def test_events_are_the_stages_that_ended_last(journal: Journal, tmp_path: Path)
     assert events[1].endswith("c000120  LOAD_WEIGHTS    DONE  0.250 s, 0.0 MiB")
 
 
-@pytest.mark.parametrize(
-    ("damage", "is_listed", "num_stages"),
-    [
-        ("UPDATE changeovers SET start_time = 1e300 WHERE number = 2", False, 0),
-        ("UPDATE changeovers SET start_time = 'soon' WHERE number = 2", False, 0),
-        ("UPDATE changeovers SET epoch = 'first' WHERE number = 2", False, 0),
-        ("UPDATE outcomes SET seconds = 9e999 WHERE number = 2", False, 0),
-        ("UPDATE stages SET time = -1 WHERE number = 2", True, 0),
-        ("UPDATE results SET bytes = 'many' WHERE id = 2", True, 0),
-    ],
-)
-def test_a_changeover_that_cannot_be_read_is_left_out_and_named(
-    journal: Journal, tmp_path: Path, damage: str, is_listed: bool, num_stages: int
-) -> None:
-    for number in range(3):
-        write_changeover(journal, f"a{number}")
-    with closing(sqlite3.connect(tmp_path / "journal.sqlite")) as db:
-        db.execute(damage)
-        db.commit()
-    told = page(tmp_path / "journal.sqlite")
-    listed = {one["number"]: len(one["stages"]) for one in told["changeovers"]}
-    assert listed == {3: 1, **({2: num_stages} if is_listed else {}), 1: 1}
-    assert "changeover 2" in told["problem"]
-    json.dumps(told, allow_nan=False)
-
-
 def test_a_journal_that_is_absent_damaged_or_strange_is_told_and_nothing_is_raised(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
     tail = JournalTail(path)
@@ -118,10 +87,6 @@ def test_a_journal_that_is_absent_damaged_or_strange_is_told_and_nothing_is_rais
     assert not tail.problem and len(tail.columns.times) > 100
 
 
-def vars_of(tail: JournalTail) -> list[array]:
-    return [getattr(tail.columns, name) for name in tail.columns.__slots__]
-
-
 ENDLESS = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n)"
 
 
@@ -130,34 +95,6 @@ def test_a_query_without_end_is_interrupted(tmp_path: Path) -> None:
     shutil.copyfile(RECORDED / "journal.sqlite", path)
     with pytest.raises(sqlite3.OperationalError, match="interrupted"), open_journal(path, within_s=0.1) as db:
         db.execute(f"{ENDLESS} SELECT count(*) FROM n").fetchone()
-
-
-@pytest.mark.timeout(20)
-@pytest.mark.parametrize("part", ["wal", "shm", "journal"])
-def test_a_fifo_beside_a_journal_is_refused(tmp_path: Path, part: str) -> None:
-    path = tmp_path / "journal.sqlite"
-    shutil.copyfile(RECORDED / "journal.sqlite", path)
-    os.mkfifo(tmp_path / f"journal.sqlite-{part}")
-    tail = JournalTail(path)
-    assert tail.advance() and "is not a regular file" in tail.problem
-    with pytest.raises(InvalidArgument, match="is not a regular file"):
-        page(path)
-    with pytest.raises(InvalidArgument, match="is not a regular file"):
-        read_history(path)
-
-
-def test_the_oldest_stages_of_an_endless_journal_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal_tail, "_MAX_STAGES", 100)
-    tail = read_all(JournalTail(RECORDED / "journal.sqlite"))
-    assert {len(column) for column in vars_of(tail)} == {len(tail.columns.times)} and 50 <= len(tail.columns.times) <= 100
-    assert tail.columns.numbers[-1] == 64
-
-
-def test_failures_of_a_recorded_run_have_their_causes() -> None:
-    failed = page(RECORDED / "journal.sqlite", only_failed=True)["changeovers"]
-    assert [(one["number"], one["error_reason"]) for one in failed] == [(8, "INTERRUPTED"), (7, "PEER_UNAVAILABLE")]
-    (stage,) = [stage for stage in failed[1]["stages"] if stage["stage"] == "SYNC" and not stage["is_undo"]]
-    assert stage["status"] == "FAILED" and "rollout does not answer" in stage["error_message"]
 
 
 def test_pages_go_on_where_the_last_one_ended() -> None:

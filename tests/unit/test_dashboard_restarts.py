@@ -53,10 +53,3 @@ def test_restarts_of_all_kept_logs_are_listed_newest_first(tmp_path: Path) -> No
         ("rollout", "killed by signal 9"),
     ]
     assert logs.read()["counts_now"] == {"coordinator": 1} and logs.coordinator_restarts_now() == 1
-
-
-def test_without_a_log_there_is_no_restart_to_tell(tmp_path: Path) -> None:
-    logs = RestartLogs(tmp_path / "supervisor.log")
-    assert not logs.advance()
-    assert logs.read() == {"restarts": [], "num_starts": 0, "counts": {}, "counts_now": None}
-    assert logs.coordinator_restarts_now() is None

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as some
 
-from tasuki.dashboard import steps
 from tasuki.dashboard.steps import StepColumns, draw
 from tests.limits import limit_s
 
@@ -48,11 +47,6 @@ def test_bad_and_half_written_lines_are_passed_over(tmp_path: Path) -> None:
     assert thinned(columns)["steps"] == [1, 3, 4]
     assert thinned(columns)["series"]["mean_reward"]["mean"] == [0.5, None, 0.75]
     assert columns.last()["mean_reward"] == 0.75
-
-
-def test_a_run_without_files_has_no_figures(tmp_path: Path) -> None:
-    columns = read_all(StepColumns(tmp_path / "none"))
-    assert (columns.bounds(), columns.last(), thinned(columns)["steps"], draw(thinned(columns))) == (None, {}, [], [])
 
 
 def test_steps_that_a_resumed_run_makes_again_take_the_place_of_the_first(tmp_path: Path) -> None:
@@ -110,15 +104,3 @@ def test_charts_of_a_recorded_run_have_each_figure_once() -> None:
     assert [one["name"] for one in parts["series"]][:3] == ["to_rollout", "evaluate", "generate"]
     num_drawn = sum(len(chart["series"]) for chart in charts)
     assert num_drawn == len(columns.names()) - 3  # versions and step counts are shown as numbers
-
-
-def test_the_first_of_very_many_steps_are_shown_and_the_limit_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "_MAX_VALUES", 1000)
-    lines = [json.dumps({"step": 0, "metrics": {f"m{number}": 1.0 for number in range(100)}})]
-    lines += [f'{{"step": {number}}}' for number in range(1, 500)]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    columns = StepColumns(tmp_path)
-    while columns.advance():
-        pass
-    assert columns.bounds() == (0, 9)
-    assert columns.problem == f"{tmp_path / 'metrics.jsonl'} is too long: only steps 0 to 9 are shown"

@@ -11,14 +11,13 @@ from pathlib import Path
 import pytest
 
 from tasuki.cli.audit import BROKEN, CLEAN, run
-from tasuki.coordinator.journal import Journal
 from tasuki.fleet.audit import FleetInvariant, audit_fleet_journal
 from tasuki.fleet.rules import Decision, Step, agreed, next_step
 from tasuki.memory.stages import Phase, Stage
 from tasuki.rpc.stages import stage_to_proto
 from tasuki.v1.coordinator_pb2 import NodeState
 from tasuki.v1.weights_pb2 import WeightSums
-from tasuki.wire.errors import FleetEnded, InvalidArgument, PathNotFound, WeightsDiffer
+from tasuki.wire.errors import FleetEnded, WeightsDiffer
 from tests.unit.simulated_fleet import SimulatedFleet
 from tests.unit.virtual_time import VirtualTimeLoop
 
@@ -91,14 +90,6 @@ def test_the_command_audits_the_fleets_journal_beside_the_nodes(
     told = capsys.readouterr().out
     assert "broken: decided" in told
     assert "on node 0 a decision first, according to the fleet" in told
-
-
-def test_other_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(PathNotFound):
-        audit_fleet_journal(tmp_path / "fleet.sqlite")
-    Journal(tmp_path / "journal.sqlite").close()
-    with pytest.raises(InvalidArgument, match="as a fleet's"):
-        audit_fleet_journal(tmp_path / "journal.sqlite")
 
 
 def test_weights_that_differ_are_named_by_node_and_place_and_served_by_nobody(tmp_path: Path) -> None:

@@ -91,12 +91,6 @@ def test_commands_beside_a_node_take_its_place_from_how_it_was_started(tmp_path:
     assert load_beside_node(tmp_path / "alone.toml").fleet is None
 
 
-@pytest.mark.parametrize("grace_s", ["-1", "nan"])
-def test_a_grace_that_is_no_time_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], grace_s: str) -> None:
-    assert main(["fleet", "up", str(tmp_path / "node.toml"), f"--grace-s={grace_s}"]) == USER_ERROR
-    assert "--grace-s: must be a number of seconds" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("error", "code"),
     [

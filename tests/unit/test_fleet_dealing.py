@@ -7,28 +7,6 @@ import random
 from tasuki.fleet.dealing import deal_families, deal_prompts, prompt_families
 
 
-def _prompts(number: int) -> list[list[int]]:
-    return [[7, 7, position] for position in range(number)]
-
-
-def test_idle_nodes_get_equal_runs_of_neighbours() -> None:
-    assert deal_prompts(_prompts(8), num_samples=4, loads=[0, 0]) == [[range(4)], [range(4, 8)]]
-
-
-def test_a_node_that_has_more_to_do_gets_less() -> None:
-    assert deal_prompts(_prompts(8), num_samples=1, loads=[4, 0]) == [[range(2)], [range(2, 8)]]
-    assert deal_prompts(_prompts(2), num_samples=1, loads=[9, 0]) == [[], [range(2)]]
-
-
-def test_single_prompts_go_to_the_idlest_node() -> None:
-    loads = [0, 0, 0]
-    for _ in range(9):
-        shares = deal_prompts([[1, 2]], num_samples=5, loads=loads)
-        node = next(node for node, share in enumerate(shares) if share)
-        loads[node] += 5
-    assert loads == [15, 15, 15]
-
-
 def test_prompts_that_continue_one_another_stay_on_one_node() -> None:
     turns = [[1, 2], [5, 6], [1, 2, 3], [5, 6, 7], [1, 2, 3, 4], [9]]
     assert prompt_families(turns) == [[0, 2, 4], [1, 3], [5]]
@@ -40,10 +18,6 @@ def test_prompts_that_continue_one_another_stay_on_one_node() -> None:
 
 def test_a_common_beginning_alone_joins_no_prompts() -> None:
     assert prompt_families([[1, 2, 3], [1, 2, 4]]) == [[0], [1]]
-
-
-def test_equal_prompts_stay_together() -> None:
-    assert deal_prompts([[1, 2]] * 4 + [[3]] * 4, num_samples=1, loads=[0, 0]) == [[range(4)], [range(4, 8)]]
 
 
 def test_every_family_is_dealt_once_and_loads_differ_by_a_family_at_most() -> None:

@@ -42,10 +42,6 @@ def test_a_job_set_s_variables() -> None:
     assert fleet_table(environment)["attempt"] == 1
 
 
-def test_outside_of_a_job_nothing_is_told() -> None:
-    assert fleet_table({"HOME": "/root", "SLURM_RESTART_COUNT": ""}) == {}
-
-
 @pytest.mark.parametrize(
     ("hosts", "first"),
     [
@@ -64,7 +60,3 @@ def test_the_first_host_of_a_slurm_list(hosts: str, first: str) -> None:
 def test_what_is_no_list_of_hosts_is_refused(hosts: str) -> None:
     with pytest.raises(InvalidArgument):
         first_host(hosts)
-
-
-def test_an_address_of_version_6_has_brackets() -> None:
-    assert fleet_table({"MASTER_ADDR": "fd00::1"}) == {"leader": f"[fd00::1]:{DEFAULT_PORT}"}
