@@ -21,7 +21,17 @@ from tasuki.config.paths import config_path
 from tasuki.config.schema import NodeConfig
 from tasuki.config.track_schema import TRACKERS, TrackConfig
 from tasuki.wire.denied_path import denied
-from tasuki.wire.errors import NO_ROOM, DiskFull, InvalidArgument, NodeDown, PathNotFound, ServiceFailed, TasukiError
+from tasuki.wire.errors import (
+    NO_ROOM,
+    DiskFull,
+    InvalidArgument,
+    NodeDown,
+    NotInstalled,
+    PathNotFound,
+    ServiceFailed,
+    TasukiError,
+)
+from tasuki.wire.extras import install_extras
 from tasuki.wire.printable import printable
 
 if TYPE_CHECKING:
@@ -303,7 +313,11 @@ def _audit(arguments: argparse.Namespace) -> int:
 
 
 def _certs(arguments: argparse.Namespace) -> int:
-    from tasuki.cli.certs import run
+    try:
+        from tasuki.cli.certs import run
+    except ModuleNotFoundError as error:
+        text = f"`tasuki certs` needs cryptography: {install_extras('certs')}"
+        raise NotInstalled(text, packages="cryptography", extras="certs") from error
 
     return run(arguments.folder, hosts=arguments.hosts, days=arguments.days, is_fleet=arguments.fleet)
 

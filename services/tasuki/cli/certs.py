@@ -12,17 +12,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from tasuki.config.security_schema import CallerRole
 from tasuki.wire.denied_path import named_if_denied
-from tasuki.wire.errors import InvalidArgument, NotInstalled
-from tasuki.wire.extras import install_extras
+from tasuki.wire.errors import InvalidArgument
 from tasuki.wire.regular_file import read_regular
-
-if TYPE_CHECKING:
-    from cryptography import x509
-    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey, EllipticCurvePublicKey
 
 _TRUST_DOMAIN = "spiffe://tasuki.lab"
 _THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
@@ -37,7 +36,7 @@ class Authority:
     """Signs certificates."""
 
     cert: x509.Certificate
-    key: EllipticCurvePrivateKey
+    key: ec.EllipticCurvePrivateKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +53,8 @@ def run(folder: Path, *, hosts: Sequence[str], days: int, is_fleet: bool = False
     hosts: names and addresses of nodes; without any, those of the certificate to renew, or of this machine. is_fleet: whether nodes call
     each other with the node's certificate, which then has the role peer; without hosts, a role to renew is kept.
 
-    Raises InvalidArgument for an invalid host, number of days or folder, and NotInstalled without the package cryptography.
+    Raises InvalidArgument for an invalid host, number of days or folder.
     """
-    try:
-        import cryptography  # noqa: F401 - looked for, before anything is written
-    except ModuleNotFoundError as error:
-        text = f"`tasuki certs` needs cryptography: {install_extras('certs')}"
-        raise NotInstalled(text, packages="cryptography", extras="certs") from error
     if not 1 <= days <= _AUTHORITY_DAYS:
         raise InvalidArgument("days", f"{days} must be between 1 and {_AUTHORITY_DAYS}, the authority's own validity")
     for host in hosts:
@@ -94,8 +88,6 @@ def _write_certificates(folder: Path, *, hosts: Sequence[str], days: int, is_fle
 
 def _read_names(path: Path) -> _Names | None:
     """Names of the certificate at `path`; None if there is none. Raises InvalidArgument if it cannot be read."""
-    from cryptography import x509
-
     try:
         cert = x509.load_pem_x509_certificate(read_regular(path, max_bytes=_MAX_BYTES))
         names = cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
@@ -111,10 +103,6 @@ def _read_names(path: Path) -> _Names | None:
 
 def make_authority(*, until: datetime | None = None) -> Authority:
     """Creates a CA with a new key and a unique name. until: in ten years by default."""
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes
-    from cryptography.hazmat.primitives.asymmetric import ec
-
     key = ec.generate_private_key(ec.SECP256R1())
     subject = _subject(f"tasuki lab {secrets.token_hex(4)}")
     builder = _builder(subject, subject, key.public_key(), until=until or datetime.now(UTC) + timedelta(days=_AUTHORITY_DAYS))
@@ -125,10 +113,6 @@ def make_authority(*, until: datetime | None = None) -> Authority:
 
 def read_authority(folder: Path) -> Authority:
     """Reads ca.pem and ca.key. Raises InvalidArgument if they are missing or do not match."""
-    from cryptography import x509
-    from cryptography.hazmat.primitives import serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
     try:
         key = serialization.load_pem_private_key(read_regular(folder / "ca.key", max_bytes=_MAX_BYTES), password=None)
         cert = x509.load_pem_x509_certificate(read_regular(folder / "ca.pem", max_bytes=_MAX_BYTES))
@@ -148,11 +132,6 @@ def issue(
 
     Raises InvalidArgument for a host that is neither a name nor an address.
     """
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.x509.oid import ExtendedKeyUsageOID
-
     key = ec.generate_private_key(ec.SECP256R1())
     names = [_general_name(host) for host in dict.fromkeys(hosts)]
     if spiffe_id is not None:
@@ -181,8 +160,6 @@ def write_pair(folder: Path, name: str, cert: bytes, key: bytes) -> None:
 
 
 def _write_authority(folder: Path, authority: Authority) -> None:
-    from cryptography.hazmat.primitives import serialization
-
     pem, plain = serialization.Encoding.PEM, serialization.NoEncryption()
     key = authority.key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain)
     write_pair(folder, "ca", authority.cert.public_bytes(pem), key)
@@ -197,8 +174,6 @@ def _write(path: Path, content: bytes, *, mode: int) -> None:
 
 
 def _general_name(host: str) -> x509.GeneralName:
-    from cryptography import x509
-
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
@@ -209,23 +184,18 @@ def _general_name(host: str) -> x509.GeneralName:
 
 
 def _subject(name: str) -> x509.Name:
-    from cryptography import x509
-    from cryptography.x509.oid import NameOID
-
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
 
 
-def _builder(subject: x509.Name, issuer: x509.Name, key: EllipticCurvePublicKey, *, until: datetime) -> x509.CertificateBuilder:
-    from cryptography import x509
-
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, *, until: datetime
+) -> x509.CertificateBuilder:
     begin = min(datetime.now(UTC), until) - _CLOCKS_DIFFER
     builder = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(key)
     return builder.serial_number(x509.random_serial_number()).not_valid_before(begin).not_valid_after(until)
 
 
 def _key_usage(*, signs_certificates: bool) -> x509.KeyUsage:
-    from cryptography import x509
-
     return x509.KeyUsage(
         digital_signature=not signs_certificates,
         content_commitment=False,

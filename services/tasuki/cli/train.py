@@ -22,7 +22,6 @@ from tasuki.node.start import check_state_folder, running_node
 from tasuki.rpc.service_tracer import check_telemetry
 from tasuki.runs.archive import archived
 from tasuki.runs.earlier_run import EarlierRun, run_has_ended
-from tasuki.runs.expansion import expansion
 from tasuki.runs.folder import MetricsFile, changeovers_of, name_run, write_summary
 from tasuki.runs.inputs import check_output, read_inputs
 from tasuki.runs.progress import TrainProgress
@@ -149,8 +148,6 @@ def _run(
     folders = (Path.cwd(), config_dir)
     with training.opened(folders, save_now=request.save_now) as loop, _sole_training(config, training.settings.output_dir):
         earlier = look()
-        if config.sft is None and config.train is not None:
-            sys.stderr.write(f"{expansion(config.train)}\n")
         with (
             tracked(training.settings.output_dir, config.track),
             running_node(config, may_start=may_start),

@@ -122,7 +122,7 @@ async def _answers(target: str, config: NodeConfig) -> bool:
 
 
 def member_findings(fleet: fleet_pb2.GetFleetResponse) -> Iterator[Finding]:
-    """Checks that all nodes have joined and agree."""
+    """Checks that all nodes have joined, which a node with other versions, models or settings cannot."""
     found = f"{len(fleet.members)} of {fleet.num_nodes} nodes of {fleet.name!r}, attempt {fleet.attempt}"
     if fleet.ended_by:
         yield fail("fleet", f"has ended: {fleet.ended_by}", "restart the job")
@@ -132,21 +132,6 @@ def member_findings(fleet: fleet_pb2.GetFleetResponse) -> Iterator[Finding]:
         yield fail("fleet", f"{found}; missing: {missing}", "read the logs of the missing nodes")
     else:
         yield ok("fleet", found)
-    nodes = [member.node for member in fleet.members]
-    for name, field in (("versions", "version"), ("configurations", "config_digest"), ("models", "model_digest")):
-        yield _alike(name, [(node.node_rank, getattr(node, field)) for node in nodes])
-    packages = [", ".join(f"{name} {version}" for name, version in sorted(node.packages.items())) for node in nodes]
-    yield _alike("packages", [(node.node_rank, listed) for node, listed in zip(nodes, packages, strict=True)], width=None)
-
-
-def _alike(name: str, values: Sequence[tuple[int, str]], *, width: int | None = 16) -> Finding:
-    """width: characters of the value to show."""
-    other = [rank for rank, value in values if value != values[0][1]]
-    if other:
-        ranks = ", ".join(map(str, other))
-        return fail(f"fleet {name}", f"nodes {ranks} differ from node {values[0][0]}", f"give all nodes the same {name}")
-    shown = values[0][1][:width] if values else "none"
-    return ok(f"fleet {name}", f"{shown} on all nodes")
 
 
 def _reached(fleet: fleet_pb2.GetFleetResponse, unreachable: Sequence[str]) -> Finding:

@@ -44,7 +44,8 @@ class Callers(Protocol):
 class Access:
     """Decides whether a call at a port is allowed."""
 
-    def __init__(self, callers: Callers, paths: ClientPaths) -> None:
+    def __init__(self, callers: Callers, paths: ClientPaths | None) -> None:
+        """paths: None for any."""
         self._callers, self._paths = callers, paths
 
     def check(self, method: Method, context: Any) -> CallerRole:
@@ -60,7 +61,7 @@ class Access:
             for field in EPOCH_FIELDS.intersection(request.DESCRIPTOR.fields_by_name):
                 if request.HasField(field):
                     raise _denied(Caller("the caller", role), f"{method.name} with `{field}`", method.epoch_role)
-        if method.path_use is not None:
+        if method.path_use is not None and self._paths is not None:
             self._paths.check(request.path, use=method.path_use)
 
 
@@ -80,6 +81,10 @@ class LocalCallers:
 
     def of(self, context: Any) -> Caller:
         return Caller("a user of the machine", CallerRole.PEER)
+
+
+LOCAL_ACCESS = Access(LocalCallers(), None)
+"""At the unix socket."""
 
 
 class TokenCallers:

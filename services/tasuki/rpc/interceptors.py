@@ -1,7 +1,7 @@
 """Interceptors of every tasuki.v1 call: request id, deadline, log line, metrics, errors.
 
-From the outside in: metrics see every call, the log line every outcome, the error mapping every exception of a handler. At a port,
-the caller is checked next, before any message is read. This is the only place with `except Exception`.
+From the outside in: metrics see every call, the log line every outcome, the error mapping every exception of a handler. The caller is
+checked next, before any message is read. This is the only place with `except Exception`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from tasuki.config.security_schema import CallerRole
-from tasuki.rpc.access import Access
+from tasuki.rpc.access import LOCAL_ACCESS, Access
 from tasuki.rpc.fleet_caller import FleetFence
 from tasuki.rpc.logs import RateLimitedLog
 from tasuki.rpc.methods import METHODS, Method, standard_methods, unknown_method
@@ -54,71 +54,27 @@ class Observers:
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps the handlers of tasuki.v1; health and reflection go through untouched."""
-
-    def __init__(self, observers: Observers, fence: FleetFence) -> None:
-        self._observers, self._fence = observers, fence
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any]:
-        handler = await continuation(handler_call_details)
-        method = METHODS.get(handler_call_details.method)
-        return handler if handler is None or method is None else self._wrapped(handler, method)
-
-    def _wrapped(self, handler: Any, method: Method) -> grpc.RpcMethodHandler[Any, Any]:
-        codec = {
-            "request_deserializer": handler.request_deserializer,
-            "response_serializer": handler.response_serializer,
-        }
-        if handler.response_streaming:
-            streaming = handler.stream_stream if handler.request_streaming else handler.unary_stream
-
-            async def answer_stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
-                async with _observed(method, context, self._observers):
-                    _require_deadline(method, context)
-                    self._fence.check(method, context)
-                    async for response in streaming(request, context):
-                        yield response
-
-            make = grpc.stream_stream_rpc_method_handler if handler.request_streaming else grpc.unary_stream_rpc_method_handler
-            return make(answer_stream, **codec)
-
-        unary = handler.stream_unary if handler.request_streaming else handler.unary_unary
-
-        async def answer(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-            async with _observed(method, context, self._observers):
-                _require_deadline(method, context)
-                self._fence.check(method, context)
-                return await unary(request, context)
-
-        make_unary = grpc.stream_unary_rpc_method_handler if handler.request_streaming else grpc.unary_unary_rpc_method_handler
-        return make_unary(answer, **codec)
-
-
-class PortInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps every handler at a port, also those of health and reflection; methods in no table are refused.
+    """Wraps the handlers of a server. Methods in no table are refused at a port, and pass untouched at the unix socket.
 
     A caller is checked before the first message is read, and again before each answer of a stream, so a revoked role ends it.
     """
 
-    def __init__(self, observers: Observers, access: Access, fence: FleetFence) -> None:
-        self._observers, self._access, self._fence = observers, access, fence
+    def __init__(self, observers: Observers, fence: FleetFence, access: Access | None = None) -> None:
+        """access: of a port; None at the unix socket, whose callers may do everything."""
+        self._observers, self._fence = observers, fence
+        self._access = LOCAL_ACCESS if access is None else access
         self._strangers = RateLimitedLog()
-        self._methods: Mapping[str, Method] = {**METHODS, **standard_methods()}
+        self._methods: Mapping[str, Method] = METHODS if access is None else {**METHODS, **standard_methods()}
+        self._refuses_unknown = access is not None
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        handler = await continuation(handler_call_details)
-        return handler if handler is None else self._guarded(handler, self._method(handler_call_details.method))
-
-    def _method(self, path: str) -> Method:
-        return self._methods.get(path) or unknown_method(path)
+        handler, path = await continuation(handler_call_details), handler_call_details.method
+        method = self._methods.get(path) or (unknown_method(path) if self._refuses_unknown else None)
+        return handler if handler is None or method is None else self._wrapped(handler, method)
 
     def _admitted(self, method: Method, context: Any) -> CallerRole:
         try:
@@ -127,7 +83,7 @@ class PortInterceptor(grpc.aio.ServerInterceptor):
             self._strangers.info("event=stranger_refused rpc=%s peer=%s", method.name, context.peer())
             raise
 
-    def _guarded(self, handler: Any, method: Method) -> grpc.RpcMethodHandler[Any, Any]:
+    def _wrapped(self, handler: Any, method: Method) -> grpc.RpcMethodHandler[Any, Any]:
         """Wraps the handler as a streaming one, which the server calls before a message arrives."""
 
         async def answers(messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
@@ -172,14 +128,9 @@ async def _only(requests: AsyncIterator[Any]) -> Any:
     raise InvalidArgument("request", "the method takes one message, and none came")
 
 
-def _local() -> CallerRole:
-    """Admits every caller at the unix socket, which may do everything."""
-    return CallerRole.PEER
-
-
 @asynccontextmanager
 async def _observed(
-    method: Method, context: grpc.aio.ServicerContext[Any, Any], observers: Observers, admit: Callable[[], CallerRole] = _local
+    method: Method, context: grpc.aio.ServicerContext[Any, Any], observers: Observers, admit: Callable[[], CallerRole]
 ) -> AsyncIterator[CallerRole]:
     """Observes one call and yields the caller's role. admit: checks the caller first, and raises if refused."""
     request_id = _request_id(context)

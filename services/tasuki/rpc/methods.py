@@ -12,7 +12,6 @@ from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
 
 from tasuki.config.security_schema import CallerRole
-from tasuki.rpc.reflection import V1_NAME, describe_v1
 from tasuki.v1 import coordinator_pb2, fleet_pb2, memory_pb2, metrics_pb2, rank_store_pb2, rollout_pb2, trainer_pb2
 
 # They change the phase but carry no CommandId: a client needs no epoch for them.
@@ -22,7 +21,6 @@ _VIEWER, _TRAINER, _OPERATOR, _PEER = CallerRole
 _ROLES: dict[str, CallerRole] = {
     "grpc.health.v1.Health/Check": _VIEWER,
     "grpc.health.v1.Health/Watch": _VIEWER,
-    "grpc.reflection.v1.ServerReflection/ServerReflectionInfo": _VIEWER,
     "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _VIEWER,
     "tasuki.v1.CoordinatorService/Acquire": _TRAINER,
     "tasuki.v1.CoordinatorService/GetState": _VIEWER,
@@ -146,11 +144,9 @@ METHODS: dict[str, Method] = _methods(
 
 
 def standard_methods() -> dict[str, Method]:
-    """Methods of health and reflection, the latter under both names."""
-    describe_v1()
+    """Methods of health and reflection."""
     pool = descriptor_pool.Default()
-    names = (health.SERVICE_NAME, reflection.SERVICE_NAME, V1_NAME)
-    return _methods(pool.FindServiceByName(name) for name in names)
+    return _methods(pool.FindServiceByName(name) for name in (health.SERVICE_NAME, reflection.SERVICE_NAME))
 
 
 def unknown_method(path: str) -> Method:

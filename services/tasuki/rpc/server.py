@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry
 
 from tasuki.config.fleet_schema import FleetConfig
 from tasuki.rpc.fleet_caller import FleetFence
-from tasuki.rpc.interceptors import CallInterceptor, Observers, PortInterceptor
+from tasuki.rpc.interceptors import CallInterceptor, Observers
 from tasuki.rpc.metrics import CallMetrics, MetricsServicer, SpanCounts
 from tasuki.rpc.port import Port
 from tasuki.rpc.reflection import enable_reflection
@@ -61,7 +61,7 @@ class RpcServer:
         self._local = grpc.aio.server(interceptors=(CallInterceptor(observers, fence),), options=SERVER_OPTIONS)
         self._servers = [self._local]
         if port is not None:
-            interceptor = PortInterceptor(observers, port.access, fence)
+            interceptor = CallInterceptor(observers, fence, port.access)
             self._servers.append(
                 grpc.aio.server(interceptors=(interceptor,), options=PORT_OPTIONS, maximum_concurrent_rpcs=port.max_calls)
             )
