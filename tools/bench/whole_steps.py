@@ -1,0 +1,149 @@
+"""Whole RL steps of a node: `python -m tools.bench.whole_steps [--size qwen2.5-7b] [--gpus 2] [--steps 10] [--set A.B=VALUE]`.
+
+A node with random weights, N trainer ranks and N replicas. A step takes the GPUs for rollout, generates 64 x 8 samples (256 + 512 tokens),
+takes the GPUs for training, and trains on all of them, as `tasuki train` does. Each step's parts add up to its seconds; "first_token_ms"
+is a request of one token right after the changeover. The first step, which warms caches, is left out of the medians. Only the command line
+and the client of tasuki are used, so that PYTHONPATH can name another version, with --model FOLDER, a model made before. --tiny: a small
+model on a CPU. Writes whole_steps.json after each step, and prints medians with their spread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tasuki.client import Client, Phase, SamplingParams, TrainingSample
+
+CONFIG = """
+state_dir = "{folder}/node"
+device = "{device}"
+[model]
+path = "{model}"
+[trainer]
+num_ranks = {gpus}
+checkpointing = "full"
+micro_batch_tokens = {micro_batch_tokens}
+[rollout]
+dp_size = {gpus}
+context_length = {context}
+{rollout}
+[train]
+dataset = "unused.jsonl"
+output_dir = "unused"
+prompts_per_step = {prompts}
+group_size = {group}
+max_prompt_tokens = {prompt_tokens}
+max_new_tokens = {new_tokens}
+[train.reward]
+function = "unused:unused"
+"""
+ON_GPU: dict[str, Any] = {
+    "device": "cuda", "micro_batch_tokens": 16_384, "context": 4096, "prompts": 64, "group": 8, "prompt_tokens": 256, "new_tokens": 512,
+    "vocab_size": 30_000, "rollout": 'engine = { attention_backend = "triton", sampling_backend = "pytorch" }',
+}  # fmt: skip
+TINY: dict[str, Any] = {
+    "device": "cpu", "micro_batch_tokens": 512, "context": 128, "prompts": 4, "group": 2, "prompt_tokens": 16, "new_tokens": 16,
+    "vocab_size": 100, "rollout": "",
+}  # fmt: skip
+
+
+def step(client: Client, load: dict[str, Any], random: np.random.Generator) -> dict[str, Any]:
+    """Carries out one step. Times are in seconds, but those of changeovers and stages in ms."""
+    prompts = random.integers(3, load["vocab_size"], (load["prompts"], load["prompt_tokens"])).tolist()
+    started = time.perf_counter()
+    there = client.acquire(Phase.ROLLOUT)
+    serves = time.perf_counter()
+    client.generate([prompts[0][:3]], SamplingParams(max_new_tokens=1))
+    answered = time.perf_counter()
+    params = SamplingParams(max_new_tokens=load["new_tokens"], ignore_eos=True)
+    samples = client.generate(prompts, params, num_samples=load["group"])
+    generated = time.perf_counter()
+    back = client.acquire(Phase.TRAIN)
+    returned = time.perf_counter()
+    batch = [
+        TrainingSample(
+            prompt_token_ids=prompts[each.prompt_index],
+            completion_token_ids=each.token_ids,
+            rollout_log_probs=each.rollout_log_probs,
+            advantages=float(random.normal()),
+            policy_version=each.policy_version,
+        )
+        for each in samples
+    ]
+    packed = time.perf_counter()
+    client.forward_backward(batch)
+    learned = time.perf_counter()
+    norm = client.optim_step(learning_rate=1e-6).grad_norm
+    ended = time.perf_counter()
+    new_tokens = sum(len(each.token_ids) for each in samples)
+    return {
+        "step_s": ended - started,
+        "to_rollout_ms": 1e3 * (serves - started),
+        "first_token_ms": 1e3 * (answered - serves),
+        "generate_s": generated - answered,
+        "generated_tokens_per_s": new_tokens / (generated - answered),
+        "to_train_ms": 1e3 * (returned - generated),
+        "forward_backward_s": learned - packed,
+        "optim_step_s": ended - learned,
+        "trained_tokens_per_s": (new_tokens + len(samples) * load["prompt_tokens"]) / (ended - packed),
+        "grad_norm": norm,
+        "stages_ms": {str(each.stage): 1e3 * each.seconds for each in [*there, *back] if each.stage and each.seconds},
+    }
+
+
+def summary(steps: list[dict[str, Any]]) -> dict[str, str]:
+    """Returns each figure's median over the steps after the first, and its range."""
+    later = steps[1:] or steps
+    figures = {key: [each[key] for each in later] for key in later[0] if key != "stages_ms"}
+    return {key: f"{statistics.median(of):.4g} ({min(of):.4g} to {max(of):.4g})" for key, of in figures.items()}
+
+
+def tasuki(*arguments: str) -> None:
+    subprocess.run([sys.executable, "-m", "tasuki.cli", *arguments], check=True, stdout=sys.stderr)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path())
+    parser.add_argument("--size", default="qwen2.5-7b")
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--set", action="append", default=[], metavar="A.B=VALUE", help="a key of the node's configuration")
+    parser.add_argument("--tiny", action="store_true")
+    arguments = parser.parse_args()
+    load = TINY if arguments.tiny else ON_GPU
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if not (model := arguments.model):
+            from tools.bench.node_load import make_model
+
+            make_model(arguments.size, model := folder / "model", is_tiny=arguments.tiny)
+        config = folder / "node.toml"
+        config.write_text(CONFIG.format(**load, folder=folder, model=model, gpus=arguments.gpus))
+        steps = list[dict[str, Any]]()
+        tasuki("up", str(config), *(f"--set={each}" for each in arguments.set))
+        try:
+            with Client(state_dir=folder / "node", timeout_s=300.0) as client:
+                random = np.random.default_rng(0)
+                for _ in range(arguments.steps):
+                    steps.append(step(client, load, random))
+                    (arguments.out / "whole_steps.json").write_text(json.dumps(steps, indent=1) + "\n")
+        finally:
+            tasuki("down", str(config))
+    for key, text in summary(steps).items():
+        print(f"{key:24s} {text}")
+
+
+if __name__ == "__main__":
+    main()
