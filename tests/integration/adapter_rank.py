@@ -28,8 +28,8 @@ def receive_adapter(
     from safetensors.torch import load_file
     from sglang.srt.lora.lora_registry import LoRARef
 
-    from tasuki.rollout.adapter import serve_adapter
     from tasuki.rollout.receive import WeightReceiver
+    from tasuki.rollout.sglang.adapter import serve_adapter
 
     manager = _manager(model, args, adapter.lora, tp_rank=tp_rank)
     ours = serve_adapter(manager, adapter.lora, tp_rank=tp_rank)
@@ -62,8 +62,8 @@ def _manager(model: Any, args: Any, lora: LoraConfig, *, tp_rank: int) -> Any:
     import torch
     from sglang.srt.configs.load_config import LoadConfig
 
-    from tasuki.rollout.adapter import UnpinnedLora
     from tasuki.rollout.arguments import LORA_BACKEND
+    from tasuki.rollout.sglang.adapter import UnpinnedLora
     from tasuki.rollout.sglang.dense_lora import install_dense_lora
 
     install_dense_lora(lora)

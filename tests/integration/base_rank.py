@@ -22,7 +22,7 @@ def share_base(
     from sglang.srt.model_executor import model_runner
 
     from tasuki.config.paths import base_socket_path
-    from tasuki.rollout.shared_base import EngineBase
+    from tasuki.rollout.sglang.shared_base import EngineBase
     from tasuki.weights.shared_base import find_base
     from tests.base_copies import chunk_at, chunks_of
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tasuki.memory.stages import Stage
-from tasuki.rollout import stages as rollout_stages
+from tasuki.rollout.rollout import check_stage
 from tasuki.rpc.commands import CommandGate, digest
 from tasuki.rpc.stages import stage_from_proto, stage_to_proto
 from tasuki.trainer import stages as trainer_stages
@@ -176,7 +176,7 @@ class SimulatedRollout(SimulatedService):
 
     async def ReceiveWeights(self, request: rollout_pb2.ReceiveWeightsRequest) -> rollout_pb2.ReceiveWeightsResponse:
         async def receive() -> rollout_pb2.ReceiveWeightsResponse:
-            rollout_stages.check_stage(Stage.SYNC, after=self.stage, poison_reason=self.poison)
+            check_stage(Stage.SYNC, after=self.stage, poison_reason=self.poison)
             weights, trainer = request.weights, self._trainer()
             if weights.policy_version < self._highest:
                 raise VersionOrder("an older version was asked for")
@@ -229,7 +229,7 @@ class SimulatedRollout(SimulatedService):
         )
 
     async def _move(self, stage: Stage) -> None:
-        rollout_stages.check_stage(stage, after=self.stage, poison_reason=self.poison)
+        check_stage(stage, after=self.stage, poison_reason=self.poison)
         await self.weather()
         self.stage = stage
         if stage is Stage.PAUSE_WEIGHTS:

@@ -7,7 +7,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.mmap_dict import MmapedDict, mmap_key
 
-from tasuki.rollout.engine_metrics import EngineMetrics
+from tasuki.rollout.metrics import EngineMetrics
 
 
 def write(file: Path, name: str, *, value: float, rank: str) -> None:

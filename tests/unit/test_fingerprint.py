@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tasuki.rollout.fingerprint import Fingerprint
+from tasuki.rollout.recorded_plan import Fingerprint
 
 
 class Model(nn.Module):

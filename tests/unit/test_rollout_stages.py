@@ -15,9 +15,8 @@ from tasuki.memory.stages import START, Service, Stage
 from tasuki.memory.tags import MemoryTag
 from tasuki.rollout.generate import Completion, EngineRequest
 from tasuki.rollout.model import ModelFacts
-from tasuki.rollout.rollout import Rollout
+from tasuki.rollout.rollout import Rollout, check_stage
 from tasuki.rollout.seeds import CallNumbers
-from tasuki.rollout.stages import check_stage
 from tasuki.rollout.sync import SyncReport
 from tasuki.rpc.stages import decode_move
 from tasuki.v1 import weights_pb2

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tasuki.config.paths import LAUNCHED_VARIABLE
-from tasuki.rollout.rank_timing import count_seconds
+from tasuki.rollout.sglang.scheduler import count_seconds
 from tasuki.rpc.process_start import StartSeconds, read_start_seconds, serves_line
 
 

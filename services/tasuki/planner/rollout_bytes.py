@@ -85,7 +85,7 @@ def engine_step(layout: Layout) -> int:
         return 0
     model = layout.model
     width = 4 * model.hidden_size + 3 * -(-max(model.intermediate_size, model.query_size) // layout.tp_size)
-    # Logits in float32 and a copy of them. Verification of drafts has its own blocks, reserved at the start (rollout/pending_samples.py).
+    # Logits in float32 and a copy of them. Verification of drafts has its own blocks (rollout/sglang/speculative.py).
     copies = DRAFT_BLOCKS * layout.draft_tokens if layout.draft_tokens else 2
     sampling = layout.max_running_requests * model.vocab_size * 4 * copies
     return _PREFILL_TOKENS * width * layout.engine_bytes + sampling

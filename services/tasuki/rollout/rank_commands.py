@@ -7,7 +7,10 @@ also connects the rank's line to the front, on which most commands come directly
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -20,18 +23,59 @@ from tasuki.memory.arena import ArenaState
 from tasuki.memory.device_usage import device_usage
 from tasuki.memory.tags import MemoryTag, TagUsage
 from tasuki.rollout.engine_lock import EngineLock
-from tasuki.rollout.rank_socket import RankLine
 from tasuki.rollout.receive import Received, WeightReceiver
 from tasuki.rollout.record import EngineModel
 from tasuki.rollout.saved_buffers import KeptContent, Span, span_of, without
 from tasuki.rpc.failpoints import Failpoints
 from tasuki.rpc.heartbeat import Heartbeat
-from tasuki.rpc.ranks import CommandRunner, Handlers
+from tasuki.rpc.ranks import CommandRunner, Handlers, RankServer
 from tasuki.rpc.usage import TAGS, usage_response
 from tasuki.v1 import memory_pb2, ranks_pb2, types_pb2
+from tasuki.v1.ranks_pb2 import EngineRankCommand, EngineRankResult
 from tasuki.weights.shared_base import SharedBase
 from tasuki.weights.verify import HeldSlice
 from tasuki.wire.errors import Busy
+
+_log = logging.getLogger("tasuki.rollout")
+# If nobody takes a result, the front is gone and this process will end too.
+_LINGER_MS = 5000
+
+
+class RankLine:
+    """Owns the rank's sockets and the thread that reads commands, until `close`. There are two sockets, one per thread.
+
+    run: executes a command from the front, in this thread.
+    """
+
+    def __init__(self, address: str, *, rank: int, run: Callable[[EngineRankCommand], EngineRankResult]) -> None:
+        self.address = address
+        self._results = RankServer(address, linger_ms=_LINGER_MS)
+        self._commands = RankServer(address, rank=rank, linger_ms=_LINGER_MS)
+        self._commands.send(EngineRankResult(rank=rank))  # lets the front send
+        self._closed = os.eventfd(0)
+        self._thread = threading.Thread(target=self._answer, args=(run,), name="front-line", daemon=True)
+        self._thread.start()
+
+    def send(self, result: EngineRankResult) -> None:
+        """Must be called from the thread that created this object."""
+        self._results.send(result)
+
+    def _answer(self, run: Callable[[EngineRankCommand], EngineRankResult]) -> None:
+        """Ends the process where it fails, so that the front sees the rank's end instead of waiting for an answer."""
+        try:
+            for command in self._commands.commands(EngineRankCommand, until=[self._closed]):
+                self._commands.send(run(command))
+        except BaseException:  # noqa: BLE001  whatever it is, nobody else reads commands
+            _log.exception("event=rank_line_failed")
+            os._exit(1)
+
+    def close(self) -> None:
+        os.eventfd_write(self._closed, 1)
+        self._thread.join()
+        self._commands.close()
+        self._results.close()
+        os.close(self._closed)
+
 
 # Beside the cache itself SGLang keeps tables of its layers' addresses in the same region.
 _MAX_CACHE_TABLE_BYTES = 64 * 1024

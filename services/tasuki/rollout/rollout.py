@@ -25,7 +25,6 @@ from tasuki.rollout.generate import (
 )
 from tasuki.rollout.rank_calls import RankCalls
 from tasuki.rollout.seeds import CallNumbers, sample_seed
-from tasuki.rollout.stages import check_idle, check_stage, is_serving
 from tasuki.rollout.sync import SyncReport, WeightSync
 from tasuki.rpc.commands import REFUSALS
 from tasuki.v1 import weights_pb2
@@ -44,6 +43,34 @@ from tasuki.wire.errors import (
 
 if TYPE_CHECKING:
     from tasuki.rollout.engine import RolloutEngine
+
+from tasuki.memory.stages import RULES, Rpc, Service, allowed_after
+from tasuki.wire.errors import Busy, StageOrder
+
+
+def check_stage(stage: Stage, *, after: Stage | None, poison_reason: str | None) -> None:
+    """Raises StageOrder, or EnginePoisoned, unless `stage` may follow `after`.
+
+    A poisoned engine may only release its memory, so that the trainer can continue.
+    """
+    accepted = allowed_after(Service.ROLLOUT, after)
+    if poison_reason is not None:
+        if RULES[stage].rpc is not Rpc.PAUSE:
+            raise EnginePoisoned(f"the engine must be restarted: {poison_reason}", stage=stage)
+    elif stage not in accepted:
+        place, allowed = after or START, ", ".join(accepted)
+        raise StageOrder(f"stage {stage} cannot follow {place}; allowed: {allowed}", stage=stage, after=place, allowed=allowed)
+
+
+def check_idle(stage: Stage, *, num_running: int) -> None:
+    """Raises Busy if running requests would lose their memory."""
+    if RULES[stage].rpc is Rpc.PAUSE and num_running:
+        raise Busy(f"{num_running} requests run; drain before {stage}", stage=stage, num_running=num_running)
+
+
+def is_serving(after: Stage | None) -> bool:
+    return after is Stage.RESUME_KV
+
 
 _log = logging.getLogger(__name__)
 _CUT_AGAIN_S = 0.05

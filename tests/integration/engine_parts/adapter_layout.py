@@ -18,9 +18,9 @@ from sglang.srt.lora.layers import (
 from torch.nn.functional import pad
 
 from tasuki.config.trainer_schema import LoraConfig
-from tasuki.rollout.adapter import AdapterBuffers, _Unpinned
 from tasuki.rollout.rank_report import reporting
 from tasuki.rollout.ranks import RankProcesses
+from tasuki.rollout.sglang.adapter import AdapterBuffers, _Unpinned
 from tasuki.wire.errors import BadHandle, InternalError, UnsupportedModel
 
 HIDDEN, HEAD, RANK = 64, 16, 3

@@ -20,25 +20,47 @@ from tasuki.config.gpus import gpu_not_shown
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.allocator import NativeAllocator
 from tasuki.memory.arena import set_host_budget
-from tasuki.rollout.adapter import AdapterBuffers, UnpinnedLora, serve_adapter
 from tasuki.rollout.engine_lock import EngineLock
-from tasuki.rollout.pending_samples import compile_verification, keep_drafts, reserve_verification
 from tasuki.rollout.published_layout import published_layout
 from tasuki.rollout.rank_commands import EngineRank, rank_allocator, register_rank
 from tasuki.rollout.rank_report import RankReport, reporting
-from tasuki.rollout.rank_timing import count_seconds
 from tasuki.rollout.receive import WeightReceiver
 from tasuki.rollout.record import EngineModel
+from tasuki.rollout.sglang.adapter import AdapterBuffers, UnpinnedLora, serve_adapter
 from tasuki.rollout.sglang.cpu_attention import BatchedAttention
 from tasuki.rollout.sglang.dense_lora import install_dense_lora
 from tasuki.rollout.sglang.first_samples import FirstSamples
 from tasuki.rollout.sglang.float32_logits import install_float32_logits
 from tasuki.rollout.sglang.memory_saver import install_saver
 from tasuki.rollout.sglang.seeded_sampling import multinomial_with_seed
-from tasuki.rollout.shared_base import EngineBase
+from tasuki.rollout.sglang.shared_base import EngineBase
+from tasuki.rollout.sglang.speculative import compile_verification, keep_drafts, reserve_verification
 from tasuki.rpc.process_start import freeze_started
 from tasuki.rpc.staying import staying_of_engine_rank
 from tasuki.weights.gloo_peers import check_gloo_peers
+
+_PARTS = {"load_model": "weights", "alloc_memory_pool": "KV cache", "init_cuda_graphs": "graphs"}
+"""Methods of SGLang's model runner, none of which calls another."""
+
+
+def count_seconds(runner: type[Any]) -> dict[str, float]:
+    """Measures these methods from now on. Returns seconds by part, filled as they run."""
+    parts: dict[str, float] = {}
+    for method, part in _PARTS.items():
+        setattr(runner, method, _timed(getattr(runner, method), part, parts))
+    return parts
+
+
+def _timed(method: Any, part: str, parts: dict[str, float]) -> Any:
+    @functools.wraps(method)
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        started = time.monotonic()
+        try:
+            return method(*args, **kwargs)
+        finally:
+            parts[part] = parts.get(part, 0.0) + time.monotonic() - started
+
+    return timed
 
 
 @dataclass(frozen=True, slots=True)
