@@ -23,18 +23,14 @@ import pytest
 from tasuki.client import AsyncClient, Client, LossConfig, Phase, PpoLoss, SamplingParams, TrainingSample
 from tasuki.config.paths import log_path, pulse_dir
 from tasuki.wire.channel import open_channel
-from tasuki.wire.errors import PermissionDenied
 from tests.conftest import RunningNode, started_node
 from tests.integration.mutations import mutated_calls
 from tests.integration.port_node import SERVICES, certificate, make_certs, mtls
 from tests.integration.raw_calls import answers
-from tests.integration.slow_connections import num_closed, slow_connections
 from tests.ports import free_port
 
 pytestmark = pytest.mark.timeout(4 * 3600)
 NUM_MUTATIONS = 1_000_000
-NUM_SLOW = 500
-HANDSHAKE_S = 10.0
 ROTATE_S = 60.0
 METHODS = {
     "coordinator": frozenset({"CoordinatorService"}),
@@ -88,17 +84,6 @@ def unharmed(ported: PortedNode) -> Iterator[None]:
         train_one_step(client)
 
 
-def test_client_at_the_ports_trains_and_saves_where_it_may(ported: PortedNode, tmp_path: Path) -> None:
-    with unharmed(ported), Client(ported.target("coordinator"), credentials=certificate(ported.certs, "trainer")) as client:
-        train_one_step(client)
-        saved = ported.node.state_dir / "checkpoints" / "step-1"
-        client.save(saved)
-        client.load(saved)
-        with pytest.raises(PermissionDenied):
-            client.export_model(tmp_path / "model")
-    assert saved.is_dir()
-
-
 def test_a_million_mutated_messages(ported: PortedNode) -> None:
     codes: dict[str, Counter[grpc.StatusCode]] = {}
     started = time.monotonic()
@@ -128,15 +113,6 @@ def attack(target: str, certs: Path, service: str, *, seed: int) -> Counter[grpc
             return await answers(channel, calls)
 
     return asyncio.run(send())
-
-
-def test_slow_connections_are_closed_while_a_client_trains(ported: PortedNode) -> None:
-    opening = [slow_connections(port, ported.certs / "ca.pem", num=NUM_SLOW) for port in ported.ports.values()]
-    with unharmed(ported), opening[0] as first, opening[1] as second, opening[2] as third:
-        with Client(ported.target("coordinator"), credentials=certificate(ported.certs, "trainer")) as client:
-            train_one_step(client)
-        time.sleep(HANDSHAKE_S + 5.0)
-        assert [num_closed(connections) for connections in (first, second, third)] == [NUM_SLOW] * 3
 
 
 def test_new_certificates_under_garbage_and_load(ported: PortedNode) -> None:

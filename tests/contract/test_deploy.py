@@ -7,7 +7,6 @@ import re
 import stat
 import subprocess
 import sys
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,9 @@ import pytest
 import yaml
 
 from tasuki.cli.__main__ import _parser
-from tasuki.node.processes import EXIT_LIMIT_S
-from tasuki.node.stop import STOP_TIMEOUT_S
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
-DOCKERFILE = (DEPLOY / "Dockerfile").read_text().replace("\\\n", " ")
 SERVICES: dict[str, dict[str, Any]] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
 COMMANDS = {
     **{name: SERVICES[name]["command"] for name in ("node", "train")},
@@ -57,24 +53,3 @@ def test_a_volume_has_the_key_of_its_role_alone(tmp_path: Path) -> None:
     create_certificates(tmp_path)
     for path, content in before.items():
         assert (path.read_bytes() == content) is (path.stem == "ca"), f"{path} is renewed unless it is the authority's"
-
-
-def test_what_is_copied_exists_and_is_sent_to_the_build() -> None:
-    ignored = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
-    sent = {line.removeprefix("!") for line in ignored if line.startswith("!")}
-    copied = [path for line in re.findall(r"^COPY (?!--from)(.+) \S+$", DOCKERFILE, re.MULTILINE) for path in line.split()]
-    assert sent == set(copied)
-    assert all((ROOT / path).exists() for path in copied)
-
-
-def test_every_link_in_the_sources_leads_to_something_that_is_sent() -> None:
-    ignored = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and line[0] not in "#!*"]
-    for folder in ("protos", "services", "client"):
-        for link in (path for path in (ROOT / folder / "tasuki").rglob("*") if path.is_symlink()):
-            target = link.resolve().relative_to(ROOT)
-            assert not any(fnmatch(str(part), pattern) for part in (target, *target.parents) for pattern in ignored)
-            assert re.search(rf"^COPY {target.parts[0]} ", DOCKERFILE, re.MULTILINE)
-
-
-def test_docker_waits_for_a_stop_and_for_the_kernel_to_free_memory() -> None:
-    assert int(SERVICES["node"]["stop_grace_period"].removesuffix("s")) >= STOP_TIMEOUT_S + EXIT_LIMIT_S

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +12,7 @@ import yaml
 
 from tasuki.cli.__main__ import USER_ERROR, _parser
 from tasuki.fleet.environment import fleet_table
-from tasuki.node.processes import EXIT_LIMIT_S
 from tasuki.node.services import EXIT_FLEET_ENDED
-from tasuki.node.stop import STOP_TIMEOUT_S
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 SBATCH = DEPLOY / "slurm" / "fleet.sbatch"
@@ -51,13 +47,6 @@ def commands_of(text: str) -> list[list[str]]:
     return [
         shlex.split(re.sub(r'"\$config"|/config/node.toml', "node.toml", each).replace('"$grace_s"', "90")) for each in found
     ]
-
-
-def test_kubernetes_waits_for_the_run_the_stop_and_the_kernel() -> None:
-    for job in JOB_SET["spec"]["replicatedJobs"]:
-        pod = job["template"]["spec"]["template"]["spec"]
-        (grace_s,) = re.findall(r"--grace-s (\d+)", pod["containers"][0]["args"][0])
-        assert pod["terminationGracePeriodSeconds"] >= int(grace_s) + STOP_TIMEOUT_S + EXIT_LIMIT_S
 
 
 def strict(schema: Any) -> Any:
@@ -119,10 +108,3 @@ def test_commands_are_those_that_tasuki_has(text: str) -> None:
     }
     for words in commands:
         assert _parser().parse_args(words).config == Path("node.toml")
-
-
-@pytest.mark.parametrize("text", [SCRIPT, *(container(name)["args"][0] for name in jobs())])
-def test_scripts_are_bash(text: str) -> None:
-    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
-    if shutil.which("shellcheck"):
-        subprocess.run(["shellcheck", "--shell=bash", "--exclude=SC2016,SC2086", "-"], input=text, text=True, check=True)

@@ -196,17 +196,6 @@ def test_the_summary_has_the_figures_and_the_score_has_risen(run: Run):
     assert summary["seconds"] > 0
 
 
-def test_progress_names_version_reward_and_held_out_score(run: Run):
-    before, after = (
-        [line for line in text.splitlines() if line.startswith("step ")] for text in (run.interrupted.text, run.resumed.stdout)
-    )
-    assert (len(before), len(after)) == (SAVE_EVERY + 1, NUM_STEPS + 1 - SAVE_EVERY)
-    assert all("version" in line for line in before + after)
-    assert all("reward" in line for line in before + after[:-1])
-    assert "held-out" in before[0]
-    assert "held-out" in after[-1]
-
-
 def test_metrics_have_every_part_and_every_stage_of_a_step(run: Run):
     steps = [json.loads(line) for line in (run.output / "metrics.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == list(range(NUM_STEPS + 1))

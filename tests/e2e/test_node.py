@@ -6,37 +6,25 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 
 import grpc
 import pytest
 
 from tasuki.config.load import load_config
-from tasuki.config.lock import NODE_LOCK, holder
 from tasuki.config.paths import config_path, node_targets
 from tasuki.v1 import coordinator_pb2 as pb
-from tasuki.v1 import memory_pb2, rollout_pb2, trainer_pb2
+from tasuki.v1 import memory_pb2
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tasuki.v1.memory_pb2_grpc import MemoryServiceStub
-from tasuki.v1.rollout_pb2_grpc import RolloutServiceStub
-from tasuki.v1.trainer_pb2_grpc import TrainerServiceStub
 from tasuki.v1.types_pb2 import (
     MEMORY_TAG_EXPORT,
-    MEMORY_TAG_KV_CACHE,
-    MEMORY_TAG_WEIGHTS,
     PHASE_ROLLOUT,
     PHASE_TRAIN,
-    STAGE_DRAIN,
-    STAGE_LOAD_WEIGHTS,
-    STAGE_OFFLOAD,
-    STAGE_PAUSE_KV,
-    STAGE_RESUME_KV,
     STAGE_SYNC,
-    CommandId,
 )
 from tasuki.wire.errors import TasukiError, from_rpc_error
-from tests.conftest import ENVIRONMENT, RunningNode, called, tasuki
+from tests.conftest import ENVIRONMENT, RunningNode, called
 
 LIMIT_S = 60.0
 
@@ -91,46 +79,6 @@ def test_what_was_published_has_left_when_rollout_serves(
         assert all(tag.total_bytes > 0 for tag in copies)
 
 
-def test_stage_out_of_order_is_refused_by_coordinator_trainer_and_rollout_and_everything_goes_on(
-    coordinator: CoordinatorServiceStub, channels: dict[str, grpc.Channel]
-) -> None:
-    epoch = acquire(coordinator, PHASE_ROLLOUT).epoch
-    assert refusal(coordinator.RunStage, pb.RunStageRequest(stage=STAGE_SYNC)).reason == "STAGE_ORDER"
-
-    def command(name: str) -> CommandId:
-        return CommandId(epoch=epoch + 1000, sequence=1_000_000, request_id=f"out of order {name} {time.time()}")
-
-    # A service takes whoever shows an epoch for a coordinator, until the next one does.
-    trainer_state = trainer_pb2.GetTrainerStateRequest(epoch=epoch + 1000)
-    TrainerServiceStub(channels["trainer"]).GetTrainerState(trainer_state, timeout=LIMIT_S)
-    rollout_state = rollout_pb2.GetRolloutStateRequest(epoch=epoch + 1000)
-    RolloutServiceStub(channels["rollout"]).GetRolloutState(rollout_state, timeout=LIMIT_S)
-    offload = memory_pb2.PauseRequest(command=command("t"), stage=STAGE_OFFLOAD, tags=[MEMORY_TAG_WEIGHTS])
-    assert refusal(MemoryServiceStub(channels["trainer"]).Pause, offload).reason == "STAGE_ORDER"
-    resume = memory_pb2.ResumeRequest(command=command("r"), stage=STAGE_RESUME_KV, tags=[MEMORY_TAG_KV_CACHE])
-    assert refusal(MemoryServiceStub(channels["rollout"]).Resume, resume).reason == "STAGE_ORDER"
-    for phase in (PHASE_TRAIN, PHASE_ROLLOUT):
-        assert acquire(coordinator, phase).phase == phase
-
-
-def test_command_of_an_older_epoch_is_refused(coordinator: CoordinatorServiceStub, channels: dict[str, grpc.Channel]) -> None:
-    acquire(coordinator, PHASE_ROLLOUT)
-    stale = trainer_pb2.PublishWeightsRequest(command=CommandId(epoch=0, sequence=1, request_id="stale"))
-    assert refusal(TrainerServiceStub(channels["trainer"]).PublishWeights, stale).reason == "STALE_EPOCH"
-
-
-def test_single_stages_turn_back_from_the_middle(coordinator: CoordinatorServiceStub) -> None:
-    acquire(coordinator, PHASE_ROLLOUT)
-    for stage in (STAGE_DRAIN, STAGE_PAUSE_KV):
-        coordinator.RunStage(pb.RunStageRequest(stage=stage), timeout=LIMIT_S)
-    assert acquire(coordinator, PHASE_ROLLOUT).phase == PHASE_ROLLOUT
-    acquire(coordinator, PHASE_TRAIN)
-    for stage in range(STAGE_LOAD_WEIGHTS, STAGE_RESUME_KV):
-        coordinator.RunStage(pb.RunStageRequest(stage=stage), timeout=LIMIT_S)
-    assert acquire(coordinator, PHASE_TRAIN).phase == PHASE_TRAIN
-    assert acquire(coordinator, PHASE_ROLLOUT).phase == PHASE_ROLLOUT
-
-
 def test_state_shows_the_node_as_text_and_as_json(node: RunningNode, coordinator: CoordinatorServiceStub) -> None:
     acquire(coordinator, PHASE_TRAIN)
     text = called("state", node.config)
@@ -160,12 +108,3 @@ def test_watch_writes_a_line_for_each_event(node: RunningNode, coordinator: Coor
         "RESUME_KV",
         "changeover",
     ]
-
-
-def test_second_up_is_refused_and_the_first_goes_on(node: RunningNode, coordinator: CoordinatorServiceStub) -> None:
-    second = tasuki("up", node.config, timeout_s=LIMIT_S)
-    assert second.returncode == 2
-    assert second.stderr.startswith(
-        f"tasuki: error NODE_RUNNING: pid {holder(node.state_dir, name=NODE_LOCK)} already runs a node on"
-    )
-    assert acquire(coordinator, PHASE_TRAIN).phase == PHASE_TRAIN

@@ -8,23 +8,19 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import grpc.aio
 import numpy as np
 import pytest
 
-from tasuki.client import AsyncClient, Client, LossConfig, Phase, PpoLoss, Role, SamplingParams, Stage, TrainingSample
+from tasuki.client import AsyncClient, Client, LossConfig, Phase, PpoLoss, SamplingParams, Stage, TrainingSample
 from tasuki.client.types import FinishReason, StageStatus
 from tasuki.v1 import types_pb2
 from tasuki.wire.channel import MAX_CHUNK_BYTES
 from tasuki.wire.errors import (
     Asleep,
-    ChangeoverRunning,
     DeadlineExceeded,
-    InternalError,
     InvalidArgument,
     NoGradients,
     PeerUnavailable,
-    WrongPhase,
 )
 from tests.integration.scripted_node import ScriptedNode, scripted_node
 from tests.limits import limit_s
@@ -58,14 +54,6 @@ async def test_generate_acquires_rollout_and_returns_samples_in_prompt_order(nod
     assert not sent.HasField("top_p")
 
 
-async def test_many_prompts_go_in_several_requests_and_come_back_in_order(node: ScriptedNode, client: AsyncClient):
-    prompts = [np.full(100_000, index + 1, dtype=np.int32) for index in range(25)]
-    samples = await client.generate(prompts)
-    assert [sample.token_ids[0] for sample in samples] == [index + 1 for index in range(25)]
-    assert [sample.prompt_index for sample in samples] == list(range(25))
-    assert max(request.ByteSize() for request in node.requests) <= MAX_CHUNK_BYTES + 200
-
-
 async def test_a_generation_that_is_sent_again_keeps_its_ids_and_every_other_has_its_own(
     node: ScriptedNode, client: AsyncClient
 ):
@@ -83,11 +71,6 @@ async def test_a_generation_that_is_sent_again_keeps_its_ids_and_every_other_has
         assert other != repeat
         assert set(lost) <= {repeat}
     assert len(node.requests) > 6
-
-
-async def test_samples_say_how_they_were_drawn(node: ScriptedNode, client: AsyncClient):
-    (sample,) = await client.generate([[1]])
-    assert (sample.temperature, sample.has_exact_log_probs) == (0.5, True)
 
 
 async def test_leaving_a_stream_early_cancels_the_call_at_rollout(node: ScriptedNode, client: AsyncClient):
@@ -159,13 +142,6 @@ async def test_a_service_that_stays_away_is_an_error_in_the_end(node: ScriptedNo
     assert node.num_forward_backward == 1
 
 
-async def test_what_the_coordinator_says_of_a_peer_is_an_error_at_once(node: ScriptedNode, client: AsyncClient):
-    node.refusals += [PeerUnavailable("rollout did not come back", peer="rollout")]
-    with pytest.raises(PeerUnavailable, match="did not come back"):
-        await client.acquire(Phase.ROLLOUT)
-    assert node.refusals == []
-
-
 async def test_an_old_epoch_is_read_again(node: ScriptedNode, client: AsyncClient):
     await client.forward_backward([SAMPLE])
     node.epoch = node.gate.epoch = 5  # a restarted coordinator
@@ -183,19 +159,6 @@ async def test_a_refusal_is_raised_and_not_repeated(node: ScriptedNode, client: 
     assert node.num_forward_backward == 0
 
 
-async def test_a_phase_that_cannot_be_had_is_the_error_of_the_verb(node: ScriptedNode, client: AsyncClient):
-    node.refusals.append(ChangeoverRunning("phase TRAIN is under way", changeover_id="c9"))
-    with pytest.raises(ChangeoverRunning) as raised:
-        await client.generate([[1]])
-    assert raised.value.metadata["changeover_id"] == "c9"
-
-
-async def test_wrong_phase_twice_is_raised(node: ScriptedNode, client: AsyncClient):
-    node.refusals += [WrongPhase("no", needed="TRAIN")] * 2
-    with pytest.raises(WrongPhase):
-        await client.forward_backward([SAMPLE])
-
-
 async def test_a_service_that_hangs_ends_at_the_deadline(node: ScriptedNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("tasuki.client.connection.READ_TIMEOUT_S", 0.3)
     node.hang.clear()
@@ -206,27 +169,6 @@ async def test_a_service_that_hangs_ends_at_the_deadline(node: ScriptedNode, tmp
         assert time.monotonic() - started < limit_s(5)
         with pytest.raises(DeadlineExceeded):
             await client.generate([[1], [2]])
-
-
-async def test_every_role_has_gradients_and_steps_of_its_own(node: ScriptedNode, client: AsyncClient):
-    await client.forward_backward([SAMPLE], role=Role.CRITIC)
-    with pytest.raises(NoGradients):
-        await client.optim_step()
-    await client.optim_step(role=Role.CRITIC, schedule_step=3)
-    assert node.steps == [(types_pb2.ROLE_CRITIC, 3)]
-    assert node.policy_version == 0
-
-
-async def test_values_come_in_the_order_of_the_samples(client: AsyncClient):
-    samples = [TrainingSample([1], np.full(50_000, index, dtype=np.int32)) for index in range(20)]
-    values = await client.compute_values(samples)
-    assert [one[0] for one in values] == [float(index) for index in range(20)]
-
-
-async def test_a_run_is_begun_with_or_without_the_optimizers_state(node: ScriptedNode, client: AsyncClient):
-    await client.begin_run()
-    await client.begin_run(keep_optimizer=True)
-    assert node.begun == [False, True]
 
 
 async def test_log_probs_come_in_the_order_of_the_samples(node: ScriptedNode, client: AsyncClient):
@@ -287,41 +229,11 @@ def test_an_argument_with_which_no_call_would_succeed_is_named_at_once(arguments
         Client(**arguments)
 
 
-async def test_an_address_of_another_service_is_named(tmp_path: Path):
-    server = grpc.aio.server()
-    server.add_insecure_port(f"unix:{tmp_path}/trainer.sock")
-    await server.start()
-    async with AsyncClient(f"unix:{tmp_path}/trainer.sock") as client:
-        with pytest.raises(InvalidArgument, match=r"trainer.sock is not a coordinator's address"):
-            await client.state()
-    await server.stop(None)
-
-
-async def test_a_sample_that_cannot_be_read_ends_the_generation(client: AsyncClient, monkeypatch: pytest.MonkeyPatch):
-    def refuse(sample: types_pb2.Sample, *, prompt_index: int) -> None:
-        raise ValueError(f"'NEWER' is not a valid FinishReason, for prompt {prompt_index}")
-
-    monkeypatch.setattr("tasuki.client.encode.sample_from_proto", refuse)
-    with pytest.raises(ValueError, match="NEWER"):
-        await asyncio.wait_for(client.generate([[1]]), limit_s(10))
-
-
 def test_a_closed_client_says_so(tmp_path: Path):
     client = Client(state_dir=tmp_path)
     client.close()
     with pytest.raises(RuntimeError, match="this Client is closed"):
         client.state()
-
-
-async def test_an_empty_prompt_is_refused_by_rollout_with_its_position(node: ScriptedNode, client: AsyncClient):
-    with pytest.raises(InvalidArgument, match=r"prompts\[1\]"):
-        await client.generate([[1], []])
-
-
-async def test_a_stream_that_ends_short_is_an_error(node: ScriptedNode, client: AsyncClient):
-    node.drops_samples = True
-    with pytest.raises(InternalError, match="0 of 1 samples"):
-        await client.generate([[1]])
 
 
 async def test_acquire_tells_the_stages_and_that_a_phase_is_held(node: ScriptedNode, client: AsyncClient):

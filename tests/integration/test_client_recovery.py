@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -160,17 +160,3 @@ async def test_a_call_that_grpc_gives_up_is_given_again_and_at_its_deadline_is_a
         else:
             assert await connection.command(give, timeout_s=60) == "answer"
             assert given == [given[0]] * 2
-
-
-@pytest.mark.parametrize("num_late", [1, 2])
-async def test_a_read_that_misses_its_deadline_is_made_once_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_late: int
-) -> None:
-    """The first read may time out because its client was stopped in the meantime."""
-    monkeypatch.setattr("tasuki.client.async_client.READ_TIMEOUT_S", 0.3)
-    async with serving(WaitingNode(tmp_path), "coordinator", "trainer") as node:
-        node.num_late = num_late
-        async with AsyncClient(state_dir=tmp_path) as client:
-            with nullcontext() if num_late == 1 else pytest.raises(DeadlineExceeded):
-                await client.trainer_state()
-    assert node.num_asked == 2

@@ -98,22 +98,6 @@ def test_a_bad_key_is_named(config: Path, capsys: pytest.CaptureFixture[str], ov
     assert problem.format(folder=config.parent) in _error(config, capsys, override)
 
 
-def test_held_out_prompts_are_measured_with_their_own_limit(config: Path, capsys: pytest.CaptureFixture[str]):
-    overrides = [f'train.eval_dataset="{config.parent}/train.jsonl"', "train.eval.max_new_tokens=62"]
-    assert "the prompt has 3 tokens; with train.eval.max_new_tokens, at most 2 fit" in _error(config, capsys, *overrides)
-
-
-def test_a_folder_of_the_users_own_is_no_nodes(config: Path, capsys: pytest.CaptureFixture[str]):
-    written = config.read_text()
-    (config.parent / "run").mkdir()
-    (config.parent / "run" / "mine.txt").write_text("mine")
-    error = _error(config, capsys, f"state_dir={config.parent}")
-    assert "state_dir:" in error
-    assert "contains files of something else" in error
-    assert (config.read_text(), (config.parent / "run" / "mine.txt").read_text()) == (written, "mine")
-    assert not (config.parent / "training.lock").exists()
-
-
 def test_what_a_run_makes_in_a_new_state_folder_is_no_users_file(config: Path):
     node = load_config(config, overrides=[f"train.output_dir={config.parent / 'node' / 'run 1'}"])
     node.state_dir.mkdir()
@@ -137,26 +121,10 @@ def test_a_state_folder_that_another_user_controls_is_refused(config: Path, monk
         check_state_folder(node)
 
 
-@pytest.mark.parametrize("name", ["node.toml", "training.log", "logs/supervisor.log"])
-def test_a_fifo_in_the_place_of_a_nodes_file_is_refused(config: Path, name: str):
-    node = load_config(config)
-    (node.state_dir / name).parent.mkdir(parents=True)
-    (node.state_dir / "journal.sqlite").touch()
-    os.mkfifo(node.state_dir / name)
-    with pytest.raises(InvalidArgument, match=f"state_dir: .*{name} is no regular file"):
-        check_state_folder(node)
-
-
 def test_an_earlier_run_is_not_overwritten(config: Path, capsys: pytest.CaptureFixture[str]):
     (config.parent / "run").mkdir()
     (config.parent / "run" / "summary.json").write_text("{}")
     assert "exists from an earlier run" in _error(config, capsys)
-
-
-def test_checkpoints_of_an_earlier_run_are_not_taken_for_the_new_ones(config: Path, capsys: pytest.CaptureFixture[str]):
-    (config.parent / "run" / "checkpoints").mkdir(parents=True)
-    assert "checkpoints exists from an earlier run" in _error(config, capsys)
-    assert "has checkpoints but no run.json" in _error(config, capsys, options=["--resume"])
 
 
 @pytest.mark.parametrize("folder", ["run", "node"])
@@ -223,15 +191,6 @@ def test_a_key_that_a_run_cannot_be_resumed_with_is_named(
     assert (begun / "metrics.jsonl").read_bytes() == before
 
 
-def test_files_of_a_run_of_which_nothing_is_known_are_not_resumed(
-    config: Path, begun: Path, capsys: pytest.CaptureFixture[str]
-):
-    (begun / "run.json").write_text("{}")
-    assert "run.json is damaged" in _error(config, capsys, options=["--resume"])
-    (begun / "run.json").unlink()
-    assert "has metrics.jsonl but no run.json" in _error(config, capsys, options=["--resume"])
-
-
 def test_a_run_that_has_ended_is_left_as_it_is(config: Path, begun: Path, capsys: pytest.CaptureFixture[str]):
     MetricsFile(begun, read_steps(begun)).report(Step(4, policy_version=4))
     for name in ("summary.json", "model"):
@@ -257,13 +216,3 @@ def test_a_run_that_its_score_has_ended_goes_on_with_another_target(
 def test_a_file_without_a_train_table_cannot_be_trained(config: Path, capsys: pytest.CaptureFixture[str]):
     config.write_text(config.read_text().partition("[train]")[0])
     assert "neither a [train] nor an [sft] table" in _error(config, capsys)
-
-
-def test_seconds_of_a_steps_parts_add_up():
-    step = Step(3)
-    with step.timed("generate"), step.timed("reward"):
-        pass
-    with step.timed("generate"):
-        pass
-    assert step.seconds.keys() == {"generate", "reward"}
-    assert step.total_seconds() == pytest.approx(sum(step.seconds.values()))

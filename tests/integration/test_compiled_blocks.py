@@ -177,17 +177,6 @@ def test_weights_that_left_and_came_back_and_a_checkpoint_are_the_same_to_compil
     assert all(torch.equal(resumed_gradients[name], gradient) for name, gradient in gradients.items())
 
 
-def test_micro_batches_shorter_than_the_compiled_passes_are_offloaded(models: dict[str, Path], mesh: DeviceMesh) -> None:
-    learner = start(models["gemma2"], mesh, checkpointing="offloaded", micro_batch_tokens=32)
-    fsdp(learner).warm_up()
-    samples = decode_samples(make_samples(4, vocab_size=VOCAB_SIZE))
-    plain = start_learner(models["gemma2"], mesh=mesh, **SETTINGS)
-    losses = [learn(each, Role.POLICY, samples, config=LossConfig(), max_tokens=32).loss for each in (learner, plain)]
-    assert losses[0] == pytest.approx(losses[1], rel=CLOSE, abs=CLOSE)
-    for each in (learner, plain):
-        each.backend.close()
-
-
 def test_a_machine_without_a_compiler_is_told_at_the_start(
     models: dict[str, Path], mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -249,15 +238,3 @@ async def test_a_compiled_service_answers_as_one_that_is_not_and_compiles_before
         assert step.grad_norm == pytest.approx(steps[0].grad_norm, rel=CLOSE)
         for mine, theirs in zip(rows, scores[0], strict=True):
             assert list(mine) == pytest.approx(list(theirs), abs=CLOSE)
-
-
-def test_what_is_compiled_stays_in_the_nodes_folder_and_no_process_is_left_to_do_it(trainers: list[TrainerProcess]) -> None:
-    plain, *compiled = trainers
-    assert not (plain.state_dir / "compiled-blocks").exists()
-    for trainer in compiled:
-        assert list((trainer.state_dir / "compiled-blocks").rglob("*.so"))
-        log, pids = trainer.log.read_text(), trainer.rank_pids()
-        assert "event=environment_dropped names=TORCH_COMPILE_DISABLE" in log
-        assert log.count("event=compiled ") == len(pids)
-        for pid in pids:
-            assert not Path(f"/proc/{pid}/task/{pid}/children").read_text().split()

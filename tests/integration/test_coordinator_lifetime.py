@@ -27,28 +27,15 @@ from tasuki.v1.types_pb2 import (
     STAGE_UNSPECIFIED,
     CommandId,
 )
-from tasuki.wire.address import socket_folder
 from tasuki.wire.channel import open_channel
 from tasuki.wire.errors import TasukiError, from_rpc_error
 from tests.integration.coordinator_process import DEADLINE_S, TO_ROLLOUT, Node, coordinators, running_coordinator
-from tests.limits import limit_s
 
 
 @pytest.fixture
 async def node(tmp_path: Path, unused_tcp_port: int) -> AsyncIterator[Node]:
     async with running_coordinator(tmp_path, metrics_port=unused_tcp_port) as node:
         yield node
-
-
-async def test_watchers_do_not_keep_the_coordinator_from_stopping(node: Node) -> None:
-    watch = node.stub.WatchState(pb.WatchStateRequest())
-    await watch.read()
-    started = asyncio.get_running_loop().time()
-    node.process.send_signal(signal.SIGTERM)
-    await asyncio.wait_for(node.process.wait(), DEADLINE_S)
-    assert asyncio.get_running_loop().time() - started < limit_s(2.0)
-    node.process = await node.start()
-    await node.settled()
 
 
 async def test_second_coordinator_is_refused_before_it_touches_anything(node: Node) -> None:
@@ -124,13 +111,3 @@ async def test_services_that_stay_away_are_named(tmp_path: Path) -> None:
         assert (error.reason, error.metadata["peer"]) == ("PEER_UNAVAILABLE", "rollout")
         process.terminate()
         assert await asyncio.wait_for(process.wait(), DEADLINE_S) == 0
-
-
-async def test_a_test_that_fails_leaves_no_coordinator_and_no_sockets(tmp_path: Path, unused_tcp_port: int) -> None:
-    with pytest.raises(ZeroDivisionError):
-        async with running_coordinator(tmp_path, metrics_port=unused_tcp_port) as node:
-            stopped = await node.start()  # refused, or stopped before that
-            stopped.send_signal(signal.SIGSTOP)
-            raise ZeroDivisionError
-    assert (node.process.returncode, stopped.returncode) == (-signal.SIGKILL, -signal.SIGKILL)
-    assert not socket_folder(node.config.state_dir).exists()

@@ -157,33 +157,3 @@ def test_a_command_names_the_path_the_user_and_what_to_change(
     assert "permission denied for user " in line and f"uid {uid}" in line
     assert line.endswith(f"; change the mode or owner of {closed}, or run as another user")
     assert not (folder / "state").exists()
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="the user may write to its own folder")
-def test_a_folder_that_cannot_be_created_is_denied_by_its_parent(folder: Path, nobody: Nobody) -> None:
-    line = nobody.error_of(*UP)
-    assert line.startswith(f"tasuki: error PATH_PERMISSION_DENIED: state_dir: {folder}/state: "), line
-    assert line.endswith(f"; change the mode or owner of {folder}, or run as another user")
-
-
-@pytest.mark.parametrize("closed", ["data"], indirect=True)
-def test_doctor_reports_it_and_goes_on(nobody: Nobody, closed: Path) -> None:
-    code, output, errors = nobody.run("doctor", "--json", "sft.toml")
-    assert code == 1, errors
-    found = {finding["name"]: finding["found"] for finding in json.loads(output)}
-    assert found["data of [sft]"].startswith(f"PATH_PERMISSION_DENIED: sft.dataset: {closed}/train.jsonl: permission denied")
-    assert "disk of sft.output_dir" in found
-
-
-@pytest.mark.parametrize("closed", ["journal"], indirect=True)
-def test_doctor_reports_a_closed_state_folder_and_goes_on(nobody: Nobody, closed: Path) -> None:
-    code, output, errors = nobody.run("doctor", "--json", "sft.toml", "--set", f"state_dir={closed}")
-    assert code == 1, errors
-    found = {finding["name"]: finding["found"] for finding in json.loads(output)}
-    assert found["state_dir"].startswith("PATH_PERMISSION_DENIED: ") and f"{closed}/node.lock" in found["state_dir"]
-    assert "disk of sft.output_dir" in found
-
-
-def test_a_missing_path_is_still_not_found(nobody: Nobody) -> None:
-    line = nobody.error_of("plan", "nowhere.toml")
-    assert line == "tasuki: error PATH_NOT_FOUND: config nowhere.toml does not exist"

@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from tasuki.config.save import save_config
 from tasuki.config.schema import ModelConfig, NodeConfig
@@ -21,15 +19,12 @@ from tasuki.trainer.backends.fsdp.checkpoint import (
     save_checkpoint,
     training_tensors,
 )
-from tasuki.trainer.backends.fsdp.export import export_model
 from tasuki.trainer.roles import Role
 from tasuki.v1.types_pb2 import PHASE_ROLLOUT, PHASE_TRAIN
-from tasuki.wire.errors import DiskFull, InvalidArgument, PathNotFound
+from tasuki.wire.errors import DiskFull
 from tests.integration.coordinator_process import DEADLINE_S, Node, coordinated
 from tests.integration.one_rank import group
 from tests.integration.stage_services import serving
-from tests.models import make_model
-from tests.models import save_checkpoint as save_start_model
 from tests.tiny_disk import TinyDisk, limited_files, tmpfs
 
 __all__ = ["group"]
@@ -117,35 +112,3 @@ def test_checkpoint_without_room_leaves_the_one_before_and_nothing_else(disk: Ti
     disk.free()
     save_checkpoint(second, tensors=training_tensors(model, optimizer), facts=FACTS)
     assert_loads(second, model)
-
-
-def test_checkpoint_on_a_read_only_disk_names_the_path(tmp_path: Path) -> None:
-    with tmpfs(tmp_path / "disk", num_kib=2048) as disk:
-        model, optimizer = trained(seed=0)
-        save_checkpoint(disk.folder / "first", tensors=training_tensors(model, optimizer), facts=FACTS)
-        disk.make_read_only()
-        with pytest.raises(
-            InvalidArgument, match="second cannot be written: Read-only file system; name a writable folder"
-        ) as refused:
-            save_checkpoint(disk.folder / "second", tensors=training_tensors(model, optimizer), facts=FACTS)
-        assert refused.value.metadata["field"] == "path"
-        assert_loads(disk.folder / "first", model)
-
-
-def test_exported_model_without_room_leaves_nothing(disk: TinyDisk, tmp_path: Path) -> None:
-    model = make_model("qwen2", seed=0)
-    source = save_start_model(model, tmp_path / "model")
-    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-    disk.fill()
-    with pytest.raises(DiskFull, match="exported cannot be written"):
-        export_model(disk.folder / "exported", causal_lm=model, source=source)
-    assert not [file for file in disk.folder.iterdir() if file.name != "filler"]
-    disk.free()
-    assert export_model(disk.folder / "exported", causal_lm=model, source=source) > 0
-
-
-def test_what_is_half_there_is_no_checkpoint(tmp_path: Path) -> None:
-    (tmp_path / "half").mkdir()
-    model, optimizer = trained(seed=0)
-    with pytest.raises(PathNotFound, match=r"half is not a checkpoint: it has no checkpoint\.json"):
-        load_checkpoint(tmp_path / "half", tensors=training_tensors(model, optimizer), have=FACTS)

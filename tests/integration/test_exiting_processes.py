@@ -16,11 +16,8 @@ from typing import Any
 
 import pytest
 
-from tasuki.config.lock import NODE_LOCK, holder
-from tasuki.config.paths import exit_path
 from tasuki.node.processes import is_exiting
 from tasuki.node.stop import stop_node
-from tasuki.wire.errors import DeadlineExceeded
 from tests.integration.exiting_process import hold
 from tests.integration.node_process import Node, Start, nodes_in, pids_of, wait_for
 
@@ -80,22 +77,6 @@ def test_a_restart_waits_for_an_exiting_process_and_a_service_that_ends_meanwhil
     assert node.exit["restarts"] == {"first": 1, "second": 1}
 
 
-def test_a_node_ends_when_a_process_of_the_service_to_restart_does_not(start: Start) -> None:
-    node = start(max_restarts=2, first="good", bounded="lingers")
-    node.wait_until_recorded()
-    init, release = lingering(node, "bounded")
-    os.kill(pids_of(node, "bounded")[0], signal.SIGKILL)
-    wait_for(exit_path(node.state_dir).exists)
-    release()
-    assert node.process.wait(timeout=60) == 1
-    node.assert_gone()
-    assert (node.exit["first"], node.exit["reason"]) == (
-        "bounded",
-        f"bounded ended by itself, and cannot be restarted: bounded has not ended after SIGKILL: pid {init} is exiting and cannot be "
-        "killed further: the kernel is freeing its memory",
-    )
-
-
 def test_stop_waits_for_an_exiting_process_and_says_so_once(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     node = start(first="good", second="lingers")
     node.wait_until_up()
@@ -112,50 +93,6 @@ def test_stop_waits_for_an_exiting_process_and_says_so_once(start: Start, monkey
         release()
         assert stopped.result()
     assert said == [f"waiting for pid {init}, which is exiting: the kernel is freeing its memory"]
-    node.assert_gone()
-
-
-def test_stop_finds_the_exiting_process_of_a_node_whose_supervisor_is_gone(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    node = start(first="good", second="lingers")
-    node.wait_until_recorded()
-    init, release = lingering(node, "second")
-    os.kill(init, signal.SIGKILL)
-    wait_for(lambda: is_exiting(init))
-    os.kill(node.supervisor_pid, signal.SIGKILL)
-    wait_for(lambda: node.supervisor_pid == node.process.pid)
-    monkeypatch.setattr("tasuki.node.stop.STOP_TIMEOUT_S", 1.0)
-    said: list[str] = []
-    with ThreadPoolExecutor() as pool:
-        stopped = pool.submit(stop_node, node.state_dir, tell=said.append)
-        wait_for(lambda: bool(said) or stopped.done())
-        release()
-        assert stopped.result()
-    assert said == [f"waiting for pid {init}, which is exiting: the kernel is freeing its memory"]
-    node.assert_gone()
-
-
-def test_stop_does_not_advise_to_kill_a_process_that_is_exiting(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    node = start(first="good", second="lingers")
-    node.wait_until_up()
-    init, release = lingering(node, "second")
-    os.kill(init, signal.SIGKILL)
-    wait_for(lambda: is_exiting(init))
-    monkeypatch.setattr("tasuki.node.stop.STOP_TIMEOUT_S", 0.5)
-    monkeypatch.setattr("tasuki.node.stop.EXIT_LIMIT_S", 2.0)
-    said: list[str] = []
-    try:
-        with pytest.raises(DeadlineExceeded) as stuck:
-            stop_node(node.state_dir, tell=said.append)
-    finally:
-        release()
-    assert stuck.value.message == (
-        f"the node has not stopped in 2 s: pid {init} is exiting and cannot be killed further: the kernel is freeing its memory"
-    )
-    assert stuck.value.metadata["pid"] == str(init)
-    assert len(said) == 1
-    wait_for(lambda: holder(node.state_dir, name=NODE_LOCK) is None)
     node.assert_gone()
 
 
@@ -203,22 +140,3 @@ def test_a_process_that_waits_for_an_exiting_one_is_not_killed() -> None:
         assert not has_said(parent, within_s=1.0)
         release()
         assert parent.stdout.readline() == b"7\n"
-
-
-def test_the_end_of_descendants_is_awaited_while_one_is_exiting() -> None:
-    program = (
-        "from tasuki.node.processes import adopt_orphans, end_descendants\n"
-        "from tests.integration.exiting_process import fork_init\n"
-        "adopt_orphans()\n"
-        "print(*fork_init(), flush=True)\n"
-        "input()\n"
-        "end_descendants(grace_s=0.0, kill_s=0.2, watch=lambda _: None)\n"
-        "print('ended', flush=True)\n"
-    )
-    with above_held_init(program) as (parent, init, release):
-        go_on(parent)
-        wait_for(lambda: is_exiting(init))
-        assert not has_said(parent, within_s=2.0)
-        release()
-        assert parent.stdout.readline() == b"ended\n"
-    assert not is_exiting(init)

@@ -14,7 +14,6 @@ import pytest
 
 from tasuki.client.rewards import RewardPool
 from tasuki.wire.errors import RewardFailed
-from tests.ports import free_port
 
 EXAMPLES = Path(__file__).parents[2] / "client" / "examples"
 
@@ -110,16 +109,3 @@ def test_attempts_are_bounded_and_the_cause_is_told(server: RewardServer, comple
         pool.score([{"prompt": "p", "reward_url": server.url}], [completion])
     assert cause in raised.value.message
     assert server.num_posts[completion] == num_posts
-
-
-@pytest.mark.parametrize("url", ["", "file:///etc/hostname"])
-def test_an_address_that_is_no_url_is_refused(monkeypatch: pytest.MonkeyPatch, url: str):
-    monkeypatch.setenv("TASUKI_REWARD_URL", url)
-    with RewardPool("http_reward:reward", folders=[EXAMPLES]) as pool, pytest.raises(RewardFailed, match="an http"):
-        pool.score([{"prompt": "p"}], ["abc"])
-
-
-def test_a_server_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("TASUKI_REWARD_URL", f"http://127.0.0.1:{free_port()}")
-    with RewardPool("http_reward:reward", folders=[EXAMPLES]) as pool, pytest.raises(RewardFailed, match="refused"):
-        pool.score([{"prompt": "p"}], ["abc"])

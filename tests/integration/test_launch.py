@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.trainer.launch import main, read_launch
-from tasuki.wire.errors import InvalidArgument
 from tests.conftest import ENVIRONMENT
 from tests.integration.trainer_process import is_alive
 
@@ -162,20 +160,3 @@ def test_a_stop_during_the_import_leaves_nothing(tmp_path: Path) -> None:
     launcher.terminate()
     assert launcher.wait(LIMIT_S) == 128 + signal.SIGTERM
     assert list(tmp_path.glob("tasuki-ranks-*")) == []
-
-
-def test_what_a_forked_rank_raises_is_told(tmp_path: Path) -> None:
-    launcher = launch_ranks(tmp_path, "forked", "raises")
-    assert "RuntimeError: torn" in launcher.communicate(timeout=LIMIT_S)[1].decode()
-    assert launcher.returncode == 1
-
-
-def test_a_script_cannot_be_preloaded(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--num-ranks", "1", "--preload", "json", "--", "script.py"])
-    assert "--preload forks ranks that run a module: give -m MODULE after --" in capsys.readouterr().err
-
-
-def test_a_rank_that_nobody_launched_says_how_to_start_it() -> None:
-    with pytest.raises(InvalidArgument, match=r"RANK is not set; start the trainer by: python -m tasuki\.trainer\.launch"):
-        read_launch({})

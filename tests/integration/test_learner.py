@@ -36,7 +36,7 @@ from tests.integration.learning import fsdp, learn, start_learner, trained, whol
 from tests.integration.one_rank import mesh, model
 from tests.integration.plain_critic import PlainCritic, value_samples
 from tests.integration.trainer_samples import make_samples
-from tests.models import VOCAB_SIZE, make_model, save_checkpoint
+from tests.models import VOCAB_SIZE
 
 __all__ = ["mesh", "model"]
 
@@ -102,14 +102,6 @@ def test_a_second_run_begins_its_schedule_at_step_0(mesh: DeviceMesh, model: Pat
     assert not are_equal(whole_parameters(learner, Role.POLICY), before)
 
 
-def test_a_place_in_the_schedule_and_a_rate_may_be_named(mesh: DeviceMesh, model: Path, samples: Samples) -> None:
-    learner = start_learner(model, mesh=mesh, **SCHEDULE)
-    assert step(learner, Role.POLICY, samples, schedule_step=3) == 0.0
-    assert step(learner, Role.POLICY, samples, schedule_step=0) == 0.5
-    assert step(learner, Role.POLICY, samples, learning_rate=0.25, schedule_step=0) == 0.25
-    assert learner.policy_version == 3
-
-
 def test_a_run_with_fresh_optimizer_state_steps_as_a_fresh_optimizer_would(
     mesh: DeviceMesh, model: Path, samples: Samples
 ) -> None:
@@ -166,16 +158,6 @@ def test_a_critics_values_are_those_of_transformers_and_its_head(mesh: DeviceMes
     assert scores(learner, Role.CRITIC, samples) == pytest.approx(values.tolist(), abs=1e-5)
 
 
-def test_a_critic_without_a_head_in_its_folder_begins_at_0(
-    mesh: DeviceMesh, tmp_path: Path, model: Path, samples: Samples
-) -> None:
-    headless = save_checkpoint(make_model("qwen3", seed=1), tmp_path / "headless")
-    learner = start_learner(model, mesh=mesh, critic={**CRITIC, "path": headless})
-    assert set(scores(learner, Role.CRITIC, samples)) == {0.0}
-    step(learner, Role.CRITIC, samples)
-    assert all(scores(learner, Role.CRITIC, samples))
-
-
 def test_a_checkpoint_brings_back_both_roles_and_their_schedules(
     mesh: DeviceMesh, model: Path, samples: Samples, tmp_path: Path
 ) -> None:
@@ -199,20 +181,6 @@ def test_a_checkpoint_brings_back_both_roles_and_their_schedules(
         assert are_equal(whole_parameters(other, role), whole_parameters(learner, role))
     with pytest.raises(VersionOrder):
         learner.load_checkpoint(tmp_path / "saved")
-
-
-def test_a_checkpoint_with_a_critic_and_a_trainer_without_one_refuse_each_other(
-    mesh: DeviceMesh, model: Path, tmp_path: Path
-) -> None:
-    learners = {"policy": start_learner(model, mesh=mesh), "critic, policy": start_learner(model, mesh=mesh, critic=CRITIC)}
-    for name, learner in learners.items():
-        learner.save_checkpoint(tmp_path / name)
-    for name, learner in learners.items():
-        (other,) = learners.keys() - {name}
-        parameters = whole_parameters(learner, Role.POLICY)
-        with pytest.raises(InvalidArgument, match=f"holds {other}, but the trainer trains {name}"):
-            learner.load_checkpoint(tmp_path / other)
-        assert are_equal(whole_parameters(learner, Role.POLICY), parameters)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import asyncio
 import http.client
 import socket
 import ssl
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -103,13 +102,6 @@ async def test_on_loopback_a_name_that_was_made_to_lead_here_is_refused(tmp_path
             assert await asyncio.to_thread(get, port, Host=host) == (200, TEXT)
 
 
-async def test_over_tls_a_scrape_may_use_any_name(tmp_path: Path, unused_tcp_port: int) -> None:
-    folder = make_certs(tmp_path / "certs")
-    async with served(config_of(tmp_path, unused_tcp_port, *mtls(folder), host="0.0.0.0")) as port:
-        tls = tls_of(folder, "viewer")
-        assert await asyncio.to_thread(get, port, tls=tls, Host=f"node:{port}") == (200, TEXT)
-
-
 async def test_elsewhere_it_asks_for_a_certificate_with_a_role(tmp_path: Path, unused_tcp_port: int) -> None:
     folder = make_certs(tmp_path / "certs")
     async with served(config_of(tmp_path, unused_tcp_port, *mtls(folder), host="0.0.0.0")) as port:
@@ -166,23 +158,6 @@ async def test_a_key_that_every_user_can_read_is_refused_at_the_start_and_while_
         check_ports(alone)
 
 
-async def test_a_renewed_certificate_counts_from_the_next_connection_on(tmp_path: Path, unused_tcp_port: int) -> None:
-    folder = make_certs(tmp_path / "certs")
-    async with served(config_of(tmp_path, unused_tcp_port, *mtls(folder), host="0.0.0.0")) as port:
-
-        def serial() -> object:
-            with (
-                socket.create_connection(("127.0.0.1", port)) as raw,
-                tls_of(folder, "viewer").wrap_socket(raw, server_hostname="localhost") as connection,
-            ):
-                return (connection.getpeercert() or {})["serialNumber"]
-
-        first = await asyncio.to_thread(serial)
-        make_certs(folder)
-        assert await asyncio.to_thread(serial) != first
-        assert (await read(port, tls=tls_of(folder, "viewer")))[0] == 200
-
-
 async def test_silent_connections_are_closed_and_make_room(
     tmp_path: Path, unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,29 +169,3 @@ async def test_silent_connections_are_closed_and_make_room(
             assert await asyncio.to_thread(one.recv, 1) == b""
             one.close()
         assert await read(port) == (200, TEXT)
-
-
-async def test_an_address_in_use_is_tried_again_and_does_not_raise(
-    tmp_path: Path, unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("tasuki.coordinator.observe.metrics_port._RETRY_S", 0.05)
-    other = socket.create_server(("127.0.0.1", unused_tcp_port))
-
-    async def answer() -> bytes:
-        return TEXT
-
-    task = asyncio.create_task(serve_metrics(config_of(tmp_path, unused_tcp_port), answer))
-    await asyncio.sleep(0.3)
-    assert not task.done()
-    assert caplog.text.count("event=metrics_not_served") == 1
-    other.close()
-    started = time.monotonic()
-    while True:
-        try:
-            assert (await read(unused_tcp_port))[1] == TEXT
-            break
-        except OSError:
-            assert time.monotonic() - started < 60
-            await asyncio.sleep(0.05)
-    task.cancel()
-    await asyncio.wait([task])

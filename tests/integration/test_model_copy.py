@@ -11,7 +11,6 @@ import pytest
 from tasuki.config.lock import NODE_LOCK, StateLock
 from tasuki.config.paths import model_copy_dir, model_source
 from tasuki.config.schema import ModelConfig, NodeConfig
-from tasuki.fleet.digests import config_keys
 from tasuki.node.model_copy import preloaded_model, remove_model_copy
 from tasuki.node.processes import ResourceTracker
 from tasuki.node.stop import stop_node
@@ -57,20 +56,6 @@ def test_the_engine_is_told_the_copy(config: NodeConfig) -> None:
         assert engine_arguments(config, facts)["model_path"] == str(model_copy_dir(config.state_dir))
     remove_model_copy(config.state_dir)
     assert engine_arguments(config, facts)["model_path"] == str(config.model.path)
-
-
-def test_without_the_key_nothing_is_copied_and_what_a_killed_node_left_is_removed(config: NodeConfig) -> None:
-    model_copy_dir(config.state_dir).mkdir(mode=0o700)
-    plain = config.model_copy(update={"model": ModelConfig(path=config.model.path)})
-    with preloaded_model(plain, tell=lambda _: None):
-        assert not model_copy_dir(config.state_dir).exists()
-        assert model_source(plain) == config.model.path
-
-
-def test_nodes_of_other_state_folders_have_other_copies_and_a_link_leads_to_the_same(tmp_path: Path) -> None:
-    (tmp_path / "one").mkdir()
-    (tmp_path / "link").symlink_to("one")
-    assert model_copy_dir(tmp_path / "one") == model_copy_dir(tmp_path / "link") != model_copy_dir(tmp_path / "two")
 
 
 def test_lack_of_room_is_refused_with_the_bytes_and_leaves_nothing(config: NodeConfig) -> None:
@@ -123,8 +108,3 @@ def test_end_of_the_node_and_down_after_kills_remove_the_copy(config: NodeConfig
     stop_node(config.state_dir)
     assert not place.exists()
     assert not unfinished.exists()
-
-
-def test_nodes_of_a_fleet_may_differ_in_it(config: NodeConfig) -> None:
-    plain = config.model_copy(update={"model": ModelConfig(path=config.model.path)})
-    assert config_keys(config) == config_keys(plain)

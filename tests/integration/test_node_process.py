@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 
 from tasuki.config.lock import NODE_LOCK, StateLock, holder
-from tasuki.config.paths import exit_path, log_path, restart_request_path, socket_dir
+from tasuki.config.paths import restart_request_path, socket_dir
 from tasuki.config.schema import ModelConfig, NodeConfig
 from tasuki.node.start import StartedNode, running_node
 from tasuki.node.stop import stop_node
-from tasuki.wire.errors import NodeRunning
 from tests.extent import IS_WHOLE
 from tests.integration.node_process import LIMIT_S, Start, is_alive, nodes_in, wait_for
 
@@ -61,15 +60,6 @@ def test_service_that_dies_takes_the_node_with_it(start: Start) -> None:
         "second",
     )
     assert node.exit["services"]["second"] == {"exit_code": 7}
-
-
-def test_service_that_is_killed_takes_the_node_with_it(start: Start) -> None:
-    node = start(first="good", second="good")
-    node.wait_until_recorded()
-    os.kill(node.pids[0], signal.SIGKILL)
-    assert node.process.wait(timeout=LIMIT_S) == 1
-    node.assert_gone()
-    assert node.exit["services"]["first"] == {"signal": "SIGKILL"}
 
 
 def test_killed_supervisor_leaves_nothing_behind(start: Start) -> None:
@@ -126,25 +116,6 @@ def test_interrupt_while_the_node_starts_leaves_nothing_behind(start: Start, aft
     assert [pid for pid in node.pids if is_alive(pid)] == []
 
 
-def test_second_node_on_the_state_folder_is_refused_and_names_the_pid(start: Start) -> None:
-    node = start(first="good")
-    node.wait_until_up()
-    with pytest.raises(NodeRunning, match=f"pid {node.supervisor_pid} already runs a node on") as refused:
-        StateLock.take(node.state_dir, name=NODE_LOCK)
-    assert refused.value.metadata["pid"] == str(node.supervisor_pid)
-    stop_node(node.state_dir)
-    StateLock.take(node.state_dir, name=NODE_LOCK).close()
-
-
-def test_sockets_are_in_the_run_folder_and_logs_in_the_state_folder(start: Start) -> None:
-    node = start(first="good")
-    node.wait_until_up()
-    assert (socket_dir(node.state_dir) / "first.sock").is_socket()
-    assert log_path(node.state_dir, "first").is_file()
-    stop_node(node.state_dir)
-    assert log_path(node.state_dir, "first").is_file()
-
-
 @pytest.mark.parametrize("who", ["supervisor", "guard"])
 def test_a_pause_of_the_supervisor_or_its_guard_is_no_order_to_stop(start: Start, who: str) -> None:
     node = start(first="good")
@@ -173,24 +144,6 @@ def test_supervisor_that_fails_by_itself_leaves_nothing_behind_and_says_why(star
     assert node.exit["services"]["second"] == {"signal": "SIGKILL"}
 
 
-def test_node_whose_reports_cannot_be_written_is_stopped_all_the_same(start: Start) -> None:
-    node = start(first="good", second="deaf")
-    node.wait_until_up()
-    exit_path(node.state_dir).with_suffix(".part").mkdir()
-    stop_node(node.state_dir)
-    assert node.process.wait() == 0
-    node.assert_gone()
-    assert not exit_path(node.state_dir).exists()
-
-
-def test_down_ends_a_node_whose_supervisor_was_stopped(start: Start) -> None:
-    node = start(first="good")
-    node.wait_until_up()
-    os.kill(node.supervisor_pid, signal.SIGSTOP)
-    assert stop_node(node.state_dir)
-    node.assert_gone()
-
-
 @pytest.mark.parametrize("process", [0, 1], ids=["service", "child"])
 def test_down_continues_what_was_stopped(start: Start, process: int) -> None:
     node = start(first="good", second="good")
@@ -199,16 +152,6 @@ def test_down_continues_what_was_stopped(start: Start, process: int) -> None:
     assert stop_node(node.state_dir)
     node.assert_gone()
     assert node.exit["services"] == {"first": {"stopped": True}, "second": {"stopped": True}}
-
-
-def test_down_ends_a_node_whose_guard_was_stopped(start: Start) -> None:
-    node = start(first="good")
-    node.wait_until_up()
-    os.kill(node.process.pid, signal.SIGSTOP)
-    assert stop_node(node.state_dir)
-    assert node.process.wait(timeout=LIMIT_S) == 0
-    node.assert_gone()
-    assert node.exit["reason"] == "asked by SIGTERM"
 
 
 def test_a_guard_that_does_not_end_after_its_supervisor_is_killed(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.config.paths import log_path, restart_request_path, stall_dir
+from tasuki.config.paths import restart_request_path, stall_dir
 from tasuki.node.stop import stop_node
 from tests.integration.node_process import Start, is_alive, nodes_in, pids_of, wait_for
 
@@ -87,18 +87,6 @@ def test_service_that_dies_again_and_again_ends_the_node_after_its_restarts(star
     assert (node.exit["first"], node.exit["restarts"]) == ("second", {"second": 2})
 
 
-def test_service_that_ends_before_it_serves_is_not_tried_again(start: Start) -> None:
-    node = start(max_restarts=2, first="good", second="fails")
-    assert node.process.wait(timeout=60) == 1
-    assert (node.exit["reason"], node.exit["restarts"]) == ("second ended by itself before it served", {})
-
-
-def test_service_that_is_stopped_before_it_serves_ends_the_node_which_says_so(start: Start) -> None:
-    node = start(max_restarts=2, first="good", second="stops")
-    assert node.process.wait(timeout=60) == 1
-    assert re.fullmatch(r"second hung \(second: stopped for \d+\.\d s\) before it served", node.exit["reason"])
-
-
 def test_stopped_process_is_dumped_and_its_service_restarted(start: Start) -> None:
     node = start(max_restarts=2, first="good", beats="good")
     node.wait_until_up()
@@ -122,19 +110,3 @@ def test_restart_that_is_asked_for_is_carried_out_once(start: Start) -> None:
     node.pids += pids_of(node, "first")
     stop_node(node.state_dir)
     assert node.exit["restarts"] == {"first": 1}
-
-
-def test_process_without_a_heartbeat_goes_also_where_its_stacks_cannot_be_written(start: Start) -> None:
-    node = start(max_restarts=2, first="good", beats="good")
-    stall_dir(node.state_dir).write_text("no folder")
-    node.wait_until_up()
-    before = pids_of(node, "beats")
-    logs = log_path(node.state_dir, "beats").parent
-    logs.rename(logs.with_name("away"))
-    logs.write_text("no folder")  # nor can a new log be made
-    os.kill(before[0], signal.SIGSTOP)
-    wait_for(lambda: len(pids_of(node, "beats")) == 2 and pids_of(node, "beats")[0] != before[0])
-    node.pids += pids_of(node, "beats")
-    stop_node(node.state_dir)
-    assert node.process.wait() == 0
-    assert node.exit["restarts"] == {"beats": 1}

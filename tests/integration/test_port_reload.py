@@ -116,18 +116,6 @@ async def test_client_that_a_port_refuses_is_asked_about_its_credentials(tmp_pat
                     await client.state()
 
 
-@pytest.mark.parametrize(
-    ("host", "question"), [("localhost", "is the node up, and does it"), ("127.0.0.1", r"is the node up\?")]
-)
-async def test_a_client_that_is_told_of_one_address_of_a_name_is_asked_about_its_credentials(
-    unused_tcp_port: int, host: str, question: str
-) -> None:
-    # A port at 127.0.0.1 may have refused it, and grpc tell only that nothing listens at ::1.
-    async with AsyncClient(f"{host}:{unused_tcp_port}") as client:
-        with pytest.raises(PeerUnavailable, match=f"{question}.*Connection refused"):
-            await client.state()
-
-
 async def test_call_that_runs_keeps_its_connection(tmp_path: Path) -> None:
     folder = make_certs(tmp_path / "certs")
     config = port_config(tmp_path, *mtls(folder))
@@ -140,16 +128,6 @@ async def test_call_that_runs_keeps_its_connection(tmp_path: Path) -> None:
         async with node.scripted.changed:
             node.scripted.changed.notify_all()
         assert (await asyncio.wait_for(anext(watch), 60)).state.epoch == 2
-
-
-async def test_certificate_that_is_half_replaced_is_not_taken(tmp_path: Path) -> None:
-    folder, new = make_certs(tmp_path / "certs"), make_certs(tmp_path / "new")
-    async with port_node(port_config(tmp_path, *mtls(folder)), folder) as node:
-        before = await asyncio.to_thread(shown_certificate, node)
-        write_secret(folder / "node.key", (new / "node.key").read_text())
-        assert await asyncio.to_thread(shown_certificate, node) == before
-        write_secret(folder / "node.pem", (new / "node.pem").read_text())
-        assert await asyncio.to_thread(shown_certificate, node) != before
 
 
 async def test_new_token_loses_no_call_and_the_old_one_cannot_be_replayed(tmp_path: Path) -> None:

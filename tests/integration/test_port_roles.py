@@ -145,25 +145,6 @@ async def test_strangers_and_former_peers_may_call_nothing(tmp_path: Path, who: 
                 assert calls and set(await asyncio.gather(*calls)) == {code}
 
 
-async def test_two_tokens_in_one_call_are_none(tmp_path: Path) -> None:
-    folder = make_tokens(tmp_path / "tokens")
-    async with (
-        port_node(port_config(tmp_path, *tokens(folder)), folder) as node,
-        grpc.aio.insecure_channel(node.target) as channel,
-    ):
-        good = ("authorization", f"Bearer {(folder / 'peer.token').read_text().strip()}")
-        path = "/tasuki.v1.CoordinatorService/GetState"
-        assert await code_of(channel, path, metadata=[good]) is grpc.StatusCode.OK
-        assert await code_of(channel, path, metadata=[good, good]) is grpc.StatusCode.UNAUTHENTICATED
-
-
-async def test_a_method_that_is_not_there_is_unimplemented(tmp_path: Path) -> None:
-    folder = make_certs(tmp_path / "certs")
-    config = port_config(tmp_path, *mtls(folder))
-    async with port_node(config, folder) as node, open_channel(node.target, credentials=node.credentials("peer")) as channel:
-        assert await code_of(channel, "/tasuki.v1.CoordinatorService/Nothing") is grpc.StatusCode.UNIMPLEMENTED
-
-
 async def test_strangers_cannot_fill_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = make_tokens(tmp_path / "tokens")
     caplog.set_level(logging.INFO, logger="tasuki.rpc")

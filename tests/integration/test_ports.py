@@ -9,16 +9,15 @@ import grpc
 import pytest
 
 from tasuki.client import AsyncClient, Credentials
-from tasuki.config.load import load_config
 from tasuki.config.paths import node_targets
 from tasuki.config.schema import NodeConfig
-from tasuki.rpc.port import check_files, check_ports
+from tasuki.rpc.port import check_ports
 from tasuki.v1 import trainer_pb2
 from tasuki.v1.coordinator_pb2 import GetStateRequest
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tasuki.v1.trainer_pb2_grpc import TrainerServiceStub
 from tasuki.wire.channel import open_channel
-from tasuki.wire.errors import InvalidArgument, PeerUnavailable, PermissionDenied, Unauthenticated
+from tasuki.wire.errors import InvalidArgument, PeerUnavailable, PermissionDenied
 from tests.integration.counting_trainer import command
 from tests.integration.port_node import (
     make_certs,
@@ -52,30 +51,6 @@ async def test_client_generates_and_trains(tmp_path: Path, kind: str) -> None:
         await client.begin_run()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-async def test_role_that_is_not_enough_is_a_typed_error(tmp_path: Path, kind: str) -> None:
-    config, folder = make_config(kind, tmp_path)
-    async with port_node(config, folder) as node, AsyncClient(node.target, credentials=node.credentials("viewer")) as client:
-        assert (await client.state()).epoch == 1
-        with pytest.raises(PermissionDenied) as denied:
-            await client.begin_run()
-        assert denied.value.metadata == {"needed": "trainer", "role": "viewer"}
-
-
-@pytest.mark.parametrize("kind", KINDS[1:])
-async def test_call_without_a_token_is_a_typed_error(tmp_path: Path, kind: str) -> None:
-    config, folder = make_config(kind, tmp_path)
-    other = make_tokens(tmp_path / "other")
-    async with port_node(config, folder) as node:
-        ca = node.credentials().ca
-        strangers = [Credentials(ca=ca, token_file=other / "peer.token")]
-        strangers += [] if ca is None else [Credentials(ca=ca)]
-        for credentials in strangers:
-            async with AsyncClient(node.target, credentials=credentials) as client:
-                with pytest.raises(Unauthenticated):
-                    await client.state()
-
-
 async def test_insecure_port_lets_every_local_user_in(tmp_path: Path) -> None:
     async with port_node(port_config(tmp_path, "security.insecure=true"), tmp_path) as node, AsyncClient(node.target) as client:
         assert len(await client.generate([[5, 6]])) == 1
@@ -88,14 +63,6 @@ async def test_socket_asks_for_nothing_and_tells_of_sockets(tmp_path: Path) -> N
         node.scripted.targets = node_targets(config)
         async with AsyncClient(state_dir=config.state_dir) as client:
             assert len(await client.generate([[5, 6]])) == 1
-
-
-async def test_service_without_a_port_is_named(tmp_path: Path) -> None:
-    config, folder = make_config("certificate", tmp_path)
-    async with port_node(config, folder) as node, AsyncClient(node.target, credentials=node.credentials()) as client:
-        node.scripted.targets = {"trainer": "", "rollout": ""}
-        with pytest.raises(PeerUnavailable, match=r"set trainer\.listen"):
-            await client.trainer_state()
 
 
 async def test_epoch_of_a_coordinator_is_a_peers(tmp_path: Path) -> None:
@@ -169,25 +136,6 @@ def test_files_that_cannot_be_used_are_named_before_anything_starts(tmp_path: Pa
     with pytest.raises(InvalidArgument) as refused_config:
         check_ports(config)
     assert refused_config.value.metadata["field"].startswith("security.")
-
-
-def test_files_of_a_node_without_ports_are_checked_as_well(tmp_path: Path) -> None:
-    file = tmp_path / "node.toml"
-    file.write_text('state_dir = "state"\n[model]\npath = "model"\n[security]\ncert = "no.pem"\nkey = "no.key"\n')
-    with pytest.raises(InvalidArgument, match=r"no\.(pem|key) cannot be read") as refused_config:
-        check_ports(load_config(file))
-    assert refused_config.value.metadata["field"] in ("security.cert", "security.key")
-
-
-def test_a_service_with_a_port_could_not_start_again_without_its_certificate(tmp_path: Path) -> None:
-    config, folder = make_config("certificate", tmp_path)
-    (folder / "node.pem").rename(folder / "away.pem")
-    for service in ("coordinator", "trainer", "rollout"):
-        with pytest.raises(InvalidArgument, match=r"^security.cert: .*node.pem cannot be read"):
-            check_files(config, service)
-    check_files(config, "fleet")
-    (folder / "away.pem").rename(folder / "node.pem")
-    check_files(config, "rollout")
 
 
 async def test_client_that_does_not_trust_the_node_says_so(tmp_path: Path) -> None:

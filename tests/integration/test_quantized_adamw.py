@@ -202,8 +202,3 @@ def test_a_checkpoint_of_the_other_kind_is_refused(model: Path, mesh: DeviceMesh
     start(model, mesh, optimizer_8bit=is_8bit).save_checkpoint(tmp_path / "saved")
     with pytest.raises(InvalidArgument, match=f"trainer.optimizer_8bit = {str(is_8bit).lower()}"):
         start(model, mesh, optimizer_8bit=not is_8bit).load_checkpoint(tmp_path / "saved")
-
-
-def test_moments_are_kept_one_way(model: Path, mesh: DeviceMesh) -> None:
-    with pytest.raises(ValueError, match="optimizer_8bit or optimizer_on_host, not both"):
-        start(model, mesh, optimizer_on_host=True)

@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tasuki.fleet.rank_store import MAX_VALUE_BYTES
 from tasuki.trainer.other_nodes import END_KEY
 from tasuki.trainer.rank_store import FleetStore, join_ranks
 from tasuki.v1.rank_store_pb2_grpc import RankStoreServiceStub
@@ -101,12 +100,6 @@ def test_a_leader_that_was_restarted_tells_the_end_once_a_trainer_starts_again(p
     waiting.join()
 
 
-def test_store_is_bounded(port: FleetPort) -> None:
-    one, _ = all_join(port)
-    assert refusal(lambda: one.set("large", b"0" * (MAX_VALUE_BYTES + 1))).metadata["field"] == "value"
-    assert refusal(lambda: one.set("k" * 1025, b"")).metadata["field"] == "key"
-
-
 def test_only_peers_reach_the_store(port: FleetPort) -> None:
     assert isinstance(refusal(lambda: join(port, 0, role="operator")), PermissionDenied)
 
@@ -151,15 +144,3 @@ def test_torch_groups_meet_in_the_store(port: FleetPort) -> None:
 
     one, other = all_join(port)
     assert at_once(lambda: work(one, 0), lambda: work(other, 1)) == [[3.0] * 3] * 2
-
-
-def test_joining_again_with_the_same_launch_gives_the_same_store(port: FleetPort) -> None:
-    one, _ = all_join(port)
-    one.set("a", b"1")
-    assert join(port, 1).get("a") == b"1"
-
-
-def test_a_leader_that_is_not_there_is_named(port: FleetPort) -> None:
-    fleet = port.fleet(0).model_copy(update={"leader": "localhost:1"})
-    settings = {"num_ranks": 1, "launch_id": "a", "recipe": "a", "timeout_s": 1.0}
-    assert "localhost:1" in refusal(lambda: join_ranks(fleet, certificate(port.certs, "node"), **settings)).message

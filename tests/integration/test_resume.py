@@ -19,7 +19,7 @@ from tasuki.config.paths import config_path, training_log_path
 from tasuki.config.save import save_config
 from tasuki.node.start import _begin_at_the_model
 from tasuki.runs.continuation import Continuation
-from tasuki.runs.earlier_run import EarlierRun, read_earlier_run
+from tasuki.runs.earlier_run import EarlierRun
 from tasuki.runs.folder import MetricsFile
 from tasuki.runs.resume import begin, check_restart, go_on, resumable_run
 from tasuki.runs.rl_training import rl_run_settings
@@ -153,12 +153,6 @@ async def test_a_client_that_ended_between_two_updates_leaves_no_gradients_and_i
     assert run.node.begun == [False]  # the schedule and the optimizer's state continue
 
 
-async def test_a_new_run_begins_without_gradients_that_another_left(run: Run) -> None:
-    run.node.num_forward_backward = 1
-    await run.begin()
-    assert run.node.num_forward_backward == 0
-
-
 @pytest.mark.parametrize("refusal", [InvalidArgument("path", "cannot be restored"), PathNotFound("is no checkpoint")])
 async def test_a_checkpoint_that_cannot_be_loaded_is_named_and_nothing_is_changed(run: Run, refusal: TasukiError) -> None:
     run.train(6, saves=4)
@@ -170,22 +164,6 @@ async def test_a_checkpoint_that_cannot_be_loaded_is_named_and_nothing_is_change
         await run.go_on()
     assert (run.output_dir / "summary.json").exists()
     assert not (run.folder / "node" / "training.run").exists()
-
-
-async def test_a_checkpoint_of_another_version_than_its_loop_tells_is_named(run: Run) -> None:
-    run.train(6, saves=4)
-    _begin_at_the_model(run.folder / "node")
-    run.node.policy_version = 0
-    (run.output_dir / "checkpoints" / "version-000004").rename(run.output_dir / "checkpoints" / "version-000002")
-    with pytest.raises(InvalidArgument, match=r"version-000002 has policy version 2, but its loop\.json says 4; remove"):
-        await run.go_on()
-
-
-async def test_an_invalid_data_position_is_named_before_the_node_is_asked(run: Run) -> None:
-    run.train(4)
-    write_loop_state(run.checkpoint(4), LoopState(Step(3, policy_version=3, num_policy_steps=1), {"seed": 0, "num_rows": 1}))
-    with pytest.raises(InvalidArgument, match=r"version-000004/loop\.json: position: .*; remove .*version-000004"):
-        await run.go_on()
 
 
 async def test_a_checkpoint_that_the_trainers_log_may_build_on_stays(run: Run) -> None:
@@ -244,13 +222,3 @@ async def test_a_run_without_a_checkpoint_is_refused_before_a_node_starts_for_it
     save_config(config, config_path(config.state_dir))
     with StateLock.take(config.state_dir, name=NODE_LOCK):
         check_restart(earlier, config, settings)  # the node may still have what the run learned
-
-
-async def test_a_second_run_on_the_node_takes_it_from_the_first(run: Run) -> None:
-    first = read_earlier_run(run.output_dir)
-    await run.begin()
-    second = read_earlier_run(run.output_dir)
-    assert first is not None
-    assert second is not None
-    assert first.head.id != second.head.id
-    assert (run.folder / "node" / "training.run").read_text() == second.head.id

@@ -15,7 +15,6 @@ import pytest
 
 from tasuki.client.rewards import Completion, NamedReward, RewardPool
 from tasuki.client.types import FinishReason, Sample
-from tasuki.node.processes import descendants, shared_memory_of
 from tasuki.wire.errors import InvalidArgument, RewardFailed
 from tests.conftest import ENVIRONMENT
 from tests.limits import limit_s
@@ -149,15 +148,6 @@ def test_a_worker_that_is_killed_between_two_samples_is_replaced(folder: Path, p
         assert pool.score(ROWS, ["right", "right"]).rewards.tolist() == [1.0, 0.5]
 
 
-def test_a_reward_that_ignores_sigterm_is_killed_at_once(pool: RewardPool):
-    started = time.monotonic()
-    with pytest.raises(RewardFailed):
-        pool.score(ROWS, ["deaf", "right"])
-    pool.score(ROWS, ["right", "right"])
-    # Its limit of two seconds, and the start of a new worker.
-    assert time.monotonic() - started < limit_s(5)
-
-
 def test_with_zero_every_failure_counts_as_zero_and_is_counted(folder: Path):
     with RewardPool("my_rewards:reward", folders=[folder], timeout_s=2.0, on_error="zero", num_workers=2) as pool:
         scores = pool.score([ROWS[0]] * 6, ["right", "raises", "hangs", "dies", "nan", "right"])
@@ -196,20 +186,6 @@ def test_a_function_gets_what_its_parameters_name(folder: Path, function: str, f
         assert pool.score([ROWS[1]], [_completion(finish_reason)]).rewards.tolist() == [expected]
 
 
-def test_folders_are_paths_or_strings_in_a_list(folder: Path):
-    with RewardPool("my_rewards:answered", folders=[str(folder)]) as pool:
-        assert pool.score([ROWS[1]], [_completion(FinishReason.STOP)]).rewards.tolist() == [0.5]
-    for wrong in (folder, str(folder), [7]):
-        with pytest.raises(InvalidArgument, match="must be a list of paths") as refused:
-            RewardPool("my_rewards:answered", folders=wrong)
-        assert refused.value.metadata["field"] == "folders"
-
-
-def test_a_function_that_needs_what_a_bare_text_lacks_says_so(folder: Path):
-    with RewardPool("my_rewards:whole", folders=[folder]) as pool, pytest.raises(RewardFailed, match="'finish_reason'"):
-        pool.score([ROWS[0]], ["right"])
-
-
 NAMED = [
     NamedReward("right", "my_rewards:reward", weight=2.0),
     NamedReward("short", "my_rewards:short", weight=-0.5),
@@ -246,22 +222,6 @@ def test_one_failure_of_several_rewards_fails_the_sample(folder: Path):
     assert raised.value.metadata["reward"] == "right"
 
 
-def test_a_failure_of_a_reward_without_weight_skips_no_sample(folder: Path):
-    rewards = [NamedReward("length", "my_rewards:length"), NamedReward("right", "my_rewards:reward", weight=0.0)]
-    with RewardPool(rewards, folders=[folder], on_error="skip") as pool:
-        scores = pool.score([ROWS[0]], ["raises"])
-    assert scores.rewards.tolist() == [6.0]
-    assert np.isnan(scores.by_name["right"]).all() and scores.num_failed == 1
-
-
-def test_a_sum_beyond_float32_is_an_error_and_no_infinity(folder: Path):
-    with (
-        RewardPool([NamedReward("short", "my_rewards:short", weight=9.0)], folders=[folder]) as pool,
-        pytest.raises(RewardFailed, match="sample 1: the weighted sum 9e\\+38 is too large"),
-    ):
-        pool.score(ROWS, ["right", "vast"])
-
-
 @pytest.mark.parametrize(
     ("rewards", "problem"),
     [
@@ -281,14 +241,6 @@ def test_rewards_that_cannot_be_told_apart_weighted_or_imported_are_refused(
 ):
     with pytest.raises(InvalidArgument, match=problem):
         RewardPool(rewards, folders=[folder])
-
-
-def test_workers_are_started_once_and_gone_at_the_end(folder: Path):
-    with RewardPool("my_rewards:reward", folders=[folder]) as pool:
-        pids = {int(pid) for _ in range(3) for pid in pool.score([ROWS[0]] * 4, ["pid"] * 4).rewards}
-        assert len(pids) == 1
-        assert all(Path(f"/proc/{pid}").exists() for pid in pids)
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 @pytest.mark.parametrize(
@@ -341,13 +293,6 @@ def test_no_worker_outlives_a_process_that_is_interrupted_or_killed(folder: Path
     if is_left:
         os.kill(worker, signal.SIGKILL)
     assert not is_left
-
-
-def test_workers_have_no_files_in_shared_memory_that_a_kill_would_leave_behind(folder: Path):
-    others = shared_memory_of([os.getpid()])
-    with RewardPool("my_rewards:reward", folders=[folder], num_workers=2) as pool:
-        assert pool.score([ROWS[0]] * 4, ["right"] * 4).rewards.tolist() == [1.0] * 4
-        assert shared_memory_of([os.getpid(), *descendants(os.getpid())]) <= others
 
 
 def test_a_script_that_its_workers_cannot_import_is_told_what_it_lacks(tmp_path: Path) -> None:

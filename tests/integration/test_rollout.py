@@ -11,13 +11,10 @@ from pathlib import Path
 import psutil
 from grpc_health.v1 import health_pb2
 
-from tasuki.v1 import memory_pb2, rollout_pb2, types_pb2, weights_pb2
+from tasuki.v1 import types_pb2, weights_pb2
 from tasuki.wire.errors import (
     Asleep,
     BadHandle,
-    InvalidArgument,
-    StageOrder,
-    StaleEpoch,
     VersionOrder,
 )
 from tests.integration.rollout_process import (
@@ -63,27 +60,6 @@ async def test_a_received_version_is_not_served_before_it_is_committed(rollout: 
     assert (state.policy_version, state.HasField("received_version"), list(state.resident_tags)) == (3, False, [WEIGHTS, KV])
 
 
-async def test_stages_out_of_order_are_refused_and_change_nothing(rollout: RolloutClient, trainer: TestTrainer) -> None:
-    weights = trainer.publish(3)
-    for call in (
-        rollout.receive(weights),
-        rollout.drain(),
-        rollout.resume(types_pb2.STAGE_RESUME_KV, KV),
-        rollout.pause(types_pb2.STAGE_PAUSE_KV, KV),
-    ):
-        assert isinstance(await refused(call), StageOrder)
-    await rollout.wake(weights)
-    for call in (
-        rollout.receive(weights),
-        rollout.resume(types_pb2.STAGE_RESUME_WEIGHTS, WEIGHTS),
-        rollout.pause(types_pb2.STAGE_PAUSE_WEIGHTS, WEIGHTS),
-    ):
-        error = await refused(call)
-        assert isinstance(error, StageOrder)
-        assert (error.metadata["after"], error.metadata["allowed"]) == ("RESUME_KV", "DRAIN, PAUSE_KV")
-    assert len(await rollout.generate([[5]], max_new_tokens=1)) == 1
-
-
 async def test_each_stage_of_waking_can_be_undone(rollout: RolloutClient, trainer: TestTrainer) -> None:
     weights = trainer.publish(3)
     await rollout.resume(types_pb2.STAGE_RESUME_WEIGHTS, WEIGHTS)
@@ -96,18 +72,6 @@ async def test_each_stage_of_waking_can_be_undone(rollout: RolloutClient, traine
     await rollout.pause(types_pb2.STAGE_PAUSE_KV, KV)
     await rollout.pause(types_pb2.STAGE_PAUSE_WEIGHTS, WEIGHTS)
     assert isinstance(await refused(rollout.generate([[5]])), Asleep)
-
-
-async def test_stages_and_tags_that_are_not_rollouts_are_refused(rollout: RolloutClient) -> None:
-    for call, field in (
-        (rollout.pause(types_pb2.STAGE_OFFLOAD), "stage"),
-        (rollout.resume(types_pb2.STAGE_PAUSE_KV), "stage"),
-        (rollout.resume(types_pb2.STAGE_RESUME_WEIGHTS, types_pb2.MEMORY_TAG_OPTIMIZER), "tags[0]"),
-        (rollout.resume(types_pb2.STAGE_RESUME_WEIGHTS, WEIGHTS, KV), "tags[1]"),
-    ):
-        error = await refused(call)
-        assert isinstance(error, InvalidArgument)
-        assert error.metadata["field"] == field
 
 
 async def test_refused_weights_leave_the_engine_as_it_was(rollout: RolloutClient, trainer: TestTrainer) -> None:
@@ -139,20 +103,6 @@ async def test_refused_weights_leave_the_engine_as_it_was(rollout: RolloutClient
     state = await rollout.state()
     assert (state.is_poisoned, state.stage) == (False, types_pb2.STAGE_RESUME_WEIGHTS)
     assert (await rollout.receive(weights)).policy_version == 5
-
-
-async def test_a_repeated_command_gets_the_first_answer(rollout: RolloutClient, trainer: TestTrainer) -> None:
-    await rollout.resume(types_pb2.STAGE_RESUME_WEIGHTS, WEIGHTS)
-    request = rollout_pb2.ReceiveWeightsRequest(command=rollout.command(), weights=trainer.publish(5))
-    first = await rollout.rollout.ReceiveWeights(request, timeout=60)
-    assert await rollout.rollout.ReceiveWeights(request, timeout=60) == first
-
-
-async def test_commands_of_an_older_coordinator_are_refused(rollout: RolloutClient) -> None:
-    command = types_pb2.CommandId(epoch=0, sequence=1, request_id="old")
-    request = memory_pb2.ResumeRequest(command=command, stage=types_pb2.STAGE_RESUME_WEIGHTS)
-    await rollout.resume(types_pb2.STAGE_RESUME_WEIGHTS, WEIGHTS)
-    assert isinstance(await refused(rollout.memory.Resume(request, timeout=60)), StaleEpoch)
 
 
 async def test_health_tells_whether_it_generates(

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import re
 
-import grpc
 import pytest
 import torch
 from grpc_health.v1 import health_pb2
 
-from tasuki.rpc.metric_names import KV_TOKENS, RUNNING_REQUESTS
 from tasuki.v1 import types_pb2
 from tasuki.wire.errors import (
     Busy,
     Draining,
     InvalidArgument,
 )
-from tests.integration.conftest import LEFT_IN_THE_SHELL, TOKENIZER_EOS
+from tests.integration.conftest import TOKENIZER_EOS
 from tests.integration.rollout_process import (
     RolloutClient,
     RolloutProcess,
@@ -153,12 +150,6 @@ async def test_the_tokenizers_end_of_sequence_ends_a_sample_and_is_reported(
     assert {len(sample.token_ids) for sample in free} == {60}
 
 
-def test_settings_that_were_left_in_the_shell_do_not_reach_the_engine(rollout_process: RolloutProcess) -> None:
-    """Their effect on log-probs would show in test_samples_come_with_their_version_and_log_probs."""
-    (dropped,) = re.findall(r"event=environment_dropped names=(\S+)", rollout_process.log.read_text())
-    assert set(LEFT_IN_THE_SHELL) <= set(dropped.split(","))
-
-
 async def test_stop_tokens_end_a_sample_and_are_its_last_token(rollout: RolloutClient, trainer: TestTrainer) -> None:
     await rollout.wake(trainer.publish(6))
     (free,) = await rollout.generate([[5, 6]], max_new_tokens=8, temperature=0.0, ignore_eos=True)
@@ -234,15 +225,6 @@ async def test_cancelling_a_call_takes_its_requests_out_of_the_engine(rollout: R
     assert len(await rollout.generate([[5]], max_new_tokens=2, ignore_eos=True)) == 1
 
 
-async def test_a_deadline_takes_requests_out_of_the_engine(rollout: RolloutClient, trainer: TestTrainer) -> None:
-    await rollout.wake(trainer.publish(6))
-    request = generate_request([[5, 6]], num_samples=24, max_new_tokens=250, ignore_eos=True)
-    with pytest.raises(grpc.RpcError) as caught:
-        _ = [answer async for answer in rollout.rollout.Generate(request, timeout=0.2)]
-    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert await until_idle(rollout) == 0
-
-
 async def test_drain_cuts_and_returns_what_there_is(rollout: RolloutClient, trainer: TestTrainer) -> None:
     await rollout.wake(trainer.publish(6))
     async with long_call(rollout, num_samples=8) as running:
@@ -256,22 +238,6 @@ async def test_drain_cuts_and_returns_what_there_is(rollout: RolloutClient, trai
     for sample in samples:
         theirs = log_probs_of(trainer.model, [5, 6], list(sample.token_ids)) if sample.token_ids else torch.empty(0)
         assert torch.allclose(torch.tensor(sample.rollout_log_probs), theirs, atol=0.15)
-
-
-async def test_metrics_count_the_samples_that_are_running_and_their_kv_cache(
-    rollout: RolloutClient, trainer: TestTrainer
-) -> None:
-    await rollout.wake(trainer.publish(6))
-    async with long_call(rollout, num_samples=8) as running:
-        # The state counts accepted requests; the schedulers get them a moment later.
-        async with asyncio.timeout(10):
-            while (counted := await rollout.metric(RUNNING_REQUESTS.name)) < 8:
-                await asyncio.sleep(0.01)
-        assert counted == 8
-        assert 0 < await rollout.metric(KV_TOKENS.name) <= 8 * CONTEXT_LENGTH
-        await rollout.drain()
-        await running
-    assert await rollout.metric(RUNNING_REQUESTS.name) == 0
 
 
 async def test_drain_lets_short_samples_finish_and_takes_no_new_ones(

@@ -12,8 +12,7 @@ from tasuki.config.paths import pulse_dir
 from tasuki.rpc.heartbeat import read_pulse
 from tasuki.rpc.metric_names import QUEUED_REQUESTS
 from tasuki.v1 import types_pb2
-from tests.extent import only_whole
-from tests.integration.rollout_process import RolloutClient, RolloutProcess, TestTrainer, generate_request, until_idle
+from tests.integration.rollout_process import RolloutClient, RolloutProcess, TestTrainer, generate_request
 from tests.limits import limit_s
 
 MOST = 65_536
@@ -90,28 +89,3 @@ async def test_a_drain_cuts_what_the_engine_has_not_got_yet(rollout: RolloutClie
     assert (drained.num_finished, drained.num_cut) == (0, 5000)
     assert {sample.finish_reason for sample in samples} == {types_pb2.FINISH_REASON_CUT}
     assert sorted(sample.sample_index for sample in samples) == list(range(5000))
-
-
-async def test_a_call_that_nobody_reads_is_given_up_too(rollout: RolloutClient, trainer: TestTrainer) -> None:
-    """The answers fill the connection, and rollout blocks in the middle of one."""
-    await rollout.wake(trainer.publish(6))
-    request = generate_request([[5, 6]], num_samples=2000, max_new_tokens=20, ignore_eos=True)
-    call = rollout.rollout.Generate(request, timeout=CALL_S)
-    assert (await call.read()).samples
-    assert len(await rollout.generate([[7]], max_new_tokens=1)) == 1
-    call.cancel()
-    assert await until_idle(rollout) == 0
-
-
-@only_whole
-async def test_every_sample_of_a_great_call_comes_once(
-    rollout: RolloutClient, rollout_process: RolloutProcess, trainer: TestTrainer
-) -> None:
-    await rollout.wake(trainer.publish(6))
-    async with watched(rollout_process) as gap:
-        # A quarter of the maximum: with the session's cache of 1 GiB, SGLang frees 300 samples a second.
-        call = rollout.rollout.Generate(generate_request(PROMPTS, num_samples=16, max_new_tokens=1), timeout=CALL_S)
-        places = [(sample.prompt_index, sample.sample_index) async for answer in call for sample in answer.samples]
-    assert gap.longest_s < limit_s(1.5)
-    assert sorted(places) == [(prompt, sample) for prompt in range(len(PROMPTS)) for sample in range(16)]
-    assert (await rollout.drain()).num_cut == 0

@@ -19,7 +19,7 @@ from tasuki.rpc.server import RpcServer
 from tasuki.v1 import trainer_pb2, trainer_pb2_grpc, types_pb2
 from tasuki.v1.metrics_pb2 import GetMetricsRequest
 from tasuki.v1.metrics_pb2_grpc import MetricsServiceStub
-from tasuki.wire.channel import KEEPALIVE_CLIENT_MS, KEEPALIVE_SERVER_MIN_MS, MAX_MESSAGE_BYTES, open_channel
+from tasuki.wire.channel import MAX_MESSAGE_BYTES, open_channel
 from tasuki.wire.errors import (
     DeadlineRequired,
     InternalError,
@@ -165,15 +165,6 @@ async def test_socket_left_by_a_killed_server_is_taken_over(tmp_path: Path) -> N
     await server.stop()
 
 
-async def test_second_server_on_a_port_is_refused(tmp_path: Path, unused_tcp_port: int) -> None:
-    port = plain_port(f"127.0.0.1:{unused_tcp_port}", tmp_path)
-    first = RpcServer(service="trainer", target=f"unix:{tmp_path}/a.sock", port=port)
-    await first.start()
-    with pytest.raises(NodeRunning):
-        await RpcServer(service="trainer", target=f"unix:{tmp_path}/b.sock", port=port).start()
-    await first.stop()
-
-
 @pytest.mark.parametrize("target", ["0.0.0.0:5000", "10.0.0.1:5000", "[::]:5000"])
 async def test_plain_tcp_beyond_loopback_is_refused(target: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="loopback"):
@@ -213,7 +204,3 @@ async def test_stop_tells_watchers_and_refuses_new_calls(served: Served) -> None
     stub = trainer_pb2_grpc.TrainerServiceStub(channel)
     error = await refused(stub.OptimStep(trainer_pb2.OptimStepRequest(command=command("late")), timeout=1))
     assert isinstance(error, PeerUnavailable | TasukiError) and error.reason in ("PEER_UNAVAILABLE", "DEADLINE_EXCEEDED")
-
-
-def test_client_keepalive_stays_above_what_the_server_tolerates() -> None:
-    assert KEEPALIVE_CLIENT_MS > KEEPALIVE_SERVER_MIN_MS

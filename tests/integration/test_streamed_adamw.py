@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from tasuki.algorithms.loss_types import LossConfig
@@ -98,17 +97,6 @@ def test_a_checkpoint_goes_on_either_way(model: Path, mesh: DeviceMesh, tmp_path
     step(learner, 2)
     step(other, 2)
     assert_equal(learner, other)
-
-
-def test_a_run_begins_with_fresh_moments(model: Path, mesh: DeviceMesh) -> None:
-    learner = start(model, mesh, optimizer_on_host=True)
-    step(learner, 1)
-    moments = [state["exp_avg"] for state in trained(learner, Role.POLICY).optimizer.optimizer.state.values()]
-    assert any(bool(moment.to_local().any()) for moment in moments)
-    learner.begin_run(keep_optimizer=False)
-    for state in trained(learner, Role.POLICY).optimizer.optimizer.state.values():
-        tensors: list[Tensor] = [state["step"], state["exp_avg"].to_local(), state["exp_avg_sq"].to_local()]
-        assert not any(bool(tensor.any()) for tensor in tensors)
 
 
 def test_a_host_without_room_for_the_moments_is_told_at_the_start(

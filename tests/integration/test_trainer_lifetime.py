@@ -80,15 +80,6 @@ async def test_two_ranks_save_and_one_goes_on_where_they_were(two_ranks: Trainer
         assert torch.allclose(torch.tensor(one), torch.tensor(two), atol=1e-4)
 
 
-def test_a_second_trainer_on_the_same_state_folder_is_refused(two_ranks: TrainerProcess, model: Path) -> None:
-    first_log = two_ranks.log.read_bytes()
-    second = start_trainer(two_ranks.state_dir, model, num_ranks=1)
-    assert second.process.wait(120) != 0
-    assert "NODE_RUNNING" in second.log.read_text()
-    two_ranks.log.write_bytes(first_log)
-    assert all(is_alive(pid) for pid in two_ranks.rank_pids())
-
-
 async def test_a_rank_that_dies_in_a_call_is_named_and_takes_the_trainer_with_it(two_ranks: TrainerProcess) -> None:
     pids = two_ranks.rank_pids()
     async with connect(two_ranks) as channel:

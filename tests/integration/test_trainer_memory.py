@@ -54,16 +54,6 @@ def test_what_is_published_is_the_policy_in_every_round_whatever_it_lies_in(rank
     assert [rank["published"][how]["is_equal"] for rank in ranks] == [[True, True, True]] * 2
 
 
-def test_copies_leave_with_the_weights_and_stay_when_told(ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
-        mapped = {how: [tags["export"][0] for tags in rank["published"][how]["tags"]] for how in PUBLISHING}
-        assert mapped["copy_leaves"] == mapped["same_dtype_copied"] == [0, 0, 0]
-        assert min(mapped["copy_stays"]) > 0
-        leaving = rank["published"]["copy_leaves"]
-        assert len(set(leaving["num_imports"])) == 1, "a reader releases its imports"
-        assert rank["published"]["copy_stays"]["num_imports"][0] > leaving["num_imports"][0]
-
-
 def test_a_rehearsal_leaves_memory_only_where_copies_stay(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         rehearsed = {how: sum(rank["published"][how]["rehearsed"]) for how in PUBLISHING}

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from google.protobuf import json_format
 
-from tasuki.v1 import loss_pb2, trainer_pb2, types_pb2
+from tasuki.v1 import trainer_pb2, types_pb2
 from tasuki.v1.types_pb2 import TrainingSample
 from tests.integration.trainer_process import TrainerClient, samples_of_now
 from tests.models import VOCAB_SIZE
@@ -58,22 +56,6 @@ async def test_a_bad_sample_is_named_and_nothing_is_added(
     assert (await client.forward_backward(good)).num_samples == len(good)
 
 
-@pytest.mark.parametrize(
-    ("loss", "field"),
-    [
-        ({}, "header.loss.name"),
-        ({"name": "ppo", "settings": {"clip_low": 1.5}}, "header.loss.settings.clip_low"),
-        ({"name": "ppo", "settings": {"old_policy": "given"}}, "samples[0].old_log_probs"),
-        ({"name": "value"}, "header.loss.name"),
-    ],
-)
-async def test_a_loss_that_cannot_be_is_refused_at_once(client: TrainerClient, loss: dict[str, Any], field: str) -> None:
-    message = json_format.ParseDict(loss, loss_pb2.LossConfig())
-    error = await refused(client.forward_backward(await samples_of_now(client), loss=message))
-    assert (error.reason, error.metadata["field"]) == ("INVALID_ARGUMENT", field)
-    assert not (await client.state()).has_gradients
-
-
 async def test_log_probs_that_the_loss_saw_come_with_the_answer_in_the_order_asked_for(client: TrainerClient) -> None:
     samples = await samples_of_now(client)
     places = [len(samples) - 1, 0, 5]
@@ -92,42 +74,6 @@ async def test_log_probs_of_a_sample_that_is_not_there_are_refused(client: Train
     error = await refused(client.forward_backward(samples, log_probs_of=[0] * 131_073))
     assert error.metadata["field"] == "header.log_probs_of" and "name fewer" in error.message
     assert not (await client.state()).has_gradients
-
-
-@pytest.mark.parametrize(
-    ("role", "problem"),
-    [
-        (types_pb2.ROLE_UNSPECIFIED, "give ROLE_POLICY"),
-        (types_pb2.ROLE_CRITIC, r"no critic; add a table \[trainer.critic\]"),
-        (types_pb2.ROLE_REFERENCE, "give ROLE_POLICY"),
-        (77, "give ROLE_POLICY"),
-    ],
-)
-async def test_a_role_that_is_not_trained_is_refused(
-    client: TrainerClient, role: types_pb2.Role.ValueType, problem: str
-) -> None:
-    samples = await samples_of_now(client)
-    calls = {
-        "header.role": [client.forward_backward(samples, role=role)],
-        "role": [client.optim_step(role=role), client.discard_gradients(role)],
-    }
-    if role != types_pb2.ROLE_REFERENCE:
-        calls["header.role"].append(client.log_probs(samples, role))
-    if role == types_pb2.ROLE_CRITIC:
-        calls["header.role"].append(client.values(samples))
-    for field, refusals in calls.items():
-        for call in refusals:
-            error = await refused(call)
-            assert (error.reason, error.metadata["field"]) == ("INVALID_ARGUMENT", field)
-            assert re.search(problem, error.message) or field == "header.role"
-
-
-async def test_bad_settings_are_refused(client: TrainerClient) -> None:
-    samples = await samples_of_now(client)
-    assert (await refused(client.forward_backward([]))).metadata["field"] == "samples"
-    await client.forward_backward(samples)
-    for out_of_range in (-1.0, 1.5):
-        assert (await refused(client.optim_step(learning_rate=out_of_range))).metadata["field"] == "learning_rate"
 
 
 @pytest.mark.parametrize(
@@ -184,10 +130,3 @@ async def test_the_ring_of_stages_is_kept(client: TrainerClient) -> None:
     )
     await client.withdraw()
     await client.forward_backward(samples)
-
-
-async def test_an_old_epoch_is_refused(client: TrainerClient) -> None:
-    await client.publish()
-    stale = types_pb2.CommandId(epoch=0, sequence=10**6, request_id="stale-epoch")
-    error = await refused(client.trainer.PublishWeights(trainer_pb2.PublishWeightsRequest(command=stale), timeout=10))
-    assert error.reason == "STALE_EPOCH"

@@ -76,15 +76,6 @@ def test_a_launched_process_that_is_stopped_without_a_pulse_is_noticed(watchdog:
             process.kill()
 
 
-def test_a_process_that_ends_while_it_starts_is_left_to_its_service_to_explain(
-    watchdog: Watchdog, starting: subprocess.Popen[bytes]
-) -> None:
-    assert first_stall(watchdog, begin=1000, end=1003) is None
-    starting.kill()
-    wait_for(lambda: parent_and_state(starting.pid)[1] in "ZX")
-    assert first_stall(watchdog, begin=1003, end=1010) is None
-
-
 def test_a_process_that_is_exiting_is_gone_and_does_not_hang(
     tmp_path: Path, watchdog: Watchdog, starting: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:

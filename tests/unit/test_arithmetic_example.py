@@ -58,33 +58,6 @@ def test_no_sum_is_held_out_and_trained_on_in_either_order(tmp_path: Path) -> No
     assert len(trained) + len({*held_out, *((b, a) for a, b in held_out)}) == 90 * 90
 
 
-def test_gsm8k_becomes_problems_with_their_final_numbers(tmp_path: Path) -> None:
-    lines = [{"question": f"What is {n}?", "answer": f"It is {n},000.\n#### {n},000"} for n in range(1, 21)]
-    source = tmp_path / "gsm8k.jsonl"
-    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    done = make_task(tmp_path, "--gsm8k", source)
-    assert done.returncode == 0, done.stderr
-    trained, held_out = rows_of(tmp_path / "train.jsonl"), rows_of(tmp_path / "eval.jsonl")
-    assert (len(trained), len(held_out)) == (18, 2)
-    assert held_out[-1] == {"question": "What is 20?\nEnd with #### and the number.", "answer": "20000"}
-
-
-@pytest.mark.parametrize(
-    ("line", "problem"),
-    [
-        ({"question": "1?", "answer": "1"}, "`answer` has no number behind ####"),
-        ({"answer": "#### 1"}, "lacks `question`, a text"),
-        ({"question": "1?", "answer": "#### 1"}, "has 1 problem"),
-    ],
-)
-def test_a_line_that_is_no_problem_of_gsm8k_is_named(tmp_path: Path, line: dict[str, str], problem: str) -> None:
-    source = tmp_path / "gsm8k.jsonl"
-    source.write_text(json.dumps(line) + "\n")
-    done = make_task(tmp_path, "--gsm8k", source)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert done.stderr.startswith("make_task.py: --gsm8k: ") and str(source) in done.stderr and problem in done.stderr
-
-
 @pytest.mark.parametrize(
     ("completion", "exact", "form"),
     [
@@ -98,11 +71,3 @@ def test_a_line_that_is_no_problem_of_gsm8k_is_named(tmp_path: Path, line: dict[
 )
 def test_rewards_of_sums(rewards: object, completion: str, exact: float, form: float) -> None:
     assert (rewards.exact(completion=completion, answer="46"), rewards.form(completion=completion)) == (exact, form)
-
-
-@pytest.mark.parametrize(
-    ("completion", "exact", "form"), [("so #### 1,046", 1, 1), ("#### 1 #### 1046", 1, 1), ("#### -1046", 0, 1), ("1046", 0, 0)]
-)
-def test_rewards_of_gsm8k(rewards: object, completion: str, exact: float, form: float) -> None:
-    scored = rewards.gsm8k_exact(completion=completion, answer="1046"), rewards.gsm8k_form(completion=completion)
-    assert scored == (exact, form)

@@ -87,11 +87,6 @@ def test_folder_with_files_of_somebody_elses_is_refused_and_left_as_it_is(folder
     assert [path.name for path in (folder / "state").rglob("*")] == ["run", "mine.txt"]
 
 
-def test_state_folder_that_is_a_file_is_one_line(folder: Path) -> None:
-    (folder / "state").write_text("")
-    assert "state" in refusal(tasuki("up", "node.toml", cwd=folder))
-
-
 def test_second_node_on_the_state_folder_is_refused_and_names_the_pid(folder: Path) -> None:
     with StateLock.take(folder / "state", name=NODE_LOCK) as lock:
         lock.sign(4242)
@@ -125,11 +120,6 @@ def test_state_says_why_the_last_node_ended(folder: Path) -> None:
     assert "because" not in refusal(tasuki("state", "node.toml", cwd=folder))
 
 
-def test_down_without_a_node_is_fine(folder: Path) -> None:
-    result = tasuki("down", "--state-dir", "state", cwd=folder)
-    assert (result.returncode, result.stderr) == (0, "no node runs on state\n")
-
-
 def test_service_that_ends_while_it_starts_is_shown_with_its_words_and_the_others_are_stopped(folder: Path) -> None:
     result = tasuki("up", "node.toml", "--set", "coordinator.stage_timeout_s=1", cwd=folder)
     assert result.returncode != 0
@@ -140,10 +130,3 @@ def test_service_that_ends_while_it_starts_is_shown_with_its_words_and_the_other
     ended = json.loads((folder / "state" / "exit.json").read_text())
     assert ended["first"] == "rollout"
     StateLock.take(folder / "state", name=NODE_LOCK).close()
-
-
-def test_a_model_that_nobody_knows_is_refused_before_anything_starts(folder: Path) -> None:
-    unknown = {"architectures": ["NoSuchForCausalLM"], "model_type": "no_such", "max_position_embeddings": 64}
-    (folder / "model" / "config.json").write_text(json.dumps(unknown))
-    assert "NoSuchForCausalLM" in refusal(tasuki("up", "node.toml", cwd=folder))
-    assert not (folder / "state" / "exit.json").exists()

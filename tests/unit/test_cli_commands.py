@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -16,12 +15,10 @@ from rich.console import Console
 from tasuki.cli.__main__ import exit_code_of, main
 from tasuki.cli.node_view import draw
 from tasuki.cli.print_text import print_text
-from tasuki.cli.train import how_to_continue
 from tasuki.config.paths import node_targets
 from tasuki.config.schema import NodeConfig
 from tasuki.node import node_snapshot
 from tasuki.node.node_snapshot import NodeReader, NodeSnapshot, as_dict
-from tasuki.runs.settings import RunSettings
 from tasuki.v1 import coordinator_pb2, memory_pb2, rollout_pb2, trainer_pb2
 from tests.conftest import ENVIRONMENT
 from tests.tiny_disk import tmpfs
@@ -104,28 +101,6 @@ def test_a_reader_that_has_gone_ends_a_command_in_silence() -> None:
         assert (command.stderr.read(), command.wait(timeout=60)) == ("", 1)
 
 
-def test_closed_streams_take_no_output() -> None:
-    done = subprocess.run(
-        ["sh", "-c", '"$@" >&- 2>&-', "sh", *PLAN], env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-def test_grpc_writes_nothing_beside_a_command() -> None:
-    # grpc reads the variable when it is imported.
-    asked = "import tasuki.cli, os, sys; print(os.environ['GRPC_VERBOSITY'], 'grpc' in sys.modules)"
-    without = {name: value for name, value in ENVIRONMENT.items() if name != "GRPC_VERBOSITY"}
-    shown = subprocess.run([sys.executable, "-c", asked], env=without, capture_output=True, text=True, check=True)
-    assert shown.stdout == "NONE False\n"
-
-
-def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["--version"])
-    assert ended.value.code == 0
-    assert capsys.readouterr().out == f"tasuki {version('tasuki')}\n"
-
-
 def test_an_error_of_the_system_has_a_reason_and_its_path(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code_of(lambda: len(Path("/dev/null/file").read_text())) == 2
     assert capsys.readouterr().err == "tasuki: error PATH_NOT_FOUND: /dev/null/file: Not a directory\n"
@@ -140,13 +115,3 @@ def test_up_on_a_full_disk_names_it(node_file: Path, tmp_path: Path, capsys: pyt
         assert main(["up", str(node_file), "--set", f"state_dir={state_dir}"]) == 2
     told = capsys.readouterr().err.splitlines()[-1]
     assert told.startswith(f"tasuki: error DISK_FULL: {state_dir}") and "No space left on device; free space" in told
-
-
-@pytest.mark.parametrize(("save_every", "is_kept"), [(2, True), (None, False)])
-def test_an_interrupted_run_says_whether_it_outlives_its_node(save_every: int | None, is_kept: bool) -> None:
-    settings = RunSettings(
-        table="train", output_dir=Path("out"), num_steps=3, length_key="train.num_steps", rows_per_step=1, save_every=save_every
-    )
-    told = how_to_continue(settings)
-    assert told.startswith("--resume continues the run")
-    assert ("train.save_every is not set" in told) is not is_kept

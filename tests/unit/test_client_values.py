@@ -13,11 +13,9 @@ from tasuki.client.encode import (
     loss_to_proto,
     optim_step_to_proto,
     sampling_to_proto,
-    trainer_state_from_proto,
     training_sample_to_proto,
 )
 from tasuki.client.types import FinishReason, Role, Sample, SamplingParams, TrainingSample
-from tasuki.v1 import trainer_pb2, types_pb2
 from tasuki.wire.errors import InvalidArgument
 
 SAMPLE = Sample(
@@ -39,14 +37,6 @@ def test_a_training_sample_of_a_sample_has_all_that_rollout_knows_of_it() -> Non
     assert list(message.rollout_log_probs) == [-0.5, -0.25]
     assert (message.policy_version, message.temperature) == (7, 0.5)
     assert (list(message.advantages), list(message.loss_mask)) == ([0.75], [1.0, 0.0])
-
-
-def test_the_trainers_state_tells_the_critics_version_where_there_is_a_critic() -> None:
-    policy = trainer_pb2.RoleState(role=types_pb2.ROLE_POLICY, version=3)
-    critic = trainer_pb2.RoleState(role=types_pb2.ROLE_CRITIC, version=9)
-    state = trainer_state_from_proto(trainer_pb2.GetTrainerStateResponse(policy_version=3, roles=[policy, critic]))
-    assert (state.roles, state.policy_version, state.critic_version) == ((Role.POLICY, Role.CRITIC), 3, 9)
-    assert trainer_state_from_proto(trainer_pb2.GetTrainerStateResponse(roles=[policy])).critic_version is None
 
 
 @pytest.mark.parametrize(

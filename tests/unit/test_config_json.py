@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import Phi3Config
 
 from tasuki.models.families import FAMILIES, read_model
-from tasuki.node.model_folder import check_model_folder
-from tasuki.runs.tokenizer import ModelTokenizer
-from tasuki.trainer.backends.fsdp.model import _without_dropout, read_model_config
 from tasuki.wire.errors import InvalidArgument, UnsupportedModel
 
 SIZES = {
@@ -133,23 +127,3 @@ def test_a_fractional_base_is_refused_where_the_engine_rounds_it(key: str) -> No
     assert read_model(table("LlamaForCausalLM", 10000.5))
     with pytest.raises(UnsupportedModel, match=r"rope_theta 10000\.5: the engine rounds it down"):
         read_model(table("MixtralForCausalLM", 10000.5))
-
-
-def test_a_wrong_value_is_refused_before_a_node_starts(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(table_of(tie_word_embeddings=1)))
-    with pytest.raises(InvalidArgument, match="tie_word_embeddings: must be true or false"):
-        check_model_folder(tmp_path)
-
-
-def test_what_transformers_refuses_by_itself_is_an_error_of_ours(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(table_of(model_type="llama", use_cache="yes")))
-    with pytest.raises(InvalidArgument, match=r"config\.json cannot be read: Validation error for field 'use_cache'"):
-        read_model_config(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text("{}")
-    with pytest.raises(InvalidArgument, match="the tokenizer of .* cannot be loaded: Validation error for field 'use_cache'"):
-        ModelTokenizer(tmp_path)
-
-
-def test_dropout_that_is_a_whole_number_is_left_out() -> None:
-    config = _without_dropout(Phi3Config(attention_dropout=1, resid_pdrop=1, embd_pdrop=0.5))
-    assert (config.attention_dropout, config.resid_pdrop, config.embd_pdrop) == (0.0, 0.0, 0.0)

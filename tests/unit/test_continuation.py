@@ -10,10 +10,9 @@ import pytest
 from tasuki.client.dataset import Dataset
 from tasuki.client.loop_state import LoopState
 from tasuki.client.step import Step
-from tasuki.runs.continuation import Continuation, check_num_steps, continuation
+from tasuki.runs.continuation import Continuation, continuation
 from tasuki.runs.earlier_run import EarlierRun, RunHead
-from tasuki.runs.settings import RunSettings
-from tasuki.wire.errors import InvalidArgument, VersionOrder
+from tasuki.wire.errors import VersionOrder
 
 CHECKPOINT = Path("/run/checkpoints/version-000004")
 ROWS = [{"prompt": str(number)} for number in range(10)]
@@ -73,13 +72,6 @@ def test_a_last_evaluation_is_made_again():
     assert (found.first_step, numbers(found)) == (7, list(range(7)))
 
 
-def test_steps_that_taught_nothing_are_counted():
-    silent = Step(4, policy_version=4, mean_reward=1.0)
-    steps = [*STEPS[:4], silent, step(5, version=4)]
-    assert continuation(earlier(*steps, saved=step(3)), node_version=5, is_of_run=True).first_step == 6
-    assert continuation(earlier(*steps[:5], saved=step(3)), node_version=4, is_of_run=True).first_step == 5
-
-
 @pytest.mark.parametrize("is_of_run", [True, False])
 def test_a_node_at_the_checkpoints_version_gets_the_checkpoint(is_of_run: bool):
     found = continuation(SAVED, node_version=4, is_of_run=is_of_run)
@@ -110,32 +102,6 @@ def test_without_a_checkpoint_it_begins_again_where_the_run_began():
 def test_without_a_checkpoint_a_node_of_the_run_goes_on():
     found = continuation(earlier(*STEPS[:2]), node_version=2, is_of_run=True)
     assert (found.first_step, found.checkpoint, numbers(found)) == (2, None, [0, 1])
-
-
-def test_the_rows_are_those_that_come_next():
-    whole = Dataset(ROWS, seed=0)
-    rows = [whole.next_rows(2) for _ in range(9)]
-    dataset = Dataset(ROWS, seed=0)
-    continuation(SAVED, node_version=7, is_of_run=True).seek(dataset, rows_per_step=2)
-    assert [dataset.next_rows(2) for _ in range(2)] == rows[7:]
-
-
-def test_fewer_steps_than_were_done_are_refused():
-    settings = RunSettings(
-        table="train", output_dir=Path("run"), num_steps=4, length_key="train.num_steps", rows_per_step=2, save_every=None
-    )
-    check_num_steps(4, settings)
-    with pytest.raises(InvalidArgument, match=r"train\.num_steps: makes 4 steps, but the run has done 5"):
-        check_num_steps(5, settings)
-
-
-def test_supervised_steps_have_no_reward_and_are_not_taken_for_evaluations():
-    steps = [Step(number, policy_version=number, num_policy_steps=1) for number in range(3)]
-    skipped = Step(3, policy_version=3, num_skipped_updates=1)
-    ended = Step(4, policy_version=3)
-    for lines in ([*steps, skipped], [*steps, skipped, ended]):
-        found = continuation(earlier(*lines), node_version=3, is_of_run=True)
-        assert (found.first_step, numbers(found)) == (4, [0, 1, 2, 3])
 
 
 def several(number: int, *, version: int, num_policy_steps: int, position: int | None = None) -> Step:
@@ -192,11 +158,6 @@ def test_updates_of_a_step_of_which_nothing_is_known_are_refused_beyond_the_firs
     assert continuation(begun(*TWO, pending=stale), node_version=5, is_of_run=True).first_step == 3
     with pytest.raises(VersionOrder):
         continuation(begun(*TWO, pending=stale), node_version=6, is_of_run=True)
-
-
-def test_a_step_of_which_nothing_is_known_took_the_usual_rows():
-    found = continuation(begun(*TWO), node_version=5, is_of_run=True)
-    assert next_rows(found) == ["8"]  # 3 rows after the position of the last known step
 
 
 def test_a_checkpoints_place_counts_where_the_node_gets_the_checkpoint():

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +14,7 @@ from cryptography.hazmat.primitives import serialization
 from tasuki.cli import certs
 from tasuki.config.security_schema import CallerRole
 from tasuki.rpc.access import read_roles
-from tasuki.wire.channel import open_blocking_channel, open_channel
+from tasuki.wire.channel import open_channel
 from tasuki.wire.credentials import Credentials, TlsFiles, read_tokens
 from tasuki.wire.errors import InvalidArgument, PathPermissionDenied
 from tasuki.wire.reloaded import Reloaded
@@ -133,14 +131,6 @@ def test_no_plaintext_channel_leaves_the_machine(target: str, tmp_path: Path) ->
             open_channel(target, credentials=credentials)
 
 
-@pytest.mark.parametrize("target", ["localhost", "node-a", "a:b:c", "node-a:0", "", "::1"])
-def test_a_target_that_is_no_address_is_refused(target: str) -> None:
-    for open_one in (open_channel, open_blocking_channel):
-        with pytest.raises(InvalidArgument, match=r"must be HOST:PORT with .* or unix:PATH") as refused:
-            open_one(target)
-        assert refused.value.metadata["field"] == "target"
-
-
 def test_a_changed_file_is_read_again_and_a_broken_one_is_not_taken(tmp_path: Path) -> None:
     path = tmp_path / "roles.toml"
     path.write_text('"a" = "viewer"\n')
@@ -154,21 +144,6 @@ def test_a_changed_file_is_read_again_and_a_broken_one_is_not_taken(tmp_path: Pa
     assert (kept.value, closed.value) == ({"a": CallerRole.OPERATOR}, {})
     path.write_text('"a" = "viewer"\n')
     assert kept.value == closed.value == {"a": CallerRole.VIEWER}
-
-
-def test_files_in_a_folder_that_was_open_are_taken_once_it_is_closed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "roles.toml"
-    path.write_text('"a" = "viewer"\n')
-    roles = Reloaded([path], lambda: read_roles(path), broken={})
-    tmp_path.chmod(0o777)
-    path.write_text('"a" = "operator"\n')
-    assert roles.value == {}
-    time.sleep(1.1)
-    assert roles.value == {}
-    assert caplog.text.count("event=files_not_reloaded") == 1, "one reason is logged once"
-    tmp_path.chmod(0o700)
-    time.sleep(1.1)
-    assert roles.value == {"a": CallerRole.OPERATOR}
 
 
 def test_a_link_that_is_turned_is_a_change(tmp_path: Path) -> None:
@@ -210,17 +185,3 @@ def test_an_encrypted_key_is_refused_and_no_password_is_asked_for(tmp_path: Path
     )
     with pytest.raises(InvalidArgument, match="not an unencrypted PEM key"):
         files.read()
-
-
-def test_files_that_are_just_being_replaced_are_waited_for(tmp_path: Path) -> None:
-    old, new = tmp_path / "old", tmp_path / "new"
-    for folder in (old, new):
-        assert certs.run(folder, hosts=["a"], days=1) == 0
-    files = TlsFiles(cert=("security.cert", old / "node.pem"), key=("security.key", old / "node.key"))
-    (new / "node.key").rename(old / "node.key")
-    with pytest.raises(InvalidArgument):
-        files.read()
-    rest = threading.Timer(0.05, lambda: (new / "node.pem").rename(old / "node.pem"))
-    rest.start()
-    assert Reloaded(files.paths, files.read).value.cert == (old / "node.pem").read_bytes()
-    rest.join()

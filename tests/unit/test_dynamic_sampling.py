@@ -62,12 +62,6 @@ def test_a_step_ends_where_the_next_begins_in_the_dataset():
     assert collect(generate, num_groups=8, max_batches=10, is_kept=lambda row: row % 3 == 0).groups == second.groups
 
 
-def test_what_is_there_at_the_bound_is_returned():
-    found = collect(lambda _: [1, 2, 3], num_groups=8, max_batches=2, is_kept=lambda number: number == 2)
-    assert found.groups == [2, 2]
-    assert (found.num_batches, found.num_generated, found.num_equal, found.num_surplus) == (2, 6, 4, 0)
-
-
 @pytest.mark.parametrize(
     ("rewards", "differs"),
     [
@@ -92,9 +86,3 @@ def test_groups_take_their_prompts_samples_and_rewards():
     np.testing.assert_array_equal([group.rewards for group in groups], rewards_PG)
     with pytest.raises(InvalidArgument, match="5 for 3 prompts"):
         groups_of([[1], [2], [3]], samples[:5], rewards_PG)
-
-
-@pytest.mark.parametrize(("num_groups", "max_batches"), [(0, 1), (1, 0)])
-def test_nothing_to_collect_is_refused(num_groups: int, max_batches: int):
-    with pytest.raises(InvalidArgument, match="must be at least 1"):
-        collect(lambda _: [], num_groups=num_groups, max_batches=max_batches, is_kept=bool)

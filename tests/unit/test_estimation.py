@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tasuki.algorithms import advantages
 from tasuki.algorithms.loss_types import KlEstimator
 from tasuki.client.estimation import Estimate, Estimator, EstimatorState, estimate_advantages
 from tasuki.client.types import TrainingSample
@@ -58,45 +57,9 @@ def flat(found: Estimate) -> NDArray[np.float32]:
     return np.concatenate([np.asarray(each.advantages) for each in found.samples])
 
 
-@pytest.mark.parametrize("std", ["none", "sample", "population"])
-def test_group_mean_is_by_group(std: Any) -> None:
-    found = estimate(AdvantageConfig(estimator=Estimator.GROUP_MEAN, std=std))
-    assert advantages_of(found) == advantages.group_mean(REWARDS_PG, std=std).reshape(-1).tolist()
-
-
-@pytest.mark.parametrize("std", ["none", "sample"])
-def test_batch_baseline_is_over_all_samples(std: Any) -> None:
-    found = estimate(AdvantageConfig(estimator=Estimator.BATCH_BASELINE, std=std))
-    assert advantages_of(found) == advantages.group_mean(REWARDS_PG.reshape(1, 6), std=std)[0].tolist()
-
-
-def test_leave_one_out_takes_the_mean_of_the_others_off() -> None:
-    found = estimate(AdvantageConfig(estimator=Estimator.LEAVE_ONE_OUT))
-    np.testing.assert_allclose(advantages_of(found), [-2.5, -1.0, 3.5, -1.5, -1.5, 3.0], rtol=1e-6)
-
-
 def test_greedy_baseline_takes_the_greedy_reward_off_and_a_failed_one_teaches_nothing() -> None:
     found = estimate(AdvantageConfig(estimator=Estimator.GREEDY_BASELINE), greedy_rewards_P=[1.0, NAN])
     assert advantages_of(found) == [-1.0, 0.0, 3.0, 0.0, 0.0, 0.0]
-
-
-def test_group_baseline_is_whitened_by_counted_tokens() -> None:
-    of = samples()
-    of[2] = sample(1, mask=[0.0], rollout_log_probs=-0.5)
-    counted = np.array([[2, 3, 0], [2, 4, 3]])
-    found = estimate(AdvantageConfig(estimator=Estimator.GROUP_BASELINE_WHITENED), of=of)
-    expected = advantages.group_baseline_whitened(REWARDS_PG, num_counted_PG=counted)
-    assert advantages_of(found) == expected.reshape(-1).tolist()
-    weighed = np.repeat(advantages_of(found), counted.reshape(-1))
-    assert weighed.mean() == pytest.approx(0, abs=1e-6)
-
-
-def test_globally_whitened_is_by_token_with_mean_0_and_variance_1() -> None:
-    found = estimate(AdvantageConfig(estimator=Estimator.GLOBALLY_WHITENED))
-    np.testing.assert_allclose(flat(found), _whitened(np.repeat(REWARDS_PG.reshape(-1), LENGTHS)), rtol=1e-5)
-    discounted = estimate(AdvantageConfig(estimator=Estimator.GLOBALLY_WHITENED, discount=0.5))
-    powers = np.concatenate([0.5 ** np.arange(length)[::-1] for length in LENGTHS])
-    np.testing.assert_allclose(flat(discounted), _whitened(np.repeat(REWARDS_PG.reshape(-1), LENGTHS) * powers), rtol=1e-5)
 
 
 def _whitened(x: NDArray[np.floating]) -> NDArray[np.floating]:
@@ -182,12 +145,6 @@ def test_a_target_steers_the_coefficient_and_a_step_begins_where_the_last_one_en
     second = estimate(settings, of=samples(ref_log_probs=-0.5), state=EstimatorState.of(first.state.numbers()))
     assert second.metrics["reward_kl_coef"] == pytest.approx(0.6)
     assert second.state.kl_coef == pytest.approx(0.6 * 0.8)
-
-
-def test_a_fixed_coefficient_is_that_of_the_settings() -> None:
-    found = estimate(AdvantageConfig(kl_coef=0.5), of=samples(ref_log_probs=-0.75))
-    assert found.state.kl_coef is None
-    assert "kl_coef" not in found.state.numbers()
 
 
 def test_the_running_baseline_is_of_past_batches() -> None:

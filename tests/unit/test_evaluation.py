@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasuki.client.evaluation import eval_figures, pass_at_k, prompt_means
+from tasuki.client.evaluation import eval_figures, pass_at_k
 from tasuki.client.rewards import Scores
 from tasuki.config.train_schema import EvalConfig
 from tasuki.wire.errors import InvalidArgument
@@ -48,10 +48,6 @@ def test_pass_at_k_is_by_prompt_and_a_sample_that_does_not_count_is_not_there():
         pass_at_k(correct_PG, 0)
 
 
-def test_means_are_by_prompt_without_what_does_not_count():
-    np.testing.assert_allclose(prompt_means(np.array([[1, NAN], [0.5, 1], [NAN, NAN]])), [1, 0.75, NAN])
-
-
 def test_figures_weigh_prompts_the_same():
     settings = EvalConfig(num_samples=2, temperature=0.7, pass_at=(1, 2), correct_at=0.5)
     found = eval_figures(_scores([1, NAN, 0, 0.5]), settings)
@@ -61,9 +57,3 @@ def test_figures_weigh_prompts_the_same():
 def test_figures_of_several_rewards_have_each_ones_mean():
     scores = _scores([1.5, 0.5], exact=[1.0, 0.0], format=[1.0, 1.0])
     assert eval_figures(scores, EvalConfig()) == {"mean": 1.0, "mean/exact": 0.5, "mean/format": 1.0}
-
-
-def test_a_figure_without_anything_to_count_is_left_out():
-    settings = EvalConfig(num_samples=2, temperature=1.0, pass_at=(2,))
-    assert eval_figures(_scores([1.0, NAN]), settings) == {"mean": 1.0}
-    assert eval_figures(_scores([NAN, NAN]), settings) == {}

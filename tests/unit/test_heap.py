@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from tasuki.rpc.process_start import preload
 from tests.conftest import ENVIRONMENT
 
 IMPORTED = """
@@ -28,21 +24,6 @@ assert not imported_before_forks.IS_COLLECTING
 assert gc.isenabled()
 assert gc.get_freeze_count() >= before + 1000
 """
-STARTED = """
-import gc
-from tasuki.rpc.process_start import freeze_started
-
-made = [[] for _ in range(1000)]
-cycle = []
-cycle.append(cycle)
-del cycle
-num_visited, num_frozen = len(gc.get_objects()), gc.get_freeze_count()
-freeze_started()
-assert gc.get_freeze_count() >= num_frozen + 1000
-assert len(gc.get_objects()) < num_visited - 1000
-gc.unfreeze()
-assert gc.collect() == 0, "garbage was frozen"
-"""
 
 
 def test_nothing_is_collected_meanwhile_and_what_was_made_is_frozen(tmp_path: Path) -> None:
@@ -52,15 +33,3 @@ def test_nothing_is_collected_meanwhile_and_what_was_made_is_frozen(tmp_path: Pa
         [sys.executable, "-c", PROGRAM, tmp_path], env=ENVIRONMENT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-
-
-def test_after_a_start_the_collector_visits_only_what_came_later() -> None:
-    done = subprocess.run([sys.executable, "-c", STARTED], env=ENVIRONMENT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
-def test_an_import_that_fails_leaves_the_collector_on() -> None:
-    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
-        preload("no_such_module")
-    assert gc.isenabled()
-    gc.unfreeze()

@@ -45,9 +45,3 @@ def test_a_crash_in_native_code_names_the_signal_and_the_line_that_was_running()
     assert died.returncode == -signal.SIGSEGV
     assert words.text.startswith("Fatal Python error: Segmentation fault")
     assert "in sync" in words.text
-
-
-def test_without_a_traceback_the_last_lines_are_shown() -> None:
-    words = find_error("\n".join(f"line {number}" for number in range(100)))
-    assert words.text.splitlines() == [f"line {number}" for number in range(88, 100)]
-    assert find_error("").text == ""

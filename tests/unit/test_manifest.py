@@ -161,11 +161,6 @@ def test_a_header_anywhere_but_at_the_beginning_is_refused() -> None:
         from_proto(message)
 
 
-def test_rank_outside_the_number_of_ranks_is_refused() -> None:
-    with pytest.raises(BadHandle, match="rank 2 of 2"):
-        check(replace(manifest(), rank=2, num_ranks=2))
-
-
 SHAPE = (7, 4)
 
 
@@ -237,11 +232,6 @@ def test_a_gap_among_many_slices_of_many_dimensions_is_found_at_once() -> None:
     gap = first_gap(boxes, shape)
     assert gap is not None and gap.intersection(whole) == gap and not any(gap.intersection(box) for box in boxes)
     assert time.process_time() - started < limit_s(1.0)
-
-
-def test_a_missing_rank_is_refused() -> None:
-    with pytest.raises(BadHandle, match="one manifest for each trainer rank"):
-        check_complete(ranks(Box((0, 0), (4, 4)), Box((4, 0), (3, 4)))[:1])
 
 
 def test_ranks_that_disagree_about_a_shape_are_refused() -> None:

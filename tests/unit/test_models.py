@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -140,14 +139,6 @@ def test_a_policy_scores_as_transformers_and_a_poisoned_buffer_shows(kind: str) 
     torch.testing.assert_close(scores(policy), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_logits_that_are_not_capped_show() -> None:
-    module = loaded("gemma2")
-    expected = plain_scores(module)
-    assert not torch.allclose(scores(policy_of(deepcopy(module))), expected, atol=1e-2)
-    module.set_attn_implementation("sdpa")
-    assert not torch.allclose(plain_scores(module), expected, atol=1e-2)
-
-
 def test_a_window_shows() -> None:
     module = loaded("gemma3")
     expected = plain_scores(module)
@@ -169,13 +160,6 @@ def test_a_parameter_that_nobody_has_accounted_for_is_refused() -> None:
         UnsupportedModel, match=r"parameter model\.layers\.0\.self_attn\.sinks is \[4\] in transformers and absent"
     ):
         check_module(module, model_of(module))
-
-
-def test_a_parameter_of_another_shape_is_refused() -> None:
-    module = module_of("llama")
-    model = read_model(table_of(module, vocab_size=132))
-    with pytest.raises(UnsupportedModel, match=r"lm_head\.weight is \[131, 64\] in transformers and \[132, 64\]"):
-        check_module(module, model)
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -249,11 +233,6 @@ def test_keys_that_compute_nothing_are_accepted(kind: str) -> None:
 def test_what_a_family_does_not_support_is_refused_by_name(kind: str, key: str, value: object) -> None:
     with pytest.raises(UnsupportedModel, match=key):
         read_model(table_of(module_of(kind), **{key: value}))
-
-
-def test_a_window_that_no_sequence_leaves_is_accepted() -> None:
-    module = module_of("mistral")
-    assert read_model(table_of(module, sliding_window=256)) == model_of(module)
 
 
 def test_keys_that_a_family_of_old_config_files_leaves_out_have_its_defaults() -> None:

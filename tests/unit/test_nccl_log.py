@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tasuki.config.fleet_schema import FleetConfig
-from tasuki.trainer.backends.fsdp.nccl_log import last_warning, read_log, transports
+from tasuki.trainer.backends.fsdp.nccl_log import transports
 from tasuki.trainer.backends.fsdp.replicas import call_within
 from tasuki.trainer.environment import nccl_log_variables, socket_variables
 from tests.limits import limit_s
@@ -31,23 +31,6 @@ HEAD = "node-a:411:523 [0] NCCL"
 )
 def test_the_transport_of_a_channel_is_named_without_its_device(line: str, transport: str) -> None:
     assert transports(f"{HEAD} INFO Bootstrap: Using eth0:10.0.0.1<0>\n{HEAD} INFO {line}\n") == [transport]
-
-
-def test_all_transports_are_named_and_none_without_channels() -> None:
-    log = "".join(
-        f"{HEAD} INFO Channel 00/0 : 0[0] -> 1[0] [send] via {to}\n" for to in ("NET/Socket/1", "NET/IB/0", "NET/IB/2")
-    )
-    assert transports(log) == ["NET/IB", "NET/Socket"]
-    assert transports(f"{HEAD} INFO Using network Socket\n") == []
-    assert read_log(Path("/nowhere/nccl0.log")) == ""
-
-
-def test_the_last_warning_is_the_cause() -> None:
-    warnings = "".join(
-        f"{HEAD} WARN {text}\n{HEAD} INFO next\n" for text in ("first", "connect to 10.0.0.2<4> returned refused")
-    )
-    assert last_warning(warnings) == "connect to 10.0.0.2<4> returned refused"
-    assert last_warning("") == ""
 
 
 def test_a_call_that_does_not_return_is_left_behind() -> None:

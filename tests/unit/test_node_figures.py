@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.registry import Collector
 
 from tasuki.config.paths import training_output_path
 from tasuki.coordinator.observe import run_figures
@@ -54,21 +52,6 @@ def test_each_line_is_parsed_once_and_a_new_file_begins_again(tmp_path: Path, mo
     assert told(figures) == {("tasuki_run_step",): 0}
 
 
-@pytest.mark.parametrize("is_known", [False, True])
-def test_only_the_end_of_many_new_lines_is_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_known: bool):
-    parsed: list[bytes] = []
-    real = run_figures._step
-    monkeypatch.setattr(run_figures, "_step", lambda line: parsed.append(line) or real(line))
-    figures = run_of(tmp_path, '{"step": 0}\n')
-    if is_known:
-        figures.read()
-    filler = json.dumps({"step": 1, "metrics": {"x" * 1000: 0.0}}) + "\n"
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write(filler * 1000 + '{"step": 2}\n')
-    parsed.clear()
-    assert told(figures)["tasuki_run_step",] == 2 and 200 < len(parsed) < 300
-
-
 HUGE = "9" * 400
 
 
@@ -77,42 +60,6 @@ HUGE = "9" * 400
 )
 def test_a_line_that_is_no_step_is_left_out(tmp_path: Path, line: str):
     assert told(run_of(tmp_path, line)) == {}
-
-
-def test_figures_that_cannot_be_told_are_left_out(tmp_path: Path):
-    step = f'{{"step": 1, "mean_reward": {HUGE}, "metrics": {{"\\ud800": 1, "{HUGE}": 1, "a": {HUGE}, "b": 2}}}}\n'
-    figures = run_of(tmp_path, step)
-    registry = CollectorRegistry()
-    registry.register(Told(figures))
-    figures.read()
-    assert told(figures) == {("tasuki_run_step",): 1, ("tasuki_run_metric", "b"): 2}
-    assert generate_latest(registry)
-
-
-class Told(Collector):
-    def __init__(self, figures: RunFigures) -> None:
-        self._figures = figures
-
-    def collect(self):
-        return self._figures.families()
-
-
-@pytest.mark.timeout(20)
-@pytest.mark.parametrize("name", ["metrics.jsonl", "training.output"])
-def test_nobody_waits_for_a_fifo(tmp_path: Path, name: str):
-    figures = run_of(tmp_path, '{"step": 1}\n')
-    assert told(figures)
-    (tmp_path / name).unlink()
-    os.mkfifo(tmp_path / name)
-    assert told(figures) == {}
-
-
-def test_without_a_run_there_are_no_figures(tmp_path: Path):
-    assert told(RunFigures(tmp_path)) == {}
-    figures = run_of(tmp_path, '{"step": 1}\n')
-    assert told(figures)
-    training_output_path(tmp_path).write_text("/nonexistent\n")
-    assert told(figures) == {}
 
 
 def test_an_evaluation_hides_neither_the_last_reward_nor_the_last_score(tmp_path: Path):

@@ -20,9 +20,9 @@ from tasuki.trainer.attention import blocks as attention_blocks
 from tasuki.trainer.attention import packed as attention
 from tasuki.trainer.attention import padded as attention_padded
 from tasuki.trainer.attention.blocks import OwnBlocks, PromptBlocks
-from tasuki.trainer.attention.flash import Fa4Sequences, VarlenSequences
+from tasuki.trainer.attention.flash import Fa4Sequences
 from tasuki.trainer.attention.flash_blocks import block_attention, flash_runs
-from tasuki.trainer.attention.packed import Kernel, sequences_of
+from tasuki.trainer.attention.packed import sequences_of
 from tasuki.trainer.attention.padded import PaddedSequences
 from tasuki.trainer.attention.trial import fault_with_shared_prompts
 from tasuki.trainer.data.micro_batch import SequencePart, token_batch
@@ -76,13 +76,6 @@ def test_a_prompt_is_there_once_and_its_continuations_count_on() -> None:
     assert batch.places_N[batch.order_N].tolist() == [5, 6, 1, 2, 5, 7, 8]
     assert torch.equal(batch.token_ids_N[batch.order_N], plain.token_ids_N)
     assert torch.equal(batch.temperature_N[batch.order_N], plain.temperature_N)
-
-
-def test_samples_that_are_alone_in_a_micro_batch_are_packed_as_ever() -> None:
-    samples = make_samples(((3, (2, 3)), (2, (2, 4))))
-    batch = token_batch(samples.select([0, 1]), device=CPU)
-    assert batch.prompts is None
-    assert batch.order_N is None
 
 
 @pytest.mark.parametrize("num_parts", [2, 3])
@@ -163,11 +156,6 @@ def test_a_kernel_without_windows_over_prompts_is_told_by_name() -> None:
     windowed = {**SETTINGS, "shape": model.shape, "attention": model.attention}
     assert "Gemma3ForCausalLM has windows" in str(fault_with_shared_prompts(Fa4Sequences, **windowed))
     assert fault_with_shared_prompts(PaddedSequences.of, **windowed) is None
-
-
-@pytest.mark.parametrize("kernel", [Fa4Sequences, VarlenSequences])
-def test_a_kernel_that_cannot_run_here_has_a_fault(kernel: Kernel) -> None:
-    assert fault_with_shared_prompts(kernel, **SETTINGS)
 
 
 class Forgetful(PromptBlocks):

@@ -69,8 +69,3 @@ def test_length_frequency_and_machine_may_change_and_folders_may_move(folder: Pa
         f'model.path="{folder}/other"', 'train.output_dir="elsewhere"', "rollout.max_running_requests=4",
     )  # fmt: skip
     check_recipe(recipe(now), begun_with=begun_with, output_dir=folder / "run")
-
-
-def test_a_key_that_an_earlier_version_did_not_know_is_passed_over(folder: Path):
-    now = recipe(_config(folder))
-    check_recipe(now, begun_with={key: now[key] for key in now if key != "train.mask_truncated"}, output_dir=folder / "run")

@@ -16,14 +16,12 @@ from tasuki.algorithms.losses.ppo import PpoLoss
 from tasuki.algorithms.losses.value import ValueLoss
 from tasuki.client.dataset import Dataset
 from tasuki.client.estimation import Estimator
-from tasuki.client.loop_state import complete_checkpoints, newest_checkpoint, read_loop_state, read_pending
+from tasuki.client.loop_state import newest_checkpoint, read_pending
 from tasuki.client.types import Role
 from tasuki.config.train_schema import AdvantageConfig, TrainConfig
 from tasuki.runs.continuation import continuation
 from tasuki.runs.earlier_run import EarlierRun, RunHead
 from tests.unit.loop_node import ROWS, LoopClient, changed, equal, keys, loop_of, steps_of, train_config
-
-NAN = float("nan")
 
 
 @pytest.fixture
@@ -116,16 +114,6 @@ def test_it_does_not_begin_where_the_trainer_saves(settings: TrainConfig):
     assert reported == ["begin_acquire ROLLOUT", "save", "begin_acquire ROLLOUT", "save", "save"]
 
 
-def test_it_begins_for_an_evaluation_that_ends_the_run(settings: TrainConfig):
-    client, reported = LoopClient(), list[str]()
-    loop_of(client, settings, eval_rows=ROWS[:2]).run(lambda step: reported.append(client.verbs()[-1]))
-    assert reported == ["begin_acquire ROLLOUT", "generate"] and client.verbs()[-3:] == [
-        "acquire ROLLOUT",
-        "generate",
-        "export_model",
-    ]
-
-
 def test_groups_that_all_agree_teach_nothing(settings: TrainConfig):
     client = LoopClient()
     (step,) = steps_of(loop_of(client, settings, reward=equal))
@@ -177,17 +165,6 @@ def test_a_critic_learns_from_a_batch_that_moves_no_policy(settings: TrainConfig
     assert (step.num_critic_steps, step.num_policy_steps) == (1, 0)
 
 
-def test_samples_of_a_group_that_agrees_are_trained_on_beside_others(settings: TrainConfig):
-    client = LoopClient()
-    loop = loop_of(client, changed(settings, loss=LossConfig(kl_coef=0.1)), reward=lambda prompt, number: (prompt % 2) * number)
-    (step,) = steps_of(loop)
-    assert 0 < step.num_equal_groups < 3
-    (update,) = client.of("forward_backward")
-    assert len(update.samples) == 12
-    assert all(sample.ref_log_probs[0] == -0.75 for sample in update.samples)
-    assert all(sample.advantages == 0.0 for sample in update.samples if sample.completion_token_ids[0] % 2 == 0)
-
-
 def ppo(settings: TrainConfig, **own: Any) -> TrainConfig:
     estimator = AdvantageConfig(estimator=Estimator.GAE, whiten=False)
     return changed(settings, advantages=estimator, value_loss=ValueLoss(clip=0.2), **own)
@@ -221,15 +198,6 @@ def test_the_critic_alone_learns_while_it_warms_up(settings: TrainConfig):
     assert [call.schedule_step for call in client.of("optim_step")] == [0], "the policy's warm-up is its own"
 
 
-def test_checkpoints_of_a_critic_that_warms_up_have_each_their_step(settings: TrainConfig):
-    steps = steps_of(loop_of(LoopClient(), ppo(settings, num_steps=7, critic_warmup_steps=5, save_every=2)))
-    paths = complete_checkpoints(settings.output_dir / "checkpoints")
-    assert [path.name for path in paths] == ["version-000000", "version-000000-step-000003", "version-000001"]
-    assert [read_loop_state(path).step.step for path in paths] == [1, 3, 5]
-    assert [(step.critic_version, step.num_critic_steps) for step in steps] == [(number, 1) for number in range(7)]
-    assert read_loop_state(paths[1]).position == steps[3].position
-
-
 @pytest.mark.parametrize("saves", [True, False])
 def test_a_warm_up_that_was_broken_off_gives_the_critic_every_update_once(settings: TrainConfig, saves: bool):
     own = ppo(settings, num_steps=7, critic_warmup_steps=5, save_every=2 if saves else None)
@@ -254,12 +222,6 @@ def test_a_warm_up_that_was_broken_off_gives_the_critic_every_update_once(settin
     steps_of(loop_of(client, own), first_step=found.first_step)
     assert kept + [call.schedule_step for call in client.of("optim_step", Role.CRITIC)] == list(range(7))
     assert [call.schedule_step for call in client.of("optim_step")] == [0, 1]
-
-
-def test_a_step_that_taught_the_critic_nothing_saves_no_second_checkpoint(settings: TrainConfig):
-    own = ppo(settings, num_steps=3, critic_warmup_steps=2, save_every=1).model_copy(update={"num_steps": 2})
-    steps_of(loop_of(LoopClient(skips={1}), own))
-    assert [path.name for path in complete_checkpoints(settings.output_dir / "checkpoints")] == ["version-000000"]
 
 
 def remax(settings: TrainConfig) -> TrainConfig:
@@ -297,12 +259,6 @@ def test_dynamic_sampling_ends_at_its_bound_with_the_groups_it_has(settings: Tra
     assert (len(client.of("generate")), step.num_equal_groups, step.num_policy_steps) == (4, 12, 0)
     assert "acquire TRAIN" not in client.verbs()
     assert step.position["next"] == 12
-
-
-def test_one_completion_a_prompt_is_no_group_that_agrees(settings: TrainConfig):
-    own = changed(settings, group_size=1, advantages=AdvantageConfig(estimator=Estimator.BATCH_BASELINE))
-    (step,) = steps_of(loop_of(LoopClient(), own, reward=lambda prompt, number: prompt))
-    assert (step.num_equal_groups, step.num_policy_steps) == (0, 1)
 
 
 def test_remax_takes_the_greedy_completions_reward_off(settings: TrainConfig):

@@ -15,7 +15,6 @@ from tasuki.client.dataset import Dataset
 from tasuki.client.estimation import Estimator, EstimatorState
 from tasuki.client.loop_state import read_loop_state, read_pending
 from tasuki.client.step import Step
-from tasuki.client.step_metrics import averaged
 from tasuki.config.train_schema import AdvantageConfig, EvalConfig, TrainConfig
 from tests.unit.loop_node import ROWS, LoopClient, by_number, changed, equal, keys, loop_of, steps_of, train_config
 
@@ -60,12 +59,6 @@ def test_mini_batches_are_shuffled_by_seed_step_and_epoch(settings: TrainConfig)
     assert orders(0) != orders(1)
 
 
-def test_more_mini_batches_than_samples_are_as_many_as_samples(settings: TrainConfig):
-    client = LoopClient()
-    steps_of(loop_of(client, changed(settings, num_mini_batches=100)))
-    assert [len(call.samples) for call in client.of("forward_backward")] == [1] * 12
-
-
 def _long_first(prompt: int, number: int) -> int:
     return 8 if number == 0 else 3
 
@@ -80,13 +73,6 @@ def test_completions_that_were_cut_count_in_the_baseline_and_not_in_the_loss(set
         number: pytest.approx(expected[number]) for number in (1, 2, 3)
     }
     assert step.metrics["truncated_fraction"] == 0.25
-
-
-def test_a_step_whose_completions_were_all_cut_learns_nothing(settings: TrainConfig):
-    client = LoopClient(num_tokens=lambda prompt, number: 8)
-    (step,) = steps_of(loop_of(client, changed(settings, mask_truncated=True)))
-    assert "acquire TRAIN" not in client.verbs()
-    assert step.num_policy_steps == 0
 
 
 def test_overlong_completions_lose_reward_that_is_not_in_the_mean(settings: TrainConfig):
@@ -133,27 +119,6 @@ def test_a_score_that_is_reached_ends_the_run(settings: TrainConfig):
     loop_of(client, own, eval_rows=ROWS[:2]).run(steps.append)
     assert [(step.eval_score, step.mean_reward) for step in steps] == [(0.0, None)]
     assert client.verbs() == ["acquire ROLLOUT", "generate", "export_model"]
-
-
-def test_samples_whose_log_probs_are_not_exact_are_counted(settings: TrainConfig):
-    (step,) = steps_of(loop_of(LoopClient(is_exact=False), settings))
-    assert step.metrics["inexact_fraction"] == 1.0
-    (step,) = steps_of(loop_of(LoopClient(), settings))
-    assert step.metrics["inexact_fraction"] == 0.0
-
-
-def test_a_skipped_update_makes_no_version(settings: TrainConfig):
-    client = LoopClient(skips={2})
-    (step,) = steps_of(loop_of(client, changed(settings, num_mini_batches=3)))
-    assert (step.num_policy_steps, step.num_skipped_updates, step.next_version()) == (2, 1, client.policy_version)
-    assert (step.grad_norm, step.learning_rate) == (2.0, 0.5)
-
-
-def test_figures_that_are_not_finite_are_left_out():
-    assert averaged([{"a": 1.0, "a_max": 2.0}, {"a": NAN, "a_max": float("inf")}, {"a": 2.0, "b": NAN}]) == {
-        "a": 1.5,
-        "a_max": 2.0,
-    }
 
 
 def test_what_is_known_of_a_step_is_on_disk_before_its_first_update(settings: TrainConfig):

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tasuki.client.step import Step
-from tasuki.runs.earlier_run import RunHead, read_head, write_head
-from tasuki.runs.folder import MetricsFile, changeovers_of, draw_curve, read_steps, summarize, write_summary
+from tasuki.runs.folder import MetricsFile, changeovers_of, read_steps, summarize, write_summary
 from tasuki.wire.errors import DiskFull, InvalidArgument
 from tests.tiny_disk import limited_files
 
@@ -61,23 +58,6 @@ def test_a_line_that_is_no_step_is_named(tmp_path: Path, line: bytes) -> None:
         read_steps(tmp_path)
 
 
-@pytest.mark.timeout(20)
-def test_what_is_no_file_is_named_and_nothing_waits_for_it(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "metrics.jsonl")
-    with pytest.raises(InvalidArgument, match=r"metrics\.jsonl cannot be read: is not a regular file; remove it"):
-        read_steps(tmp_path)
-    os.mkfifo(tmp_path / "run.json")
-    with pytest.raises(InvalidArgument, match=r"run\.json is damaged: is not a regular file; .* choose another output_dir"):
-        read_head(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["", "a' OR '1' = '1", "../x", "a" * 101])
-def test_an_id_that_no_run_has_is_damage(tmp_path: Path, name: str) -> None:
-    write_head(tmp_path, RunHead(name, 0, {}))
-    with pytest.raises(InvalidArgument, match=r"run\.json is damaged"):
-        read_head(tmp_path)
-
-
 def test_steps_of_earlier_lives_are_written_also_where_the_file_is_gone(tmp_path: Path) -> None:
     steps = [Step(0, policy_version=0)]
     MetricsFile(tmp_path, steps)
@@ -102,18 +82,3 @@ def test_changeovers_are_counted_by_the_stages_that_end_them() -> None:
     stages = {"LOAD_WEIGHTS": 0.1, "RESUME_KV": 0.1, "DRAIN": 0.1, "LOAD_TRAINER": 0.1}
     silent = {"LOAD_WEIGHTS": 0.1, "RESUME_KV": 0.1}
     assert changeovers_of([Step(0, stage_seconds=stages), Step(1, stage_seconds=silent), Step(2)]) == 3
-
-
-@pytest.mark.filterwarnings("error")
-def test_a_curve_is_drawn_of_what_is_known(tmp_path: Path) -> None:
-    cases: tuple[tuple[str, dict[str, Any]], ...] = (
-        ("nothing", {}),
-        ("reward", {"mean_reward": 0.5}),
-        ("gap", {"metrics": {"log_prob_gap": 1e-3}}),
-    )
-    for name, known in cases:
-        folder = tmp_path / name
-        folder.mkdir()
-        os.mkfifo(folder / "curve.png")  # draw_curve replaces any existing file
-        draw_curve(folder, [Step(1, **known)])
-        assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG")

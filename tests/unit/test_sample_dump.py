@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import stat
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,6 @@ from tests.tiny_disk import tmpfs
 from tests.unit.loop_node import LoopClient, by_number, changed, loop_of, steps_of, train_config
 
 NAN = float("nan")
-SECRET = "xyzzy-plugh"
 
 
 @pytest.fixture
@@ -93,15 +90,6 @@ def test_log_probs_before_the_first_of_several_updates_are_shown_where_the_loop_
     assert {tuple(line["trainer_log_probs"]) for line in found} == {(-0.625,) * 3}
 
 
-def test_log_probs_of_later_updates_are_not_taken_for_a_gap(settings: TrainConfig):
-    own = changed(settings, num_mini_batches=3, old_policy="rollout")
-    (found,) = run(own).values()
-    known = [line["trainer_log_probs"] is not None for line in found]
-    assert sum(known) == 4 and all(
-        (line["log_prob_gap"] is None) is not is_known for line, is_known in zip(found, known, strict=True)
-    )
-
-
 def test_groups_are_chosen_by_seed_and_step(settings: TrainConfig):
     own = changed(settings, num_steps=3, prompts_per_step=8)
 
@@ -142,22 +130,6 @@ def test_the_oldest_steps_go_when_the_files_are_too_large(tmp_path: Path):
     assert sum(path.stat().st_blocks * 512 for path in tmp_path.iterdir()) <= 20_000
 
 
-def test_steps_that_a_resumed_run_makes_again_outlast_the_others(tmp_path: Path):
-    with SampleDump(tmp_path) as dump:
-        for step in range(4):
-            dump.write(shown_step(step))
-    of_one = sum(path.stat().st_blocks * 512 for path in tmp_path.iterdir()) // 4
-    with SampleDump(tmp_path, max_bytes=2 * of_one) as dump:
-        dump.write(shown_step(1))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001.jsonl", "step-000003.jsonl"]
-
-
-def test_a_step_larger_than_everything_is_cut(tmp_path: Path):
-    with SampleDump(tmp_path, max_bytes=1000) as dump:
-        dump.write(shown_step(0, num_tokens=10_000))
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_step_is_written_after_a_pause_that_closing_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("tasuki.client.sample_dump._PAUSE_S", 60.0)
     with SampleDump(tmp_path) as dump:
@@ -182,16 +154,6 @@ def test_a_full_disk_is_told_once_and_samples_come_again_when_there_is_room(tmp_
     assert len(told) == 1 and "No space left" in told[0] and "the run continues" in told[0]
 
 
-def test_a_folder_that_cannot_be_made_costs_no_step(settings: TrainConfig):
-    told: list[str] = []
-    (settings.output_dir / "samples").write_text("a file is in the way")
-    with SampleDump(settings.output_dir / "samples", tell=told.append) as dump:
-        loop = loop_of(LoopClient(), settings)
-        loop.dump = dump
-        assert len(steps_of(loop)) == 1
-    assert len(told) == 1 and "samples cannot be written" in told[0]
-
-
 def test_a_disk_that_hangs_does_not_hold_the_loop_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("tasuki.client.sample_dump._CLOSE_TIMEOUT_S", 0.2)
     fifo = tmp_path / ".step-000000.jsonl.partial"
@@ -206,22 +168,6 @@ def test_a_disk_that_hangs_does_not_hold_the_loop_up(tmp_path: Path, monkeypatch
     os.close(os.open(fifo, os.O_RDONLY | os.O_NONBLOCK))  # ends the thread
     monkeypatch.undo()
     dump.close()
-
-
-def test_samples_are_in_no_log(settings: TrainConfig, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]):
-    with caplog.at_level(logging.INFO), SampleDump(settings.output_dir / "missing" / "samples") as dump:
-        (settings.output_dir / "missing").write_text("")
-        dump.write(shown_step(0, SECRET))
-    written = capfd.readouterr()
-    assert SECRET not in caplog.text + written.out + written.err
-    assert "samples cannot be written" in written.err
-
-
-def test_nothing_is_gathered_without_a_dump(settings: TrainConfig):
-    before = threading.enumerate()
-    steps_of(loop_of(LoopClient(), settings))
-    assert not (settings.output_dir / "samples").exists()
-    assert threading.enumerate() == before
 
 
 def wait_until(is_so: Any) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from tasuki.client.step import Step
 from tasuki.runs.progress import step_line
-from tasuki.runs.sft_training import draw_sft_curve, summarize_sft
+from tasuki.runs.sft_training import summarize_sft
 
 STEPS = [
     Step(0, policy_version=0, num_policy_steps=1, metrics={"loss": 3.0, "num_tokens": 10, "eval/loss": 3.5}),
@@ -24,20 +22,9 @@ def test_losses_are_the_first_and_the_last_and_an_evaluation_is_no_step() -> Non
     }  # fmt: skip
 
 
-def test_a_run_without_figures_has_none() -> None:
-    summary = summarize_sft(STEPS[1:2], seed=0, seconds=0.0, changeovers=0, policy_version=2)
-    assert (summary["eval_loss_before"], summary["eval_loss_after"], summary["loss_last"]) == (None, None, None)
-
-
 def test_a_line_has_both_losses() -> None:
     assert [step_line(step) for step in STEPS[::3]] == [
         "step   0  version 0  loss 3.0000  held-out loss 3.5000  0.0 s",
         "step   3  version 2  held-out loss 2.5000  0.0 s",
     ]
     assert "updates skipped" in step_line(STEPS[2])
-
-
-def test_a_curve_is_drawn_also_of_what_is_missing(tmp_path: Path) -> None:
-    for steps in (STEPS, STEPS[1:2]):
-        draw_sft_curve(tmp_path, steps)
-        assert (tmp_path / "curve.png").stat().st_size > 1000

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 
 import pytest
 
 from tasuki.rollout.stop_tokens import read_stop_token_ids
-from tasuki.wire.errors import UnsupportedModel
 from tests.models import EOS, char_tokenizer
 
 IM_END = {"content": "<|im_end|>", "special": True}
@@ -48,24 +46,3 @@ def test_the_tokenizers_token_is_found_in_any_file_that_gives_its_id(files: dict
 def test_a_folder_that_transformers_wrote_is_read(tmp_path: Path) -> None:
     char_tokenizer().save_pretrained(tmp_path)
     assert read_stop_token_ids(tmp_path, vocab_size=131) == (EOS,)
-
-
-def test_what_cannot_be_a_stop_token_is_reported_and_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder = folder_of(tmp_path, config={"eos_token_id": [3, 10]}, tokenizer_config={"eos_token": "</s>"})
-    with caplog.at_level(logging.WARNING):
-        assert read_stop_token_ids(folder, vocab_size=10) == (3,)
-    assert [record.getMessage().split()[:2] for record in caplog.records] == [
-        ["event=eos_token_unknown", "token='</s>'"],
-        ["event=eos_token_outside_vocabulary", "token_id=10"],
-    ]
-
-
-def test_a_model_that_names_none_has_none(tmp_path: Path) -> None:
-    assert read_stop_token_ids(folder_of(tmp_path, config={"eos_token_id": None}), vocab_size=10) == ()
-
-
-def test_a_damaged_file_is_named(tmp_path: Path) -> None:
-    folder = folder_of(tmp_path, config={})
-    (folder / "generation_config.json").write_text("{")
-    with pytest.raises(UnsupportedModel, match=r"generation_config\.json is not JSON"):
-        read_stop_token_ids(folder, vocab_size=10)

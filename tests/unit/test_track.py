@@ -18,12 +18,11 @@ import pytest
 
 from tasuki.cli.__main__ import main
 from tasuki.client.step import Step
-from tasuki.config.track_schema import TRACKERS, TrackConfig
+from tasuki.config.track_schema import TrackConfig
 from tasuki.runs.earlier_run import RunHead, write_head
 from tasuki.runs.folder import MetricsFile
 from tasuki.runs.metrics_tail import MetricsTail
 from tasuki.trackers.processes import tracked
-from tasuki.wire import line_reader
 from tasuki.wire.extras import install_extras
 from tests.conftest import ENVIRONMENT
 from tests.limits import limit_s
@@ -75,27 +74,6 @@ def test_tail_gives_each_whole_line_once_and_starts_again_with_a_new_file(tmp_pa
     assert [one.step for one in tail.read()] == [1]
     MetricsFile(tmp_path, [step_of(0)])  # as on a resume
     assert [one.step for one in tail.read()] == [0]
-
-
-@pytest.mark.parametrize("max_bytes", [None, 1])
-def test_a_line_without_end_is_skipped_in_bounded_memory(
-    tmp_path: Path, max_bytes: int | None, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(line_reader, "MAX_LINE_BYTES", 16)
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "seed": %s' % ("0" * 99))
-    tail = MetricsTail(tmp_path)
-    steps = [one.step for _ in range(20) for one in tail.read(max_bytes=max_bytes)]
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 3}\n{"step": 4}\n{"step": 5')
-    steps += [one.step for _ in range(20) for one in tail.read(max_bytes=max_bytes)]
-    assert steps == [1, 4]
-
-
-@pytest.mark.timeout(20)
-def test_a_fifo_in_the_place_of_the_metrics_is_no_file(tmp_path: Path):
-    os.mkfifo(tmp_path / "metrics.jsonl")
-    with pytest.raises(OSError, match="is not a regular file"):
-        list(MetricsTail(tmp_path).read())
 
 
 @needs("tensorboardX")
@@ -166,14 +144,6 @@ def test_only_wandb_can_be_told_to_upload(tmp_path: Path, capsys: pytest.Capture
     assert seen[0].online
 
 
-def test_a_run_tells_only_wandb_to_upload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    started: list[list[str]] = []
-    monkeypatch.setattr("tasuki.trackers.processes.subprocess.Popen", lambda argv, **_: started.append(argv))
-    with tracked(tmp_path, TrackConfig(to=("wandb", "tensorboard"), online=True)):
-        pass
-    assert {argv[argv.index("--to") + 1]: "--online" in argv for argv in started} == {"wandb": True, "tensorboard": False}
-
-
 @needs("wandb")
 def test_wandb_writes_an_offline_run_without_a_network(tmp_path: Path):
     done = track(
@@ -220,19 +190,6 @@ def test_trackio_gets_steps_into_its_database(tmp_path: Path):
     assert b"reward/exact" in database.read_bytes() + b"".join(one.read_bytes() for one in database.parent.glob("*.db-wal"))
 
 
-def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert main(["track", str(tmp_path), "--to", "tensorboard"]) == 2
-    assert "PATH_NOT_FOUND" in capsys.readouterr().err
-
-
-def test_a_tracker_that_is_not_installed_is_refused_before_anything_else(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr("tasuki.trackers.adapters.find_spec", lambda name: None)
-    assert main(["track", str(run_of(tmp_path, [0])), "--to", "wandb"]) == 2
-    assert f"NOT_INSTALLED: to: wandb is not installed: {install_extras('wandb')}" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("resumes", [[], ["--resume"]])
 def test_a_run_without_its_trackers_library_is_refused_before_a_node_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, resumes: list[str]
@@ -243,21 +200,6 @@ def test_a_run_without_its_trackers_library_is_refused_before_a_node_starts(
     told = capsys.readouterr().err
     assert "track.to" in told and install_extras("mlflow") in told
     assert not (tmp_path / "node").exists()
-
-
-@pytest.mark.parametrize("content", [b"", b"\0\xff\n{}\n"])
-def test_a_run_without_steps_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes):
-    (tmp_path / "metrics.jsonl").write_bytes(content)
-    assert main(["track", str(tmp_path), "--to", "tensorboard"]) == 2
-    assert "metrics.jsonl has no steps" in capsys.readouterr().err
-
-
-def test_a_damaged_note_of_what_was_sent_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    run_of(tmp_path, [0])
-    (tmp_path / "track").mkdir()
-    (tmp_path / "track/tensorboard.json").write_text("nonsense")
-    assert main(["track", str(tmp_path), "--to", "tensorboard"]) == 2
-    assert "tensorboard.json is damaged" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -310,14 +252,6 @@ def test_a_run_is_followed_and_its_last_step_arrives(tmp_path: Path, monkeypatch
     assert capfd.readouterr().err == ""
 
 
-def test_a_tracker_that_throws_changes_nothing(tmp_path: Path, library, capfd):
-    library("raise RuntimeError('no quota')")
-    assert run_beside(tmp_path / "run") < limit_s(1.0)
-    told = capfd.readouterr().err
-    assert told.count("\n") == 1 and "tracker tensorboard failed, see" in told and "tasuki track" in told
-    assert "no quota" in (tmp_path / "run/logs/track-tensorboard.log").read_text()
-
-
 @pytest.mark.parametrize("where", ["log", "close"])
 def test_a_tracker_that_hangs_changes_nothing_and_is_gone_afterwards(
     tmp_path: Path, library, capfd, monkeypatch: pytest.MonkeyPatch, where: str
@@ -364,11 +298,3 @@ def processes_with(text: str) -> list[bytes]:
         if text.encode() in command and b"\0track\0" in command:
             found.append(command)
     return found
-
-
-def test_names_of_trackers_are_those_of_the_extras():
-    import tomllib
-
-    extras = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert set(TRACKERS) <= set(extras)
-    assert json.dumps(TrackConfig().model_dump()) == '{"to": [], "project": "tasuki", "name": null, "online": false}'

@@ -46,16 +46,6 @@ def test_the_first_sample_of_each_prompt_goes_ahead(num_iterations: int) -> None
     assert samples.recv_requests() == []
 
 
-def test_calls_do_not_wait_for_each_other() -> None:
-    samples = FirstSamples(
-        Receiver([batch("a-0-0.", "a-0-1."), batch("b-0-0.")], [batch("c-0-0.", "c-0-1.")]), num_iterations=2
-    )
-    assert told(samples.recv_requests()) == [["a-0-0."], ["b-0-0."]]
-    assert told(samples.recv_requests()) == [["c-0-0."]]
-    assert told(samples.recv_requests()) == [["a-0-1."]]
-    assert told(samples.recv_requests()) == [["c-0-1."]]
-
-
 def test_a_command_overtakes_no_request() -> None:
     abort = AbortReq(rid="a-")
     samples = FirstSamples(Receiver([batch("a-0-0.", "a-0-1."), abort, batch("b-0-0.", "b-0-1.")]), num_iterations=2)
@@ -63,9 +53,3 @@ def test_a_command_overtakes_no_request() -> None:
     assert samples.is_holding
     assert samples.recv_requests() == []
     assert told(samples.recv_requests()) == [["b-0-1."]]
-
-
-def test_a_command_alone_is_delivered_at_once() -> None:
-    abort = AbortReq(rid="a-")
-    samples = FirstSamples(Receiver([abort]), num_iterations=2)
-    assert samples.recv_requests() == [abort]

@@ -47,12 +47,6 @@ def test_what_prevents_a_recording_is_told(tmp_path: Path) -> None:
     assert (problem, parts) == ("KeyError: 'lm_head.weight'", [])
 
 
-def test_a_damaged_model_folder_is_told(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{")
-    problem, _ = recorded_by(WeightReceiver(RefusingModel()), NodeConfig(state_dir=tmp_path, model=ModelConfig(path=tmp_path)))
-    assert problem.startswith("InvalidArgument: ")
-
-
 @pytest.mark.parametrize("has_node", [False, True])
 def test_the_time_of_a_recording_is_a_part_of_the_start(tmp_path: Path, has_node: bool) -> None:
     class IgnoringModel(RefusingModel):
