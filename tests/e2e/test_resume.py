@@ -122,17 +122,6 @@ def figures(output: Path) -> list[dict[str, Any]]:
     return [{name: value for name, value in step.items() if not name.endswith("seconds")} for step in steps]
 
 
-def test_a_run_whose_groups_all_agree_saves_what_is_due_and_once(train: Train, tmp_path: Path) -> None:
-    (tmp_path / "odd_reward.py").write_text("def odd(prompt, completion, **fields):\n    return 1.0\n")
-    with train() as done:
-        text, _ = done.communicate(timeout=LIMIT_S)
-    assert done.returncode == 0, text
-    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
-    assert checkpoint.name == f"version-{steps[0]['policy_version']:06d}"
-    assert json.loads((checkpoint / "loop.json").read_text())["step"]["step"] == 1
-
-
 def _kill_at(line: str, start: str, process: subprocess.Popen[str]) -> bool:
     if line.startswith(start):
         process.kill()

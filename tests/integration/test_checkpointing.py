@@ -95,6 +95,7 @@ def test_no_choice_changes_a_bit_of_a_gradient(model: Path, mesh: DeviceMesh) ->
         assert_equal(found, expected)
 
 
+@pytest.mark.long
 def test_no_choice_changes_a_bit_of_adapter_or_critic_gradients(model: Path, mesh: DeviceMesh) -> None:
     learners = [start(model, mesh, rung, lora={"rank": 4}, critic={}) for rung in RUNGS]
     for step in range(2):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tasuki.client import AsyncClient, Client, LossConfig, Phase, PpoLoss, SamplingParams, Stage, TrainingSample
-from tasuki.client.types import FinishReason, StageStatus
+from tasuki.client.types import FinishReason
 from tasuki.v1 import types_pb2
 from tasuki.wire.channel import MAX_CHUNK_BYTES
 from tasuki.wire.errors import (
@@ -229,22 +229,6 @@ def test_an_argument_with_which_no_call_would_succeed_is_named_at_once(arguments
         Client(**arguments)
 
 
-def test_a_closed_client_says_so(tmp_path: Path):
-    client = Client(state_dir=tmp_path)
-    client.close()
-    with pytest.raises(RuntimeError, match="this Client is closed"):
-        client.state()
-
-
-async def test_acquire_tells_the_stages_and_that_a_phase_is_held(node: ScriptedNode, client: AsyncClient):
-    (event,) = await client.acquire(Phase.ROLLOUT)
-    assert (event.stage, event.status, event.seconds, event.num_bytes) == (Stage.SYNC, StageStatus.DONE, 0.25, 7)
-    (held,) = await client.acquire(Phase.ROLLOUT)
-    assert (held.stage, held.status) == (None, StageStatus.HELD)
-    state = await client.state()
-    assert (state.phase, state.policy_version, state.num_changeovers) == (Phase.ROLLOUT, None, 1)
-
-
 async def test_watch_gives_the_state_and_then_what_changes(node: ScriptedNode, client: AsyncClient):
     stream = client.watch()
     first = await anext(stream)
@@ -257,17 +241,6 @@ async def test_watch_gives_the_state_and_then_what_changes(node: ScriptedNode, c
     assert second.event is not None
     assert second.event.stage is Stage.RESUME_KV
     await stream.aclose()
-
-
-async def test_changeovers_are_read_page_by_page_up_to_the_limit(node: ScriptedNode, client: AsyncClient):
-    assert len(await client.changeovers()) == 50
-    every = await client.changeovers(limit=1000)
-    assert [changeover.changeover_id for changeover in every] == [f"c{number}" for number in range(250, 0, -1)]
-
-
-async def test_relative_paths_are_of_the_client(client: AsyncClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    assert (await client.save("one")).path == str(tmp_path / "one")
 
 
 async def test_without_a_node_the_error_names_the_address(tmp_path: Path):
@@ -293,12 +266,3 @@ async def test_the_client_without_asyncio_does_the_same(node: ScriptedNode, tmp_
         client.close()
 
     await asyncio.to_thread(drive)
-
-
-async def test_a_call_asks_for_a_bounded_number_of_samples(
-    node: ScriptedNode, client: AsyncClient, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr("tasuki.client.generation._MAX_SAMPLES", 8)
-    samples = await client.generate([[index + 1] for index in range(5)], num_samples=4)
-    assert sorted(len(request.prompts) for request in node.requests) == [1, 2, 2]
-    assert [sample.token_ids[0] for sample in samples] == [index + 1 for index in range(5) for _ in range(4)]

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
-import numpy as np
 import pytest
 from grpc.aio import AioRpcError, Metadata
 
-from tasuki.client import AsyncClient, Phase, TrainingSample
+from tasuki.client import AsyncClient, Phase
 from tasuki.client.connection import Connection
 from tasuki.rpc.server import RpcServer
 from tasuki.v1 import (
@@ -109,29 +108,6 @@ async def test_a_call_waits_for_a_service_that_restarts_beyond_its_deadline_and_
         else:
             with pytest.raises(DeadlineExceeded):
                 await acquired
-
-
-class DeafNode(WaitingNode):
-    """A node whose trainer reads no message until `is_ready` is set, so that requests stay in the connection."""
-
-    async def ForwardBackward(self, request_iterator, context):
-        await self.is_ready.wait()
-        num_messages = len([message async for message in request_iterator])
-        return trainer_pb2.ForwardBackwardResponse(num_samples=num_messages)
-
-
-async def test_a_service_that_ends_while_it_is_sent_samples_is_waited_for(tmp_path: Path) -> None:
-    """grpc.aio reports a lost connection as UNAVAILABLE, as INTERNAL, or as a cancellation that nobody requested."""
-    sample = TrainingSample([1], np.ones(200_000, dtype=np.int32), rollout_log_probs=np.zeros(200_000), advantages=1.0)
-    client = AsyncClient(state_dir=tmp_path, timeout_s=60, recovery_timeout_s=60)
-    async with serving(DeafNode(tmp_path), "coordinator", "trainer") as node, client:
-        sent = asyncio.create_task(client.forward_backward([sample] * 5))
-        for _ in range(4):
-            await asyncio.sleep(0.3)
-            await node.stop("trainer")
-            await node.serve("trainer")
-        node.is_ready.set()
-        assert (await sent).num_samples == 1 + 5
 
 
 @pytest.mark.parametrize("cause", ["cancelled", "broken off", "late"])

@@ -15,7 +15,6 @@ from tasuki.rollout.receive import WeightReceiver
 from tasuki.v1 import weights_pb2
 from tasuki.weights.imported_weights import import_weights
 from tasuki.weights.manifest import Manifest
-from tasuki.wire.errors import VersionOrder
 from tests.integration.exporting_rank import EXPORT, MIB, SHAPES, WEIGHTS, Engine, TrainerRank
 from tests.models import poison
 from tests.received import ReceivedPiece, check_received
@@ -147,19 +146,6 @@ def test_what_leaves_is_really_gone_from_publisher_and_reader(start: Start) -> N
         assert shared_files() <= held[0] - released + 4096
         assert resident_shared_bytes() < held[1] - 16 * MIB
         trainer.load()
-
-
-def test_a_reader_that_does_not_release_is_accounted_for_by_the_system_alone(start: Start) -> None:
-    trainer = start(dtype=torch.float32, published=torch.bfloat16, in_place=False, leaves=True)
-    before = native.totals().imported_bytes
-    imported = import_weights(trainer.publish(0), timeout_s=2)
-    trainer.offload()
-    assert native.totals().imported_bytes > before
-    with pytest.raises(VersionOrder, match="holds withdrawn"):
-        imported.check_version(0)
-    imported.release()
-    assert native.totals().imported_bytes == before
-    imported.close()
 
 
 def test_two_ranks_in_place_make_whole_tensors(tmp_path: Path) -> None:

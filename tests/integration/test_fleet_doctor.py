@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from tasuki.cli.fleet import missing_nodes
 from tasuki.config.load import load_config
 from tasuki.config.paths import fleet_target, socket_dir
 from tasuki.config.schema import NodeConfig
@@ -152,14 +151,3 @@ def test_a_clock_that_is_wrong_is_told_on_every_node() -> None:
     assert clock_finding(fleet_pb2.GetFleetResponse(members=members[:2])).verdict is Verdict.OK
     wrong = clock_finding(fleet_pb2.GetFleetResponse(members=members))
     assert wrong.verdict is Verdict.WARN and wrong.found == "node 2 +4.2 s against node 0"
-
-
-def test_a_node_that_starts_says_for_whom_it_waits(config: NodeConfig) -> None:
-    assert config.fleet is not None
-    assert missing_nodes(config) == f"waiting for node 0, which does not answer at {config.fleet.leader}"
-    with leader(config, [_member(0, port=_port(config))]):
-        assert missing_nodes(config) == "waiting for node 1 of 2 to join"
-        worker = config.model_copy(update={"fleet": config.fleet.model_copy(update={"node_rank": 1})})
-        assert missing_nodes(worker) == "waiting for node 1 of 2 to join"
-    with leader(config, [_member(rank, port=_port(config)) for rank in range(2)]):
-        assert missing_nodes(config) == ""

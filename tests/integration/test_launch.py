@@ -148,15 +148,3 @@ def test_forked_ranks_share_one_import_and_keep_nothing_of_the_launcher_but_its_
         assert not taken["SigCgt:"] & ((1 << signal.SIGTERM - 1) | (1 << signal.SIGHUP - 1))
     launcher.terminate()
     assert launcher.wait(LIMIT_S) == 128 + signal.SIGTERM
-
-
-def test_a_stop_during_the_import_leaves_nothing(tmp_path: Path) -> None:
-    (tmp_path / "slow").touch()
-    launcher = launch_ranks(tmp_path, "forked", "waits")
-    deadline = time.monotonic() + LIMIT_S
-    while not (tmp_path / "importing").exists():
-        assert time.monotonic() < deadline, "the import did not begin"
-        time.sleep(0.02)
-    launcher.terminate()
-    assert launcher.wait(LIMIT_S) == 128 + signal.SIGTERM
-    assert list(tmp_path.glob("tasuki-ranks-*")) == []

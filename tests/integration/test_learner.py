@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
@@ -41,9 +40,6 @@ from tests.models import VOCAB_SIZE
 __all__ = ["mesh", "model"]
 
 LOSSES = {Role.POLICY: LossConfig(correction=Correction(token_truncation=None)), Role.CRITIC: LossConfig(loss=ValueLoss())}
-SCHEDULE = {"learning_rate": 1.0, "lr_schedule": "linear", "warmup_steps": 1, "total_steps": 3}
-RATES = [0.5, 1.0, 0.5, 0.0]
-"""Learning rates for the steps of SCHEDULE."""
 CRITIC = {"learning_rate": 1e-2}
 
 
@@ -87,19 +83,6 @@ def test_temperatures_are_not_rounded_to_the_compute_dtype(mesh: DeviceMesh, mod
         expected, _ = Policy(unsharded, attention=attention)(token_batch(samples, device=learner.backend.device))
     # bfloat16 would round it to 0.69921875, visible in the third decimal place.
     assert scores(learner, Role.POLICY, samples) == pytest.approx(expected.tolist(), abs=1e-4)
-
-
-def test_a_second_run_begins_its_schedule_at_step_0(mesh: DeviceMesh, model: Path, samples: Samples) -> None:
-    learner = start_learner(model, mesh=mesh, **SCHEDULE, critic=SCHEDULE)
-    for role in (Role.POLICY, Role.CRITIC):
-        assert [step(learner, role, samples) for _ in RATES] == RATES
-        assert step(learner, role, samples) == 0.0
-    learner.begin_run(keep_optimizer=False)
-    before = whole_parameters(learner, Role.POLICY)
-    for role in (Role.POLICY, Role.CRITIC):
-        assert [step(learner, role, samples) for _ in RATES] == RATES
-        assert (learner.roles[role].version, learner.roles[role].schedule_start) == (9, 5)
-    assert not are_equal(whole_parameters(learner, Role.POLICY), before)
 
 
 def test_a_run_with_fresh_optimizer_state_steps_as_a_fresh_optimizer_would(
@@ -280,16 +263,3 @@ def test_gradients_are_in_their_shards_after_every_micro_batch(mesh: DeviceMesh,
     assert len(norms) > 2
     assert len({0.0, *norms}) == len(norms) + 1
     assert [gradient.data_ptr() for gradient in gradients] == addresses
-
-
-def test_embedding_and_projection_are_groups_by_themselves_and_scoring_leaves_nothing_gathered(
-    mesh: DeviceMesh, model: Path, samples: Samples
-) -> None:
-    learner = start_learner(model, mesh=mesh)
-    scores(learner, Role.POLICY, samples)
-    sizes = [sum(param.sharded_param.numel() for param in group) for group in groups(learner)]
-    shape = trained(learner, Role.POLICY).network.causal_lm.config
-    table = shape.vocab_size * shape.hidden_size
-    assert sizes.count(shape.hidden_size) == 1, "the last norm"
-    assert sizes.count(table) == 2
-    assert {param.sharded_state for group in groups(learner) for param in group} == {ShardedState.SHARDED}

@@ -87,12 +87,6 @@ def test_failure_while_copying_or_starting_leaves_nothing(config: NodeConfig) ->
     assert not Path(f"{model_copy_dir(config.state_dir)}.part").exists()
 
 
-def test_folder_that_others_can_enter_is_not_read(config: NodeConfig) -> None:
-    with preloaded_model(config, tell=lambda _: None):
-        model_copy_dir(config.state_dir).chmod(0o755)
-        assert model_source(config) == config.model.path
-
-
 def test_end_of_the_node_and_down_after_kills_remove_the_copy(config: NodeConfig) -> None:
     place, unfinished = model_copy_dir(config.state_dir), Path(f"{model_copy_dir(config.state_dir)}.part")
     with preloaded_model(config, tell=lambda _: None):

@@ -82,15 +82,6 @@ def test_killed_guard_leaves_nothing_behind(start: Start) -> None:
     assert node.exit["reason"] == "the guard was killed"
 
 
-def test_starter_that_is_killed_takes_the_node_with_it(start: Start) -> None:
-    node = start(first="good")
-    node.wait_until_up()
-    os.close(node.starter_fd)
-    assert node.process.wait(timeout=LIMIT_S) == 0
-    node.assert_gone()
-    assert node.exit["reason"] == "the process that started the node ended"
-
-
 def test_node_that_was_handed_over_outlives_its_starter(start: Start) -> None:
     node = start(first="good")
     node.wait_until_up()

@@ -75,15 +75,6 @@ def test_the_tag_grows_only_by_a_reference_on_the_device(model: Path, mesh: Devi
     assert host_reference(fsdp(learner)._layout) == pytest.approx(num_bytes if on_host else 0, rel=0.02)
 
 
-def test_a_reference_that_nothing_planned_is_not_on_the_device(model: Path, mesh: DeviceMesh) -> None:
-    learner = start_learner(model, mesh=mesh)
-    assert not fsdp(learner)._layout.has_reference
-    before = weights_bytes(learner)
-    scores = reference_scores(learner)
-    assert weights_bytes(learner) == before
-    assert torch.equal(scores, reference_scores(start_learner(model, mesh=mesh, reference_on_host=False)))
-
-
 @pytest.mark.parametrize(
     ("settings", "text"),
     [

@@ -118,18 +118,6 @@ async def test_a_node_that_began_from_its_model_gets_the_checkpoint_and_what_is_
     assert (await run.go_on()).first_step == 5
 
 
-async def test_incomplete_checkpoints_of_the_critic_after_the_newest_go_and_those_before_it_stay(run: Run) -> None:
-    run.train(6, saves=4)
-    names = ["version-000003-step-000009", "version-000004-step-000007", "version-000005-step-000009"]
-    for name in names:
-        (run.output_dir / "checkpoints" / name).mkdir()
-    _begin_at_the_model(run.folder / "node")
-    run.node.policy_version = 0
-    await run.go_on()
-    left = sorted(path.name for path in (run.output_dir / "checkpoints").iterdir())
-    assert left == ["version-000003-step-000009", "version-000004"]
-
-
 async def test_a_step_that_the_trainer_ends_after_its_client_was_lost_is_not_made_twice(run: Run) -> None:
     run.train(6, saves=4)
     run.node.num_steps_under_way = 1
@@ -180,18 +168,6 @@ async def test_a_node_that_another_run_trained_is_refused_and_nothing_is_changed
     with pytest.raises(VersionOrder):
         await run.go_on()
     assert (run.node.policy_version, (run.output_dir / "summary.json").exists()) == (6, True)
-
-
-async def test_the_model_of_an_earlier_end_is_kept_under_its_step(run: Run) -> None:
-    run.train(6, saves=4)
-    for text in ("first", "again"):
-        (run.output_dir / "model").mkdir()
-        (run.output_dir / "model" / "config.json").write_text(text)
-        (run.output_dir / "summary.json").write_text("{}")
-        await run.go_on()
-        assert not (run.output_dir / "model").exists()
-        assert not (run.output_dir / "summary.json").exists()
-    assert (run.output_dir / "model-000005" / "config.json").read_text() == "first"
 
 
 async def test_a_run_without_a_checkpoint_begins_again_only_when_it_saves_from_now_on(run: Run) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
-import time
 from pathlib import Path
 
 import psutil
@@ -114,22 +112,6 @@ async def test_health_tells_whether_it_generates(
     assert await rollout_process.generate_health() == serving
     await rollout.drain()
     assert await rollout_process.generate_health() == not_serving
-
-
-async def test_an_idle_engine_takes_no_core(
-    rollout: RolloutClient, rollout_process: RolloutProcess, trainer: TestTrainer
-) -> None:
-    await rollout.wake(trainer.publish(5))
-    front = psutil.Process(rollout_process.process.pid)
-    processes = [front, *front.children(recursive=True)]
-
-    def cpu_seconds() -> float:
-        return sum(sum(process.cpu_times()[:2]) for process in processes)
-
-    before, started = cpu_seconds(), time.monotonic()
-    await asyncio.sleep(3)
-    share = (cpu_seconds() - before) / (time.monotonic() - started)
-    assert share < 0.1, f"{share:.0%} of a core over {len(processes)} processes"
 
 
 async def test_nothing_lies_outside_the_private_folder(rollout_process: RolloutProcess) -> None:

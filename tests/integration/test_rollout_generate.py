@@ -160,15 +160,6 @@ async def test_stop_tokens_end_a_sample_and_are_its_last_token(rollout: RolloutC
     assert len(stopped.rollout_log_probs) == first + 1
 
 
-async def test_min_new_tokens_holds_the_end_back(rollout: RolloutClient, trainer: TestTrainer) -> None:
-    await rollout.wake(trainer.publish(6))
-    samples = await rollout.generate(
-        [[5]], num_samples=64, max_new_tokens=20, min_new_tokens=15, temperature=2.0, stop_token_ids=[7, 8, 9]
-    )
-    assert min(len(sample.token_ids) for sample in samples) >= 15
-    assert not any({EOS, 7, 8, 9} & set(sample.token_ids[:15]) for sample in samples)
-
-
 async def test_prompt_and_completion_may_fill_the_context_to_the_last_token(
     rollout: RolloutClient, trainer: TestTrainer
 ) -> None:
@@ -267,14 +258,3 @@ async def test_memory_of_running_requests_is_not_taken(
         assert (await rollout.state()).stage == types_pb2.STAGE_RESUME_KV
     await rollout.drain()
     await running
-
-
-async def test_a_drained_service_can_be_opened_again(rollout: RolloutClient, trainer: TestTrainer) -> None:
-    await rollout.wake(trainer.publish(6))
-    await rollout.drain()
-    await rollout.resume(types_pb2.STAGE_RESUME_KV, KV)
-    await rollout.drain()
-    await rollout.pause(types_pb2.STAGE_PAUSE_KV, KV)
-    await rollout.resume(types_pb2.STAGE_RESUME_KV, KV)
-    (sample,) = await rollout.generate([[5]], max_new_tokens=2, ignore_eos=True)
-    assert sample.policy_version == 6

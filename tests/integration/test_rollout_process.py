@@ -78,19 +78,6 @@ def test_a_start_that_takes_too_long_is_given_up(tmp_path: Path, rollout_model: 
     )
 
 
-def test_an_engine_that_has_started_stops_before_the_service_serves(tmp_path: Path, rollout_model: Path) -> None:
-    rollout = start_rollout(tmp_path / "node", rollout_model)
-    try:
-        while "event=plan_recorded" not in rollout.log.read_text():
-            assert rollout.process.poll() is None
-            time.sleep(0.002)
-        rollout.process.send_signal(signal.SIGTERM)
-        assert rollout.process.wait(limit_s(10)) in (0, 128 + signal.SIGTERM)
-        assert list(paths.socket_dir(rollout.state_dir).glob("*.sock")) == []
-    finally:
-        stop_rollout(rollout)
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, *([signal.SIGKILL, signal.SIGINT] if IS_WHOLE else [])])
 def test_a_start_that_is_stopped_leaves_no_process(tmp_path: Path, rollout_model: Path, number: signal.Signals) -> None:
     rollout = start_rollout(tmp_path / "node", rollout_model)

@@ -6,24 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from tasuki.v1 import types_pb2
 from tasuki.v1.types_pb2 import ROLE_REFERENCE, TrainingSample
 from tests.integration.trainer_process import TrainerClient, samples_of_now
 from tests.integration.trainer_samples import plain_log_probs
-from tests.models import VOCAB_SIZE
 from tests.refusal import refused
-
-
-async def test_it_says_what_it_is(client: TrainerClient, trainer_model: Path) -> None:
-    state = await client.state()
-    model = AutoModelForCausalLM.from_pretrained(trainer_model)
-    assert state.num_ranks == 2
-    assert state.num_parameters == sum(param.numel() for param in model.parameters())
-    assert (state.vocab_size, state.context_length, state.micro_batch_tokens) == (VOCAB_SIZE, 256, 128)
-    assert state.model_path == str(trainer_model)
-    assert not state.HasField("published_version")
 
 
 async def test_metrics_count_tokens_steps_and_the_gap_of_the_last_batch(client: TrainerClient) -> None:
@@ -71,12 +59,6 @@ async def test_learning_lowers_the_loss_and_counts_versions(client: TrainerClien
     assert first.metrics["log_prob_gap_max"] > first.metrics["log_prob_gap"] > 0
     # The samples are of the version before the step, so their gap says nothing about rollout.
     assert not {"log_prob_gap", "rollout_kl"} & second.metrics.keys()
-
-
-async def test_the_answer_does_not_depend_on_how_the_stream_was_cut(client: TrainerClient) -> None:
-    samples = await samples_of_now(client)
-    answers = [await client.forward_backward(samples, chunk=chunk) for chunk in (1, 5, 100)]
-    assert answers[0].loss == answers[1].loss == answers[2].loss
 
 
 async def test_gradients_of_several_calls_add_up(client: TrainerClient) -> None:

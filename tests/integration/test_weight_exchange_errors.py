@@ -41,13 +41,6 @@ def test_what_a_plan_cannot_express_is_named_and_loaded_by_the_model_itself(trai
     assert_holds(model, expected(trainer))
 
 
-def test_published_bfloat16_becomes_float32_parameters(trainer: Trainer) -> None:
-    model = AwkwardModel(torch.float32)
-    poison(model)
-    receive(WeightReceiver(model), trainer.publish(0))
-    assert_holds(model, expected(trainer, torch.float32))
-
-
 def test_a_cast_that_loses_precision_is_refused_with_the_dtype_to_use(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path, dtype=torch.float32)
     with pytest.raises(BadHandle, match="plain is published as torch.float32.*publish it as torch.bfloat16"):
@@ -66,16 +59,6 @@ def test_moved_parameters_are_recorded_again(trainer: Trainer) -> None:
     receive(receiver, trainer.publish(2))
     assert receiver.plan is not first
     assert_holds(model, expected(trainer))
-
-
-def test_a_new_trainer_is_imported_again(trainer: Trainer, tmp_path: Path) -> None:
-    model = AwkwardModel()
-    receiver = WeightReceiver(model)
-    receive(receiver, trainer.publish(0))
-    restarted = Trainer(tmp_path, boot_id="reboot", seed=1)
-    receive(receiver, restarted.publish(1))
-    assert_holds(model, expected(restarted))
-    restarted.close()
 
 
 def test_a_loader_that_leaves_rows_unwritten_is_caught_by_name(trainer: Trainer) -> None:

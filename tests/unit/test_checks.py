@@ -64,31 +64,11 @@ def test_a_wrong_field_is_named_with_its_sample(fields: dict[str, Any], field: s
     assert words in raised.value.message
 
 
-def test_good_samples_pass() -> None:
-    check_all(
-        [
-            make_sample(temperature=0.7),
-            make_sample(temperature=1e-6),
-            make_sample(advantages=[1.0, 2.0, 3.0], loss_mask=[1, 0, 1]),
-        ]
-    )
-
-
 @pytest.mark.parametrize("field", ["rollout_log_probs", "old_log_probs", "ref_log_probs"])
 def test_log_probs_may_be_above_0_by_rounding_only(field: str) -> None:
     check_all([make_sample(**{field: [-0.1, 1e-6, 0.0]})])
     with pytest.raises(InvalidArgument, match=rf"samples\[1\]\.{field}\[2\]: 0\.9 is above 0.*natural logarithms"):
         check_all([make_sample(**{field: [-0.1, -0.2, -0.3]}), make_sample(**{field: [-0.1, 0.0, 0.9]})])
-
-
-def test_an_empty_batch_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match="no samples"):
-        check_all([])
-
-
-def test_a_batch_without_a_counted_token_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match="masks every token"):
-        check_all([make_sample(loss_mask=[0, 0, 0])])
 
 
 CLEARED = {"rollout_log_probs": [], "advantages": []}

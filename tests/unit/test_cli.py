@@ -48,15 +48,6 @@ def refusal(result: subprocess.CompletedProcess[str]) -> str:
     return lines[0]
 
 
-def test_missing_or_broken_config_is_one_line(folder: Path) -> None:
-    assert (
-        refusal(tasuki("up", "nowhere.toml", cwd=folder)) == "tasuki: error PATH_NOT_FOUND: config nowhere.toml does not exist"
-    )
-    line = refusal(tasuki("up", "node.toml", "--set", "rollout.tensor_parallel=2", cwd=folder))
-    assert line.startswith("tasuki: error INVALID_ARGUMENT: rollout.tensor_parallel: unknown key")
-    assert not (folder / "state").exists()
-
-
 def test_missing_model_is_noticed_before_anything_starts(folder: Path) -> None:
     assert "is not a folder" in refusal(tasuki("up", "node.toml", "--set", "model.path=nowhere", cwd=folder))
     for name, problem in (
@@ -92,12 +83,6 @@ def test_second_node_on_the_state_folder_is_refused_and_names_the_pid(folder: Pa
         lock.sign(4242)
         line = refusal(tasuki("up", "node.toml", cwd=folder))
     assert line.startswith("tasuki: error NODE_RUNNING: pid 4242 already runs a node on")
-
-
-def test_state_and_watch_say_that_no_node_runs(folder: Path) -> None:
-    for command in ("state", "watch"):
-        assert refusal(tasuki(command, "node.toml", cwd=folder)).startswith("tasuki: error NODE_DOWN: no node runs on")
-    assert not (folder / "state").exists()
 
 
 def test_state_says_why_the_last_node_ended(folder: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tasuki.cli.__main__ import exit_code_of, main
+from tasuki.cli.__main__ import main
 from tasuki.cli.node_view import draw
 from tasuki.cli.print_text import print_text
 from tasuki.config.paths import node_targets
@@ -21,7 +21,6 @@ from tasuki.node import node_snapshot
 from tasuki.node.node_snapshot import NodeReader, NodeSnapshot, as_dict
 from tasuki.v1 import coordinator_pb2, memory_pb2, rollout_pb2, trainer_pb2
 from tests.conftest import ENVIRONMENT
-from tests.tiny_disk import tmpfs
 
 PLAN = [sys.executable, "-m", "tasuki.cli", "plan", "--preset", "balanced"]
 
@@ -99,19 +98,3 @@ def test_a_reader_that_has_gone_ends_a_command_in_silence() -> None:
         command.stdout.close()
         assert command.stderr is not None
         assert (command.stderr.read(), command.wait(timeout=60)) == ("", 1)
-
-
-def test_an_error_of_the_system_has_a_reason_and_its_path(capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_code_of(lambda: len(Path("/dev/null/file").read_text())) == 2
-    assert capsys.readouterr().err == "tasuki: error PATH_NOT_FOUND: /dev/null/file: Not a directory\n"
-
-
-def test_up_on_a_full_disk_names_it(node_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with tmpfs(tmp_path / "disk", num_kib=64) as disk:
-        state_dir = disk.folder / "node"
-        state_dir.mkdir()
-        (state_dir / "node.lock").touch()
-        disk.fill()
-        assert main(["up", str(node_file), "--set", f"state_dir={state_dir}"]) == 2
-    told = capsys.readouterr().err.splitlines()[-1]
-    assert told.startswith(f"tasuki: error DISK_FULL: {state_dir}") and "No space left on device; free space" in told

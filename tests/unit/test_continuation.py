@@ -66,12 +66,6 @@ def test_a_step_whose_line_was_lost_is_there_without_figures():
     assert again == found
 
 
-def test_a_last_evaluation_is_made_again():
-    ended = earlier(*STEPS, Step(7, policy_version=7, eval_score=0.9), saved=step(3))
-    found = continuation(ended, node_version=7, is_of_run=True)
-    assert (found.first_step, numbers(found)) == (7, list(range(7)))
-
-
 @pytest.mark.parametrize("is_of_run", [True, False])
 def test_a_node_at_the_checkpoints_version_gets_the_checkpoint(is_of_run: bool):
     found = continuation(SAVED, node_version=4, is_of_run=is_of_run)
@@ -83,13 +77,6 @@ def test_a_node_that_is_ahead_otherwise_is_refused_with_what_to_do(version: int,
     with pytest.raises(VersionOrder, match=r"policy version \d, .*has 4 in .*tasuki down CONFIG") as refused:
         continuation(SAVED, node_version=version, is_of_run=is_of_run)
     assert refused.value.metadata == {"have": str(version), "want": "4"}
-
-
-def test_lines_after_a_gap_do_not_count():
-    gap = earlier(*STEPS[:5], STEPS[6], saved=step(3))
-    assert continuation(gap, node_version=5, is_of_run=True).first_step == 5
-    with pytest.raises(VersionOrder):
-        continuation(gap, node_version=7, is_of_run=True)
 
 
 def test_without_a_checkpoint_it_begins_again_where_the_run_began():
@@ -153,13 +140,6 @@ def test_a_step_before_its_first_update_is_made_again():
     assert (found.first_step, numbers(found), next_rows(found)) == (2, [0, 1], ["5"])
 
 
-def test_updates_of_a_step_of_which_nothing_is_known_are_refused_beyond_the_first():
-    stale = several(1, version=2, num_policy_steps=0, position=5)
-    assert continuation(begun(*TWO, pending=stale), node_version=5, is_of_run=True).first_step == 3
-    with pytest.raises(VersionOrder):
-        continuation(begun(*TWO, pending=stale), node_version=6, is_of_run=True)
-
-
 def test_a_checkpoints_place_counts_where_the_node_gets_the_checkpoint():
     saved = earlier(*STEPS, saved=step(3))
     assert next_rows(continuation(saved, node_version=0, is_of_run=False)) == ["8"]
@@ -183,12 +163,6 @@ def test_a_step_of_the_critic_whose_line_was_lost_is_not_made_again():
     # It ended again before the next step had a line.
     again = continuation(begun(*found.steps, pending=third), node_version=0, critic_version=6, is_of_run=True)
     assert again == found
-
-
-def test_a_step_in_which_only_the_critic_learned_is_not_repeated():
-    third = Step(2, policy_version=4, critic_version=7, position=TWO[1].position)
-    found = continuation(begun(*TWO, pending=third), node_version=4, critic_version=8, is_of_run=True)
-    assert (found.first_step, found.steps[-1].num_critic_steps, found.steps[-1].next_version()) == (3, 1, 4)
 
 
 def test_a_step_before_the_critics_first_update_is_made_again():

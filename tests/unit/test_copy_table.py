@@ -22,6 +22,7 @@ from tasuki.weights.manifest import Entry
 from tasuki.weights.plan import Piece, Slice, whole
 from tasuki.weights.split import split_by_entries
 from tasuki.weights.table import BLOCK_WORDS, INDEXED_BLOCK_WORDS, TILE_UNITS, Table
+from tests.extent import crossed
 from tests.slices import Cut, by_boxes, by_columns, by_rows, by_rows_and_columns, part_of, strided
 
 CPU = torch.device("cpu")
@@ -212,8 +213,7 @@ def copies_from(arena: torch.Tensor, tensor: torch.Tensor, views: list[torch.Ten
     return copies
 
 
-@pytest.mark.parametrize("shape", [(24, 64), (30, 36)])
-@pytest.mark.parametrize("cut", [by_rows, by_columns, by_rows_and_columns, by_boxes])
+@pytest.mark.parametrize(("cut", "shape"), crossed([by_rows, by_columns, by_rows_and_columns, by_boxes], [(24, 64), (30, 36)]))
 def test_what_is_read_from_any_slices_sums_to_the_checksums_of_the_whole(cut: Cut, shape: tuple[int, int]) -> None:
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
     views = [tensor[:, : shape[1] // 2], tensor[5:], tensor[:5].t()]

@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.config.lock import NODE_LOCK, TRAINING_LOCK, StateLock
 from tasuki.dashboard.command import open_address
 from tasuki.dashboard.places import place_of
 from tasuki.wire.errors import PathNotFound
-from tests.dashboard import RECORDED
 from tests.integration.port_node import make_certs
 
 
@@ -22,15 +20,6 @@ def test_a_folder_of_something_else_is_refused_by_what_it_lacks(tmp_path: Path) 
     with pytest.raises(PathNotFound, match=problem) as refused:
         place_of(tmp_path)
     assert refused.value.metadata["path"] == str(tmp_path)
-
-
-def test_a_run_or_node_that_is_yet_to_begin_is_followed(tmp_path: Path) -> None:
-    assert place_of(tmp_path).output_dir == tmp_path
-    for name in (NODE_LOCK, TRAINING_LOCK):
-        folder = tmp_path / name
-        with StateLock.take(folder, name=name):
-            assert place_of(folder).output_dir == folder
-    assert place_of(RECORDED).output_dir == RECORDED
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from tasuki.algorithms.loss_types import Correction, LossConfig
-from tasuki.algorithms.losses.policy_gradient import PolicyGradientLoss
 from tasuki.config.train_schema import AdvantageConfig
 from tests.unit.loop_node import train_config
 
 BATCH = {"estimator": "batch_baseline"}
-STRICT = LossConfig(correction=Correction(token_truncation=3.0))
 
 
 @pytest.mark.parametrize(
@@ -46,16 +43,3 @@ def test_an_advantage_setting_that_does_not_fit_is_named(field: str, value: obje
 def test_settings_of_a_loop_that_do_not_fit_are_named(tmp_path: Path, own: dict[str, Any], field: str) -> None:
     with pytest.raises(ValidationError, match=field):
         train_config(tmp_path, num_steps=9, **own)
-
-
-@pytest.mark.parametrize(
-    "own",
-    [
-        {"group_size": 1, "advantages": BATCH},
-        {"num_epochs": 4, "old_policy": "rollout"},
-        {"num_epochs": 4, "loss": LossConfig(loss=PolicyGradientLoss())},
-        {"overlong_tokens": 8},
-    ],
-)
-def test_settings_of_a_loop_that_fit_are_taken(tmp_path: Path, own: dict[str, Any]) -> None:
-    train_config(tmp_path, **own)

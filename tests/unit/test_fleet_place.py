@@ -44,19 +44,6 @@ def test_an_interface_that_the_machine_lacks_is_refused_by_key(tmp_path: Path) -
     assert refused.value.metadata["field"] == "fleet.interface"
 
 
-@pytest.mark.parametrize(("table", "key"), [(RUN, "train"), ('[sft]\ndataset = "rows.jsonl"\noutput_dir = "run"\n', "sft")])
-def test_an_output_folder_in_which_no_node_may_write_is_refused_by_key(tmp_path: Path, table: str, key: str) -> None:
-    check_place(node(tmp_path, *PORTS, table=table))
-    check_place(node(tmp_path, *PORTS, f'paths.write=["{tmp_path}"]', table=table))
-    elsewhere = ('paths.write=["/elsewhere"]',)
-    check_place(node(tmp_path, *elsewhere, "fleet.leader=127.0.0.1:29400", table=table))  # sockets: any folder
-    with pytest.raises(
-        InvalidArgument, match=f"{key}.output_dir: .*below no folder of paths.write.*start all nodes with"
-    ) as refused:
-        check_place(node(tmp_path, *PORTS, *elsewhere, table=table))
-    assert refused.value.metadata["field"] == f"{key}.output_dir"
-
-
 def test_a_run_is_refused_by_the_folders_of_the_node_that_runs(tmp_path: Path) -> None:
     config = node(tmp_path, *PORTS, rank=0)
     with StateLock.take(config.state_dir, name=NODE_LOCK):

@@ -73,11 +73,3 @@ def test_what_a_later_pass_has_replaced_is_refused(mesh: DeviceMesh) -> None:
             activations.load(layer, indices[layer])
     for layer in reversed(range(NUM_LAYERS)):
         assert torch.equal(activations.load(layer, indices[NUM_LAYERS + layer]), torch.ones(NUM_TOKENS))
-
-
-def test_a_pass_that_has_no_backward_leaves_nothing_to_the_next(mesh: DeviceMesh) -> None:
-    activations = HostActivations(mesh, num_layers=NUM_LAYERS, num_bytes=BYTES)
-    for layer in range(NUM_LAYERS - 1):
-        activations.begin(layer)
-        activations.store(layer, [torch.full((NUM_TOKENS,), 7.0) for _ in range(3)])
-    run(activations)

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from tasuki.algorithms.batch import LossSum, Metric
 from tasuki.algorithms.loss_types import Aggregation, Correction, LossConfig, OldPolicy
-from tasuki.algorithms.losses.ppo import PpoLoss
 from tasuki.algorithms.losses.value import ValueLoss
 from tasuki.algorithms.objective import policy_loss, value_loss
 from tests.extent import examples
@@ -148,9 +147,3 @@ def test_the_gap_to_the_rollout_counts_samples_of_the_current_version_only() -> 
     metrics = policy_loss(config, log_probs_N=case.log_probs_N, entropy_N=case.entropy_N, batch=case.batch).metrics
     torch.testing.assert_close(metrics["log_prob_gap"].value, gap_N[[0, 2]].mean())
     torch.testing.assert_close(metrics["log_prob_gap_max"].value, gap_N[[0, 2]].max())
-
-
-def test_metrics_carry_no_gradient() -> None:
-    config = _config(PpoLoss(dual_clip=2.0))
-    metrics = _loss_sum(config, random_case(config)).metrics
-    assert not any(metric.total.requires_grad or metric.weight.requires_grad for metric in metrics.values())

@@ -136,11 +136,6 @@ def test_prompts_do_not_count_as_what_the_head_computes() -> None:
     assert by_cost < 0.99 * by_length
 
 
-def test_a_batch_that_fits_is_one_micro_batch_for_each_rank() -> None:
-    plan = plan_micro_batches([5] * 64, num_ranks=2, max_tokens=160, cost=QWEN)
-    assert [[len(part) for part in rank] for rank in plan] == [[32], [32]]
-
-
 def test_a_long_sample_s_round_leaves_samples_for_every_other_micro_batch() -> None:
     """21 and 10 tokens fit beside the 40, which would leave one of the other two micro-batches empty."""
     cost = SampleCost(linear=0.01, quadratic=1.0)
@@ -155,10 +150,6 @@ def test_short_samples_beside_a_long_one_stay_within_the_cap() -> None:
     plan = plan_micro_batches(lengths, num_ranks=2, max_tokens=40, cost=cost)
     tokens = [[sum(lengths[index] for index in part) for part in rank] for rank in plan]
     assert tokens == [[40, 30], [40, 30]]
-
-
-def test_fewer_samples_than_ranks_are_one_for_each_of_the_first() -> None:
-    assert plan_micro_batches([3, 9], num_ranks=4, max_tokens=16, cost=QWEN) == [[[1]], [[0]], [[]], [[]]]
 
 
 def test_short_samples_are_beside_each_other_while_a_long_one_runs() -> None:

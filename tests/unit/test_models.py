@@ -255,9 +255,3 @@ def test_keys_that_a_family_of_old_config_files_leaves_out_have_its_defaults() -
 def test_rope_types_that_both_sides_compute_alike_are_accepted(kind: str, rope: dict[str, Any]) -> None:
     module = module_of(kind)
     assert read_model(table_of(module, rope_parameters=None, rope_scaling=rope, rope_theta=10000.0)) == model_of(module)
-
-
-def test_a_rope_parameter_that_nobody_has_accounted_for_is_refused() -> None:
-    rope = {"rope_type": "yarn", "factor": 4.0, "mscale_all_dim": 0.7}
-    with pytest.raises(UnsupportedModel, match="rope_scaling.*mscale_all_dim"):
-        read_model(table_of(module_of("qwen3"), rope_scaling=rope))

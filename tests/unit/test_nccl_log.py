@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
-from tasuki.config.fleet_schema import FleetConfig
 from tasuki.trainer.backends.fsdp.nccl_log import transports
 from tasuki.trainer.backends.fsdp.replicas import call_within
-from tasuki.trainer.environment import nccl_log_variables, socket_variables
 from tests.limits import limit_s
 
 HEAD = "node-a:411:523 [0] NCCL"
@@ -42,14 +39,3 @@ def test_a_call_that_does_not_return_is_left_behind() -> None:
     assert call_within(5, lambda: 7) == 7
     with pytest.raises(ValueError, match="bad"):
         call_within(5, lambda: int("bad"))
-
-
-def test_a_fleet_alone_has_an_interface_and_a_log(tmp_path: Path) -> None:
-    fleet = FleetConfig(name="lab", num_nodes=2, node_rank=0, leader="node-a:1")
-    on_eth0, alone = fleet.model_copy(update={"interface": "eth0"}), fleet.model_copy(update={"num_nodes": 1})
-    assert socket_variables(on_eth0)["NCCL_SOCKET_IFNAME"] == "=eth0"  # not eth01
-    assert "NCCL_SOCKET_IFNAME" not in socket_variables(fleet)  # set by the user, or chosen by NCCL
-    assert socket_variables(alone)["NCCL_SOCKET_IFNAME"] == socket_variables(None)["NCCL_SOCKET_IFNAME"] == "lo"
-    path = tmp_path / "50%" / "nccl0.log"
-    assert nccl_log_variables(fleet, path=path) == {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": f"{tmp_path}/50%%/nccl0.log"}
-    assert nccl_log_variables(alone, path=path) == nccl_log_variables(None, path=path) == {}

@@ -84,19 +84,6 @@ def test_what_a_file_leaves_out_is_the_nodes_and_is_recorded_so(folder: Path) ->
     assert recipe(config)["trainer.learning_rate"] == 1.5e-3
 
 
-def test_a_critic_that_a_run_does_not_use_is_not_its_setting(folder: Path) -> None:
-    assert adopt_node(load_config(folder / "train.toml")).trainer.critic is None
-    overrides = ["train.algorithm=ppo", "trainer.critic={}"]
-    critic = adopt_node(load_config(folder / "train.toml", overrides=overrides)).trainer.critic
-    assert critic is not None and critic.learning_rate == 1e-5
-
-
-def test_another_spelling_of_the_folders_is_the_same_node(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(folder / "model")
-    config = load_config(folder / "train.toml", overrides=["state_dir=../state", "model.path=../model"])
-    assert adopt_node(config).trainer.learning_rate == 1.5e-3
-
-
 def test_a_node_that_came_up_meanwhile_must_have_every_setting(folder: Path) -> None:
     config = load_config(folder / "train.toml")
     with (

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,13 +14,11 @@ from tasuki.models.family import full_attention
 from tasuki.planner.layout import Checkpointing
 from tasuki.planner.presets import MODELS
 from tasuki.trainer.attention import padded as attention_padded
-from tasuki.trainer.attention.flash import packed_attention
 from tasuki.trainer.attention.packed import IMPLEMENTATION, PackedAttention, choose_kernel
 from tasuki.trainer.attention.padded import PaddedSequences
 from tasuki.trainer.backends.fsdp.activations import set_checkpointing
 from tasuki.trainer.backends.fsdp.model import Policy
 from tasuki.trainer.data.micro_batch import TokenBatch
-from tasuki.trainer.environment import cache_variables
 from tasuki.trainer.modules.routing import replace_routers
 from tasuki.wire.errors import InvalidArgument
 from tests.extent import crossed
@@ -157,23 +153,3 @@ def test_a_kernel_that_cannot_compute_the_model_is_refused(backend: str) -> None
         choose_kernel(backend, attention=attention, **settings)
     assert refused.value.metadata["field"] == "trainer.attention_backend"
     assert choose_kernel("auto", attention=attention, **settings) == PaddedSequences.of
-
-
-def test_fa4_reads_the_variables_that_are_set_for_it(tmp_path: Path) -> None:
-    found = find_spec("flash_attn.cute")
-    assert found is not None and found.origin is not None
-    source = (Path(found.origin).parent / "cache_utils.py").read_text()
-    variables = {name: value for name, value in cache_variables(tmp_path).items() if name.startswith("FLASH_")}
-    assert set(variables.values()) == {"1", str(tmp_path / "attention-kernels")}
-    for name in variables:
-        assert f'os.getenv("{name}"' in source
-
-
-def test_the_operator_says_its_shapes_without_a_gpu() -> None:
-    q, k = (
-        torch.empty(9, 4, 16, device="meta", dtype=torch.bfloat16),
-        torch.empty(9, 2, 16, device="meta", dtype=torch.bfloat16),
-    )
-    out, lse = packed_attention(q, k, k, torch.empty(3, device="meta", dtype=torch.int32), 5, 0.25, None)
-    assert (out.shape, out.dtype) == ((9, 4, 16), torch.bfloat16)
-    assert (lse.shape, lse.dtype) == ((4, 9), torch.float32)

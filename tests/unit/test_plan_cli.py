@@ -124,12 +124,6 @@ def test_what_does_not_fit_exits_1_with_a_change_that_fits(capsys: pytest.Captur
     assert last["fits"] and last["setting"] == "rollout.kv_ratio" and float(last["new"]) == planned["max_kv_ratio"]
 
 
-def test_the_picture_is_a_png(node: Path, tmp_path: Path):
-    file = tmp_path / "plan.png"
-    assert main(["plan", str(node), "--gpu-gb", "80", "--plot", str(file)]) == 0
-    assert file.read_bytes().startswith(b"\x89PNG")
-
-
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -226,12 +220,6 @@ def test_gpus_that_no_engine_uses_are_told(capsys: pytest.CaptureFixture[str]) -
     assert "Without an engine" not in capsys.readouterr().out
 
 
-def test_wider_engines_are_advised_together_with_how_many_there_are(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["plan", "--preset", "balanced", "--gpus", "8", "--gpu-gb", "14", "--tp", "1", "--lora-rank", "8"])
-    printed = capsys.readouterr().out
-    assert "rollout.tp_size: 1 (rollout.dp_size 8) -> 2 (rollout.dp_size 4)" in printed
-
-
 def test_a_node_on_a_cpu_is_planned_with_this_machines_memory(node: Path, capsys: pytest.CaptureFixture[str]):
     for device, host_bytes in (("cpu", host_memory().total_bytes), ("cuda", 2000 * 10**9)):
         main(["plan", str(node), "--gpu-gb", "80", "--set", f'device="{device}"', "--json"])
@@ -281,25 +269,6 @@ def test_a_host_that_is_short_is_told_which_setting_of_the_node_takes_it(
     assert plan(*(each for each in settings if each != "residency={}"), *changed) == 0
 
 
-@pytest.mark.parametrize(("gpu_gb", "checkpointing"), [("125", "attention"), ("125", "full"), ("102", "attention")])
-def test_a_step_that_keeps_too_many_layers_is_told_to_keep_none(
-    node: Path, gpu_gb: str, checkpointing: str, capsys: pytest.CaptureFixture[str]
-):
-    (node.parent / "model" / "config.json").write_text(json.dumps(CONFIG | SEVEN_B))
-    tables = ["trainer.num_ranks=2", "rollout.tp_size=2", "trainer.micro_batch_tokens=16384", "trainer.empty_cache_early=true"]
-    settings = [*tables, f"trainer.checkpointing={checkpointing}", "trainer.kept_layers=28"]
-
-    def plan(*overrides: str) -> int:
-        sets = [word for each in (*settings, *overrides) for word in ("--set", each)]
-        return main(["plan", str(node), "--gpu-gb", gpu_gb, "--host-gb", "1000", "--json", *sets])
-
-    assert plan() == 1
-    ladder = json.loads(capsys.readouterr().out)["ladder"]
-    assert (ladder[0]["setting"], ladder[0]["old"], ladder[0]["new"]) == ("trainer.kept_layers", "28", "0")
-    assert ladder[-1]["fits"]
-    assert plan(*(f"{rung['setting']}={rung['new']}" for rung in ladder)) == 0
-
-
 def test_cuda_graphs_that_the_engine_does_without_are_not_counted(node: Path, capsys: pytest.CaptureFixture[str]):
     def plan(*overrides: str) -> dict[str, Any]:
         main(["plan", str(node), "--gpu-gb", "10", "--json", *(word for each in overrides for word in ("--set", each))])
@@ -330,55 +299,3 @@ def test_a_node_on_a_cpu_that_gives_no_residency_is_not_told_to_remove_it(node: 
     ladder = json.loads(capsys.readouterr().out)["ladder"]
     assert ladder
     assert "as given" not in [rung["old"] for rung in ladder]
-
-
-_SPARSE = {
-    "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
-    "norm_topk_prob": True, "hidden_size": 2048, "num_hidden_layers": 48,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("model", "settings", "new", "others"),
-    [
-        (
-            _SPARSE,
-            [],
-            '32 (trainer.lora.target_modules ["q_proj", "k_proj", "v_proj", "o_proj"])',
-            ['trainer.lora.target_modules=["q_proj", "k_proj", "v_proj", "o_proj"]'],
-        ),
-        (
-            SEVEN_B | {"num_hidden_layers": 80},
-            ["trainer.reference_on_host=true", "trainer.optimizer_8bit=true", "trainer.checkpointing=full"],
-            "32 (without trainer.reference_on_host)",
-            [],
-        ),
-        (
-            SEVEN_B | {"num_hidden_layers": 160},
-            ["trainer.param_dtype=bfloat16", "trainer.optimizer_8bit=true"],
-            "32 (trainer.param_dtype float32)",
-            [],
-        ),
-    ],
-)
-def test_advice_for_adapters_names_every_key_that_they_need(
-    node: Path,
-    model: dict[str, Any],
-    settings: list[str],
-    new: str,
-    others: list[str],
-    capsys: pytest.CaptureFixture[str],
-):
-    (node.parent / "model" / "config.json").write_text(json.dumps(CONFIG | model))
-
-    def plan(*overrides: str) -> int:
-        sets = [word for each in ("trainer.num_ranks=4", "rollout.tp_size=4", *overrides) for word in ("--set", each)]
-        return main(["plan", str(node), "--gpu-gb", "80", "--json", *sets])
-
-    assert plan(*settings) == 1
-    ladder = json.loads(capsys.readouterr().out)["ladder"]
-    assert (ladder[-1]["setting"], ladder[-1]["new"], ladder[-1]["fits"]) == ("trainer.lora.rank", new, True)
-    assert "trainer.optimizer_on_host" not in [rung["setting"] for rung in ladder], "not with optimizer_8bit"
-    kept = [each for each in settings if "reference_on_host" not in each and "param_dtype" not in each]
-    rungs = [f"{rung['setting']}={rung['new']}" for rung in ladder[:-1]]
-    assert plan(*kept, *rungs, "trainer.lora.rank=32", *others) == 0

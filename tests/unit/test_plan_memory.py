@@ -212,19 +212,6 @@ def test_the_largest_kv_ratio_fits_and_the_next_does_not():
     assert not plan(replace(layout, kv_ratio=round(ratio + 0.01, 2))).fits
 
 
-def test_a_step_that_is_too_large_is_told_to_checkpoint_its_activations():
-    layout = h200s("qwen2.5-7b", micro_batch_tokens=32_000, checkpointing=Checkpointing.NONE, num_engines=8)
-    advice = advise(plan(layout))
-    assert (advice.ladder[0].setting, advice.ladder[0].new) == ("trainer.checkpointing", "attention")
-    assert advice.solves
-
-
-def test_a_cache_that_is_too_large_is_told_the_ratio_that_fits():
-    layout = h200s("qwen2.5-7b", kv_ratio=0.98, num_engines=8)
-    first = advise(plan(layout)).ladder[0]
-    assert first.setting == "rollout.kv_ratio" and float(first.new) == largest_kv_ratio(layout)
-
-
 def test_a_host_that_is_too_small_is_told_what_to_keep_on_the_gpu():
     layout = replace(h200s("qwen2.5-7b", num_engines=8, kv_ratio=0.5), host_bytes=100 * GB)
     planned = plan(layout)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -34,14 +33,6 @@ def test_a_damaged_report_is_none(report: str, config: NodeConfig) -> None:
     assert "the last one ended" not in node_down(config.state_dir).message
 
 
-@pytest.mark.timeout(20)
-def test_nobody_waits_for_a_fifo(config: NodeConfig) -> None:
-    os.mkfifo(exit_path(config.state_dir))
-    log_path(config.state_dir, "supervisor").unlink()
-    os.mkfifo(log_path(config.state_dir, "supervisor"))
-    assert "says nothing" in why_it_ended(config).message
-
-
 def test_a_service_that_ended_too_often_is_named_in_words_with_what_it_said(config: NodeConfig) -> None:
     reason = "coordinator ended by itself, more often than restart.max_restarts allows"
     write_exit_report(
@@ -67,8 +58,3 @@ def test_a_supervisor_that_started_nothing_is_a_failure_with_its_words(config: N
     log_path(config.state_dir, "supervisor").write_text("Traceback (most recent call last):\n  File x\nImportError: no torch\n")
     with pytest.raises(ServiceFailed, match="ImportError: no torch"):
         raise why_it_ended(config)
-
-
-def test_errors_of_a_node_that_was_replaced_are_left_as_they_are(config: NodeConfig) -> None:
-    with pytest.raises(NodeDown, match="another"), explained(config):
-        raise NodeDown("another", instance_id="second")

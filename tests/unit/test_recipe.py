@@ -47,16 +47,6 @@ def test_a_key_that_changes_the_numbers_is_named(folder: Path, override: str):
     assert refused.value.metadata["field"] == key
 
 
-@pytest.mark.parametrize("file", ["train.jsonl", "model/config.json", "model/chat_template.jinja", "model/model.safetensors"])
-def test_a_file_whose_content_changed_is_named_by_its_key(folder: Path, file: str):
-    begun_with = recipe(_config(folder))
-    with (folder / file).open("a") as text:
-        text.write('{"prompt": "b"}\n')
-    with pytest.raises(InvalidArgument, match="has changed since the run was started") as refused:
-        check_recipe(recipe(_config(folder)), begun_with=begun_with, output_dir=folder / "run")
-    assert refused.value.metadata["field"] == ("train.dataset" if file == "train.jsonl" else "model.path")
-
-
 def test_length_frequency_and_machine_may_change_and_folders_may_move(folder: Path):
     (folder / "held-out.jsonl").write_text('{"prompt": "b"}\n')
     linear = ("trainer.lr_schedule=linear", f'train.eval_dataset="{folder}/held-out.jsonl"')

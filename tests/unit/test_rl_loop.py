@@ -47,15 +47,6 @@ def test_a_step_of_grpo_is_one_generation_and_one_update(settings: TrainConfig):
     assert client.of("optim_step")[0].schedule_step == 0
 
 
-def test_the_schedule_is_told_the_step_also_by_a_run_that_goes_on(settings: TrainConfig):
-    client = LoopClient()
-    steps_of(
-        loop_of(client, changed(settings, num_steps=5, num_mini_batches=2)),
-        first_step=3,
-    )
-    assert [call.schedule_step for call in client.of("optim_step")] == [3, 3, 4, 4]
-
-
 def test_the_changeover_to_train_begins_before_the_rewards(settings: TrainConfig):
     client, seen = LoopClient(), list[list[str]]()
 
@@ -105,13 +96,6 @@ def test_the_changeover_to_rollout_begins_with_the_end_of_the_last_update(settin
         assert verbs[-2:] == ["optim_step", "begin_acquire ROLLOUT"]
     assert client.verbs().count("begin_acquire ROLLOUT") == client.verbs().count("acquire ROLLOUT") - 1 == 2
     assert client.verbs()[-2:] == ["optim_step", "export_model"], "nothing is generated any more"
-
-
-def test_it_does_not_begin_where_the_trainer_saves(settings: TrainConfig):
-    client, reported = LoopClient(), list[str]()
-    own = changed(settings, num_steps=4, save_every=2)
-    loop_of(client, own).run(lambda step: reported.append(client.verbs()[-1]))
-    assert reported == ["begin_acquire ROLLOUT", "save", "begin_acquire ROLLOUT", "save", "save"]
 
 
 def test_groups_that_all_agree_teach_nothing(settings: TrainConfig):

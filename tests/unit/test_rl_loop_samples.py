@@ -16,7 +16,7 @@ from tasuki.client.estimation import Estimator, EstimatorState
 from tasuki.client.loop_state import read_loop_state, read_pending
 from tasuki.client.step import Step
 from tasuki.config.train_schema import AdvantageConfig, EvalConfig, TrainConfig
-from tests.unit.loop_node import ROWS, LoopClient, by_number, changed, equal, keys, loop_of, steps_of, train_config
+from tests.unit.loop_node import ROWS, LoopClient, changed, keys, loop_of, steps_of, train_config
 
 NAN = float("nan")
 
@@ -75,15 +75,6 @@ def test_completions_that_were_cut_count_in_the_baseline_and_not_in_the_loss(set
     assert step.metrics["truncated_fraction"] == 0.25
 
 
-def test_overlong_completions_lose_reward_that_is_not_in_the_mean(settings: TrainConfig):
-    client = LoopClient(num_tokens=_long_first)
-    (step,) = steps_of(loop_of(client, changed(settings, overlong_tokens=4), reward=equal))
-    (update,) = client.of("forward_backward")
-    expected = advantages.group_mean(np.array([[0.0, 1.0, 1.0, 1.0]]), std="sample")[0]
-    np.testing.assert_allclose([sample.advantages for sample in update.samples[:4]], expected, rtol=1e-6)
-    assert step.mean_reward == 1.0
-
-
 def test_empty_completions_and_failed_rewards_are_left_out(settings: TrainConfig):
     client = LoopClient(num_tokens=lambda prompt, number: 0 if number == 1 else 3)
     (step,) = steps_of(loop_of(client, settings, reward=lambda prompt, number: NAN if number == 2 else number))
@@ -91,15 +82,6 @@ def test_empty_completions_and_failed_rewards_are_left_out(settings: TrainConfig
     expected = advantages.group_mean(np.array([[0.0, 1.0, NAN, 3.0]]), std="sample")[0]
     assert [sample.advantages for sample in update.samples] == [pytest.approx(expected[number]) for number in (0, 3)] * 3
     assert (step.num_failed_rewards, step.mean_reward) == (3, pytest.approx(4 / 3))
-
-
-def test_several_rewards_are_told_by_name_as_far_as_one_counts(settings: TrainConfig):
-    rewards = {"exact": by_number, "short": lambda prompt, number: 1.0 if number else NAN, "never": lambda prompt, number: NAN}
-    (step,) = steps_of(loop_of(LoopClient(), settings, reward=rewards))
-    assert step.metrics["reward/exact"] == 1.5
-    assert step.metrics["reward/short"] == 1.0
-    assert "reward/never" not in step.metrics
-    assert step.mean_reward == 0.0
 
 
 def test_evaluation_samples_as_it_is_told_and_reports_pass_at_k(settings: TrainConfig):

@@ -58,14 +58,6 @@ def test_chosen_samples_are_those_of_a_call_with_them_alone(messages: list[Train
     assert_equal(decode_samples(messages).select(indices), decode_samples([messages[index] for index in indices]))
 
 
-def test_no_sample_chosen_leaves_empty_columns() -> None:
-    nothing = decode_samples([make_sample(returns=[1.0] * 3)]).select([])
-    assert len(nothing) == 0
-    assert {name: len(column_N) for name, column_N in nothing.columns.items()} == dict.fromkeys(
-        ("loss_mask", "rollout_log_probs", "advantages", "returns"), 0
-    )
-
-
 def test_per_token_fields_are_spread_and_defaults_filled_in() -> None:
     samples = decode_samples(
         [

@@ -7,14 +7,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 from tasuki.memory.stages import Stage
 from tasuki.rollout.generate import EngineRequest, question
 from tasuki.rollout.rollout import Rollout
 from tasuki.rollout.seeds import CallNumbers, sample_seed
 from tasuki.v1.rollout_pb2 import GenerateRequest
-from tasuki.wire.errors import DiskFull
 from tests.unit.test_rollout_stages import MODEL, RING, EasySync, IdleEngine, NoMemory, move, said
 
 
@@ -144,10 +141,3 @@ def test_a_line_that_was_cut_off_by_a_kill_costs_no_other(tmp_path: Path) -> Non
     last = CallNumbers(path, instance_id="")
     last.begin_version(3)
     assert [last.number("q", call_id=call) for call in ("a", "b", "c")] == [0, 1, 2]
-
-
-def test_a_full_disk_is_named(tmp_path: Path) -> None:
-    calls = CallNumbers(tmp_path / "calls", instance_id="")
-    (tmp_path / "calls").symlink_to("/dev/full")
-    with pytest.raises(DiskFull, match="calls cannot be written: No space left on device; free space, and repeat"):
-        calls.number("q", call_id="a")

@@ -94,12 +94,6 @@ def test_prefixes_find_what_the_mark_says(
     assert _learned(by_template["plain"], plain) == "".join(f"{answer}$" for answer in answers)
 
 
-def test_what_follows_the_last_answer_is_not_kept(by_template: dict[str, ModelTokenizer]):
-    tokenizer = by_template["plain"]
-    sample = sft_sample({"messages": [*CHAT, {"role": "user", "content": "3+3?"}]}, tokenizer)
-    assert _text(tokenizer, sample.completion_token_ids).endswith("4!$")
-
-
 def test_a_completion_is_learned_whole_and_ends_once(by_template: dict[str, ModelTokenizer]):
     tokenizer = by_template["none"]
     for completion in ("2", "2<eos>"):
@@ -186,8 +180,3 @@ def test_a_token_across_prompt_and_answer_is_refused(byte_level: ModelTokenizer)
     assert sample.prompt_token_ids.tolist() == byte_level.encode_prompt(row("")["messages"][:1])
     with pytest.raises(InvalidArgument, match="remove white space around its content"):
         sft_sample(row("\n\nhello"), byte_level)
-
-
-def test_a_turn_without_an_end_of_sequence_token_is_learned_to_its_end(tmp_path: Path):
-    tokenizer = _saved(tmp_path, char_tokenizer(), PLAIN.replace("<eos>", ";"))
-    assert _learned(tokenizer, sft_sample({"messages": CHAT}, tokenizer)) == "2;\n4!;\n"

@@ -8,11 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tasuki.config.schema import NodeConfig
 from tasuki.memory.stages import Stage
-from tasuki.planner.advice import advise
 from tasuki.planner.layout import GB, Checkpointing, Layout, Part
-from tasuki.planner.node_plan import node_layout
 from tasuki.planner.plan import plan
 from tasuki.planner.presets import MODELS
 from tasuki.planner.seconds import expected_seconds
@@ -69,15 +66,3 @@ def test_returning_it_takes_its_time_in_the_earlier_stage() -> None:
     moved = early[Stage.LOAD_WEIGHTS] - late[Stage.LOAD_WEIGHTS]
     assert moved == pytest.approx(late[Stage.OFFLOAD] - early[Stage.OFFLOAD])
     assert moved > 0.001
-
-
-def test_the_key_reaches_the_plan_and_the_advice() -> None:
-    tables = {"state_dir": "s", "model": {"path": "m"}, "device": "cuda"}
-    for is_early in (False, True):
-        config = NodeConfig.model_validate(tables | {"trainer": {"empty_cache_early": is_early}})
-        layout = node_layout(config, MODELS["qwen2.5-0.5b"], gpu_bytes=141 * GB, host_bytes=2000 * GB)
-        assert layout.empties_cache is is_early
-    short = plan(replace(LAYOUT, gpu_bytes=plan(LAYOUT).stage(Stage.SYNC).gpu_bytes))
-    assert not short.fits
-    rung = advise(short).ladder[0]
-    assert (rung.setting, rung.new, rung.is_available, rung.plan.fits) == ("trainer.empty_cache_early", "true", True, True)

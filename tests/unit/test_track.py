@@ -16,14 +16,12 @@ from typing import Any
 
 import pytest
 
-from tasuki.cli.__main__ import main
 from tasuki.client.step import Step
 from tasuki.config.track_schema import TrackConfig
 from tasuki.runs.earlier_run import RunHead, write_head
 from tasuki.runs.folder import MetricsFile
 from tasuki.runs.metrics_tail import MetricsTail
 from tasuki.trackers.processes import tracked
-from tasuki.wire.extras import install_extras
 from tests.conftest import ENVIRONMENT
 from tests.limits import limit_s
 
@@ -88,21 +86,6 @@ def test_tensorboard_gets_every_step_once_over_two_calls(tmp_path: Path):
     assert len(writers) == 2, "a process has a file, also in the same second"
 
 
-@needs("tensorboardX")
-def test_tensorboards_process_does_without_torch(tmp_path: Path):
-    program = f"""
-import sys
-from pathlib import Path
-from typing import Any
-from tasuki.trackers.adapters import TrackedRun, open_tracker
-tracker = open_tracker("tensorboard", TrackedRun(id="a", folder=Path({str(tmp_path)!r}), project="p", name="n"))
-tracker.log(0, {{"reward": 1.0}})
-tracker.close()
-assert sys.modules["torch"] is None
-"""
-    subprocess.run([sys.executable, "-c", program], env=ENVIRONMENT, check=True, timeout=60)
-
-
 def scalars(folder: Path) -> dict[int, float]:
     """Values of reward/exact by step, from all event files."""
     from tensorboardX.proto.event_pb2 import Event
@@ -133,15 +116,6 @@ def test_a_full_disk_is_a_typed_error_and_does_not_hang(tmp_path: Path, name: st
     assert done.returncode == 2, done.stderr
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"tasuki: error DISK_FULL: {tmp_path / 'track' / name}") and "cannot be written" in line
-
-
-def test_only_wandb_can_be_told_to_upload(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    assert main(["track", str(tmp_path), "--to", "mlflow", "--online"]) == 2
-    assert "INVALID_ARGUMENT: online: is for wandb alone" in capsys.readouterr().err
-    seen: list[TrackConfig] = []
-    monkeypatch.setattr("tasuki.trackers.sending.run", lambda folder, *, track, **_: seen.append(track) or 0)
-    assert main(["track", str(tmp_path), "--to", "wandb", "--online"]) == 0
-    assert seen[0].online
 
 
 @needs("wandb")
@@ -188,18 +162,6 @@ def test_trackio_gets_steps_into_its_database(tmp_path: Path):
     assert done.returncode == 0, done.stderr
     database = next((tmp_path / "track/trackio").glob("*.db"))
     assert b"reward/exact" in database.read_bytes() + b"".join(one.read_bytes() for one in database.parent.glob("*.db-wal"))
-
-
-@pytest.mark.parametrize("resumes", [[], ["--resume"]])
-def test_a_run_without_its_trackers_library_is_refused_before_a_node_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, resumes: list[str]
-):
-    monkeypatch.setattr("tasuki.trackers.adapters.find_spec", lambda name: None)
-    (tmp_path / "node.toml").write_text('state_dir = "node"\n[model]\npath = "model"\n[track]\nto = ["mlflow"]\n')
-    assert main(["train", str(tmp_path / "node.toml"), *resumes]) == 2
-    told = capsys.readouterr().err
-    assert "track.to" in told and install_extras("mlflow") in told
-    assert not (tmp_path / "node").exists()
 
 
 @pytest.fixture
