@@ -106,16 +106,6 @@ def test_fa4_gives_the_log_sum_and_its_gradient() -> None:
         assert off(one, other) < 0.02
 
 
-def test_fa4_is_an_operator_that_torch_can_trace() -> None:
-    pytest.importorskip("flash_attn.cute")
-    q, k, v, _ = inputs(14, 2, 64)
-    torch.library.opcheck(
-        packed_attention,
-        (q, k, v, starts(), max(LENGTHS), 0.07, None),
-        test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
-    )
-
-
 def test_auto_takes_the_first_kernel_that_is_right(caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("flash_attn.cute")
     settings = {"shape": SHAPE, "device": torch.device("cuda", 0)}

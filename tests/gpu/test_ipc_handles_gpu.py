@@ -120,16 +120,6 @@ def test_a_closed_ipc_import_leaves_no_memory_mapped(ipc_trainer: IpcTrainer) ->
     receive(engines([0]), ipc_trainer.publish(1))
 
 
-def test_an_ipc_handle_is_refused_in_the_process_that_made_it(tmp_path: Path) -> None:
-    shards = random_shards(TINY, rank=0, num_ranks=1, dtype=torch.float32, device=GPU)
-    settings: dict[str, Any] = {"rank": 0, "num_ranks": 1, "dtype": torch.bfloat16}
-    export = WeightExport(shards, socket_path=tmp_path / "ipc.sock", memory=ExportMemory(handles="ipc"), **settings)
-    export.publish(0)
-    with pytest.raises(BadHandle, match="cannot open a handle in the process that created it"):
-        import_weights(published(0, [export.handle()]), timeout_s=5, device=GPU)
-    export.close()
-
-
 @pytest.mark.parametrize("harm", ["the trainer has ended", "another handle"])
 def test_an_ipc_handle_that_leads_nowhere_is_refused(ipc_trainer: IpcTrainer, tmp_path: Path, harm: str) -> None:
     weights = ipc_trainer.publish(0)

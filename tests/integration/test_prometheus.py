@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,6 @@ import pytest
 from tasuki.config.paths import training_output_path
 from tasuki.v1.types_pb2 import PHASE_ROLLOUT, PHASE_TRAIN
 from tests.integration.coordinator_process import Node, running_coordinator
-from tests.integration.port_node import make_certs, make_tokens, mtls, port_config, tokens
-from tests.integration.test_metrics_port import served
 from tests.prometheus import PROMETHEUS, Prometheus, prometheus
 from tools.grafana_dashboard import dashboard
 
@@ -73,30 +70,3 @@ async def test_it_scrapes_all_that_a_coordinator_knows_and_takes_the_dashboards_
 def value(found: Prometheus, query: str) -> float:
     (series,) = found.ask("query", query=query)["result"]
     return float(series["value"][1])
-
-
-@pytest.mark.parametrize("kind", ["certificate", "token"])
-async def test_beyond_loopback_it_scrapes_as_a_viewer_and_as_nobody_else(
-    kind: str, tmp_path: Path, unused_tcp_port_factory: Callable[[], int]
-) -> None:
-    folder, port = make_tokens(make_certs(tmp_path / "certs")), unused_tcp_port_factory()
-    tls = {"ca_file": str(folder / "ca.pem")}
-    if kind == "certificate":
-        security = mtls(folder)
-        viewer = {"tls_config": tls | {"cert_file": str(folder / "viewer.pem"), "key_file": str(folder / "viewer.key")}}
-    else:
-        security = [*mtls(folder)[:2], *tokens(folder)]
-        viewer = {"tls_config": tls, "authorization": {"credentials_file": str(folder / "viewer.token")}}
-    config = port_config(tmp_path, f"metrics.listen=0.0.0.0:{port}", *security)
-
-    def scrape() -> None:
-        target, free = f"localhost:{port}", unused_tcp_port_factory
-        with prometheus(tmp_path / "viewer", target=target, port=free(), scheme="https", **viewer) as found:
-            found.wait_until("up")
-            assert value(found, "tasuki_gpus") == 8
-        with prometheus(tmp_path / "nobody", target=target, port=free(), scheme="https", tls_config=tls) as found:
-            # A server that hangs up may reset the connection before its reason is read.
-            assert re.search("401|certificate required|bad certificate|connection reset", found.wait_until("down"))
-
-    async with served(config, b"tasuki_gpus 8\n"):
-        await asyncio.to_thread(scrape)

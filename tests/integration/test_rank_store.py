@@ -16,9 +16,6 @@ import torch.distributed as dist
 
 from tasuki.trainer.other_nodes import END_KEY
 from tasuki.trainer.rank_store import FleetStore, join_ranks
-from tasuki.v1.rank_store_pb2_grpc import RankStoreServiceStub
-from tasuki.wire.channel import open_blocking_channel
-from tasuki.wire.credentials import authorization
 from tasuki.wire.errors import DeadlineExceeded, PermissionDenied, StaleEpoch, TasukiError
 from tests.integration.fleet_port import FleetPort, fleet_port
 from tests.integration.port_node import certificate
@@ -85,18 +82,6 @@ def test_who_waits_for_the_end_hears_of_a_trainer_that_was_started_again(port: F
     waiting = threading.Timer(0.3, lambda: refusal(lambda: join(port, 1, launch_id="second-1", timeout_s=2.0)))
     waiting.start()
     assert isinstance(refusal(lambda: one.wait([END_KEY], timedelta(seconds=10))), StaleEpoch)
-    waiting.join()
-
-
-def test_a_leader_that_was_restarted_tells_the_end_once_a_trainer_starts_again(port: FleetPort) -> None:
-    credentials = certificate(port.certs, "node")
-    stub = RankStoreServiceStub(open_blocking_channel(port.leader, credentials=credentials))
-    # From the leader's earlier life, which this one does not know.
-    store = FleetStore(stub, "earlier", metadata=authorization(credentials), timeout=timedelta(seconds=10))
-    assert isinstance(refusal(lambda: store.wait([END_KEY], timedelta(seconds=0.2))), DeadlineExceeded)
-    waiting = threading.Timer(0.3, lambda: refusal(lambda: join(port, 1, timeout_s=2.0)))
-    waiting.start()
-    assert isinstance(refusal(lambda: store.wait([END_KEY], timedelta(seconds=10))), StaleEpoch)
     waiting.join()
 
 

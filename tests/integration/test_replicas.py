@@ -10,10 +10,8 @@ from collections.abc import AsyncIterator, Iterator
 import psutil
 import pytest
 import torch
-from prometheus_client.parser import text_string_to_metric_families
 
-from tasuki.rpc.metric_names import ROLLOUT_TOKENS
-from tasuki.v1 import memory_pb2, metrics_pb2, types_pb2
+from tasuki.v1 import memory_pb2, types_pb2
 from tests.integration.rollout_process import (
     RolloutClient,
     RolloutProcess,
@@ -87,22 +85,6 @@ async def test_both_replicas_receive_each_version_and_generate_with_it(
             assert torch.allclose(torch.tensor(sample.rollout_log_probs), theirs, atol=2e-5)
         assert len({tuple(sample.token_ids) for sample in samples}) == 36, "no replica draws what another has drawn"
         await client.sleep()
-
-
-async def test_sglangs_metrics_tell_the_replicas_apart_beside_ours(client: RolloutClient, trainer: TestTrainer) -> None:
-    await client.wake(trainer.publish(2))
-    before = await client.metric(ROLLOUT_TOKENS.name)
-    await client.generate(PROMPTS, num_samples=4, max_new_tokens=48, ignore_eos=True)
-    told = (await client.metrics.GetMetrics(metrics_pb2.GetMetricsRequest(), timeout=60)).text.decode()
-    families = list(text_string_to_metric_families(told))
-    assert len(families) == len({family.name for family in families})
-    samples = {family.name: family.samples for family in families}
-    running = {sample.labels["dp_rank"]: sample.value for sample in samples["sglang:num_running_reqs"]}
-    assert running == {"0": 6, "1": 6}, "SGLang looks every 40 tokens"
-    (tokens,) = samples[ROLLOUT_TOKENS.name.removesuffix("_total")]
-    assert tokens.value == before + 12 * 48
-    (requests,) = samples["sglang:num_requests"]
-    assert requests.labels.keys() == {"model_name", "engine_type"} and requests.value >= 12
 
 
 async def test_cancel_and_drain_reach_both_replicas(client: RolloutClient, trainer: TestTrainer) -> None:

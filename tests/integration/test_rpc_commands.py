@@ -12,7 +12,6 @@ import pytest
 from tasuki.v1 import trainer_pb2, trainer_pb2_grpc
 from tasuki.wire.errors import (
     InvalidArgument,
-    StageOrder,
     StaleEpoch,
     StaleSequence,
 )
@@ -125,34 +124,6 @@ async def test_look_of_an_old_coordinator_that_arrives_late_shuts_the_new_one_no
     assert (await stub.PublishWeights(first, timeout=60)).published_bytes == 1
     late = trainer_pb2.PublishWeightsRequest(command=command("late", epoch=6, sequence=9))
     assert isinstance(await refused(stub.PublishWeights(late, timeout=60)), StaleEpoch)
-
-
-async def test_refused_stage_and_data_command_do_not_shut_the_coordinator_out(served: Served) -> None:
-    servicer, channel, _ = served
-    stub = trainer_pb2_grpc.TrainerServiceStub(channel)
-    servicer.gate.look(7)
-    first = trainer_pb2.PublishWeightsRequest(command=command("a", epoch=7, sequence=3))
-    await stub.PublishWeights(first, timeout=60)
-    servicer.gate.look(999)
-    wild = trainer_pb2.PublishWeightsRequest(command=command("out of order", epoch=999, sequence=10**7))
-    assert isinstance(await refused(stub.PublishWeights(wild, timeout=60)), StageOrder)
-    await stub.OptimStep(trainer_pb2.OptimStepRequest(command=command("b", epoch=999)), timeout=60)
-    assert (servicer.gate.epoch, servicer.gate.sequence) == (7, 3)
-    servicer.gate.look(7)
-    after = trainer_pb2.PublishWeightsRequest(command=command("c", epoch=7, sequence=4))
-    assert (await stub.PublishWeights(after, timeout=60)).published_bytes == 4
-
-
-async def test_command_that_arrives_after_a_refused_later_one_is_not_carried_out(served: Served) -> None:
-    servicer, channel, _ = served
-    servicer.gate.look(7)
-    stub = trainer_pb2_grpc.TrainerServiceStub(channel)
-    later = trainer_pb2.PublishWeightsRequest(command=command("out of order", epoch=7, sequence=4))
-    assert isinstance(await refused(stub.PublishWeights(later, timeout=60)), StageOrder)
-    late = trainer_pb2.PublishWeightsRequest(command=command("late", epoch=7, sequence=3))
-    assert isinstance(await refused(stub.PublishWeights(late, timeout=60)), StaleSequence)
-    after = trainer_pb2.PublishWeightsRequest(command=command("next", epoch=7, sequence=5))
-    assert (await stub.PublishWeights(after, timeout=60)).published_bytes == 5
 
 
 async def test_command_of_an_old_epoch_that_arrives_after_a_newer_one_looked_is_not_carried_out(served: Served) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-import signal
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from tasuki.config.save import save_config
 from tasuki.config.schema import ModelConfig, NodeConfig
 from tasuki.node.exit_report import write_exit_report
 from tasuki.node.node_snapshot import NodeReader
-from tasuki.node.start import CALL_TIMEOUT_S, running_node
 from tasuki.v1.types_pb2 import PHASE_TRAIN
 from tasuki.wire.errors import NodeDown
 from tests.integration.coordinator_process import DEADLINE_S, coordinated
@@ -78,29 +76,3 @@ async def test_services_that_are_away_are_marked_and_the_others_told(
     with pytest.raises(NodeDown, match="because the supervisor was killed by SIGKILL"):
         await asyncio.to_thread(show_state, config, as_json=False)
     shutil.rmtree(socket_dir(config.state_dir))
-
-
-async def test_a_coordinator_that_is_stopped_once_it_serves_is_waited_for(tmp_path: Path) -> None:
-    config = NodeConfig(state_dir=tmp_path / "state", model=ModelConfig(path=tmp_path))
-    config.state_dir.mkdir()
-    save_config(config, config.state_dir / "node.toml")
-    told: list[str] = []
-
-    def join() -> None:
-        with running_node(config, may_start=False, tell=tell):
-            told.append("joined")
-
-    def tell(line: str) -> None:
-        told.append(line)
-        if line.startswith("coordinator serves"):
-            process.send_signal(signal.SIGSTOP)
-            loop.call_soon_threadsafe(loop.call_later, 1.5 * CALL_TIMEOUT_S, process.send_signal, signal.SIGCONT)
-
-    loop = asyncio.get_running_loop()
-    with StateLock.take(config.state_dir, name=NODE_LOCK):
-        begin_instance(config.state_dir)
-        async with serving(config) as services, coordinated(config, *services) as node:
-            process = node.process
-            await node.settled()
-            await asyncio.to_thread(join)
-    assert told[-1] == "joined"

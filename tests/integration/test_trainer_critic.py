@@ -98,22 +98,6 @@ async def test_a_second_run_on_a_living_node_learns(client: TrainerClient) -> No
     assert (await client.optim_step(schedule_step=1)).learning_rate == pytest.approx(0.5e-3)
 
 
-async def test_gradients_that_are_not_finite_are_a_step_that_is_skipped(client: TrainerClient) -> None:
-    samples = value_samples(12)
-    before, version = await client.log_probs(samples), (await client.state()).policy_version
-    broken = [TrainingSample.FromString(sample.SerializeToString()) for sample in samples]
-    for sample in broken:
-        sample.advantages[:] = [3e38]
-    await client.forward_backward(broken)
-    step = await client.optim_step()
-    assert (step.is_skipped, step.version) == (True, version)
-    state = await client.state()
-    assert (state.policy_version, state.has_gradients) == (version, False)
-    assert await client.log_probs(samples) == before
-    await client.forward_backward(samples)
-    assert (await client.optim_step()).version == version + 1
-
-
 async def test_a_trainer_started_again_has_both_roles_of_its_checkpoint_and_its_log(
     client: TrainerClient, trainer: TrainerProcess, model: Path, tmp_path: Path
 ) -> None:

@@ -80,18 +80,6 @@ async def test_the_error_of_a_failed_start_reaches_the_front(tmp_path: Path) -> 
     assert exit_codes(processes) == [3, 3]
 
 
-async def test_ranks_leave_with_their_launcher(tmp_path: Path) -> None:
-    front = TrainerRanks(socket_dir=tmp_path, num_ranks=2, collective_timeout_s=1.0)
-    launcher = await asyncio.create_subprocess_exec("sleep", "600")
-    processes = start_ranks(tmp_path, launcher.pid)
-    await asyncio.wait_for(front.ready(), 60)
-    launcher.kill()
-    await launcher.wait()
-    await asyncio.wait_for(front.broken.wait(), 60)
-    assert await asyncio.to_thread(exit_codes, processes) == [0, 0]
-    front.close()
-
-
 async def test_a_front_closes_whose_rank_leaves_while_it_is_told_to_stop(tmp_path: Path) -> None:
     """Some such ends make libzmq wait forever; the test ends with the first."""
 

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
-from tasuki.algorithms.loss_types import Aggregation, LossConfig, OldPolicy
+from tasuki.algorithms.loss_types import Aggregation, OldPolicy
 from tasuki.algorithms.losses.cispo import CispoLoss
 from tasuki.algorithms.losses.gspo import GspoLoss
 from tasuki.algorithms.losses.policy_gradient import PolicyGradientLoss
 from tasuki.algorithms.losses.ppo import PpoLoss
 from tasuki.algorithms.losses.value import ValueLoss
-from tasuki.algorithms.reward_kl import AdaptiveKlCoef
 from tasuki.client.estimation import Estimator
 from tasuki.config.algorithms import PRESETS, expanded
 from tasuki.config.load import load_config
@@ -96,22 +95,6 @@ def test_settings_of_another_loss_are_not_inherited(tmp_path: Path) -> None:
     assert settings_of(tmp_path, "train.algorithm=gspo", "train.loss.name=ppo").loss.loss == PpoLoss()
     loss = settings_of(tmp_path, "train.algorithm=dapo", "train.loss.name=ppo").loss.loss
     assert loss == PpoLoss(clip_high=0.28)
-
-
-def test_settings_that_another_estimator_does_not_read_are_not_inherited(tmp_path: Path) -> None:
-    overrides = ["train.algorithm=ppo", "train.advantages.estimator=leave_one_out"]
-    assert config_of(tmp_path, *overrides).train == config_of(tmp_path, overrides[1], "train.algorithm=ppo").train
-    train = config_of(tmp_path, "train.algorithm=dr_grpo", overrides[1]).train
-    assert train is not None
-    assert (train.advantages.std, train.value_loss.clip) == ("sample", None)
-    divides = config_of(tmp_path, "train.algorithm=dr_grpo", "train.advantages.estimator=batch_baseline").train
-    assert divides is not None
-    assert divides.advantages.std == "none"
-
-
-def test_another_loss_inherits_what_every_loss_has(tmp_path: Path) -> None:
-    loss = settings_of(tmp_path, "train.algorithm=dr_grpo", "train.loss.name=cispo", "train.max_new_tokens=32").loss
-    assert loss == LossConfig(loss=CispoLoss(), aggregation=Aggregation.CONSTANT, aggregation_length=32)
 
 
 def test_dr_grpo_divides_by_the_longest_completion_unless_it_is_told_another_length(tmp_path: Path) -> None:
@@ -207,14 +190,6 @@ def test_what_does_not_fit_is_refused_when_the_file_is_read(
     error = refused(tmp_path, *overrides)
     assert error.metadata["field"] == field
     assert problem in error.message
-
-
-def test_a_horizon_that_keeps_the_coefficient_above_zero_is_accepted(tmp_path: Path) -> None:
-    overrides = ["train.prompts_per_step=10", "train.group_size=5", "train.advantages.kl_horizon=10.1"]
-    kept = settings_of(tmp_path, *STEERED, *overrides).advantages
-    assert kept.kl_target is not None
-    steered = AdaptiveKlCoef(coef=kept.kl_coef, target=kept.kl_target, horizon=kept.kl_horizon)
-    assert steered.updated(0.0, num_samples=50).coef > 0
 
 
 @pytest.mark.parametrize("estimator", Estimator)

@@ -3,7 +3,6 @@
 import ctypes
 import gc
 import os
-import resource
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -133,24 +132,6 @@ def test_an_arena_with_live_blocks_is_not_closed(weights):
     with pytest.raises(Busy, match="1 blocks in use"):
         weights.close()
     del block
-
-
-def test_the_limit_of_open_files_is_a_clean_error(weights):
-    block = filled(weights, 20 * MIB)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    before = num_open_fds()
-    lowest_free = os.open("/dev/null", os.O_RDONLY)
-    os.close(lowest_free)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
-    try:
-        with pytest.raises(InternalError, match=r"Too many open files.*ulimit -n"):
-            weights.export(Access.READ_ONLY)
-        with pytest.raises(InternalError, match="ulimit -n"):
-            weights.allocate(64 * MIB)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert num_open_fds() == before
-    assert set(bytes(block[: 4 * MIB])) == {7}
 
 
 def measured():

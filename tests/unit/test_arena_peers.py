@@ -116,16 +116,6 @@ def test_a_read_only_peer_dies_of_a_write_and_the_bytes_stay(weights, peers):
     export.close()
 
 
-def test_a_peer_may_write_what_was_exported_for_writing(weights, peers):
-    block = filled(weights, MIB, 4)
-    export = weights.export(Access.READ_WRITE)
-    peer = peers(export, Access.READ_WRITE)
-    assert peer.ask("write 3 9") == "done"
-    assert block[3] == b"\x09"
-    peer.kill()
-    export.close()
-
-
 def test_what_a_peer_holds_is_not_counted_as_given_back(weights, peers):
     block = filled(weights, HELD, 4)
     export = weights.export(Access.READ_ONLY)

@@ -11,7 +11,7 @@ from tasuki.coordinator.node import Node
 from tasuki.coordinator.operations import StateUpdate
 from tasuki.coordinator.records import StageEvent, Status
 from tasuki.memory.stages import Phase, Service, Stage
-from tasuki.wire.errors import DiskFull, OutOfGpuMemory, PeerUnavailable, StageOrder
+from tasuki.wire.errors import OutOfGpuMemory, PeerUnavailable, StageOrder
 from tests.unit.fake_node import TO_ROLLOUT, TO_TRAIN, TRAIN, acquire, events
 from tests.unit.fake_services import FakeServices
 
@@ -192,23 +192,3 @@ async def test_node_in_the_middle_of_nowhere_says_so_and_refuses(node: Node, ser
         await acquire(node, Phase.TRAIN)
     assert (node.state().phase, node.state().at) == (None, None)
     assert "restart the node" in node.state().last_error
-
-
-async def test_full_disk_under_the_journal_is_told_and_the_node_goes_on_when_there_is_room(
-    node: Node, journal: Journal, services: FakeServices
-) -> None:
-    await acquire(node, Phase.ROLLOUT)
-    num_pages = journal._db.execute("PRAGMA page_count").fetchone()[0]
-    journal._db.execute(f"PRAGMA max_page_count = {num_pages}")
-    with pytest.raises(DiskFull, match="cannot be written .database or disk is full.*make room"):
-        for number in range(100):
-            await acquire(node, (Phase.TRAIN, Phase.ROLLOUT)[number % 2], f"{number}")
-    num_asked = len(services.asked)
-    with pytest.raises(DiskFull):
-        await acquire(node, Phase.TRAIN, "still full")
-        await acquire(node, Phase.ROLLOUT, "still full, too")
-    assert len(services.asked) - num_asked <= 1
-    journal._db.execute(f"PRAGMA max_page_count = {2**20}")
-    for phase in (Phase.TRAIN, Phase.ROLLOUT):
-        await acquire(node, phase, f"{phase} with room")
-    assert (node.state().phase, services.served, journal.unresolved()) == (Phase.ROLLOUT, 0, [])

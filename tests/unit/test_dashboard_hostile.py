@@ -116,22 +116,3 @@ def test_any_content_is_survived_and_told(tmp_path: Path, name: str, content: by
         assert re.fullmatch(rf"/.*/{name.rpartition('/')[2]} cannot be read: .*{problem}.*", *problems)
     assert json.dumps(feed.run(), allow_nan=False).isascii()
     assert time.process_time() - started < limit_s(5.0)
-
-
-def test_a_node_whose_files_are_hostile_is_shown(tmp_path: Path) -> None:
-    node, run = tmp_path / "node", Path(shutil.copytree(RECORDED, tmp_path / "run"))
-    node.mkdir()
-    shutil.copy(RECORDED / "journal.sqlite", node)
-    (node / "node.toml").write_text(f'state_dir = "{node}"\ndevice = "cpu"\n[model]\npath = "{run / "model"}"\n')
-    (run / "model" / "config.json").write_text("[" * 100_000)
-    (node / "training.output").write_text(f"{run}\n")
-    feed = Feed(lambda: place_of(node))
-    look(feed)
-    ask_all(feed)
-    assert "config.json is not JSON" in feed.memory(changeovers=1)["plan_problem"]
-    for content, problem in ((b"/" + b"x" * 9000, "File name too long"), (b"\n", "contains no path")):
-        (node / "training.output").write_bytes(content)
-        feed = Feed(lambda: place_of(node))
-        look(feed)
-        assert feed.run()["problems"] == [f"{node / 'training.output'} cannot be read: {problem}"]
-        assert feed.run()["output_dir"] is None and feed.changeover_chart(points=10)["numbers"]

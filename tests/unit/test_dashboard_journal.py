@@ -16,7 +16,7 @@ from tasuki.coordinator.records import Outcome
 from tasuki.dashboard.changeovers import page
 from tasuki.dashboard.journal_tail import JournalTail
 from tasuki.memory.stages import HOLDS, Phase, Stage
-from tasuki.wire.errors import InvalidArgument, OutOfGpuMemory
+from tasuki.wire.errors import InvalidArgument
 from tests.limits import limit_s
 
 RECORDED = Path(__file__).parents[1] / "recorded_run"
@@ -52,18 +52,6 @@ def test_a_reader_sees_what_the_writer_commits_and_holds_up_none_of_it(journal: 
     assert len(tail.columns.times) == 20
     assert not tail.advance()
     assert tail.last_seconds() == {"LOAD_WEIGHTS": 0.25}
-
-
-def test_events_are_the_stages_that_ended_last(journal: Journal, tmp_path: Path) -> None:
-    for number in range(120):
-        write_changeover(journal, f"a{number}")
-    changeover = journal.begin_changeover("b", origin=HOLDS[Phase.TRAIN], target=Phase.ROLLOUT)
-    intent = journal.intend(Stage.LOAD_WEIGHTS, changeover, is_undo=False, trainer_boot_id="t1", rollout_boot_id="r1")
-    journal.failed(intent, OutOfGpuMemory("no room"), seconds=1.5)
-    events = read_all(JournalTail(tmp_path / "journal.sqlite")).events()
-    assert len(events) == 100
-    assert events[0].endswith("c000121  LOAD_WEIGHTS    FAILED  1.500 s, 0.0 MiB  GPU_MEMORY: no room")
-    assert events[1].endswith("c000120  LOAD_WEIGHTS    DONE  0.250 s, 0.0 MiB")
 
 
 def test_a_journal_that_is_absent_damaged_or_strange_is_told_and_nothing_is_raised(tmp_path: Path) -> None:

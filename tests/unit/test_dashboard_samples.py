@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.dashboard import samples
 from tasuki.dashboard.samples import TokenTexts, list_steps, read_sample, read_step
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 
@@ -63,22 +62,6 @@ def test_a_step_without_a_regular_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PathNotFound):
         read_step(None, 0)
     assert list_steps(tmp_path / "none") == list_steps(None) == []
-
-
-def test_only_the_first_of_many_lines_names_and_steps_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(samples, "_MAX_LINES", 3)
-    monkeypatch.setattr(samples, "_MAX_STEPS", 2)
-    for number in range(4):
-        (tmp_path / f"step-{number:06d}.jsonl").write_text("{}\n" * number)
-    assert list_steps(tmp_path) == [2, 3]
-    many = {"rewards": {f"{'<b>' * 100}{number}": 1.0 for number in range(1000)}}
-    (tmp_path / "step-000004.jsonl").write_text(f"{json.dumps(many)}\n" + "{}\n" * 9)
-    step = read_step(tmp_path, 4)
-    assert (len(step["samples"]), step["is_cut"]) == (3, True) and not read_step(tmp_path, 3)["is_cut"]
-    assert all(len(name) <= 201 for name in step["samples"][0]["rewards"])
-    (tmp_path / "file").touch()
-    with pytest.raises(InvalidArgument, match="file cannot be read: Not a directory"):
-        list_steps(tmp_path / "file")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import pytest
 from tasuki.config.failpoints import Action
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.phases import path
-from tasuki.coordinator.records import Outcome, Status
 from tasuki.memory.stages import HOLDS, Phase, Stage
 from tasuki.rpc.failpoints import Failpoints, plant
 from tasuki.wire.errors import DiskFull
@@ -91,23 +90,6 @@ async def test_while_the_disk_is_full_nothing_is_sent_and_with_room_it_goes_on(d
         intents = written(journal)
         assert [one for one in services.asked if one not in intents] == []
         assert journal.unresolved() == []
-
-
-def test_result_that_there_was_no_room_for_is_written_before_anything_else(disk: TinyDisk) -> None:
-    with closing(Journal(disk.folder / "journal.sqlite")) as journal:
-        journal.begin_epoch("boot-1")
-        changeover_id = journal.begin_changeover("r1", origin=HOLDS[Phase.TRAIN], target=Phase.ROLLOUT)
-        intent = journal.intend(Stage.LOAD_WEIGHTS, changeover_id, is_undo=False, trainer_boot_id="t", rollout_boot_id="r")
-        disk.fill()
-        outcome = Outcome(7, answer=bytes(100_000), policy_version=3)
-        with pytest.raises(DiskFull):
-            journal.done(intent, outcome, seconds=0.1)
-        with pytest.raises(DiskFull):
-            journal.unresolved()
-        disk.free()
-        assert journal.unresolved() == []
-        assert journal.published() == outcome
-        assert [event.status for event in journal.changeovers(limit=1)[0].events] == [Status.DONE]
 
 
 def test_journal_on_a_read_only_disk_is_a_clear_error(tmp_path: Path) -> None:

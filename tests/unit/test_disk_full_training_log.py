@@ -66,18 +66,3 @@ async def test_full_disk_at_a_saved_checkpoint_leaves_the_log_as_it_was_and_warn
     await log.saved(checkpoint)
     log.close()
     assert ids(path) == ["", "c"]
-
-
-async def test_full_disk_at_a_loaded_checkpoint_stops_training_until_it_is_loaded_again(path: Path, tmp_path: Path) -> None:
-    log = TrainingLog(path, failpoints=Failpoints("trainer", folder=tmp_path))
-    await write(log, learn("a"), step("b"))
-    plant(tmp_path, "trainer", "log.replace", Action.FULL)
-    checkpoint = TrainingRecord(checkpoint=trainer_pb2.LoadCheckpointRequest(path="/c"))
-    with pytest.raises(DiskFull, match="cannot be written"):
-        await log.loaded(checkpoint)
-    with pytest.raises(DiskFull, match="lacks a completed command"):
-        await write(log, learn("c"))
-    await log.loaded(checkpoint)
-    await write(log, learn("d"))
-    log.close()
-    assert ids(path) == ["", "d"]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +13,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from tasuki.cli.__main__ import main
-from tasuki.models.families import read_model
 from tasuki.models.shape import ModelShape
 from tasuki.planner.advice import climb
 from tasuki.planner.kept_bytes import kept_in_parallel_experts
@@ -29,7 +25,6 @@ from tasuki.trainer.backends.fsdp.expert_parallel import ParallelExperts, parall
 from tasuki.wire.errors import InvalidArgument
 from tests.models import CONFIGS, make_model
 from tests.saved_tensors import kept_bytes
-from tests.unit.test_published_models import PUBLISHED
 
 NUM_TOKENS, NUM_CHOSEN = 96, 2
 NUM_EXPERTS = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts"}
@@ -140,14 +135,6 @@ def test_experts_that_ranks_cannot_share_are_refused(model: ModelShape, settings
     assert refused.value.metadata["field"] == "expert_parallel"
 
 
-def test_a_dense_critic_beside_experts_is_planned_without_any() -> None:
-    layout = layout_of(MOE, critic=MODELS["qwen2.5-7b"], tp_size=4, expert_parallel=True)
-    of_critic = layout.of_critic()
-    assert of_critic is not None and not of_critic.expert_parallel
-    of_dense_policy = layout_of(MODELS["qwen2.5-7b"], tp_size=4, critic=MOE, expert_parallel=True).of_critic()
-    assert of_dense_policy is not None and of_dense_policy.expert_parallel
-
-
 def test_gathered_experts_that_do_not_fit_are_told_to_stay_apart() -> None:
     model = replace(MOE, expert_size=12 * 768, experts_per_token=1, num_layers=4)
     layout = layout_of(
@@ -156,38 +143,3 @@ def test_gathered_experts_that_do_not_fit_are_told_to_stay_apart() -> None:
     assert [(rung.setting, rung.new, rung.plan.fits) for rung in climb(plan(layout))] == [
         ("trainer.expert_parallel", "true", True)
     ]
-
-
-@pytest.mark.parametrize(
-    ("trainer", "cause"),
-    [
-        ("num_ranks = 1", "trainer.expert_parallel = true needs trainer.num_ranks above 1"),
-        ("num_ranks = 6", "trainer.expert_parallel: 6 ranks cannot share 128 experts of Qwen3MoeForCausalLM evenly"),
-        ("num_ranks = 2\nmlp_tile_tokens = 64", "trainer.mlp_tile_tokens = 64 is not for trainer.expert_parallel = true"),
-    ],
-)
-def test_a_node_is_told_its_key(tmp_path: Path, trainer: str, cause: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", str(node_of(tmp_path, trainer)), "--gpu-gb", "141"]) == 2
-    assert capsys.readouterr().err.startswith(f"tasuki: error INVALID_ARGUMENT: {cause}")
-
-
-def test_the_preset_is_the_published_model() -> None:
-    assert [read_model(config).shape for _, config in PUBLISHED if config["architectures"] == [MOE.architecture]] == [MOE]
-
-
-def test_a_plan_says_how_many_rows_it_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["plan", str(node_of(tmp_path, "num_ranks = 8\nmicro_batch_tokens = 16384")), "--gpu-gb", "141"])
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "8 FSDP ranks, all parameters, expert parallel" in printed
-    assert "Experts: 16 of 128 on each rank. Counted are 1,048,576 rows" in printed
-    assert "Even routing brings 131,072." in printed
-
-
-def node_of(folder: Path, trainer: str) -> Path:
-    (_, config) = next(each for each in PUBLISHED if each[1]["architectures"] == [MOE.architecture])
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "node.toml").write_text(
-        f'state_dir = "node"\ndevice = "cuda"\n[model]\npath = "{folder}"\n[rollout]\ntp_size = 2\nkv_ratio = 0.5\n'
-        f"[trainer]\nexpert_parallel = true\n{trainer}\n"
-    )
-    return folder / "node.toml"

@@ -25,10 +25,6 @@ def test_each_start_has_a_name_of_its_own_while_it_holds_the_lock(tmp_path: Path
     assert all(names)
 
 
-def test_of_a_lock_that_cannot_be_seen_nobody_says_that_it_is_free(tmp_path: Path) -> None:
-    assert not is_free(tmp_path / "nowhere.lock")
-
-
 def test_a_lock_names_its_newest_holder_whatever_the_length_of_the_pid(tmp_path: Path) -> None:
     with StateLock.take(tmp_path, name=NODE_LOCK) as lock:
         for pid in (4_194_303, 7):

@@ -8,8 +8,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-import pytest
-
 from tasuki.rollout.generate import EngineRequest
 from tasuki.rollout.request_queue import AT_ONCE, Call, Intake
 from tasuki.wire.errors import InternalError
@@ -141,18 +139,6 @@ async def test_a_call_that_has_left_is_not_handed_over() -> None:
         await turns()
         assert [engine.num_of(one) for one in (left, call)] == [0, 2]
         assert intake.num_waiting == 0
-
-
-async def test_a_refused_part_ends_its_call_alone() -> None:
-    engine = Engine(refuses="a-")
-    async with intake_of(engine) as intake:
-        refused, call = call_of(2), call_of(2, "b-")
-        intake.enter(refused)
-        intake.enter(call)
-        await turns()
-        with pytest.raises(InternalError):
-            await refused.ended()
-        assert engine.num_of(call) == 2
 
 
 async def _all(call: Call) -> AsyncIterator[tuple[int, object]]:

@@ -15,7 +15,7 @@ import pytest
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.records import Intent, Outcome, Status
 from tasuki.memory.stages import HOLDS, Phase, Stage
-from tasuki.wire.errors import DiskFull, InvalidArgument, OutOfGpuMemory
+from tasuki.wire.errors import InvalidArgument, OutOfGpuMemory
 
 TRAIN = HOLDS[Phase.TRAIN]
 
@@ -40,12 +40,6 @@ def test_a_journal_of_another_version_is_refused_and_unchanged(tmp_path: Path) -
         Journal(path)
     assert (refused.value.metadata["field"], refused.value.metadata["version"]) == ("state_dir", "1")
     assert path.read_bytes() == before
-
-
-def test_something_else_under_the_name_of_the_journal_is_refused(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "journal.sqlite")
-    with pytest.raises(InvalidArgument, match="state_dir: .*journal.sqlite is no regular file"):
-        Journal(tmp_path / "journal.sqlite")
 
 
 @pytest.mark.parametrize("header_bytes", [0, 100])
@@ -79,17 +73,6 @@ def test_sequence_grows_by_one_in_an_epoch_and_restarts_in_the_next(journal: Jou
     second = intend(journal, changeover_id, Stage.SYNC)
     assert [(intent.epoch, intent.sequence) for intent in (*first, second)] == [(1, 1), (1, 2), (2, 1)]
     assert len({intent.request_id for intent in (*first, second)}) == 3
-
-
-def test_number_of_an_intent_that_could_not_be_written_is_given_again(journal: Journal) -> None:
-    changeover_id = journal.begin_changeover("r1", origin=TRAIN, target=Phase.ROLLOUT)
-    intend(journal, changeover_id, Stage.LOAD_WEIGHTS)
-    journal._db.execute("PRAGMA query_only = 1")
-    with pytest.raises(DiskFull):
-        intend(journal, changeover_id, Stage.RESUME_WEIGHTS)
-    journal._db.execute("PRAGMA query_only = 0")
-    again = intend(journal, changeover_id, Stage.RESUME_WEIGHTS)
-    assert (again.id, again.sequence) == (2, 2)
 
 
 def test_stage_without_a_result_is_unresolved_and_remains_started(journal: Journal) -> None:

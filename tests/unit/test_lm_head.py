@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tasuki.algorithms import lm_head, lm_head_tiles, vocabulary_tiles
+from tasuki.algorithms import lm_head, vocabulary_tiles
 from tests.lm_head_cases import make_case, relative_error
 
 # Relative error of gradients, in norm. Those of bfloat16 are rounded once, at the end.
@@ -116,16 +116,6 @@ def test_nan_is_not_hidden() -> None:
     assert log_probs_N.isnan().tolist() == entropy_N.isnan().tolist() == [False, False, True, False, False]
 
 
-@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
-def test_no_places_give_an_exactly_zero_gradient(dtype: torch.dtype) -> None:
-    case = make_case(0, 300, dtype=dtype)
-    log_probs_N, entropy_N = results = case.results()
-    grad_hidden, grad_weight = case.gradients(results, (1.0, 1.0))
-    assert log_probs_N.shape == entropy_N.shape == (0,)
-    assert grad_hidden.shape == case.hidden_NH.shape
-    assert torch.equal(grad_weight, torch.zeros_like(case.weight_VH))
-
-
 def test_tied_weights_get_the_sum_of_both_gradients() -> None:
     case = make_case(20, 131)
     in_float64 = case.to(torch.float64)
@@ -176,17 +166,3 @@ def test_a_frozen_weight_costs_no_product_and_the_last_tile_is_computed_once(
     assert operations.num_products == products_of_a_tile * 4 - 1
     assert case.hidden_NH.grad is not None and torch.equal(case.hidden_NH.grad, expected_grad)
     assert (case.weight_VH.grad is None) == bool(num_frozen)
-
-
-def test_an_unused_entropy_costs_no_pass_over_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    gradient = lm_head_tiles.gradient
-
-    def watched(logits_NC: torch.Tensor, softmax: lm_head_tiles.SoftmaxGradient, *args: Any, **kwargs: Any) -> torch.Tensor:
-        seen.append((softmax.log_prob_factor_N is None, softmax.entropy_factor_N is None))
-        return gradient(logits_NC, softmax, *args, **kwargs)
-
-    monkeypatch.setattr(lm_head_tiles, "gradient", watched)
-    for used in (0, 1):
-        make_case(7, 131).results()[used].sum().backward()
-    assert seen == [(False, True), (True, False)]

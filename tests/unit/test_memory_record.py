@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from tasuki.coordinator.observe.memory_record import MemoryRecord
 from tasuki.dashboard.journal_tail import JournalTail, StageColumns
 from tasuki.dashboard.memory import MemoryTimeline, read_plan
 from tasuki.memory.stages import HOLDS, Phase, Service
-from tasuki.wire.errors import TasukiError
 from tests.unit import fake_node
 from tests.unit.fake_node import acquire
 from tests.unit.fake_services import FakeServices
@@ -77,16 +75,6 @@ async def test_a_line_is_written_for_what_is_new_and_the_journal_moves_the_tags(
     assert by_tag["rollout", "weights"][at["PAUSE_WEIGHTS"]] == 0
 
 
-async def test_a_disk_that_takes_nothing_costs_the_record_and_no_changeover(
-    journal: Journal, services: FakeServices, devices: Devices, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    node = make_node(journal, services, devices, tmp_path / "no folder" / "memory.jsonl")
-    with caplog.at_level(logging.WARNING):
-        await acquire(node, Phase.ROLLOUT)
-    assert node.state().phase is Phase.ROLLOUT
-    assert "event=memory_not_recorded" in caplog.text
-
-
 async def test_the_file_stays_below_its_bound(devices: Devices, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tasuki.coordinator.observe.memory_record._MAX_BYTES", 3000)
     record = MemoryRecord(tmp_path / "memory.jsonl")
@@ -114,21 +102,3 @@ def test_a_recorded_run_has_memory_beside_its_plan() -> None:
         if stage in ("RESUME_KV", "LOAD_TRAINER")
     )
     assert all(tags < total for tags, total in zip(planned["tags"], planned["total"], strict=True))
-
-
-def test_without_a_model_there_is_no_plan_and_an_error_that_says_so(tmp_path: Path) -> None:
-    (tmp_path / "node.toml").write_text((RECORDED / "logs" / "node.toml").read_text())
-    with pytest.raises(TasukiError, match="model"):
-        read_plan(tmp_path / "node.toml", {"cpu": 10**9})
-
-
-def test_a_long_run_is_drawn_with_a_bounded_number_of_points() -> None:
-    columns = columns_of(RECORDED / "journal.sqlite")
-    many = StageColumns()
-    for lap in range(100):
-        for name in ("stages", "seconds", "is_done", "is_undo"):
-            getattr(many, name).extend(getattr(columns, name))
-        many.times.extend(time + lap for time in columns.times)
-        many.numbers.extend(number + 64 * lap for number in columns.numbers)
-    window = MemoryTimeline(RECORDED / "memory.jsonl").window(many, changeovers=10_000, plan=None)
-    assert 1000 < len(window["times"]) <= 2000 and window["bucket"] > 1

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tasuki.models.families import read_model
 from tasuki.models.family import full_attention
 from tasuki.planner.layout import Checkpointing
 from tasuki.planner.presets import MODELS
@@ -21,7 +20,6 @@ from tasuki.trainer.attention import packed as attention
 from tasuki.trainer.attention import padded as attention_padded
 from tasuki.trainer.attention.blocks import OwnBlocks, PromptBlocks
 from tasuki.trainer.attention.flash import Fa4Sequences
-from tasuki.trainer.attention.flash_blocks import block_attention, flash_runs
 from tasuki.trainer.attention.packed import sequences_of
 from tasuki.trainer.attention.padded import PaddedSequences
 from tasuki.trainer.attention.trial import fault_with_shared_prompts
@@ -146,16 +144,8 @@ def test_every_family_computes_the_same(kind: str, checkpointing: Checkpointing)
         assert (gradients[0][name] - exact).norm() <= 2e-6 * max(1.0, exact.norm()), name
 
 
-GEMMA = make_model("gemma3", seed=0).config
 QWEN = MODELS["qwen2.5-0.5b"]
 SETTINGS: dict[str, Any] = {"shape": QWEN, "attention": full_attention(QWEN), "dtype": torch.bfloat16, "device": CPU}
-
-
-def test_a_kernel_without_windows_over_prompts_is_told_by_name() -> None:
-    model = read_model({**GEMMA.to_dict(), "architectures": ["Gemma3ForCausalLM"]})
-    windowed = {**SETTINGS, "shape": model.shape, "attention": model.attention}
-    assert "Gemma3ForCausalLM has windows" in str(fault_with_shared_prompts(Fa4Sequences, **windowed))
-    assert fault_with_shared_prompts(PaddedSequences.of, **windowed) is None
 
 
 class Forgetful(PromptBlocks):
@@ -176,24 +166,6 @@ def test_a_trial_tells_right_gradients_from_wrong_ones(
     found = fault_with_shared_prompts(Fa4Sequences, **SETTINGS)
     fault_with_shared_prompts.cache_clear()
     assert found is None if fault is None else fault in str(found)
-
-
-def test_runs_of_a_flash_kernel_are_those_of_the_packed_tokens() -> None:
-    batch = token_batch(make_samples(((3, (2, 3)), (2, (2,)), (4, (5, 9)))), device=CPU)
-    assert batch.prompts is not None
-    own, prompts = flash_runs(batch, batch.prompts)
-    assert own.cu_queries_S.tolist() == own.cu_keys_S.tolist() == [0, 3, 6, 10, 11, 13, 17, 25]
-    assert (own.max_queries, own.is_causal) == (8, True)
-    assert (prompts.cu_queries_S.tolist(), prompts.cu_keys_S.tolist()) == ([0, 3, 15], [0, 3, 7])
-    assert (prompts.max_queries, prompts.max_keys, prompts.is_causal) == (12, 4, False)
-
-
-def test_the_operator_says_its_shapes_without_a_gpu() -> None:
-    q, k = (torch.empty(9, heads, 16, device="meta", dtype=torch.bfloat16) for heads in (4, 2))
-    starts = torch.empty(3, device="meta", dtype=torch.int32)
-    out, lse = block_attention(q, k, k, starts, starts, 5, 7, 0.25, False)
-    assert (out.shape, out.dtype) == ((9, 4, 16), torch.bfloat16)
-    assert (lse.shape, lse.dtype) == ((4, 9), torch.float32)
 
 
 def test_ranks_hear_which_samples_share_their_prompt() -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tasuki.client.step import Step
-from tasuki.runs.progress import INEXACT, TrainProgress, step_line
+from tasuki.runs.progress import step_line
 
 
 def test_a_line_leaves_out_what_did_not_take_place() -> None:
@@ -19,10 +17,3 @@ def test_a_line_leaves_out_what_did_not_take_place() -> None:
         "step   3  version 6  reward 1.000  gap 1.2e-04  explained 0.50  1 rewards failed  2 updates skipped, gradients not finite"
         "  0.0 s"
     )
-
-
-def test_log_probs_that_are_not_exact_are_told_of_once(capsys: pytest.CaptureFixture[str]) -> None:
-    with TrainProgress("unix:/nowhere", num_steps=3) as progress:
-        for number, fraction in enumerate((0.0, 1.0, 1.0)):
-            progress.report(Step(number, policy_version=number, metrics={"inexact_fraction": fraction}))
-            assert capsys.readouterr().err == (f"{INEXACT}\n" if number == 1 else "")

@@ -15,9 +15,3 @@ def test_the_last_ones_are_kept_and_the_oldest_goes(tmp_path: Path) -> None:
     assert [path.name for path in rotated_paths(log, keep=3)] == ["trainer.log.old", "trainer.log.old.1", "trainer.log.old.2"]
     assert [path.read_text() for path in (log, *rotated_paths(log, keep=3))] == ["4", "3", "2", "1"]
     assert len(list(tmp_path.iterdir())) == 4
-
-
-def test_without_one_there_is_nothing_to_do(tmp_path: Path) -> None:
-    (tmp_path / "trainer.log.old").write_text("kept")
-    rotate(tmp_path / "trainer.log", keep=3)
-    assert [path.name for path in tmp_path.iterdir()] == ["trainer.log.old"]

@@ -10,8 +10,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from tasuki.models.shape import decoder_shape
-from tasuki.planner.kept_bytes import kept_of_routing
 from tasuki.planner.layout import Checkpointing
 from tasuki.trainer.backends.fsdp.mlp_tiles import tile_mlps
 from tasuki.trainer.modules.routing import ExpertLoad, Router, replace_routers, routing_operators
@@ -118,10 +116,3 @@ def test_the_load_is_that_of_transformers_choice(kind: str) -> None:
         assert not routers[0].load_E.any()
     finally:
         dist.destroy_process_group()
-
-
-def test_the_planner_counts_the_choice() -> None:
-    config = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 80, "num_attention_heads": 4}
-    config["max_position_embeddings"] = 64
-    shape = decoder_shape(config, num_experts=8, experts_per_token=2, expert_size=32, dense_layers=frozenset({1}))
-    assert [kept_of_routing(shape, layer) for layer in range(2)] == [2 * (4 + 8), 0]

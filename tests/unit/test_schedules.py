@@ -45,15 +45,3 @@ def test_a_schedule_that_ends_before_the_run_is_named_with_what_it_needs(
     with pytest.raises(InvalidArgument, match=f"raise it to {least}, or lower train.num_steps") as refused:
         check(tmp_path, overrides, num_steps=6)
     assert refused.value.metadata["field"] == field
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        [],
-        [*LINEAR, "trainer.total_steps=6"],
-        [*CRITIC, *LINEAR, "trainer.total_steps=4", "train.critic_warmup_steps=2"],
-    ],
-)
-def test_one_that_lasts_is_taken(tmp_path: Path, overrides: list[str]) -> None:
-    check(tmp_path, overrides, num_steps=6)

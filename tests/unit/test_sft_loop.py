@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import pytest
@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from tasuki.algorithms.loss_types import Aggregation, LossConfig
 from tasuki.algorithms.losses.sft import SftLoss
-from tasuki.algorithms.setting import SettingError
 from tasuki.client.dataset import Dataset
 from tasuki.client.loop_state import newest_checkpoint, read_pending
 from tasuki.client.sft_loop import Settings, SftLoop
@@ -109,17 +108,3 @@ def test_a_step_is_pending_before_its_gradients_are_made(settings: Settings) -> 
     client = SftClient(before_update=lambda: pending.append(read_pending(settings.output_dir)))
     steps = steps_of(client, settings, first_step=1)
     assert [(one.step, one.position) for one in pending if one is not None] == [(one.step, one.position) for one in steps[:2]]
-
-
-@pytest.mark.parametrize(
-    ("own", "field"),
-    [
-        ({"num_steps": 0}, "num_steps"),
-        ({"samples_per_step": 1.5}, "samples_per_step"),
-        ({"aggregation": "bogus"}, "aggregation"),
-    ],
-)
-def test_a_setting_out_of_range_is_named(tmp_path: Path, own: dict[str, Any], field: str) -> None:
-    with pytest.raises(SettingError) as refused:
-        Settings(**{"num_steps": 1, "samples_per_step": 2, "output_dir": tmp_path, **own})
-    assert refused.value.field == field

@@ -22,13 +22,6 @@ def test_every_sample_goes_to_one_node(num_nodes: int, num_samples: int) -> None
     assert sum(map(bool, shares)) == min(num_nodes, num_samples)
 
 
-def test_nodes_have_about_as_much_to_compute() -> None:
-    lengths = np.random.default_rng(0).integers(2, 4000, size=256)
-    shares = deal_samples(lengths.tolist(), num_nodes=4, num_ranks=8, max_tokens=8192, cost=COST)
-    costs = [COST.flops(lengths[share]).sum() for share in shares]
-    assert max(costs) < 1.05 * np.mean(costs)
-
-
 @pytest.mark.parametrize(
     ("aggregation", "expected"),
     [(Aggregation.TOKEN_MEAN, 4.0), (Aggregation.SEQUENCE_MEAN_TOKEN_MEAN, 2.0), (Aggregation.SEQUENCE_MEAN_TOKEN_SUM, 2.0)],

@@ -34,7 +34,3 @@ def test_more_places_never_have_fewer_logits(
         for count in (num_places, num_places + more)
     )
     assert few <= many
-
-
-def test_8192_places_of_qwen_take_under_800_mb_on_a_gpu() -> None:
-    assert tile_width(8192, hidden_size=4096, vocab_size=151_936, device="cuda") == 15_232

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
-from sglang.srt.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, ReplicatedLinear, RowParallelLinear
+from sglang.srt.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from sglang.srt.lora.layers import (
     MergedColumnParallelLinearWithLoRA,
     QKVParallelLinearWithLoRA,
-    ReplicatedLinearWithLoRA,
     RowParallelLinearWithLoRA,
 )
 from torch.nn.functional import pad
 
 from tasuki.config.trainer_schema import LoraConfig
-from tasuki.rollout.rank_report import reporting
-from tasuki.rollout.ranks import RankProcesses
 from tasuki.rollout.sglang.adapter import AdapterBuffers, _Unpinned
-from tasuki.wire.errors import BadHandle, InternalError, UnsupportedModel
+from tasuki.wire.errors import BadHandle, UnsupportedModel
 
 HIDDEN, HEAD, RANK = 64, 16, 3
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -156,20 +152,3 @@ def test_buffers_that_do_not_fit_their_layer_are_refused_with_what_to_change() -
         UnsupportedModel, match="qkv_proj: SGLang allocates LoRA buffers of .* at rollout.tp_size = 2; .* rollout.lora"
     ):
         buffers_of(PADDED, 0, changed=changed)
-
-
-def test_why_a_rank_cannot_start_reaches_the_front_as_the_same_error() -> None:
-    ranks = RankProcesses()
-    ours, theirs = multiprocessing.Pipe()
-    ranks._pipes.append(ours)
-    for error, kind in ((UnsupportedModel("use another rollout.tp_size"), UnsupportedModel), (ValueError("17"), InternalError)):
-        with pytest.raises(type(error)), reporting(theirs):
-            raise error
-        with pytest.raises(kind, match=f"engine rank 0 could not start: .*{error}"):
-            ranks.wait_for_reports()
-
-
-def test_a_layer_that_ranks_do_not_share_is_refused() -> None:
-    whole = ReplicatedLinearWithLoRA(ReplicatedLinear(4 * HEAD, HIDDEN, bias=False), cast(Any, None))
-    with pytest.raises(UnsupportedModel, match=r"o_proj is a ReplicatedLinear, .*rollout.lora"):
-        buffers_of(EVEN, 0, changed={"o_proj": whole})
