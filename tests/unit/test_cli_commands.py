@@ -13,8 +13,7 @@ import pytest
 from rich.console import Console
 
 from tasuki.cli.__main__ import main
-from tasuki.cli.node_view import draw
-from tasuki.cli.print_text import print_text
+from tasuki.cli.node_view import draw, print_text
 from tasuki.config.paths import node_targets
 from tasuki.config.schema import NodeConfig
 from tasuki.node import node_snapshot

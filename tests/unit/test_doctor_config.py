@@ -8,11 +8,10 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from cryptography.hazmat.primitives import serialization
 
 from tasuki.cli import certs
 from tasuki.config.load import load_config
-from tasuki.doctor.certificates import check_authorities, check_certificate, warn_of_certificate
+from tasuki.doctor.certificates import check_certificate, warn_of_certificate
 from tasuki.doctor.finding import Finding, Verdict, ok
 from tasuki.doctor.node import check_datasets
 from tasuki.wire.extras import install_extras
@@ -113,24 +112,6 @@ def test_a_certificate_that_ends_is_found(node_file: Path, capsys: pytest.Captur
     assert code == 1
     assert (findings["security"]["verdict"], findings["certificate"]["verdict"]) == ("ok", "fail")
     assert "certificate has expired" in findings["certificate"]["found"] and findings["certificate"]["advice"]
-
-
-def test_an_authority_that_ends_is_found(node_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder, ends = node_file.parent / "lab", time.time() + 3650 * 86400
-    assert certs.run(folder, hosts=["node-a"], days=90) == 0
-    authority = folder / "ca.pem"
-    assert is_ok(check_authorities(authority))
-    assert is_bad(check_authorities(authority, now=ends - 10 * 86400), Verdict.WARN, found="until 20", advice="client_ca")
-    assert is_bad(check_authorities(authority, now=ends + 60), Verdict.FAIL, found="1 of 1 expired", advice="client_ca")
-    over = certs.make_authority(until=datetime.now(UTC) - timedelta(minutes=1)).cert.public_bytes(serialization.Encoding.PEM)
-    authority.write_bytes(authority.read_bytes() + over)
-    keys = {"cert": "node.pem", "key": "node.key", "client_ca": "ca.pem"}
-    overrides = ["coordinator.listen=0.0.0.0:1", *(f"security.{key}={folder}/{name}" for key, name in keys.items())]
-    capsys.readouterr()
-    warn_of_certificate(load_config(node_file, overrides=overrides))
-    assert f"warn callers' authority: {authority}: 1 of 2 expired" in capsys.readouterr().err
-    _, findings = examined(capsys, node_file, overrides)
-    assert (findings["certificate"]["verdict"], findings["callers' authority"]["verdict"]) == ("ok", "warn")
 
 
 def test_a_tracker_that_is_not_installed_is_found(node_file: Path, monkeypatch: pytest.MonkeyPatch):

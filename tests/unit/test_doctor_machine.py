@@ -85,23 +85,10 @@ def test_a_disk_that_cannot_be_written_is_found(tmp_path: Path, monkeypatch: pyt
     assert is_bad(host.check_shared_memory(tmp_path), Verdict.FAIL, found="free", advice="--shm-size")
 
 
-def write_program(path: Path, script: str) -> str:
-    path.write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(0o755)
-    return str(path)
-
-
-def test_compilers_that_are_missing_or_old_are_found(tmp_path: Path):
-    said, cc = "Cuda compilation tools, release 12.4, V12.4.131", "/usr/bin/cc"
+def test_missing_compilers_are_found():
     assert is_bad(check_compilers(None, None), Verdict.FAIL, found="no C compiler", advice="gcc")
-    assert is_bad(check_compilers(None, cc), Verdict.WARN, found="no nvcc", advice="nvcc")
-    nvcc = write_program(tmp_path / "nvcc", f'[ "$1" = --version ] && echo "{said}"')
-    old = check_compilers(nvcc, cc, torch_cuda=(13, 0))
-    assert is_bad(old, Verdict.WARN, found="nvcc of CUDA 12.4, torch is built for 13.0", advice="PATH")
-    assert is_ok(check_compilers(nvcc, cc, torch_cuda=(12, 4)))
-    for broken in ("exit 1", "echo nothing", f'echo "{said}"; exit 1', "printf '\\377'"):
-        write_program(tmp_path / "nvcc", broken)
-        assert is_bad(check_compilers(nvcc, cc), Verdict.WARN, found="version is unknown", advice="--version")
+    assert is_bad(check_compilers(None, "/usr/bin/cc"), Verdict.WARN, found="no nvcc", advice="nvcc")
+    assert is_ok(check_compilers("/usr/local/cuda/bin/nvcc", "/usr/bin/cc"))
 
 
 def test_faults_of_gpus_are_found():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from tasuki.config.paths import fleet_journal_path, journal_path, log_path, trai
 from tasuki.coordinator.audit.commands import audit_commands
 from tasuki.coordinator.audit.history import read_history
 from tasuki.coordinator.audit.invariants import Invariant, Violation
-from tasuki.coordinator.audit.replay import Audit, audit
+from tasuki.coordinator.audit.replay import audit
 from tasuki.fleet.audit import FleetAudit, audit_fleet_journal
 from tasuki.memory.stages import Service
 from tasuki.rpc.command_log import LoggedLife, read_command_log
@@ -32,11 +32,10 @@ def run(path: Path, *, as_json: bool) -> int:
 
     Raises PathNotFound, PathPermissionDenied, and InvalidArgument for an unreadable journal.
     """
-    place = _place(path)
-    folder = place.folder
+    folder, journal, is_of_node = _place(path)
     # Read before the journal, since a node may be running.
     lives, unreadable = _all_lives(folder)
-    history = read_history(place.journal)
+    history = read_history(journal)
     found = audit(history)
     found = replace(found, violation=found.violation or audit_commands(history, lives))
     fleet = _fleet(folder)
@@ -48,34 +47,28 @@ def run(path: Path, *, as_json: bool) -> int:
     if repetition and found.violation is None:
         found = replace(found, violation=Violation(Invariant.TRAINED_ONCE, repetition))
     num_commands = sum(len(life.commands) for of_service in lives.values() for life in of_service)
-    counts = {**_counts(found), "num_logged_commands": num_commands, "num_training_records": len(records)}
+    counts = {
+        **{name: count for name, count in asdict(found).items() if name != "violation"},
+        "num_logged_commands": num_commands,
+        "num_training_records": len(records),
+    }
     if fleet is not None:
         counts |= {f"num_fleet_{name}": getattr(fleet, f"num_{name}") for name in ("changeovers", "decisions", "steps")}
-    report = AuditReport(found.violation, problems, _not_audited(folder, lives), counts, place)
-    sys.stdout.write(_json(report) if as_json else _text(report))
+    report = {
+        "is_clean": found.violation is None and not problems,
+        "violation": None if found.violation is None else asdict(found.violation),
+        "problems": problems,
+        "not_audited": _not_audited(folder, lives),
+        "journal": str(journal),
+        **counts,
+    }
+    if as_json:
+        sys.stdout.write(json.dumps(report, indent=2) + "\n")
+    else:
+        sys.stdout.write(_text(found.violation, report, counts, is_of_node=is_of_node))
     if found.violation is not None:
         return BROKEN
     return UNREADABLE if problems else CLEAN
-
-
-@dataclass(frozen=True, slots=True)
-class RunPlace:
-    """Location of a run's archive. is_of_node: in the node's folder, because the run has no copy yet."""
-
-    folder: Path
-    journal: Path
-    is_of_node: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class AuditReport:
-    """Result of an audit. problems: files that cannot be read. not_audited: records that are missing."""
-
-    violation: Violation | None
-    problems: tuple[str, ...]
-    not_audited: tuple[str, ...]
-    counts: dict[str, Any]
-    place: RunPlace
 
 
 def _fleet(folder: Path) -> FleetAudit | None:
@@ -108,16 +101,17 @@ def _not_audited(folder: Path, lives: Mapping[Service, Sequence[LoggedLife]]) ->
     return tuple(lacking)
 
 
-def _place(path: Path) -> RunPlace:
-    """Finds the archive from a configuration, a folder or a journal."""
+def _place(path: Path) -> tuple[Path, Path, bool]:
+    """Finds the archive from a configuration, a folder or a journal: its folder, its journal, and whether that is the node's, because
+    the run has no copy yet."""
     if path.suffix == ".toml":
         path = load_config(path).state_dir
     if path.is_dir():
         folder = archive_folder(path)
-        return RunPlace(folder, journal_path(folder), is_of_node=folder != path)
+        return folder, journal_path(folder), folder != path
     if not path.exists():
         raise PathNotFound(f"there is nothing at {path}; give a state folder, an output folder or a journal", path=path)
-    return RunPlace(path.parent, path)
+    return path.parent, path, False
 
 
 def _all_lives(folder: Path) -> tuple[dict[Service, list[LoggedLife]], tuple[str, ...]]:
@@ -137,28 +131,7 @@ def _lives(folder: Path, service: Service) -> list[LoggedLife]:
     return [life for place in (log.with_suffix(".log.old"), log) for life in read_command_log(place)]
 
 
-def _counts(found: Audit) -> dict[str, Any]:
-    counts = asdict(found)
-    del counts["violation"]
-    return counts
-
-
-def _json(report: AuditReport) -> str:
-    violation = None if report.violation is None else asdict(report.violation)
-    is_clean = violation is None and not report.problems
-    content = {
-        "is_clean": is_clean,
-        "violation": violation,
-        "problems": report.problems,
-        "not_audited": report.not_audited,
-        "journal": str(report.place.journal),
-        **report.counts,
-    }
-    return json.dumps(content, indent=2) + "\n"
-
-
-def _text(report: AuditReport) -> str:
-    violation = report.violation
+def _text(violation: Violation | None, report: Mapping[str, Any], counts: Mapping[str, Any], *, is_of_node: bool) -> str:
     lines = ["clean" if violation is None else f"broken: {violation.invariant}"]
     if violation is not None:
         where = {
@@ -169,11 +142,11 @@ def _text(report: AuditReport) -> str:
         }
         lines += [f"  {name}: {value}" for name, value in where.items() if value]
         lines.append(f"  expected: {violation.expected}")
-    if report.problems:
+    if report["problems"]:
         lines[0] = f"incomplete: apart from what cannot be read, {lines[0]}"
-        lines += [f"  {problem}" for problem in report.problems]
-    lines.append(" ".join(f"{name.removeprefix('num_')}={count}" for name, count in report.counts.items()))
-    if report.place.is_of_node:
-        lines.append(f"read: {report.place.journal} of the node; the run's folder gets its copy when `tasuki train` ends")
-    lines += [f"not audited: {lacking}" for lacking in report.not_audited]
+        lines += [f"  {problem}" for problem in report["problems"]]
+    lines.append(" ".join(f"{name.removeprefix('num_')}={count}" for name, count in counts.items()))
+    if is_of_node:
+        lines.append(f"read: {report['journal']} of the node; the run's folder gets its copy when `tasuki train` ends")
+    lines += [f"not audited: {lacking}" for lacking in report["not_audited"]]
     return "\n".join(lines) + "\n"

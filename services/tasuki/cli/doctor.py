@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from tasuki.cli.print_text import FittedTable, print_text
+from tasuki.cli.node_view import print_text
 from tasuki.config.load import load_beside_node
 from tasuki.config.schema import NodeConfig
 from tasuki.doctor.finding import Finding, Verdict, fail, is_running, ok
@@ -23,7 +23,6 @@ from tasuki.doctor.node import check_passing, node_findings
 from tasuki.wire.errors import InvalidArgument, PathPermissionDenied, TasukiError
 
 FAILED = 1
-_LEAST_TEXT_WIDTH = 30
 _STYLES = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "bold red"}
 
 
@@ -78,12 +77,12 @@ def _show(findings: Sequence[Finding]) -> None:
     table = Table(box=None, padding=(0, 1), pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
-    table.add_column(overflow="fold", min_width=_LEAST_TEXT_WIDTH)
+    table.add_column(overflow="fold")
     for finding in findings:
         text = Text(finding.found)
         if finding.advice:
             text.append(f"\n-> {finding.advice}", style="dim")
         table.add_row(Text(finding.verdict, style=_STYLES[finding.verdict]), Text(finding.name), text)
-    print_text(FittedTable(table, num_labels=2))
+    print_text(table)
     counts = {verdict: sum(finding.verdict is verdict for finding in findings) for verdict in Verdict}
     sys.stdout.write(", ".join(f"{count} {verdict}" for verdict, count in counts.items()) + "\n")

@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from google.protobuf.json_format import MessageToDict
-from rich.console import Console
 from rich.table import Table
 
-from tasuki.cli.node_view import phase_name, stage_name
+from tasuki.cli.node_view import open_console, phase_name, stage_name
 from tasuki.config.load import MAX_CONFIG_BYTES, load_config
 from tasuki.config.lock import NODE_LOCK, TRAINING_LOCK, holder
 from tasuki.config.paths import client_target, fleet_target, log_path
@@ -26,6 +24,7 @@ from tasuki.config.schema import NodeConfig
 from tasuki.doctor.certificates import warn_of_certificate
 from tasuki.fleet.environment import fleet_table
 from tasuki.node.exit_report import is_requested, node_down, read_exit_report, why_it_ended
+from tasuki.node.node_snapshot import plain
 from tasuki.node.services import EXIT_FLEET_ENDED
 from tasuki.node.start import start_node
 from tasuki.node.stop import to_stderr
@@ -194,7 +193,7 @@ def show_state(config: NodeConfig, *, as_json: bool, must_serve: bool) -> int:
         stub = CoordinatorServiceStub(channel)
         state = stub.GetState(coordinator_pb2.GetStateRequest(), timeout=_READ_TIMEOUT_S).state
     if as_json:
-        shown = {"fleet": _plain(fleet), "state": _plain(state)}
+        shown = {"fleet": plain(fleet), "state": plain(state)}
         sys.stdout.write(json.dumps(shown, indent=2) + "\n")
     else:
         _draw(fleet, state)
@@ -225,7 +224,7 @@ def _draw(fleet: fleet_pb2.GetFleetResponse, state: coordinator_pb2.NodeState) -
         node = member.node
         cells = (node.node_rank, node.coordinator_target, node.num_gpus, node.version, f"{member.silent_s:.1f} s")
         table.add_row(*map(str, cells))
-    console = Console()
+    console = open_console()
     console.print(
         f"fleet {fleet.name!r}, attempt {fleet.attempt}, epoch {fleet.epoch}: {len(fleet.members)} of {fleet.num_nodes} nodes, "
         f"{phase_name(state.phase)}, last stage {stage_name(state.stage) if state.stage else 'unknown'}",
@@ -235,7 +234,3 @@ def _draw(fleet: fleet_pb2.GetFleetResponse, state: coordinator_pb2.NodeState) -
     if fleet.ended_by or state.last_error:
         console.print(printable(f"error: {fleet.ended_by or state.last_error}"), highlight=False, markup=False, soft_wrap=True)
     console.print(table)
-
-
-def _plain(message: Any) -> dict[str, Any]:
-    return MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)

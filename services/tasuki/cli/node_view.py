@@ -15,7 +15,6 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from tasuki.cli.print_text import FittedTable, print_text
 from tasuki.config.schema import NodeConfig
 from tasuki.node.exit_report import has_ended, is_requested, read_exit_report, why_it_ended
 from tasuki.node.node_snapshot import NodeReader, NodeSnapshot, as_dict
@@ -27,6 +26,8 @@ from tasuki.wire.printable import printable
 _MIB = 1024 * 1024
 _REDRAW_S = 0.5
 _BAR_WIDTH = 12
+_FILE_WIDTH, _LEAST_WIDTH = 140, 100
+"""Columns elsewhere than on a terminal, where paths of sockets are rarely folded, and on a narrow one, which wraps a table's lines."""
 _STAGES = [stage for stage in types_pb2.Stage.values() if stage != types_pb2.STAGE_UNSPECIFIED]
 
 
@@ -91,7 +92,7 @@ def _facts(snapshot: NodeSnapshot) -> Table:
     return table
 
 
-def _ring(snapshot: NodeSnapshot) -> FittedTable:
+def _ring(snapshot: NodeSnapshot) -> Table:
     """The nine stages with figures of their last run; a mark shows where the node is."""
     last: dict[int, coordinator_pb2.StageEvent] = {}
     for changeover in reversed(snapshot.changeovers):
@@ -104,10 +105,10 @@ def _ring(snapshot: NodeSnapshot) -> FittedTable:
         status = coordinator_pb2.StageStatus.Name(event.status).removeprefix("STAGE_STATUS_") if event else ""
         seconds, size = (f"{event.seconds:.3f}", f"{event.bytes / _MIB:.1f}") if event else ("", "")
         table.add_row(">" if stage == snapshot.node.stage else "", stage_name(stage), status, seconds, size)
-    return FittedTable(table, num_labels=3)
+    return table
 
 
-def _memory(snapshot: NodeSnapshot) -> FittedTable:
+def _memory(snapshot: NodeSnapshot) -> Table:
     sizes = ("mapped", "of", "kept", "on host")
     table = _sizes_table("MiB", "tag", "device", "", sizes=sizes)
     for service, usage in _usages(snapshot):
@@ -117,10 +118,10 @@ def _memory(snapshot: NodeSnapshot) -> FittedTable:
             paused = " (paused)" if tag.is_paused else " (stays)" if tag.stays else ""
             figures = (tag.mapped_bytes, tag.total_bytes, tag.kept_bytes, tag.host_copy_bytes)
             table.add_row(service, name + paused, f"{tag.device} rank {tag.rank}", bar, *map(_mib, figures))
-    return FittedTable(table, num_labels=4)
+    return table
 
 
-def _devices(snapshot: NodeSnapshot) -> FittedTable:
+def _devices(snapshot: NodeSnapshot) -> Table:
     """Each rank's device memory beyond its tags."""
     sizes = ("process", "torch's cache", "others", "free", "of")
     table = _sizes_table("MiB", "seen by", sizes=sizes)
@@ -134,7 +135,7 @@ def _devices(snapshot: NodeSnapshot) -> FittedTable:
                 seen.total_bytes,
             )
             table.add_row(seen.device, f"{service} rank {seen.rank}", *map(_mib, figures))
-    return FittedTable(table, num_labels=2)
+    return table
 
 
 def _sizes_table(*headings: str, sizes: tuple[str, ...]) -> Table:
@@ -154,6 +155,23 @@ def _mib(num_bytes: int) -> str:
 
 def _usages(snapshot: NodeSnapshot) -> list[tuple[str, memory_pb2.GetUsageResponse]]:
     return [("trainer", snapshot.trainer_memory), ("rollout", snapshot.rollout_memory)]
+
+
+def open_console() -> Console:
+    """Console on stdout that cuts no figure of a table."""
+    console = Console()
+    return Console(width=max(console.width, _LEAST_WIDTH)) if console.is_terminal else Console(width=_FILE_WIDTH)
+
+
+def print_text(text: RenderableType) -> None:
+    """Prints to stdout, elsewhere than on a terminal without trailing spaces."""
+    console = open_console()
+    if console.is_terminal:
+        console.print(text, highlight=False)
+        return
+    with console.capture() as captured:
+        console.print(text, highlight=False)
+    sys.stdout.writelines(f"{line.rstrip()}\n" for line in captured.get().splitlines())
 
 
 def show_state(config: NodeConfig, *, as_json: bool, must_serve: bool = False) -> int:

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
+from tasuki.cli.node_view import open_console
 from tasuki.cli.plan_arguments import DEFAULT_HOST_GB
 from tasuki.cli.plan_report import as_table, show, traffic_lines, traffic_table
 from tasuki.config.engine_arguments import uncounted_arguments
@@ -87,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
             + "\n"
         )
     else:
-        show(planned, advice, console=Console())
+        show(planned, advice, console=open_console())
         for line in traffic_lines(traffic, arguments.network_gbit, fits=planned.fits):
             sys.stdout.write(f"{line}\n")
         for key in not_counted:

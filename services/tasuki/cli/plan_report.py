@@ -9,7 +9,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tasuki.cli.print_text import FittedTable
 from tasuki.memory.stages import Phase
 from tasuki.planner.advice import Advice, problems
 from tasuki.planner.layout import TAGS, Checkpointing, Layout, Part, gb
@@ -209,7 +208,7 @@ def headline(layout: Layout) -> str:
     )
 
 
-def _stage_table(planned: Plan, name: str, index: int) -> FittedTable:
+def _stage_table(planned: Plan, name: str, index: int) -> Table:
     layout = planned.layout
     table = Table(title=f"{name}, GB", title_justify="left", box=None, padding=(0, 1), pad_edge=False)
     is_gpu = layout.device == "cuda"
@@ -217,7 +216,7 @@ def _stage_table(planned: Plan, name: str, index: int) -> FittedTable:
         table.add_column(heading, justify="left" if heading == "stage" else "right", no_wrap=True)
     for stage in planned.stages:
         table.add_row(*_row(stage, layout, index), style=_style(stage, planned, index))
-    return FittedTable(table, num_labels=1)
+    return table
 
 
 def _row(stage: StagePlan, layout: Layout, index: int) -> list[str]:

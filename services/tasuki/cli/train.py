@@ -182,7 +182,7 @@ def _train(
     settings, target = training.settings, client_target(config)
     with (
         Client(target, otlp_endpoint=config.telemetry.endpoint, otlp_headers_file=config.telemetry.headers_file) as client,
-        TrainProgress(target, num_steps=settings.num_steps) as progress,
+        TrainProgress(num_steps=settings.num_steps) as progress,
     ):
         check_longest_sample(training.longest_sample, limit=client.trainer_state().micro_batch_tokens)
         num_changeovers = client.state().num_changeovers

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -16,7 +15,6 @@ from tasuki.wire.extras import install_extras
 
 _STRANGER_BYTES = 1 << 29
 """Memory held by others is reported from this size."""
-_NVCC_TIMEOUT_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +36,7 @@ def gpu_findings(facts: GpuFacts, *, torch_cuda: tuple[int, int] | None, node_ru
     yield check_driver(facts.driver_cuda, torch_cuda=torch_cuda)
     if facts.driver_cuda is None:
         return
-    yield check_compilers(shutil.which("nvcc"), shutil.which("cc") or shutil.which("gcc"), torch_cuda=torch_cuda)
+    yield check_compilers(shutil.which("nvcc"), shutil.which("cc") or shutil.which("gcc"))
     yield check_strangers(facts.gpus, node_runs=node_runs)
 
 
@@ -57,30 +55,13 @@ def check_driver(driver: tuple[int, int] | None, *, torch_cuda: tuple[int, int] 
     return ok(name, text)
 
 
-def check_compilers(nvcc: str | None, cc: str | None, *, torch_cuda: tuple[int, int] | None = None) -> Finding:
+def check_compilers(nvcc: str | None, cc: str | None) -> Finding:
     name = "compilers"
     if cc is None:
         return fail(name, "no C compiler", "install gcc: Triton compiles its launchers with it")
     if nvcc is None:
         return warn(name, f"{cc}, no nvcc", "install CUDA's nvcc where SGLang's kernels for this card are not built in")
-    cuda = nvcc_version(nvcc)
-    if cuda is None:
-        return warn(name, f"{cc}, {nvcc} whose version is unknown", f"run {nvcc} --version; install CUDA's nvcc if it fails")
-    text = f"{cc}, {nvcc} of CUDA {_dotted(cuda)}"
-    if torch_cuda is not None and cuda < torch_cuda:
-        advice = f"install nvcc of CUDA {_dotted(torch_cuda)}, or put it first in PATH: SGLang's kernels are compiled with it"
-        return warn(name, f"{text}, torch is built for {_dotted(torch_cuda)}", advice)
-    return ok(name, text)
-
-
-def nvcc_version(nvcc: str) -> tuple[int, int] | None:
-    """CUDA version that `nvcc --version` prints; None if it does not run or prints none."""
-    try:
-        done = subprocess.run([nvcc, "--version"], capture_output=True, timeout=_NVCC_TIMEOUT_S, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    found = re.search(rb"\brelease (\d+)\.(\d+)", done.stdout)
-    return None if found is None else (int(found[1]), int(found[2]))
+    return ok(name, f"{cc}, {nvcc}")
 
 
 def check_strangers(gpus: Sequence[Gpu], *, node_runs: bool) -> Finding:

@@ -63,8 +63,9 @@ class Supervisor:
         *,
         starter_fd: int,
         environment: Mapping[str, str],
-        restarts: RestartPolicy,
-        watchdog: Watchdog,
+        max_restarts: int,
+        stall_s: float,
+        progress_s: float,
         check_start: Callable[[str], None],
     ) -> None:
         self._state_dir = state_dir
@@ -84,7 +85,8 @@ class Supervisor:
         self._check_start = check_start
         self._hindered: dict[str, str] = {}
         """Services that could not start again -> why."""
-        self._restarts, self._watchdog = restarts, watchdog
+        self._restarts = RestartPolicy(max_restarts=max_restarts)
+        self._watchdog = Watchdog(state_dir, stall_s=stall_s, progress_s=progress_s)
 
     def run(self) -> int:
         """Returns 0 if asked to stop, 1 if a service failed too often or the supervisor itself failed."""
@@ -363,8 +365,9 @@ def supervise(
         resources,
         starter_fd=starter_fd,
         environment=environment,
-        restarts=RestartPolicy(max_restarts=max_restarts),
-        watchdog=Watchdog(state_dir, stall_s=stall_s, progress_s=progress_s),
+        max_restarts=max_restarts,
+        stall_s=stall_s,
+        progress_s=progress_s,
         check_start=check_start,
     )
     return supervisor.run()

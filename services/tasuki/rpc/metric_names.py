@@ -108,9 +108,4 @@ RUN_EVAL_SCORE = MetricName("tasuki_run_eval_score", "gauge", (), "The run's las
 RUN_STEP_SECONDS = MetricName("tasuki_run_step_seconds", "gauge", ("part",), "Seconds of the run's last step, by part.")
 RUN_METRIC = MetricName("tasuki_run_metric", "gauge", ("name",), "Each metric of the run's last step in metrics.jsonl.")
 
-ALL = (
-    SERVICE_UP, PHASE, STAGE_SECONDS, CHANGEOVERS, POLICY_VERSION, MEMORY_MAPPED, MEMORY_STAYS, MEMORY_PLANNED,
-    DEVICE_FREE, DEVICE_TOTAL, GPUS, GPU_SECONDS, RUNNING_REQUESTS, QUEUED_REQUESTS, KV_TOKENS, KV_CAPACITY, ROLLOUT_TOKENS,
-    ROLLOUT_SAMPLES, TRAINER_TOKENS, TRAINER_SAMPLES, TRAINER_STEPS, LOG_PROB_GAP, STALENESS, SPANS, RUN_STEP, RUN_REWARD,
-    RUN_EVAL_SCORE, RUN_STEP_SECONDS, RUN_METRIC,
-)  # fmt: skip
+ALL = tuple(found for found in list(globals().values()) if isinstance(found, MetricName))

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
-import threading
-from collections.abc import Callable
-from contextlib import suppress
-from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from tasuki.client.async_client import AsyncClient
 from tasuki.client.step import Step
-from tasuki.wire.errors import TasukiError
 
-_WATCH_AGAIN_S = 0.5
 _SHOWN = (
     ("eval/loss", "held-out loss", ".4f"),
     ("log_prob_gap_max", "gap", ".1e"),
@@ -31,31 +23,22 @@ INEXACT = (
 
 
 class TrainProgress:
-    """Shows steps as they are reported and, on a terminal, the node's current stage. Use it in a `with` block."""
+    """Shows steps as they are reported. Use it in a `with` block."""
 
-    def __init__(self, target: str, *, num_steps: int) -> None:
+    def __init__(self, *, num_steps: int) -> None:
         self._console = Console()
-        self._follower = _StageFollower(target, self._show_stage)
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[stage]}"),
-        )
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         self._bar = Progress(*columns, console=self._console)
-        self._task = self._bar.add_task("starting", total=num_steps, stage="")
+        self._task = self._bar.add_task("starting", total=num_steps)
         self._has_warned = False
 
     def __enter__(self) -> TrainProgress:
         if self._console.is_terminal:
             self._bar.start()
-            self._follower.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._console.is_terminal:
-            self._follower.stop()
             self._bar.stop()
 
     def report(self, step: Step) -> None:
@@ -71,9 +54,6 @@ class TrainProgress:
         else:
             sys.stdout.write(f"{line}\n")
             sys.stdout.flush()
-
-    def _show_stage(self, stage: str) -> None:
-        self._bar.update(self._task, stage=stage)
 
 
 def step_line(step: Step) -> str:
@@ -95,41 +75,3 @@ def step_line(step: Step) -> str:
     if not parts:
         return ""
     return "  ".join([f"step {step.step:>3}", f"version {step.policy_version}", *parts, f"{step.total_seconds():.1f} s"])
-
-
-class _StageFollower(threading.Thread):
-    """Watches the node on its own event loop, to show its stage while the training loop waits."""
-
-    def __init__(self, target: str, show: Callable[[str], None]) -> None:
-        super().__init__(name="tasuki-stages", daemon=True)
-        self._target, self._show = target, show
-        self._loop = asyncio.new_event_loop()
-        self._work: asyncio.Task[None] | None = None
-
-    def run(self) -> None:
-        self._work = self._loop.create_task(self._follow())
-        try:
-            self._loop.run_until_complete(self._work)
-        except asyncio.CancelledError:
-            pass
-        finally:
-            self._loop.close()
-
-    def stop(self) -> None:
-        if self.is_alive():
-            self._loop.call_soon_threadsafe(self._cancel)
-        self.join()
-
-    def _cancel(self) -> None:
-        if self._work is not None:
-            self._work.cancel()
-
-    async def _follow(self) -> None:
-        async with AsyncClient(self._target) as client:
-            while True:
-                # The coordinator may restart; if it does not, the training loop reports that.
-                with suppress(TasukiError):
-                    async for watched in client.watch():
-                        state = watched.state
-                        self._show(f"{state.phase}" if state.phase else f"{state.stage} done, {state.next_stage} next")
-                await asyncio.sleep(_WATCH_AGAIN_S)
