@@ -100,6 +100,8 @@ class ReplicaSockets:
 
 _log = logging.getLogger(__name__)
 _NOT_BEGUN = Completion((), (), CUT)
+_WARM_UP_ON_CPU = 16
+"""Tokens of the longest prefill that warms an engine on a CPU, where nothing is compiled by length."""
 
 
 class RolloutEngine:
@@ -167,6 +169,23 @@ class RolloutEngine:
             if call.num_in_engine:
                 # One message, because for each a scheduler searches its whole queue.
                 self._requests._dispatch_to_scheduler(AbortReq(rid=prefix))
+
+    async def warm_up(self) -> None:
+        """Runs prefills of growing length and two decoding steps on every replica: what the first batches compile is compiled then.
+
+        Kernels of attention, experts and sampling are chosen by the number of tokens. Raises what SGLang raises.
+        """
+        server_args = self._requests.server_args
+        longest = _WARM_UP_ON_CPU if server_args.device == "cpu" else max(server_args.chunked_prefill_size or 0, _WARM_UP_ON_CPU)
+        longest = min(longest, self.model.context_length - 2, self.num_kv_tokens // self.num_replicas - 2)
+        lengths = sorted({*(4**power for power in range(8) if 4**power < longest), max(longest, 1)})
+        sampling = {"max_new_tokens": 2, "ignore_eos": True, **({"sampling_seed": 0} if self.model.is_seeded else {})}
+        for number, length in enumerate(lengths):
+            # Another token each time: no prefix is found in the cache.
+            prompt = [number % self.model.vocab_size] * length
+            requests = (EngineRequest(f"warm-{length}-{index}.", prompt, sampling) for index in range(self.num_replicas))
+            async for _ in self.generate(requests, num_requests=self.num_replicas, prefix=f"warm-{length}-"):
+                pass
 
     def _submit(self, call: Call) -> None:
         """Submits the next part of a call to the ranks, in one message per replica. Raises InternalError."""

@@ -82,6 +82,9 @@ async def _serve(
         gate = CommandGate(Failpoints.of(config, "rollout"), boot_id=rollout.boot_id)
         _add_servicers(server, rollout, gate, num_gpus=len(set(gpus_of(config).rollout)))
         _add_engine_metrics(server, config, engine=engine, rank_calls=rank_calls, rollout=rollout)
+        async with asyncio.timeout(config.coordinator.stage_timeout_s):
+            await engine.warm_up()
+        start.end("first batches")
         await rollout.fall_asleep(timeout_s=config.coordinator.stage_timeout_s)
         start.end("falling asleep")
         ranks.watch(shutdown.on_death)
