@@ -176,7 +176,9 @@ class RolloutEngine:
         Kernels of attention, experts and sampling are chosen by the number of tokens. Raises what SGLang raises.
         """
         server_args = self._requests.server_args
-        longest = _WARM_UP_ON_CPU if server_args.device == "cpu" else max(server_args.chunked_prefill_size or 0, _WARM_UP_ON_CPU)
+        longest = (
+            _WARM_UP_ON_CPU if server_args.device == "cpu" else max(server_args.chunked_prefill_size or 0, _WARM_UP_ON_CPU)
+        )
         longest = min(longest, self.model.context_length - 2, self.num_kv_tokens // self.num_replicas - 2)
         lengths = sorted({*(4**power for power in range(8) if 4**power < longest), max(longest, 1)})
         sampling = {"max_new_tokens": 2, "ignore_eos": True, **({"sampling_seed": 0} if self.model.is_seeded else {})}
