@@ -45,6 +45,12 @@ async def test_the_plan_was_recorded_before_anything_was_published(rollout_proce
     assert "event=stage stage=SYNC" not in log[: found.start()] and "event=plan_not_recorded" not in log
 
 
+async def test_the_engine_has_answered_before_it_serves(rollout_process: RolloutProcess) -> None:
+    log = rollout_process.log.read_text()
+    warm, asleep = log.index("event=warmed_up prompt_tokens=1,4,16 new_tokens=6"), log.index("event=asleep")
+    assert warm < asleep < log.index("event=started_in")
+
+
 async def test_a_received_version_is_not_served_before_it_is_committed(rollout: RolloutClient, trainer: TestTrainer) -> None:
     await rollout.resume(types_pb2.STAGE_RESUME_WEIGHTS, WEIGHTS)
     received = await rollout.receive(trainer.publish(3))

@@ -182,12 +182,14 @@ class RolloutEngine:
         longest = min(longest, self.model.context_length - 2, self.num_kv_tokens // self.num_replicas - 2)
         lengths = sorted({*(4**power for power in range(8) if 4**power < longest), max(longest, 1)})
         sampling = {"max_new_tokens": 2, "ignore_eos": True, **({"sampling_seed": 0} if self.model.is_seeded else {})}
+        num_tokens = 0
         for number, length in enumerate(lengths):
             # Another token each time: no prefix is found in the cache.
             prompt = [number % self.model.vocab_size] * length
             requests = (EngineRequest(f"warm-{length}-{index}.", prompt, sampling) for index in range(self.num_replicas))
-            async for _ in self.generate(requests, num_requests=self.num_replicas, prefix=f"warm-{length}-"):
-                pass
+            async for ended in self.generate(requests, num_requests=self.num_replicas, prefix=f"warm-{length}-"):
+                num_tokens += sum(len(completion.token_ids) for _, completion in ended)
+        _log.info("event=warmed_up prompt_tokens=%s new_tokens=%d", ",".join(map(str, lengths)), num_tokens)
 
     def _submit(self, call: Call) -> None:
         """Submits the next part of a call to the ranks, in one message per replica. Raises InternalError."""
