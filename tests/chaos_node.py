@@ -17,10 +17,9 @@ from pathlib import Path
 import numpy as np
 
 from tasuki.client import Client, Phase, SamplingParams, Stage, TrainingSample
-from tasuki.config.failpoints import Action
 from tasuki.config.paths import log_path, socket_dir
 from tasuki.coordinator import phases
-from tasuki.rpc.failpoints import plant
+from tasuki.rpc.failpoints import Action, plant
 from tests.conftest import RunningNode, assert_clean_audit
 from tests.limits import limit_s
 from tests.pulses import pids

@@ -27,6 +27,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).parents[1]
 PYTHON_PATH = [*(str(ROOT / folder) for folder in ("protos", "services", "client")), os.environ.get("PYTHONPATH", "")]
+# Nodes of tests accept failpoints.
+os.environ.setdefault("TASUKI_FAILPOINTS", "")
 API_KEY = "7d1c09aa5be24f31"
 _SECRETS = {
     "WANDB_API_KEY": API_KEY,
@@ -159,7 +161,6 @@ def started_node(
     config.write_text(
         f"""
         state_dir = "{state_dir}"
-        unsafe = true
         [restart]
         max_restarts = 1000
         [coordinator]

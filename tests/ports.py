@@ -10,17 +10,22 @@ _RANGE = range(20_000, 32_000)
 _chosen: set[int] = set()
 
 
-def free_port() -> int:
-    """A port free on all addresses, and another one at each call of a process."""
+def free_port(*, num: int = 1) -> int:
+    """The first of `num` ports in a row that are free on all addresses, and others at each call of a process."""
     choices = random.SystemRandom()
     while True:
-        port = choices.choice(_RANGE)
-        if port in _chosen:
-            continue
-        _chosen.add(port)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("", port))
-            except OSError:
-                continue
-        return port
+        first = choices.choice(_RANGE)
+        ports = range(first, first + num)
+        if _chosen.isdisjoint(ports):
+            _chosen.update(ports)
+            if all(map(_is_free, ports)):
+                return first
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True

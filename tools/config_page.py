@@ -19,9 +19,10 @@ from pydantic.fields import FieldInfo
 
 from tasuki.algorithms.loss_types import Correction, LossConfig
 from tasuki.algorithms.losses import LOSSES
-from tasuki.config.algorithms import LOSS_KEYS
-from tasuki.config.devices import Device
+from tasuki.config.environment import VARIABLES
 from tasuki.config.schema import NodeConfig
+from tasuki.config.table import Device
+from tasuki.config.train_schema import LOSS_KEYS
 
 HEAD = """# Configuration
 
@@ -33,7 +34,8 @@ warn of settings without effect. `tools/config_page.py` generates this page from
 
 
 def page() -> str:
-    return HEAD + "".join(_tables(NodeConfig, ""))
+    variables = "".join(f"- `{name}`: {meaning}\n" for name, meaning in VARIABLES.items())
+    return f"{HEAD}{''.join(_tables(NodeConfig, ''))}\n## Environment variables\n\n{variables}"
 
 
 def _tables(table: type[BaseModel], name: str) -> Iterator[str]:
@@ -72,10 +74,14 @@ def _loss_tables(name: str) -> Iterator[str]:
     names = " or ".join(f'`"{loss}"`' for loss in learning)
     yield f'| `name` | every loss | {names} | `"ppo"` | Which loss; docs/algorithms.md has the formulas. |\n'
     tables = [("every loss", LossConfig), *((f'`"{loss}"`', cls) for loss, cls in learning.items())]
+    rows: dict[str, list[tuple[str, ...]]] = {}
     for owner, cls in tables:
-        for key, value, default, meaning in _dataclass_rows(cls):
+        for key, *row in _dataclass_rows(cls):
             if cls is not LossConfig or (key in LOSS_KEYS and key != "correction"):
-                yield f"| `{key}` | {owner} | {value} | {default} | {meaning} |\n"
+                rows.setdefault(key, []).append((owner, *row))
+    for key, owners in rows.items():
+        of, _, defaults, meanings = (", ".join(filter(None, column)) for column in zip(*owners, strict=True))
+        yield f"| `{key}` | {of} | {owners[0][1]} | {defaults} | {meanings} |\n"
     head = "Only corrections that the table names apply; an empty table means none. Without the table the defaults apply."
     yield f"\n## `[{name}.correction]`\n\n{head}\n\n| key | value | default | meaning |\n|---|---|---|---|\n"
     for key, value, default, meaning in _dataclass_rows(Correction):

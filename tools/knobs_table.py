@@ -58,22 +58,17 @@ KNOBS = (
         "10,744 *",
     ),
     Knob(
-        '`checkpointing = "attention"`, `kept_layers = 19`',
+        '`checkpointing = "attention"`, 19 layers kept',
         {"checkpointing": Checkpointing.ATTENTION, "kept_layers": 19},
         "the same, of nine layers",
         "12,021",
     ),
     Knob('`checkpointing = "offloaded"`', {"checkpointing": Checkpointing.OFFLOADED}, "copies overlap computation"),
     Knob(
-        '`checkpointing = "offloaded"`, `kept_layers = 5`',
+        '`checkpointing = "offloaded"`, 5 layers kept',
         {"checkpointing": Checkpointing.OFFLOADED, "kept_layers": 5},
         "the same",
         "11,017",
-    ),
-    Knob(
-        "`reshard_after_forward = false`",
-        {"reshards_after_forward": False},
-        "none: layers are sent once a micro-batch, not twice; not measured",
     ),
     Knob("`micro_batch_tokens = 8192`", {"micro_batch_tokens": 8192}, "parameters and gradients are sent twice as often"),
     Knob("`micro_batch_tokens = 65536`", {"micro_batch_tokens": 65_536}, "none; for long samples"),
@@ -90,12 +85,12 @@ KNOBS = (
     ),
     Knob("`prefix_sharing = true`", {}, "two calls in each layer's attention, for fewer tokens"),
     Knob(
-        "`optimizer_on_host = true`",
+        '`moments = "host"`',
         {"optimizer_on_host": True},
         "streams both moments through the GPU in each step",
         "8,996 *",
     ),
-    Knob("`optimizer_8bit = true`", {"optimizer_8bit": True}, "changes the numbers", "9,559 *"),
+    Knob('`moments = "8bit"`', {"optimizer_8bit": True}, "changes the numbers", "9,559 *"),
     Knob(
         "a KL reference: `[train]` with `loss.kl_coef` or `advantages.kl_coef`",
         {"has_reference": True},
@@ -107,11 +102,6 @@ KNOBS = (
         "copies the reference to the GPU in each micro-batch that it scores; not measured",
     ),
     Knob('`param_dtype = "bfloat16"`', {"param_bytes": 2}, "small updates are lost: [config.md](config.md)"),
-    Knob(
-        "`empty_cache_early = true`",
-        {"empties_cache": True},
-        "LOAD_WEIGHTS returns the blocks that OFFLOAD returns otherwise; not measured",
-    ),
     *(
         Knob(
             f"`[residency]` with the trainer's `{name}`",
@@ -123,11 +113,6 @@ KNOBS = (
     Knob("`rollout.kv_ratio = 0.6`", {"kv_ratio": 0.6}, f"{_fewer_kv_tokens(0.6):,} fewer tokens in rollout's KV cache"),
     Knob('`compile = "blocks"`', {"is_compiled": True}, "compiles at the start; 1 to 6 % faster at 1.5B, 5 % slower at 7B"),
     Knob("LM head in tiles: no setting, always on", {}, f"all logits at once would take {_untiled_bytes() / GB:.1f} GB more"),
-    Knob(
-        "`model.preload = true`, with a checkpoint in bfloat16",
-        {"preloaded_bytes": 2 * BASE.model.num_parameters},
-        "one copy of the files at the node's start; not measured",
-    ),
     Knob("`export_stays = false`", {"export_stays": False}, "rollout maps the copy at every sync"),
     Knob("`[trainer.lora]`, rank 32", {"lora_rank": 32}, "trains only adapters"),
     Knob("`num_ranks = 4`, on four GPUs", {"num_gpus": 4, "num_ranks": 4}, "two more GPUs"),

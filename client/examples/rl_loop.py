@@ -94,7 +94,6 @@ class RlLoop:
             max_new_tokens=settings.max_new_tokens if evaluation.max_new_tokens is None else evaluation.max_new_tokens,
             temperature=evaluation.temperature,
             top_p=evaluation.top_p,
-            top_k=evaluation.top_k,
             stop_token_ids=settings.stop_token_ids,
         )
         with step.timed("evaluate"):
@@ -283,7 +282,7 @@ class RlLoop:
         for epoch in range(settings.num_epochs):
             order = np.arange(len(samples))
             if num_parts > 1:
-                np.random.default_rng([settings.seed, number, epoch]).shuffle(order)
+                np.random.default_rng([self.dataset.seed, number, epoch]).shuffle(order)
             for part in np.array_split(order, num_parts):
                 mini_batch = [samples[index] for index in part]
                 if has_loss_tokens(mini_batch):
@@ -300,7 +299,8 @@ class RlLoop:
             done = self.client.forward_backward(samples, self.settings.policy_loss(), log_probs_of=wanted)
         shown.add_log_probs(samples, wanted, done.log_probs)
         with step.timed("optim_step"):
-            stepped = self.client.optim_step(schedule_step=step.step - self.settings.critic_warmup_steps)
+            waits = self.settings.critic_warmup_steps
+            stepped = self.client.optim_step(schedule_step=step.step - waits, schedule_steps=self.settings.num_steps - waits)
         if stepped.is_skipped:
             step.num_skipped_updates += 1
         else:
@@ -311,7 +311,7 @@ class RlLoop:
     def update_critic(self, step: Step, samples: list[TrainingSample], loss: LossConfig) -> dict[str, float]:
         with step.timed("critic"):
             done = self.client.forward_backward(samples, loss, role=Role.CRITIC)
-            stepped = self.client.optim_step(role=Role.CRITIC, schedule_step=step.step)
+            stepped = self.client.optim_step(role=Role.CRITIC, schedule_step=step.step, schedule_steps=self.settings.num_steps)
         step.num_skipped_updates += stepped.is_skipped
         step.num_critic_steps += not stepped.is_skipped
         figures = {**done.metrics, "grad_norm": stepped.grad_norm, "learning_rate": stepped.learning_rate}

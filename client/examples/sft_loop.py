@@ -82,7 +82,7 @@ class SftLoop:
             loss = LossConfig(loss=SftLoss(), aggregation=self.settings.aggregation)
             done = self.client.forward_backward(samples, loss)
         with step.timed("optim_step"):
-            stepped = self.client.optim_step(schedule_step=step.step)
+            stepped = self.client.optim_step(schedule_step=step.step, schedule_steps=self.settings.num_steps)
         step.num_policy_steps, step.num_skipped_updates = int(not stepped.is_skipped), int(stepped.is_skipped)
         step.grad_norm, step.learning_rate = stepped.grad_norm, stepped.learning_rate
         step.mean_num_tokens = float(np.mean([len(sample.completion_token_ids) for sample in samples]))

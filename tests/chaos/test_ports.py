@@ -54,9 +54,9 @@ class PortedNode:
 @pytest.fixture(scope="module")
 def ported(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PortedNode]:
     certs = make_certs(tmp_path_factory.mktemp("certs"))
-    ports = {service: free_port() for service in SERVICES}
-    listens = [f"{service}.listen=0.0.0.0:{port}" for service, port in ports.items()]
-    with started_node(overrides=[*listens, *mtls(certs)]) as node:
+    first = free_port(num=3)
+    ports = {service: first + place for place, service in enumerate(SERVICES)}
+    with started_node(overrides=[f"listen=0.0.0.0:{first}", *mtls(certs)]) as node:
         yield PortedNode(node, ports, certs)
 
 

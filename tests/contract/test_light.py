@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 LIGHT = [
-    "algorithms", "v1", "wire", "config", "planner", "models", "rpc", "coordinator", "fleet", "supervisor", "runs", "trackers", "doctor",
+    "algorithms", "v1", "wire", "config", "planner", "models", "rpc", "coordinator", "fleet", "node", "runs", "trackers", "doctor",
     "dashboard", "cli", "client",
 ]  # fmt: skip
 

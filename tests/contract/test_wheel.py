@@ -35,8 +35,8 @@ def test_wheel_holds_the_three_roots_as_one_namespace(wheel: Path) -> None:
     assert "tasuki/__init__.py" not in names
     packages = {name.split("/")[1] for name in names if name.startswith("tasuki/")}
     assert packages == {
-        "v1", "wire", "config", "models", "rpc", "memory", "planner", "transport", "algorithms",
-        "coordinator", "fleet", "trainer", "rollout", "supervisor", "runs", "trackers", "doctor", "dashboard", "cli", "client",
+        "v1", "wire", "config", "models", "rpc", "memory", "planner", "weights", "algorithms",
+        "coordinator", "fleet", "trainer", "rollout", "node", "runs", "trackers", "doctor", "dashboard", "cli", "client",
     }  # fmt: skip
     assert {f"tasuki/{package}/py.typed" for package in packages} <= names
     assert "tasuki/memory/libtasuki_memory.so" in names

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import RunningNode, started_node
-from tests.integration.port_node import SERVICES, make_certs, make_tokens, mtls, tokens
+from tests.integration.port_node import make_certs, make_tokens, mtls, tokens
 from tests.ports import free_port
 
 _ROOM = 24 * 10**9
@@ -16,8 +16,6 @@ CRITIC_STEPS, CRITIC_LEARNING_RATE = 3, 1e-3
 _TABLES = f"""
 [trainer.critic]
 learning_rate = {CRITIC_LEARNING_RATE}
-lr_schedule = "linear"
-total_steps = {CRITIC_STEPS}
 """
 
 
@@ -33,7 +31,7 @@ def roomy(lab: Path) -> Iterator[RunningNode]:
 
     Its services listen on ports with TLS and tokens, its metrics, with SGLang's, on a plain one.
     """
-    ports = [f"{place}.listen=127.0.0.1:{free_port()}" for place in (*SERVICES, "metrics")]
+    ports = [f"listen=127.0.0.1:{free_port(num=3)}", f"metrics.listen=127.0.0.1:{free_port()}"]
     with started_node(
         tables=_TABLES,
         residency="",

@@ -108,8 +108,9 @@ def run(tmp_path_factory: pytest.TempPathFactory, unused_tcp_port_factory: Calla
     """Runs the demo with all of an operator's options."""
     output, port = tmp_path_factory.mktemp("runs") / "demo", unused_tcp_port_factory()
     seen = [f"metrics.listen=127.0.0.1:{port}", 'track.to=["tensorboard"]', "rollout.engine.chunked_prefill_size=2048"]
-    with receiving() as receiver:
-        return _run(output, port, [*SHORT, *seen, f"telemetry.endpoint={receiver.endpoint}"], receiver)
+    with receiving() as receiver, pytest.MonkeyPatch.context() as patch:
+        patch.setitem(ENVIRONMENT, "OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint)
+        return _run(output, port, [*SHORT, *seen], receiver)
 
 
 def _run(output: Path, port: int, overrides: Sequence[str], receiver: Receiver) -> Run:

@@ -14,7 +14,6 @@ import pytest
 from tasuki.client import Client, Credentials, LossConfig, PpoLoss, SamplingParams, TrainingSample
 from tasuki.config.load import load_config
 from tasuki.config.paths import config_path
-from tasuki.config.ports import port_targets
 from tasuki.wire.errors import PermissionDenied, Unauthenticated
 from tests.conftest import API_KEY, RunningNode, tasuki
 from tests.dashboard import get, served, token_of
@@ -32,7 +31,7 @@ def secrets(roomy: RunningNode, lab: Path, tmp_path: Path) -> list[bytes]:
     """Secrets in use: valid tokens and an invalid one, each line of the node's keys, and a key in the caller's environment."""
     wrong = tmp_path / "wrong.token"
     write_secret(wrong, "deadbeef" * 8 + "\n")
-    target = port_targets(load_config(config_path(roomy.state_dir)))["coordinator"].replace("127.0.0.1", "localhost")
+    target = load_config(config_path(roomy.state_dir)).port_targets["coordinator"].replace("127.0.0.1", "localhost")
 
     def at_the_port(token_file: Path) -> Client:
         return Client(target, credentials=Credentials(ca=lab / "ca.pem", token_file=token_file))

@@ -58,7 +58,7 @@ def test_a_starting_point_learns_on_a_node(name: str) -> None:
         assert chaos.learned != before and chaos.log_probs() == chaos.learned, "what left is back"
         assert chaos.step() == 2
         moments = sum(tag.total_bytes for tag in tags(node)["trainer"] if tag.tag == types_pb2.MEMORY_TAG_OPTIMIZER)
-        assert (moments == 0) is settings.get("trainer.optimizer_on_host", False)
+        assert (moments == 0) is (settings.get("trainer.moments") == "host")
         logged = "".join(log.read_text() for log in (node.state_dir / "logs").glob("trainer*.log"))
         assert f"choice={settings.get('trainer.checkpointing', 'none')}" in logged
         assert_clean_audit(node.state_dir)

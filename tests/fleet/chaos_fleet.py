@@ -15,12 +15,11 @@ from pathlib import Path
 import grpc
 
 from tasuki.client import Client, Phase, Stage
-from tasuki.config.failpoints import Action
 from tasuki.config.paths import socket_dir
 from tasuki.coordinator import phases
 from tasuki.memory.stages import Phase as RingPhase
 from tasuki.memory.stages import Stage as RingStage
-from tasuki.rpc.failpoints import plant
+from tasuki.rpc.failpoints import Action, plant
 from tasuki.v1.rollout_pb2 import GetRolloutStateRequest
 from tasuki.v1.rollout_pb2_grpc import RolloutServiceStub
 from tasuki.wire.address import unix_target

@@ -25,7 +25,7 @@ from tests.ports import free_port
 START_S = 400
 READ_TIMEOUT_S = 60.0
 # One rank per node, so that two nodes have the demo's two.
-ALIKE = ("trainer.num_ranks=1", "fleet.node_timeout_s=10")
+ALIKE = ("trainer.num_ranks=1",)
 SERVICES = ("coordinator", "trainer", "rollout")
 
 
@@ -155,15 +155,13 @@ def real_fleet(folder: Path, places: Sequence[Place], *, base: Path, settings: S
     """Prepares nodes with mTLS, without starting them. base: the configuration."""
     hosts = [*dict.fromkeys(place.host for place in places), "localhost"]
     assert certs.run(folder / "certs", hosts=hosts, days=1, is_fleet=True) == 0
-    ports = {service: [free_port() for _ in places] for service in (*SERVICES, "leader")}
     nodes: list[FleetNode] = []
     for rank, place in enumerate(places):
         state_dir = folder / f"node{rank}"
-        listens = [f"{service}.listen={place.host}:{ports[service][rank]}" for service in SERVICES]
         own = [f"state_dir={state_dir}", f"fleet.interface={place.interface}", "coordinator.stage_timeout_s=300"]
-        all_settings = [*own, *listens, *mtls(folder / "certs"), *ALIKE, *settings]
+        all_settings = [*own, f"listen={place.host}:{free_port(num=3)}", *mtls(folder / "certs"), *ALIKE, *settings]
         nodes.append(FleetNode(rank, place, base, state_dir, all_settings, folder / f"node{rank}.log"))
-    fleet = RealFleet(nodes, f"{places[0].host}:{ports['leader'][0]}")
+    fleet = RealFleet(nodes, f"{places[0].host}:{free_port()}")
     try:
         yield fleet
     finally:

@@ -27,23 +27,20 @@ pytestmark = [
 CONFIG = """
 state_dir = "state"
 device = "cpu"
+listen = "0.0.0.0:50050"
 [model]
 path = "task/model"
 [coordinator]
-listen = "0.0.0.0:50050"
 stage_timeout_s = 300
 [trainer]
-listen = "0.0.0.0:50051"
 num_ranks = 1
 compute_dtype = "float32"
 learning_rate = 1.5e-3
 [rollout]
-listen = "0.0.0.0:50052"
 dtype = "float32"
 context_length = 64
 kv_tokens = 16384
 [fleet]
-node_timeout_s = 20
 [security]
 cert = "certs/node.pem"
 key = "certs/node.key"

@@ -14,9 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from tasuki.memory.device_usage import torch_pool
 from tasuki.memory.tags import MemoryTag
-from tasuki.trainer.backends.fsdp.staying import Staying
 from tasuki.trainer.data.micro_batch import token_batch
 from tasuki.trainer.learner import Learner
 from tasuki.trainer.roles import Role
@@ -67,17 +65,3 @@ def test_a_reference_on_the_host_is_pinned_and_scores_the_same_bits(mesh: Device
         assert grown == 0 if on_host else grown >= sum(shard.nbytes for shard in shards)
         learner.backend.close()
     assert torch.equal(*scores)
-
-
-@pytest.mark.parametrize("is_early", [True, False])
-def test_a_publication_returns_the_cache_only_if_it_is_told_to(mesh: DeviceMesh, model: Path, is_early: bool) -> None:
-    learner = start_learner(model, mesh=mesh, empty_cache_early=is_early)
-    assert fsdp(learner).memory._staying == Staying(empties_cache_early=is_early)
-    block = torch.empty(2 * 10**9, dtype=torch.uint8, device="cuda")
-    del block
-    learner.publish()
-    reserved, allocated = torch_pool(0)
-    assert (reserved - allocated < 10**9) is is_early
-    learner.backend.withdraw()
-    learner.backend.close()
-    torch.cuda.empty_cache()

@@ -15,10 +15,9 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from tasuki.config.metrics_schema import MetricsConfig
 from tasuki.config.paths import log_path, node_targets, socket_dir
 from tasuki.config.save import save_config
-from tasuki.config.schema import ModelConfig, NodeConfig
+from tasuki.config.schema import MetricsConfig, ModelConfig, NodeConfig
 from tasuki.v1 import coordinator_pb2 as pb
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tasuki.v1.types_pb2 import (

@@ -31,10 +31,10 @@ SETTINGS: dict[int, dict[str, dict[str, Any]]] = {
         "checkpointing = attention": {"checkpointing": "attention"},
         "checkpointing = full": {"checkpointing": "full"},
         "checkpointing = offloaded": {"checkpointing": "offloaded"},
-        "optimizer_on_host": {"optimizer_on_host": True},
+        "moments = host": {"moments": "host"},
         "mlp_tile_tokens = 16": {"mlp_tile_tokens": 16},
         "prefix_sharing": {"prefix_sharing": True},
-        "optimizer_8bit": {"optimizer_8bit": True},
+        "moments = 8bit": {"moments": "8bit"},
     },
     2: {"two ranks": {}, "sequence_parallel = 2": {"sequence_parallel": 2}},
 }

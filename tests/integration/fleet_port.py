@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tasuki.config.fleet_schema import FleetConfig
 from tasuki.config.load import load_config
+from tasuki.config.schema import FleetConfig
 from tasuki.fleet.rank_store import RankStoreServicer
 from tasuki.rpc.port import port_of
 from tasuki.rpc.server import RpcServer
@@ -55,7 +55,7 @@ def fleet_port(folder: Path, *, num_nodes: int, host: str = "localhost", attempt
     file = folder / "leader.toml"
     file.write_text(f'state_dir = "{folder}/leader"\n[model]\npath = "model"\n')
     bound = port.leader.replace("localhost", "127.0.0.1")
-    config = load_config(file, overrides=[*mtls(certs), f"coordinator.listen={bound}"])
+    config = load_config(file, overrides=[*mtls(certs), f"listen={bound}"])
     started, stop = threading.Event(), threading.Event()
 
     async def serve() -> None:

@@ -13,7 +13,6 @@ from tasuki.cli import certs
 from tasuki.client import Credentials
 from tasuki.config.load import load_config
 from tasuki.config.paths import node_targets, socket_dir
-from tasuki.config.ports import port_targets
 from tasuki.config.schema import NodeConfig
 from tasuki.rpc.port import port_of
 from tasuki.rpc.server import RpcServer
@@ -46,7 +45,7 @@ class PortNode:
         return self.port_of("coordinator")
 
     def port_of(self, service: str) -> str:
-        return f"localhost:{port_targets(self.config)[service].rpartition(':')[2]}"
+        return f"localhost:{self.config.port_targets[service].rpartition(':')[2]}"
 
     def credentials(self, role: str = "trainer") -> Credentials:
         """Returns credentials with a role's certificate or token."""
@@ -70,7 +69,15 @@ def make_tokens(folder: Path) -> Path:
     folder.mkdir(exist_ok=True)
     for role in ROLES:
         write_secret(folder / f"{role}.token", f"{secrets.token_hex(32)}\n")
+    admit_tokens(folder)
     return folder
+
+
+def admit_tokens(folder: Path, **replaced: str) -> None:
+    """Writes the node's file of callers: a token for each role. replaced: other tokens, one a line, by role."""
+    texts = {role: replaced.get(role, (folder / f"{role}.token").read_text()) for role in ROLES}
+    lines = [f'{token} = "{role}"\n' for role, text in texts.items() for token in text.split()]
+    write_secret(folder / "callers.toml", "".join(["[tokens]\n", *lines]))
 
 
 def write_secret(path: Path, text: str) -> None:
@@ -88,15 +95,14 @@ def mtls(folder: Path) -> list[str]:
 
 
 def tokens(folder: Path) -> list[str]:
-    return [f"security.tokens.{role}={folder / role}.token" for role in ROLES]
+    return [f"security.callers={folder}/callers.toml"]
 
 
 def port_config(folder: Path, *overrides: str, host: str = "127.0.0.1") -> NodeConfig:
     """A node with a port for each service. folder: must be new; becomes the state folder's parent."""
     file = folder / "node.toml"
     file.write_text(f'state_dir = "{folder}/state"\n[model]\npath = "model"\n')
-    listens = [f"{service}.listen={host}:{free_port()}" for service in SERVICES]
-    return load_config(file, overrides=[*listens, *overrides])
+    return load_config(file, overrides=[f"listen={host}:{free_port(num=3)}", *overrides])
 
 
 @asynccontextmanager
@@ -105,7 +111,7 @@ async def port_node(config: NodeConfig, folder: Path) -> AsyncIterator[PortNode]
     config.state_dir.mkdir(exist_ok=True)
     socket_dir(config.state_dir)
     node = ScriptedNode(config.state_dir)
-    node.targets = port_targets(config)
+    node.targets = config.port_targets
     adders: dict[str, Callable] = {
         "coordinator": coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server,
         "trainer": trainer_pb2_grpc.add_TrainerServiceServicer_to_server,

@@ -17,7 +17,7 @@ import pytest
 from tasuki.cli.__main__ import main
 from tests.dashboard import RECORDED, ask, get, served, token_of
 from tests.integration.mutations import mutated
-from tests.integration.port_node import make_certs, make_tokens, mtls, port_config, tokens, write_secret
+from tests.integration.port_node import admit_tokens, make_certs, make_tokens, mtls, port_config, tokens
 from tests.integration.test_metrics_port import tls_of
 
 FIGURES = ["run", "node", "restarts", "curves", "memory", "changeovers", "changeovers/chart", "samples", "samples/step?step=29",
@@ -164,8 +164,8 @@ def opened(server) -> socket.socket:
 def test_beyond_loopback_it_asks_for_a_certificate_with_a_role(tmp_path: Path) -> None:
     folder = make_certs(tmp_path / "certs")
     roles = folder / "roles.toml"
-    roles.write_text('"spiffe://tasuki.lab/tasuki/viewer" = "viewer"\n')
-    config = port_config(tmp_path, *mtls(folder), f"security.roles={roles}")
+    roles.write_text('[certificates]\n"spiffe://tasuki.lab/tasuki/viewer" = "viewer"\n')
+    config = port_config(tmp_path, *mtls(folder), f"security.callers={roles}")
     with served(RECORDED, config=config, host="0.0.0.0") as server:
         assert server.url == f"https://localhost:{server.server_address[1]}/", "the certificate has no name of this machine"
         assert get(server, "/api/run", tls=tls_of(folder, "viewer"))[0] == 200
@@ -183,7 +183,7 @@ def test_beyond_loopback_the_nodes_tokens_let_in(tmp_path: Path) -> None:
         token = (folder / "viewer.token").read_text().strip()
         assert get(server, "/api/run", tls=tls_of(folder), token=token)[0] == 200
         assert get(server, "/api/run", tls=tls_of(folder), token="0" * 64)[0] == 401
-        write_secret(folder / "viewer.token", "1" * 64)
+        admit_tokens(folder, viewer="1" * 64)
         assert get(server, "/api/run", tls=tls_of(folder), token=token)[0] == 401
 
 
@@ -191,7 +191,7 @@ def test_beyond_loopback_the_nodes_tokens_let_in(tmp_path: Path) -> None:
     ("arguments", "reason", "words"),
     [
         (["{run}", "--listen", "0.0.0.0:8765"], "INVALID_ARGUMENT", "--config of a node with [security]"),
-        (["--config", "{config}", "--listen", "0.0.0.0:8765"], "INVALID_ARGUMENT", "security.client_ca or security.tokens"),
+        (["--config", "{config}", "--listen", "0.0.0.0:8765"], "INVALID_ARGUMENT", "security.client_ca or security.callers"),
         (["{run}", "--listen", "8765"], "INVALID_ARGUMENT", "must be HOST:PORT"),
         (["{run}", "--listen", "127.0.0.1:{port}"], "INVALID_ARGUMENT", "in use; give another address by --listen"),
         (["{run}/nothing"], "PATH_NOT_FOUND", "there is no folder"),

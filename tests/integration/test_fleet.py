@@ -15,7 +15,7 @@ import pytest
 
 from tasuki.client.async_client import AsyncClient
 from tasuki.client.types import Phase
-from tasuki.config.boot_id import Instance
+from tasuki.config.lock import Instance
 from tasuki.config.schema import NodeConfig
 from tasuki.coordinator.fleet_hold import FleetHold
 from tasuki.coordinator.journal import Journal
@@ -57,16 +57,17 @@ MODEL = (
 TRAIN, ROLLOUT = types_pb2.PHASE_TRAIN, types_pb2.PHASE_ROLLOUT
 
 
-def config_of(folder: Path, rank: int, leader: str, *, node_timeout_s: float = 30.0) -> NodeConfig:
+def config_of(folder: Path, rank: int, leader: str, *, stage_timeout_s: float = 600.0) -> NodeConfig:
     model = folder / "model"
     model.mkdir(exist_ok=True)
     (model / "config.json").write_text(MODEL)
-    fleet = {"name": "f", "num_nodes": 2, "node_rank": rank, "leader": leader, "attempt": 1, "node_timeout_s": node_timeout_s}
+    fleet = {"name": "f", "num_nodes": 2, "node_rank": rank, "leader": leader, "attempt": 1}
     return NodeConfig.model_validate(
         {
             "state_dir": folder / f"n{rank}",
             "model": {"path": model},
             "security": {"insecure": True},
+            "coordinator": {"stage_timeout_s": stage_timeout_s},
             "fleet": fleet,
         }
     )

@@ -51,7 +51,7 @@ def samples() -> Samples:
 def step(learner: Learner, role: Role, samples: Samples, **arguments: Any) -> float:
     """Makes one step of a role; returns its learning rate."""
     learn(learner, role, samples, config=LOSSES[role])
-    return learner.optim_step(role, **arguments).learning_rate
+    return learner.optim_step(role, schedule_steps=3, **arguments).learning_rate
 
 
 def scores(learner: Learner, role: Role, samples: Samples) -> list[float]:
@@ -144,7 +144,7 @@ def test_a_critics_values_are_those_of_transformers_and_its_head(mesh: DeviceMes
 def test_a_checkpoint_brings_back_both_roles_and_their_schedules(
     mesh: DeviceMesh, model: Path, samples: Samples, tmp_path: Path
 ) -> None:
-    settings: dict[str, Any] = {"learning_rate": 1e-3, "lora": {"rank": 4}, "critic": {**CRITIC, "lora": {"rank": 2}}}
+    settings: dict[str, Any] = {"learning_rate": 1e-3, "lora": {"rank": 4}, "critic": {**CRITIC, "lora_rank": 2}}
     learner, other = (start_learner(model, mesh=mesh, **settings) for _ in range(2))
     step(learner, Role.POLICY, samples)
     step(learner, Role.CRITIC, samples)

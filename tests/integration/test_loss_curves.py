@@ -18,7 +18,7 @@ from tests.integration.launched import run_ranks
 from tests.models import make_model, save_checkpoint
 
 KINDS = ("qwen2",)
-DIFFERING = {"optimizer_8bit": 2e-3}
+DIFFERING = {"moments = 8bit": 2e-3}
 """Settings that change the numbers, with the tolerance for losses and norms relative to the default's largest."""
 ROUNDING = 1e-5
 Curve = Sequence[tuple[float, float]]

@@ -18,7 +18,7 @@ from tasuki.coordinator.observe.metrics_port import serve_metrics
 from tasuki.rpc.http_port import MAX_CONNECTIONS
 from tasuki.rpc.port import check_ports
 from tasuki.wire.errors import InvalidArgument
-from tests.integration.port_node import make_certs, make_tokens, mtls, port_config, tokens, write_secret
+from tests.integration.port_node import admit_tokens, make_certs, make_tokens, mtls, port_config, tokens
 
 TEXT = b"tasuki_phase 1\n"
 
@@ -116,8 +116,8 @@ async def test_elsewhere_it_asks_for_a_certificate_with_a_role(tmp_path: Path, u
 async def test_a_certificate_that_has_no_role_any_more_is_refused(tmp_path: Path, unused_tcp_port: int) -> None:
     folder = make_certs(tmp_path / "certs")
     roles = folder / "roles.toml"
-    roles.write_text('"spiffe://tasuki.lab/tasuki/viewer" = "viewer"\n')
-    config = config_of(tmp_path, unused_tcp_port, *mtls(folder), f"security.roles={roles}", host="0.0.0.0")
+    roles.write_text('[certificates]\n"spiffe://tasuki.lab/tasuki/viewer" = "viewer"\n')
+    config = config_of(tmp_path, unused_tcp_port, *mtls(folder), f"security.callers={roles}", host="0.0.0.0")
     async with served(config) as port:
         assert (await read(port, tls=tls_of(folder, "viewer")))[0] == 200
         status, text = await read(port, tls=tls_of(folder, "operator"))
@@ -134,7 +134,7 @@ async def test_elsewhere_it_asks_for_a_token_which_may_be_taken_away(tmp_path: P
         assert await read(port, tls=tls_of(folder), token=token) == (200, TEXT)
         assert (await read(port, tls=tls_of(folder), token="0" * 64))[0] == 401
         assert (await read(port, tls=tls_of(folder)))[0] == 401
-        write_secret(folder / "viewer.token", "1" * 64)
+        admit_tokens(folder, viewer="1" * 64)
         assert (await read(port, tls=tls_of(folder), token=token))[0] == 401
 
 

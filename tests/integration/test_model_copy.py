@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,18 +12,18 @@ import pytest
 from tasuki.config.lock import NODE_LOCK, StateLock
 from tasuki.config.paths import model_copy_dir, model_source
 from tasuki.config.schema import ModelConfig, NodeConfig
+from tasuki.models import folder_files
 from tasuki.node.model_copy import preloaded_model, remove_model_copy
 from tasuki.node.processes import ResourceTracker
 from tasuki.node.stop import stop_node
 from tasuki.rollout.arguments import engine_arguments
 from tasuki.rollout.model import ModelFacts
-from tasuki.wire.errors import InvalidArgument
 
 _WEIGHTS = "model-00001-of-00001.safetensors"
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Iterator[NodeConfig]:
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NodeConfig]:
     """A model folder as in Hugging Face's cache, including files that no service reads."""
     model, blobs = tmp_path / "model", tmp_path / "blobs"
     for folder in (model, blobs, model / ".cache", tmp_path / "state"):
@@ -33,7 +34,8 @@ def config(tmp_path: Path) -> Iterator[NodeConfig]:
     (model / "pytorch_model.bin").write_bytes(b"a pickle")
     (model / "config.json").write_text("{}")
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": _WEIGHTS}}))
-    yield NodeConfig(state_dir=tmp_path / "state", model=ModelConfig(path=model, preload=True))
+    monkeypatch.setattr(folder_files, "is_on_network", lambda folder: True)
+    yield NodeConfig(state_dir=tmp_path / "state", model=ModelConfig(path=model))
     remove_model_copy(tmp_path / "state")
 
 
@@ -47,7 +49,7 @@ def test_copy_holds_the_files_that_services_read_and_no_links(config: NodeConfig
         assert not (place / _WEIGHTS).is_symlink()
         assert (place / _WEIGHTS).read_bytes() == b"weights"
     num_bytes = sum(path.stat().st_size for path in place.iterdir())
-    assert f"copied {num_bytes} bytes to {place}" in told[0]
+    assert f"copied {num_bytes} bytes of {config.model.path} to {place}" in told[0]
 
 
 def test_the_engine_is_told_the_copy(config: NodeConfig) -> None:
@@ -58,31 +60,34 @@ def test_the_engine_is_told_the_copy(config: NodeConfig) -> None:
     assert engine_arguments(config, facts)["model_path"] == str(config.model.path)
 
 
-def test_lack_of_room_is_refused_with_the_bytes_and_leaves_nothing(config: NodeConfig) -> None:
+def test_a_model_larger_than_an_eighth_of_the_host_is_read_where_it_is(config: NodeConfig) -> None:
     with (config.model.path / _WEIGHTS).open("r+b") as file:
         file.truncate(1 << 43)  # sparse
-    with (
-        pytest.raises(InvalidArgument, match=r"model\.preload: the model's files take") as refused,
-        preloaded_model(config, tell=print),
-    ):
-        pass
-    metadata = refused.value.metadata
-    assert metadata["field"] == "model.preload"
-    assert int(metadata["needed_bytes"]) > 1 << 43 > int(metadata["free_bytes"]) > 0
-    assert not model_copy_dir(config.state_dir).exists()
+    with preloaded_model(config, tell=pytest.fail):
+        assert model_source(config) == config.model.path
+
+
+def test_a_model_on_a_local_disk_is_read_where_it_is(config: NodeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    with preloaded_model(config, tell=pytest.fail):
+        assert model_source(config) == config.model.path
+
+
+def test_a_copy_that_fails_is_told_and_done_without(config: NodeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(source: Path, to: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    told: list[str] = []
+    monkeypatch.setattr("tasuki.node.model_copy.shutil.copyfile", fail)
+    with preloaded_model(config, tell=told.append):
+        assert model_source(config) == config.model.path
+    assert "No space left on device" in told[0]
+    assert not Path(f"{model_copy_dir(config.state_dir)}.part").exists()
 
 
 def test_failure_while_copying_or_starting_leaves_nothing(config: NodeConfig) -> None:
     with pytest.raises(KeyboardInterrupt), preloaded_model(config, tell=lambda _: None):
         raise KeyboardInterrupt
-    assert not model_copy_dir(config.state_dir).exists()
-    (config.model.path / "tokenizer.json").write_text("{}")
-    (config.model.path / "tokenizer.json").chmod(0)
-    try:
-        (config.model.path / "tokenizer.json").read_bytes()
-    except PermissionError:
-        with pytest.raises(InvalidArgument, match=r"model\.preload: .* cannot be copied"), preloaded_model(config, tell=print):
-            pass
     assert not model_copy_dir(config.state_dir).exists()
     assert not Path(f"{model_copy_dir(config.state_dir)}.part").exists()
 

@@ -13,7 +13,6 @@ import pytest
 
 from tasuki.client import AsyncClient, Credentials, Phase
 from tasuki.config.paths import node_targets
-from tasuki.config.ports import port_targets
 from tasuki.v1.types_pb2 import PHASE_ROLLOUT, PHASE_TRAIN
 from tasuki.wire.channel import open_channel
 from tests.extent import IS_WHOLE
@@ -56,7 +55,7 @@ async def tokens_node(tmp_path: Path) -> AsyncIterator[tuple[Node, Path]]:
 
 
 def port_of(node: Node, service: str) -> int:
-    return int(port_targets(node.config)[service].rpartition(":")[2])
+    return int(node.config.port_targets[service].rpartition(":")[2])
 
 
 async def test_client_at_a_port_changes_the_phase_and_is_told_of_ports(certs_node: tuple[Node, Path]) -> None:
@@ -64,7 +63,7 @@ async def test_client_at_a_port_changes_the_phase_and_is_told_of_ports(certs_nod
     async with AsyncClient(f"localhost:{port_of(node, 'coordinator')}", credentials=certificate(folder, "trainer")) as client:
         state = await client.state()
         assert (state.trainer_target, state.rollout_target) == tuple(
-            port_targets(node.config)[s] for s in ("trainer", "rollout")
+            node.config.port_targets[s] for s in ("trainer", "rollout")
         )
         await client.acquire(Phase.ROLLOUT)
         assert (await client.rollout_state()).policy_version == 0

@@ -12,11 +12,11 @@ import grpc
 import pytest
 
 from tasuki.client import AsyncClient, Credentials
-from tasuki.config.ports import port_targets
 from tasuki.wire.channel import PORT_OPTIONS, open_channel
 from tasuki.wire.errors import PeerUnavailable, Unauthenticated
 from tests.integration.port_node import (
     PortNode,
+    admit_tokens,
     make_certs,
     make_tokens,
     mtls,
@@ -59,7 +59,7 @@ class Load:
 
 def shown_certificate(node: PortNode) -> str:
     """Returns the node's certificate, as shown to a stranger."""
-    port = int(port_targets(node.config)["coordinator"].rpartition(":")[2])
+    port = int(node.config.port_targets["coordinator"].rpartition(":")[2])
     return ssl.get_server_certificate(("127.0.0.1", port))
 
 
@@ -138,11 +138,11 @@ async def test_new_token_loses_no_call_and_the_old_one_cannot_be_replayed(tmp_pa
     async with port_node(port_config(tmp_path, *tokens(folder)), client_folder) as node:
         load = Load(node)
         await load.after(100)
-        write_secret(folder / "trainer.token", new + old)  # the node accepts both
+        admit_tokens(folder, trainer=new + old)  # the node accepts both
         await load.after(100)
         write_secret(client_folder / "trainer.token", new)
         await load.after(100)
-        write_secret(folder / "trainer.token", new)
+        admit_tokens(folder, trainer=new)
         await load.after(100)
         await load.stop()
         async with grpc.aio.insecure_channel(node.target) as channel:
@@ -156,7 +156,7 @@ async def test_token_file_that_is_deleted_shuts_its_holders_out(tmp_path: Path) 
         write_secret(node.folder / "viewer.token", (folder / "viewer.token").read_text())
         async with AsyncClient(node.target, credentials=node.credentials("viewer")) as client:
             await client.state()
-            (folder / "viewer.token").unlink()
+            (folder / "callers.toml").unlink()
             with pytest.raises(Unauthenticated):
                 await client.state()
 

@@ -12,13 +12,14 @@ import pytest
 
 from tasuki.cli import certs
 from tasuki.client import Credentials
-from tasuki.config.security_schema import CallerRole
+from tasuki.config.schema import CallerRole
 from tasuki.rpc.methods import METHODS, Method, standard_methods
 from tasuki.wire.channel import CLIENT_OPTIONS, open_channel
 from tests.integration.port_node import (
     ROLES,
     SERVICES,
     PortNode,
+    admit_tokens,
     certificate,
     make_certs,
     make_tokens,
@@ -26,7 +27,6 @@ from tests.integration.port_node import (
     port_config,
     port_node,
     tokens,
-    write_secret,
 )
 from tests.integration.raw_calls import code_of
 
@@ -104,10 +104,8 @@ def removed_certificate(folder: Path) -> Credentials:
 
 
 def removed_token(folder: Path) -> Credentials:
-    (folder / "old.token").write_text((folder / "peer.token").read_text())
-    (folder / "old.token").chmod(0o600)
-    write_secret(folder / "peer.token", "0" * 64)
-    return Credentials(ca=folder / "ca.pem", token_file=folder / "old.token")
+    admit_tokens(folder, peer="0" * 64)
+    return Credentials(ca=folder / "ca.pem", token_file=folder / "peer.token")
 
 
 def certificate_of(authority: certs.Authority, folder: Path, *, hours: int = 1) -> Credentials:
@@ -130,9 +128,10 @@ STRANGERS: dict[str, tuple[Callable[[Path], Credentials], grpc.StatusCode]] = {
 async def test_strangers_and_former_peers_may_call_nothing(tmp_path: Path, who: str) -> None:
     credentials_of, code = STRANGERS[who]
     folder = make_tokens(make_certs(tmp_path / "certs"))
-    (folder / "roles.toml").write_text("".join(f'"spiffe://tasuki.lab/tasuki/{role}" = "{role}"\n' for role in ROLES))
+    lines = [f'"spiffe://tasuki.lab/tasuki/{role}" = "{role}"\n' for role in ROLES]
+    (folder / "roles.toml").write_text("".join(["[certificates]\n", *lines]))
     security = (
-        [*mtls(folder)[:2], *tokens(folder)] if "token" in who else [*mtls(folder), f"security.roles={folder}/roles.toml"]
+        [*mtls(folder)[:2], *tokens(folder)] if "token" in who else [*mtls(folder), f"security.callers={folder}/roles.toml"]
     )
     async with port_node(port_config(tmp_path, *security), folder) as node:
         assert await denied(node, "peer") == above("peer")

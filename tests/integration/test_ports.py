@@ -101,8 +101,8 @@ async def test_paths_outside_the_named_folders_are_refused_at_a_port_alone(tmp_p
 async def test_role_by_the_table_and_taken_away_in_the_middle_of_a_watch(tmp_path: Path) -> None:
     folder = make_certs(tmp_path / "certs")
     roles = tmp_path / "roles.toml"
-    roles.write_text('"spiffe://tasuki.lab/tasuki/viewer" = "operator"\n')
-    config = port_config(tmp_path, *mtls(folder), f"security.roles={roles}")
+    roles.write_text('[certificates]\n"spiffe://tasuki.lab/tasuki/viewer" = "operator"\n')
+    config = port_config(tmp_path, *mtls(folder), f"security.callers={roles}")
     async with port_node(config, folder) as node:
         async with open_channel(node.target, credentials=node.credentials("operator")) as channel:
             denied = await refused(CoordinatorServiceStub(channel).GetState(GetStateRequest(), timeout=60))

@@ -46,8 +46,8 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantized_adamw, "CHUNK_ELEMENTS", 1700)
 
 
-def start(model: Path, mesh: DeviceMesh, *, optimizer_8bit: bool = True, **settings: Any) -> Learner:
-    return start_learner(model, mesh=mesh, optimizer_8bit=optimizer_8bit, **SETTINGS | settings)
+def start(model: Path, mesh: DeviceMesh, *, is_8bit: bool = True, **settings: Any) -> Learner:
+    return start_learner(model, mesh=mesh, moments="8bit" if is_8bit else "gpu", **SETTINGS | settings)
 
 
 def step(learner: Learner, num_steps: int) -> None:
@@ -118,7 +118,7 @@ def test_steps_are_those_of_torchao(model: Path, mesh: DeviceMesh) -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"lora": {"rank": 32}}, {"param_dtype": "bfloat16"}], ids=["whole", "lora", "bf16"])
 def test_a_run_is_close_to_one_with_moments_in_full(model: Path, mesh: DeviceMesh, settings: dict[str, Any]) -> None:
-    rounded, full = (start(model, mesh, optimizer_8bit=is_8bit, **settings) for is_8bit in (True, False))
+    rounded, full = (start(model, mesh, is_8bit=is_8bit, **settings) for is_8bit in (True, False))
     before = whole_parameters(full, Role.POLICY)
     step(rounded, 8)
     step(full, 8)
@@ -131,7 +131,7 @@ def test_a_run_is_close_to_one_with_moments_in_full(model: Path, mesh: DeviceMes
 def test_memory_is_a_quarter_and_as_planned_and_sleeps(mesh: DeviceMesh, tmp_path: Path) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 1024, "vocab_size": 4096}
     model = save_checkpoint(make_model("llama", seed=0, **sizes), tmp_path / "llama")
-    learner, full = (start(model, mesh, optimizer_8bit=is_8bit) for is_8bit in (True, False))
+    learner, full = (start(model, mesh, is_8bit=is_8bit) for is_8bit in (True, False))
     quantized = [name for name, state in state_of(learner).items() if "exp_avg_codes" in state]
     assert any("embed_tokens" in name for name in quantized) and not any("norm" in name for name in quantized)
     assert "value_head.weight" not in [
@@ -199,6 +199,6 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_one(model: Path, mesh: DeviceMes
 
 @pytest.mark.parametrize("is_8bit", [True, False])
 def test_a_checkpoint_of_the_other_kind_is_refused(model: Path, mesh: DeviceMesh, tmp_path: Path, is_8bit: bool) -> None:
-    start(model, mesh, optimizer_8bit=is_8bit).save_checkpoint(tmp_path / "saved")
-    with pytest.raises(InvalidArgument, match=f"trainer.optimizer_8bit = {str(is_8bit).lower()}"):
-        start(model, mesh, optimizer_8bit=not is_8bit).load_checkpoint(tmp_path / "saved")
+    start(model, mesh, is_8bit=is_8bit).save_checkpoint(tmp_path / "saved")
+    with pytest.raises(InvalidArgument, match='trainer.moments = "8bit"' if is_8bit else 'trainer.moments other than "8bit"'):
+        start(model, mesh, is_8bit=not is_8bit).load_checkpoint(tmp_path / "saved")

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from tasuki.cli.node_view import show_state, watch
-from tasuki.config.boot_id import Instance, begin_instance, read_instance
-from tasuki.config.lock import NODE_LOCK, StateLock
+from tasuki.config.lock import NODE_LOCK, Instance, StateLock, begin_instance, read_instance
 from tasuki.config.paths import log_path, socket_dir
 from tasuki.config.save import save_config
 from tasuki.config.schema import ModelConfig, NodeConfig

@@ -38,8 +38,8 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streamed_adamw, "BLOCK_BYTES", 1 << 14)
 
 
-def start(model: Path, mesh: DeviceMesh, *, optimizer_on_host: bool, **settings: Any) -> Learner:
-    return start_learner(model, mesh=mesh, optimizer_on_host=optimizer_on_host, **SETTINGS | settings)
+def start(model: Path, mesh: DeviceMesh, *, on_host: bool, **settings: Any) -> Learner:
+    return start_learner(model, mesh=mesh, moments="host" if on_host else "gpu", **SETTINGS | settings)
 
 
 def step(learner: Learner, num_steps: int) -> None:
@@ -60,7 +60,7 @@ def assert_equal(one: Learner, other: Learner) -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"lora": {"rank": 4}}, {"param_dtype": "bfloat16"}], ids=["whole", "lora", "bf16"])
 def test_steps_are_those_of_moments_on_the_device(model: Path, mesh: DeviceMesh, settings: dict[str, Any]) -> None:
-    streamed, resident = (start(model, mesh, optimizer_on_host=on_host, **settings) for on_host in (True, False))
+    streamed, resident = (start(model, mesh, on_host=on_host, **settings) for on_host in (True, False))
     before = {role: whole_parameters(streamed, role) for role in LOSSES}
     step(streamed, 4)
     step(resident, 4)
@@ -70,7 +70,7 @@ def test_steps_are_those_of_moments_on_the_device(model: Path, mesh: DeviceMesh,
 
 
 def test_there_are_several_blocks_and_the_tag_is_empty(model: Path, mesh: DeviceMesh) -> None:
-    learner = start(model, mesh, optimizer_on_host=True)
+    learner = start(model, mesh, on_host=True)
     optimizer = trained(learner, Role.POLICY).optimizer
     assert isinstance(optimizer, StreamedAdamW)
     assert len(optimizer._blocks) > 2 * streamed_adamw.NUM_BLOCKS
@@ -82,7 +82,7 @@ def test_there_are_several_blocks_and_the_tag_is_empty(model: Path, mesh: Device
     step(learner, 1)
     fsdp(learner).memory.pause(TAGS)
     fsdp(learner).memory.resume(TAGS)
-    resident = start(model, mesh, optimizer_on_host=False)
+    resident = start(model, mesh, on_host=False)
     step(learner, 1)
     step(resident, 2)
     assert_equal(learner, resident)
@@ -90,7 +90,7 @@ def test_there_are_several_blocks_and_the_tag_is_empty(model: Path, mesh: Device
 
 @pytest.mark.parametrize("saved_on_host", [True, False])
 def test_a_checkpoint_goes_on_either_way(model: Path, mesh: DeviceMesh, tmp_path: Path, saved_on_host: bool) -> None:
-    learner, other = (start(model, mesh, optimizer_on_host=on_host) for on_host in (saved_on_host, not saved_on_host))
+    learner, other = (start(model, mesh, on_host=on_host) for on_host in (saved_on_host, not saved_on_host))
     step(learner, 2)
     learner.save_checkpoint(tmp_path / "two")
     other.load_checkpoint(tmp_path / "two")
@@ -103,11 +103,9 @@ def test_a_host_without_room_for_the_moments_is_told_at_the_start(
     model: Path, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = host_memory()
-    network = trained(start(model, mesh, optimizer_on_host=True), Role.POLICY).network
+    network = trained(start(model, mesh, on_host=True), Role.POLICY).network
     needed = 8 * sum(parameter.numel() for parameter in network.parameters())
     monkeypatch.setattr(host_buffers, "host_memory", lambda: replace(free, available_bytes=needed // 2))
-    with pytest.raises(
-        InvalidArgument, match=r"^trainer.optimizer_on_host: true needs \d+ bytes .*, but \d+ are available; remove it"
-    ):
-        start(model, mesh, optimizer_on_host=True)
-    start(model, mesh, optimizer_on_host=False)
+    with pytest.raises(InvalidArgument, match=r"^trainer.moments: host needs \d+ bytes .*, but \d+ are available; remove it"):
+        start(model, mesh, on_host=True)
+    start(model, mesh, on_host=False)

@@ -10,10 +10,8 @@ from pathlib import Path
 import pytest
 
 from tasuki.client import AsyncClient, Phase
-from tasuki.config.metrics_schema import MetricsConfig
 from tasuki.config.paths import log_path
-from tasuki.config.schema import ModelConfig, NodeConfig
-from tasuki.config.telemetry_schema import TelemetryConfig
+from tasuki.config.schema import MetricsConfig, ModelConfig, NodeConfig
 from tasuki.coordinator.phases import path
 from tasuki.memory import stages
 from tasuki.v1.types_pb2 import STAGE_SYNC
@@ -31,11 +29,14 @@ async def traced_node(folder: Path, endpoint: str, *, headers_file: Path | None 
     config = NodeConfig(
         state_dir=folder / "state",
         model=ModelConfig(path=folder),
-        telemetry=TelemetryConfig(endpoint=endpoint, headers_file=headers_file),
         metrics=MetricsConfig(listen=f"127.0.0.1:{free_port()}"),
     )
-    async with running_node(config) as node:
-        yield node
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
+        if headers_file is not None:
+            patch.setenv("TASUKI_OTLP_HEADERS_FILE", str(headers_file))
+        async with running_node(config) as node:
+            yield node
 
 
 async def acquire(node: Node, phase: Phase, *, endpoint: str | None, headers_file: Path | None = None) -> None:

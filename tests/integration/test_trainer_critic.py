@@ -20,7 +20,6 @@ on_non_finite = "skip"
 micro_batch_tokens = 128
 learning_rate = 1e-3
 lr_schedule = "linear"
-total_steps = 2
 [trainer.critic]
 learning_rate = 1e-2
 """
@@ -58,7 +57,7 @@ async def step_rates(client: TrainerClient, samples: list[TrainingSample], num_s
     rates: list[float] = []
     for _ in range(num_steps):
         await client.forward_backward(samples)
-        rates.append((await client.optim_step()).learning_rate)
+        rates.append((await client.optim_step(schedule_steps=2)).learning_rate)
     return rates
 
 
@@ -71,7 +70,7 @@ async def test_a_critic_learns_beside_the_policy(client: TrainerClient) -> None:
         answer = await client.forward_backward(samples, role=ROLE_CRITIC, loss=VALUE)
         assert (await facts(client))[ROLE_CRITIC] == (version - 1, 0, True)
         losses.append(answer.loss)
-        assert (await client.optim_step(role=ROLE_CRITIC)).version == version
+        assert (await client.optim_step(role=ROLE_CRITIC, learning_rate=1e-2)).version == version
     assert losses[-1] < 0.7 * losses[0]
     values = await client.values(samples)
     assert [len(row) for row in values] == [len(sample.completion_token_ids) for sample in samples]
@@ -95,7 +94,7 @@ async def test_a_second_run_on_a_living_node_learns(client: TrainerClient) -> No
     assert await step_rates(client, samples, 3) == pytest.approx([1e-3, 0.5e-3, 0.0])
     assert await client.log_probs(samples) != before
     await client.forward_backward(samples)
-    assert (await client.optim_step(schedule_step=1)).learning_rate == pytest.approx(0.5e-3)
+    assert (await client.optim_step(schedule_step=1, schedule_steps=2)).learning_rate == pytest.approx(0.5e-3)
 
 
 async def test_a_trainer_started_again_has_both_roles_of_its_checkpoint_and_its_log(
@@ -105,10 +104,10 @@ async def test_a_trainer_started_again_has_both_roles_of_its_checkpoint_and_its_
     await client.begin_run()
     await client.save(tmp_path / "checkpoint")
     await client.forward_backward(samples)
-    await client.optim_step()
+    await client.optim_step(schedule_steps=2)
     await client.begin_run(keep_optimizer=True)
     await client.forward_backward(samples, role=ROLE_CRITIC, loss=VALUE)
-    await client.optim_step(role=ROLE_CRITIC)
+    await client.optim_step(role=ROLE_CRITIC, learning_rate=1e-2)
     before = await facts(client), await client.values(samples), await client.log_probs(samples)
     trainer.stop()
     again = start_trainer(trainer.state_dir, model, num_ranks=2, settings=SETTINGS)

@@ -9,13 +9,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tasuki.config.failpoints import Action
 from tasuki.config.paths import socket_dir
 from tasuki.config.schema import ModelConfig, NodeConfig
 from tasuki.rollout.published_layout import published_layout
 from tasuki.rollout.rank_calls import RankCalls
 from tasuki.rollout.sync import WeightSync
-from tasuki.rpc.failpoints import plant
+from tasuki.rpc.failpoints import Action, plant
 from tasuki.weights.imported_weights import import_weights
 from tasuki.wire.errors import WeightsCorrupt
 from tests.integration.breaking_rank import BreakingRank

@@ -83,7 +83,7 @@ def start_trainer(
     """
     state_dir.mkdir(parents=True, exist_ok=True)
     config = state_dir / "node.toml"
-    head = f'state_dir = "{state_dir}"\nunsafe = true\ndevice = "{device}"\n[model]\npath = "{model}"\n'
+    head = f'state_dir = "{state_dir}"\ndevice = "{device}"\n[model]\npath = "{model}"\n'
     config.write_text(f"{head}[trainer]\nnum_ranks = {num_ranks}\n{settings}\n")
     preload = ["--preload", "tasuki.trainer.serve"] if device == "cpu" else []
     argv = [
@@ -165,6 +165,7 @@ class TrainerClient:
         role: types_pb2.Role.ValueType = ROLE_POLICY,
         learning_rate: float | None = None,
         schedule_step: int | None = None,
+        schedule_steps: int | None = None,
         validate_only: bool = False,
     ) -> trainer_pb2.OptimStepResponse:
         request = trainer_pb2.OptimStepRequest(
@@ -172,6 +173,7 @@ class TrainerClient:
             role=role,
             learning_rate=learning_rate,
             schedule_step=schedule_step,
+            schedule_steps=schedule_steps,
             validate_only=validate_only,
         )
         return await self.trainer.OptimStep(request, timeout=CALL_TIMEOUT_S)

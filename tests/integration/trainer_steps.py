@@ -38,7 +38,6 @@ def run_step(model: Path, *, max_tokens: int, sequence_parallel: int, output: Pa
         sequence_parallel=sequence_parallel,
         expert_parallel=model.name.endswith("_spread"),
         checkpointing="full" if max_tokens == plain.CHECKPOINTED_MAX_TOKENS else "none",
-        reshard_after_forward=sequence_parallel == 1,
     )
     samples = decode_samples(plain.make_samples(NUM_SAMPLES, vocab_size=VOCAB_SIZE, temperature=plain.TEMPERATURE))
     report = learn(learner, Role.POLICY, samples, config=plain.LOSS, max_tokens=max_tokens)

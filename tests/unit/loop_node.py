@@ -33,6 +33,7 @@ class Call:
     samples: Sequence[TrainingSample] = ()
     loss: LossConfig | None = None
     schedule_step: int | None = None
+    schedule_steps: int | None = None
     sampling: SamplingParams | None = None
     prompts: Sequence[Sequence[int]] = ()
     phase: Phase | None = None
@@ -120,8 +121,8 @@ class LoopClient:
         metrics = {"size": float(len(samples)), "size_max": float(len(samples))}
         return SimpleNamespace(metrics=metrics, log_probs=log_probs)
 
-    def optim_step(self, *, role: Role = Role.POLICY, schedule_step: int) -> OptimStepResult:
-        self.calls.append(Call("optim_step", role, schedule_step=schedule_step))
+    def optim_step(self, *, role: Role = Role.POLICY, schedule_step: int, schedule_steps: int) -> OptimStepResult:
+        self.calls.append(Call("optim_step", role, schedule_step=schedule_step, schedule_steps=schedule_steps))
         is_skipped = self.num_optim_steps in self.skips
         self.num_optim_steps += 1
         self.policy_version += role is Role.POLICY and not is_skipped

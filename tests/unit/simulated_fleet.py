@@ -9,8 +9,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tasuki.config.boot_id import Instance
-from tasuki.config.fleet_schema import FleetConfig
+from tasuki.config.lock import Instance
+from tasuki.config.schema import FleetConfig
 from tasuki.coordinator.encode import state_to_proto
 from tasuki.coordinator.fleet_hold import FleetHold
 from tasuki.coordinator.operations import Operation

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.config.security_schema import CallerRole
+from tasuki.config.schema import CallerRole
 from tasuki.rpc.access import CertifiedCallers
 
 
@@ -50,7 +50,8 @@ def test_role_is_in_the_id_by_default(shown: dict[str, str], role: CallerRole | 
     ],
 )
 def test_the_table_alone_counts_where_there_is_one(tmp_path: Path, shown: dict[str, str], role: CallerRole | None) -> None:
-    (tmp_path / "roles.toml").write_text('"spiffe://lab/alice" = "operator"\n"SPIFFE://lab/alice" = "peer"\nci = "viewer"\n')
+    lines = ['"spiffe://lab/alice" = "operator"\n', '"SPIFFE://lab/alice" = "peer"\n', 'ci = "viewer"\n']
+    (tmp_path / "roles.toml").write_text("".join(["[certificates]\n", *lines]))
     assert CertifiedCallers(tmp_path / "roles.toml").of(Context(**shown)).role is role
 
 

@@ -14,11 +14,10 @@ from tasuki.algorithms.losses.policy_gradient import PolicyGradientLoss
 from tasuki.algorithms.losses.ppo import PpoLoss
 from tasuki.algorithms.losses.value import ValueLoss
 from tasuki.client.estimation import Estimator
-from tasuki.config.algorithms import PRESETS, expanded
 from tasuki.config.load import load_config
 from tasuki.config.save import save_config
 from tasuki.config.schema import NodeConfig
-from tasuki.config.train_schema import TrainConfig
+from tasuki.config.train_schema import PRESETS, TrainConfig, expanded
 from tasuki.wire.errors import InvalidArgument
 
 MINIMAL = (
@@ -97,13 +96,12 @@ def test_settings_of_another_loss_are_not_inherited(tmp_path: Path) -> None:
     assert loss == PpoLoss(clip_high=0.28)
 
 
-def test_dr_grpo_divides_by_the_longest_completion_unless_it_is_told_another_length(tmp_path: Path) -> None:
+def test_dr_grpo_divides_by_the_longest_completion(tmp_path: Path) -> None:
     def length(*overrides: str) -> int | None:
         return settings_of(tmp_path, "train.algorithm=dr_grpo", *overrides).loss.aggregation_length
 
     assert length() == 512
     assert length("train.max_new_tokens=100") == 100
-    assert length("train.max_new_tokens=100", "train.loss.aggregation_length=70") == 70
     assert length("train.loss.aggregation=token_mean") is None
 
 
@@ -153,11 +151,6 @@ def test_old_log_probs_are_computed_where_a_ratio_needs_them(tmp_path: Path, ove
         (["train.loss.name=value"], "train.loss", "value does not learn from rewards"),
         (["train.critic_warmup_steps=2"], "train.critic_warmup_steps", "needs a critic"),
         (["train.loss.clip_high=1e39"], "train.loss.clip_high", "must be a number from 0 to 1e+30"),
-        (
-            ["train.loss.aggregation=constant", "train.loss.aggregation_length=99999999999"],
-            "train.loss.aggregation_length",
-            "from 1 to 4294967295",
-        ),
         (["train.temperature=1e-7"], "train.temperature", "greater than or equal to 0.00001"),
         (["train.eval.temperature=1e-9", "train.eval.num_samples=4"], "train.eval.temperature", "must be 0, which is greedy"),
         (
@@ -168,20 +161,21 @@ def test_old_log_probs_are_computed_where_a_ratio_needs_them(tmp_path: Path, ove
         (["train.stop_token_ids=[7, 2147483648]"], "train.stop_token_ids.1", "less than or equal to 2147483647"),
         (["train.top_k=2147483648"], "train.top_k", "less than or equal to 2147483647"),
         (
-            [*STEERED, "train.prompts_per_step=10", "train.group_size=5", "train.advantages.kl_horizon=10"],
-            "train.advantages.kl_horizon",
-            "is 10, but a step of prompts_per_step * group_size = 50 samples needs more than 10",
+            [*STEERED, "train.prompts_per_step=10000", "train.group_size=5"],
+            "train.advantages.kl_target",
+            "is for steps of fewer than 50000 samples, and there are 50000",
         ),
         (["train.algorithm=ppo"], "train.advantages.estimator", "add a table [trainer.critic]"),
         ([CRITIC], "trainer.critic", "nothing trains it"),
         ([HELD_OUT, "train.eval.num_samples=4"], "train.eval", "temperature above 0"),
         (['train.num_steps="5"'], "train.num_steps", "give a number, without quotes (got '5')"),
         (["train.num_steps=true"], "train.num_steps", "give a number (got True)"),
-        (['train.keep_optimizer="true"'], "train.keep_optimizer", "give true or false, without quotes"),
+        (['train.mask_truncated="true"'], "train.mask_truncated", "give true or false, without quotes"),
         (['train.stop_token_ids=["7"]'], "train.stop_token_ids", "give a number, without quotes"),
         (['train.loss.clip_low="0.2"'], "train.loss.clip_low", "is '0.2'; must be a number"),
         (['train.loss.correction.token_mask=["0.5", 2.0]'], "train.loss.correction.token_mask", "must be two bounds"),
-        (["train.reward.functions.a.function=a:b"], "train.reward", "either function or functions"),
+        (["train.reward.weights.a=1"], "train.reward.weights", "has a, which names no function"),
+        (["train.reward.function={}"], "train.reward.function", "names no function"),
     ],
 )
 def test_what_does_not_fit_is_refused_when_the_file_is_read(

@@ -62,7 +62,7 @@ def test_a_nodes_state_shows_control_characters_escaped() -> None:
 def test_a_nodes_state_has_whole_addresses_and_no_trailing_spaces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tables = {"state_dir": tmp_path / ("long" * 12), "model": {"path": tmp_path}, "coordinator": {"listen": "127.0.0.1:50050"}}
+    tables = {"state_dir": tmp_path / ("long" * 12), "model": {"path": tmp_path}, "listen": "127.0.0.1:50050"}
     config = NodeConfig.model_validate({**tables, "security": {"insecure": True}})
     monkeypatch.setattr(node_snapshot, "holder", lambda folder, name: 1)
     with NodeReader(config) as reader:
@@ -76,10 +76,8 @@ def test_a_nodes_state_has_whole_addresses_and_no_trailing_spaces(
     lines = capsys.readouterr().out.splitlines()
     assert "trainer         1 rank, 0 parameters" in lines
     assert all(line == line.rstrip() for line in lines)
-    assert as_dict(snapshot)["addresses"] == {
-        **node_targets(config),
-        "coordinator": f"{target} and 127.0.0.1:50050",
-    }
+    ports = zip(node_targets(config).items(), range(50050, 50053), strict=True)
+    assert as_dict(snapshot)["addresses"] == {name: f"{target} and 127.0.0.1:{port}" for (name, target), port in ports}
 
 
 def test_output_without_room_is_an_error_that_names_it() -> None:

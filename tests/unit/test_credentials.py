@@ -12,8 +12,9 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 
 from tasuki.cli import certs
-from tasuki.config.security_schema import CallerRole
-from tasuki.rpc.access import read_roles
+from tasuki.config.schema import CallerRole
+from tasuki.rpc.access import read_certificates
+from tasuki.rpc.access import read_tokens as admitted_tokens
 from tasuki.wire.channel import open_channel
 from tasuki.wire.credentials import Credentials, TlsFiles, read_tokens
 from tasuki.wire.errors import InvalidArgument, PathPermissionDenied
@@ -33,7 +34,7 @@ def test_tokens_are_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "read", [lambda path: read_tokens("f", path), read_roles, lambda path: TlsFiles(ca=("f", path)).read()]
+    "read", [lambda path: read_tokens("f", path), read_certificates, lambda path: TlsFiles(ca=("f", path)).read()]
 )
 def test_a_fifo_is_refused_and_not_waited_for(tmp_path: Path, read: Callable[[Path], object]) -> None:
     os.mkfifo(tmp_path / "fifo", mode=0o600)
@@ -44,9 +45,30 @@ def test_a_fifo_is_refused_and_not_waited_for(tmp_path: Path, read: Callable[[Pa
 @pytest.mark.parametrize("text", ["", "\n# nothing\n", "short\n", f"{'a' * 20} {'b' * 20}\n", "é" * 40])
 def test_a_file_without_a_good_token_is_refused_without_telling_it(tmp_path: Path, text: str) -> None:
     with pytest.raises(InvalidArgument) as refused:
-        read_tokens("security.tokens.viewer", secret(tmp_path / "t", text))
-    assert refused.value.metadata["field"] == "security.tokens.viewer"
+        read_tokens("f", secret(tmp_path / "t", text))
+    assert refused.value.metadata["field"] == "f"
     assert not text.strip() or text.strip() not in refused.value.message
+
+
+@pytest.mark.parametrize("token", ["short", f"{'a' * 20} {'b' * 20}", "é" * 40, f"{'a' * 40}\\n"])
+@pytest.mark.parametrize("role", ["viewer", "admin"])
+def test_a_file_of_callers_without_a_good_token_is_refused_without_telling_it(tmp_path: Path, token: str, role: str) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        admitted_tokens(secret(tmp_path / "t", f'[tokens]\n"{token}" = "{role}"\n'))
+    assert refused.value.metadata["field"] == "security.callers"
+    assert token not in refused.value.message
+
+
+@pytest.mark.parametrize("text", ["", "[tokens]\n", f'[certificates]\n{"a" * 40} = "viewer"\n'])
+def test_a_file_of_callers_without_a_token_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        admitted_tokens(secret(tmp_path / "t", text))
+    assert refused.value.metadata["field"] == "security.callers"
+
+
+def test_a_file_of_tokens_that_every_user_may_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="chmod 600"):
+        admitted_tokens(secret(tmp_path / "t", f'[tokens]\n{"a" * 40} = "viewer"\n', mode=0o644))
 
 
 @pytest.mark.parametrize("mode", [0o604, 0o644, 0o602])
@@ -57,7 +79,7 @@ def test_a_secret_that_every_user_may_read_or_write_is_refused(tmp_path: Path, m
 
 @pytest.mark.parametrize("opened", ["file", "folder"])
 @pytest.mark.parametrize(
-    "read", [lambda path: read_tokens("f", path), read_roles, lambda path: TlsFiles(ca=("f", path)).read()]
+    "read", [lambda path: read_tokens("f", path), read_certificates, lambda path: TlsFiles(ca=("f", path)).read()]
 )
 def test_a_file_that_every_user_may_replace_decides_nothing(
     tmp_path: Path, read: Callable[[Path], object], opened: str
@@ -133,16 +155,19 @@ def test_no_plaintext_channel_leaves_the_machine(target: str, tmp_path: Path) ->
 
 def test_a_changed_file_is_read_again_and_a_broken_one_is_not_taken(tmp_path: Path) -> None:
     path = tmp_path / "roles.toml"
-    path.write_text('"a" = "viewer"\n')
-    kept, closed = Reloaded([path], lambda: read_roles(path)), Reloaded([path], lambda: read_roles(path), broken={})
-    path.write_text('"a" = "operator"\n')
+    path.write_text('[certificates]\n"a" = "viewer"\n')
+    kept, closed = (
+        Reloaded([path], lambda: read_certificates(path)),
+        Reloaded([path], lambda: read_certificates(path), broken={}),
+    )
+    path.write_text('[certificates]\n"a" = "operator"\n')
     assert kept.value == closed.value == {"a": CallerRole.OPERATOR}
-    path.write_text('"a" = "emperor"\n')
+    path.write_text('[certificates]\n"a" = "emperor"\n')
     assert kept.value == {"a": CallerRole.OPERATOR}
     assert closed.value == {}
     path.unlink()
     assert (kept.value, closed.value) == ({"a": CallerRole.OPERATOR}, {})
-    path.write_text('"a" = "viewer"\n')
+    path.write_text('[certificates]\n"a" = "viewer"\n')
     assert kept.value == closed.value == {"a": CallerRole.VIEWER}
 
 
@@ -161,9 +186,12 @@ def test_a_link_that_is_turned_is_a_change(tmp_path: Path) -> None:
     "text",
     [
         "rubbish",
-        '"a" = 1\n',
-        '"a" = "admin"\n',
-        '[a]\nb = "viewer"\n',
+        '"a" = "viewer"\n',
+        '[certificates]\n"a" = 1\n',
+        '[certificates]\n"a" = "admin"\n',
+        '[certificates]\na = { b = "viewer" }\n',
+        '[tokens]\n"a" = "viewer"\n',
+        'certificates = "viewer"\n',
         pytest.param(f"a = {'[' * 10_000}", id="deep"),
         pytest.param(f"a = {'9' * 10_000}", id="digits"),
     ],
@@ -171,8 +199,8 @@ def test_a_link_that_is_turned_is_a_change(tmp_path: Path) -> None:
 def test_a_table_of_roles_that_is_wrong_names_its_key(tmp_path: Path, text: str) -> None:
     (tmp_path / "roles.toml").write_text(text)
     with pytest.raises(InvalidArgument) as refused:
-        read_roles(tmp_path / "roles.toml")
-    assert refused.value.metadata["field"] == "security.roles"
+        read_certificates(tmp_path / "roles.toml")
+    assert refused.value.metadata["field"] == "security.callers"
 
 
 def test_an_encrypted_key_is_refused_and_no_password_is_asked_for(tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ from tasuki.planner.presets import MODELS, PRESETS
 CONFIGS = sorted((Path(__file__).parents[2] / "deploy" / "config").glob("*.toml"))
 
 PLANNED = {
-    "constrained": ("qwen2.5-7b", 32, "trainer.optimizer_on_host=false"),
+    "constrained": ("qwen2.5-7b", 32, "trainer.moments=gpu"),
     "balanced": ("qwen2.5-7b", 80, "trainer.num_ranks=2"),
-    "70b": ("qwen2.5-72b", 141, "trainer.optimizer_on_host=false"),
+    "70b": ("qwen2.5-72b", 141, "trainer.moments=gpu"),
     "72b-lora": ("qwen2.5-72b", 80, "trainer.checkpointing=none"),
 }
 """Model of an example, memory of a GPU in GB, and an override with which it does not fit."""

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.config.failpoints import Action
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.phases import path
 from tasuki.memory.stages import HOLDS, Phase, Stage
-from tasuki.rpc.failpoints import Failpoints, plant
+from tasuki.rpc.failpoints import Action, Failpoints, plant
 from tasuki.wire.errors import DiskFull
 from tests.tiny_disk import TinyDisk, limited_files, tmpfs
 from tests.unit.fake_node import acquire, make_node

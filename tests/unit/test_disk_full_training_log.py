@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.config.failpoints import Action
-from tasuki.rpc.failpoints import Failpoints, plant
+from tasuki.rpc.failpoints import Action, Failpoints, plant
 from tasuki.trainer.durable.training_log import TrainingLog, read_training_log
 from tasuki.v1 import trainer_pb2
 from tasuki.v1.ranks_pb2 import TrainingRecord

@@ -57,14 +57,14 @@ def test_data_that_a_run_would_refuse_is_found(node_file: Path):
 
 
 def test_a_reward_that_a_run_would_refuse_is_found(node_file: Path):
-    run = ["train.dataset=/none", "train.output_dir=run", "train.reward.functions.exact.function=a"]
+    run = ["train.dataset=/none", "train.output_dir=run", "train.reward.function.exact=a"]
     refused = finding_of(node_file, "reward of [train]", run)
-    assert is_bad(refused, Verdict.FAIL, found="got 'a'", advice="change train.reward.functions")
+    assert is_bad(refused, Verdict.FAIL, found="got 'a'", advice="change train.reward.function")
 
 
 def test_rewards_are_searched_beside_the_configuration(node_file: Path):
     (node_file.parent / "beside_config.py").write_text("def score(completion):\n    return 0.0\n")
-    run = ["train.dataset=/none", "train.output_dir=run", "train.reward.functions.exact.function=beside_config:score"]
+    run = ["train.dataset=/none", "train.output_dir=run", "train.reward.function.exact=beside_config:score"]
     assert finding_of(node_file, "reward of [train]", run) == ok("reward of [train]", "beside_config:score")
 
 
@@ -108,7 +108,7 @@ def test_a_certificate_that_ends_is_found(node_file: Path, capsys: pytest.Captur
     over = datetime.now(UTC) - timedelta(minutes=1)
     certs.write_pair(folder, "node", *certs.issue(certs.read_authority(folder), "node", hosts=["node-a"], until=over))
     security = [f"security.cert={pair[0]}", f"security.key={pair[1]}", f"security.client_ca={folder}/ca.pem"]
-    code, findings = examined(capsys, node_file, ["coordinator.listen=0.0.0.0:1", *security])
+    code, findings = examined(capsys, node_file, ["listen=0.0.0.0:1", *security])
     assert code == 1
     assert (findings["security"]["verdict"], findings["certificate"]["verdict"]) == ("ok", "fail")
     assert "certificate has expired" in findings["certificate"]["found"] and findings["certificate"]["advice"]

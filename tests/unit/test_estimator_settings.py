@@ -21,7 +21,6 @@ BATCH = {"estimator": "batch_baseline"}
         ("lam", 1.5),
         ("kl_coef", -1),
         ("kl_coef", True),
-        ("kl_estimator", "k4"),
         ("kl_target", 0.1),
     ],
 )

@@ -49,9 +49,9 @@ def test_pass_at_k_is_by_prompt_and_a_sample_that_does_not_count_is_not_there():
 
 
 def test_figures_weigh_prompts_the_same():
-    settings = EvalConfig(num_samples=2, temperature=0.7, pass_at=(1, 2), correct_at=0.5)
-    found = eval_figures(_scores([1, NAN, 0, 0.5]), settings)
-    assert found == {"mean": pytest.approx(0.625), "pass@1": pytest.approx(0.75), "pass@2": pytest.approx(1.0)}
+    settings = EvalConfig(num_samples=2, temperature=0.7, pass_at=(1, 2))
+    found = eval_figures(_scores([1, NAN, 0, 1.5]), settings)
+    assert found == {"mean": pytest.approx(0.875), "pass@1": pytest.approx(0.75), "pass@2": pytest.approx(1.0)}
 
 
 def test_figures_of_several_rewards_have_each_ones_mean():

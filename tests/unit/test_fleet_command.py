@@ -37,10 +37,10 @@ def test_the_environment_fills_the_table(tmp_path: Path) -> None:
 
 
 def test_flags_come_before_the_file_and_the_file_before_the_environment(tmp_path: Path) -> None:
-    table = '[fleet]\nname = "lab"\nnum_nodes = 4\nnode_timeout_s = 5.0\n'
+    table = '[fleet]\nname = "lab"\nnum_nodes = 4\ninterface = "eth0"\n'
     fleet = read(tmp_path, table=table, overrides=("fleet.attempt=9",), node_rank=2, leader=None).fleet
     assert fleet is not None
-    assert (fleet.name, fleet.num_nodes, fleet.node_rank, fleet.attempt, fleet.node_timeout_s) == ("lab", 4, 2, 9, 5.0)
+    assert (fleet.name, fleet.num_nodes, fleet.node_rank, fleet.attempt, fleet.interface) == ("lab", 4, 2, 9, "eth0")
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_clients_on_the_machine_call_the_fleet_on_node_0_and_nobody_elsewhere(tm
 
 
 def test_commands_beside_a_node_take_its_place_from_how_it_was_started(tmp_path: Path) -> None:
-    started = read(tmp_path, table="[fleet]\nnode_timeout_s = 5.0\n", node_rank=0)
+    started = read(tmp_path, table="[fleet]\ninterface = 'eth0'\n", node_rank=0)
     with pytest.raises(InvalidArgument, match=r"fleet\.name"):
         load_beside_node(tmp_path / "node.toml")
     started.state_dir.mkdir()

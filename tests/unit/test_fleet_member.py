@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from tasuki.config.fleet_schema import FleetConfig
-from tasuki.config.schema import NodeConfig
+from tasuki.config.schema import FleetConfig, NodeConfig
 from tasuki.fleet.digests import config_digest, config_keys, model_digest
 from tasuki.fleet.member import callable_node, check_member, check_rank
 from tasuki.rpc.fleet_caller import FleetFence, fleet_metadata
@@ -141,7 +140,7 @@ def node_config(folder: Path, rank: int, **changed: Any) -> NodeConfig:
     tables = {
         "state_dir": folder / str(rank),
         "model": {"path": folder / f"model-{rank}"},
-        "coordinator": {"listen": f"127.0.0.1:{50050 + rank}"},
+        "listen": f"127.0.0.1:{50050 + rank}",
         "security": {"insecure": True},
         "fleet": {"name": "f", "num_nodes": 2, "node_rank": rank, "leader": "127.0.0.1:50040"},
     }

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tasuki.config.boot_id import Instance, begin_instance, read_instance
-from tasuki.config.lock import NODE_LOCK, StateLock, holder
+from tasuki.config.lock import NODE_LOCK, Instance, StateLock, begin_instance, holder, read_instance
 from tasuki.wire.flock import is_free
 
 

@@ -9,7 +9,7 @@ import pytest
 from google.protobuf.descriptor import MethodDescriptor
 
 import tasuki.v1
-from tasuki.config.security_schema import CallerRole
+from tasuki.config.schema import CallerRole
 from tasuki.rpc import methods
 from tasuki.rpc.methods import METHODS, PathUse, standard_methods, unknown_method
 

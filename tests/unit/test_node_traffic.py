@@ -17,9 +17,9 @@ LAYOUT = Layout(model=MODELS["qwen2.5-7b"], num_gpus=8, num_ranks=8, gpu_bytes=1
 
 PORTS = [
     part
-    for port, service in enumerate(("coordinator", "trainer", "rollout"), start=50050)
-    for part in ("--set", f"{service}.listen=0.0.0.0:{port}")
-] + ["--set", "security.cert=c", "--set", "security.key=k", "--set", "security.client_ca=a"]
+    for setting in ("listen=0.0.0.0:50050", "security.cert=c", "security.key=k", "security.client_ca=a")
+    for part in ("--set", setting)
+]
 
 
 def test_gradients_of_a_7b_model_on_two_nodes_cross_once_in_float32() -> None:
@@ -46,7 +46,7 @@ def test_a_model_that_one_node_cannot_hold_is_refused_by_name(capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], 'coordinator.listen = "unix" cannot be called from node 0, at node-0:29400: set it to HOST:PORT'),
+        ([], 'listen = "unix" cannot be called from node 0, at node-0:29400: set it to HOST:PORT'),
         ([*PORTS, "--nodes", "3"], "Crosses nodes, HSDP: "),
         (["--set", "fleet.leader=127.0.0.1:29400"], "Crosses nodes, HSDP: "),
         (["--set", "fleet.num_nodes=0"], "fleet.num_nodes: "),
@@ -62,6 +62,6 @@ def test_a_fleet_is_planned_before_a_scheduler_places_it(
     main(["plan", str(file), *arguments])
     told = capsys.readouterr()
     assert said in told.out + told.err
-    file.write_text('state_dir = "state"\n[model]\npath = "model"\n[fleet]\nnode_timeout_s = 5.0\n')
+    file.write_text('state_dir = "state"\n[model]\npath = "model"\n[fleet]\ninterface = "eth0"\n')
     assert main(["plan", str(file)]) == USER_ERROR
     assert "nodes: [fleet] of CONFIG leaves num_nodes to a scheduler: give --nodes N" in capsys.readouterr().err

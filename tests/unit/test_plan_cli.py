@@ -47,7 +47,7 @@ def test_a_preset_prints_every_stage_and_the_answers(name: str, capsys: pytest.C
     assert ("It fits." in printed) is fits
     for answer in ("GPU peak: ", "Host peak: ", "Least that must leave: ", "Largest KV ratio: "):
         assert answer in printed
-    assert ("Change trainer.optimizer_on_host: false -> true: " in printed) is not fits
+    assert ("Change trainer.moments: gpu -> host: " in printed) is not fits
 
 
 def test_a_nodes_configuration_is_planned_unchanged(node: Path, capsys: pytest.CaptureFixture[str]):
@@ -236,10 +236,10 @@ SEVEN_B = {
     ("settings", "ladder"),
     [
         ([], None),
-        (["trainer.optimizer_on_host=true"], [("trainer.optimizer_on_host", "true", "false")]),
+        (["trainer.moments=host"], [("trainer.moments", "host", "gpu")]),
         (
-            ["trainer.optimizer_on_host=true", "residency={}"],
-            [("residency", "as given", "removed"), ("trainer.optimizer_on_host", "true", "false")],
+            ["trainer.moments=host", "residency={}"],
+            [("residency", "as given", "removed"), ("trainer.moments", "host", "gpu")],
         ),
         (
             ["trainer.checkpointing=offloaded", "trainer.micro_batch_tokens=65536"],

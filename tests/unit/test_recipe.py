@@ -34,7 +34,7 @@ def _config(folder: Path, *overrides: str) -> NodeConfig:
 @pytest.mark.parametrize(
     "override",
     [
-        "train.seed=1", "train.prompts_per_step=3", "train.group_size=3", "train.temperature=0.5", "train.loss.kl_coef=0.1",
+        "train.prompts_per_step=3", "train.group_size=3", "train.temperature=0.5", "train.loss.kl_coef=0.1",
         "train.advantages.kl_coef=0.1", "train.loss.correction.token_truncation=3.0",
         'train.reward.function="a:c"', "trainer.learning_rate=0.1", "seed=1", "trainer.lora.rank=4",
     ],
@@ -50,11 +50,11 @@ def test_a_key_that_changes_the_numbers_is_named(folder: Path, override: str):
 def test_length_frequency_and_machine_may_change_and_folders_may_move(folder: Path):
     (folder / "held-out.jsonl").write_text('{"prompt": "b"}\n')
     linear = ("trainer.lr_schedule=linear", f'train.eval_dataset="{folder}/held-out.jsonl"')
-    begun_with = recipe(_config(folder, *linear, "trainer.total_steps=10"))
+    begun_with = recipe(_config(folder, *linear))
     (folder / "train.jsonl").rename(folder / "moved.jsonl")
     (folder / "model").rename(folder / "other")
     now = _config(
-        folder, *linear, "trainer.total_steps=20", "train.num_steps=300", "train.save_every=7",
+        folder, *linear, "train.num_steps=300", "train.save_every=7",
         "train.eval_every=9", "trainer.num_ranks=4", "train.reward.timeout_s=3", f'train.dataset="{folder}/moved.jsonl"',
         f'model.path="{folder}/other"', 'train.output_dir="elsewhere"', "rollout.max_running_requests=4",
     )  # fmt: skip

@@ -138,8 +138,8 @@ def test_what_stays_never_makes_a_plan_fail_that_fits_without(gb: int, tokens: i
 @pytest.mark.parametrize("gb", [44, 48, 60])
 def test_what_stays_is_decided_with_the_cache_that_it_leaves_room_for(gb: int) -> None:
     """Parameters that leave although the engine reads them in place leave it room for a larger cache."""
-    trainer = {"num_ranks": 8, "devices": list(range(8)), "param_dtype": "bfloat16", "reshard_after_forward": False}
-    trainer |= {"empty_cache_early": True, "reference_on_host": False}
+    trainer = {"num_ranks": 8, "devices": list(range(8)), "param_dtype": "bfloat16"}
+    trainer |= {"reference_on_host": False}
     layout = h200s(node(trainer=trainer, rollout={"devices": [0]}), gpu_bytes=gb * GB)
     assert layout.exports_parameters
     assert plan(replace(layout, staying=(frozenset(),) * 8)).fits
@@ -173,7 +173,7 @@ def test_a_base_that_never_changes_costs_no_copy_to_the_host() -> None:
     # Without the base, 0.16 GB of masters and 0.32 GB of moments; with it 7.8 GB, which would take 0.14 s.
     assert offload_s(**adapters) < 0.06
     assert offload_s() > 0.8, "7.6 billion masters and their moments are copied every time"
-    critic = {"critic": {"lora": {"rank": 32}}}
+    critic = {"critic": {"lora_rank": 32}}
     assert offload_s(**adapters, **critic) < 0.08
     reference = node(train=TRAIN | {"loss": {"kl_coef": 0.01}}, rollout={"kv_tokens": 8192})
     frozen = sizes_of(h200s(reference)).frozen

@@ -44,7 +44,7 @@ def test_a_step_of_grpo_is_one_generation_and_one_update(settings: TrainConfig):
         np.testing.assert_array_equal(sample.rollout_log_probs, np.full(3, -0.5, dtype=np.float32))
         assert list(sample.prompt_token_ids) == [sample.completion_token_ids[0]]
     assert (step.num_policy_steps, step.policy_version, step.next_version(), step.mean_reward) == (1, 0, 1, 1.5)
-    assert client.of("optim_step")[0].schedule_step == 0
+    assert (client.of("optim_step")[0].schedule_step, client.of("optim_step")[0].schedule_steps) == (0, settings.num_steps)
 
 
 def test_the_changeover_to_train_begins_before_the_rewards(settings: TrainConfig):

@@ -15,7 +15,6 @@ from tasuki.planner.node_plan import node_layout
 from tasuki.planner.plan import plan
 from tasuki.planner.presets import MODELS
 from tasuki.planner.step_tokens import fastest_checkpointing, most_tokens, with_fastest_checkpointing, with_last_layer_kept
-from tasuki.wire.errors import InvalidArgument
 
 SHAPE = MODELS["qwen2.5-7b"]
 LAYOUT = Layout(
@@ -85,16 +84,6 @@ def test_the_last_layer_is_kept_where_no_stage_is_larger_for_it(rung: Checkpoint
 def test_a_last_layer_that_is_kept_already_or_never_stays_so(settings: dict[str, Any]) -> None:
     layout = replace(LAYOUT, **settings)
     assert with_last_layer_kept(layout) == layout
-
-
-def test_layers_that_a_configuration_keeps_are_kept() -> None:
-    for checkpointing in ("auto", "attention", "full", "offloaded"):
-        layout = node("cuda", checkpointing=checkpointing, kept_layers=3)
-        assert layout.kept_layers == 3
-    assert node("cpu", kept_layers=2).kept_layers == 2
-    assert node("cuda", kept_layers=0).kept_layers == 0, "not even the last one"
-    with pytest.raises(InvalidArgument, match="trainer.kept_layers: the model has 28 layers, not 29"):
-        node("cuda", kept_layers=29)
 
 
 def test_what_tokens_cannot_mend_does_not_lower_them() -> None:

@@ -16,8 +16,6 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from tasuki.client import AsyncClient
-from tasuki.config.load import load_config
-from tasuki.config.telemetry_schema import TelemetryConfig
 from tasuki.rpc.service_tracer import check_telemetry
 from tasuki.wire.credentials import read_headers
 from tasuki.wire.errors import InvalidArgument, NotInstalled, StageOrder
@@ -135,38 +133,39 @@ def test_headers_of_a_file_go_with_each_export(tmp_path: Path, monkeypatch: pyte
         ("a: s3crét\n", "is not ASCII"),
     ],
 )
-def test_a_file_that_holds_no_headers_is_refused_without_its_content(text: str, problem: str, tmp_path: Path) -> None:
+def test_a_file_that_holds_no_headers_is_refused_without_its_content(
+    text: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     headers_file = tmp_path / "otlp.headers"
     write_secret(headers_file, text)
-    telemetry = TelemetryConfig(endpoint="http://127.0.0.1:4318", headers_file=headers_file)
+    monkeypatch.setenv("TASUKI_OTLP_HEADERS_FILE", str(headers_file))
     with pytest.raises(InvalidArgument, match=problem) as raised:
-        check_telemetry(telemetry)
-    assert raised.value.metadata["field"] == "telemetry.headers_file"
+        check_telemetry()
+    assert raised.value.metadata["field"] == "TASUKI_OTLP_HEADERS_FILE"
     assert "s3c" not in raised.value.message.replace(str(tmp_path), "")
 
 
-def test_a_file_of_headers_is_missing_a_fifo_or_open_to_all(tmp_path: Path) -> None:
+def test_a_file_of_headers_is_missing_a_fifo_or_open_to_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     headers_file = tmp_path / "otlp.headers"
-    telemetry = TelemetryConfig(endpoint="http://127.0.0.1:4318", headers_file=headers_file)
+    monkeypatch.setenv("TASUKI_OTLP_HEADERS_FILE", str(headers_file))
     with pytest.raises(InvalidArgument, match="cannot be read: No such file"):
-        check_telemetry(telemetry)
+        check_telemetry()
     os.mkfifo(headers_file, 0o600)
     with pytest.raises(InvalidArgument, match="cannot be read"):
-        check_telemetry(telemetry)
+        check_telemetry()
     headers_file.unlink()
     headers_file.write_text("authorization: Bearer s3cret\n")
     headers_file.chmod(0o644)
     with pytest.raises(InvalidArgument, match="is open to every user of the machine; chmod 600"):
-        AsyncClient("unix:/nowhere", otlp_endpoint=telemetry.endpoint, otlp_headers_file=headers_file)
+        AsyncClient("unix:/nowhere", otlp_endpoint="http://127.0.0.1:4318", otlp_headers_file=headers_file)
 
 
-def test_headers_without_an_endpoint_are_refused(tmp_path: Path) -> None:
-    config = tmp_path / "node.toml"
-    config.write_text('state_dir = "node"\n[model]\npath = "model"\n[telemetry]\nheaders_file = "otlp.headers"\n')
-    with pytest.raises(InvalidArgument, match=r"telemetry.*headers_file needs telemetry\.endpoint"):
-        load_config(config)
-    loaded = load_config(config, overrides=["telemetry.endpoint=http://127.0.0.1:4318"])
-    assert loaded.telemetry.headers_file == tmp_path / "otlp.headers"
+@pytest.mark.parametrize("endpoint", ["127.0.0.1:4318", "http://me:hunter2@127.0.0.1:4318", "http://127.0.0.1:4318?a=b"])
+def test_an_endpoint_that_is_none_is_refused_without_its_password(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
+    with pytest.raises(InvalidArgument, match="must be an OTLP/HTTP endpoint") as refused:
+        check_telemetry()
+    assert refused.value.metadata["field"] == "OTEL_EXPORTER_OTLP_ENDPOINT" and "hunter2" not in refused.value.message
 
 
 def test_spans_leave_as_often_as_the_sdks_variable_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tasuki.client.step import Step
-from tasuki.config.track_schema import TrackConfig
+from tasuki.config.schema import TrackConfig
 from tasuki.runs.earlier_run import RunHead, write_head
 from tasuki.runs.folder import MetricsFile
 from tasuki.runs.metrics_tail import MetricsTail
@@ -233,7 +233,7 @@ def test_a_tracker_ends_when_the_run_was_killed(tmp_path: Path, library):
     from tasuki.trackers import sending as track
     from tasuki.runs.earlier_run import RunHead, write_head
     from tasuki.trackers.processes import tracked
-    from tasuki.config.track_schema import TrackConfig
+    from tasuki.config.schema import TrackConfig
     folder = Path({str(tmp_path / "run")!r})
     folder.mkdir()
     with tracked(folder, TrackConfig(to=("tensorboard",))):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -119,12 +120,12 @@ class Watch:
 def watch_of(folder: Path, name: str, parts: Sequence[str], *, task: Task) -> Iterator[Watch]:
     with ExitStack() as stack:
         overrides = [] if "samples" in parts else ["train.samples.groups_per_step=0"]
-        receiver = None
+        environment, receiver = dict(os.environ), None
         if "tracing" in parts:
             from tests.otlp import receiving  # needs the extra
 
             receiver = stack.enter_context(receiving())
-            overrides.append(f"telemetry.endpoint={receiver.endpoint}")
+            environment["OTEL_EXPORTER_OTLP_ENDPOINT"] = receiver.endpoint
         if "tracker" in parts:
             overrides.append('track.to=["tensorboard"]')
         metrics = f"127.0.0.1:{free_port()}"
@@ -133,7 +134,7 @@ def watch_of(folder: Path, name: str, parts: Sequence[str], *, task: Task) -> It
         if "engine" in parts:
             overrides.append("rollout.engine.enable_metrics=true")
         settings = task.write_side(folder / name, task=folder / "task")
-        yield Watch(Side(folder / name, [*settings, *overrides]), metrics, parts, receiver)
+        yield Watch(Side(folder / name, [*settings, *overrides], environment), metrics, parts, receiver)
 
 
 def measure(

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,6 +51,7 @@ class Side:
 
     folder: Path
     overrides: Sequence[str]
+    environment: Mapping[str, str]
     dashboard: subprocess.Popen[bytes] | None = None
     is_its_turn: bool = False
     _train: subprocess.Popen[bytes] | None = field(default=None, init=False)
@@ -72,7 +73,7 @@ class Side:
         self._hold.touch()
         argv = [*CLI, "train", str(self.config), "--no-start", *self.settings]
         with (self.folder / "train.log").open("wb") as log:
-            self._train = subprocess.Popen(tied(argv), cwd=REPOSITORY, stdout=log, stderr=log)
+            self._train = subprocess.Popen(tied(argv), cwd=REPOSITORY, env=self.environment, stdout=log, stderr=log)
         try:
             yield
         finally:
@@ -160,7 +161,10 @@ class Side:
 def all_up(sides: Sequence[Side]) -> Iterator[None]:
     """Starts the nodes of all sides at the same time."""
     try:
-        started = [subprocess.Popen([*CLI, "up", str(side.config), *side.settings], cwd=REPOSITORY) for side in sides]
+        started = [
+            subprocess.Popen([*CLI, "up", str(side.config), *side.settings], cwd=REPOSITORY, env=side.environment)
+            for side in sides
+        ]
         codes = [up.wait() for up in started]
         if any(codes):
             raise RuntimeError("a node could not be started; its output is above")

@@ -95,7 +95,7 @@ def task_named(name: str) -> Task:
             REPOSITORY / "deploy" / "config" / "demo.toml",
             _EXAMPLES / "demo",
             "reward",
-            overrides=(f"trainer.total_steps={_ENDLESS}",),
+            overrides=(),
             left_out="stop_at_eval_score = 0.985\n",
         )
     example = _EXAMPLES / "arithmetic"

@@ -53,7 +53,7 @@ def main() -> None:
         running_node(config),
         Client(node_targets(config)["coordinator"]) as client,
     ):
-        dataset = Dataset(read_jsonl(train.dataset), seed=train.seed)
+        dataset = Dataset(read_jsonl(train.dataset), seed=config.seed)
         client.begin_run()
         state = EstimatorState.of({})
         RlLoop(client, dataset, [], ModelTokenizer(config.model.path), rewards, train, state).run(report)

@@ -60,9 +60,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"checkpointing": "full", "sequence_parallel": 2, "micro_batch_tokens": 2 * MICRO_BATCH_TOKENS},
     ),
     "7b-auto": ("qwen2.5-7b", {}),
-    "7b-host": ("qwen2.5-7b", {"checkpointing": "full", "optimizer_on_host": True}),
-    "7b-60gb": ("qwen2.5-7b", {"checkpointing": "offloaded", "kept_layers": 8, "optimizer_on_host": True}),
-    "7b-8bit": ("qwen2.5-7b", {"checkpointing": "full", "optimizer_8bit": True}),
+    "7b-host": ("qwen2.5-7b", {"checkpointing": "full", "moments": "host"}),
+    "7b-60gb": ("qwen2.5-7b", {"checkpointing": "offloaded", "kept_layers": 8, "moments": "host"}),
+    "7b-8bit": ("qwen2.5-7b", {"checkpointing": "full", "moments": "8bit"}),
     "7b-tiled": (
         "qwen2.5-7b",
         {"checkpointing": "full", "micro_batch_tokens": LONG + 1, "mlp_tile_tokens": MICRO_BATCH_TOKENS // 2},
@@ -127,6 +127,14 @@ def samples_of(lengths: list[int], vocab_size: int) -> Any:
     return decode_samples(samples)
 
 
+def keep_layers(num: int) -> None:
+    """Replaces the planner's choice."""
+    from tasuki.trainer.backends.fsdp import backend
+
+    planned = backend.planned_layout
+    backend.planned_layout = lambda *given: replace(planned(*given), kept_layers=num)
+
+
 def group_of(seed: int, vocab_size: int, *, shrink: int) -> list[TrainingSample]:
     """Makes samples of one prompt. shrink: divisor of both lengths."""
     from tasuki.v1.types_pb2 import TrainingSample
@@ -164,8 +172,8 @@ def measure(case: str, folder: Path, backend: str, compiled: str, arguments: arg
     started = time.perf_counter()
     choice = {"compile": compiled} | ({} if backend == "default" else {"attention_backend": backend})
     settings = {"micro_batch_tokens": arguments.micro_batch_tokens, **settings, **choice}
-    if arguments.tiny and "kept_layers" in settings:
-        settings["kept_layers"] = min(settings["kept_layers"], shape.num_layers)
+    if "kept_layers" in settings:
+        keep_layers(min(settings.pop("kept_layers"), shape.num_layers))
     learner = start_learner(folder, mesh=mesh, compute_dtype="bfloat16", export_stays=True, **settings)
     start_s = time.perf_counter() - started
     samples = samples_of(lengths, shape.vocab_size)

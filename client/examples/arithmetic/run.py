@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tasuki.cli.__main__ import USER_ERROR, exit_code_of
 from tasuki.cli.train import run
-from tasuki.config.devices import cpu_threads
+from tasuki.config.environment import cpu_threads
 from tasuki.config.load import load_config
 from tasuki.config.schema import NodeConfig
 from tasuki.wire.errors import PathExists, PathNotFound
@@ -26,8 +26,8 @@ TOLERANCE = 0.03
 GSM8K = [
     "rollout.context_length=1024",
     "train.max_new_tokens=320",
-    "train.reward.functions.exact.function=rewards:gsm8k_exact",
-    "train.reward.functions.form.function=rewards:gsm8k_form",
+    "train.reward.function.exact=rewards:gsm8k_exact",
+    "train.reward.function.form=rewards:gsm8k_form",
 ]
 
 
@@ -51,7 +51,7 @@ def main() -> int:
 def example(arguments: argparse.Namespace, *, started: float) -> int:
     output: Path = arguments.output
     make_task(output, arguments.config, seed=arguments.seed, model=arguments.model, gsm8k=arguments.gsm8k)
-    overrides = [f"seed={arguments.seed}", f"train.seed={arguments.seed}"]
+    overrides = [f"seed={arguments.seed}"]
     os.environ.setdefault("OMP_NUM_THREADS", "2")  # noqa: TID251  of the node's ranks
     if arguments.gsm8k is not None:
         overrides += GSM8K
@@ -92,7 +92,8 @@ def remove_earlier(output: Path) -> None:
 def compare(config: NodeConfig, output: Path, *, started: float) -> int:
     """Print the held-out scores. Returns 1 if plain transformers scores the exported model differently, 2 if it does not score it."""
     assert config.train is not None
-    reward = config.train.reward.functions["exact"].function.partition(":")[2]
+    assert isinstance(config.train.reward.function, dict)
+    reward = config.train.reward.function["exact"].partition(":")[2]
     options = [
         "--reward",
         reward,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shutil
 import subprocess
@@ -25,13 +26,13 @@ CONFIG = HERE.parents[2] / "deploy" / "config" / "demo.toml"
 def main() -> int:
     started = time.monotonic()
     arguments = _parser().parse_args()
-    seeds = [f"seed={arguments.seed}", f"train.seed={arguments.seed}"]
-    overrides = [*seeds, *arguments.overrides]
+    seed = f"seed={arguments.seed}"
+    overrides = [seed, *arguments.overrides]
     if arguments.kill:
-        overrides = [*overrides, "unsafe=true", f'failpoints=["{arguments.kill}"]']
+        os.environ["TASUKI_FAILPOINTS"] = arguments.kill  # noqa: TID251  of the node's processes
 
     def run_demo() -> int:
-        check_ranks(arguments.kill or "", load_config(CONFIG, overrides=[*seeds, *arguments.overrides]))
+        check_ranks(arguments.kill or "", load_config(CONFIG, overrides=[seed, *arguments.overrides]))
         return demo(arguments.output, seed=arguments.seed, overrides=overrides, started=started)
 
     return exit_code_of(run_demo)

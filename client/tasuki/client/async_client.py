@@ -201,16 +201,23 @@ class AsyncClient:
         return encode.forward_backward_from_proto(await self._phases.train(give))
 
     async def optim_step(
-        self, *, role: Role = Role.POLICY, learning_rate: float | None = None, schedule_step: int | None = None
+        self,
+        *,
+        role: Role = Role.POLICY,
+        learning_rate: float | None = None,
+        schedule_step: int | None = None,
+        schedule_steps: int | None = None,
     ) -> OptimStepResult:
         """Clips the gradients of `role` and takes one AdamW step.
 
         learning_rate: overrides the schedule for this step. schedule_step: position in the schedule; by default, steps since begin_run.
-        Raises NoGradients without a preceding forward_backward, GradientsNotFinite unless the node skips such steps, and
-        InvalidArgument for a number out of range.
+        schedule_steps: length of a linear or cosine schedule. Raises NoGradients without a preceding forward_backward,
+        GradientsNotFinite unless the node skips such steps, and InvalidArgument for a number out of range or missing.
         """
 
-        settings = encode.optim_step_to_proto(role, learning_rate=learning_rate, schedule_step=schedule_step)
+        settings = encode.optim_step_to_proto(
+            role, learning_rate=learning_rate, schedule_step=schedule_step, schedule_steps=schedule_steps
+        )
 
         async def give(command: types_pb2.CommandId, timeout_s: float) -> trainer_pb2.OptimStepResponse:
             request = trainer_pb2.OptimStepRequest(command=command)

@@ -205,7 +205,7 @@ class Connection:
 
     def _channel(self, service: str, target: str) -> grpc.aio.Channel:
         if not target:
-            raise PeerUnavailable(f"{service} has no port; set {service}.listen in the node's configuration", peer=service)
+            raise PeerUnavailable(f"{service} has no port; set listen in the node's configuration", peer=service)
         if target not in self._channels:
             place = reachable(target, seen_from=self._target)
             self._channels[target] = self._tracer.wrap(open_channel(place, credentials=self._credentials))

@@ -52,7 +52,7 @@ class Dataset(Generic[_Item]):
     def __init__(self, rows: Sequence[_Item], *, seed: int = 0) -> None:
         if not rows:
             raise InvalidArgument("dataset", "has no rows")
-        self._rows, self._seed = rows, seed
+        self._rows, self.seed = rows, seed
         self._epoch = self._next = 0
         self._order = self._shuffled()
 
@@ -70,11 +70,11 @@ class Dataset(Generic[_Item]):
 
     def position(self) -> dict[str, int]:
         """Position in the order, for `seek`."""
-        return {"seed": self._seed, "epoch": self._epoch, "next": self._next, "num_rows": len(self._rows)}
+        return {"seed": self.seed, "epoch": self._epoch, "next": self._next, "num_rows": len(self._rows)}
 
     def seek(self, position: Mapping[str, int]) -> None:
         """Continues from a position. Raises InvalidArgument if the position is invalid or comes from other rows or another seed."""
-        for field, own in (("seed", self._seed), ("num_rows", len(self._rows))):
+        for field, own in (("seed", self.seed), ("num_rows", len(self._rows))):
             if position.get(field) != own:
                 raise InvalidArgument(f"position.{field}", f"is {position.get(field)}, but this dataset has {own}")
         epoch, next_ = position.get("epoch", -1), position.get("next", -1)
@@ -84,7 +84,7 @@ class Dataset(Generic[_Item]):
         self._order = self._shuffled()
 
     def _shuffled(self) -> list[int]:
-        return [int(index) for index in np.random.default_rng([self._seed, self._epoch]).permutation(len(self._rows))]
+        return [int(index) for index in np.random.default_rng([self.seed, self._epoch]).permutation(len(self._rows))]
 
 
 def _object(line: bytes, *, place: str) -> Row:

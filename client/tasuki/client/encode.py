@@ -140,10 +140,10 @@ def path_to_send(path: Path | str) -> str:
     return absolute
 
 
-def optim_step_to_proto(role: Role, *, learning_rate: float | None, schedule_step: int | None) -> trainer_pb2.OptimStepRequest:
+def optim_step_to_proto(role: Role, **settings: float | None) -> trainer_pb2.OptimStepRequest:
     """Converts to a request without its command id. Raises InvalidArgument naming a number out of range."""
     request = trainer_pb2.OptimStepRequest(role=role_to_proto(role))
-    for name, value in (("learning_rate", learning_rate), ("schedule_step", schedule_step)):
+    for name, value in settings.items():
         try:
             if value is not None:
                 setattr(request, name, value)

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from tasuki.algorithms import advantages
 from tasuki.algorithms.advantages import RunningBaseline
 from tasuki.algorithms.estimator import Estimator
-from tasuki.algorithms.loss_types import KlEstimator
 from tasuki.algorithms.reward_kl import AdaptiveKlCoef, kl_penalties, token_rewards
 from tasuki.client.types import TrainingSample
 from tasuki.config.train_schema import AdvantageConfig
@@ -63,7 +62,7 @@ def estimate_advantages(
     kl_coef = settings.kl_coef if state.kl_coef is None else state.kl_coef
     if settings.kl_coef:
         log_probs_N = tokens.column("old_log_probs") if len(samples[0].old_log_probs) else tokens.column("rollout_log_probs")
-        penalties_N = kl_penalties(log_probs_N, tokens.column("ref_log_probs"), estimator=KlEstimator(settings.kl_estimator))
+        penalties_N = kl_penalties(log_probs_N, tokens.column("ref_log_probs"))
         kl_S = tokens.sums(penalties_N * tokens.mask_N)
         metrics |= {"reward_kl": float(kl_S.mean()), "reward_kl_coef": kl_coef}
     shaped_PG = np.array(rewards_PG, dtype=np.float64)
@@ -142,7 +141,7 @@ def _by_token(
 def _next_coef(kl_coef: float, metrics: Mapping[str, float], *, num_samples: int, settings: AdvantageConfig) -> float | None:
     if settings.kl_target is None or "reward_kl" not in metrics:
         return None
-    adaptive = AdaptiveKlCoef(coef=kl_coef, target=settings.kl_target, horizon=settings.kl_horizon)
+    adaptive = AdaptiveKlCoef(coef=kl_coef, target=settings.kl_target)
     return adaptive.updated(metrics["reward_kl"], num_samples=num_samples).coef
 
 

@@ -110,9 +110,17 @@ class Client:
         return self._run(self._client.forward_backward(samples, loss, role=role, log_probs_of=log_probs_of))
 
     def optim_step(
-        self, *, role: Role = Role.POLICY, learning_rate: float | None = None, schedule_step: int | None = None
+        self,
+        *,
+        role: Role = Role.POLICY,
+        learning_rate: float | None = None,
+        schedule_step: int | None = None,
+        schedule_steps: int | None = None,
     ) -> OptimStepResult:
-        return self._run(self._client.optim_step(role=role, learning_rate=learning_rate, schedule_step=schedule_step))
+        step = self._client.optim_step(
+            role=role, learning_rate=learning_rate, schedule_step=schedule_step, schedule_steps=schedule_steps
+        )
+        return self._run(step)
 
     def discard_gradients(self, *, role: Role = Role.POLICY) -> None:
         self._run(self._client.discard_gradients(role=role))

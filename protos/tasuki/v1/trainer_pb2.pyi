@@ -320,6 +320,7 @@ class OptimStepRequest(_message.Message):
     LEARNING_RATE_FIELD_NUMBER: _builtins.int
     SCHEDULE_STEP_FIELD_NUMBER: _builtins.int
     VALIDATE_ONLY_FIELD_NUMBER: _builtins.int
+    SCHEDULE_STEPS_FIELD_NUMBER: _builtins.int
     role: _types_pb2.Role.ValueType
     """POLICY or CRITIC."""
     learning_rate: _builtins.float
@@ -330,6 +331,8 @@ class OptimStepRequest(_message.Message):
     """As in ForwardBackwardHeader; the answer has the current version. A fleet validates on all nodes before any of them steps, since
     gradients cross nodes.
     """
+    schedule_steps: _builtins.int
+    """Length of a linear or cosine schedule, which needs it unless `learning_rate` is set."""
     @_builtins.property
     def command(self) -> _types_pb2.CommandId: ...
     def __init__(
@@ -340,19 +343,24 @@ class OptimStepRequest(_message.Message):
         learning_rate: _builtins.float | None = ...,
         schedule_step: _builtins.int | None = ...,
         validate_only: _builtins.bool = ...,
+        schedule_steps: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_learning_rate", b"_learning_rate", "_schedule_step", b"_schedule_step", "command", b"command", "learning_rate", b"learning_rate", "schedule_step", b"schedule_step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_learning_rate", b"_learning_rate", "_schedule_step", b"_schedule_step", "_schedule_steps", b"_schedule_steps", "command", b"command", "learning_rate", b"learning_rate", "schedule_step", b"schedule_step", "schedule_steps", b"schedule_steps"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_learning_rate", b"_learning_rate", "_schedule_step", b"_schedule_step", "command", b"command", "learning_rate", b"learning_rate", "role", b"role", "schedule_step", b"schedule_step", "validate_only", b"validate_only"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_learning_rate", b"_learning_rate", "_schedule_step", b"_schedule_step", "_schedule_steps", b"_schedule_steps", "command", b"command", "learning_rate", b"learning_rate", "role", b"role", "schedule_step", b"schedule_step", "schedule_steps", b"schedule_steps", "validate_only", b"validate_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__learning_rate: _TypeAlias = _typing.Literal["learning_rate"]  # noqa: Y015
     _WhichOneofArgType__learning_rate: _TypeAlias = _typing.Literal["_learning_rate", b"_learning_rate"]  # noqa: Y015
     _WhichOneofReturnType__schedule_step: _TypeAlias = _typing.Literal["schedule_step"]  # noqa: Y015
     _WhichOneofArgType__schedule_step: _TypeAlias = _typing.Literal["_schedule_step", b"_schedule_step"]  # noqa: Y015
+    _WhichOneofReturnType__schedule_steps: _TypeAlias = _typing.Literal["schedule_steps"]  # noqa: Y015
+    _WhichOneofArgType__schedule_steps: _TypeAlias = _typing.Literal["_schedule_steps", b"_schedule_steps"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__learning_rate) -> _WhichOneofReturnType__learning_rate | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__schedule_step) -> _WhichOneofReturnType__schedule_step | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__schedule_steps) -> _WhichOneofReturnType__schedule_steps | None: ...
 
 Global___OptimStepRequest: _TypeAlias = OptimStepRequest  # noqa: Y015
 

@@ -24,7 +24,7 @@ class Credentials:
 
     ca: PEM of the authority that signed the node's certificate. Without it the connection is plaintext, allowed on loopback only.
     cert, key: PEM of the caller's own certificate, for a node with `security.client_ca`.
-    token_file: its first line is the caller's token, for a node with `security.tokens`.
+    token_file: its first line is the caller's token, for a node with tokens in `security.callers`.
 
     Raises InvalidArgument for an invalid combination. The files are read when a channel is opened.
     """

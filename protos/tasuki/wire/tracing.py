@@ -170,5 +170,5 @@ def check_tracing_installed(endpoint: str | None) -> None:
         import opentelemetry.exporter.otlp.proto.http
         import opentelemetry.sdk.trace  # noqa: F401
     except ImportError as error:
-        text = f"telemetry needs OpenTelemetry: {install_extras('otel')}"
+        text = f"spans need OpenTelemetry: {install_extras('otel')}"
         raise NotInstalled(text, packages="opentelemetry", extras="otel") from error

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tasuki.algorithms.estimator import MAX_KL_ERROR
+from tasuki.algorithms.estimator import KL_HORIZON, MAX_KL_ERROR
 from tasuki.algorithms.loss_types import KlEstimator
 from tasuki.algorithms.samples import Floats, Integers, check_shape, sample_ids
 from tasuki.algorithms.setting import SettingError
@@ -76,7 +76,7 @@ class AdaptiveKlCoef:
     coef: float
     target: float
     """Nats per sequence, or per token if `updated` gets nats per token."""
-    horizon: float = 10_000.0
+    horizon: float = KL_HORIZON
     """Number of samples over which an error of 20 % changes the coefficient by 20 %."""
 
     def __post_init__(self) -> None:

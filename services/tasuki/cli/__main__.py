@@ -18,13 +18,11 @@ from tasuki.cli.fleet_arguments import add_fleet_commands
 from tasuki.cli.plan_arguments import add_plan_arguments
 from tasuki.config.load import load_beside_node, load_config
 from tasuki.config.paths import config_path
-from tasuki.config.schema import NodeConfig
-from tasuki.config.track_schema import TRACKERS, TrackConfig
+from tasuki.config.schema import TRACKERS, NodeConfig, TrackConfig
 from tasuki.wire.denied_path import denied
 from tasuki.wire.errors import (
     NO_ROOM,
     DiskFull,
-    InvalidArgument,
     NodeDown,
     NotInstalled,
     PathNotFound,
@@ -211,7 +209,6 @@ def _add_run_viewers(commands: _Commands) -> None:
     track.add_argument("--to", required=True, choices=TRACKERS)
     track.add_argument("--project", default="tasuki", help="project or experiment (default: tasuki)")
     track.add_argument("--name", help="name of the run (default: the folder's name)")
-    track.add_argument("--online", action="store_true", help="let wandb upload")
     track.add_argument("--follow", action="store_true", help="continue until the run ends")
     track.add_argument("--pipe-fd", type=int, help=argparse.SUPPRESS)  # set by `tasuki train`; closes when it ends
     dashboard = _command(commands, "dashboard", _dashboard, "show a node and its run, or a finished run, in a browser")
@@ -333,9 +330,7 @@ def _track(arguments: argparse.Namespace) -> int:
     from tasuki.trackers.sending import TRACK, run
 
     os.environ.update({**tracker_environment(arguments.output_dir / TRACK), **os.environ})
-    if arguments.online and arguments.to != "wandb":
-        raise InvalidArgument("online", "is for wandb alone; MLflow sends to MLFLOW_TRACKING_URI")
-    track = TrackConfig(to=(arguments.to,), project=arguments.project, name=arguments.name, online=arguments.online)
+    track = TrackConfig(to=(arguments.to,), project=arguments.project, name=arguments.name)
     return run(arguments.output_dir, to=arguments.to, track=track, follows=arguments.follow, pipe_fd=arguments.pipe_fd)
 
 

@@ -14,9 +14,9 @@ from typing import Any
 from tasuki.cli.node_view import open_console
 from tasuki.cli.plan_arguments import DEFAULT_HOST_GB
 from tasuki.cli.plan_report import as_table, show, traffic_lines, traffic_table
+from tasuki.config.checks import fleet_port_problem
 from tasuki.config.engine_arguments import uncounted_arguments
 from tasuki.config.load import load_config
-from tasuki.config.ports import fleet_port_problem
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.host import host_memory
 from tasuki.models.shape import ModelShape

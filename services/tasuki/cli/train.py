@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tasuki.client.step import Step
 from tasuki.client.sync_client import Client
+from tasuki.config.environment import otlp_endpoint, otlp_headers_file
 from tasuki.config.lock import TRAINING_LOCK, StateLock, holder
 from tasuki.config.paths import client_target
 from tasuki.config.schema import NodeConfig
@@ -27,7 +28,7 @@ from tasuki.runs.inputs import check_output, read_inputs
 from tasuki.runs.progress import TrainProgress
 from tasuki.runs.resume import begin, check_restart, go_on, resumable_run
 from tasuki.runs.rl_training import RlTraining
-from tasuki.runs.settings import RunSettings, check_schedules
+from tasuki.runs.settings import RunSettings
 from tasuki.runs.sft_training import read_sft
 from tasuki.runs.training import Loop, SaveRequest, Training
 from tasuki.trackers.adapters import check_installed
@@ -58,7 +59,6 @@ def run(config: NodeConfig, *, config_dir: Path, may_start: bool = True, started
     check_run(config)
     check_trackers(config)
     training = read_training(config)
-    check_schedules(config, training.settings)
     _check_idle(training.settings.output_dir)
     check_output(training.settings)
     return _run(
@@ -79,7 +79,6 @@ def resume(config: NodeConfig, *, config_dir: Path, may_start: bool = True) -> i
     check_trackers(config)
     training = read_training(config)
     settings = training.settings
-    check_schedules(config, settings)
 
     def look() -> EarlierRun | None:
         return resumable_run(config, settings, training.dataset())
@@ -98,7 +97,7 @@ def resume(config: NodeConfig, *, config_dir: Path, may_start: bool = True) -> i
 
 def check_trackers(config: NodeConfig) -> None:
     """Raises NotInstalled if the library of a tracker or of tracing is missing, and as `check_telemetry`."""
-    check_telemetry(config.telemetry)
+    check_telemetry()
     for name in config.track.to:
         check_installed(name, key="track.to")
 
@@ -181,7 +180,7 @@ def _train(
 ) -> None:
     settings, target = training.settings, client_target(config)
     with (
-        Client(target, otlp_endpoint=config.telemetry.endpoint, otlp_headers_file=config.telemetry.headers_file) as client,
+        Client(target, otlp_endpoint=otlp_endpoint(), otlp_headers_file=otlp_headers_file()) as client,
         TrainProgress(num_steps=settings.num_steps) as progress,
     ):
         check_longest_sample(training.longest_sample, limit=client.trainer_state().micro_batch_tokens)

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from tasuki.config.devices import MAX_GPUS, UUID
-from tasuki.config.failpoints import check_failpoint, parse_failpoint
-from tasuki.config.ports import port_problem, shared_port_problem
+from tasuki.config.table import MAX_GPUS, UNIX, UUID
+from tasuki.wire.address import is_beyond_loopback, is_same_port
 
 if TYPE_CHECKING:
     from tasuki.config.schema import NodeConfig
@@ -45,17 +44,13 @@ def check_config(config: NodeConfig) -> None:
         raise SettingsConflict("rollout.kv_tokens", '= "needed" needs a table [train], which defines the samples of a step')
     _check_residency(config)
     _check_critic(config)
-    _check_failpoints(config)
-    problem = shared_port_problem(config) or port_problem(config)
+    problem = port_problem(config)
     if problem is not None:
         raise SettingsConflict(*problem)
 
 
 def _check_shared_base(config: NodeConfig) -> None:
     trainer, rollout, key = config.trainer, config.rollout, "trainer.lora.share_base"
-    critic_lora = None if trainer.critic is None else trainer.critic.lora
-    if critic_lora is not None and critic_lora.share_base:
-        raise SettingsConflict("trainer.critic.lora.share_base", "is not possible: the engine has no critic; leave it out")
     if not config.shares_base:
         return
     if rollout.lora != "adapter":
@@ -103,16 +98,6 @@ def _check_critic(config: NodeConfig) -> None:
         raise SettingsConflict("trainer.critic", 'is set, but nothing trains it; set train.algorithm = "ppo", or remove it')
     if config.trainer.critic is not None and config.sft is not None and config.train is None:
         raise SettingsConflict("trainer.critic", "is set, but [sft] trains only the policy; remove it")
-
-
-def _check_failpoints(config: NodeConfig) -> None:
-    if config.failpoints and not config.unsafe:
-        raise SettingsConflict("failpoints", "break a node on purpose and need unsafe = true")
-    for spec in config.failpoints:
-        try:
-            check_failpoint(parse_failpoint(spec), config)
-        except ValueError as error:
-            raise SettingsConflict("failpoints", f"has {spec!r}, which {error}") from error
 
 
 def _check_export(config: NodeConfig) -> None:
@@ -188,6 +173,44 @@ def _check_kind_of_device(config: NodeConfig) -> None:
         raise SettingsConflict("memory.host_budget_bytes", 'is for device = "cpu"; the memory of a GPU is measured')
 
 
+def port_problem(config: NodeConfig) -> tuple[str, str] | None:
+    """The key to change first and its problem; None if every port authenticates its callers."""
+    security, metrics = config.security, config.metrics.listen
+    if (security.cert is None) is not (security.key is None):
+        given, missing = ("key", "cert") if security.cert is None else ("cert", "key")
+        return f"security.{missing}", f"is needed with security.{given}"
+    if security.client_ca is not None and security.cert is None:
+        return "security.cert", "is needed with security.client_ca"
+    knows_callers = security.client_ca is not None or security.callers is not None
+    if security.insecure and knows_callers:
+        return "security.insecure", "disables authentication; remove it with security.client_ca or security.callers"
+    ports = {} if config.listen == UNIX else {"listen": config.listen}
+    for key, address in (ports | ({} if metrics is None else {"metrics.listen": metrics})).items():
+        if is_beyond_loopback(address) and security.cert is None:
+            advice = "set security.cert and security.key (`tasuki certs` makes them), or listen on 127.0.0.1"
+            return key, f"= {address} is not loopback: {advice}"
+        if is_beyond_loopback(address) and not knows_callers:
+            return key, f"= {address} is not loopback: set security.client_ca or security.callers, or listen on 127.0.0.1"
+        # Every user of the machine may read metrics on loopback.
+        if key == "listen" and not knows_callers and not security.insecure:
+            advice = "set security.callers or security.client_ca, or security.insecure = true"
+            return key, f"= {address} is open to every user of the machine: {advice}"
+    if metrics is not None and any(is_same_port(metrics, taken) for taken in config.port_targets.values()):
+        return "metrics.listen", f'= "{metrics}" is already taken by listen = "{config.listen}": choose another port'
+    return None
+
+
+def fleet_port_problem(config: NodeConfig) -> tuple[str, str] | None:
+    """What to set so that a fleet's leader on another machine can call this node; None if it can."""
+    fleet = config.fleet
+    if fleet is None or fleet.num_nodes == 1 or not is_beyond_loopback(fleet.leader):
+        return None
+    if config.listen == UNIX or not is_beyond_loopback(config.listen):
+        advice = 'set it to HOST:PORT, such as "0.0.0.0:50050", with [security]'
+        return "listen", f'= "{config.listen}" cannot be called from node 0, at {fleet.leader}: {advice}'
+    return None
+
+
 _Row = tuple[str, object, object, bool, str]
 """A key, its value and default, whether it has an effect, and what would give it one."""
 
@@ -206,14 +229,6 @@ def without_effect(config: NodeConfig) -> list[str]:
 
 
 def _rows_of_node(config: NodeConfig) -> Iterator[_Row]:
-    trainer, track = config.trainer, config.track
-    for table, optimizer in (("trainer", trainer), ("trainer.critic", trainer.critic)):
-        if optimizer is not None:
-            has_end = optimizer.lr_schedule != "constant"
-            yield f"{table}.total_steps", optimizer.total_steps, None, has_end, 'use lr_schedule = "linear" or "cosine"'
-    recomputes, needed = trainer.checkpointing != "none", "every layer keeps everything; use another trainer.checkpointing"
-    yield "trainer.kept_layers", trainer.kept_layers, None, recomputes, needed
-    yield "track.online", track.online, False, "wandb" in track.to, 'add "wandb" to track.to'
     if config.sft is not None:
         has_prompts = config.sft.eval_dataset is not None
         yield "sft.eval_every", config.sft.eval_every, None, has_prompts, "give an sft.eval_dataset"
@@ -230,8 +245,6 @@ def _rows_of_run(config: NodeConfig) -> Iterator[_Row]:
     yield "train.advantages.discount", advantages.discount, 1.0, is_by_token, gae
     yield "train.advantages.lam", advantages.lam, 1.0, is_gae, gae
     yield "train.advantages.whiten", advantages.whiten, True, is_gae, gae
-    has_target = advantages.kl_target is not None
-    yield "train.advantages.kl_horizon", advantages.kl_horizon, 10_000.0, has_target, "give a kl_target"
     yield "train.value_loss.clip", train.value_loss.clip, None, is_gae, gae
     yield "train.old_policy", train.old_policy, "auto", loss.has_ratio, "the loss has no ratio; use another loss.name"
     truncates, needed = train.old_policy != "rollout", "a ratio to rollout's own log-probs needs none; use another old_policy"
@@ -244,5 +257,3 @@ def _rows_of_run(config: NodeConfig) -> Iterator[_Row]:
     yield "train.stop_at_eval_score", train.stop_at_eval_score, None, held_out, needed
     samples, needed = evaluation.temperature > 0, "greedy sampling takes the most likely token; raise train.eval.temperature"
     yield "train.eval.top_p", evaluation.top_p, None, samples, needed
-    yield "train.eval.top_k", evaluation.top_k, None, samples, needed
-    yield "train.eval.correct_at", evaluation.correct_at, 1.0, bool(evaluation.pass_at), "name each k in train.eval.pass_at"

@@ -10,8 +10,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from tasuki.config.devices import UUID
 from tasuki.config.schema import NodeConfig
+from tasuki.config.table import UUID
 from tasuki.wire.errors import InvalidArgument
 
 

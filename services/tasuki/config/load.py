@@ -16,7 +16,6 @@ from tasuki.config.checks import SettingsConflict
 from tasuki.config.paths import config_path
 from tasuki.config.replaced_keys import check_replaced
 from tasuki.config.schema import NodeConfig
-from tasuki.config.security_schema import CallerRole
 from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 from tasuki.wire.regular_file import read_regular
@@ -178,26 +177,18 @@ def _apply(table: dict[str, Any], override: str) -> None:
     table[last] = value
 
 
-_PATH_KEYS = (
-    ("state_dir",),
-    ("model", "path"),
-    ("trainer", "critic", "path"),
-    ("train", "dataset"),
-    ("train", "eval_dataset"),
-    ("train", "output_dir"),
-    ("sft", "dataset"),
-    ("sft", "eval_dataset"),
-    ("sft", "output_dir"),
-    *(("security", key) for key in ("cert", "key", "client_ca", "roles")),
-    *(("security", "tokens", role.label) for role in CallerRole),
-    ("telemetry", "headers_file"),
-    ("paths", "write"),
-    ("paths", "read"),
-)
+def _path_keys(table: type[BaseModel]) -> Iterator[tuple[str, ...]]:
+    """Keys of paths, or of lists of paths, in a table and those below it."""
+    for name, field in table.model_fields.items():
+        for kind in get_args(field.annotation) or (field.annotation,):
+            if kind is Path or get_args(kind)[:1] == (Path,):
+                yield (name,)
+            elif isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield from ((name, *below) for below in _path_keys(kind))
 
 
 def _anchor_paths(table: dict[str, Any], folder: Path) -> None:
-    for *parents, last in _PATH_KEYS:
+    for *parents, last in _path_keys(NodeConfig):
         at: Any = table
         for parent in parents:
             at = at.get(parent, {}) if isinstance(at, dict) else {}

@@ -1,4 +1,4 @@
-"""Locks on a state folder, held until their holder ends, however it ends."""
+"""Locks on a state folder, held until their holder ends, however it ends, and the id of one start of its node."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import errno
 import fcntl
 import os
 import stat
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from tasuki.config.disk_space import disk_full_at
+from tasuki.config.paths import instance_path
 from tasuki.wire.denied_path import named_if_denied
-from tasuki.wire.errors import InvalidArgument, NodeRunning
+from tasuki.wire.errors import NO_ROOM, DiskFull, InvalidArgument, NodeRunning
 from tasuki.wire.flock import try_lock
 
 NODE_LOCK = "node"
@@ -96,3 +100,38 @@ def holder(state_dir: Path, *, name: str) -> int | None:
         return None if try_lock(fd, fcntl.LOCK_SH) else int(os.pread(fd, _PID_BYTES, 0) or 0)
     finally:
         os.close(fd)
+
+
+@contextmanager
+def disk_full_at(folder: Path) -> Iterator[None]:
+    """Raises DiskFull naming the file, or else `folder`, for a write in the block that finds no space."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        path = folder if error.filename is None else error.filename
+        raise DiskFull(
+            f"{path} cannot be written: {error.strerror}; free space, or name a folder on another disk", path=path
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """One start of a node. Both fields are empty if the services were started individually."""
+
+    id: str = ""
+    lock_path: str = ""
+
+
+def begin_instance(state_dir: Path) -> None:
+    """Creates the id of a starting node. Processes that restart within the node find the same one."""
+    instance_path(state_dir).write_text(uuid.uuid4().hex)
+
+
+def read_instance(state_dir: Path) -> Instance:
+    """Reads the id of the node running in the folder. Ignores what a killed node left behind."""
+    path = instance_path(state_dir)
+    if not path.exists() or holder(state_dir, name=NODE_LOCK) is None:
+        return Instance()
+    return Instance(path.read_text(), str(lock_path(state_dir.absolute(), name=NODE_LOCK)))

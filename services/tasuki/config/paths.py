@@ -7,7 +7,7 @@ import os
 import stat
 from pathlib import Path
 
-from tasuki.config.schema import NodeConfig
+from tasuki.config.schema import SERVICES, NodeConfig
 from tasuki.wire.address import socket_folder, unix_target
 from tasuki.wire.errors import InvalidArgument
 from tasuki.wire.owner import is_foreign
@@ -46,7 +46,7 @@ def check_owner(state_dir: Path) -> None:
 
 def node_targets(config: NodeConfig) -> dict[str, str]:
     """gRPC targets of the node's unix sockets, by service. Creates no folder."""
-    return {name: unix_target(config.state_dir, service=name) for name in ("coordinator", "trainer", "rollout")}
+    return {name: unix_target(config.state_dir, service=name) for name in SERVICES}
 
 
 def fleet_target(config: NodeConfig) -> str:
@@ -88,7 +88,7 @@ def model_copy_dir(state_dir: Path) -> Path:
 def model_source(config: NodeConfig) -> Path:
     """Folder in which services read the model's weights: the node's copy, or `model.path` if there is none of this user."""
     place = model_copy_dir(config.state_dir)
-    if not config.model.preload or not place.exists():
+    if not place.exists():
         return config.model.path
     status = place.lstat()
     is_private = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077

@@ -9,9 +9,23 @@ from tasuki.wire.errors import InvalidArgument
 
 _DERIVED = "follows from coordinator.stage_timeout_s: set that, or remove it"
 _DECIDED = "is gone, since there is one way left: remove it"
+_FIXED = "is gone: remove it"
+_LISTEN = (
+    'is now listen = "HOST:PORT", at the top of the file, for the coordinator; trainer and rollout have the next two ports'
+)
+_SEED = "is now seed, at the top of the file"
 _THREADS = "is gone: start the node with OMP_NUM_THREADS"
+_OF_POLICY = ("betas", "eps", "weight_decay", "max_grad_norm", "lr_schedule", "warmup_steps", "total_steps")
 REPLACED: Mapping[str, str] = {
+    **dict.fromkeys((f"{service}.listen" for service in ("coordinator", "trainer", "rollout")), _LISTEN),
+    "failpoints": "is now the environment variable TASUKI_FAILPOINTS",
+    "unsafe": "is gone: set the environment variable TASUKI_FAILPOINTS",
+    "telemetry.endpoint": "is now the environment variable OTEL_EXPORTER_OTLP_ENDPOINT",
+    "telemetry.headers_file": "is now the environment variable TASUKI_OTLP_HEADERS_FILE",
+    "telemetry": "is gone: remove the table; docs/tracing.md names the environment variables",
     "coordinator.recovery_timeout_s": _DERIVED,
+    "fleet.node_timeout_s": _DERIVED,
+    "model.preload": "is decided by the file system of model.path (docs/start.md): remove it",
     "memory.pool": _DECIDED,
     "metrics.engine": "is now rollout.engine.enable_metrics",
     "restart.progress_s": _DERIVED,
@@ -23,17 +37,34 @@ REPLACED: Mapping[str, str] = {
     "rollout.num_threads": _THREADS,
     "rollout.radix_cache": "= false is now rollout.engine.disable_radix_cache = true",
     "rollout.sampling_backend": "is now rollout.engine.sampling_backend",
-    "rollout.seed": "is now seed, at the top of the file",
+    "rollout.seed": _SEED,
+    "security.roles": "is now the table [certificates] of the file security.callers",
+    "security.tokens": "is now the table [tokens] of the file security.callers, a line a token: docs/ports.md",
+    "sft.seed": _SEED,
+    "track.online": "is now the environment variable WANDB_MODE=online",
+    "train.advantages.kl_estimator": "is always k1 in the reward: remove it",
+    "train.loss.aggregation_length": "is always train.max_new_tokens: remove it",
+    "train.advantages.kl_horizon": "is always 10000 samples: remove it",
+    "train.eval.correct_at": "is always 1: scale the reward, or remove it",
+    "train.eval.top_k": "is gone: use train.eval.top_p, or remove it",
+    "train.keep_optimizer": "is gone: a run begins with a new optimizer state; remove it",
     "rollout.start_timeout_s": _DERIVED,
     "train.samples.max_bytes": "is always 256 MB: remove it",
-    **dict.fromkeys(
-        (f"trainer.critic.{key}" for key in ("betas", "eps", "weight_decay", "max_grad_norm")), "is the policy's: remove it"
-    ),
+    **dict.fromkeys((f"trainer.critic.{key}" for key in _OF_POLICY), "is the policy's: remove it"),
+    "trainer.critic.lora": "is now trainer.critic.lora_rank",
     "trainer.collective_timeout_s": _DERIVED,
     "trainer.export_handles": _DECIDED,
     "trainer.num_threads": _THREADS,
     "trainer.publish_deltas": _DECIDED,
-    "trainer.seed": "is now seed, at the top of the file",
+    "train.reward.functions": 'is now train.reward.function = { NAME = "module:function" }, with weights = { NAME = 0.2 }',
+    "train.seed": _SEED,
+    "trainer.total_steps": "is the run's num_steps: remove it",
+    "trainer.kept_layers": "is the planner's choice: remove it",
+    "trainer.optimizer_8bit": '= true is now trainer.moments = "8bit"',
+    "trainer.optimizer_on_host": '= true is now trainer.moments = "host"',
+    "trainer.empty_cache_early": _FIXED,
+    "trainer.reshard_after_forward": _FIXED,
+    "trainer.seed": _SEED,
 }
 
 

@@ -5,10 +5,13 @@ One table per service, so that a service reads its own and the shared keys (`sta
 
 from __future__ import annotations
 
+import re
+from enum import IntEnum
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     Field,
     PositiveFloat,
@@ -17,17 +20,10 @@ from pydantic import (
 )
 
 from tasuki.config.checks import HEARTBEAT_S, MISSED_BEATS, check_config
-from tasuki.config.devices import Devices
 from tasuki.config.engine_arguments import Argument, check_engine_arguments
-from tasuki.config.fleet_schema import FleetConfig
-from tasuki.config.metrics_schema import MetricsConfig
 from tasuki.config.residency_schema import ResidencyConfig
-from tasuki.config.security_schema import PathsConfig, SecurityConfig
-from tasuki.config.sft_schema import SftConfig
-from tasuki.config.table import Bytes, Listen, Schema, Seed
-from tasuki.config.telemetry_schema import TelemetryConfig
-from tasuki.config.track_schema import TrackConfig
-from tasuki.config.train_schema import TrainConfig
+from tasuki.config.table import UNIX, Address, Bytes, Devices, Listen, Schema, Seed
+from tasuki.config.train_schema import SftConfig, TrainConfig
 from tasuki.config.trainer_schema import DEFAULT_MICRO_BATCH_TOKENS, LoraConfig, TrainerConfig
 
 
@@ -40,22 +36,21 @@ def _check_kv_tokens(value: object) -> object:
 KvTokens = Annotated[Literal["needed", "most"] | PositiveInt, BeforeValidator(_check_kv_tokens)]
 
 
+SERVICES = ("coordinator", "trainer", "rollout")
+
+
 class ModelConfig(Schema):
     path: Path
-    """Hugging Face model folder with config.json, safetensors and tokenizer."""
-    preload: bool = False
-    """Whether the node copies the folder to /dev/shm when it starts, for its services to read there, also when they restart. Use it for
-    a folder on a slow or network disk. The copy takes the size of its files in host memory until the node ends."""
+    """Hugging Face model folder with config.json, safetensors and tokenizer. From a network file system a node copies it to shared memory
+    once, if that takes at most an eighth of the host's (docs/start.md)."""
 
 
 class CoordinatorConfig(Schema):
-    listen: Listen = "unix"
-    """"unix", or an address such as "0.0.0.0:50050" to listen on a TCP port as well. Every service always listens on a unix socket in
-    the state folder. Ports authenticate callers as `[security]` says; clients on other machines need ports on all three services."""
     stage_timeout_s: PositiveFloat = 600.0
     """Deadline of each stage, of a collective of the trainer's ranks, and of the engine's start. A changeover waits twice as long for a
     service to restart. A process without a heartbeat for a twentieth of it, or whose command makes no progress for half of it, is
-    killed and restarted; its stacks go to `state_dir`/stalls."""
+    killed and restarted; its stacks go to `state_dir`/stalls. A node of a fleet that is silent for a twentieth is lost, and the job
+    ends."""
     drain_grace_s: float = Field(default=30.0, ge=0)
     """How long running requests may continue in DRAIN before they are cut."""
 
@@ -76,8 +71,6 @@ class CoordinatorConfig(Schema):
 
 
 class RolloutConfig(Schema):
-    listen: Listen = "unix"
-    """Same as `coordinator.listen`."""
     tp_size: PositiveInt = 1
     """GPUs over which one replica's weights are sharded by tensor parallelism."""
     dp_size: PositiveInt | None = None
@@ -133,14 +126,126 @@ class MemoryConfig(Schema):
     paused memory are not counted."""
 
 
+class MetricsConfig(Schema):
+    """One endpoint for the metrics of all services; see docs/metrics.md."""
+
+    listen: Address | None = None
+    """Address at which the coordinator serves GET /metrics, such as "127.0.0.1:9464"; none by default. On loopback every user of the
+    machine may read it. Beyond loopback it uses the TLS and credentials of `[security]`; any role suffices. SGLang's own are named
+    "sglang:..."."""
+
+
+class CallerRole(IntEnum):
+    """Role of a caller at a port. Each role may call its own methods and those of the roles before it."""
+
+    VIEWER = 1
+    TRAINER = 2
+    OPERATOR = 3
+    PEER = 4
+
+    @classmethod
+    def named(cls, name: str) -> CallerRole | None:
+        return next((role for role in cls if role.label == name), None)
+
+    @property
+    def label(self) -> str:
+        """Name of the role in configuration, certificates and errors."""
+        return self.name.lower()
+
+
+class SecurityConfig(Schema):
+    """TLS and authentication of callers at ports; see docs/security.md."""
+
+    cert: Path | None = None
+    """Certificate chain (PEM) of the node's ports. This and the other files are reloaded when they change."""
+    key: Path | None = None
+    """Unencrypted key of `cert`."""
+    client_ca: Path | None = None
+    """CA certificates (PEM) that sign callers' certificates. Callers without such a certificate are refused (mTLS)."""
+    callers: Path | None = None
+    """TOML file with the role of each caller: with `client_ca` a table `[certificates]` of lines `"spiffe://lab/alice" = "operator"`, by
+    SPIFFE id, or by common name if a certificate has no id; else a table `[tokens]` of lines `TOKEN = "trainer"`, closed to other users.
+    Without it `spiffe://ANY/tasuki/ROLE` has the role that it names."""
+    insecure: bool = False
+    """Lets every user of the machine call loopback ports, in every role."""
+
+
+class PathsConfig(Schema):
+    """Folders that a caller at a port may name. Callers on a unix socket are the node's own user and may name any."""
+
+    write: tuple[Path, ...] | None = None
+    """Folders in which SaveCheckpoint and ExportModel may write and LoadCheckpoint may read. Defaults to `checkpoints` in the state folder
+    and the run's `output_dir`."""
+    read: tuple[Path, ...] = ()
+    """Further folders from which LoadCheckpoint may read."""
+
+
+TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+TRACKERS: tuple[TrackerName, ...] = get_args(TrackerName)
+
+
+class TrackConfig(Schema):
+    """Experiment trackers. Each follows the run's metrics.jsonl in its own process; see docs/client.md."""
+
+    to: tuple[TrackerName, ...] = ()
+    """"tensorboard", "wandb", "mlflow", "trackio"; each needs the extra of its name. They write to `output_dir`/track; wandb uploads
+    with WANDB_MODE=online, MLflow with MLFLOW_TRACKING_URI."""
+    project: Annotated[str, Field(min_length=1)] = "tasuki"
+    """Project (wandb, trackio) or experiment (MLflow)."""
+    name: str | None = None
+    """Name of the run; defaults to the name of its output folder."""
+
+    @model_validator(mode="after")
+    def _trackers_differ(self) -> TrackConfig:
+        if len(set(self.to)) < len(self.to):
+            raise ValueError("to names one of them twice")
+        return self
+
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+def _check_name(name: str) -> str:
+    if _NAME.fullmatch(name) is None:
+        raise ValueError('must begin with a letter or a digit, and have up to 128 letters, digits, ".", "_" and "-"')
+    return name
+
+
+class FleetConfig(Schema):
+    """The node's fleet; see docs/fleet.md. `tasuki fleet up` fills it in from the variables of Slurm, Kubernetes or torchrun."""
+
+    name: Annotated[str, AfterValidator(_check_name)]
+    """Name of the fleet, the same on all nodes: letters, digits, ".", "_" and "-"."""
+    num_nodes: PositiveInt
+    """Number of nodes, the same on all nodes."""
+    node_rank: int = Field(ge=0)
+    """Rank of this node. Node 0 leads."""
+    leader: Address
+    """HOST:PORT of the fleet on node 0, used by clients, nodes and the trainers' ranks."""
+    attempt: int = Field(default=0, ge=0)
+    """Number of restarts of the job: Slurm's restart count, JobSet's restart-attempt label. Nodes refuse smaller numbers."""
+    interface: str | None = None
+    """Network interface for gradients between nodes, such as "eth0". By default gloo takes the one that routes to the leader, and NCCL
+    NCCL_SOCKET_IFNAME or its own choice."""
+
+    @model_validator(mode="after")
+    def _rank_is_of_a_node(self) -> FleetConfig:
+        if self.node_rank >= self.num_nodes:
+            raise ValueError(f"node_rank = {self.node_rank} needs num_nodes > {self.node_rank}, but it is {self.num_nodes}")
+        return self
+
+
 class NodeConfig(Schema):
     """One GPU node: its services and, optionally, what to train on it."""
 
     state_dir: Path
     """Private folder of the node for journal, logs and sockets. Each running node needs its own."""
     device: Literal["cpu", "cuda"] = "cpu"
+    listen: Listen = "unix"
+    """"unix", or an address such as "0.0.0.0:50050" for ports beside the unix sockets in the state folder: the coordinator's, and the next
+    two for trainer and rollout. Ports authenticate callers as `[security]` says."""
     seed: Seed = 0
-    """Seed of new adapters, value heads and samples; `train.seed` is that of the order of prompts."""
+    """Seed of new adapters, value heads, samples and the order of the dataset's lines."""
     model: ModelConfig
     coordinator: CoordinatorConfig = CoordinatorConfig()
     trainer: TrainerConfig = TrainerConfig()
@@ -148,7 +253,6 @@ class NodeConfig(Schema):
     restart: RestartConfig = RestartConfig()
     memory: MemoryConfig = MemoryConfig()
     metrics: MetricsConfig = MetricsConfig()
-    telemetry: TelemetryConfig = TelemetryConfig()
     residency: ResidencyConfig | None = None
     security: SecurityConfig = SecurityConfig()
     paths: PathsConfig = PathsConfig()
@@ -156,10 +260,14 @@ class NodeConfig(Schema):
     sft: SftConfig | None = None
     track: TrackConfig = TrackConfig()
     fleet: FleetConfig | None = None
-    unsafe: bool = False
-    """Whether `failpoints` may be set."""
-    failpoints: tuple[str, ...] = ()
-    """Faults injected to test recovery, such as "rollout@SYNC=kill"; see docs/recovery.md."""
+
+    @property
+    def port_targets(self) -> dict[str, str]:
+        """Addresses of the services' ports, by name; empty without `listen`."""
+        if self.listen == UNIX:
+            return {}
+        host, _, port = self.listen.rpartition(":")
+        return {name: f"{host}:{int(port) + place}" for place, name in enumerate(SERVICES)}
 
     @property
     def dp_size(self) -> int:

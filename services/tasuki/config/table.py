@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ByteSize,
     ConfigDict,
     Field,
@@ -20,7 +21,7 @@ from pydantic import (
     field_validator,
 )
 
-from tasuki.config.ports import check_listen
+from tasuki.wire.address import split_host_port
 
 
 def _in_bytes(value: object, read: ValidatorFunctionWrapHandler) -> ByteSize:
@@ -30,9 +31,30 @@ def _in_bytes(value: object, read: ValidatorFunctionWrapHandler) -> ByteSize:
         raise ValueError('give a whole number of bytes above 0, or text such as "8GB" or "512MiB"') from None
 
 
+def _check_address(address: str) -> str:
+    split_host_port(address)
+    return address
+
+
+def _check_listen(listen: str) -> str:
+    if listen == UNIX:
+        return listen
+    try:
+        port = split_host_port(listen)[1]
+    except ValueError as error:
+        raise ValueError(f'must be "{UNIX}", or {str(error).removeprefix("must be ")}') from error
+    if port > _MAX_PORT - 2:
+        raise ValueError(f"needs two ports after it, and {_MAX_PORT} is the last")
+    return listen
+
+
+UNIX = "unix"
+_MAX_PORT = 65_535
 Bytes = Annotated[ByteSize, Field(gt=0), WrapValidator(_in_bytes)]
 """A positive number of bytes, or text such as "8GB"."""
-Listen = Annotated[str, AfterValidator(check_listen)]
+Address = Annotated[str, AfterValidator(_check_address)]
+"""HOST:PORT."""
+Listen = Annotated[str, AfterValidator(_check_listen)]
 # Seeds accepted by numpy, torch and SGLang alike.
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 
@@ -83,3 +105,35 @@ def _kinds(annotation: Any) -> Iterator[Any]:
             yield from _kinds(each)
     else:
         yield annotation
+
+
+UUID = "GPU-"
+MAX_GPUS = 1024
+"""Bound on a node's GPU numbers, to catch typos."""
+_MAX_NUMBER = MAX_GPUS - 1
+
+
+def _text_of_number(device: object) -> object:
+    return str(device) if type(device) is int else device
+
+
+def _one_name(device: str) -> str:
+    """Normalizes a name: numbers without leading zeros, UUIDs in lower case."""
+    if not device.isdecimal():
+        return f"{UUID}{device.removeprefix(UUID).lower()}"
+    number = device.lstrip("0") or "0"
+    if len(number) > len(str(_MAX_NUMBER)) or int(number) > _MAX_NUMBER:
+        raise ValueError(f"a GPU's number is at most {_MAX_NUMBER}")
+    return number
+
+
+def _distinct(devices: tuple[str, ...]) -> tuple[str, ...]:
+    if len(set(devices)) < len(devices):
+        raise ValueError("names a GPU twice")
+    return devices
+
+
+Device = Annotated[
+    str, BeforeValidator(_text_of_number), Field(pattern=rf"^({UUID}[0-9a-fA-F-]+|[0-9]+)$"), AfterValidator(_one_name)
+]
+Devices = Annotated[tuple[Device, ...], AfterValidator(_distinct)]

@@ -1,4 +1,4 @@
-"""The tables of an RL run: `[train]` and its subtables."""
+"""The tables of a run: `[train]` with its presets by algorithm, and `[sft]`."""
 
 from __future__ import annotations
 
@@ -9,30 +9,87 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, InstanceOf, PlainSerializer, PositiveFloat, PositiveInt, model_validator
 
-from tasuki.algorithms.estimator import MAX_KL_ERROR, Estimator, Std
-from tasuki.algorithms.loss_types import Correction, LossConfig, OldPolicy
+from tasuki.algorithms.estimator import KL_HORIZON, MAX_KL_ERROR, Estimator, Std
+from tasuki.algorithms.loss_types import COMMON, Correction, LossConfig, OldPolicy
 from tasuki.algorithms.losses.value import ValueLoss
 from tasuki.algorithms.sampling import LEAST_TEMPERATURE
 from tasuki.algorithms.setting import SettingError
-from tasuki.config.algorithms import DEFAULT_MAX_NEW_TOKENS, LOSS_KEYS, Algorithm, expanded
-from tasuki.config.table import Schema, Seed
+from tasuki.config.table import Schema
 
 _MAX_INT32 = 2**31 - 1
+Algorithm = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax", "ppo", "dapo", "gspo", "cispo"]
+DEFAULT_MAX_NEW_TOKENS = 512
+LOSS_KEYS = tuple(name for name in COMMON if name not in ("old_policy", "denominator", "aggregation_length"))
+"""Keys of every loss. `old_policy` is a key of [train], `aggregation_length` its `max_new_tokens`; `denominator` is for loops that
+accumulate several calls."""
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    # arXiv:2402.03300, with the now common token mean.
+    "grpo": {"advantages": {"estimator": "group_mean", "std": "sample"}, "loss": {"name": "ppo"}},
+    # arXiv:2503.20783
+    "dr_grpo": {"advantages": {"estimator": "group_mean", "std": "none"}, "loss": {"name": "ppo", "aggregation": "constant"}},
+    # arXiv:2402.14740
+    "rloo": {"advantages": {"estimator": "leave_one_out"}, "loss": {"name": "ppo"}},
+    # arXiv:2501.03262
+    "reinforce_pp": {"advantages": {"estimator": "globally_whitened"}, "loss": {"name": "ppo"}},
+    "reinforce_pp_baseline": {"advantages": {"estimator": "group_baseline_whitened"}, "loss": {"name": "ppo"}},
+    # arXiv:2310.10505
+    "remax": {"advantages": {"estimator": "greedy_baseline"}, "loss": {"name": "policy_gradient"}},
+    # arXiv:1707.06347, with a critic
+    "ppo": {"advantages": {"estimator": "gae"}, "loss": {"name": "ppo"}, "value_loss": {"clip": 0.2}},
+    # arXiv:2503.14476
+    "dapo": {
+        "advantages": {"estimator": "group_mean", "std": "sample"},
+        "loss": {"name": "ppo", "clip_low": 0.2, "clip_high": 0.28},
+        "max_batches": 4,
+    },
+    # arXiv:2507.18071
+    "gspo": {
+        "advantages": {"estimator": "group_mean", "std": "sample"},
+        "loss": {"name": "gspo", "aggregation": "sequence_mean_token_mean"},
+    },
+    # arXiv:2506.13585
+    "cispo": {"advantages": {"estimator": "group_mean", "std": "sample"}, "loss": {"name": "cispo"}},
+}
 
 
-class NamedRewardConfig(Schema):
-    function: str
-    """Same as `train.reward.function`."""
-    weight: float = 1.0
-    """Weight of the reward in the sum; 0 reports it without training on it."""
+def expanded(train: Mapping[str, Any]) -> dict[str, Any]:
+    """Merges the algorithm's preset under a [train] table, except for settings that another loss or estimator lacks."""
+    preset = dict(PRESETS.get(str(train.get("algorithm", "grpo")), {}))
+    own, usual = train.get("loss"), preset.get("loss", {})
+    if isinstance(own, Mapping) and own.get("name", usual.get("name")) != usual.get("name"):
+        preset["loss"] = {key: value for key, value in usual.items() if key in LOSS_KEYS}
+    merged = _merged(_with_effect(preset, train), train)
+    loss = merged.get("loss")
+    if isinstance(loss, Mapping) and loss.get("aggregation") == "constant":
+        # Dr. GRPO's constant: the maximum completion length.
+        merged["loss"] = {"aggregation_length": merged.get("max_new_tokens", DEFAULT_MAX_NEW_TOKENS), **loss}
+    return merged
+
+
+def _with_effect(preset: Mapping[str, Any], train: Mapping[str, Any]) -> dict[str, Any]:
+    """The preset without settings that apply only to its own estimator."""
+    own, usual = train.get("advantages"), preset.get("advantages", {})
+    estimator = own.get("estimator", usual.get("estimator")) if isinstance(own, Mapping) else usual.get("estimator")
+    if estimator == usual.get("estimator"):
+        return dict(preset)
+    kept = {key: value for key, value in usual.items() if key != "std" or estimator in ("group_mean", "batch_baseline")}
+    return {**{key: value for key, value in preset.items() if key != "value_loss" or estimator == "gae"}, "advantages": kept}
+
+
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for key, value in above.items():
+        under = merged.get(key)
+        merged[key] = _merged(under, value) if isinstance(under, Mapping) and isinstance(value, Mapping) else value
+    return merged
 
 
 class RewardConfig(Schema):
-    function: str | None = None
-    """"module:function". It is called by keyword with those of prompt, completion, finish_reason, num_tokens and the dataset line's
-    fields that its signature takes, and returns a number."""
-    functions: dict[str, NamedRewardConfig] = Field(default={})
-    """Several rewards by name, instead of `function`: `[train.reward.functions.NAME]`."""
+    function: str | dict[str, str]
+    """"module:function", or several by name: `{ exact = "rewards:exact", form = "rewards:form" }`. It is called by keyword with those of
+    prompt, completion, finish_reason, num_tokens and the dataset line's fields that its signature takes, and returns a number."""
+    weights: dict[str, float] = Field(default={})
+    """Weight of each named function in their sum, 1 by default; 0 reports it without training on it."""
     num_workers: PositiveInt = 1
     timeout_s: PositiveFloat = 10.0
     """Time limit per sample."""
@@ -40,9 +97,13 @@ class RewardConfig(Schema):
     """Action if a reward raises, times out or is not finite: end the run, count 0, or skip the sample in baseline and loss."""
 
     @model_validator(mode="after")
-    def _is_one_or_several(self) -> RewardConfig:
-        if (self.function is None) is not bool(self.functions):
-            raise ValueError("give either function or functions")
+    def _weights_have_functions(self) -> RewardConfig:
+        names = () if isinstance(self.function, str) else self.function
+        if not self.function:
+            raise SettingError("function", "names no function")
+        for name in self.weights:
+            if name not in names:
+                raise SettingError("weights", f"has {name}, which names no function")
         return self
 
 
@@ -60,12 +121,9 @@ class AdvantageConfig(Schema):
     whiten: bool = True
     """Whether to whiten GAE's advantages over the batch."""
     kl_coef: float = Field(default=0.0, ge=0)
-    """Weight of the KL divergence to the reference within the reward."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    """Weight of the KL divergence to the reference, estimated by k1, within the reward."""
     kl_target: PositiveFloat | None = None
     """Target KL divergence in nats per sequence, towards which `kl_coef` adapts; by default `kl_coef` is fixed."""
-    kl_horizon: PositiveFloat = 10_000.0
-    """Number of samples over which an error of 20 % changes `kl_coef` by 20 %."""
 
     @model_validator(mode="after")
     def _fits(self) -> AdvantageConfig:
@@ -82,13 +140,10 @@ class EvalConfig(Schema):
     temperature: float = Field(default=0.0, ge=0)
     """0 is greedy."""
     top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=1, le=_MAX_INT32)
     max_new_tokens: PositiveInt | None = None
     """Defaults to `train.max_new_tokens`."""
     pass_at: tuple[PositiveInt, ...] = ()
-    """Values of k for which pass@k is reported."""
-    correct_at: float = 1.0
-    """Minimum reward of a correct completion."""
+    """Values of k for which pass@k is reported. A completion with a reward of 1 or more is correct."""
 
     @model_validator(mode="after")
     def _samples_differ(self) -> EvalConfig:
@@ -113,12 +168,15 @@ def _read_loss(table: Any) -> Any:
     if not isinstance(table, Mapping):
         return table
     settings = dict(table)
-    return LossConfig.read(settings.pop("name", "ppo"), settings, common=LOSS_KEYS)
+    return LossConfig.read(settings.pop("name", "ppo"), settings, common=(*LOSS_KEYS, "aggregation_length"))
+
+
+_OF_TRAIN = ("old_policy", "aggregation_length")
 
 
 def write_loss(loss: LossConfig) -> dict[str, Any]:
     """The loss as `[train.loss]`: `name`, its own settings and the common ones, side by side."""
-    return {"name": loss.name, **{key: value for key, value in loss.settings().items() if key != "old_policy"}}
+    return {"name": loss.name, **{key: value for key, value in loss.settings().items() if key not in _OF_TRAIN}}
 
 
 def _read_value_loss(table: Any) -> Any:
@@ -173,8 +231,6 @@ class TrainConfig(Schema):
     """Whether completions that reached `max_new_tokens` are excluded from the loss."""
     overlong_tokens: PositiveInt | None = None
     """Length in tokens of the zone before `max_new_tokens` over which the reward falls by up to 1 (DAPO)."""
-    keep_optimizer: bool = False
-    """Whether a run on a running node keeps its optimizer state. The schedule restarts at step 0 either way."""
     eval: EvalConfig = EvalConfig()
     eval_every: PositiveInt | None = None
     """Steps between evaluations. With an eval_dataset, the first and last steps are always evaluated."""
@@ -183,8 +239,6 @@ class TrainConfig(Schema):
     samples: SamplesConfig = SamplesConfig()
     save_every: PositiveInt | None = None
     """Steps between checkpoints for `tasuki train --resume`; none by default."""
-    seed: Seed = 0
-    """Seed of the order of prompts."""
 
     @model_validator(mode="before")
     @classmethod
@@ -208,7 +262,7 @@ class TrainConfig(Schema):
         return self
 
     def _check_groups(self) -> None:
-        """Refuses groups, or a step, without a gradient, and a KL horizon so short that one step could take kl_coef to 0 or below."""
+        """Refuses groups, or a step, without a gradient, and steps so large that one could take kl_coef to 0 or below."""
         estimator, num_samples = self.advantages.estimator, self.prompts_per_step * self.group_size
         if self.group_size == 1:
             if estimator is Estimator.BATCH_BASELINE and self.prompts_per_step == 1:
@@ -221,13 +275,9 @@ class TrainConfig(Schema):
                 raise SettingError("group_size", problem)
             if self.max_batches > 1:
                 raise SettingError("max_batches", "above 1 keeps groups that differ, which a group of one never does")
-        horizon, least = self.advantages.kl_horizon, MAX_KL_ERROR * num_samples
-        if self.advantages.kl_target is not None and horizon <= least:
-            problem = (
-                f"is {horizon:g}, but a step of prompts_per_step * group_size = {num_samples} samples needs more than "
-                f"{least:g}: kl_coef would fall to 0 or below"
-            )
-            raise SettingError("advantages.kl_horizon", problem)
+        if self.advantages.kl_target is not None and MAX_KL_ERROR * num_samples >= KL_HORIZON:
+            problem = f"is for steps of fewer than {KL_HORIZON / MAX_KL_ERROR:g} samples, and there are {num_samples}"
+            raise SettingError("advantages.kl_target", problem)
 
     def _check_loss(self) -> None:
         """Refuses a loss that does not use rewards, and a ratio of 1 in every update of a step."""
@@ -262,3 +312,33 @@ class TrainConfig(Schema):
             aggregation_length=self.loss.aggregation_length,
             correction=Correction(token_truncation=None),
         )
+
+
+class SftConfig(Schema):
+    """Supervised fine-tuning with `tasuki train`, instead of `[train]`."""
+
+    dataset: Path
+    """JSONL file; each line is an object with `messages`, a chat, or with `prompt` and `completion`."""
+    eval_dataset: Path | None = None
+    """Held-out lines in the same format."""
+    output_dir: Path
+    num_steps: PositiveInt | None = None
+    """Number of optimizer steps; by default that of `num_epochs`."""
+    num_epochs: PositiveInt | None = None
+    """Passes over the dataset, instead of `num_steps`; default 1."""
+    samples_per_step: PositiveInt = 32
+    max_tokens: PositiveInt | None = None
+    """Maximum tokens of a line, prompt plus completion; longer lines are refused. Defaults to its upper bound, the smaller of the model's
+    context length and `trainer.micro_batch_tokens`."""
+    aggregation: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum"] = "token_mean"
+    """How token losses are reduced to one number (docs/algorithms.md)."""
+    eval_every: PositiveInt | None = None
+    """Steps between held-out losses. With an eval_dataset, they are always computed for the first and last steps."""
+    save_every: PositiveInt | None = None
+    """Steps between checkpoints for `tasuki train --resume`; none by default."""
+
+    @model_validator(mode="after")
+    def _fits_the_loop(self) -> SftConfig:
+        if self.num_steps is not None and self.num_epochs is not None:
+            raise ValueError("give num_steps or num_epochs, not both")
+        return self

@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from tasuki.algorithms.setting import SettingError
 from tasuki.config.checks import FUSED_LINEAR
-from tasuki.config.devices import Devices
-from tasuki.config.table import Listen, Schema
+from tasuki.config.table import Devices, Schema
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 LinearName = Literal["q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj"]
@@ -44,30 +42,16 @@ MAX_LEARNING_RATE = 1.0
 """One step of a larger one destroys any weights, which no later error brings back."""
 
 
-class ScheduleConfig(Schema):
-    """The learning-rate schedule of one role."""
+LearningRate = Annotated[float, Field(ge=0, le=MAX_LEARNING_RATE)]
 
-    learning_rate: float = Field(default=1e-6, ge=0, le=MAX_LEARNING_RATE)
+
+class OptimizerConfig(Schema):
+    """AdamW and the learning-rate schedule."""
+
+    learning_rate: LearningRate = 1e-6
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape after the warm-up; linear and cosine decay to 0 at `total_steps`."""
+    """Shape after the warm-up; linear and cosine decay to 0 at the run's end."""
     warmup_steps: int = Field(default=0, ge=0)
-    total_steps: PositiveInt | None = None
-    """Length of the schedule; required unless it is constant."""
-
-    @model_validator(mode="after")
-    def _schedule_has_length(self) -> ScheduleConfig:
-        if self.lr_schedule != "constant" and self.total_steps is None:
-            raise ValueError("total_steps is needed with lr_schedule = linear or cosine")
-        if self.total_steps is not None and self.warmup_steps > self.total_steps:
-            problem = (
-                f"is {self.warmup_steps}, above total_steps = {self.total_steps}: the schedule would end before its warm-up"
-            )
-            raise SettingError("warmup_steps", problem)
-        return self
-
-
-class OptimizerConfig(ScheduleConfig):
-    """AdamW and the learning-rate schedule of one role."""
 
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     # In float32 a much smaller one is 0, and a weight without a gradient becomes NaN.
@@ -76,14 +60,16 @@ class OptimizerConfig(ScheduleConfig):
     max_grad_norm: PositiveFloat = 1.0
 
 
-class CriticConfig(ScheduleConfig):
-    """A second model that estimates the value of each token, for PPO. Its AdamW has the policy's `betas`, `eps`, `weight_decay` and
-    `max_grad_norm`."""
+class CriticConfig(Schema):
+    """A second model that estimates the value of each token, for PPO. Schedule and AdamW are the policy's."""
 
+    learning_rate: LearningRate = 1e-6
+    """Peak of its schedule."""
     path: Path | None = None
     """Model folder of its initial weights; by default the policy's. A `value_head.weight` there initializes its head, else zeros do."""
-    lora: LoraConfig | None = None
-    """Trains adapters and the head on a frozen model."""
+    lora_rank: PositiveInt | None = None
+    """Rank of adapters, which are trained with the head on a frozen model; `alpha` and `target_modules` are those of `[trainer.lora]`. By
+    default all parameters are trained."""
 
 
 DEFAULT_MICRO_BATCH_TOKENS = {"cpu": 8192, "cuda": 16_384}
@@ -91,8 +77,6 @@ DEFAULT_MICRO_BATCH_TOKENS = {"cpu": 8192, "cuda": 16_384}
 
 
 class TrainerConfig(OptimizerConfig):
-    listen: Listen = "unix"
-    """Same as `coordinator.listen`."""
     num_ranks: PositiveInt = 1
     """Number of FSDP2 ranks: one per GPU, or one process each on a CPU."""
     devices: Devices | None = None
@@ -130,13 +114,8 @@ class TrainerConfig(OptimizerConfig):
     checkpointing: Literal["auto", "none", "attention", "full", "offloaded"] = "auto"
     """Tensors a layer keeps from forward to backward: everything ("none" is recomputed), its input and attention's output, its input
     only, or its input and attention's output in host memory. Later values take less GPU memory; gradients are the same. "auto" is the
-    first that fits according to the planner. On a GPU, as many layers as still fit keep everything."""
-    kept_layers: NonNegativeInt | None = None
-    """Number of last layers that keep everything where `checkpointing` recomputes layers. By default none on a CPU. On a GPU with "auto"
-    as many as fit according to the planner, else the last one if it takes no further memory."""
-    reshard_after_forward: bool = True
-    """Whether a rank frees the other ranks' parameters of a layer after its forward pass, and gathers them again in backward. Otherwise
-    all layers stay whole, in `compute_dtype`, until backward has passed them. Results are the same."""
+    first that fits according to the planner. On a GPU with "auto" as many of the last layers as
+    still fit keep everything, else the last one if it takes no further memory."""
     mlp_tile_tokens: PositiveInt | None = None
     """Tokens per tile of an MLP, which a rank computes one at a time and recomputes in backward. Makes room for long samples. By default
     one tile."""
@@ -149,29 +128,38 @@ class TrainerConfig(OptimizerConfig):
     True is refused where it cannot."""
     lora: LoraConfig | None = None
     """Trains adapters on a frozen model, which is then also the reference policy."""
-    empty_cache_early: bool = False
-    """Whether torch's cache is returned to the GPU in LOAD_WEIGHTS, before rollout wakes. Otherwise it is returned at OFFLOAD, and both
-    share the GPU during a sync. A cache that stays (`[residency]`) is not emptied."""
     reference_on_host: bool | None = None
     """Whether the weights of the KL reference stay in host memory, pinned on a GPU, and are copied layer by layer whenever it scores.
     Otherwise they are on the GPU, and leave with the other weights. Log-probs are the same. Setting it also plans the reference. By
     default they are on the GPU if `[train]` has a KL coefficient; if it has none, nothing is planned, and a client's reference takes what
     the host has left. Not with `[trainer.lora]`, where the frozen model is the reference."""
-    optimizer_on_host: bool = False
-    """Whether AdamW's moments stay in host memory, pinned on a GPU, and are streamed through the device block by block in each step. They
-    then take no GPU memory and stay in place during a changeover. Results are the same."""
-    optimizer_8bit: bool = False
-    """Whether AdamW's moments of matrices are quantized to 8 bits in blocks of up to 256 (arXiv:2110.02861). Takes a quarter of their
-    memory and changes results. Not with `optimizer_on_host`."""
+    moments: Literal["gpu", "host", "8bit"] = "gpu"
+    """Where and how AdamW's moments are kept. "host": in host memory, pinned on a GPU, and streamed through the device block by block in
+    each step; they take no GPU memory and stay in place during a changeover. Results are the same. "8bit": those of matrices quantized to
+    8 bits in blocks of up to 256 (arXiv:2110.02861); takes a quarter of their memory and changes results."""
+
+    @property
+    def optimizer_on_host(self) -> bool:
+        return self.moments == "host"
+
+    @property
+    def optimizer_8bit(self) -> bool:
+        return self.moments == "8bit"
 
     @property
     def critic_optimizer(self) -> OptimizerConfig | None:
-        """The critic's schedule, with the policy's AdamW."""
+        """The policy's, with the critic's learning rate."""
         if self.critic is None:
             return None
-        schedule = {name: getattr(self.critic, name) for name in ScheduleConfig.model_fields}
-        shared = ("betas", "eps", "weight_decay", "max_grad_norm")
-        return OptimizerConfig(**schedule, **{name: getattr(self, name) for name in shared})
+        policy = OptimizerConfig.model_validate({name: getattr(self, name) for name in OptimizerConfig.model_fields})
+        return policy.model_copy(update={"learning_rate": self.critic.learning_rate})
+
+    @property
+    def critic_lora(self) -> LoraConfig | None:
+        """The critic's adapters, if it has any."""
+        if self.critic is None or self.critic.lora_rank is None:
+            return None
+        return (self.lora or LoraConfig()).model_copy(update={"rank": self.critic.lora_rank, "share_base": False})
 
     @model_validator(mode="after")
     def _adapters_need_no_reference(self) -> TrainerConfig:
@@ -179,15 +167,9 @@ class TrainerConfig(OptimizerConfig):
             raise ValueError("with [trainer.lora] the frozen model is the reference; remove reference_on_host")
         return self
 
-    @model_validator(mode="after")
-    def _moments_are_kept_one_way(self) -> TrainerConfig:
-        if self.optimizer_8bit and self.optimizer_on_host:
-            raise ValueError("give optimizer_8bit or optimizer_on_host, not both")
-        return self
-
 
 PERFORMANCE_TRAINER_KEYS = {
-    "listen", "num_ranks", "devices", "export", "export_stays",
-    "expert_parallel", "reshard_after_forward", "reference_on_host", "empty_cache_early",
+    "num_ranks", "devices", "export", "export_stays",
+    "expert_parallel", "reference_on_host",
 }  # fmt: skip
 """Settings that affect speed and memory but not results."""

@@ -11,11 +11,9 @@ from pathlib import Path
 
 import uvloop
 
-from tasuki.config.boot_id import Instance, read_instance
 from tasuki.config.load import load_config
-from tasuki.config.lock import StateLock
+from tasuki.config.lock import Instance, StateLock, read_instance
 from tasuki.config.paths import journal_path, memory_record_path, node_targets, restart_request_path, socket_dir
-from tasuki.config.ports import port_targets
 from tasuki.config.schema import NodeConfig
 from tasuki.coordinator.admission import Admission
 from tasuki.coordinator.fleet_hold import FleetHold
@@ -120,7 +118,7 @@ async def _serve_node(
 ) -> None:
     planning = Planning(admission, config)
     hold = FleetHold(journal)
-    servicer = CoordinatorServicer(node, journal, planning, instance=instance, port_targets=port_targets(config), hold=hold)
+    servicer = CoordinatorServicer(node, journal, planning, instance=instance, port_targets=config.port_targets, hold=hold)
     server = RpcServer(
         service="coordinator",
         target=node_targets(config)["coordinator"],

@@ -7,7 +7,7 @@ from typing import Any
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from tasuki.config.boot_id import Instance
+from tasuki.config.lock import Instance
 from tasuki.coordinator.records import ChangeoverRecord, NodeState, StageEvent, Status
 from tasuki.memory.stages import Phase
 from tasuki.rpc.stages import stage_to_proto

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import grpc
 import grpc.aio
 
-from tasuki.config.boot_id import Instance
+from tasuki.config.lock import Instance
 from tasuki.coordinator.encode import changeover_to_proto, event_to_proto, phase_from_proto, state_for, state_to_proto
 from tasuki.coordinator.fleet_hold import FleetHold
 from tasuki.coordinator.journal import Journal

@@ -15,7 +15,7 @@ from importlib import resources
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from tasuki.config.ports import port_problem
+from tasuki.config.checks import port_problem
 from tasuki.config.schema import NodeConfig
 from tasuki.dashboard.feed import Feed, Parts
 from tasuki.rpc.access import Access
@@ -210,10 +210,10 @@ def check_listen(listen: str, config: NodeConfig | None) -> None:
     if (found := port_problem(config)) is not None:
         raise InvalidArgument(found[0], found[1])
     security = config.security
-    if security.cert is None or (security.client_ca is None and not security.tokens.files):
+    if security.cert is None or (security.client_ca is None and security.callers is None):
         raise InvalidArgument(
             "listen",
-            f"{problem}set security.cert, security.key, and security.client_ca or security.tokens; `tasuki certs` makes them",
+            f"{problem}set security.cert, security.key, and security.client_ca or security.callers; `tasuki certs` makes them",
         )
 
 

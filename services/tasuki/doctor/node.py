@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from tasuki.config.ports import port_targets
 from tasuki.config.schema import NodeConfig, SftConfig, TrainConfig
 from tasuki.doctor.certificates import certificate_findings
 from tasuki.doctor.finding import Finding, Verdict, checked, fail, is_running, ok, warn
@@ -50,8 +49,7 @@ def node_findings(config: NodeConfig, gpus: Sequence[Gpu], *, config_dir: Path) 
         yield from certificate_findings(config)
     if config.fleet is not None and not runs:
         yield checked("place in the fleet", config.fleet.leader, lambda: check_place(config), key="fleet")
-    endpoint = config.telemetry.endpoint
-    yield checked("tracing", endpoint or "off", lambda: check_telemetry(config.telemetry), key="telemetry.endpoint")
+    yield checked("tracing", "as the environment says", check_telemetry, key="the environment")
     yield checked("trackers", ", ".join(config.track.to) or "none", lambda: _check_trackers(config), key="track.to")
     has_model = model.verdict is Verdict.OK
     yield from check_datasets(config, has_model=has_model)
@@ -96,7 +94,7 @@ def _check_data(table: str, run: TrainConfig | SftConfig, read: Callable[[], obj
 def check_rewards(train: TrainConfig, folders: Sequence[Path]) -> Finding:
     """Imports the reward functions in a worker process, as `tasuki train` does before its first step."""
     reward = train.reward
-    functions = [reward.function] if reward.function is not None else [each.function for each in reward.functions.values()]
+    functions = [reward.function] if isinstance(reward.function, str) else reward.function.values()
 
     def check() -> None:
         with open_rewards(reward, folders, num_workers=1):
@@ -111,7 +109,7 @@ def _check_trackers(config: NodeConfig) -> None:
 
 
 def _secured(config: NodeConfig) -> str:
-    if not port_targets(config) and config.metrics.listen is None:
+    if not config.port_targets and config.metrics.listen is None:
         return "unix sockets only"
     return "TLS" if config.security.cert is not None else "loopback without TLS"
 
@@ -123,7 +121,7 @@ def _folders(config: NodeConfig) -> dict[str, Path]:
 
 
 def _ports(config: NodeConfig) -> dict[str, str]:
-    found = {f"{service}.listen": target for service, target in port_targets(config).items()}
+    found = {f"listen ({service})": target for service, target in config.port_targets.items()}
     return found if config.metrics.listen is None else {**found, "metrics.listen": config.metrics.listen}
 
 

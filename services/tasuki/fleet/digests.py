@@ -13,22 +13,19 @@ from typing import Any
 
 from tasuki.config.gpus import gpus_of
 from tasuki.config.paths import node_targets
-from tasuki.config.ports import port_targets
 from tasuki.config.schema import NodeConfig
 from tasuki.v1.fleet_pb2 import FleetNode
 from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import PathNotFound
 
 _PER_NODE = {
-    "model": ("preload",),
-    "coordinator": ("listen",),
-    "trainer": ("listen", "devices"),
-    "rollout": ("listen", "devices"),
+    "trainer": ("devices",),
+    "rollout": ("devices",),
     "metrics": ("listen",),
     "fleet": ("node_rank", "interface"),
 }
-"""Keys that may differ between nodes, like every path, [security], [paths], [track] and failpoints."""
-_PER_NODE_TABLES = ("security", "paths", "track", "failpoints")
+"""Keys that may differ between nodes, like every path, [security], [paths] and [track]."""
+_PER_NODE_TABLES = ("listen", "security", "paths", "track")
 _PACKAGES = (
     "torch",
     "transformers",
@@ -47,7 +44,7 @@ def this_member(config: NodeConfig, *, boot_id: str) -> FleetNode:
     """Describes the node of `config` for joining its fleet. Raises PathNotFound for an unreadable model folder."""
     assert config.fleet is not None
     gpus = gpus_of(config)
-    targets = {**node_targets(config), **port_targets(config)}
+    targets = {**node_targets(config), **config.port_targets}
     keys = config_keys(config)
     return FleetNode(
         node_rank=config.fleet.node_rank,

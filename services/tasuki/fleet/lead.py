@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, closing, suppress
 
-from tasuki.config.boot_id import read_instance
+from tasuki.config.lock import read_instance
 from tasuki.config.paths import fleet_calls_path, fleet_journal_path, fleet_target
 from tasuki.config.schema import NodeConfig
 from tasuki.coordinator.fleet_hold import FleetHold

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from tasuki.config.fleet_schema import FleetConfig
+from tasuki.config.schema import FleetConfig
 from tasuki.v1.fleet_pb2 import FleetNode, JoinRequest
 from tasuki.wire.address import is_beyond_loopback, reachable, split_host_port
 from tasuki.wire.errors import FleetMismatch, InvalidArgument, StaleEpoch
@@ -107,10 +107,10 @@ def _hosts(node: FleetNode, certified: Sequence[str], peer: str, resolve: Resolv
 
 def _callable_target(field: str, target: str, *, peer: str, hosts: Sequence[str] | None) -> str:
     """hosts: names of the caller accepted by TLS; None without TLS."""
-    is_local, listen = peer.startswith(_LOCAL), f"{field.removesuffix('_target')}.listen"
+    is_local = peer.startswith(_LOCAL)
     if target.startswith("unix:"):
         if not is_local:
-            raise InvalidArgument(field, f"{target} is not an address for another machine: set {listen} to HOST:PORT")
+            raise InvalidArgument(field, f"{target} is not an address for another machine: set listen to HOST:PORT")
         return target
     try:
         split_host_port(target)
@@ -122,11 +122,11 @@ def _callable_target(field: str, target: str, *, peer: str, hosts: Sequence[str]
             raise InvalidArgument(
                 field,
                 f"the node's certificate names neither {found} nor a host name of it: `tasuki certs --host` with the name that the leader "
-                f"resolves, or set {listen} to HOST:PORT",
+                f"resolves, or set listen to HOST:PORT",
             )
         found = f"{hosts[0]}:{split_host_port(target)[1]}"
     if not is_local and not is_beyond_loopback(found):
-        raise InvalidArgument(field, f"{target} is loopback, which the leader cannot call: set {listen} to HOST:PORT")
+        raise InvalidArgument(field, f"{target} is loopback, which the leader cannot call: set listen to HOST:PORT")
     return found
 
 

@@ -10,6 +10,8 @@ from tasuki.wire.errors import InvalidArgument, PathNotFound
 
 INDEX_FILE = "model.safetensors.index.json"
 _KEY = "model.path"
+_NETWORK = {"beegfs", "ceph", "cifs", "glusterfs", "gpfs", "lustre", "nfs", "nfs4", "smb3"}
+_LOCAL_FUSE = {"fuse.fuse-overlayfs", "fuse.overlayfs"}
 _TEXTS = (".json", ".jinja", ".model", ".txt")
 
 
@@ -42,3 +44,23 @@ def _is_read(path: Path, indexed: set[str] | None) -> bool:
 def model_files_bytes(folder: Path) -> int:
     """Bytes of these files. Raises as model_files."""
     return sum(path.stat().st_size for path in model_files(folder))
+
+
+def bytes_to_copy(folder: Path, *, host_bytes: int) -> int:
+    """Bytes of a copy in shared memory; 0 for a folder on a local disk, which has the page cache, or above an eighth of the host.
+
+    Raises as model_files.
+    """
+    num_bytes = model_files_bytes(folder) if is_on_network(folder) else 0
+    return num_bytes if num_bytes <= host_bytes // 8 else 0
+
+
+def is_on_network(folder: Path) -> bool:
+    """Whether a file system of the network, or in user space, holds the folder."""
+    kinds: dict[Path, str] = {}
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        mount, _, kind = line.partition(" - ")
+        kinds[Path(mount.split()[4].replace("\\040", " "))] = kind.split()[0]
+    place = folder.resolve()
+    kind = next((kinds[above] for above in (place, *place.parents) if above in kinds), "")
+    return kind in _NETWORK or (kind.startswith("fuse.") and kind not in _LOCAL_FUSE)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from tasuki.config.checks import fleet_port_problem
 from tasuki.config.paths import client_target
-from tasuki.config.ports import UNIX, fleet_port_problem
 from tasuki.config.schema import NodeConfig
+from tasuki.config.table import UNIX
 from tasuki.node.node_settings import running_settings
 from tasuki.rpc.access import ClientPaths
 from tasuki.rpc.methods import PathUse
@@ -38,7 +39,7 @@ def check_run(config: NodeConfig) -> None:
 
 def _check_output(config: NodeConfig, *, node: NodeConfig) -> None:
     """A fleet saves through the nodes' ports, which write below `paths.write` only."""
-    if node.fleet is None or node.trainer.listen == UNIX:
+    if node.fleet is None or node.listen == UNIX:
         return
     paths = ClientPaths.of(node)
     for name, table in (("train", config.train), ("sft", config.sft)):

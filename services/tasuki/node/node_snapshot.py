@@ -13,7 +13,6 @@ from google.protobuf.message import Message
 
 from tasuki.config.lock import NODE_LOCK, holder
 from tasuki.config.paths import log_path, node_targets
-from tasuki.config.ports import UNIX
 from tasuki.config.schema import NodeConfig
 from tasuki.node.exit_report import node_down, read_log
 from tasuki.rpc.process_start import read_start_seconds
@@ -55,10 +54,8 @@ class NodeReader:
     def __init__(self, config: NodeConfig) -> None:
         self._state_dir = config.state_dir
         targets = node_targets(config)
-        ports = {"coordinator": config.coordinator.listen, "trainer": config.trainer.listen, "rollout": config.rollout.listen}
-        self._addresses = {
-            name: target if ports[name] == UNIX else f"{target} and {ports[name]}" for name, target in targets.items()
-        }
+        ports = config.port_targets
+        self._addresses = {name: f"{target} and {ports[name]}" if ports else target for name, target in targets.items()}
         self._channels = {name: open_blocking_channel(target) for name, target in targets.items()}
         self.coordinator = CoordinatorServiceStub(self._channels["coordinator"])
         self._trainer = TrainerServiceStub(self._channels["trainer"])

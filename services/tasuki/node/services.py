@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 
-from tasuki.config.devices import cpu_threads
+from tasuki.config.environment import OTLP_HEADERS, cpu_threads
 from tasuki.config.paths import config_path, fleet_target, node_targets, socket_dir
 from tasuki.config.schema import NodeConfig
 
@@ -118,7 +118,7 @@ _SECRET_VALUE = re.compile(
     """,
     re.IGNORECASE | re.VERBOSE,
 )
-_KEPT = frozenset({"PWD", "OTEL_EXPORTER_OTLP_CLIENT_KEY", "OTEL_EXPORTER_OTLP_TRACES_CLIENT_KEY"})
+_KEPT = frozenset({"PWD", OTLP_HEADERS, "OTEL_EXPORTER_OTLP_CLIENT_KEY", "OTEL_EXPORTER_OTLP_TRACES_CLIENT_KEY"})
 """The shell's folder, and paths of files that exporters of spans open."""
 
 

@@ -16,10 +16,8 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tasuki.config.boot_id import begin_instance
-from tasuki.config.disk_space import disk_full_at
 from tasuki.config.gpus import check_gpu_is_shown
-from tasuki.config.lock import NODE_LOCK, TRAINING_LOCK, StateLock, holder, lock_path
+from tasuki.config.lock import NODE_LOCK, TRAINING_LOCK, StateLock, begin_instance, disk_full_at, holder, lock_path
 from tasuki.config.paths import (
     check_owner,
     config_path,
@@ -42,6 +40,7 @@ from tasuki.node.rotation import KEPT_LOGS, rotate
 from tasuki.node.services import ServiceCommand, node_services, without_secrets
 from tasuki.node.stop import stop_node, to_stderr
 from tasuki.planner.budget import check_host_budget, check_host_ranks
+from tasuki.rpc.failpoints import check_failpoints
 from tasuki.rpc.port import check_ports
 from tasuki.rpc.process_start import read_start_seconds, serves_line
 from tasuki.rpc.service_tracer import check_telemetry
@@ -107,7 +106,8 @@ def start_node(
     check_gpu_is_shown(config)
     check_host_budget(config)
     check_ports(config)
-    check_telemetry(config.telemetry)
+    check_telemetry()
+    check_failpoints(config)
     check_state_folder(config)
     with disk_full_at(config.state_dir):
         node = _begin(config, resumes=resumes, tell=tell)

@@ -50,8 +50,6 @@ def changes(planned: Plan) -> Iterator[Change]:
 
 
 def _for_training(layout: Layout) -> Iterator[Change]:
-    if not layout.reshards_after_forward:
-        yield Change("trainer.reshard_after_forward", "false", "true", replace(layout, reshards_after_forward=True))
     yield from _more_checkpointing(layout)
     yield from _reference_on_host(layout)
     yield from _optimizer_on_host(layout)
@@ -83,8 +81,6 @@ def _for_rollout(layout: Layout) -> Iterator[Change]:
 
 
 def _for_changeover(layout: Layout) -> Iterator[Change]:
-    if not layout.empties_cache:
-        yield Change("trainer.empty_cache_early", "false", "true", replace(layout, empties_cache=True))
     early = frozenset({Part.GRADIENTS, Part.OPTIMIZER}) & layout.sleeping
     if layout.strategy is Strategy.STAGED and not early <= layout.released_early:
         changed = replace(layout, released_early=layout.released_early | early)
@@ -97,10 +93,8 @@ def _for_changeover(layout: Layout) -> Iterator[Change]:
 
 
 def _for_host(layout: Layout) -> Iterator[Change]:
-    if layout.preloaded_bytes:
-        yield Change("model.preload", "true", "false", replace(layout, preloaded_bytes=0))
     if layout.optimizer_on_host:
-        yield Change("trainer.optimizer_on_host", "true", "false", replace(layout, optimizer_on_host=False))
+        yield Change("trainer.moments", "host", "gpu", replace(layout, optimizer_on_host=False))
     for part in (Part.OPTIMIZER, Part.TRAINER_WEIGHTS):
         yield from _sleeping(layout, layout.sleeping - {part})
     if layout.checkpointing is Checkpointing.OFFLOADED:
@@ -133,10 +127,8 @@ def _sleeping(layout: Layout, parts: frozenset[Part]) -> Iterator[Change]:
 
 def _more_checkpointing(layout: Layout) -> Iterator[Change]:
     rungs = list(Checkpointing)
-    if layout.checkpointing is not Checkpointing.NONE and layout.kept_layers:
-        yield Change("trainer.kept_layers", str(layout.kept_layers), "0", replace(layout, kept_layers=0))
     for rung in rungs[rungs.index(layout.checkpointing) + 1 :]:
-        yield Change("trainer.checkpointing", layout.checkpointing, rung, replace(layout, checkpointing=rung))
+        yield Change("trainer.checkpointing", layout.checkpointing, rung, replace(layout, checkpointing=rung, kept_layers=0))
 
 
 def _reference_on_host(layout: Layout) -> Iterator[Change]:
@@ -147,7 +139,7 @@ def _reference_on_host(layout: Layout) -> Iterator[Change]:
 
 def _optimizer_on_host(layout: Layout) -> Iterator[Change]:
     if not layout.optimizer_on_host and not layout.optimizer_8bit and layout.device == "cuda":
-        yield Change("trainer.optimizer_on_host", "false", "true", replace(layout, optimizer_on_host=True))
+        yield Change("trainer.moments", "gpu", "host", replace(layout, optimizer_on_host=True))
 
 
 def _export_leaves(layout: Layout) -> Iterator[Change]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Literal
 
-from tasuki.config.devices import MAX_GPUS
+from tasuki.config.table import MAX_GPUS
 from tasuki.config.trainer_schema import DEFAULT_MICRO_BATCH_TOKENS
 from tasuki.models.shape import ModelShape
 from tasuki.wire.errors import InvalidArgument
@@ -137,8 +137,6 @@ class Layout:
     optimizer_on_host: bool = False
     """Whether the moments always stay in host memory."""
     optimizer_8bit: bool = False
-    reshards_after_forward: bool = True
-    """Whether layers are gathered again in backward; otherwise all stay whole until then."""
     has_reference: bool = False
     """Whether there is a KL reference beside the policy. With adapters it takes nothing."""
     preloaded_bytes: int = 0
@@ -200,8 +198,6 @@ class Layout:
             raise InvalidArgument(
                 "tp_size", f"{self.model.num_heads} attention heads cannot be split over {self.tp_size} ranks"
             )
-        if self.kept_layers > self.model.num_layers:
-            raise InvalidArgument("kept_layers", f"the model has {self.model.num_layers} layers, not {self.kept_layers}")
         self._check_ranks()
         if self.tp_size * self.num_engines > self.num_gpus:
             needed = self.tp_size * self.num_engines

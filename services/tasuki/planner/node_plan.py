@@ -8,7 +8,7 @@ from dataclasses import replace
 from tasuki.config.engine_arguments import draft_tokens
 from tasuki.config.gpus import gpus_of
 from tasuki.config.schema import NodeConfig
-from tasuki.models.folder_files import model_files_bytes
+from tasuki.models.folder_files import bytes_to_copy
 from tasuki.models.shape import ModelShape, check_lora_targets, check_shared_base
 from tasuki.planner.kv_tokens import SGLANG_GRAPH_REQUESTS, graph_requests, planned_tokens, running_requests, tokens_key
 from tasuki.planner.layout import Checkpointing, Layout, Overheads, Part, named_as_given
@@ -24,7 +24,6 @@ _KEYS = {
     "num_ranks": "trainer.num_ranks",
     "sequence_parallel": "trainer.sequence_parallel",
     "expert_parallel": "trainer.expert_parallel",
-    "kept_layers": "trainer.kept_layers",
     "tp_size": "rollout.tp_size",
     "num_engines": "rollout.dp_size",
     "rank_gpus": "trainer.devices",
@@ -77,14 +76,14 @@ def _check_adapters(config: NodeConfig, model: ModelShape) -> None:
         check_lora_targets(model, trainer.lora.target_modules)
     if config.shares_base:
         check_shared_base(model, num_ranks=trainer.num_ranks)
-    if trainer.critic is not None and trainer.critic.lora is not None:
-        check_lora_targets(model, trainer.critic.lora.target_modules, table="trainer.critic.lora")
+    if trainer.critic_lora is not None:
+        check_lora_targets(model, trainer.critic_lora.target_modules)
 
 
 def _as_configured(config: NodeConfig, model: ModelShape, *, gpu_bytes: int, host_bytes: int, num_gpus: int) -> Layout:
     """Layout with the settings that the configuration leaves open at the values from which the search for them starts."""
     trainer, rollout, gpus = config.trainer, config.rollout, gpus_of(config)
-    critic_lora = None if trainer.critic is None else trainer.critic.lora
+    critic_lora = trainer.critic_lora
     return Layout(
         model=model,
         num_gpus=num_gpus,
@@ -106,16 +105,13 @@ def _as_configured(config: NodeConfig, model: ModelShape, *, gpu_bytes: int, hos
         micro_batch_tokens=config.most_micro_batch_tokens,
         # If residency is open, tokens are chosen first: none of it costs as much as a step of more and smaller micro-batches.
         checkpointing=Checkpointing.OFFLOADED if trainer.checkpointing == "auto" else Checkpointing(trainer.checkpointing),
-        kept_layers=trainer.kept_layers or 0,
         shares_prompts=config.may_share_prompts,
         mlp_tile_tokens=trainer.mlp_tile_tokens,
         is_compiled=trainer.compile == "blocks",
-        empties_cache=trainer.empty_cache_early,
-        reshards_after_forward=trainer.reshard_after_forward,
         optimizer_on_host=trainer.optimizer_on_host,
         optimizer_8bit=trainer.optimizer_8bit,
         has_reference=config.has_reference,
-        preloaded_bytes=model_files_bytes(config.model.path) if config.model.preload else 0,
+        preloaded_bytes=bytes_to_copy(config.model.path, host_bytes=host_bytes),
         reference_on_host=config.has_reference and config.reference_is_on_host,
         lora_rank=None if trainer.lora is None else trainer.lora.rank,
         lora_targets=None if trainer.lora is None else trainer.lora.target_modules,
@@ -144,10 +140,8 @@ def _with_open_settings(layout: Layout, config: NodeConfig) -> Layout:
     if trainer.micro_batch_tokens is None and config.device == "cuda":
         chosen = replace(chosen, micro_batch_tokens=most_tokens(chosen))
     if trainer.checkpointing == "auto":
-        chosen = with_fastest_checkpointing(chosen, keeps_more=trainer.kept_layers is None)
-    if trainer.kept_layers is None:
-        chosen = with_last_layer_kept(chosen)
-    chosen = replace(chosen, export_stays=layout.export_stays)
+        chosen = with_fastest_checkpointing(chosen)
+    chosen = replace(with_last_layer_kept(chosen), export_stays=layout.export_stays)
     if trainer.export_stays is None and not plan(chosen).fits:
         return replace(chosen, export_stays=False)
     return chosen

@@ -191,13 +191,10 @@ def _gathered(layout: Layout, *, layers: int) -> int:
 def _gathered_layers(layout: Layout, *, at_loss: bool) -> int:
     """Same, of the root and the layers present where forward ends, or in backward of the last layer.
 
-    With several ranks a layer is there as received, too: the one before the loss, and the next one of backward, unless all stay whole.
+    With several ranks a layer is there as received, too: the one before the loss, and the next one of backward.
     """
-    is_alone, num_layers = layout.num_ranks == 1, layout.model.num_layers
-    if layout.reshards_after_forward:
-        return _gathered(layout, layers=(0 if is_alone else 1) if at_loss else (1 if is_alone else 3))
-    arriving = max(_gathered_numel(layout, index) for index in range(num_layers)) * layout.compute_bytes
-    return _gathered(layout, layers=num_layers) + (0 if is_alone or not at_loss else arriving)
+    is_alone = layout.num_ranks == 1
+    return _gathered(layout, layers=(0 if is_alone else 1) if at_loss else (1 if is_alone else 3))
 
 
 def _gathered_numel(layout: Layout, index: int) -> int:

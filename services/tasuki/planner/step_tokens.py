@@ -30,13 +30,13 @@ def fastest_checkpointing(layout: Layout) -> Checkpointing:
     return min(Checkpointing, key=lambda rung: _lacking_bytes(plan(replace(layout, checkpointing=rung))))
 
 
-def with_fastest_checkpointing(layout: Layout, *, keeps_more: bool = True) -> Layout:
-    """Applies fastest_checkpointing and, where layers are recomputed and with keeps_more, keeps as many layers as fit.
+def with_fastest_checkpointing(layout: Layout) -> Layout:
+    """Applies fastest_checkpointing and, where layers are recomputed, keeps as many layers as fit.
 
     A twentieth of the GPU stays free of kept layers, in line with the accuracy of predictions (docs/benchmarks.md).
     """
     chosen = replace(layout, checkpointing=fastest_checkpointing(layout))
-    if chosen.checkpointing is Checkpointing.NONE or layout.device == "cpu" or not keeps_more:
+    if chosen.checkpointing is Checkpointing.NONE or layout.device == "cpu":
         return chosen
     wary = replace(chosen, gpu_bytes=max(1, int(_SURE * layout.gpu_bytes)))
     least = _lacking_bytes(plan(wary))

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from tasuki.config import paths
-from tasuki.config.devices import cpu_threads
+from tasuki.config.environment import cpu_threads
 from tasuki.config.schema import NodeConfig
 from tasuki.rollout.model import ModelFacts
 from tasuki.wire.errors import UnsupportedModel

@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from tasuki.config.failpoints import RECEIVED
 from tasuki.rollout.record import EngineModel, Layout, Parameters, complete_plan
 from tasuki.rollout.recorded_plan import RecordedPlan
-from tasuki.rpc.failpoints import NO_FAILPOINTS, Failpoints
+from tasuki.rpc.failpoints import NO_FAILPOINTS, RECEIVED, Failpoints
 from tasuki.v1 import weights_pb2
 from tasuki.weights.checksum import checksum
 from tasuki.weights.copies import ViewCopy, compile_copies, prepare_summed_copies

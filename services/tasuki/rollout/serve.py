@@ -10,8 +10,8 @@ from pathlib import Path
 import uvloop
 
 from tasuki.config import paths
-from tasuki.config.boot_id import read_instance
 from tasuki.config.gpus import gpus_of
+from tasuki.config.lock import read_instance
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.stages import Service
 from tasuki.rollout.engine import RolloutEngine, start_engine

@@ -7,22 +7,22 @@ import hmac
 import re
 import ssl
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from tasuki.config.paths import client_checkpoints_dir
-from tasuki.config.schema import NodeConfig
-from tasuki.config.security_schema import CallerRole
+from tasuki.config.schema import CallerRole, NodeConfig
 from tasuki.rpc.methods import EPOCH_FIELDS, Method, PathUse
-from tasuki.wire.credentials import read_file, read_tokens
+from tasuki.wire.credentials import MIN_TOKEN_CHARS, check_secret, read_file
 from tasuki.wire.errors import InvalidArgument, PermissionDenied, Unauthenticated
 from tasuki.wire.reloaded import Reloaded
 
 _SPIFFE = "spiffe:"
 _SPIFFE_ROLE = re.compile(r"spiffe://[^/]+/tasuki/([a-z]+)")
 _BEARER = "bearer "
+_CALLERS = "security.callers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +70,9 @@ def access_of(config: NodeConfig) -> Access:
     security = config.security
     paths = ClientPaths.of(config)
     if security.client_ca is not None:
-        return Access(CertifiedCallers(security.roles), paths)
-    if security.tokens.files:
-        return Access(TokenCallers(security.tokens.files), paths)
+        return Access(CertifiedCallers(security.callers), paths)
+    if security.callers is not None:
+        return Access(TokenCallers(security.callers), paths)
     return Access(LocalCallers(), paths)
 
 
@@ -90,14 +90,10 @@ LOCAL_ACCESS = Access(LocalCallers(), None)
 class TokenCallers:
     """Identifies callers by the bearer token in the header `authorization`."""
 
-    def __init__(self, files: Mapping[CallerRole, Path]) -> None:
-        """Reads the token files. Raises InvalidArgument naming the key of a file that cannot be used."""
-
-        def read(role: CallerRole) -> tuple[bytes, ...]:
-            return tuple(map(_digest, read_tokens(f"security.tokens.{role.label}", files[role])))
-
-        # Deleting a file revokes its tokens.
-        self._digests = {role: Reloaded([path], lambda role=role: read(role), broken=()) for role, path in files.items()}
+    def __init__(self, path: Path) -> None:
+        """path: `security.callers`. Raises InvalidArgument if it cannot be used."""
+        # Deleting the file revokes its tokens.
+        self._roles = Reloaded([path], lambda: {_digest(token): role for token, role in read_tokens(path).items()}, broken={})
 
     def of(self, context: Any) -> Caller:
         given = [value for key, value in context.invocation_metadata() or () if key == "authorization"]
@@ -105,18 +101,18 @@ class TokenCallers:
             raise Unauthenticated('this port asks for one header "authorization: Bearer TOKEN"')
         # Compares digests, and all of them: the time taken reveals nothing about a token.
         digest = _digest(given[0][len(_BEARER) :].strip())
-        roles = [role for role, known in self._digests.items() for one in known.value if hmac.compare_digest(one, digest)]
+        roles = [role for known, role in self._roles.value.items() if hmac.compare_digest(known, digest)]
         if not roles:
             raise Unauthenticated("this node does not know the token")
-        return Caller("the token", min(roles))
+        return Caller("the token", roles[0])
 
 
 class CertifiedCallers:
     """Identifies callers by the certificate that TLS verified: its SPIFFE id, else its common name."""
 
-    def __init__(self, roles: Path | None) -> None:
-        """roles: `security.roles`. Raises InvalidArgument if it cannot be used."""
-        self._roles = None if roles is None else Reloaded([roles], lambda: read_roles(roles), broken={})
+    def __init__(self, path: Path | None) -> None:
+        """path: `security.callers`. Raises InvalidArgument if it cannot be used."""
+        self._roles = None if path is None else Reloaded([path], lambda: read_certificates(path), broken={})
 
     def of(self, context: Any) -> Caller:
         name = _certified_name(context.auth_context())
@@ -148,20 +144,36 @@ def _is_whole(name: bytes, shown: Mapping[str, Sequence[bytes]]) -> bool:
     return length + name in ssl.PEM_cert_to_DER_cert(pem.decode("ascii"))
 
 
-def read_roles(path: Path) -> dict[str, CallerRole]:
-    """Role by name, from the file of `security.roles`. Raises InvalidArgument."""
-    field = "security.roles"
-    text = read_file(field, path)
+def read_certificates(path: Path) -> dict[str, CallerRole]:
+    """Role by name of a certificate, from `security.callers`. Raises InvalidArgument."""
+    return _read_callers(path, "certificates", told=lambda name, role: f"{name!r} has the role {role!r}")
+
+
+def read_tokens(path: Path) -> dict[str, CallerRole]:
+    """Role by token, from `security.callers`. Raises InvalidArgument, which never contains a token."""
+    check_secret(_CALLERS, path)
+    roles = _read_callers(path, "tokens", told=lambda token, role: "a token has another role")
+    if not roles or any(len(token) < MIN_TOKEN_CHARS or not re.fullmatch("[!-~]+", token) for token in roles):
+        advice = f"create one: openssl rand -hex {MIN_TOKEN_CHARS}"
+        raise InvalidArgument(_CALLERS, f"{path} must hold tokens of {MIN_TOKEN_CHARS} characters or more; {advice}")
+    return roles
+
+
+def _read_callers(path: Path, table: str, *, told: Callable[[str, object], str]) -> dict[str, CallerRole]:
+    """The only table of the file. told: how an error describes a caller and its role."""
+    text = read_file(_CALLERS, path)
     try:
-        table = tomllib.loads(text.decode())
+        tables = tomllib.loads(text.decode())
     except (ValueError, RecursionError) as error:  # also the interpreter's limits on digits and nesting
-        raise InvalidArgument(field, f"{path} is not TOML: {error}") from error
-    roles = {name: CallerRole.named(role) if isinstance(role, str) else None for name, role in table.items()}
-    wrong = next((name for name, role in roles.items() if role is None), None)
-    if wrong is not None:
-        allowed = ", ".join(role.label for role in CallerRole)
-        raise InvalidArgument(field, f"{path}: {wrong!r} has the role {table[wrong]!r}; give one of {allowed}")
-    return {name: role for name, role in roles.items() if role is not None}
+        raise InvalidArgument(_CALLERS, f"{path} is not TOML: {error}") from error
+    if tables.keys() != {table} or not isinstance(tables[table], dict):
+        needed = "with security.client_ca" if table == "certificates" else "without security.client_ca"
+        raise InvalidArgument(_CALLERS, f"{path} must have one table, [{table}], {needed}")
+    allowed = {role.label: role for role in CallerRole}
+    for name, role in tables[table].items():
+        if not isinstance(role, str) or role not in allowed:
+            raise InvalidArgument(_CALLERS, f"{path}: {told(name, role)}; give one of {', '.join(allowed)}")
+    return {name: allowed[role] for name, role in tables[table].items()}
 
 
 def _digest(token: str) -> bytes:

@@ -6,8 +6,7 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 
-from tasuki.config.fleet_schema import FleetConfig
-from tasuki.config.security_schema import CallerRole
+from tasuki.config.schema import CallerRole, FleetConfig
 from tasuki.rpc.methods import Method
 from tasuki.v1.fleet_pb2 import FleetCommand
 from tasuki.wire.errors import HeldByFleet, InvalidArgument, PermissionDenied, StaleEpoch

@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from tasuki.config.schema import NodeConfig
-from tasuki.config.security_schema import SecurityConfig
+from tasuki.config.schema import NodeConfig, SecurityConfig
 from tasuki.rpc.access import Access, access_of
 from tasuki.rpc.port import server_files
 from tasuki.wire.address import is_loopback, split_host_port

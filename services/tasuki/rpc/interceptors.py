@@ -21,7 +21,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from tasuki.config.security_schema import CallerRole
+from tasuki.config.schema import CallerRole
 from tasuki.rpc.access import LOCAL_ACCESS, Access
 from tasuki.rpc.fleet_caller import FleetFence
 from tasuki.rpc.logs import RateLimitedLog

@@ -11,7 +11,7 @@ from google.protobuf.descriptor import Descriptor, MethodDescriptor, ServiceDesc
 from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
 
-from tasuki.config.security_schema import CallerRole
+from tasuki.config.schema import CallerRole
 from tasuki.v1 import coordinator_pb2, fleet_pb2, memory_pb2, metrics_pb2, rank_store_pb2, rollout_pb2, trainer_pb2
 
 # They change the phase but carry no CommandId: a client needs no epoch for them.

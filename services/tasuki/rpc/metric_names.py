@@ -100,7 +100,7 @@ SPANS = MetricName(
     "tasuki_spans_total",
     "counter",
     ("outcome",),
-    "Spans of `[telemetry]`: sent, failed at the receiver, or dropped from a full queue.",
+    "Spans: sent, failed at the receiver, or dropped from a full queue.",
 )
 RUN_STEP = MetricName("tasuki_run_step", "gauge", (), "The last step that the run on the node has finished.")
 RUN_REWARD = MetricName("tasuki_run_reward", "gauge", ("name",), "Mean reward of the step's samples; each reward by its name.")

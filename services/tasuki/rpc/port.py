@@ -11,9 +11,7 @@ from typing import Any
 
 import grpc
 
-from tasuki.config.ports import port_targets
-from tasuki.config.schema import NodeConfig
-from tasuki.config.security_schema import SecurityConfig
+from tasuki.config.schema import NodeConfig, SecurityConfig
 from tasuki.rpc.access import Access, access_of
 from tasuki.wire.address import is_beyond_loopback, split_host_port
 from tasuki.wire.channel import MAX_PORT_CALLS
@@ -40,7 +38,7 @@ class Port:
 
 def port_of(config: NodeConfig, service: str) -> Port | None:
     """Port of a service; None if it has none. Raises InvalidArgument naming a key of [security] whose file cannot be used."""
-    target = port_targets(config).get(service)
+    target = config.port_targets.get(service)
     if target is None:
         return None
     return Port(target=target, access=access_of(config), credentials=_server_credentials(config))
@@ -52,9 +50,9 @@ def port_at(config: NodeConfig, target: str, *, key: str) -> Port:
     key: of the address in the configuration. Raises InvalidArgument naming it, or a key of [security].
     """
     security = config.security
-    if security.client_ca is None and not security.tokens.files and not security.insecure:
+    if security.client_ca is None and security.callers is None and not security.insecure:
         raise InvalidArgument(
-            key, f"= {target} needs security.client_ca or security.tokens, or on loopback security.insecure = true"
+            key, f"= {target} needs security.client_ca or security.callers, or on loopback security.insecure = true"
         )
     if is_beyond_loopback(target) and security.cert is None:
         raise InvalidArgument(
@@ -75,7 +73,7 @@ def fleet_port(config: NodeConfig) -> Port:
 
 def check_ports(config: NodeConfig) -> None:
     """Raises as the start of a service would, for its port and the metrics', and for certificates that no port shows, as to a fleet."""
-    for service in port_targets(config):
+    for service in config.port_targets:
         port_of(config, service)
     if config.metrics.listen is not None and is_beyond_loopback(config.metrics.listen):
         port_at(config, config.metrics.listen, key="metrics.listen")
@@ -84,7 +82,7 @@ def check_ports(config: NodeConfig) -> None:
 
 def check_files(config: NodeConfig, service: str) -> None:
     """Raises InvalidArgument naming a key of [security] if the service's port would not open for its file. Only reads files."""
-    if service in port_targets(config) or (service == "fleet" and config.fleet is not None):
+    if service in config.port_targets or (service == "fleet" and config.fleet is not None):
         access_of(config)
         if config.security.cert is not None:
             server_files(config.security).read()
@@ -140,15 +138,15 @@ def _configuration(material: TlsMaterial) -> grpc.ServerCertificateConfiguration
 
 
 def peer_credentials(security: SecurityConfig) -> Credentials | None:
-    """The node's own certificate, or the first token of role peer; None if ports on loopback admit every caller.
+    """The node's own certificate; None if ports on loopback admit every caller.
 
-    `client_ca` has to have signed the nodes' certificates, too. Raises InvalidArgument for TLS without it.
+    `client_ca` has to have signed the nodes' certificates, too. Raises InvalidArgument for TLS or tokens without it.
     """
     if security.client_ca is not None:
         return Credentials(ca=security.client_ca, cert=security.cert, key=security.key)
-    if security.cert is not None:
-        raise InvalidArgument("security.client_ca", "is needed by a fleet with TLS: nodes show each other their certificates")
-    return None if security.tokens.peer is None else Credentials(token_file=security.tokens.peer)
+    if security.cert is not None or security.callers is not None:
+        raise InvalidArgument("security.client_ca", "is needed by a fleet: nodes show each other their certificates")
+    return None
 
 
 def read_certificate(cert: Path, key: Path) -> dict[str, Any]:

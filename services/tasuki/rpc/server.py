@@ -17,7 +17,7 @@ from grpc._cython import cygrpc as _cygrpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
-from tasuki.config.fleet_schema import FleetConfig
+from tasuki.config.schema import FleetConfig
 from tasuki.rpc.fleet_caller import FleetFence
 from tasuki.rpc.interceptors import CallInterceptor, Observers
 from tasuki.rpc.metrics import CallMetrics, MetricsServicer, SpanCounts
@@ -154,9 +154,7 @@ class RpcServer:
 
     def _bind_port(self, port: Port) -> None:
         if port.credentials is None and is_beyond_loopback(port.target):
-            raise InvalidArgument(
-                f"{self.service}.listen", f"= {port.target} is not loopback; without TLS only loopback is served"
-            )
+            raise InvalidArgument("listen", f"= {port.target} is not loopback; without TLS only loopback is served")
         try:
             if port.credentials is None:
                 self._servers[-1].add_insecure_port(port.target)

@@ -26,6 +26,7 @@ class TrainInputs:
     eval_rows: list[Row]
     longest_sample: int
     """Tokens of the longest prompt in `rows` plus the longest allowed completion."""
+    seed: int
 
 
 def read_inputs(config: NodeConfig) -> TrainInputs:
@@ -65,7 +66,7 @@ def read_inputs(config: NodeConfig) -> TrainInputs:
             max_prompt_tokens=most,
             path=train.eval_dataset,
         )
-    return TrainInputs(train, tokenizer, rows, eval_rows, longest)
+    return TrainInputs(train, tokenizer, rows, eval_rows, longest, config.seed)
 
 
 def check_output(settings: RunSettings) -> None:

@@ -14,8 +14,6 @@ from tasuki.config.trainer_schema import PERFORMANCE_TRAINER_KEYS
 from tasuki.wire.errors import InvalidArgument
 
 Recipe = Mapping[str, Any]
-# total_steps follows num_steps, which may be raised.
-_FREE_TRAINER_KEYS = PERFORMANCE_TRAINER_KEYS | {"total_steps"}
 # Paths are compared by their contents.
 _FREE_RUN_KEYS = {"dataset", "eval_dataset", "output_dir", "num_steps", "eval_every", "save_every"}
 _FREE_TRAIN_KEYS = _FREE_RUN_KEYS | {"reward", "samples", "stop_at_eval_score", "max_prompt_tokens"}
@@ -32,12 +30,12 @@ def recipe(config: NodeConfig) -> Recipe:
     table, run, free = ("train", config.train, _FREE_TRAIN_KEYS) if config.sft is None else ("sft", config.sft, _FREE_SFT_KEYS)
     assert run is not None
     tables = {
-        "trainer": config.trainer.model_dump(mode="json", exclude=_FREE_TRAINER_KEYS),
+        "trainer": config.trainer.model_dump(mode="json", exclude=PERFORMANCE_TRAINER_KEYS),
         table: run.model_dump(mode="json", exclude=free),
     }
     if isinstance(run, TrainConfig):
         tables["rollout"] = config.rollout.model_dump(mode="json", include={"dtype", "engine", "lora"})
-        tables["train.reward"] = run.reward.model_dump(mode="json", include={"function", "functions", "on_error"})
+        tables["train.reward"] = run.reward.model_dump(mode="json", include={"function", "weights", "on_error"})
     values = {f"{table}.{key}": value for table, keys in tables.items() for key, value in keys.items()}
     values["seed"] = config.seed
     values["model.path"] = _model_digest(config.model.path)

@@ -54,7 +54,7 @@ def check_restart(earlier: EarlierRun, config: NodeConfig, settings: RunSettings
 def begin(client: Client, config: NodeConfig, settings: RunSettings) -> Continuation:
     """Starts a run from the node's current weights, without gradients that an earlier run may have left."""
     _discard_gradients(client)
-    client.begin_run(keep_optimizer=settings.keep_optimizer)
+    client.begin_run()
     head = RunHead(uuid.uuid4().hex, client.trainer_state().policy_version, recipe(config))
     write_head(settings.output_dir, head)
     write_durably(training_run_path(config.state_dir), head.id)
@@ -82,7 +82,7 @@ def go_on(client: Client, config: NodeConfig, settings: RunSettings, earlier: Ea
     else:
         _discard_gradients(client)
         if not found.first_step:
-            client.begin_run(keep_optimizer=settings.keep_optimizer)
+            client.begin_run()
     if found.num_steps_after_position == 0:
         _remove_incomplete(settings.output_dir / CHECKPOINTS, earlier)
     _make_way(settings.output_dir, earlier)

@@ -38,14 +38,14 @@ class RlTraining:
         return self.inputs.longest_sample
 
     def dataset(self) -> Dataset[Row]:
-        return Dataset(self.inputs.rows, seed=self.inputs.train.seed)
+        return Dataset(self.inputs.rows, seed=self.inputs.seed)
 
     @contextmanager
     def opened(self, folders: Sequence[Path], *, save_now: Callable[[], bool]) -> Iterator[Loop]:
         inputs, reward = self.inputs, self.inputs.train.reward
         with (
             open_rewards(reward, folders, num_workers=reward.num_workers) as rewards,
-            _sample_dump(inputs.train) as dump,
+            _sample_dump(inputs) as dump,
         ):
 
             def loop(client: Client, dataset: Dataset[Row], start: Continuation, report: Callable[[Step], None]) -> None:
@@ -56,18 +56,18 @@ class RlTraining:
             yield loop
 
     def summary(self, steps: Sequence[Step], *, seconds: float, changeovers: int, policy_version: int) -> dict[str, object]:
-        seed = self.inputs.train.seed
+        seed = self.inputs.seed
         return summarize(steps, seed=seed, seconds=seconds, changeovers=changeovers, policy_version=policy_version)
 
     def draw(self, steps: Sequence[Step]) -> None:
         draw_curve(self.inputs.train.output_dir, steps)
 
 
-def _sample_dump(train: TrainConfig) -> AbstractContextManager[SampleDump | None]:
-    samples = train.samples
-    if not samples.groups_per_step:
+def _sample_dump(inputs: TrainInputs) -> AbstractContextManager[SampleDump | None]:
+    num_groups = inputs.train.samples.groups_per_step
+    if not num_groups:
         return nullcontext()
-    return SampleDump(train.output_dir / SAMPLES, groups_per_step=samples.groups_per_step, seed=train.seed)
+    return SampleDump(inputs.train.output_dir / SAMPLES, groups_per_step=num_groups, seed=inputs.seed)
 
 
 def rl_run_settings(train: TrainConfig) -> RunSettings:
@@ -78,15 +78,13 @@ def rl_run_settings(train: TrainConfig) -> RunSettings:
         length_key="train.num_steps",
         rows_per_step=train.prompts_per_step,
         save_every=train.save_every,
-        keep_optimizer=train.keep_optimizer,
         stop_at_eval_score=train.stop_at_eval_score,
     )
 
 
 def open_rewards(reward: RewardConfig, folders: Sequence[Path], *, num_workers: int) -> RewardPool:
     """Starts the workers of `[train.reward]`, which import its functions. Raises InvalidArgument naming the key."""
-    key = "train.reward.functions" if reward.function is None else "train.reward.function"
-    with field_as_key("reward", "train.reward"), field_as_key("reward.function", key):
+    with field_as_key("reward", "train.reward"):
         return RewardPool(
             named_rewards(reward),
             folders=folders,
@@ -98,6 +96,6 @@ def open_rewards(reward: RewardConfig, folders: Sequence[Path], *, num_workers: 
 
 def named_rewards(reward: RewardConfig) -> str | list[NamedReward]:
     """The `function` argument of RewardPool."""
-    if reward.function is not None:
+    if isinstance(reward.function, str):
         return reward.function
-    return [NamedReward(name, each.function, each.weight) for name, each in reward.functions.items()]
+    return [NamedReward(name, function, reward.weights.get(name, 1.0)) for name, function in reward.function.items()]

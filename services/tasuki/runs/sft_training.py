@@ -17,7 +17,7 @@ from tasuki.client.step import Step
 from tasuki.client.sync_client import Client
 from tasuki.client.types import TrainingSample
 from tasuki.config.schema import NodeConfig
-from tasuki.config.sft_schema import SftConfig
+from tasuki.config.train_schema import SftConfig
 from tasuki.node.model_folder import check_model_folder
 from tasuki.planner.model_shape import read_model_shape
 from tasuki.runs.continuation import Continuation
@@ -36,6 +36,7 @@ class SftTraining:
     sft: SftConfig
     samples: Sequence[TrainingSample]
     eval_samples: Sequence[TrainingSample]
+    seed: int
 
     @property
     def settings(self) -> RunSettings:
@@ -58,7 +59,7 @@ class SftTraining:
         return max(len(sample.prompt_token_ids) + len(sample.completion_token_ids) for sample in samples)
 
     def dataset(self) -> Dataset[TrainingSample]:
-        return Dataset(self.samples, seed=self.sft.seed)
+        return Dataset(self.samples, seed=self.seed)
 
     @contextmanager
     def opened(self, folders: Sequence[Path], *, save_now: Callable[[], bool]) -> Iterator[Loop]:
@@ -84,8 +85,7 @@ class SftTraining:
         SftLoop(client, dataset, self.eval_samples, settings, save_now).run(report, first_step=start.first_step)
 
     def summary(self, steps: Sequence[Step], *, seconds: float, changeovers: int, policy_version: int) -> dict[str, object]:
-        seed = self.sft.seed
-        return summarize_sft(steps, seed=seed, seconds=seconds, changeovers=changeovers, policy_version=policy_version)
+        return summarize_sft(steps, seed=self.seed, seconds=seconds, changeovers=changeovers, policy_version=policy_version)
 
     def draw(self, steps: Sequence[Step]) -> None:
         draw_sft_curve(self.sft.output_dir, steps)
@@ -100,7 +100,7 @@ def read_sft(config: NodeConfig, sft: SftConfig) -> SftTraining:
         samples = read_sft_jsonl(sft.dataset, tokenizer, max_tokens=max_tokens)
     with field_as_key("dataset", "sft.eval_dataset"):
         eval_samples = [] if sft.eval_dataset is None else read_sft_jsonl(sft.eval_dataset, tokenizer, max_tokens=max_tokens)
-    return SftTraining(sft, samples, eval_samples)
+    return SftTraining(sft, samples, eval_samples, config.seed)
 
 
 def _max_tokens(config: NodeConfig, sft: SftConfig) -> int:

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from tasuki.config.track_schema import TrackerName
+from tasuki.config.schema import TrackerName
 from tasuki.wire.errors import NotInstalled
 from tasuki.wire.extras import install_extras
 
@@ -39,7 +39,6 @@ class TrackedRun:
     """Folder for the tracker's files."""
     project: str
     name: str
-    is_online: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings that determine the run's results, by key."""
 
@@ -66,6 +65,7 @@ def tracker_environment(folder: Path) -> dict[str, str]:
         "MLFLOW_TRACKING_URI": (folder / "mlflow").resolve().as_uri(),
         # MLflow requires opting in to its file store, the only one in its light package.
         "MLFLOW_ALLOW_FILE_STORE": "true",
+        "WANDB_MODE": "offline",
         "TRACKIO_DIR": str((folder / "trackio").resolve()),
     }
 
@@ -128,7 +128,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Offline unless configured otherwise; `wandb sync` uploads the folder later."""
+    """Offline unless WANDB_MODE says otherwise; `wandb sync` uploads the folder later."""
 
     def __init__(self, run: TrackedRun) -> None:
         wandb: Any = import_module("wandb")
@@ -139,7 +139,6 @@ class WeightsAndBiases:
             id=run.id,
             resume="allow",
             dir=str(run.folder),
-            mode="online" if run.is_online else "offline",
             config=dict(run.settings),
             settings=wandb.Settings(console="off", x_disable_stats=True),
         )

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tasuki.config.paths import log_path
-from tasuki.config.track_schema import TrackConfig, TrackerName
+from tasuki.config.schema import TrackConfig, TrackerName
 
 _WAIT_S = 10.0
 
@@ -42,7 +42,6 @@ def tracked(output_dir: Path, track: TrackConfig) -> Iterator[None]:
 def _start(output_dir: Path, name: TrackerName, track: TrackConfig, *, read_fd: int) -> subprocess.Popen[bytes] | None:
     argv = [sys.executable, "-P", "-m", "tasuki.cli", "track", str(output_dir), "--to", name, "--project", track.project]
     argv += ["--name", track.name] if track.name is not None else []
-    argv += ["--online"] if track.online and name == "wandb" else []
     log = log_path(output_dir, f"track-{name}")
     try:
         log.parent.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tasuki.client.durable import named_if_full, write_durably
-from tasuki.config.track_schema import TrackConfig, TrackerName
+from tasuki.config.schema import TrackConfig, TrackerName
 from tasuki.runs.earlier_run import read_head
 from tasuki.runs.metrics_tail import METRICS, MetricsTail
 from tasuki.trackers.adapters import TrackedRun, Tracker, check_installed, import_library, open_tracker
@@ -154,6 +154,5 @@ def _tracked(output_dir: Path, name: TrackerName, track: TrackConfig) -> Tracked
         folder=output_dir / TRACK / name,
         project=track.project,
         name=run_name,
-        is_online=track.online,
         settings={} if head is None else head.recipe,
     )

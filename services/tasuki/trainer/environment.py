@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tasuki.config.fleet_schema import FleetConfig
+    from tasuki.config.schema import FleetConfig
 
 # Ranks of one node need no network. By default gloo and NCCL listen on the address of the host's name.
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}

@@ -18,7 +18,7 @@ from tasuki.trainer.backend import Backend, LearnerFacts, Publication
 from tasuki.trainer.data.micro_batch import MicroBatch, TokenBatch
 from tasuki.trainer.lr_schedule import learning_rate_at
 from tasuki.trainer.roles import Role
-from tasuki.wire.errors import GradientsNotFinite
+from tasuki.wire.errors import GradientsNotFinite, InvalidArgument
 
 
 @dataclass(slots=True)
@@ -113,16 +113,24 @@ class Learner:
         self.roles[role].has_gradients = True
         return _report(total, {**metrics, **self.backend.routing_metrics(role)})
 
-    def optim_step(self, role: Role, *, learning_rate: float | None = None, schedule_step: int | None = None) -> StepReport:
+    def optim_step(
+        self,
+        role: Role,
+        *,
+        learning_rate: float | None = None,
+        schedule_step: int | None = None,
+        schedule_steps: int | None = None,
+    ) -> StepReport:
         """Clips the role's gradients, takes one optimizer step and clears them.
 
         learning_rate: overrides the schedule's. schedule_step: position in the schedule; by default, steps since begin_run.
-        Raises GradientsNotFinite, with the gradients cleared, unless such steps are skipped. In a fleet raises VersionOrder, with nothing
-        changed, if nodes differ, and PeerUnavailable if one is lost, after which this rank is unusable.
+        schedule_steps: its length. Raises InvalidArgument without a length that the schedule needs, and GradientsNotFinite, with the
+        gradients cleared, unless such steps are skipped. In a fleet raises VersionOrder, with nothing changed, if nodes differ, and
+        PeerUnavailable if one is lost, after which this rank is unusable.
         """
         state = self.roles[role]
         step = state.version - state.schedule_start if schedule_step is None else schedule_step
-        rate = scheduled_rate(state.optimizer, step) if learning_rate is None else learning_rate
+        rate = scheduled_rate(state.optimizer, step, num_steps=schedule_steps) if learning_rate is None else learning_rate
         self.backend.check_alike({f"version of the {role}": state.version, "learning_rate": rate})
         grad_norm = self.backend.clip_gradients(role)
         if not math.isfinite(grad_norm):
@@ -198,14 +206,17 @@ def trained_roles(config: TrainerConfig) -> Mapping[Role, OptimizerConfig]:
     return {Role.POLICY: config} | ({} if critic is None else {Role.CRITIC: critic})
 
 
-def scheduled_rate(config: OptimizerConfig, step: int) -> float:
-    """Learning rate of the step after `step` completed ones."""
+def scheduled_rate(config: OptimizerConfig, step: int, *, num_steps: int | None) -> float:
+    """Learning rate of the step after `step` completed ones of `num_steps`. Raises InvalidArgument without a length that is needed."""
+    if config.lr_schedule != "constant" and not num_steps:
+        problem = f'is needed with trainer.lr_schedule = "{config.lr_schedule}": give the number of steps, or the learning_rate of each'
+        raise InvalidArgument("schedule_steps", problem)
     return learning_rate_at(
         step,
         peak=config.learning_rate,
         schedule=config.lr_schedule,
         warmup_steps=config.warmup_steps,
-        total_steps=config.total_steps,
+        total_steps=num_steps,
     )
 
 

@@ -22,7 +22,7 @@ def learning_rate_at(
         return peak * (step + 1) / (warmup_steps + 1)
     if schedule == "constant":
         return peak
-    assert total_steps is not None, "the configuration requires total_steps for this schedule"
+    assert total_steps is not None, "the caller requires it for this schedule"
     progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
     if schedule == "linear":
         return peak * (1.0 - progress)

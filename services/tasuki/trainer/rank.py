@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from tasuki.config.devices import cpu_threads
+from tasuki.config.environment import cpu_threads
 from tasuki.config.gpus import gpus_of
 from tasuki.config.paths import socket_dir
 from tasuki.config.schema import NodeConfig

@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 from torch.distributed import Store
 
-from tasuki.config.fleet_schema import FleetConfig
+from tasuki.config.schema import FleetConfig
 from tasuki.v1 import rank_store_pb2 as pb
 from tasuki.v1.rank_store_pb2_grpc import RankStoreServiceStub
 from tasuki.wire.channel import open_blocking_channel

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from tasuki.config.failpoints import PUBLISHED
-from tasuki.rpc.failpoints import Failpoints
+from tasuki.rpc.failpoints import PUBLISHED, Failpoints
 from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.rpc.ranks import CommandRunner, Handlers, RankServer, rank_error
 from tasuki.rpc.usage import TAGS, usage_response
@@ -92,6 +91,7 @@ class RankCommands:
             ROLES[request.role],
             learning_rate=request.learning_rate if request.HasField("learning_rate") else None,
             schedule_step=request.schedule_step if request.HasField("schedule_step") else None,
+            schedule_steps=request.schedule_steps if request.HasField("schedule_steps") else None,
         )
         return trainer_pb2.OptimStepResponse(
             version=report.version,

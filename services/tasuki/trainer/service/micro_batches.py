@@ -35,5 +35,5 @@ def sample_costs(config: NodeConfig) -> dict[Role, SampleCost]:
     if trainer.critic is not None:
         critic = policy if trainer.critic.path is None else read_model_file(trainer.critic.path)
         valued = replace(critic, shape=replace(critic.shape, is_critic=True))
-        costs[Role.CRITIC] = sample_cost(valued, is_frozen=trainer.critic.lora is not None)
+        costs[Role.CRITIC] = sample_cost(valued, is_frozen=trainer.critic_lora is not None)
     return costs

@@ -291,7 +291,7 @@ class FsdpBackend:
 
     def _load_critic(self, config: CriticConfig) -> Critic:
         path = config.path or self._model_path
-        return load_critic(self._source(path, lora=config.lora), region=self._weights())
+        return load_critic(self._source(path, lora=self._node.trainer.critic_lora), region=self._weights())
 
     def _load_reference(self) -> Policy:
         """Raises as HostShards where it stays on the host."""
@@ -357,7 +357,6 @@ class FsdpBackend:
             lora=lora,
             seed=self._node.seed,
             sharing=self._sharing,
-            reshards_after_forward=config.reshard_after_forward,
             compiles=self._compiles,
             expert_parallel=config.expert_parallel,
             prefix_sharing=config.prefix_sharing,

@@ -208,7 +208,7 @@ def _check_fits(path: Path, facts: CheckpointFacts, *, have: CheckpointFacts) ->
                 )
                 raise InvalidArgument("path", f"{path} {problem}; load it with the model that it was saved with")
     if facts.optimizer_8bit is not have.optimizer_8bit:
-        setting = f"trainer.optimizer_8bit = {str(facts.optimizer_8bit).lower()}"
+        setting = f'trainer.moments {"=" if facts.optimizer_8bit else "other than"} "8bit"'
         raise InvalidArgument(
             "path", f"{path} was saved with {setting}; load it with the same, or start from an exported model"
         )

@@ -66,7 +66,7 @@ class TrainerMemory:
         self._gradients: list[Tensor] = []
         self._returning = Returning(self._allocator)
         self._heartbeat = heartbeat
-        self._early_cache, self._late_cache = TorchCache(device), TorchCache(device)
+        self._cache = TorchCache(device)
         self._pinning: threading.Thread | None = None
         self._is_closing = threading.Event()
 
@@ -123,8 +123,6 @@ class TrainerMemory:
         Raises OutOfGpuMemory on all ranks if one of them has no room.
         """
         self._returning.wait([MemoryTag.WEIGHTS])
-        if self._device.type == "cuda" and self._staying.empties_cache_early:
-            self._early_cache.return_blocks()
         if not (self._is_export_there and self._choice.stays):
             error: TasukiError | None = None
             try:
@@ -158,7 +156,7 @@ class TrainerMemory:
         with self._export.released() if self._export is not None and is_shared else nullcontext():
             released = self._allocator.pause(tags)
         if self._device.type == "cuda" and (makes_room or not self._staying.cache):
-            self._late_cache.return_blocks()
+            self._cache.return_blocks()
         return released
 
     def resume(self, tags: Sequence[MemoryTag]) -> int:

@@ -142,8 +142,6 @@ class NetworkSource:
     """Seed for new adapters."""
     sharing: SequenceGroup | None = None
     """Ranks that compute the other parts of each micro-batch."""
-    reshards_after_forward: bool = True
-    """Whether layers are freed after their forward pass, and gathered again in backward."""
     compiles: bool = False
     """Whether to compile its layers."""
     prefix_sharing: Literal["auto"] | bool = False
@@ -275,7 +273,7 @@ def _shard(
             mesh=mesh,
             mp_policy=precision,
             offload_policy=offload,
-            reshard_after_forward=source.reshards_after_forward,
+            reshard_after_forward=True,
             shard_placement_fn=placement,
             ignored_params=spread,
         )

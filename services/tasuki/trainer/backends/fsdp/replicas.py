@@ -21,9 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tasuki.config.fleet_schema import FleetConfig
 from tasuki.config.paths import nccl_log_path
-from tasuki.config.schema import NodeConfig
+from tasuki.config.schema import FleetConfig, NodeConfig
 from tasuki.config.trainer_schema import PERFORMANCE_TRAINER_KEYS
 from tasuki.rpc.port import peer_credentials
 from tasuki.trainer.backends.fsdp.nccl_log import last_warning, read_log, transports

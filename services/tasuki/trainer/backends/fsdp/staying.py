@@ -61,17 +61,14 @@ class Staying:
 
     tags: frozenset[MemoryTag] = frozenset()
     cache: bool = False
-    empties_cache_early: bool = False
-    """Whether torch's cache is emptied before the engine wakes; otherwise at OFFLOAD, unless it stays."""
 
     @classmethod
     def of(cls, config: NodeConfig, mesh: DeviceMesh) -> Staying:
         """The planner's decision for the node; no tags if the services were started individually."""
-        is_early = config.trainer.empty_cache_early
         if config.residency is None:
-            return cls(empties_cache_early=is_early)
+            return cls()
         names = config.residency.of_trainer(mesh.get_local_rank())
-        return cls(frozenset(tag for tag in TAGS if tag in names), "cache" in names, is_early and "cache" not in names)
+        return cls(frozenset(tag for tag in TAGS if tag in names), "cache" in names)
 
 
 NOTHING_STAYS = Staying()

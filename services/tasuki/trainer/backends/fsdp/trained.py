@@ -47,7 +47,7 @@ def checkpoint_facts(
     """Facts to store in a checkpoint. config: of the networks."""
     configs = {Role.POLICY: config.lora}
     if config.critic is not None:
-        configs[Role.CRITIC] = config.critic.lora
+        configs[Role.CRITIC] = config.critic_lora
     roles: dict[Role, RoleFacts] = {}
     for role, lora in configs.items():
         model = trained[role].network.causal_lm.config

@@ -23,7 +23,7 @@ BLOCK_BYTES = 256 << 20
 NUM_BLOCKS = 3
 """Blocks on the device at a time: one arriving, one in use, one leaving."""
 _ALIGNMENT = 256
-_SETTING = "trainer.optimizer_on_host = true"
+_SETTING = 'trainer.moments = "host"'
 _ADVICE = "remove it, or give the trainer more ranks"
 
 
