@@ -14,9 +14,9 @@ from pathlib import Path
 from tasuki.cli.__main__ import USER_ERROR, exit_code_of
 from tasuki.cli.train import run
 from tasuki.config.load import load_config
-from tasuki.config.schema import NodeConfig
 from tasuki.memory.stages import RULES, Stage
-from tasuki.wire.errors import InvalidArgument, PathExists
+from tasuki.rpc.failpoints import check_failpoints
+from tasuki.wire.errors import PathExists
 
 HERE = Path(__file__).resolve().parent
 PROCESS = r"coordinator|trainer\d*|rollout|scheduler\d+"
@@ -26,13 +26,12 @@ CONFIG = HERE.parents[2] / "deploy" / "config" / "demo.toml"
 def main() -> int:
     started = time.monotonic()
     arguments = _parser().parse_args()
-    seed = f"seed={arguments.seed}"
-    overrides = [seed, *arguments.overrides]
+    overrides = [f"seed={arguments.seed}", *arguments.overrides]
     if arguments.kill:
         os.environ["TASUKI_FAILPOINTS"] = arguments.kill  # noqa: TID251  of the node's processes
 
     def run_demo() -> int:
-        check_ranks(arguments.kill or "", load_config(CONFIG, overrides=[seed, *arguments.overrides]))
+        check_failpoints(load_config(CONFIG, overrides=overrides))
         return demo(arguments.output, seed=arguments.seed, overrides=overrides, started=started)
 
     return exit_code_of(run_demo)
@@ -62,15 +61,6 @@ def failpoint_of(kill: str) -> str:
     if process == RULES[Stage(stage)].service:
         return f"{process}@{stage}:4=kill"
     return f"coordinator@{stage}.intended:4=kill" + ("" if process == "coordinator" else f"({process})")
-
-
-def check_ranks(failpoint: str, config: NodeConfig) -> None:
-    """Raises InvalidArgument if the node has no such rank, since the failpoint would never be reached."""
-    num_ranks = {"trainer": config.trainer.num_ranks, "scheduler": config.num_engine_ranks}
-    for service, rank in re.findall(r"\b(trainer|scheduler)(\d+)", failpoint):
-        if int(rank) >= num_ranks[service]:
-            last = f"{service}{num_ranks[service] - 1}"
-            raise InvalidArgument("--kill", f"there is no {service}{rank}; the last one of this node is {last}")
 
 
 def remove_earlier(output: Path) -> None:

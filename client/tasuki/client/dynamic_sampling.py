@@ -75,8 +75,6 @@ def collect(
     is_kept: defaults to `Group.differs`; may apply another criterion, such as differing correctness only.
     Raises what `generate` raises. To repeat the step, seek to the position before the call.
     """
-    if num_groups < 1 or max_batches < 1:
-        raise InvalidArgument("num_groups", f"is {num_groups} and max_batches {max_batches}; both must be at least 1")
     kept: list[_Group] = []
     num_batches = num_generated = 0
     while len(kept) < num_groups and num_batches < max_batches:

@@ -9,9 +9,6 @@ from tasuki.client.rewards import Scores
 from tasuki.config.train_schema import EvalConfig
 from tasuki.wire.errors import InvalidArgument
 
-CORRECT = 1.0
-"""Least reward of a correct completion."""
-
 
 def pass_at_k(correct_PG: NDArray[np.bool_] | NDArray[np.floating], k: int) -> NDArray[np.float64]:
     """Estimates for each prompt the probability that at least one of k completions is correct, without bias, from G completions.
@@ -48,7 +45,7 @@ def eval_figures(scores: Scores, settings: EvalConfig) -> dict[str, float]:
     scores: of P * num_samples completions, ordered by prompt.
     """
     rewards_PG = scores.rewards.reshape(-1, settings.num_samples)
-    correct_PG = np.where(np.isnan(rewards_PG), np.nan, rewards_PG >= CORRECT)
+    correct_PG = np.where(np.isnan(rewards_PG), np.nan, rewards_PG >= 1.0)
     by_prompt = {"mean": prompt_means(rewards_PG)}
     by_prompt |= {f"pass@{k}": pass_at_k(correct_PG, k) for k in settings.pass_at}
     if len(scores.by_name) > 1:
