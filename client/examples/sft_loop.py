@@ -7,58 +7,40 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from tasuki.algorithms.loss_types import Aggregation, LossConfig
 from tasuki.algorithms.losses.sft import SftLoss
-from tasuki.algorithms.setting import check_whole, member
 from tasuki.client.dataset import Dataset
 from tasuki.client.loop_state import LoopState, checkpoint_path, write_loop_state, write_pending
 from tasuki.client.step import Step
 from tasuki.client.sync_client import Client
 from tasuki.client.types import Phase, TrainingSample
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    num_steps: int
-    samples_per_step: int
-    output_dir: Path
-    aggregation: Aggregation = Aggregation.TOKEN_MEAN
-    eval_every: int | None = None
-    """Steps between held-out losses, which are always computed for the first and last steps."""
-    save_every: int | None = None
-
-    def __post_init__(self) -> None:
-        """Raises SettingError naming the field that is out of range."""
-        for name in ("num_steps", "samples_per_step", "eval_every", "save_every"):
-            if getattr(self, name) is not None:
-                check_whole(name, getattr(self, name), least=1, most=2**63)
-        member(Aggregation, self.aggregation, field="aggregation")
+from tasuki.config.sft_schema import SftConfig
 
 
 @dataclass(slots=True)
 class SftLoop:
-    """One run: the node, the data and the settings."""
+    """One run: the node, the data and the settings. num_steps: also where the settings give epochs."""
 
     client: Client
     dataset: Dataset[TrainingSample]
     eval_samples: Sequence[TrainingSample]
-    settings: Settings
+    settings: SftConfig
+    num_steps: int
     save_now: Callable[[], bool] = lambda: False
     """Polled after each training step: whether to save it even if no checkpoint is due."""
 
     def run(self, report: Callable[[Step], None], *, first_step: int = 0) -> None:
         """Trains from `first_step` on. `report` gets each finished step, and a last one with the held-out loss only."""
         settings = self.settings
-        for number in range(first_step, settings.num_steps + 1):
+        for number in range(first_step, self.num_steps + 1):
             step = Step(number)
             step.acquire(self.client, Phase.TRAIN)
             step.policy_version = self.client.trainer_state().policy_version
-            is_last = number == settings.num_steps
-            if self.eval_samples and (is_last or number % (settings.eval_every or settings.num_steps) == 0):
+            is_last = number == self.num_steps
+            if self.eval_samples and (is_last or number % (settings.eval_every or self.num_steps) == 0):
                 self.evaluate(step)
             if not is_last:
                 self.learn(step)
@@ -79,7 +61,7 @@ class SftLoop:
         step.position = self.dataset.position()
         write_pending(self.settings.output_dir, step)
         with step.timed("forward_backward"):
-            loss = LossConfig(loss=SftLoss(), aggregation=self.settings.aggregation)
+            loss = LossConfig(loss=SftLoss(), aggregation=Aggregation(self.settings.aggregation))
             done = self.client.forward_backward(samples, loss)
         with step.timed("optim_step"):
             stepped = self.client.optim_step(schedule_step=step.step, schedule_steps=self.settings.num_steps)

@@ -123,7 +123,6 @@ def main() -> int:
             name=name,
             argv=[sys.executable, __file__, "service", name, kind, str(state_dir), str(run_folder)],
             target=f"unix:{run_folder / name}.sock",
-            health_name="",
             after="first" if name == "beside" else None,
         )
         for name, kind in kinds.items()

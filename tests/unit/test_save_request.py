@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.algorithms.loss_types import Aggregation
 from tasuki.client import sft_loop
 from tasuki.client.dataset import Dataset
 from tasuki.client.loop_state import newest_checkpoint
 from tasuki.client.step import Step
+from tasuki.config.sft_schema import SftConfig
 from tasuki.runs.training import SaveRequest
 from tests.unit.loop_node import LoopClient, loop_of, train_config
 from tests.unit.test_sft_loop import SAMPLES, SftClient
@@ -50,9 +50,9 @@ def test_the_step_after_the_signal_is_saved_and_the_run_ends(tmp_path: Path, req
 
 
 def test_a_supervised_run_too(tmp_path: Path, request_to_save: SaveRequest) -> None:
-    settings = sft_loop.Settings(num_steps=9, samples_per_step=2, output_dir=tmp_path, aggregation=Aggregation.TOKEN_MEAN)
+    settings = SftConfig(dataset=tmp_path, samples_per_step=2, output_dir=tmp_path)
     client, steps = SftClient(), list[Step]()
-    loop = sft_loop.SftLoop(client, Dataset(SAMPLES, seed=1), [], settings, request_to_save.save_now)
+    loop = sft_loop.SftLoop(client, Dataset(SAMPLES, seed=1), [], settings, 9, request_to_save.save_now)
     with pytest.raises(KeyboardInterrupt):
         loop.run(_reporting(request_to_save, steps))
     assert [step.step for step in steps] == [0, 1, 2] and len(client.of("save")) == 1

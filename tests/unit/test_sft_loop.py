@@ -16,10 +16,11 @@ from tasuki.algorithms.loss_types import Aggregation, LossConfig
 from tasuki.algorithms.losses.sft import SftLoss
 from tasuki.client.dataset import Dataset
 from tasuki.client.loop_state import newest_checkpoint, read_pending
-from tasuki.client.sft_loop import Settings, SftLoop
+from tasuki.client.sft_loop import SftLoop
 from tasuki.client.step import Step
 from tasuki.client.sync_client import Client
 from tasuki.client.types import Role, TrainingSample
+from tasuki.config.sft_schema import SftConfig
 from tests.unit.loop_node import LoopClient
 
 SAMPLES = [
@@ -52,20 +53,20 @@ class SftClient(LoopClient):
 
 
 @pytest.fixture
-def settings(tmp_path: Path) -> Settings:
-    return Settings(num_steps=3, samples_per_step=2, output_dir=tmp_path, aggregation=Aggregation.SEQUENCE_MEAN_TOKEN_MEAN)
+def settings(tmp_path: Path) -> SftConfig:
+    return SftConfig(dataset=tmp_path, samples_per_step=2, output_dir=tmp_path, aggregation="sequence_mean_token_mean")
 
 
 def steps_of(
-    client: LoopClient, settings: Settings, *, eval_samples: Sequence[TrainingSample] = (), first_step: int = 0
+    client: LoopClient, settings: SftConfig, *, eval_samples: Sequence[TrainingSample] = (), first_step: int = 0
 ) -> list[Step]:
     steps: list[Step] = []
-    loop = SftLoop(cast(Client, client), Dataset(SAMPLES, seed=1), eval_samples, settings)
+    loop = SftLoop(cast(Client, client), Dataset(SAMPLES, seed=1), eval_samples, settings, 3)
     loop.run(steps.append, first_step=first_step)
     return steps
 
 
-def test_a_step_is_a_batch_and_an_update_and_rollout_is_never_asked_for(settings: Settings) -> None:
+def test_a_step_is_a_batch_and_an_update_and_rollout_is_never_asked_for(settings: SftConfig) -> None:
     client = SftClient()
     steps = steps_of(client, settings)
     step = ["acquire TRAIN", "forward_backward", "optim_step"]
@@ -82,17 +83,17 @@ def test_a_step_is_a_batch_and_an_update_and_rollout_is_never_asked_for(settings
 
 @pytest.mark.parametrize(("eval_every", "measured"), [(None, [0, 3]), (2, [0, 2, 3]), (1, [0, 1, 2, 3])])
 def test_the_held_out_loss_counts_tokens_under_the_mask(
-    settings: Settings, eval_every: int | None, measured: list[int]
+    settings: SftConfig, eval_every: int | None, measured: list[int]
 ) -> None:
-    settings = Settings(num_steps=3, samples_per_step=2, output_dir=settings.output_dir, eval_every=eval_every)
+    settings = SftConfig(dataset=settings.dataset, samples_per_step=2, output_dir=settings.output_dir, eval_every=eval_every)
     steps = steps_of(SftClient(), settings, eval_samples=SAMPLES[:2])
     assert [step.step for step in steps if "eval/loss" in step.metrics] == measured
     # Tokens 10, 11 and 2: the mask leaves out the first sample's last token.
     assert steps[0].metrics["eval/loss"] == pytest.approx((1.0 + 1.1 + 0.2) / 3)
 
 
-def test_checkpoints_have_the_place_in_the_data_and_a_skipped_step_makes_none(settings: Settings) -> None:
-    settings = Settings(num_steps=3, samples_per_step=2, output_dir=settings.output_dir, save_every=1)
+def test_checkpoints_have_the_place_in_the_data_and_a_skipped_step_makes_none(settings: SftConfig) -> None:
+    settings = SftConfig(dataset=settings.dataset, samples_per_step=2, output_dir=settings.output_dir, save_every=1)
     client = SftClient(skips={1})
     steps = steps_of(client, settings)
     assert [step.num_skipped_updates for step in steps] == [0, 1, 0, 0]
@@ -103,7 +104,7 @@ def test_checkpoints_have_the_place_in_the_data_and_a_skipped_step_makes_none(se
     assert (path.name, state.step.step, state.position["next"]) == ("version-000002", 2, 1)
 
 
-def test_a_step_is_pending_before_its_gradients_are_made(settings: Settings) -> None:
+def test_a_step_is_pending_before_its_gradients_are_made(settings: SftConfig) -> None:
     pending: list[Step | None] = []
     client = SftClient(before_update=lambda: pending.append(read_pending(settings.output_dir)))
     steps = steps_of(client, settings, first_step=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import math
 import os
 import signal
 import sys
@@ -13,9 +14,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from tasuki.cli.arguments import FLEET_FLAGS, add_fleet_arguments, add_node, add_overrides, add_plan_arguments
 from tasuki.cli.config import warn_of_settings
-from tasuki.cli.fleet_arguments import add_fleet_commands
-from tasuki.cli.plan_arguments import add_plan_arguments
 from tasuki.config.load import load_beside_node, load_config
 from tasuki.config.paths import config_path
 from tasuki.config.schema import TRACKERS, NodeConfig, TrackConfig
@@ -126,7 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_node_commands(commands)
     _add_run_commands(commands)
     _add_machine_commands(commands)
-    add_fleet_commands(commands)
+    _add_fleet_commands(commands)
     _add_run_viewers(commands)
     return parser
 
@@ -140,15 +140,15 @@ def _add_node_commands(commands: _Commands) -> None:
         action="store_true",
         help="resume where the last node in the state folder ended, instead of starting from the model",
     )
-    _add_overrides(up)
+    add_overrides(up)
     down = _command(commands, "down", _down, "stop a node and wait until all of it is gone")
-    _add_node(down)
+    add_node(down)
     state = _command(commands, "state", _state, "show phase, version, services and memory")
-    _add_node(state)
+    add_node(state)
     state.add_argument("--json", action="store_true", help="print one JSON object")
     state.add_argument("--serving", action="store_true", help="exit with 1 unless all three services answer")
     watch = _command(commands, "watch", _watch, "follow stages and memory until Ctrl-C")
-    _add_node(watch)
+    add_node(watch)
 
 
 def _add_run_commands(commands: _Commands) -> None:
@@ -161,10 +161,10 @@ def _add_run_commands(commands: _Commands) -> None:
         "start a new run if there is none",
     )
     train.add_argument("--no-start", action="store_true", help="fail if no node is running")
-    _add_overrides(train)
+    add_overrides(train)
     config = _command(commands, "config", _config, "print the effective configuration, with the origin of each key")
     config.add_argument("config", type=Path, metavar="CONFIG")
-    _add_overrides(config)
+    add_overrides(config)
     plan = _command(commands, "plan", _plan, "predict a node's memory use by stage and suggest changes")
     add_plan_arguments(plan)
     audit = _command(commands, "audit", _audit, "replay a run's journal and check that every invariant held")
@@ -200,7 +200,19 @@ def _add_machine_commands(commands: _Commands) -> None:
         metavar="G",
         help="fail if gradients of a running fleet cross nodes at less than this many 10^9 bits/s",
     )
-    _add_overrides(doctor)
+    add_overrides(doctor)
+
+
+def _add_fleet_commands(commands: _Commands) -> None:
+    text = "run several nodes as one: start this machine's node, or show all"
+    verbs = commands.add_parser("fleet", help=text, description=text).add_subparsers(required=True, metavar="VERB")
+    text = "start this machine's node, join the fleet, and stay until either ends"
+    add_fleet_arguments(_command(verbs, "up", _fleet_up, text))
+    state = _command(verbs, "state", _fleet_state, "show a fleet's nodes, phase and stage; run on node 0")
+    add_node(state)
+    state.add_argument("--json", action="store_true", help="print one JSON object")
+    state.add_argument("--serving", action="store_true", help="exit with 1 while nodes are missing or the fleet is in no phase")
+    add_overrides(state)
 
 
 def _add_run_viewers(commands: _Commands) -> None:
@@ -227,18 +239,6 @@ def _command(commands: _Commands, name: str, run: Callable[[argparse.Namespace],
     parser = commands.add_parser(name, help=text, description=text)
     parser.set_defaults(run=run)
     return parser
-
-
-def _add_overrides(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--set", dest="overrides", action="append", default=[], metavar="A.B=VALUE", help="override a key of CONFIG"
-    )
-
-
-def _add_node(parser: argparse.ArgumentParser) -> None:
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("config", type=Path, nargs="?", metavar="CONFIG", help="the file the node was started with")
-    which.add_argument("--state-dir", type=Path, help="the node's state folder")
 
 
 def _up(arguments: argparse.Namespace) -> int:
@@ -323,6 +323,27 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from tasuki.cli.doctor import run
 
     return run(arguments.config, overrides=arguments.overrides, as_json=arguments.json, min_gbit=arguments.min_gbit)
+
+
+def _fleet_up(arguments: argparse.Namespace) -> int:
+    from tasuki.cli.fleet import fleet_config, up
+
+    if not 0 <= arguments.grace_s < math.inf:
+        raise InvalidArgument("--grace-s", f"must be a number of seconds, 0 or more, got {arguments.grace_s:g}")
+    flags = {name: getattr(arguments, name) for name in FLEET_FLAGS}
+    config = fleet_config(arguments.config, overrides=arguments.overrides, flags=flags, environment=os.environ)
+    return up(config, grace_s=arguments.grace_s)
+
+
+def _fleet_state(arguments: argparse.Namespace) -> int:
+    from tasuki.cli.fleet import UP, show_state
+    from tasuki.node.exit_report import node_down
+
+    given = None if arguments.config is None else load_beside_node(arguments.config, overrides=arguments.overrides)
+    state_dir: Path = arguments.state_dir if given is None else given.state_dir
+    if not config_path(state_dir).is_file():
+        raise node_down(state_dir, start=UP)
+    return show_state(load_config(config_path(state_dir)), as_json=arguments.json, must_serve=arguments.serving)
 
 
 def _track(arguments: argparse.Namespace) -> int:

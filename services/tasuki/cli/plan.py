@@ -7,12 +7,12 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from tasuki.cli.node_view import open_console
-from tasuki.cli.plan_arguments import DEFAULT_HOST_GB
+from tasuki.cli.arguments import DEFAULT_HOST_GB
 from tasuki.cli.plan_report import as_table, show, traffic_lines, traffic_table
 from tasuki.config.checks import fleet_port_problem
 from tasuki.config.engine_arguments import uncounted_arguments
@@ -63,8 +63,6 @@ class Wishes:
 def run(arguments: argparse.Namespace) -> int:
     """Returns 0 if the plan fits, else 1."""
     wishes = _wishes(arguments)
-    if arguments.plot is not None:
-        _check_picture(arguments.plot)
     with named_as_given(_FLAGS):
         layout = layout_of(arguments.config, wishes)
     num_nodes = _num_nodes(arguments.config, wishes)
@@ -72,10 +70,6 @@ def run(arguments: argparse.Namespace) -> int:
     traffic = node_traffic(layout, num_nodes=num_nodes)
     planned = plan(layout)
     advice = advise(planned)
-    if arguments.plot is not None:
-        from tasuki.cli.plan_chart import draw_plan
-
-        draw_plan(planned, arguments.plot)
     not_counted = _not_counted(arguments.config, wishes)
     if arguments.json:
         sys.stdout.write(
@@ -97,16 +91,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _wishes(arguments: argparse.Namespace) -> Wishes:
     names = ("tp_size", "micro_batch_tokens", "kv_ratio", "context_length", "checkpointing", "lora_rank")
     settings = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
-    return Wishes(
-        preset=arguments.preset,
-        num_gpus=arguments.num_gpus,
-        gpu_gb=arguments.gpu_gb,
-        host_gb=arguments.host_gb,
-        strategy=arguments.strategy,
-        settings=settings,
-        overrides=arguments.overrides,
-        num_nodes=arguments.num_nodes,
-    )
+    own = {each.name: getattr(arguments, each.name) for each in fields(Wishes) if each.name != "settings"}
+    return Wishes(**own, settings=settings)
 
 
 def layout_of(config: Path | None, wishes: Wishes) -> Layout:
@@ -231,11 +217,3 @@ def _bytes(flag: str, size: float) -> int:
     if size > _MAX_GB:
         raise InvalidArgument(flag, f"must be at most {_MAX_GB:g} GB, not {size:g}")
     return int(size * GB)
-
-
-def _check_picture(file: Path) -> None:
-    """Checks the path before planning. Raises InvalidArgument."""
-    if file.is_dir() or not file.suffix:
-        raise InvalidArgument("plot", f"{file} is not an image file: give a name such as plan.png")
-    if not file.parent.is_dir():
-        raise InvalidArgument("plot", f"the folder {file.parent} for {file.name} does not exist: create it first")

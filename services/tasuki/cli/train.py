@@ -179,10 +179,8 @@ def _train(
     config: NodeConfig, training: Training, loop: Loop, earlier: EarlierRun | None, request: SaveRequest, *, started: float
 ) -> None:
     settings, target = training.settings, client_target(config)
-    with (
-        Client(target, otlp_endpoint=otlp_endpoint(), otlp_headers_file=otlp_headers_file()) as client,
-        TrainProgress(num_steps=settings.num_steps) as progress,
-    ):
+    progress = TrainProgress()
+    with Client(target, otlp_endpoint=otlp_endpoint(), otlp_headers_file=otlp_headers_file()) as client:
         check_longest_sample(training.longest_sample, limit=client.trainer_state().micro_batch_tokens)
         num_changeovers = client.state().num_changeovers
         start = begin(client, config, settings) if earlier is None else go_on(client, config, settings, earlier)

@@ -46,10 +46,8 @@ def descendants(pid: int) -> list[int]:
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
-            with suppress(OSError):  # the process has just ended
-                # The name in parentheses may contain anything; state and parent follow the last parenthesis.
-                parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
-                children.setdefault(int(parent), []).append(int(entry.name))
+            parent, _ = parent_and_state(int(entry.name))
+            children.setdefault(parent, []).append(int(entry.name))
     found = [pid]
     for one in found:
         found += children.get(one, [])

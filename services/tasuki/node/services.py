@@ -27,7 +27,6 @@ class ServiceCommand:
     argv: Sequence[str]
     target: str
     """Empty if the service does not listen."""
-    health_name: str
     environment: dict[str, str] = field(default_factory=dict)
     after: str | None = None
     """A service that must listen before this one is restarted. At the node's start all start at the same time."""
@@ -53,21 +52,18 @@ def node_services(config: NodeConfig) -> list[ServiceCommand]:
             name="coordinator",
             argv=[sys.executable, "-P", "-m", "tasuki.coordinator", *arguments],
             target=targets["coordinator"],
-            health_name="tasuki.v1.CoordinatorService",
             environment=shared,
         ),
         ServiceCommand(
             name="rollout",
             argv=[sys.executable, "-P", "-m", "tasuki.rollout", *arguments],
             target=targets["rollout"],
-            health_name="tasuki.v1.RolloutService",
             environment={**shared, **({"OMP_NUM_THREADS": str(cpu_threads())} if is_cpu else {})},
         ),
         ServiceCommand(
             name="trainer",
             argv=[*launch, *preload, "--", "-m", "tasuki.trainer", *arguments],
             target=targets["trainer"],
-            health_name="tasuki.v1.TrainerService",
             environment={**shared, "OMP_NUM_THREADS": str(cpu_threads() if is_cpu else 1)},
             after="rollout" if config.shares_base or not is_cpu else None,
         ),
@@ -83,7 +79,6 @@ def _fleet_service(config: NodeConfig, environment: dict[str, str]) -> list[Serv
             name="fleet",
             argv=[sys.executable, "-P", "-m", "tasuki.fleet", "--config", str(config_path(config.state_dir))],
             target=fleet_target(config) if config.fleet.node_rank == 0 else "",
-            health_name="tasuki.v1.CoordinatorService",
             environment=environment,
             final_codes=(EXIT_REFUSED, EXIT_FLEET_ENDED),
         )

@@ -14,7 +14,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tasuki.config.gpus import check_gpu_is_shown
 from tasuki.config.lock import NODE_LOCK, TRAINING_LOCK, StateLock, begin_instance, disk_full_at, holder, lock_path
@@ -37,7 +36,7 @@ from tasuki.node.model_folder import check_model_folders
 from tasuki.node.node_settings import check_node_runs_with
 from tasuki.node.residency import with_residency
 from tasuki.node.rotation import KEPT_LOGS, rotate
-from tasuki.node.services import ServiceCommand, node_services, without_secrets
+from tasuki.node.services import listens, node_services, without_secrets
 from tasuki.node.stop import stop_node, to_stderr
 from tasuki.planner.budget import check_host_budget, check_host_ranks
 from tasuki.rpc.failpoints import check_failpoints
@@ -255,7 +254,7 @@ def wait_until_serving(
     waiting = {service.name: service for service in node_services(config) if service.target}
     while waiting:
         _check_runs(config, supervisor)
-        for service in [service for service in waiting.values() if _is_serving(service)]:
+        for service in [service for service in waiting.values() if listens(service.target)]:
             parts = read_start_seconds(config.state_dir, service.name)
             tell(serves_line(service.name, parts, after_s=time.monotonic() - started))
             del waiting[service.name]
@@ -312,16 +311,6 @@ def node_state(config: NodeConfig) -> coordinator_pb2.NodeState:
             return CoordinatorServiceStub(channel).GetState(request, timeout=CALL_TIMEOUT_S, wait_for_ready=True).state
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
-
-
-def _is_serving(service: ServiceCommand) -> bool:
-    with open_blocking_channel(service.target) as channel:
-        request = health_pb2.HealthCheckRequest(service=service.health_name)
-        try:
-            answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=CALL_TIMEOUT_S)
-        except grpc.RpcError:
-            return False
-    return answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
 _EXTRAS = {"torch": "trainer", "transformers": "trainer", "safetensors": "trainer", "sglang": "rollout"}

@@ -1,11 +1,8 @@
-"""Progress of a training run: a live line on a terminal, otherwise one line per step."""
+"""Progress of a training run: one line per step."""
 
 from __future__ import annotations
 
 import sys
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from tasuki.client.step import Step
 
@@ -23,35 +20,16 @@ INEXACT = (
 
 
 class TrainProgress:
-    """Shows steps as they are reported. Use it in a `with` block."""
+    """Prints steps as they are reported."""
 
-    def __init__(self, *, num_steps: int) -> None:
-        self._console = Console()
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self._bar = Progress(*columns, console=self._console)
-        self._task = self._bar.add_task("starting", total=num_steps)
+    def __init__(self) -> None:
         self._has_warned = False
-
-    def __enter__(self) -> TrainProgress:
-        if self._console.is_terminal:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._console.is_terminal:
-            self._bar.stop()
 
     def report(self, step: Step) -> None:
         if step.metrics.get("inexact_fraction") and not self._has_warned:
             self._has_warned = True
             sys.stderr.write(f"{INEXACT}\n")
-        line = step_line(step)
-        if not line:
-            return
-        if self._console.is_terminal:
-            self._console.print(line, highlight=False)
-            self._bar.update(self._task, completed=step.step, description=f"version {step.policy_version}")
-        else:
+        if line := step_line(step):
             sys.stdout.write(f"{line}\n")
             sys.stdout.flush()
 

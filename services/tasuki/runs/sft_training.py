@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from tasuki.algorithms.loss_types import Aggregation
 from tasuki.client.dataset import Dataset
 from tasuki.client.sft_data import read_sft_jsonl
-from tasuki.client.sft_loop import Settings, SftLoop
+from tasuki.client.sft_loop import SftLoop
 from tasuki.client.step import Step
 from tasuki.client.sync_client import Client
 from tasuki.client.types import TrainingSample
@@ -73,16 +72,8 @@ class SftTraining:
         start: Continuation,
         report: Callable[[Step], None],
     ) -> None:
-        sft = self.sft
-        settings = Settings(
-            num_steps=self.settings.num_steps,
-            samples_per_step=sft.samples_per_step,
-            output_dir=sft.output_dir,
-            aggregation=Aggregation(sft.aggregation),
-            eval_every=sft.eval_every,
-            save_every=sft.save_every,
-        )
-        SftLoop(client, dataset, self.eval_samples, settings, save_now).run(report, first_step=start.first_step)
+        loop = SftLoop(client, dataset, self.eval_samples, self.sft, self.settings.num_steps, save_now)
+        loop.run(report, first_step=start.first_step)
 
     def summary(self, steps: Sequence[Step], *, seconds: float, changeovers: int, policy_version: int) -> dict[str, object]:
         return summarize_sft(steps, seed=self.seed, seconds=seconds, changeovers=changeovers, policy_version=policy_version)

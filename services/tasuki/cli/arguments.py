@@ -1,4 +1,4 @@
-"""The command line of `tasuki plan`."""
+"""Arguments of the commands that have many."""
 
 from __future__ import annotations
 
@@ -9,6 +9,36 @@ from tasuki.planner.layout import Checkpointing, Strategy
 from tasuki.planner.presets import PRESETS
 
 DEFAULT_HOST_GB = 2000.0
+FLEET_FLAGS: dict[str, tuple[type, str]] = {
+    "name": (str, "name of the fleet"),
+    "num_nodes": (int, "number of nodes in the fleet"),
+    "node_rank": (int, "rank of this node, from 0"),
+    "leader": (str, "HOST:PORT of the fleet on node 0"),
+    "attempt": (int, "number of restarts of the job"),
+}
+
+
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--set", dest="overrides", action="append", default=[], metavar="A.B=VALUE", help="override a key of CONFIG"
+    )
+
+
+def add_node(parser: argparse.ArgumentParser) -> None:
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("config", type=Path, nargs="?", metavar="CONFIG", help="the file the node was started with")
+    which.add_argument("--state-dir", type=Path, help="the node's state folder")
+
+
+def add_fleet_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", type=Path, metavar="CONFIG")
+    for name, (kind, what) in FLEET_FLAGS.items():
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, type=kind, help=f"{what} (default: [fleet] of CONFIG, else the scheduler's variables)")
+    parser.add_argument(
+        "--grace-s", type=float, default=60.0, metavar="SECONDS", help="time for a run to save after SIGTERM (60)"
+    )
+    add_overrides(parser)
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,8 +79,5 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         help="activations kept for backward; by default the fastest choice that fits",
     )
     model.add_argument("--lora-rank", type=int, metavar="N")
-    parser.add_argument(
-        "--set", dest="overrides", action="append", default=[], metavar="A.B=VALUE", help="override a key of the TOML"
-    )
+    add_overrides(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the stages as stacked bars")
