@@ -11,8 +11,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from tasuki.cli.node_view import open_console
 from tasuki.cli.arguments import DEFAULT_HOST_GB
+from tasuki.cli.node_view import open_console
 from tasuki.cli.plan_report import as_table, show, traffic_lines, traffic_table
 from tasuki.config.checks import fleet_port_problem
 from tasuki.config.engine_arguments import uncounted_arguments
