@@ -17,7 +17,7 @@ from tasuki.client.loop_state import LoopState, checkpoint_path, write_loop_stat
 from tasuki.client.step import Step
 from tasuki.client.sync_client import Client
 from tasuki.client.types import Phase, TrainingSample
-from tasuki.config.sft_schema import SftConfig
+from tasuki.config.train_schema import SftConfig
 
 
 @dataclass(slots=True)

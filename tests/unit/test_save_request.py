@@ -13,7 +13,7 @@ from tasuki.client import sft_loop
 from tasuki.client.dataset import Dataset
 from tasuki.client.loop_state import newest_checkpoint
 from tasuki.client.step import Step
-from tasuki.config.sft_schema import SftConfig
+from tasuki.config.train_schema import SftConfig
 from tasuki.runs.training import SaveRequest
 from tests.unit.loop_node import LoopClient, loop_of, train_config
 from tests.unit.test_sft_loop import SAMPLES, SftClient

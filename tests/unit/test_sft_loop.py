@@ -20,7 +20,7 @@ from tasuki.client.sft_loop import SftLoop
 from tasuki.client.step import Step
 from tasuki.client.sync_client import Client
 from tasuki.client.types import Role, TrainingSample
-from tasuki.config.sft_schema import SftConfig
+from tasuki.config.train_schema import SftConfig
 from tests.unit.loop_node import LoopClient
 
 SAMPLES = [
