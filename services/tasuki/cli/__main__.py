@@ -23,6 +23,7 @@ from tasuki.wire.denied_path import denied
 from tasuki.wire.errors import (
     NO_ROOM,
     DiskFull,
+    InvalidArgument,
     NodeDown,
     NotInstalled,
     PathNotFound,
