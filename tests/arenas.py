@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tasuki.memory.allocator import NativeAllocator, Transfer
 from tasuki.memory.arena import Arena
-from tasuki.memory.tags import MemoryTag
+from tasuki.wire.stages import MemoryTag
 
 
 def pause(arenas: Sequence[Arena]) -> int:

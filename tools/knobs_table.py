@@ -9,10 +9,10 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from tasuki.algorithms.vocabulary_tiles import most_logits
-from tasuki.memory.stages import Phase, Stage
 from tasuki.planner.layout import GB, TAGS, Checkpointing, Layout, Part
 from tasuki.planner.plan import plan
 from tasuki.planner.presets import MODELS
+from tasuki.wire.stages import Phase, Stage
 
 BASE = Layout(
     model=MODELS["qwen2.5-7b"], num_gpus=2, gpu_bytes=141 * GB, host_bytes=2000 * GB, num_ranks=2, tp_size=2,

@@ -10,8 +10,8 @@ import pytest
 
 from tasuki.client import Client, Phase
 from tasuki.coordinator.phases import path
-from tasuki.memory.stages import Phase as RingPhase
-from tasuki.memory.stages import Stage
+from tasuki.wire.stages import Phase as RingPhase
+from tasuki.wire.stages import Stage
 from tests.chaos_node import PROCESSES, STAGES, ChaosNode, Recovery, write_recoveries
 from tests.conftest import RunningNode
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tasuki.client import Client, Phase
-from tasuki.memory.stages import Stage
+from tasuki.wire.stages import Stage
 from tests.chaos_node import ChaosNode
 from tests.conftest import RunningNode, assert_clean_audit
 from tests.extent import IS_WHOLE

@@ -12,11 +12,11 @@ import pytest
 from tasuki.client import Client, Phase
 from tasuki.config.load import load_config
 from tasuki.config.paths import config_path, node_targets
-from tasuki.memory.stages import Stage
 from tasuki.planner.layout import Part
 from tasuki.planner.node_plan import plan_node
 from tasuki.v1 import memory_pb2, types_pb2
 from tasuki.v1.memory_pb2_grpc import MemoryServiceStub
+from tasuki.wire.stages import Stage
 from tests.chaos_node import ChaosNode
 from tests.conftest import RunningNode, started_node, tasuki
 from tests.extent import only_whole

@@ -17,13 +17,13 @@ import grpc
 from tasuki.client import Client, Phase, Stage
 from tasuki.config.paths import socket_dir
 from tasuki.coordinator import phases
-from tasuki.memory.stages import Phase as RingPhase
-from tasuki.memory.stages import Stage as RingStage
 from tasuki.rpc.failpoints import Action, plant
 from tasuki.v1.rollout_pb2 import GetRolloutStateRequest
 from tasuki.v1.rollout_pb2_grpc import RolloutServiceStub
 from tasuki.wire.address import unix_target
 from tasuki.wire.channel import open_blocking_channel
+from tasuki.wire.stages import Phase as RingPhase
+from tasuki.wire.stages import Stage as RingStage
 from tests.fleet.nodes import RealFleet
 from tests.pulses import pids
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from tasuki.client import Client, Phase
-from tasuki.memory.stages import Stage
+from tasuki.wire.stages import Stage
 from tests.extent import IS_WHOLE
 from tests.fleet.batches import batch, losses_alone, write_node
 from tests.fleet.chaos_fleet import STAGES, TO_ROLLOUT, Recovery, ServedWatch, strike, write_recoveries

@@ -7,7 +7,7 @@ import torch
 
 from tasuki.memory.allocator import NativeAllocator
 from tasuki.memory.arena import Keep
-from tasuki.memory.tags import MemoryTag
+from tasuki.wire.stages import MemoryTag
 
 WEIGHTS, OPTIMIZER, KV_CACHE, CUDA_GRAPH = MemoryTag.WEIGHTS, MemoryTag.OPTIMIZER, MemoryTag.KV_CACHE, MemoryTag.CUDA_GRAPH
 

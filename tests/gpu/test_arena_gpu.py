@@ -7,8 +7,8 @@ import torch
 
 from tasuki.memory import arena as native
 from tasuki.memory.arena import Keep
-from tasuki.memory.tags import MemoryTag
 from tasuki.wire.errors import OutOfGpuMemory
+from tasuki.wire.stages import MemoryTag
 from tests.gpu.conftest import free_bytes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]

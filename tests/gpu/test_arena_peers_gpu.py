@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tasuki.memory.arena import Access, Keep
-from tasuki.memory.tags import MemoryTag
+from tasuki.wire.stages import MemoryTag
 from tests.gpu.conftest import free_bytes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]

@@ -18,12 +18,11 @@ from tasuki.client import Client, Phase, SamplingParams, TrainingSample
 from tasuki.client.types import Sample
 from tasuki.config.load import load_config
 from tasuki.config.paths import config_path, node_targets
-from tasuki.memory.tags import MemoryTag
 from tasuki.rpc.process_start import read_start_seconds
-from tasuki.rpc.usage import TAGS
 from tasuki.v1 import memory_pb2
 from tasuki.v1.memory_pb2_grpc import MemoryServiceStub
 from tasuki.wire.channel import open_blocking_channel
+from tasuki.wire.stages import MemoryTag
 from tests.chaos_node import ChaosNode
 from tests.conftest import RunningNode, assert_clean_audit, started_node, tasuki
 from tests.gpu.node_settings import GPU
@@ -134,7 +133,7 @@ def mapped_bytes(node: RunningNode) -> int:
     target = node_targets(load_config(config_path(node.state_dir)))["rollout"]
     with open_blocking_channel(target) as channel:
         usage = MemoryServiceStub(channel).GetUsage(memory_pb2.GetUsageRequest(), timeout=30)
-    return sum(tag.mapped_bytes for tag in usage.tags if TAGS[tag.tag] is MemoryTag.KV_CACHE)
+    return sum(tag.mapped_bytes for tag in usage.tags if MemoryTag.of(tag.tag) is MemoryTag.KV_CACHE)
 
 
 def assert_same_up_to_ties(found: Turn, plain: Turn) -> None:

@@ -20,11 +20,11 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedConfig, Qwen3MoeConfig
 
 from tasuki.algorithms.loss_types import LossConfig
-from tasuki.memory.tags import MemoryTag
 from tasuki.trainer.backends.fsdp.expert_parallel import ParallelExperts
 from tasuki.trainer.learner import Learner
 from tasuki.trainer.modules.routing import EXPERTS
 from tasuki.trainer.roles import Role
+from tasuki.wire.stages import MemoryTag
 from tests.gpu.test_checkpointing_gpu import MAX_TOKENS, VOCAB_SIZE, mesh, samples_of
 from tests.integration.learning import learn, metric, start_learner, whole_gradients
 

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from tasuki.memory.tags import MemoryTag
 from tasuki.trainer.data.micro_batch import token_batch
 from tasuki.trainer.learner import Learner
 from tasuki.trainer.roles import Role
 from tasuki.trainer.service.requests import decode_samples
+from tasuki.wire.stages import MemoryTag
 from tests.integration.learning import fsdp, start_learner
 from tests.integration.plain_critic import value_samples
 

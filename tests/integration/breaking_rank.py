@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from tasuki.memory.tags import MemoryTag
 from tasuki.rollout import receive
 from tasuki.rollout.rank_commands import EngineRank, command_tensors, rank_allocator, register_rank, run_command
 from tasuki.rpc.failpoints import Failpoints
 from tasuki.weights.copies import ViewCopy
 from tasuki.wire.errors import InternalError
+from tasuki.wire.stages import MemoryTag
 from tests.integration.forked import processes
 from tests.models import poison
 

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from tasuki.memory.allocator import NativeAllocator
-from tasuki.memory.tags import MemoryTag
 from tasuki.v1 import weights_pb2
 from tasuki.v1.memory_pb2 import PauseRequest, ResumeRequest
 from tasuki.v1.types_pb2 import MEMORY_TAG_WEIGHTS
 from tasuki.weights.plan import Slice
+from tasuki.wire.stages import MemoryTag
 from tests.integration.adapter_rank import Adapter, receive_adapter
 from tests.integration.base_rank import share_base
 from tests.integration.forked import processes

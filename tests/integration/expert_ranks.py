@@ -29,6 +29,7 @@ from tasuki.trainer.launch import read_launch
 from tasuki.trainer.learner import Learner
 from tasuki.trainer.roles import Role
 from tasuki.trainer.service.requests import decode_samples
+from tasuki.wire.stages import MemoryTag
 from tests.extent import IS_WHOLE
 from tests.integration.learning import fsdp, learn, metric, start_learner, trained, whole_gradients, whole_parameters
 from tests.integration.trainer_samples import make_samples
@@ -100,7 +101,9 @@ def compare_steps(start: Callable[..., Learner], output: Path) -> Facts:
         facts["steps"].append([step_of(gathered, step), step_of(spread, step)])
     before = {name: whole_parameters(each, Role.POLICY) for name, each in (("gathered", gathered), ("spread", spread))}
     facts["parameters"].append(largest_difference(before["spread"], before["gathered"]))
-    facts["tags"] = [{usage.tag: usage.total_bytes for usage in fsdp(each).memory.usage()} for each in (gathered, spread)]
+    facts["tags"] = [
+        {MemoryTag.of(usage.tag): usage.total_bytes for usage in fsdp(each).memory.usage()} for each in (gathered, spread)
+    ]
     for name, learner in (("gathered", gathered), ("spread", spread)):
         learner.save_checkpoint(output / name)
     gathered.load_checkpoint(output / "spread")

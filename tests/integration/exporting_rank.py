@@ -10,11 +10,11 @@ from torch import nn
 
 from tasuki.memory.allocator import NativeAllocator
 from tasuki.memory.arena import Keep
-from tasuki.memory.tags import MemoryTag
 from tasuki.v1 import weights_pb2
 from tasuki.weights.checksum import checksum
 from tasuki.weights.export import ExportMemory, Place, WeightExport
 from tasuki.weights.shards import Shard
+from tasuki.wire.stages import MemoryTag
 from tests.slices import by_rows
 
 WEIGHTS, EXPORT = MemoryTag.WEIGHTS, MemoryTag.EXPORT

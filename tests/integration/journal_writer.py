@@ -19,11 +19,10 @@ from contextlib import closing
 from pathlib import Path
 from typing import NoReturn
 
-from tasuki.coordinator.journal import Journal
-from tasuki.coordinator.journal_recovery import close_interrupted, resolve_intents
+from tasuki.coordinator.journal import Journal, Outcome
+from tasuki.coordinator.node import resolve_intents
 from tasuki.coordinator.phases import path
-from tasuki.coordinator.records import Outcome
-from tasuki.memory.stages import HOLDS, Phase, Stage
+from tasuki.wire.stages import HOLDS, Phase, Stage
 
 MOST_LINES, LONGEST_PAUSE_S = 30, 0.0005
 
@@ -32,7 +31,7 @@ def write_for_ever(journal_path: Path, acknowledge: int) -> NoReturn:
     """Writes what a coordinator with flawless services would; prints a line for each completed call of the journal."""
     journal = Journal(journal_path)
     say(acknowledge, f"epoch {journal.begin_epoch(uuid.uuid4().hex)}")
-    close_interrupted(journal)
+    journal.close_interrupted()
     at = next_place(journal, journal_path)
     resolve_intents(journal, at)
     while True:

@@ -14,10 +14,10 @@ from tasuki.config.schema import NodeConfig
 from tasuki.memory.allocator import NativeAllocator
 from tasuki.memory.device_usage import device_usage
 from tasuki.rpc.commands import CommandGate
+from tasuki.rpc.memory import usage_response
 from tasuki.rpc.port import port_of
 from tasuki.rpc.server import RpcServer
 from tasuki.rpc.service_tracer import open_service_tracer
-from tasuki.rpc.usage import TAGS, usage_response
 from tasuki.v1 import memory_pb2, memory_pb2_grpc, rollout_pb2, rollout_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 from tasuki.v1.types_pb2 import (
     STAGE_DRAIN,
@@ -35,6 +35,7 @@ from tasuki.v1.types_pb2 import (
 )
 from tasuki.v1.weights_pb2 import PublishedWeights
 from tasuki.wire.errors import DeadlineExceeded, StageOrder, TasukiError
+from tasuki.wire.stages import MemoryTag
 
 # For each stage, the stages after which its service accepts it, forwards or as an undo.
 _AFTER = {
@@ -143,7 +144,7 @@ class Memory(memory_pb2_grpc.MemoryServiceServicer):
     async def Pause(self, request: Any, context: Any) -> Any:
         def work() -> Any:
             arenas = self.service.arenas
-            moved = 500 if arenas is None else arenas.pause([TAGS[tag] for tag in request.tags])
+            moved = 500 if arenas is None else arenas.pause(MemoryTag.all_of(request.tags))
             return memory_pb2.PauseResponse(released_bytes=moved)
 
         return await self.service.run(request, request.stage, None, work)
@@ -151,7 +152,7 @@ class Memory(memory_pb2_grpc.MemoryServiceServicer):
     async def Resume(self, request: Any, context: Any) -> Any:
         def work() -> Any:
             arenas = self.service.arenas
-            moved = 500 if arenas is None else arenas.resume([TAGS[tag] for tag in request.tags])
+            moved = 500 if arenas is None else arenas.resume(MemoryTag.all_of(request.tags))
             return memory_pb2.ResumeResponse(mapped_bytes=moved)
 
         answer = await self.service.run(request, request.stage, None, work)

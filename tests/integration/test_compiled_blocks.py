@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tasuki.algorithms.loss_types import LossConfig
 from tasuki.algorithms.losses.value import ValueLoss
-from tasuki.memory.tags import MemoryTag
 from tasuki.trainer.backends.fsdp.compiled_blocks import num_graphs
 from tasuki.trainer.backends.fsdp.shards import local_shards
 from tasuki.trainer.data.micro_batch import token_batch
@@ -25,6 +24,7 @@ from tasuki.trainer.roles import Role
 from tasuki.trainer.service.requests import decode_samples
 from tasuki.v1 import loss_pb2
 from tasuki.wire.errors import InvalidArgument
+from tasuki.wire.stages import MemoryTag
 from tests.extent import IS_WHOLE, only_whole
 from tests.integration.learning import fsdp, learn, start_learner, trained, whole_gradients, whole_parameters
 from tests.integration.trainer_process import TrainerClient, TrainerProcess, connect, samples_of_now, start_trainer

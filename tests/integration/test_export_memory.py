@@ -15,6 +15,7 @@ from tasuki.rollout.receive import WeightReceiver
 from tasuki.v1 import weights_pb2
 from tasuki.weights.imported_weights import import_weights
 from tasuki.weights.manifest import Manifest
+from tasuki.wire.stages import MemoryTag
 from tests.integration.exporting_rank import EXPORT, MIB, SHAPES, WEIGHTS, Engine, TrainerRank
 from tests.models import poison
 from tests.received import ReceivedPiece, check_received
@@ -84,7 +85,7 @@ def test_parameters_in_place_are_not_copied_and_others_of_their_arena_are_not_sh
         True,
         False,
     ]
-    usage = {usage.tag: usage.total_bytes for usage in trainer.allocator.usage()}
+    usage = {MemoryTag.of(usage.tag): usage.total_bytes for usage in trainer.allocator.usage()}
     assert usage[EXPORT] == 2 * MIB  # the smallest chunk, for the small tensor
     assert sum(trainer.export._arena.manifest.chunk_bytes) < usage[WEIGHTS] - 16 * MIB
 
@@ -140,7 +141,7 @@ def test_what_leaves_is_really_gone_from_publisher_and_reader(start: Start) -> N
         receive(receiver, trainer.publish(version))
         assert native.totals().imported_bytes == imported, "a reader holds nothing after it has read"
         released = trainer.offload()
-        usage = {usage.tag: usage for usage in trainer.allocator.usage()}
+        usage = {MemoryTag.of(usage.tag): usage for usage in trainer.allocator.usage()}
         assert (usage[EXPORT].mapped_bytes, usage[EXPORT].is_paused) == (0, True)
         assert released == sum(one.total_bytes for one in usage.values()), "nothing of it is held by a descriptor"
         assert shared_files() <= held[0] - released + 4096

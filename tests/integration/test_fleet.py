@@ -17,9 +17,8 @@ from tasuki.client.async_client import AsyncClient
 from tasuki.client.types import Phase
 from tasuki.config.lock import Instance
 from tasuki.config.schema import NodeConfig
-from tasuki.coordinator.fleet_hold import FleetHold
 from tasuki.coordinator.journal import Journal
-from tasuki.coordinator.servicer import CoordinatorServicer
+from tasuki.coordinator.servicer import CoordinatorServicer, FleetHold
 from tasuki.fleet.digests import this_member
 from tasuki.fleet.fleet import Fleet
 from tasuki.fleet.journal import FleetJournal

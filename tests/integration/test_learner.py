@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM
 
 from tasuki.algorithms.loss_types import Correction, LossConfig
 from tasuki.algorithms.losses.value import ValueLoss
-from tasuki.memory.tags import MemoryTag
 from tasuki.models.families import read_model
 from tasuki.trainer.attention.packed import IMPLEMENTATION, PackedAttention
 from tasuki.trainer.attention.padded import PaddedSequences
@@ -31,6 +30,7 @@ from tasuki.trainer.learner import Learner
 from tasuki.trainer.roles import Role
 from tasuki.trainer.service.requests import decode_samples
 from tasuki.wire.errors import GradientsNotFinite, InvalidArgument, VersionOrder
+from tasuki.wire.stages import MemoryTag
 from tests.integration.learning import fsdp, learn, start_learner, trained, whole_parameters
 from tests.integration.one_rank import mesh, model
 from tests.integration.plain_critic import PlainCritic, value_samples

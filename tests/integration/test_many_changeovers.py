@@ -12,8 +12,8 @@ import torch
 
 from tasuki.memory.allocator import NativeAllocator
 from tasuki.memory.arena import Keep
-from tasuki.memory.tags import MemoryTag
 from tasuki.v1.types_pb2 import PHASE_ROLLOUT, PHASE_TRAIN
+from tasuki.wire.stages import MemoryTag
 from tests.extent import IS_WHOLE
 from tests.footprint import MIB, Footprint, footprint, growth
 from tests.integration.coordinator_process import Node, running_coordinator

@@ -16,7 +16,6 @@ from torchao.optim.subclass_8bit import OptimState8bit
 
 from tasuki.algorithms.loss_types import LossConfig
 from tasuki.algorithms.losses.value import ValueLoss
-from tasuki.memory.tags import MemoryTag
 from tasuki.planner.layout import Part
 from tasuki.planner.moments import moment_block
 from tasuki.planner.trainer_bytes import trainer_tags
@@ -27,6 +26,7 @@ from tasuki.trainer.learner import Learner
 from tasuki.trainer.roles import Role
 from tasuki.trainer.service.requests import decode_samples
 from tasuki.wire.errors import InvalidArgument
+from tasuki.wire.stages import MemoryTag
 from tests.integration.forked import processes
 from tests.integration.learning import fsdp, learn, start_learner, trained, whole_gradients, whole_parameters
 from tests.integration.one_rank import mesh, model
@@ -137,7 +137,7 @@ def test_memory_is_a_quarter_and_as_planned_and_sleeps(mesh: DeviceMesh, tmp_pat
     assert "value_head.weight" not in [
         name for name, state in state_of(learner, Role.CRITIC).items() if "exp_avg_codes" in state
     ]
-    usages = [{each.tag: each.total_bytes for each in fsdp(each).memory.usage()} for each in (learner, full)]
+    usages = [{MemoryTag.of(each.tag): each.total_bytes for each in fsdp(each).memory.usage()} for each in (learner, full)]
     rounded, whole = (usage[MemoryTag.OPTIMIZER] for usage in usages)
     assert rounded == trainer_tags(fsdp(learner)._layout)[Part.OPTIMIZER]
     assert rounded < 0.3 * whole

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from tasuki.memory.tags import MemoryTag
 from tasuki.rollout.rank_commands import EngineRank, rank_allocator
 from tasuki.rollout.receive import WeightReceiver
 from tasuki.rollout.record import Layout, RecordingTensor
 from tasuki.v1.memory_pb2 import PauseRequest, ResumeRequest
 from tasuki.v1.types_pb2 import MEMORY_TAG_WEIGHTS
 from tasuki.wire.errors import WeightsCorrupt
+from tasuki.wire.stages import MemoryTag
 from tests.integration.awkward_model import TENSORS, AwkwardModel, Trainer, assert_holds, expected, receive
 
 LAYOUT: Layout = {name: (shape, torch.bfloat16) for name, shape in TENSORS.items()}

@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tasuki.algorithms.loss_types import LossConfig
 from tasuki.memory.host import HostMemory, host_memory
-from tasuki.memory.tags import MemoryTag
 from tasuki.planner.trainer_bytes import host_reference
 from tasuki.trainer.backends.fsdp import host_buffers
 from tasuki.trainer.backends.fsdp.staying import TAGS
@@ -20,6 +19,7 @@ from tasuki.trainer.learner import Learner
 from tasuki.trainer.roles import Role
 from tasuki.trainer.service.requests import decode_samples
 from tasuki.wire.errors import InvalidArgument
+from tasuki.wire.stages import MemoryTag
 from tests.integration.launched import run_ranks
 from tests.integration.learning import fsdp, learn, start_learner
 from tests.integration.one_rank import mesh

@@ -17,16 +17,15 @@ from typing import Any
 
 from tasuki.coordinator.audit.history import read_history
 from tasuki.coordinator.audit.replay import audit
-from tasuki.coordinator.journal import Journal
+from tasuki.coordinator.journal import Intent, Journal, Outcome
 from tasuki.coordinator.node import Node
 from tasuki.coordinator.peers import GrpcPeers, Observed
-from tasuki.coordinator.records import Intent, Outcome
-from tasuki.memory.stages import RULES, Phase, Service
 from tasuki.rpc.server import RpcServer
 from tasuki.v1.memory_pb2_grpc import MemoryServiceServicer, add_MemoryServiceServicer_to_server
 from tasuki.v1.rollout_pb2_grpc import RolloutServiceServicer, add_RolloutServiceServicer_to_server
 from tasuki.v1.trainer_pb2_grpc import TrainerServiceServicer, add_TrainerServiceServicer_to_server
 from tasuki.wire.errors import PeerUnavailable, TasukiError
+from tasuki.wire.stages import RULES, Phase, Service
 from tests.extent import IS_WHOLE
 from tests.integration.faulty_proxy import Break, FaultyProxy
 from tests.unit.memory_folder import memory_folder
@@ -182,7 +181,7 @@ async def test_faults_carry_no_stage_out_twice_and_every_changeover_ends() -> No
         for phase in (Phase.TRAIN, Phase.ROLLOUT, Phase.TRAIN):
             assert await acquire(node, phase, f"{phase} after {number}") is None
             number += 1
-        assert node.state().phase is Phase.TRAIN
+        assert Phase.of(node.state().phase) is Phase.TRAIN
         await peers.close()
     journal.close()
     found = audit(read_history(folder / "journal.sqlite"))

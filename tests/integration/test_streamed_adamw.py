@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from tasuki.algorithms.loss_types import LossConfig
 from tasuki.algorithms.losses.value import ValueLoss
 from tasuki.memory.host import host_memory
-from tasuki.memory.tags import MemoryTag
 from tasuki.trainer.backends.fsdp import host_buffers
 from tasuki.trainer.backends.fsdp.optimizer import streamed_adamw
 from tasuki.trainer.backends.fsdp.optimizer.streamed_adamw import StreamedAdamW
@@ -22,6 +21,7 @@ from tasuki.trainer.learner import Learner
 from tasuki.trainer.roles import Role
 from tasuki.trainer.service.requests import decode_samples
 from tasuki.wire.errors import InvalidArgument
+from tasuki.wire.stages import MemoryTag
 from tests.integration.learning import fsdp, learn, start_learner, trained, whole_parameters
 from tests.integration.one_rank import mesh, model
 from tests.integration.plain_critic import value_samples
@@ -77,7 +77,7 @@ def test_there_are_several_blocks_and_the_tag_is_empty(model: Path, mesh: Device
     assert max(block.num_bytes for block in optimizer._blocks) <= streamed_adamw.BLOCK_BYTES
     assert {len(block.pieces) > 1 for block in optimizer._blocks if block.pieces[0].start == 0} == {True, False}
     assert any(block.pieces[0].start for block in optimizer._blocks), "a parameter larger than a block"
-    usage = {each.tag: each.total_bytes for each in fsdp(learner).memory.usage()}
+    usage = {MemoryTag.of(each.tag): each.total_bytes for each in fsdp(learner).memory.usage()}
     assert usage[MemoryTag.OPTIMIZER] == 0 < usage[MemoryTag.GRADIENTS]
     step(learner, 1)
     fsdp(learner).memory.pause(TAGS)

@@ -11,14 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tasuki.memory.stages import Stage
-from tasuki.memory.tags import MemoryTag
 from tasuki.rollout.rank_calls import RankCalls
 from tasuki.rollout.rollout import Rollout
 from tasuki.rollout.sync import WeightSync
 from tasuki.v1 import weights_pb2
 from tasuki.weights.export import WeightExport
 from tasuki.wire.errors import EnginePoisoned, TasukiError, WeightsCorrupt
+from tasuki.wire.stages import MemoryTag, Stage
 from tests.extent import IS_WHOLE
 from tests.integration.breaking_rank import Break, Breaking, BreakingRank, BreakingReplicas, Shapes, digest_of
 from tests.models import make_model, trainer_shards

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from tasuki.memory.tags import MemoryTag
 from tasuki.rollout import receive as receiving
 from tasuki.rollout.rank_calls import RankCalls
 from tasuki.rollout.rank_commands import EngineRank, rank_allocator
@@ -22,6 +21,7 @@ from tasuki.weights.copies import HostCopies, HostSummedCopies, ViewCopy
 from tasuki.weights.imported_weights import import_weights
 from tasuki.weights.plan import Slice
 from tasuki.wire.errors import VersionOrder, WeightsCorrupt
+from tasuki.wire.stages import MemoryTag
 from tests.integration.awkward_model import TENSORS, AwkwardModel, Trainer, receive
 from tests.integration.breaking_rank import BreakingRank
 from tests.integration.exporting_rank import Replacing

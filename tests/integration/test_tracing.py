@@ -13,8 +13,8 @@ from tasuki.client import AsyncClient, Phase
 from tasuki.config.paths import log_path
 from tasuki.config.schema import MetricsConfig, ModelConfig, NodeConfig
 from tasuki.coordinator.phases import path
-from tasuki.memory import stages
 from tasuki.v1.types_pb2 import STAGE_SYNC
+from tasuki.wire import stages
 from tasuki.wire.errors import OutOfGpuMemory
 from tests.integration.coordinator_process import Node, running_node
 from tests.limits import limit_s

@@ -17,13 +17,13 @@ from safetensors.torch import load_file
 
 from tasuki.config.paths import base_socket_path
 from tasuki.config.trainer_schema import LoraConfig
-from tasuki.memory.tags import MemoryTag
 from tasuki.rollout.rank_calls import RankCalls
 from tasuki.rollout.sync import WeightSync
 from tasuki.v1 import memory_pb2, types_pb2, weights_pb2
 from tasuki.weights.imported_weights import import_weights
 from tasuki.weights.shared_base import SharedBase, find_base
 from tasuki.wire.errors import OutOfGpuMemory, WeightsCorrupt
+from tasuki.wire.stages import MemoryTag
 from tests.base_copies import shared_by
 from tests.extent import IS_WHOLE, only_whole
 from tests.integration.adapter_rank import Adapter

@@ -32,6 +32,7 @@ from tasuki.trainer.service.requests import decode_samples
 from tasuki.v1.weights_pb2 import PublishedWeights, WeightHandle
 from tasuki.weights.imported_weights import ImportedWeights, import_weights
 from tasuki.wire.errors import OutOfGpuMemory
+from tasuki.wire.stages import MemoryTag
 from tests.extent import IS_WHOLE
 from tests.integration.learning import fsdp, learn, metric, start_learner, trained
 from tests.integration.trainer_samples import make_samples
@@ -119,7 +120,7 @@ def publish_rounds(learner: Learner, *, engine_dtype: str = "bfloat16") -> dict[
     reader: ImportedWeights | None = None
     facts: dict[str, list[Any]] = {"is_equal": [], "num_imports": [], "tags": []}
     fsdp(learner).rehearse_publication()
-    facts["rehearsed"] = [usage.mapped_bytes for usage in fsdp(learner).memory.usage() if usage.tag == "export"]
+    facts["rehearsed"] = [usage.mapped_bytes for usage in fsdp(learner).memory.usage() if MemoryTag.of(usage.tag) == "export"]
     for _ in range(3):
         version, handles = learner.policy_version, everyone(learner.publish().export.handle().SerializeToString())
         weights = PublishedWeights(policy_version=version, boot_id="boot", handles=map(WeightHandle.FromString, handles))
@@ -134,7 +135,9 @@ def publish_rounds(learner: Learner, *, engine_dtype: str = "bfloat16") -> dict[
         reader.release()
         dist.barrier()
         fsdp(learner).memory.pause(TAGS)
-        facts["tags"].append({usage.tag: [usage.mapped_bytes, usage.kept_bytes] for usage in fsdp(learner).memory.usage()})
+        facts["tags"].append(
+            {MemoryTag.of(usage.tag): [usage.mapped_bytes, usage.kept_bytes] for usage in fsdp(learner).memory.usage()}
+        )
         facts["num_imports"].append(native.totals().imported_bytes)
         fsdp(learner).memory.resume(TAGS)
         learner.backend.withdraw()

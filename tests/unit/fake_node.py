@@ -9,8 +9,8 @@ from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.node import Node
 from tasuki.coordinator.operations import Operation
 from tasuki.coordinator.phases import path
-from tasuki.coordinator.records import StageEvent
-from tasuki.memory.stages import HOLDS, Phase, Stage
+from tasuki.v1.coordinator_pb2 import StageEvent
+from tasuki.wire.stages import HOLDS, Phase, Stage
 from tests.unit.fake_services import FakeServices
 
 TRAIN, ROLLOUT = HOLDS[Phase.TRAIN], HOLDS[Phase.ROLLOUT]

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
+from tasuki.coordinator.journal import Intent, Outcome
 from tasuki.coordinator.peers import Observed
-from tasuki.coordinator.records import Intent, Outcome
-from tasuki.memory.stages import RULES, Service, Stage
 from tasuki.wire.errors import EnginePoisoned, PeerUnavailable, StageOrder, TasukiError
+from tasuki.wire.stages import RULES, Service, Stage
 
 _TRAINER = {(None, Stage.LOAD_WEIGHTS), (Stage.LOAD_TRAINER, Stage.LOAD_WEIGHTS), (Stage.LOAD_WEIGHTS, Stage.OFFLOAD)}
 _TRAINER |= {(Stage.OFFLOAD, Stage.LOAD_TRAINER), (None, Stage.LOAD_TRAINER)}

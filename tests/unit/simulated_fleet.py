@@ -9,19 +9,17 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tasuki.config.lock import Instance
 from tasuki.config.schema import FleetConfig
-from tasuki.coordinator.encode import state_to_proto
-from tasuki.coordinator.fleet_hold import FleetHold
 from tasuki.coordinator.operations import Operation
+from tasuki.coordinator.servicer import FleetHold
 from tasuki.fleet.audit import FleetAudit, audit_fleet_journal
 from tasuki.fleet.fleet import Fleet
 from tasuki.fleet.journal import FleetJournal
 from tasuki.fleet.node_peer import NodePeer
-from tasuki.memory.stages import Phase, Service, Stage
 from tasuki.v1.coordinator_pb2 import NodeState, RunStageResponse, StageEvent
 from tasuki.v1.fleet_pb2 import FleetCommand
 from tasuki.wire.errors import FleetEnded, PeerUnavailable, TasukiError
+from tasuki.wire.stages import Phase, Service, Stage
 from tests.unit.simulated_faults import Crash, JournalFailpoints
 from tests.unit.simulated_node import SimulatedNode
 
@@ -75,7 +73,7 @@ class MemberNode(SimulatedNode):
         return None if rollout is None or rollout.served is None else (rollout.served, rollout.flavour)
 
     def state(self) -> NodeState:
-        return state_to_proto(self.node.state(), instance=Instance())
+        return self.node.state()
 
     def ran(self, stage: Stage) -> RunStageResponse:
         response = RunStageResponse(event=StageEvent(bytes=1000), state=self.state())
@@ -94,7 +92,7 @@ class SimulatedNodePeer(NodePeer):
 
     async def look(self) -> NodeState:
         async def look(node: MemberNode) -> NodeState:
-            return state_to_proto(await node.node.look(), instance=Instance())
+            return await node.node.look()
 
         return await self._fleet.call(self.rank, self._command(), look)
 

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tasuki.memory.stages import Service
 from tasuki.rpc.command_log import LoggedLife, read_command_log
+from tasuki.wire.stages import Service
 from tests.unit.simulated_services import SimulatedService
 
 _LOGGER = logging.getLogger("tasuki.rpc")

@@ -14,9 +14,9 @@ from tasuki.coordinator.audit.replay import Audit, audit
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.node import Node
 from tasuki.coordinator.operations import Operation
-from tasuki.memory.stages import Phase, Service, Stage
 from tasuki.v1 import trainer_pb2, types_pb2
 from tasuki.wire.errors import DeadlineExceeded, OutOfGpuMemory, PeerUnavailable, TasukiError
+from tasuki.wire.stages import Phase, Service, Stage
 from tests.unit.simulated_faults import Crash, Fault, JournalFailpoints
 from tests.unit.simulated_logs import SimulatedLogs
 from tests.unit.simulated_peers import STAGE_TIMEOUT_S, SimulatedPeers

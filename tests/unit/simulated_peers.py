@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from tasuki.coordinator.peers import GrpcPeers
-from tasuki.memory.stages import Service
+from tasuki.wire.stages import Service
 
 if TYPE_CHECKING:
     from tests.unit.simulated_node import SimulatedNode

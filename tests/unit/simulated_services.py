@@ -8,17 +8,16 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tasuki.memory.stages import Stage
 from tasuki.rollout.rollout import check_stage
 from tasuki.rpc.commands import CommandGate, digest
-from tasuki.rpc.stages import stage_from_proto, stage_to_proto
 from tasuki.trainer import stages as trainer_stages
 from tasuki.v1 import memory_pb2, rollout_pb2, trainer_pb2, weights_pb2
 from tasuki.wire.errors import BadHandle, TasukiError, VersionOrder, WeightsCorrupt
+from tasuki.wire.stages import Stage
 
 
 def stage_of(request: memory_pb2.PauseRequest | memory_pb2.ResumeRequest) -> Stage:
-    stage = stage_from_proto(request.stage)
+    stage = Stage.of(request.stage)
     assert stage is not None
     return stage
 
@@ -147,7 +146,7 @@ class SimulatedTrainer(SimulatedService):
         self._look(request.epoch)
         return trainer_pb2.GetTrainerStateResponse(
             boot_id=self.boot_id,
-            stage=stage_to_proto(self.stage),
+            stage=self.stage.number if self.stage else None,
             policy_version=self.version,
             is_in_stage=self.gate.is_in_stage,
         )
@@ -220,7 +219,7 @@ class SimulatedRollout(SimulatedService):
         self._look(request.epoch)
         return rollout_pb2.GetRolloutStateResponse(
             boot_id=self.boot_id,
-            stage=stage_to_proto(self.stage),
+            stage=self.stage.number if self.stage else None,
             policy_version=self.served,
             received_version=self.held if self.served is None else None,
             is_poisoned=self.poison is not None,

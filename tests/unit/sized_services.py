@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field, replace
 
-from tasuki.coordinator.records import Intent, Outcome
-from tasuki.memory.stages import RULES, Service, Stage
-from tasuki.memory.tags import DeviceUsage, MemoryTag, ServiceUsage, TagUsage
+from tasuki.coordinator.journal import Intent, Outcome
+from tasuki.v1.memory_pb2 import GetUsageResponse
+from tasuki.v1.types_pb2 import DeviceUsage, TagUsage
 from tasuki.wire.errors import TasukiError
+from tasuki.wire.stages import RULES, MemoryTag, Service, Stage
 from tests.unit.fake_services import FakeServices
 
 GB = 10**9
@@ -56,7 +57,7 @@ class Devices:
     def mapped(self, service: Service) -> int:
         return sum(self.sizes(service)[tag] for tag in self.awake(service))
 
-    async def usage(self, service: Service, *, skip_torch_cache: bool = False) -> ServiceUsage:
+    async def usage(self, service: Service, *, skip_torch_cache: bool = False) -> GetUsageResponse:
         self.asked.append(service)
         await asyncio.sleep(0)
         if service in self.silent:
@@ -68,23 +69,33 @@ class Devices:
         awake = self.awake(service)
         tags = tuple(
             TagUsage(
-                tag,
-                self.device,
-                size if tag in awake else 0,
-                size,
-                tag not in awake,
-                0,
-                0,
+                tag=tag.number,
+                device=self.device,
+                mapped_bytes=size if tag in awake else 0,
+                total_bytes=size,
+                is_paused=tag not in awake,
                 stays=(service, tag) in self.staying,
             )
             for tag, size in self.sizes(service).items()
         )
         if service is Service.TRAINER and self.copy_bytes:
             mapped = self.copy_bytes if self.services.stage[service] is Stage.LOAD_WEIGHTS else 0
-            tags += (TagUsage("export", self.device, mapped, self.copy_bytes, not mapped, 0, 0),)
+            tag = MemoryTag.EXPORT.number
+            export = TagUsage(
+                tag=tag, device=self.device, mapped_bytes=mapped, total_bytes=self.copy_bytes, is_paused=not mapped
+            )
+            tags += (export,)
         others = self.total_bytes - free - processes[service]
         cached = self.rollout_cached_bytes if service is Service.ROLLOUT and not skip_torch_cache else 0
-        return ServiceUsage(tags, (DeviceUsage(self.device, 0, self.total_bytes, free, processes[service], cached, others),))
+        device = DeviceUsage(
+            device=self.device,
+            total_bytes=self.total_bytes,
+            free_bytes=free,
+            process_bytes=processes[service],
+            torch_cached_bytes=cached,
+            other_processes_bytes=others,
+        )
+        return GetUsageResponse(tags=tags, devices=[device])
 
 
 class SizedServices(FakeServices):

@@ -15,10 +15,9 @@ from tasuki.coordinator.admission import Admission
 from tasuki.coordinator.headroom import TAKES
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.node import Node
-from tasuki.coordinator.records import StageEvent
-from tasuki.memory.stages import HOLDS, Phase, Service, Stage
-from tasuki.memory.tags import MemoryTag
+from tasuki.v1.coordinator_pb2 import StageEvent
 from tasuki.wire.errors import DeadlineExceeded, OutOfGpuMemory
+from tasuki.wire.stages import HOLDS, MemoryTag, Phase, Service, Stage
 from tests.unit import fake_node
 from tests.unit.fake_services import FakeServices
 from tests.unit.sized_services import CONTEXT, GB, Devices, SizedServices
@@ -82,8 +81,10 @@ async def test_stage_without_room_is_refused_with_numbers_before_anything_is_sen
     error = await refused(node, Phase.ROLLOUT)
     assert ("run", Stage.RESUME_WEIGHTS) not in services.asked
     assert services.asked == [("run", Stage.LOAD_WEIGHTS), ("undo", Stage.LOAD_WEIGHTS)]
-    assert node.state().at is HOLDS[Phase.TRAIN]
-    assert {event.stage for event in journal.changeovers(limit=1)[0].events} == {Stage.LOAD_WEIGHTS}
+    assert Stage.of(node.state().stage) is HOLDS[Phase.TRAIN]
+    assert {Stage.of(event.stage) for event in journal.events(journal.changeovers(limit=1)[0].changeover_id)} == {
+        Stage.LOAD_WEIGHTS
+    }
     free = 12 * GB - 3 * GB - 8 * GB - 2 * CONTEXT
     numbers = {key: int(error.metadata[key]) for key in ("needed_bytes", "free_bytes", "margin_bytes", "short_bytes")}
     margin = 512 * 2**20
@@ -96,7 +97,7 @@ async def test_stage_without_room_is_refused_with_numbers_before_anything_is_sen
     assert "cuda:0: 1.00 GB needed, 0.80 GB free, 0.74 GB short" in error.message
     devices.foreign_bytes = 0
     await acquire(node, Phase.ROLLOUT)
-    assert node.state().phase is Phase.ROLLOUT
+    assert Phase.of(node.state().phase) is Phase.ROLLOUT
 
 
 async def test_foreign_holder_that_came_since_the_trainer_left_is_met_before_the_trainer_returns(
@@ -108,10 +109,10 @@ async def test_foreign_holder_that_came_since_the_trainer_left_is_met_before_the
     error = await refused(node, Phase.TRAIN)
     assert (error.metadata["stage"], error.metadata["tag"]) == ("LOAD_TRAINER", "weights,gradients,optimizer")
     assert ("run", Stage.LOAD_TRAINER) not in services.asked
-    assert node.state().at is Stage.PAUSE_WEIGHTS  # past this point it only goes forwards
+    assert Stage.of(node.state().stage) is Stage.PAUSE_WEIGHTS  # past this point it only goes forwards
     devices.foreign_bytes = 0
     await acquire(node, Phase.TRAIN)
-    assert node.state().phase is Phase.TRAIN
+    assert Phase.of(node.state().phase) is Phase.TRAIN
 
 
 async def test_what_torch_gives_back_with_the_trainer_counts(
@@ -120,16 +121,16 @@ async def test_what_torch_gives_back_with_the_trainer_counts(
     node = make_node(journal, services, devices)
     devices.cache_bytes, devices.torch_cached_bytes = 9 * GB, 2 * GB
     await acquire(node, Phase.ROLLOUT)
-    assert node.state().phase is Phase.ROLLOUT
+    assert Phase.of(node.state().phase) is Phase.ROLLOUT
 
 
 async def test_what_torch_caches_in_the_service_that_runs_the_stage_counts_as_free(
     journal: Journal, services: FakeServices, devices: Devices
 ) -> None:
     node = make_node(journal, services, devices)
-    devices.rollout_cached_bytes = 5 * GB
+    devices.rollout_cached_bytes = 3 * GB
     await acquire(node, Phase.ROLLOUT)
-    assert node.state().phase is Phase.ROLLOUT
+    assert Phase.of(node.state().phase) is Phase.ROLLOUT
 
 
 async def test_kv_cache_without_room_leads_back_to_train(journal: Journal, services: FakeServices, devices: Devices) -> None:
@@ -140,7 +141,7 @@ async def test_kv_cache_without_room_leads_back_to_train(journal: Journal, servi
     assert "lower rollout.kv_ratio or rollout.kv_tokens" in error.message
     undone = (Stage.SYNC, Stage.RESUME_WEIGHTS, Stage.OFFLOAD, Stage.LOAD_WEIGHTS)
     assert services.asked[-4:] == [("undo", stage) for stage in undone]
-    assert node.state().phase is Phase.TRAIN
+    assert Phase.of(node.state().phase) is Phase.TRAIN
     assert node.state().last_error.startswith("GPU_MEMORY: RESUME_KV was not begun")
 
 
@@ -153,7 +154,7 @@ async def test_service_that_does_not_say_what_it_holds_is_no_reason_to_refuse(
     devices.silent = {service: DeadlineExceeded("busy") for service in silent}
     await acquire(node, Phase.ROLLOUT)
     await acquire(node, Phase.TRAIN)
-    assert node.state().phase is Phase.TRAIN
+    assert Phase.of(node.state().phase) is Phase.TRAIN
 
 
 async def test_tag_that_has_grown_is_noticed(journal: Journal, services: FakeServices, devices: Devices) -> None:
@@ -191,7 +192,7 @@ async def test_tags_that_stay_give_nothing_and_take_nothing(journal: Journal, se
     await acquire(node, Phase.ROLLOUT)
     await acquire(node, Phase.TRAIN)
     await acquire(node, Phase.ROLLOUT)
-    moved = {event.stage: event.num_bytes for event in journal.changeovers(limit=1)[0].events}
+    moved = {Stage.of(event.stage): event.bytes for event in journal.events(journal.changeovers(limit=1)[0].changeover_id)}
     assert (moved[Stage.OFFLOAD], moved[Stage.RESUME_WEIGHTS], moved[Stage.RESUME_KV]) == (4 * GB, 0, 5 * GB)
 
 
@@ -204,7 +205,7 @@ async def test_what_stays_is_in_the_way_of_a_cache_that_has_grown(
     error = await refused(node, Phase.ROLLOUT)
     assert error.metadata["stage"] == "RESUME_KV" and "trainer optimizer=4000000000" in error.metadata["held"]
     assert "or let more leave ([residency])" in error.message
-    assert node.state().phase is Phase.TRAIN
+    assert Phase.of(node.state().phase) is Phase.TRAIN
 
 
 async def test_budget_of_a_cpu_is_shared_by_both_services(journal: Journal, services: FakeServices, devices: Devices) -> None:
@@ -218,11 +219,11 @@ async def test_budget_of_a_cpu_is_shared_by_both_services(journal: Journal, serv
     error = await refused(tight, Phase.ROLLOUT)
     assert (error.metadata["short_bytes"], error.metadata["stage"]) == ("1", "RESUME_WEIGHTS")
     assert f"raise memory.host_budget_bytes to {9 * GB}" in error.message
-    assert tight.state().phase is Phase.TRAIN
+    assert Phase.of(tight.state().phase) is Phase.TRAIN
     raised = make_node(journal, services, devices, with_budget(9 * GB))
     await acquire(raised, Phase.ROLLOUT)
     await acquire(raised, Phase.TRAIN)
-    assert raised.state().phase is Phase.TRAIN
+    assert Phase.of(raised.state().phase) is Phase.TRAIN
 
 
 async def test_kv_cache_that_the_budget_does_not_hold_names_the_tokens_that_fit(
@@ -239,7 +240,7 @@ async def test_kv_cache_that_the_budget_does_not_hold_names_the_tokens_that_fit(
     devices.cache_bytes = 10 * GB
     error = await refused(node, Phase.ROLLOUT)
     assert "lower rollout.kv_tokens to 480 or less" in error.message  # 8 of 10 GB
-    assert node.state().phase is Phase.TRAIN
+    assert Phase.of(node.state().phase) is Phase.TRAIN
 
 
 async def test_first_publication_needs_what_the_planner_says_and_later_ones_nothing(
@@ -263,7 +264,7 @@ async def test_first_publication_needs_what_the_planner_says_and_later_ones_noth
     await acquire(node, Phase.TRAIN)
     restarted = make_node(journal, services, devices, replace_budget(config, 9 * GB))
     await acquire(restarted, Phase.ROLLOUT)  # by the journal this trainer has its arena
-    assert restarted.state().phase is Phase.ROLLOUT
+    assert Phase.of(restarted.state().phase) is Phase.ROLLOUT
 
 
 def replace_budget(config: NodeConfig, num_bytes: int) -> NodeConfig:
@@ -283,7 +284,7 @@ async def test_single_stage_is_refused_as_well_and_goes_on_when_there_is_room(
     await run(Stage.LOAD_WEIGHTS)
     with pytest.raises(OutOfGpuMemory):
         await run(Stage.RESUME_WEIGHTS)
-    assert node.state().at is Stage.LOAD_WEIGHTS
+    assert Stage.of(node.state().stage) is Stage.LOAD_WEIGHTS
     devices.foreign_bytes = 0
     await run(Stage.RESUME_WEIGHTS)
-    assert node.state().at is Stage.RESUME_WEIGHTS
+    assert Stage.of(node.state().stage) is Stage.RESUME_WEIGHTS

@@ -11,8 +11,8 @@ import torch
 from tasuki.memory import arena as native
 from tasuki.memory.allocator import NativeAllocator
 from tasuki.memory.arena import Keep
-from tasuki.memory.tags import MemoryTag
 from tasuki.wire.errors import OutOfGpuMemory
+from tasuki.wire.stages import MemoryTag
 
 MIB = 1 << 20
 WEIGHTS, OPTIMIZER, KV_CACHE = MemoryTag.WEIGHTS, MemoryTag.OPTIMIZER, MemoryTag.KV_CACHE

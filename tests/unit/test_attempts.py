@@ -8,8 +8,8 @@ import pytest
 
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.node import Node
-from tasuki.memory.stages import Phase, Service, Stage
 from tasuki.wire.errors import DiskFull, InvalidArgument, OutOfGpuMemory, TasukiError
+from tasuki.wire.stages import Phase, Service, Stage
 from tests.unit.fake_node import make_node
 from tests.unit.fake_services import FakeServices
 

@@ -14,12 +14,12 @@ import pytest
 from tasuki.cli.__main__ import main
 from tasuki.coordinator.audit.history import read_history
 from tasuki.coordinator.journal import Journal
-from tasuki.memory.stages import Phase, Stage
 from tasuki.rpc.failpoints import NO_FAILPOINTS
 from tasuki.trainer.durable.training_log import TrainingLog
 from tasuki.v1 import trainer_pb2
 from tasuki.v1.ranks_pb2 import LoggedForwardBackward, TrainingRecord
 from tasuki.wire.errors import InvalidArgument, OutOfGpuMemory, PathNotFound
+from tasuki.wire.stages import Phase, Stage
 from tests.unit.fake_node import acquire, make_node
 from tests.unit.fake_services import FakeServices
 

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from tasuki.cli.__main__ import main
-from tasuki.memory.stages import Phase, Service
 from tasuki.rpc.failpoints import NO_FAILPOINTS
 from tasuki.trainer.durable.training_log import TrainingLog
 from tasuki.v1.ranks_pb2 import LoggedForwardBackward, TrainingRecord
+from tasuki.wire.stages import Phase, Service
 from tests.unit.simulated_node import SimulatedNode
 from tests.unit.virtual_time import VirtualTimeLoop
 

@@ -11,8 +11,8 @@ from tasuki.coordinator.audit.history import read_history
 from tasuki.coordinator.audit.invariants import Invariant
 from tasuki.coordinator.audit.replay import audit
 from tasuki.coordinator.journal import Journal
-from tasuki.memory.stages import Phase, Service, Stage
 from tasuki.wire.errors import DiskFull, PeerUnavailable
+from tasuki.wire.stages import Phase, Service, Stage
 from tests.unit.fake_node import acquire, events, make_node
 from tests.unit.fake_services import FakeServices
 from tests.unit.simulated_faults import Crash, CrashPoint, JournalFailpoints

@@ -8,23 +8,28 @@ import pytest
 
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.node import Node
-from tasuki.coordinator.operations import StateUpdate
-from tasuki.coordinator.records import StageEvent, Status
-from tasuki.memory.stages import Phase, Service, Stage
+from tasuki.coordinator.operations import Update
+from tasuki.v1.coordinator_pb2 import StageEvent
 from tasuki.wire.errors import OutOfGpuMemory, PeerUnavailable, StageOrder
+from tasuki.wire.stages import Phase, Service, Stage, StageStatus
 from tests.unit.fake_node import TO_ROLLOUT, TO_TRAIN, TRAIN, acquire, events
 from tests.unit.fake_services import FakeServices
 
 
 async def test_acquire_runs_the_stages_in_order_and_tells_each(node: Node, services: FakeServices) -> None:
     told = await acquire(node, Phase.ROLLOUT)
-    assert [(event.stage, event.status) for event in told] == [
-        *((stage, status) for stage in TO_ROLLOUT for status in (Status.STARTED, Status.DONE)),
-        (None, Status.DONE),
+    assert [(Stage.of(event.stage), StageStatus.of(event.status)) for event in told] == [
+        *((stage, status) for stage in TO_ROLLOUT for status in (StageStatus.STARTED, StageStatus.DONE)),
+        (None, StageStatus.DONE),
     ]
     assert services.asked == [("run", stage) for stage in TO_ROLLOUT]
     state = node.state()
-    assert (state.phase, state.policy_version, state.num_changeovers, state.changeover_id) == (Phase.ROLLOUT, 0, 1, "")
+    assert (Phase.of(state.phase), state.policy_version, state.num_changeovers, state.changeover_id) == (
+        Phase.ROLLOUT,
+        0,
+        1,
+        "",
+    )
 
 
 async def test_many_rounds_count_changeovers_and_versions(node: Node, services: FakeServices) -> None:
@@ -40,7 +45,7 @@ async def test_many_rounds_count_changeovers_and_versions(node: Node, services: 
 
 async def test_acquire_of_the_phase_that_holds_tells_held_and_asks_nothing(node: Node, services: FakeServices) -> None:
     told = await acquire(node, Phase.TRAIN)
-    assert [(event.stage, event.status) for event in told] == [(None, Status.HELD)]
+    assert [(Stage.of(event.stage), StageStatus.of(event.status)) for event in told] == [(None, StageStatus.HELD)]
     assert services.asked == []
 
 
@@ -54,15 +59,15 @@ async def test_failure_on_the_way_to_rollout_leads_back_to_train(
     done = TO_ROLLOUT[: TO_ROLLOUT.index(failing)]
     written = journal.changeovers(limit=1)[0]
     assert (await services.observe()).place() is TRAIN
-    assert node.state().phase is Phase.TRAIN
+    assert Phase.of(node.state().phase) is Phase.TRAIN
     assert node.state().last_error == "GPU_MEMORY: needs 12 GiB for weights, 9 GiB free"
-    assert written.status is Status.FAILED
-    stages = {event.stage: event.status for event in written.stages()}
-    assert stages == {**dict.fromkeys(done, Status.UNDONE), failing: Status.FAILED}
+    assert StageStatus.of(written.status) is StageStatus.FAILED
+    stages = {Stage.of(event.stage): StageStatus.of(event.status) for event in written.stages}
+    assert stages == {**dict.fromkeys(done, StageStatus.UNDONE), failing: StageStatus.FAILED}
     assert journal.unresolved() == []
     del services.fail[failing]
     await acquire(node, Phase.ROLLOUT)
-    assert (node.state().phase, node.state().last_error) == (Phase.ROLLOUT, "")
+    assert (Phase.of(node.state().phase), node.state().last_error) == (Phase.ROLLOUT, "")
 
 
 @pytest.mark.parametrize("failing", TO_TRAIN[:3])
@@ -74,9 +79,9 @@ async def test_failure_before_the_weights_are_gone_leads_back_to_rollout(
     with pytest.raises(OutOfGpuMemory):
         await acquire(node, Phase.TRAIN)
     done = TO_TRAIN[: TO_TRAIN.index(failing)]
-    assert (node.state().phase, services.served) == (Phase.ROLLOUT, 0)
-    stages = {event.stage: event.status for event in journal.changeovers(limit=1)[0].stages()}
-    assert stages == {**dict.fromkeys(done, Status.UNDONE), failing: Status.FAILED}
+    assert (Phase.of(node.state().phase), services.served) == (Phase.ROLLOUT, 0)
+    stages = {Stage.of(event.stage): StageStatus.of(event.status) for event in journal.changeovers(limit=1)[0].stages}
+    assert stages == {**dict.fromkeys(done, StageStatus.UNDONE), failing: StageStatus.FAILED}
 
 
 async def test_failure_to_load_the_trainer_stays_in_the_middle_and_is_tried_again(node: Node, services: FakeServices) -> None:
@@ -85,10 +90,11 @@ async def test_failure_to_load_the_trainer_stays_in_the_middle_and_is_tried_agai
     with pytest.raises(OutOfGpuMemory):
         await acquire(node, Phase.TRAIN)
     state = node.state()
-    assert (state.phase, state.at, state.next_stage) == (None, Stage.PAUSE_WEIGHTS, Stage.LOAD_TRAINER)
+    assert (state.phase, Stage.of(state.stage)) == (0, Stage.PAUSE_WEIGHTS)
+    assert Stage.of(state.next_stage) is Stage.LOAD_TRAINER
     services.fail.clear()
     await acquire(node, Phase.ROLLOUT)
-    assert node.state().phase is Phase.ROLLOUT
+    assert Phase.of(node.state().phase) is Phase.ROLLOUT
 
 
 @pytest.mark.parametrize("stuck", [Stage.RESUME_WEIGHTS, Stage.OFFLOAD, Stage.LOAD_WEIGHTS])
@@ -99,13 +105,13 @@ async def test_failed_undo_is_journalled_and_the_stage_error_is_raised(
     services.fail_undo[stuck] = PeerUnavailable("socket closed")
     with pytest.raises(OutOfGpuMemory, match="kv_cache"):
         await acquire(node, Phase.ROLLOUT)
-    stages = {event.stage: event for event in journal.changeovers(limit=1)[0].stages()}
-    assert (stages[stuck].status, stages[stuck].error_reason) == (Status.FAILED, "PEER_UNAVAILABLE")
-    assert node.state().at is (await services.observe()).place()
+    stages = {Stage.of(event.stage): event for event in journal.changeovers(limit=1)[0].stages}
+    assert (StageStatus.of(stages[stuck].status), stages[stuck].error_reason) == (StageStatus.FAILED, "PEER_UNAVAILABLE")
+    assert Stage.of(node.state().stage) is (await services.observe()).place()
     services.fail.clear()
     services.fail_undo.clear()
     await acquire(node, Phase.TRAIN)
-    assert node.state().phase is Phase.TRAIN
+    assert Phase.of(node.state().phase) is Phase.TRAIN
 
 
 class DiskLog:
@@ -130,7 +136,7 @@ class DiskLog:
     def full(self) -> bool:
         return False
 
-    def put_nowait(self, update: StateUpdate | None) -> None:
+    def put_nowait(self, update: Update | None) -> None:
         if update is not None and self._waiting:
             self.early.append(update.event)
 
@@ -146,17 +152,19 @@ async def test_a_result_is_on_disk_before_its_event_and_mostly_with_the_next_row
     for stage in TO_ROLLOUT:
         await events(node.run_stage(stage, f"hand {stage}"))
     assert disk.early == []
-    assert [one.status for one in journal.changeovers(limit=9)] == [Status.DONE] * 3
+    assert [StageStatus.of(one.status) for one in journal.changeovers(limit=9)] == [StageStatus.DONE] * 3
     assert journal.is_on_disk
 
 
 async def test_stages_run_one_by_one_make_one_changeover(node: Node, services: FakeServices, journal: Journal) -> None:
     for stage in TO_ROLLOUT:
         told = await events(node.run_stage(stage, f"hand {stage}"))
-        assert (told[0].stage, told[1].status) == (stage, Status.DONE)
+        assert (Stage.of(told[0].stage), StageStatus.of(told[1].status)) == (stage, StageStatus.DONE)
     written = journal.changeovers(limit=9)
-    assert [(one.target, one.status, len(one.stages())) for one in written] == [(Phase.ROLLOUT, Status.DONE, 5)]
-    assert (node.state().phase, node.state().policy_version) == (Phase.ROLLOUT, 0)
+    assert [(Phase.of(one.target), StageStatus.of(one.status), len(one.stages)) for one in written] == [
+        (Phase.ROLLOUT, StageStatus.DONE, 5)
+    ]
+    assert (Phase.of(node.state().phase), node.state().policy_version) == (Phase.ROLLOUT, 0)
 
 
 @pytest.mark.parametrize("wrong", [stage for stage in Stage if stage is not Stage.LOAD_WEIGHTS])
@@ -172,7 +180,7 @@ async def test_acquire_turns_back_what_single_stages_began(node: Node, services:
     for stage in TO_ROLLOUT[:3]:
         await events(node.run_stage(stage, f"hand {stage}"))
     await acquire(node, Phase.TRAIN)
-    assert node.state().phase is Phase.TRAIN
+    assert Phase.of(node.state().phase) is Phase.TRAIN
     assert services.asked[3:] == [("undo", Stage.SYNC), ("undo", Stage.RESUME_WEIGHTS), ("undo", Stage.LOAD_WEIGHTS)]
     assert [one.error_reason for one in journal.changeovers(limit=2)] == ["", "INTERRUPTED"]
 
@@ -181,7 +189,7 @@ async def test_acquire_finishes_what_single_stages_began(node: Node, services: F
     for stage in TO_ROLLOUT[:3]:
         await events(node.run_stage(stage, f"hand {stage}"))
     await acquire(node, Phase.ROLLOUT)
-    assert (node.state().phase, node.state().policy_version) == (Phase.ROLLOUT, 0)
+    assert (Phase.of(node.state().phase), node.state().policy_version) == (Phase.ROLLOUT, 0)
     assert services.asked == [("run", stage) for stage in TO_ROLLOUT]
 
 
@@ -190,5 +198,5 @@ async def test_node_in_the_middle_of_nowhere_says_so_and_refuses(node: Node, ser
     services.stage[Service.TRAINER] = Stage.LOAD_TRAINER
     with pytest.raises(StageOrder, match="restart the node"):
         await acquire(node, Phase.TRAIN)
-    assert (node.state().phase, node.state().at) == (None, None)
+    assert (Phase.of(node.state().phase), Stage.of(node.state().stage)) == (None, None)
     assert "restart the node" in node.state().last_error

@@ -7,9 +7,8 @@ import asyncio
 import pytest
 
 from tasuki.coordinator.node import Node
-from tasuki.coordinator.records import Status
-from tasuki.memory.stages import Phase, Stage
 from tasuki.wire.errors import ChangeoverRunning, InvalidArgument, OutOfGpuMemory
+from tasuki.wire.stages import Phase, Stage, StageStatus
 from tests.unit.fake_node import ROLLOUT, TO_ROLLOUT, Hold, acquire, events
 from tests.unit.fake_services import FakeServices
 
@@ -23,7 +22,7 @@ async def test_acquire_goes_on_without_its_caller_and_is_found_again(node: Node,
     hold.release.set()
     again = await events(node.acquire(Phase.ROLLOUT, "mine"))
     other = await events(node.acquire(Phase.ROLLOUT, "mine"))
-    assert [event.stage for event in again if event.status is Status.DONE] == [*TO_ROLLOUT, None]
+    assert [Stage.of(event.stage) for event in again if StageStatus.of(event.status) is StageStatus.DONE] == [*TO_ROLLOUT, None]
     assert again == other
     assert services.asked.count(("run", Stage.SYNC)) == 1
 
@@ -61,5 +60,8 @@ async def test_watchers_see_every_event_with_the_state_after_it(node: Node) -> N
     with node.watchers.watching() as queue:
         await acquire(node, Phase.ROLLOUT)
         told = [queue.get_nowait() for _ in range(queue.qsize())]
-    assert [one.state.at for one in told if one.event.status is Status.DONE] == [*TO_ROLLOUT, ROLLOUT]
+    assert [Stage.of(one.state.stage) for one in told if StageStatus.of(one.event.status) is StageStatus.DONE] == [
+        *TO_ROLLOUT,
+        ROLLOUT,
+    ]
     assert told[-1].state == node.state()

@@ -9,9 +9,8 @@ import pytest
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.node import Node
 from tasuki.coordinator.peers import Observed
-from tasuki.coordinator.records import Status
-from tasuki.memory.stages import HOLDS, RULES, Phase, Service, Stage
 from tasuki.wire.errors import DeadlineExceeded, EnginePoisoned, PeerUnavailable, WeightsCorrupt
+from tasuki.wire.stages import HOLDS, RULES, Phase, Service, Stage, StageStatus
 from tests.unit.fake_node import TO_ROLLOUT, TO_TRAIN, Hold, acquire, events, make_node
 from tests.unit.fake_services import FakeServices
 
@@ -24,9 +23,12 @@ async def test_lost_answer_on_the_way_to_rollout_is_taken_back_and_the_whole_tri
     services.fail_once[failing] = PeerUnavailable("socket closed")
     services.done_anyway = {failing} if was_done else set()
     await acquire(node, Phase.ROLLOUT)
-    assert (node.state().phase, services.served) == (Phase.ROLLOUT, 0)
+    assert (Phase.of(node.state().phase), services.served) == (Phase.ROLLOUT, 0)
     tried = journal.changeovers(limit=9)
-    assert [(one.status, one.error_reason) for one in tried] == [(Status.DONE, ""), (Status.FAILED, "PEER_UNAVAILABLE")]
+    assert [(StageStatus.of(one.status), one.error_reason) for one in tried] == [
+        (StageStatus.DONE, ""),
+        (StageStatus.FAILED, "PEER_UNAVAILABLE"),
+    ]
     assert services.asked.count(("run", failing)) == 2
     assert journal.unresolved() == []
 
@@ -40,7 +42,7 @@ async def test_lost_answer_on_the_way_to_train_is_tried_again(
     services.fail_once[failing] = PeerUnavailable("socket closed")
     services.done_anyway = {failing} if was_done else set()
     await acquire(node, Phase.TRAIN)
-    assert node.state().phase is Phase.TRAIN
+    assert Phase.of(node.state().phase) is Phase.TRAIN
 
 
 @pytest.mark.parametrize("failing", [*TO_ROLLOUT, *TO_TRAIN])
@@ -50,7 +52,7 @@ async def test_stage_that_does_not_end_has_its_service_restarted(failing: Stage,
     target = Phase.TRAIN if failing in TO_TRAIN else Phase.ROLLOUT
     services.fail_once[failing] = DeadlineExceeded("600 s are over")
     await acquire(node, target)
-    assert node.state().phase is target
+    assert Phase.of(node.state().phase) is target
     assert services.restarts == [RULES[failing].service]
 
 
@@ -60,8 +62,8 @@ async def test_service_that_is_lost_again_and_again_ends_the_changeover_with_its
     services.fail[Stage.SYNC] = PeerUnavailable("socket closed")
     with pytest.raises(PeerUnavailable, match="socket closed"):
         await acquire(node, Phase.ROLLOUT)
-    assert [one.status for one in journal.changeovers(limit=9)] == [Status.FAILED] * 5
-    assert node.state().phase is Phase.TRAIN
+    assert [StageStatus.of(one.status) for one in journal.changeovers(limit=9)] == [StageStatus.FAILED] * 5
+    assert Phase.of(node.state().phase) is Phase.TRAIN
 
 
 async def test_corrupt_weights_are_not_served_and_rollout_is_synced_again_once_it_is_back(
@@ -73,12 +75,12 @@ async def test_corrupt_weights_are_not_served_and_rollout_is_synced_again_once_i
     while "waiting for rollout to come back" not in node.state().last_error:
         await asyncio.sleep(0)
     state = node.state()
-    assert (state.phase, state.policy_version, services.served) == (Phase.TRAIN, None, None)
+    assert (Phase.of(state.phase), state.HasField("policy_version"), services.served) == (Phase.TRAIN, False, None)
     assert "lm_head.weight differs on rank 0; rollout is unusable until it is restarted: planted" in state.last_error
     services.kill(Service.ROLLOUT)
     services.start(Service.ROLLOUT)
     await acquiring
-    assert (node.state().phase, services.served, node.state().last_error) == (Phase.ROLLOUT, 0, "")
+    assert (Phase.of(node.state().phase), services.served, node.state().last_error) == (Phase.ROLLOUT, 0, "")
 
 
 async def test_poisoned_rollout_that_nobody_restarts_is_an_error_and_the_trainer_can_go_on(
@@ -88,7 +90,7 @@ async def test_poisoned_rollout_that_nobody_restarts_is_an_error_and_the_trainer
     with pytest.raises(EnginePoisoned, match=r"not been restarted in 0\.3 s: planted"):
         await acquire(node, Phase.ROLLOUT)
     await acquire(node, Phase.TRAIN)
-    assert node.state().phase is Phase.TRAIN
+    assert Phase.of(node.state().phase) is Phase.TRAIN
 
 
 @pytest.mark.parametrize("comes_back", [True, False])
@@ -110,12 +112,12 @@ async def test_service_that_dies_in_a_stage_is_waited_for_and_the_phase_reached(
         await asyncio.sleep(0.02)
         services.start(service)
         await acquiring
-        assert node.state().phase is target
+        assert Phase.of(node.state().phase) is target
         assert services.served == (0 if target is Phase.ROLLOUT else None)
     else:
         await asyncio.wait([acquiring])
         if acquiring.exception() is None:  # the other one was enough
-            assert node.state().phase is target
+            assert Phase.of(node.state().phase) is target
         else:
             assert isinstance(acquiring.exception(), PeerUnavailable)
             assert service in str(acquiring.exception())
@@ -136,8 +138,8 @@ async def test_trainer_leaves_the_gpus_before_an_engine_is_restarted(
     assert not acquiring.done()
     services.start(Service.ROLLOUT)
     await acquiring
-    assert (node.state().phase, services.served) == (Phase.ROLLOUT, 0)
-    assert journal.unfinished() == []
+    assert (Phase.of(node.state().phase), services.served) == (Phase.ROLLOUT, 0)
+    assert StageStatus.STARTED.number not in {one.status for one in journal.changeovers(limit=100)}
 
 
 async def test_trainer_makes_room_for_an_engine_that_was_poisoned_when_it_was_asked_for_and_ended_then(
@@ -153,7 +155,7 @@ async def test_trainer_makes_room_for_an_engine_that_was_poisoned_when_it_was_as
         await asyncio.sleep(0)
     services.start(Service.ROLLOUT)
     await acquiring
-    assert (node.state().phase, services.served) == (Phase.ROLLOUT, 0)
+    assert (Phase.of(node.state().phase), services.served) == (Phase.ROLLOUT, 0)
 
 
 async def test_trainer_that_did_not_hear_that_it_has_to_make_room_is_asked_again(node: Node, services: FakeServices) -> None:
@@ -165,13 +167,13 @@ async def test_trainer_that_did_not_hear_that_it_has_to_make_room_is_asked_again
         await asyncio.sleep(0)
     services.start(Service.ROLLOUT)
     await acquiring
-    assert (node.state().phase, services.served) == (Phase.ROLLOUT, 0)
+    assert (Phase.of(node.state().phase), services.served) == (Phase.ROLLOUT, 0)
 
 
 async def test_training_goes_on_while_rollout_is_away(node: Node, services: FakeServices) -> None:
     services.kill(Service.ROLLOUT)
     told = await acquire(node, Phase.TRAIN)
-    assert [event.status for event in told] == [Status.HELD]
+    assert [StageStatus.of(event.status) for event in told] == [StageStatus.HELD]
     assert services.asked == []
 
 
@@ -181,7 +183,7 @@ async def test_trainer_that_was_restarted_while_rollout_serves_is_loaded_at_the_
     await acquire(node, Phase.ROLLOUT)
     services.restart(Service.TRAINER, "")
     told = await acquire(node, Phase.ROLLOUT)
-    assert [event.status for event in told] == [Status.HELD]
+    assert [StageStatus.of(event.status) for event in told] == [StageStatus.HELD]
     await acquire(node, Phase.TRAIN)
     assert services.asked[-4:] == [("run", stage) for stage in TO_TRAIN]
 
@@ -193,8 +195,8 @@ async def test_stage_commands_back_to_train_after_a_lost_rollout_are_another_cha
         await events(node.run_stage(stage, f"hand {stage}"))
     services.restart(Service.ROLLOUT, "")
     await events(node.run_stage(Stage.LOAD_TRAINER, "hand back"))
-    assert node.state().phase is Phase.TRAIN
-    assert [(one.target, one.error_reason) for one in journal.changeovers(limit=9)] == [
+    assert Phase.of(node.state().phase) is Phase.TRAIN
+    assert [(Phase.of(one.target), one.error_reason) for one in journal.changeovers(limit=9)] == [
         (Phase.TRAIN, ""),
         (Phase.ROLLOUT, "INTERRUPTED"),
     ]
@@ -206,7 +208,7 @@ async def test_rollout_that_did_not_answer_while_the_weights_were_taken_back_is_
     services.stage = {Service.TRAINER: Stage.LOAD_TRAINER, Service.ROLLOUT: Stage.SYNC}
     await acquire(node, Phase.ROLLOUT)
     assert services.asked[:3] == [("undo", Stage.SYNC), ("undo", Stage.RESUME_WEIGHTS), ("undo", Stage.LOAD_WEIGHTS)]
-    assert (node.state().phase, services.served) == (Phase.ROLLOUT, 0)
+    assert (Phase.of(node.state().phase), services.served) == (Phase.ROLLOUT, 0)
 
 
 async def test_rollout_that_does_not_answer_after_an_undo_does_not_count_as_asleep(
@@ -224,7 +226,7 @@ async def test_rollout_that_does_not_answer_after_an_undo_does_not_count_as_asle
 
     monkeypatch.setattr(services, "observe", observe)
     await acquire(node, Phase.ROLLOUT, "again")
-    assert node.state().phase is Phase.ROLLOUT
+    assert Phase.of(node.state().phase) is Phase.ROLLOUT
     assert services.asked == [*(("run", stage) for stage in (*TO_ROLLOUT, Stage.DRAIN)), ("undo", Stage.DRAIN)]
 
 
@@ -278,4 +280,4 @@ async def test_trainer_that_waits_for_rollout_to_leave_is_not_waited_for(
             await asyncio.sleep(0)
         services.start(Service.TRAINER)
     await acquiring
-    assert (node.state().phase, services.served) == (Phase.ROLLOUT, 0)
+    assert (Phase.of(node.state().phase), services.served) == (Phase.ROLLOUT, 0)

@@ -7,9 +7,8 @@ import asyncio
 import pytest
 
 from tasuki.coordinator.journal import Journal
-from tasuki.coordinator.records import Status
-from tasuki.memory.stages import RULES, Phase, Service, Stage
 from tasuki.wire.errors import PeerUnavailable
+from tasuki.wire.stages import RULES, Phase, Service, Stage, StageStatus
 from tests.unit.fake_node import TO_ROLLOUT, TO_TRAIN, Hold, acquire, events, make_node
 from tests.unit.fake_services import FakeServices
 
@@ -30,7 +29,7 @@ async def test_stage_that_was_cut_off_is_settled_before_the_trainer_makes_room(
     assert journal.unresolved() == []
     services.start(Service.ROLLOUT)
     await acquiring
-    assert [event.error_reason for event in journal.changeovers(limit=9)[-1].events] == ["INTERRUPTED"]
+    assert [event.error_reason for event in journal.events(journal.changeovers(limit=9)[-1].changeover_id)] == ["INTERRUPTED"]
 
 
 @pytest.mark.parametrize("stage", RULES)
@@ -57,7 +56,7 @@ async def test_stage_that_ends_after_its_coordinator_is_waited_for(
     await acquiring
     assert services.asked[num_asked - 1] == ("run", stage)  # nothing was sent before it ended
     await acquire(second, Phase.ROLLOUT, "at last")
-    assert (second.state().phase, second.state().policy_version, services.served) == (Phase.ROLLOUT, 1, 1)
+    assert (Phase.of(second.state().phase), second.state().policy_version, services.served) == (Phase.ROLLOUT, 1, 1)
     assert journal.unresolved() == []
 
 
@@ -83,7 +82,7 @@ async def test_request_whose_last_try_ended_in_a_loss_is_carried_out_after_a_res
     journal.begin_epoch("boot-2")
     second = make_node(journal, services)
     told = await acquire(second, Phase.ROLLOUT, "mine")
-    assert told[-1].status is Status.DONE
+    assert StageStatus.of(told[-1].status) is StageStatus.DONE
     journal.begin_epoch("boot-3")
     assert (await acquire(make_node(journal, services), Phase.ROLLOUT, "mine"))[-1].changeover_id == told[-1].changeover_id
 
@@ -109,8 +108,8 @@ async def test_coordinator_that_died_in_a_stage_finds_the_node_and_brings_it_to_
     journal.begin_epoch("boot-2")
     second = make_node(journal, services)
     await second.recover()
-    assert second.state().phase is (Phase.ROLLOUT if stage is Stage.DRAIN and not was_done else Phase.TRAIN)
+    assert Phase.of(second.state().phase) is (Phase.ROLLOUT if stage is Stage.DRAIN and not was_done else Phase.TRAIN)
     assert journal.unresolved() == []
     assert all(epoch == 2 for epoch, _ in services.commands[services.asked.index(("run", stage)) + 1 + was_done :])
     await events(second.acquire(target, "cut off"))
-    assert second.state().phase is target
+    assert Phase.of(second.state().phase) is target

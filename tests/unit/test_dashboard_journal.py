@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.coordinator.journal import Journal
-from tasuki.coordinator.journal_reader import open_journal
-from tasuki.coordinator.records import Outcome
+from tasuki.coordinator.journal import Journal, Outcome
+from tasuki.coordinator.journal_file import open_journal
 from tasuki.dashboard.changeovers import page
 from tasuki.dashboard.journal_tail import JournalTail
-from tasuki.memory.stages import HOLDS, Phase, Stage
 from tasuki.wire.errors import InvalidArgument
+from tasuki.wire.stages import HOLDS, Phase, Stage
 from tests.limits import limit_s
 
 RECORDED = Path(__file__).parents[1] / "recorded_run"

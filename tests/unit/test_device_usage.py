@@ -7,7 +7,7 @@ import torch
 
 from tasuki.memory.allocator import NativeAllocator
 from tasuki.memory.device_usage import device_usage
-from tasuki.memory.tags import MemoryTag
+from tasuki.wire.stages import MemoryTag
 
 MIB = 1 << 20
 

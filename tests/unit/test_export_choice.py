@@ -16,7 +16,6 @@ from tasuki.config.load import load_config
 from tasuki.config.save import save_config
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.arena import totals
-from tasuki.memory.stages import Phase, Stage
 from tasuki.planner.advice import advise, climb
 from tasuki.planner.layout import GB, Checkpointing, Layout, Part
 from tasuki.planner.node_plan import node_layout
@@ -26,6 +25,7 @@ from tasuki.trainer.backends.fsdp.staying import ExportChoice, with_copy_that_st
 from tasuki.weights import chunk_memory
 from tasuki.weights.chunk_memory import descriptor_problem
 from tasuki.wire.errors import InternalError, InvalidArgument
+from tasuki.wire.stages import Phase, Stage
 
 MODEL = MODELS["qwen2.5-7b"]
 UUIDS = ["GPU-11111111-2222", "GPU-33333333-4444", "GPU-55555555-6666"]

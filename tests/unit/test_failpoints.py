@@ -9,10 +9,10 @@ import pytest
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 
 from tasuki.config.schema import NodeConfig
-from tasuki.memory.stages import RULES, Stage
 from tasuki.rpc.failpoints import check_failpoints
 from tasuki.v1 import trainer_pb2
 from tasuki.wire.errors import InvalidArgument
+from tasuki.wire.stages import RULES, Stage
 
 
 def check(folder: Path, spec: str, **trainer: Any) -> None:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from tasuki.memory.stages import Phase, Service, Stage
+from tasuki.wire.stages import Phase, Service, Stage
 from tests.unit.simulated_fleet import FleetFault, SimulatedFleet
 from tests.unit.virtual_time import VirtualTimeLoop
 
@@ -24,9 +24,9 @@ def test_all_nodes_come_to_rollout_and_back(tmp_path: Path) -> None:
             assert await fleet.acquire(Phase.ROLLOUT, f"r{step}") is None
             assert [node.serves for node in fleet.nodes] == [(step + 1, 0)] * 3
             state = fleet.fleet.state()
-            assert (state.phase, state.policy_version) == (Phase.ROLLOUT, step + 1)
+            assert (Phase.of(state.phase), state.policy_version) == (Phase.ROLLOUT, step + 1)
             assert await fleet.acquire(Phase.TRAIN, f"t{step}") is None
-            assert fleet.fleet.state().at is Stage.LOAD_TRAINER
+            assert Stage.of(fleet.fleet.state().stage) is Stage.LOAD_TRAINER
         found = await fleet.close()
         assert (found.num_decisions, found.num_done, found.num_unanswered) == (2, 4, 0)
 
@@ -41,12 +41,12 @@ def test_a_node_that_was_away_when_the_fleet_started_is_told_until_it_answers(tm
         await asyncio.sleep(0.2)
         assert fleet.fleet.state().last_error == "PEER_UNAVAILABLE: node 0: connection reset"
         await asyncio.sleep(5.0)
-        assert (fleet.fleet.state().at, fleet.fleet.state().last_error) == (Stage.LOAD_TRAINER, "")
+        assert (Stage.of(fleet.fleet.state().stage), fleet.fleet.state().last_error) == (Stage.LOAD_TRAINER, "")
         fleet.nodes[0].kill(Service.TRAINER)
-        assert (await fleet.fleet.look()).at is None
+        assert Stage.of((await fleet.fleet.look()).stage) is None
         assert fleet.nodes[0].node.state().last_error.startswith("PEER_UNAVAILABLE: ")
         await asyncio.sleep(60.0)
-        assert (await fleet.fleet.look()).at is Stage.LOAD_TRAINER
+        assert Stage.of((await fleet.fleet.look()).stage) is Stage.LOAD_TRAINER
         assert fleet.nodes[0].node.state().last_error == ""
         await fleet.close()
 

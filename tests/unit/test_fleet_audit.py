@@ -13,11 +13,10 @@ import pytest
 from tasuki.cli.audit import BROKEN, CLEAN, run
 from tasuki.fleet.audit import FleetInvariant, audit_fleet_journal
 from tasuki.fleet.rules import Decision, Step, agreed, next_step
-from tasuki.memory.stages import Phase, Stage
-from tasuki.rpc.stages import stage_to_proto
 from tasuki.v1.coordinator_pb2 import NodeState
 from tasuki.v1.weights_pb2 import WeightSums
 from tasuki.wire.errors import FleetEnded, WeightsDiffer
+from tasuki.wire.stages import Phase, Stage
 from tests.unit.simulated_fleet import SimulatedFleet
 from tests.unit.virtual_time import VirtualTimeLoop
 
@@ -102,7 +101,7 @@ def test_weights_that_differ_are_named_by_node_and_place_and_served_by_nobody(tm
         assert isinstance(error, WeightsDiffer)
         assert error.metadata == {"nodes": "2", "tensors": "1"}
         assert fleet.serving() == set()
-        assert fleet.fleet.state().phase is Phase.TRAIN
+        assert Phase.of(fleet.fleet.state().phase) is Phase.TRAIN
         assert await fleet.acquire(Phase.ROLLOUT, "again") is None
         assert fleet.serving() == {(0, 0)}
         await fleet.close()
@@ -148,7 +147,7 @@ DECISION = Decision(1, 4, b"digest")
 def test_forward_is_the_next_stage_or_the_weights_again(
     at: Stage | None, digest: bytes, until: Stage, expected: Stage | Step | None
 ) -> None:
-    state = NodeState(stage=stage_to_proto(at), weights_digest=digest)
+    state = NodeState(stage=at.number if at else None, weights_digest=digest)
     assert next_step(state, until=until, decision=DECISION) is expected
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tasuki.fleet.audit import FleetAudit
-from tasuki.memory.stages import Phase
+from tasuki.wire.stages import Phase
 from tests.extent import IS_WHOLE
 from tests.unit.memory_folder import memory_folder
 from tests.unit.simulated_fleet import FleetFault, SimulatedFleet

@@ -14,6 +14,7 @@ import pytest
 
 from tasuki.rpc.start_order import wait_for_rollout_to_leave
 from tasuki.v1 import rollout_pb2, rollout_pb2_grpc, types_pb2
+from tasuki.wire.stages import MemoryTag
 
 KV_CACHE, WEIGHTS = types_pb2.MEMORY_TAG_KV_CACHE, types_pb2.MEMORY_TAG_WEIGHTS
 
@@ -57,7 +58,7 @@ def test_a_rollout_that_does_not_answer_is_not_waited_for(target: str) -> None:
 
 
 def test_one_that_must_serve_is_waited_for_until_it_sleeps_even_if_it_is_restarted_meanwhile(target: str) -> None:
-    waiting = started(partial(wait_for_rollout_to_leave, target, staying={WEIGHTS}, must_serve=True))
+    waiting = started(partial(wait_for_rollout_to_leave, target, staying={MemoryTag.WEIGHTS}, must_serve=True))
     assert still_waits(waiting)
     for _ in range(2):
         server = serve(target, FakeRollout(KV_CACHE, WEIGHTS))

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from tasuki.config.schema import ModelConfig, NodeConfig
 from tasuki.coordinator.headroom import Shortage, refusal
-from tasuki.memory.stages import Stage
-from tasuki.memory.tags import MemoryTag
+from tasuki.wire.stages import MemoryTag, Stage
 from tests.unit.sized_services import GB
 
 

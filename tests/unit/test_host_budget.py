@@ -16,15 +16,16 @@ from tasuki.coordinator.admission import Admission
 from tasuki.memory import arena as native
 from tasuki.memory.arena import Arena
 from tasuki.memory.host import HostMemory
-from tasuki.memory.stages import Service, Stage
-from tasuki.memory.tags import DeviceUsage, MemoryTag, ServiceUsage, TagUsage
 from tasuki.node.start import start_node
 from tasuki.planner import budget
 from tasuki.planner.budget import check_host_budget, check_host_ranks
 from tasuki.trainer.backends.fsdp.memory import TrainerMemory
 from tasuki.trainer.backends.fsdp.staying import ExportChoice
+from tasuki.v1.memory_pb2 import GetUsageResponse
+from tasuki.v1.types_pb2 import DeviceUsage, TagUsage
 from tasuki.weights.export import ExportMemory, WeightExport
 from tasuki.wire.errors import InvalidArgument, OutOfGpuMemory
+from tasuki.wire.stages import MemoryTag, Service, Stage
 from tests.unit.test_plan_cli import CONFIG
 
 MIB = 2**20
@@ -52,11 +53,15 @@ def config_of(model: Path, *, budget_bytes: int) -> NodeConfig:
 class Trainer:
     """The trainer's three tags, with one chunk each on two ranks; rollout sleeps."""
 
-    async def usage(self, service: Service, *, skip_torch_cache: bool = False) -> ServiceUsage:
+    async def usage(self, service: Service, *, skip_torch_cache: bool = False) -> GetUsageResponse:
         sizes = {MemoryTag.WEIGHTS: 2 * MIB, MemoryTag.GRADIENTS: 2 * MIB, MemoryTag.OPTIMIZER: 2 * MIB}
-        tags = [TagUsage(tag, "cpu", size, size, False, 0, 0) for tag, size in sizes.items() for _ in range(2)]
-        device = DeviceUsage("cpu", 0, 64 * 10**9, 32 * 10**9, 0, 0, 0)
-        return ServiceUsage(tuple(tags) if service is Service.TRAINER else (), (device,))
+        tags = [
+            TagUsage(tag=tag.number, device="cpu", mapped_bytes=size, total_bytes=size)
+            for tag, size in sizes.items()
+            for _ in range(2)
+        ]
+        device = DeviceUsage(device="cpu", total_bytes=64 * 10**9, free_bytes=32 * 10**9)
+        return GetUsageResponse(tags=tags if service is Service.TRAINER else [], devices=[device])
 
 
 @pytest.mark.parametrize(("budget_bytes", "short"), [(13_500_000, 3_277_216), (16 * MIB, 0)])

@@ -14,9 +14,9 @@ from torch.nn import Parameter
 
 from tasuki.memory import arena as native
 from tasuki.memory.arena import Arena, Keep
-from tasuki.memory.tags import MemoryTag
 from tasuki.trainer.backends.fsdp.memory import TrainerMemory
 from tasuki.trainer.backends.fsdp.staying import ExportChoice, Staying
+from tasuki.wire.stages import MemoryTag
 from tests.arenas import pause, resume
 
 MIB = 2**20
@@ -65,7 +65,7 @@ def test_what_stays_leaves_only_to_make_room(mesh: DeviceMesh) -> None:
         moment = torch.full((64, 64), 4.0)
 
     def mapped() -> dict[str, tuple[bool, bool]]:
-        return {usage.tag: (usage.stays, bool(usage.mapped_bytes)) for usage in memory.usage()}
+        return {MemoryTag.of(usage.tag): (usage.stays, bool(usage.mapped_bytes)) for usage in memory.usage()}
 
     assert memory.pause(BOTH) == 2 * MIB
     assert mapped()["weights"] == (True, True) and mapped()["optimizer"] == (False, False)

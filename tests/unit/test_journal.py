@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.coordinator.journal import Journal
-from tasuki.coordinator.records import Intent, Outcome, Status
-from tasuki.memory.stages import HOLDS, Phase, Stage
+from tasuki.coordinator.journal import Intent, Journal, Outcome
 from tasuki.wire.errors import InvalidArgument, OutOfGpuMemory
+from tasuki.wire.stages import HOLDS, Phase, Stage, StageStatus
 
 TRAIN = HOLDS[Phase.TRAIN]
 
@@ -81,9 +80,11 @@ def test_stage_without_a_result_is_unresolved_and_remains_started(journal: Journ
     journal.done(done, Outcome(num_bytes=7, answer=b"handles", policy_version=3), seconds=0.5)
     lost = intend(journal, changeover_id, Stage.RESUME_WEIGHTS)
     assert journal.unresolved() == [lost]
-    assert [(event.stage, event.status, event.num_bytes) for event in journal.changeovers(limit=1)[0].stages()] == [
-        (Stage.LOAD_WEIGHTS, Status.DONE, 7),
-        (Stage.RESUME_WEIGHTS, Status.STARTED, 0),
+    assert [
+        (Stage.of(event.stage), StageStatus.of(event.status), event.bytes) for event in journal.changeovers(limit=1)[0].stages
+    ] == [
+        (Stage.LOAD_WEIGHTS, StageStatus.DONE, 7),
+        (Stage.RESUME_WEIGHTS, StageStatus.STARTED, 0),
     ]
     assert journal.published() == Outcome(num_bytes=7, answer=b"handles", policy_version=3)
 
@@ -106,11 +107,11 @@ def test_changeover_keeps_errors_and_undone_stages(journal: Journal) -> None:
     journal.failed(intend(journal, changeover_id, Stage.RESUME_WEIGHTS), error, seconds=0.2)
     journal.done(intend(journal, changeover_id, Stage.LOAD_WEIGHTS, is_undo=True), Outcome(), seconds=0.3)
     ended = journal.end_changeover(changeover_id, seconds=0.6, error=error)
-    assert [(event.stage, event.status, event.error_reason) for event in ended.stages()] == [
-        (Stage.LOAD_WEIGHTS, Status.UNDONE, ""),
-        (Stage.RESUME_WEIGHTS, Status.FAILED, "GPU_MEMORY"),
+    assert [(Stage.of(event.stage), StageStatus.of(event.status), event.error_reason) for event in ended.stages] == [
+        (Stage.LOAD_WEIGHTS, StageStatus.UNDONE, ""),
+        (Stage.RESUME_WEIGHTS, StageStatus.FAILED, "GPU_MEMORY"),
     ]
-    assert (ended.status, ended.error_message, ended.seconds) == (Status.FAILED, error.message, 0.6)
+    assert (StageStatus.of(ended.status), ended.error_message, ended.seconds) == (StageStatus.FAILED, error.message, 0.6)
     assert journal.num_done() == 0
 
 
@@ -131,7 +132,7 @@ def test_request_id_is_found_again_in_a_later_epoch(journal: Journal, tmp_path: 
     later.begin_epoch("boot-2")
     found = later.find("mine")
     assert found is not None
-    assert (found.changeover_id, found.status, found.epoch) == (changeover_id, Status.DONE, 1)
+    assert (found.changeover_id, StageStatus.of(found.status), found.epoch) == (changeover_id, StageStatus.DONE, 1)
     assert later.find("other") is None
 
 
@@ -147,8 +148,8 @@ _WRITER = """
 import sys
 from pathlib import Path
 from tasuki.coordinator.journal import Journal
-from tasuki.memory.stages import Phase, Stage
-from tasuki.coordinator.records import Outcome
+from tasuki.wire.stages import Phase, Stage
+from tasuki.coordinator.journal import Outcome
 journal = Journal(Path(sys.argv[1]))
 journal.begin_epoch("boot")
 while True:
@@ -171,7 +172,7 @@ def test_nothing_acknowledged_is_lost_when_the_writer_is_killed(tmp_path: Path) 
         acknowledged += [line.strip() for line in writer.stdout.read().splitlines()]
         writer.wait()
     journal = Journal(path)
-    kept = {one.changeover_id: one.stages() for one in journal.changeovers(limit=100_000)}
+    kept = {one.changeover_id: one.stages for one in journal.changeovers(limit=100_000)}
     assert len(acknowledged) >= 150
-    assert all(kept[changeover_id][0].status is Status.DONE for changeover_id in acknowledged)
+    assert all(StageStatus.of(kept[changeover_id][0].status) is StageStatus.DONE for changeover_id in acknowledged)
     assert journal._db.execute("PRAGMA integrity_check").fetchone()[0] == "ok"

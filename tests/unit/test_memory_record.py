@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from tasuki.coordinator.node import Node
 from tasuki.coordinator.observe.memory_record import MemoryRecord
 from tasuki.dashboard.journal_tail import JournalTail, StageColumns
 from tasuki.dashboard.memory import MemoryTimeline, read_plan
-from tasuki.memory.stages import HOLDS, Phase, Service
+from tasuki.wire.stages import HOLDS, Phase, Service
 from tests.unit import fake_node
 from tests.unit.fake_node import acquire
 from tests.unit.fake_services import FakeServices
@@ -80,9 +79,9 @@ async def test_the_file_stays_below_its_bound(devices: Devices, tmp_path: Path, 
     record = MemoryRecord(tmp_path / "memory.jsonl")
     usages = {service: await devices.usage(service) for service in Service}
     for size in range(20):
-        rollout = usages[Service.ROLLOUT]
-        tags = tuple(replace(tag, total_bytes=10**9 + size) for tag in rollout.tags)
-        record.note({**usages, Service.ROLLOUT: replace(rollout, tags=tags)})
+        for tag in usages[Service.ROLLOUT].tags:
+            tag.total_bytes = 10**9 + size
+        record.note(usages)
     lines = (tmp_path / "memory.jsonl").read_bytes()
     assert 1500 < len(lines) <= 3000 and lines.endswith(b"\n")
     assert all(json.loads(line) for line in lines.splitlines())

@@ -14,9 +14,9 @@ from tasuki.config.paths import training_output_path
 from tasuki.coordinator.observe import run_figures
 from tasuki.coordinator.observe.node_metrics import _whole_text
 from tasuki.coordinator.observe.run_figures import RunFigures
-from tasuki.memory.stages import Service
 from tasuki.rpc import metrics
 from tasuki.rpc.metrics import GpuSeconds
+from tasuki.wire.stages import Service
 
 NAN = float("nan")
 

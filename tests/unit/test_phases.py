@@ -19,8 +19,8 @@ from tasuki.coordinator.phases import (
     turns_back,
     undo_path,
 )
-from tasuki.memory.stages import HOLDS, RING, RULES, Phase, Service, Stage
 from tasuki.wire.errors import StageOrder
+from tasuki.wire.stages import HOLDS, RING, RULES, Phase, Service, Stage
 
 TO_ROLLOUT = (Stage.LOAD_WEIGHTS, Stage.RESUME_WEIGHTS, Stage.SYNC, Stage.OFFLOAD, Stage.RESUME_KV)
 TO_TRAIN = (Stage.DRAIN, Stage.PAUSE_KV, Stage.PAUSE_WEIGHTS, Stage.LOAD_TRAINER)

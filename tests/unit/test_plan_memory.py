@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from tasuki.config.schema import NodeConfig
-from tasuki.memory.stages import RING, Phase, Stage
 from tasuki.planner.advice import advise, largest_kv_ratio, smallest_sleeping
 from tasuki.planner.layout import GB, MIB, TAGS, Checkpointing, Layout, Part, Strategy
 from tasuki.planner.node_plan import plan_node
@@ -20,6 +19,7 @@ from tasuki.planner.plan import PLAN_STAGES, Plan, PlanStage, needed_bytes, plan
 from tasuki.planner.presets import MODELS, PRESETS
 from tasuki.planner.step_bytes import step_moments
 from tasuki.wire.errors import InvalidArgument
+from tasuki.wire.stages import RING, Phase, Stage
 from tests.extent import examples
 from tests.unit.test_model_shape import write_model
 from tools.bench import plan_gpu

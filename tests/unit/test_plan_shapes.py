@@ -28,7 +28,6 @@ from transformers import (
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.allocator import NativeAllocator
 from tasuki.memory.granularity import arena_bytes, export_bytes
-from tasuki.memory.tags import MemoryTag
 from tasuki.models.families import read_model
 from tasuki.models.shape import ModelShape
 from tasuki.planner.kept_bytes import kept_per_token
@@ -41,6 +40,7 @@ from tasuki.planner.trainer_bytes import trainer_tags
 from tasuki.rollout.arguments import engine_arguments
 from tasuki.rollout.model import ModelFacts
 from tasuki.weights.chunk_memory import new_arena
+from tasuki.wire.stages import MemoryTag
 from tests.saved_tensors import kept_bytes
 
 TINY: dict[str, Any] = {

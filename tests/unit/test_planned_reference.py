@@ -9,12 +9,12 @@ import pytest
 from pydantic import ValidationError
 
 from tasuki.config.schema import NodeConfig
-from tasuki.memory.stages import Phase
 from tasuki.planner.advice import advise
 from tasuki.planner.layout import GB, Layout, Part
 from tasuki.planner.node_plan import node_layout
 from tasuki.planner.plan import plan
 from tasuki.planner.presets import MODELS
+from tasuki.wire.stages import Phase
 
 MODEL = MODELS["qwen2.5-7b"]
 KL = {"dataset": "d.jsonl", "output_dir": "o", "reward": {"function": "r.py:r"}, "loss": {"kl_coef": 0.1}}

@@ -13,12 +13,13 @@ from tasuki.config.schema import MemoryConfig, ModelConfig, NodeConfig
 from tasuki.coordinator.admission import Admission
 from tasuki.coordinator.planning import Planning, plan_to_proto
 from tasuki.memory.host import host_memory
-from tasuki.memory.stages import Service
-from tasuki.memory.tags import DeviceUsage, ServiceUsage
 from tasuki.planner.advice import advise
 from tasuki.planner.plan import plan
 from tasuki.v1 import coordinator_pb2 as pb
+from tasuki.v1.memory_pb2 import GetUsageResponse
+from tasuki.v1.types_pb2 import DeviceUsage
 from tasuki.wire.errors import DeadlineExceeded, PathNotFound, TasukiError
+from tasuki.wire.stages import Service
 
 
 def as_the_command_line_says(answer: pb.PlanResponse) -> dict[str, Any]:
@@ -80,11 +81,11 @@ class Memory:
     def __init__(self, answer: int | TasukiError) -> None:
         self.answer, self.num_asked = answer, 0
 
-    async def usage(self, service: Service, *, skip_torch_cache: bool = False) -> ServiceUsage:
+    async def usage(self, service: Service, *, skip_torch_cache: bool = False) -> GetUsageResponse:
         self.num_asked += 1
         if isinstance(self.answer, TasukiError):
             raise self.answer
-        return ServiceUsage((), (DeviceUsage("cuda:0", 0, self.answer, 0, 0, 0, 0),))
+        return GetUsageResponse(devices=[DeviceUsage(device="cuda:0", total_bytes=self.answer)])
 
 
 def planning(memory: Memory, model: Path) -> Planning:

@@ -11,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tasuki.memory.allocator import NativeAllocator
-from tasuki.memory.tags import MemoryTag
 from tasuki.rollout.rank_commands import RankMemory, rank_allocator
 from tasuki.rollout.saved_buffers import Span, without
-from tasuki.rpc.usage import TAG_VALUES
 from tasuki.v1.memory_pb2 import PauseRequest, ResumeRequest
+from tasuki.wire.stages import MemoryTag
 
 WEIGHTS, KV_CACHE = MemoryTag.WEIGHTS, MemoryTag.KV_CACHE
 SPANS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), max_size=6)
@@ -61,11 +60,11 @@ class Engine(torch.nn.Module):
 
 
 def pause(memory: RankMemory, tag: MemoryTag) -> int:
-    return memory.pause(PauseRequest(tags=[TAG_VALUES[tag]])).released_bytes
+    return memory.pause(PauseRequest(tags=[tag.number])).released_bytes
 
 
 def resume(memory: RankMemory, tag: MemoryTag) -> int:
-    return memory.resume(ResumeRequest(tags=[TAG_VALUES[tag]])).mapped_bytes
+    return memory.resume(ResumeRequest(tags=[tag.number])).mapped_bytes
 
 
 def test_only_parameters_are_lost_with_the_weights(allocator: NativeAllocator) -> None:
@@ -82,7 +81,7 @@ def test_only_parameters_are_lost_with_the_weights(allocator: NativeAllocator) -
         )
         engine.weight.copy_(torch.ones(4096))
     (usage, _) = memory.usage()
-    assert (usage.tag, usage.host_copy_bytes) == (WEIGHTS, 4 * (4096 + 3000 + 5000))
+    assert (MemoryTag.of(usage.tag), usage.host_copy_bytes) == (WEIGHTS, 4 * (4096 + 3000 + 5000))
 
 
 def test_what_changed_since_the_last_pause_is_kept_as_it_is_now(allocator: NativeAllocator) -> None:

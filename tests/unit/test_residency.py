@@ -16,8 +16,6 @@ from tasuki.config.load import load_config
 from tasuki.config.residency_schema import ResidencyConfig
 from tasuki.config.save import save_config
 from tasuki.config.schema import NodeConfig
-from tasuki.memory.stages import Phase, Service, Stage
-from tasuki.memory.tags import MemoryTag
 from tasuki.planner.layout import GB, RESIDENT, Layout, Part
 from tasuki.planner.node_plan import node_layout
 from tasuki.planner.plan import PLAN_STAGES, plan, plan_of, sizes_of
@@ -26,8 +24,8 @@ from tasuki.planner.residency import as_config, decide, stay_and_leave
 from tasuki.planner.seconds import expected_seconds, release_seconds
 from tasuki.planner.step_bytes import step_moments
 from tasuki.rpc.staying import staying_of_engine_rank, staying_tags
-from tasuki.v1 import types_pb2
 from tasuki.wire.errors import InvalidArgument
+from tasuki.wire.stages import MemoryTag, Phase, Service, Stage
 
 MODEL = MODELS["qwen2.5-7b"]
 TRAIN = {
@@ -289,8 +287,8 @@ def test_residency_that_makes_no_sense_is_refused(residency: dict[str, Any], mes
 
 def test_what_only_some_ranks_keep_is_not_told_of_the_service() -> None:
     config = node(residency={"trainer": [["weights", "optimizer"], ["weights"]], "rollout": [["kv_cache"], ["kv_cache"]]})
-    assert staying_tags(config, Service.TRAINER) == {types_pb2.MEMORY_TAG_WEIGHTS}
-    assert staying_tags(config, Service.ROLLOUT) == {types_pb2.MEMORY_TAG_KV_CACHE, types_pb2.MEMORY_TAG_CUDA_GRAPH}
+    assert staying_tags(config, Service.TRAINER) == {MemoryTag.WEIGHTS}
+    assert staying_tags(config, Service.ROLLOUT) == {MemoryTag.KV_CACHE, MemoryTag.CUDA_GRAPH}
     assert staying_tags(node(), Service.TRAINER) == frozenset()
 
 

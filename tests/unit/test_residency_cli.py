@@ -13,7 +13,6 @@ from tasuki.cli.__main__ import main
 from tasuki.config.residency_schema import ResidencyConfig
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.host import HostMemory
-from tasuki.memory.stages import Stage
 from tasuki.node import residency as cli
 from tasuki.node.residency import with_residency
 from tasuki.node.start import start_node
@@ -22,6 +21,7 @@ from tasuki.planner.model_shape import read_model_shape
 from tasuki.planner.node_plan import node_layout
 from tasuki.planner.plan import plan
 from tasuki.wire.errors import InvalidArgument
+from tasuki.wire.stages import Stage
 
 MODEL = {
     "architectures": ["Qwen2ForCausalLM"],

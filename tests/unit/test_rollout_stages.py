@@ -11,14 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasuki.memory.stages import START, Service, Stage
-from tasuki.memory.tags import MemoryTag
 from tasuki.rollout.generate import Completion, EngineRequest
 from tasuki.rollout.model import ModelFacts
 from tasuki.rollout.rollout import Rollout, check_stage
 from tasuki.rollout.seeds import CallNumbers
 from tasuki.rollout.sync import SyncReport
-from tasuki.rpc.stages import decode_move
+from tasuki.rpc.memory import decode_move
 from tasuki.v1 import weights_pb2
 from tasuki.v1.memory_pb2 import PauseRequest, ResumeRequest
 from tasuki.v1.rollout_pb2 import GenerateRequest
@@ -36,6 +34,7 @@ from tasuki.wire.errors import (
     VersionOrder,
     WeightsCorrupt,
 )
+from tasuki.wire.stages import START, MemoryTag, Service, Stage
 
 RING = [Stage.RESUME_WEIGHTS, Stage.SYNC, Stage.RESUME_KV, Stage.DRAIN, Stage.PAUSE_KV, Stage.PAUSE_WEIGHTS]
 MODEL = ModelFacts(path="", architecture="", vocab_size=10, context_length=10, stop_token_ids=(1,), is_seeded=False)

@@ -15,9 +15,9 @@ import pytest
 from tasuki.cli.__main__ import main
 from tasuki.config.paths import journal_path, log_path, training_log_path
 from tasuki.coordinator.journal import Journal
-from tasuki.memory.stages import HOLDS, Phase
 from tasuki.runs.archive import archived
 from tasuki.wire.errors import PeerUnavailable
+from tasuki.wire.stages import HOLDS, Phase
 
 _KILLED_CLIENT = """
 import os, signal, sys

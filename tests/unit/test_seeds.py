@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from tasuki.memory.stages import Stage
 from tasuki.rollout.generate import EngineRequest, question
 from tasuki.rollout.rollout import Rollout
 from tasuki.rollout.seeds import CallNumbers, sample_seed
 from tasuki.v1.rollout_pb2 import GenerateRequest
+from tasuki.wire.stages import Stage
 from tests.unit.test_rollout_stages import MODEL, RING, EasySync, IdleEngine, NoMemory, move, said
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tasuki.coordinator.audit.replay import Audit
-from tasuki.memory.stages import Phase
 from tasuki.wire.errors import OutOfGpuMemory, WrongPhase
+from tasuki.wire.stages import Phase
 from tests.extent import IS_WHOLE
 from tests.unit.memory_folder import memory_folder
 from tests.unit.simulated_faults import CrashPoint, Fault
@@ -48,7 +48,7 @@ async def simulate(seed: int, folder: Path) -> Audit:
     assert node.rollout is not None
     assert node.rollout.served == NUM_STEPS == len(node.disk.steps)
     assert await node.acquire(Phase.TRAIN, "at the very last") is None
-    assert node.node.state().phase is Phase.TRAIN
+    assert Phase.of(node.node.state().phase) is Phase.TRAIN
     found = await node.close()
     assert found.num_unanswered == 0
     return found

@@ -11,9 +11,9 @@ from tasuki.coordinator.audit.commands import audit_commands
 from tasuki.coordinator.audit.history import read_history
 from tasuki.coordinator.audit.invariants import Invariant
 from tasuki.coordinator.audit.replay import audit
-from tasuki.memory.stages import Phase
 from tasuki.v1 import memory_pb2, trainer_pb2, types_pb2
 from tasuki.wire.errors import InvalidArgument, StageOrder, StaleEpoch, StaleSequence, TasukiError
+from tasuki.wire.stages import Phase
 from tests.unit.simulated_node import RESTART_S, SimulatedNode
 from tests.unit.virtual_time import VirtualTimeLoop
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from tasuki.config.schema import NodeConfig
-from tasuki.memory.stages import Phase
 from tasuki.node.services import node_services
 from tasuki.planner.layout import GB, Layout, Part
 from tasuki.planner.node_plan import node_layout
@@ -17,6 +16,7 @@ from tasuki.planner.plan import plan
 from tasuki.planner.presets import MODELS
 from tasuki.planner.start import parts_at_start, starts_together
 from tasuki.rollout.arguments import _PLANNED_FRACTION
+from tasuki.wire.stages import Phase
 
 MODEL = MODELS["qwen2.5-7b"]
 

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
 from tasuki.coordinator.phases import phase_of
-from tasuki.memory.stages import Phase, Service, Stage
 from tasuki.wire.errors import (
     DeadlineExceeded,
     DiskFull,
@@ -30,6 +29,7 @@ from tasuki.wire.errors import (
     WeightsCorrupt,
     WrongPhase,
 )
+from tasuki.wire.stages import Phase, Service, Stage
 from tests.extent import IS_WHOLE
 from tests.unit.memory_folder import memory_folder
 from tests.unit.simulated_faults import CrashPoint, Fault
@@ -110,7 +110,7 @@ class NodeMachine(RuleBasedStateMachine):
     @rule(faults=faults(5))
     def next_single_stage(self, faults: list[Fault | None]) -> None:
         """Runs the next stage; if the node has moved since it was looked at, the refusal names the stage to run."""
-        at = self.node.node.state().next_stage or Stage.LOAD_WEIGHTS
+        at = Stage.of(self.node.node.state().next_stage) or Stage.LOAD_WEIGHTS
         self.faults = faults
         error = self.runner.run(self.node.run_stage(at, self._id("hand")))
         if isinstance(error, StageOrder) and error.metadata.get("allowed") in list(Stage):
@@ -156,7 +156,7 @@ class NodeMachine(RuleBasedStateMachine):
         NodeMachine.num_steps += 1
         assert self.node.broken is None
         assert len(self.node.disk.steps) in (self.num_learned, self.num_learned + bool(self.pending))
-        at = self.node.node.state().at
+        at = Stage.of(self.node.node.state().stage)
         assert at is None or phase_of(at) in (None, *Phase)
 
 

@@ -9,12 +9,12 @@ import pytest
 
 from tasuki.cli.plan import Wishes, layout_of
 from tasuki.config.schema import NodeConfig
-from tasuki.memory.stages import Stage
 from tasuki.planner.layout import GB, Checkpointing, Layout
 from tasuki.planner.node_plan import node_layout
 from tasuki.planner.plan import plan
 from tasuki.planner.presets import MODELS
 from tasuki.planner.step_tokens import fastest_checkpointing, most_tokens, with_fastest_checkpointing, with_last_layer_kept
+from tasuki.wire.stages import Stage
 
 SHAPE = MODELS["qwen2.5-7b"]
 LAYOUT = Layout(

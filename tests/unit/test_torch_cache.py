@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tasuki.memory.stages import Stage
 from tasuki.planner.layout import GB, Checkpointing, Layout, Part
 from tasuki.planner.plan import plan
 from tasuki.planner.presets import MODELS
 from tasuki.planner.seconds import expected_seconds
 from tasuki.trainer.backends.fsdp import torch_cache
+from tasuki.wire.stages import Stage
 
 LAYOUT = Layout(
     model=MODELS["qwen2.5-7b"], num_gpus=2, gpu_bytes=141 * GB, host_bytes=2000 * GB, num_ranks=2, tp_size=2, kv_ratio=0.5,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tasuki.memory.stages import START, Stage
 from tasuki.trainer import stages
 from tasuki.wire.errors import StageOrder, WrongPhase
+from tasuki.wire.stages import START, Stage
 
 PLACES = (None, Stage.LOAD_TRAINER, Stage.LOAD_WEIGHTS, Stage.OFFLOAD)
 ACCEPTED = {

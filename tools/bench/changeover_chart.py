@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tasuki.memory.stages import RING
+from tasuki.wire.stages import RING
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

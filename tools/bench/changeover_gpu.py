@@ -41,18 +41,16 @@ from tasuki.client.types import StageEvent
 from tasuki.config.load import load_config
 from tasuki.config.paths import node_targets
 from tasuki.config.schema import NodeConfig
-from tasuki.memory.stages import RING
 from tasuki.node.start import start_node
 from tasuki.planner.layout import GB
 from tasuki.planner.node_plan import plan_node
 from tasuki.planner.seconds import expected_seconds
-from tasuki.rpc.stages import stage_to_proto
-from tasuki.rpc.usage import TAGS
 from tasuki.v1 import coordinator_pb2 as pb
 from tasuki.v1 import memory_pb2
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tasuki.v1.memory_pb2_grpc import MemoryServiceStub
 from tasuki.wire.channel import open_blocking_channel
+from tasuki.wire.stages import RING, MemoryTag
 from tools.bench.gpus import at_least_one, require_gpus
 from tools.bench.node_load import GPU, TINY, Load, make_model
 from tools.bench.plan_gpu import SIZES
@@ -93,7 +91,7 @@ def mapped_gb(config: NodeConfig) -> dict[str, float]:
         with open_blocking_channel(node_targets(config)[service]) as channel:
             usage = MemoryServiceStub(channel).GetUsage(memory_pb2.GetUsageRequest(), timeout=STAGE_LIMIT_S)
         for tag in usage.tags:
-            mapped[f"{service} {TAGS[tag.tag]}"] += tag.mapped_bytes
+            mapped[f"{service} {MemoryTag.of(tag.tag)}"] += tag.mapped_bytes
     return {name: round(size / GB, 3) for name, size in mapped.items()}
 
 
@@ -162,7 +160,7 @@ def memory_by_stage(config: NodeConfig, load: Load) -> dict[str, dict[str, Any]]
     with open_blocking_channel(node_targets(config)["coordinator"]) as channel:
         coordinator = CoordinatorServiceStub(channel)
         for stage in (rule.stage for rule in RING):
-            coordinator.RunStage(pb.RunStageRequest(stage=stage_to_proto(stage)), timeout=STAGE_LIMIT_S)
+            coordinator.RunStage(pb.RunStageRequest(stage=stage.number), timeout=STAGE_LIMIT_S)
             memory["taken_gb"][stage] = round(taken_bytes(load.device) / GB, 2)
             memory["mapped_gb"][stage] = mapped_gb(config)
     return memory

@@ -23,11 +23,11 @@ import torch
 
 from tasuki.memory.allocator import NativeAllocator
 from tasuki.memory.arena import Keep
-from tasuki.memory.tags import MemoryTag
 from tasuki.rollout.receive import WeightReceiver
 from tasuki.v1 import weights_pb2
 from tasuki.weights.export import ExportMemory, WeightExport
 from tasuki.weights.imported_weights import ImportedWeights
+from tasuki.wire.stages import MemoryTag
 from tools.bench.gpus import require_gpus
 from tools.bench.sync_shapes import QWEN, QwenModel, random_shards
 

@@ -30,13 +30,12 @@ from tasuki.fleet.journal import FleetJournal
 from tasuki.fleet.node_peer import NodePeer
 from tasuki.fleet.nodes import FleetNodes
 from tasuki.fleet.rules import COMMIT, PREPARE, TO_TRAIN, digest_of
-from tasuki.memory.stages import Phase, Stage
-from tasuki.rpc.stages import stage_from_proto, stage_to_proto
 from tasuki.v1 import coordinator_pb2 as pb
 from tasuki.v1 import coordinator_pb2_grpc
 from tasuki.v1.fleet_pb2 import FleetNode
 from tasuki.v1.weights_pb2 import WeightSums
 from tasuki.wire.channel import PORT_OPTIONS
+from tasuki.wire.stages import Phase, Stage
 
 STAGE_S = 0.01
 NUM_TENSORS = 339
@@ -52,9 +51,7 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
 
     def _state(self) -> pb.NodeState:
         holds = self._at in (PREPARE[-1], *COMMIT, *TO_TRAIN[:2])
-        return pb.NodeState(
-            stage=stage_to_proto(self._at), boot_id="scripted", weights_digest=digest_of(self._sums()) if holds else b""
-        )
+        return pb.NodeState(stage=self._at.number, boot_id="scripted", weights_digest=digest_of(self._sums()) if holds else b"")
 
     def _sums(self) -> WeightSums:
         return WeightSums(policy_version=1, layout_digest=b"layout", checksums=range(NUM_TENSORS))
@@ -64,7 +61,7 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
 
     async def RunStage(self, request: pb.RunStageRequest, context: Any) -> pb.RunStageResponse:
         await asyncio.sleep(STAGE_S)
-        stage = stage_from_proto(request.stage)
+        stage = Stage.of(request.stage)
         assert stage is not None
         self._at = stage
         sums = self._sums() if stage is PREPARE[-1] else None

@@ -21,7 +21,7 @@ import torch
 
 from tasuki.memory.allocator import NativeAllocator
 from tasuki.memory.arena import Keep
-from tasuki.memory.tags import MemoryTag
+from tasuki.wire.stages import MemoryTag
 
 MIB = 1 << 20
 NUM_REPEATS = 5

@@ -78,20 +78,22 @@ def cycles(
 
 def our_allocator() -> Any:
     from tasuki.memory.allocator import NativeAllocator
-    from tasuki.memory.tags import MemoryTag
+    from tasuki.wire.stages import MemoryTag
 
     return NativeAllocator(tags=[MemoryTag.WEIGHTS, MemoryTag.KV_CACHE, MemoryTag.OPTIMIZER], device="cuda:0")
 
 
 def ours(kv_gb: int) -> dict[str, Any]:
     from tasuki.memory.arena import Keep
-    from tasuki.memory.tags import MemoryTag
+    from tasuki.wire.stages import MemoryTag
 
     allocator = our_allocator()
     tensors = fill(lambda tag: allocator.region(MemoryTag(tag)), kv_gb)
     addresses = [tensor.data_ptr() for tensor in tensors]
     result: dict[str, Any] = {
-        "num_chunks": {usage.tag: allocator.arena(usage.tag).usage().num_chunks for usage in allocator.usage()}
+        "num_chunks": {
+            MemoryTag.of(usage.tag): allocator.arena(MemoryTag.of(usage.tag)).usage().num_chunks for usage in allocator.usage()
+        }
     }
     pause, resume = lambda tag: allocator.pause([MemoryTag(tag)]), lambda tag: allocator.resume([MemoryTag(tag)])
     for name, policy in (("drop", Keep.NOTHING), ("keep chunks", Keep.CHUNKS)):
@@ -117,7 +119,7 @@ def peers(kv_gb: int) -> dict[str, Any]:
 
 def our_host_copy() -> dict[str, Any]:
     from tasuki.memory.arena import Keep
-    from tasuki.memory.tags import MemoryTag
+    from tasuki.wire.stages import MemoryTag
 
     allocator = our_allocator()
     allocator.arena(MemoryTag.WEIGHTS).set_policy(Keep.CONTENT)
@@ -179,7 +181,7 @@ def chunk_sizes() -> dict[str, Any]:
     """100 GiB in one arena by size of chunk, without torch."""
     from tasuki.memory.allocator import NativeAllocator
     from tasuki.memory.arena import Keep
-    from tasuki.memory.tags import MemoryTag
+    from tasuki.wire.stages import MemoryTag
 
     torch.zeros(1, device="cuda")
     result: dict[str, Any] = {}

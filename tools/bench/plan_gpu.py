@@ -26,10 +26,10 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 SOURCES = [str(REPOSITORY / "protos"), str(REPOSITORY / "services"), str(REPOSITORY)]
 sys.path[:0] = SOURCES
 
-from tasuki.memory.stages import Phase, Stage  # noqa: E402
 from tasuki.planner.layout import GB, Checkpointing, Layout, Part  # noqa: E402
 from tasuki.planner.plan import TRAINER_TAGS, plan  # noqa: E402
 from tasuki.planner.presets import MODELS  # noqa: E402
+from tasuki.wire.stages import MemoryTag, Phase, Stage  # noqa: E402
 from tools.bench.gpus import at_least_one, require_gpus  # noqa: E402
 
 SIZES = ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b", "qwen2.5-7b")
@@ -121,7 +121,7 @@ def measure(folder: Path, layout: Layout, device: str, num_micro_batches: int) -
     for _ in range(NUM_STEPS):
         learner.forward_backward(Role.POLICY, [batch] * num_micro_batches, config=config)
         learner.optim_step(Role.POLICY, learning_rate=1e-6)
-    tags = {usage.tag: usage.total_bytes for usage in memory.usage()}
+    tags = {MemoryTag.of(usage.tag): usage.total_bytes for usage in memory.usage()}
     # The tags' blocks are torch's too; memory that a step adds lies in torch's own pool.
     stages = {Phase.TRAIN: {"allocated": sum(tags.values()) + step_bytes(memory, device), "driver": used_bytes(device)}}
     learner.publish()

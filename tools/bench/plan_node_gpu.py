@@ -27,14 +27,13 @@ import numpy as np
 from tasuki.client import Client, LossConfig, Phase, Role, SamplingParams, TrainingSample, ValueLoss
 from tasuki.config.load import load_config
 from tasuki.config.paths import node_targets
-from tasuki.memory.stages import RING, Stage
 from tasuki.planner.layout import GB
 from tasuki.planner.node_plan import plan_node
 from tasuki.planner.plan import PLAN_STAGES, PlanStage
-from tasuki.rpc.stages import stage_to_proto
 from tasuki.v1 import coordinator_pb2 as pb
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tasuki.wire.channel import open_blocking_channel
+from tasuki.wire.stages import RING, Stage
 from tests.models import char_tokenizer
 from tools.bench.gpus import at_least_one, require_gpus
 from tools.bench.plan_gpu import SIZES, make_model
@@ -138,7 +137,7 @@ def measure(config: Path, *, gpus: int, before: int, has_critic: bool) -> dict[P
 
 def run(coordinator: CoordinatorServiceStub, stage: Stage, before: int) -> int:
     """Returns the bytes in use after the stage."""
-    coordinator.RunStage(pb.RunStageRequest(stage=stage_to_proto(stage)), timeout=LIMIT_S)
+    coordinator.RunStage(pb.RunStageRequest(stage=stage.number), timeout=LIMIT_S)
     return nvml_bytes()[0] - before
 
 

@@ -55,6 +55,7 @@ def train(model: Path, *, device: str, sleeps: bool) -> dict[str, Any]:
     from tasuki.trainer.launch import read_launch
     from tasuki.trainer.roles import Role
     from tasuki.trainer.service.requests import decode_samples
+    from tasuki.wire.stages import MemoryTag
     from tests.integration.learning import fsdp, start_learner
 
     torch.use_deterministic_algorithms(True)
@@ -82,7 +83,7 @@ def train(model: Path, *, device: str, sleeps: bool) -> dict[str, Any]:
             result["asleep_bytes"].append(used_bytes(device))
             result["resume_ms"].append(timed_ms(lambda: memory.resume(TAGS), device))
     memory.wait_for_content()
-    result["tag_bytes"] = {usage.tag: usage.total_bytes for usage in memory.usage()}
+    result["tag_bytes"] = {MemoryTag.of(usage.tag): usage.total_bytes for usage in memory.usage()}
     result["awake_bytes"] = used_bytes(device)
     return result
 

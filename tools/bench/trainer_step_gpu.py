@@ -31,8 +31,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from tasuki.memory.stages import Phase
 from tasuki.models.shape import ModelShape
+from tasuki.wire.stages import Phase
 from tools.bench.gpus import require_gpus
 from tools.bench.kernel_times import kernel_times, profiled
 from tools.bench.plan_gpu import SOURCES, layout_of, make_model_apart, predict, step_bytes, used_bytes

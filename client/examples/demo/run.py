@@ -14,9 +14,9 @@ from pathlib import Path
 from tasuki.cli.__main__ import USER_ERROR, exit_code_of
 from tasuki.cli.train import run
 from tasuki.config.load import load_config
-from tasuki.memory.stages import RULES, Stage
 from tasuki.rpc.failpoints import check_failpoints
 from tasuki.wire.errors import PathExists
+from tasuki.wire.stages import RULES, Stage
 
 HERE = Path(__file__).resolve().parent
 PROCESS = r"coordinator|trainer\d*|rollout|scheduler\d+"

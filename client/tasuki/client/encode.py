@@ -94,7 +94,7 @@ def sample_from_proto(sample: types_pb2.Sample, *, prompt_index: int) -> Sample:
         sample_index=sample.sample_index,
         token_ids=np.array(sample.token_ids, dtype=np.int32),
         rollout_log_probs=np.array(sample.rollout_log_probs, dtype=np.float32),
-        finish_reason=FinishReason(types_pb2.FinishReason.Name(sample.finish_reason).removeprefix("FINISH_REASON_")),
+        finish_reason=FinishReason.known(sample.finish_reason),
         policy_version=sample.policy_version,
         temperature=sample.temperature,
         has_exact_log_probs=sample.has_exact_log_probs,
@@ -104,13 +104,13 @@ def sample_from_proto(sample: types_pb2.Sample, *, prompt_index: int) -> Sample:
 def phase_to_proto(phase: Phase) -> types_pb2.Phase.ValueType:
     if phase not in list(Phase):  # callers may have no types
         raise InvalidArgument("phase", f"is {phase!r}; give Phase.TRAIN or Phase.ROLLOUT")
-    return types_pb2.Phase.Value(f"PHASE_{phase}")
+    return Phase(phase).number
 
 
 def role_to_proto(role: Role) -> types_pb2.Role.ValueType:
     if role not in list(Role):  # callers may have no types
         raise InvalidArgument("role", f"is {role!r}; give Role.POLICY, Role.REFERENCE or Role.CRITIC")
-    return types_pb2.Role.Value(f"ROLE_{role}")
+    return Role(role).number
 
 
 def forward_backward_header(
@@ -154,9 +154,9 @@ def optim_step_to_proto(role: Role, **settings: float | None) -> trainer_pb2.Opt
 
 def state_from_proto(state: coordinator_pb2.NodeState) -> NodeState:
     return NodeState(
-        phase=_phase_from_proto(state.phase),
-        stage=_stage_from_proto(state.stage),
-        next_stage=_stage_from_proto(state.next_stage),
+        phase=Phase.of(state.phase),
+        stage=Stage.of(state.stage),
+        next_stage=Stage.of(state.next_stage),
         epoch=state.epoch,
         policy_version=state.policy_version if state.HasField("policy_version") else None,
         boot_id=state.boot_id,
@@ -171,8 +171,8 @@ def state_from_proto(state: coordinator_pb2.NodeState) -> NodeState:
 def event_from_proto(event: coordinator_pb2.StageEvent) -> StageEvent:
     return StageEvent(
         changeover_id=event.changeover_id,
-        stage=_stage_from_proto(event.stage),
-        status=_status_from_proto(event.status),
+        stage=Stage.of(event.stage),
+        status=StageStatus.known(event.status),
         time=event.time.seconds + event.time.nanos * 1e-9,
         seconds=event.seconds,
         num_bytes=event.bytes,
@@ -182,12 +182,10 @@ def event_from_proto(event: coordinator_pb2.StageEvent) -> StageEvent:
 
 
 def changeover_from_proto(changeover: coordinator_pb2.Changeover) -> Changeover:
-    target = _phase_from_proto(changeover.target)
-    assert target is not None, "a changeover has a target"
     return Changeover(
         changeover_id=changeover.changeover_id,
-        target=target,
-        status=_status_from_proto(changeover.status),
+        target=Phase.known(changeover.target),
+        status=StageStatus.known(changeover.status),
         policy_version=changeover.policy_version,
         start_time=changeover.start_time.seconds + changeover.start_time.nanos * 1e-9,
         seconds=changeover.seconds,
@@ -220,18 +218,6 @@ def _set_fields(value: SamplingParams) -> dict[str, Any]:
     return {name: given for name, given in pairs if given is not None}
 
 
-def _phase_from_proto(phase: types_pb2.Phase.ValueType) -> Phase | None:
-    return Phase(types_pb2.Phase.Name(phase).removeprefix("PHASE_")) if phase else None
-
-
-def _stage_from_proto(stage: types_pb2.Stage.ValueType) -> Stage | None:
-    return Stage(types_pb2.Stage.Name(stage).removeprefix("STAGE_")) if stage else None
-
-
-def _status_from_proto(status: coordinator_pb2.StageStatus.ValueType) -> StageStatus:
-    return StageStatus(coordinator_pb2.StageStatus.Name(status).removeprefix("STAGE_STATUS_"))
-
-
 def forward_backward_from_proto(done: trainer_pb2.ForwardBackwardResponse) -> ForwardBackwardResult:
     values: dict[str, Any] = {field.name: getattr(done, field.name) for field in fields(ForwardBackwardResult)}
     values["metrics"] = dict(done.metrics)
@@ -241,7 +227,7 @@ def forward_backward_from_proto(done: trainer_pb2.ForwardBackwardResponse) -> Fo
 
 def trainer_state_from_proto(state: trainer_pb2.GetTrainerStateResponse) -> TrainerState:
     named = [field.name for field in fields(TrainerState) if field.name not in ("roles", "critic_version")]
-    versions = {Role(types_pb2.Role.Name(role.role).removeprefix("ROLE_")): role.version for role in state.roles}
+    versions = {Role.known(role.role): role.version for role in state.roles}
     values: dict[str, Any] = {name: getattr(state, name) for name in named}
     return TrainerState(roles=tuple(versions), critic_version=versions.get(Role.CRITIC), **values)
 

@@ -4,44 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
 
-
-class Phase(StrEnum):
-    """Holder of the GPUs."""
-
-    TRAIN = "TRAIN"
-    ROLLOUT = "ROLLOUT"
+from tasuki.wire.stages import Phase, Stage, StageStatus, WireEnum
 
 
-class Stage(StrEnum):
-    """One step of a changeover, in the order of the ring."""
-
-    LOAD_WEIGHTS = "LOAD_WEIGHTS"
-    RESUME_WEIGHTS = "RESUME_WEIGHTS"
-    SYNC = "SYNC"
-    OFFLOAD = "OFFLOAD"
-    RESUME_KV = "RESUME_KV"
-    DRAIN = "DRAIN"
-    PAUSE_KV = "PAUSE_KV"
-    PAUSE_WEIGHTS = "PAUSE_WEIGHTS"
-    LOAD_TRAINER = "LOAD_TRAINER"
-
-
-class StageStatus(StrEnum):
-    """Status of a stage or a changeover."""
-
-    STARTED = "STARTED"
-    DONE = "DONE"
-    FAILED = "FAILED"
-    UNDONE = "UNDONE"
-    HELD = "HELD"
-
-
-class FinishReason(StrEnum):
+class FinishReason(WireEnum):
     """Why a completion ended."""
 
     STOP = "STOP"
@@ -51,7 +21,7 @@ class FinishReason(StrEnum):
     """Stopped by a drain. The tokens generated so far are valid for the sample's policy version."""
 
 
-class Role(StrEnum):
+class Role(WireEnum):
     """A network that the trainer holds."""
 
     POLICY = "POLICY"

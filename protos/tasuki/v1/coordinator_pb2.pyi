@@ -107,12 +107,17 @@ class Changeover(_message.Message):
     SECONDS_FIELD_NUMBER: _builtins.int
     STAGES_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
+    ERROR_REASON_FIELD_NUMBER: _builtins.int
+    ERROR_MESSAGE_FIELD_NUMBER: _builtins.int
     changeover_id: _builtins.str
     target: _types_pb2.Phase.ValueType
     status: Global___StageStatus.ValueType
     policy_version: _builtins.int
     seconds: _builtins.float
     epoch: _builtins.int
+    error_reason: _builtins.str
+    """In FAILED: the error's reason and message."""
+    error_message: _builtins.str
     @_builtins.property
     def start_time(self) -> _timestamp_pb2.Timestamp: ...
     @_builtins.property
@@ -130,10 +135,12 @@ class Changeover(_message.Message):
         seconds: _builtins.float = ...,
         stages: _abc.Iterable[Global___StageEvent] | None = ...,
         epoch: _builtins.int = ...,
+        error_reason: _builtins.str = ...,
+        error_message: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["start_time", b"start_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["changeover_id", b"changeover_id", "epoch", b"epoch", "policy_version", b"policy_version", "seconds", b"seconds", "stages", b"stages", "start_time", b"start_time", "status", b"status", "target", b"target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changeover_id", b"changeover_id", "epoch", b"epoch", "error_message", b"error_message", "error_reason", b"error_reason", "policy_version", b"policy_version", "seconds", b"seconds", "stages", b"stages", "start_time", b"start_time", "status", b"status", "target", b"target"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

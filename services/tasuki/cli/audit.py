@@ -16,13 +16,13 @@ from tasuki.coordinator.audit.history import read_history
 from tasuki.coordinator.audit.invariants import Invariant, Violation
 from tasuki.coordinator.audit.replay import audit
 from tasuki.fleet.audit import FleetAudit, audit_fleet_journal
-from tasuki.memory.stages import Service
 from tasuki.rpc.command_log import LoggedLife, read_command_log
 from tasuki.runs.archive import archive_folder
 from tasuki.trainer.durable.training_audit import first_repetition
 from tasuki.trainer.durable.training_log import read_training_log
 from tasuki.v1.ranks_pb2 import TrainingRecord
 from tasuki.wire.errors import InvalidArgument, PathNotFound, PathPermissionDenied
+from tasuki.wire.stages import Service
 
 CLEAN, BROKEN, UNREADABLE = 0, 1, 2
 

@@ -22,6 +22,7 @@ from tasuki.rpc.process_start import parts_line
 from tasuki.v1 import coordinator_pb2, memory_pb2, types_pb2
 from tasuki.wire.errors import TasukiError
 from tasuki.wire.printable import printable
+from tasuki.wire.stages import MemoryTag, Phase, Stage, StageStatus
 
 _MIB = 1024 * 1024
 _REDRAW_S = 0.5
@@ -42,18 +43,18 @@ def event_line(event: coordinator_pb2.StageEvent) -> str:
     """Renders one event as one line: time, changeover, stage, status, and result."""
     moment = event.time.ToDatetime(UTC).astimezone().strftime("%H:%M:%S")
     name = stage_name(event.stage) if event.stage else "changeover"
-    status = coordinator_pb2.StageStatus.Name(event.status).removeprefix("STAGE_STATUS_")
+    status = StageStatus.known(event.status)
     figures = f"{event.seconds:.3f} s, {event.bytes / _MIB:.1f} MiB" if event.seconds else ""
     error = f"{event.error_reason}: {event.error_message}" if event.error_reason else ""
     return "  ".join(part for part in (moment, event.changeover_id, f"{name:<14}", status, figures, error) if part)
 
 
 def stage_name(stage: types_pb2.Stage.ValueType) -> str:
-    return types_pb2.Stage.Name(stage).removeprefix("STAGE_")
+    return Stage.of(stage) or "UNSPECIFIED"
 
 
 def phase_name(phase: types_pb2.Phase.ValueType) -> str:
-    return types_pb2.Phase.Name(phase).removeprefix("PHASE_") if phase else "between phases"
+    return Phase.of(phase) or "between phases"
 
 
 def _start(parts: Mapping[str, float]) -> str:
@@ -102,7 +103,7 @@ def _ring(snapshot: NodeSnapshot) -> Table:
         table.add_column(heading, justify="right" if heading in ("seconds", "MiB") else "left", no_wrap=True)
     for stage in _STAGES:
         event = last.get(stage)
-        status = coordinator_pb2.StageStatus.Name(event.status).removeprefix("STAGE_STATUS_") if event else ""
+        status = StageStatus.known(event.status) if event else ""
         seconds, size = (f"{event.seconds:.3f}", f"{event.bytes / _MIB:.1f}") if event else ("", "")
         table.add_row(">" if stage == snapshot.node.stage else "", stage_name(stage), status, seconds, size)
     return table
@@ -113,7 +114,7 @@ def _memory(snapshot: NodeSnapshot) -> Table:
     table = _sizes_table("MiB", "tag", "device", "", sizes=sizes)
     for service, usage in _usages(snapshot):
         for tag in usage.tags:
-            name = types_pb2.MemoryTag.Name(tag.tag).removeprefix("MEMORY_TAG_").lower()
+            name = MemoryTag.known(tag.tag)
             bar = ProgressBar(total=max(tag.total_bytes, 1), completed=tag.mapped_bytes)
             paused = " (paused)" if tag.is_paused else " (stays)" if tag.stays else ""
             figures = (tag.mapped_bytes, tag.total_bytes, tag.kept_bytes, tag.host_copy_bytes)

@@ -9,13 +9,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tasuki.memory.stages import Phase
 from tasuki.planner.advice import Advice, problems
 from tasuki.planner.layout import TAGS, Checkpointing, Layout, Part, gb
 from tasuki.planner.node_traffic import Traffic
 from tasuki.planner.plan import Plan, StagePlan
 from tasuki.planner.residency import stay_and_leave
 from tasuki.planner.seconds import expected_seconds, stages_to
+from tasuki.wire.stages import Phase
 
 COLUMNS: dict[str, tuple[Part, ...]] = {
     "trainer": (Part.TRAINER_WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER, Part.EXPORT),

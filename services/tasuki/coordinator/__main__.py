@@ -16,7 +16,6 @@ from tasuki.config.lock import Instance, StateLock, read_instance
 from tasuki.config.paths import journal_path, memory_record_path, node_targets, restart_request_path, socket_dir
 from tasuki.config.schema import NodeConfig
 from tasuki.coordinator.admission import Admission
-from tasuki.coordinator.fleet_hold import FleetHold
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.node import Node
 from tasuki.coordinator.observe.memory_record import MemoryRecord
@@ -25,7 +24,6 @@ from tasuki.coordinator.observe.node_metrics import NodeMetrics
 from tasuki.coordinator.peers import GrpcPeers
 from tasuki.coordinator.planning import Planning
 from tasuki.coordinator.servicer import CoordinatorServicer
-from tasuki.memory.stages import Service
 from tasuki.rpc.failpoints import Failpoints
 from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.rpc.logs import configure_logging
@@ -35,6 +33,7 @@ from tasuki.rpc.service_tracer import open_service_tracer
 from tasuki.v1 import coordinator_pb2_grpc
 from tasuki.wire.errors import TasukiError
 from tasuki.wire.printable import printable
+from tasuki.wire.stages import Service
 from tasuki.wire.tracing import Tracer
 
 _log = logging.getLogger("tasuki.coordinator")
@@ -117,8 +116,7 @@ async def _serve_node(
     tracer: Tracer,
 ) -> None:
     planning = Planning(admission, config)
-    hold = FleetHold(journal)
-    servicer = CoordinatorServicer(node, journal, planning, instance=instance, port_targets=config.port_targets, hold=hold)
+    servicer = CoordinatorServicer(node, journal, planning, instance=instance, port_targets=config.port_targets)
     server = RpcServer(
         service="coordinator",
         target=node_targets(config)["coordinator"],

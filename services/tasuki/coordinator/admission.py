@@ -24,21 +24,21 @@ from tasuki.coordinator.headroom import (
 )
 from tasuki.coordinator.observe.memory_record import MemoryRecord
 from tasuki.memory.host import host_memory
-from tasuki.memory.stages import RULES, Service, Stage
-from tasuki.memory.tags import MemoryTag, ServiceUsage
 from tasuki.planner.layout import Part
 from tasuki.planner.node_plan import plan_node
 from tasuki.planner.plan import needed_bytes
+from tasuki.v1.memory_pb2 import GetUsageResponse
 from tasuki.wire.errors import TasukiError
+from tasuki.wire.stages import RULES, MemoryTag, Service, Stage
 
 _log = logging.getLogger("tasuki.coordinator")
-Usages = Mapping[Service, ServiceUsage]
+Usages = Mapping[Service, GetUsageResponse]
 
 
 class MemoryReader(Protocol):
     """Reads the memory usage of both services."""
 
-    async def usage(self, service: Service, *, skip_torch_cache: bool = False) -> ServiceUsage:
+    async def usage(self, service: Service, *, skip_torch_cache: bool = False) -> GetUsageResponse:
         """Memory usage of one service. Raises TasukiError if it is busy or does not answer."""
         ...
 
@@ -79,7 +79,7 @@ class Admission:
 
     async def _lacks(self, stage: Stage, usages: Usages, *, trainer_boot_id: str) -> list[Shortage]:
         """Devices without enough room for `stage`, or for what the trainer's first publication makes."""
-        is_made = any(one.tag is MemoryTag.EXPORT for one in usages[Service.TRAINER].tags)
+        is_made = any(one.tag == MemoryTag.EXPORT.number for one in usages[Service.TRAINER].tags)
         if stage is Stage.LOAD_WEIGHTS and not is_made and self._published_bytes(trainer_boot_id) is None:
             return self._shortages(stage, await self._first_export(), usages)
         return self._shortages(stage, taken_by(stage, usages[RULES[stage].service]), usages)
@@ -90,7 +90,7 @@ class Admission:
             self._note_sizes(await self._memory.usage(Service.ROLLOUT))
         return min(self._sizes.values())
 
-    def _note_sizes(self, usage: ServiceUsage) -> None:
+    def _note_sizes(self, usage: GetUsageResponse) -> None:
         self._sizes |= {one.device: one.total_bytes for one in usage.devices}
 
     def _shortages(self, stage: Stage, needed: Bytes, usages: Usages) -> list[Shortage]:
@@ -120,9 +120,9 @@ class Admission:
         """Usage of both services; None unless both answer."""
         calls = (self._memory.usage(service, skip_torch_cache=skip_torch_cache) for service in Service)
         answers = await asyncio.gather(*calls, return_exceptions=True)
-        usages: dict[Service, ServiceUsage] = {}
+        usages: dict[Service, GetUsageResponse] = {}
         for service, answer in zip(Service, answers, strict=True):
-            if isinstance(answer, ServiceUsage):
+            if isinstance(answer, GetUsageResponse):
                 usages[service] = answer
                 self._note_sizes(answer)
             elif not isinstance(answer, TasukiError):

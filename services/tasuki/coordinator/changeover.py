@@ -10,13 +10,11 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 
 from tasuki.coordinator.admission import Admission
-from tasuki.coordinator.changeover_trace import NO_TRACE, ChangeoverTrace
 from tasuki.coordinator.headroom import TAKES
-from tasuki.coordinator.journal import Journal
+from tasuki.coordinator.journal import Intent, Journal, Outcome, timestamp
 from tasuki.coordinator.peers import Observed, Peers
 from tasuki.coordinator.phases import advance, path, since_phase, turns_back, undo_path
-from tasuki.coordinator.records import Intent, Outcome, StageEvent, Status
-from tasuki.memory.stages import RULES, Phase, Service, Stage
+from tasuki.v1.coordinator_pb2 import StageEvent
 from tasuki.wire.errors import (
     DeadlineExceeded,
     DiskFull,
@@ -28,6 +26,8 @@ from tasuki.wire.errors import (
     StaleSequence,
     TasukiError,
 )
+from tasuki.wire.stages import RULES, Phase, Service, Stage, StageStatus
+from tasuki.wire.tracing import CHANGEOVER_ID, NO_TRACER, REQUEST_ID, Span, SpanKind, Tracer, current, spanning
 
 _log = logging.getLogger("tasuki.coordinator")
 # After these errors the stage may be done, running or never begun. It is not sent again, but its undo is: a service runs commands one
@@ -41,6 +41,37 @@ Done = Callable[..., StageEvent]
 """Records a result, as `Journal.done` does."""
 Restart = Callable[[Service, str], None]
 """Kills and restarts a service that hangs; takes the cause."""
+
+
+class ChangeoverTrace:
+    """Span of a changeover, child of the call that requested it."""
+
+    def __init__(self, tracer: Tracer, *, changeover_id: str, target: Phase, request_id: str) -> None:
+        self._tracer, self._changeover_id = tracer, changeover_id
+        attributes = {REQUEST_ID: request_id, CHANGEOVER_ID: changeover_id}
+        self._span = tracer.begin(f"changeover to {target}", kind=SpanKind.INTERNAL, attributes=attributes)
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """Makes calls in the block children of the changeover."""
+        with current(self._span):
+            yield
+
+    @contextmanager
+    def stage(self, intent: Intent) -> Iterator[Span]:
+        """Span of a stage, or of its undo; parent of the calls in the block."""
+        name = f"undo {intent.stage}" if intent.is_undo else f"stage {intent.stage}"
+        attributes = {REQUEST_ID: intent.request_id, CHANGEOVER_ID: self._changeover_id}
+        with self.around(), spanning(self._tracer.begin(name, kind=SpanKind.INTERNAL, attributes=attributes)) as span:
+            yield span
+
+    def end(self, error: TasukiError | None) -> None:
+        if error is not None:
+            self._span.fail(error.reason)
+        self._span.end()
+
+
+NO_TRACE = ChangeoverTrace(NO_TRACER, changeover_id="", target=Phase.TRAIN, request_id="")
 
 
 @dataclass(slots=True)
@@ -128,7 +159,7 @@ class Changeover:
         if self._admission is not None:
             await self._admission.admit(stage, trainer_boot_id=self._boots["trainer_boot_id"])
         intent = self._intend(stage, is_undo=False)
-        self._tell(StageEvent(self.id, stage, Status.STARTED, time=intent.time), self.at)
+        self._tell(started_event(intent), self.at)
         with self._recorded(intent, leads_to=after, done=done) as attempt:
             attempt.outcome = await self._peers.carry_out(intent, published=published.answer)
 
@@ -191,13 +222,18 @@ class Changeover:
             _log.info(
                 "event=stage changeover=%s stage=%s status=%s seconds=%.4f bytes=%d reason=%s",
                 event.changeover_id,
-                event.stage,
-                event.status,
+                Stage.of(event.stage),
+                StageStatus.of(event.status),
                 event.seconds,
-                event.num_bytes,
+                event.bytes,
                 event.error_reason or "-",
             )
             self._tell(event, self.at)
+
+
+def started_event(intent: Intent) -> StageEvent:
+    status = StageStatus.STARTED.number
+    return StageEvent(changeover_id=intent.changeover_id, stage=intent.stage.number, status=status, time=timestamp(intent.time))
 
 
 def _service_of(intent: Intent) -> Service:

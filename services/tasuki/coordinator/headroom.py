@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tasuki.config.schema import NodeConfig
-from tasuki.memory.stages import RING, Service, Stage
-from tasuki.memory.tags import MemoryTag, ServiceUsage, TagUsage
 from tasuki.planner.layout import GB, Overheads
+from tasuki.v1.memory_pb2 import GetUsageResponse
+from tasuki.v1.types_pb2 import TagUsage
 from tasuki.wire.errors import OutOfGpuMemory
+from tasuki.wire.stages import RING, MemoryTag, Service, Stage
 
 TAKES = {rule.stage: rule.resumes for rule in RING if rule.resumes}
 """Tags that a stage wakes."""
@@ -41,26 +42,28 @@ class Shortage:
         return max(0, self.needed_bytes + self.margin_bytes - self.free_bytes)
 
 
-def taken_by(stage: Stage, usage: ServiceUsage) -> Bytes:
+def taken_by(stage: Stage, usage: GetUsageResponse) -> Bytes:
     """Bytes by device that the tags of `stage` take when they resume, beyond mapped and kept memory."""
     return _sums((one.device, max(0, one.total_bytes - one.mapped_bytes - one.kept_bytes)) for one in _of(stage, usage, TAKES))
 
 
-def after(stage: Stage, usage: ServiceUsage) -> ServiceUsage:
+def after(stage: Stage, usage: GetUsageResponse) -> GetUsageResponse:
     """The same usage once `stage` is done."""
     wakes, sleeps = _of(stage, usage, TAKES), _of(stage, usage, _GIVES)
 
     def moved(one: TagUsage) -> TagUsage:
+        then = TagUsage()
+        then.CopyFrom(one)
         if one in wakes:
-            return replace(one, mapped_bytes=one.total_bytes, kept_bytes=0, is_paused=False)
-        if one not in sleeps or one.stays:
-            return one
-        return replace(one, mapped_bytes=0, is_paused=True)
+            then.mapped_bytes, then.kept_bytes, then.is_paused = one.total_bytes, 0, False
+        elif one in sleeps and not one.stays:
+            then.mapped_bytes, then.is_paused = 0, True
+        return then
 
-    return replace(usage, tags=tuple(moved(one) for one in usage.tags))
+    return GetUsageResponse(tags=[moved(one) for one in usage.tags], devices=usage.devices)
 
 
-def free_of_gpus(usages: Iterable[ServiceUsage]) -> dict[str, int]:
+def free_of_gpus(usages: Iterable[GetUsageResponse]) -> dict[str, int]:
     """Bytes free by device, from services that have just reported."""
     free: dict[str, int] = {}
     for usage in usages:
@@ -70,7 +73,7 @@ def free_of_gpus(usages: Iterable[ServiceUsage]) -> dict[str, int]:
     return free
 
 
-def free_of_host(available_bytes: int, usages: Iterable[ServiceUsage], *, budget_bytes: int | None) -> int:
+def free_of_host(available_bytes: int, usages: Iterable[GetUsageResponse], *, budget_bytes: int | None) -> int:
     """Bytes available on the host, limited by what both services leave of the budget."""
     if budget_bytes is None:
         return available_bytes
@@ -78,23 +81,23 @@ def free_of_host(available_bytes: int, usages: Iterable[ServiceUsage], *, budget
     return min(available_bytes, max(0, budget_bytes - held))
 
 
-def woken_by(stage: Stage, usage: ServiceUsage) -> list[str]:
+def woken_by(stage: Stage, usage: GetUsageResponse) -> list[str]:
     """Tags that `stage` resumes in this service."""
-    return list(dict.fromkeys(one.tag for one in _of(stage, usage, TAKES)))
+    return list(dict.fromkeys(MemoryTag.all_of(one.tag for one in _of(stage, usage, TAKES))))
 
 
-def cached_bytes(usage: ServiceUsage) -> Bytes:
+def cached_bytes(usage: GetUsageResponse) -> Bytes:
     """Bytes by device that torch caches in the service's processes; its arenas empty this cache when they lack memory."""
     return _sums((one.device, one.torch_cached_bytes) for one in usage.devices)
 
 
-def holders(device: str, usages: Mapping[Service, ServiceUsage]) -> dict[str, int]:
+def holders(device: str, usages: Mapping[Service, GetUsageResponse]) -> dict[str, int]:
     """Bytes by holder of the device's memory, largest first. "others" are processes outside this node's ranks."""
     held: Counter[str] = Counter()
     for service, usage in usages.items():
         for one in usage.tags:
             if one.device == device:
-                held[f"{service} {one.tag}"] += one.mapped_bytes + one.kept_bytes
+                held[f"{service} {MemoryTag.of(one.tag)}"] += one.mapped_bytes + one.kept_bytes
     ranks = [one for usage in usages.values() for one in usage.devices if one.device == device]
     if device != "cpu" and ranks:
         used = ranks[0].total_bytes - min(one.free_bytes for one in ranks)
@@ -170,8 +173,8 @@ def _smaller_cache(shortage: Shortage, config: NodeConfig) -> str:
     return f"rollout.kv_tokens to {fits} or less"
 
 
-def _of(stage: Stage, usage: ServiceUsage, tags: Mapping[Stage, Sequence[MemoryTag]]) -> list[TagUsage]:
-    return [one for one in usage.tags if one.tag in tags.get(stage, ())]
+def _of(stage: Stage, usage: GetUsageResponse, tags: Mapping[Stage, Sequence[MemoryTag]]) -> list[TagUsage]:
+    return [one for one in usage.tags if MemoryTag.of(one.tag) in tags.get(stage, ())]
 
 
 def _sums(sizes: Iterable[tuple[str, int]]) -> Bytes:

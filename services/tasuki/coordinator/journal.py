@@ -11,16 +11,42 @@ import sqlite3
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
-from tasuki.coordinator.journal_schema import SCHEMA_VERSION, TABLES, check_version
-from tasuki.coordinator.records import ChangeoverRecord, Intent, Outcome, StageEvent, Status, id_number, id_text
-from tasuki.memory.stages import Phase, Stage
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from tasuki.coordinator.journal_file import SCHEMA_VERSION, TABLES, check_version, id_number, id_text
 from tasuki.rpc.failpoints import NO_FAILPOINTS, Failpoints
-from tasuki.wire.errors import DiskFull, InvalidArgument, TasukiError
+from tasuki.v1 import coordinator_pb2 as pb
+from tasuki.wire.errors import DiskFull, Interrupted, InvalidArgument, TasukiError
+from tasuki.wire.stages import Phase, Stage, StageStatus
 
 _MAX_NUMBER = 2**63 - 1
 _DAMAGED = (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT)
+
+
+@dataclass(frozen=True, slots=True)
+class Intent:
+    """Stage command as recorded before it is sent."""
+
+    id: int
+    changeover_id: str
+    stage: Stage
+    is_undo: bool
+    epoch: int
+    sequence: int
+    request_id: str
+    time: float
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Outcome of a stage. `answer`: data for a later stage; `policy_version`: the version published or received."""
+
+    num_bytes: int = 0
+    answer: bytes = b""
+    policy_version: int | None = None
 
 
 class Journal:
@@ -80,13 +106,13 @@ class Journal:
 
     def end_changeover(
         self, changeover_id: str, *, seconds: float, policy_version: int | None = None, error: TasukiError | None = None
-    ) -> ChangeoverRecord:
+    ) -> pb.Changeover:
         """Records the outcome of a changeover. Returns the completed record."""
         self._write(
             "INSERT INTO outcomes VALUES (?, ?, ?, ?, ?, ?)",
             (
                 id_number(changeover_id),
-                Status.FAILED if error else Status.DONE,
+                StageStatus.FAILED if error else StageStatus.DONE,
                 policy_version,
                 seconds,
                 error.reason if error else "",
@@ -121,7 +147,7 @@ class Journal:
         try:
             self._hit(f"{stage}.intended")
         except DiskFull as error:
-            self._unwritten.append(_result_row(intent, Status.FAILED, Outcome(), time=now, seconds=0.0, error=error))
+            self._unwritten.append(_result_row(intent, StageStatus.FAILED, Outcome(), time=now, seconds=0.0, error=error))
             raise
         return intent
 
@@ -129,18 +155,18 @@ class Journal:
         """Skips numbers up to `sequence`, which another caller has used in a service."""
         self._sequence = max(self._sequence, sequence)
 
-    def done(self, intent: Intent, outcome: Outcome, *, seconds: float) -> StageEvent:
+    def done(self, intent: Intent, outcome: Outcome, *, seconds: float) -> pb.StageEvent:
         """Records that the stage or its undo was carried out."""
-        return self._result(intent, Status.UNDONE if intent.is_undo else Status.DONE, outcome, seconds=seconds)
+        return self._result(intent, StageStatus.UNDONE if intent.is_undo else StageStatus.DONE, outcome, seconds=seconds)
 
-    def done_before_next(self, intent: Intent, outcome: Outcome, *, seconds: float) -> StageEvent:
+    def done_before_next(self, intent: Intent, outcome: Outcome, *, seconds: float) -> pb.StageEvent:
         """Same as `done`, but on disk with the next commit, which must follow at once. Report the event after that."""
         with self._until_next_commit():
             return self.done(intent, outcome, seconds=seconds)
 
-    def failed(self, intent: Intent, error: TasukiError, *, seconds: float) -> StageEvent:
+    def failed(self, intent: Intent, error: TasukiError, *, seconds: float) -> pb.StageEvent:
         """Records that the stage or its undo was refused or failed."""
-        return self._result(intent, Status.FAILED, Outcome(), seconds=seconds, error=error)
+        return self._result(intent, StageStatus.FAILED, Outcome(), seconds=seconds, error=error)
 
     def unresolved(self) -> list[Intent]:
         """Intents without a result, oldest first: the work a coordinator left unfinished.
@@ -165,19 +191,24 @@ class Journal:
             for row in rows
         ]
 
-    def unfinished(self) -> list[ChangeoverRecord]:
-        """Changeovers without an outcome, newest first."""
+    def close_interrupted(self) -> str:
+        """Ends changeovers left open by earlier epochs. Returns the error of the last changeover, empty if it succeeded."""
         rows = self._db.execute(
-            "SELECT * FROM changeovers LEFT JOIN outcomes USING (number) WHERE status IS NULL ORDER BY number DESC"
-        ).fetchall()
-        return [self._changeover(row) for row in rows]
+            "SELECT number FROM changeovers LEFT JOIN outcomes USING (number) WHERE status IS NULL ORDER BY number DESC"
+        )
+        for (number,) in rows.fetchall():
+            name = id_text(number)
+            error = Interrupted(f"the coordinator stopped in the middle of {name}", changeover_id=name)
+            self.end_changeover(name, seconds=0.0, error=error)
+        latest = self.latest()
+        return f"{latest.error_reason}: {latest.error_message}" if latest is not None and latest.error_reason else ""
 
     def served_version(self, rollout_boot_id: str) -> int | None:
         """Last version served by this life of rollout."""
         row = self._db.execute(
             "SELECT policy_version FROM outcomes JOIN changeovers USING (number) WHERE status = ? AND target = ?"
             " AND number IN (SELECT number FROM stages WHERE rollout_boot_id = ?) ORDER BY number DESC LIMIT 1",
-            (Status.DONE, Phase.ROLLOUT, rollout_boot_id),
+            (StageStatus.DONE, Phase.ROLLOUT, rollout_boot_id),
         ).fetchone()
         return row["policy_version"] if row else None
 
@@ -192,7 +223,7 @@ class Journal:
             " WHERE stage = ? AND NOT is_undo ORDER BY id DESC LIMIT 1",
             (stage,),
         ).fetchone()
-        if row is None or row["status"] != Status.DONE or not row["answer"]:
+        if row is None or row["status"] != StageStatus.DONE or not row["answer"]:
             return None
         return Outcome(row["bytes"], answer=row["answer"], policy_version=row["policy_version"])
 
@@ -216,23 +247,23 @@ class Journal:
         row = self._db.execute(
             "SELECT bytes FROM results JOIN stages USING (id) WHERE stage = ? AND status = ? AND trainer_boot_id = ?"
             " ORDER BY id DESC LIMIT 1",
-            (Stage.LOAD_WEIGHTS, Status.DONE, trainer_boot_id),
+            (Stage.LOAD_WEIGHTS, StageStatus.DONE, trainer_boot_id),
         ).fetchone()
         return row["bytes"] if row else None
 
-    def find(self, request_id: str) -> ChangeoverRecord | None:
+    def find(self, request_id: str) -> pb.Changeover | None:
         """Changeover that a request began, in any epoch."""
         row = self._db.execute("SELECT number FROM changeovers WHERE request_id = ?", (request_id,)).fetchone()
         return self.changeovers(limit=1, before=int(row["number"]) + 1)[0] if row else None
 
-    def latest(self) -> ChangeoverRecord | None:
+    def latest(self) -> pb.Changeover | None:
         return next(iter(self.changeovers(limit=1)), None)
 
     def num_done(self) -> int:
         """Number of changeovers that reached their phase, over all epochs."""
-        return int(self._db.execute("SELECT count(*) FROM outcomes WHERE status = ?", (Status.DONE,)).fetchone()[0])
+        return int(self._db.execute("SELECT count(*) FROM outcomes WHERE status = ?", (StageStatus.DONE,)).fetchone()[0])
 
-    def changeovers(self, *, limit: int, before: int | None = None) -> list[ChangeoverRecord]:
+    def changeovers(self, *, limit: int, before: int | None = None) -> list[pb.Changeover]:
         """At most `limit` changeovers, newest first, numbered below `before`."""
         rows = self._db.execute(
             "SELECT * FROM changeovers LEFT JOIN outcomes USING (number) WHERE number < ? ORDER BY number DESC LIMIT ?",
@@ -245,61 +276,63 @@ class Journal:
         number = id_number(changeover_id)
         return Phase(self._db.execute("SELECT target FROM changeovers WHERE number = ?", (number,)).fetchone()["target"])
 
-    def _changeover(self, row: sqlite3.Row) -> ChangeoverRecord:
-        stages = self._db.execute(
-            "SELECT id, stage, status, coalesce(results.time, stages.time) AS time, seconds, bytes, error_reason, error_message"
-            " FROM stages LEFT JOIN results USING (id) WHERE number = ? ORDER BY id",
-            (row["number"],),
-        ).fetchall()
-        changeover_id = id_text(row["number"])
-        return ChangeoverRecord(
-            changeover_id=changeover_id,
-            epoch=row["epoch"],
-            request_id=row["request_id"],
-            origin=Stage(row["origin"]),
-            target=Phase(row["target"]),
-            status=Status(row["status"] or Status.STARTED),
+    def _changeover(self, row: sqlite3.Row) -> pb.Changeover:
+        latest = {event.stage: event for event in self.events(id_text(row["number"]))}
+        return pb.Changeover(
+            changeover_id=id_text(row["number"]),
+            target=Phase(row["target"]).number,
+            status=StageStatus(row["status"] or StageStatus.STARTED).number,
             policy_version=row["policy_version"],
-            start_time=row["start_time"],
-            seconds=row["seconds"] or 0.0,
-            error_reason=row["error_reason"] or "",
-            error_message=row["error_message"] or "",
-            events=tuple(
-                StageEvent(
-                    changeover_id=changeover_id,
-                    stage=Stage(stage["stage"]),
-                    status=Status(stage["status"] or Status.STARTED),
-                    time=stage["time"],
-                    seconds=stage["seconds"] or 0.0,
-                    num_bytes=stage["bytes"] or 0,
-                    error_reason=stage["error_reason"] or "",
-                    error_message=stage["error_message"] or "",
-                )
-                for stage in stages
-            ),
+            start_time=timestamp(row["start_time"]),
+            seconds=row["seconds"],
+            stages=latest.values(),
+            epoch=row["epoch"],
+            error_reason=row["error_reason"],
+            error_message=row["error_message"],
         )
+
+    def events(self, changeover_id: str) -> list[pb.StageEvent]:
+        """Outcome of each intent of a changeover, in order."""
+        rows = self._db.execute(
+            "SELECT stage, status, coalesce(results.time, stages.time) AS time, seconds, bytes, error_reason, error_message"
+            " FROM stages LEFT JOIN results USING (id) WHERE number = ? ORDER BY id",
+            (id_number(changeover_id),),
+        )
+        return [
+            pb.StageEvent(
+                changeover_id=changeover_id,
+                stage=Stage(row["stage"]).number,
+                status=StageStatus(row["status"] or StageStatus.STARTED).number,
+                time=timestamp(row["time"]),
+                seconds=row["seconds"],
+                bytes=row["bytes"],
+                error_reason=row["error_reason"],
+                error_message=row["error_message"],
+            )
+            for row in rows.fetchall()
+        ]
 
     def _result(
         self,
         intent: Intent,
-        status: Status,
+        status: StageStatus,
         outcome: Outcome,
         *,
         seconds: float,
         error: TasukiError | None = None,
-    ) -> StageEvent:
+    ) -> pb.StageEvent:
         now = time.time()
         self._unwritten.append(_result_row(intent, status, outcome, time=now, seconds=seconds, error=error))
         self._hit(f"{intent.stage}.note")
         self._write_results()
         self._hit(f"{intent.stage}.noted")
-        return StageEvent(
+        return pb.StageEvent(
             changeover_id=intent.changeover_id,
-            stage=intent.stage,
-            status=status,
-            time=now,
+            stage=intent.stage.number,
+            status=status.number,
+            time=timestamp(now),
             seconds=seconds,
-            num_bytes=outcome.num_bytes,
+            bytes=outcome.num_bytes,
             error_reason=error.reason if error else "",
             error_message=error.message if error else "",
         )
@@ -346,8 +379,28 @@ class Journal:
             ) from error
 
 
+def timestamp(seconds: float) -> Timestamp:
+    """seconds: since 1970."""
+    message = Timestamp()
+    message.FromNanoseconds(int(seconds * 1e9))
+    return message
+
+
+def ending(changeover: pb.Changeover) -> pb.StageEvent:
+    """Event that closes the changeover: no stage, with the status and seconds of the whole."""
+    started = changeover.start_time.ToNanoseconds() * 1e-9
+    return pb.StageEvent(
+        changeover_id=changeover.changeover_id,
+        status=changeover.status,
+        time=timestamp(started + changeover.seconds),
+        seconds=changeover.seconds,
+        error_reason=changeover.error_reason,
+        error_message=changeover.error_message,
+    )
+
+
 def _result_row(
-    intent: Intent, status: Status, outcome: Outcome, *, time: float, seconds: float, error: TasukiError | None
+    intent: Intent, status: StageStatus, outcome: Outcome, *, time: float, seconds: float, error: TasukiError | None
 ) -> tuple[object, ...]:
     of_outcome = (outcome.num_bytes, outcome.answer, outcome.policy_version)
     return (intent.id, status, time, seconds, *of_outcome, error.reason if error else "", error.message if error else "")

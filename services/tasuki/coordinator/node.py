@@ -7,32 +7,73 @@ import hashlib
 import logging
 import time
 from contextlib import suppress
+from typing import Any
 
 from tasuki.coordinator.admission import Admission
-from tasuki.coordinator.attempts import next_attempt_id
-from tasuki.coordinator.changeover import Changeover, Restart
-from tasuki.coordinator.changeover_trace import ChangeoverTrace
-from tasuki.coordinator.journal import Journal
-from tasuki.coordinator.journal_recovery import close_interrupted, resolve_intents
-from tasuki.coordinator.operations import LOSSES, Operation, Operations
+from tasuki.coordinator.changeover import Changeover, ChangeoverTrace, Restart
+from tasuki.coordinator.journal import Journal, Outcome, ending, timestamp
+from tasuki.coordinator.operations import LOSSES, Operation, Operations, next_attempt_id
 from tasuki.coordinator.peers import Observed, Peers
-from tasuki.coordinator.phases import advance, leads_to, phase_of
-from tasuki.coordinator.readiness import ReadinessProbe
-from tasuki.coordinator.records import NodeState, StageEvent, Status
-from tasuki.memory.stages import HOLDS, Phase, Stage
+from tasuki.coordinator.phases import advance, leads_to, next_stage, phase_of, since_phase
+from tasuki.v1.coordinator_pb2 import NodeState, StageEvent
 from tasuki.wire.errors import (
     DiskFull,
+    EnginePoisoned,
     Interrupted,
     PeerUnavailable,
     StageOrder,
     TasukiError,
 )
+from tasuki.wire.stages import HOLDS, Phase, Stage, StageStatus
 from tasuki.wire.tracing import NO_TRACER, Tracer
 
 _log = logging.getLogger("tasuki.coordinator")
-_POLL_S = 0.2
+_POLL_S, _POLL_IDLE_S = 0.2, 0.02
 _HOLDS_WEIGHTS = (Stage.SYNC, Stage.OFFLOAD, Stage.RESUME_KV, Stage.DRAIN, Stage.PAUSE_KV)
+_WITH_WEIGHTS = (Stage.RESUME_KV, Stage.DRAIN, Stage.PAUSE_KV)
+"""Stages at which rollout still holds weights from RESUME_WEIGHTS, although a phase has held since then."""
 _MAX_TRIES = 5
+
+
+class ReadinessProbe:
+    """`waiting` names the awaited service, or is empty; `poison` is the last observed reason to restart rollout."""
+
+    def __init__(self, peers: Peers, *, timeout_s: float) -> None:
+        """timeout_s: longest wait for a service."""
+        self._peers, self._timeout_s = peers, timeout_s
+        self.waiting = self.poison = ""
+
+    async def wait_idle(self) -> Observed:
+        """State of both services once no command of an earlier coordinator runs. Raises PeerUnavailable on timeout."""
+        clock = asyncio.get_running_loop().time
+        ends = clock() + self._timeout_s
+        seen = await self._peers.observe()
+        while seen.in_stage:
+            if clock() > ends:
+                seen.require_all()
+            self.waiting = f"waiting for {seen.in_stage[0]} to end a stage that was cut off"
+            await asyncio.sleep(_POLL_IDLE_S)
+            seen = await self._peers.observe()
+        return seen
+
+    async def wait_ready(self, phase: Phase) -> Observed:
+        """State of both services once no service needed to reach `phase` is missing.
+
+        Raises PeerUnavailable, or EnginePoisoned, if one does not come back in time.
+        """
+        clock = asyncio.get_running_loop().time
+        ends = clock() + self._timeout_s
+        while True:
+            seen = await self.wait_idle()
+            lacking, self.poison = seen.lacks(phase), seen.poison
+            self.waiting = "" if lacking is None else f"waiting for {lacking} to come back"
+            if lacking is None:
+                return seen
+            if clock() > ends and seen.poison:
+                raise EnginePoisoned(f"rollout has not been restarted in {self._timeout_s:g} s: {seen.poison}")
+            if clock() > ends:
+                raise PeerUnavailable(f"{lacking} did not come back in {self._timeout_s:g} s", peer=lacking)
+            await asyncio.sleep(_POLL_S)
 
 
 class Node:
@@ -62,12 +103,12 @@ class Node:
         self._operations = Operations(journal, state=self.state)
         self.watchers = self._operations.watchers
         self._num_done = journal.num_done()
-        self._last_error, self._missed = close_interrupted(journal), ""
+        self._last_error, self._missed = journal.close_interrupted(), ""
 
     def state(self) -> NodeState:
         poison = f"rollout is unusable until it is restarted: {self._readiness.poison}" if self._readiness.poison else ""
         return NodeState(
-            at=self._at,
+            **place_fields(self._at),
             epoch=self._journal.epoch,
             policy_version=self._policy_version,
             boot_id=self._boot_id,
@@ -136,7 +177,7 @@ class Node:
                 seen = await self._readiness.wait_ready(phase)
                 at = self._take(seen)
                 if phase_of(at) is phase and not seen.is_on_the_way_back:
-                    self._tell(StageEvent("", None, Status.HELD, time=time.time()), at)
+                    self._tell(held_event(), at)
                     return
                 self._close_left(at, phase)
                 changeover = self._begin(next_attempt_id(self._journal, request_id), seen, target=phase)
@@ -239,9 +280,31 @@ class Node:
         self._last_error = f"{error.reason}: {error.message}" if error else ""
         if version is not None:
             self._policy_version = version
-        self._tell(ended.ending(), self._at)
+        self._tell(ending(ended), self._at)
 
     def _tell(self, event: StageEvent, at: Stage | None) -> None:
         """Sends an event to the running operation and the watchers; the node is at `at` after it."""
         self._at = at
         self._operations.tell(event)
+
+
+def place_fields(at: Stage | None) -> dict[str, Any]:
+    """Fields of NodeState that say where a node is. at: None while its stage is unknown."""
+    if at is None:
+        return {}
+    phase = phase_of(at)
+    return {"phase": phase.number if phase else None, "stage": at.number, "next_stage": next_stage(at).number}
+
+
+def held_event() -> StageEvent:
+    return StageEvent(status=StageStatus.HELD.number, time=timestamp(time.time()))
+
+
+def resolve_intents(journal: Journal, at: Stage) -> None:
+    """Gives stages without a result the outcome that the services show."""
+    for intent in journal.unresolved():
+        is_left = intent.stage in (at, *since_phase(at)) or (intent.stage is Stage.RESUME_WEIGHTS and at in _WITH_WEIGHTS)
+        if is_left is not intent.is_undo:
+            journal.done(intent, Outcome(), seconds=0.0)
+        else:
+            journal.failed(intent, Interrupted(f"the coordinator stopped before {intent.stage} was answered"), seconds=0.0)

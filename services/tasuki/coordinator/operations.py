@@ -9,12 +9,10 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
-from tasuki.coordinator.attempts import last_attempt
-from tasuki.coordinator.journal import Journal
-from tasuki.coordinator.records import ChangeoverRecord, NodeState, StageEvent
+from tasuki.coordinator.journal import Journal, ending
+from tasuki.v1 import coordinator_pb2 as pb
 from tasuki.wire.errors import (
     ChangeoverRunning,
     DeadlineExceeded,
@@ -29,6 +27,7 @@ from tasuki.wire.errors import (
     WeightsCorrupt,
     from_reason,
 )
+from tasuki.wire.stages import Phase
 
 LOSSES = (DeadlineExceeded, EnginePoisoned, InternalError, PeerUnavailable, WeightsCorrupt)
 """After these a service is gone, or has to go. The changeover is closed as failed and another one begun when all services are there
@@ -40,12 +39,8 @@ _KEPT = 256
 _BACKLOG = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class StateUpdate:
-    """An event, and the node's state after it."""
-
-    event: StageEvent
-    state: NodeState
+Update = pb.AcquireResponse
+"""An event, and the node's state after it."""
 
 
 class Operation:
@@ -53,16 +48,16 @@ class Operation:
 
     def __init__(self, subject: str, task: asyncio.Task[None]) -> None:
         self.subject = subject
-        self._updates: list[StateUpdate] = []
+        self._updates: list[Update] = []
         self._news = asyncio.Event()
         self._task = task
         task.add_done_callback(self._end)
 
-    def tell(self, update: StateUpdate) -> None:
+    def tell(self, update: Update) -> None:
         self._updates.append(update)
         self._wake()
 
-    async def follow(self) -> AsyncIterator[StateUpdate]:
+    async def follow(self) -> AsyncIterator[Update]:
         """Yields every event from the first until the work ends, then raises the work's error, if any."""
         position = 0
         while True:
@@ -106,19 +101,19 @@ class Watchers:
     """Watchers of a node, each with its own queue."""
 
     def __init__(self) -> None:
-        self._queues: set[asyncio.Queue[StateUpdate | None]] = set()
+        self._queues: set[asyncio.Queue[Update | None]] = set()
 
     @contextmanager
-    def watching(self) -> Iterator[asyncio.Queue[StateUpdate | None]]:
+    def watching(self) -> Iterator[asyncio.Queue[Update | None]]:
         """Queue of events from now on, then None. A queue that is not read loses its oldest events."""
-        queue: asyncio.Queue[StateUpdate | None] = asyncio.Queue(_BACKLOG)
+        queue: asyncio.Queue[Update | None] = asyncio.Queue(_BACKLOG)
         self._queues.add(queue)
         try:
             yield queue
         finally:
             self._queues.discard(queue)
 
-    def tell(self, update: StateUpdate | None) -> None:
+    def tell(self, update: Update | None) -> None:
         """Sends an update to every watcher; None ends them all, so that a server can stop."""
         for queue in self._queues:
             if queue.full():
@@ -129,7 +124,7 @@ class Watchers:
 class Operations:
     """Operations of a node or a fleet. One runs at a time."""
 
-    def __init__(self, journal: Journal, *, state: Callable[[], NodeState]) -> None:
+    def __init__(self, journal: Journal, *, state: Callable[[], pb.NodeState]) -> None:
         self._journal, self._state = journal, state
         self._last: Operation | None = None
         self._known: OrderedDict[str, Operation] = OrderedDict()
@@ -173,7 +168,7 @@ class Operations:
         written = None if known is not None else last_attempt(self._journal, request_id)
         # A changeover that an earlier coordinator left interrupted is run now; its interruption is not its answer.
         if written is not None and written.error_reason not in (*_UNANSWERED, *_TO_REPEAT):
-            known = _replayed(written, self._state())
+            known = self._replayed(written)
         if known is not None:
             if known.subject != subject:
                 raise InvalidArgument("request_id", f"{request_id!r} was used for {known.subject} before; choose another one")
@@ -190,9 +185,9 @@ class Operations:
         self._last = operation
         return self._remember(request_id, operation)
 
-    def tell(self, event: StageEvent) -> None:
+    def tell(self, event: pb.StageEvent) -> None:
         """Sends an event, with the state after it, to the running operation and the watchers."""
-        update = StateUpdate(event, self._state())
+        update = Update(event=event, state=self._state())
         if self._running is not None:
             self._running.tell(update)
         self.watchers.tell(update)
@@ -202,6 +197,13 @@ class Operations:
         if self._running is not None:
             await self._running.stop()
 
+    def _replayed(self, changeover: pb.Changeover) -> Operation:
+        """Ended operation rebuilt from a changeover of an earlier life of the coordinator."""
+        operation = Operation(f"phase {Phase.of(changeover.target)}", asyncio.create_task(_ended(changeover)))
+        for event in (*self._journal.events(changeover.changeover_id), ending(changeover)):
+            operation.tell(Update(event=event, state=self._state()))
+        return operation
+
     def _remember(self, request_id: str, operation: Operation) -> Operation:
         self._known[request_id] = operation
         if len(self._known) > _KEPT:
@@ -209,14 +211,27 @@ class Operations:
         return operation
 
 
-def _replayed(changeover: ChangeoverRecord, state: NodeState) -> Operation:
-    """Ended operation rebuilt from a changeover of an earlier life of the coordinator."""
-    operation = Operation(f"phase {changeover.target}", asyncio.create_task(_ended(changeover)))
-    for event in (*changeover.events, changeover.ending()):
-        operation.tell(StateUpdate(event, state))
-    return operation
+def next_attempt_id(journal: Journal, request_id: str) -> str:
+    """Returns `request_id`, with a number appended if the journal has it from an earlier try."""
+    return list(_names(journal, request_id))[-1]
 
 
-async def _ended(changeover: ChangeoverRecord) -> None:
+def last_attempt(journal: Journal, request_id: str) -> pb.Changeover | None:
+    """Last try of a request; None if it was never tried."""
+    tried = list(_names(journal, request_id))[:-1]
+    return journal.find(tried[-1]) if tried else None
+
+
+def _names(journal: Journal, request_id: str) -> Iterator[str]:
+    """Yields the names that the journal has, then the next one."""
+    number, name = 1, request_id
+    while journal.find(name) is not None:
+        yield name
+        number += 1
+        name = f"{request_id}~{number}"
+    yield name
+
+
+async def _ended(changeover: pb.Changeover) -> None:
     if changeover.error_reason:
         raise from_reason(changeover.error_reason, changeover.error_message, {"changeover_id": changeover.changeover_id})

@@ -11,19 +11,17 @@ from typing import Protocol, TypeVar
 import grpc
 import grpc.aio
 
+from tasuki.coordinator.journal import Intent, Outcome
 from tasuki.coordinator.phases import lost_weights, ring_position
-from tasuki.coordinator.records import Intent, Outcome
-from tasuki.memory.stages import RULES, Phase, Rpc, Service, Stage, Undo
-from tasuki.memory.tags import ServiceUsage
-from tasuki.rpc.stages import named_tags, stage_from_proto, stage_to_proto
-from tasuki.rpc.usage import read_usage
 from tasuki.v1 import memory_pb2, metrics_pb2, rollout_pb2, trainer_pb2, types_pb2, weights_pb2
+from tasuki.v1.memory_pb2 import GetUsageResponse
 from tasuki.v1.memory_pb2_grpc import MemoryServiceStub
 from tasuki.v1.metrics_pb2_grpc import MetricsServiceStub
 from tasuki.v1.rollout_pb2_grpc import RolloutServiceStub
 from tasuki.v1.trainer_pb2_grpc import TrainerServiceStub
 from tasuki.wire.channel import open_channel
 from tasuki.wire.errors import DeadlineExceeded, PeerUnavailable, StageOrder, from_rpc_error
+from tasuki.wire.stages import RULES, Phase, Rpc, Service, Stage, Undo
 from tasuki.wire.tracing import NO_TRACER, Tracer
 
 _READ_TIMEOUT_S = 10.0
@@ -146,8 +144,8 @@ class GrpcPeers:
         return Observed(
             trainer_boot_id=trainer.boot_id,
             rollout_boot_id=rollout.boot_id,
-            trainer_stage=stage_from_proto(trainer.stage),
-            rollout_stage=stage_from_proto(rollout.stage),
+            trainer_stage=Stage.of(trainer.stage),
+            rollout_stage=Stage.of(rollout.stage),
             trainer_version=trainer.policy_version if trainer.boot_id else None,
             served_version=rollout.policy_version if rollout.HasField("policy_version") else None,
             received_version=rollout.received_version if rollout.HasField("received_version") else None,
@@ -174,11 +172,11 @@ class GrpcPeers:
             return await _answer(Service.ROLLOUT, call)
         return rollout_pb2.GetRolloutStateResponse()
 
-    async def usage(self, service: Service, *, skip_torch_cache: bool = False) -> ServiceUsage:
+    async def usage(self, service: Service, *, skip_torch_cache: bool = False) -> GetUsageResponse:
         """Memory of the service's ranks by tag and device, and of the devices. Raises TasukiError, also if the ranks are busy."""
         request = memory_pb2.GetUsageRequest(skip_torch_cache=skip_torch_cache)
         call = self._memory[service].GetUsage(request, timeout=_USAGE_TIMEOUT_S)
-        return read_usage(await _answer(service, call))
+        return await _answer(service, call)
 
     async def metrics(self, service: Service, *, timeout_s: float) -> bytes:
         """Metrics of the service in Prometheus' format. Raises TasukiError."""
@@ -198,7 +196,7 @@ class GrpcPeers:
                 return Outcome()
             case Undo.NEVER:
                 raise AssertionError(f"{intent.stage} cannot be taken back")
-        service, number, tags = RULES[stage].service, stage_to_proto(stage), named_tags(stage)
+        service, number, tags = RULES[stage].service, stage.number, [tag.number for tag in RULES[stage].named_tags]
         memory = self._memory[service]
         match RULES[stage].rpc:
             case Rpc.PUBLISH_WEIGHTS:

@@ -1,15 +1,15 @@
 """Ring of stages: a node's position, the next stage, and the way back. Pure: no I/O, no proto.
 
 A node is *at* the stage it completed last: at LOAD_TRAINER it is in phase TRAIN, at RESUME_KV in phase ROLLOUT,
-elsewhere in the middle of a changeover. The rows of the ring are in memory/stages.py.
+elsewhere in the middle of a changeover. The rows of the ring are in wire/stages.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tasuki.memory.stages import NEXT, RULES, Phase, Service, Stage, last_of
 from tasuki.wire.errors import StageOrder
+from tasuki.wire.stages import NEXT, RULES, Phase, Service, Stage, last_of
 
 
 def next_stage(at: Stage) -> Stage:

@@ -8,11 +8,10 @@ from prometheus_client.core import GaugeMetricFamily
 
 from tasuki.coordinator.phases import phase_of
 from tasuki.coordinator.planning import Planning
-from tasuki.memory.stages import Service, Stage
-from tasuki.memory.tags import MemoryTag
 from tasuki.planner.layout import Part
 from tasuki.rpc.metric_names import MEMORY_PLANNED
 from tasuki.v1.coordinator_pb2 import PlannedDevice, PlanResponse
+from tasuki.wire.stages import MemoryTag, Service, Stage
 
 TAGS: Mapping[str, tuple[Service, MemoryTag]] = {
     Part.TRAINER_WEIGHTS: (Service.TRAINER, MemoryTag.WEIGHTS),

@@ -8,10 +8,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tasuki.coordinator.journal_reader import open_journal
-from tasuki.coordinator.records import Status, id_text
+from tasuki.coordinator.journal_file import id_text, open_journal
 from tasuki.dashboard.journal_tail import QUERY_S
 from tasuki.wire.errors import InvalidArgument
+from tasuki.wire.stages import StageStatus
 
 _MAX_PAGE = 200
 _MAX_CHARS = 4_000
@@ -95,7 +95,7 @@ def _changeover(row: sqlite3.Row, found: dict[int, dict[str, Any]]) -> None:
         "origin": str(row["origin"]),
         "target": str(row["target"]),
         "start_time": _seconds(row["start_time"]),
-        "status": str(row["status"] or Status.STARTED),
+        "status": str(row["status"] or StageStatus.STARTED),
         "policy_version": row["policy_version"] if isinstance(row["policy_version"], int) else None,
         "seconds": _seconds(row["seconds"] or 0),
         "error_reason": str(row["error_reason"] or ""),
@@ -110,7 +110,7 @@ def _stage(row: sqlite3.Row, found: dict[int, dict[str, Any]]) -> None:
         "stage": str(row["stage"]),
         "is_undo": bool(row["is_undo"]),
         "time": _seconds(row["begun"]),
-        "status": str(row["status"] or Status.STARTED),
+        "status": str(row["status"] or StageStatus.STARTED),
         "seconds": _seconds(row["seconds"] or 0),
         "bytes": int(row["bytes"] or 0),
         "error_reason": str(row["error_reason"] or ""),

@@ -13,10 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from tasuki.coordinator.journal_reader import open_journal
-from tasuki.coordinator.records import Status, id_text
-from tasuki.memory.stages import RING, Stage
+from tasuki.coordinator.journal_file import id_text, open_journal
 from tasuki.wire.regular_file import unreadable
+from tasuki.wire.stages import RING, Stage, StageStatus
 
 _ROWS = 20_000
 _BUSY_S = 0.2
@@ -178,7 +177,7 @@ class JournalTail:
             columns.numbers.append(number)
             columns.stages.append(stage)
             columns.seconds.append(seconds)
-            columns.is_done.append(row["status"] == Status.DONE)
+            columns.is_done.append(row["status"] == StageStatus.DONE)
             columns.is_undo.append(bool(row["is_undo"]))
             self._events.appendleft(line)
 

@@ -22,12 +22,12 @@ from tasuki.coordinator.planned_memory import TAGS
 from tasuki.coordinator.planning import plan_to_proto
 from tasuki.dashboard.journal_tail import STAGES, StageColumns, stage_number
 from tasuki.memory.host import host_memory
-from tasuki.memory.stages import RING, RULES, Service, Stage
-from tasuki.memory.tags import ServiceUsage
 from tasuki.planner.advice import advise
 from tasuki.planner.node_plan import plan_node
+from tasuki.v1.memory_pb2 import GetUsageResponse
 from tasuki.wire.errors import TasukiError
 from tasuki.wire.regular_file import open_regular, unreadable
+from tasuki.wire.stages import RING, RULES, MemoryTag, Service, Stage
 
 _RECORD_BYTES = 16_000_000
 _LINE_BYTES = 1 << 18
@@ -143,7 +143,7 @@ def _known(line: bytes) -> _Known | None:
         return None
 
 
-def _sizes_by_place(usages: dict[Service, ServiceUsage]) -> tuple[Sizes, ...]:
+def _sizes_by_place(usages: dict[Service, GetUsageResponse]) -> tuple[Sizes, ...]:
     """Goes around the ring twice: at the start of a lap, some tags are still as reported."""
     sizes: dict[Stage, Sizes] = {}
     for rule in (*RING, *RING):
@@ -152,11 +152,11 @@ def _sizes_by_place(usages: dict[Service, ServiceUsage]) -> tuple[Sizes, ...]:
     return tuple(sizes[stage] for stage in STAGES)
 
 
-def _sums(usages: Mapping[Service, ServiceUsage]) -> Sizes:
+def _sums(usages: Mapping[Service, GetUsageResponse]) -> Sizes:
     sizes: dict[tuple[str, str, str], int] = {}
     for service, usage in usages.items():
         for tag in usage.tags:
-            key = (str(service), str(tag.tag), tag.device)
+            key = (str(service), str(MemoryTag.of(tag.tag)), tag.device)
             sizes[key] = sizes.get(key, 0) + tag.mapped_bytes
     return sizes
 

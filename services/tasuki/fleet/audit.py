@@ -8,13 +8,12 @@ from enum import StrEnum
 from pathlib import Path
 
 from tasuki.coordinator.audit.invariants import Violation
-from tasuki.coordinator.journal_reader import open_journal
-from tasuki.coordinator.records import Status, id_text
+from tasuki.coordinator.journal_file import id_text, open_journal
 from tasuki.fleet.rules import COMMIT, PREPARE, ROLLOUT, TO_TRAIN, Step
-from tasuki.memory.stages import RULES, Phase, Stage
 from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 from tasuki.wire.regular_file import open_regular
+from tasuki.wire.stages import RULES, Phase, Stage, StageStatus
 
 _STAGES = frozenset(Stage)
 
@@ -117,7 +116,9 @@ def _read(db: sqlite3.Connection) -> _History:
     )
     return _History(
         {
-            row["number"]: _Changeover(Phase(row["target"]), row["attempt"], row["num_nodes"], row["status"] == Status.DONE)
+            row["number"]: _Changeover(
+                Phase(row["target"]), row["attempt"], row["num_nodes"], row["status"] == StageStatus.DONE
+            )
             for row in db.execute(changeovers)
         },
         [_Step(*row) for row in db.execute(steps)],

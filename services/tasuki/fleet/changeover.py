@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from tasuki.coordinator.changeover_trace import ChangeoverTrace
-from tasuki.coordinator.records import Outcome, StageEvent, Status
+from tasuki.coordinator.changeover import ChangeoverTrace, started_event
+from tasuki.coordinator.journal import Outcome
 from tasuki.fleet.journal import FleetJournal
 from tasuki.fleet.node_peer import NodePeer
 from tasuki.fleet.rules import (
@@ -26,9 +26,9 @@ from tasuki.fleet.rules import (
     next_step,
     worst,
 )
-from tasuki.memory.stages import RULES, Stage
-from tasuki.v1.coordinator_pb2 import NodeState, RunStageResponse
+from tasuki.v1.coordinator_pb2 import NodeState, RunStageResponse, StageEvent
 from tasuki.wire.errors import DeadlineExceeded, FleetEnded, HeldByFleet, StaleEpoch, TasukiError
+from tasuki.wire.stages import RULES, Stage, StageStatus
 
 _log = logging.getLogger("tasuki.fleet")
 _PAUSE_S = 0.2
@@ -118,7 +118,7 @@ class FleetChangeover:
     async def _run_everywhere(self, stage: Stage) -> list[RunStageResponse]:
         """The barrier: runs a stage on all nodes at once and waits for all. Then raises the worst error."""
         intent = self._journal.intend(stage, self._id, is_undo=False, trainer_boot_id="", rollout_boot_id="")
-        self._tell(StageEvent(self._id, stage, Status.STARTED, time=intent.time))
+        self._tell(started_event(intent))
         started = time.perf_counter()
         with self._trace.stage(intent) as span:
             outcomes = await self._ask(stage, self._peers, lambda peer, name: peer.run_stage(stage, name))
@@ -138,8 +138,8 @@ class FleetChangeover:
         _log.info(
             "event=stage changeover=%s stage=%s status=%s seconds=%.4f reason=%s",
             self._id,
-            event.stage,
-            event.status,
+            Stage.of(event.stage),
+            StageStatus.of(event.status),
             event.seconds,
             event.error_reason or "-",
         )

@@ -7,18 +7,17 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from tasuki.coordinator.attempts import next_attempt_id
-from tasuki.coordinator.changeover_trace import ChangeoverTrace
-from tasuki.coordinator.journal_recovery import close_interrupted
-from tasuki.coordinator.operations import LOSSES, Operation, Operations
+from tasuki.coordinator.changeover import ChangeoverTrace
+from tasuki.coordinator.journal import ending
+from tasuki.coordinator.node import held_event, place_fields
+from tasuki.coordinator.operations import LOSSES, Operation, Operations, next_attempt_id
 from tasuki.coordinator.phases import phase_of
-from tasuki.coordinator.records import NodeState, StageEvent, Status
 from tasuki.fleet.changeover import FleetChangeover
 from tasuki.fleet.journal import FleetJournal
 from tasuki.fleet.node_peer import NodePeer
 from tasuki.fleet.rules import TRAIN, common_place, errors_of, place, serves, worst
-from tasuki.memory.stages import Phase, Stage
 from tasuki.v1 import coordinator_pb2 as pb
+from tasuki.v1.coordinator_pb2 import NodeState
 from tasuki.wire.errors import (
     FleetEnded,
     Interrupted,
@@ -28,6 +27,7 @@ from tasuki.wire.errors import (
     StageOrder,
     TasukiError,
 )
+from tasuki.wire.stages import Phase, Stage
 from tasuki.wire.tracing import NO_TRACER, Tracer
 
 _log = logging.getLogger("tasuki.fleet")
@@ -65,11 +65,11 @@ class Fleet:
         self._operations = Operations(journal, state=self.state)
         self.watchers = self._operations.watchers
         self._num_done = journal.num_done()
-        self._last_error, self._missed = close_interrupted(journal), ""
+        self._last_error, self._missed = journal.close_interrupted(), ""
 
     def state(self) -> NodeState:
         return NodeState(
-            at=common_place(self._states),
+            **place_fields(common_place(self._states)),
             epoch=self._journal.epoch,
             policy_version=self._policy_version,
             boot_id=self._boot_id,
@@ -145,7 +145,7 @@ class Fleet:
             for number in range(1, _MAX_TRIES + 1):
                 await self._wait_ready()
                 if self._holds(phase):
-                    self._operations.tell(StageEvent("", None, Status.HELD, time=time.time()))
+                    self._operations.tell(held_event())
                     return
                 try:
                     await self._try(phase, request_id)
@@ -185,7 +185,7 @@ class Fleet:
         self._num_done += failure is None
         self._last_error = f"{failure.reason}: {failure.message}" if failure else ""
         self._policy_version = self._policy_version if version is None else version
-        self._operations.tell(ended.ending())
+        self._operations.tell(ending(ended))
         if isinstance(failure, FleetEnded):
             self._end(failure)
         if failure is not None:

@@ -12,13 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tasuki.coordinator.journal import Journal
-from tasuki.coordinator.records import Status, id_number
+from tasuki.coordinator.journal_file import id_number
 from tasuki.fleet.rules import Decision, Step, digest_of, place
-from tasuki.memory.stages import Phase, Stage
 from tasuki.rpc.failpoints import NO_FAILPOINTS, Failpoints
 from tasuki.v1.coordinator_pb2 import NodeState
 from tasuki.v1.weights_pb2 import WeightSums
 from tasuki.wire.errors import TasukiError
+from tasuki.wire.stages import Phase, Stage, StageStatus
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS attempts (
@@ -116,7 +116,7 @@ class FleetJournal(Journal):
         served = (
             "SELECT 1 FROM outcomes JOIN changeovers USING (number) WHERE number >= ? AND target = ? AND status = ? LIMIT 1"
         )
-        if decision is None or self._db.execute(served, (decision.number, Phase.ROLLOUT, Status.DONE)).fetchone():
+        if decision is None or self._db.execute(served, (decision.number, Phase.ROLLOUT, StageStatus.DONE)).fetchone():
             return None
         return decision
 

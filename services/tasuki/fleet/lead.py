@@ -11,7 +11,6 @@ from contextlib import AsyncExitStack, closing, suppress
 from tasuki.config.lock import read_instance
 from tasuki.config.paths import fleet_calls_path, fleet_journal_path, fleet_target
 from tasuki.config.schema import NodeConfig
-from tasuki.coordinator.fleet_hold import FleetHold
 from tasuki.coordinator.servicer import CoordinatorServicer
 from tasuki.fleet.fleet import Fleet
 from tasuki.fleet.journal import FleetJournal
@@ -84,7 +83,6 @@ def make_server(
         PlanOfNodes(nodes),
         instance=instance,
         port_targets={"trainer": address, "rollout": address},
-        hold=FleetHold(journal),
     )
     store = RankStoreServicer(fleet=config.fleet.name, attempt=config.fleet.attempt, num_nodes=config.fleet.num_nodes)
     # SGLang uses seeds on a CPU only.

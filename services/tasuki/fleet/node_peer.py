@@ -10,13 +10,12 @@ import grpc.aio
 
 from tasuki.config.schema import CoordinatorConfig
 from tasuki.fleet.nodes import FleetNodes
-from tasuki.memory.stages import Stage
-from tasuki.rpc.stages import stage_to_proto
 from tasuki.v1 import coordinator_pb2 as pb
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tasuki.v1.fleet_pb2 import FleetCommand
 from tasuki.v1.types_pb2 import PHASE_TRAIN
 from tasuki.wire.errors import DeadlineExceeded, PeerUnavailable, from_rpc_error
+from tasuki.wire.stages import Stage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,7 +42,7 @@ class NodePeer:
 
     async def run_stage(self, stage: Stage, request_id: str) -> pb.RunStageResponse:
         """Runs the next stage of the ring."""
-        request = pb.RunStageRequest(stage=stage_to_proto(stage), request_id=request_id, fleet=self._command())
+        request = pb.RunStageRequest(stage=stage.number, request_id=request_id, fleet=self._command())
         drain_s = self._config.drain_grace_s if stage is Stage.DRAIN else 0.0
         with self._named():
             return await self._stub().RunStage(request, timeout=self._config.stage_timeout_s + drain_s + _MARGIN_S)

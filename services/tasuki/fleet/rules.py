@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from tasuki.coordinator.phases import path
-from tasuki.memory.stages import HOLDS, Phase, Stage
-from tasuki.rpc.stages import stage_from_proto
 from tasuki.v1.coordinator_pb2 import NodeState
 from tasuki.v1.weights_pb2 import WeightSums
 from tasuki.wire.errors import PeerUnavailable, TasukiError, WeightsDiffer, from_reason
+from tasuki.wire.stages import HOLDS, Phase, Stage
 
 TRAIN, ROLLOUT = HOLDS[Phase.TRAIN], HOLDS[Phase.ROLLOUT]
 _TO_ROLLOUT = path(TRAIN, Phase.ROLLOUT)
@@ -42,7 +41,7 @@ class Decision:
 
 def place(state: NodeState) -> Stage | None:
     """The last completed stage; None if the node does not know, as while a service restarts."""
-    return stage_from_proto(state.stage)
+    return Stage.of(state.stage)
 
 
 def common_place(states: Iterable[NodeState]) -> Stage | None:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from tasuki.memory.arena import Arena, ArenaState, ArenaUsage, Keep
 from tasuki.memory.library import call, numbers
 from tasuki.memory.region_cpu import Placing
-from tasuki.memory.tags import MemoryTag, TagUsage
+from tasuki.v1.types_pb2 import TagUsage
 from tasuki.wire.errors import InvalidArgument, OutOfGpuMemory, WrongPhase
+from tasuki.wire.stages import MemoryTag
 
 if TYPE_CHECKING:
     from tasuki.memory.region_cuda import CudaRegions
@@ -176,7 +177,7 @@ def _ids(arenas: Sequence[Arena]) -> Any:
 
 def _tag_usage(tag: MemoryTag, device: str, usage: ArenaUsage) -> TagUsage:
     return TagUsage(
-        tag=tag,
+        tag=tag.number,
         device=device,
         mapped_bytes=usage.mapped_bytes,
         total_bytes=usage.total_bytes,

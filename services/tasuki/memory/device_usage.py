@@ -9,7 +9,7 @@ from typing import Any
 
 from tasuki.memory import arena as native
 from tasuki.memory.host import host_memory
-from tasuki.memory.tags import DeviceUsage
+from tasuki.v1.types_pb2 import DeviceUsage
 
 
 def device_usage(device: str, rank: int, *, skip_torch_cache: bool = False) -> DeviceUsage:

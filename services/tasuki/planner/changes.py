@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from tasuki.config.trainer_schema import LoraConfig
-from tasuki.memory.stages import Phase
 from tasuki.planner.kv_ratio import largest_kv_ratio
 from tasuki.planner.layout import TAGS, Checkpointing, Layout, Part, Strategy, unshared_experts, unshared_heads
 from tasuki.planner.plan import SERVING, TRAINER_TAGS, Plan
 from tasuki.planner.step_tokens import MIN_TOKENS
+from tasuki.wire.stages import Phase
 
 _LORA_RANK = 32
 

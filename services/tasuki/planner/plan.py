@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from tasuki.memory.stages import RING, Phase, Stage
 from tasuki.planner.layout import TAGS, Layout, Part, Strategy
 from tasuki.planner.rollout_bytes import KvPool, cuda_graphs, engine_step, engine_weights, kv_bytes_per_token, kv_pool
 from tasuki.planner.step_bytes import offloaded_bytes, training_peak
 from tasuki.planner.trainer_bytes import Bytes, export_arena, frozen_bytes, host_moments, host_reference, trainer_tags
+from tasuki.wire.stages import RING, Phase, Stage
 
 TRAINER_TAGS = (Part.TRAINER_WEIGHTS, Part.GRADIENTS, Part.OPTIMIZER)
 _BUDGETED = {*TAGS, Part.EXPORT}

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tasuki.memory.stages import HOLDS, RING, Phase, Stage
 from tasuki.planner.layout import GB, Layout, Part, Strategy
 from tasuki.planner.plan import Plan, Sizes, sizes_of
+from tasuki.wire.stages import HOLDS, RING, Phase, Stage
 
 # Seconds per byte.
 _COPY = 1 / (55 * GB)  # host <-> device, pinned

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from tasuki.memory.stages import Phase
 from tasuki.planner.layout import Layout, Part, Strategy
 from tasuki.planner.plan import parts_on_gpu, sizes_of
 from tasuki.planner.step_bytes import training_peak
+from tasuki.wire.stages import Phase
 
 MEASURED_FREE = 0.03
 """Most of the free memory that SGLang leaves when it checks the cache whose tokens are planned (rollout/arguments.py)."""

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from tasuki.memory.tags import MemoryTag
+from tasuki.rpc.memory import joined
 from tasuki.rpc.ranks import RankFront
-from tasuki.rpc.usage import TAG_VALUES, joined
 from tasuki.v1 import memory_pb2, ranks_pb2
 from tasuki.wire.errors import Busy, InternalError, OutOfGpuMemory, TasukiError, from_reason
+from tasuki.wire.stages import MemoryTag
 
 _IDLE_TIMEOUT_S = 5.0
 _IDLE_POLL_S = 0.005
@@ -86,7 +86,7 @@ class RankCalls(RankFront[ranks_pb2.EngineRankCommand, ranks_pb2.EngineRankResul
 
         Raises Busy when requests still run after 5 seconds.
         """
-        command = ranks_pb2.EngineRankCommand(pause=memory_pb2.PauseRequest(tags=[TAG_VALUES[tag] for tag in tags]))
+        command = ranks_pb2.EngineRankCommand(pause=memory_pb2.PauseRequest(tags=[tag.number for tag in tags]))
         patience = asyncio.get_running_loop().time() + min(timeout_s, _IDLE_TIMEOUT_S)
         while True:
             try:
@@ -106,7 +106,7 @@ class RankCalls(RankFront[ranks_pb2.EngineRankCommand, ranks_pb2.EngineRankResul
         Raises OutOfGpuMemory when a rank has no room; then what slept before sleeps on every rank. After any other error the memory's
         state is unknown.
         """
-        command = ranks_pb2.EngineRankCommand(resume=memory_pb2.ResumeRequest(tags=[TAG_VALUES[tag] for tag in tags]))
+        command = ranks_pb2.EngineRankCommand(resume=memory_pb2.ResumeRequest(tags=[tag.number for tag in tags]))
         try:
             results = await self.call(command, timeout_s=timeout_s)
         except OutOfGpuMemory:

@@ -12,7 +12,6 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,20 +20,21 @@ from tasuki.config.schema import NodeConfig
 from tasuki.memory.allocator import NativeAllocator
 from tasuki.memory.arena import ArenaState
 from tasuki.memory.device_usage import device_usage
-from tasuki.memory.tags import MemoryTag, TagUsage
 from tasuki.rollout.engine_lock import EngineLock
 from tasuki.rollout.receive import Received, WeightReceiver
 from tasuki.rollout.record import EngineModel
 from tasuki.rollout.saved_buffers import KeptContent, Span, span_of, without
 from tasuki.rpc.failpoints import Failpoints
 from tasuki.rpc.heartbeat import Heartbeat
+from tasuki.rpc.memory import usage_response
 from tasuki.rpc.ranks import CommandRunner, Handlers, RankServer
-from tasuki.rpc.usage import TAGS, usage_response
 from tasuki.v1 import memory_pb2, ranks_pb2, types_pb2
 from tasuki.v1.ranks_pb2 import EngineRankCommand, EngineRankResult
+from tasuki.v1.types_pb2 import TagUsage
 from tasuki.weights.shared_base import SharedBase
 from tasuki.weights.verify import HeldSlice
 from tasuki.wire.errors import Busy
+from tasuki.wire.stages import MemoryTag
 
 _log = logging.getLogger("tasuki.rollout")
 # If nobody takes a result, the front is gone and this process will end too.
@@ -146,23 +146,21 @@ class RankMemory:
         return memory_pb2.ResumeResponse(mapped_bytes=mapped)
 
     def usage(self) -> list[TagUsage]:
-        return [
-            replace(
-                usage,
-                mapped_bytes=usage.mapped_bytes + self._outside(usage.tag),
-                total_bytes=usage.total_bytes + self._outside(usage.tag),
-                host_copy_bytes=usage.host_copy_bytes + (self._kept[usage.tag].host_bytes if usage.tag in self._kept else 0),
-                stays=usage.tag in self._staying,
-            )
-            for usage in self._allocator.usage()
-        ]
+        usages = self._allocator.usage()
+        for usage in usages:
+            tag = MemoryTag.known(usage.tag)
+            usage.mapped_bytes += self._outside(tag)
+            usage.total_bytes += self._outside(tag)
+            usage.host_copy_bytes += self._kept[tag].host_bytes if tag in self._kept else 0
+            usage.stays = tag in self._staying
+        return usages
 
     def _outside(self, tag: MemoryTag) -> int:
         """Bytes of a tag that are in no arena."""
         return self._base_bytes if tag is MemoryTag.WEIGHTS else 0
 
     def _all_of(self, named: Sequence[types_pb2.MemoryTag.ValueType]) -> list[MemoryTag]:
-        tags = [TAGS[value] for value in named]
+        tags = MemoryTag.all_of(named)
         wanted = [each for tag in tags for each in _TOGETHER.get(tag, (tag,))]
         return [tag for tag in wanted if (tag in self._allocator.tags or tag in tags) and tag not in self._staying]
 

@@ -11,8 +11,6 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tasuki.memory.stages import START, Stage
-from tasuki.memory.tags import MemoryTag
 from tasuki.rollout.generate import (
     EngineRequest,
     Sample,
@@ -40,12 +38,13 @@ from tasuki.wire.errors import (
     TasukiError,
     VersionOrder,
 )
+from tasuki.wire.stages import START, MemoryTag, Stage
 
 if TYPE_CHECKING:
     from tasuki.rollout.engine import RolloutEngine
 
-from tasuki.memory.stages import RULES, Rpc, Service, allowed_after
 from tasuki.wire.errors import Busy, StageOrder
+from tasuki.wire.stages import RULES, Rpc, Service, allowed_after
 
 
 def check_stage(stage: Stage, *, after: Stage | None, poison_reason: str | None) -> None:

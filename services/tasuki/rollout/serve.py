@@ -13,7 +13,6 @@ from tasuki.config import paths
 from tasuki.config.gpus import gpus_of
 from tasuki.config.lock import read_instance
 from tasuki.config.schema import NodeConfig
-from tasuki.memory.stages import Service
 from tasuki.rollout.engine import RolloutEngine, start_engine
 from tasuki.rollout.metrics import EngineLoad, EngineMetrics, GenerationMetrics, keep_metrics_in_memory
 from tasuki.rollout.model import ModelFacts
@@ -34,8 +33,8 @@ from tasuki.rpc.process_start import StartSeconds
 from tasuki.rpc.server import RpcServer
 from tasuki.rpc.service_tracer import open_service_tracer
 from tasuki.rpc.staying import staying_tags
-from tasuki.rpc.usage import TAGS
 from tasuki.v1 import memory_pb2_grpc, rollout_pb2_grpc
+from tasuki.wire.stages import Service
 from tasuki.wire.tracing import Tracer
 
 _SERVICE = "tasuki.v1.RolloutService"
@@ -150,7 +149,7 @@ def _make_rank_calls(config: NodeConfig, engine: RolloutEngine, *, socket_dir: P
     return RankCalls(
         engine,
         socket_dir=socket_dir,
-        staying=frozenset(TAGS[tag] for tag in staying_tags(config, Service.ROLLOUT)),
+        staying=staying_tags(config, Service.ROLLOUT),
     )
 
 

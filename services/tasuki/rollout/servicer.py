@@ -8,15 +8,14 @@ from functools import partial
 import grpc
 import grpc.aio
 
-from tasuki.memory.stages import Service
 from tasuki.rollout.generate import Sample
 from tasuki.rollout.metrics import GenerationMetrics
 from tasuki.rollout.rollout import Rollout
 from tasuki.rpc.calls import remaining_s
 from tasuki.rpc.commands import CommandGate
-from tasuki.rpc.stages import decode_move, stage_to_proto
-from tasuki.rpc.usage import TAG_VALUES, USAGE_TIMEOUT_S, watch_usage
+from tasuki.rpc.memory import USAGE_TIMEOUT_S, decode_move, watch_usage
 from tasuki.v1 import memory_pb2, memory_pb2_grpc, rollout_pb2, rollout_pb2_grpc, types_pb2, weights_pb2
+from tasuki.wire.stages import Service
 
 
 class RolloutMemoryServicer(memory_pb2_grpc.MemoryServiceServicer):
@@ -117,8 +116,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             boot_id=rollout.boot_id,
             epoch=self._gate.epoch,
             sequence=self._gate.sequence,
-            stage=stage_to_proto(rollout.stage),
-            resident_tags=[TAG_VALUES[tag] for tag in rollout.ranks.resident_tags],
+            stage=rollout.stage.number if rollout.stage else types_pb2.STAGE_UNSPECIFIED,
+            resident_tags=[tag.number for tag in rollout.ranks.resident_tags],
             policy_version=rollout.policy_version,
             received_version=rollout.received_version,
             is_poisoned=rollout.poison_reason is not None,

@@ -14,14 +14,13 @@ from typing import Any, Protocol, TypeVar, cast
 import grpc
 from google.protobuf.message import Message
 
-from tasuki.memory.stages import RING, Rpc, Stage
 from tasuki.rpc.failpoints import NO_FAILPOINTS, Failpoints
-from tasuki.rpc.stages import stage_from_proto
 from tasuki.v1.memory_pb2 import PauseRequest, ResumeRequest
 from tasuki.v1.rollout_pb2 import ReceiveWeightsResponse
 from tasuki.v1.trainer_pb2 import PublishWeightsResponse
 from tasuki.v1.types_pb2 import CommandId
 from tasuki.wire.errors import DiskFull, InvalidArgument, StaleEpoch, StaleSequence, TasukiError
+from tasuki.wire.stages import RING, Rpc, Stage
 from tasuki.wire.tracing import REQUEST_ID, annotate
 
 _Answer = TypeVar("_Answer")
@@ -246,7 +245,7 @@ def _refuse_sequence(sequence: int, *, taken: int) -> None:
 
 def _name(request: Commanded) -> str:
     """Name of the command's stage, e.g. "SYNC", or of the command itself, e.g. "OptimStep"."""
-    if isinstance(request, PauseRequest | ResumeRequest) and (stage := stage_from_proto(request.stage)) is not None:
+    if isinstance(request, PauseRequest | ResumeRequest) and (stage := Stage.of(request.stage)) is not None:
         return stage
     name = type(request).__name__.removesuffix("Request").removesuffix("Header")
     return _STAGES.get(name, name)

@@ -9,13 +9,12 @@ from typing import cast
 
 import grpc
 
-from tasuki.memory.stages import Stage
-from tasuki.rpc.stages import stage_from_proto
 from tasuki.v1.rollout_pb2 import GetRolloutStateRequest
 from tasuki.v1.rollout_pb2_grpc import RolloutServiceStub
 from tasuki.v1.trainer_pb2 import GetTrainerStateRequest
 from tasuki.v1.trainer_pb2_grpc import TrainerServiceStub
 from tasuki.wire.channel import open_blocking_channel
+from tasuki.wire.stages import MemoryTag, Stage
 
 _log = logging.getLogger("tasuki.rpc")
 _POLL_S = 0.2
@@ -32,12 +31,12 @@ def wait_for_trainer_to_leave(target: str) -> None:
 
         def resident_tags() -> Sequence[int]:
             state = stub.GetTrainerState(GetTrainerStateRequest(), timeout=_READ_TIMEOUT_S)
-            return () if stage_from_proto(state.stage) is Stage.OFFLOAD else state.resident_tags
+            return () if Stage.of(state.stage) is Stage.OFFLOAD else state.resident_tags
 
         _wait(resident_tags, "trainer")
 
 
-def wait_for_rollout_to_leave(target: str, *, staying: Collection[int] = (), must_serve: bool = False) -> None:
+def wait_for_rollout_to_leave(target: str, *, staying: Collection[MemoryTag] = (), must_serve: bool = False) -> None:
     """Returns when no tag of rollout but `staying` is resident, or no rollout answers: a trainer loads its model when it starts.
 
     must_serve: rollout starts too, so one that does not answer is waited for.
@@ -47,7 +46,7 @@ def wait_for_rollout_to_leave(target: str, *, staying: Collection[int] = (), mus
 
         def resident_tags() -> list[int]:
             state = stub.GetRolloutState(GetRolloutStateRequest(), timeout=_READ_TIMEOUT_S)
-            return [tag for tag in state.resident_tags if tag not in staying]
+            return [tag for tag in state.resident_tags if MemoryTag.of(tag) not in staying]
 
         _wait(resident_tags, "rollout", must_serve=must_serve)
 

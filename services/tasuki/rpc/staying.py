@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from tasuki.config.schema import NodeConfig
-from tasuki.memory.stages import Service
-from tasuki.memory.tags import MemoryTag
-from tasuki.rpc.usage import TAG_VALUES
-from tasuki.v1 import types_pb2
+from tasuki.wire.stages import MemoryTag, Service
 
 
 def staying_of_engine_rank(config: NodeConfig, rank: int) -> frozenset[MemoryTag]:
@@ -17,8 +14,8 @@ def staying_of_engine_rank(config: NodeConfig, rank: int) -> frozenset[MemoryTag
     return frozenset([*(tag for tag in (MemoryTag.WEIGHTS, MemoryTag.KV_CACHE) if tag in names), *base, *graphs])
 
 
-def staying_tags(config: NodeConfig, service: Service) -> frozenset[types_pb2.MemoryTag.ValueType]:
-    """Tags under their names in requests, without those that only some ranks keep."""
+def staying_tags(config: NodeConfig, service: Service) -> frozenset[MemoryTag]:
+    """Tags that every rank of the service keeps."""
     if service is Service.ROLLOUT:
         ranks = [staying_of_engine_rank(config, rank) for rank in range(config.num_engine_ranks)]
     else:
@@ -27,4 +24,4 @@ def staying_tags(config: NodeConfig, service: Service) -> frozenset[types_pb2.Me
             frozenset[str]() if residency is None else residency.of_trainer(rank) for rank in range(config.trainer.num_ranks)
         ]
         ranks = [frozenset(tag for tag in MemoryTag if tag in each) for each in names]
-    return frozenset(TAG_VALUES[tag] for tag in frozenset.intersection(*ranks))
+    return frozenset.intersection(*ranks)

@@ -19,7 +19,7 @@ from tasuki.config.paths import (
     memory_record_path,
     training_log_path,
 )
-from tasuki.coordinator.journal_reader import open_journal
+from tasuki.coordinator.journal_file import open_journal
 from tasuki.node.rotation import KEPT_LOGS, rotated_paths
 from tasuki.wire.regular_file import read_path
 

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 from tasuki.client.durable import named_if_full, write_durably
 from tasuki.client.step import Step
 from tasuki.config.paths import training_output_path
-from tasuki.memory.stages import HOLDS
 from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import DiskFull, InvalidArgument
 from tasuki.wire.line_reader import LineReader
 from tasuki.wire.regular_file import open_regular
+from tasuki.wire.stages import HOLDS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

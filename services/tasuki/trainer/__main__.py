@@ -18,7 +18,6 @@ from tasuki.config.load import load_config
 from tasuki.config.lock import StateLock
 from tasuki.config.paths import FIRST_START_VARIABLE, nccl_log_path, node_targets
 from tasuki.config.schema import NodeConfig
-from tasuki.memory.stages import Service
 from tasuki.rpc.logs import configure_logging
 from tasuki.rpc.process_start import StartSeconds
 from tasuki.rpc.start_order import wait_for_rollout_to_leave
@@ -26,6 +25,7 @@ from tasuki.rpc.staying import staying_tags
 from tasuki.trainer.environment import cache_variables, nccl_log_variables, socket_variables
 from tasuki.trainer.launch import Launch, read_launch
 from tasuki.wire.errors import InvalidArgument, TasukiError
+from tasuki.wire.stages import Service
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from tasuki.algorithms.batch import Metric
-from tasuki.memory.tags import DeviceUsage, MemoryTag, TagUsage
 from tasuki.trainer.data.micro_batch import SequencePart, TokenBatch
 from tasuki.trainer.roles import Role
+from tasuki.v1.types_pb2 import DeviceUsage, TagUsage
 from tasuki.weights.export import WeightExport
+from tasuki.wire.stages import MemoryTag
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ from contextlib import ExitStack
 from tasuki.config.gpus import gpus_of
 from tasuki.config.paths import node_targets, socket_dir, training_log_path
 from tasuki.config.schema import NodeConfig
-from tasuki.memory.stages import Service
 from tasuki.rpc.commands import CommandGate
 from tasuki.rpc.failpoints import Failpoints
 from tasuki.rpc.heartbeat import Heartbeat
@@ -40,6 +39,7 @@ from tasuki.trainer.service.training import Training
 from tasuki.v1.memory_pb2_grpc import add_MemoryServiceServicer_to_server
 from tasuki.v1.ranks_pb2 import RankReady
 from tasuki.v1.trainer_pb2_grpc import add_TrainerServiceServicer_to_server
+from tasuki.wire.stages import Service
 from tasuki.wire.tracing import Tracer
 
 _log = logging.getLogger("tasuki.trainer")

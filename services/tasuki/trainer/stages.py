@@ -5,8 +5,8 @@ The trainer's place in the ring is the last stage it completed; None after a sta
 
 from __future__ import annotations
 
-from tasuki.memory.stages import START, Service, Stage, allowed_after
 from tasuki.wire.errors import StageOrder, WrongPhase
+from tasuki.wire.stages import START, Service, Stage, allowed_after
 
 _LOADED = (None, Stage.LOAD_TRAINER)
 

@@ -8,10 +8,9 @@ import grpc
 
 from tasuki.coordinator.audit.history import History, StageIntent, StageResult
 from tasuki.coordinator.audit.invariants import Broken, Invariant, Violation
-from tasuki.coordinator.records import Status
-from tasuki.memory.stages import RULES, Service
 from tasuki.rpc.command_log import LoggedCommand, LoggedLife
 from tasuki.wire.errors import DiskFull, from_reason
+from tasuki.wire.stages import RULES, Service, StageStatus
 
 _CHANGED_NOTHING = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT)
 
@@ -74,7 +73,9 @@ class _Comparison:
         for intent, command in self._pairs():
             result = self._results.get(intent.id)
             # An undo is also settled if there was nothing to undo.
-            is_done = result is not None and result.status is not Status.FAILED and not (intent.is_undo and result.is_settled)
+            is_done = (
+                result is not None and result.status is not StageStatus.FAILED and not (intent.is_undo and result.is_settled)
+            )
             if command.outcome != "OK" and result is not None and is_done:
                 expected = f"FAILED in the journal, since the service answered {command.outcome}, found {result.status}"
                 raise Broken.at_intent(intent, Invariant.EXECUTED_ONCE, expected)
@@ -115,7 +116,7 @@ class _Comparison:
                 number, result = (intent.epoch, intent.sequence), self._results.get(intent.id)
                 is_inside = min(numbers) <= number <= max(numbers)
                 is_inside |= intent.boot_ids[self._service] in boots and number <= max(numbers)
-                if result is None or result.status is Status.FAILED or result.is_settled or not _name(intent):
+                if result is None or result.status is StageStatus.FAILED or result.is_settled or not _name(intent):
                     continue
                 if is_inside and request_id not in self._logged:
                     expected = (

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 from tasuki.coordinator.audit.history import History, StageIntent
 from tasuki.coordinator.audit.invariants import Broken, Invariant
-from tasuki.coordinator.records import id_number, id_text
-from tasuki.memory.stages import Service
+from tasuki.coordinator.journal_file import id_number, id_text
 from tasuki.wire.errors import StaleSequence
+from tasuki.wire.stages import Service
 
 
 def check_gaps(history: History) -> None:

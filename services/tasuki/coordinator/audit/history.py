@@ -8,13 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from tasuki.coordinator.journal_reader import open_journal
-from tasuki.coordinator.journal_schema import check_version
-from tasuki.coordinator.records import Status, id_text
-from tasuki.memory.stages import Phase, Service, Stage
+from tasuki.coordinator.journal_file import check_version, id_text, open_journal
 from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import InvalidArgument, PathNotFound
 from tasuki.wire.regular_file import open_regular
+from tasuki.wire.stages import Phase, Service, Stage, StageStatus
 
 _Row = TypeVar("_Row")
 
@@ -34,7 +32,7 @@ class ChangeoverEnding:
     """A row of `outcomes`."""
 
     changeover_id: str
-    status: Status
+    status: StageStatus
     policy_version: int | None
     error_reason: str
 
@@ -58,7 +56,7 @@ class StageResult:
     """A row of `results`. id: of the intent. is_settled: inferred from the services' later state, not an answer."""
 
     id: int
-    status: Status
+    status: StageStatus
     policy_version: int | None
     error_reason: str
     is_settled: bool
@@ -119,7 +117,7 @@ def _changeover(row: sqlite3.Row) -> BegunChangeover:
 
 def _ending(row: sqlite3.Row) -> ChangeoverEnding:
     number, version = _number(row, "number"), _version(row)
-    return ChangeoverEnding(id_text(number), Status(row["status"]), version, _text(row, "error_reason"))
+    return ChangeoverEnding(id_text(number), StageStatus(row["status"]), version, _text(row, "error_reason"))
 
 
 def _intent(row: sqlite3.Row) -> StageIntent:
@@ -137,7 +135,7 @@ def _intent(row: sqlite3.Row) -> StageIntent:
 
 def _result(row: sqlite3.Row) -> StageResult:
     is_settled = row["seconds"] == 0.0  # written so by `resolve_intents`; a real answer takes time
-    return StageResult(_number(row, "id"), Status(row["status"]), _version(row), _text(row, "error_reason"), is_settled)
+    return StageResult(_number(row, "id"), StageStatus(row["status"]), _version(row), _text(row, "error_reason"), is_settled)
 
 
 def _number(row: sqlite3.Row, column: str) -> int:

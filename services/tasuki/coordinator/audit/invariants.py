@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from tasuki.coordinator.audit.history import StageIntent
-from tasuki.memory.stages import Stage
+from tasuki.wire.stages import Stage
 
 
 class Invariant(StrEnum):

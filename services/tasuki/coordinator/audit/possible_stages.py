@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tasuki.memory.stages import RING, RULES, Rpc, Service, Stage, allowed_after, stages_of
+from tasuki.wire.stages import RING, RULES, Rpc, Service, Stage, allowed_after, stages_of
 
 _At = Stage | None
 """Last stage that a service reports as completed; None: freshly started."""

@@ -14,10 +14,10 @@ from tasuki.coordinator.audit.history import BegunChangeover, ChangeoverEnding, 
 from tasuki.coordinator.audit.invariants import Broken, Invariant, Violation
 from tasuki.coordinator.audit.possible_stages import PossibleStages
 from tasuki.coordinator.audit.weights_trace import WeightsTrace
+from tasuki.coordinator.journal_file import id_number, id_text
 from tasuki.coordinator.phases import next_stage, ring_position, since_phase, undo_path
-from tasuki.coordinator.records import Status, id_number, id_text
-from tasuki.memory.stages import HOLDS, RULES, Phase, Service, Stage
 from tasuki.wire.errors import DeadlineExceeded, InternalError, Interrupted, PeerUnavailable, StageOrder
+from tasuki.wire.stages import HOLDS, RULES, Phase, Service, Stage, StageStatus
 
 
 @dataclass(slots=True)
@@ -65,8 +65,8 @@ def _results(history: History) -> dict[int, StageResult]:
             raise Broken.at_changeover(Invariant.ONE_RESULT, f"an intent for result {result.id}")
         if result.id in results:
             raise Broken.at_intent(intent, Invariant.ONE_RESULT, "one result, found two")
-        possible = (Status.UNDONE if intent.is_undo else Status.DONE, Status.FAILED)
-        if result.status not in possible or (result.status is Status.FAILED) is not bool(result.error_reason):
+        possible = (StageStatus.UNDONE if intent.is_undo else StageStatus.DONE, StageStatus.FAILED)
+        if result.status not in possible or (result.status is StageStatus.FAILED) is not bool(result.error_reason):
             expected = f"{possible[0]}, or FAILED with a reason, found {result.status} with reason {result.error_reason!r}"
             raise Broken.at_intent(intent, Invariant.ONE_RESULT, expected)
         results[result.id] = result
@@ -83,7 +83,7 @@ def _endings(history: History) -> dict[str, ChangeoverEnding]:
             raise Broken.at_changeover(Invariant.ONE_RESULT, "a changeover for this ending", name)
         if name in endings:
             raise Broken.at_changeover(Invariant.ONE_RESULT, "one ending, found two", name)
-        if ending.status is not (Status.FAILED if ending.error_reason else Status.DONE):
+        if ending.status is not (StageStatus.FAILED if ending.error_reason else StageStatus.DONE):
             expected = f"DONE, or FAILED with a reason, found {ending.status} with reason {ending.error_reason!r}"
             raise Broken.at_changeover(Invariant.ONE_RESULT, expected, name)
         endings[name] = ending
@@ -224,7 +224,7 @@ class _Replay:
         if result is None:
             self.found.num_unanswered += 1
             possible.not_heard(intent.stage, is_undo=intent.is_undo)
-        elif result.status is Status.FAILED:
+        elif result.status is StageStatus.FAILED:
             self.found.num_stages_failed += 1
             if result.error_reason == StageOrder.reason:
                 possible.out_of_order(intent.stage, is_undo=intent.is_undo)
@@ -249,10 +249,10 @@ class _Replay:
     def _end(self, changeover: BegunChangeover, ending: ChangeoverEnding | None) -> None:
         if ending is None:
             return
-        self.found.num_done += ending.status is Status.DONE
-        self.found.num_failed += ending.status is Status.FAILED
+        self.found.num_done += ending.status is StageStatus.DONE
+        self.found.num_failed += ending.status is StageStatus.FAILED
         self.found.num_interrupted += ending.error_reason == Interrupted.reason
-        if ending.status is not Status.DONE:
+        if ending.status is not StageStatus.DONE:
             return
         places = self._places(or_new=True)
         if HOLDS[changeover.target] not in places:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from tasuki.coordinator.audit.history import StageIntent, StageResult
 from tasuki.coordinator.audit.invariants import Broken, Invariant
-from tasuki.memory.stages import Service, Stage
+from tasuki.wire.stages import Service, Stage
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from tasuki.coordinator.headroom import after
-from tasuki.memory.stages import RING, Service
-from tasuki.memory.tags import DeviceUsage, MemoryTag, ServiceUsage, TagUsage
+from tasuki.v1.memory_pb2 import GetUsageResponse
+from tasuki.v1.types_pb2 import DeviceUsage, TagUsage
+from tasuki.wire.stages import RING, MemoryTag, Service
 
 _log = logging.getLogger("tasuki.coordinator")
 _MAX_BYTES = 16_000_000
 """Size limit of a file; a line has about 200 bytes for each tag of a GPU."""
 
-Usages = Mapping[Service, ServiceUsage]
+Usages = Mapping[Service, GetUsageResponse]
 
 
 class MemoryRecord:
@@ -46,11 +47,11 @@ class MemoryRecord:
             _log.warning("event=memory_not_recorded path=%s error=%s", self._path, error)
 
 
-def read_usages(line: Mapping[str, Any]) -> dict[Service, ServiceUsage]:
+def read_usages(line: Mapping[str, Any]) -> dict[Service, GetUsageResponse]:
     """Usages that `note` wrote. Raises KeyError, TypeError or ValueError for any other line."""
-    devices = tuple(DeviceUsage(name, 0, int(size), 0, 0, 0, 0) for name, size in line["device_bytes"].items())
+    devices = [DeviceUsage(device=name, total_bytes=int(size)) for name, size in line["device_bytes"].items()]
     return {
-        service: ServiceUsage(tuple(_tag(one) for one in line["tags"] if one["service"] == service), devices)
+        service: GetUsageResponse(tags=[_tag(one) for one in line["tags"] if one["service"] == service], devices=devices)
         for service in Service
     }
 
@@ -72,7 +73,7 @@ def _listed(usages: Usages) -> list[dict[str, Any]]:
 def _tag_fields(service: Service, tag: TagUsage) -> dict[str, Any]:
     return {
         "service": service,
-        "tag": tag.tag,
+        "tag": MemoryTag.of(tag.tag),
         "device": tag.device,
         "mapped_bytes": tag.mapped_bytes,
         "total_bytes": tag.total_bytes,
@@ -83,5 +84,10 @@ def _tag_fields(service: Service, tag: TagUsage) -> dict[str, Any]:
 def _tag(fields: Mapping[str, Any]) -> TagUsage:
     mapped, total = int(fields["mapped_bytes"]), int(fields["total_bytes"])
     return TagUsage(
-        MemoryTag(fields["tag"]), str(fields["device"]), mapped, total, mapped < total, 0, 0, stays=bool(fields["stays"])
+        tag=MemoryTag(fields["tag"]).number,
+        device=str(fields["device"]),
+        mapped_bytes=mapped,
+        total_bytes=total,
+        is_paused=mapped < total,
+        stays=bool(fields["stays"]),
     )

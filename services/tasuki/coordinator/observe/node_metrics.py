@@ -18,12 +18,8 @@ from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.node import Node
 from tasuki.coordinator.observe.run_figures import RunFigures
 from tasuki.coordinator.peers import GrpcPeers
-from tasuki.coordinator.phases import phase_of
 from tasuki.coordinator.planned_memory import PlannedMemory
 from tasuki.coordinator.planning import Planning
-from tasuki.coordinator.records import StageEvent, Status
-from tasuki.memory.stages import Phase, Service
-from tasuki.memory.tags import ServiceUsage
 from tasuki.rpc.metric_names import (
     CHANGEOVERS,
     DEVICE_FREE,
@@ -37,7 +33,10 @@ from tasuki.rpc.metric_names import (
     STAGE_SECONDS,
 )
 from tasuki.rpc.metrics import joined, of_service
+from tasuki.v1.coordinator_pb2 import StageEvent
+from tasuki.v1.memory_pb2 import GetUsageResponse
 from tasuki.wire.errors import TasukiError
+from tasuki.wire.stages import MemoryTag, Phase, Service, Stage, StageStatus
 
 _STAGE_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _READ_TIMEOUT_S = 2.0
@@ -69,7 +68,7 @@ class NodeMetrics:
         self._stages: Histogram = STAGE_SECONDS.histogram(registry, buckets=_STAGE_BUCKETS_S)
         self._changeovers, self._gpu_seconds = CHANGEOVERS.counter(registry), GPU_SECONDS.counter(registry)
         self._run = RunFigures(config.state_dir)
-        self._usages: dict[Service, ServiceUsage] = {}
+        self._usages: dict[Service, GetUsageResponse] = {}
         self._turn = asyncio.Lock()
         self._made: tuple[float, bytes] = (float("-inf"), b"")
 
@@ -99,10 +98,11 @@ class NodeMetrics:
         return await asyncio.to_thread(_whole_text, self._registry, answers, own)
 
     def _count(self, event: StageEvent) -> None:
-        if event.stage is not None and event.status is not Status.STARTED:
-            self._stages.labels(event.stage, event.status).observe(event.seconds)
-        elif event.stage is None and event.changeover_id:
-            self._changeovers.labels(self._journal.target_of(event.changeover_id), event.status).inc()
+        stage, status = Stage.of(event.stage), StageStatus.of(event.status)
+        if stage is not None and status is not StageStatus.STARTED:
+            self._stages.labels(stage, status).observe(event.seconds)
+        elif stage is None and event.changeover_id:
+            self._changeovers.labels(self._journal.target_of(event.changeover_id), status).inc()
             self._gpu_seconds.labels("changeover").inc(event.seconds * self._num_gpus)
 
     async def _of_service(self, service: Service) -> bytes | None:
@@ -133,8 +133,7 @@ class NodeMetrics:
         up.add_metric(["coordinator"], 1)
         for service, text in answers.items():
             up.add_metric([service], text is not None)
-        at = self._node.state().at
-        now = None if at is None else phase_of(at)
+        now = Phase.of(self._node.state().phase)
         for name in (*Phase, _CHANGEOVER):
             phase.add_metric([name], name == (now or _CHANGEOVER))
         gpus.add_metric([], self._num_gpus)
@@ -148,8 +147,9 @@ class NodeMetrics:
         devices: dict[str, tuple[int, int]] = {}
         for service, usage in self._usages.items():
             for tag in usage.tags:
-                sizes[service, tag.tag, tag.device] += tag.mapped_bytes
-                num_staying[service, tag.tag, tag.device] += tag.stays
+                key = (service, MemoryTag.of(tag.tag) or "", tag.device)
+                sizes[key] += tag.mapped_bytes
+                num_staying[key] += tag.stays
             devices |= {device.device: (device.free_bytes, device.total_bytes) for device in usage.devices}
         for key, size in sizes.items():
             mapped.add_metric(key, size)
@@ -158,7 +158,7 @@ class NodeMetrics:
         for device, (free_bytes, total_bytes) in devices.items():
             free.add_metric([device], free_bytes)
             total.add_metric([device], total_bytes)
-        return mapped, staying, self._planned.family(self._node.state().at), free, total
+        return mapped, staying, self._planned.family(Stage.of(self._node.state().stage)), free, total
 
 
 def _whole_text(registry: CollectorRegistry, answers: Mapping[Service, bytes | None], own: Sequence[Metric]) -> bytes:

@@ -11,8 +11,8 @@ from sglang.srt.model_executor.runner_utils import pool as graph_pool
 from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
 
 from tasuki.memory.allocator import NativeAllocator
-from tasuki.memory.tags import MemoryTag
 from tasuki.wire.errors import InternalError
+from tasuki.wire.stages import MemoryTag
 
 
 def install_saver(allocator: NativeAllocator) -> None:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from tasuki.rpc.failpoints import PUBLISHED, Failpoints
 from tasuki.rpc.heartbeat import Heartbeat
+from tasuki.rpc.memory import usage_response
 from tasuki.rpc.ranks import CommandRunner, Handlers, RankServer, rank_error
-from tasuki.rpc.usage import TAGS, usage_response
 from tasuki.trainer.data.micro_batch import micro_batch, token_batch
 from tasuki.trainer.learner import Learner
 from tasuki.trainer.ranks.front import ranks_path
@@ -22,6 +22,7 @@ from tasuki.trainer.ranks.loss import decode_loss
 from tasuki.trainer.ranks.wire import ROLES, decode_columns, encode_roles
 from tasuki.v1 import memory_pb2, ranks_pb2, trainer_pb2
 from tasuki.v1.ranks_pb2 import RankReady, TrainerRankCommand, TrainerRankResult
+from tasuki.wire.stages import MemoryTag
 
 _log = logging.getLogger("tasuki.trainer")
 
@@ -144,11 +145,11 @@ class RankCommands:
         )
 
     def pause(self, request: memory_pb2.PauseRequest) -> memory_pb2.PauseResponse:
-        released = self._backend.memory.pause([TAGS[tag] for tag in request.tags], makes_room=request.makes_room)
+        released = self._backend.memory.pause(MemoryTag.all_of(request.tags), makes_room=request.makes_room)
         return memory_pb2.PauseResponse(released_bytes=released)
 
     def resume(self, request: memory_pb2.ResumeRequest) -> memory_pb2.ResumeResponse:
-        return memory_pb2.ResumeResponse(mapped_bytes=self._backend.memory.resume([TAGS[tag] for tag in request.tags]))
+        return memory_pb2.ResumeResponse(mapped_bytes=self._backend.memory.resume(MemoryTag.all_of(request.tags)))
 
     def get_usage(self, request: memory_pb2.GetUsageRequest) -> memory_pb2.GetUsageResponse:
         memory = self._backend.memory

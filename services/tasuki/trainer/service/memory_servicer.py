@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any
 
-from tasuki.memory.stages import Service, Stage
-from tasuki.rpc.stages import decode_move, named_tags
-from tasuki.rpc.usage import USAGE_TIMEOUT_S, joined, watch_usage
+from tasuki.rpc.memory import USAGE_TIMEOUT_S, decode_move, joined, watch_usage
 from tasuki.trainer import stages
 from tasuki.trainer.ranks.front import TrainerRanks
 from tasuki.trainer.service.state import TrainerState
@@ -15,23 +13,19 @@ from tasuki.v1 import memory_pb2
 from tasuki.v1.memory_pb2_grpc import MemoryServiceServicer
 from tasuki.v1.ranks_pb2 import TrainerRankCommand
 from tasuki.v1.trainer_pb2 import WithdrawWeightsRequest
-from tasuki.v1.types_pb2 import MemoryTag
 from tasuki.wire.errors import GradientsPending
-
-TAGS = named_tags(Stage.OFFLOAD)
+from tasuki.wire.stages import MemoryTag, Service
 
 
 class MemoryServicer(MemoryServiceServicer):
     """Pauses and resumes tags on every rank."""
 
-    def __init__(
-        self, ranks: TrainerRanks, *, state: TrainerState, staying: frozenset[MemoryTag.ValueType] = frozenset()
-    ) -> None:
+    def __init__(self, ranks: TrainerRanks, *, state: TrainerState, staying: frozenset[MemoryTag] = frozenset()) -> None:
         """staying: tags that every rank keeps during OFFLOAD."""
         self._ranks, self._state, self._staying = ranks, state, staying
 
     async def Pause(self, request: memory_pb2.PauseRequest, context: Any) -> memory_pb2.PauseResponse:
-        stage, _ = decode_move(request, Service.TRAINER)
+        stage, tags = decode_move(request, Service.TRAINER)
 
         async def pause() -> memory_pb2.PauseResponse:
             async with self._state.turn:
@@ -42,19 +36,19 @@ class MemoryServicer(MemoryServiceServicer):
                     )
                 answers = await self._ranks.call(TrainerRankCommand(pause=request))
                 self._state.stage = stage
-                self._state.paused_tags.update(tag for tag in request.tags if request.makes_room or tag not in self._staying)
+                self._state.paused_tags.update(tag for tag in tags if request.makes_room or tag not in self._staying)
             return memory_pb2.PauseResponse(released_bytes=sum(answer.pause.released_bytes for answer in answers))
 
         return await self._state.gate.stage(request, pause)
 
     async def Resume(self, request: memory_pb2.ResumeRequest, context: Any) -> memory_pb2.ResumeResponse:
-        stage, _ = decode_move(request, Service.TRAINER)
+        stage, tags = decode_move(request, Service.TRAINER)
 
         async def resume() -> memory_pb2.ResumeResponse:
             async with self._state.turn:
                 stages.raise_unless_next(stage, after=self._state.stage)
                 answers = await self._ranks.call(TrainerRankCommand(resume=request))
-                self._state.paused_tags.difference_update(request.tags)
+                self._state.paused_tags.difference_update(tags)
                 # Training changes the weights, so the publication is no longer valid.
                 await self._ranks.call(TrainerRankCommand(withdraw_weights=WithdrawWeightsRequest()))
                 self._state.stage, self._state.published_version = stage, None

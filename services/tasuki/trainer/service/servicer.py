@@ -13,10 +13,8 @@ from numpy.typing import NDArray
 from tasuki.algorithms.loss_types import LossConfig
 from tasuki.config.paths import training_save_path
 from tasuki.config.schema import NodeConfig
-from tasuki.memory.stages import Stage
 from tasuki.rpc.calls import chunks
 from tasuki.rpc.commands import Commanded, digest
-from tasuki.rpc.stages import stage_to_proto
 from tasuki.trainer import stages
 from tasuki.trainer.data.samples import Samples
 from tasuki.trainer.durable.restore import recipe
@@ -24,15 +22,15 @@ from tasuki.trainer.durable.training_log import TrainingLog
 from tasuki.trainer.ranks.wire import ROLES
 from tasuki.trainer.roles import Role
 from tasuki.trainer.service import requests, streams
-from tasuki.trainer.service.memory_servicer import TAGS
 from tasuki.trainer.service.metrics import TrainerMetrics
 from tasuki.trainer.service.saving import Saving
 from tasuki.trainer.service.training import Training
 from tasuki.v1 import ranks_pb2, trainer_pb2, weights_pb2
 from tasuki.v1.trainer_pb2_grpc import TrainerServiceServicer
-from tasuki.v1.types_pb2 import ROLE_CRITIC, TrainingSample
+from tasuki.v1.types_pb2 import ROLE_CRITIC, STAGE_UNSPECIFIED, TrainingSample
 from tasuki.v1.types_pb2 import Role as RoleMessage
 from tasuki.wire.errors import GradientsPending
+from tasuki.wire.stages import RULES, Stage
 
 
 class TrainerServicer(TrainerServiceServicer):
@@ -257,8 +255,8 @@ class TrainerServicer(TrainerServiceServicer):
             boot_id=state.boot_id,
             epoch=state.gate.epoch,
             sequence=state.gate.sequence,
-            stage=stage_to_proto(state.stage),
-            resident_tags=[tag for tag in TAGS if tag not in state.paused_tags],
+            stage=state.stage.number if state.stage else STAGE_UNSPECIFIED,
+            resident_tags=[tag.number for tag in RULES[Stage.OFFLOAD].pauses if tag not in state.paused_tags],
             policy_version=state.policy_version,
             published_version=state.published_version,
             has_gradients=state.has_gradients,

@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from tasuki.memory.stages import Stage
 from tasuki.rpc.commands import CommandGate
 from tasuki.trainer.ranks.wire import ROLES
 from tasuki.trainer.roles import Role
 from tasuki.trainer.stages import raise_unless_loaded
 from tasuki.v1.trainer_pb2 import RoleState
+from tasuki.wire.stages import MemoryTag, Stage
 
 
 @dataclass(slots=True)
@@ -25,7 +25,7 @@ class TrainerState:
     stage: Stage | None = None
     """The last completed stage; None after a start."""
     published_version: int | None = None
-    paused_tags: set[int] = field(default_factory=set)
+    paused_tags: set[MemoryTag] = field(default_factory=set[MemoryTag])
     gate: CommandGate = field(default_factory=CommandGate)
     boot_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)

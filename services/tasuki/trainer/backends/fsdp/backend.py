@@ -19,7 +19,6 @@ from tasuki.config.paths import model_source, socket_dir
 from tasuki.config.schema import NodeConfig
 from tasuki.config.trainer_schema import CriticConfig, LoraConfig, OptimizerConfig
 from tasuki.memory.arena import set_host_budget
-from tasuki.memory.tags import MemoryTag
 from tasuki.planner.layout import Checkpointing
 from tasuki.planner.node_plan import check_critic
 from tasuki.planner.start import TRIAL_TOKENS
@@ -68,6 +67,7 @@ from tasuki.trainer.modules.routing import ExpertLoad
 from tasuki.trainer.roles import Role
 from tasuki.weights.export import ExportMemory, WeightExport
 from tasuki.wire.errors import OutOfGpuMemory
+from tasuki.wire.stages import MemoryTag
 
 _HOST_ADVICE = "free memory of the host, or set trainer.reference_on_host = false for a reference on the GPU"
 _log = logging.getLogger("tasuki.trainer")

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import cast
 
 import torch
@@ -22,7 +21,6 @@ from tasuki.memory import arena as native
 from tasuki.memory.allocator import NativeAllocator
 from tasuki.memory.arena import Arena, Keep
 from tasuki.memory.device_usage import device_usage
-from tasuki.memory.tags import DeviceUsage, MemoryTag, TagUsage
 from tasuki.planner.layout import Layout, Part
 from tasuki.planner.plan import TRAINER_TAGS
 from tasuki.planner.trainer_bytes import trainer_tags
@@ -32,8 +30,10 @@ from tasuki.trainer.backends.fsdp.returning import TAGS as RETURNING_TAGS
 from tasuki.trainer.backends.fsdp.returning import Returning
 from tasuki.trainer.backends.fsdp.staying import NOTHING_STAYS, TAGS, ExportChoice, Staying
 from tasuki.trainer.backends.fsdp.torch_cache import TorchCache
+from tasuki.v1.types_pb2 import DeviceUsage, TagUsage
 from tasuki.weights.export import ExportMemory, WeightExport
 from tasuki.wire.errors import OutOfGpuMemory, TasukiError
+from tasuki.wire.stages import MemoryTag
 
 # Nothing is offloaded while gradients are pending, so their content need not be kept.
 _KEEP = {MemoryTag.WEIGHTS: Keep.CONTENT, MemoryTag.OPTIMIZER: Keep.CONTENT}
@@ -165,7 +165,8 @@ class TrainerMemory:
         Content may still be arriving on return. Forward passes through `guard`ed groups may begin; everything else needs
         `wait_for_content`. Collective. Raises OutOfGpuMemory on all ranks, with every tag still paused, if one of them has no room.
         """
-        slept = [usage.tag for usage in self._allocator.usage() if usage.is_paused and usage.tag in tags]
+        paused = MemoryTag.all_of(usage.tag for usage in self._allocator.usage() if usage.is_paused)
+        slept = [tag for tag in paused if tag in tags]
         error: TasukiError | None = None
         mapped = 0
         try:
@@ -190,7 +191,10 @@ class TrainerMemory:
 
     def usage(self) -> list[TagUsage]:
         staying = {*self._staying.tags, *([MemoryTag.EXPORT] if self._choice.stays else [])}
-        return [replace(usage, stays=usage.tag in staying) for usage in self._allocator.usage()]
+        usages = self._allocator.usage()
+        for usage in usages:
+            usage.stays = MemoryTag.of(usage.tag) in staying
+        return usages
 
     def device_usage(self, *, skip_torch_cache: bool = False) -> DeviceUsage:
         return device_usage(str(self._device), self._mesh.get_local_rank(), skip_torch_cache=skip_torch_cache)

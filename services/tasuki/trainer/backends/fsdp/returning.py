@@ -11,8 +11,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from tasuki.memory.allocator import NativeAllocator, Transfer
-from tasuki.memory.tags import MemoryTag
 from tasuki.wire.errors import TasukiError
+from tasuki.wire.stages import MemoryTag
 
 TAGS = (MemoryTag.WEIGHTS, MemoryTag.OPTIMIZER)
 """Tags restored, in this order: training starts with the weights."""

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from tasuki.config.schema import NodeConfig
-from tasuki.memory.tags import MemoryTag
 from tasuki.planner.layout import Layout
 from tasuki.trainer.backends.fsdp.mesh import mesh_device
 from tasuki.weights.chunk_memory import descriptor_problem
+from tasuki.wire.stages import MemoryTag
 
 _log = logging.getLogger(__name__)
 TAGS = (MemoryTag.WEIGHTS, MemoryTag.GRADIENTS, MemoryTag.OPTIMIZER)

@@ -1,4 +1,4 @@
-"""Ring of stages, one row each: service, RPC, memory moved, and undo. A pure table.
+"""Phases, stages and memory tags, and the ring: one row for each stage with its service, RPC, memory moved, and undo. Pure.
 
         LOAD_WEIGHTS > RESUME_WEIGHTS > SYNC > OFFLOAD > RESUME_KV
 TRAIN                                                                ROLLOUT
@@ -7,13 +7,58 @@ TRAIN                                                                ROLLOUT
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any, Self
 
-from tasuki.memory.tags import MemoryTag
+from google.protobuf.descriptor import EnumDescriptor
+
+from tasuki.v1 import coordinator_pb2, types_pb2
+
+_ENUMS: dict[str, EnumDescriptor] = {
+    **types_pb2.DESCRIPTOR.enum_types_by_name,
+    **coordinator_pb2.DESCRIPTOR.enum_types_by_name,
+}
 
 
-class Phase(StrEnum):
+class WireEnum(StrEnum):
+    """An enum of the protos under its own name; members are named without the prefix."""
+
+    @property
+    def number(self) -> Any:
+        """Value in messages."""
+        return self._descriptor().values_by_name[self._prefix() + self.name].number
+
+    @classmethod
+    def of(cls, number: int) -> Self | None:
+        """Member with this value in messages; None for UNSPECIFIED and for values that this build does not know."""
+        value = cls._descriptor().values_by_number.get(number) if number else None
+        return None if value is None else cls[value.name.removeprefix(cls._prefix())]
+
+    @classmethod
+    def known(cls, number: int) -> Self:
+        """Member with this value in messages. Raises ValueError if there is none."""
+        member = cls.of(number)
+        if member is None:
+            raise ValueError(f"{number} is no {cls.__name__} of this build")
+        return member
+
+    @classmethod
+    def all_of(cls, numbers: Iterable[int]) -> list[Self]:
+        """Members with these values in messages, without UNSPECIFIED and those that this build does not know."""
+        return [member for number in numbers if (member := cls.of(number)) is not None]
+
+    @classmethod
+    def _descriptor(cls) -> EnumDescriptor:
+        return _ENUMS[cls.__name__]
+
+    @classmethod
+    def _prefix(cls) -> str:
+        return cls._descriptor().values[0].name.removesuffix("UNSPECIFIED")
+
+
+class Phase(WireEnum):
     """Phase of a node: the service that holds the GPUs."""
 
     TRAIN = "TRAIN"
@@ -27,7 +72,7 @@ class Service(StrEnum):
     ROLLOUT = "rollout"
 
 
-class Stage(StrEnum):
+class Stage(WireEnum):
     """One step of a changeover."""
 
     LOAD_WEIGHTS = "LOAD_WEIGHTS"
@@ -39,6 +84,27 @@ class Stage(StrEnum):
     PAUSE_KV = "PAUSE_KV"
     PAUSE_WEIGHTS = "PAUSE_WEIGHTS"
     LOAD_TRAINER = "LOAD_TRAINER"
+
+
+class StageStatus(WireEnum):
+    """Status of a stage or a changeover."""
+
+    STARTED = "STARTED"
+    DONE = "DONE"
+    FAILED = "FAILED"
+    UNDONE = "UNDONE"
+    HELD = "HELD"
+
+
+class MemoryTag(WireEnum):
+    """Named class of memory that is paused and resumed as a whole."""
+
+    WEIGHTS = "weights"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer"
+    KV_CACHE = "kv_cache"
+    CUDA_GRAPH = "cuda_graph"
+    EXPORT = "export"
 
 
 START = "START"

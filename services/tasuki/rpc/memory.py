@@ -1,0 +1,76 @@
+"""What both memory services share: the tags that a stage names, and the usage of their ranks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+
+from tasuki.v1 import memory_pb2
+from tasuki.v1.memory_pb2 import PauseRequest, ResumeRequest
+from tasuki.v1.types_pb2 import DeviceUsage, TagUsage
+from tasuki.wire.errors import DeadlineExceeded, InvalidArgument
+from tasuki.wire.stages import RULES, MemoryTag, Rpc, Service, Stage, WireEnum, stages_of
+
+USAGE_TIMEOUT_S = 4.0
+"""How long ranks may take to answer; they do between two calls. Below the time that the command line waits."""
+_INTERVAL_MS = range(20, 60_001)
+_DEFAULT_INTERVAL_MS = 1000
+
+
+def decode_move(request: PauseRequest | ResumeRequest, service: Service) -> tuple[Stage, list[MemoryTag]]:
+    """The stage of a Pause or Resume, and the tags that it names; none at all is allowed: the stage then only counts.
+
+    Raises InvalidArgument for a stage that `service` does not carry out by this RPC, and for a tag that the stage does not move.
+    """
+    rpc = Rpc.PAUSE if isinstance(request, PauseRequest) else Rpc.RESUME
+    stage, allowed = Stage.of(request.stage), stages_of(service, rpc)
+    if stage is None or stage not in allowed:
+        given = _given(Stage, request.stage)
+        raise InvalidArgument("stage", f"this call takes {' or '.join(allowed)}, not {given}")
+    moved = RULES[stage].named_tags
+    for index, value in enumerate(request.tags):
+        if MemoryTag.of(value) not in moved:
+            given = _given(MemoryTag, value)
+            raise InvalidArgument(f"tags[{index}]", f"stage {stage} moves {', '.join(moved)}, not {given}")
+    return stage, MemoryTag.all_of(request.tags)
+
+
+def _given(kind: type[WireEnum], number: int) -> str:
+    """Name of a number on the wire, or text for one without a name here."""
+    name = "tag" if kind is MemoryTag else "stage"
+    return kind.of(number) or (f"the unknown {name} {number}" if number else f"an unset {name}")
+
+
+def usage_response(tags: Sequence[TagUsage], device: DeviceUsage) -> memory_pb2.GetUsageResponse:
+    """Response of one rank."""
+    response = memory_pb2.GetUsageResponse(tags=tags, devices=[device])
+    for tag in response.tags:
+        tag.rank = device.rank
+    return response
+
+
+def joined(answers: Sequence[memory_pb2.GetUsageResponse]) -> memory_pb2.GetUsageResponse:
+    """Merged response of all ranks."""
+    return memory_pb2.GetUsageResponse(
+        tags=[tag for answer in answers for tag in answer.tags],
+        devices=[device for answer in answers for device in answer.devices],
+    )
+
+
+async def watch_usage(
+    request: memory_pb2.WatchUsageRequest, read: Callable[[], Awaitable[memory_pb2.GetUsageResponse]]
+) -> AsyncIterator[memory_pb2.WatchUsageResponse]:
+    """Stream of WatchUsage. There is no answer while the ranks run a long command."""
+    interval_ms = request.interval_ms if request.HasField("interval_ms") else _DEFAULT_INTERVAL_MS
+    if interval_ms not in _INTERVAL_MS:
+        raise InvalidArgument("interval_ms", f"{interval_ms} ms; from {_INTERVAL_MS.start} to {_INTERVAL_MS.stop - 1}")
+    clock = asyncio.get_running_loop()
+    while True:
+        started = clock.time()
+        try:
+            response = memory_pb2.WatchUsageResponse(usage=await read())
+        except DeadlineExceeded:
+            continue
+        response.time.GetCurrentTime()
+        yield response
+        await asyncio.sleep(max(0.0, started + interval_ms / 1000 - clock.time()))
