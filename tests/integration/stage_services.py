@@ -14,10 +14,10 @@ from tasuki.config.schema import NodeConfig
 from tasuki.memory.allocator import NativeAllocator
 from tasuki.memory.device_usage import device_usage
 from tasuki.rpc.commands import CommandGate
+from tasuki.rpc.logs import open_service_tracer
 from tasuki.rpc.memory import usage_response
 from tasuki.rpc.port import port_of
 from tasuki.rpc.server import RpcServer
-from tasuki.rpc.service_tracer import open_service_tracer
 from tasuki.v1 import memory_pb2, memory_pb2_grpc, rollout_pb2, rollout_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 from tasuki.v1.types_pb2 import (
     STAGE_DRAIN,

@@ -17,7 +17,6 @@ from tasuki.config.paths import fleet_target, socket_dir
 from tasuki.config.schema import NodeConfig
 from tasuki.doctor.finding import Verdict
 from tasuki.doctor.fleet import (
-    Gradients,
     clock_finding,
     fleet_findings,
     gradients_finding,
@@ -124,6 +123,10 @@ def test_missing_and_unreachable_nodes_fail(config: NodeConfig) -> None:
     assert first.verdict is Verdict.FAIL and "missing: 1" in first.found
 
 
+def measured(rate: float, over: str = "NET/Socket") -> trainer_pb2.GetTrainerStateResponse:
+    return trainer_pb2.GetTrainerStateResponse(nodes_rate=rate, nodes_transport=over)
+
+
 @pytest.mark.parametrize(
     ("leader_at", "device", "rate", "verdict"),
     [
@@ -140,8 +143,8 @@ def test_gradients_between_machines_need_a_rate(
     assert config.fleet is not None
     fleet = config.fleet.model_copy(update={"leader": leader_at})
     elsewhere = config.model_copy(update={"fleet": fleet, "device": device})
-    assert gradients_finding(Gradients(rate, "NET/Socket"), elsewhere).verdict is verdict
-    assert gradients_finding(Gradients(1e10, ""), elsewhere).verdict is Verdict.WARN  # over a transport without a name
+    assert gradients_finding(measured(rate), elsewhere).verdict is verdict
+    assert gradients_finding(measured(1e10, over=""), elsewhere).verdict is Verdict.WARN  # over a transport without a name
 
 
 def test_a_clock_that_is_wrong_is_told_on_every_node() -> None:

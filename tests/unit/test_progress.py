@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from tasuki.cli.train import step_line
 from tasuki.client.step import Step
-from tasuki.runs.progress import step_line
 
 
 def test_a_line_leaves_out_what_did_not_take_place() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from tasuki.cli.train import step_line
 from tasuki.client.step import Step
-from tasuki.runs.progress import step_line
 from tasuki.runs.sft_training import summarize_sft
 
 STEPS = [

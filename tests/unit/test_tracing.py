@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from tasuki.client import AsyncClient
-from tasuki.rpc.service_tracer import check_telemetry
+from tasuki.rpc.logs import check_telemetry
 from tasuki.wire.credentials import read_headers
 from tasuki.wire.errors import InvalidArgument, NotInstalled, StageOrder
 from tasuki.wire.extras import install_extras

@@ -19,7 +19,6 @@ from tasuki.config.engine_arguments import uncounted_arguments
 from tasuki.config.load import load_config
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.host import host_memory
-from tasuki.models.shape import ModelShape
 from tasuki.planner.advice import advise
 from tasuki.planner.layout import GB, Checkpointing, Layout, Strategy, named_as_given
 from tasuki.planner.model_shape import read_model_shape
@@ -64,13 +63,18 @@ def run(arguments: argparse.Namespace) -> int:
     """Returns 0 if the plan fits, else 1."""
     wishes = _wishes(arguments)
     with named_as_given(_FLAGS):
-        layout = layout_of(arguments.config, wishes)
-    num_nodes = _num_nodes(arguments.config, wishes)
+        path: Path | None = arguments.config
+        node = _node(path, wishes) if path is not None and path.suffix == ".toml" else None
+        layout = layout_of(path, wishes) if node is None else _of_node(node, wishes)
+        if wishes.strategy is not None:
+            layout = replace(layout, strategy=Strategy(wishes.strategy))
+    fleet = None if node is None else node.fleet
+    num_nodes = wishes.num_nodes if wishes.num_nodes is not None else 1 if fleet is None else fleet.num_nodes
     check_rate(arguments.network_gbit, num_nodes=num_nodes)
     traffic = node_traffic(layout, num_nodes=num_nodes)
     planned = plan(layout)
     advice = advise(planned)
-    not_counted = _not_counted(arguments.config, wishes)
+    not_counted = [] if node is None else [f"rollout.engine.{name}" for name in uncounted_arguments(node.rollout.engine)]
     if arguments.json:
         sys.stdout.write(
             json.dumps(
@@ -95,80 +99,11 @@ def _wishes(arguments: argparse.Namespace) -> Wishes:
     return Wishes(**own, settings=settings)
 
 
-def layout_of(config: Path | None, wishes: Wishes) -> Layout:
-    """Raises InvalidArgument naming a missing or wrong setting, and any error of reading a configuration or model."""
-    if config is not None and config.suffix == ".toml":
-        layout = _of_node(config, wishes)
-    elif config is None and wishes.preset is None:
+def layout_of(model: Path | None, wishes: Wishes) -> Layout:
+    """Layout of a model folder, a config.json or a preset. Raises InvalidArgument naming a missing or wrong setting."""
+    if model is None and wishes.preset is None:
         raise InvalidArgument("CONFIG", "give a node's TOML, a model folder, a config.json, or --preset")
-    else:
-        layout = _of_model(None if config is None else read_model_shape(config), wishes)
-    return layout if wishes.strategy is None else replace(layout, strategy=Strategy(wishes.strategy))
-
-
-def _of_node(config: Path, wishes: Wishes) -> Layout:
-    if wishes.settings or wishes.preset:
-        flags = ", ".join([*(wishes.settings or {}), *(["preset"] if wishes.preset else [])])
-        raise InvalidArgument("CONFIG", f"a node's TOML already sets {flags}: use --set A.B=VALUE")
-    node = _node(config, wishes)
-    # Unused on a CPU.
-    gpu_bytes = _gpu_bytes(wishes, default=1.0 if node.device == "cpu" else None)
-    shape = read_model_shape(node.model.path)
-    layout = node_layout(node, shape, gpu_bytes=gpu_bytes, host_bytes=_host_bytes(wishes, node), num_gpus=wishes.num_gpus)
-    check_kv_tokens(layout, node)
-    return layout
-
-
-def _node(config: Path, wishes: Wishes) -> NodeConfig:
-    """The node's configuration. A scheduler may set the part of [fleet] that differs between nodes.
-
-    Raises InvalidArgument as load_config, and if node 0 could not call one of the
-    services.
-    """
-    try:
-        node = load_config(config, overrides=wishes.overrides)
-    except InvalidArgument as error:
-        if not error.metadata["field"].startswith("fleet."):
-            raise
-        node = _unplaced_node(config, wishes)
-    if problem := fleet_port_problem(node):
-        key, text = problem
-        raise InvalidArgument(key, f"{key} {text}")
-    return node
-
-
-def _unplaced_node(config: Path, wishes: Wishes) -> NodeConfig:
-    from tasuki.cli.fleet import fleet_config
-
-    try:
-        return fleet_config(
-            config, overrides=wishes.overrides, flags={"num_nodes": wishes.num_nodes}, environment=_PLANNED_PLACE
-        )
-    except InvalidArgument as error:
-        if error.metadata["field"] != "fleet.num_nodes" or "is not set" not in error.message:
-            raise
-        raise InvalidArgument("nodes", "[fleet] of CONFIG leaves num_nodes to a scheduler: give --nodes N") from error
-
-
-def _num_nodes(config: Path | None, wishes: Wishes) -> int:
-    if wishes.num_nodes is not None or config is None or config.suffix != ".toml":
-        return 1 if wishes.num_nodes is None else wishes.num_nodes
-    fleet = _node(config, wishes).fleet
-    return 1 if fleet is None else fleet.num_nodes
-
-
-def _not_counted(config: Path | None, wishes: Wishes) -> list[str]:
-    """Keys of [rollout.engine] that may change the engine's memory use."""
-    node = _node_if_any(config, wishes)
-    return [] if node is None else [f"rollout.engine.{name}" for name in uncounted_arguments(node.rollout.engine)]
-
-
-def _node_if_any(config: Path | None, wishes: Wishes) -> NodeConfig | None:
-    """The node's configuration; None if a model was given."""
-    return None if config is None or config.suffix != ".toml" else _node(config, wishes)
-
-
-def _of_model(shape: ModelShape | None, wishes: Wishes) -> Layout:
+    shape = None if model is None else read_model_shape(model)
     preset = None if wishes.preset is None else find_preset(wishes.preset)
     if wishes.overrides:
         raise InvalidArgument("set", "overrides keys of a node's TOML, but a model was given")
@@ -195,6 +130,48 @@ def _of_model(shape: ModelShape | None, wishes: Wishes) -> Layout:
     if "micro_batch_tokens" not in settings:
         layout = replace(layout, micro_batch_tokens=most_tokens(layout))
     return with_fastest_checkpointing(layout) if is_open else layout
+
+
+def _of_node(node: NodeConfig, wishes: Wishes) -> Layout:
+    # Unused on a CPU.
+    gpu_bytes = _gpu_bytes(wishes, default=1.0 if node.device == "cpu" else None)
+    shape = read_model_shape(node.model.path)
+    layout = node_layout(node, shape, gpu_bytes=gpu_bytes, host_bytes=_host_bytes(wishes, node), num_gpus=wishes.num_gpus)
+    check_kv_tokens(layout, node)
+    return layout
+
+
+def _node(config: Path, wishes: Wishes) -> NodeConfig:
+    """The node's configuration. A scheduler may set the part of [fleet] that differs between nodes.
+
+    Raises InvalidArgument as load_config, for a setting that the configuration has, and if node 0 could not call one of the services.
+    """
+    if wishes.settings or wishes.preset:
+        flags = ", ".join([*(wishes.settings or {}), *(["preset"] if wishes.preset else [])])
+        raise InvalidArgument("CONFIG", f"a node's TOML already sets {flags}: use --set A.B=VALUE")
+    try:
+        node = load_config(config, overrides=wishes.overrides)
+    except InvalidArgument as error:
+        if not error.metadata["field"].startswith("fleet."):
+            raise
+        node = _unplaced_node(config, wishes)
+    if problem := fleet_port_problem(node):
+        key, text = problem
+        raise InvalidArgument(key, f"{key} {text}")
+    return node
+
+
+def _unplaced_node(config: Path, wishes: Wishes) -> NodeConfig:
+    from tasuki.cli.fleet import fleet_config
+
+    try:
+        return fleet_config(
+            config, overrides=wishes.overrides, flags={"num_nodes": wishes.num_nodes}, environment=_PLANNED_PLACE
+        )
+    except InvalidArgument as error:
+        if error.metadata["field"] != "fleet.num_nodes" or "is not set" not in error.message:
+            raise
+        raise InvalidArgument("nodes", "[fleet] of CONFIG leaves num_nodes to a scheduler: give --nodes N") from error
 
 
 def _gpu_bytes(wishes: Wishes, *, default: float | None) -> int:

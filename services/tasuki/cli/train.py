@@ -20,12 +20,11 @@ from tasuki.node.fleet_place import check_run
 from tasuki.node.node_settings import adopt_node
 from tasuki.node.processes import continue_children
 from tasuki.node.start import check_state_folder, running_node
-from tasuki.rpc.service_tracer import check_telemetry
+from tasuki.rpc.logs import check_telemetry
 from tasuki.runs.archive import archived
 from tasuki.runs.earlier_run import EarlierRun, run_has_ended
 from tasuki.runs.folder import MetricsFile, changeovers_of, name_run, write_summary
 from tasuki.runs.inputs import check_output, read_inputs
-from tasuki.runs.progress import TrainProgress
 from tasuki.runs.resume import begin, check_restart, go_on, resumable_run
 from tasuki.runs.rl_training import RlTraining
 from tasuki.runs.settings import RunSettings
@@ -205,3 +204,52 @@ def _train(
     write_summary(settings.output_dir, summary)
     lines = [f"{name:<20} {value}" for name, value in summary.items() if value is not None]
     sys.stdout.write("\n".join([*lines, str(settings.output_dir)]) + "\n")
+
+
+_SHOWN = (
+    ("eval/loss", "held-out loss", ".4f"),
+    ("log_prob_gap_max", "gap", ".1e"),
+    ("explained_variance", "explained", ".2f"),
+)
+"""Metrics in a step's line: name, label, format."""
+INEXACT = (
+    "warning: train.top_p or train.top_k filters tokens, but log-probs cover all tokens: importance ratios are biased; "
+    "remove both keys to avoid this"
+)
+"""Printed once per run; the metric inexact_fraction has the amount."""
+
+
+class TrainProgress:
+    """Prints steps as they are reported."""
+
+    def __init__(self) -> None:
+        self._has_warned = False
+
+    def report(self, step: Step) -> None:
+        if step.metrics.get("inexact_fraction") and not self._has_warned:
+            self._has_warned = True
+            sys.stderr.write(f"{INEXACT}\n")
+        if line := step_line(step):
+            sys.stdout.write(f"{line}\n")
+            sys.stdout.flush()
+
+
+def step_line(step: Step) -> str:
+    """Formats a step as one line, leaving out parts that did not run. Empty if none did: after the last step without a held-out set."""
+    parts: list[str] = []
+    if step.mean_reward is not None:
+        parts.append(f"reward {step.mean_reward:.3f}")
+    elif "loss" in step.metrics:
+        parts.append(f"loss {step.metrics['loss']:.4f}")
+    if step.eval_score is not None:
+        parts.append(f"held-out {step.eval_score:.3f}")
+    for name, label, form in _SHOWN:
+        if name in step.metrics:
+            parts.append(f"{label} {step.metrics[name]:{form}}")
+    if step.num_failed_rewards:
+        parts.append(f"{step.num_failed_rewards} rewards failed")
+    if step.num_skipped_updates:
+        parts.append(f"{step.num_skipped_updates} updates skipped, gradients not finite")
+    if not parts:
+        return ""
+    return "  ".join([f"step {step.step:>3}", f"version {step.policy_version}", *parts, f"{step.total_seconds():.1f} s"])

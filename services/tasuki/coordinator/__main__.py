@@ -26,10 +26,9 @@ from tasuki.coordinator.planning import Planning
 from tasuki.coordinator.servicer import CoordinatorServicer
 from tasuki.rpc.failpoints import Failpoints
 from tasuki.rpc.heartbeat import Heartbeat
-from tasuki.rpc.logs import configure_logging
+from tasuki.rpc.logs import configure_logging, open_service_tracer
 from tasuki.rpc.port import port_of
 from tasuki.rpc.server import RpcServer
-from tasuki.rpc.service_tracer import open_service_tracer
 from tasuki.v1 import coordinator_pb2_grpc
 from tasuki.wire.errors import TasukiError
 from tasuki.wire.printable import printable

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -25,6 +23,7 @@ from tasuki.wire.channel import open_channel
 from tasuki.wire.errors import PeerUnavailable, TasukiError, from_rpc_error
 
 _TIMEOUT_S = 10.0
+_STATE = trainer_pb2.GetTrainerStateRequest()
 _MAX_SKEW_S = 1.0
 _SLOW_RATE, _NO_RATE = 1e9 / 8, 1e8 / 8
 """Thresholds between machines, in bytes per second: 1 and 0.1 Gb/s."""
@@ -32,14 +31,6 @@ _GPU_FACTOR = 10
 """Factor on the thresholds for GPU nodes."""
 _GRADIENT_BYTES = 4
 _SLOW_ADVICE = "look at fleet.interface, its driver and the route to the other nodes (ip route get, ethtool, logs/nccl0.log)"
-
-
-@dataclass(frozen=True, slots=True)
-class Gradients:
-    """The all-reduce that trainers measured at start. rate: bytes per second of the slowest node; transport: as NCCL or gloo names it."""
-
-    rate: float
-    transport: str
 
 
 def running_config(config: NodeConfig) -> NodeConfig:
@@ -57,7 +48,7 @@ def fleet_findings(config: NodeConfig, *, min_gbit: float | None = None) -> Iter
             )
         return
     try:
-        fleet, unreachable, gradients = asyncio.run(_look(config))
+        fleet, unreachable, trainers = asyncio.run(_look(config))
     except TasukiError as error:
         told = _why_not(error, config)
         advice = f"start all nodes, then try again. Leader: {config.fleet.leader}"
@@ -66,7 +57,7 @@ def fleet_findings(config: NodeConfig, *, min_gbit: float | None = None) -> Iter
     yield from member_findings(fleet)
     yield _reached(fleet, unreachable)
     yield clock_finding(fleet)
-    yield gradients_finding(gradients, config, min_gbit=min_gbit)
+    yield gradients_finding(trainers, config, min_gbit=min_gbit)
 
 
 def _why_not(error: TasukiError, config: NodeConfig) -> TasukiError:
@@ -79,8 +70,8 @@ def _why_not(error: TasukiError, config: NodeConfig) -> TasukiError:
     return PeerUnavailable(f"this node is running, but no leader answers at {config.fleet.leader}")
 
 
-async def _look(config: NodeConfig) -> tuple[fleet_pb2.GetFleetResponse, list[str], Gradients | None]:
-    """The fleet, addresses of nodes that do not answer, and what the trainers measured.
+async def _look(config: NodeConfig) -> tuple[fleet_pb2.GetFleetResponse, list[str], trainer_pb2.GetTrainerStateResponse]:
+    """The fleet, addresses of nodes that do not answer, and the trainers' state with the rate that they measured at start.
 
     Raises TasukiError.
     """
@@ -92,19 +83,13 @@ async def _look(config: NodeConfig) -> tuple[fleet_pb2.GetFleetResponse, list[st
             fleet = await stub.GetFleet(fleet_pb2.GetFleetRequest(), timeout=_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
-        gradients = await _gradients(TrainerServiceStub(channel))
+        try:
+            trainers = await TrainerServiceStub(channel).GetTrainerState(_STATE, timeout=_TIMEOUT_S)
+        except grpc.aio.AioRpcError:
+            trainers = trainer_pb2.GetTrainerStateResponse()
     targets = [target for member in fleet.members for target in _targets(member.node) if not target.startswith("unix:")]
     answers = await asyncio.gather(*(_answers(target, config) for target in targets))
-    return fleet, [target for target, answer in zip(targets, answers, strict=True) if not answer], gradients
-
-
-async def _gradients(stub: Any) -> Gradients | None:
-    """None while trainers do not answer or have no one to send to."""
-    try:
-        state = await stub.GetTrainerState(trainer_pb2.GetTrainerStateRequest(), timeout=_TIMEOUT_S)
-    except grpc.aio.AioRpcError:
-        return None
-    return Gradients(state.nodes_rate, state.nodes_transport) if state.HasField("nodes_rate") else None
+    return fleet, [target for target, answer in zip(targets, answers, strict=True) if not answer], trainers
 
 
 def _targets(node: fleet_pb2.FleetNode) -> tuple[str, str, str]:
@@ -155,28 +140,26 @@ def clock_finding(fleet: fleet_pb2.GetFleetResponse) -> Finding:
     return ok("fleet clock", f"all within {1000 * max(map(abs, skews.values()), default=0.0):.1f} ms of node 0")
 
 
-def gradients_finding(gradients: Gradients | None, config: NodeConfig, *, min_gbit: float | None = None) -> Finding:
+def gradients_finding(
+    trainers: trainer_pb2.GetTrainerStateResponse, config: NodeConfig, *, min_gbit: float | None = None
+) -> Finding:
     """Names the transport of gradients, and rates it. min_gbit: in Gb/s, also where all nodes are on one machine."""
     assert config.fleet is not None
     name = "fleet gradients"
     if config.fleet.num_nodes == 1:
         return ok(name, "stay on the only node")
-    if gradients is None:
+    if not trainers.HasField("nodes_rate"):
         return fail(name, "no trainer reports its rate to other nodes", "wait until the nodes serve, then try again")
-    rate = gradients.rate
+    rate = trainers.nodes_rate
     num_bytes = _GRADIENT_BYTES * read_model_shape(config.model.path).num_parameters
     sent = 2 * (config.fleet.num_nodes - 1) / config.fleet.num_nodes * num_bytes
     by, factor = ("NCCL", _GPU_FACTOR) if config.device == "cuda" else ("gloo", 1)
-    over = gradients.transport or "a transport that its log does not name"
-    found = f"{_gbit(rate)} from a node by {by} over {over}; a step sends {sent / 1e9:.2f} GB, in {sent / rate:.2f} s"
+    over = trainers.nodes_transport or "a transport that its log does not name"
+    found = f"{8e-9 * rate:.2f} Gb/s from a node by {by} over {over}; a step sends {sent / 1e9:.2f} GB, in {sent / rate:.2f} s"
     if min_gbit is not None and rate < min_gbit * 1e9 / 8:
         return fail(name, f"{found}; --min-gbit demands {min_gbit:g} Gb/s", _SLOW_ADVICE)
     if is_beyond_loopback(config.fleet.leader) and rate < factor * _SLOW_RATE:
         return (fail if rate < factor * _NO_RATE else warn)(name, found, _SLOW_ADVICE)
-    if not gradients.transport:
+    if not trainers.nodes_transport:
         return warn(name, found, f"unset NCCL_DEBUG_SUBSYS and restart all nodes; see {nccl_log_path(config.state_dir, 0)}")
     return ok(name, found)
-
-
-def _gbit(rate: float) -> str:
-    return f"{8e-9 * rate:.2f} Gb/s"

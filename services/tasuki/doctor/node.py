@@ -20,8 +20,8 @@ from tasuki.planner.advice import problems
 from tasuki.planner.budget import check_host_budget, check_host_ranks
 from tasuki.planner.model_shape import read_model_shape
 from tasuki.planner.node_plan import check_kv_tokens, plan_node
+from tasuki.rpc.logs import check_telemetry
 from tasuki.rpc.port import check_ports
-from tasuki.rpc.service_tracer import check_telemetry
 from tasuki.runs.inputs import read_inputs
 from tasuki.runs.rl_training import open_rewards
 from tasuki.runs.sft_training import read_sft

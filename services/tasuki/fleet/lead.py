@@ -23,9 +23,9 @@ from tasuki.fleet.trainer_front import Deal, TrainerFront
 from tasuki.planner.model_shape import read_model_file
 from tasuki.rollout.seeds import CallNumbers
 from tasuki.rpc.failpoints import Failpoints
+from tasuki.rpc.logs import open_service_tracer
 from tasuki.rpc.port import fleet_port
 from tasuki.rpc.server import RpcServer
-from tasuki.rpc.service_tracer import open_service_tracer
 from tasuki.trainer.data.cost import sample_cost
 from tasuki.trainer.data.shares import deal_samples
 from tasuki.v1.coordinator_pb2_grpc import add_CoordinatorServiceServicer_to_server

@@ -40,9 +40,9 @@ from tasuki.node.services import listens, node_services, without_secrets
 from tasuki.node.stop import stop_node, to_stderr
 from tasuki.planner.budget import check_host_budget, check_host_ranks
 from tasuki.rpc.failpoints import check_failpoints
+from tasuki.rpc.logs import check_telemetry
 from tasuki.rpc.port import check_ports
 from tasuki.rpc.process_start import read_start_seconds, serves_line
-from tasuki.rpc.service_tracer import check_telemetry
 from tasuki.v1 import coordinator_pb2, types_pb2
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tasuki.wire.channel import open_blocking_channel

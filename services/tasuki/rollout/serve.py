@@ -27,11 +27,10 @@ from tasuki.rollout.sync import WeightSync
 from tasuki.rpc.commands import CommandGate
 from tasuki.rpc.failpoints import Failpoints
 from tasuki.rpc.heartbeat import Heartbeat
-from tasuki.rpc.logs import configure_logging
+from tasuki.rpc.logs import configure_logging, open_service_tracer
 from tasuki.rpc.port import port_of
 from tasuki.rpc.process_start import StartSeconds
 from tasuki.rpc.server import RpcServer
-from tasuki.rpc.service_tracer import open_service_tracer
 from tasuki.rpc.staying import staying_tags
 from tasuki.v1 import memory_pb2_grpc, rollout_pb2_grpc
 from tasuki.wire.stages import Service

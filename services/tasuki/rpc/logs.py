@@ -1,4 +1,4 @@
-"""Log lines of a service: one each, key=value, on stderr."""
+"""What a service tells of itself: log lines, one each, key=value, on stderr; and spans, by the variables of its environment."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ import faulthandler
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+
+from tasuki.config.environment import OTLP_HEADERS, otlp_endpoint, otlp_headers_file
+from tasuki.config.schema import NodeConfig
+from tasuki.wire.credentials import read_headers
+from tasuki.wire.tracing import Tracer, check_tracing_installed, open_tracer
 
 LINES_LOST = "log_lines_lost"
 
@@ -83,3 +88,19 @@ class RateLimitedLog:
             _log.warning("event=lines_left_out num=%d", self._num_left_out)
             self._num_left_out = 0
         _log.info(text, *args)
+
+
+def open_service_tracer(config: NodeConfig, *, service: str) -> Tracer:
+    """Opens the tracer of a service; without an endpoint, one that does nothing. Raises as `check_telemetry`."""
+    return open_tracer(otlp_endpoint(), service=service, headers=_headers(), node_rank=config.node_rank)
+
+
+def check_telemetry() -> None:
+    """Raises NotInstalled if an endpoint is set and OpenTelemetry is missing, and InvalidArgument for an unusable variable or file."""
+    check_tracing_installed(otlp_endpoint())
+    _headers()
+
+
+def _headers() -> Mapping[str, str] | None:
+    path = otlp_headers_file()
+    return None if path is None else read_headers(OTLP_HEADERS, path)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import grpc
 import grpc.aio
 from grpc._cython import cygrpc as _cygrpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 from prometheus_client import CollectorRegistry
 
 from tasuki.config.schema import FleetConfig
@@ -22,7 +23,6 @@ from tasuki.rpc.fleet_caller import FleetFence
 from tasuki.rpc.interceptors import CallInterceptor, Observers
 from tasuki.rpc.metrics import CallMetrics, MetricsServicer, SpanCounts
 from tasuki.rpc.port import Port
-from tasuki.rpc.reflection import enable_reflection
 from tasuki.v1.metrics_pb2_grpc import add_MetricsServiceServicer_to_server
 from tasuki.wire.address import is_beyond_loopback, remove_dead_socket
 from tasuki.wire.channel import PORT_OPTIONS, SERVER_OPTIONS
@@ -200,3 +200,20 @@ async def _refuse(call: Any) -> None:
 
 
 cygrpc.AioServer = _RegisteredMethods  # for every server that this process makes
+
+
+def enable_reflection(server: grpc.aio.Server, *, service_names: Sequence[str]) -> None:
+    """Lets grpcurl and its like list and describe `service_names`, and reflection itself."""
+    servicer = _ReflectionServicer(service_names=(*service_names, reflection.SERVICE_NAME))
+    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)
+
+
+class _ReflectionServicer(reflection.aio.ReflectionServicer):  # pyright: ignore[reportAttributeAccessIssue]  untyped library
+    """Adds single methods, such as "tasuki.v1.RolloutService.Generate", which protobuf's symbol pool lacks."""
+
+    def _file_containing_symbol(self, request: Any, symbol: str) -> Any:
+        answer = super()._file_containing_symbol(request, symbol)
+        service, _, _ = symbol.rpartition(".")
+        if answer.HasField("error_response") and service in self._service_names:
+            return super()._file_containing_symbol(request, service)
+        return answer

@@ -12,8 +12,7 @@ from tasuki.config.schema import NodeConfig, TrainConfig
 from tasuki.models.config_json import read_json_object, size
 from tasuki.node.model_folder import check_model_folder
 from tasuki.runs.folder import CHECKPOINTS, RUN_FILES
-from tasuki.runs.keys import field_as_key
-from tasuki.runs.settings import RunSettings
+from tasuki.runs.settings import RunSettings, field_as_key
 from tasuki.runs.tokenizer import ModelTokenizer
 from tasuki.wire.errors import InvalidArgument, PathExists
 

@@ -18,8 +18,7 @@ from tasuki.config.train_schema import RewardConfig, TrainConfig
 from tasuki.runs.continuation import Continuation
 from tasuki.runs.folder import SAMPLES, draw_curve, summarize
 from tasuki.runs.inputs import TrainInputs
-from tasuki.runs.keys import field_as_key
-from tasuki.runs.settings import RunSettings
+from tasuki.runs.settings import RunSettings, field_as_key
 from tasuki.runs.training import Loop
 
 

@@ -21,8 +21,7 @@ from tasuki.node.model_folder import check_model_folder
 from tasuki.planner.model_shape import read_model_shape
 from tasuki.runs.continuation import Continuation
 from tasuki.runs.folder import draw_points
-from tasuki.runs.keys import field_as_key
-from tasuki.runs.settings import RunSettings
+from tasuki.runs.settings import RunSettings, field_as_key
 from tasuki.runs.tokenizer import ModelTokenizer
 from tasuki.runs.training import Loop
 from tasuki.wire.errors import InvalidArgument
