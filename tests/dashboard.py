@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tasuki.config.schema import NodeConfig
-from tasuki.dashboard.command import make_server
-from tasuki.dashboard.server import DashboardServer
+from tasuki.dashboard.server import DashboardServer, make_server
 from tests.ports import free_port
 
 RECORDED = Path(__file__).parent / "recorded_run"

@@ -16,16 +16,16 @@ _MINUTES = os.environ.get("TASUKI_PROOF_MINUTES")
 _ENDS_AT = float("inf") if _MINUTES is None else time.monotonic() + 60 * float(_MINUTES)
 
 _LONG = {
-    "e2e": ("arithmetic engine_metrics flat ppo residency secrets starting_points"),
+    "e2e": ("arithmetic engine_metrics flat ppo residency resume secrets starting_points"),
     "integration": (
         "certified_names compiled_blocks critic_exactness dashboard_live dashboard_page engine_sockets exiting_processes "
         "expert_load expert_parallel fleet fleet_doctor fleet_membership fleet_rollout_front fleet_trainer fleet_trainer_front "
-        "gloo_peers grpcurl journal_kills launch loss_curves model_copy node_replicas node_restarts port_attacks port_reload "
-        "port_roles port_server prefix_sharing prometheus quantized_adamw rank_store recorded_ahead reference_on_host replicas "
-        "gathered_layers rollout_adapter rollout_great_calls rollout_process rpc_faults streamed_adamw tracing "
-        "trainer_critic trainer_lifetime trainer_lora trainings watchdog"
+        "gloo_peers grpcurl journal_kills launch loss_curves loss_cuts model_copy node_replicas node_restarts port_attacks "
+        "port_reload port_roles port_server prefix_sharing prometheus quantized_adamw rank_store recorded_ahead "
+        "reference_on_host replicas gathered_layers rollout_adapter rollout_great_calls rollout_process rpc_faults "
+        "streamed_adamw tracing trainer_critic trainer_lifetime trainer_lora trainings watchdog"
     ),
-    "unit": ("deploy_configs plan_step triton_kernels"),
+    "unit": ("deploy_configs interpreted_kernels plan_step startup_deadline triton_kernels"),
 }
 _LONG_FILES = {f"tests/{tier}/test_{name}.py" for tier, names in _LONG.items() for name in names.split()}
 """Files that take long and guard one mechanism beside the ring, the exchange of weights, and recovery."""

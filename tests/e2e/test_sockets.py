@@ -52,6 +52,7 @@ def test_ports_of_ranks_that_met_take_no_connection(listening: list[Listener]) -
             socket.create_connection(("127.0.0.1", port), timeout=0.2)
 
 
+@pytest.mark.long
 def test_nothing_answers_to_a_client_of_torchs_store(listening: list[Listener]) -> None:
     ports = {listener.port for listener in listening if listener.kind != "unix"}
     # The same client succeeds where there is a store.

@@ -110,6 +110,7 @@ def test_no_choice_changes_a_bit_of_adapter_or_critic_gradients(model: Path, mes
                 learner.optim_step(role)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rung", RUNGS[1:])
 def test_all_layers_may_keep_everything(
     model: Path, mesh: DeviceMesh, rung: Checkpointing, monkeypatch: pytest.MonkeyPatch
@@ -134,6 +135,7 @@ def test_attention_runs_again_in_backward_only_where_it_is_not_kept(
     assert counted.runs[ATTENTION] == runs * NUM_LAYERS
 
 
+@pytest.mark.long
 def test_scores_keep_nothing_and_do_not_disturb_a_step(model: Path, mesh: DeviceMesh) -> None:
     learner = start(model, mesh, Checkpointing.OFFLOADED)
     batches = [token_batch(samples_of(1), device=learner.backend.device)]

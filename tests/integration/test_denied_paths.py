@@ -21,7 +21,7 @@ from tests.sockets import NOBODY
 # Imports once, before it drops root, which may own a checkout that is closed to others. Each command is a fork.
 COMMANDS = f"""
 import json, os, sys
-import tasuki.cli.audit, tasuki.cli.certs, tasuki.dashboard.command, tasuki.cli.doctor, tasuki.cli.plan, tasuki.trackers.sending
+import tasuki.cli.audit, tasuki.cli.certs, tasuki.dashboard.server, tasuki.cli.doctor, tasuki.cli.plan, tasuki.trackers.sending
 import tasuki.cli.train, tasuki.node.start, tasuki.node.exit_report
 from tasuki.cli.__main__ import main
 if os.geteuid() == 0:

@@ -19,12 +19,11 @@ from tasuki.config.lock import Instance
 from tasuki.config.schema import NodeConfig
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.servicer import CoordinatorServicer, FleetHold
-from tasuki.fleet.digests import this_member
 from tasuki.fleet.fleet import Fleet
 from tasuki.fleet.journal import FleetJournal
 from tasuki.fleet.lead import make_server
-from tasuki.fleet.node_peer import NodePeer
-from tasuki.fleet.nodes import FleetNodes
+from tasuki.fleet.membership import this_member
+from tasuki.fleet.nodes import FleetNodes, NodePeer
 from tasuki.rpc.fleet_caller import fleet_metadata
 from tasuki.rpc.server import RpcServer
 from tasuki.v1 import coordinator_pb2, fleet_pb2, rollout_pb2, types_pb2

@@ -21,8 +21,8 @@ from tasuki.doctor.fleet import (
     fleet_findings,
     gradients_finding,
 )
+from tasuki.fleet.lead import FleetServicer
 from tasuki.fleet.nodes import FleetNodes
-from tasuki.fleet.servicer import FleetServicer
 from tasuki.rpc.port import port_at
 from tasuki.rpc.server import RpcServer
 from tasuki.v1 import fleet_pb2, trainer_pb2

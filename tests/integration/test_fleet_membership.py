@@ -11,8 +11,7 @@ import pytest
 
 from tasuki.config.schema import FleetConfig
 from tasuki.fleet.__main__ import _why_it_stops
-from tasuki.fleet.digests import this_member
-from tasuki.fleet.membership import Membership
+from tasuki.fleet.membership import Membership, this_member
 from tasuki.node.exit_report import write_exit_report
 from tasuki.node.fleet_place import check_place
 from tasuki.v1 import fleet_pb2

@@ -15,7 +15,7 @@ from tasuki.coordinator.servicer import FleetHold
 from tasuki.fleet.audit import FleetAudit, audit_fleet_journal
 from tasuki.fleet.fleet import Fleet
 from tasuki.fleet.journal import FleetJournal
-from tasuki.fleet.node_peer import NodePeer
+from tasuki.fleet.nodes import NodePeer
 from tasuki.v1.coordinator_pb2 import NodeState, RunStageResponse, StageEvent
 from tasuki.v1.fleet_pb2 import FleetCommand
 from tasuki.wire.errors import FleetEnded, PeerUnavailable, TasukiError

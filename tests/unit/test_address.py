@@ -1,10 +1,24 @@
-"""Paths of a node's sockets, as both ends derive them."""
+"""Addresses, and chunks of messages."""
+
+from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
 
+from tasuki.rpc.calls import chunks
+from tasuki.v1.types_pb2 import TrainingSample
 from tasuki.wire.address import is_beyond_loopback, reachable, socket_folder, unix_target
+from tasuki.wire.channel import MAX_CHUNK_BYTES
+
+
+def test_chunks_fit_a_message_and_keep_the_order() -> None:
+    samples = [TrainingSample(prompt_token_ids=[1], completion_token_ids=[70000] * 60_000) for _ in range(20)]
+    cut = list(chunks(samples))
+    assert [one for chunk in cut for one in chunk] == samples
+    assert len(cut) > 1 and all(sum(one.ByteSize() for one in chunk) <= MAX_CHUNK_BYTES for chunk in cut)
+    assert list(chunks([])) == []
+
 
 DEEP = Path("/" + "/".join(["a-long-folder-name"] * 6))
 

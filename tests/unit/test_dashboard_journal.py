@@ -12,8 +12,7 @@ import pytest
 
 from tasuki.coordinator.journal import Journal, Outcome
 from tasuki.coordinator.journal_file import open_journal
-from tasuki.dashboard.changeovers import page
-from tasuki.dashboard.journal_tail import JournalTail
+from tasuki.dashboard.journal import JournalTail, page
 from tasuki.wire.errors import InvalidArgument
 from tasuki.wire.stages import HOLDS, Phase, Stage
 from tests.limits import limit_s

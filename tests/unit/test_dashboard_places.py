@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.dashboard.command import open_address
 from tasuki.dashboard.places import place_of
+from tasuki.dashboard.server import open_address
 from tasuki.wire.errors import PathNotFound
 from tests.integration.port_node import make_certs
 

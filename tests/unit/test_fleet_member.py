@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tasuki.config.schema import FleetConfig, NodeConfig
-from tasuki.fleet.digests import config_digest, config_keys, model_digest
 from tasuki.fleet.member import callable_node, check_member, check_rank
+from tasuki.fleet.membership import config_digest, config_keys, model_digest
 from tasuki.rpc.fleet_caller import FleetFence, fleet_metadata
 from tasuki.rpc.methods import METHODS
 from tasuki.v1.fleet_pb2 import FleetCommand, FleetNode, JoinRequest

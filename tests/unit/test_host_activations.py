@@ -1,4 +1,4 @@
-"""Tensors of layers in host memory: those that have no room stay where they are, and none is loaded twice."""
+"""Activations and buffers in host memory."""
 
 from __future__ import annotations
 
@@ -12,6 +12,35 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tasuki.trainer.backends.fsdp.host_activations import HostActivations
+from tasuki.trainer.backends.fsdp.host_buffers import pin
+
+
+class Runtime:
+    """Pins up to `room` bytes."""
+
+    def __init__(self, room: int) -> None:
+        self.room, self.pinned = room, dict[int, int]()
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+        assert (address not in self.pinned, flags) == (True, 0)
+        if sum(self.pinned.values()) + num_bytes > self.room:
+            return 2  # cudaErrorMemoryAllocation
+        self.pinned[address] = num_bytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.pinned[address]
+        return 0
+
+
+@pytest.mark.parametrize(("room", "is_pinned"), [(300, True), (299, False), (50, False)])
+def test_all_buffers_are_pinned_or_none(room: int, is_pinned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = Runtime(room)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    buffers = [torch.empty(100, dtype=torch.uint8) for _ in range(3)]
+    assert pin(buffers) is is_pinned
+    assert list(runtime.pinned) == ([buffer.data_ptr() for buffer in buffers] if is_pinned else [])
+
 
 NUM_LAYERS, NUM_TOKENS = 3, 16
 BYTES = 4 * NUM_TOKENS

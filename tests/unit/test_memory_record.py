@@ -12,7 +12,7 @@ from tasuki.coordinator.admission import Admission
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.node import Node
 from tasuki.coordinator.observe.memory_record import MemoryRecord
-from tasuki.dashboard.journal_tail import JournalTail, StageColumns
+from tasuki.dashboard.journal import JournalTail, StageColumns
 from tasuki.dashboard.memory import MemoryTimeline, read_plan
 from tasuki.wire.stages import HOLDS, Phase, Service
 from tests.unit import fake_node

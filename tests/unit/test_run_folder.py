@@ -1,15 +1,107 @@
-"""The figures of a training run."""
+"""Records of a run: its folder, its report, a save on request."""
 
 from __future__ import annotations
 
+import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tasuki.cli.train import step_line
+from tasuki.client import sft_loop
+from tasuki.client.dataset import Dataset
+from tasuki.client.loop_state import newest_checkpoint
 from tasuki.client.step import Step
+from tasuki.config.train_schema import SftConfig
 from tasuki.runs.folder import MetricsFile, changeovers_of, read_steps, summarize, write_summary
+from tasuki.runs.sft_training import summarize_sft
+from tasuki.runs.training import SaveRequest
 from tasuki.wire.errors import DiskFull, InvalidArgument
 from tests.tiny_disk import limited_files
+from tests.unit.loop_node import LoopClient, loop_of, train_config
+from tests.unit.test_sft_loop import SAMPLES, SftClient
+
+STEPS = [
+    Step(0, policy_version=0, num_policy_steps=1, metrics={"loss": 3.0, "num_tokens": 10, "eval/loss": 3.5}),
+    Step(1, policy_version=1, num_policy_steps=1),  # its line was lost
+    Step(2, policy_version=2, num_skipped_updates=1, grad_norm=float("inf"), metrics={"loss": 2.0, "num_tokens": 12}),
+    Step(3, policy_version=2, metrics={"eval/loss": 2.5}),
+]
+
+
+def test_losses_are_the_first_and_the_last_and_an_evaluation_is_no_step() -> None:
+    summary = summarize_sft(STEPS, seed=3, seconds=1.25, changeovers=1, policy_version=2)
+    assert summary == {
+        "eval_loss_before": 3.5, "eval_loss_after": 2.5, "loss_last": 2.0, "seconds": 1.2, "steps": 3, "num_tokens": 22,
+        "changeovers": 1, "seed": 3, "policy_version": 2,
+    }  # fmt: skip
+
+
+def test_a_line_has_both_losses() -> None:
+    assert [step_line(step) for step in STEPS[::3]] == [
+        "step   0  version 0  loss 3.0000  held-out loss 3.5000  0.0 s",
+        "step   3  version 2  held-out loss 2.5000  0.0 s",
+    ]
+    assert "updates skipped" in step_line(STEPS[2])
+
+
+def test_a_line_leaves_out_what_did_not_take_place() -> None:
+    assert step_line(Step(3, policy_version=6, seconds={"evaluate": 0.5})) == ""
+    assert step_line(Step(3, policy_version=6, seconds={"evaluate": 0.5}, eval_score=0.25)) == (
+        "step   3  version 6  held-out 0.250  0.5 s"
+    )
+    metrics = {"log_prob_gap_max": 0.00012, "explained_variance": 0.5}
+    line = step_line(Step(3, policy_version=6, mean_reward=1.0, metrics=metrics, num_skipped_updates=2, num_failed_rewards=1))
+    assert line == (
+        "step   3  version 6  reward 1.000  gap 1.2e-04  explained 0.50  1 rewards failed  2 updates skipped, gradients not finite"
+        "  0.0 s"
+    )
+
+
+@pytest.fixture
+def request_to_save() -> Iterator[SaveRequest]:
+    before = signal.getsignal(signal.SIGUSR1)
+    request = SaveRequest()
+    request.install()
+    yield request
+    signal.signal(signal.SIGUSR1, before)
+
+
+def _reporting(request: SaveRequest, steps: list[Step]):
+    def report(step: Step) -> None:
+        steps.append(step)
+        request.end_if_met()
+        if step.step == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    return report
+
+
+def test_the_step_after_the_signal_is_saved_and_the_run_ends(tmp_path: Path, request_to_save: SaveRequest) -> None:
+    settings = train_config(tmp_path, num_steps=9, prompts_per_step=2, group_size=2, max_new_tokens=4)
+    loop, steps = loop_of(LoopClient(), settings), list[Step]()
+    loop.save_now = request_to_save.save_now
+    with pytest.raises(KeyboardInterrupt):
+        loop.run(_reporting(request_to_save, steps))
+    assert [step.step for step in steps] == [0, 1, 2]
+    found = newest_checkpoint(tmp_path / "checkpoints")
+    assert found is not None and found[1].step.step == 2
+
+
+def test_a_supervised_run_too(tmp_path: Path, request_to_save: SaveRequest) -> None:
+    settings = SftConfig(dataset=tmp_path, samples_per_step=2, output_dir=tmp_path)
+    client, steps = SftClient(), list[Step]()
+    loop = sft_loop.SftLoop(client, Dataset(SAMPLES, seed=1), [], settings, 9, request_to_save.save_now)
+    with pytest.raises(KeyboardInterrupt):
+        loop.run(_reporting(request_to_save, steps))
+    assert [step.step for step in steps] == [0, 1, 2] and len(client.of("save")) == 1
+
+
+def test_without_a_signal_nothing_is_saved(tmp_path: Path, request_to_save: SaveRequest) -> None:
+    assert not request_to_save.save_now()
+    request_to_save.end_if_met()
 
 
 def test_scores_are_those_of_the_first_and_the_last_evaluation_under_one_name() -> None:

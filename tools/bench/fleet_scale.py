@@ -27,8 +27,7 @@ import grpc.aio
 from tasuki.config.schema import NodeConfig
 from tasuki.fleet.fleet import Fleet
 from tasuki.fleet.journal import FleetJournal
-from tasuki.fleet.node_peer import NodePeer
-from tasuki.fleet.nodes import FleetNodes
+from tasuki.fleet.nodes import FleetNodes, NodePeer
 from tasuki.fleet.rules import COMMIT, PREPARE, TO_TRAIN, digest_of
 from tasuki.v1 import coordinator_pb2 as pb
 from tasuki.v1 import coordinator_pb2_grpc

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import grpc.aio
 import numpy as np
@@ -40,7 +40,18 @@ from tasuki.wire.credentials import Credentials, read_headers
 from tasuki.wire.errors import Asleep, Draining, InternalError, InvalidArgument, PeerUnavailable, from_rpc_error
 from tasuki.wire.tracing import check_tracing_installed, open_tracer
 
+if TYPE_CHECKING:
+    from tasuki.v1.trainer_pb2_grpc import TrainerServiceAsyncStub
+
 _Answer = TypeVar("_Answer")
+_Request: TypeAlias = (
+    trainer_pb2.BeginRunRequest
+    | trainer_pb2.OptimStepRequest
+    | trainer_pb2.DiscardGradientsRequest
+    | trainer_pb2.SaveCheckpointRequest
+    | trainer_pb2.LoadCheckpointRequest
+    | trainer_pb2.ExportModelRequest
+)
 _PAGE_SIZE = 200
 _MAX_LOSSES = 4
 
@@ -163,12 +174,8 @@ class AsyncClient:
 
         Returns the policy version. Raises GradientsPending if accumulated gradients await a step.
         """
-
-        async def give(command: types_pb2.CommandId, timeout_s: float) -> trainer_pb2.BeginRunResponse:
-            request = trainer_pb2.BeginRunRequest(command=command, keep_optimizer=keep_optimizer)
-            return await (await self._connection.trainer()).BeginRun(request, timeout=timeout_s)
-
-        return (await self._phases.train(give)).policy_version
+        request = trainer_pb2.BeginRunRequest(keep_optimizer=keep_optimizer)
+        return (await self._train(request, lambda trainer: trainer.BeginRun)).policy_version
 
     async def forward_backward(
         self,
@@ -214,28 +221,16 @@ class AsyncClient:
         schedule_steps: length of a linear or cosine schedule. Raises NoGradients without a preceding forward_backward,
         GradientsNotFinite unless the node skips such steps, and InvalidArgument for a number out of range or missing.
         """
-
-        settings = encode.optim_step_to_proto(
+        request = encode.optim_step_to_proto(
             role, learning_rate=learning_rate, schedule_step=schedule_step, schedule_steps=schedule_steps
         )
-
-        async def give(command: types_pb2.CommandId, timeout_s: float) -> trainer_pb2.OptimStepResponse:
-            request = trainer_pb2.OptimStepRequest(command=command)
-            request.MergeFrom(settings)
-            return await (await self._connection.trainer()).OptimStep(request, timeout=timeout_s)
-
-        done = await self._phases.train(give)
+        done = await self._train(request, lambda trainer: trainer.OptimStep)
         return OptimStepResult(done.version, done.grad_norm, done.learning_rate, done.seconds, done.is_skipped)
 
     async def discard_gradients(self, *, role: Role = Role.POLICY) -> None:
         """Clears accumulated gradients without a step."""
-        role_to_discard = encode.role_to_proto(role)
-
-        async def give(command: types_pb2.CommandId, timeout_s: float) -> trainer_pb2.DiscardGradientsResponse:
-            request = trainer_pb2.DiscardGradientsRequest(command=command, role=role_to_discard)
-            return await (await self._connection.trainer()).DiscardGradients(request, timeout=timeout_s)
-
-        await self._phases.train(give)
+        request = trainer_pb2.DiscardGradientsRequest(role=encode.role_to_proto(role))
+        await self._train(request, lambda trainer: trainer.DiscardGradients)
 
     async def compute_log_probs(
         self, samples: Sequence[TrainingSample], *, role: Role = Role.POLICY
@@ -278,12 +273,7 @@ class AsyncClient:
         Raises PathExists, DiskFull, and PermissionDenied for a folder outside those that clients may write to.
         """
         folder = encode.path_to_send(path)
-
-        async def give(command: types_pb2.CommandId, timeout_s: float) -> trainer_pb2.SaveCheckpointResponse:
-            request = trainer_pb2.SaveCheckpointRequest(command=command, path=folder)
-            return await (await self._connection.trainer()).SaveCheckpoint(request, timeout=timeout_s)
-
-        done = await self._phases.train(give)
+        done = await self._train(trainer_pb2.SaveCheckpointRequest(path=folder), lambda trainer: trainer.SaveCheckpoint)
         return SaveResult(folder, done.policy_version, done.bytes, done.seconds)
 
     async def load(self, path: Path | str) -> int:
@@ -291,23 +281,13 @@ class AsyncClient:
 
         Raises PathNotFound, PathPermissionDenied, and InvalidArgument for a checkpoint that is damaged or belongs to another model.
         """
-        folder = encode.path_to_send(path)
-
-        async def give(command: types_pb2.CommandId, timeout_s: float) -> trainer_pb2.LoadCheckpointResponse:
-            request = trainer_pb2.LoadCheckpointRequest(command=command, path=folder)
-            return await (await self._connection.trainer()).LoadCheckpoint(request, timeout=timeout_s)
-
-        return (await self._phases.train(give)).policy_version
+        request = trainer_pb2.LoadCheckpointRequest(path=encode.path_to_send(path))
+        return (await self._train(request, lambda trainer: trainer.LoadCheckpoint)).policy_version
 
     async def export_model(self, path: Path | str) -> SaveResult:
         """Exports the model to a new folder in Hugging Face format, for AutoModelForCausalLM.from_pretrained. Raises as `save`."""
         folder = encode.path_to_send(path)
-
-        async def give(command: types_pb2.CommandId, timeout_s: float) -> trainer_pb2.ExportModelResponse:
-            request = trainer_pb2.ExportModelRequest(command=command, path=folder)
-            return await (await self._connection.trainer()).ExportModel(request, timeout=timeout_s)
-
-        done = await self._phases.train(give)
+        done = await self._train(trainer_pb2.ExportModelRequest(path=folder), lambda trainer: trainer.ExportModel)
         return SaveResult(folder, done.policy_version, done.bytes, done.seconds)
 
     async def begin_acquire(self, phase: Phase) -> None:
@@ -371,6 +351,19 @@ class AsyncClient:
 
     async def _list(self, request: coordinator_pb2.ListChangeoversRequest) -> coordinator_pb2.ListChangeoversResponse:
         return await self._connection.coordinator.ListChangeovers(request, timeout=READ_TIMEOUT_S)
+
+    async def _train(
+        self,
+        request: _Request,
+        method: Callable[[TrainerServiceAsyncStub], Callable[..., Awaitable[_Answer]]],
+    ) -> _Answer:
+        """Sends a command of the trainer, with an id, in phase TRAIN."""
+
+        async def give(command: types_pb2.CommandId, timeout_s: float) -> _Answer:
+            request.command.CopyFrom(command)
+            return await method(await self._connection.trainer())(request, timeout=timeout_s)
+
+        return await self._phases.train(give)
 
     @property
     def _connection(self) -> Connection:

@@ -357,7 +357,7 @@ def _track(arguments: argparse.Namespace) -> int:
 
 
 def _dashboard(arguments: argparse.Namespace) -> int:
-    from tasuki.dashboard.command import run
+    from tasuki.dashboard.server import run
 
     return run(arguments.folder, config_path=arguments.config, listen=arguments.listen)
 

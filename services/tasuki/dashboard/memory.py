@@ -20,7 +20,7 @@ from tasuki.coordinator.observe.memory_record import read_usages
 from tasuki.coordinator.phases import phase_of
 from tasuki.coordinator.planned_memory import TAGS
 from tasuki.coordinator.planning import plan_to_proto
-from tasuki.dashboard.journal_tail import STAGES, StageColumns, stage_number
+from tasuki.dashboard.journal import STAGES, StageColumns, stage_number
 from tasuki.memory.host import host_memory
 from tasuki.planner.advice import advise
 from tasuki.planner.node_plan import plan_node

@@ -21,9 +21,8 @@ from tasuki.config.load import load_config
 from tasuki.config.lock import StateLock, read_instance
 from tasuki.config.paths import REQUESTED_BY, exit_path, socket_dir
 from tasuki.config.schema import NodeConfig
-from tasuki.fleet.digests import this_member
 from tasuki.fleet.lead import lead
-from tasuki.fleet.membership import Membership
+from tasuki.fleet.membership import Membership, this_member
 from tasuki.node.services import EXIT_FLEET_ENDED
 from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.rpc.logs import configure_logging

@@ -12,7 +12,7 @@ from typing import TypeVar
 from tasuki.coordinator.changeover import ChangeoverTrace, started_event
 from tasuki.coordinator.journal import Outcome
 from tasuki.fleet.journal import FleetJournal
-from tasuki.fleet.node_peer import NodePeer
+from tasuki.fleet.nodes import NodePeer
 from tasuki.fleet.rules import (
     COMMIT,
     PREPARE,

@@ -14,7 +14,7 @@ from tasuki.coordinator.operations import LOSSES, Operation, Operations, next_at
 from tasuki.coordinator.phases import phase_of
 from tasuki.fleet.changeover import FleetChangeover
 from tasuki.fleet.journal import FleetJournal
-from tasuki.fleet.node_peer import NodePeer
+from tasuki.fleet.nodes import NodePeer
 from tasuki.fleet.rules import TRAIN, common_place, errors_of, place, serves, worst
 from tasuki.v1 import coordinator_pb2 as pb
 from tasuki.v1.coordinator_pb2 import NodeState

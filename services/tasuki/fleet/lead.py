@@ -1,12 +1,17 @@
-"""The leader of a fleet: its servers on node 0, from the first join until the fleet ends."""
+"""The leader of a fleet: its servers on node 0, which nodes join, until the fleet ends."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import socket
+import time
 import uuid
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, closing, suppress
+from typing import Any
+
+import grpc.aio
 
 from tasuki.config.lock import read_instance
 from tasuki.config.paths import fleet_calls_path, fleet_journal_path, fleet_target
@@ -14,11 +19,10 @@ from tasuki.config.schema import NodeConfig
 from tasuki.coordinator.servicer import CoordinatorServicer
 from tasuki.fleet.fleet import Fleet
 from tasuki.fleet.journal import FleetJournal
-from tasuki.fleet.node_peer import NodePeer
-from tasuki.fleet.nodes import FleetNodes
+from tasuki.fleet.member import callable_node, check_member
+from tasuki.fleet.nodes import FleetNodes, Joined, NodePeer
 from tasuki.fleet.rank_store import RankStoreServicer
 from tasuki.fleet.rollout_front import CallSeeds, RolloutFront
-from tasuki.fleet.servicer import FleetServicer, PlanOfNodes
 from tasuki.fleet.trainer_front import Deal, TrainerFront
 from tasuki.planner.model_shape import read_model_file
 from tasuki.rollout.seeds import CallNumbers
@@ -28,13 +32,14 @@ from tasuki.rpc.port import fleet_port
 from tasuki.rpc.server import RpcServer
 from tasuki.trainer.data.cost import sample_cost
 from tasuki.trainer.data.shares import deal_samples
-from tasuki.v1.coordinator_pb2_grpc import add_CoordinatorServiceServicer_to_server
+from tasuki.v1 import coordinator_pb2, fleet_pb2, fleet_pb2_grpc
+from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub, add_CoordinatorServiceServicer_to_server
 from tasuki.v1.fleet_pb2 import FleetNode
 from tasuki.v1.fleet_pb2_grpc import add_FleetServiceServicer_to_server
 from tasuki.v1.rank_store_pb2_grpc import add_RankStoreServiceServicer_to_server
 from tasuki.v1.rollout_pb2_grpc import add_RolloutServiceServicer_to_server
 from tasuki.v1.trainer_pb2_grpc import add_TrainerServiceServicer_to_server
-from tasuki.wire.errors import FleetEnded
+from tasuki.wire.errors import FleetEnded, StaleEpoch, from_rpc_error
 from tasuki.wire.tracing import NO_TRACER, Tracer
 
 _log = logging.getLogger("tasuki.fleet")
@@ -136,3 +141,77 @@ async def _serve(server: RpcServer, fleet: Fleet, nodes: FleetNodes, stop: async
         await nodes.close()
     if nodes.error is not None:
         raise FleetEnded(nodes.error.message, **nodes.error.metadata)
+
+
+_PLAN_TIMEOUT_S = 60.0
+_Context = grpc.aio.ServicerContext
+
+
+class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
+    """gRPC interface to the members of the fleet. leader: node 0, which the others must match."""
+
+    def __init__(self, nodes: FleetNodes, leader: fleet_pb2.FleetNode) -> None:
+        self._nodes, self._leader = nodes, leader
+
+    async def Join(self, request: fleet_pb2.JoinRequest, context: _Context) -> fleet_pb2.JoinResponse:
+        shown: Any = context.auth_context()
+        names = [name.decode(errors="replace") for name in shown.get("x509_subject_alternative_name", ())]
+        node = await asyncio.to_thread(callable_node, request.node, peer=context.peer(), certified=names, resolve=addresses_of)
+        check_member(request, self._leader, config=self._nodes.config)
+        await self._nodes.join(node)
+        return fleet_pb2.JoinResponse(num_joined=len(self._nodes.joined), heartbeat_s=self._nodes.heartbeat_s)
+
+    async def Heartbeat(self, request: fleet_pb2.HeartbeatRequest, context: _Context) -> fleet_pb2.HeartbeatResponse:
+        config, rank = self._nodes.config, request.node_rank
+        if (request.name, request.attempt) != (config.name, config.attempt):
+            raise StaleEpoch(
+                f"this is attempt {config.attempt} of fleet {config.name!r}, and not {request.attempt} of {request.name!r}",
+                epoch=request.attempt,
+                current_epoch=config.attempt,
+            )
+        skew_s = request.time.ToNanoseconds() * 1e-9 - time.time() if request.HasField("time") else None
+        self._nodes.beat(rank, boot_id=request.boot_id, skew_s=skew_s)
+        if request.ends_because:
+            self._nodes.end(FleetEnded(f"node {rank} {request.ends_because}", node_rank=rank), node_rank=rank)
+        return fleet_pb2.HeartbeatResponse(num_joined=len(self._nodes.joined))
+
+    async def GetFleet(self, request: fleet_pb2.GetFleetRequest, context: _Context) -> fleet_pb2.GetFleetResponse:
+        nodes = self._nodes
+        return fleet_pb2.GetFleetResponse(
+            name=nodes.config.name,
+            attempt=nodes.config.attempt,
+            epoch=nodes.command.epoch,
+            num_nodes=nodes.num_nodes,
+            members=[self._member(joined) for joined in nodes.joined],
+            ended_by="" if nodes.error is None else f"{nodes.error.reason}: {nodes.error.message}",
+        )
+
+    def _member(self, joined: Joined) -> fleet_pb2.FleetMember:
+        silent_s = round(self._nodes.silent_s(joined), 3)
+        member = fleet_pb2.FleetMember(node=joined.node, silent_s=silent_s, clock_skew_s=joined.skew_s)
+        member.join_time.FromNanoseconds(int(joined.join_time * 1e9))
+        member.node.ClearField("config_keys")
+        return member
+
+
+def addresses_of(host: str) -> set[str]:
+    """IP addresses of a host name; empty if it is unknown here."""
+    try:
+        return {str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except OSError:
+        return set()
+
+
+class PlanOfNodes:
+    """A plan covers one node and is the same on all: node 0 computes it."""
+
+    def __init__(self, nodes: FleetNodes) -> None:
+        self._nodes = nodes
+
+    async def plan(self, *, gpu_bytes: int | None, host_bytes: int | None) -> coordinator_pb2.PlanResponse:
+        request = coordinator_pb2.PlanRequest(gpu_bytes=gpu_bytes, host_bytes=host_bytes)
+        stub: Any = CoordinatorServiceStub(self._nodes[0].coordinator)
+        try:
+            return await stub.Plan(request, timeout=_PLAN_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error

@@ -6,20 +6,31 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
+import grpc
 import grpc.aio
 
-from tasuki.config.schema import NodeConfig
+from tasuki.config.schema import CoordinatorConfig, NodeConfig
 from tasuki.fleet.member import check_rank
 from tasuki.fleet.rules import errors_of, worst
 from tasuki.rpc.fleet_caller import fleet_metadata
 from tasuki.rpc.port import peer_credentials
+from tasuki.v1 import coordinator_pb2 as pb
+from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tasuki.v1.fleet_pb2 import FleetCommand, FleetNode
+from tasuki.v1.types_pb2 import PHASE_TRAIN
 from tasuki.wire.channel import open_channel
-from tasuki.wire.errors import FleetEnded, NotJoined, TasukiError, from_rpc_error
+from tasuki.wire.errors import DeadlineExceeded, FleetEnded, NotJoined, PeerUnavailable, TasukiError, from_rpc_error
+from tasuki.wire.stages import Stage
 from tasuki.wire.tracing import NO_TRACER, Tracer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceAsyncStub
 
 _log = logging.getLogger("tasuki.fleet")
 _Answer = TypeVar("_Answer")
@@ -201,3 +212,58 @@ class FleetNodes:
             return self._tracer.wrap(open_channel(target, credentials=self._credentials, metadata=fleet_metadata(self.command)))
 
         return NodeChannels(*map(channel, (node.coordinator_target, node.trainer_target, node.rollout_target)))
+
+
+_MARGIN_S = 5.0
+"""Lets the node's own error arrive before the deadline."""
+
+
+class NodePeer:
+    """A node by rank. Every call may raise TasukiError."""
+
+    def __init__(self, nodes: FleetNodes, rank: int, config: CoordinatorConfig) -> None:
+        self.rank = rank
+        self._nodes, self._config = nodes, config
+        self._sequence = 0
+
+    async def look(self) -> pb.NodeState:
+        """The node's state as its services report it, after running work. Commands sent earlier no longer take effect."""
+        request = pb.GetStateRequest(fleet=self._command())
+        with self._named():
+            return (await self._stub().GetState(request, timeout=self._config.stage_timeout_s + _MARGIN_S)).state
+
+    async def run_stage(self, stage: Stage, request_id: str) -> pb.RunStageResponse:
+        """Runs the next stage of the ring."""
+        request = pb.RunStageRequest(stage=stage.number, request_id=request_id, fleet=self._command())
+        drain_s = self._config.drain_grace_s if stage is Stage.DRAIN else 0.0
+        with self._named():
+            return await self._stub().RunStage(request, timeout=self._config.stage_timeout_s + drain_s + _MARGIN_S)
+
+    async def acquire_train(self, request_id: str) -> pb.NodeState:
+        """Brings the node to TRAIN from any place."""
+        request = pb.AcquireRequest(phase=PHASE_TRAIN, request_id=request_id, fleet=self._command())
+        timeout_s = self._config.recovery_timeout_s + len(Stage) * self._config.stage_timeout_s
+        state = pb.NodeState()
+        with self._named():
+            async for answer in self._stub().Acquire(request, timeout=timeout_s):
+                state = answer.state
+        return state
+
+    def _stub(self) -> CoordinatorServiceAsyncStub:
+        return CoordinatorServiceStub(self._nodes[self.rank].coordinator)
+
+    def _command(self) -> FleetCommand:
+        self._sequence += 1
+        command = FleetCommand(sequence=self._sequence)
+        command.MergeFrom(self._nodes.command)
+        return command
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except grpc.aio.AioRpcError as rpc_error:
+            error = from_rpc_error(rpc_error)
+            if isinstance(error, PeerUnavailable | DeadlineExceeded) and "peer" not in error.metadata:
+                error = type(error)(f"its coordinator did not answer: {error.message}", peer=f"node {self.rank}")
+            raise error from rpc_error

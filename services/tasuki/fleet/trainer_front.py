@@ -13,8 +13,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from tasuki.fleet.nodes import NodeChannels, Nodes, on_all
-from tasuki.fleet.rules import renumbered
-from tasuki.fleet.states import merged_trainer_state, refuse_stage
+from tasuki.fleet.rules import merged_trainer_state, refuse_stage, renumbered
 from tasuki.rpc.calls import chunks, remaining_s
 from tasuki.rpc.commands import CommandGate, digest
 from tasuki.trainer.data.shares import call_denominator

@@ -1,0 +1,147 @@
+"""Calls of both clients: their verbs, locks and interrupts."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import sys
+import time
+from multiprocessing.connection import Connection
+from multiprocessing.synchronize import RLock
+
+import pytest
+
+from tasuki.client import AsyncClient, Client
+from tasuki.client.pipe_lock import PipeLockContext
+from tests.conftest import ENVIRONMENT
+from tests.limits import limit_s
+
+
+def test_a_lock_has_one_holder_over_processes_and_passes_when_it_is_released() -> None:
+    context = PipeLockContext()
+    lock = context.RLock()
+    ours, theirs = context.Pipe()
+    assert lock.acquire()
+    assert lock.acquire()
+    lock.release()
+    child = context.Process(target=take_twice, args=(lock, theirs))
+    child.start()
+    assert ours.recv() == "not taken"
+    lock.release()
+    assert ours.recv() == "taken"
+    started = time.monotonic()
+    assert not lock.acquire(block=False)
+    assert not lock.acquire(timeout=0.2)
+    assert 0.2 <= time.monotonic() - started < limit_s(5)
+    ours.send("release")
+    assert lock.acquire(timeout=30)
+    child.join()
+    assert child.exitcode == 0
+
+
+def take_twice(lock: RLock, pipe: Connection) -> None:
+    pipe.send("taken" if lock.acquire(timeout=0.1) else "not taken")
+    with lock, lock:
+        pipe.send("taken")
+        pipe.recv()
+
+
+def _verbs(cls: type) -> dict[str, inspect.Signature]:
+    return {
+        name: inspect.signature(verb) for name, verb in inspect.getmembers(cls, inspect.isfunction) if not name.startswith("_")
+    }
+
+
+def test_both_clients_have_the_same_verbs_with_the_same_types():
+    asynchronous, synchronous = _verbs(AsyncClient), _verbs(Client)
+    assert asynchronous.keys() == synchronous.keys()
+    for name, signature in synchronous.items():
+        expected = asynchronous[name]
+        assert signature.parameters == expected.parameters, name
+        returned = re.sub(r"AsyncGenerator\[(\w+), None\]", r"Generator[\1, None, None]", expected.return_annotation)
+        assert signature.return_annotation == returned, name
+
+
+def test_both_clients_are_made_alike():
+    assert inspect.signature(AsyncClient.__init__) == inspect.signature(Client.__init__)
+
+
+def test_every_verb_of_the_service_is_there():
+    named = {
+        "generate",
+        "begin_run",
+        "forward_backward",
+        "optim_step",
+        "discard_gradients",
+        "compute_log_probs",
+        "compute_values",
+        "save",
+        "load",
+        "export_model",
+    }
+    assert named | {"acquire", "state", "watch", "changeovers"} <= _verbs(Client).keys()
+
+
+# In a separate process, since a lock that stays held blocks it forever.
+INTERRUPTED = """
+import sys
+from types import FrameType
+
+def is_interrupted(work, at):
+    seen = 0
+
+    def trace(frame: FrameType, event: str, argument: object):
+        nonlocal seen
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            seen += 1
+            if seen == at:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        work()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+def interrupt_everywhere(work):
+    at = 1
+    while is_interrupted(work, at):
+        assert work() == 7
+        at += 1
+    print(at)
+"""
+CLIENT = """
+from tasuki.client import Client
+from tasuki.client.async_client import AsyncClient
+
+async def state(self):
+    return 7
+
+AsyncClient.state = state
+with Client("unix:/nowhere") as client:
+    interrupt_everywhere(client.state)
+"""
+ASIDE = """
+from tasuki.client.aside import Aside
+
+aside = Aside("test")
+interrupt_everywhere(lambda: aside.call(lambda: 7))
+aside.close()
+"""
+
+
+@pytest.mark.parametrize("caller", [CLIENT, ASIDE], ids=["client", "aside"])
+def test_an_interrupt_at_any_bytecode_of_a_call_leaves_the_next_one_answered(caller: str):
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", INTERRUPTED + caller],
+        env=ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 20, "bytecodes at which it was interrupted"

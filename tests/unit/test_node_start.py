@@ -1,0 +1,205 @@
+"""Start of a node's processes: their environment, GPUs, locks and times."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tasuki.cli.__main__ import main
+from tasuki.config.gpus import gpu_not_shown
+from tasuki.config.lock import NODE_LOCK, StateLock, holder, lock_path
+from tasuki.config.paths import LAUNCHED_VARIABLE
+from tasuki.config.schema import ModelConfig, NodeConfig
+from tasuki.node.services import node_services, without_secrets
+from tasuki.rpc.process_start import StartSeconds, read_start_seconds
+from tasuki.wire.errors import InvalidArgument
+from tests.conftest import ENVIRONMENT
+
+
+def test_modules_in_the_working_folder_are_not_imported(tmp_path: Path) -> None:
+    (tmp_path / "bisect.py").write_text('open("taken", "w")')
+    services = node_services(NodeConfig(state_dir=tmp_path / "state", model=ModelConfig(path=tmp_path)))
+    for service in services:
+        start = service.argv[: service.argv.index("-m")]
+        subprocess.run([*start, "-c", "import bisect; bisect.bisect"], cwd=tmp_path, check=True)
+    coordinator = next(service.argv for service in services if service.name == "coordinator")
+    subprocess.run([*coordinator[: coordinator.index("--config")], "--help"], cwd=tmp_path, check=True, capture_output=True)
+    assert not (tmp_path / "taken").exists()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID", "AWS_SESSION_TOKEN",
+        "OPENAI_APIKEY", "PG_PASSWORD_FILE", "MLFLOW_TRACKING_PASSWORD", "GOOGLE_APPLICATION_CREDENTIALS", "github_token",
+        "PGPASSWORD", "PGPASSFILE", "SSHPASS", "MYSQL_PWD", "SMTP_PASS", "GITHUB_PAT", "GITHUBTOKEN", "KAGGLE_KEY", "NGC_KEY",
+        "SWANLAB_KEY", "SECRET_KEY_BASE", "JWT", "SLURM_JWT", "REDISCLI_AUTH", "DOCKER_AUTH_CONFIG", "SSH_AUTH_SOCK", "DATABASE_URL",
+        "MONGODB_URI", "CELERY_BROKER_URL", "AZURE_STORAGE_CONNECTION_STRING", "SLACK_WEBHOOK_URL", "SENTRY_DSN",
+        "OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_TRACES_HEADERS",
+    ],
+)  # fmt: skip
+def test_a_name_that_tells_of_a_secret_is_dropped(name: str) -> None:
+    assert without_secrets({name: "s", "PATH": "/bin"}) == {"PATH": "/bin"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("UV_INDEX_URL", "https://ci:s3cret@pypi.example/simple"),
+        ("PIP_EXTRA_INDEX_URL", "https://a.example/simple https://glpat@b.example/simple"),
+        ("HTTPS_PROXY", "http://me:s3cret@proxy:3128"),
+        ("MLFLOW_TRACKING_URI", "postgresql+psycopg://me:s3cret@db/mlflow"),
+        ("REPORTS", "https://store.example/reports?sp=rw&sig=abc%3D"),
+        ("PG", "host=db user=me password=s3cret"),
+        ("DEPLOY", "-----BEGIN OPENSSH PRIVATE KEY-----\nabc"),
+    ],
+)
+def test_a_value_that_tells_of_a_secret_is_dropped(name: str, value: str) -> None:
+    assert without_secrets({name: value}) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("PATH", "/usr/bin:/bin"), ("HOME", "/home/me"), ("PWD", "/work"), ("OLDPWD", "/"), ("USER", "me"), ("TMPDIR", "/tmp"),
+        ("XAUTHORITY", "/run/xauth"), ("LD_LIBRARY_PATH", "/opt/lib"), ("LD_PRELOAD", "/opt/lib/a.so"), ("PYTHONPATH", "/a:/b"),
+        ("CUDA_VISIBLE_DEVICES", "GPU-1,GPU-2"), ("CUDA_HOME", "/usr/local/cuda"), ("NVIDIA_VISIBLE_DEVICES", "all"),
+        ("NCCL_IB_PKEY", "0x7fff"), ("NCCL_IB_HCA", "=mlx5_0:1"), ("NCCL_DEBUG", "INFO"), ("UCX_IB_PKEY", "0"), ("OMP_NUM_THREADS", "4"),
+        ("HF_HOME", "/data/hf"), ("TOKENIZERS_PARALLELISM", "false"), ("TORCHINDUCTOR_CACHE_DIR", "/c"), ("PYTORCH_CUDA_ALLOC_CONF", "a:b"),
+        ("SLURM_PROCID", "0"), ("SLURM_JOB_NODELIST", "n[1-2]"), ("JOB_COMPLETION_INDEX", "1"), ("JOBSET_NAME", "run"),
+        ("MASTER_ADDR", "n1"), ("OTEL_BSP_SCHEDULE_DELAY", "100"), ("OTEL_EXPORTER_OTLP_CERTIFICATE", "/ca.pem"),
+        ("OTEL_EXPORTER_OTLP_CLIENT_KEY", "/client.key"),
+        ("TASUKI_OTLP_HEADERS_FILE", "/otlp.headers"), ("OTEL_RESOURCE_ATTRIBUTES", "team=rl,host=a"), ("HTTP_PROXY", "http://proxy:3128"),
+        ("UV_INDEX_URL", "https://pypi.example/simple"), ("TASUKI_PROOFS", "whole"), ("SECRETARY", "1"), ("KEYBOARD", "1"), ("MONKEY", "1"),
+        ("AUTHOR", "me@example.com"),
+    ],
+)  # fmt: skip
+def test_others_are_kept(name: str, value: str) -> None:
+    assert without_secrets({name: value}) == {name: value}
+
+
+HAS_GPU = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 128,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Path:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"], **SIZES}))
+    (model / "tokenizer_config.json").write_text("{}")
+    (model / "model.safetensors").touch()
+    file = tmp_path / "node.toml"
+    file.write_text('state_dir = "node"\n[model]\npath = "model"\n')
+    return file
+
+
+def refused(node: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """Runs `tasuki up` on CUDA and returns its one-line error; no node was started."""
+    assert main(["up", str(node), "--set", 'device="cuda"']) == 2
+    assert not (node.parent / "node").exists()
+    said = capsys.readouterr().err
+    assert said.startswith("tasuki: error INVALID_ARGUMENT: ") and said.count("\n") == 1
+    return said
+
+
+@pytest.mark.parametrize("visible", ["", "-1", " "])
+def test_a_node_on_gpus_that_are_all_hidden_is_refused_at_once(
+    node: Path, visible: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert f'device = "cuda", but CUDA_VISIBLE_DEVICES="{visible}" hides all GPUs' in refused(node, capsys)
+
+
+@pytest.mark.skipif(HAS_GPU, reason="this machine has a GPU")
+def test_a_node_on_gpus_is_refused_at_once_where_there_are_none(
+    node: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert 'device = "cuda", but this machine shows no GPU: set device = "cpu"' in refused(node, capsys)
+
+
+def test_a_rank_without_its_gpu_names_what_was_set() -> None:
+    none, too_few = gpu_not_shown("rollout", 0, num_shown=0), gpu_not_shown("trainer", 2, num_shown=2)
+    assert none.metadata["field"] == "device" and none.message.startswith('device = "cuda", but CUDA shows no GPU')
+    assert too_few.message.startswith(
+        "trainer.devices: this rank's GPU is number 2, counted from 0, but CUDA shows 2; by default"
+    )
+
+
+def test_parts_count_from_the_launch_and_add_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    launched = time.monotonic() - 5.0
+    start = StartSeconds({LAUNCHED_VARIABLE: str(launched)})
+    start.end("imports")
+    time.sleep(0.2)
+    start.end("engine", within={"weights": 0.1, "graphs": 0.05})
+    before = time.monotonic()
+    start.end("imports")
+    after = time.monotonic()
+    assert list(start.parts) == ["imports", "weights", "graphs", "engine"]
+    assert start.parts["imports"] >= 5.0 and start.parts["weights"] == 0.1 and start.parts["engine"] >= 0.05
+    assert before - launched <= sum(start.parts.values()) + 1e-6 <= after - launched + 2e-6
+    assert read_start_seconds(tmp_path, "rollout") == {}
+    start.tell(tmp_path, "rollout")
+    assert read_start_seconds(tmp_path, "rollout") == pytest.approx(start.parts, abs=0.001)
+    assert "event=started_in seconds=" in caplog.text
+
+
+@pytest.mark.timeout(20)
+def test_a_fifo_is_no_lock_and_nobody_waits_for_it(tmp_path: Path) -> None:
+    os.mkfifo(lock_path(tmp_path, name=NODE_LOCK))
+    assert holder(tmp_path, name=NODE_LOCK) is None
+    with pytest.raises(InvalidArgument, match=r"state_dir: .*/node\.lock is not a regular file; remove it"):
+        StateLock.take(tmp_path, name=NODE_LOCK)
+
+
+def test_a_lock_that_is_a_link_is_refused_and_its_target_keeps_its_content(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.write_text("kept")
+    lock_path(tmp_path, name=NODE_LOCK).symlink_to(target)
+    with pytest.raises(InvalidArgument, match=r"state_dir: .*/node\.lock is not a regular file; remove it"):
+        StateLock.take(tmp_path, name=NODE_LOCK)
+    assert target.read_text() == "kept"
+
+
+IMPORTED = """
+import gc
+IS_COLLECTING = gc.isenabled()
+KEPT = [[] for _ in range(1000)]
+"""
+PROGRAM = """
+import gc, sys
+sys.path.insert(0, sys.argv[1])
+from tasuki.rpc.process_start import preload
+before = gc.get_freeze_count()
+preload("imported_before_forks")
+import imported_before_forks
+assert not imported_before_forks.IS_COLLECTING
+assert gc.isenabled()
+assert gc.get_freeze_count() >= before + 1000
+"""
+
+
+def test_nothing_is_collected_meanwhile_and_what_was_made_is_frozen(tmp_path: Path) -> None:
+    (tmp_path / "imported_before_forks.py").write_text(IMPORTED)
+    # In another process: objects frozen here would stay frozen.
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, tmp_path], env=ENVIRONMENT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
