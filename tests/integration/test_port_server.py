@@ -17,7 +17,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tasuki.node.__main__ import service_environment
-from tasuki.rpc.access import Access, ClientPaths, LocalCallers
+from tasuki.rpc.access import Access, ClientPaths, local_caller
 from tasuki.rpc.logs import configure_logging
 from tasuki.rpc.port import Port
 from tasuki.rpc.server import RpcServer, cygrpc
@@ -61,7 +61,7 @@ async def send(port: int, path: bytes, further: dict[bytes, bytes] | None = None
 
 @asynccontextmanager
 async def serving(folder: Path, port: int, *, max_calls: int = MAX_PORT_CALLS) -> AsyncIterator[RpcServer]:
-    access = Access(LocalCallers(), ClientPaths(state_dir=folder, write=(), read=()))
+    access = Access(local_caller, ClientPaths(state_dir=folder, write=(), read=()))
     server = RpcServer(
         service="trainer",
         target=f"unix:{folder}/a.sock",

@@ -13,7 +13,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
-from tasuki.rpc.access import Access, ClientPaths, LocalCallers
+from tasuki.rpc.access import Access, ClientPaths, local_caller
 from tasuki.rpc.port import Port
 from tasuki.rpc.server import RpcServer
 from tasuki.v1 import trainer_pb2, trainer_pb2_grpc, types_pb2
@@ -163,7 +163,7 @@ async def test_plain_tcp_beyond_loopback_is_refused(target: str, tmp_path: Path)
 
 
 def plain_port(target: str, folder: Path) -> Port:
-    access = Access(LocalCallers(), ClientPaths(state_dir=folder, write=(), read=()))
+    access = Access(local_caller, ClientPaths(state_dir=folder, write=(), read=()))
     return Port(target=target, access=access, credentials=None)
 
 

@@ -50,11 +50,8 @@ def test_reads_are_for_viewers_and_stages_for_peers() -> None:
     assert all(method.role is not None and method.role >= CallerRole.TRAINER for method in changing)
 
 
-def test_an_epoch_and_a_path_are_looked_at_where_a_request_has_one() -> None:
+def test_a_path_is_looked_at_where_a_request_has_one() -> None:
     fields = {method.full_name.rpartition(".")[2]: set(method.input_type.fields_by_name) for method in described()}
-    assert {method.method for method in METHODS.values() if method.epoch_role} == {
-        n for n, own in fields.items() if {"epoch", "fleet"} & own
-    }
     assert {method.method for method in METHODS.values() if method.path_use} == {
         n for n, own in fields.items() if "path" in own
     }

@@ -23,7 +23,7 @@ from tasuki.planner.presets import MODELS
 from tasuki.planner.residency import as_config, decide, stay_and_leave
 from tasuki.planner.seconds import expected_seconds, release_seconds
 from tasuki.planner.step_bytes import step_moments
-from tasuki.rpc.staying import staying_of_engine_rank, staying_tags
+from tasuki.rpc.memory import staying_of_engine_rank, staying_tags
 from tasuki.wire.errors import InvalidArgument
 from tasuki.wire.stages import MemoryTag, Phase, Service, Stage
 

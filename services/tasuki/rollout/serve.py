@@ -28,10 +28,10 @@ from tasuki.rpc.commands import CommandGate
 from tasuki.rpc.failpoints import Failpoints
 from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.rpc.logs import configure_logging, open_service_tracer
+from tasuki.rpc.memory import staying_tags
 from tasuki.rpc.port import port_of
 from tasuki.rpc.process_start import StartSeconds
 from tasuki.rpc.server import RpcServer
-from tasuki.rpc.staying import staying_tags
 from tasuki.v1 import memory_pb2_grpc, rollout_pb2_grpc
 from tasuki.wire.stages import Service
 from tasuki.wire.tracing import Tracer

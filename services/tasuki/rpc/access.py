@@ -10,11 +10,11 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tasuki.config.paths import client_checkpoints_dir
 from tasuki.config.schema import CallerRole, NodeConfig
-from tasuki.rpc.methods import EPOCH_FIELDS, Method, PathUse
+from tasuki.rpc.methods import Method, PathUse
 from tasuki.wire.credentials import MIN_TOKEN_CHARS, check_secret, read_file
 from tasuki.wire.errors import InvalidArgument, PermissionDenied, Unauthenticated
 from tasuki.wire.reloaded import Reloaded
@@ -33,12 +33,10 @@ class Caller:
     role: CallerRole | None
 
 
-class Callers(Protocol):
-    """Identifies the caller of a call."""
-
-    def of(self, context: Any) -> Caller:
-        """Identity of the caller. Raises Unauthenticated for an unknown one."""
-        ...
+Callers = Callable[[Any], Caller]
+"""Identity of the caller with this context. Raises Unauthenticated for an unknown one."""
+_EPOCH_ROLE, _EPOCH_FIELDS = CallerRole.PEER, {"epoch", "fleet"}
+"""The least role that may give an epoch, by an optional field: a service refuses older coordinators from then on."""
 
 
 class Access:
@@ -50,17 +48,17 @@ class Access:
 
     def check(self, method: Method, context: Any) -> CallerRole:
         """Returns the caller's role. Raises Unauthenticated, and PermissionDenied if the role is too low."""
-        caller = self._callers.of(context)
+        caller = self._callers(context)
         if method.role is None or caller.role is None or caller.role < method.role:
             raise _denied(caller, method.name, method.role)
         return caller.role
 
     def check_request(self, method: Method, request: Any, *, role: CallerRole) -> None:
         """Raises PermissionDenied for an epoch or path that the caller's role may not give."""
-        if method.epoch_role is not None and role < method.epoch_role:
-            for field in EPOCH_FIELDS.intersection(request.DESCRIPTOR.fields_by_name):
+        if role < _EPOCH_ROLE:
+            for field in _EPOCH_FIELDS.intersection(request.DESCRIPTOR.fields_by_name):
                 if request.HasField(field):
-                    raise _denied(Caller("the caller", role), f"{method.name} with `{field}`", method.epoch_role)
+                    raise _denied(Caller("the caller", role), f"{method.name} with `{field}`", _EPOCH_ROLE)
         if method.path_use is not None and self._paths is not None:
             self._paths.check(request.path, use=method.path_use)
 
@@ -70,20 +68,18 @@ def access_of(config: NodeConfig) -> Access:
     security = config.security
     paths = ClientPaths.of(config)
     if security.client_ca is not None:
-        return Access(CertifiedCallers(security.callers), paths)
+        return Access(CertifiedCallers(security.callers).of, paths)
     if security.callers is not None:
-        return Access(TokenCallers(security.callers), paths)
-    return Access(LocalCallers(), paths)
+        return Access(TokenCallers(security.callers).of, paths)
+    return Access(local_caller, paths)
 
 
-class LocalCallers:
+def local_caller(context: Any) -> Caller:
     """Allows everything to every user of the machine: `security.insecure`."""
-
-    def of(self, context: Any) -> Caller:
-        return Caller("a user of the machine", CallerRole.PEER)
+    return Caller("a user of the machine", CallerRole.PEER)
 
 
-LOCAL_ACCESS = Access(LocalCallers(), None)
+LOCAL_ACCESS = Access(local_caller, None)
 """At the unix socket."""
 
 

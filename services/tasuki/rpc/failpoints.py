@@ -19,13 +19,12 @@ from tasuki.config.paths import socket_dir
 from tasuki.config.schema import NodeConfig
 from tasuki.v1.ranks_pb2 import EngineRankCommand, TrainerRankCommand
 from tasuki.wire.errors import InvalidArgument
+from tasuki.wire.stages import RING, Service
 
 _SPEC = re.compile(
     r"(?P<process>[a-z]+[0-9]*)@(?P<point>[A-Za-z_.]+)(?::(?P<nth>[1-9][0-9]*))?=(?P<action>[a-z]+)"
     r"(?:\((?P<victim>[a-z]+[0-9]*)\))?"
 )
-_ROLLOUT_STAGES = ("RESUME_WEIGHTS", "SYNC", "RESUME_KV", "DRAIN", "PAUSE_KV", "PAUSE_WEIGHTS")
-_TRAINER_STAGES = ("LOAD_WEIGHTS", "OFFLOAD", "LOAD_TRAINER")
 _TRAINER_COMMANDS = (
     "ForwardBackward",
     "OptimStep",
@@ -104,24 +103,23 @@ def _check(one: Failpoint, config: NodeConfig) -> None:
         known = tuple(point for point in known if point in (PUBLISHED, RECEIVED))
         _check_damage_is_noticed(one, config)
     if one.point not in known:
-        what = (
-            f"{one.process} can be asked to {one.action} at {', '.join(known)}"
-            if known
-            else f"{one.process} produces nothing to corrupt"
-        )
-        raise ValueError(f"names an unknown point: {what}")
+        raise ValueError(f"names an unknown point: {one.process} can {one.action} at {', '.join(known) or 'none'}")
 
 
 def _points(config: NodeConfig) -> dict[str, tuple[str, ...]]:
     """Points of every process of the node."""
     ranks, engine_ranks = _commands(TrainerRankCommand), _commands(EngineRankCommand)
     return {
-        "coordinator": tuple(f"{stage}.{write}" for stage in (*_TRAINER_STAGES, *_ROLLOUT_STAGES) for write in _JOURNAL_WRITES),
-        "trainer": (*_with_ends((*_TRAINER_STAGES, *_TRAINER_COMMANDS)), *_LOG_WRITES),
+        "coordinator": tuple(f"{rule.stage}.{write}" for rule in RING for write in _JOURNAL_WRITES),
+        "trainer": (*_with_ends((*_stages(Service.TRAINER), *_TRAINER_COMMANDS)), *_LOG_WRITES),
         **{f"trainer{rank}": ranks for rank in range(config.trainer.num_ranks)},
-        "rollout": _with_ends(_ROLLOUT_STAGES),
+        "rollout": _with_ends(_stages(Service.ROLLOUT)),
         **{f"scheduler{rank}": engine_ranks for rank in range(config.num_engine_ranks)},
     }
+
+
+def _stages(service: Service) -> tuple[str, ...]:
+    return tuple(rule.stage for rule in RING if rule.service is service)
 
 
 def _commands(message: type[EngineRankCommand | TrainerRankCommand]) -> tuple[str, ...]:

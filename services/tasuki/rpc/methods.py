@@ -61,12 +61,6 @@ _ROLES: dict[str, CallerRole] = {
     "tasuki.v1.TrainerService/SaveCheckpoint": _TRAINER,
     "tasuki.v1.TrainerService/WithdrawWeights": _PEER,
 }
-_EPOCH_ROLE = _PEER
-"""The least role that may give an epoch: a service refuses older coordinators from then on."""
-EPOCH_FIELDS = {"epoch", "fleet"}
-"""Optional fields of requests that give one."""
-_WRITES = {"SaveCheckpoint", "ExportModel"}
-_READS = {"LoadCheckpoint"}
 
 
 class PathUse(StrEnum):
@@ -76,21 +70,28 @@ class PathUse(StrEnum):
     READ = "read"
 
 
+_PATH_USES = {"SaveCheckpoint": PathUse.WRITE, "ExportModel": PathUse.WRITE, "LoadCheckpoint": PathUse.READ}
+
+
 @dataclass(frozen=True, slots=True)
 class Method:
     name: str
     """E.g. "tasuki.v1.TrainerService/OptimStep"."""
-    service: str
-    method: str
-    kind: str
+    kind: str = "bidi_stream"
     """"unary", "server_stream", "client_stream" or "bidi_stream", as grpc_type is called in metrics."""
-    needs_deadline: bool
-    role: CallerRole | None
+    needs_deadline: bool = False
+    role: CallerRole | None = None
     """Least role that may call it at a port; None if no role may."""
-    epoch_role: CallerRole | None
-    """Least role that may set the request's `epoch` or `fleet`; None if it has neither."""
-    path_use: PathUse | None
+    path_use: PathUse | None = None
     """Use of the request's `path`; None if it has none."""
+
+    @property
+    def service(self) -> str:
+        return self.name.partition("/")[0]
+
+    @property
+    def method(self) -> str:
+        return self.name.partition("/")[2]
 
 
 def _carries_command(message: Descriptor, *, depth: int = 2) -> bool:
@@ -111,24 +112,14 @@ def _described(method: MethodDescriptor) -> Method:
         (True, False): "client_stream",
         (True, True): "bidi_stream",
     }
-    service = method.containing_service.full_name
-    name = f"{service}/{method.name}"
+    name = f"{method.containing_service.full_name}/{method.name}"
     return Method(
         name=name,
-        service=service,
-        method=method.name,
         kind=kinds[method.client_streaming, method.server_streaming],
         needs_deadline=_carries_command(method.input_type) or method.name in _COORDINATOR_MUTATIONS,
         role=_ROLES.get(name),
-        epoch_role=_EPOCH_ROLE if EPOCH_FIELDS.intersection(method.input_type.fields_by_name) else None,
-        path_use=_path_use(method.name),
+        path_use=_PATH_USES.get(method.name),
     )
-
-
-def _path_use(name: str) -> PathUse | None:
-    if name in _WRITES:
-        return PathUse.WRITE
-    return PathUse.READ if name in _READS else None
 
 
 def _methods(services: Iterable[ServiceDescriptor]) -> dict[str, Method]:
@@ -151,14 +142,4 @@ def standard_methods() -> dict[str, Method]:
 
 def unknown_method(path: str) -> Method:
     """Method in no table, which no role may call at a port."""
-    service, _, method = path.removeprefix("/").partition("/")
-    return Method(
-        name=f"{service}/{method}",
-        service=service,
-        method=method,
-        kind="bidi_stream",
-        needs_deadline=False,
-        role=None,
-        epoch_role=None,
-        path_use=None,
-    )
+    return Method(path.removeprefix("/"))

@@ -17,10 +17,10 @@ from tasuki.rpc.commands import CommandGate
 from tasuki.rpc.failpoints import Failpoints
 from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.rpc.logs import open_service_tracer
+from tasuki.rpc.memory import staying_tags
 from tasuki.rpc.port import port_of
 from tasuki.rpc.process_start import StartSeconds
 from tasuki.rpc.server import RpcServer
-from tasuki.rpc.staying import staying_tags
 from tasuki.trainer.backends.fsdp.replicas import is_fleet, join_store
 from tasuki.trainer.data.checks import BatchLimits
 from tasuki.trainer.data.shared_plan import Sharing

@@ -35,8 +35,8 @@ from tasuki.rollout.sglang.memory_saver import install_saver
 from tasuki.rollout.sglang.seeded_sampling import multinomial_with_seed
 from tasuki.rollout.sglang.shared_base import EngineBase
 from tasuki.rollout.sglang.speculative import compile_verification, keep_drafts, reserve_verification
+from tasuki.rpc.memory import staying_of_engine_rank
 from tasuki.rpc.process_start import freeze_started
-from tasuki.rpc.staying import staying_of_engine_rank
 from tasuki.weights.gloo_peers import check_gloo_peers
 
 _PARTS = {"load_model": "weights", "alloc_memory_pool": "KV cache", "init_cuda_graphs": "graphs"}
