@@ -19,7 +19,7 @@ from tasuki.config.paths import socket_dir
 from tasuki.config.schema import NodeConfig
 from tasuki.v1.ranks_pb2 import EngineRankCommand, TrainerRankCommand
 from tasuki.wire.errors import InvalidArgument
-from tasuki.wire.stages import RING, Service
+from tasuki.wire.stages import RING, Service, stages_of
 
 _SPEC = re.compile(
     r"(?P<process>[a-z]+[0-9]*)@(?P<point>[A-Za-z_.]+)(?::(?P<nth>[1-9][0-9]*))?=(?P<action>[a-z]+)"
@@ -103,7 +103,7 @@ def _check(one: Failpoint, config: NodeConfig) -> None:
         known = tuple(point for point in known if point in (PUBLISHED, RECEIVED))
         _check_damage_is_noticed(one, config)
     if one.point not in known:
-        raise ValueError(f"names an unknown point: {one.process} can {one.action} at {', '.join(known) or 'none'}")
+        raise ValueError(f"names an unknown point: {one.process} can {one.action} at {', '.join(known) or 'no point'}")
 
 
 def _points(config: NodeConfig) -> dict[str, tuple[str, ...]]:
@@ -111,15 +111,11 @@ def _points(config: NodeConfig) -> dict[str, tuple[str, ...]]:
     ranks, engine_ranks = _commands(TrainerRankCommand), _commands(EngineRankCommand)
     return {
         "coordinator": tuple(f"{rule.stage}.{write}" for rule in RING for write in _JOURNAL_WRITES),
-        "trainer": (*_with_ends((*_stages(Service.TRAINER), *_TRAINER_COMMANDS)), *_LOG_WRITES),
+        "trainer": (*_with_ends((*stages_of(Service.TRAINER), *_TRAINER_COMMANDS)), *_LOG_WRITES),
         **{f"trainer{rank}": ranks for rank in range(config.trainer.num_ranks)},
-        "rollout": _with_ends(_stages(Service.ROLLOUT)),
+        "rollout": _with_ends(stages_of(Service.ROLLOUT)),
         **{f"scheduler{rank}": engine_ranks for rank in range(config.num_engine_ranks)},
     }
-
-
-def _stages(service: Service) -> tuple[str, ...]:
-    return tuple(rule.stage for rule in RING if rule.service is service)
 
 
 def _commands(message: type[EngineRankCommand | TrainerRankCommand]) -> tuple[str, ...]:
