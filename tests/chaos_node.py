@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tasuki.client import Client, Phase, SamplingParams, Stage, TrainingSample
+from tasuki.client import Client, Phase, SamplingParams, Stage, StageStatus, TrainingSample
 from tasuki.config.paths import log_path, socket_dir
 from tasuki.coordinator import phases
 from tasuki.rpc.failpoints import Action, plant
@@ -91,7 +91,7 @@ class ChaosNode:
         plant(socket_dir(self.node.state_dir), service, stage, Action.SLOW)
         (pid,) = self.pids(process)
         struck: list[float] = []
-        with self._when_started(Stage(stage), lambda: (struck.append(time.time()), os.kill(pid, number))):
+        with self._when_started(stage, lambda: (struck.append(time.time()), os.kill(pid, number))):
             self.client.acquire(target)
         (when,) = struck
         recovered_s = time.time() - when
@@ -113,7 +113,7 @@ class ChaosNode:
                 for watched in watcher.watch():
                     ready.set()
                     event = watched.event
-                    if event is not None and event.stage is stage and event.status == "STARTED":
+                    if (event.stage, event.status) == (stage.number, StageStatus.STARTED.number):
                         action()
                         done.set()
                         return

@@ -11,7 +11,11 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
+
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
 
 import tasuki.client
 from tasuki.client.async_client import AsyncClient
@@ -27,6 +31,16 @@ RESULTS = (
     "ForwardBackwardResult", "OptimStepResult", "SaveResult", "NodeState", "TrainerState", "RolloutState", "StageEvent", "StageStatus",
     "Changeover", "Watched",
 )  # fmt: skip
+
+_SCALARS = {
+    FieldDescriptor.CPPTYPE_INT32: "int",
+    FieldDescriptor.CPPTYPE_INT64: "int",
+    FieldDescriptor.CPPTYPE_UINT32: "int",
+    FieldDescriptor.CPPTYPE_UINT64: "int",
+    FieldDescriptor.CPPTYPE_DOUBLE: "float",
+    FieldDescriptor.CPPTYPE_FLOAT: "float",
+    FieldDescriptor.CPPTYPE_BOOL: "bool",
+}
 
 
 def page() -> str:
@@ -54,6 +68,8 @@ def _sections() -> Iterator[str]:
             yield from _enum(value)
         elif dataclasses.is_dataclass(value):
             yield from _dataclass(value)
+        elif issubclass(value, Message):
+            yield from _message(value)
         else:
             yield from _class(value)
 
@@ -101,6 +117,38 @@ def _dataclass(cls: Any) -> Iterator[str]:
             yield from _function(name, method.__func__)
 
 
+def _message(cls: type[Message]) -> Iterator[str]:
+    """Fields of a message of the wire, with the comments of its .proto file."""
+    source = Path(inspect.getfile(sys.modules[cls.__module__])).with_suffix(".pyi").read_text()
+    (tree,) = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == cls.__name__)
+    text = ast.get_docstring(tree) or ""
+    about = {target.id: text for target, text in _documented(tree)}
+    about |= {one.name: ast.get_docstring(one) or "" for one in tree.body if isinstance(one, ast.FunctionDef)}
+    yield f"The message `{cls.__name__}` of the wire. {' '.join(text.split())}".rstrip()
+    yield "\n\n| field | type | meaning |\n|---|---|---|\n"
+    for field in cls.DESCRIPTOR.fields:
+        yield f"| `{field.name}` | `{_kind(field)}` | {_cell(about.get(field.name, ''))} |\n"
+
+
+def _kind(field: FieldDescriptor) -> str:
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        key, value = field.message_type.fields
+        return f"map of {_kind(key)} to {_kind(value)}"
+    named = field.message_type or field.enum_type
+    kind = (
+        named.name
+        if named is not None
+        else _SCALARS.get(field.cpp_type, "bytes" if field.type == FieldDescriptor.TYPE_BYTES else "str")
+    )
+    return (
+        f"list of {kind}"
+        if field.is_repeated
+        else f"{kind}, may be absent"
+        if field.has_presence and not field.message_type
+        else kind
+    )
+
+
 def _default(field: dataclasses.Field[Any]) -> str:
     if field.default is not dataclasses.MISSING:
         value = field.default.value if isinstance(field.default, enum.Enum) else field.default
@@ -114,14 +162,17 @@ def _member_docstrings(cls: type) -> dict[str, str]:
     """Returns the strings below fields and members, which Python does not keep at run time."""
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(tree, ast.ClassDef)
-    found = {}
+    return {target.id: text for target, text in _documented(tree)}
+
+
+def _documented(tree: ast.ClassDef) -> Iterator[tuple[ast.Name, str]]:
+    """Fields and members, each with the string below it."""
     for field, text in pairwise(tree.body):
         if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str):
             targets = (
                 [field.target] if isinstance(field, ast.AnnAssign) else field.targets if isinstance(field, ast.Assign) else []
             )
-            found |= {target.id: text.value.value for target in targets if isinstance(target, ast.Name)}
-    return found
+            yield from ((target, text.value.value) for target in targets if isinstance(target, ast.Name))
 
 
 def _text(value: Any) -> str:
@@ -155,6 +206,8 @@ def undocumented() -> list[str]:
 
 
 def _own_docstring(value: Any) -> bool:
+    if inspect.isclass(value) and issubclass(value, Message):
+        return True  # its .proto file has the comments
     text = value.__doc__ or ""
     # Python gives a dataclass without a docstring its signature.
     return bool(text) and not text.startswith(f"{value.__name__}(")

@@ -27,7 +27,7 @@ from tasuki.client.step import Step
 from tasuki.client.step_metrics import averaged, measure_samples
 from tasuki.client.sync_client import Client
 from tasuki.client.truncation import has_loss_tokens, without_truncated
-from tasuki.client.types import Phase, Role, Sample, SamplingParams, TrainingSample
+from tasuki.client.types import Phase, Role, Sample, SamplingParams, TrainingSample, role_versions
 from tasuki.config.train_schema import TrainConfig
 
 
@@ -188,7 +188,9 @@ class RlLoop:
         """Generates each prompt's greedy completion for ReMax's baseline; None for other estimators."""
         if self.settings.advantages.estimator is not Estimator.GREEDY_BASELINE:
             return None
-        return self.complete(rows, replace(self.sampling, temperature=0.0), num_samples=1)[1]
+        greedy = self.sampling
+        greedy.temperature = 0.0
+        return self.complete(rows, greedy, num_samples=1)[1]
 
     def greedy_rewards(
         self, rows: Sequence[Row], prompts: Sequence[list[int]], samples: Sequence[Sample] | None
@@ -248,7 +250,7 @@ class RlLoop:
         generated = [sample for group in groups for sample in group.samples]
         shown.add_learned(estimate.samples, [generated[place] for place in places])
         if value_loss is not None:
-            step.critic_version = self.client.trainer_state().critic_version
+            step.critic_version = role_versions(self.client.trainer_state())[Role.CRITIC]
         write_pending(settings.output_dir, replace(step, estimator=self.state.numbers()))
         measured: list[dict[str, float]] = []
         for mini_batch in self.mini_batches(estimate.samples, number=step.step):
@@ -297,7 +299,7 @@ class RlLoop:
         wanted = shown.wanted(samples)
         with step.timed("forward_backward"):
             done = self.client.forward_backward(samples, self.settings.policy_loss(), log_probs_of=wanted)
-        shown.add_log_probs(samples, wanted, done.log_probs)
+        shown.add_log_probs(samples, wanted, [np.array(one.log_probs, dtype=np.float32) for one in done.log_probs])
         with step.timed("optim_step"):
             waits = self.settings.critic_warmup_steps
             stepped = self.client.optim_step(schedule_step=step.step - waits, schedule_steps=self.settings.num_steps - waits)

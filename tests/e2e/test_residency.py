@@ -9,14 +9,13 @@ from collections.abc import Sequence
 import grpc
 import pytest
 
-from tasuki.client import Client, Phase
+from tasuki.client import Client, Phase, Stage, StageStatus
 from tasuki.config.load import load_config
 from tasuki.config.paths import config_path, node_targets
 from tasuki.planner.layout import Part
 from tasuki.planner.node_plan import plan_node
 from tasuki.v1 import memory_pb2, types_pb2
 from tasuki.v1.memory_pb2_grpc import MemoryServiceStub
-from tasuki.wire.stages import Stage
 from tests.chaos_node import ChaosNode
 from tests.conftest import RunningNode, started_node, tasuki
 from tests.extent import only_whole
@@ -35,10 +34,14 @@ def tags(node: RunningNode) -> dict[str, Sequence[types_pb2.TagUsage]]:
     return found
 
 
-def round_bytes(client: Client) -> dict[str, int]:
+def round_bytes(client: Client) -> dict[Stage, int]:
     """Bytes that every stage of a round trip moved."""
     events = [*client.acquire(Phase.ROLLOUT), *client.acquire(Phase.TRAIN)]
-    return {str(event.stage): event.num_bytes for event in events if event.stage and event.status == "DONE"}
+    return {
+        Stage.known(event.stage): event.bytes
+        for event in events
+        if event.stage and StageStatus.of(event.status) is StageStatus.DONE
+    }
 
 
 def test_where_everything_stays_every_stage_is_written_down_and_moves_nothing(roomy: RunningNode) -> None:
@@ -70,8 +73,8 @@ def test_an_engine_that_is_lost_while_the_trainer_works_finds_room(roomy: Runnin
         client.acquire(Phase.ROLLOUT)
         assert chaos.greedy() == tokens
         made_room = [
-            event.num_bytes for one in client.changeovers(limit=5) for event in one.stages
-            if event.stage is not None and event.stage.value == Stage.LOAD_TRAINER and event.status == "UNDONE"
+            event.bytes for one in client.changeovers(limit=5) for event in one.stages
+            if (event.stage, event.status) == (Stage.LOAD_TRAINER.number, StageStatus.UNDONE.number)
         ]  # fmt: skip
         assert made_room and made_room[0] > 0, "what stays has left as well"
         assert all(tag.stays and not tag.is_paused for tag in tags(roomy)["trainer"])

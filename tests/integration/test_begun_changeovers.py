@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.client import AsyncClient, Client, Phase, TrainingSample
+from tasuki.client import AsyncClient, Client, Phase, StageStatus, TrainingSample
 from tasuki.v1 import types_pb2
 from tasuki.wire.errors import ChangeoverRunning
 from tests.integration.scripted_node import ScriptedNode, scripted_node
@@ -43,9 +43,9 @@ async def test_it_runs_behind_the_caller_until_a_verb_needs_a_phase(node: Script
 async def test_its_stages_are_those_of_the_acquire_that_follows(node: ScriptedNode, client: AsyncClient) -> None:
     await client.begin_acquire(Phase.ROLLOUT)
     (event,) = await client.acquire(Phase.ROLLOUT)
-    assert (event.status, event.num_bytes) == ("DONE", 7)
+    assert (StageStatus.of(event.status), event.bytes) == (StageStatus.DONE, 7)
     (held,) = await client.acquire(Phase.ROLLOUT)
-    assert held.status == "HELD"
+    assert StageStatus.of(held.status) is StageStatus.HELD
 
 
 async def test_a_verb_of_another_phase_comes_after_it(node: ScriptedNode, client: AsyncClient) -> None:

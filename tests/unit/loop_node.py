@@ -13,12 +13,25 @@ from numpy.typing import NDArray
 
 from tasuki.algorithms.loss_types import LossConfig
 from tasuki.client.dataset import Dataset, Row
+from tasuki.client.encode import role_to_proto
 from tasuki.client.rewards import Completion, RewardPool, Scores
 from tasuki.client.rl_loop import RlLoop
 from tasuki.client.step import Step
 from tasuki.client.sync_client import Client
-from tasuki.client.types import FinishReason, OptimStepResult, Phase, Role, Sample, SamplingParams, SaveResult, TrainingSample
+from tasuki.client.types import (
+    FinishReason,
+    ForwardBackwardResult,
+    OptimStepResult,
+    Phase,
+    Role,
+    Sample,
+    SamplingParams,
+    SaveResult,
+    TrainerState,
+    TrainingSample,
+)
 from tasuki.config.train_schema import TrainConfig
+from tasuki.v1.trainer_pb2 import RoleState, TokenLogProbs
 
 Reward = Callable[[int, int], float]
 """Maps the prompt's token and the sample's number in its group to a reward."""
@@ -71,8 +84,10 @@ class LoopClient:
     def state(self) -> SimpleNamespace:
         return SimpleNamespace(policy_version=self.policy_version)
 
-    def trainer_state(self) -> SimpleNamespace:
-        return SimpleNamespace(policy_version=self.policy_version, critic_version=self.critic_version)
+    def trainer_state(self) -> TrainerState:
+        roles = {Role.POLICY: self.policy_version, Role.CRITIC: self.critic_version}
+        states = [RoleState(role=role_to_proto(role), version=version) for role, version in roles.items()]
+        return TrainerState(policy_version=self.policy_version, roles=states)
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, num_samples: int) -> list[Sample]:
         call = len(self.of("generate"))
@@ -86,7 +101,7 @@ class LoopClient:
     def _sample(self, prompt_index: int, number: int, token_ids: list[int], sampling: SamplingParams) -> Sample:
         length = self.num_tokens(token_ids[0], number)
         tokens = np.resize(np.array(token_ids, dtype=np.int32), length)
-        is_cut = sampling.max_new_tokens is not None and length >= sampling.max_new_tokens
+        is_cut = sampling.HasField("max_new_tokens") and length >= sampling.max_new_tokens
         return Sample(
             prompt_index,
             number,
@@ -114,12 +129,12 @@ class LoopClient:
         *,
         role: Role = Role.POLICY,
         log_probs_of: Sequence[int] = (),
-    ) -> SimpleNamespace:
+    ) -> ForwardBackwardResult:
         self.before_update()
         self.calls.append(Call("forward_backward", role, samples, loss))
-        log_probs = [np.full(len(samples[place].completion_token_ids), -0.25, dtype=np.float32) for place in log_probs_of]
+        log_probs = [TokenLogProbs(log_probs=[-0.25] * len(samples[place].completion_token_ids)) for place in log_probs_of]
         metrics = {"size": float(len(samples)), "size_max": float(len(samples))}
-        return SimpleNamespace(metrics=metrics, log_probs=log_probs)
+        return ForwardBackwardResult(metrics=metrics, log_probs=log_probs)
 
     def optim_step(self, *, role: Role = Role.POLICY, schedule_step: int, schedule_steps: int) -> OptimStepResult:
         self.calls.append(Call("optim_step", role, schedule_step=schedule_step, schedule_steps=schedule_steps))
@@ -127,7 +142,13 @@ class LoopClient:
         self.num_optim_steps += 1
         self.policy_version += role is Role.POLICY and not is_skipped
         self.critic_version += role is Role.CRITIC and not is_skipped
-        return OptimStepResult(self.policy_version, float("nan") if is_skipped else 2.0, 0.5, 0.1, is_skipped)
+        return OptimStepResult(
+            version=self.policy_version,
+            grad_norm=float("nan") if is_skipped else 2.0,
+            learning_rate=0.5,
+            seconds=0.1,
+            is_skipped=is_skipped,
+        )
 
     def save(self, path: Path) -> SaveResult:
         self.calls.append(Call("save"))

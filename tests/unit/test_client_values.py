@@ -1,4 +1,4 @@
-"""Conversions of the client: from generated to training samples, the trainer's state, and values that cannot be sent."""
+"""Conversions of the client: from generated to training samples, and values that cannot be sent."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from tasuki.algorithms.losses.ppo import PpoLoss
 from tasuki.client.encode import (
     loss_to_proto,
     optim_step_to_proto,
-    sampling_to_proto,
     training_sample_to_proto,
 )
-from tasuki.client.types import FinishReason, Role, Sample, SamplingParams, TrainingSample
+from tasuki.client.types import FinishReason, Role, Sample, TrainingSample
 from tasuki.wire.errors import InvalidArgument
 
 SAMPLE = Sample(
@@ -42,10 +41,6 @@ def test_a_training_sample_of_a_sample_has_all_that_rollout_knows_of_it() -> Non
 @pytest.mark.parametrize(
     ("send", "field"),
     [
-        (lambda: sampling_to_proto(SamplingParams(max_new_tokens=10**12)), "sampling_params.max_new_tokens"),
-        (lambda: sampling_to_proto(SamplingParams(max_new_tokens=cast(Any, 2.5))), "sampling_params.max_new_tokens"),
-        (lambda: sampling_to_proto(SamplingParams(stop_token_ids=cast(Any, ["a"]))), "sampling_params.stop_token_ids"),
-        (lambda: sampling_to_proto(cast(Any, None)), "sampling_params"),
         (lambda: optim_step_to_proto(Role.POLICY, schedule_step=-1), "schedule_step"),
         (lambda: optim_step_to_proto(Role.POLICY, learning_rate=cast(Any, "0.1")), "learning_rate"),
         (lambda: loss_to_proto(cast(Any, PpoLoss())), "loss"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import cast
 
 import numpy as np
@@ -19,7 +18,7 @@ from tasuki.client.loop_state import newest_checkpoint, read_pending
 from tasuki.client.sft_loop import SftLoop
 from tasuki.client.step import Step
 from tasuki.client.sync_client import Client
-from tasuki.client.types import Role, TrainingSample
+from tasuki.client.types import ForwardBackwardResult, Role, TrainerState, TrainingSample
 from tasuki.config.train_schema import SftConfig
 from tests.unit.loop_node import LoopClient
 
@@ -33,8 +32,8 @@ SAMPLES = [
 class SftClient(LoopClient):
     """A client whose log-probs are minus a tenth of the token."""
 
-    def trainer_state(self) -> SimpleNamespace:
-        return SimpleNamespace(policy_version=self.policy_version)
+    def trainer_state(self) -> TrainerState:
+        return TrainerState(policy_version=self.policy_version)
 
     def compute_log_probs(self, samples: Sequence[TrainingSample], *, role: Role = Role.POLICY) -> list[NDArray[np.float32]]:
         LoopClient.compute_log_probs(self, samples, role=role)
@@ -47,9 +46,9 @@ class SftClient(LoopClient):
         *,
         role: Role = Role.POLICY,
         log_probs_of: Sequence[int] = (),
-    ) -> SimpleNamespace:
+    ) -> ForwardBackwardResult:
         LoopClient.forward_backward(self, samples, loss, role=role)
-        return SimpleNamespace(loss=1.5, num_tokens=7, metrics={"entropy": 0.5})
+        return ForwardBackwardResult(loss=1.5, num_tokens=7, metrics={"entropy": 0.5})
 
 
 @pytest.fixture

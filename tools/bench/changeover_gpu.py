@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 
 from tasuki.client import Client, Phase, SamplingParams
-from tasuki.client.types import StageEvent
+from tasuki.client.types import Stage, StageEvent
 from tasuki.config.load import load_config
 from tasuki.config.paths import node_targets
 from tasuki.config.schema import NodeConfig
@@ -76,12 +76,12 @@ def taken_bytes(device: str) -> int:
 
 
 def stages_ms(events: Sequence[StageEvent]) -> dict[str, float]:
-    return {str(event.stage): round(1000 * event.seconds, 2) for event in events if event.stage and event.seconds}
+    return {stage: round(1000 * event.seconds, 2) for event in events if (stage := Stage.of(event.stage)) and event.seconds}
 
 
 def stages_gb(events: Sequence[StageEvent]) -> dict[str, float]:
     """Returns the GB that each stage moved, over all ranks."""
-    return {str(event.stage): round(event.num_bytes / GB, 3) for event in events if event.stage and event.num_bytes}
+    return {stage: round(event.bytes / GB, 3) for event in events if (stage := Stage.of(event.stage)) and event.bytes}
 
 
 def mapped_gb(config: NodeConfig) -> dict[str, float]:

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from tasuki.client import Client, Phase, SamplingParams, TrainingSample
+from tasuki.client import Client, Phase, SamplingParams, Stage, TrainingSample
 
 CONFIG = """
 state_dir = "{folder}/node"
@@ -96,7 +96,9 @@ def step(client: Client, load: dict[str, Any], random: np.random.Generator) -> d
         "optim_step_s": ended - learned,
         "trained_tokens_per_s": (new_tokens + len(samples) * load["prompt_tokens"]) / (ended - packed),
         "grad_norm": norm,
-        "stages_ms": {str(each.stage): 1e3 * each.seconds for each in [*there, *back] if each.stage and each.seconds},
+        "stages_ms": {
+            stage: 1e3 * each.seconds for each in [*there, *back] if (stage := Stage.of(each.stage)) and each.seconds
+        },
     }
 
 

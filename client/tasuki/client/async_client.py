@@ -205,7 +205,7 @@ class AsyncClient:
 
             return await (await self._connection.trainer()).ForwardBackward(messages(), timeout=timeout_s)
 
-        return encode.forward_backward_from_proto(await self._phases.train(give))
+        return await self._phases.train(give)
 
     async def optim_step(
         self,
@@ -224,8 +224,7 @@ class AsyncClient:
         request = encode.optim_step_to_proto(
             role, learning_rate=learning_rate, schedule_step=schedule_step, schedule_steps=schedule_steps
         )
-        done = await self._train(request, lambda trainer: trainer.OptimStep)
-        return OptimStepResult(done.version, done.grad_norm, done.learning_rate, done.seconds, done.is_skipped)
+        return await self._train(request, lambda trainer: trainer.OptimStep)
 
     async def discard_gradients(self, *, role: Role = Role.POLICY) -> None:
         """Clears accumulated gradients without a step."""
@@ -305,30 +304,27 @@ class AsyncClient:
         return await self._phases.acquire(phase)
 
     async def state(self) -> NodeState:
-        """Returns the node's current state from the coordinator."""
+        """Returns the node's current state from the coordinator. Fields that may be absent say so: `state.HasField("policy_version")`."""
         return await self._connection.refresh()
 
     async def trainer_state(self) -> TrainerState:
         """Returns the trainer's current state."""
         stub = await self._connection.trainer()
         request = trainer_pb2.GetTrainerStateRequest()
-        state = await self._connection.read(lambda: stub.GetTrainerState(request, timeout=READ_TIMEOUT_S))
-        return encode.trainer_state_from_proto(state)
+        return await self._connection.read(lambda: stub.GetTrainerState(request, timeout=READ_TIMEOUT_S))
 
     async def rollout_state(self) -> RolloutState:
         """Returns rollout's current state."""
         stub = await self._connection.rollout()
         request = rollout_pb2.GetRolloutStateRequest()
-        state = await self._connection.read(lambda: stub.GetRolloutState(request, timeout=READ_TIMEOUT_S))
-        return encode.rollout_state_from_proto(state)
+        return await self._connection.read(lambda: stub.GetRolloutState(request, timeout=READ_TIMEOUT_S))
 
     async def watch(self) -> AsyncGenerator[Watched, None]:
         """Yields the current state, then the new state after each change, until the caller stops."""
         call = self._connection.coordinator.WatchState(coordinator_pb2.WatchStateRequest())
         try:
             async for response in call:
-                event = encode.event_from_proto(response.event) if response.HasField("event") else None
-                yield Watched(encode.state_from_proto(response.state), event)
+                yield response
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
         finally:
@@ -343,7 +339,7 @@ class AsyncClient:
                 page_size=min(limit - len(found), _PAGE_SIZE), page_token=page_token
             )
             page = await self._connection.read(functools.partial(self._list, request))
-            found += [encode.changeover_from_proto(changeover) for changeover in page.changeovers]
+            found += page.changeovers
             page_token = page.next_page_token
             if not page_token:
                 break

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, TypeVar
 import grpc
 import grpc.aio
 
-from tasuki.client.encode import state_from_proto
 from tasuki.client.types import NodeState, Phase
 from tasuki.v1 import coordinator_pb2, rollout_pb2, trainer_pb2, types_pb2
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
@@ -97,7 +96,7 @@ class Connection:
             text = f"{self._target} is not a coordinator's address, or that of another release: it has no GetState"
             raise InvalidArgument("target", text) from error
         self.take(response.state)
-        return state_from_proto(response.state)
+        return response.state
 
     async def read(self, ask: Callable[[], Awaitable[_Answer]]) -> _Answer:
         """Makes a call that is safe to repeat; waits for a service that is restarting.
@@ -115,7 +114,7 @@ class Connection:
                 elif not await self._outlasts(failure, loss):
                     raise failure from error
 
-    def take(self, state: coordinator_pb2.NodeState) -> None:
+    def take(self, state: NodeState) -> None:
         """Updates the node's state from a coordinator's message. Raises NodeDown if the message comes from another node."""
         if self._instance_id not in (None, state.instance_id):
             raise NodeDown(
@@ -125,7 +124,7 @@ class Connection:
             )
         self._instance_id, self._lock_path = state.instance_id, state.lock_path
         # Without room for its journal the coordinator reports no epoch; the last one reported is still valid.
-        self.epoch, self.phase = state.epoch or self.epoch, state_from_proto(state).phase
+        self.epoch, self.phase = state.epoch or self.epoch, Phase.of(state.phase)
         self._trainer_target, self._rollout_target = state.trainer_target, state.rollout_target
 
     async def trainer(self) -> TrainerServiceAsyncStub:

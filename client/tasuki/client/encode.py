@@ -4,31 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tasuki.algorithms.loss_types import LossConfig
-from tasuki.client.types import (
-    Changeover,
-    FinishReason,
-    ForwardBackwardResult,
-    NodeState,
-    Phase,
-    Role,
-    RolloutState,
-    Sample,
-    SamplingParams,
-    Stage,
-    StageEvent,
-    StageStatus,
-    TrainerState,
-    TrainingSample,
-)
-from tasuki.v1 import coordinator_pb2, loss_pb2, rollout_pb2, trainer_pb2, types_pb2
+from tasuki.client.types import FinishReason, Phase, Role, Sample, TrainingSample
+from tasuki.v1 import loss_pb2, rollout_pb2, trainer_pb2, types_pb2
 from tasuki.wire.channel import MAX_CHUNK_BYTES
 from tasuki.wire.errors import InvalidArgument
 
@@ -36,19 +20,6 @@ TokenIds = Sequence[int] | NDArray[np.int32]
 _Part = TypeVar("_Part", rollout_pb2.Prompt, types_pb2.TrainingSample)
 # Tag and length of one entry of a repeated field.
 _ENTRY_OVERHEAD_BYTES = 8
-
-
-def sampling_to_proto(params: SamplingParams) -> types_pb2.SamplingParams:
-    """Raises InvalidArgument naming a field out of range."""
-    if not isinstance(params, SamplingParams):  # callers may have no types
-        raise InvalidArgument("sampling_params", f"is of type {type(params).__name__}; give SamplingParams")
-    message = types_pb2.SamplingParams()
-    for name, value in _set_fields(params).items():
-        try:
-            message.MergeFrom(types_pb2.SamplingParams(**{name: value}))
-        except (TypeError, ValueError) as error:
-            raise InvalidArgument(f"sampling_params.{name}", f"is {value!r}, which cannot be sent: {error}") from error
-    return message
 
 
 def loss_to_proto(loss: LossConfig) -> loss_pb2.LossConfig:
@@ -152,48 +123,6 @@ def optim_step_to_proto(role: Role, **settings: float | None) -> trainer_pb2.Opt
     return request
 
 
-def state_from_proto(state: coordinator_pb2.NodeState) -> NodeState:
-    return NodeState(
-        phase=Phase.of(state.phase),
-        stage=Stage.of(state.stage),
-        next_stage=Stage.of(state.next_stage),
-        epoch=state.epoch,
-        policy_version=state.policy_version if state.HasField("policy_version") else None,
-        boot_id=state.boot_id,
-        changeover_id=state.changeover_id,
-        trainer_target=state.trainer_target,
-        rollout_target=state.rollout_target,
-        num_changeovers=state.num_changeovers,
-        last_error=state.last_error,
-    )
-
-
-def event_from_proto(event: coordinator_pb2.StageEvent) -> StageEvent:
-    return StageEvent(
-        changeover_id=event.changeover_id,
-        stage=Stage.of(event.stage),
-        status=StageStatus.known(event.status),
-        time=event.time.seconds + event.time.nanos * 1e-9,
-        seconds=event.seconds,
-        num_bytes=event.bytes,
-        error_reason=event.error_reason,
-        error_message=event.error_message,
-    )
-
-
-def changeover_from_proto(changeover: coordinator_pb2.Changeover) -> Changeover:
-    return Changeover(
-        changeover_id=changeover.changeover_id,
-        target=Phase.known(changeover.target),
-        status=StageStatus.known(changeover.status),
-        policy_version=changeover.policy_version,
-        start_time=changeover.start_time.seconds + changeover.start_time.nanos * 1e-9,
-        seconds=changeover.seconds,
-        stages=tuple(event_from_proto(event) for event in changeover.stages),
-        epoch=changeover.epoch,
-    )
-
-
 def cut(parts: Sequence[_Part], *, field: str, max_parts: int = sys.maxsize) -> Iterator[tuple[int, Sequence[_Part]]]:
     """Splits messages into runs of at most `max_parts` that fit a chunk, each with the position of its first part.
 
@@ -210,33 +139,6 @@ def cut(parts: Sequence[_Part], *, field: str, max_parts: int = sys.maxsize) -> 
         num_bytes += part_bytes
     if start < len(parts):
         yield start, parts[start:]
-
-
-def _set_fields(value: SamplingParams) -> dict[str, Any]:
-    """Fields by name, without those set to None."""
-    pairs = ((field.name, getattr(value, field.name)) for field in fields(value))
-    return {name: given for name, given in pairs if given is not None}
-
-
-def forward_backward_from_proto(done: trainer_pb2.ForwardBackwardResponse) -> ForwardBackwardResult:
-    values: dict[str, Any] = {field.name: getattr(done, field.name) for field in fields(ForwardBackwardResult)}
-    values["metrics"] = dict(done.metrics)
-    values["log_probs"] = tuple(np.array(one.log_probs, dtype=np.float32) for one in done.log_probs)
-    return ForwardBackwardResult(**values)
-
-
-def trainer_state_from_proto(state: trainer_pb2.GetTrainerStateResponse) -> TrainerState:
-    named = [field.name for field in fields(TrainerState) if field.name not in ("roles", "critic_version")]
-    versions = {Role.known(role.role): role.version for role in state.roles}
-    values: dict[str, Any] = {name: getattr(state, name) for name in named}
-    return TrainerState(roles=tuple(versions), critic_version=versions.get(Role.CRITIC), **values)
-
-
-def rollout_state_from_proto(state: rollout_pb2.GetRolloutStateResponse) -> RolloutState:
-    values: dict[str, Any] = {field.name: getattr(state, field.name) for field in fields(RolloutState)}
-    values["policy_version"] = state.policy_version if state.HasField("policy_version") else None
-    values["stop_token_ids"] = tuple(state.stop_token_ids)
-    return RolloutState(**values)
 
 
 def training_chunks(samples: Sequence[TrainingSample]) -> list[trainer_pb2.TrainingSamples]:

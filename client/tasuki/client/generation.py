@@ -37,7 +37,8 @@ def requests(prompts: Sequence[TokenIds], sampling_params: SamplingParams, *, nu
         raise InvalidArgument("num_samples", f"is {num_samples!r}; give a whole number")
     if num_samples < 1:
         raise InvalidArgument("num_samples", f"must be at least 1, is {num_samples}")
-    sampling = encode.sampling_to_proto(sampling_params)
+    if not isinstance(sampling_params, SamplingParams):
+        raise InvalidArgument("sampling_params", f"is of type {type(sampling_params).__name__}; give SamplingParams")
     parts = [encode.prompt_to_proto(token_ids, index=index) for index, token_ids in enumerate(prompts)]
     return [
         (
@@ -46,7 +47,7 @@ def requests(prompts: Sequence[TokenIds], sampling_params: SamplingParams, *, nu
                 request_id=uuid.uuid4().hex,
                 prompts=chunk,
                 num_samples=num_samples,
-                sampling_params=sampling,
+                sampling_params=sampling_params,
                 first_prompt=start,
             ),
         )

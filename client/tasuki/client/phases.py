@@ -75,7 +75,7 @@ class Phases:
             events: list[StageEvent] = []
             async for response in connection.coordinator.Acquire(request, timeout=timeout_s):
                 connection.take(response.state)
-                events.append(encode.event_from_proto(response.event))
+                events.append(response.event)
             return events
 
         connection.phase = None

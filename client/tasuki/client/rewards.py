@@ -58,7 +58,7 @@ class Completion:
         """Arguments of the reward function by name, without those from the row."""
         return {
             "completion": self.text,
-            "finish_reason": str(self.finish_reason).lower(),
+            "finish_reason": self.finish_reason.lower(),
             "num_tokens": len(self.token_ids),
             "prompt_token_ids": self.prompt_token_ids,
             "completion_token_ids": self.token_ids,

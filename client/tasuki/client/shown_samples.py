@@ -50,7 +50,7 @@ class ShownSample:
             "prompt": self.row["prompt"],
             "fields": {name: value for name, value in self.row.items() if name != "prompt"},
             "completion": self.text,
-            "finish_reason": str(sample.finish_reason).lower(),
+            "finish_reason": sample.finish_reason.lower(),
             "reward": _number(self.reward),
             "rewards": {name: _number(value) for name, value in self.rewards.items()},
             "advantage": None if learned is None else _number(float(np.mean(learned.advantages))),

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tasuki.client.sync_client import Client
-from tasuki.client.types import Phase
+from tasuki.client.types import Phase, Stage
 
 
 @dataclass(slots=True)
@@ -68,7 +68,7 @@ class Step:
         """Acquires a phase explicitly, to time its stages; the verbs would do it implicitly."""
         with self.timed(f"to_{phase.lower()}"):
             events = client.acquire(phase)
-        self.stage_seconds |= {event.stage: event.seconds for event in events if event.stage and event.seconds}
+        self.stage_seconds |= {stage: event.seconds for event in events if (stage := Stage.of(event.stage)) and event.seconds}
 
     def begin_acquire(self, client: Client, phase: Phase) -> None:
         """Begins a changeover that the next `acquire` waits for. Waits here for one that was begun before."""

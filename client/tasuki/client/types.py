@@ -1,14 +1,42 @@
-"""Arguments and results of the client's verbs: plain values, with numpy arrays for per-token fields. T is the number of tokens."""
+"""Arguments and results of the client's verbs. Results are the wire's messages; samples hold numpy arrays. T is the number of tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tasuki.v1.coordinator_pb2 import Changeover, NodeState, StageEvent
+from tasuki.v1.coordinator_pb2 import WatchStateResponse as Watched
+from tasuki.v1.rollout_pb2 import GetRolloutStateResponse as RolloutState
+from tasuki.v1.trainer_pb2 import ForwardBackwardResponse as ForwardBackwardResult
+from tasuki.v1.trainer_pb2 import GetTrainerStateResponse as TrainerState
+from tasuki.v1.trainer_pb2 import OptimStepResponse as OptimStepResult
+from tasuki.v1.types_pb2 import SamplingParams
 from tasuki.wire.stages import Phase, Stage, StageStatus, WireEnum
+
+__all__ = [
+    "Changeover",
+    "FinishReason",
+    "ForwardBackwardResult",
+    "NodeState",
+    "OptimStepResult",
+    "Phase",
+    "Role",
+    "RolloutState",
+    "Sample",
+    "SamplingParams",
+    "SaveResult",
+    "Stage",
+    "StageEvent",
+    "StageStatus",
+    "TrainerState",
+    "TrainingSample",
+    "Watched",
+    "role_versions",
+]
 
 
 class FinishReason(WireEnum):
@@ -29,28 +57,6 @@ class Role(WireEnum):
     """The frozen weights that training started from."""
     CRITIC = "CRITIC"
     """Estimates the value of each token. Only on nodes with a table [trainer.critic]."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
-    """Sampling parameters, named as in SGLang. None leaves SGLang's default."""
-
-    max_new_tokens: int | None = None
-    temperature: float | None = None
-    """0 is greedy."""
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    min_new_tokens: int | None = None
-    stop_token_ids: Sequence[int] = ()
-    """In addition to the model's own; see RolloutState."""
-    ignore_eos: bool | None = None
-    """Ignores every stop token, including those in stop_token_ids."""
-    sampling_seed: int | None = None
-    """Base seed: each sample's seed is derived from it, the prompt's position and sample_index. Reproducible on a CPU only."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -120,38 +126,6 @@ class TrainingSample:
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardBackwardResult:
-    """Result of one forward_backward over all its samples."""
-
-    loss: float
-    num_samples: int
-    num_tokens: int
-    """Tokens counted by the loss."""
-    denominator: float
-    """Divisor of the loss's sum over tokens."""
-    metrics: Mapping[str, float]
-    """Metrics by name; see docs/algorithms.md. A mean over no values is omitted."""
-    num_micro_batches: int
-    seconds: float
-    log_probs: tuple[NDArray[np.float32], ...] = ()
-    """[T] for each sample in `log_probs_of`. Empty if the trainer restarted before it answered."""
-
-
-@dataclass(frozen=True, slots=True)
-class OptimStepResult:
-    """Result of one optimizer step."""
-
-    version: int
-    """Version of the role after the step."""
-    grad_norm: float
-    """Before clipping."""
-    learning_rate: float
-    seconds: float
-    is_skipped: bool
-    """Whether the step was skipped because the gradients were not finite. They are discarded."""
-
-
-@dataclass(frozen=True, slots=True)
 class SaveResult:
     """Result of save or export_model."""
 
@@ -161,97 +135,6 @@ class SaveResult:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class StageEvent:
-    """One event of a changeover. `stage` is None for events of the changeover as a whole."""
-
-    changeover_id: str
-    stage: Stage | None
-    status: StageStatus
-    time: float
-    """Unix time in seconds."""
-    seconds: float
-    num_bytes: int
-    error_reason: str
-    error_message: str
-
-
-@dataclass(frozen=True, slots=True)
-class NodeState:
-    """State of a node as its coordinator reports it."""
-
-    phase: Phase | None
-    """None during a changeover."""
-    stage: Stage | None
-    """Last completed stage of the ring."""
-    next_stage: Stage | None
-    epoch: int
-    policy_version: int | None
-    """The version that rollout serves or last served; None before the first commit."""
-    boot_id: str
-    changeover_id: str
-    """The changeover under way, or empty."""
-    trainer_target: str
-    rollout_target: str
-    num_changeovers: int
-    last_error: str
-
-
-@dataclass(frozen=True, slots=True)
-class Watched:
-    """A node's state and the event that led to it. `event` is None in the first answer."""
-
-    state: NodeState
-    event: StageEvent | None
-
-
-@dataclass(frozen=True, slots=True)
-class Changeover:
-    """A changeover from the journal."""
-
-    changeover_id: str
-    target: Phase
-    status: StageStatus
-    policy_version: int
-    start_time: float
-    seconds: float
-    stages: tuple[StageEvent, ...]
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class TrainerState:
-    """State and limits of the trainer."""
-
-    policy_version: int
-    has_gradients: bool
-    """Whether any role has accumulated gradients."""
-    roles: tuple[Role, ...]
-    """Roles that are trained."""
-    critic_version: int | None
-    """Optimizer steps of the critic; None without a critic."""
-    num_ranks: int
-    num_parameters: int
-    vocab_size: int
-    context_length: int
-    micro_batch_tokens: int
-    """Maximum tokens in a micro-batch, and so in a single sample."""
-    model_path: str
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutState:
-    """State and limits of rollout."""
-
-    policy_version: int | None
-    """The version being served, or None."""
-    is_poisoned: bool
-    poison_reason: str
-    num_running: int
-    tp_size: int
-    dp_size: int
-    vocab_size: int
-    context_length: int
-    model_path: str
-    stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end a completion unless ignore_eos is set."""
+def role_versions(state: TrainerState) -> dict[Role, int]:
+    """Optimizer steps of each role that is trained."""
+    return {Role.known(role.role): role.version for role in state.roles}

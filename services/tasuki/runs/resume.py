@@ -12,6 +12,7 @@ from tasuki.client.dataset import Dataset
 from tasuki.client.durable import write_durably
 from tasuki.client.loop_state import LOOP_FILE, checkpoint_order, damaged_checkpoint
 from tasuki.client.sync_client import Client
+from tasuki.client.types import Role, role_versions
 from tasuki.config.paths import training_log_path, training_run_path
 from tasuki.config.schema import NodeConfig
 from tasuki.node.node_settings import running_settings
@@ -73,7 +74,9 @@ def go_on(client: Client, config: NodeConfig, settings: RunSettings, earlier: Ea
         _discard_gradients(client)
     trainer = client.trainer_state()
     node_version = trainer.policy_version
-    found = continuation(earlier, node_version=node_version, critic_version=trainer.critic_version, is_of_run=is_of_run)
+    found = continuation(
+        earlier, node_version=node_version, critic_version=role_versions(trainer).get(Role.CRITIC), is_of_run=is_of_run
+    )
     check_num_steps(found.first_step, settings)
     if not found.first_step:
         _check_saves(earlier, settings)
@@ -104,7 +107,7 @@ def _check_saves(earlier: EarlierRun, settings: RunSettings, *, other_way: str =
 
 
 def _discard_gradients(client: Client) -> None:
-    for role in client.trainer_state().roles:
+    for role in role_versions(client.trainer_state()):
         client.discard_gradients(role=role)
 
 
