@@ -130,7 +130,7 @@ def _message(cls: type[Message]) -> Iterator[str]:
         yield f"| `{field.name}` | `{_kind(field)}` | {_cell(about.get(field.name, ''))} |\n"
 
 
-def _kind(field: FieldDescriptor) -> str:
+def _kind(field: Any) -> str:
     if field.message_type is not None and field.message_type.GetOptions().map_entry:
         key, value = field.message_type.fields
         return f"map of {_kind(key)} to {_kind(value)}"
