@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from tasuki.config.schema import CoordinatorConfig
 from tasuki.coordinator.audit.history import read_history
 from tasuki.coordinator.audit.replay import audit
 from tasuki.coordinator.journal import Intent, Journal, Outcome
@@ -83,13 +84,8 @@ class FaultyPeers(GrpcPeers):
     """The coordinator's peers; each call first draws a fault for its connection."""
 
     def __init__(self, proxies: dict[Service, FaultyProxy], folder: Path) -> None:
-        super().__init__(
-            trainer_target=f"unix:{folder}/trainer.proxy",
-            rollout_target=f"unix:{folder}/rollout.proxy",
-            epoch=1,
-            stage_timeout_s=20.0,
-            drain_grace_s=1.0,
-        )
+        targets = {service: f"unix:{folder}/{service}.proxy" for service in Service}
+        super().__init__(targets, CoordinatorConfig(stage_timeout_s=20.0, drain_grace_s=1.0), epoch=1)
         self._proxies, self._draw = proxies, random.Random(SEED)
         self.is_calm = False
         self.faults: Counter[str] = Counter()

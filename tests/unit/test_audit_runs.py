@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.coordinator.audit.history import read_history
-from tasuki.coordinator.audit.invariants import Invariant
+from tasuki.coordinator.audit.history import Invariant, read_history
 from tasuki.coordinator.audit.replay import audit
 from tasuki.coordinator.journal import Journal
 from tasuki.wire.errors import DiskFull, PeerUnavailable

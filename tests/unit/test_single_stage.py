@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from tasuki.coordinator.audit.commands import audit_commands
-from tasuki.coordinator.audit.history import read_history
-from tasuki.coordinator.audit.invariants import Invariant
+from tasuki.coordinator.audit.history import Invariant, read_history
 from tasuki.coordinator.audit.replay import audit
 from tasuki.v1 import memory_pb2, trainer_pb2, types_pb2
 from tasuki.wire.errors import InvalidArgument, StageOrder, StaleEpoch, StaleSequence, TasukiError

@@ -12,8 +12,7 @@ from typing import Any
 from tasuki.config.load import load_config
 from tasuki.config.paths import fleet_journal_path, journal_path, log_path, training_log_path
 from tasuki.coordinator.audit.commands import audit_commands
-from tasuki.coordinator.audit.history import read_history
-from tasuki.coordinator.audit.invariants import Invariant, Violation
+from tasuki.coordinator.audit.history import Invariant, Violation, read_history
 from tasuki.coordinator.audit.replay import audit
 from tasuki.fleet.audit import FleetAudit, audit_fleet_journal
 from tasuki.rpc.command_log import LoggedLife, read_command_log

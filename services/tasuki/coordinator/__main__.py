@@ -76,14 +76,7 @@ def _make_node(config: NodeConfig, boot_id: str, tracer: Tracer) -> tuple[Node, 
     journal = Journal(journal_path(config.state_dir), failpoints=Failpoints.of(config, "coordinator"))
     epoch = journal.begin_epoch(boot_id)
     _log.info("event=epoch epoch=%d boot_id=%s", epoch, boot_id)
-    peers = GrpcPeers(
-        trainer_target=targets["trainer"],
-        rollout_target=targets["rollout"],
-        epoch=epoch,
-        stage_timeout_s=config.coordinator.stage_timeout_s,
-        drain_grace_s=config.coordinator.drain_grace_s,
-        tracer=tracer,
-    )
+    peers = GrpcPeers(targets, config.coordinator, epoch=epoch, tracer=tracer)
     record = MemoryRecord(memory_record_path(config.state_dir))
     admission = Admission(peers, config, published_bytes=journal.published_bytes, record=record)
 

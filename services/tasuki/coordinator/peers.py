@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -11,6 +11,7 @@ from typing import Protocol, TypeVar
 import grpc
 import grpc.aio
 
+from tasuki.config.schema import CoordinatorConfig
 from tasuki.coordinator.journal import Intent, Outcome
 from tasuki.coordinator.phases import lost_weights, ring_position
 from tasuki.v1 import memory_pb2, metrics_pb2, rollout_pb2, trainer_pb2, types_pb2, weights_pb2
@@ -116,24 +117,15 @@ class GrpcPeers:
     """The two services of this node."""
 
     def __init__(
-        self,
-        *,
-        trainer_target: str,
-        rollout_target: str,
-        epoch: int,
-        stage_timeout_s: float,
-        drain_grace_s: float,
-        tracer: Tracer = NO_TRACER,
+        self, targets: Mapping[str, str], config: CoordinatorConfig, *, epoch: int, tracer: Tracer = NO_TRACER
     ) -> None:
-        """epoch: the coordinator's; a service whose state it has read refuses stage commands of older epochs."""
-        targets = {Service.TRAINER: trainer_target, Service.ROLLOUT: rollout_target}
-        self._channels = {service: tracer.link(open_channel(target)) for service, target in targets.items()}
+        """targets: by service. epoch: the coordinator's; a service whose state it has read refuses stage commands of older epochs."""
+        self._channels = {service: tracer.link(open_channel(targets[service])) for service in Service}
         self._trainer = TrainerServiceStub(self._channels[Service.TRAINER])
         self._rollout = RolloutServiceStub(self._channels[Service.ROLLOUT])
         self._memory = {service: MemoryServiceStub(channel) for service, channel in self._channels.items()}
         self._metrics = {service: MetricsServiceStub(channel) for service, channel in self._channels.items()}
-        self._epoch, self._timeout_s = epoch, stage_timeout_s
-        self._drain_grace_s = drain_grace_s
+        self._epoch, self._timeout_s, self._drain_grace_s = epoch, config.stage_timeout_s, config.drain_grace_s
 
     async def close(self) -> None:
         for channel in self._channels.values():

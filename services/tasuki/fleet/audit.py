@@ -7,12 +7,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-from tasuki.coordinator.audit.invariants import Violation
-from tasuki.coordinator.journal_file import id_text, open_journal
+from tasuki.coordinator.audit.history import Violation
+from tasuki.coordinator.journal_file import id_text, open_snapshot
 from tasuki.fleet.rules import COMMIT, PREPARE, ROLLOUT, TO_TRAIN, Step
-from tasuki.wire.denied_path import named_if_denied
-from tasuki.wire.errors import InvalidArgument, PathNotFound
-from tasuki.wire.regular_file import open_regular
 from tasuki.wire.stages import RULES, Phase, Stage, StageStatus
 
 _STAGES = frozenset(Stage)
@@ -53,16 +50,8 @@ class FleetAudit:
 
 def audit_fleet_journal(path: Path) -> FleetAudit:
     """Replays a journal. Raises PathNotFound, and InvalidArgument for a file that is not a fleet's journal."""
-    with named_if_denied(path, key="journal"):
-        if not path.is_file():
-            raise PathNotFound(f"there is no journal at {path}", path=path)
-        open_regular(path).close()  # SQLite's error for a denied file is that of a missing one
-    try:
-        with open_journal(path) as db:
-            db.execute("BEGIN")  # one snapshot of all tables
-            history = _read(db)
-    except (sqlite3.Error, OSError, ValueError) as error:
-        raise InvalidArgument("journal", f"{path} cannot be read as a fleet's: {error}", path=path) from error
+    with open_snapshot(path) as db:
+        history = _read(db)
     found = FleetAudit(
         num_changeovers=len(history.changeovers),
         num_done=sum(changeover.is_done for changeover in history.changeovers.values()),

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import grpc
 
-from tasuki.coordinator.audit.history import History, StageIntent, StageResult
-from tasuki.coordinator.audit.invariants import Broken, Invariant, Violation
+from tasuki.coordinator.audit.history import Broken, History, Invariant, StageIntent, StageResult, Violation
 from tasuki.rpc.command_log import LoggedCommand, LoggedLife
 from tasuki.wire.errors import DiskFull, from_reason
 from tasuki.wire.stages import RULES, Service, StageStatus

@@ -1,17 +1,19 @@
-"""A whole journal as values, read without writing to it: of a running node, of one that ended, or of a copy."""
+"""A whole journal as values, the invariants that it must keep, and whether any of its rows are missing.
+
+It is read without writing to it: of a running node, of one that ended, or of a copy.
+"""
 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import TypeVar
 
-from tasuki.coordinator.journal_file import check_version, id_text, open_journal
-from tasuki.wire.denied_path import named_if_denied
-from tasuki.wire.errors import InvalidArgument, PathNotFound
-from tasuki.wire.regular_file import open_regular
+from tasuki.coordinator.journal_file import id_number, id_text, open_snapshot
+from tasuki.wire.errors import StaleSequence
 from tasuki.wire.stages import Phase, Service, Stage, StageStatus
 
 _Row = TypeVar("_Row")
@@ -77,37 +79,19 @@ class History:
 
 def read_history(path: Path) -> History:
     """Reads the journal at `path`. Raises PathNotFound, and InvalidArgument for a file that is no journal of this version."""
-    with named_if_denied(path, key="journal"):
-        if not path.is_file():
-            raise PathNotFound(f"there is no journal at {path}", path=path)
-        open_regular(path).close()  # SQLite's error for a denied file is that of a missing one
-    try:
-        with open_journal(path) as db:
-            return _read(db, path)
-    except (sqlite3.Error, OSError) as error:
-        raise InvalidArgument("journal", f"{path} cannot be read: {error}", path=path) from error
-    except ValueError as error:  # an unknown stage, phase or status, or a value that is no number
-        raise InvalidArgument("journal", f"{path} holds what this build does not know: {error}", path=path) from error
+    with open_snapshot(path) as db:
 
+        def rows(query: str, make: Callable[[sqlite3.Row], _Row]) -> tuple[_Row, ...]:
+            return tuple(make(row) for row in db.execute(query))
 
-def _read(db: sqlite3.Connection, path: Path) -> History:
-    check_version(db, path, key="journal")
-    damage = db.execute("PRAGMA quick_check(1)").fetchone()[0]
-    if damage != "ok":
-        raise InvalidArgument("journal", f"{path} is damaged: {damage}", path=path)
-    db.execute("BEGIN")  # one snapshot of all tables
-
-    def rows(query: str, make: Callable[[sqlite3.Row], _Row]) -> tuple[_Row, ...]:
-        return tuple(make(row) for row in db.execute(query))
-
-    return History(
-        epochs=rows("SELECT epoch FROM epochs ORDER BY epoch", lambda row: _number(row, "epoch")),
-        changeovers=rows("SELECT * FROM changeovers ORDER BY number", _changeover),
-        endings=rows("SELECT * FROM outcomes ORDER BY number", _ending),
-        intents=rows("SELECT * FROM stages ORDER BY id", _intent),
-        results=rows("SELECT * FROM results ORDER BY id", _result),
-        highest=dict(rows("SELECT * FROM sqlite_sequence", lambda row: (_text(row, "name"), _number(row, "seq")))),
-    )
+        return History(
+            epochs=rows("SELECT epoch FROM epochs ORDER BY epoch", lambda row: _number(row, "epoch")),
+            changeovers=rows("SELECT * FROM changeovers ORDER BY number", _changeover),
+            endings=rows("SELECT * FROM outcomes ORDER BY number", _ending),
+            intents=rows("SELECT * FROM stages ORDER BY id", _intent),
+            results=rows("SELECT * FROM results ORDER BY id", _result),
+            highest=dict(rows("SELECT * FROM sqlite_sequence", lambda row: (_text(row, "name"), _number(row, "seq")))),
+        )
 
 
 def _changeover(row: sqlite3.Row) -> BegunChangeover:
@@ -155,3 +139,120 @@ def _text(row: sqlite3.Row, column: str) -> str:
 
 def _version(row: sqlite3.Row) -> int | None:
     return None if row["policy_version"] is None else _number(row, "policy_version")
+
+
+class Invariant(StrEnum):
+    """Promise that every journal and log must keep. docs/audit.md lists them in the same words."""
+
+    NUMBERS_GROW = "numbers-grow"
+    """Epochs never go back, and the sequence numbers of an epoch grow."""
+    ONE_OPEN = "one-open-changeover"
+    """A changeover has ended before the next one begins."""
+    ONE_RESULT = "one-result"
+    """A result belongs to an intent and an ending to a changeover, at most one to each, with an outcome allowed there."""
+    SETTLED = "intents-settled"
+    """An intent has its result before the next one is written; only the last may wait for it."""
+    ORIGIN = "origin"
+    """A changeover begins where the journal left the node, or where a restarted service put it; a silent service counts as restarted."""
+    RING = "ring"
+    """A stage follows the one before it in the ring."""
+    UNDO = "undo"
+    """Stages are undone newest first, rollout's before the trainer's, and only those that began."""
+    ONE_HOLDER = "one-holder"
+    """Rollout takes its KV cache only while the trainer is offloaded; the trainer takes its memory only while rollout is asleep."""
+    SYNC = "sync-of-published"
+    """SYNC received what the same life of the trainer published last and has not withdrawn."""
+    SERVED = "served-after-sync"
+    """A version is served only after its SYNC into the same life of rollout."""
+    VERSIONS_GROW = "versions-grow"
+    """A life of rollout never serves an older version than before; a trainer publishes an older one only after a restart in another epoch.
+
+    A checkpoint older than the present version is refused.
+    """
+    TARGET = "target"
+    """A completed changeover reached its phase, and names the version served there."""
+    EXECUTED_ONCE = "executed-once"
+    """No life of a service executed a command twice, and the journal has the service's answer."""
+    EXECUTED_IN_ORDER = "executed-in-order"
+    """A service executed stage commands in the order of their epochs and sequence numbers."""
+    AS_ASKED = "executed-as-asked"
+    """An executed stage has a matching intent, in the same life and version; a completed one has its line in the log."""
+    NONE_MISSING = "none-missing"
+    """Epochs, changeovers and intents are numbered without a gap, up to the last number given."""
+    LIVES_IN_ORDER = "lives-in-order"
+    """A life of a service does not come back once another followed it."""
+    TRAINED_ONCE = "trained-once"
+    """No command is twice in the trainer's log, and every step in it has gradients before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """First breach found. `stage`, `epoch` and `sequence` are None if it concerns no single command."""
+
+    invariant: StrEnum
+    expected: str
+    changeover_id: str = ""
+    stage: Stage | None = None
+    epoch: int | None = None
+    sequence: int | None = None
+
+
+class Broken(Exception):
+    """Raised at the first violation, to end a replay."""
+
+    def __init__(self, violation: Violation) -> None:
+        super().__init__(violation.expected)
+        self.violation = violation
+
+    @classmethod
+    def at_changeover(cls, invariant: Invariant, expected: str, changeover_id: str = "", *, epoch: int | None = None) -> Broken:
+        return cls(Violation(invariant, expected, changeover_id, epoch=epoch))
+
+    @classmethod
+    def at_intent(cls, intent: StageIntent, invariant: Invariant, expected: str) -> Broken:
+        return cls(Violation(invariant, expected, intent.changeover_id, intent.stage, intent.epoch, intent.sequence))
+
+
+def check_gaps(history: History) -> None:
+    """Raises Broken at the first missing number, or where a life of a service comes back after another."""
+    _check_none_missing("epochs", history.epochs, history, name=lambda number: f"epoch {number}")
+    changeovers = [id_number(changeover.id) for changeover in history.changeovers]
+    _check_none_missing("changeovers", changeovers, history, name=id_text)
+    _check_none_missing("stages", [intent.id for intent in history.intents], history, name=lambda number: f"intent {number}")
+    _check_sequences(history)
+    for service in Service:
+        _check_lives(service, history.intents)
+
+
+def _check_none_missing(table: str, numbers: Sequence[int], history: History, *, name: Callable[[int], str]) -> None:
+    """Checks that rows are numbered from 1 without a gap; the number of a row that failed to write is reused."""
+    for expected, number in enumerate(numbers, start=1):
+        if number != expected:
+            raise Broken.at_changeover(Invariant.NONE_MISSING, f"{name(expected)}, found {name(number)} in its place")
+    highest = history.highest.get(table, 0)
+    if highest > len(numbers):
+        text = f"{name(len(numbers) + 1)}, since the journal has numbered {table} up to {highest}"
+        raise Broken.at_changeover(Invariant.NONE_MISSING, text)
+
+
+def _check_sequences(history: History) -> None:
+    passed_over = {result.id for result in history.results if result.error_reason == StaleSequence.reason}
+    epoch, sequence = 0, 0
+    for intent in history.intents:
+        sequence = sequence + 1 if intent.epoch == epoch else 1
+        # Another caller used numbers in a service: the coordinator continues after those.
+        if intent.sequence != sequence and not (sequence > 1 and intent.id - 1 in passed_over):
+            raise Broken.at_intent(intent, Invariant.NONE_MISSING, f"sequence {sequence}, found {intent.sequence}")
+        epoch, sequence = intent.epoch, intent.sequence
+
+
+def _check_lives(service: Service, intents: Sequence[StageIntent]) -> None:
+    now, over = "", set[str]()
+    for intent in intents:
+        boot_id = intent.boot_ids[service]
+        if boot_id in over:
+            text = f"{service} with boot id {now}, which came after {boot_id}"
+            raise Broken.at_intent(intent, Invariant.LIVES_IN_ORDER, text)
+        if boot_id and boot_id != now:
+            over |= {now} - {""}
+            now = boot_id

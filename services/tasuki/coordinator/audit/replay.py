@@ -1,7 +1,7 @@
 """Replays a journal against the ring of stages, and finds the first broken invariant. Pure: no I/O.
 
 The journal holds the coordinator's commands and their answers. After a lost answer or a restart, a service may be at one of several
-stages (`possible_stages`); an entry that fits none of them is a breach.
+stages (`services.py`); an entry that fits none of them is a breach.
 """
 
 from __future__ import annotations
@@ -9,11 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from tasuki.coordinator.audit.gaps import check_gaps
-from tasuki.coordinator.audit.history import BegunChangeover, ChangeoverEnding, History, StageIntent, StageResult
-from tasuki.coordinator.audit.invariants import Broken, Invariant, Violation
-from tasuki.coordinator.audit.possible_stages import PossibleStages
-from tasuki.coordinator.audit.weights_trace import WeightsTrace
+from tasuki.coordinator.audit.history import (
+    BegunChangeover,
+    Broken,
+    ChangeoverEnding,
+    History,
+    Invariant,
+    StageIntent,
+    StageResult,
+    Violation,
+    check_gaps,
+)
+from tasuki.coordinator.audit.services import PossibleStages, WeightsTrace
 from tasuki.coordinator.journal_file import id_number, id_text
 from tasuki.coordinator.phases import next_stage, ring_position, since_phase, undo_path
 from tasuki.wire.errors import DeadlineExceeded, InternalError, Interrupted, PeerUnavailable, StageOrder

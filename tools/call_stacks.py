@@ -1,6 +1,6 @@
 """Records which of our functions are open in each process when a call is handed on: to a task, a peer, a rank or the native library.
 
-Installed through a sitecustomize.py on PYTHONPATH (changeover_path.py). It imports nothing heavy, since every interpreter runs it.
+Installed through a sitecustomize.py on PYTHONPATH (walks.py). It imports nothing heavy, since every interpreter runs it.
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ def follow(folder: str) -> None:
             note("ranks", frame.f_back)
         elif name == "call" and file.endswith("memory/library.py"):
             note(f"pages {frame.f_locals['name']}", frame)
+        elif name == "write_published" and file.endswith("weights/header.py"):
+            note("published", frame)
 
     sys.setprofile(called)
     threading.setprofile(called)
