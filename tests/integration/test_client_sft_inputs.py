@@ -70,7 +70,6 @@ def test_a_bad_line_is_named(config: Path, capsys: pytest.CaptureFixture[str], l
         (["sft.max_tokens=6"], "train.jsonl:1: has 7 tokens; at most 6 fit"),
         (["sft.num_steps=3", "sft.num_epochs=2"], "sft: give num_steps or num_epochs, not both"),
         (["sft.aggregation=constant"], "sft.aggregation"),
-        (["sft.group_size=8"], "sft.group_size: unknown key"),
         (["trainer.critic.learning_rate=1e-5"], "trainer.critic is set, but [sft] trains only the policy"),
     ],
 )  # fmt: skip

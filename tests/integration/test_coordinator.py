@@ -23,7 +23,7 @@ from tasuki.v1.types_pb2 import (
     STAGE_SYNC,
     STAGE_UNSPECIFIED,
 )
-from tasuki.wire.errors import OutOfGpuMemory, TasukiError, WeightsCorrupt
+from tasuki.wire.errors import OutOfGpuMemory
 from tests.integration.coordinator_process import DEADLINE_S, TO_ROLLOUT, Node, running_coordinator
 
 
@@ -66,53 +66,12 @@ async def test_both_directions_with_events_and_versions(node: Node) -> None:
     assert [one.event.status for one in held] == [pb.STAGE_STATUS_HELD]
 
 
-async def test_every_command_carries_epoch_and_growing_sequence(node: Node) -> None:
-    await node.acquire(PHASE_ROLLOUT)
-    commands = sorted((*node.trainer.commands, *node.rollout.commands), key=lambda command: command.sequence)
-    assert [(command.epoch, command.sequence) for command in commands] == [(1, 1), (1, 2), (1, 3), (1, 4), (1, 5)]
-    assert len({command.request_id for command in commands}) == 5
-
-
 async def test_state_names_the_targets_and_the_next_stage(node: Node) -> None:
     state = await node.state()
     assert state.trainer_target == node_targets(node.config)["trainer"]
     assert state.rollout_target == node_targets(node.config)["rollout"]
     assert (state.stage, state.next_stage, state.epoch) == (STAGE_LOAD_TRAINER, STAGE_LOAD_WEIGHTS, 1)
     assert not state.HasField("policy_version")
-
-
-async def test_single_stages_lead_around_and_repeats_get_the_first_answer(node: Node) -> None:
-    for stage in TO_ROLLOUT:
-        first = await node.run_stage(stage, f"hand-{stage}")
-        again = await node.run_stage(stage, f"hand-{stage}")
-        assert first == again
-        assert (first.event.stage, first.event.status) == (stage, pb.STAGE_STATUS_DONE)
-    assert (await node.state()).phase == PHASE_ROLLOUT
-    assert len(node.rollout.commands) + len(node.trainer.commands) == 5
-
-
-async def test_acquire_is_found_again_after_its_caller_left(node: Node) -> None:
-    node.rollout.hold[STAGE_SYNC] = asyncio.Event()
-    call = node.call(PHASE_ROLLOUT, "mine")
-    async for response in call:
-        if response.event.stage == STAGE_SYNC:
-            break
-    call.cancel()
-    node.rollout.hold[STAGE_SYNC].set()
-    again = await node.acquire(PHASE_ROLLOUT, "mine")
-    assert [one.event.stage for one in again if one.event.status == pb.STAGE_STATUS_DONE] == [*TO_ROLLOUT, STAGE_UNSPECIFIED]
-    assert sum(command.sequence == 3 for command in node.rollout.commands) == 1
-
-
-async def test_other_phase_is_refused_while_a_changeover_runs(node: Node) -> None:
-    node.rollout.hold[STAGE_SYNC] = asyncio.Event()
-    call = node.call(PHASE_ROLLOUT)
-    await call.read()
-    with pytest.raises(TasukiError) as refused:
-        await node.acquire(PHASE_TRAIN)
-    assert refused.value.reason == "CHANGEOVER_RUNNING"
-    node.rollout.hold[STAGE_SYNC].set()
-    assert (await node.acquire(PHASE_ROLLOUT))[-1].state.phase == PHASE_ROLLOUT
 
 
 async def test_failed_stage_comes_back_as_its_own_error_and_the_node_is_back_in_train(node: Node) -> None:
@@ -127,22 +86,6 @@ async def test_failed_stage_comes_back_as_its_own_error_and_the_node_is_back_in_
     assert [event.status for event in listed[0].stages] == [*[pb.STAGE_STATUS_UNDONE] * 4, pb.STAGE_STATUS_FAILED]
     node.rollout.fail.clear()
     assert (await node.acquire(PHASE_ROLLOUT))[-1].state.phase == PHASE_ROLLOUT
-
-
-async def test_corrupt_weights_are_never_served_and_training_may_go_on(node: Node) -> None:
-    node.rollout.fail[STAGE_SYNC] = WeightsCorrupt("lm_head.weight differs", rank=0)
-    with pytest.raises(WeightsCorrupt, match=r"lm_head\.weight"):
-        await node.acquire(PHASE_ROLLOUT)
-    assert ((await node.state()).phase, node.rollout.served) == (PHASE_TRAIN, None)
-
-
-async def test_watch_gives_the_state_at_once_and_after_every_event(node: Node) -> None:
-    watch = node.stub.WatchState(pb.WatchStateRequest())
-    first = await watch.read()
-    assert (first.state.phase, first.HasField("event")) == (PHASE_TRAIN, False)
-    told = [response.event for response in await node.acquire(PHASE_ROLLOUT)]
-    assert [(await watch.read()).event for _ in told] == told
-    watch.cancel()
 
 
 async def test_changeovers_are_listed_in_pages_newest_first(node: Node) -> None:

@@ -113,19 +113,6 @@ async def test_elsewhere_it_asks_for_a_certificate_with_a_role(tmp_path: Path, u
             await read(port)
 
 
-async def test_a_certificate_that_has_no_role_any_more_is_refused(tmp_path: Path, unused_tcp_port: int) -> None:
-    folder = make_certs(tmp_path / "certs")
-    roles = folder / "roles.toml"
-    roles.write_text('[certificates]\n"spiffe://tasuki.lab/tasuki/viewer" = "viewer"\n')
-    config = config_of(tmp_path, unused_tcp_port, *mtls(folder), f"security.callers={roles}", host="0.0.0.0")
-    async with served(config) as port:
-        assert (await read(port, tls=tls_of(folder, "viewer")))[0] == 200
-        status, text = await read(port, tls=tls_of(folder, "operator"))
-        assert status == 403 and b"needs the role viewer" in text
-        roles.write_text("")
-        assert (await read(port, tls=tls_of(folder, "viewer")))[0] == 403
-
-
 async def test_elsewhere_it_asks_for_a_token_which_may_be_taken_away(tmp_path: Path, unused_tcp_port: int) -> None:
     folder = make_tokens(make_certs(tmp_path / "certs"))
     security = [*mtls(folder)[:2], *tokens(folder)]

@@ -11,13 +11,12 @@ import pytest
 from tasuki.client import AsyncClient, Credentials
 from tasuki.config.paths import node_targets
 from tasuki.config.schema import NodeConfig
-from tasuki.rpc.port import check_ports
 from tasuki.v1 import trainer_pb2
 from tasuki.v1.coordinator_pb2 import GetStateRequest
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 from tasuki.v1.trainer_pb2_grpc import TrainerServiceStub
 from tasuki.wire.channel import open_channel
-from tasuki.wire.errors import InvalidArgument, PeerUnavailable, PermissionDenied
+from tasuki.wire.errors import PeerUnavailable, PermissionDenied
 from tests.integration.counting_trainer import command
 from tests.integration.port_node import (
     make_certs,
@@ -63,19 +62,6 @@ async def test_socket_asks_for_nothing_and_tells_of_sockets(tmp_path: Path) -> N
         node.scripted.targets = node_targets(config)
         async with AsyncClient(state_dir=config.state_dir) as client:
             assert len(await client.generate([[5, 6]])) == 1
-
-
-async def test_epoch_of_a_coordinator_is_a_peers(tmp_path: Path) -> None:
-    config, folder = make_config("certificate", tmp_path)
-    request = trainer_pb2.GetTrainerStateRequest(epoch=9)
-    async with port_node(config, folder) as node:
-        for role, is_allowed in (("operator", False), ("peer", True)):
-            async with open_channel(node.port_of("trainer"), credentials=node.credentials(role)) as channel:
-                call = TrainerServiceStub(channel).GetTrainerState(request, timeout=60)
-                if is_allowed:
-                    await call
-                else:
-                    assert isinstance(await refused(call), PermissionDenied)
 
 
 @pytest.mark.parametrize("method", ["SaveCheckpoint", "ExportModel", "LoadCheckpoint"])
@@ -126,16 +112,6 @@ async def test_refusal_comes_before_a_message_is_read(tmp_path: Path) -> None:
         call = channel.stream_unary("/tasuki.v1.CoordinatorService/GetState")()
         # Nothing is sent, and the stream stays open.
         assert (await asyncio.wait_for(call.code(), 60)).name == "UNAUTHENTICATED"
-
-
-@pytest.mark.parametrize("spoiled", ["node.pem", "node.key", "ca.pem"])
-def test_files_that_cannot_be_used_are_named_before_anything_starts(tmp_path: Path, spoiled: str) -> None:
-    config, folder = make_config("certificate", tmp_path)
-    check_ports(config)
-    (folder / spoiled).write_text("rubbish")
-    with pytest.raises(InvalidArgument) as refused_config:
-        check_ports(config)
-    assert refused_config.value.metadata["field"].startswith("security.")
 
 
 async def test_client_that_does_not_trust_the_node_says_so(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from tasuki.v1.types_pb2 import TrainingSample
 from tests.extent import IS_WHOLE, crossed
 from tests.integration.learning import COST, fsdp, learn, start_learner, whole_gradients, whole_parameters
 from tests.integration.one_rank import mesh
-from tests.integration.trainer_process import TrainerClient, TrainerProcess, connect, samples_of_now, start_trainer
+from tests.integration.trainer_process import TrainerClient, TrainerProcess, connect, start_trainer
 from tests.integration.trainer_samples import make_samples
 from tests.models import VOCAB_SIZE, make_model, save_checkpoint
 
@@ -174,26 +174,3 @@ async def test_a_step_over_grpc_is_equal_and_takes_fewer_micro_batches(trainers:
         # After a step: if a gradient is near 0, rounding decides Adam's first one.
         for mine, theirs in zip(rows, scores[0], strict=True):
             assert list(mine) == pytest.approx(list(theirs), abs=1e-4)
-
-
-async def test_two_ranks_that_share_answer_as_one(trainers: list[TrainerProcess]) -> None:
-    """The service cuts calls for groups of ranks, and counts a group's answers once. No two samples share a prompt."""
-    answers, steps, scores = [], [], []
-    for trainer in trainers[:2]:
-        async with connect(trainer) as channel:
-            client = TrainerClient(channel)
-            samples = await samples_of_now(client)
-            answers.append(await client.forward_backward(samples, loss=GSPO))
-            steps.append(await client.optim_step())
-            scores.append(await client.log_probs(samples))
-    (alone, shared), (one, other) = answers, steps
-    assert (shared.num_samples, shared.num_tokens, shared.num_micro_batches) == (
-        alone.num_samples,
-        alone.num_tokens,
-        alone.num_micro_batches,
-    )
-    assert shared.loss == pytest.approx(alone.loss, rel=1e-5, abs=1e-6)
-    assert shared.metrics == pytest.approx(alone.metrics, rel=1e-4, abs=1e-6)
-    assert other.grad_norm == pytest.approx(one.grad_norm, rel=1e-5)
-    for mine, theirs in zip(*scores, strict=True):
-        assert list(mine) == pytest.approx(list(theirs), abs=1e-4)

@@ -24,7 +24,7 @@ from tasuki.runs.folder import MetricsFile
 from tasuki.runs.resume import begin, check_restart, go_on, resumable_run
 from tasuki.runs.rl_training import rl_run_settings
 from tasuki.v1 import types_pb2
-from tasuki.wire.errors import InvalidArgument, PathNotFound, TasukiError, VersionOrder
+from tasuki.wire.errors import InvalidArgument, PathNotFound, TasukiError
 from tests.integration.scripted_node import ScriptedNode, scripted_node
 
 
@@ -161,13 +161,16 @@ async def test_a_checkpoint_that_the_trainers_log_may_build_on_stays(run: Run) -
     assert (run.output_dir / "checkpoints" / "version-000008").exists()
 
 
-async def test_a_node_that_another_run_trained_is_refused_and_nothing_is_changed(run: Run) -> None:
+async def test_the_model_of_an_earlier_end_is_kept_under_its_step(run: Run) -> None:
     run.train(6, saves=4)
-    (run.output_dir / "summary.json").write_text("{}")
-    (run.folder / "node" / "training.run").write_text("another")
-    with pytest.raises(VersionOrder):
+    for text in ("first", "again"):
+        (run.output_dir / "model").mkdir()
+        (run.output_dir / "model" / "config.json").write_text(text)
+        (run.output_dir / "summary.json").write_text("{}")
         await run.go_on()
-    assert (run.node.policy_version, (run.output_dir / "summary.json").exists()) == (6, True)
+        assert not (run.output_dir / "model").exists()
+        assert not (run.output_dir / "summary.json").exists()
+    assert (run.output_dir / "model-000005" / "config.json").read_text() == "first"
 
 
 async def test_a_run_without_a_checkpoint_begins_again_only_when_it_saves_from_now_on(run: Run) -> None:

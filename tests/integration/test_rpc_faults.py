@@ -36,48 +36,17 @@ NUM_FAULTS, SHARE, SEED = 1000 if IS_WHOLE else 150, 0.2, 5
 DUPLICATE = "the request arrives twice"
 
 
-class TrainerFront(TrainerServiceServicer, MemoryServiceServicer):
-    """Serves a simulated trainer over gRPC."""
+def front_of(service: Any, base: type) -> Any:
+    """Serves a simulated service over gRPC."""
 
-    def __init__(self, service: Any) -> None:
-        self._service = service
+    def served(name: str) -> Any:
+        async def call(self: Any, request: Any, context: Any) -> Any:
+            return await getattr(service, name)(request)
 
-    async def PublishWeights(self, request: Any, context: Any) -> Any:
-        return await self._service.PublishWeights(request)
+        return call
 
-    async def WithdrawWeights(self, request: Any, context: Any) -> Any:
-        return await self._service.WithdrawWeights(request)
-
-    async def GetTrainerState(self, request: Any, context: Any) -> Any:
-        return await self._service.GetTrainerState(request)
-
-    async def Pause(self, request: Any, context: Any) -> Any:
-        return await self._service.Pause(request)
-
-    async def Resume(self, request: Any, context: Any) -> Any:
-        return await self._service.Resume(request)
-
-
-class RolloutFront(RolloutServiceServicer, MemoryServiceServicer):
-    """Serves a simulated rollout over gRPC."""
-
-    def __init__(self, service: Any) -> None:
-        self._service = service
-
-    async def ReceiveWeights(self, request: Any, context: Any) -> Any:
-        return await self._service.ReceiveWeights(request)
-
-    async def Drain(self, request: Any, context: Any) -> Any:
-        return await self._service.Drain(request)
-
-    async def GetRolloutState(self, request: Any, context: Any) -> Any:
-        return await self._service.GetRolloutState(request)
-
-    async def Pause(self, request: Any, context: Any) -> Any:
-        return await self._service.Pause(request)
-
-    async def Resume(self, request: Any, context: Any) -> Any:
-        return await self._service.Resume(request)
+    methods = {name: served(name) for name in (*dir(base), "Pause", "Resume") if name[0].isupper() and hasattr(service, name)}
+    return type("Front", (base, MemoryServiceServicer), methods)()
 
 
 class FaultyPeers(GrpcPeers):
@@ -121,8 +90,8 @@ async def services(folder: Path) -> AsyncIterator[tuple[SimulatedTrainer, Simula
     trainer.weather.seconds = rollout.weather.seconds = 0.001
     servers, proxies = [], {}
     for service, front, add in (
-        (Service.TRAINER, TrainerFront(trainer), add_TrainerServiceServicer_to_server),
-        (Service.ROLLOUT, RolloutFront(rollout), add_RolloutServiceServicer_to_server),
+        (Service.TRAINER, front_of(trainer, TrainerServiceServicer), add_TrainerServiceServicer_to_server),
+        (Service.ROLLOUT, front_of(rollout, RolloutServiceServicer), add_RolloutServiceServicer_to_server),
     ):
         server = RpcServer(service=service, target=f"unix:{folder}/{service}.sock")
         server.add(add, front, f"tasuki.v1.{service.title()}Service")

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from tasuki.v1 import types_pb2
-from tasuki.v1.types_pb2 import ROLE_REFERENCE, TrainingSample
+from tasuki.v1.types_pb2 import ROLE_REFERENCE
 from tests.integration.trainer_process import TrainerClient, samples_of_now
 from tests.integration.trainer_samples import plain_log_probs
-from tests.refusal import refused
 
 
 async def test_metrics_count_tokens_steps_and_the_gap_of_the_last_batch(client: TrainerClient) -> None:
@@ -61,16 +60,6 @@ async def test_learning_lowers_the_loss_and_counts_versions(client: TrainerClien
     assert not {"log_prob_gap", "rollout_kl"} & second.metrics.keys()
 
 
-async def test_gradients_of_several_calls_add_up(client: TrainerClient) -> None:
-    samples = await samples_of_now(client)
-    await client.forward_backward(samples)
-    once = await client.optim_step(learning_rate=0.0)
-    await client.forward_backward(samples)
-    await client.forward_backward(samples)
-    twice = await client.optim_step(learning_rate=0.0)
-    assert twice.grad_norm == pytest.approx(2 * once.grad_norm, rel=1e-5)
-
-
 async def test_log_probs_equal_those_of_transformers(client: TrainerClient, trainer_model: Path, tmp_path: Path) -> None:
     samples = await samples_of_now(client, 30)
     await client.forward_backward(samples)
@@ -99,23 +88,6 @@ async def test_gap_is_the_distance_to_the_given_rollout_log_probs(client: Traine
     samples[3].rollout_log_probs[0] += 0.25
     samples[3].ClearField("loss_mask")
     assert (await client.forward_backward(samples)).metrics["log_prob_gap_max"] == pytest.approx(0.25, abs=1e-5)
-
-
-async def test_infinite_gradients_are_discarded_without_a_step(client: TrainerClient) -> None:
-    samples = await samples_of_now(client)
-    before = await client.log_probs(samples)
-    version = (await client.state()).policy_version
-    broken = [TrainingSample.FromString(sample.SerializeToString()) for sample in samples]
-    for sample in broken:
-        sample.advantages[:] = [3e38]
-        sample.ClearField("loss_mask")
-    await client.forward_backward(broken)
-    assert (await refused(client.optim_step())).reason == "GRADIENTS_NOT_FINITE"
-    state = await client.state()
-    assert (state.policy_version, state.has_gradients) == (version, False)
-    assert await client.log_probs(samples) == before
-    await client.forward_backward(samples)
-    assert (await client.optim_step()).version == version + 1
 
 
 async def test_usage_is_measured_per_rank(client: TrainerClient) -> None:

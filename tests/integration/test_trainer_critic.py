@@ -1,4 +1,4 @@
-"""The trainer service of two ranks with a critic: runs, skipped steps, and their recovery by a restarted trainer."""
+"""The trainer service of two ranks with a critic: runs, and their recovery by a restarted trainer."""
 
 from __future__ import annotations
 

@@ -81,15 +81,6 @@ async def test_a_rank_without_room_keeps_every_rank_asleep_and_usable(memory: Ra
     assert await asleep(memory) == [(0, False, False), (1, False, False)]
 
 
-async def test_a_repeated_pause_or_resume_moves_nothing(memory: RankCalls) -> None:
-    weights = [MemoryTag.WEIGHTS]
-    released = await memory.pause(weights, timeout_s=10)
-    assert await memory.pause(weights, timeout_s=10) == 0
-    assert await memory.pause([MemoryTag.KV_CACHE, *weights], timeout_s=10) == 0
-    assert await memory.resume(weights, timeout_s=10) == released
-    assert await memory.resume(weights, timeout_s=10) == 0
-
-
 # --- weights
 
 

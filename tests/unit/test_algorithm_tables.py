@@ -25,7 +25,12 @@ MINIMAL = (
 )
 HELD_OUT = "train.eval_dataset=held-out.jsonl"
 CRITIC = "trainer.critic.learning_rate=1e-5"
-STEERED = ("train.advantages.kl_coef=0.1", "train.advantages.kl_target=6")
+STEERED = (
+    "train.advantages.kl_coef=0.1",
+    "train.advantages.kl_target=6",
+    "train.prompts_per_step=10000",
+    "train.group_size=5",
+)
 
 
 def config_of(folder: Path, *overrides: str) -> NodeConfig:
@@ -120,70 +125,49 @@ def test_old_log_probs_are_computed_where_a_ratio_needs_them(tmp_path: Path, ove
 
 
 @pytest.mark.parametrize(
-    ("overrides", "field", "problem"),
+    ("field", "overrides"),
     [
-        (["train.loss.clip_low=1.5"], "train.loss.clip_low", "is 1.5; must be a number from 0 to 1"),
-        (["train.loss.old_policy=given"], "train.loss.old_policy", "unknown key; ppo has"),
-        (["train.loss.clip=0.2"], "train.loss.clip", "unknown key; ppo has"),
-        (["train.loss.correction.mask=1"], "train.loss.correction.mask", "unknown key; it has token_truncation"),
-        (["train.loss.name=nope"], "train.loss.name", "give one of cispo, "),
-        (["train.algorithm=grop"], "train.algorithm", "Input should be 'grpo'"),
-        (["train.advantages.std=median"], "train.advantages.std", "Input should be"),
-        (["train.advantages.kl_target=0.1"], "train.advantages.kl_target", "needs a kl_coef"),
-        (["train.group_size=1"], "train.group_size", "teaches nothing"),
-        (["train.group_size=1", "train.algorithm=rloo"], "train.group_size", 'estimator = "leave_one_out"'),
-        (
-            ["train.group_size=1", "train.algorithm=remax", "train.max_batches=2"],
-            "train.max_batches",
-            "a group of one never does",
-        ),
-        (
-            ["train.overlong_tokens=100", "train.max_new_tokens=99"],
-            "train.overlong_tokens",
-            "is 100; must be from 1 to max_new_tokens = 99",
-        ),
-        (
-            ["train.old_policy=current", "train.num_mini_batches=2"],
-            "train.old_policy",
-            '"current" is for one optimizer step a step, and there are 2',
-        ),
-        (["train.loss.name=sft"], "train.loss", "sft does not learn from rewards"),
-        (["train.loss.name=value"], "train.loss", "value does not learn from rewards"),
-        (["train.critic_warmup_steps=2"], "train.critic_warmup_steps", "needs a critic"),
-        (["train.loss.clip_high=1e39"], "train.loss.clip_high", "must be a number from 0 to 1e+30"),
-        (["train.temperature=1e-7"], "train.temperature", "greater than or equal to 0.00001"),
-        (["train.eval.temperature=1e-9", "train.eval.num_samples=4"], "train.eval.temperature", "must be 0, which is greedy"),
-        (
-            ["train.algorithm=ppo", CRITIC, "train.critic_warmup_steps=9", "train.num_steps=9"],
-            "train.critic_warmup_steps",
-            "is 9 of num_steps = 9, so the policy would never train",
-        ),
-        (["train.stop_token_ids=[7, 2147483648]"], "train.stop_token_ids.1", "less than or equal to 2147483647"),
-        (["train.top_k=2147483648"], "train.top_k", "less than or equal to 2147483647"),
-        (
-            [*STEERED, "train.prompts_per_step=10000", "train.group_size=5"],
-            "train.advantages.kl_target",
-            "is for steps of fewer than 50000 samples, and there are 50000",
-        ),
-        (["train.algorithm=ppo"], "train.advantages.estimator", "add a table [trainer.critic]"),
-        ([CRITIC], "trainer.critic", "nothing trains it"),
-        ([HELD_OUT, "train.eval.num_samples=4"], "train.eval", "temperature above 0"),
-        (['train.num_steps="5"'], "train.num_steps", "give a number, without quotes (got '5')"),
-        (["train.num_steps=true"], "train.num_steps", "give a number (got True)"),
-        (['train.mask_truncated="true"'], "train.mask_truncated", "give true or false, without quotes"),
-        (['train.stop_token_ids=["7"]'], "train.stop_token_ids", "give a number, without quotes"),
-        (['train.loss.clip_low="0.2"'], "train.loss.clip_low", "is '0.2'; must be a number"),
-        (['train.loss.correction.token_mask=["0.5", 2.0]'], "train.loss.correction.token_mask", "must be two bounds"),
-        (["train.reward.weights.a=1"], "train.reward.weights", "has a, which names no function"),
-        (["train.reward.function={}"], "train.reward.function", "names no function"),
+        ("train.loss.clip_low", ["train.loss.clip_low=1.5"]),
+        ("train.loss.clip_low", ['train.loss.clip_low="0.2"']),
+        ("train.loss.old_policy", ["train.loss.old_policy=given"]),
+        ("train.loss.clip", ["train.loss.clip=0.2"]),
+        ("train.loss.correction.mask", ["train.loss.correction.mask=1"]),
+        ("train.loss.correction.token_mask", ['train.loss.correction.token_mask=["0.5", 2.0]']),
+        ("train.loss.name", ["train.loss.name=nope"]),
+        ("train.algorithm", ["train.algorithm=grop"]),
+        ("train.advantages.std", ["train.advantages.std=median"]),
+        ("train.advantages.kl_target", ["train.advantages.kl_target=0.1"]),
+        ("train.advantages.discount", ["train.advantages.discount=0.0"]),
+        ("train.advantages.lam", ["train.advantages.lam=1.5"]),
+        ("train.advantages.kl_coef", ["train.advantages.kl_coef=-1"]),
+        ("train.group_size", ["train.group_size=1"]),
+        ("train.group_size", ["train.group_size=1", "train.algorithm=rloo"]),
+        ("train.max_batches", ["train.group_size=1", "train.algorithm=remax", "train.max_batches=2"]),
+        ("train.overlong_tokens", ["train.overlong_tokens=100", "train.max_new_tokens=99"]),
+        ("train.old_policy", ["train.old_policy=current", "train.num_mini_batches=2"]),
+        ("train.loss", ["train.loss.name=sft"]),
+        ("train.loss", ["train.loss.name=value"]),
+        ("train.loss.clip_high", ["train.loss.clip_high=1e39"]),
+        ("train.temperature", ["train.temperature=1e-7"]),
+        ("train.eval.temperature", ["train.eval.temperature=1e-9", "train.eval.num_samples=4"]),
+        ("train.eval", [HELD_OUT, "train.eval.num_samples=4"]),
+        ("train.critic_warmup_steps", ["train.critic_warmup_steps=2"]),
+        ("train.critic_warmup_steps", ["train.algorithm=ppo", CRITIC, "train.critic_warmup_steps=9", "train.num_steps=9"]),
+        ("train.stop_token_ids.1", ["train.stop_token_ids=[7, 2147483648]"]),
+        ("train.stop_token_ids", ['train.stop_token_ids=["7"]']),
+        ("train.top_k", ["train.top_k=2147483648"]),
+        ("train.advantages.kl_target", STEERED),
+        ("train.advantages.estimator", ["train.algorithm=ppo"]),
+        ("trainer.critic", [CRITIC]),
+        ("train.num_steps", ['train.num_steps="5"']),
+        ("train.num_steps", ["train.num_steps=true"]),
+        ("train.mask_truncated", ['train.mask_truncated="true"']),
+        ("train.reward.weights", ["train.reward.weights.a=1"]),
+        ("train.reward.function", ["train.reward.function={}"]),
     ],
 )
-def test_what_does_not_fit_is_refused_when_the_file_is_read(
-    tmp_path: Path, overrides: list[str], field: str, problem: str
-) -> None:
-    error = refused(tmp_path, *overrides)
-    assert error.metadata["field"] == field
-    assert problem in error.message
+def test_what_does_not_fit_is_refused_when_the_file_is_read(tmp_path: Path, field: str, overrides: list[str]) -> None:
+    assert refused(tmp_path, *overrides).metadata["field"] == field
 
 
 @pytest.mark.parametrize("estimator", Estimator)

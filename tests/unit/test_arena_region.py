@@ -125,29 +125,6 @@ def test_a_module_built_inside_sleeps_and_learns_after_it_woke(allocator):
     assert all(torch.isfinite(parameter.grad).all() for parameter in model.parameters())
 
 
-def test_pausing_lowers_resident_memory_by_95_percent_of_the_tags_bytes(allocator):
-    with allocator.region(WEIGHTS):
-        weights = torch.ones(32 * MIB // 4)
-    with allocator.region(KV_CACHE):
-        kv_cache = torch.ones(64 * MIB // 4)
-    address, awake = kv_cache.data_ptr(), resident_bytes()
-    assert allocator.pause([KV_CACHE, WEIGHTS]) == 96 * MIB
-    assert awake - resident_bytes() >= 0.95 * 96 * MIB
-    assert allocator.resume([WEIGHTS, KV_CACHE]) == 96 * MIB
-    kv_cache.fill_(2)
-    weights.fill_(3)
-    assert (kv_cache.data_ptr(), kv_cache.sum().item()) == (address, 32 * MIB)
-
-
-def test_content_that_is_kept_comes_back(allocator):
-    with allocator.region(OPTIMIZER):
-        moments = torch.arange(MIB, dtype=torch.float32)
-    for _ in range(3):
-        allocator.pause([OPTIMIZER, WEIGHTS])
-        allocator.resume([OPTIMIZER, WEIGHTS])
-        assert torch.equal(moments, torch.arange(MIB, dtype=torch.float32))
-
-
 def test_an_optimizer_made_inside_steps_as_one_outside(allocator):
     def train(region):
         torch.manual_seed(0)

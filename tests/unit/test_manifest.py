@@ -183,13 +183,7 @@ def test_uneven_and_empty_slices_of_all_ranks_are_complete(cut: Cut, shape: tupl
     ("boxes", "message"),
     [
         ((((0, 0), (4, 4)), ((3, 0), (4, 4))), "[3:4, 0:4] of shape (7, 4) is published by two trainer ranks"),
-        ((((0, 0), (7, 3)), ((0, 2), (7, 2))), "[0:7, 2:3] of shape (7, 4) is published by two trainer ranks"),
-        ((((0, 0), (4, 4)), ((3, 3), (4, 1))), "[3:4, 3:4] of shape (7, 4) is published by two trainer ranks"),
-        ((((0, 0), (7, 4)), ((0, 0), (7, 4))), "[0:7, 0:4] of shape (7, 4) is published by two trainer ranks"),
         ((((0, 0), (3, 4)), ((4, 0), (3, 4))), "[3:4, 0:4] of shape (7, 4) is not published"),
-        ((((0, 0), (4, 4)), ((4, 0), (2, 4))), "[6:7, 0:4] of shape (7, 4) is not published"),
-        ((((0, 0), (7, 2)), ((0, 3), (7, 1))), "[0:7, 2:3] of shape (7, 4) is not published"),
-        ((((0, 0), (4, 4)), ((4, 0), (3, 3))), "[4:7, 3:4] of shape (7, 4) is not published"),
         ((((0, 0), (4, 2)), ((4, 2), (3, 2))), "[0:4, 2:4] of shape (7, 4) is not published"),
     ],
 )
