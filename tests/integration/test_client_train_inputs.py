@@ -1,4 +1,4 @@
-"""`tasuki train` checks everything before it starts a node: each mistake gives one line that says where it is."""
+"""`tasuki train` checks either table before it starts a node: each mistake gives one line that says where it is."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from tasuki.runs.earlier_run import RunHead, write_head
 from tasuki.runs.folder import MetricsFile, read_steps
 from tasuki.runs.inputs import read_inputs
 from tasuki.runs.recipe import recipe
+from tasuki.runs.sft_training import read_sft
 from tasuki.wire.errors import InvalidArgument
 from tests.models import make_model, save_checkpoint
 from tests.owners import give_away
@@ -205,3 +206,60 @@ def test_a_run_that_its_score_has_ended_goes_on_with_another_target(
 def test_a_file_without_a_train_table_cannot_be_trained(config: Path, capsys: pytest.CaptureFixture[str]):
     config.write_text(config.read_text().partition("[train]")[0])
     assert "neither a [train] nor an [sft] table" in _error(config, capsys)
+
+
+# --- the table [sft]
+
+TRAIN = '[train]\ndataset = "train.jsonl"\noutput_dir = "run"\nmax_new_tokens = 32\n[train.reward]\nfunction = "rewards:one"\n'
+
+
+@pytest.fixture
+def sft_config(tmp_path: Path, model: Path) -> Path:
+    (tmp_path / "train.jsonl").write_text('{"prompt": "abc", "completion": "cba"}\n' * 5)
+    path = tmp_path / "node.toml"
+    path.write_text(
+        f'state_dir = "node"\n[model]\npath = {json.dumps(str(model))}\n[trainer]\nmicro_batch_tokens = 64\n[rollout]\n'
+        'context_length = 8\n[sft]\ndataset = "train.jsonl"\noutput_dir = "run"\nsamples_per_step = 2\n'
+    )
+    return path
+
+
+@pytest.mark.parametrize("key", ["dataset", "eval_dataset"])
+def test_a_bad_supervised_line_is_named(sft_config: Path, capsys: pytest.CaptureFixture[str], key: str):
+    good, bad = sft_config.parent / "train.jsonl", sft_config.parent / "bad.jsonl"
+    bad.write_text(good.read_text() + "{\n")
+    files = {"dataset": good, "eval_dataset": good, key: bad}
+    told = _error(sft_config, capsys, *(f'sft.{name}="{file}"' for name, file in files.items()))
+    assert f"INVALID_ARGUMENT: sft.{key}: " in told and "bad.jsonl:6" in told
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"),
+    [
+        (["sft.dataset=/nowhere/train.jsonl"], "sft.dataset: /nowhere/train.jsonl does not exist"),
+        (["sft.max_tokens=65"], "sft.max_tokens: is 65, above trainer.micro_batch_tokens of 64"),
+        (["sft.max_tokens=257", "trainer.micro_batch_tokens=512"], "sft.max_tokens: is 257, above the model's context length of 256"),
+        (["sft.max_tokens=6"], "train.jsonl:1: has 7 tokens; at most 6 fit"),
+        (["sft.num_steps=3", "sft.num_epochs=2"], "sft: give num_steps or num_epochs, not both"),
+        (["sft.aggregation=constant"], "sft.aggregation"),
+        (["trainer.critic.learning_rate=1e-5"], "trainer.critic is set, but [sft] trains only the policy"),
+    ],
+)  # fmt: skip
+def test_a_bad_key_of_sft_is_named(sft_config: Path, capsys: pytest.CaptureFixture[str], overrides: list[str], problem: str):
+    assert problem in _error(sft_config, capsys, *overrides)
+
+
+def test_a_file_with_both_tables_names_both(sft_config: Path, capsys: pytest.CaptureFixture[str]):
+    sft_config.write_text(sft_config.read_text() + TRAIN)
+    assert "sft: the configuration has both [train] and [sft]" in _error(sft_config, capsys)
+
+
+@pytest.mark.parametrize(
+    ("override", "num_steps", "key"),
+    [(None, 3, "sft.num_epochs"), ("sft.num_epochs=4", 10, "sft.num_epochs"), ("sft.num_steps=4", 4, "sft.num_steps")],
+)
+def test_the_length_is_in_steps_or_in_epochs(sft_config: Path, override: str | None, num_steps: int, key: str):
+    loaded = load_config(sft_config, overrides=[] if override is None else [override])
+    assert loaded.sft is not None
+    settings = read_sft(loaded, loaded.sft).settings
+    assert (settings.num_steps, settings.length_key) == (num_steps, key)
