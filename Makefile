@@ -37,7 +37,7 @@ EXTRAS := --extra certs --extra otel --extra rollout --extra tensorboard --extra
 MEASURED := tests/integration/test_many_changeovers.py
 README_NODE := tests/e2e/test_documents.py::test_commands_of_the_readme_work_as_written
 # Of their proofs `make test` carries out a sample (tests/extent.py).
-SAMPLED := $(filter-out $(MEASURED),$(shell grep -rl 'tests.extent import' tests/unit tests/integration tests/e2e --include='test_*.py')) tests/integration/test_loss_cuts.py tests/integration/test_engine_parts.py \
+SAMPLED := $(filter-out $(MEASURED),$(shell grep -rl 'tests.extent import' tests/unit tests/integration tests/e2e --include='test_*.py')) tests/integration/test_engine_parts.py \
   tests/integration/test_trainer_memory.py
 GRID := tests/chaos/test_grid.py
 # The longest one last.

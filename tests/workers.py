@@ -28,7 +28,6 @@ _FIRST = {
     "ranks": [
         "integration/test_trainer_exactness",
         "integration/test_critic_exactness",
-        "integration/test_loss_cuts",
         "integration/test_trainer_memory",
         "integration/test_sync_broken",
         "integration/test_weight_exchange",

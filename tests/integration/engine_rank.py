@@ -22,7 +22,6 @@ from tasuki.v1.memory_pb2 import PauseRequest, ResumeRequest
 from tasuki.v1.types_pb2 import MEMORY_TAG_WEIGHTS
 from tasuki.weights.plan import Slice
 from tasuki.wire.stages import MemoryTag
-from tests.integration.adapter_rank import Adapter, receive_adapter
 from tests.integration.base_rank import share_base
 from tests.integration.forked import processes
 from tests.ports import free_port
@@ -59,23 +58,18 @@ class EngineRanks:
         self._pipes = pipes
         self._tp_size = 0
 
-    def receive(
-        self, folder: Path, published: weights_pb2.PublishedWeights, *, tp_size: int, adapter: Adapter | None = None
-    ) -> list[Outcome]:
-        """Loads the checkpoint in `folder` as SGLang does, poisons every parameter, and receives `published`, in each rank.
-
-        adapter: is poisoned, received and compared instead of the model.
-        """
+    def receive(self, folder: Path, published: weights_pb2.PublishedWeights, *, tp_size: int) -> list[Outcome]:
+        """Loads the checkpoint in `folder` as SGLang does, poisons every parameter, and receives `published`, in each rank."""
         address = self._address(tp_size)
         for tp_rank, pipe in enumerate(self._pipes[:tp_size]):
-            pipe.send(_Job(tp_rank, tp_size, address, str(folder), published.SerializeToString(), adapter))
+            pipe.send(_Job(tp_rank, tp_size, address, str(folder), published.SerializeToString()))
         return [self._answer(pipe) for pipe in self._pipes[:tp_size]]
 
     def share_base(self, folder: Path, state_dir: Path, *, tp_size: int) -> list[Outcome]:
         """Runs base_rank.share_base in each rank."""
         address = self._address(tp_size)
         for tp_rank, pipe in enumerate(self._pipes[:tp_size]):
-            pipe.send(_Job(tp_rank, tp_size, address, str(folder), b"", None, state_dir))
+            pipe.send(_Job(tp_rank, tp_size, address, str(folder), b"", state_dir))
         return [self._answer(pipe) for pipe in self._pipes[:tp_size]]
 
     @property
@@ -116,7 +110,6 @@ class _Job:
     address: str | None
     folder: str
     published: bytes
-    adapter: Adapter | None
     state_dir: Path | None = None
 
 
@@ -189,7 +182,7 @@ def _run_rank(pipe: Connection, device: str) -> None:
                 if job.state_dir is not None:
                     outcome = _share_base(model, args, allocator, job.state_dir, rank=job.tp_rank)
                 else:
-                    outcome = _receive(model, allocator, job) if job.adapter is None else _receive_adapter(model, args, job)
+                    outcome = _receive(model, allocator, job)
             elif isinstance(job, bytes):
                 run_command(model, command_tensors(job))
             else:
@@ -321,13 +314,6 @@ def _receive(model: Any, allocator: NativeAllocator, job: _Job) -> Outcome:
         num_constants=len(plan.constants),
         is_plan_recorded_ahead=rank.receiver._recorded is recorded,
     )
-
-
-def _receive_adapter(model: Any, args: Any, job: _Job) -> Outcome:
-    published = weights_pb2.PublishedWeights.FromString(job.published)
-    assert job.adapter is not None
-    different, checksums = receive_adapter(model, args, job.adapter, published, tp_rank=job.tp_rank)
-    return dataclasses.replace(_NOTHING, different=different, checksums=list(checksums))
 
 
 def _share_base(model: Any, args: Any, allocator: NativeAllocator, state_dir: Path, *, rank: int) -> Outcome:

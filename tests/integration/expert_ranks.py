@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tasuki.algorithms.loss_types import LossConfig
-from tasuki.algorithms.losses.value import ValueLoss
 from tasuki.trainer.backends.fsdp.mesh import start_mesh
 from tasuki.trainer.backends.fsdp.shards import local_shards
 from tasuki.trainer.backends.fsdp.staying import TAGS
@@ -138,14 +137,13 @@ def count_collectives(start: Callable[..., Learner]) -> Facts:
     return facts
 
 
-def compare_gradients(start: Callable[..., Learner], *, role: Role = Role.POLICY, **settings: Any) -> float:
+def compare_gradients(start: Callable[..., Learner], **settings: Any) -> float:
     """Returns the largest difference of a gradient, relative to its norm or to a thousandth of the largest norm."""
     gradients: list[dict[str, Tensor]] = []
     for is_spread in (False, True):
         learner = start(expert_parallel=is_spread, **settings)
-        config = LossConfig(loss=ValueLoss()) if role is Role.CRITIC else LossConfig()
-        learn(learner, role, samples_of(0), config=config, max_tokens=MAX_TOKENS)
-        gradients.append(whole_gradients(learner, role))
+        learn(learner, Role.POLICY, samples_of(0), config=LossConfig(), max_tokens=MAX_TOKENS)
+        gradients.append(whole_gradients(learner, Role.POLICY))
     gathered, spread = gradients
     assert list(gathered) == list(spread)
     scale = max(float(tensor.norm()) for tensor in gathered.values())
@@ -159,14 +157,6 @@ def run_case(model: Path, rung: str, *, output: Path, mesh: DeviceMesh) -> Facts
         return start_learner(model, mesh=mesh, **{"checkpointing": rung, **SETTINGS, **settings})
 
     facts: Facts = {"steps": compare_steps(start, output), "collectives": count_collectives(start)}
-    if IS_WHOLE:
-        facts["others"] = {
-            "compiled": compare_gradients(start, compile="blocks"),
-            "attention": compare_gradients(start, checkpointing="attention"),
-            "offloaded": compare_gradients(start, checkpointing="offloaded"),
-            "prefix_sharing": compare_gradients(start, prefix_sharing=True),
-            "critic": compare_gradients(start, role=Role.CRITIC, critic={"learning_rate": 1e-3}),
-        }
     return facts | {
         "bfloat16": compare_gradients(start, compute_dtype="bfloat16"),
         "lora": compare_gradients(start, lora={"rank": 4, "target_modules": ["q_proj", "o_proj"]}),

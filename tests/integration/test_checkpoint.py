@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
+import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import nn
 
 from tasuki.trainer.backends.fsdp.checkpoint import (
@@ -22,10 +27,12 @@ from tasuki.trainer.backends.fsdp.checkpoint import (
     save_checkpoint,
     training_tensors,
 )
+from tasuki.trainer.durable.checkpoint_files import StoredTensor
 from tasuki.trainer.roles import Role
-from tasuki.wire.errors import InvalidArgument
+from tasuki.wire.errors import InvalidArgument, PathPermissionDenied
 from tests.integration.one_rank import group
 from tests.resealed import reseal
+from tests.sockets import NOBODY
 
 __all__ = ["group"]
 
@@ -149,8 +156,6 @@ def test_a_pickle_in_the_place_of_the_tensors_is_not_run(saved: tuple[Path, list
     [
         ({"dtype": "load"}, "damaged: model.weight.dtype: .*load is not a dtype"),
         ({"size": [8, -1]}, "damaged: model.weight.size.1: "),
-        ({"size": [16, 8]}, "damaged: model.weight: .*its parts are not the whole tensor"),
-        ({"offsets": [1, 0]}, "damaged: model.weight: .*its parts are not the whole tensor"),
         ({"offsets": [2**62, 0]}, "damaged: model.weight: .*its parts are not the whole tensor"),
         ({"offsets": [2**70, 0]}, "damaged: model.weight.parts.0.offsets.0: "),
         ({"offsets": [0]}, "damaged: model.weight: .*its parts have other dimensions"),
@@ -173,3 +178,114 @@ def test_an_index_that_is_not_what_was_written_is_refused(
     assert_refused(path, r"tensors\.json is damaged: its checksum differs from the one in checkpoint\.json")
     reseal(path)
     assert_refused(path, problem)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"format": 3}, "has a format that this version cannot read"),
+        ({"num_ranks": -1}, "damaged: num_ranks: "),
+        ({"version": "3"}, "damaged: roles.policy.version: "),
+        ({"version": 2**53 + 1}, "damaged: roles.policy.version: "),
+        ({"schedule_start": 4}, "damaged: roles.policy.schedule_start: is 4, above the version 3$"),
+        ({"roles": {"owner": {}}}, "damaged: roles.owner"),
+    ],
+)
+def test_facts_that_are_not_what_was_written_are_refused(
+    saved: tuple[Path, list[torch.Tensor]], change: dict[str, Any], problem: str
+) -> None:
+    path, _ = saved
+    facts = json.loads((path / "checkpoint.json").read_text())
+    (facts if change.keys() <= facts.keys() else facts["roles"]["policy"]).update(change)
+    reseal(path, facts)
+    assert_refused(path, problem)
+
+
+FILES = ("checkpoint.json", "tensors.json", "__0_0.distcp")
+
+
+@pytest.mark.parametrize("is_cut_off", [True, False])
+def test_damaged_tensors_are_refused(saved: tuple[Path, list[torch.Tensor]], is_cut_off: bool) -> None:
+    file = saved[0] / "__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(file.read_bytes()[:-100] if is_cut_off else content)
+    assert_refused(saved[0], r"cannot be restored: __0_0\.distcp is damaged: its checksum")
+
+
+@contextmanager
+def ended_by_a_writer(fifo: Path) -> Iterator[None]:
+    """Unblocks readers of the FIFO after some seconds, so that a failing test does not hang."""
+    timer = threading.Timer(10, lambda: os.close(os.open(fifo, os.O_RDWR)))
+    timer.start()
+    try:
+        yield
+        assert timer.is_alive(), "somebody has waited for a writer"
+    finally:
+        timer.cancel()
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_fifo_in_the_place_of_a_file_is_refused_at_once(saved: tuple[Path, list[torch.Tensor]], name: str) -> None:
+    (saved[0] / name).unlink()
+    os.mkfifo(saved[0] / name)
+    with ended_by_a_writer(saved[0] / name):
+        assert_refused(saved[0], "is not a regular file")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_may_not_be_read_is_refused_by_name(saved: tuple[Path, list[torch.Tensor]], name: str) -> None:
+    with TemporaryDirectory() as place:  # tmp_path is below a folder of the user alone
+        Path(place).chmod(0o755)
+        copied = shutil.copytree(saved[0], Path(place) / "saved")
+        copied.chmod(0o755)
+        for file in copied.iterdir():
+            file.chmod(0 if file.name == name else 0o644)
+        try:
+            if os.geteuid() == 0:
+                os.seteuid(NOBODY)
+            with pytest.raises(PathPermissionDenied, match=rf"{copied / name}: permission denied for user "):
+                load_checkpoint(copied, tensors=training_tensors(*trained(seed=99)), have=FACTS)
+        finally:
+            os.seteuid(os.getuid())
+
+
+@pytest.mark.parametrize("name", FILES[:2])
+def test_no_flipped_bit_of_an_index_is_loaded(saved: tuple[Path, list[torch.Tensor]], name: str) -> None:
+    path, expected = saved
+    good, tensors = (path / name).read_bytes(), training_tensors(*trained(seed=99))
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    for place in range(len(good)):
+        content = bytearray(good)
+        content[place] ^= 1 << place % 8
+        (path / name).write_bytes(content)
+        with pytest.raises(InvalidArgument, match=r"is damaged: |has a format that"):
+            load_checkpoint(path, tensors=tensors, have=FACTS)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in tensors.items())
+    (path / name).write_bytes(good)
+    assert_loads(path, expected)
+
+
+@pytest.mark.parametrize(
+    ("parts", "is_whole"),
+    [
+        ([([0, 0], [4, 6])], True),
+        ([([0, 0], [2, 6]), ([2, 0], [2, 6]), ([4, 0], [0, 6])], True),
+        # Four blocks around one in the middle.
+        ([([0, 0], [1, 4]), ([0, 4], [3, 2]), ([3, 2], [1, 4]), ([1, 0], [3, 2]), ([1, 2], [2, 2])], True),
+        ([([0, 0], [2, 6]), ([0, 0], [2, 6])], False),
+        ([([0, 0], [3, 6]), ([2, 0], [1, 6])], False),
+        ([([0, 0], [2, 6]), ([4, 0], [2, 6])], False),
+        ([([0, 0], [4, 3]), ([0, 3], [4, 2])], False),
+        ([([0, 0], [4, 6]), ([0, 0], [4, 6])], False),
+    ],
+)
+def test_parts_are_a_tiling(parts: list[tuple[list[int], list[int]]], is_whole: bool) -> None:
+    place = {"file": "__0_0.distcp", "start": 0, "num_bytes": 0, "crc32": 0}
+    tensor = {
+        "dtype": "float32",
+        "size": [4, 6],
+        "parts": [{"offsets": offsets, "sizes": sizes, **place} for offsets, sizes in parts],
+    }
+    with nullcontext() if is_whole else pytest.raises(ValidationError, match="its parts are not the whole tensor"):
+        StoredTensor.model_validate(tensor)

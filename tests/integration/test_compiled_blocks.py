@@ -129,27 +129,6 @@ def test_steps_of_any_packing_are_equal_to_rounding_and_run_the_first_graphs(
         learner.backend.close()
 
 
-@only_whole
-def test_adapters_switched_off_are_seen_and_a_critic_learns(models: dict[str, Path], mesh: DeviceMesh) -> None:
-    settings = {"lora": {"rank": 4}, "critic": {}, "mlp_tile_tokens": 16}
-    plain, compiled = (
-        start_learner(models["qwen2"], mesh=mesh, **SETTINGS | settings),
-        start(models["qwen2"], mesh, **settings),
-    )
-    fsdp(compiled).warm_up()
-    num_first = num_graphs()
-    for step, role in enumerate((Role.POLICY, Role.CRITIC, Role.POLICY)):
-        (loss, gradients), (compiled_loss, compiled_gradients) = (step_of(learner, role, step) for learner in (plain, compiled))
-        assert compiled_loss == pytest.approx(loss, rel=CLOSE, abs=CLOSE)
-        assert_close(compiled_gradients, gradients, tolerance=CLOSE)
-    batch = [token_batch(samples_of(9), device=torch.device("cpu"))]
-    for role in Role:
-        torch.testing.assert_close(compiled.score(role, batch)[0], plain.score(role, batch)[0], rtol=CLOSE, atol=CLOSE)
-    policy, reference = (compiled.score(role, batch)[0] for role in (Role.POLICY, Role.REFERENCE))
-    assert not torch.allclose(policy, reference, atol=1e-3)
-    assert num_graphs() == num_first
-
-
 def test_weights_that_left_and_came_back_and_a_checkpoint_are_the_same_to_compiled_layers(
     models: dict[str, Path], mesh: DeviceMesh, tmp_path: Path
 ) -> None:

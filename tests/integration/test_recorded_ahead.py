@@ -8,14 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from tasuki.rollout.rank_commands import EngineRank, rank_allocator
 from tasuki.rollout.receive import WeightReceiver
 from tasuki.rollout.record import Layout, RecordingTensor
 from tasuki.v1.memory_pb2 import PauseRequest, ResumeRequest
 from tasuki.v1.types_pb2 import MEMORY_TAG_WEIGHTS
-from tasuki.wire.errors import WeightsCorrupt
 from tasuki.wire.stages import MemoryTag
 from tests.integration.awkward_model import TENSORS, AwkwardModel, Trainer, assert_holds, expected, receive
 
@@ -90,26 +88,6 @@ def test_another_layout_than_expected_is_recorded_when_it_is_published(trainer: 
     receive(receiver, trainer.publish(0))
     assert model.num_recorded > num_recorded
     assert_holds(model, expected(trainer))
-
-
-def test_parameters_that_have_moved_since_are_noticed(trainer: Trainer) -> None:
-    model, receiver, num_recorded = recorded()
-    before = model.plain.data
-    model.plain.data = torch.full_like(before, torch.nan)
-    model.transposed = nn.Parameter(torch.full_like(model.transposed, torch.nan), requires_grad=False)
-    receive(receiver, trainer.publish(0))
-    assert model.num_recorded > num_recorded
-    assert_holds(model, expected(trainer))
-    assert not before.any(), "nothing is written to the old place"
-
-
-def test_what_a_recorded_plan_does_not_write_is_named_at_the_first_sync(trainer: Trainer) -> None:
-    model = AwkwardModel()
-    model.register_parameter("forgotten", nn.Parameter(torch.zeros(7), requires_grad=False))
-    receiver = WeightReceiver(model)
-    receiver.record_ahead(LAYOUT)
-    with pytest.raises(WeightsCorrupt, match="forgotten: of 7 elements 7 are not written"):
-        receiver.receive(trainer.publish(0), import_timeout_s=2)
 
 
 def test_recording_takes_no_page_of_sleeping_parameters(trainer: Trainer) -> None:

@@ -87,8 +87,6 @@ async def test_refused_weights_leave_the_engine_as_it_was(rollout: RolloutClient
     outside = Path(elsewhere.handles[0].socket_path).parent.parent / "elsewhere.sock"
     outside.symlink_to(elsewhere.handles[0].socket_path)
     elsewhere.handles[0].socket_path = str(outside)
-    missing = weights_pb2.PublishedWeights.FromString(weights.SerializeToString())
-    missing.handles[0].socket_path += ".gone"
     # `unknown` leaves the front with mappings for boot id "other"; it must still check the handle of `of_no_kind`.
     unknown = weights_pb2.PublishedWeights.FromString(weights.SerializeToString())
     unknown.boot_id, unknown.policy_version = "other", 6
@@ -96,14 +94,11 @@ async def test_refused_weights_leave_the_engine_as_it_was(rollout: RolloutClient
     of_no_kind.boot_id, of_no_kind.handles[0].kind = "other", 99
     for bad, kind in (
         (elsewhere, BadHandle),
-        (missing, BadHandle),
         (unknown, VersionOrder),
         (of_no_kind, BadHandle),
-        (trainer.handles(6), VersionOrder),
         (trainer.handles(4), VersionOrder),
     ):
         assert isinstance(await refused(rollout.receive(bad)), kind)
-    assert "weights.handles[0].socket_path is not in" in (await refused(rollout.receive(elsewhere))).message
     state = await rollout.state()
     assert (state.is_poisoned, state.stage) == (False, types_pb2.STAGE_RESUME_WEIGHTS)
     assert (await rollout.receive(weights)).policy_version == 5

@@ -100,14 +100,6 @@ async def test_usage_is_told_by_the_ranks_in_every_state(rollout: RolloutClient,
     assert len(await running) == 4
 
 
-async def test_devices_are_seen_as_the_system_sees_them(rollout: RolloutClient, rollout_process: RolloutProcess) -> None:
-    (device,) = (await usage_of(rollout)).devices
-    memory = psutil.virtual_memory()
-    assert (device.device, device.rank, device.total_bytes, device.torch_cached_bytes) == ("cpu", 0, memory.total, 0)
-    assert abs(device.free_bytes - memory.available) < GIB
-    assert abs(device.process_bytes - Rank(rollout_process).resident_bytes()) < GIB // 16
-
-
 async def test_usage_of_a_rank_that_does_not_answer_ends_in_time_and_comes_back(
     rollout: RolloutClient, rollout_process: RolloutProcess
 ) -> None:

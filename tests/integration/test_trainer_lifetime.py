@@ -104,13 +104,3 @@ def test_whoever_is_killed_no_process_stays(model: Path, tmp_path: Path, victim:
     os.kill(trainer.process.pid if victim == "launcher" else pids[0], signal.SIGKILL)
     raise_unless_gone([*pids, trainer.process.pid], within_s=STOP_S)
     assert trainer.process.wait() != 0
-
-
-def test_a_model_folder_that_is_missing_is_one_line(tmp_path: Path) -> None:
-    trainer = start_trainer(tmp_path / "node", tmp_path / "nothing", num_ranks=1)
-    assert trainer.process.wait(120) != 0
-    lines = [line for line in trainer.log.read_text().splitlines() if line.startswith("tasuki: error")]
-    assert lines == [
-        f"tasuki: error PATH_NOT_FOUND: model.path: {tmp_path}/nothing is not a Hugging Face model folder: config.json is missing"
-    ]
-    assert list((tmp_path / "node" / "run").glob("*.sock")) == []

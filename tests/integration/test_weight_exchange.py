@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -19,14 +19,13 @@ from tasuki.config.paths import base_socket_path
 from tasuki.config.trainer_schema import LoraConfig
 from tasuki.rollout.rank_calls import RankCalls
 from tasuki.rollout.sync import WeightSync
-from tasuki.v1 import memory_pb2, types_pb2, weights_pb2
+from tasuki.v1 import memory_pb2, types_pb2
 from tasuki.weights.imported_weights import import_weights
 from tasuki.weights.shared_base import SharedBase, find_base
 from tasuki.wire.errors import OutOfGpuMemory, WeightsCorrupt
 from tasuki.wire.stages import MemoryTag
 from tests.base_copies import shared_by
-from tests.extent import IS_WHOLE, only_whole
-from tests.integration.adapter_rank import Adapter
+from tests.extent import IS_WHOLE
 from tests.integration.dtensor_ranks import dtensor_ranks, whole_model
 from tests.integration.engine_rank import EngineRanks, check_outcomes, engine_ranks, pieces_of
 from tests.integration.published import Published
@@ -36,7 +35,6 @@ from tests.models import CONFIGS, VOCAB_SIZE, make_model, save_checkpoint
 from tests.received import check_received
 from tests.slices import Cut, by_boxes, by_columns, by_rows, by_rows_and_columns
 
-# So small that the second trainer rank holds nothing of any A.
 LORA = LoraConfig(rank=1, alpha=4)
 
 
@@ -84,12 +82,11 @@ async def test_a_rank_without_room_keeps_every_rank_asleep_and_usable(memory: Ra
 # --- weights
 
 
-@asynccontextmanager
-async def trained_adapters(folder: Path, *, settings: str = "", **sizes: int) -> AsyncIterator[weights_pb2.PublishedWeights]:
-    """Weights published by two trainer ranks after a step with LoRA. folder/start has the start model, folder/model the trained one."""
-    model = save_checkpoint(make_model("qwen3", seed=1, **sizes), folder / "start")
-    lora = f"[trainer.lora]\nrank = {LORA.rank}\nalpha = {LORA.alpha}\n"
-    trainer = start_trainer(folder / "node", model, num_ranks=2, settings=lora + settings)
+async def test_adapters_arrive_merged_as_the_exported_folder_has_them(ranks: EngineRanks, tmp_path: Path) -> None:
+    model = save_checkpoint(make_model("qwen3", seed=1), tmp_path / "start")
+    # So small that the second trainer rank holds nothing of any A.
+    settings = f"[trainer.lora]\nrank = {LORA.rank}\nalpha = {LORA.alpha}\n"
+    trainer = start_trainer(tmp_path / "node", model, num_ranks=2, settings=settings)
     trainer.wait_until_serving()
     try:
         async with connect(trainer) as channel:
@@ -97,30 +94,14 @@ async def trained_adapters(folder: Path, *, settings: str = "", **sizes: int) ->
             await client.look()
             await client.forward_backward(make_samples(8, vocab_size=VOCAB_SIZE))
             await client.optim_step(learning_rate=0.05)
-            await client.export(folder / "model")
-            yield (await client.publish()).weights
+            await client.export(tmp_path / "model")
+            outcomes = ranks.receive(tmp_path / "model", (await client.publish()).weights, tp_size=2)
     finally:
         trainer.stop()
-
-
-async def test_adapters_arrive_merged_as_the_exported_folder_has_them(ranks: EngineRanks, tmp_path: Path) -> None:
-    async with trained_adapters(tmp_path) as published:
-        outcomes = ranks.receive(tmp_path / "model", published, tp_size=2)
     adapter = load_file(tmp_path / "model" / "adapter" / "adapter_model.safetensors")
     assert {tensor.dtype for tensor in adapter.values()} == {torch.float32}, "masters, whatever forward computes in"
     assert [outcome.different for outcome in outcomes] == [[], []]
     assert all(outcome.fallback_names == () for outcome in outcomes)
-
-
-@only_whole
-async def test_adapters_alone_arrive_where_sglang_puts_those_of_the_exported_folder(ranks: EngineRanks, tmp_path: Path) -> None:
-    # One key-value head, held by both engine ranks.
-    settings = '[rollout]\nlora = "adapter"'
-    async with trained_adapters(tmp_path, settings=settings, num_key_value_heads=1) as published:
-        adapter = Adapter(tmp_path / "model" / "adapter", LORA)
-        outcomes = ranks.receive(tmp_path / "start", published, tp_size=2, adapter=adapter)
-        check_received(pieces_of(outcomes), import_weights(published, timeout_s=5))
-    assert [outcome.different for outcome in outcomes] == [[], []]
 
 
 # --- a base read by trainer and engine
