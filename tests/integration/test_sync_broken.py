@@ -5,65 +5,47 @@ from __future__ import annotations
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
+from safetensors.torch import load_file
 
 from tasuki.rollout.rank_calls import RankCalls
 from tasuki.rollout.rollout import Rollout
 from tasuki.rollout.sync import WeightSync
 from tasuki.v1 import weights_pb2
-from tasuki.weights.export import WeightExport
 from tasuki.wire.errors import EnginePoisoned, TasukiError, WeightsCorrupt
 from tasuki.wire.stages import MemoryTag, Stage
 from tests.extent import IS_WHOLE
-from tests.integration.breaking_rank import Break, Breaking, BreakingRank, BreakingReplicas, Shapes, digest_of
-from tests.models import make_model, trainer_shards
+from tests.integration.breaking_rank import Break, Breaking, BreakingRank, BreakingReplicas, digest_of
+from tests.integration.published import Published
 from tests.unit.test_rollout_stages import NO_CALLS, IdleEngine, said, samples
 
-VERSION = 5
+VERSION = 3
 
 
-@dataclass(frozen=True)
-class Published:
-    """A small model as published by two trainer ranks. digest: of the parameters that an engine must hold."""
+class PublishedModel(Published):
+    """A model as published, and what an engine must hold of it."""
 
-    folder: Path
-    message: weights_pb2.PublishedWeights
-    shapes: Shapes
-    digest: str
+    def __init__(self, socket_dir: Path, stack: ExitStack) -> None:
+        super().__init__("qwen2", socket_dir, stack)
+        tensors = load_file(self.folder / "model.safetensors")
+        self.socket_dir, self.digest = socket_dir, digest_of(tensors)
+        self.shapes = [(name, tuple(tensor.shape)) for name, tensor in tensors.items()]
 
 
 @pytest.fixture(scope="module")
-def published() -> Iterator[Published]:
+def published() -> Iterator[PublishedModel]:
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tasuki-")))
-        model = make_model("qwen2", seed=4)
-        shards = [trainer_shards(model, rank=rank, num_ranks=2) for rank in range(2)]
-        exports = [
-            WeightExport(own, rank=rank, num_ranks=2, dtype=torch.bfloat16, socket_path=folder / f"w{rank}.sock")
-            for rank, own in enumerate(shards)
-        ]
-        for export in exports:
-            stack.callback(export.close)
-            export.publish(VERSION)
-        tensors = {name: parameter.detach().bfloat16() for name, parameter in model.named_parameters()}
-        yield Published(
-            folder,
-            weights_pb2.PublishedWeights(policy_version=VERSION, boot_id="t", handles=[export.handle() for export in exports]),
-            [(name, tuple(tensor.shape)) for name, tensor in tensors.items()],
-            digest_of(tensors),
-        )
+        yield PublishedModel(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tasuki-"))), stack)
 
 
 @asynccontextmanager
-async def rollout_with(published: Published, breaking: Breaking | None) -> AsyncIterator[tuple[Rollout, BreakingRank]]:
+async def rollout_with(published: PublishedModel, breaking: Breaking | None) -> AsyncIterator[tuple[Rollout, BreakingRank]]:
     """The rollout service's state, memory and sync over one rank's process, with its weights awake."""
     rank = BreakingRank(published.shapes, breaking)
-    calls = RankCalls(rank, socket_dir=published.folder)
-    sync = WeightSync(calls, socket_dir=published.folder)
+    calls = RankCalls(rank, socket_dir=published.socket_dir)
+    sync = WeightSync(calls, socket_dir=published.socket_dir)
     try:
         rollout = Rollout(IdleEngine(), sync, calls, calls=NO_CALLS, seed=0, on_serving=said, on_poison=lambda: None)
         await rollout.fall_asleep(timeout_s=30)
@@ -91,7 +73,7 @@ async def assert_never_served(rollout: Rollout) -> None:
         await rollout.receive(weights_pb2.PublishedWeights(policy_version=VERSION), timeout_s=5)
 
 
-async def assert_a_fresh_rank_serves_it(published: Published) -> int:
+async def assert_a_fresh_rank_serves_it(published: PublishedModel) -> int:
     """Syncs a fresh rank and checks its values; returns the number of copies in a sync."""
     async with rollout_with(published, None) as (rollout, rank):
         await rollout.receive(published.message, timeout_s=30)
@@ -102,7 +84,7 @@ async def assert_a_fresh_rank_serves_it(published: Published) -> int:
 
 
 @pytest.mark.parametrize("how", [Break.KILL, Break.RAISE, Break.SKIP])
-async def test_sync_that_ends_early_is_never_served_and_a_fresh_one_is_exact(how: Break, published: Published) -> None:
+async def test_sync_that_ends_early_is_never_served_and_a_fresh_one_is_exact(how: Break, published: PublishedModel) -> None:
     num_copies = await assert_a_fresh_rank_serves_it(published)
     assert num_copies == 2 * len(published.shapes)  # from both trainer ranks
     # Killed or raising after its last copy, a rank has verified nothing yet. SKIP needs a copy to skip.
@@ -127,13 +109,13 @@ async def test_sync_that_ends_early_is_never_served_and_a_fresh_one_is_exact(how
     await assert_a_fresh_rank_serves_it(published)
 
 
-async def test_every_replica_must_hold_every_tensor(published: Published) -> None:
+async def test_every_replica_must_hold_every_tensor(published: PublishedModel) -> None:
     """The second replica's model lacks a tensor that the first one holds."""
     missing, _ = published.shapes[-1]
     for models in ([published.shapes] * 2, [published.shapes, published.shapes[:-1]]):
         engine = BreakingReplicas(models)
-        calls = RankCalls(engine, socket_dir=published.folder)
-        sync = WeightSync(calls, socket_dir=published.folder, num_replicas=2)
+        calls = RankCalls(engine, socket_dir=published.socket_dir)
+        sync = WeightSync(calls, socket_dir=published.socket_dir, num_replicas=2)
         try:
             imported = await sync.prepare(published.message)
             if models[0] is models[1]:

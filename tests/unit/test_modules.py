@@ -1,37 +1,65 @@
-"""Attention with its rotation fused, against transformers' own, for every family."""
+"""Modules that take the place of transformers' own, for every family: results, gradients and names."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tasuki.config.trainer_schema import LoraConfig
+from tasuki.planner.layout import Checkpointing
 from tasuki.trainer.backends.fsdp.lora.adapters import add_adapters, trained_parameters
+from tasuki.trainer.backends.fsdp.mlp_tiles import tile_mlps
+from tasuki.trainer.modules.pointwise import GatedMlp, RmsNorm, fuse_pointwise
 from tasuki.trainer.modules.rotary import RotaryAttention, fuse_rotation
+from tasuki.trainer.modules.routing import Router, replace_routers
+from tests.extent import crossed
 from tests.models import CONFIGS, make_model
-from tests.unit.test_packed_attention import LENGTHS, pack, policy_of
+from tests.unit.test_packed_attention import LENGTHS, RUNGS, pack, policy_of
 
-FUSED = {"llama", "llama_tied", "qwen2", "qwen2_tied", "qwen3", "qwen3_moe", "mistral", "mixtral"}
+SPARSE, GEMMA = ("mixtral", "qwen3_moe"), ("gemma2", "gemma3")
+ROTATED = ("llama", "llama_tied", "qwen2", "qwen2_tied", "qwen3", "qwen3_moe", "mistral", "mixtral")
+CHANGES: dict[str, Callable[[nn.Module], object]] = {
+    "pointwise": fuse_pointwise,
+    "rotation": fuse_rotation,
+    "routers": replace_routers,
+    "tiles": partial(tile_mlps, num_tokens=25),  # the last tile is shorter than the others
+}
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
-def test_a_fused_model_computes_what_transformers_computes(kind: str) -> None:
+def num_replaced(kind: str, change: str) -> dict[type, int]:
+    """Modules of two layers that the change replaces; norms at least, of which some layers have more."""
+    of_change = {
+        "pointwise": {RmsNorm: 0 if kind in GEMMA else 5, GatedMlp: 0 if kind in SPARSE else 2},
+        "rotation": {RotaryAttention: 2 if kind in ROTATED else 0},
+        "routers": {Router: 2 if kind in SPARSE else 0},
+    }
+    return of_change.get(change, {})
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(("kind", "checkpointing"), crossed(CONFIGS, RUNGS))
+def test_a_changed_model_computes_what_transformers_computes(kind: str, checkpointing: Checkpointing, change: str) -> None:
     causal_lm, batch = make_model(kind, seed=5), pack(LENGTHS)
-    plain, fused = policy_of(causal_lm), policy_of(causal_lm)
-    names = [name for name, _ in fused.named_parameters()]
-    fuse_rotation(fused.causal_lm)
-    num_fused = sum(isinstance(module, RotaryAttention) for module in fused.modules())
-    assert num_fused == (2 if kind in FUSED else 0)
-    assert [name for name, _ in fused.named_parameters()] == names
-    for policy in (plain, fused):
-        policy(batch)[0].square().sum().backward()
-    torch.testing.assert_close(fused(batch)[0], plain(batch)[0], rtol=1e-5, atol=1e-5)
+    plain, changed = (policy_of(causal_lm, checkpointing=checkpointing) for _ in range(2))
+    CHANGES[change](changed.causal_lm)
+    counts = Counter(type(module) for module in changed.modules())
+    for each, expected in num_replaced(kind, change).items():
+        assert counts[each] == expected or (each is RmsNorm and counts[each] > expected > 0)
     exact: dict[str, Any] = dict(plain.named_parameters())
-    for name, param in fused.named_parameters():
+    assert [name for name, _ in changed.named_parameters()] == list(exact)
+    weights_N = torch.randn(len(batch.token_ids_N), generator=torch.Generator().manual_seed(1))
+    scores = [policy(batch)[0] for policy in (changed, plain)]
+    torch.testing.assert_close(*scores, rtol=1e-5, atol=1e-5)
+    for score_N in scores:
+        (score_N * weights_N).sum().backward()
+    for name, param in changed.named_parameters():
         assert param.grad is not None
         assert (param.grad - exact[name].grad).norm() <= 1e-5 * max(1.0, exact[name].grad.norm()), name
 
