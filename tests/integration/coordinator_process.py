@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import signal
 import sys
@@ -122,7 +123,8 @@ async def _start(config: NodeConfig) -> asyncio.subprocess.Process:
     log.parent.mkdir(exist_ok=True)
     with log.open("ab") as output:
         argv = [sys.executable, "-m", "tasuki.coordinator", "--config", str(config.state_dir / "node.toml")]
-        environment = {"PYTHONPATH": ":".join(sys.path), "OTEL_BSP_SCHEDULE_DELAY": "100"}
+        tracing = {name: value for name, value in os.environ.items() if name.startswith("OTEL_")}
+        environment = {"PYTHONPATH": ":".join(sys.path), **tracing, "OTEL_BSP_SCHEDULE_DELAY": "100"}
         return await asyncio.create_subprocess_exec(*argv, stdout=output, stderr=output, env=environment)
 
 

@@ -17,7 +17,6 @@ processes.set_forkserver_preload(
         "torch",
         "tasuki.trainer.serve",
         "tests.integration.breaking_rank",
-        "tests.integration.dtensor_ranks",
         "tests.integration.learning",
     ]
 )

@@ -1,42 +1,17 @@
-"""A reader's access to the arenas of all trainer ranks: when it opens them, and the order in which it reads."""
+"""The order in which a reader takes the arenas of all trainer ranks."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-from tasuki.rollout.receive import WeightReceiver
 from tasuki.v1 import weights_pb2
-from tasuki.weights import fd_socket, imported_weights, manifest
+from tasuki.weights import imported_weights, manifest
 from tasuki.weights.header import Header, create_sealed
 from tasuki.weights.weight_arena import WeightArena
-from tests.integration.awkward_model import AwkwardModel, Trainer
-
-
-@pytest.fixture
-def trainer(tmp_path: Path) -> Iterator[Trainer]:
-    trainer = Trainer(tmp_path)
-    yield trainer
-    trainer.close()
-
-
-def test_handles_are_opened_once_for_each_start_of_the_trainer(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    fetched, fetch = list[Path](), fd_socket.fetch
-
-    def counted(path: Path, *, timeout_s: float) -> tuple[bytes, list[int]]:
-        fetched.append(path)
-        return fetch(path, timeout_s=timeout_s)
-
-    monkeypatch.setattr(fd_socket, "fetch", counted)
-    receiver = WeightReceiver(AwkwardModel())
-    for version in range(3):
-        receiver.receive(trainer.publish(version), import_timeout_s=2)
-    assert sorted(fetched) == sorted(Path(handle.socket_path) for handle in trainer.handles(2).handles)
 
 
 def arena_on(device_uuid: str, *, rank: int) -> WeightArena:

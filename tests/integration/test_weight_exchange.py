@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import load_file
 
 from tasuki.config.paths import base_socket_path
-from tasuki.config.trainer_schema import LoraConfig
 from tasuki.rollout.rank_calls import RankCalls
 from tasuki.rollout.sync import WeightSync
 from tasuki.v1 import memory_pb2, types_pb2
@@ -26,7 +25,6 @@ from tasuki.wire.errors import OutOfGpuMemory, WeightsCorrupt
 from tasuki.wire.stages import MemoryTag
 from tests.base_copies import shared_by
 from tests.extent import IS_WHOLE
-from tests.integration.dtensor_ranks import dtensor_ranks, whole_model
 from tests.integration.engine_rank import EngineRanks, check_outcomes, engine_ranks, pieces_of
 from tests.integration.published import Published
 from tests.integration.trainer_process import TrainerClient, connect, start_trainer
@@ -34,8 +32,6 @@ from tests.integration.trainer_samples import make_samples
 from tests.models import CONFIGS, VOCAB_SIZE, make_model, save_checkpoint
 from tests.received import check_received
 from tests.slices import Cut, by_boxes, by_columns, by_rows, by_rows_and_columns
-
-LORA = LoraConfig(rank=1, alpha=4)
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +81,7 @@ async def test_a_rank_without_room_keeps_every_rank_asleep_and_usable(memory: Ra
 async def test_adapters_arrive_merged_as_the_exported_folder_has_them(ranks: EngineRanks, tmp_path: Path) -> None:
     model = save_checkpoint(make_model("qwen3", seed=1), tmp_path / "start")
     # So small that the second trainer rank holds nothing of any A.
-    settings = f"[trainer.lora]\nrank = {LORA.rank}\nalpha = {LORA.alpha}\n"
+    settings = "[trainer.lora]\nrank = 1\nalpha = 4\n"
     trainer = start_trainer(tmp_path / "node", model, num_ranks=2, settings=settings)
     trainer.wait_until_serving()
     try:
@@ -191,23 +187,6 @@ def test_a_model_that_sglang_computes_with_while_it_loads_is_not_shared(ranks: E
     folder = save_checkpoint(make_model("gemma2", seed=1), tmp_path / "model")
     with pytest.raises(AssertionError, match=r"trainer.lora.share_base: the engine computes with model\.layers\.0\.\w+norm"):
         ranks.share_base(folder, tmp_path / "node", tp_size=1)
-
-
-ROWS, COLUMNS, BOXES = ((3,), (0,)), ((3,), (1,)), ((2, 2), (0, 1))
-
-
-@pytest.mark.parametrize(
-    ("mesh_shape", "dims", "lora"),
-    [(*COLUMNS, None), (*BOXES, LORA), (*ROWS, LORA), *([(*COLUMNS, LORA), (*BOXES, None)] if IS_WHOLE else [])],
-)
-def test_trainers_may_cut_their_parameters_in_any_dimension(
-    ranks: EngineRanks, mesh_shape: tuple[int, ...], dims: tuple[int, ...], lora: LoraConfig | None, tmp_path: Path
-) -> None:
-    folder = save_checkpoint(whole_model("qwen2", lora), tmp_path / "model")
-    with dtensor_ranks("qwen2", tmp_path, mesh_shape=mesh_shape, dims=dims, lora=lora) as published:
-        outcomes = ranks.receive(folder, published, tp_size=2)
-        check_received(pieces_of(outcomes), import_weights(published, timeout_s=5))
-    assert [outcome.different for outcome in outcomes] == [[], []]
 
 
 # Fewer trainer ranks than engine ranks, as many, and more, with rows that do not divide evenly.
