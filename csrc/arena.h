@@ -13,7 +13,7 @@
 
 namespace tasuki {
 
-enum class State { resident, pausing, paused, resuming };
+enum class State { resident, paused, resuming };
 
 struct PausePolicy {
   bool keep_content = false;  // in pinned host memory
@@ -56,7 +56,6 @@ class Arena {
   // Pause, in this order. A failed step leaves the arena unchanged.
   Status begin_save();  // starts the copy to the host
   void forget_saved() { host_copy_.forget(); }
-  void reuse_saved() { host_copy_.reuse(); }
   // Host memory that a save lacks, now or once it has `total_bytes`; and what was pinned for it.
   size_t missing_host_bytes(size_t total_bytes) const { return host_copy_.missing_bytes(blocks_.runs(), total_bytes); }
   void adopt_host(void* host, size_t bytes) { host_copy_.adopt(host, bytes); }

@@ -142,12 +142,12 @@ int tasuki_set_policy(uint64_t arena, uint32_t flags) {
   });
 }
 
-int tasuki_pause(const uint64_t* arenas, size_t num_arenas, int is_unchanged, uint64_t* given_back_bytes) {
+int tasuki_pause(const uint64_t* arenas, size_t num_arenas, uint64_t* given_back_bytes) {
   return guarded([&]() -> Status {
     if (given_back_bytes == nullptr) return bad("given_back_bytes: null");
     *given_back_bytes = 0;
     Status status = check_ids(arenas, num_arenas);
-    return status.ok() ? process().memory.pause(to_ids(arenas, num_arenas), given_back_bytes, is_unchanged != 0) : status;
+    return status.ok() ? process().memory.pause(to_ids(arenas, num_arenas), given_back_bytes) : status;
   });
 }
 
@@ -157,16 +157,6 @@ int tasuki_resume(const uint64_t* arenas, size_t num_arenas, uint64_t* mapped_by
     *mapped_bytes = 0;
     Status status = check_ids(arenas, num_arenas);
     return status.ok() ? process().memory.resume(to_ids(arenas, num_arenas), mapped_bytes) : status;
-  });
-}
-
-int tasuki_pause_async(const uint64_t* arenas, size_t num_arenas, int is_unchanged, void* stream, uint64_t* ticket) {
-  return guarded([&]() -> Status {
-    if (ticket == nullptr) return bad("ticket: null");
-    Status status = check_ids(arenas, num_arenas);
-    if (!status.ok()) return status;
-    uintptr_t after = reinterpret_cast<uintptr_t>(stream);
-    return process().memory.pause_async(to_ids(arenas, num_arenas), after, ticket, is_unchanged != 0);
   });
 }
 
@@ -180,16 +170,6 @@ int tasuki_resume_async(const uint64_t* arenas, size_t num_arenas, uint64_t* tic
 
 int tasuki_wait(uint64_t ticket, uint64_t* bytes) {
   return guarded([&]() -> Status { return bytes == nullptr ? bad("bytes: null") : process().memory.wait(ticket, bytes); });
-}
-
-int tasuki_poll(uint64_t ticket, int* is_reached) {
-  return guarded([&]() -> Status {
-    if (is_reached == nullptr) return bad("is_reached: null");
-    bool answer = false;
-    Status status = process().memory.poll(ticket, &answer);
-    *is_reached = answer ? 1 : 0;
-    return status;
-  });
 }
 
 int tasuki_stream_after(uint64_t ticket, void* stream, const void* address, size_t bytes) {
@@ -207,10 +187,6 @@ int tasuki_get_usage(uint64_t arena, tasuki_usage* usage) {
               now.exported_bytes,  now.held_bytes,     now.num_chunks,   now.num_blocks, static_cast<uint64_t>(now.state)};
     return status;
   });
-}
-
-int tasuki_copied_bytes(uint64_t* bytes) {
-  return guarded([&]() -> Status { return bytes == nullptr ? bad("bytes: null") : (*bytes = copied_bytes(), Status{}); });
 }
 
 int tasuki_get_totals(tasuki_totals* totals) {

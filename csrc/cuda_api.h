@@ -15,7 +15,7 @@ using CudaEvent = struct EventOpaque*;
 using Address = unsigned long long;
 using AllocationHandle = unsigned long long;
 
-constexpr Result kSuccess = 0, kInvalidValue = 1, kOutOfMemory = 2, kOperatingSystem = 304, kNotReady = 600;
+constexpr Result kSuccess = 0, kInvalidValue = 1, kOutOfMemory = 2, kOperatingSystem = 304;
 constexpr int kLocationDevice = 1, kAllocationPinned = 1, kHandlePosixFd = 1;
 constexpr int kProtRead = 1, kProtReadWrite = 3;
 constexpr int kAttributeVmm = 102, kAttributePosixFd = 103, kAttributeRdmaVmm = 110;
@@ -75,7 +75,6 @@ struct AccessDesc {
   X(event_create, "cuEventCreate", (CudaEvent*, unsigned))                                             \
   X(event_record, "cuEventRecord", (CudaEvent, Stream))                                                \
   X(event_synchronize, "cuEventSynchronize", (CudaEvent))                                              \
-  X(event_query, "cuEventQuery", (CudaEvent))                                                          \
   X(event_destroy, "cuEventDestroy_v2", (CudaEvent))                                                   \
   X(copy_to_host, "cuMemcpyDtoHAsync_v2", (void*, Address, size_t, Stream))                            \
   X(copy_from_host, "cuMemcpyHtoDAsync_v2", (Address, const void*, size_t, Stream))

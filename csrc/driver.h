@@ -49,12 +49,10 @@ class Driver {
   // Pinned host memory, and copies on one side stream per device.
   virtual Status pin(int device, size_t bytes, void** host) = 0;
   virtual Status unpin(int device, void* host, size_t bytes) = 0;
-  virtual Status copy_after(int device, uintptr_t stream) = 0;  // the side stream waits for work queued on `stream` so far
   virtual Status copy_to_host(int device, void* host, uintptr_t address, size_t bytes) = 0;
   virtual Status copy_from_host(int device, uintptr_t address, const void* host, size_t bytes) = 0;
   virtual Status mark(int device, Event* event) = 0;
   virtual Status wait(int device, Event event) = 0;
-  virtual Status poll(int device, Event event, bool* is_reached) = 0;
   virtual Status stream_after(int device, uintptr_t stream, Event event) = 0;  // `stream` waits for `event`
   virtual void forget(int device, Event event) = 0;
 };

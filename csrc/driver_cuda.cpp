@@ -1,4 +1,4 @@
-// CUDA virtual memory management. Every chunk is created exportable as a POSIX file descriptor; libcuda is loaded at run time.
+// CUDA virtual memory management. Chunks can be exported as POSIX file descriptors where the driver can; libcuda is loaded at run time.
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <unistd.h>
@@ -124,18 +124,6 @@ class CudaDriver final : public Driver {
     return check("cuMemFreeHost", cu_.host_free(host));
   }
 
-  Status copy_after(int device, uintptr_t stream) override {
-    Scope scope(*this, device);
-    if (!scope.status.ok()) return scope.status;
-    CudaEvent event = nullptr;
-    Status status = check("cuEventCreate", cu_.event_create(&event, kEventDisableTiming));
-    if (!status.ok()) return status;
-    status = check("cuEventRecord", cu_.event_record(event, reinterpret_cast<Stream>(stream)));
-    if (status.ok()) status = check("cuStreamWaitEvent", cu_.stream_wait_event(scope.state->copy_stream, event, 0));
-    cu_.event_destroy(event);  // the driver frees it once it has been reached
-    return status;
-  }
-
   Status copy_to_host(int device, void* host, uintptr_t address, size_t bytes) override {
     Scope scope(*this, device);
     if (!scope.status.ok()) return scope.status;
@@ -164,14 +152,6 @@ class CudaDriver final : public Driver {
     Scope scope(*this, device);
     if (!scope.status.ok() || event == 0) return scope.status;
     return check("cuEventSynchronize", cu_.event_synchronize(reinterpret_cast<CudaEvent>(event)));
-  }
-
-  Status poll(int device, Event event, bool* is_reached) override {
-    Scope scope(*this, device);
-    if (!scope.status.ok()) return scope.status;
-    Result result = event == 0 ? kSuccess : cu_.event_query(reinterpret_cast<CudaEvent>(event));
-    *is_reached = result == kSuccess;
-    return result == kNotReady ? Status{} : check("cuEventQuery", result);
   }
 
   Status stream_after(int device, uintptr_t stream, Event event) override {
@@ -237,20 +217,33 @@ class CudaDriver final : public Driver {
     if (status.ok()) status = check("cuDeviceGetAttribute", cu_.device_attribute(&has_fd, kAttributePosixFd, id));
     if (status.ok()) status = check("cuDeviceGetAttribute", cu_.device_attribute(&has_rdma, kAttributeRdmaVmm, id));
     if (!status.ok()) return status;
-    if (has_vmm == 0 || has_fd == 0) {
-      return failure(Code::unavailable, "cuda:" + std::to_string(device) + " lacks virtual memory management with POSIX file descriptors");
-    }
+    if (has_vmm == 0) return failure(Code::unavailable, "cuda:" + std::to_string(device) + " lacks virtual memory management");
     state->prop.type = kAllocationPinned;
-    state->prop.requested_handle_types = kHandlePosixFd;
+    state->prop.requested_handle_types = has_fd != 0 ? kHandlePosixFd : 0;
     state->prop.location = {kLocationDevice, device};
     state->prop.alloc_flags.gpu_direct_rdma_capable = has_rdma != 0 ? 1 : 0;
     status = check("cuDevicePrimaryCtxRetain", cu_.context_retain(&state->context, id));
     if (status.ok()) status = check("cuCtxPushCurrent", cu_.context_push(state->context));
     if (!status.ok()) return status;
     status = check("cuStreamCreate", cu_.stream_create(&state->copy_stream, kStreamNonBlocking));
+    if (status.ok()) try_exportable(&state->prop);
     Context previous = nullptr;
     cu_.context_pop(&previous);
     return status;
+  }
+
+  // Some drivers, as in virtual machines, announce descriptors but create no memory that has them. Without room it stays open: the first
+  // arena will fail.
+  void try_exportable(AllocationProp* prop) {
+    size_t bytes = 0;
+    if (prop->requested_handle_types == 0 || cu_.granularity(&bytes, prop, kGranularityMinimum) != kSuccess) return;
+    AllocationHandle handle = 0;
+    Result result = cu_.create(&handle, bytes, prop, 0);
+    if (result == kSuccess) {
+      cu_.release(handle);
+    } else if (result != kOutOfMemory) {
+      prop->requested_handle_types = 0;
+    }
   }
 
   // A handle may be 0, and imported handles may repeat, so chunks get our own ids.

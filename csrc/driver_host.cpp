@@ -161,7 +161,6 @@ class MemfdDriver final : public HostDriver {
   }
 
   // Copies are synchronous, so every event has been reached.
-  Status copy_after(int, uintptr_t) override { return {}; }
   Status copy_to_host(int, void* host, uintptr_t address, size_t bytes) override {
     std::memcpy(host, reinterpret_cast<const void*>(address), bytes);
     return {};
@@ -172,7 +171,6 @@ class MemfdDriver final : public HostDriver {
   }
   Status mark(int, Event* event) override { return *event = 0, Status{}; }
   Status wait(int, Event) override { return {}; }
-  Status poll(int, Event, bool* is_reached) override { return *is_reached = true, Status{}; }
   Status stream_after(int, uintptr_t, Event) override { return {}; }
   void forget(int, Event) override {}
 

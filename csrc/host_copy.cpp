@@ -3,17 +3,14 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 
 namespace tasuki {
 namespace {
 
 // Pinning has a high cost per call, and a mapping cannot grow, so small requests are rounded up.
 constexpr size_t kSegmentStep = size_t{16} << 20;
-// Copies are made in pieces, so that their progress shows, and readers of the first need not wait for the last.
+// Copies are made in pieces, so that readers of the first need not wait for the last.
 constexpr size_t kPiece = size_t{64} << 20;
-
-std::atomic<uint64_t> num_copied_bytes{0};
 
 size_t bytes_of(const std::vector<Range>& runs) {
   size_t bytes = 0;
@@ -29,8 +26,6 @@ bool are_same(const std::vector<Range>& one, const std::vector<Range>& other) {
 }
 
 }  // namespace
-
-uint64_t copied_bytes() { return num_copied_bytes; }
 
 Status HostCopy::save(uintptr_t base, const std::vector<Range>& runs, const Ranges& constant) {
   // Equal runs have equal places in host memory.
@@ -50,7 +45,6 @@ Status HostCopy::save(uintptr_t base, const std::vector<Range>& runs, const Rang
           size_t copied = std::min(kPiece, part.end() - at);
           status = driver_.copy_to_host(device_, piece.host + (at - piece.range.offset), base + at, copied);
           if (!status.ok()) return status;
-          num_copied_bytes += copied;
         }
       }
       saved_.push_back(piece);
@@ -58,7 +52,6 @@ Status HostCopy::save(uintptr_t base, const std::vector<Range>& runs, const Rang
     }
   }
   runs_ = runs, valid_ = constant;
-  for (const Range& run : runs) copied_.add(run);
   return {};
 }
 
@@ -90,7 +83,6 @@ Status HostCopy::restore(uintptr_t base, const std::vector<Range>& runs, const R
         Status status = driver_.copy_from_host(device_, base + done, piece.host + (done - piece.range.offset), bytes);
         if (status.ok()) status = reached(base + done + bytes);
         if (!status.ok()) return status;
-        num_copied_bytes += bytes;
       }
     }
   }

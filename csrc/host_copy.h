@@ -25,10 +25,8 @@ class HostCopy {
   // Memory pinned by another thread, for the next saves.
   void adopt(void* host, size_t bytes);
   // Marks the saved copy of `range` as outdated.
-  void forget(const Range& range) { valid_.remove(range), copied_.remove(range); }
-  void forget() { valid_.clear(), copied_.clear(); }
-  // Makes the next save rely on the last: nothing has been written since its content was restored.
-  void reuse() { valid_ = copied_; }
+  void forget(const Range& range) { valid_.remove(range); }
+  void forget() { valid_.clear(); }
   // Receives the address up to which copies have been started.
   using Reached = std::function<Status(uintptr_t end)>;
   // Starts copying back the saved bytes still covered by `runs`, by ascending address, and calls `reached` after every piece.
@@ -56,12 +54,8 @@ class HostCopy {
   std::vector<Saved> saved_;
   std::vector<Range> runs_;  // saved last
   Ranges valid_;             // bytes whose copy is current
-  Ranges copied_;            // bytes saved last
   size_t pinned_bytes_ = 0;
 };
-
-// Bytes of content whose copies have been made or, on a GPU, started in this process. Needs no lock.
-uint64_t copied_bytes();
 
 // Pins host memory. Reports the numbers if there is not enough.
 Status pin(Driver& driver, int device, size_t bytes, void** host);

@@ -115,14 +115,12 @@ Status Memory::set_policy(uint64_t arena, const PausePolicy& policy) {
   return status;
 }
 
-Status Memory::pause(const Ids& ids, uint64_t* given_back, bool is_unchanged) {
+Status Memory::pause(const Ids& ids, uint64_t* given_back) {
   Lock lock(mutex_);
   std::vector<Arena*> arenas;
-  uint64_t ticket = 0;
   Status status = find(ids, &arenas);
   if (status.ok()) status = settle(arenas);
-  if (status.ok()) status = begin_pause(arenas, nullptr, is_unchanged, &ticket);
-  return status.ok() ? take(ticket, given_back) : status;
+  return status.ok() ? pause_all(arenas, given_back) : status;
 }
 
 Status Memory::resume(const Ids& ids, uint64_t* mapped_bytes) {
@@ -133,14 +131,6 @@ Status Memory::resume(const Ids& ids, uint64_t* mapped_bytes) {
   if (status.ok()) status = settle(arenas);
   if (status.ok()) status = begin_resume(arenas, &ticket);
   return status.ok() ? take(ticket, mapped_bytes) : status;
-}
-
-Status Memory::pause_async(const Ids& ids, uintptr_t stream, uint64_t* ticket, bool is_unchanged) {
-  Lock lock(mutex_);
-  std::vector<Arena*> arenas;
-  Status status = find(ids, &arenas);
-  if (status.ok()) status = settle(arenas);
-  return status.ok() ? begin_pause(arenas, &stream, is_unchanged, ticket) : status;
 }
 
 Status Memory::resume_async(const Ids& ids, uint64_t* ticket) {
@@ -164,26 +154,11 @@ Status Memory::wait(uint64_t ticket, uint64_t* bytes) {
   return take(ticket, bytes);
 }
 
-Status Memory::poll(uint64_t ticket, bool* is_reached) {
-  Lock lock(mutex_);
-  auto found = transfers_.find(ticket);
-  if (found == transfers_.end()) return failure(Code::not_found, "no such transfer");
-  *is_reached = true;
-  for (const auto& mark : found->second.marks) {
-    bool is_one_reached = false;
-    Status status = mark->driver.poll(mark->device, mark->event, &is_one_reached);
-    if (!status.ok()) return status;
-    *is_reached = *is_reached && is_one_reached;
-  }
-  return {};
-}
-
 Status Memory::stream_after(uint64_t ticket, uintptr_t stream, uintptr_t address, size_t bytes) {
   Lock lock(mutex_);
   auto found = transfers_.find(ticket);
   if (found == transfers_.end()) return failure(Code::not_found, "no such transfer");
   const Transfer& transfer = found->second;
-  if (transfer.is_pause) return failure(Code::bad_argument, "a stream can wait for a resume only");
   for (const Piece& piece : transfer.pieces) {
     if (bytes == 0 || !piece.arena->contains(address) || piece.end < address + bytes) continue;
     return piece.mark->driver.stream_after(piece.mark->device, stream, piece.mark->event);

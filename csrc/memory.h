@@ -52,17 +52,13 @@ class Memory {
   Status set_policy(uint64_t arena, const PausePolicy& policy);
 
   // All or none of `arenas`. Arenas already paused (or resident) count zero bytes.
-  // is_unchanged: nothing was written since the last resume, so what the last pause saved is not copied again.
-  Status pause(const Ids& arenas, uint64_t* given_back, bool is_unchanged = false);
+  Status pause(const Ids& arenas, uint64_t* given_back);
   Status resume(const Ids& arenas, uint64_t* mapped_bytes);
 
-  // Starts the copies after the work queued on `stream` so far, and returns. The memory must not be used before the ticket was waited
-  // for: `wait` releases the pages. A resume maps immediately; its content is ready after the ticket, on the host or on a stream.
-  Status pause_async(const Ids& arenas, uintptr_t stream, uint64_t* ticket, bool is_unchanged = false);
+  // Maps immediately; the content is ready after `wait`, or for a stream after `stream_after`.
   Status resume_async(const Ids& arenas, uint64_t* ticket);
   Status wait(uint64_t ticket, uint64_t* bytes);
-  Status poll(uint64_t ticket, bool* is_reached);
-  // For a resume; bytes: 0 waits for everything, else for this range and all lower addresses of the same arena.
+  // bytes: 0 waits for everything, else for this range and all lower addresses of the same arena.
   Status stream_after(uint64_t ticket, uintptr_t stream, uintptr_t address, size_t bytes);
 
   Status usage(uint64_t arena, Usage* usage);
@@ -98,8 +94,8 @@ class Memory {
     std::shared_ptr<Mark> mark;
   };
 
+  // A resume.
   struct Transfer {
-    bool is_pause = false;
     std::vector<Arena*> arenas;
     std::vector<std::shared_ptr<Mark>> marks;  // after everything, one per device
     std::vector<Piece> pieces;
@@ -112,11 +108,10 @@ class Memory {
   Status settle(const std::vector<Arena*>& arenas);
   uint64_t add(Transfer transfer);
   Status take(uint64_t ticket, uint64_t* bytes);
-  Status begin_pause(const std::vector<Arena*>& arenas, const uintptr_t* stream, bool is_unchanged, uint64_t* ticket);
+  Status pause_all(const std::vector<Arena*>& arenas, uint64_t* given_back);
   Status begin_resume(const std::vector<Arena*>& arenas, uint64_t* ticket);
   Status restore(Transfer* transfer);
   void finish(Transfer* transfer);
-  Status finish_pause(Transfer* transfer);
   Status finish_resume(Transfer* transfer);
   static Status mark(Driver& driver, int device, std::shared_ptr<Mark>* mark);
   static Status mark(const std::vector<Arena*>& arenas, Transfer* transfer);

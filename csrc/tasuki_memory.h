@@ -14,7 +14,7 @@ extern "C" {
 #endif
 #pragma GCC visibility push(default)
 
-#define TASUKI_ABI_VERSION 12
+#define TASUKI_ABI_VERSION 13
 
 enum tasuki_code {
   TASUKI_OK = 0,
@@ -32,7 +32,7 @@ enum tasuki_code {
 
 enum tasuki_driver { TASUKI_HOST = 0, TASUKI_CUDA = 1 };
 enum tasuki_access { TASUKI_READ_ONLY = 0, TASUKI_READ_WRITE = 1 };
-enum tasuki_state { TASUKI_RESIDENT = 0, TASUKI_PAUSING = 1, TASUKI_ASLEEP = 2, TASUKI_RESUMING = 3 };
+enum tasuki_state { TASUKI_RESIDENT = 0, TASUKI_ASLEEP = 1, TASUKI_RESUMING = 2 };
 
 /* What a pause of an arena keeps. */
 enum {
@@ -115,21 +115,14 @@ int tasuki_reserve_host(uint64_t arena, uint64_t total_bytes, uint64_t max_bytes
 /* From the next pause on; 0, the default, discards everything. */
 int tasuki_set_policy(uint64_t arena, uint32_t flags);
 
-/* All arenas or none; arenas already paused (or resident) count zero bytes. is_unchanged: promises that nothing was written since the
- * last resume, so what the last pause copied to the host is not copied again. */
-int tasuki_pause(const uint64_t* arenas, size_t num_arenas, int is_unchanged, uint64_t* given_back_bytes);
+/* All arenas or none; arenas already paused (or resident) count zero bytes. */
+int tasuki_pause(const uint64_t* arenas, size_t num_arenas, uint64_t* given_back_bytes);
 int tasuki_resume(const uint64_t* arenas, size_t num_arenas, uint64_t* mapped_bytes);
 
-/* Copies run after the work queued on `stream` (a CUstream) so far; tasuki_wait releases the pages of a pause. A resume has mapped on
- * return; its content is ready after tasuki_wait, or for work queued on `stream` after tasuki_stream_after. Each ticket must be waited
- * for once. */
-int tasuki_pause_async(const uint64_t* arenas, size_t num_arenas, int is_unchanged, void* stream, uint64_t* ticket);
+/* Has mapped on return; the content is ready after tasuki_wait, or for work queued on a CUstream after tasuki_stream_after. Each ticket must
+ * be waited for once. */
 int tasuki_resume_async(const uint64_t* arenas, size_t num_arenas, uint64_t* ticket);
 int tasuki_wait(uint64_t ticket, uint64_t* bytes);
-int tasuki_poll(uint64_t ticket, int* is_reached);
-/* Bytes copied to and from the host so far, by all arenas; on a GPU, whose copies have been started. Answers at once, also while another
- * thread copies. */
-int tasuki_copied_bytes(uint64_t* bytes);
 /* bytes: 0 waits for the whole resume, else for the range at `address` and all lower addresses of its arena. */
 int tasuki_stream_after(uint64_t ticket, void* stream, const void* address, size_t bytes);
 

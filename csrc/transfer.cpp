@@ -55,7 +55,7 @@ Status Memory::take(uint64_t ticket, uint64_t* bytes) {
 
 void Memory::finish(Transfer* transfer) {
   if (transfer->is_done) return;
-  transfer->status = transfer->is_pause ? finish_pause(transfer) : finish_resume(transfer);
+  transfer->status = finish_resume(transfer);
   transfer->is_done = true;
   transfer->marks.clear();
   transfer->pieces.clear();
@@ -79,61 +79,35 @@ Status Memory::mark(const std::vector<Arena*>& arenas, Transfer* transfer) {
   return {};
 }
 
-Status Memory::begin_pause(const std::vector<Arena*>& arenas, const uintptr_t* stream, bool is_unchanged, uint64_t* ticket) {
-  Transfer transfer;
-  transfer.is_pause = true;
-  transfer.arenas = arenas;
+Status Memory::pause_all(const std::vector<Arena*>& arenas, uint64_t* given_back) {
   std::vector<Arena*> awake, saved;
   for (Arena* arena : arenas) {
     if (arena->state == State::resident) awake.push_back(arena);
     if (arena->state == State::resident && arena->policy.keep_content) saved.push_back(arena);
   }
-  Status status;
-  if (stream == nullptr) status = synchronize(saved);
+  Status status = synchronize(saved);
   for (Arena* arena : saved) {
-    if (status.ok() && stream != nullptr) status = arena->driver().copy_after(arena->device(), *stream);
-    if (is_unchanged) arena->reuse_saved();
     if (status.ok()) status = arena->begin_save();
   }
-  // Copies started before a failure read memory that stays mapped; the next save is ordered after them.
-  if (status.ok()) status = mark(saved, &transfer);
-  if (!status.ok()) {
-    for (Arena* arena : saved) arena->forget_saved();
-    return status;
-  }
-  for (Arena* arena : awake) arena->state = State::pausing;
-  *ticket = add(std::move(transfer));
-  return {};
-}
-
-Status Memory::finish_pause(Transfer* transfer) {
-  std::vector<Arena*> awake;
-  for (Arena* arena : transfer->arenas) {
-    if (arena->state == State::pausing) awake.push_back(arena);
-  }
-  Status status;
-  for (const auto& mark : transfer->marks) {
-    if (status.ok()) status = mark->driver.wait(mark->device, mark->event);
-  }
-  if (status.ok()) status = synchronize(awake);  // no kernel may run over pages that go
+  if (status.ok()) status = synchronize(awake);  // copies have arrived, and no kernel runs over pages that go
   size_t num_unmapped = 0;
   while (status.ok() && num_unmapped < awake.size()) {
     status = awake[num_unmapped]->unmap();
     if (status.ok()) ++num_unmapped;
   }
   if (!status.ok()) {
+    // Copies started before a failure read memory that stays mapped; the next save is ordered after them.
     for (size_t i = 0; i < num_unmapped; ++i) status = worse(status, awake[i]->map_again());
-    for (Arena* arena : awake) {
-      arena->state = State::resident;
-      arena->forget_saved();  // its copies may have failed
-    }
+    for (Arena* arena : saved) arena->forget_saved();
     return status;
   }
-  for (Arena* arena : transfer->arenas) {
-    bool is_awake = arena->state == State::pausing;
+  for (Arena* arena : arenas) {
     Status one;
-    if (is_awake) one = arena->commit_pause(&transfer->bytes);
-    if (!is_awake && !arena->policy.keep_chunks) one = arena->release_kept(&transfer->bytes);
+    if (arena->state == State::resident) {
+      one = arena->commit_pause(given_back);
+    } else if (!arena->policy.keep_chunks) {
+      one = arena->release_kept(given_back);
+    }
     status = worse(status, one);
   }
   return status;

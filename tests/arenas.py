@@ -17,10 +17,6 @@ def resume(arenas: Sequence[Arena]) -> int:
     return _adopting(arenas).resume(_tags(arenas))
 
 
-def pause_async(arenas: Sequence[Arena]) -> Transfer:
-    return _adopting(arenas).pause_async(_tags(arenas))
-
-
 def resume_async(arenas: Sequence[Arena]) -> Transfer:
     return _adopting(arenas).resume_async(_tags(arenas))
 

@@ -21,7 +21,7 @@ from triton.runtime import interpreter
 
 from tasuki.trainer.backends.fsdp.lora.merge_triton import Merge, MergeTable
 from tasuki.weights.checksum import MODULUS, checksum
-from tasuki.weights.copies import DeviceChecksums, DeviceSummedCopies, SummedCopies, ViewChecksum, ViewCopy
+from tasuki.weights.copies import DeviceChecksums, DeviceSummedCopies, HostSummedCopies, ViewChecksum, ViewCopy
 from tasuki.weights.plan import Slice
 
 CPU, SHAPE = torch.device("cpu"), (37, 264)
@@ -52,7 +52,7 @@ def _where(shape: tuple[int, ...], slot: int) -> Slice:
     return Slice(slot * FIRST, shape, (shape[1], 1))
 
 
-def _check(copies: SummedCopies, held: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+def _check(copies: HostSummedCopies | DeviceSummedCopies, held: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
     """Two tensors become the expected ones, and their sums are those of what memory holds, also if nothing was written there."""
     before = [each.clone() for each in held]
     with _without_stores():

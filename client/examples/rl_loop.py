@@ -13,8 +13,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from tasuki.algorithms.advantages import soft_overlong_penalty
 from tasuki.algorithms.loss_types import LossConfig, OldPolicy
-from tasuki.algorithms.overlong import soft_overlong_penalty
 from tasuki.client.dataset import Dataset, Row
 from tasuki.client.dynamic_sampling import Group, collect, groups_of
 from tasuki.client.estimation import Estimator, EstimatorState, estimate_advantages, has_advantages

@@ -15,7 +15,7 @@ static_assert(offsetof(AllocationProp, location) == offsetof(CUmemAllocationProp
 static_assert(offsetof(AllocationProp, alloc_flags.gpu_direct_rdma_capable) == offsetof(CUmemAllocationProp, allocFlags.gpuDirectRDMACapable));
 static_assert(offsetof(AccessDesc, flags) == offsetof(CUmemAccessDesc, flags));
 static_assert(sizeof(Address) == sizeof(CUdeviceptr) && sizeof(AllocationHandle) == sizeof(CUmemGenericAllocationHandle));
-static_assert(kOutOfMemory == CUDA_ERROR_OUT_OF_MEMORY && kNotReady == CUDA_ERROR_NOT_READY && kInvalidValue == CUDA_ERROR_INVALID_VALUE);
+static_assert(kOutOfMemory == CUDA_ERROR_OUT_OF_MEMORY && kInvalidValue == CUDA_ERROR_INVALID_VALUE);
 static_assert(kLocationDevice == CU_MEM_LOCATION_TYPE_DEVICE && kAllocationPinned == CU_MEM_ALLOCATION_TYPE_PINNED);
 static_assert(kHandlePosixFd == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR && kProtRead == CU_MEM_ACCESS_FLAGS_PROT_READ);
 static_assert(kProtReadWrite == CU_MEM_ACCESS_FLAGS_PROT_READWRITE && kGranularityMinimum == CU_MEM_ALLOC_GRANULARITY_MINIMUM);

@@ -54,6 +54,18 @@ TEST(chunks_are_pinned_device_memory_that_can_be_exported) {
   CHECK(s.fake.used() == 6 * kMiB && address % (2 * kMiB) == 0);
 }
 
+TEST(a_driver_that_exports_no_memory_creates_it_all_the_same) {
+  Setup s;
+  auto* export_none = s.fake.get<void(bool)>("fake_cuda_export_none");
+  export_none(true);
+  uint64_t arena = s.arena("weights"), id = 0;
+  uintptr_t address = 0, base = 0;
+  CHECK_OK(s.memory->allocate(arena, 5 * kMiB, &address));
+  std::vector<SharedChunk> chunks;
+  CHECK(s.memory->export_arena(arena, Access::read_only, 9, &chunks, &base, &id).code == Code::driver && chunks.empty());
+  export_none(false);
+}
+
 TEST(content_goes_to_pinned_memory_and_back_after_a_synchronization) {
   Setup s;
   uint64_t arena = s.arena("weights"), bytes = 0;

@@ -38,6 +38,7 @@ AllocationHandle last_handle = 0;
 size_t total_bytes = size_t{1} << 30;
 size_t used_bytes = 0;
 AllocationProp last_prop;
+bool exports_none = false;
 int context_depth = 0, num_synchronizations = 0, num_events = 0;
 char context_object, stream_object;
 
@@ -69,6 +70,7 @@ extern "C" {
 // For the tests.
 void fake_cuda_fail(const char* symbol, int result) { failures[symbol] = result; }
 void fake_cuda_set_total(size_t bytes) { total_bytes = bytes; }
+void fake_cuda_export_none(bool value) { exports_none = value; }
 size_t fake_cuda_used() { return used_bytes; }
 int fake_cuda_synchronizations() { return num_synchronizations; }
 int fake_cuda_depth() { return context_depth; }
@@ -129,6 +131,7 @@ Result cuMemGetAllocationGranularity(size_t* bytes, const AllocationProp* prop, 
 Result cuMemCreate(AllocationHandle* handle, size_t bytes, const AllocationProp* prop, unsigned long long) {
   START("cuMemCreate");
   if (!is_aligned(bytes)) return kInvalidValue;
+  if (exports_none && prop->requested_handle_types != 0) return 801;
   if (used_bytes + bytes > total_bytes) return kOutOfMemory;
   int fd = memfd_create("fake_cuda", MFD_CLOEXEC);
   if (fd < 0 || ftruncate(fd, static_cast<off_t>(bytes)) != 0) return kOperatingSystem;
@@ -167,6 +170,7 @@ Result cuMemSetAccess(Address address, size_t bytes, const AccessDesc* desc, siz
 }
 Result cuMemExportToShareableHandle(void* fd, AllocationHandle handle, int type, unsigned long long) {
   START("cuMemExportToShareableHandle");
+  if (exports_none) return kInvalidValue;
   if (type != kHandlePosixFd || handles.count(handle) == 0 || handles[handle].is_imported) return kInvalidValue;
   int got = fcntl(handles[handle].fd, F_DUPFD_CLOEXEC, 0);
   std::memcpy(fd, &got, sizeof got);
@@ -208,7 +212,6 @@ Result cuEventCreate(CudaEvent* event, unsigned) {
 }
 Result cuEventRecord(CudaEvent, Stream) { return outcome("cuEventRecord"); }
 Result cuEventSynchronize(CudaEvent) { return outcome("cuEventSynchronize"); }
-Result cuEventQuery(CudaEvent) { return outcome("cuEventQuery"); }
 Result cuEventDestroy_v2(CudaEvent) { return --num_events, kSuccess; }
 Result cuMemcpyDtoHAsync_v2(void* host, Address address, size_t bytes, Stream) {
   START("cuMemcpyDtoHAsync");

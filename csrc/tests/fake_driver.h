@@ -161,7 +161,6 @@ class FakeDriver final : public Driver {
     std::free(host);
     return outcome("unpin");
   }
-  Status copy_after(int, uintptr_t) override { return outcome("copy_after"); }
   Status copy_to_host(int, void* host, uintptr_t address, size_t bytes) override {
     Status status = outcome("copy_to_host");
     if (status.ok()) late_copies_.push_back([this, host, address, bytes] { copy(address, static_cast<char*>(host), bytes, true); });
@@ -184,7 +183,6 @@ class FakeDriver final : public Driver {
     run_copies();
     return status;
   }
-  Status poll(int, Event, bool* is_reached) override { return *is_reached = late_copies_.empty(), outcome("poll"); }
   Status stream_after(int, uintptr_t, Event event) override {
     rule(events.count(event) == 1, "a stream waits for a known event");
     copies_waited_for.push_back(events[event]);

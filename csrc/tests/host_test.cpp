@@ -44,7 +44,7 @@ unsigned char* make_block(uint64_t arena, uint64_t bytes, int value) {
 uint64_t pause(uint64_t arena, uint32_t flags) {
   uint64_t bytes = 0;
   CHECK_CODE(TASUKI_OK, tasuki_set_policy(arena, flags));
-  CHECK_CODE(TASUKI_OK, tasuki_pause(&arena, 1, 0, &bytes));
+  CHECK_CODE(TASUKI_OK, tasuki_pause(&arena, 1, &bytes));
   return bytes;
 }
 
@@ -157,7 +157,7 @@ TEST(a_peer_sees_the_bytes_and_a_read_only_one_cannot_write) {
   CHECK(there[0] == 5 && there[9 * kMiB - 1] == 5);
   block[77] = 6;
   CHECK(there[77] == 6);
-  CHECK_CODE(TASUKI_OK, tasuki_pause(&arena, 1, 0, &bytes));
+  CHECK_CODE(TASUKI_OK, tasuki_pause(&arena, 1, &bytes));
   CHECK(bytes == 0 && there[77] == 6);  // the importer keeps the old pages alive
   CHECK_CODE(TASUKI_OK, tasuki_close_import(import));
   CHECK_CODE(TASUKI_OK, tasuki_close_export(exported.id));
@@ -240,9 +240,9 @@ TEST(threads_allocate_free_pause_and_resume_at_once) {
   threads.emplace_back([shared] {
     for (int i = 0; i < 100; ++i) {
       uint64_t ticket = 0, bytes = 0;
-      CHECK_CODE(TASUKI_OK, tasuki_pause_async(&shared, 1, 0, nullptr, &ticket));
+      CHECK_CODE(TASUKI_OK, tasuki_pause(&shared, 1, &bytes));
+      CHECK_CODE(TASUKI_OK, tasuki_resume_async(&shared, 1, &ticket));
       CHECK_CODE(TASUKI_OK, tasuki_wait(ticket, &bytes));
-      resume(shared);
     }
   });
   for (std::thread& thread : threads) thread.join();
@@ -260,8 +260,8 @@ TEST(wrong_arguments_are_codes_not_crashes) {
   CHECK_CODE(TASUKI_BAD_ARGUMENT, tasuki_create_arena(TASUKI_HOST, "weights", -1, &kSmall, &id));
   CHECK_CODE(TASUKI_BAD_ARGUMENT, tasuki_set_policy(unknown, 64));
   CHECK_CODE(TASUKI_NOT_FOUND, tasuki_set_policy(unknown, 0));
-  CHECK_CODE(TASUKI_NOT_FOUND, tasuki_pause(&unknown, 1, 0, &bytes));
-  CHECK_CODE(TASUKI_BAD_ARGUMENT, tasuki_pause(nullptr, 1, 0, &bytes));
+  CHECK_CODE(TASUKI_NOT_FOUND, tasuki_pause(&unknown, 1, &bytes));
+  CHECK_CODE(TASUKI_BAD_ARGUMENT, tasuki_pause(nullptr, 1, &bytes));
   CHECK_CODE(TASUKI_NOT_FOUND, tasuki_allocate(unknown, 1, &address));
   CHECK_CODE(TASUKI_NOT_FOUND, tasuki_free(&bytes));
   CHECK_CODE(TASUKI_NOT_FOUND, tasuki_free(nullptr));

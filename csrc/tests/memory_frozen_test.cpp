@@ -69,7 +69,7 @@ TEST(another_layout_of_blocks_is_saved_in_full) {
 }
 
 TEST(a_pause_that_failed_leaves_nothing_that_counts_as_saved) {
-  for (const char* call : {"copy_to_host", "mark", "wait", "synchronize", "unmap"}) {
+  for (const char* call : {"copy_to_host", "synchronize", "unmap"}) {
     Frozen s;
     CHECK(s.saves(s.changing));
     uint64_t bytes = 0;
@@ -144,45 +144,4 @@ TEST(a_host_without_memory_to_pin_says_so_with_numbers) {
   uint64_t bytes = 0;
   s.fake->fail("pin", 0, 1, Code::out_of_memory);
   CHECK(s.memory.pause({arena}, &bytes).code == Code::out_of_memory && s.usage(arena).state == State::resident);
-}
-
-TEST(a_pause_of_unchanged_content_copies_nothing) {
-  Frozen s;
-  s.set({s.id}, kContent);
-  uint64_t bytes = 0;
-  CHECK_OK(s.memory.pause({s.id}, &bytes, true));  // nothing was saved before: everything is copied
-  s.resume({s.id});
-  s.fake->calls.clear();
-  for (int i = 0; i < 2; ++i) {
-    CHECK_OK(s.memory.pause({s.id}, &bytes, true));
-    CHECK(bytes == 32 * kPage);
-    s.resume({s.id});
-    CHECK(s.holds(s.constant, 16 * kPage, 3) && s.holds(s.changing, 16 * kPage, 7));
-  }
-  CHECK(std::count(s.fake->calls.begin(), s.fake->calls.end(), "copy_to_host") == 0);
-  CHECK(s.saves(s.changing));  // the promise holds for one pause
-}
-
-TEST(a_block_in_the_place_of_an_unchanged_one_is_saved) {
-  Frozen s;
-  CHECK(s.saves(s.changing));
-  CHECK_OK(s.memory.release(s.changing));
-  CHECK(s.block(s.id, 16 * kPage, 50) == s.changing);
-  uint64_t bytes = 0;
-  CHECK_OK(s.memory.pause({s.id}, &bytes, true));
-  s.resume({s.id});
-  CHECK(s.holds(s.changing, 16 * kPage, 50) && s.holds(s.constant, 16 * kPage, 3));
-}
-
-TEST(unchanged_content_is_copied_again_after_a_failed_pause) {
-  Frozen s;
-  CHECK(s.saves(s.changing));
-  s.fake->fail("unmap", 0);
-  uint64_t bytes = 0;
-  CHECK(!s.memory.pause({s.id}, &bytes, true).ok());
-  s.fake->calls.clear();
-  CHECK_OK(s.memory.pause({s.id}, &bytes, true));
-  CHECK(std::count(s.fake->calls.begin(), s.fake->calls.end(), "copy_to_host") > 0);
-  s.resume({s.id});
-  CHECK(s.holds(s.constant, 16 * kPage, 3));
 }

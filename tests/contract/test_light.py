@@ -29,9 +29,8 @@ for package in sys.argv[1:]:
         is_started = module.name.endswith("__main__") and package != "tasuki.cli"
         # For services with ranks, whose extras have pyzmq and torch.
         is_for_ranks = module.name in {
-            "tasuki.rpc.ranks", "tasuki.algorithms.batch", "tasuki.algorithms.correction",
-            "tasuki.algorithms.kl", "tasuki.algorithms.lm_head", "tasuki.algorithms.lm_head_tiles", "tasuki.algorithms.lm_head_triton",
-            "tasuki.algorithms.objective",
+            "tasuki.rpc.ranks", "tasuki.algorithms.batch", "tasuki.algorithms.objective", "tasuki.algorithms.lm_head",
+            "tasuki.algorithms.lm_head_tiles", "tasuki.algorithms.lm_head_triton",
         }
         if not is_started and not is_for_ranks and not is_extra:
             importlib.import_module(module.name)

@@ -12,8 +12,9 @@ from torch import Tensor
 from tasuki.models.family import full_attention
 from tasuki.planner.presets import MODELS
 from tasuki.trainer.attention.flash import Fa4Sequences, VarlenSequences, packed_attention
-from tasuki.trainer.attention.packed import Kernel, choose_kernel
+from tasuki.trainer.attention.packed import Kernel
 from tasuki.trainer.attention.padded import PaddedSequences
+from tasuki.trainer.attention.trial import choose_kernel
 from tasuki.wire.errors import InvalidArgument
 
 LENGTHS = (1, 127, 128, 129, 1000, 4097)

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tasuki.algorithms.loss_types import LossConfig
 from tasuki.planner.layout import Checkpointing
-from tasuki.trainer.backends.fsdp.compiled_blocks import num_graphs
 from tasuki.trainer.learner import Learner
+from tasuki.trainer.modules.compiled_blocks import num_graphs
 from tasuki.trainer.roles import Role
 from tasuki.wire.stages import MemoryTag
 from tests.gpu.test_checkpointing_gpu import MAX_TOKENS, mesh, model, samples_of

@@ -8,7 +8,6 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -128,7 +127,7 @@ def test_an_ipc_handle_that_leads_nowhere_is_refused(ipc_trainer: IpcTrainer, tm
     ipc = manifest.ipc_memory
     assert ipc is not None and not imported.is_mapped
     if harm == "another handle":
-        manifest = replace(manifest, ipc_memory=replace(ipc, handle=ipc.handle[:2] + bytes(64)))
+        ipc.handle = ipc.handle[:2] + bytes(64)
     else:
         ipc_trainer.close()
     with ExitStack() as stack:

@@ -8,9 +8,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from tasuki.models.families import read_model
-from tasuki.trainer.attention.packed import IMPLEMENTATION, PackedAttention, choose_kernel
+from tasuki.trainer.attention.packed import IMPLEMENTATION, PackedAttention
 from tasuki.trainer.attention.padded import PaddedSequences
-from tasuki.trainer.attention.trial import fault_with_shared_prompts
+from tasuki.trainer.attention.trial import choose_kernel, fault_with_shared_prompts
 from tasuki.trainer.backends.fsdp.model import Policy
 from tasuki.trainer.data.micro_batch import token_batch
 from tasuki.trainer.data.samples import Samples

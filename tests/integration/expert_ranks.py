@@ -20,12 +20,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tasuki.algorithms.loss_types import LossConfig
-from tasuki.trainer.backends.fsdp.mesh import start_mesh
+from tasuki.trainer.backends.fsdp.resident_tags import TAGS
 from tasuki.trainer.backends.fsdp.shards import local_shards
-from tasuki.trainer.backends.fsdp.staying import TAGS
 from tasuki.trainer.data.samples import Samples
 from tasuki.trainer.launch import read_launch
 from tasuki.trainer.learner import Learner
+from tasuki.trainer.mesh import start_mesh
 from tasuki.trainer.roles import Role
 from tasuki.trainer.service.requests import decode_samples
 from tasuki.wire.stages import MemoryTag

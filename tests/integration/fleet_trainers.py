@@ -14,7 +14,7 @@ from tasuki.fleet.trainer_front import TrainerFront
 from tasuki.planner.model_shape import read_model_file
 from tasuki.rpc.fleet_caller import fleet_metadata
 from tasuki.trainer.data.cost import sample_cost
-from tasuki.trainer.data.shares import deal_samples
+from tasuki.trainer.data.split_batch import split_samples
 from tasuki.v1 import trainer_pb2
 from tasuki.v1.fleet_pb2 import FleetCommand
 from tasuki.v1.trainer_pb2_grpc import add_TrainerServiceServicer_to_server
@@ -120,7 +120,7 @@ async def fleet_of(nodes: Sequence[TrainerProcess], model: Path, *, num_ranks: i
     def deal(lengths: Sequence[int], completions: Sequence[int]) -> list[list[int]]:
         if fleet.dealt is not None:
             return [list(share) for share in fleet.dealt]
-        return deal_samples(
+        return split_samples(
             lengths, completions=completions, num_nodes=len(nodes), num_ranks=num_ranks, max_tokens=4096, cost=cost
         )
 

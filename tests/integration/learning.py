@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -16,13 +16,15 @@ from tasuki.algorithms.aggregation import denominator
 from tasuki.algorithms.loss_types import LossConfig
 from tasuki.config.schema import NodeConfig
 from tasuki.trainer.backends.fsdp.backend import FsdpBackend
-from tasuki.trainer.backends.fsdp.trained import Trained
+from tasuki.trainer.backends.fsdp.checkpoint import Trained
 from tasuki.trainer.data.cost import SampleCost
 from tasuki.trainer.data.micro_batch import MicroBatch, micro_batch
 from tasuki.trainer.data.samples import Samples
 from tasuki.trainer.data.shared_plan import Sharing, plan_shared
-from tasuki.trainer.learner import Learner, LossReport, MetricPart, trained_roles
+from tasuki.trainer.learner import Learner, trained_roles
 from tasuki.trainer.roles import Role
+from tasuki.trainer.service.merge_responses import merge_parts
+from tasuki.v1.ranks_pb2 import RankLossReport
 
 # In these tests' models the cost of a sample is its number of tokens.
 COST = SampleCost(linear=1.0, quadratic=0.0)
@@ -69,7 +71,7 @@ def with_denominator(config: LossConfig, samples: Samples) -> LossConfig:
     return replace(config, denominator=denominator(samples.columns["loss_mask"], samples.num_completion_S, config=config))
 
 
-def learn(learner: Learner, role: Role, samples: Samples, *, config: LossConfig, max_tokens: int = 4096) -> LossReport:
+def learn(learner: Learner, role: Role, samples: Samples, *, config: LossConfig, max_tokens: int = 4096) -> RankLossReport:
     """Makes one call in micro-batches of at most `max_tokens` tokens; returns its report over all ranks."""
     config = config if config.denominator is not None else with_denominator(config, samples)
     batches = micro_batches(learner, samples, config=config, max_tokens=max_tokens)
@@ -77,23 +79,16 @@ def learn(learner: Learner, role: Role, samples: Samples, *, config: LossConfig,
     return whole_report(report, num_sharing=learner.backend.sequence_part.num_parts)
 
 
-def whole_report(mine: LossReport, *, num_sharing: int = 1) -> LossReport:
+def whole_report(mine: RankLossReport, *, num_sharing: int = 1) -> RankLossReport:
     """Joins the ranks' reports into that of the call; each `num_sharing` consecutive ranks report the same."""
-    reports: list[LossReport] = [mine] * dist.get_world_size()
+    reports: list[RankLossReport] = [mine] * dist.get_world_size()
     dist.all_gather_object(reports, mine)
     reports = reports[::num_sharing]
-    metrics = {name: joined([report.metrics[name] for report in reports if name in report.metrics]) for name in mine.metrics}
-    return LossReport(loss=sum(report.loss for report in reports), metrics=metrics)
+    metrics = merge_parts([report.metrics for report in reports])
+    return RankLossReport(loss=sum(report.loss for report in reports), metrics=metrics)
 
 
-def joined(parts: Sequence[MetricPart]) -> MetricPart:
-    weight = sum(part.weight for part in parts)
-    if parts[0].is_maximum:
-        return MetricPart(max(part.total for part in parts), weight, is_maximum=True)
-    return MetricPart(sum(part.total for part in parts), weight, is_maximum=False)
-
-
-def metric(report: LossReport, name: str) -> float:
+def metric(report: RankLossReport, name: str) -> float:
     """Returns a figure of a report over all ranks."""
     part = report.metrics[name]
     return part.total if part.is_maximum else part.total / part.weight

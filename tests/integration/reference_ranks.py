@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tasuki.trainer.backends.fsdp.mesh import start_mesh
 from tasuki.trainer.data.micro_batch import token_batch
 from tasuki.trainer.launch import read_launch
+from tasuki.trainer.mesh import start_mesh
 from tasuki.trainer.roles import Role
 from tasuki.trainer.service.requests import decode_samples
 from tests.integration.learning import start_learner

@@ -16,7 +16,7 @@ from tasuki.algorithms.loss_types import LossConfig
 from tasuki.algorithms.losses.value import ValueLoss
 from tasuki.planner.layout import Checkpointing
 from tasuki.trainer.backends.fsdp import backend
-from tasuki.trainer.backends.fsdp.planned import planned_layout
+from tasuki.trainer.backends.fsdp.resident_tags import planned_layout
 from tasuki.trainer.data.micro_batch import token_batch
 from tasuki.trainer.data.samples import Samples
 from tasuki.trainer.learner import Learner

@@ -15,11 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tasuki.algorithms.loss_types import LossConfig
 from tasuki.algorithms.losses.value import ValueLoss
-from tasuki.trainer.backends.fsdp.compiled_blocks import num_graphs
 from tasuki.trainer.backends.fsdp.shards import local_shards
 from tasuki.trainer.data.micro_batch import token_batch
 from tasuki.trainer.data.samples import Samples
 from tasuki.trainer.learner import Learner
+from tasuki.trainer.modules.compiled_blocks import num_graphs
 from tasuki.trainer.roles import Role
 from tasuki.trainer.service.requests import decode_samples
 from tasuki.v1 import loss_pb2

@@ -23,7 +23,7 @@ from tasuki.models.families import read_model
 from tasuki.trainer.attention.packed import IMPLEMENTATION, PackedAttention
 from tasuki.trainer.attention.padded import PaddedSequences
 from tasuki.trainer.backends.fsdp.model import Policy, groups_of
-from tasuki.trainer.backends.fsdp.staying import TAGS
+from tasuki.trainer.backends.fsdp.resident_tags import TAGS
 from tasuki.trainer.data.micro_batch import token_batch
 from tasuki.trainer.data.samples import Samples
 from tasuki.trainer.learner import Learner
@@ -215,7 +215,7 @@ def test_a_forward_pass_asks_for_the_weights_that_come_back_group_by_group(
     mesh: DeviceMesh, model: Path, samples: Samples, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     learner = start_learner(model, mesh=mesh)
-    network, returning = trained(learner, Role.POLICY).network, fsdp(learner).memory._returning
+    network, returning = trained(learner, Role.POLICY).network, fsdp(learner).memory._onload
     ends: list[int] = []
 
     class Transfer:
@@ -228,7 +228,7 @@ def test_a_forward_pass_asks_for_the_weights_that_come_back_group_by_group(
 
     stream = SimpleNamespace(cuda_stream=42)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
-    monkeypatch.setattr("tasuki.trainer.backends.fsdp.returning._gathering_stream", lambda _group: stream)
+    monkeypatch.setattr("tasuki.trainer.backends.fsdp.onload._gathering_stream", lambda _group: stream)
     returning.guard(groups_of(network))
     returning._transfers[MemoryTag.WEIGHTS] = cast(Any, Transfer())
     step(learner, Role.POLICY, samples)

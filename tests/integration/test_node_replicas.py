@@ -14,9 +14,9 @@ import torch
 
 from tasuki.config.load import load_config
 from tasuki.config.schema import NodeConfig
-from tasuki.trainer.backends.fsdp.replicas import NodeReplicas, join_store
 from tasuki.trainer.launch import Launch
 from tasuki.trainer.other_nodes import until_another_starts
+from tasuki.trainer.replicas import NodeReplicas, join_store
 from tasuki.weights.gloo_peers import check_gloo_peers
 from tasuki.wire.errors import DeadlineExceeded, PeerUnavailable, TasukiError, VersionOrder
 from tests.integration.fleet_port import FleetPort, fleet_port

@@ -21,7 +21,7 @@ from tasuki.planner.moments import moment_block
 from tasuki.planner.trainer_bytes import trainer_tags
 from tasuki.trainer.backends.fsdp.optimizer import quantized_adamw
 from tasuki.trainer.backends.fsdp.optimizer.quantized_adamw import QuantizedMoment
-from tasuki.trainer.backends.fsdp.staying import TAGS
+from tasuki.trainer.backends.fsdp.resident_tags import TAGS
 from tasuki.trainer.learner import Learner
 from tasuki.trainer.roles import Role
 from tasuki.trainer.service.requests import decode_samples

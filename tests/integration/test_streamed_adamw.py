@@ -16,7 +16,7 @@ from tasuki.memory.host import host_memory
 from tasuki.trainer.backends.fsdp import host_buffers
 from tasuki.trainer.backends.fsdp.optimizer import streamed_adamw
 from tasuki.trainer.backends.fsdp.optimizer.streamed_adamw import StreamedAdamW
-from tasuki.trainer.backends.fsdp.staying import TAGS
+from tasuki.trainer.backends.fsdp.resident_tags import TAGS
 from tasuki.trainer.learner import Learner
 from tasuki.trainer.roles import Role
 from tasuki.trainer.service.requests import decode_samples

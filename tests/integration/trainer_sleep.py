@@ -21,12 +21,12 @@ from torch.distributed.tensor import DTensor
 from tasuki.algorithms.loss_types import LossConfig
 from tasuki.algorithms.losses.value import ValueLoss
 from tasuki.memory import arena as native
-from tasuki.trainer.backends.fsdp.mesh import start_mesh
+from tasuki.trainer.backends.fsdp.resident_tags import TAGS
 from tasuki.trainer.backends.fsdp.shards import whole_tensors
-from tasuki.trainer.backends.fsdp.staying import TAGS
 from tasuki.trainer.data.micro_batch import token_batch
 from tasuki.trainer.launch import read_launch
 from tasuki.trainer.learner import Learner
+from tasuki.trainer.mesh import start_mesh
 from tasuki.trainer.roles import Role
 from tasuki.trainer.service.requests import decode_samples
 from tasuki.v1.weights_pb2 import PublishedWeights, WeightHandle
@@ -122,7 +122,7 @@ def publish_rounds(learner: Learner, *, engine_dtype: str = "bfloat16") -> dict[
     fsdp(learner).rehearse_publication()
     facts["rehearsed"] = [usage.mapped_bytes for usage in fsdp(learner).memory.usage() if MemoryTag.of(usage.tag) == "export"]
     for _ in range(3):
-        version, handles = learner.policy_version, everyone(learner.publish().export.handle().SerializeToString())
+        version, handles = learner.policy_version, everyone(learner.publish().handle.SerializeToString())
         weights = PublishedWeights(policy_version=version, boot_id="boot", handles=map(WeightHandle.FromString, handles))
         if reader is None or not reader.is_of(weights):
             reader = import_weights(weights, timeout_s=10)

@@ -7,8 +7,8 @@ import torch
 from padded_cases import SEEDS, SMALL_GAPS, assert_same, loss_batch, padded
 from verl.trainer.ppo import rollout_corr_helper
 
-from tasuki.algorithms.correction import correction_weights
 from tasuki.algorithms.loss_types import Correction, LossConfig, OldPolicy
+from tasuki.algorithms.objective import correction_weights
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from padded_cases import SEEDS, SMALL_GAPS, assert_same, loss_batch, padded
 from verl.trainer.ppo import core_algos
 from verl.workers.config import ActorConfig
 
-from tasuki.algorithms.kl import kl_divergence
 from tasuki.algorithms.loss_types import Aggregation, Correction, KlEstimator, LossConfig, OldPolicy
 from tasuki.algorithms.losses.cispo import CispoLoss
 from tasuki.algorithms.losses.gspo import GspoLoss
@@ -20,7 +19,7 @@ from tasuki.algorithms.losses.policy_gradient import PolicyGradientLoss
 from tasuki.algorithms.losses.ppo import PpoLoss
 from tasuki.algorithms.losses.sapo import SapoLoss
 from tasuki.algorithms.losses.value import ValueLoss
-from tasuki.algorithms.objective import policy_loss, value_loss
+from tasuki.algorithms.objective import kl_divergence, policy_loss, value_loss
 
 UNCORRECTED = Correction(token_truncation=None)
 LENGTH = 32

@@ -10,7 +10,7 @@ from typing import Any
 
 from tasuki.rollout.rollout import check_stage
 from tasuki.rpc.commands import CommandGate, digest
-from tasuki.trainer import stages as trainer_stages
+from tasuki.trainer.service import state as trainer_stages
 from tasuki.v1 import memory_pb2, rollout_pb2, trainer_pb2, weights_pb2
 from tasuki.wire.errors import BadHandle, TasukiError, VersionOrder, WeightsCorrupt
 from tasuki.wire.stages import Stage

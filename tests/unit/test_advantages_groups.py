@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tasuki.algorithms import advantages
-from tasuki.algorithms.overlong import soft_overlong_penalty
+from tasuki.algorithms.advantages import soft_overlong_penalty
 from tasuki.algorithms.setting import SettingError
 
 reward = st.one_of(st.integers(-3, 3).map(float), st.floats(-3, 3, width=16), st.just(math.nan))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tasuki.trainer.durable.agreement import agree, outline_of
+from tasuki.trainer.durable.restore import agree, outline_of
 from tasuki.v1.ranks_pb2 import LogOutline, TrainingRecord
 from tasuki.wire.errors import InvalidArgument
 

@@ -21,7 +21,7 @@ from tasuki.planner.layout import GB, Checkpointing, Layout, Part
 from tasuki.planner.node_plan import node_layout
 from tasuki.planner.plan import PLAN_STAGES, PlanStage, needed_bytes, plan
 from tasuki.planner.presets import MODELS
-from tasuki.trainer.backends.fsdp.staying import ExportChoice, with_copy_that_stays
+from tasuki.trainer.backends.fsdp.resident_tags import ExportChoice, with_copy_that_stays
 from tasuki.weights import chunk_memory
 from tasuki.weights.chunk_memory import descriptor_problem
 from tasuki.wire.errors import InternalError, InvalidArgument

@@ -20,7 +20,7 @@ from tasuki.node.start import start_node
 from tasuki.planner import budget
 from tasuki.planner.budget import check_host_budget, check_host_ranks
 from tasuki.trainer.backends.fsdp.memory import TrainerMemory
-from tasuki.trainer.backends.fsdp.staying import ExportChoice
+from tasuki.trainer.backends.fsdp.resident_tags import ExportChoice
 from tasuki.v1.memory_pb2 import GetUsageResponse
 from tasuki.v1.types_pb2 import DeviceUsage, TagUsage
 from tasuki.weights.export import ExportMemory, WeightExport

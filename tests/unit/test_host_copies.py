@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from tasuki.memory import arena as native
 from tasuki.memory.arena import Arena, Keep
 from tasuki.trainer.backends.fsdp.memory import TrainerMemory
-from tasuki.trainer.backends.fsdp.staying import ExportChoice, Staying
+from tasuki.trainer.backends.fsdp.resident_tags import ExportChoice, ResidentTags
 from tasuki.wire.stages import MemoryTag
 from tests.arenas import pause, resume
 
@@ -58,8 +58,8 @@ def test_a_frozen_parameter_is_copied_to_the_host_once_and_comes_back_every_time
 
 
 def test_what_stays_leaves_only_to_make_room(mesh: DeviceMesh) -> None:
-    staying = Staying(frozenset({MemoryTag.WEIGHTS}))
-    memory = TrainerMemory(mesh, ExportChoice(of_parameters=False, stays=True), staying=staying)
+    staying = ResidentTags(frozenset({MemoryTag.WEIGHTS}))
+    memory = TrainerMemory(mesh, ExportChoice(of_parameters=False, stays=True), resident=staying)
     kept = parameter(memory, mesh, 3.0, is_frozen=False)
     with memory.region(MemoryTag.OPTIMIZER):
         moment = torch.full((64, 64), 4.0)

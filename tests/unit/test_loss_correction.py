@@ -7,12 +7,11 @@ import math
 import pytest
 import torch
 
-from tasuki.algorithms.correction import correction_weights
 from tasuki.algorithms.loss_types import Correction, LossConfig, OldPolicy
 from tasuki.algorithms.losses.gspo import GspoLoss
 from tasuki.algorithms.losses.policy_gradient import PolicyGradientLoss
 from tasuki.algorithms.losses.sft import SftLoss
-from tasuki.algorithms.objective import policy_loss
+from tasuki.algorithms.objective import correction_weights, policy_loss
 from tests.unit.loss_batches import Case, random_case
 
 CORRECTIONS = [

@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 
-from tasuki.algorithms.kl import kl_divergence
 from tasuki.algorithms.loss import Loss
 from tasuki.algorithms.loss_types import Aggregation, Correction, KlEstimator, LossConfig, OldPolicy
 from tasuki.algorithms.losses.cispo import CispoLoss
@@ -17,7 +16,7 @@ from tasuki.algorithms.losses.ppo import PpoLoss
 from tasuki.algorithms.losses.sapo import SapoLoss
 from tasuki.algorithms.losses.sft import SftLoss
 from tasuki.algorithms.losses.value import ValueLoss
-from tasuki.algorithms.objective import policy_loss
+from tasuki.algorithms.objective import kl_divergence, policy_loss
 from tests.unit.every_loss import EXAMPLES, has_ratio
 from tests.unit.loss_batches import Case, random_case
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tasuki.trainer.lr_schedule import learning_rate_at
+from tasuki.trainer.learner import learning_rate_at
 
 
 def test_constant_stays_at_its_peak_after_the_warm_up() -> None:

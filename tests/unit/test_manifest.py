@@ -5,17 +5,18 @@ from __future__ import annotations
 import re
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tasuki.v1.weights_pb2 import IpcMemory
 from tasuki.weights.copy_box import Box, first_gap, first_overlap
 from tasuki.weights.manifest import (
     ALIGNMENT,
     Entry,
-    IpcMemory,
     Manifest,
     check,
     check_complete,
@@ -129,29 +130,40 @@ def test_chunks_that_cannot_hold_the_arena_are_refused(changes: dict[str, object
         check(replace(manifest(), **{**ON_GPU, "chunk_bytes": (1 << 21,) * 253}))
 
 
-IPC = IpcMemory(handle=b"\1c" + bytes(64), num_bytes=1 << 20, offset=512, counter=b"/torch_1", counter_offset=3, process_id=7)
+IPC: dict[str, Any] = {
+    "handle": b"\1c" + bytes(64),
+    "num_bytes": 1 << 20,
+    "offset": 512,
+    "counter": b"/torch_1",
+    "counter_offset": 3,
+    "process_id": 7,
+}
+
+
+def ipc(**changes: Any) -> IpcMemory:
+    return IpcMemory(**{**IPC, **changes})
 
 
 def test_an_ipc_handle_survives_the_wire_and_counts_for_the_digest() -> None:
-    by_handle = replace(manifest(), device_uuid="b1946ac9", ipc_memory=IPC)
+    by_handle = replace(manifest(), device_uuid="b1946ac9", ipc_memory=ipc())
     assert from_proto(to_proto(by_handle)) == by_handle
-    other = replace(by_handle, ipc_memory=replace(IPC, handle=IPC.handle[:-1] + b"\1"))
+    other = replace(by_handle, ipc_memory=ipc(handle=IPC["handle"][:-1] + b"\1"))
     assert len({by_handle.digest(), other.digest(), manifest().digest()}) == 3
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"ipc_memory": replace(IPC, handle=IPC.handle[:40])}, "IPC handle of 40 bytes is truncated"),
-        ({"ipc_memory": replace(IPC, counter=b"x" * 600)}, "malformed"),
-        ({"ipc_memory": replace(IPC, num_bytes=64)}, "allocation of 64 bytes cannot hold"),
+        ({"ipc_memory": ipc(handle=IPC["handle"][:40])}, "IPC handle of 40 bytes is truncated"),
+        ({"ipc_memory": ipc(counter=b"x" * 600)}, "malformed"),
+        ({"ipc_memory": ipc(num_bytes=64)}, "allocation of 64 bytes cannot hold"),
         ({"chunk_bytes": (1 << 21,)}, "either an IPC handle on a GPU or chunks"),
         ({"device_uuid": ""}, "either an IPC handle on a GPU or chunks"),
     ],
 )
 def test_ipc_memory_that_cannot_hold_the_arena_is_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(BadHandle, match=message):
-        check(replace(manifest(), **{"device_uuid": "b1946ac9", "ipc_memory": IPC, **changes}))
+        check(replace(manifest(), **{"device_uuid": "b1946ac9", "ipc_memory": ipc(), **changes}))
 
 
 def test_a_header_anywhere_but_at_the_beginning_is_refused() -> None:

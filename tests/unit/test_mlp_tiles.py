@@ -8,7 +8,7 @@ from tasuki.planner.kept_bytes import kept_in_mlp
 from tasuki.planner.layout import GB, Checkpointing, Layout
 from tasuki.planner.presets import MODELS
 from tasuki.planner.step_bytes import step_moments
-from tasuki.trainer.backends.fsdp.mlp_tiles import tile_mlps
+from tasuki.trainer.backends.fsdp.activations import tile_mlps
 from tests.models import make_model
 from tests.saved_tensors import kept_bytes
 from tests.unit.test_packed_attention import LENGTHS, pack, policy_of

@@ -12,8 +12,7 @@ from tasuki.models.families import FAMILIES, read_model
 from tasuki.models.family import Model
 from tasuki.trainer.attention.packed import IMPLEMENTATION, PackedAttention
 from tasuki.trainer.attention.padded import PaddedSequences
-from tasuki.trainer.backends.fsdp.model import Policy
-from tasuki.trainer.backends.fsdp.model_buffers import check_module, set_buffers
+from tasuki.trainer.backends.fsdp.model import Policy, check_module, set_buffers
 from tasuki.trainer.data.micro_batch import TokenBatch
 from tasuki.wire.errors import UnsupportedModel
 from tests.models import CONFIGS, make_model

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tasuki.config.trainer_schema import LoraConfig
 from tasuki.planner.layout import Checkpointing
+from tasuki.trainer.backends.fsdp.activations import tile_mlps
 from tasuki.trainer.backends.fsdp.lora.adapters import add_adapters, trained_parameters
-from tasuki.trainer.backends.fsdp.mlp_tiles import tile_mlps
 from tasuki.trainer.modules.pointwise import GatedMlp, RmsNorm, fuse_pointwise
 from tasuki.trainer.modules.rotary import RotaryAttention, fuse_rotation
 from tasuki.trainer.modules.routing import Router, replace_routers

@@ -7,8 +7,7 @@ import time
 
 import pytest
 
-from tasuki.trainer.backends.fsdp.nccl_log import transports
-from tasuki.trainer.backends.fsdp.replicas import call_within
+from tasuki.trainer.replicas import call_within, transports
 from tests.limits import limit_s
 
 HEAD = "node-a:411:523 [0] NCCL"

@@ -14,8 +14,9 @@ from tasuki.models.family import full_attention
 from tasuki.planner.layout import Checkpointing
 from tasuki.planner.presets import MODELS
 from tasuki.trainer.attention import padded as attention_padded
-from tasuki.trainer.attention.packed import IMPLEMENTATION, PackedAttention, choose_kernel
+from tasuki.trainer.attention.packed import IMPLEMENTATION, PackedAttention
 from tasuki.trainer.attention.padded import PaddedSequences
+from tasuki.trainer.attention.trial import choose_kernel
 from tasuki.trainer.backends.fsdp.activations import set_checkpointing
 from tasuki.trainer.backends.fsdp.model import Policy
 from tasuki.trainer.data.micro_batch import TokenBatch

@@ -44,14 +44,14 @@ def make_samples(groups: tuple[tuple[int, tuple[int, ...]], ...], *, seed: int =
     rows.sort()
     completions = [generator.integers(VOCAB_SIZE, size=num) for _, _, num in rows]
     tokens = [part for (_, group, _), own in zip(rows, completions, strict=True) for part in (prompts[group], own)]
-    num_tokens = sum(map(len, completions))
+    num_tokens, num_completion_S = sum(map(len, completions)), np.array([num for _, _, num in rows])
+    temperature_S = generator.uniform(0.5, 2.0, len(rows)).astype(np.float32)
     return Samples(
         num_prompt_S=np.array([len(prompts[group]) for _, group, _ in rows]),
-        num_completion_S=np.array([num for _, _, num in rows]),
+        num_completion_S=num_completion_S,
         policy_version_S=np.zeros(len(rows), dtype=np.uint64),
-        temperature_S=generator.uniform(0.5, 2.0, len(rows)).astype(np.float32),
         token_ids_T=np.concatenate(tokens).astype(np.int32),
-        columns={"loss_mask": np.ones(num_tokens, dtype=np.float32)},
+        columns={"loss_mask": np.ones(num_tokens, dtype=np.float32), "temperature": np.repeat(temperature_S, num_completion_S)},
         prefix_S=np.array([group if len(groups[group][1]) > 1 else NO_PREFIX for _, group, _ in rows], dtype=np.int32),
     )
 

@@ -38,7 +38,7 @@ many_messages = st.builds(
 
 
 def assert_equal(one: Samples, other: Samples) -> None:
-    for name in ("num_prompt_S", "num_completion_S", "policy_version_S", "temperature_S", "token_ids_T"):
+    for name in ("num_prompt_S", "num_completion_S", "policy_version_S", "token_ids_T"):
         np.testing.assert_array_equal(getattr(one, name), getattr(other, name), err_msg=name)
     assert one.columns.keys() == other.columns.keys()
     for name, column_N in one.columns.items():
@@ -67,8 +67,8 @@ def test_per_token_fields_are_spread_and_defaults_filled_in() -> None:
     )
     assert samples.columns["advantages"].tolist() == [1.0, 1.0, 1.0, 0.5, -0.5]
     assert samples.columns["loss_mask"].tolist() == [1.0, 0.0, 1.0, 1.0, 1.0]
-    assert samples.temperature_S.tolist() == [0.5, 1.0]
-    assert samples.columns.keys() == {"loss_mask", "rollout_log_probs", "advantages"}
+    assert samples.columns["temperature"].tolist() == [0.5, 0.5, 0.5, 1.0, 1.0]
+    assert samples.columns.keys() == {"loss_mask", "temperature", "rollout_log_probs", "advantages"}
 
 
 def test_one_advantage_for_one_token_is_not_spread_over_others() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tasuki.models.family import Model, full_attention
 from tasuki.planner.presets import MODELS
 from tasuki.trainer.data.cost import SampleCost, sample_cost
-from tasuki.trainer.data.packing import pack
+from tasuki.trainer.data.micro_batch import pack
 from tasuki.trainer.data.plan import MicroBatchPlan
 from tasuki.trainer.data.samples import NO_PREFIX, Samples
 from tasuki.trainer.data.shared_plan import Sharing, plan_shared

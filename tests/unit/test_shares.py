@@ -7,7 +7,7 @@ import pytest
 
 from tasuki.algorithms.loss_types import Aggregation, LossConfig
 from tasuki.trainer.data.cost import SampleCost
-from tasuki.trainer.data.shares import call_denominator, deal_samples
+from tasuki.trainer.data.split_batch import call_denominator, split_samples
 
 COST = SampleCost(linear=1.0, quadratic=0.01)
 
@@ -16,7 +16,7 @@ COST = SampleCost(linear=1.0, quadratic=0.01)
 @pytest.mark.parametrize("num_samples", [1, 5, 64])
 def test_every_sample_goes_to_one_node(num_nodes: int, num_samples: int) -> None:
     lengths = np.random.default_rng(num_samples).integers(2, 200, size=num_samples).tolist()
-    shares = deal_samples(lengths, num_nodes=num_nodes, num_ranks=2, max_tokens=256, cost=COST)
+    shares = split_samples(lengths, num_nodes=num_nodes, num_ranks=2, max_tokens=256, cost=COST)
     assert sorted(position for share in shares for position in share) == list(range(num_samples))
     assert len(shares) == num_nodes and all(share == sorted(share) for share in shares)
     assert sum(map(bool, shares)) == min(num_nodes, num_samples)

@@ -12,7 +12,7 @@ from tasuki.planner.layout import GB, Checkpointing, Layout, Part
 from tasuki.planner.plan import plan
 from tasuki.planner.presets import MODELS
 from tasuki.planner.seconds import expected_seconds
-from tasuki.trainer.backends.fsdp import torch_cache
+from tasuki.trainer.backends.fsdp import memory as torch_cache
 from tasuki.wire.stages import Stage
 
 LAYOUT = Layout(

@@ -15,7 +15,7 @@ from tasuki.planner.layout import GB
 from tasuki.planner.model_shape import read_model_shape
 from tasuki.planner.node_plan import node_layout
 from tasuki.trainer.roles import Role
-from tasuki.trainer.service.micro_batches import micro_batch_tokens, sample_costs
+from tasuki.trainer.serve import micro_batch_tokens, sample_costs
 from tasuki.v1.memory_pb2 import GetUsageResponse
 from tasuki.v1.ranks_pb2 import TrainerRankResult
 from tasuki.v1.types_pb2 import DeviceUsage

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from tasuki.trainer.backends.fsdp.model import ARCHITECTURES, read_model_config
-from tasuki.trainer.backends.fsdp.shards import load_shards
+from tasuki.trainer.durable.model_folder import load_shards
 from tasuki.weights.shards import Shard
 from tasuki.wire.errors import InvalidArgument, UnsupportedModel
 from tests.models import CONFIGS
@@ -54,7 +54,7 @@ def test_quantized_weights_are_unsupported(tmp_path: Path) -> None:
 def test_only_the_slice_of_a_shard_is_read(
     offsets: tuple[int, ...], sizes: tuple[int, ...], block_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tasuki.trainer.backends.fsdp.shards._BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr("tasuki.trainer.durable.model_folder._BLOCK_BYTES", block_bytes)
     whole = torch.arange(20.0).view(5, 4)
     save_file({"weight": whole.to(torch.bfloat16)}, tmp_path / "model.safetensors")
     shard = Shard("weight", (5, 4), offsets, torch.zeros(sizes))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tasuki.trainer import stages
+from tasuki.trainer.service import state as stages
 from tasuki.wire.errors import StageOrder, WrongPhase
 from tasuki.wire.stages import START, Stage
 

@@ -127,33 +127,8 @@ def our_host_copy() -> dict[str, Any]:
     sample = [tensor.flatten()[:7].clone() for tensor in tensors[:300]]
     pause, resume = lambda tag: allocator.pause([MemoryTag(tag)]), lambda tag: allocator.resume([MemoryTag(tag)])
     result = {"host copy, at once": cycles(pause, resume, num_repeats=NUM_HOST_REPEATS, wait_s=0)}
-    weights = [MemoryTag.WEIGHTS]
-    stream = torch.cuda.current_stream().cuda_stream
-    result["overlap"] = overlap(lambda: allocator.pause_async(weights, stream=stream), lambda: allocator.resume(weights))
     result["content_is_back"] = all(torch.equal(old, new.flatten()[:7]) for old, new in zip(sample, tensors, strict=False))
     return result
-
-
-def overlap(pause_async: Callable[[], Any], resume: Callable[[], object]) -> dict[str, float]:
-    """Time of compute alone, of a pause with host copy alone, and of both together."""
-    matrix = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
-
-    def compute() -> None:
-        for _ in range(200):
-            torch.mm(matrix, matrix)
-
-    def both() -> None:
-        transfer = pause_async()
-        compute()
-        transfer.wait()
-
-    compute()
-    alone = timed_ms(compute)
-    pause_alone = timed_ms(lambda: pause_async().wait())
-    resume()
-    together = timed_ms(both)
-    resume()
-    return {"compute_ms": round(alone, 1), "pause_ms": round(pause_alone, 1), "both_ms": round(together, 1)}
 
 
 def peers_host_copy() -> dict[str, Any]:

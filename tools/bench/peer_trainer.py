@@ -22,8 +22,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ByRows
 
-from tasuki.weights.device import device_uuid
 from tasuki.weights.export import WeightExport
+from tasuki.weights.weight_arena import device_uuid
 from tools.bench.peer_buckets import Buckets
 from tools.bench.sync_gpu import CHANGE
 from tools.bench.sync_ranks import answer

@@ -87,10 +87,10 @@ def make_model_apart(folder: Path, layout: Layout, device: str) -> None:
 def measure(folder: Path, layout: Layout, device: str, num_micro_batches: int) -> dict[str, Any]:
     """Returns predicted bytes by stage and kind, and those of the tags."""
     from tasuki.algorithms.loss_types import LossConfig
-    from tasuki.trainer.backends.fsdp.mesh import start_mesh
-    from tasuki.trainer.backends.fsdp.staying import TAGS
+    from tasuki.trainer.backends.fsdp.resident_tags import TAGS
     from tasuki.trainer.data.micro_batch import micro_batch
     from tasuki.trainer.launch import read_launch
+    from tasuki.trainer.mesh import start_mesh
     from tasuki.trainer.roles import Role
     from tasuki.trainer.service.requests import decode_samples
     from tasuki.v1.types_pb2 import TrainingSample

@@ -365,7 +365,6 @@ class SampleColumns(_message.Message):
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
     POLICY_VERSIONS_FIELD_NUMBER: _builtins.int
-    TEMPERATURES_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     COLUMNS_FIELD_NUMBER: _builtins.int
     PREFIXES_FIELD_NUMBER: _builtins.int
@@ -373,8 +372,7 @@ class SampleColumns(_message.Message):
     """int64, one for each sample."""
     num_completion_tokens: _builtins.bytes
     policy_versions: _builtins.bytes
-    """uint64 and float32, one for each sample."""
-    temperatures: _builtins.bytes
+    """uint64, one for each sample."""
     token_ids: _builtins.bytes
     """int32, prompt and completion of each sample in sequence."""
     prefixes: _builtins.bytes
@@ -389,14 +387,13 @@ class SampleColumns(_message.Message):
         num_prompt_tokens: _builtins.bytes = ...,
         num_completion_tokens: _builtins.bytes = ...,
         policy_versions: _builtins.bytes = ...,
-        temperatures: _builtins.bytes = ...,
         token_ids: _builtins.bytes = ...,
         columns: _abc.Mapping[_builtins.str, _builtins.bytes] | None = ...,
         prefixes: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns", "num_completion_tokens", b"num_completion_tokens", "num_prompt_tokens", b"num_prompt_tokens", "policy_versions", b"policy_versions", "prefixes", b"prefixes", "temperatures", b"temperatures", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns", "num_completion_tokens", b"num_completion_tokens", "num_prompt_tokens", b"num_prompt_tokens", "policy_versions", b"policy_versions", "prefixes", b"prefixes", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -24,7 +24,7 @@ class Aggregation(StrEnum):
 
 
 class KlEstimator(StrEnum):
-    """Estimators of KL(policy || reference) from one token's log-probabilities; computed by `algorithms.kl`."""
+    """Estimators of KL(policy || reference) from one token's log-probabilities; computed by `algorithms.objective`."""
 
     K1 = "k1"
     K2 = "k2"
@@ -51,7 +51,7 @@ _MOST_TOKENS = 2**32 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """Correction of the mismatch between rollout's and the trainer's probabilities; computed by `algorithms.correction`.
+    """Correction of the mismatch between rollout's and the trainer's probabilities; computed by `algorithms.objective`.
 
     The ratio r of a token is the trainer's probability divided by the rollout's. Losses without a policy gradient ignore all of this.
     """

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from tasuki.algorithms.batch import LossBatch, LossSum, Metric, max_metric, mean_metric, weighted_sum
-from tasuki.algorithms.correction import correction_weights
-from tasuki.algorithms.kl import kl_divergence, log_ratio
-from tasuki.algorithms.loss import CriticLoss, PolicyLoss, RatioInputs, RatioLoss
-from tasuki.algorithms.loss_types import KlEstimator, LossConfig, OldPolicy
+from tasuki.algorithms.batch import LossBatch, LossSum, Metric, max_metric, mean_metric, sample_sums, to_tokens, weighted_sum
+from tasuki.algorithms.loss import MAX_LOG_RATIO, CriticLoss, PolicyLoss, RatioInputs, RatioLoss
+from tasuki.algorithms.loss_types import Correction, KlEstimator, LossConfig, OldPolicy
 
 
 def policy_loss(config: LossConfig, *, log_probs_N: Tensor, entropy_N: Tensor, batch: LossBatch) -> LossSum:
@@ -103,3 +103,108 @@ def _rollout_gap(log_probs_N: Tensor, batch: LossBatch) -> dict[str, Metric]:
 def _loss_sum(loss_N: Tensor, metrics: dict[str, Metric], batch: LossBatch) -> LossSum:
     loss = weighted_sum(loss_N, batch.weights_N)
     return LossSum(loss=loss, metrics={"loss": Metric(loss.detach(), batch.weights_N.sum()), **metrics})
+
+
+def log_ratio(log_probs_N: Tensor, other_log_probs_N: Tensor) -> Tensor:
+    """[N]: log of the ratio of two probabilities, clamped to [-20, 20]."""
+    return (log_probs_N - other_log_probs_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def kl_divergence(log_probs_N: Tensor, *, ref_log_probs_N: Tensor, estimator: KlEstimator) -> Tensor:
+    """[N]: estimate of KL(policy || reference) for each token, with gradient with respect to `log_probs_N`.
+
+    With r = reference / policy: k1 = -log r, k2 = (log r)^2 / 2, k3 = r - 1 - log r. k1 and k3 are unbiased in value; in expectation only
+    k2 has the gradient of the KL divergence, which k3_straight_through uses.
+    Source: Schulman (http://joschu.net/blog/kl-approx.html); k3 as in GRPO (arXiv:2402.03300) eq. 4; gradients: arXiv:2506.09477.
+    """
+    log_r_N = log_ratio(ref_log_probs_N, log_probs_N)
+    match estimator:
+        case KlEstimator.K1:
+            return -log_r_N
+        case KlEstimator.K2:
+            return 0.5 * log_r_N.square()
+        case KlEstimator.K3:
+            return log_r_N.exp() - log_r_N - 1.0
+        case KlEstimator.K3_STRAIGHT_THROUGH:
+            k2_N = 0.5 * log_r_N.square()
+            return (log_r_N.exp() - log_r_N - 1.0).detach() + (k2_N - k2_N.detach())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CorrectionWeights:
+    """Factors of each token's policy loss, without gradients."""
+
+    weights_N: Tensor
+    """Truncated importance weights; 0 where masked."""
+    truncated_N: Tensor
+    """bool: whether the truncation applied."""
+    masked_N: Tensor
+    """bool: whether the token is excluded."""
+
+    def metrics(self, loss_mask_N: Tensor) -> dict[str, Metric]:
+        return {
+            "correction_weight": mean_metric(self.weights_N, loss_mask_N),
+            "correction_truncated": mean_metric(self.truncated_N, loss_mask_N),
+            "correction_masked": mean_metric(self.masked_N, loss_mask_N),
+        }
+
+
+def correction_weights(config: LossConfig, *, log_probs_N: Tensor, batch: LossBatch) -> CorrectionWeights | None:
+    """Weights for the policy loss, or None if no correction is configured.
+
+    r compares the rollout with the old policy: `old_log_probs_N` if given, else the current policy. With OldPolicy.ROLLOUT the loss's own
+    ratio is the importance weight, so only the masks apply.
+    """
+    correction = config.correction
+    if not config.has_advantages or not (config.truncates or correction.masks):
+        return None
+    trainer_log_probs_N = log_probs_N.detach()
+    if config.old_policy is OldPolicy.GIVEN:
+        assert batch.old_log_probs_N is not None
+        trainer_log_probs_N = batch.old_log_probs_N
+    assert batch.rollout_log_probs_N is not None
+    counted_N = batch.loss_mask_N != 0.0
+    log_r_N = torch.where(counted_N, trainer_log_probs_N - batch.rollout_log_probs_N, 0.0)
+    weights_N, truncated_N = _truncated(correction, log_r_N, batch) if config.truncates else _ones(log_r_N)
+    masked_N = _masked(correction, log_r_N, batch) & counted_N
+    return CorrectionWeights(torch.where(masked_N, 0.0, weights_N), truncated_N, masked_N)
+
+
+def _truncated(correction: Correction, log_r_N: Tensor, batch: LossBatch) -> tuple[Tensor, Tensor]:
+    """Truncated importance weights [N], and which were truncated [N].
+
+    Source: https://fengyao.notion.site/off-policy-rl (token), arXiv:2512.01374 compares the two; the cap is V-trace's
+    (arXiv:1802.01561 eq. 1).
+    """
+    if correction.token_truncation is not None:
+        bound, exponent_N = correction.token_truncation, log_r_N
+    else:
+        assert correction.sequence_truncation is not None
+        log_r_S = sample_sums(log_r_N, batch.cu_seqlens_S)
+        bound, exponent_N = correction.sequence_truncation, to_tokens(log_r_S, batch.cu_seqlens_S, num_tokens=len(log_r_N))
+    ratio_N = exponent_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).to(log_r_N.dtype).exp()
+    return ratio_N.clamp(max=bound), ratio_N > bound
+
+
+def _masked(correction: Correction, log_r_N: Tensor, batch: LossBatch) -> Tensor:
+    """[N] bool: whether the token's ratio, or its sequence's geometric mean, is out of bounds.
+
+    Source: IcePop (arXiv:2510.18855); geometric mean: verl's `seq_mean_k1` rejection.
+    """
+    masked_N = torch.zeros_like(log_r_N, dtype=torch.bool)
+    if correction.token_mask is not None:
+        masked_N = masked_N | _is_outside(log_r_N.exp(), correction.token_mask)
+    if correction.geometric_mask is not None:
+        counted_S = sample_sums(batch.loss_mask_N, batch.cu_seqlens_S).clamp(min=1.0)
+        mean_S = (sample_sums(log_r_N * batch.loss_mask_N, batch.cu_seqlens_S) / counted_S).exp()
+        is_outside_S = _is_outside(mean_S, correction.geometric_mask)
+        masked_N = masked_N | to_tokens(is_outside_S, batch.cu_seqlens_S, num_tokens=len(log_r_N))
+    return masked_N
+
+
+def _is_outside(ratio: Tensor, bounds: tuple[float, float]) -> Tensor:
+    return (ratio < bounds[0]) | (ratio > bounds[1])
+
+
+def _ones(log_r_N: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.ones_like(log_r_N), torch.zeros_like(log_r_N, dtype=torch.bool)

@@ -17,8 +17,7 @@ from tasuki.coordinator.audit.replay import audit
 from tasuki.fleet.audit import FleetAudit, audit_fleet_journal
 from tasuki.rpc.command_log import LoggedLife, read_command_log
 from tasuki.runs.archive import archive_folder
-from tasuki.trainer.durable.training_audit import first_repetition
-from tasuki.trainer.durable.training_log import read_training_log
+from tasuki.trainer.durable.training_log import first_repetition, read_training_log
 from tasuki.v1.ranks_pb2 import TrainingRecord
 from tasuki.wire.errors import InvalidArgument, PathNotFound, PathPermissionDenied
 from tasuki.wire.stages import Service

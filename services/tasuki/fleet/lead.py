@@ -31,7 +31,7 @@ from tasuki.rpc.logs import open_service_tracer
 from tasuki.rpc.port import fleet_port
 from tasuki.rpc.server import RpcServer
 from tasuki.trainer.data.cost import sample_cost
-from tasuki.trainer.data.shares import deal_samples
+from tasuki.trainer.data.split_batch import split_samples
 from tasuki.v1 import coordinator_pb2, fleet_pb2, fleet_pb2_grpc
 from tasuki.v1.coordinator_pb2_grpc import CoordinatorServiceStub, add_CoordinatorServiceServicer_to_server
 from tasuki.v1.fleet_pb2 import FleetNode
@@ -112,7 +112,7 @@ def sample_dealer(config: NodeConfig) -> Deal:
     def deal(lengths: Sequence[int], completions: Sequence[int]) -> list[list[int]]:
         # Samples that are too long are refused by their node.
         most = max(config.most_micro_batch_tokens, *lengths)
-        return deal_samples(
+        return split_samples(
             lengths, completions=completions, num_nodes=num_nodes, num_ranks=num_ranks, max_tokens=most, cost=cost
         )
 

@@ -16,10 +16,10 @@ from tasuki.fleet.nodes import NodeChannels, Nodes, on_all
 from tasuki.fleet.rules import merged_trainer_state, refuse_stage, renumbered
 from tasuki.rpc.calls import chunks, remaining_s
 from tasuki.rpc.commands import CommandGate, digest
-from tasuki.trainer.data.shares import call_denominator
-from tasuki.trainer.ranks.loss import decode_loss
-from tasuki.trainer.service.joined import joined_metrics, joined_parts
-from tasuki.trainer.service.streams import (
+from tasuki.trainer.data.split_batch import call_denominator
+from tasuki.trainer.ranks.wire import decode_loss
+from tasuki.trainer.service.merge_responses import merge_metrics, merge_parts
+from tasuki.trainer.service.requests import (
     MAX_ANSWERED_TOKENS,
     read_compute_log_probs,
     read_compute_values,
@@ -322,7 +322,7 @@ def _merged(
         loss=sum(answer.loss for answer in answers),
         num_samples=sum(answer.num_samples for answer in answers),
         num_tokens=sum(answer.num_tokens for answer in answers),
-        metrics=joined_metrics(joined_parts([answer.metric_parts for answer in answers])),
+        metrics=merge_metrics(merge_parts([answer.metric_parts for answer in answers])),
         num_micro_batches=sum(answer.num_micro_batches for answer in answers),
         log_probs=[rows[position] for position in log_probs_of if position in rows],
     )

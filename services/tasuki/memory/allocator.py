@@ -77,32 +77,20 @@ class NativeAllocator:
     def region(self, tag: MemoryTag) -> Iterator[None]:
         """Allocates tensors that this thread makes in the block in `tag`. Raises WrongPhase while the tag sleeps."""
         arena = self.arena(tag)
-        if arena.usage().state in (ArenaState.PAUSED, ArenaState.PAUSING):
+        if arena.usage().state is ArenaState.PAUSED:
             raise WrongPhase(f"{tag} is asleep: resume it before making tensors in it", needed=f"resume {tag}")
         with self._cuda.region(tag) if self._cuda is not None else Placing(arena):
             yield
 
-    def pause(self, tags: Sequence[MemoryTag], *, is_unchanged: bool = False) -> int:
-        """Returns the bytes given back to the system; 0 for tags already asleep.
-
-        is_unchanged: promises that nothing was written since the last resume; the host's copies are then not made again.
-        """
+    def pause(self, tags: Sequence[MemoryTag]) -> int:
+        """Returns the bytes given back to the system; 0 for tags already asleep."""
         arenas = [self.arena(tag) for tag in tags]
-        (num_bytes,) = _call_for(arenas)("pause", _ids(arenas), len(arenas), is_unchanged, num_outs=1)
+        (num_bytes,) = _call_for(arenas)("pause", _ids(arenas), len(arenas), num_outs=1)
         return num_bytes
 
     def resume(self, tags: Sequence[MemoryTag]) -> int:
         """Returns the bytes mapped. Raises OutOfGpuMemory with every tag still asleep."""
         return self._resume("resume", [self.arena(tag) for tag in tags])
-
-    def pause_async(self, tags: Sequence[MemoryTag], *, stream: int = 0, is_unchanged: bool = False) -> Transfer:
-        """Copies of tags that keep their content start behind the CUDA `stream`'s present work; pages go in the transfer's `wait`.
-
-        The memory must not be used from now on. is_unchanged: as in `pause`.
-        """
-        arenas = [self.arena(tag) for tag in tags]
-        (ticket,) = _call_for(arenas)("pause_async", _ids(arenas), len(arenas), is_unchanged, stream, num_outs=1)
-        return Transfer(ticket, arenas)
 
     def resume_async(self, tags: Sequence[MemoryTag]) -> Transfer:
         """Maps at once; kept content is back after the transfer's `wait`, or on a stream after its `wait_on_stream`."""
@@ -142,25 +130,19 @@ class NativeAllocator:
 
 
 class Transfer:
-    """Pause or resume whose copies are in progress. `wait` is called once."""
+    """A resume whose copies are in progress. `wait` is called once."""
 
     def __init__(self, ticket: int, arenas: Sequence[Arena]) -> None:
         self._ticket = ticket
         self._call = _call_for(arenas)
 
-    @property
-    def is_done(self) -> bool:
-        """Whether the copies have finished; a pause still releases its pages in `wait`."""
-        (is_reached,) = self._call("poll", self._ticket, num_outs=1)
-        return bool(is_reached)
-
     def wait(self) -> int:
-        """Ends the transfer. Returns bytes released (pause) or mapped (resume); a failure leaves every arena as it was."""
+        """Ends the transfer. Returns the bytes mapped; a failure leaves every arena as it was."""
         (num_bytes,) = self._call("wait", self._ticket, num_outs=1)
         return num_bytes
 
     def wait_on_stream(self, stream: int, *, address: int = 0, num_bytes: int = 0) -> None:
-        """Makes later work on the CUDA stream wait until the content of a resume is back.
+        """Makes later work on the CUDA stream wait until the content is back.
 
         With `num_bytes`, only until those at `address` are back: content returns by rising addresses.
         """
@@ -181,7 +163,7 @@ def _tag_usage(tag: MemoryTag, device: str, usage: ArenaUsage) -> TagUsage:
         device=device,
         mapped_bytes=usage.mapped_bytes,
         total_bytes=usage.total_bytes,
-        is_paused=usage.state in (ArenaState.PAUSED, ArenaState.PAUSING),
+        is_paused=usage.state is ArenaState.PAUSED,
         kept_bytes=usage.kept_bytes,
         host_copy_bytes=usage.host_copy_bytes,
     )

@@ -28,9 +28,8 @@ class Access(IntEnum):
 
 class ArenaState(IntEnum):
     RESIDENT = 0
-    PAUSING = 1
-    PAUSED = 2
-    RESUMING = 3
+    PAUSED = 1
+    RESUMING = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +84,6 @@ def freeze(address: int, num_bytes: int) -> bool:
     """
     (is_ours,) = call("freeze", address, num_bytes, num_outs=1)
     return bool(is_ours)
-
-
-def copied_bytes() -> int:
-    """Bytes copied to and from the host so far, by all arenas. Never waits, even while another thread copies."""
-    (num_bytes,) = call("copied_bytes", num_outs=1)
-    return num_bytes
 
 
 def totals() -> Totals:

@@ -19,7 +19,7 @@ from tasuki.wire.errors import (
     WrongPhase,
 )
 
-ABI_VERSION = 12
+ABI_VERSION = 13
 LIBRARY_PATH = Path(__file__).with_name("libtasuki_memory.so")
 NUM_SLOTS = 8
 
@@ -42,13 +42,10 @@ _SIGNATURES: dict[str, list[Any]] = {
     "tasuki_freeze": [_POINTER, _U64, _POINTER],
     "tasuki_reserve_host": [_U64, _U64, _U64, _POINTER],
     "tasuki_set_policy": [_U64, ctypes.c_uint32],
-    "tasuki_pause": [_POINTER, ctypes.c_size_t, ctypes.c_int, _POINTER],
+    "tasuki_pause": [_POINTER, ctypes.c_size_t, _POINTER],
     "tasuki_resume": [_POINTER, ctypes.c_size_t, _POINTER],
-    "tasuki_pause_async": [_POINTER, ctypes.c_size_t, ctypes.c_int, _POINTER, _POINTER],
     "tasuki_resume_async": [_POINTER, ctypes.c_size_t, _POINTER],
     "tasuki_wait": [_U64, _POINTER],
-    "tasuki_poll": [_U64, _POINTER],
-    "tasuki_copied_bytes": [_POINTER],
     "tasuki_stream_after": [_U64, _POINTER, _POINTER, ctypes.c_size_t],
     "tasuki_get_usage": [_U64, _POINTER],
     "tasuki_get_totals": [_POINTER],

@@ -165,7 +165,7 @@ class RankMemory:
         return [tag for tag in wanted if (tag in self._allocator.tags or tag in tags) and tag not in self._staying]
 
     def _is_paused(self, tag: MemoryTag) -> bool:
-        return self._allocator.arena(tag).usage().state in (ArenaState.PAUSED, ArenaState.PAUSING)
+        return self._allocator.arena(tag).usage().state is ArenaState.PAUSED
 
     def _spans_to_keep(self, tag: MemoryTag) -> list[Span]:
         """Looked for again only when something was freed: nothing is made in a region once the engine is built."""

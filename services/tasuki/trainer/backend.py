@@ -16,8 +16,8 @@ from torch import Tensor
 from tasuki.algorithms.batch import Metric
 from tasuki.trainer.data.micro_batch import SequencePart, TokenBatch
 from tasuki.trainer.roles import Role
+from tasuki.v1.ranks_pb2 import RankPublished
 from tasuki.v1.types_pb2 import DeviceUsage, TagUsage
-from tasuki.weights.export import WeightExport
 from tasuki.wire.stages import MemoryTag
 
 
@@ -29,15 +29,6 @@ class LearnerFacts:
     """Number of optimizer steps in each role's weights."""
     schedule_starts: Mapping[Role, int] = field(default_factory=dict)
     """Version at which each role's schedule starts."""
-
-
-@dataclass(frozen=True, slots=True)
-class Publication:
-    """Published weights that rollout can map."""
-
-    export: WeightExport
-    num_bytes: int
-    """On this rank."""
 
 
 class Memory(Protocol):
@@ -118,7 +109,7 @@ class Backend(Protocol):
         """Resets optimizer state to that before the first step."""
         ...
 
-    def publish(self, *, policy_version: int) -> Publication:
+    def publish(self, *, policy_version: int) -> RankPublished:
         """Makes the policy's weights available for rollout to map. Raises OutOfGpuMemory."""
         ...
 
@@ -127,12 +118,12 @@ class Backend(Protocol):
         """Injects a fault for tests of recovery."""
         ...
 
-    def save_checkpoint(self, path: Path, *, facts: LearnerFacts) -> int:
-        """Writes everything needed to continue training. Returns the bytes. Raises PathExists, DiskFull, InvalidArgument."""
-        ...
+    def save_checkpoint(self, path: Path, *, facts: LearnerFacts, save_id: str | None = None) -> int:
+        """Writes everything needed to continue training. Returns the bytes. Raises PathExists, DiskFull, InvalidArgument.
 
-    def write_checkpoint(self, path: Path, save_id: str, *, facts: LearnerFacts) -> int:
-        """Like save_checkpoint, but beside `path`, for `durable.saves.publish`. Returns 0 if another node writes to the same folder."""
+        save_id: of a save of several nodes. Writes beside `path`, for `durable.saves.publish`; returns 0 if another node writes to the
+        same folder.
+        """
         ...
 
     def check_checkpoint(self, path: Path, *, have: LearnerFacts) -> LearnerFacts:

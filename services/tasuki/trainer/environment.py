@@ -25,7 +25,7 @@ def foreign_variables(names: Iterable[str]) -> list[str]:
 
 def socket_variables(fleet: FleetConfig | None) -> dict[str, str]:
     """Network interfaces of collectives. NCCL has one for all groups of a process, by default its own choice or the user's variable; gloo
-    uses another between nodes (backends/fsdp/replicas.py)."""
+    uses another between nodes (replicas.py)."""
     if fleet is None or fleet.num_nodes == 1:
         return dict(LOOPBACK)
     between_nodes = {} if fleet.interface is None else {"NCCL_SOCKET_IFNAME": f"={fleet.interface}"}

@@ -11,21 +11,22 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
 
 from tasuki.rpc.process_start import preload
 from tasuki.trainer.environment import CACHE_VARIABLES, foreign_variables
-from tasuki.trainer.forked_rank import ForkedRank
 from tasuki.wire.errors import InvalidArgument
 
 # A rank needs up to 5 s for running calls and 5 s more for its threads.
@@ -79,15 +80,6 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
             "launch",
             f"{error.args[0]} is not set; start the trainer by: python -m tasuki.trainer.launch --num-ranks N -- -m tasuki.trainer ...",
         ) from error
-
-
-class Rank(Protocol):
-    """Methods of `subprocess.Popen` that we use."""
-
-    def poll(self) -> int | None: ...
-    def wait(self) -> int | None: ...
-    def terminate(self) -> None: ...
-    def kill(self) -> None: ...
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -145,7 +137,7 @@ def _fork(command: Sequence[str], launch: Launch) -> ForkedRank:
     return ForkedRank(command[1:], environment=launch.environment(), taken=_STOP_SIGNALS)
 
 
-def run_ranks(start: Callable[[Launch], Rank], *, num_ranks: int, store_path: Path) -> int:
+def run_ranks(start: Callable[[Launch], subprocess.Popen[bytes] | ForkedRank], *, num_ranks: int, store_path: Path) -> int:
     """Starts each rank and waits until all have ended. Returns 0, or the exit code of the first that failed.
 
     After a rank has failed or this process is told to stop, all get SIGTERM, and after a grace period SIGKILL.
@@ -155,7 +147,7 @@ def run_ranks(start: Callable[[Launch], Rank], *, num_ranks: int, store_path: Pa
     for number in _STOP_SIGNALS:
         signal.signal(number, lambda order, _: orders.append(order))
     launcher_fd = os.pidfd_open(os.getpid())
-    ranks: list[Rank] = []
+    ranks: list[subprocess.Popen[bytes] | ForkedRank] = []
     try:
         for rank in range(num_ranks):
             launch = Launch(rank=rank, local_rank=rank, num_ranks=num_ranks, launcher_fd=launcher_fd, store_path=store_path)
@@ -168,7 +160,7 @@ def run_ranks(start: Callable[[Launch], Rank], *, num_ranks: int, store_path: Pa
         os.close(launcher_fd)
 
 
-def _wait(ranks: Sequence[Rank], orders: Sequence[int]) -> int:
+def _wait(ranks: Sequence[subprocess.Popen[bytes] | ForkedRank], orders: Sequence[int]) -> int:
     """orders: stop signals received, appended from outside."""
     exit_code, stop_at, kill_at = 0, math.inf, math.inf
     while running := [rank for rank in ranks if rank.poll() is None]:
@@ -186,10 +178,86 @@ def _wait(ranks: Sequence[Rank], orders: Sequence[int]) -> int:
     return exit_code or _failure(ranks)
 
 
-def _failure(ranks: Sequence[Rank]) -> int:
+def _failure(ranks: Sequence[subprocess.Popen[bytes] | ForkedRank]) -> int:
     """Exit code of a failed rank; 0 if none has failed."""
     code = next((code for rank in ranks if (code := rank.poll())), 0)
     return 128 - code if code < 0 else code
+
+
+class ForkedRank:
+    """A process with those methods of `subprocess.Popen` that the launcher uses."""
+
+    def __init__(self, command: Sequence[str], *, environment: Mapping[str, str], taken: Sequence[signal.Signals]) -> None:
+        """Starts `python -m` with the command's module and arguments. Call it before any thread starts.
+
+        environment: added to this process's. taken: signals handled by this process, reset to their defaults in the rank.
+        """
+        assert threading.active_count() == 1, threading.enumerate()
+        self.returncode: int | None = None
+        # Blocked until the rank has reset the launcher's handlers.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, taken)
+        self.pid = os.fork()
+        if self.pid == 0:
+            _become(command, environment, taken=taken, mask=mask)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    def poll(self) -> int | None:
+        """Exit code, -N for signal N; None while it runs."""
+        return self._reap(os.WNOHANG)
+
+    def wait(self) -> int | None:
+        """Exit code, once it has ended."""
+        return self._reap(0)
+
+    def terminate(self) -> None:
+        self._send(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._send(signal.SIGKILL)
+
+    def _send(self, number: signal.Signals) -> None:
+        if self.poll() is None:  # the pid cannot be reused until it is reaped
+            os.kill(self.pid, number)
+
+    def _reap(self, options: int) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, options)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+
+def _become(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    taken: Sequence[signal.Signals],
+    mask: Iterable[int],
+) -> None:
+    """Never returns, so that the rank skips the launcher's cleanup."""
+    code = 1
+    try:
+        for number in taken:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        os.environ |= environment  # noqa: TID251 - the rank's `__main__` reads it
+        code = _run(command)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
+    except Exception:  # noqa: BLE001 - a process ends here, and nobody above could tell why
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _run(command: Sequence[str]) -> int:
+    """Exit code of `python -m`."""
+    sys.argv = list(command)
+    try:
+        runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    return 0
 
 
 if __name__ == "__main__":

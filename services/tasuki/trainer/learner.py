@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,10 +15,11 @@ from tasuki.algorithms.batch import LossSum, Metric
 from tasuki.algorithms.loss_types import LossConfig
 from tasuki.algorithms.objective import policy_loss, value_loss
 from tasuki.config.trainer_schema import OptimizerConfig, TrainerConfig
-from tasuki.trainer.backend import Backend, LearnerFacts, Publication
+from tasuki.trainer.backend import Backend, LearnerFacts
 from tasuki.trainer.data.micro_batch import MicroBatch, TokenBatch
-from tasuki.trainer.lr_schedule import learning_rate_at
 from tasuki.trainer.roles import Role
+from tasuki.v1.ranks_pb2 import RankLossReport, RankPublished
+from tasuki.v1.trainer_pb2 import MetricPart, OptimStepResponse
 from tasuki.wire.errors import GradientsNotFinite, InvalidArgument
 
 
@@ -31,33 +33,6 @@ class RoleState:
     schedule_start: int = 0
     """Version at which its schedule starts."""
     has_gradients: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class MetricPart:
-    """This rank's part of a metric: parts of a mean are summed; of maxima the largest counts."""
-
-    total: float
-    weight: float
-    is_maximum: bool
-
-
-@dataclass(frozen=True, slots=True)
-class LossReport:
-    """This rank's part of a call; losses are summed over ranks."""
-
-    loss: float
-    metrics: Mapping[str, MetricPart]
-
-
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    version: int
-    grad_norm: float
-    """L2 norm over all ranks before clipping."""
-    learning_rate: float
-    is_skipped: bool = False
-    """Whether the step was skipped because the gradients were not finite. They are discarded."""
 
 
 class Learner:
@@ -91,17 +66,18 @@ class Learner:
                 self.backend.reset_optimizer(role)
 
     def forward_backward(
-        self, role: Role, micro_batches: Sequence[MicroBatch], *, config: LossConfig, kept: list[Tensor] | None = None
-    ) -> LossReport:
-        """Accumulates the gradients of the loss over this rank's micro-batches. config: with the denominator of the whole call.
+        self, role: Role, micro_batches: Sequence[MicroBatch], *, config: LossConfig, returns_log_probs: bool = False
+    ) -> RankLossReport:
+        """Accumulates the gradients of the loss over this rank's micro-batches. Returns this rank's part of the losses and metrics.
 
-        kept: receives the policy's log-probs of each micro-batch, [N] float32 on the device.
+        config: with the denominator of the whole call. returns_log_probs: also returns the policy's log-probs.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.backend.device)
         metrics: dict[str, Metric] = {}
+        kept: list[Tensor] = []
         try:
             for batch in micro_batches:
-                part = self._loss(role, batch, config=config, kept=kept)
+                part = self._loss(role, batch, config=config, kept=kept if returns_log_probs else None)
                 self.backend.backward(role, part.loss)
                 total += part.loss.detach()
                 metrics = _merged(metrics, part.metrics)
@@ -111,7 +87,9 @@ class Learner:
             self.backend.release_gathered(role)
             raise
         self.roles[role].has_gradients = True
-        return _report(total, {**metrics, **self.backend.routing_metrics(role)})
+        report = _report(total, {**metrics, **self.backend.routing_metrics(role)})
+        report.log_probs.extend(log_probs_N.float().cpu().numpy().tobytes() for log_probs_N in kept)
+        return report
 
     def optim_step(
         self,
@@ -120,7 +98,7 @@ class Learner:
         learning_rate: float | None = None,
         schedule_step: int | None = None,
         schedule_steps: int | None = None,
-    ) -> StepReport:
+    ) -> OptimStepResponse:
         """Clips the role's gradients, takes one optimizer step and clears them.
 
         learning_rate: overrides the schedule's. schedule_step: position in the schedule; by default, steps since begin_run.
@@ -139,11 +117,11 @@ class Learner:
                 raise GradientsNotFinite(
                     f"the {role}'s gradient norm is {grad_norm}; the gradients are discarded, nothing else changed"
                 )
-            return StepReport(state.version, grad_norm, rate, is_skipped=True)
+            return OptimStepResponse(version=state.version, grad_norm=grad_norm, learning_rate=rate, is_skipped=True)
         self.backend.step_optimizer(role, learning_rate=rate)
         self.discard_gradients(role)
         state.version += 1
-        return StepReport(state.version, grad_norm, rate)
+        return OptimStepResponse(version=state.version, grad_norm=grad_norm, learning_rate=rate)
 
     def discard_gradients(self, role: Role) -> None:
         self.backend.clear_gradients(role)
@@ -162,17 +140,13 @@ class Learner:
             self.backend.release_gathered(role)
         return scores
 
-    def publish(self) -> Publication:
+    def publish(self) -> RankPublished:
         """Makes the policy's weights available for rollout to map. Raises OutOfGpuMemory."""
         return self.backend.publish(policy_version=self.policy_version)
 
-    def save_checkpoint(self, path: Path) -> int:
-        """Saves a checkpoint. Returns the bytes written."""
-        return self.backend.save_checkpoint(path, facts=self._facts())
-
-    def write_checkpoint(self, path: Path, save_id: str) -> int:
-        """Writes a checkpoint for a later publication. Returns the bytes written."""
-        return self.backend.write_checkpoint(path, save_id, facts=self._facts())
+    def save_checkpoint(self, path: Path, *, save_id: str | None = None) -> int:
+        """Saves a checkpoint or, with `save_id`, writes one for a later publication. Returns the bytes written."""
+        return self.backend.save_checkpoint(path, facts=self._facts(), save_id=save_id)
 
     def check_checkpoint(self, path: Path) -> int:
         """Returns the policy version of a checkpoint if it could be loaded."""
@@ -224,12 +198,38 @@ def _merged(one: Mapping[str, Metric], other: Mapping[str, Metric]) -> dict[str,
     return {**one, **{name: one[name].merge(metric) if name in one else metric for name, metric in other.items()}}
 
 
-def _report(loss: Tensor, metrics: Mapping[str, Metric]) -> LossReport:
+def _report(loss: Tensor, metrics: Mapping[str, Metric]) -> RankLossReport:
     """Transfers everything to the host in one copy."""
     values = [loss, *(part for metric in metrics.values() for part in (metric.total, metric.weight))]
     numbers = torch.stack([value.detach().to(torch.float64) for value in values]).tolist()
     parts = zip(numbers[1::2], numbers[2::2], metrics.items(), strict=True)
-    return LossReport(
+    return RankLossReport(
         loss=numbers[0],
-        metrics={name: MetricPart(total, weight, metric.kind == "max") for total, weight, (name, metric) in parts},
+        metrics={
+            name: MetricPart(total=total, weight=weight, is_maximum=metric.kind == "max")
+            for total, weight, (name, metric) in parts
+        },
     )
+
+
+def learning_rate_at(
+    step: int,
+    *,
+    peak: float,
+    schedule: Literal["constant", "linear", "cosine"],
+    warmup_steps: int,
+    total_steps: int | None,
+) -> float:
+    """Learning rate of the step after `step` completed ones.
+
+    Rises linearly to `peak`, reached in the first step after the warm-up, then is constant or falls to 0 at `total_steps`.
+    """
+    if step < warmup_steps:
+        return peak * (step + 1) / (warmup_steps + 1)
+    if schedule == "constant":
+        return peak
+    assert total_steps is not None, "the caller requires it for this schedule"
+    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    if schedule == "linear":
+        return peak * (1.0 - progress)
+    return peak * 0.5 * (1.0 + math.cos(math.pi * progress))

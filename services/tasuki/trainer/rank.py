@@ -17,12 +17,12 @@ from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.rpc.process_start import StartSeconds, freeze_started
 from tasuki.rpc.ranks import Handlers
 from tasuki.trainer.backends.fsdp.backend import FsdpBackend
-from tasuki.trainer.backends.fsdp.mesh import mesh_device, start_mesh
-from tasuki.trainer.backends.fsdp.replicas import NodeReplicas, join_nodes
 from tasuki.trainer.launch import Launch
 from tasuki.trainer.learner import Learner, trained_roles
+from tasuki.trainer.mesh import mesh_device, start_mesh
 from tasuki.trainer.ranks.commands import RankCommands
 from tasuki.trainer.ranks.commands import run_rank as run_commands
+from tasuki.trainer.replicas import NodeReplicas, join_nodes
 from tasuki.v1.ranks_pb2 import RankReady
 
 

@@ -9,10 +9,14 @@ import threading
 import uuid
 from collections.abc import Awaitable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 
 from tasuki.config.gpus import gpus_of
 from tasuki.config.paths import node_targets, socket_dir, training_log_path
 from tasuki.config.schema import NodeConfig
+from tasuki.memory.host import host_memory
+from tasuki.planner.model_shape import read_model_file
+from tasuki.planner.node_plan import node_layout
 from tasuki.rpc.commands import CommandGate
 from tasuki.rpc.failpoints import Failpoints
 from tasuki.rpc.heartbeat import Heartbeat
@@ -21,8 +25,8 @@ from tasuki.rpc.memory import staying_tags
 from tasuki.rpc.port import port_of
 from tasuki.rpc.process_start import StartSeconds
 from tasuki.rpc.server import RpcServer
-from tasuki.trainer.backends.fsdp.replicas import is_fleet, join_store
 from tasuki.trainer.data.checks import BatchLimits
+from tasuki.trainer.data.cost import SampleCost, sample_cost
 from tasuki.trainer.data.shared_plan import Sharing
 from tasuki.trainer.durable.restore import agree_on_log, restore
 from tasuki.trainer.durable.training_log import TrainingLog
@@ -30,14 +34,16 @@ from tasuki.trainer.launch import Launch
 from tasuki.trainer.other_nodes import until_another_starts
 from tasuki.trainer.rank import run_rank
 from tasuki.trainer.ranks.front import TrainerRanks
+from tasuki.trainer.replicas import is_fleet, join_store
+from tasuki.trainer.roles import Role
 from tasuki.trainer.service.memory_servicer import MemoryServicer
 from tasuki.trainer.service.metrics import TrainerMetrics
-from tasuki.trainer.service.micro_batches import micro_batch_tokens, sample_costs
 from tasuki.trainer.service.servicer import TrainerServicer
 from tasuki.trainer.service.state import TrainerState, roles_by_name
 from tasuki.trainer.service.training import Training
+from tasuki.v1.memory_pb2 import GetUsageRequest
 from tasuki.v1.memory_pb2_grpc import add_MemoryServiceServicer_to_server
-from tasuki.v1.ranks_pb2 import RankReady
+from tasuki.v1.ranks_pb2 import RankReady, TrainerRankCommand
 from tasuki.v1.trainer_pb2_grpc import add_TrainerServiceServicer_to_server
 from tasuki.wire.stages import Service
 from tasuki.wire.tracing import Tracer
@@ -159,3 +165,27 @@ async def _run(server: RpcServer, *, ranks: TrainerRanks, ends: Sequence[Awaitab
 async def _stop_after(end: Awaitable[object], stop: asyncio.Event) -> None:
     await end
     stop.set()
+
+
+async def micro_batch_tokens(config: NodeConfig, ranks: TrainerRanks) -> int:
+    """The configured value, or the planner's choice for the smallest GPU of the ranks. Raises as node_layout."""
+    if config.device == "cpu" or config.trainer.micro_batch_tokens is not None:
+        return config.most_micro_batch_tokens
+    answers = await ranks.call(TrainerRankCommand(get_usage=GetUsageRequest()))
+    gpu_bytes = min(device.total_bytes for answer in answers for device in answer.get_usage.devices)
+    shape = read_model_file(config.model.path).shape
+    return node_layout(config, shape, gpu_bytes=gpu_bytes, host_bytes=host_memory().total_bytes).micro_batch_tokens
+
+
+def sample_costs(config: NodeConfig) -> dict[Role, SampleCost]:
+    """Cost of a sample under every role. Raises as read_model_file."""
+    trainer, policy = config.trainer, read_model_file(config.model.path)
+    costs = {
+        Role.POLICY: sample_cost(policy, is_frozen=trainer.lora is not None),
+        Role.REFERENCE: sample_cost(policy),
+    }
+    if trainer.critic is not None:
+        critic = policy if trainer.critic.path is None else read_model_file(trainer.critic.path)
+        valued = replace(critic, shape=replace(critic.shape, is_critic=True))
+        costs[Role.CRITIC] = sample_cost(valued, is_frozen=trainer.critic_lora is not None)
+    return costs

@@ -14,9 +14,8 @@ import torch
 from tasuki.memory.arena import Access, Arena, Export, Import, SharedChunk
 from tasuki.memory.granularity import equal_chunks
 from tasuki.v1 import weights_pb2
-from tasuki.weights.device import device_uuid
 from tasuki.weights.manifest import ALIGNMENT, Entry, Manifest, place
-from tasuki.weights.weight_arena import PeerMemory
+from tasuki.weights.weight_arena import PeerMemory, device_uuid
 from tasuki.wire.errors import BadHandle, InternalError
 from tasuki.wire.stages import MemoryTag
 

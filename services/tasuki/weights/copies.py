@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
+from tasuki.memory.library import call
 from tasuki.weights.checksum import GROUP, MODULUS, checksum
-from tasuki.weights.host_sums import checksum_blocks, copy_and_sum, copy_blocks
 from tasuki.weights.plan import Slice, whole
-from tasuki.weights.table import TILE_UNITS, VECTOR_BYTES, Side, Table, Transfer, build_tables, memory_side
+from tasuki.weights.table import TILE_UNITS, VECTOR_BYTES, Side, Table, Transfer, blocks_of, build_tables, memory_side
 
 _NUM_WARPS = 4
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+_BLOCK = np.dtype(
+    [
+        ("source", "<u8"),
+        ("held", "<u8"),
+        ("rows", "<u8"),
+        ("columns", "<u8"),
+        ("source_row", "<i8"),
+        ("source_column", "<i8"),
+        ("held_row", "<i8"),
+        ("held_column", "<i8"),
+        ("index_row", "<i8"),
+        ("index_column", "<i8"),
+        ("index", "<u8"),
+        ("slot", "<u4"),
+        ("item_bytes", "<u4"),
+    ]
+)
+"""csrc's tasuki_block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,35 +61,7 @@ class ViewChecksum:
     dtype: torch.dtype
 
 
-class Copies(Protocol):
-    """Copies between fixed views."""
-
-    def start(self) -> None:
-        """Starts all copies; on a GPU after the current stream's work."""
-        ...
-
-
-class SummedCopies(Protocol):
-    """Copies between fixed views, with checksums of the destinations right after they were written."""
-
-    def start(self) -> None:
-        """Starts all copies; on a GPU after the current stream's work."""
-        ...
-
-    def sums(self) -> np.ndarray:
-        """Checksums of the last started copies, by slot, uint64; waits for them."""
-        ...
-
-
-class Checksums(Protocol):
-    """Checksums of fixed views."""
-
-    def read(self) -> list[int]:
-        """Checksums of the current memory; waits for started copies."""
-        ...
-
-
-def prepare_copies(copies: Sequence[ViewCopy], *, device: torch.device, first_owner: int = 0) -> Copies:
+def prepare_copies(copies: Sequence[ViewCopy], *, device: torch.device, first_owner: int = 0) -> HostCopies | DeviceCopies:
     """first_owner: whose memory is read first; ranks that read concurrently pass different ones."""
     return DeviceCopies(copies, device=device, first_owner=first_owner) if device.type == "cuda" else HostCopies(copies)
 
@@ -82,7 +73,7 @@ def prepare_summed_copies(
     device: torch.device,
     first_owner: int = 0,
     counts_destinations: bool = False,
-) -> SummedCopies:
+) -> HostSummedCopies | DeviceSummedCopies:
     """Checksums cover the bit patterns of the sources' dtype or, with counts_destinations, the destinations'."""
     if device.type == "cuda":
         return DeviceSummedCopies(
@@ -91,7 +82,7 @@ def prepare_summed_copies(
     return HostSummedCopies(copies, num_sums=num_sums, counts_destinations=counts_destinations)
 
 
-def prepare_checksums(views: Sequence[ViewChecksum], *, device: torch.device) -> Checksums:
+def prepare_checksums(views: Sequence[ViewChecksum], *, device: torch.device) -> HostChecksums | DeviceChecksums:
     return DeviceChecksums(views, device=device) if device.type == "cuda" else HostChecksums(views)
 
 
@@ -126,12 +117,13 @@ class HostSummedCopies:
         # Keeps the views alive, since the blocks contain only addresses.
         self._copies, self._counts_destinations = list(copies), counts_destinations
         self._cast = [copy for copy in copies if copy.source.dtype != copy.destination.dtype]
-        self._blocks = copy_blocks(copy for copy in copies if copy.source.dtype == copy.destination.dtype)
+        alike = (copy for copy in copies if copy.source.dtype == copy.destination.dtype)
+        self._blocks = _host_blocks(_summed_transfer(copy, alignment=1) for copy in alike)
         self._sums = np.zeros(num_sums, dtype=np.uint64)
 
     @torch.no_grad()
     def start(self) -> None:
-        self._sums = copy_and_sum(self._blocks, num_sums=len(self._sums))
+        self._sums = _copy_and_sum(self._blocks, num_sums=len(self._sums))
         for copy in self._cast:
             copy.destination.copy_(copy.source)
             assert copy.where is not None, "a copy that is summed"
@@ -140,6 +132,7 @@ class HostSummedCopies:
             self._sums[copy.slot] += np.uint64(held)
 
     def sums(self) -> np.ndarray:
+        """Checksums by slot, uint64, of the copies last started."""
         return self._sums
 
 
@@ -150,14 +143,34 @@ class HostChecksums:
         self._views = list(views)
         self._cast = [(slot, view) for slot, view in enumerate(views) if view.values.dtype != view.dtype]
         held = ((slot, view) for slot, view in enumerate(views) if view.values.dtype == view.dtype)
-        self._blocks = checksum_blocks((view.values, view.where, slot) for slot, view in held)
+        self._blocks = _host_blocks(_summed_view(view.values, view.where, slot, alignment=1) for slot, view in held)
 
     @torch.no_grad()
     def read(self) -> list[int]:
-        sums = copy_and_sum(self._blocks, num_sums=len(self._views)).tolist()
+        sums = _copy_and_sum(self._blocks, num_sums=len(self._views)).tolist()
         for slot, view in self._cast:
             sums[slot] = checksum(view.values, view.where, dtype=view.dtype)
         return sums
+
+
+def _host_blocks(transfers: Iterable[Transfer]) -> np.ndarray:
+    """Blocks of summed copies or of views to sum. They contain addresses, so the caller must keep the views alive."""
+    rows: list[tuple[int, ...]] = []
+    for block in blocks_of(transfers):
+        *source, held, indices = block.sides
+        start, strides = (source[0].start, source[0].strides) if source else (0, (0, 0))
+        places = (start, held.start, *block.shape, *strides, *held.strides, *indices.strides, indices.start)
+        rows.append((*places, block.slot, held.item_bytes))
+    return np.array(rows, dtype=_BLOCK)
+
+
+def _copy_and_sum(blocks: np.ndarray, *, num_sums: int) -> np.ndarray:
+    """Runs the copies. Returns checksums of the destinations by slot, uint64."""
+    sums = np.zeros(num_sums, dtype=np.uint64)
+    if len(blocks):
+        num_threads = len(os.sched_getaffinity(0))
+        call("copy_and_sum", blocks.ctypes.data, len(blocks), sums.ctypes.data, num_sums, num_threads, device="cpu")
+    return sums
 
 
 class DeviceCopies:
@@ -172,6 +185,7 @@ class DeviceCopies:
         self._device = device
 
     def start(self) -> None:
+        """Starts all copies after the current stream's work."""
         from tasuki.weights.kernels import copy_tiles
 
         with torch.cuda.device(self._device):
@@ -199,6 +213,7 @@ class DeviceSummedCopies:
         self._sums = torch.zeros(num_sums, dtype=torch.int64, device=device)
 
     def start(self) -> None:
+        """Starts all copies after the current stream's work."""
         from tasuki.weights.kernels import copy_and_sum_tiles
 
         with torch.cuda.device(self._sums.device):
@@ -207,6 +222,7 @@ class DeviceSummedCopies:
                 launch(copy_and_sum_tiles, table, self._sums, **types)
 
     def sums(self) -> np.ndarray:
+        """Checksums by slot, uint64, of the copies last started; waits for them."""
         return self._sums.cpu().numpy().view(np.uint64)
 
 
@@ -219,6 +235,7 @@ class DeviceChecksums:
         self._sums = torch.zeros(len(views), dtype=torch.int64, device=device)
 
     def read(self) -> list[int]:
+        """Checksums of the current memory; waits for started copies."""
         from tasuki.weights.kernels import sum_tiles
 
         with torch.cuda.device(self._sums.device):
@@ -233,58 +250,62 @@ Dtypes = tuple[torch.dtype, torch.dtype]
 
 def copy_tables(copies: Sequence[ViewCopy], *, device: torch.device, first_owner: int) -> list[tuple[Dtypes, Table]]:
     """Tables per pair of source and destination dtype; a unit is 16 bytes of the smaller one."""
-    by_dtypes: defaultdict[Dtypes, list[Transfer]] = defaultdict(list)
-    for copy in copies:
-        sides = memory_side(copy.source), memory_side(copy.destination)
-        transfer = Transfer(tuple(copy.destination.shape), *sides, lane=copy.owner)
-        by_dtypes[copy.source.dtype, copy.destination.dtype].append(transfer)
-    return [
-        (dtypes, _on(table, device))
-        for dtypes, transfers in by_dtypes.items()
-        for table in build_tables(transfers, vector=_vector(*dtypes), first_lane=first_owner)
-    ]
+    transfers = (Transfer(tuple(copy.destination.shape), *_sides(copy), lane=copy.owner) for copy in copies)
+    return _tables(zip(map(_dtypes, copies), transfers, strict=True), device=device, first_owner=first_owner)
 
 
 def summed_copy_tables(copies: Sequence[ViewCopy], *, device: torch.device, first_owner: int) -> list[tuple[Dtypes, Table]]:
     """The same for summed copies; a unit is a checksum's group of elements."""
-    by_dtypes: defaultdict[Dtypes, list[Transfer]] = defaultdict(list)
-    for copy in copies:
-        assert copy.where is not None, "a copy that is summed"
-        sides = memory_side(copy.source), memory_side(copy.destination)
-        transfer = Transfer(
-            tuple(copy.destination.shape), *sides, slot=copy.slot, lane=copy.owner, indices=_index_side(copy.where)
-        )
-        by_dtypes[copy.source.dtype, copy.destination.dtype].append(transfer)
-    return [
-        (dtypes, _on(table, device))
-        for dtypes, transfers in by_dtypes.items()
-        for table in build_tables(transfers, vector=GROUP, first_lane=first_owner)
-    ]
+    transfers = (_summed_transfer(copy, alignment=GROUP) for copy in copies)
+    return _tables(zip(map(_dtypes, copies), transfers, strict=True), vector=GROUP, device=device, first_owner=first_owner)
 
 
 def checksum_tables(views: Sequence[ViewChecksum], *, device: torch.device) -> list[tuple[Dtypes, Table]]:
     """Tables per pair of stored and counted dtype; the slot is the view's index."""
+    transfers = (
+        ((view.values.dtype, view.dtype), _summed_view(view.values, view.where, slot, alignment=GROUP))
+        for slot, view in enumerate(views)
+    )
+    return _tables(transfers, vector=GROUP, device=device)
+
+
+def _tables(
+    transfers: Iterable[tuple[Dtypes, Transfer]], *, device: torch.device, vector: int | None = None, first_owner: int = 0
+) -> list[tuple[Dtypes, Table]]:
     by_dtypes: defaultdict[Dtypes, list[Transfer]] = defaultdict(list)
-    for slot, view in enumerate(views):
-        transfer = Transfer(view.where.shape, memory_side(view.values), _index_side(view.where), slot=slot)
-        by_dtypes[view.values.dtype, view.dtype].append(transfer)
+    for dtypes, transfer in transfers:
+        by_dtypes[dtypes].append(transfer)
     return [
-        (dtypes, _on(table, device))
-        for dtypes, transfers in by_dtypes.items()
-        for table in build_tables(transfers, vector=GROUP)
+        (dtypes, Table(table.vector, table.blocks.to(device), table.tiles.to(device)))
+        for dtypes, alike in by_dtypes.items()
+        for table in build_tables(alike, vector=vector or _vector(*dtypes), first_lane=first_owner)
     ]
 
 
-def _index_side(where: Slice) -> Side:
-    return Side(where.offset, where.strides, item_bytes=1, alignment=GROUP)
+def _dtypes(copy: ViewCopy) -> Dtypes:
+    return copy.source.dtype, copy.destination.dtype
+
+
+def _sides(copy: ViewCopy) -> tuple[Side, Side]:
+    return memory_side(copy.source), memory_side(copy.destination)
+
+
+def _summed_transfer(copy: ViewCopy, *, alignment: int) -> Transfer:
+    assert copy.where is not None, "a copy that is summed"
+    indices = _index_side(copy.where, alignment)
+    return Transfer(tuple(copy.destination.shape), *_sides(copy), slot=copy.slot, lane=copy.owner, indices=indices)
+
+
+def _summed_view(values: torch.Tensor, where: Slice, slot: int, *, alignment: int) -> Transfer:
+    return Transfer(where.shape, memory_side(values), _index_side(where, alignment), slot=slot)
+
+
+def _index_side(where: Slice, alignment: int) -> Side:
+    return Side(where.offset, where.strides, item_bytes=1, alignment=alignment)
 
 
 def _vector(*dtypes: torch.dtype) -> int:
     return VECTOR_BYTES // min(dtype.itemsize for dtype in dtypes)
-
-
-def _on(table: Table, device: torch.device) -> Table:
-    return Table(table.vector, table.blocks.to(device), table.tiles.to(device))
 
 
 def copy_types(source: torch.dtype, destination: torch.dtype) -> tuple[Any, Any]:

@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
@@ -16,9 +15,8 @@ from tasuki.memory.arena import Arena
 from tasuki.v1 import weights_pb2
 from tasuki.weights.chunk_memory import ChunkMemory
 from tasuki.weights.copies import (
-    Checksums,
-    Copies,
-    SummedCopies,
+    DeviceSummedCopies,
+    HostSummedCopies,
     ViewChecksum,
     ViewCopy,
     prepare_checksums,
@@ -28,7 +26,7 @@ from tasuki.weights.copies import (
 from tasuki.weights.fd_socket import FdServer
 from tasuki.weights.header import ArenaState, Header, create_sealed
 from tasuki.weights.ipc_memory import IpcAllocation
-from tasuki.weights.manifest import Entry, Manifest, check, header_bytes, lay_out, to_proto
+from tasuki.weights.manifest import Entry, Manifest, check, digest_of, header_bytes, lay_out, to_proto
 from tasuki.weights.plan import Slice
 from tasuki.weights.shards import Shard
 from tasuki.weights.split import indices_of
@@ -69,18 +67,6 @@ class Replaced(Protocol):
     def fill(self, places: Mapping[str, Place]) -> Mapping[str, int]:
         """Writes the content of each name. Returns the checksums of what the memory then holds."""
         ...
-
-
-class _Memory(Protocol):
-    @property
-    def kind(self) -> weights_pb2.HandleKind.ValueType: ...
-    @property
-    def fds(self) -> Sequence[int]: ...
-    @property
-    def copies(self) -> Arena | None: ...
-    def open(self, manifest: Manifest, sources: Sequence[torch.Tensor]) -> tuple[Manifest, list[torch.Tensor]]: ...
-    def release(self) -> None: ...
-    def close(self) -> None: ...
 
 
 class WeightExport:
@@ -152,9 +138,9 @@ class WeightExport:
         """
         if self._is_away or self._opened_for != self._addresses():
             self._hand_out_again()
-        prepared = self._prepare()
+        prepared = self._prepare(frozenset() if replaced is None else replaced.names)
         self._header.write_state(ArenaState.WRITING)
-        sums = prepared.fill() if replaced is None else prepared.fill_with(replaced)
+        sums = prepared.fill(replaced)
         self._header.write_published(version, sums)
         return sum(entry.num_bytes for entry in self._arena.manifest.entries)
 
@@ -202,7 +188,8 @@ class WeightExport:
         manifest, tensors = self._memory.open(self._layout, [shard.local.detach() for shard in self._shards])
         if self._described is None or manifest != self._described.manifest:
             check(manifest)
-            self._described = _Described(manifest, to_proto(manifest), manifest.digest())
+            message = to_proto(manifest).SerializeToString()
+            self._described = _Described(manifest, message, digest_of(message))
         self._generation += 1
         self._opened_for = self._addresses()
         places = [*self._opened_for, *(tensor.data_ptr() for tensor in tensors)]
@@ -213,14 +200,15 @@ class WeightExport:
 
     def _message(self) -> bytes:
         assert self._described is not None
-        return self._described.message.SerializeToString()
+        return self._described.message
 
     def _addresses(self) -> list[int]:
         return [shard.local.data_ptr() for shard in self._shards]
 
-    def _prepare(self) -> _Prepared:
-        if self._prepared is None:
-            self._prepared = _Prepared(self._arena, [shard.local.detach() for shard in self._shards], device=self._device)
+    def _prepare(self, names: frozenset[str]) -> _Prepared:
+        if self._prepared is None or self._prepared.names != names:
+            sources = [shard.local.detach() for shard in self._shards]
+            self._prepared = _Prepared(self._arena, sources, names=names, device=self._device)
         return self._prepared
 
 
@@ -229,65 +217,48 @@ class _Described:
     """A checked manifest, its message and its digest; kept, because making them takes milliseconds."""
 
     manifest: Manifest
-    message: weights_pb2.WeightManifest
+    message: bytes
     digest: str
 
 
 class _Prepared:
-    """Ways to fill an arena from tensors and to sum it, prepared at their first use: a trainer needs one or two of them."""
+    """A way to fill an arena from tensors and to sum it. names: of shards that are written otherwise."""
 
-    def __init__(self, arena: WeightArena, sources: Sequence[torch.Tensor], *, device: torch.device) -> None:
-        self._device = device
+    def __init__(
+        self, arena: WeightArena, sources: Sequence[torch.Tensor], *, names: frozenset[str], device: torch.device
+    ) -> None:
+        self.names = names
         self._names = [entry.name for entry in arena.manifest.entries]
         self._held = [Place(held, indices_of(entry)) for entry, held in zip(arena.manifest.entries, arena.tensors, strict=True)]
-        self._others: tuple[frozenset[str], SummedCopies] | None = None
-        self._copies = [
+        changed = [
             ViewCopy(held, source, where=where, slot=slot)
             for slot, ((held, where), source) in enumerate(zip(self._held, sources, strict=True))
             if held.data_ptr() != source.data_ptr()
         ]
-        self._has_in_place = len(self._copies) < len(self._held)
+        copies = [copy for copy in changed if self._names[copy.slot] not in names]
+        casts = any(copy.source.dtype != copy.destination.dtype for copy in copies)
+        # Tensors in place are only summed; a CPU sums what it casts faster in a second pass.
+        if len(changed) < len(self._held) or (casts and device.type == "cpu"):
+            self._copies = prepare_copies(copies, device=device)
+            views = [ViewChecksum(held, where, held.dtype) for held, where in self._held]
+            self._checksums = prepare_checksums(views, device=device)
+        else:
+            self._copies = prepare_summed_copies(copies, num_sums=len(self._held), device=device, counts_destinations=True)
+            self._checksums = None
 
-    def fill_with(self, replaced: Replaced) -> Sequence[int]:
-        """Copies all but some, which are written by `replaced`. Returns the sums."""
-        names = replaced.names
-        if self._others is None or self._others[0] != names:
-            kept = [copy for copy in self._copies if self._names[copy.slot] not in names]
-            summed = prepare_summed_copies(kept, num_sums=len(self._held), device=self._device, counts_destinations=True)
-            self._others = names, summed
-        _, others = self._others
-        others.start()
-        written = replaced.fill({name: place for name, place in zip(self._names, self._held, strict=True) if name in names})
-        if self._has_in_place:
+    def fill(self, replaced: Replaced | None) -> Sequence[int]:
+        """Copies everything that `replaced` does not write. Returns the sums."""
+        self._copies.start()
+        places = {name: place for name, place in zip(self._names, self._held, strict=True) if name in self.names}
+        written = {} if replaced is None else replaced.fill(places)
+        if self._checksums is not None:
             return self._checksums.read()
-        sums: list[int] = others.sums().tolist()
+        assert isinstance(self._copies, HostSummedCopies | DeviceSummedCopies)
+        sums: list[int] = self._copies.sums().tolist()
         return [written.get(name, each) for name, each in zip(self._names, sums, strict=True)]
 
-    @cached_property
-    def _checksums(self) -> Checksums:
-        views = [ViewChecksum(held, where, held.dtype) for held, where in self._held]
-        return prepare_checksums(views, device=self._device)
 
-    def fill(self) -> Sequence[int]:
-        """Copies everything; tensors in place are only summed. Returns the sums."""
-        casts = any(copy.source.dtype != copy.destination.dtype for copy in self._copies)
-        # A CPU sums what it casts faster in a second pass.
-        if self._has_in_place or (casts and self._device.type == "cpu"):
-            self._plain.start()
-            return self._checksums.read()
-        self._summed.start()
-        return self._summed.sums().tolist()
-
-    @cached_property
-    def _plain(self) -> Copies:
-        return prepare_copies(self._copies, device=self._device)
-
-    @cached_property
-    def _summed(self) -> SummedCopies:
-        return prepare_summed_copies(self._copies, num_sums=len(self._held), device=self._device, counts_destinations=True)
-
-
-def _memory(memory: ExportMemory, *, device: torch.device) -> _Memory:
+def _memory(memory: ExportMemory, *, device: torch.device) -> ChunkMemory | IpcAllocation:
     if memory.handles == "ipc":
         assert not memory.leaves and memory.parameters is None
         return IpcAllocation(device=device)

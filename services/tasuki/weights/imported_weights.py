@@ -14,15 +14,14 @@ import torch
 from google.protobuf.message import DecodeError
 
 from tasuki.v1 import weights_pb2
-from tasuki.weights import fd_socket
 from tasuki.weights.checksum import checksum
 from tasuki.weights.chunk_memory import ImportedChunks
-from tasuki.weights.device import check_reach, device_uuid
+from tasuki.weights.fd_socket import fetch
 from tasuki.weights.header import Header, map_sealed
 from tasuki.weights.ipc_memory import ImportedAllocation
-from tasuki.weights.manifest import Entry, Manifest, check_complete, entries_by_name, from_proto, header_bytes
+from tasuki.weights.manifest import Entry, Manifest, check_complete, digest_of, entries_by_name, from_proto, header_bytes
 from tasuki.weights.split import indices_of
-from tasuki.weights.weight_arena import WeightArena
+from tasuki.weights.weight_arena import WeightArena, device_uuid
 from tasuki.wire.errors import BadHandle, VersionOrder
 
 
@@ -65,7 +64,7 @@ class ImportedWeights:
         deadline = time.monotonic() + timeout_s
         for index, (arena, handle) in enumerate(zip(self._arenas, published.handles, strict=True)):
             if not self._is_current(index, handle):
-                sent, fds = _fetch(handle, timeout_s=max(0.001, deadline - time.monotonic()))
+                sent, fds = fetch(Path(handle.socket_path), timeout_s=max(0.001, deadline - time.monotonic()))
                 try:
                     # Nearly always the same: then it needs no further checks, which take milliseconds.
                     manifest = arena.manifest if sent == arena.message else _checked_manifest(sent, handle)
@@ -224,7 +223,7 @@ def _import_arena(handle: weights_pb2.WeightHandle, *, timeout_s: float, device:
         raise BadHandle(
             f"trainer rank {handle.rank}: handles of kind {_kind_name(handle)} cannot be imported", rank=handle.rank
         )
-    sent, fds = _fetch(handle, timeout_s=timeout_s)
+    sent, fds = fetch(Path(handle.socket_path), timeout_s=timeout_s)
     try:
         arena = _map_arena(_checked_manifest(sent, handle), fds, handle=handle, device=device)
         arena.message = sent
@@ -233,26 +232,12 @@ def _import_arena(handle: weights_pb2.WeightHandle, *, timeout_s: float, device:
         _close(fds)
 
 
-def _fetch(handle: weights_pb2.WeightHandle, *, timeout_s: float) -> tuple[weights_pb2.WeightManifest, list[int]]:
-    """Fetches the unchecked manifest and the descriptors of a handle. The caller owns the descriptors. Raises BadHandle."""
-    message, fds = fd_socket.fetch(Path(handle.socket_path), timeout_s=timeout_s)
+def _checked_manifest(sent: bytes, handle: weights_pb2.WeightHandle) -> Manifest:
     try:
-        return _parsed(message, handle), fds
-    except BaseException:
-        _close(fds)
-        raise
-
-
-def _parsed(message: bytes, handle: weights_pb2.WeightHandle) -> weights_pb2.WeightManifest:
-    try:
-        return weights_pb2.WeightManifest.FromString(message)
+        manifest = from_proto(weights_pb2.WeightManifest.FromString(sent))
     except DecodeError as error:
         raise BadHandle(f"{handle.socket_path} sent no manifest: {error}", rank=handle.rank) from error
-
-
-def _checked_manifest(sent: weights_pb2.WeightManifest, handle: weights_pb2.WeightHandle) -> Manifest:
-    manifest = from_proto(sent)
-    if manifest.rank != handle.rank or manifest.digest() != handle.manifest_digest:
+    if manifest.rank != handle.rank or digest_of(sent) != handle.manifest_digest:
         raise BadHandle(
             f"{handle.socket_path} sent a manifest that differs from the handle of rank {handle.rank}", rank=handle.rank
         )
@@ -295,10 +280,23 @@ def _map_arena(
 
 def _map_memory(manifest: Manifest, fds: Sequence[int], *, device: torch.device) -> ImportedChunks | ImportedAllocation:
     if device.type == "cuda":
-        check_reach(manifest, device)
+        _check_reach(manifest, device)
     if manifest.ipc_memory is not None:
         return ImportedAllocation(manifest, device=device)
     return ImportedChunks(manifest, fds, device=device)
+
+
+def _check_reach(manifest: Manifest, device: torch.device) -> None:
+    """Raises BadHandle unless `device` can read the GPU that holds the manifest's memory."""
+    visible = {device_uuid(torch.device("cuda", index)): index for index in range(torch.cuda.device_count())}
+    owner = visible.get(manifest.device_uuid)
+    if owner is None or (owner != device.index and not torch.cuda.can_device_access_peer(device, owner)):
+        raise BadHandle(
+            f"trainer rank {manifest.rank} publishes on GPU {manifest.device_uuid}, which {device} ({device_uuid(device)}) cannot "
+            f"read; visible here: {', '.join(visible)}",
+            rank=manifest.rank,
+            device_uuid=manifest.device_uuid,
+        )
 
 
 def _kind_name(handle: weights_pb2.WeightHandle) -> str:

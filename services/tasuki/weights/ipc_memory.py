@@ -16,9 +16,8 @@ from tasuki.memory.arena import Arena
 from tasuki.memory.region_cuda import refuse_expandable_segments
 from tasuki.v1 import weights_pb2
 from tasuki.weights.chunk_memory import tensor_in
-from tasuki.weights.device import device_uuid
-from tasuki.weights.manifest import IpcMemory, Manifest, place
-from tasuki.weights.weight_arena import PeerMemory
+from tasuki.weights.manifest import Manifest, place
+from tasuki.weights.weight_arena import PeerMemory, device_uuid
 from tasuki.wire.errors import BadHandle, InternalError, OutOfGpuMemory
 
 
@@ -112,9 +111,16 @@ class ImportedAllocation(PeerMemory):
         self._storage = None
 
 
-def _share(storage: torch.UntypedStorage) -> IpcMemory:
+def _share(storage: torch.UntypedStorage) -> weights_pb2.IpcMemory:
     try:
         _, handle, num_bytes, offset, counter, counter_offset, _, _ = storage._share_cuda_()
     except RuntimeError as error:
         raise InternalError(f"CUDA provides no IPC handle for this memory: {str(error).splitlines()[0]}") from error
-    return IpcMemory(handle, num_bytes, offset, counter, counter_offset, os.getpid())
+    return weights_pb2.IpcMemory(
+        handle=handle,
+        num_bytes=num_bytes,
+        offset=offset,
+        counter=counter,
+        counter_offset=counter_offset,
+        process_id=os.getpid(),
+    )

@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from operator import gt
 
@@ -56,18 +56,6 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class IpcMemory:
-    """A GPU allocation as torch shares it; see weights.proto."""
-
-    handle: bytes
-    num_bytes: int
-    offset: int
-    counter: bytes
-    counter_offset: int
-    process_id: int
-
-
-@dataclass(frozen=True, slots=True)
 class Manifest:
     """Layout of one rank's arena. The header has separate memory on the host.
 
@@ -80,17 +68,15 @@ class Manifest:
     entries: tuple[Entry, ...]
     device_uuid: str = ""
     chunk_bytes: tuple[int, ...] = ()
-    ipc_memory: IpcMemory | None = None
+    ipc_memory: weights_pb2.IpcMemory | None = None
 
     def digest(self) -> str:
-        """SHA-256, in hex, of the whole manifest."""
-        digest = hashlib.sha256()
-        digest.update(repr((self.rank, self.num_ranks, self.arena_bytes)).encode())
-        digest.update(repr((self.device_uuid, self.chunk_bytes, self.ipc_memory)).encode())
-        for entry in self.entries:
-            fields = (entry.name, entry.dtype, entry.global_shape, entry.offsets, entry.sizes, entry.arena_offset)
-            digest.update(repr(fields).encode())
-        return digest.hexdigest()
+        """SHA-256, in hex, of its message."""
+        return digest_of(to_proto(self).SerializeToString())
+
+
+def digest_of(message: bytes) -> str:
+    return hashlib.sha256(message).hexdigest()
 
 
 def header_bytes(num_entries: int) -> int:
@@ -167,7 +153,7 @@ def to_proto(manifest: Manifest) -> weights_pb2.WeightManifest:
         ],
         device_uuid=manifest.device_uuid,
         chunk_bytes=manifest.chunk_bytes,
-        ipc_memory=None if manifest.ipc_memory is None else weights_pb2.IpcMemory(**asdict(manifest.ipc_memory)),
+        ipc_memory=manifest.ipc_memory,
     )
 
 
@@ -192,14 +178,10 @@ def from_proto(message: weights_pb2.WeightManifest, *, alignment: int = ALIGNMEN
         ),
         device_uuid=message.device_uuid,
         chunk_bytes=tuple(message.chunk_bytes),
-        ipc_memory=_ipc_from_proto(message.ipc_memory) if message.HasField("ipc_memory") else None,
+        ipc_memory=message.ipc_memory if message.HasField("ipc_memory") else None,
     )
     check(manifest, alignment=alignment)
     return manifest
-
-
-def _ipc_from_proto(message: weights_pb2.IpcMemory) -> IpcMemory:
-    return IpcMemory(**{field.name: getattr(message, field.name) for field in fields(IpcMemory)})
 
 
 def _aligned(offset: int) -> int:
@@ -257,7 +239,7 @@ def _check_memory(manifest: Manifest) -> None:
         )
 
 
-def _check_ipc(manifest: Manifest, ipc: IpcMemory) -> None:
+def _check_ipc(manifest: Manifest, ipc: weights_pb2.IpcMemory) -> None:
     if manifest.chunk_bytes or not manifest.device_uuid:
         raise BadHandle(f"rank {manifest.rank}: memory is either an IPC handle on a GPU or chunks", rank=manifest.rank)
     if not _IPC_HANDLE_BYTES <= len(ipc.handle) <= _MAX_NAME or len(ipc.counter) > _MAX_NAME:

@@ -15,9 +15,9 @@ from google.protobuf.message import DecodeError
 
 from tasuki.v1 import weights_pb2
 from tasuki.weights.chunk_memory import ExportedChunks, ImportedChunks, new_arena, tensors_at
-from tasuki.weights.device import device_uuid
 from tasuki.weights.fd_socket import FdServer, fetch
 from tasuki.weights.manifest import Entry, Manifest, check, from_proto, place, to_proto
+from tasuki.weights.weight_arena import device_uuid
 from tasuki.wire.errors import BadHandle
 from tasuki.wire.stages import MemoryTag
 

@@ -13,6 +13,11 @@ from tasuki.weights.manifest import Manifest
 from tasuki.wire.errors import BadHandle
 
 
+def device_uuid(device: torch.device) -> str:
+    """CUDA's UUID of the GPU, the same in every process and container."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
 class PeerMemory(Protocol):
     """A peer's memory, mapped here."""
 
@@ -46,7 +51,7 @@ class WeightArena:
     ) -> None:
         self.manifest, self.kind, self.header, self.fds = manifest, kind, header, list(fds)
         self._tensors = list(tensors)
-        self.message: weights_pb2.WeightManifest | None = None
+        self.message: bytes | None = None
         """The manifest as its owner sent it; None for an owner."""
         self._memory = memory
         self.holds_memory = True

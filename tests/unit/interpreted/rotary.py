@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tasuki.trainer.modules.rotary import rotated
-from tasuki.trainer.modules.rotary_triton import rotate
+from tasuki.trainer.modules.triton_kernels import rotate
 
 
 @pytest.mark.parametrize(("num_heads", "head_dim"), [(3, 16), (9, 48), (16, 64)])

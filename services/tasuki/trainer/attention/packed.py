@@ -6,8 +6,6 @@ Shape suffixes: S sequences, T their tokens, H query heads, K key heads, D head 
 from __future__ import annotations
 
 import functools
-import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -18,17 +16,20 @@ from torch._ops import OpOverload
 from transformers import AttentionInterface
 
 from tasuki.models.family import Attention
-from tasuki.models.shape import ModelShape
 from tasuki.trainer.attention.blocks import OwnBlocks, PromptBlocks
-from tasuki.trainer.attention.flash import HEAD_DIM_STEP, MAX_HEAD_DIM, Fa4Sequences, VarlenSequences
-from tasuki.trainer.attention.flash_blocks import Fa4Blocks, Runs, VarlenBlocks, flash_runs
+from tasuki.trainer.attention.flash import (
+    Fa4Blocks,
+    Fa4Sequences,
+    Runs,
+    VarlenBlocks,
+    VarlenSequences,
+    flash_runs,
+)
 from tasuki.trainer.attention.padded import PaddedSequences
 from tasuki.trainer.attention.sequence_parallel import SequenceGroup
 from tasuki.trainer.attention.shared import Blocks, SharedSequences
 from tasuki.trainer.data.micro_batch import SharedPrompts, TokenBatch
-from tasuki.wire.errors import InvalidArgument
 
-_log = logging.getLogger("tasuki.trainer")
 IMPLEMENTATION = "tasuki_packed"
 """Name of this attention in transformers, which creates no mask for an implementation that it does not know."""
 
@@ -46,7 +47,7 @@ class Sequences(Protocol):
 Kernel = Callable[[Tensor, int], Sequences]
 """cu_seqlens [S + 1] int32 and the maximum length, both of a TokenBatch -> its sequences."""
 AttentionBackend = Literal["fa4", "varlen", "sdpa"]
-_KERNELS: dict[AttentionBackend, Kernel] = {"fa4": Fa4Sequences, "varlen": VarlenSequences, "sdpa": PaddedSequences.of}
+KERNELS: dict[AttentionBackend, Kernel] = {"fa4": Fa4Sequences, "varlen": VarlenSequences, "sdpa": PaddedSequences.of}
 
 
 def _flash_blocks(kind: Callable[[Runs], Blocks], batch: TokenBatch, prompts: SharedPrompts) -> tuple[Blocks, Blocks]:
@@ -59,11 +60,6 @@ _BLOCKS: dict[Kernel, Callable[[TokenBatch, SharedPrompts], tuple[Blocks, Blocks
     VarlenSequences: functools.partial(_flash_blocks, VarlenBlocks),
     PaddedSequences.of: lambda batch, prompts: (OwnBlocks.of(batch), PromptBlocks(prompts)),
 }
-# In bfloat16, a kernel's output and gradients differ from float32's by less than 0.01 in norm.
-TOLERANCE = 0.02
-# Lengths of the trial sequences: around tiles of 64 and 128 tokens, and a single token.
-_LENGTHS = (1, 127, 129, 64, 300)
-_SHORT_WINDOW = 100
 
 
 def attention_operators() -> list[OpOverload]:
@@ -141,76 +137,3 @@ def _attend(
 
 
 AttentionInterface.register(IMPLEMENTATION, _attend)
-
-
-@functools.cache
-def choose_kernel(
-    wanted: AttentionBackend | Literal["auto"],
-    *,
-    shape: ModelShape,
-    attention: Attention,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Kernel:
-    """Chooses a network's kernel by trial on this device: `wanted`, or for "auto" the first correct one of fa4, varlen and sdpa.
-
-    Logs the choice and reasons once. Raises InvalidArgument if `wanted` cannot compute the model.
-    """
-    candidates: list[AttentionBackend] = ["fa4", "varlen", "sdpa"] if wanted == "auto" else [wanted]
-    for backend in candidates:
-        started = time.monotonic()
-        problem = None
-        if backend != "sdpa":
-            problem = _unsupported(shape, attention, dtype=dtype, device=device)
-            problem = problem or _fault(_KERNELS[backend], shape, attention, dtype=dtype, device=device)
-        if problem is None:
-            seconds = time.monotonic() - started
-            _log.info("event=attention backend=%s architecture=%s seconds=%.1f", backend, shape.architecture, seconds)
-            return _KERNELS[backend]
-        if wanted != "auto":
-            raise InvalidArgument("trainer.attention_backend", f'"{wanted}" is not possible here: {problem}')
-        if device.type == "cuda":
-            _log.warning("event=attention_unusable backend=%s architecture=%s cause=%a", backend, shape.architecture, problem)
-    raise AssertionError("sdpa supports every model")
-
-
-def _unsupported(shape: ModelShape, attention: Attention, *, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why FlashAttention's kernels do not support a model."""
-    if device.type != "cuda":
-        return 'it needs device = "cuda"'
-    if dtype != torch.bfloat16:
-        return 'it needs trainer.compute_dtype = "bfloat16"'
-    if attention.logit_softcap is not None:
-        return f"its backward pass cannot cap logits, which {shape.architecture} does at {attention.logit_softcap:g}"
-    if shape.head_dim % HEAD_DIM_STEP or shape.head_dim > MAX_HEAD_DIM:
-        return f"head_dim must be a multiple of {HEAD_DIM_STEP} up to {MAX_HEAD_DIM}, not {shape.head_dim}"
-    return None
-
-
-def _fault(kernel: Kernel, shape: ModelShape, attention: Attention, *, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Errors of a kernel's output and gradients, compared with float32 for this model's heads and windows."""
-    generator = torch.Generator(device).manual_seed(0)
-    heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads, shape.num_heads)
-    *qkv, grad = (
-        torch.randn(sum(_LENGTHS), num, shape.head_dim, generator=generator, device=device).to(dtype) for num in heads
-    )
-    trial = torch.tensor([0, *_LENGTHS], device=device).cumsum(0, dtype=torch.int32), max(_LENGTHS)
-    for window in sorted({0 if window is None else min(window, _SHORT_WINDOW) for window in attention.windows}):
-        settings = {"scale": attention.query_scale, "window": window or None, "softcap": None}
-        try:
-            found = with_gradients(kernel(*trial), qkv, grad, **settings)
-        except Exception as error:  # noqa: BLE001  a compiler's, a driver's or an import's, whatever it is: the kernel is not usable
-            return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        expected = with_gradients(PaddedSequences.of(*trial), [x.float() for x in qkv], grad.float(), **settings)
-        for name, one, other in zip(("output", "dq", "dk", "dv"), found, expected, strict=True):
-            difference = float((one.float() - other).norm() / other.norm())
-            if not difference < TOLERANCE:
-                return f"its {name} is off by {difference:.3f} in norm, with window {window or None}"
-    return None
-
-
-def with_gradients(sequences: Sequences, qkv: list[Tensor], grad_THD: Tensor, **settings: Any) -> list[Tensor]:
-    """Output and the gradients of q, k and v."""
-    leaves = [x.detach().requires_grad_() for x in qkv]
-    out_THD = sequences.attend(*leaves, **settings)
-    return [out_THD.detach(), *torch.autograd.grad(out_THD, leaves, grad_THD)]

@@ -1,25 +1,80 @@
-"""A trial of shared-prompt attention on the target device."""
+"""Trials of attention kernels on the target device: which one computes a network, and whether it can share prompts."""
 
 from __future__ import annotations
 
 import functools
 import logging
+import time
+from collections.abc import Callable
+from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from tasuki.models.family import Attention
 from tasuki.models.shape import ModelShape
-from tasuki.trainer.attention.packed import TOLERANCE, Kernel, sequences_of, with_gradients
+from tasuki.trainer.attention.flash import HEAD_DIM_STEP, MAX_HEAD_DIM
+from tasuki.trainer.attention.packed import KERNELS, AttentionBackend, Kernel, Sequences, sequences_of
 from tasuki.trainer.attention.padded import PaddedSequences
 from tasuki.trainer.data.micro_batch import TokenBatch, token_batch
 from tasuki.trainer.data.samples import NO_PREFIX, Samples
+from tasuki.wire.errors import InvalidArgument
 
 _log = logging.getLogger("tasuki.trainer")
+# In bfloat16, a kernel's output and gradients differ from float32's by less than 0.01 in norm.
+_TOLERANCE = 0.02
+# Lengths of the trial sequences: around tiles of 64 and 128 tokens, and a single token.
+_LENGTHS = (1, 127, 129, 64, 300)
+_SHORT_WINDOW = 100
 # Two prompts, a sample that shares none, and a sample with a single completion token.
 _PREFIXES = (0, 0, 1, NO_PREFIX, 1, 0)
 _PROMPTS = (130, 130, 64, 40, 64, 130)
 _COMPLETIONS = (1, 65, 129, 90, 33, 201)
+
+
+@functools.cache
+def choose_kernel(
+    wanted: AttentionBackend | Literal["auto"],
+    *,
+    shape: ModelShape,
+    attention: Attention,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Kernel:
+    """Chooses a network's kernel by trial on this device: `wanted`, or for "auto" the first correct one of fa4, varlen and sdpa.
+
+    Logs the choice and reasons once. Raises InvalidArgument if `wanted` cannot compute the model.
+    """
+    candidates: list[AttentionBackend] = ["fa4", "varlen", "sdpa"] if wanted == "auto" else [wanted]
+    for backend in candidates:
+        started = time.monotonic()
+        problem = None
+        if backend != "sdpa":
+            problem = _unsupported(shape, attention, dtype=dtype, device=device)
+            problem = problem or _fault(KERNELS[backend], shape=shape, attention=attention, dtype=dtype, device=device)
+        if problem is None:
+            seconds = time.monotonic() - started
+            _log.info("event=attention backend=%s architecture=%s seconds=%.1f", backend, shape.architecture, seconds)
+            return KERNELS[backend]
+        if wanted != "auto":
+            raise InvalidArgument("trainer.attention_backend", f'"{wanted}" is not possible here: {problem}')
+        if device.type == "cuda":
+            _log.warning("event=attention_unusable backend=%s architecture=%s cause=%a", backend, shape.architecture, problem)
+    raise AssertionError("sdpa supports every model")
+
+
+def _unsupported(shape: ModelShape, attention: Attention, *, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why FlashAttention's kernels do not support a model."""
+    if device.type != "cuda":
+        return 'it needs device = "cuda"'
+    if dtype != torch.bfloat16:
+        return 'it needs trainer.compute_dtype = "bfloat16"'
+    if attention.logit_softcap is not None:
+        return f"its backward pass cannot cap logits, which {shape.architecture} does at {attention.logit_softcap:g}"
+    if shape.head_dim % HEAD_DIM_STEP or shape.head_dim > MAX_HEAD_DIM:
+        return f"head_dim must be a multiple of {HEAD_DIM_STEP} up to {MAX_HEAD_DIM}, not {shape.head_dim}"
+    return None
 
 
 @functools.cache
@@ -31,31 +86,57 @@ def fault_with_shared_prompts(
         return None
     if any(window is not None for window in attention.windows):
         return f'attention of {shape.architecture} has windows, which need trainer.attention_backend = "sdpa"'
-    fault = _fault(kernel, shape, attention, dtype=dtype, device=device)
+    batch, settings = _batch(device), {"shape": shape, "attention": attention, "dtype": dtype, "device": device}
+    fault = _error(lambda kernel: sequences_of(kernel, batch), kernel, len(batch.input_ids_T), **settings)
     if fault is not None:
         _log.warning("event=prefix_sharing choice=false reason=%r", fault)
     return fault
 
 
-def _fault(kernel: Kernel, shape: ModelShape, attention: Attention, *, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Errors of output and gradients, compared with plain torch in float32."""
-    batch = _batch(device)
+def _fault(kernel: Kernel, *, attention: Attention, device: torch.device, **settings: Any) -> str | None:
+    """Errors of a kernel for this model's heads and windows."""
+    trial = torch.tensor([0, *_LENGTHS], device=device).cumsum(0, dtype=torch.int32), max(_LENGTHS)
+    settings |= {"attention": attention, "device": device}
+    for window in sorted({0 if window is None else min(window, _SHORT_WINDOW) for window in attention.windows}):
+        fault = _error(lambda kernel: kernel(*trial), kernel, sum(_LENGTHS), window=window or None, **settings)
+        if fault is not None:
+            return f"{fault} with window {window}" if window else fault
+    return None
+
+
+def _error(
+    sequences: Callable[[Kernel], Sequences],
+    kernel: Kernel,
+    num_tokens: int,
+    *,
+    shape: ModelShape,
+    attention: Attention,
+    dtype: torch.dtype,
+    device: torch.device,
+    window: int | None = None,
+) -> str | None:
+    """Errors of output and gradients, compared with plain torch in float32. None if they are small."""
     generator = torch.Generator(device).manual_seed(0)
     heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads, shape.num_heads)
-    *qkv, grad = (
-        torch.randn(len(batch.input_ids_T), num, shape.head_dim, generator=generator, device=device).to(dtype) for num in heads
-    )
-    settings = {"scale": attention.query_scale, "window": None, "softcap": None}
+    *qkv, grad = (torch.randn(num_tokens, num, shape.head_dim, generator=generator, device=device).to(dtype) for num in heads)
+    settings = {"scale": attention.query_scale, "window": window, "softcap": None}
     try:
-        found = with_gradients(sequences_of(kernel, batch), qkv, grad, **settings)
+        found = _with_gradients(sequences(kernel), qkv, grad, **settings)
     except Exception as error:  # noqa: BLE001  a compiler's, a driver's or an import's, whatever it is: the kernel is not usable
         return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    expected = with_gradients(sequences_of(PaddedSequences.of, batch), [x.float() for x in qkv], grad.float(), **settings)
+    expected = _with_gradients(sequences(PaddedSequences.of), [x.float() for x in qkv], grad.float(), **settings)
     for name, one, other in zip(("output", "dq", "dk", "dv"), found, expected, strict=True):
         difference = float((one.float() - other).norm() / other.norm())
-        if not difference < TOLERANCE:
+        if not difference < _TOLERANCE:
             return f"its {name} is off by {difference:.3f} in norm"
     return None
+
+
+def _with_gradients(sequences: Sequences, qkv: list[Tensor], grad_THD: Tensor, **settings: Any) -> list[Tensor]:
+    """Output and the gradients of q, k and v."""
+    leaves = [x.detach().requires_grad_() for x in qkv]
+    out_THD = sequences.attend(*leaves, **settings)
+    return [out_THD.detach(), *torch.autograd.grad(out_THD, leaves, grad_THD)]
 
 
 def _batch(device: torch.device) -> TokenBatch:
@@ -64,7 +145,6 @@ def _batch(device: torch.device) -> TokenBatch:
         num_prompt_S=prompts,
         num_completion_S=completions,
         policy_version_S=np.zeros(len(prompts), dtype=np.uint64),
-        temperature_S=np.ones(len(prompts), dtype=np.float32),
         token_ids_T=np.zeros(int((prompts + completions).sum()), dtype=np.int32),
         columns={"loss_mask": np.ones(int(completions.sum()), dtype=np.float32)},
         prefix_S=np.array(_PREFIXES, dtype=np.int32),

@@ -45,10 +45,12 @@ def check_sequences(samples: Samples, *, limits: BatchLimits) -> None:
     if len(unknown):
         problem = f"is not a token id of this model; give 0 to {limits.vocab_size - 1}"
         raise InvalidArgument(_token_place(samples, int(unknown[0])), f"{samples.token_ids_T[unknown[0]]} {problem}")
-    cold = np.flatnonzero(~(np.isfinite(samples.temperature_S) & (samples.temperature_S >= _LEAST_TEMPERATURE)))
+    temperature_N = samples.columns["temperature"]
+    cold = np.flatnonzero(~(np.isfinite(temperature_N) & (temperature_N >= _LEAST_TEMPERATURE)))
     if len(cold):
+        index, _ = _place(samples.num_completion_S, int(cold[0]))
         problem = f"is out of range; give a finite number of at least {_LEAST_TEMPERATURE:g}, and 1 for greedy sampling"
-        raise InvalidArgument(f"samples[{cold[0]}].temperature", f"{samples.temperature_S[cold[0]]:g} {problem}")
+        raise InvalidArgument(f"samples[{index}].temperature", f"{temperature_N[cold[0]]:g} {problem}")
 
 
 def check_loss(samples: Samples, *, config: LossConfig, role: Role) -> None:

@@ -25,12 +25,10 @@ class Samples:
     num_completion_S: NDArray[np.int64]
     policy_version_S: NDArray[np.uint64]
     """Version of the weights that generated the sample."""
-    temperature_S: NDArray[np.float32]
-    """Sampling temperature."""
     token_ids_T: NDArray[np.int32]
     """Prompt and completion of each sample in sequence."""
     columns: Mapping[str, NDArray[np.float32]]
-    """[N] each, by names of COLUMNS; `loss_mask` is always present."""
+    """[N] each, by names of COLUMNS; `loss_mask` is always present. Also the sampling `temperature`; 1 where absent."""
     prefix_S: NDArray[np.int32] | None = None
     """Samples with equal numbers have the same prompt, computed once within a micro-batch; NO_PREFIX shares none."""
 
@@ -55,7 +53,6 @@ class Samples:
             num_prompt_S=self.num_prompt_S[chosen],
             num_completion_S=self.num_completion_S[chosen],
             policy_version_S=self.policy_version_S[chosen],
-            temperature_S=self.temperature_S[chosen],
             token_ids_T=self.token_ids_T[ranges(starts(self.num_tokens_S)[chosen], self.num_tokens_S[chosen])],
             columns={name: column[rows_N] for name, column in self.columns.items()},
             prefix_S=None if self.prefix_S is None else self.prefix_S[chosen],

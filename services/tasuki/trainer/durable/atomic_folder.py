@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tasuki.trainer.durable.saves import clear_other_saves, partial_path, written_path
+from tasuki.trainer.durable.saves import clear_other_saves, fsync, partial_path, written_path
 from tasuki.v1.ranks_pb2 import RankError
 from tasuki.wire.denied_path import denied
 from tasuki.wire.errors import NO_ROOM, DiskFull, InternalError, InvalidArgument, PathExists, TasukiError, from_reason
@@ -68,15 +67,15 @@ def rename_into_place(aside: Path, path: Path, *, finish: Callable[[], None] = l
         try:
             finish()
             for file in aside.rglob("*"):
-                _fsync(file)
-            _fsync(aside)
+                fsync(file)
+            fsync(aside)
         except OSError:
             shutil.rmtree(aside, ignore_errors=True)  # a leftover would keep a full disk full
             raise
         if path.exists():
             raise PathExists(f"{path} was created in the meantime", path=path)
         aside.rename(path)
-        _fsync(path.parent)
+        fsync(path.parent)
 
     on_first_rank(rename, path=path)
 
@@ -138,11 +137,3 @@ def _broadcast(payload: bytes) -> bytes:
 
 def folder_bytes(path: Path) -> int:
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-
-
-def _fsync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

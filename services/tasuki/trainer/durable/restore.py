@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
-from typing import Protocol
 
 from google.protobuf.message import Message
 
 from tasuki.config.paths import training_save_path
 from tasuki.config.schema import NodeConfig
 from tasuki.config.trainer_schema import PERFORMANCE_TRAINER_KEYS
-from tasuki.trainer.durable.agreement import agree, outline_of
 from tasuki.trainer.durable.saves import publish
 from tasuki.trainer.durable.training_log import TrainingLog
+from tasuki.trainer.rank_store import FleetStore
 from tasuki.trainer.service.saving import read_written
 from tasuki.trainer.service.training import Training
 from tasuki.v1.ranks_pb2 import LogOutline, TrainingRecord
@@ -24,22 +26,13 @@ from tasuki.wire.errors import InvalidArgument, TasukiError, from_reason
 _log = logging.getLogger("tasuki.trainer")
 
 
-class Store(Protocol):
-    """A store shared by all trainers of a fleet's start."""
-
-    def set(self, key: str, value: bytes) -> None: ...
-    def get(self, key: str) -> bytes:
-        """Waits until the key is set."""
-        ...
-
-
 def recipe(config: NodeConfig) -> str:
     """Settings that the results of a log depend on besides its commands."""
     alone = f"{config.model.path.resolve()} {config.trainer.model_dump_json(exclude=PERFORMANCE_TRAINER_KEYS)}"
     return alone if config.fleet is None else f"{alone} node {config.fleet.node_rank} of {config.fleet.num_nodes}"
 
 
-async def agree_on_log(log: TrainingLog, store: Store, *, config: NodeConfig) -> None:
+async def agree_on_log(log: TrainingLog, store: FleetStore, *, config: NodeConfig) -> None:
     """Trims the log to what all nodes of the fleet have, so that they replay it in step.
 
     store: of this start of all trainers. Raises InvalidArgument if their logs build on different checkpoints.
@@ -125,3 +118,66 @@ async def _carry_out(training: Training, record: TrainingRecord) -> Message:
             return await training.discard_gradients(record.discard_gradients)
         case other:
             raise AssertionError(f"no command {other}")
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """How a node adjusts its log before replaying it."""
+
+    publishes_written: bool
+    """Whether to publish the save that it has written, because another node has, and rebase its log on it."""
+    num_commands: int
+    """Number of commands to keep afterwards."""
+
+
+def outline_of(records: Sequence[TrainingRecord], *, written_save_id: str) -> LogOutline:
+    kinds = [record.WhichOneof("command") or "" for record in records]
+    num_pending = len(list(takewhile(lambda kind: kind == "forward_backward", reversed(kinds))))
+    first = records[0] if kinds[:1] == ["checkpoint"] else None
+    names = [f"{kind} {record.request_id}" for kind, record in zip(kinds, records, strict=True)]
+    if first is not None:
+        # Each node's part of a save has its own request and folder.
+        names[0] = f"checkpoint {first.save_id or first.request_id}"
+    return LogOutline(
+        commands=names,
+        num_pending=num_pending,
+        save_id="" if first is None else first.save_id,
+        written_save_id=written_save_id,
+    )
+
+
+def agree(outlines: Sequence[LogOutline], *, node_rank: int) -> Agreement:
+    """Decides for node `node_rank`; all nodes then have the same commands. outlines: of all nodes, by rank.
+
+    A save is published only after all nodes have written it. If one log builds on it, all can.
+    Raises InvalidArgument if the logs otherwise build on different checkpoints.
+    """
+    publishes = False
+    for save_id in sorted({outline.save_id for outline in outlines} - {""}):
+        is_behind = [outline.save_id != save_id for outline in outlines]
+        if all(outline.written_save_id == save_id for outline, is_it in zip(outlines, is_behind, strict=True) if is_it):
+            publishes = is_behind[node_rank]
+            outlines = [_rebased(each, save_id) if is_it else each for each, is_it in zip(outlines, is_behind, strict=True)]
+            break
+    bases = [_base(outline) for outline in outlines]
+    if len(set(bases)) > 1:
+        other = next(rank for rank, base in enumerate(bases) if base != bases[node_rank])
+        raise InvalidArgument(
+            "state_dir",
+            f"the training logs of nodes {node_rank} and {other} build on different checkpoints; start the fleet without --resume, and "
+            "then run `tasuki train --resume` from a checkpoint that all nodes have",
+        )
+    alike = takewhile(lambda same: len(set(same)) == 1, zip(*(outline.commands for outline in outlines), strict=False))
+    return Agreement(publishes_written=publishes, num_commands=len(list(alike)))
+
+
+def _base(outline: LogOutline) -> str:
+    """The checkpoint that a log builds on; empty for the initial weights."""
+    return next((name for name in outline.commands[:1] if name.startswith("checkpoint ")), "")
+
+
+def _rebased(outline: LogOutline, save_id: str) -> LogOutline:
+    """The log after rebasing on the save: only commands that await an optimizer step are left."""
+    num_left = outline.num_pending
+    commands = list(outline.commands)[len(outline.commands) - num_left :]
+    return LogOutline(commands=[f"checkpoint {save_id}", *commands], num_pending=num_left, save_id=save_id)

@@ -61,11 +61,16 @@ def publish(path: Path, save_id: str) -> None:
         if isinstance(error, PermissionError):
             raise denied(path) from error
         raise InvalidArgument("path", f"{path} cannot be written: {error.strerror}; name a writable folder") from error
-    folder = os.open(path.parent, os.O_RDONLY)
+    fsync(path.parent)
+
+
+def fsync(path: Path) -> None:
+    """Makes a file or folder durable."""
+    fd = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(fd)
     finally:
-        os.close(folder)
+        os.close(fd)
 
 
 def can_be_published(path: Path, save_id: str) -> bool:

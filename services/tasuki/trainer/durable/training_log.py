@@ -12,13 +12,14 @@ import logging
 import os
 import struct
 import zlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from google.protobuf.message import DecodeError
 
 from tasuki.rpc.failpoints import Failpoints
+from tasuki.trainer.durable.saves import fsync
 from tasuki.v1.ranks_pb2 import TrainingRecord
 from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import DiskFull, GradientsNotFinite, InvalidArgument, PathNotFound
@@ -161,7 +162,7 @@ class TrainingLog:
                 raise
             os.close(self._fd)
             self._fd, self._pending_start, self._end = fd, len(first), len(first) + len(pending)
-            _fsync_folder(self._path.parent)
+            fsync(self._path.parent)
         except OSError as error:
             raise DiskFull(f"{aside} cannot be written: {error.strerror}", path=aside) from error
 
@@ -226,9 +227,19 @@ def _write(fd: int, content: bytes, *, at: int) -> None:
         view, at = view[written:], at + written
 
 
-def _fsync_folder(path: Path) -> None:
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+def first_repetition(records: Sequence[TrainingRecord]) -> str:
+    """Describes the first record that cannot follow those before it; empty if there is none."""
+    seen: set[str] = set()
+    has_gradients = False
+    for number, record in enumerate(records):
+        command = record.WhichOneof("command") or "nothing"
+        name = f"record {number} ({command}, request id {record.request_id!a})"
+        if record.request_id and record.request_id in seen:
+            return f"one record of each command, found {name} again"
+        if command == "checkpoint" and number:
+            return f"a checkpoint as the first record only, found {name}"
+        if command == "optim_step" and not has_gradients:
+            return f"gradients before {name}"
+        seen.add(record.request_id)
+        has_gradients = command == "forward_backward"
+    return ""

@@ -93,7 +93,7 @@ def _fused(module: nn.Module) -> nn.Module | None:
 class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-        from tasuki.trainer.modules.pointwise_triton import gated_forward
+        from tasuki.trainer.modules.triton_kernels import gated_forward
 
         ctx.save_for_backward(gate, up)
         ctx.activation = activation
@@ -101,7 +101,7 @@ class _Gated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        from tasuki.trainer.modules.pointwise_triton import gated_backward
+        from tasuki.trainer.modules.triton_kernels import gated_backward
 
         gate, up = ctx.saved_tensors
         gated_backward(grad.contiguous(), gate, up, ctx.activation)
@@ -122,7 +122,7 @@ class _Held(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        from tasuki.trainer.modules.pointwise_triton import gated_backward
+        from tasuki.trainer.modules.triton_kernels import gated_backward
 
         gate, up, weight = ctx.saved_tensors
         product = grad @ weight
@@ -134,7 +134,7 @@ class _Held(torch.autograd.Function):
 class _DownProjected(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, held: Tensor, gate: Tensor, up: Tensor, weight: Tensor, activation: Activation) -> Tensor:
-        from tasuki.trainer.modules.pointwise_triton import gated_forward
+        from tasuki.trainer.modules.triton_kernels import gated_forward
 
         return linear(gated_forward(gate, up, activation), weight)
 

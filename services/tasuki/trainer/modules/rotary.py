@@ -105,14 +105,14 @@ class _Rotated(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-        from tasuki.trainer.modules.rotary_triton import rotate
+        from tasuki.trainer.modules.triton_kernels import rotate
 
         ctx.save_for_backward(cos_TD, sin_TD)
         return rotate(x_THD.contiguous(), cos_TD, sin_TD, is_back=False)
 
     @staticmethod
     def backward(ctx: Any, grad_THD: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        from tasuki.trainer.modules.rotary_triton import rotate
+        from tasuki.trainer.modules.triton_kernels import rotate
 
         cos_TD, sin_TD = ctx.saved_tensors
         return rotate(grad_THD.contiguous(), cos_TD, sin_TD, is_back=True), None, None

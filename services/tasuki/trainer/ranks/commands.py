@@ -9,8 +9,6 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
-from torch import Tensor
-
 from tasuki.rpc.failpoints import PUBLISHED, Failpoints
 from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.rpc.memory import usage_response
@@ -18,10 +16,10 @@ from tasuki.rpc.ranks import CommandRunner, Handlers, RankServer, rank_error
 from tasuki.trainer.data.micro_batch import micro_batch, token_batch
 from tasuki.trainer.learner import Learner
 from tasuki.trainer.ranks.front import ranks_path
-from tasuki.trainer.ranks.loss import decode_loss
-from tasuki.trainer.ranks.wire import ROLES, decode_columns, encode_roles
+from tasuki.trainer.ranks.wire import ROLE_MESSAGES, ROLES, decode_columns, decode_loss
 from tasuki.v1 import memory_pb2, ranks_pb2, trainer_pb2
 from tasuki.v1.ranks_pb2 import RankReady, TrainerRankCommand, TrainerRankResult
+from tasuki.v1.trainer_pb2 import RoleState
 from tasuki.wire.stages import MemoryTag
 
 _log = logging.getLogger("tasuki.trainer")
@@ -53,7 +51,7 @@ class RankCommands:
     def ready(self, *, nodes_rate: float | None, nodes_transport: str) -> RankReady:
         """nodes_rate: bytes a second to other nodes; nodes_transport: how they get there."""
         return RankReady(
-            roles=encode_roles(self._learner),
+            roles=_roles(self._learner),
             vocab_size=self._backend.vocab_size,
             context_length=self._backend.context_length,
             shares_prompts=self._backend.shares_prompts,
@@ -77,30 +75,19 @@ class RankCommands:
             )
             for samples in command.micro_batches
         ]
-        kept: list[Tensor] | None = [] if command.returns_log_probs else None
-        report = learner.forward_backward(ROLES[command.role], batches, config=config, kept=kept)
-        metrics = {
-            name: trainer_pb2.MetricPart(total=part.total, weight=part.weight, is_maximum=part.is_maximum)
-            for name, part in report.metrics.items()
-        }
-        log_probs = [log_probs_N.float().cpu().numpy().tobytes() for log_probs_N in kept or ()]
-        return ranks_pb2.RankLossReport(loss=report.loss, metrics=metrics, log_probs=log_probs)
+        role = ROLES[command.role]
+        return learner.forward_backward(role, batches, config=config, returns_log_probs=command.returns_log_probs)
 
     def optim_step(self, request: trainer_pb2.OptimStepRequest) -> trainer_pb2.OptimStepResponse:
         started = time.perf_counter()
-        report = self._learner.optim_step(
+        answer = self._learner.optim_step(
             ROLES[request.role],
             learning_rate=request.learning_rate if request.HasField("learning_rate") else None,
             schedule_step=request.schedule_step if request.HasField("schedule_step") else None,
             schedule_steps=request.schedule_steps if request.HasField("schedule_steps") else None,
         )
-        return trainer_pb2.OptimStepResponse(
-            version=report.version,
-            grad_norm=report.grad_norm,
-            learning_rate=report.learning_rate,
-            seconds=time.perf_counter() - started,
-            is_skipped=report.is_skipped,
-        )
+        answer.seconds = time.perf_counter() - started
+        return answer
 
     def discard_gradients(self, request: trainer_pb2.DiscardGradientsRequest) -> trainer_pb2.DiscardGradientsResponse:
         self._learner.discard_gradients(ROLES[request.role])
@@ -116,7 +103,7 @@ class RankCommands:
         published = self._learner.publish()
         if self._failpoints.corrupts(PUBLISHED):
             self._backend.damage_published()
-        return ranks_pb2.RankPublished(handle=published.export.handle(), published_bytes=published.num_bytes)
+        return published
 
     def withdraw_weights(self, _: trainer_pb2.WithdrawWeightsRequest) -> trainer_pb2.WithdrawWeightsResponse:
         self._backend.withdraw()
@@ -124,8 +111,8 @@ class RankCommands:
 
     def save_checkpoint(self, request: trainer_pb2.SaveCheckpointRequest) -> trainer_pb2.SaveCheckpointResponse:
         started = time.perf_counter()
-        path, is_part = Path(request.path), request.part == trainer_pb2.SAVE_PART_WRITE
-        num_bytes = self._learner.write_checkpoint(path, request.save_id) if is_part else self._learner.save_checkpoint(path)
+        save_id = request.save_id if request.part == trainer_pb2.SAVE_PART_WRITE else None
+        num_bytes = self._learner.save_checkpoint(Path(request.path), save_id=save_id)
         return trainer_pb2.SaveCheckpointResponse(
             policy_version=self._learner.policy_version, bytes=num_bytes, seconds=time.perf_counter() - started
         )
@@ -134,7 +121,7 @@ class RankCommands:
         if request.validate_only:
             return trainer_pb2.LoadCheckpointResponse(policy_version=self._learner.check_checkpoint(Path(request.path)))
         self._learner.load_checkpoint(Path(request.path))
-        roles = encode_roles(self._learner)
+        roles = _roles(self._learner)
         return trainer_pb2.LoadCheckpointResponse(policy_version=self._learner.policy_version, roles=roles)
 
     def export_model(self, request: trainer_pb2.ExportModelRequest) -> trainer_pb2.ExportModelResponse:
@@ -154,6 +141,19 @@ class RankCommands:
     def get_usage(self, request: memory_pb2.GetUsageRequest) -> memory_pb2.GetUsageResponse:
         memory = self._backend.memory
         return usage_response(memory.usage(), memory.device_usage(skip_torch_cache=request.skip_torch_cache))
+
+
+def _roles(learner: Learner) -> list[RoleState]:
+    return [
+        RoleState(
+            role=ROLE_MESSAGES[role],
+            version=state.version,
+            schedule_start=state.schedule_start,
+            has_gradients=state.has_gradients,
+            num_parameters=learner.backend.num_parameters(role),
+        )
+        for role, state in learner.roles.items()
+    ]
 
 
 def run_rank(

@@ -5,31 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from google.protobuf.struct_pb2 import Value
 from numpy.typing import NDArray
 
+from tasuki.algorithms.loss_types import LossConfig
+from tasuki.algorithms.setting import SettingError
 from tasuki.trainer.data.samples import Samples
-from tasuki.trainer.learner import Learner
 from tasuki.trainer.roles import Role
+from tasuki.v1 import loss_pb2
 from tasuki.v1.ranks_pb2 import SampleColumns
-from tasuki.v1.trainer_pb2 import RoleState
 from tasuki.v1.types_pb2 import ROLE_CRITIC, ROLE_POLICY, ROLE_REFERENCE
+from tasuki.wire.errors import InvalidArgument
 
 ROLES = {ROLE_POLICY: Role.POLICY, ROLE_REFERENCE: Role.REFERENCE, ROLE_CRITIC: Role.CRITIC}
 ROLE_MESSAGES = {role: message for message, role in ROLES.items()}
-
-
-def encode_roles(learner: Learner) -> list[RoleState]:
-    """Encodes every trained role."""
-    return [
-        RoleState(
-            role=ROLE_MESSAGES[role],
-            version=state.version,
-            schedule_start=state.schedule_start,
-            has_gradients=state.has_gradients,
-            num_parameters=learner.backend.num_parameters(role),
-        )
-        for role, state in learner.roles.items()
-    ]
 
 
 def encode_samples(samples: Samples) -> SampleColumns:
@@ -37,7 +26,6 @@ def encode_samples(samples: Samples) -> SampleColumns:
         num_prompt_tokens=samples.num_prompt_S.tobytes(),
         num_completion_tokens=samples.num_completion_S.tobytes(),
         policy_versions=samples.policy_version_S.tobytes(),
-        temperatures=samples.temperature_S.tobytes(),
         token_ids=samples.token_ids_T.tobytes(),
         columns={name: column_N.tobytes() for name, column_N in samples.columns.items()},
         prefixes=b"" if samples.prefix_S is None else samples.prefix_S.tobytes(),
@@ -50,7 +38,6 @@ def decode_columns(message: SampleColumns) -> Samples:
         num_prompt_S=np.frombuffer(message.num_prompt_tokens, dtype=np.int64),
         num_completion_S=np.frombuffer(message.num_completion_tokens, dtype=np.int64),
         policy_version_S=np.frombuffer(message.policy_versions, dtype=np.uint64),
-        temperature_S=np.frombuffer(message.temperatures, dtype=np.float32),
         token_ids_T=np.frombuffer(message.token_ids, dtype=np.int32),
         columns={name: np.frombuffer(content, dtype=np.float32) for name, content in message.columns.items()},
         prefix_S=np.frombuffer(message.prefixes, dtype=np.int32) if message.prefixes else None,
@@ -62,3 +49,24 @@ def decode_scores(content: bytes, *, num_tokens_S: NDArray[np.int64], wanted: Se
     scores_N = np.frombuffer(content, dtype=np.float32)
     ends = np.cumsum(num_tokens_S).tolist()
     return [scores_N[end - count : end] for end, count in ((ends[place], int(num_tokens_S[place])) for place in wanted)]
+
+
+def decode_loss(message: loss_pb2.LossConfig) -> LossConfig:
+    """Settings that are not given take their defaults. Raises InvalidArgument naming the field."""
+    try:
+        return LossConfig.read(message.name, {key: _plain(value) for key, value in message.settings.fields.items()})
+    except SettingError as error:
+        field = "name" if error.field == "name" else f"settings.{error.field}"
+        raise InvalidArgument(f"header.loss.{field}", error.problem) from error
+
+
+def _plain(value: Value) -> object:
+    match value.WhichOneof("kind"):
+        case "struct_value":
+            return {key: _plain(each) for key, each in value.struct_value.fields.items()}
+        case "list_value":
+            return [_plain(each) for each in value.list_value.values]
+        case None | "null_value":
+            return None
+        case kind:
+            return getattr(value, kind)

@@ -6,9 +6,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from tasuki.rpc.memory import USAGE_TIMEOUT_S, decode_move, joined, watch_usage
-from tasuki.trainer import stages
 from tasuki.trainer.ranks.front import TrainerRanks
-from tasuki.trainer.service.state import TrainerState
+from tasuki.trainer.service.state import TrainerState, raise_unless_next
 from tasuki.v1 import memory_pb2
 from tasuki.v1.memory_pb2_grpc import MemoryServiceServicer
 from tasuki.v1.ranks_pb2 import TrainerRankCommand
@@ -29,7 +28,7 @@ class MemoryServicer(MemoryServiceServicer):
 
         async def pause() -> memory_pb2.PauseResponse:
             async with self._state.turn:
-                stages.raise_unless_next(stage, after=self._state.stage)
+                raise_unless_next(stage, after=self._state.stage)
                 if self._state.has_gradients:
                     raise GradientsPending(
                         "gradients are pending, and OFFLOAD would lose them: call OptimStep or DiscardGradients"
@@ -46,7 +45,7 @@ class MemoryServicer(MemoryServiceServicer):
 
         async def resume() -> memory_pb2.ResumeResponse:
             async with self._state.turn:
-                stages.raise_unless_next(stage, after=self._state.stage)
+                raise_unless_next(stage, after=self._state.stage)
                 answers = await self._ranks.call(TrainerRankCommand(resume=request))
                 self._state.paused_tags.difference_update(tags)
                 # Training changes the weights, so the publication is no longer valid.

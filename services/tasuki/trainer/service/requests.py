@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,8 +14,14 @@ from tasuki.config.trainer_schema import MAX_LEARNING_RATE
 from tasuki.trainer.data.samples import COLUMNS, Samples
 from tasuki.trainer.ranks.wire import ROLES
 from tasuki.trainer.roles import Role
-from tasuki.trainer.service.streams import MAX_ANSWERED_TOKENS
-from tasuki.v1.trainer_pb2 import OptimStepRequest
+from tasuki.v1.trainer_pb2 import (
+    ComputeLogProbsHeader,
+    ComputeLogProbsRequest,
+    ComputeValuesRequest,
+    ForwardBackwardHeader,
+    ForwardBackwardRequest,
+    OptimStepRequest,
+)
 from tasuki.v1.types_pb2 import Role as RoleMessage
 from tasuki.v1.types_pb2 import TrainingSample
 from tasuki.wire.errors import InvalidArgument
@@ -38,22 +44,23 @@ def check_log_probs_of(positions: Sequence[int], *, role: Role, samples: Samples
         raise InvalidArgument(field, f"names {num_tokens} tokens; at most {MAX_ANSWERED_TOKENS} fit, name fewer samples")
 
 
-def decode_samples(messages: Sequence[TrainingSample]) -> Samples:
-    """Raises InvalidArgument naming the first sample and field whose length differs from its completion's."""
+def decode_samples(messages: Sequence[TrainingSample], *, names: Sequence[str] = COLUMNS) -> Samples:
+    """Decodes samples with the named fields. Raises InvalidArgument naming the first sample and field whose length differs from its
+    completion's.
+    """
     num_completion_S = _integers([len(message.completion_token_ids) for message in messages])
     token_ids = chain.from_iterable((*message.prompt_token_ids, *message.completion_token_ids) for message in messages)
-    columns = {name: _column(messages, name, num_completion_S=num_completion_S) for name in COLUMNS}
-    mask_N = columns.pop("loss_mask")
+    columns = {name: _column(messages, name, num_completion_S=num_completion_S) for name in names}
+    mask_N = columns.pop("loss_mask", None)
+    temperatures = [message.temperature if message.HasField("temperature") else 1.0 for message in messages]
     return Samples(
         num_prompt_S=_integers([len(message.prompt_token_ids) for message in messages]),
         num_completion_S=num_completion_S,
         policy_version_S=np.array([message.policy_version for message in messages], dtype=np.uint64),
-        temperature_S=np.array(
-            [message.temperature if message.HasField("temperature") else 1.0 for message in messages], dtype=np.float32
-        ),
         token_ids_T=np.fromiter(token_ids, dtype=np.int32),
         columns={
             "loss_mask": np.ones(int(num_completion_S.sum()), dtype=np.float32) if mask_N is None else mask_N,
+            "temperature": np.repeat(np.array(temperatures, dtype=np.float32), num_completion_S),
             **{name: column_N for name, column_N in columns.items() if column_N is not None},
         },
     )
@@ -114,3 +121,44 @@ def _column(
 
 def _integers(values: Sequence[int]) -> NDArray[Any]:
     return np.array(values, dtype=np.int64)
+
+
+_Header = TypeVar("_Header", ForwardBackwardHeader, ComputeLogProbsHeader)
+MAX_ANSWERED_TOKENS = 131_072
+"""Maximum tokens with log-probs in the answer, which is one message."""
+
+
+async def read_forward_backward(
+    requests: AsyncIterator[ForwardBackwardRequest],
+) -> tuple[ForwardBackwardHeader, list[TrainingSample]]:
+    """Reads the whole stream. Raises InvalidArgument unless exactly the first message carries a header."""
+    return await _read_stream(requests, ForwardBackwardHeader())
+
+
+async def read_compute_log_probs(
+    requests: AsyncIterator[ComputeLogProbsRequest],
+) -> tuple[ComputeLogProbsHeader, list[TrainingSample]]:
+    """Reads the whole stream, like read_forward_backward."""
+    return await _read_stream(requests, ComputeLogProbsHeader())
+
+
+async def read_compute_values(requests: AsyncIterator[ComputeValuesRequest]) -> list[TrainingSample]:
+    """Reads the samples of the whole stream."""
+    return [sample async for request in requests for sample in request.samples.samples]
+
+
+async def _read_stream(requests: AsyncIterator, header: _Header) -> tuple[_Header, list[TrainingSample]]:
+    samples: list[TrainingSample] = []
+    has_header = False
+    async for request in requests:
+        part = request.WhichOneof("part")
+        if part == "header" and not has_header:
+            header.CopyFrom(request.header)
+            has_header = True
+        elif part == "samples" and has_header:
+            samples.extend(request.samples.samples)
+        else:
+            raise InvalidArgument("part", "the first message carries `header`, all others `samples`")
+    if not has_header:
+        raise InvalidArgument("header", "missing; the first message carries it")
+    return header, samples

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+from google.protobuf.message import Message
 from numpy.typing import NDArray
 
 from tasuki.algorithms.loss_types import LossConfig
@@ -15,15 +16,15 @@ from tasuki.config.paths import training_save_path
 from tasuki.config.schema import NodeConfig
 from tasuki.rpc.calls import chunks
 from tasuki.rpc.commands import Commanded, digest
-from tasuki.trainer import stages
 from tasuki.trainer.data.samples import Samples
 from tasuki.trainer.durable.restore import recipe
 from tasuki.trainer.durable.training_log import TrainingLog
 from tasuki.trainer.ranks.wire import ROLES
 from tasuki.trainer.roles import Role
-from tasuki.trainer.service import requests, streams
+from tasuki.trainer.service import requests
 from tasuki.trainer.service.metrics import TrainerMetrics
 from tasuki.trainer.service.saving import Saving
+from tasuki.trainer.service.state import raise_unless_next, stage_after_withdrawal
 from tasuki.trainer.service.training import Training
 from tasuki.v1 import ranks_pb2, trainer_pb2, weights_pb2
 from tasuki.v1.trainer_pb2_grpc import TrainerServiceServicer
@@ -31,6 +32,9 @@ from tasuki.v1.types_pb2 import ROLE_CRITIC, STAGE_UNSPECIFIED, TrainingSample
 from tasuki.v1.types_pb2 import Role as RoleMessage
 from tasuki.wire.errors import GradientsPending
 from tasuki.wire.stages import RULES, Stage
+
+_Answer = TypeVar("_Answer", bound=Message)
+_OnDisk = trainer_pb2.SaveCheckpointRequest | trainer_pb2.LoadCheckpointRequest | trainer_pb2.ExportModelRequest
 
 
 class TrainerServicer(TrainerServiceServicer):
@@ -57,16 +61,12 @@ class TrainerServicer(TrainerServiceServicer):
                     self._training.check_begin_run()
                 return trainer_pb2.BeginRunResponse(policy_version=self._state.policy_version)
 
-        async def begin() -> trainer_pb2.BeginRunResponse:
-            async with self._state.training(), self._log.command(self._record(request, begin_run=request)):
-                return await self._training.begin_run(request)
-
-        return await self._state.gate.once(request, begin)
+        return await self._logged(request, lambda: self._training.begin_run(request), begin_run=request)
 
     async def ForwardBackward(
         self, request_iterator: AsyncIterator[trainer_pb2.ForwardBackwardRequest], context: Any
     ) -> trainer_pb2.ForwardBackwardResponse:
-        header, samples = await streams.read_forward_backward(request_iterator)
+        header, samples = await requests.read_forward_backward(request_iterator)
         if header.validate_only:
             return await self._validate_forward_backward(header, samples)
         content = digest(header, samples)
@@ -123,35 +123,26 @@ class TrainerServicer(TrainerServiceServicer):
     async def OptimStep(self, request: trainer_pb2.OptimStepRequest, context: Any) -> trainer_pb2.OptimStepResponse:
         if request.validate_only:
             async with self._validating(request) as is_repeat:
-                requests.check_learning_rate(request)
-                training = self._training
-                state = training.role_state(request.role) if is_repeat else training.check_optim_step(request)
+                state = self._training.check_optim_step(request, is_repeat=is_repeat)
                 return trainer_pb2.OptimStepResponse(version=state.version)
 
         async def step() -> trainer_pb2.OptimStepResponse:
-            async with self._state.training():
-                requests.check_learning_rate(request)
-                async with self._log.command(self._record(request, optim_step=request)):
-                    with self._metrics.using("optim_step"):
-                        answer = await self._training.optim_step(request)
-                self._metrics.stepped(ROLES[request.role], answer)
-                return answer
+            with self._metrics.using("optim_step"):
+                answer = await self._training.optim_step(request)
+            self._metrics.stepped(ROLES[request.role], answer)
+            return answer
 
-        return await self._state.gate.once(request, step)
+        return await self._logged(request, step, optim_step=request)
 
     async def DiscardGradients(
         self, request: trainer_pb2.DiscardGradientsRequest, context: Any
     ) -> trainer_pb2.DiscardGradientsResponse:
-        async def discard() -> trainer_pb2.DiscardGradientsResponse:
-            async with self._state.training(), self._log.command(self._record(request, discard_gradients=request)):
-                return await self._training.discard_gradients(request)
-
-        return await self._state.gate.once(request, discard)
+        return await self._logged(request, lambda: self._training.discard_gradients(request), discard_gradients=request)
 
     async def ComputeLogProbs(
         self, request_iterator: AsyncIterator[trainer_pb2.ComputeLogProbsRequest], context: Any
     ) -> AsyncIterator[trainer_pb2.ComputeLogProbsResponse]:
-        header, samples = await streams.read_compute_log_probs(request_iterator)
+        header, samples = await requests.read_compute_log_probs(request_iterator)
         requests.decode_role(header.role, allowed=(Role.POLICY, Role.REFERENCE), field="header.role")
         for chunk in chunks([trainer_pb2.TokenLogProbs(log_probs=row) for row in await self._score(header.role, samples)]):
             yield trainer_pb2.ComputeLogProbsResponse(samples=chunk)
@@ -159,7 +150,7 @@ class TrainerServicer(TrainerServiceServicer):
     async def ComputeValues(
         self, request_iterator: AsyncIterator[trainer_pb2.ComputeValuesRequest], context: Any
     ) -> AsyncIterator[trainer_pb2.ComputeValuesResponse]:
-        samples = await streams.read_compute_values(request_iterator)
+        samples = await requests.read_compute_values(request_iterator)
         for chunk in chunks([trainer_pb2.TokenValues(values=row) for row in await self._score(ROLE_CRITIC, samples)]):
             yield trainer_pb2.ComputeValuesResponse(samples=chunk)
 
@@ -178,7 +169,7 @@ class TrainerServicer(TrainerServiceServicer):
         started = time.perf_counter()
         state = self._state
         async with state.turn:
-            stages.raise_unless_next(Stage.LOAD_WEIGHTS, after=state.stage)
+            raise_unless_next(Stage.LOAD_WEIGHTS, after=state.stage)
             if state.has_gradients:
                 raise GradientsPending("gradients are pending: call OptimStep or DiscardGradients before weights are published")
             answers = await self._ranks.call(ranks_pb2.TrainerRankCommand(publish_weights=request))
@@ -197,7 +188,7 @@ class TrainerServicer(TrainerServiceServicer):
     ) -> trainer_pb2.WithdrawWeightsResponse:
         async def withdraw() -> trainer_pb2.WithdrawWeightsResponse:
             async with self._state.turn:
-                stage = stages.stage_after_withdrawal(self._state.stage)
+                stage = stage_after_withdrawal(self._state.stage)
                 await self._ranks.call(ranks_pb2.TrainerRankCommand(withdraw_weights=request))
                 self._state.stage, self._state.published_version = stage, None
                 return trainer_pb2.WithdrawWeightsResponse()
@@ -209,13 +200,7 @@ class TrainerServicer(TrainerServiceServicer):
     async def SaveCheckpoint(
         self, request: trainer_pb2.SaveCheckpointRequest, context: Any
     ) -> trainer_pb2.SaveCheckpointResponse:
-        async def save() -> trainer_pb2.SaveCheckpointResponse:
-            requests.check_path(request.path)
-            async with self._state.training():
-                with self._metrics.using("checkpoint"):
-                    return await self._saving.save(request, self._record(request))
-
-        return await self._state.gate.once(request, save)
+        return await self._on_disk(request, lambda: self._saving.save(request, self._record(request)))
 
     async def LoadCheckpoint(
         self, request: trainer_pb2.LoadCheckpointRequest, context: Any
@@ -227,24 +212,18 @@ class TrainerServicer(TrainerServiceServicer):
                 return answers[0].load_checkpoint
 
         async def load() -> trainer_pb2.LoadCheckpointResponse:
-            requests.check_path(request.path)
-            async with self._state.training():
-                with self._metrics.using("checkpoint"):
-                    loaded = await self._training.load_checkpoint(request)
-                await self._log.loaded(self._record(request, checkpoint=request))
-                return loaded
+            loaded = await self._training.load_checkpoint(request)
+            await self._log.loaded(self._record(request, checkpoint=request))
+            return loaded
 
-        return await self._state.gate.once(request, load)
+        return await self._on_disk(request, load)
 
     async def ExportModel(self, request: trainer_pb2.ExportModelRequest, context: Any) -> trainer_pb2.ExportModelResponse:
         async def export() -> trainer_pb2.ExportModelResponse:
-            requests.check_path(request.path)
-            async with self._state.training():
-                with self._metrics.using("checkpoint"):
-                    answers = await self._ranks.call(ranks_pb2.TrainerRankCommand(export_model=request))
-                return answers[0].export_model
+            answers = await self._ranks.call(ranks_pb2.TrainerRankCommand(export_model=request))
+            return answers[0].export_model
 
-        return await self._state.gate.once(request, export)
+        return await self._on_disk(request, export)
 
     async def GetTrainerState(
         self, request: trainer_pb2.GetTrainerStateRequest, context: Any
@@ -271,6 +250,26 @@ class TrainerServicer(TrainerServiceServicer):
             nodes_rate=self._ready.nodes_rate if self._ready.HasField("nodes_rate") else None,
             nodes_transport=self._ready.nodes_transport,
         )
+
+    async def _logged(self, request: Commanded, run: Callable[[], Awaitable[_Answer]], **command: Any) -> _Answer:
+        """Runs a command once, in a turn, and logs it."""
+
+        async def once() -> _Answer:
+            async with self._state.training(), self._log.command(self._record(request, **command)):
+                return await run()
+
+        return await self._state.gate.once(request, once)
+
+    async def _on_disk(self, request: _OnDisk, run: Callable[[], Awaitable[_Answer]]) -> _Answer:
+        """Runs a command of a path once, in a turn."""
+
+        async def once() -> _Answer:
+            requests.check_path(request.path)
+            async with self._state.training():
+                with self._metrics.using("checkpoint"):
+                    return await run()
+
+        return await self._state.gate.once(request, once)
 
     def _record(self, request: Commanded, *, content: bytes | None = None, **command: Any) -> ranks_pb2.TrainingRecord:
         """A command as a log record. content: digest of a stream, of which `request` is the header."""

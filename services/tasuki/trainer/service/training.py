@@ -16,11 +16,10 @@ from tasuki.trainer.data.plan import MicroBatchPlan
 from tasuki.trainer.data.samples import Samples
 from tasuki.trainer.data.shared_plan import Sharing, plan_shared
 from tasuki.trainer.ranks.front import TrainerRanks
-from tasuki.trainer.ranks.loss import decode_loss
-from tasuki.trainer.ranks.wire import ROLE_MESSAGES, decode_scores, encode_samples
+from tasuki.trainer.ranks.wire import ROLE_MESSAGES, decode_loss, decode_scores, encode_samples
 from tasuki.trainer.roles import Role
-from tasuki.trainer.service.joined import joined_metrics, joined_parts
-from tasuki.trainer.service.requests import decode_role, decode_samples
+from tasuki.trainer.service.merge_responses import merge_metrics, merge_parts
+from tasuki.trainer.service.requests import check_learning_rate, decode_role, decode_samples
 from tasuki.trainer.service.state import TrainerState, roles_by_name
 from tasuki.v1 import loss_pb2, ranks_pb2, trainer_pb2
 from tasuki.v1.trainer_pb2 import RoleState
@@ -91,7 +90,7 @@ class Training:
         """Decodes samples to score with the policy, the reference or the critic. Raises InvalidArgument."""
         is_reference = role == ROLE_MESSAGES[Role.REFERENCE]
         scored = Role.REFERENCE if is_reference else self._trained(role, field="header.role")
-        decoded = decode_samples([_tokens_only(sample) for sample in samples])
+        decoded = decode_samples(samples, names=())  # scoring ignores fields of losses
         checks.check_sequences(decoded, limits=self._limits)
         return scored, decoded
 
@@ -126,13 +125,13 @@ class Training:
         self.state.roles[role].has_gradients = True
         # Ranks that share micro-batches report the same.
         parts = [answer.forward_backward for answer in answers[:: self._num_sharing]]
-        metric_parts = joined_parts([part.metrics for part in parts])
+        metric_parts = merge_parts([part.metrics for part in parts])
         return trainer_pb2.ForwardBackwardResponse(
             loss=sum(part.loss for part in parts),
             num_samples=len(samples),
             num_tokens=int(mask_N.sum()),
             denominator=divisor,
-            metrics=joined_metrics(metric_parts),
+            metrics=merge_metrics(metric_parts),
             metric_parts=metric_parts,
             num_micro_batches=sum(bool(micro_batch) for micro_batches in plan for micro_batch in micro_batches),
             seconds=time.perf_counter() - started,
@@ -146,10 +145,11 @@ class Training:
         """Raises InvalidArgument unless this node trains the role."""
         return self.state.roles[self._trained(role, field="role")]
 
-    def check_optim_step(self, request: trainer_pb2.OptimStepRequest) -> RoleState:
-        """The role's state. Raises NoGradients, or InvalidArgument."""
+    def check_optim_step(self, request: trainer_pb2.OptimStepRequest, *, is_repeat: bool = False) -> RoleState:
+        """The role's state. Raises InvalidArgument and, unless the step may be done already, NoGradients."""
+        check_learning_rate(request)
         state = self.role_state(request.role)
-        if not state.has_gradients:
+        if not (state.has_gradients or is_repeat):
             raise NoGradients("there are no gradients: call ForwardBackward first")
         return state
 
@@ -233,11 +233,3 @@ def _rows_of(
             rows = decode_scores(content, num_tokens_S=samples.num_completion_S[indices], wanted=wanted)
             scored.update(zip((indices[place] for place in wanted), rows, strict=True))
     return [scored[position] for position in positions]
-
-
-def _tokens_only(sample: TrainingSample) -> TrainingSample:
-    """The sample without fields of losses, which scoring ignores."""
-    scored = TrainingSample(prompt_token_ids=sample.prompt_token_ids, completion_token_ids=sample.completion_token_ids)
-    if sample.HasField("temperature"):
-        scored.temperature = sample.temperature
-    return scored

@@ -25,24 +25,23 @@ from tasuki.planner.start import TRIAL_TOKENS
 from tasuki.planner.step_bytes import offloaded_per_token
 from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.trainer.attention.sequence_parallel import SequenceGroup
-from tasuki.trainer.backend import LearnerFacts, Publication
-from tasuki.trainer.backends.fsdp import export
-from tasuki.trainer.backends.fsdp.activations import set_checkpointing
+from tasuki.trainer.backend import LearnerFacts
+from tasuki.trainer.backends.fsdp.activations import set_checkpointing, tile_mlps
 from tasuki.trainer.backends.fsdp.checkpoint import (
     CheckpointFacts,
+    Trained,
     check_checkpoint,
+    checkpoint_facts,
+    learner_facts,
     load_checkpoint,
     save_checkpoint,
-    write_checkpoint,
+    training_state,
 )
-from tasuki.trainer.backends.fsdp.compiled_blocks import compile_mlps, compiling_ahead, trial_batch
 from tasuki.trainer.backends.fsdp.host_activations import HostActivations
-from tasuki.trainer.backends.fsdp.host_shards import HostShards
+from tasuki.trainer.backends.fsdp.host_buffers import HostShards
 from tasuki.trainer.backends.fsdp.lora.adapters import adapters_off, trained_parameters
 from tasuki.trainer.backends.fsdp.lora.merged_weights import MergedWeights
 from tasuki.trainer.backends.fsdp.memory import TrainerMemory
-from tasuki.trainer.backends.fsdp.mesh import mesh_device
-from tasuki.trainer.backends.fsdp.mlp_tiles import tile_mlps
 from tasuki.trainer.backends.fsdp.model import (
     Critic,
     NetworkSource,
@@ -56,15 +55,22 @@ from tasuki.trainer.backends.fsdp.model import (
 from tasuki.trainer.backends.fsdp.optimizer.adamw import ShardedAdamW
 from tasuki.trainer.backends.fsdp.optimizer.quantized_adamw import QuantizedAdamW
 from tasuki.trainer.backends.fsdp.optimizer.streamed_adamw import StreamedAdamW
-from tasuki.trainer.backends.fsdp.planned import planned_layout
-from tasuki.trainer.backends.fsdp.replicas import NodeReplicas
-from tasuki.trainer.backends.fsdp.shards import adapter_shards, local_shards
+from tasuki.trainer.backends.fsdp.resident_tags import (
+    ExportChoice,
+    ResidentTags,
+    choose_handles,
+    planned_layout,
+    with_copy_that_stays,
+)
+from tasuki.trainer.backends.fsdp.shards import adapter_shards, export_model, local_shards
 from tasuki.trainer.backends.fsdp.shared_base import map_base
-from tasuki.trainer.backends.fsdp.staying import ExportChoice, Staying, choose_handles, with_copy_that_stays
-from tasuki.trainer.backends.fsdp.trained import Trained, checkpoint_facts, learner_facts, training_state
 from tasuki.trainer.data.micro_batch import WHOLE, SequencePart, TokenBatch
+from tasuki.trainer.mesh import mesh_device
+from tasuki.trainer.modules.compiled_blocks import compile_mlps, compiling_ahead, trial_batch
 from tasuki.trainer.modules.routing import ExpertLoad
+from tasuki.trainer.replicas import NodeReplicas
 from tasuki.trainer.roles import Role
+from tasuki.v1.ranks_pb2 import RankPublished
 from tasuki.weights.export import ExportMemory, WeightExport
 from tasuki.wire.errors import OutOfGpuMemory
 from tasuki.wire.stages import MemoryTag
@@ -109,7 +115,7 @@ class FsdpBackend:
         self.memory = TrainerMemory(
             mesh,
             ExportChoice.of(node, self._layout, rank=mesh.get_local_rank(), handles=handles),
-            staying=Staying.of(node, mesh),
+            resident=ResidentTags.of(node, mesh),
             heartbeat=heartbeat,
         )
         self.memory.pin_in_background(self._layout)
@@ -190,7 +196,7 @@ class FsdpBackend:
     def reset_optimizer(self, role: Role) -> None:
         self._trained[role].optimizer.reset()
 
-    def publish(self, *, policy_version: int) -> Publication:
+    def publish(self, *, policy_version: int) -> RankPublished:
         """Publishes the shards in the engine's dtype: adapters only, or merged weights."""
         started = time.perf_counter()
         self._export = self.memory.export(self._make_export)
@@ -198,7 +204,7 @@ class FsdpBackend:
         num_bytes = self._export.publish(policy_version, replaced=self._merged)
         seconds = mapped - started, time.perf_counter() - mapped
         _log.info("event=published policy_version=%d bytes=%d map_s=%.4f write_s=%.4f", policy_version, num_bytes, *seconds)
-        return Publication(self._export, num_bytes)
+        return RankPublished(handle=self._export.handle(), published_bytes=num_bytes)
 
     def warm_up(self) -> None:
         """Compiles for the first passes and, on a GPU, rehearses the first publication.
@@ -246,13 +252,9 @@ class FsdpBackend:
         assert self._export is not None
         self._export.damage()
 
-    def save_checkpoint(self, path: Path, *, facts: LearnerFacts) -> int:
+    def save_checkpoint(self, path: Path, *, facts: LearnerFacts, save_id: str | None = None) -> int:
         self.memory.wait_for_content()
-        return save_checkpoint(path, tensors=training_state(self._trained), facts=self._facts(facts))
-
-    def write_checkpoint(self, path: Path, save_id: str, *, facts: LearnerFacts) -> int:
-        self.memory.wait_for_content()
-        return write_checkpoint(path, save_id, tensors=training_state(self._trained), facts=self._facts(facts))
+        return save_checkpoint(path, tensors=training_state(self._trained), facts=self._facts(facts), save_id=save_id)
 
     def check_checkpoint(self, path: Path, *, have: LearnerFacts) -> LearnerFacts:
         return learner_facts(check_checkpoint(path, tensors=training_state(self._trained), have=self._facts(have)))
@@ -266,7 +268,7 @@ class FsdpBackend:
 
     def export_model(self, path: Path) -> int:
         self.memory.wait_for_content()
-        return export.export_model(path, causal_lm=self._policy.causal_lm, source=self._node.model.path)
+        return export_model(path, causal_lm=self._policy.causal_lm, source=self._node.model.path)
 
     def close(self) -> None:
         """Closes the export, so that no one else receives the weights, and frees host memory."""

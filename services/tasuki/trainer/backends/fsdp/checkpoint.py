@@ -5,6 +5,7 @@ A checkpoint is a folder of torch's files with model, optimizer and random state
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,8 +18,15 @@ from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.optim import Optimizer
+from transformers import PreTrainedConfig
 
+from tasuki.config.trainer_schema import TrainerConfig
+from tasuki.models.families import FAMILIES
+from tasuki.models.family import computing_keys
+from tasuki.trainer.backend import LearnerFacts
 from tasuki.trainer.backends.fsdp.lora.adapters import trained_parameters
+from tasuki.trainer.backends.fsdp.model import Critic, Policy
+from tasuki.trainer.backends.fsdp.optimizer.adamw import ShardedAdamW
 from tasuki.trainer.durable.atomic_folder import (
     cannot_write,
     claim_aside,
@@ -35,6 +43,7 @@ from tasuki.trainer.durable.checkpoint_files import (
     index_checksum,
 )
 from tasuki.trainer.durable.saves import FACTS_FILE, MAX_FACTS_BYTES, written_path
+from tasuki.trainer.modules.routing import ExpertLoad
 from tasuki.trainer.roles import Role
 from tasuki.wire.denied_path import denied, named_if_denied
 from tasuki.wire.errors import InvalidArgument, PathNotFound, VersionOrder
@@ -78,27 +87,20 @@ _Fields = TypeAdapter(dict[str, Any])
 _Facts = TypeAdapter(CheckpointFacts)
 
 
-def save_checkpoint(path: Path, *, tensors: Mapping[str, Tensor], facts: CheckpointFacts) -> int:
+def save_checkpoint(path: Path, *, tensors: Mapping[str, Tensor], facts: CheckpointFacts, save_id: str | None = None) -> int:
     """Writes aside, fsyncs, renames. Returns the bytes written. tensors: of `training_tensors`, by role.
 
+    save_id: of a save of several nodes, left for `durable.saves.publish` to rename; returns 0 if another node writes to the same folder.
     Raises PathExists if `path` exists, DiskFull without space, InvalidArgument if it cannot be written. After an error nothing is at
     `path`, and earlier saves are unchanged.
     """
-    aside = start_aside(path)
-    _write(aside, path, tensors=tensors)
-    rename_into_place(aside, path, finish=lambda: _write_facts(aside, facts))
-    return folder_bytes(path)
-
-
-def write_checkpoint(path: Path, save_id: str, *, tensors: Mapping[str, Tensor], facts: CheckpointFacts) -> int:
-    """Like save_checkpoint, but left for `durable.saves.publish` to rename. Returns 0 if another node writes to the same folder."""
-    aside = claim_aside(path, save_id)
+    aside = start_aside(path) if save_id is None else claim_aside(path, save_id)
     if aside is None:
         return 0
     _write(aside, path, tensors=tensors)
-    written = written_path(path, save_id)
-    rename_into_place(aside, written, finish=lambda: _write_facts(aside, facts, save_id=save_id))
-    return folder_bytes(written)
+    target, more = (path, {}) if save_id is None else (written_path(path, save_id), {"save_id": save_id})
+    rename_into_place(aside, target, finish=lambda: _write_facts(aside, facts, **more))
+    return folder_bytes(target)
 
 
 def _write(aside: Path, path: Path, *, tensors: Mapping[str, Tensor]) -> None:
@@ -265,3 +267,61 @@ def _cause(failure: BaseException) -> str:
     if isinstance(failure, DamagedFile):
         return str(failure)
     return f"{type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A network and its optimizer."""
+
+    network: Policy | Critic
+    optimizer: ShardedAdamW
+    expert_load: ExpertLoad
+
+
+def training_state(trained: Mapping[Role, Trained]) -> dict[str, Tensor]:
+    """Every tensor of the trained networks and their optimizers, by name."""
+    for each in trained.values():
+        each.optimizer.settle()
+    return {
+        f"{role}.{name}": tensor
+        for role, each in trained.items()
+        for name, tensor in training_tensors(each.network, each.optimizer.optimizer).items()
+    }
+
+
+def checkpoint_facts(
+    trained: Mapping[Role, Trained], *, facts: LearnerFacts, config: TrainerConfig, num_ranks: int
+) -> CheckpointFacts:
+    """Facts to store in a checkpoint. config: of the networks."""
+    configs = {Role.POLICY: config.lora}
+    if config.critic is not None:
+        configs[Role.CRITIC] = config.critic_lora
+    roles: dict[Role, RoleFacts] = {}
+    for role, lora in configs.items():
+        model = trained[role].network.causal_lm.config
+        assert model.architectures, "the model was loaded by its architecture"
+        rank, alpha = (None, None) if lora is None else (lora.rank, lora.alpha)
+        roles[role] = RoleFacts(
+            facts.versions[role],
+            facts.schedule_starts[role],
+            model.architectures[0],
+            lora_rank=rank,
+            lora_alpha=alpha,
+            model=_computing_settings(model),
+        )
+    return CheckpointFacts(num_ranks, roles, config.optimizer_8bit)
+
+
+def _computing_settings(model: PreTrainedConfig) -> dict[str, Any]:
+    """Values of config.json on which results depend, as JSON; transformers has filled in the defaults."""
+    assert model.architectures
+    keys = computing_keys(FAMILIES[model.architectures[0]])
+    return json.loads(json.dumps({key: value for key, value in model.to_dict().items() if key in keys}))
+
+
+def learner_facts(facts: CheckpointFacts) -> LearnerFacts:
+    """The learner's part of the facts."""
+    return LearnerFacts(
+        versions={role: each.version for role, each in facts.roles.items()},
+        schedule_starts={role: each.schedule_start for role, each in facts.roles.items()},
+    )

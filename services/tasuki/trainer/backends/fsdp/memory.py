@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import time
@@ -20,16 +21,15 @@ from torch.nn import Parameter
 from tasuki.memory import arena as native
 from tasuki.memory.allocator import NativeAllocator
 from tasuki.memory.arena import Arena, Keep
-from tasuki.memory.device_usage import device_usage
+from tasuki.memory.device_usage import device_usage, torch_pool
 from tasuki.planner.layout import Layout, Part
 from tasuki.planner.plan import TRAINER_TAGS
 from tasuki.planner.trainer_bytes import trainer_tags
 from tasuki.rpc.heartbeat import Heartbeat
-from tasuki.trainer.backends.fsdp.mesh import mesh_device
-from tasuki.trainer.backends.fsdp.returning import TAGS as RETURNING_TAGS
-from tasuki.trainer.backends.fsdp.returning import Returning
-from tasuki.trainer.backends.fsdp.staying import NOTHING_STAYS, TAGS, ExportChoice, Staying
-from tasuki.trainer.backends.fsdp.torch_cache import TorchCache
+from tasuki.trainer.backends.fsdp.onload import TAGS as ONLOAD_TAGS
+from tasuki.trainer.backends.fsdp.onload import Onload
+from tasuki.trainer.backends.fsdp.resident_tags import NONE_RESIDENT, TAGS, ExportChoice, ResidentTags
+from tasuki.trainer.mesh import mesh_device
 from tasuki.v1.types_pb2 import DeviceUsage, TagUsage
 from tasuki.weights.export import ExportMemory, WeightExport
 from tasuki.wire.errors import OutOfGpuMemory, TasukiError
@@ -43,6 +43,42 @@ _PARTS: dict[MemoryTag, Part] = dict(zip(TAGS, TRAINER_TAGS, strict=True))
 _log = logging.getLogger("tasuki.trainer")
 
 
+MAX_TRIES, ENOUGH_BYTES = 3, 10**9
+# Of the size of a tensor that a round places elsewhere.
+_STEP_BYTES = 10**8
+_log = logging.getLogger("tasuki.trainer")
+
+
+class TorchCache:
+    """Blocks of one GPU's torch, returned at one place of a changeover."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stuck_bytes = 0
+        """Least that is known to stay after all tries: parts of segments in which a tensor lives."""
+
+    def return_blocks(self) -> int:
+        """Returns blocks to the driver, in at most MAX_TRIES tries, until less than ENOUGH_BYTES is reserved but unallocated. Returns that.
+
+        A further try first frees tensors in reference cycles, and waits for streams that still use a block. Collecting is slow, so there is
+        no such try for what earlier calls could not return either.
+        """
+        cached = 0
+        for number in range(MAX_TRIES):
+            if number:
+                gc.collect()
+                torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()
+            reserved, allocated = torch_pool(self._device.index or 0)
+            cached = reserved - allocated
+            if cached < max(ENOUGH_BYTES, self._stuck_bytes + _STEP_BYTES):
+                self._stuck_bytes = min(self._stuck_bytes, cached)
+                return cached
+        self._stuck_bytes = cached
+        _log.warning("event=cache_kept bytes=%d tries=%d", cached, MAX_TRIES)
+        return cached
+
+
 class TrainerMemory:
     """Pausable memory of one rank. Tensors keep their addresses for the life of the process."""
 
@@ -51,12 +87,12 @@ class TrainerMemory:
         mesh: DeviceMesh,
         export: ExportChoice,
         *,
-        staying: Staying = NOTHING_STAYS,
+        resident: ResidentTags = NONE_RESIDENT,
         heartbeat: Heartbeat | None = None,
     ) -> None:
         """heartbeat: shows the progress of background work."""
         device = mesh_device(mesh)
-        self._mesh, self._device, self._choice, self._staying = mesh, device, export, staying
+        self._mesh, self._device, self._choice, self._resident = mesh, device, export, resident
         self._allocator = NativeAllocator(tags=TAGS, device=str(device), keep=_KEEP)
         if export.of_parameters and export.stays:
             # The same chunks that rollout has mapped.
@@ -64,7 +100,7 @@ class TrainerMemory:
         self._export: WeightExport | None = None
         self._is_export_there = False
         self._gradients: list[Tensor] = []
-        self._returning = Returning(self._allocator)
+        self._onload = Onload(self._allocator)
         self._heartbeat = heartbeat
         self._cache = TorchCache(device)
         self._pinning: threading.Thread | None = None
@@ -83,7 +119,7 @@ class TrainerMemory:
 
     def pin_in_background(self, layout: Layout) -> None:
         """Allocates the pinned host memory for OFFLOAD in the background; `pause` waits for it. Does nothing on a CPU."""
-        leaving = [tag for tag in _KEEP if tag not in self._staying.tags]
+        leaving = [tag for tag in _KEEP if tag not in self._resident.tags]
         if self._device.type == "cuda" and leaving:
             sizes = trainer_tags(layout)
             arenas = {self._allocator.arena(tag): sizes[_PARTS[tag]] for tag in leaving}
@@ -122,7 +158,7 @@ class TrainerMemory:
 
         Raises OutOfGpuMemory on all ranks if one of them has no room.
         """
-        self._returning.wait([MemoryTag.WEIGHTS])
+        self._onload.wait([MemoryTag.WEIGHTS])
         if not (self._is_export_there and self._choice.stays):
             error: TasukiError | None = None
             try:
@@ -151,11 +187,11 @@ class TrainerMemory:
         self._end_pinning()
         self.wait_for_content()
         copies = self._copies() if MemoryTag.WEIGHTS in tags and not self._choice.stays else []
-        tags = [*(tag for tag in tags if makes_room or tag not in self._staying.tags), *copies]
+        tags = [*(tag for tag in tags if makes_room or tag not in self._resident.tags), *copies]
         is_shared = MemoryTag.EXPORT in tags or (MemoryTag.WEIGHTS in tags and not self._choice.stays)
         with self._export.released() if self._export is not None and is_shared else nullcontext():
             released = self._allocator.pause(tags)
-        if self._device.type == "cuda" and (makes_room or not self._staying.cache):
+        if self._device.type == "cuda" and (makes_room or not self._resident.cache):
             self._cache.return_blocks()
         return released
 
@@ -181,16 +217,16 @@ class TrainerMemory:
         return mapped
 
     def guard(self, groups: Iterable[FSDPModule]) -> None:
-        """Same as Returning.guard; does nothing on a CPU, where copies are synchronous."""
+        """Same as Onload.guard; does nothing on a CPU, where copies are synchronous."""
         if self._device.type == "cuda":
-            self._returning.guard(groups)
+            self._onload.guard(groups)
 
     def wait_for_content(self) -> None:
         """Waits until weights and optimizer state have their content."""
-        self._returning.wait()
+        self._onload.wait()
 
     def usage(self) -> list[TagUsage]:
-        staying = {*self._staying.tags, *([MemoryTag.EXPORT] if self._choice.stays else [])}
+        staying = {*self._resident.tags, *([MemoryTag.EXPORT] if self._choice.stays else [])}
         usages = self._allocator.usage()
         for usage in usages:
             usage.stays = MemoryTag.of(usage.tag) in staying
@@ -234,11 +270,11 @@ class TrainerMemory:
         return [MemoryTag.EXPORT] if MemoryTag.EXPORT in self._allocator.tags else []
 
     def _take_pages(self, tags: Sequence[MemoryTag]) -> int:
-        others = [tag for tag in tags if tag not in RETURNING_TAGS]
+        others = [tag for tag in tags if tag not in ONLOAD_TAGS]
         before = self._mapped_bytes()
         self._allocator.resume(others)
         try:
-            self._returning.begin(tags)
+            self._onload.begin(tags)
         except TasukiError:
             self._allocator.pause(others)
             raise

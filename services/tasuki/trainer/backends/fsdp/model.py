@@ -8,7 +8,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -18,24 +18,24 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPoli
 from torch.distributed.tensor import Shard
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from tasuki.algorithms.lm_head import token_log_probs
 from tasuki.config.trainer_schema import LoraConfig
 from tasuki.models.config_json import read_json_object
 from tasuki.models.families import FAMILIES, read_model
 from tasuki.models.family import Model
 from tasuki.models.shape import check_lora_targets
-from tasuki.trainer.attention.packed import IMPLEMENTATION, AttentionBackend, PackedAttention, choose_kernel
+from tasuki.trainer.attention.packed import IMPLEMENTATION, AttentionBackend, PackedAttention
 from tasuki.trainer.attention.sequence_parallel import SequenceGroup
-from tasuki.trainer.attention.trial import fault_with_shared_prompts
-from tasuki.trainer.backends.fsdp.compiled_blocks import compile_blocks
+from tasuki.trainer.attention.trial import choose_kernel, fault_with_shared_prompts
 from tasuki.trainer.backends.fsdp.expert_parallel import parallelize_experts, ungathered_parameters
-from tasuki.trainer.backends.fsdp.host_shards import HostShards
+from tasuki.trainer.backends.fsdp.host_buffers import HostShards
 from tasuki.trainer.backends.fsdp.lora.adapters import add_adapters, initialize_adapters
-from tasuki.trainer.backends.fsdp.mesh import mesh_device
-from tasuki.trainer.backends.fsdp.model_buffers import check_module, set_buffers
-from tasuki.trainer.backends.fsdp.shards import head_shards, load_shards, local_shards, tensor_files
+from tasuki.trainer.backends.fsdp.shards import head_shards, local_shards
 from tasuki.trainer.backends.fsdp.shared_base import engine_placement, views_in
 from tasuki.trainer.data.micro_batch import TokenBatch
-from tasuki.trainer.modules.lm_head import LmHead
+from tasuki.trainer.durable.model_folder import load_shards, tensor_files
+from tasuki.trainer.mesh import mesh_device
+from tasuki.trainer.modules.compiled_blocks import compile_blocks
 from tasuki.trainer.modules.pointwise import fuse_pointwise
 from tasuki.trainer.modules.rotary import fuse_rotation
 from tasuki.trainer.modules.routing import EXPERTS, replace_routers
@@ -46,6 +46,23 @@ from tasuki.wire.regular_file import open_regular
 
 # All have `model`, a stack of `model.layers`, and `lm_head`.
 ARCHITECTURES = tuple(FAMILIES)
+
+
+class LmHead(nn.Module):
+    """Replaces a model's `lm_head`. The weight keeps its name and stays tied if it was.
+
+    `weight` [V, H] is whole, in compute dtype, only inside `forward`. Untied, it is a separate FSDP2 group, gathered from this module's
+    call until its backward; tied, it belongs to the root's group. Inputs keep their dtypes.
+    """
+
+    def __init__(self, projection: nn.Linear, *, softcap: float | None) -> None:
+        super().__init__()
+        assert projection.bias is None, "no supported family has one"
+        self.weight, self.softcap = projection.weight, softcap
+
+    def forward(self, hidden_NH: Tensor, token_ids_N: Tensor, *, temperature_N: Tensor) -> tuple[Tensor, Tensor]:
+        """See token_log_probs."""
+        return token_log_probs(hidden_NH, self.weight, token_ids_N, temperature_N=temperature_N, softcap=self.softcap)
 
 
 class Policy(nn.Module):
@@ -317,3 +334,44 @@ def _unreadable(path: Path, error: Exception) -> InvalidArgument | UnsupportedMo
         known = ", ".join(ARCHITECTURES)
         return UnsupportedModel(f"{path}: {first_line} The trainer knows {known}", architecture="unknown")
     return InvalidArgument("model.path", f"{path}/config.json cannot be read: {first_line}")
+
+
+def check_module(causal_lm: PreTrainedModel, model: Model) -> None:
+    """Raises UnsupportedModel naming a parameter or buffer that only one of the two has, or whose shapes differ.
+
+    causal_lm: as created by transformers, without adapters, possibly on the meta device.
+    """
+    found = {name: tuple(param.shape) for name, param in causal_lm.named_parameters()}
+    described = model.shape.parameters()
+    for name in sorted(found.keys() | described.keys()):
+        if found.get(name) != described.get(name):
+            raise _unaccounted(causal_lm, f"parameter {name}", _shape(found, name), _shape(described, name))
+    buffers, known = {name for name, _ in causal_lm.named_buffers()}, model.buffers()
+    for name in sorted(buffers ^ known):
+        raise _unaccounted(causal_lm, f"buffer {name}", _presence(name in buffers), _presence(name in known))
+
+
+def set_buffers(causal_lm: PreTrainedModel, model: Model, *, device: torch.device) -> None:
+    """Initializes every buffer. Values follow from the configuration and are in no checkpoint. Call it after `to_empty`."""
+    decoder = cast(Any, causal_lm).model
+    with torch.device(device):
+        decoder.rotary_emb = type(decoder.rotary_emb)(config=causal_lm.config)
+    for name, value in model.constant_buffers.items():
+        module_name, _, buffer_name = name.rpartition(".")
+        module = causal_lm.get_submodule(module_name)
+        module.register_buffer(buffer_name, torch.tensor(value, device=device), persistent=False)
+
+
+def _unaccounted(causal_lm: nn.Module, what: str, found: str, described: str) -> UnsupportedModel:
+    architecture = type(causal_lm).__name__
+    return UnsupportedModel(
+        f"{architecture}: {what} is {found} in transformers and {described} in tasuki.models", architecture=architecture
+    )
+
+
+def _shape(shapes: dict[str, tuple[int, ...]], name: str) -> str:
+    return str(list(shapes[name])) if name in shapes else "absent"
+
+
+def _presence(is_there: bool) -> str:
+    return "there" if is_there else "absent"

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable
 from pathlib import Path
 from typing import cast
 
-import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from tasuki.models.families import find_family
 from tasuki.models.family import CheckpointNames
-from tasuki.models.folder_files import INDEX_FILE
-from tasuki.trainer.backends.fsdp.lora.adapters import adapter_parameters, base_parameters
+from tasuki.trainer.backends.fsdp.lora.adapters import adapter_parameters, adapter_tensors, base_parameters, write_adapter
+from tasuki.trainer.backends.fsdp.lora.merged_weights import MergedWeights
+from tasuki.trainer.durable.atomic_folder import delete_aside, folder_bytes, on_first_rank, rename_into_place, start_aside
+from tasuki.trainer.durable.model_folder import SafetensorsWriter, copy_other_files
 from tasuki.weights.shards import Shard, checkpoint_shards
-from tasuki.wire.denied_path import named_if_denied
-from tasuki.wire.errors import InvalidArgument, PathNotFound
-from tasuki.wire.regular_file import open_regular
-
-SINGLE_FILE = "model.safetensors"
-_BLOCK_BYTES = 64 << 20
+from tasuki.wire.errors import TasukiError
 
 
 def local_shards(causal_lm: nn.Module) -> list[Shard]:
@@ -70,53 +63,28 @@ def _checkpoint_names(causal_lm: nn.Module) -> CheckpointNames:
     return find_family(type(causal_lm).__name__.removeprefix("FSDP")).checkpoint
 
 
-@torch.no_grad()
-def load_shards(folder: Path, shards: Sequence[Shard]) -> None:
-    """Fills the shards from the safetensors of a Hugging Face folder, reading only their slices.
+def export_model(path: Path, *, causal_lm: nn.Module, source: Path) -> int:
+    """Collective: gathers tensors one by one; rank 0 writes them. Returns the bytes written.
 
-    Raises PathNotFound without safetensors, InvalidArgument for a damaged file or a tensor that is missing or misshapen.
+    Tensors keep their dtype in `source`, so that from_pretrained treats both models alike. With bfloat16 weights they equal those that
+    rollout serves, bit for bit. Adapters are merged, and also saved in adapter/ for PEFT.
+    Raises PathExists, DiskFull, and InvalidArgument for a folder that cannot be written.
     """
-    file_of = tensor_files(folder)
-    for shard in shards:
-        if shard.name not in file_of:
-            raise InvalidArgument("model.path", f"{folder} lacks tensor {shard.name}, which its config.json asks for")
-    with ExitStack() as stack:
-        names = sorted({file_of[shard.name] for shard in shards})
-        opened = {name: stack.enter_context(_opened(folder / name)) for name in names}
-        for shard in shards:
-            stored = opened[file_of[shard.name]].get_slice(shard.name)
-            if tuple(stored.get_shape()) != shard.global_shape:
-                problem = (
-                    f"{folder}: {shard.name} has shape {stored.get_shape()}, config.json asks for {list(shard.global_shape)}"
-                )
-                raise InvalidArgument("model.path", problem)
-            _fill(shard.local, stored[tuple(map(slice, shard.offsets, shard.box.ends))])
-
-
-def _fill(local: Tensor, stored: Tensor) -> None:
-    """Copies and casts blocks of rows. A GPU casts its own: torch would cast the whole tensor on one core of the host."""
-    if not local.numel():
-        return
-    num_rows = max(1, _BLOCK_BYTES * len(stored) // stored.nbytes)
-    for target, source in zip(local.split(num_rows), stored.split(num_rows), strict=True):
-        target.copy_(source.to(local.device))
-
-
-def tensor_files(folder: Path) -> dict[str, str]:
-    """Name of the file that holds each tensor of a Hugging Face folder. Raises PathNotFound without safetensors."""
-    if (folder / INDEX_FILE).is_file():
-        weight_map: dict[str, str] = json.loads((folder / INDEX_FILE).read_text())["weight_map"]
-        return weight_map
-    if not (folder / SINGLE_FILE).is_file():
-        raise PathNotFound(f"model.path: {folder} has no {SINGLE_FILE}; other weight formats are not read", path=folder)
-    with _opened(folder / SINGLE_FILE) as file:
-        return dict.fromkeys(file.keys(), SINGLE_FILE)
-
-
-def _opened(file: Path) -> safe_open:
+    aside = start_aside(path)
+    writer = SafetensorsWriter(aside, source=source)
+    adapted = MergedWeights(causal_lm).by_name
     try:
-        with named_if_denied(file, key="model.path"):
-            open_regular(file).close()  # safe_open would block on a FIFO
-        return safe_open(file, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise InvalidArgument("model.path", f"{file} is damaged or missing: {error}") from error
+        for name, param in base_parameters(causal_lm):
+            tensor = adapted[name].merged(writer.merged_dtype) if name in adapted else param
+            tensors = {shard.name: shard.local for shard in whole_tensors(causal_lm, name, tensor)}
+            on_first_rank(lambda tensors=tensors: writer.add(tensors), path=path)
+        on_first_rank(writer.finish, path=path)
+        on_first_rank(lambda: copy_other_files(source, aside), path=path)
+        if adapted:
+            adapter = adapter_tensors(causal_lm)
+            on_first_rank(lambda: write_adapter(aside / "adapter", adapter, causal_lm=causal_lm, source=source), path=path)
+    except TasukiError:
+        delete_aside(aside, path=path)
+        raise
+    rename_into_place(aside, path)
+    return folder_bytes(path)

@@ -14,7 +14,7 @@ from torch.optim.adamw import adamw
 
 from tasuki.config.trainer_schema import OptimizerConfig
 from tasuki.trainer.backends.fsdp.memory import TrainerMemory
-from tasuki.trainer.backends.fsdp.replicas import NodeReplicas
+from tasuki.trainer.replicas import NodeReplicas
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

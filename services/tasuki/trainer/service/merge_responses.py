@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from tasuki.v1.trainer_pb2 import MetricPart
 
 
-def joined_parts(parts: Sequence[Mapping[str, MetricPart]]) -> dict[str, MetricPart]:
+def merge_parts(parts: Sequence[Mapping[str, MetricPart]]) -> dict[str, MetricPart]:
     """Merges the metrics of all that reported a part."""
     joined: dict[str, MetricPart] = {}
     for name in sorted({name for part in parts for name in part}):
@@ -21,7 +21,7 @@ def joined_parts(parts: Sequence[Mapping[str, MetricPart]]) -> dict[str, MetricP
     return joined
 
 
-def joined_metrics(parts: Mapping[str, MetricPart]) -> dict[str, float]:
+def merge_metrics(parts: Mapping[str, MetricPart]) -> dict[str, float]:
     """Means and maxima; leaves out means over nothing."""
     return {
         name: part.total if part.is_maximum else part.total / part.weight

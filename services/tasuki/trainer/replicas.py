@@ -7,6 +7,7 @@ need equally many micro-batches, and a lost node would break any call. Here all 
 from __future__ import annotations
 
 import hashlib
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +26,6 @@ from tasuki.config.paths import nccl_log_path
 from tasuki.config.schema import FleetConfig, NodeConfig
 from tasuki.config.trainer_schema import PERFORMANCE_TRAINER_KEYS
 from tasuki.rpc.port import peer_credentials
-from tasuki.trainer.backends.fsdp.nccl_log import last_warning, read_log, transports
 from tasuki.trainer.launch import Launch
 from tasuki.trainer.rank_store import FleetStore, join_ranks
 from tasuki.weights.gloo_peers import connect_over_nodes
@@ -229,3 +229,26 @@ def _cause(error: RuntimeError) -> str:
     """The line that says most: NCCL's last, after torch's place in C++, and gloo's first."""
     lines = str(error).splitlines() or [type(error).__name__]
     return lines[-1] if lines[0].startswith("NCCL error") else lines[0]
+
+
+_CHANNEL = re.compile(r"NCCL INFO (?:Channel|CollNet) .* via (\S.*)$", re.MULTILINE)
+_DEVICE = re.compile(r"/\d+(?:\(\d+\))?(?=/|$)")
+_WARNING = re.compile(r"NCCL WARN (.*)$", re.MULTILINE)
+
+
+def transports(log: str) -> list[str]:
+    """Transports of all channels, without the device's number, sorted: such as "NET/IB/GDRDMA", "NET/Socket" or "P2P/CUMEM".
+
+    log: lines of NCCL_DEBUG=INFO, for example "... NCCL INFO Channel 00/0 : 1[0] -> 0[0] [receive] via NET/Socket/0".
+    """
+    return sorted({_DEVICE.sub("", name.strip()) for name in _CHANNEL.findall(log)})
+
+
+def last_warning(log: str) -> str:
+    """The latest warning; empty without one."""
+    return next(reversed(_WARNING.findall(log)), "").strip()
+
+
+def read_log(path: Path) -> str:
+    """Empty if NCCL has written nothing."""
+    return path.read_text(errors="replace") if path.exists() else ""

@@ -11,8 +11,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from tasuki.config.schema import NodeConfig
+from tasuki.memory.device_usage import device_usage
 from tasuki.planner.layout import Layout
-from tasuki.trainer.backends.fsdp.mesh import mesh_device
+from tasuki.planner.model_shape import read_model_shape
+from tasuki.planner.node_plan import node_layout
+from tasuki.trainer.mesh import mesh_device
 from tasuki.weights.chunk_memory import descriptor_problem
 from tasuki.wire.stages import MemoryTag
 
@@ -56,14 +59,14 @@ def with_copy_that_stays(config: NodeConfig) -> NodeConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Staying:
+class ResidentTags:
     """Memory that one rank keeps during OFFLOAD: tags, and whether torch keeps its cache."""
 
     tags: frozenset[MemoryTag] = frozenset()
     cache: bool = False
 
     @classmethod
-    def of(cls, config: NodeConfig, mesh: DeviceMesh) -> Staying:
+    def of(cls, config: NodeConfig, mesh: DeviceMesh) -> ResidentTags:
         """The planner's decision for the node; no tags if the services were started individually."""
         if config.residency is None:
             return cls()
@@ -71,4 +74,16 @@ class Staying:
         return cls(frozenset(tag for tag in TAGS if tag in names), "cache" in names)
 
 
-NOTHING_STAYS = Staying()
+NONE_RESIDENT = ResidentTags()
+
+
+def planned_layout(config: NodeConfig, mesh: DeviceMesh) -> Layout:
+    """The node's layout for the smallest of the ranks' devices: equal on all ranks. Collective.
+
+    Raises the errors of read_model_shape and node_layout.
+    """
+    device, rank = mesh_device(mesh), mesh.get_local_rank()
+    sizes = torch.tensor([device_usage(name, rank).total_bytes for name in (str(device), "cpu")], device=device)
+    dist.all_reduce(sizes, op=dist.ReduceOp.MIN, group=mesh.get_group("dp"))
+    gpu_bytes, host_bytes = sizes.tolist()
+    return node_layout(config, read_model_shape(config.model.path), gpu_bytes=gpu_bytes, host_bytes=host_bytes)

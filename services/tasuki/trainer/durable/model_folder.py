@@ -1,4 +1,4 @@
-"""Exports the policy as a Hugging Face folder: the initial model's files, with trained weights in the same names and dtypes."""
+"""Hugging Face model folders: reads slices of their tensors, and writes whole tensors in the same names and dtypes."""
 
 from __future__ import annotations
 
@@ -6,54 +6,82 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from tasuki.models.folder_files import INDEX_FILE
-from tasuki.trainer.backends.fsdp.lora.adapters import adapter_tensors, base_parameters, write_adapter
-from tasuki.trainer.backends.fsdp.lora.merged_weights import MergedWeights
-from tasuki.trainer.backends.fsdp.shards import SINGLE_FILE, tensor_files, whole_tensors
-from tasuki.trainer.durable.atomic_folder import delete_aside, folder_bytes, on_first_rank, rename_into_place, start_aside
-from tasuki.wire.errors import TasukiError
+from tasuki.weights.shards import Shard
+from tasuki.wire.denied_path import named_if_denied
+from tasuki.wire.errors import InvalidArgument, PathNotFound
+from tasuki.wire.regular_file import open_regular
 
+_SINGLE_FILE = "model.safetensors"
+_BLOCK_BYTES = 64 << 20
 _OS_CODE = re.compile(r"(?:code: |os error )(\d+)")
 _MAX_FILE_BYTES = 4 * 2**30
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"}
 
 
-def export_model(path: Path, *, causal_lm: nn.Module, source: Path) -> int:
-    """Collective: gathers tensors one by one; rank 0 writes them. Returns the bytes written.
+@torch.no_grad()
+def load_shards(folder: Path, shards: Sequence[Shard]) -> None:
+    """Fills the shards from the safetensors of a Hugging Face folder, reading only their slices.
 
-    Tensors keep their dtype in `source`, so that from_pretrained treats both models alike. With bfloat16 weights they equal those that
-    rollout serves, bit for bit. Adapters are merged, and also saved in adapter/ for PEFT.
-    Raises PathExists, DiskFull, and InvalidArgument for a folder that cannot be written.
+    Raises PathNotFound without safetensors, InvalidArgument for a damaged file or a tensor that is missing or misshapen.
     """
-    aside = start_aside(path)
-    writer = _SafetensorsWriter(aside, source=source)
-    adapted = MergedWeights(causal_lm).by_name
+    file_of = tensor_files(folder)
+    for shard in shards:
+        if shard.name not in file_of:
+            raise InvalidArgument("model.path", f"{folder} lacks tensor {shard.name}, which its config.json asks for")
+    with ExitStack() as stack:
+        names = sorted({file_of[shard.name] for shard in shards})
+        opened = {name: stack.enter_context(_opened(folder / name)) for name in names}
+        for shard in shards:
+            stored = opened[file_of[shard.name]].get_slice(shard.name)
+            if tuple(stored.get_shape()) != shard.global_shape:
+                problem = (
+                    f"{folder}: {shard.name} has shape {stored.get_shape()}, config.json asks for {list(shard.global_shape)}"
+                )
+                raise InvalidArgument("model.path", problem)
+            _fill(shard.local, stored[tuple(map(slice, shard.offsets, shard.box.ends))])
+
+
+def _fill(local: Tensor, stored: Tensor) -> None:
+    """Copies and casts blocks of rows. A GPU casts its own: torch would cast the whole tensor on one core of the host."""
+    if not local.numel():
+        return
+    num_rows = max(1, _BLOCK_BYTES * len(stored) // stored.nbytes)
+    for target, source in zip(local.split(num_rows), stored.split(num_rows), strict=True):
+        target.copy_(source.to(local.device))
+
+
+def tensor_files(folder: Path) -> dict[str, str]:
+    """Name of the file that holds each tensor of a Hugging Face folder. Raises PathNotFound without safetensors."""
+    if (folder / INDEX_FILE).is_file():
+        weight_map: dict[str, str] = json.loads((folder / INDEX_FILE).read_text())["weight_map"]
+        return weight_map
+    if not (folder / _SINGLE_FILE).is_file():
+        raise PathNotFound(f"model.path: {folder} has no {_SINGLE_FILE}; other weight formats are not read", path=folder)
+    with _opened(folder / _SINGLE_FILE) as file:
+        return dict.fromkeys(file.keys(), _SINGLE_FILE)
+
+
+def _opened(file: Path) -> safe_open:
     try:
-        for name, param in base_parameters(causal_lm):
-            tensor = adapted[name].merged(writer.merged_dtype) if name in adapted else param
-            tensors = {shard.name: shard.local for shard in whole_tensors(causal_lm, name, tensor)}
-            on_first_rank(lambda tensors=tensors: writer.add(tensors), path=path)
-        on_first_rank(writer.finish, path=path)
-        on_first_rank(lambda: _copy_other_files(source, aside), path=path)
-        if adapted:
-            adapter = adapter_tensors(causal_lm)
-            on_first_rank(lambda: write_adapter(aside / "adapter", adapter, causal_lm=causal_lm, source=source), path=path)
-    except TasukiError:
-        delete_aside(aside, path=path)
-        raise
-    rename_into_place(aside, path)
-    return folder_bytes(path)
+        with named_if_denied(file, key="model.path"):
+            open_regular(file).close()  # safe_open would block on a FIFO
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise InvalidArgument("model.path", f"{file} is damaged or missing: {error}") from error
 
 
-class _SafetensorsWriter:
+class SafetensorsWriter:
     """Writes tensors to files of bounded size as they arrive."""
 
     def __init__(self, folder: Path, *, source: Path) -> None:
@@ -79,7 +107,7 @@ class _SafetensorsWriter:
         """Writes the rest. Several files get Hugging Face's names and index."""
         self._flush()
         if len(self._files) == 1:
-            self._file(0).rename(self._folder / SINGLE_FILE)
+            self._file(0).rename(self._folder / _SINGLE_FILE)
             return
         weight_map: dict[str, str] = {}
         for index, names in enumerate(self._files):
@@ -123,7 +151,7 @@ def _stored_dtypes(source: Path) -> dict[str, torch.dtype]:
     return dtypes
 
 
-def _copy_other_files(source: Path, folder: Path) -> None:
+def copy_other_files(source: Path, folder: Path) -> None:
     """Copies configuration, generation configuration and tokenizer: everything but weights."""
     for file in source.iterdir():
         if file.is_file() and file.suffix not in _WEIGHT_SUFFIXES and not file.name.endswith(".index.json"):

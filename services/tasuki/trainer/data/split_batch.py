@@ -13,7 +13,7 @@ from tasuki.trainer.data.cost import SampleCost
 from tasuki.trainer.data.plan import plan_micro_batches
 
 
-def deal_samples(
+def split_samples(
     lengths: Sequence[int],
     *,
     completions: Sequence[int] | None = None,

@@ -79,7 +79,6 @@ def trial_batch(part: SequencePart, *, device: torch.device) -> TokenBatch:
         num_prompt_S=np.full(num, 1),
         num_completion_S=np.full(num, TRIAL_TOKENS),
         policy_version_S=np.zeros(num, dtype=np.uint64),
-        temperature_S=np.ones(num, dtype=np.float32),
         token_ids_T=np.zeros(num * (1 + TRIAL_TOKENS), dtype=np.int32),
         columns={"loss_mask": np.ones(num * TRIAL_TOKENS, dtype=np.float32)},
     )

@@ -18,7 +18,7 @@ TAGS = (MemoryTag.WEIGHTS, MemoryTag.OPTIMIZER)
 """Tags restored, in this order: training starts with the weights."""
 
 
-class Returning:
+class Onload:
     """Tags of one rank that are mapped while their content is being restored."""
 
     def __init__(self, allocator: NativeAllocator) -> None:
