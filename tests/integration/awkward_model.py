@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -90,6 +91,13 @@ class Trainer:
     def close(self) -> None:
         for export in self.exports:
             export.close()
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Iterator[Trainer]:
+    trainer = Trainer(tmp_path)
+    yield trainer
+    trainer.close()
 
 
 def receive(receiver: WeightReceiver, weights: weights_pb2.PublishedWeights) -> Received:

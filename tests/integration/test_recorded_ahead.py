@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +14,9 @@ from tasuki.rollout.record import Layout, RecordingTensor
 from tasuki.v1.memory_pb2 import PauseRequest, ResumeRequest
 from tasuki.v1.types_pb2 import MEMORY_TAG_WEIGHTS
 from tasuki.wire.stages import MemoryTag
-from tests.integration.awkward_model import TENSORS, AwkwardModel, Trainer, assert_holds, expected, receive
+from tests.integration.awkward_model import TENSORS, AwkwardModel, Trainer, assert_holds, expected, receive, trainer
+
+__all__ = ["trainer"]
 
 LAYOUT: Layout = {name: (shape, torch.bfloat16) for name, shape in TENSORS.items()}
 FALLBACKS = {"transposed", "scale", "left", "right", "doubled"}
@@ -34,13 +35,6 @@ class CountingModel(AwkwardModel):
             self.num_recorded += isinstance(tensor, RecordingTensor)
             if name in TENSORS:
                 yield name, tensor
-
-
-@pytest.fixture
-def trainer(tmp_path: Path) -> Iterator[Trainer]:
-    trainer = Trainer(tmp_path)
-    yield trainer
-    trainer.close()
 
 
 def recorded(layout: Layout = LAYOUT) -> tuple[CountingModel, WeightReceiver, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -22,17 +22,12 @@ from tasuki.weights.imported_weights import import_weights
 from tasuki.weights.plan import Slice
 from tasuki.wire.errors import VersionOrder, WeightsCorrupt
 from tasuki.wire.stages import MemoryTag
-from tests.integration.awkward_model import TENSORS, AwkwardModel, Trainer, receive
+from tests.integration.awkward_model import TENSORS, AwkwardModel, Trainer, receive, trainer
 from tests.integration.breaking_rank import BreakingRank
 from tests.integration.exporting_rank import Replacing
 from tests.received import ReceivedPiece, check_received
 
-
-@pytest.fixture
-def trainer(tmp_path: Path) -> Iterator[Trainer]:
-    trainer = Trainer(tmp_path)
-    yield trainer
-    trainer.close()
+__all__ = ["trainer"]
 
 
 # --- a read during a publication

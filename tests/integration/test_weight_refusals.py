@@ -22,15 +22,10 @@ from tasuki.weights.export import WeightExport
 from tasuki.weights.fd_socket import FdServer
 from tasuki.weights.shards import Shard
 from tasuki.wire.errors import BadHandle, TasukiError, VersionOrder
-from tests.integration.awkward_model import AwkwardModel, Trainer, receive
+from tests.integration.awkward_model import AwkwardModel, Trainer, receive, trainer
 from tests.slices import part_of
 
-
-@pytest.fixture
-def trainer(tmp_path: Path) -> Iterator[Trainer]:
-    trainer = Trainer(tmp_path)
-    yield trainer
-    trainer.close()
+__all__ = ["trainer"]
 
 
 def refusal(receiver: WeightReceiver, weights: weights_pb2.PublishedWeights) -> TasukiError:

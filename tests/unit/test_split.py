@@ -45,12 +45,6 @@ def replay(source: torch.Tensor, view: torch.Tensor, held: list[Entry]) -> torch
 
 
 VIEWS = [
-    lambda t: t,
-    lambda t: t[2:6],
-    lambda t: t[:, 1:3],
-    lambda t: t.t(),
-    lambda t: t[1::2],
-    lambda t: t[:, ::3],
     lambda t: t.reshape(-1)[5:23],
     lambda t: t.reshape(-1)[1::3],
     lambda t: t.view(7, 2, 2)[:, 1],
