@@ -32,10 +32,15 @@ command line, to the working folder. `tasuki config CONFIG` prints every key wit
 warn of settings without effect. `tools/config_page.py` generates this page from `tasuki.config.schema`.
 """
 
+VARIABLES_HEAD = """A node's place in its fleet comes from its scheduler's variables ([fleet.md](fleet.md)), and the containers have
+their own ([deploy.md](deploy.md)). Besides these:
+
+"""
+
 
 def page() -> str:
     variables = "".join(f"- `{name}`: {meaning}\n" for name, meaning in VARIABLES.items())
-    return f"{HEAD}{''.join(_tables(NodeConfig, ''))}\n## Environment variables\n\n{variables}"
+    return f"{HEAD}{''.join(_tables(NodeConfig, ''))}\n## Environment variables\n\n{VARIABLES_HEAD}{variables}"
 
 
 def _tables(table: type[BaseModel], name: str) -> Iterator[str]:

@@ -17,6 +17,8 @@ VARIABLES: Mapping[str, str] = {
     "CUDA_VISIBLE_DEVICES": "GPUs that the node may use, numbered as listed.",
     "OMP_NUM_THREADS": "Torch threads of each rank on a CPU; default 1.",
     "NCCL_SOCKET_IFNAME": "NCCL's interface for gradients between nodes; by default its own choice.",
+    "CXX": 'Compiler for `trainer.compile = "blocks"` on a CPU; default g++.',
+    "GRPC_VERBOSITY": "`INFO` makes services log each failed handshake; default `NONE`.",
     OTLP_ENDPOINT: 'OTLP/HTTP receiver of spans, such as "http://127.0.0.1:4318" (docs/tracing.md). The SDK\'s other variables work, too.',
     OTLP_HEADERS: "File of HTTP headers for that receiver, one `name: value` per line, which no other user can read.",
     FAILPOINTS: "Faults injected to test recovery, such as `rollout@SYNC=kill` (docs/recovery.md).",
