@@ -123,7 +123,7 @@ async def _start(config: NodeConfig) -> asyncio.subprocess.Process:
     log.parent.mkdir(exist_ok=True)
     with log.open("ab") as output:
         argv = [sys.executable, "-m", "tasuki.coordinator", "--config", str(config.state_dir / "node.toml")]
-        tracing = {name: value for name, value in os.environ.items() if name.startswith("OTEL_")}
+        tracing = {name: value for name, value in os.environ.items() if name.startswith(("OTEL_", "TASUKI_OTLP_"))}
         environment = {"PYTHONPATH": ":".join(sys.path), **tracing, "OTEL_BSP_SCHEDULE_DELAY": "100"}
         return await asyncio.create_subprocess_exec(*argv, stdout=output, stderr=output, env=environment)
 

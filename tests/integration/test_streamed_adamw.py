@@ -106,6 +106,6 @@ def test_a_host_without_room_for_the_moments_is_told_at_the_start(
     network = trained(start(model, mesh, on_host=True), Role.POLICY).network
     needed = 8 * sum(parameter.numel() for parameter in network.parameters())
     monkeypatch.setattr(host_buffers, "host_memory", lambda: replace(free, available_bytes=needed // 2))
-    with pytest.raises(InvalidArgument, match=r"^trainer.moments: host needs \d+ bytes .*, but \d+ are available; remove it"):
+    with pytest.raises(InvalidArgument, match=r'^trainer.moments: "host" needs \d+ bytes .*, but \d+ are available; remove it'):
         start(model, mesh, on_host=True)
     start(model, mesh, on_host=False)
