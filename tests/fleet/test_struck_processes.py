@@ -28,7 +28,7 @@ from tests.fleet.nodes import RealFleet, real_fleet
 PROCESSES = ("coordinator", "trainer", "rollout", "scheduler0", "fleet")
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
 # A node needs 8 s to be sure of a hang; the fleet must not give the node up earlier.
-SETTINGS = ("restart.max_restarts=1000", "coordinator.stage_timeout_s=600")
+SETTINGS = ("restart.max_restarts=1000", "coordinator.stage_timeout_s=160")
 pytestmark = pytest.mark.timeout(600)
 
 

@@ -55,7 +55,7 @@ MODEL = (
 TRAIN, ROLLOUT = types_pb2.PHASE_TRAIN, types_pb2.PHASE_ROLLOUT
 
 
-def config_of(folder: Path, rank: int, leader: str, *, stage_timeout_s: float = 600.0) -> NodeConfig:
+def config_of(folder: Path, rank: int, leader: str) -> NodeConfig:
     model = folder / "model"
     model.mkdir(exist_ok=True)
     (model / "config.json").write_text(MODEL)
@@ -65,7 +65,6 @@ def config_of(folder: Path, rank: int, leader: str, *, stage_timeout_s: float = 
             "state_dir": folder / f"n{rank}",
             "model": {"path": model},
             "security": {"insecure": True},
-            "coordinator": {"stage_timeout_s": stage_timeout_s},
             "fleet": fleet,
         }
     )

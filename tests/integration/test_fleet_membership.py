@@ -22,12 +22,13 @@ from tasuki.wire.errors import FleetEnded, NodeRunning
 from tests.integration.test_fleet import TIMEOUT_S, caught, config_of, join, leader_address, leading
 
 
-async def test_a_silent_node_ends_the_fleet_and_the_others_hear_of_it(tmp_path: Path) -> None:
+async def test_a_silent_node_ends_the_fleet_and_the_others_hear_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FleetConfig, "node_timeout_s", 0.5)
     leader = leader_address()
-    configs = [config_of(tmp_path, rank, leader, stage_timeout_s=20.0) for rank in range(2)]
+    configs = [config_of(tmp_path, rank, leader) for rank in range(2)]
     async with leading(configs[0]) as nodes, open_channel(leader) as channel:
         members = [this_member(config, boot_id=f"b{rank}") for rank, config in enumerate(configs)]
-        living = asyncio.create_task(Membership(channel, members[0], configs[0], start_timeout_s=30.0).run())
+        living = asyncio.create_task(Membership(channel, members[0], configs[0].fleet, start_timeout_s=30.0).run())
         await join(channel, members[1])  # and is silent from then on
         with pytest.raises(FleetEnded) as told:
             await asyncio.wait_for(living, 60.0)
@@ -50,7 +51,7 @@ async def test_a_node_that_is_stopped_ends_the_fleet_at_once_and_says_why(
         await join(channel, members[0])
         await asyncio.sleep(0.2)
         assert "event=waits_for_nodes node_ranks=1 joined=1" in caplog.text
-        membership = Membership(channel, members[1], configs[1], start_timeout_s=30.0)
+        membership = Membership(channel, members[1], configs[1].fleet, start_timeout_s=30.0)
         await membership.leave("is not in the fleet yet")
         living = asyncio.create_task(membership.run())
         async with asyncio.timeout(TIMEOUT_S):
@@ -81,12 +82,15 @@ def test_a_leader_whose_port_is_taken_is_refused_before_it_starts(tmp_path: Path
     assert "MASTER_PORT" in refused.value.message
 
 
-async def test_a_node_joins_again_when_the_leader_was_restarted_and_ends_when_it_stays_away(tmp_path: Path) -> None:
+async def test_a_node_joins_again_when_the_leader_was_restarted_and_ends_when_it_stays_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FleetConfig, "node_timeout_s", 2.0)
     leader = leader_address()
-    config = config_of(tmp_path, 0, leader, stage_timeout_s=40.0)
+    config = config_of(tmp_path, 0, leader)
     assert isinstance(config.fleet, FleetConfig)
     async with open_channel(leader) as channel:
-        membership = Membership(channel, this_member(config, boot_id="b0"), config, start_timeout_s=30.0)
+        membership = Membership(channel, this_member(config, boot_id="b0"), config.fleet, start_timeout_s=30.0)
         living = asyncio.create_task(membership.run())
         for _ in range(2):
             async with leading(config) as nodes:

@@ -24,7 +24,7 @@ REPLACED: Mapping[str, str] = {
     "telemetry.headers_file": "is now the environment variable TASUKI_OTLP_HEADERS_FILE",
     "telemetry": "is gone: remove the table; docs/tracing.md names the environment variables",
     "coordinator.recovery_timeout_s": _DERIVED,
-    "fleet.node_timeout_s": _DERIVED,
+    "fleet.node_timeout_s": "is always 30 s: remove it",
     "model.preload": "is decided by the file system of model.path (docs/start.md): remove it",
     "memory.pool": _DECIDED,
     "metrics.engine": "is now rollout.engine.enable_metrics",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from enum import IntEnum
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import (
     AfterValidator,
@@ -49,8 +49,7 @@ class CoordinatorConfig(Schema):
     stage_timeout_s: PositiveFloat = 600.0
     """Deadline of each stage, of a collective of the trainer's ranks, and of the engine's start. A changeover waits twice as long for a
     service to restart. A process without a heartbeat for a twentieth of it, or whose command makes no progress for half of it, is
-    killed and restarted; its stacks go to `state_dir`/stalls. A node of a fleet that is silent for a twentieth is lost, and the job
-    ends."""
+    killed and restarted; its stacks go to `state_dir`/stalls."""
     drain_grace_s: float = Field(default=30.0, ge=0)
     """How long running requests may continue in DRAIN before they are cut."""
 
@@ -227,6 +226,9 @@ class FleetConfig(Schema):
     interface: str | None = None
     """Network interface for gradients between nodes, such as "eth0". By default gloo takes the one that routes to the leader, and NCCL
     NCCL_SOCKET_IFNAME or its own choice."""
+
+    node_timeout_s: ClassVar[float] = 30.0
+    """A node silent for this long is lost, and the job ends."""
 
     @model_validator(mode="after")
     def _rank_is_of_a_node(self) -> FleetConfig:

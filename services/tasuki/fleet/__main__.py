@@ -66,7 +66,7 @@ async def _run(config: NodeConfig) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     member = await asyncio.to_thread(this_member, config, boot_id=read_instance(config.state_dir).id or uuid.uuid4().hex)
     channel = open_channel(config.fleet.leader, credentials=peer_credentials(config.security))
-    membership = Membership(channel, member, config, start_timeout_s=config.coordinator.stage_timeout_s)
+    membership = Membership(channel, member, config.fleet, start_timeout_s=config.coordinator.stage_timeout_s)
     leads = config.fleet.node_rank == 0
     serving = asyncio.create_task(lead(config, member, stop) if leads else stop.wait())
     joining = asyncio.create_task(membership.run())

@@ -22,7 +22,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from tasuki.config.gpus import gpus_of
 from tasuki.config.paths import node_targets
-from tasuki.config.schema import NodeConfig
+from tasuki.config.schema import FleetConfig, NodeConfig
 from tasuki.v1 import fleet_pb2
 from tasuki.v1.fleet_pb2 import FleetNode
 from tasuki.v1.fleet_pb2_grpc import FleetServiceStub
@@ -173,13 +173,11 @@ class Membership:
     """A node's membership. `run` never returns; it raises the error that ends the membership."""
 
     def __init__(
-        self, channel: grpc.aio.Channel, node: fleet_pb2.FleetNode, config: NodeConfig, *, start_timeout_s: float
+        self, channel: grpc.aio.Channel, node: fleet_pb2.FleetNode, config: FleetConfig, *, start_timeout_s: float
     ) -> None:
         """channel: to the leader. start_timeout_s: how long to wait for the leader to appear."""
         self._stub: Any = FleetServiceStub(channel)
-        assert config.fleet is not None
-        self._node, self._config, self._start_timeout_s = node, config.fleet, start_timeout_s
-        self._node_timeout_s = config.coordinator.stall_s
+        self._node, self._config, self._start_timeout_s = node, config, start_timeout_s
         self.has_joined = asyncio.Event()
 
     async def run(self) -> None:
@@ -198,8 +196,8 @@ class Membership:
                     self.has_joined.clear()
                     heard = clock()
                 elif self.has_joined.is_set():
-                    if silent_s > self._node_timeout_s:
-                        text = f"the leader at {self._config.leader} was silent for {silent_s:.1f} s, over {self._node_timeout_s:g} s"
+                    if silent_s > self._config.node_timeout_s:
+                        text = f"the leader at {self._config.leader} was silent for {silent_s:.1f} s"
                         raise FleetEnded(_explained(text, error), node_rank=0) from error
                 elif found := _FOREIGN.search(error.message):
                     problem = (
@@ -207,7 +205,7 @@ class Membership:
                         "nodes certificates of one CA, valid now by their clocks, such as those of `tasuki certs --fleet`"
                     )
                     raise InvalidArgument("security.client_ca", problem) from error
-                elif silent_s > max(self._start_timeout_s, self._node_timeout_s):
+                elif silent_s > max(self._start_timeout_s, self._config.node_timeout_s):
                     text = f"no leader answered at {self._config.leader} in {silent_s:.0f} s: {error.message}"
                     raise NotJoined(_explained(text, error), node_rank=self._node.node_rank) from error
             await asyncio.sleep(every_s if self.has_joined.is_set() else _JOIN_EVERY_S)
@@ -234,10 +232,10 @@ class Membership:
         """Joins, or sends a heartbeat. Returns the heartbeat interval in seconds."""
         config = self._config
         if self.has_joined.is_set():
-            await _answer(self._stub.Heartbeat(self._beat(), timeout=self._node_timeout_s / 2))
+            await _answer(self._stub.Heartbeat(self._beat(), timeout=config.node_timeout_s / 2))
             return every_s
         join = fleet_pb2.JoinRequest(name=config.name, attempt=config.attempt, num_nodes=config.num_nodes, node=self._node)
-        answer = await _answer(self._stub.Join(join, timeout=self._node_timeout_s / 2))
+        answer = await _answer(self._stub.Join(join, timeout=config.node_timeout_s / 2))
         self.has_joined.set()
         _log.info("event=joined leader=%s node_rank=%d joined=%d", config.leader, self._node.node_rank, answer.num_joined)
         return answer.heartbeat_s

@@ -101,7 +101,6 @@ class FleetNodes:
         """config: with a table [fleet]. epoch: of the fleet's coordinator. tracer: of the calls to nodes."""
         assert config.fleet is not None
         self.config = config.fleet
-        self._node_timeout_s = config.coordinator.stall_s
         self.command = FleetCommand(name=config.fleet.name, attempt=config.fleet.attempt, epoch=epoch)
         self._credentials = peer_credentials(config.security)
         self._clock, self._tracer = clock, tracer
@@ -116,7 +115,7 @@ class FleetNodes:
     @property
     def heartbeat_s(self) -> float:
         """Interval of the nodes' heartbeats."""
-        return self._node_timeout_s / _BEATS_PER_TIMEOUT
+        return self.config.node_timeout_s / _BEATS_PER_TIMEOUT
 
     @property
     def joined(self) -> list[Joined]:
@@ -185,13 +184,13 @@ class FleetNodes:
         return await asyncio.shield(self._ended)
 
     async def watch_silence(self) -> None:
-        """Ends the fleet if a joined node is silent for a twentieth of `coordinator.stage_timeout_s`."""
+        """Ends the fleet if a joined node is silent for `node_timeout_s`."""
         while self.error is None:
             await asyncio.sleep(self.heartbeat_s / 2)
             for joined in self.joined:
                 silent_s, rank = self.silent_s(joined), joined.node.node_rank
-                if silent_s > self._node_timeout_s:
-                    text = f"node {rank} was silent for {silent_s:.1f} s, over {self._node_timeout_s:g} s"
+                if silent_s > self.config.node_timeout_s:
+                    text = f"node {rank} was silent for {silent_s:.1f} s"
                     self.end(FleetEnded(text, node_rank=rank), node_rank=rank)
 
     async def watch_missing(self, *, every_s: float = _TELL_EVERY_S) -> None:
