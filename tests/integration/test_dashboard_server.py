@@ -21,7 +21,7 @@ from tests.integration.port_node import admit_tokens, make_certs, make_tokens, m
 from tests.integration.test_metrics_port import tls_of
 
 FIGURES = ["run", "node", "restarts", "curves", "memory", "changeovers", "changeovers/chart", "samples", "samples/step?step=29",
-           "samples/one?step=29&index=0", "events"]  # fmt: skip
+           "samples/one?step=29&index=0", "changes"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +35,7 @@ def test_figures_are_for_whoever_has_the_token_of_the_url(server, path: str) -> 
     for token in (None, "", "0" * 43, token_of(server)[:-1]):
         status, _, body = get(server, f"/api/{path}", token=token)
         assert status == 401 and "tasuki dashboard" in json.loads(body)["error"]
-    if path != "events":
-        assert ask(server, f"/api/{path}") is not None
+    assert ask(server, f"/api/{path}") is not None
 
 
 def test_every_answer_forbids_scripts_from_elsewhere_and_frames(server) -> None:
@@ -104,60 +103,21 @@ def test_mutated_requests_break_nothing_and_write_nothing(server, capfd: pytest.
     assert capfd.readouterr().err == ""
 
 
-def test_events_say_what_has_changed(tmp_path: Path) -> None:
+def test_what_has_changed_is_counted(tmp_path: Path) -> None:
     shutil.copytree(RECORDED, tmp_path / "run")
     with served(tmp_path / "run") as server:
         wait_for(lambda: ask(server, "/api/run")["steps"] == [0, 30])
-        connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=10)
-        connection.request("GET", "/api/events", headers={"Authorization": f"Bearer {token_of(server)}"})
-        events = connection.getresponse()
-        assert events.headers["Content-Type"].startswith("text/event-stream")
-        before = next_event(events)
+        before = ask(server, "/api/changes")
         with (tmp_path / "run" / "metrics.jsonl").open("a") as lines:
             lines.write('{"step": 31, "mean_reward": 0.5}\n')
-        told = [before["steps"]]
-        # The first change may be the recorded steps.
-        while ask(server, "/api/run")["steps"] != [0, 31] or told[-1] == told[0]:
-            told.append(next_event(events)["steps"])
-
-
-def next_event(answer: http.client.HTTPResponse) -> dict:
-    while not (line := answer.readline()).startswith(b"data: "):
-        assert line, "the stream ended"
-    return json.loads(line.removeprefix(b"data: "))
+        wait_for(lambda: ask(server, "/api/changes")["steps"] > before["steps"])
+        wait_for(lambda: ask(server, "/api/run")["steps"] == [0, 31])
 
 
 def wait_for(holds) -> None:
     deadline = time.monotonic() + 60
     while not holds():
         assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def test_pages_that_stay_open_leave_room_for_questions(server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tasuki.dashboard.server._BEAT_S", 600.0)
-    pages = [opened(server) for _ in range(16)]
-    assert get(server, "/api/events", token=token_of(server))[0] == 503
-    assert ask(server, "/api/run")["steps"] == [0, 30]
-    for page in pages:
-        page.close()
-    closed_at = time.monotonic()
-    opened(server).close()
-    assert time.monotonic() - closed_at < 60, "pages that are gone were kept until the next beat"
-
-
-def opened(server) -> socket.socket:
-    """A page that follows the events, opened as soon as the server has room."""
-    deadline = time.monotonic() + 60
-    while True:
-        page = socket.create_connection(("127.0.0.1", server.server_address[1]), timeout=10)
-        page.sendall(
-            f"GET /api/events HTTP/1.0\r\nHost: localhost\r\nAuthorization: Bearer {token_of(server)}\r\n\r\n".encode()
-        )
-        if b"200" in page.recv(100):
-            return page
-        page.close()
-        assert time.monotonic() < deadline, "there is no room"
         time.sleep(0.05)
 
 

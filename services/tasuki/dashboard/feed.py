@@ -1,4 +1,4 @@
-"""The dashboard's data, refreshed every second by a thread; pages wait here for changes."""
+"""The dashboard's data, refreshed every second by a thread."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Feed:
     def __init__(self, place: Callable[[], RunPlace]) -> None:
         """place: returns the run's current location. Raises PathNotFound."""
         self._find = place
-        self._changed = threading.Condition()
+        self._changing = threading.Lock()
         self._parts: Parts = dict.fromkeys(("run", "steps", "samples", "changeovers", "memory", "node"), 0)
         self._stop = threading.Event()
         self._answering = threading.Lock()
@@ -123,20 +123,12 @@ class Feed:
 
     def close(self) -> None:
         self._stop.set()
-        with self._changed:
-            self._changed.notify_all()
         self._node.close()
         self._thread.join(_LOOK_S * 4)
 
-    def await_change(self, known: Parts, *, timeout_s: float) -> Parts:
-        """Returns the parts once they differ from `known`, or after the timeout."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._parts != known or self._stop.is_set(), timeout_s)
+    def changes(self) -> Parts:
+        with self._changing:
             return dict(self._parts)
-
-    @property
-    def is_closed(self) -> bool:
-        return self._stop.is_set()
 
     def run(self) -> dict[str, Any]:
         """The run's settings and latest metrics."""
@@ -276,10 +268,9 @@ class Feed:
 
     def _tell(self, *parts: str) -> None:
         if parts:
-            with self._changed:
+            with self._changing:
                 for part in parts:
                     self._parts[part] += 1
-                self._changed.notify_all()
 
 
 def _model_of(place: RunPlace) -> Path | None:

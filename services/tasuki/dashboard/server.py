@@ -1,4 +1,4 @@
-"""`tasuki dashboard`: an HTTP server, GET only, with JSON and a stream of server-sent events that announce changes."""
+"""`tasuki dashboard`: an HTTP server, GET only, with JSON."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ import ipaddress
 import json
 import os
 import secrets
-import select
 import socket
 import ssl
 import sys
-import threading
-import time
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
@@ -24,7 +21,7 @@ from urllib.parse import parse_qs, urlsplit
 from tasuki.config.checks import port_problem
 from tasuki.config.load import load_config
 from tasuki.config.schema import NodeConfig
-from tasuki.dashboard.feed import Feed, Parts
+from tasuki.dashboard.feed import Feed
 from tasuki.dashboard.places import RunPlace, place_of, place_of_node
 from tasuki.rpc.access import Access
 from tasuki.rpc.http_port import MISDIRECTED, HttpCaller, HttpHandler, HttpPort
@@ -38,11 +35,6 @@ _METHOD = METHODS["/tasuki.v1.CoordinatorService/GetState"]
 _BEARER = "bearer "
 _TOKEN_BYTES = 32
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-_MAX_STREAMS = 16
-"""Half of the connections, so that the others remain for requests."""
-_BEAT_S = 5.0
-_LEAST_S = 0.25
-"""Interval of events, and of checks whether the page is still open."""
 _MAX_NUMBER = 2**53
 _NO_PATH = b"the request names no path\n"
 _HEADERS = {
@@ -77,7 +69,6 @@ class DashboardServer(HttpPort):
         """
         self.feed = feed
         self.files = _static_files()
-        self.streams = threading.BoundedSemaphore(_MAX_STREAMS)
         super().__init__(listen, _Handler, guard=guard_config)
         self.guard = Guard(token=token, access=self.access)
 
@@ -112,39 +103,10 @@ class _Handler(HttpHandler):
     def _answer_figures(self, server: DashboardServer, path: str, query: Query) -> None:
         try:
             server.guard.check(self)
-            if path == "/api/events" and self.command == "GET":
-                self._stream(server)
-                return
             self._answer_json(HTTPStatus.OK, _figures(server.feed, path, query))
         except TasukiError as error:
             status = next((_STATUS[kind] for kind in type(error).__mro__ if kind in _STATUS), HTTPStatus.INTERNAL_SERVER_ERROR)
             self._answer_json(status, {"error": error.message, "reason": error.reason})
-
-    def _stream(self, server: DashboardServer) -> None:
-        """Streams changes until the page is closed."""
-        if not server.streams.acquire(blocking=False):
-            self._answer_json(HTTPStatus.SERVICE_UNAVAILABLE, {"error": f"{_MAX_STREAMS} pages are open", "reason": "BUSY"})
-            return
-        try:
-            self._begin(HTTPStatus.OK, "text/event-stream; charset=utf-8")
-            known: Parts = {}
-            beat_at = 0.0
-            while not (server.feed.is_closed or self._is_page_gone()):
-                parts = server.feed.await_change(known, timeout_s=_LEAST_S)
-                if parts != known or time.monotonic() >= beat_at:
-                    text = ": beat\n\n" if parts == known else f"event: changed\ndata: {json.dumps(parts)}\n\n"
-                    self.wfile.write(text.encode())
-                    self.wfile.flush()
-                    known, beat_at = parts, time.monotonic() + _BEAT_S
-                    time.sleep(_LEAST_S)
-        except OSError:  # the page is gone
-            self.close_connection = True
-        finally:
-            server.streams.release()
-
-    def _is_page_gone(self) -> bool:
-        """Whether the page has closed the connection. It sends nothing more, so any input means the end."""
-        return bool(select.select([self.connection], [], [], 0)[0])
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the library's name
         """Discards the log line of each request."""
@@ -158,22 +120,19 @@ class _Handler(HttpHandler):
         self._answer(status, "application/json; charset=utf-8", text.encode())
 
     def _answer(self, status: HTTPStatus, content_type: str, body: bytes) -> None:
-        self._begin(status, content_type, length=len(body))
-        self.write_body(body)
-
-    def _begin(self, status: HTTPStatus, content_type: str, *, length: int | None = None) -> None:
         self.send_response(status)
         for name, value in _HEADERS.items():
             self.send_header(name, value)
         self.send_header("Content-Type", content_type)
-        if length is not None:
-            self.send_header("Content-Length", str(length))
+        self.send_header("Content-Length", str(len(body)))
         self.end_headers()
+        self.write_body(body)
 
 
 def _figures(feed: Feed, path: str, query: Query) -> object:
     """Answers a path below /api. Raises PathNotFound and InvalidArgument."""
     routes: Mapping[str, Callable[[], object]] = {
+        "/api/changes": feed.changes,
         "/api/run": feed.run,
         "/api/node": feed.node,
         "/api/restarts": feed.restarts,

@@ -1,4 +1,4 @@
-// Tabs, the token, and the stream of changes. Each view loads its data when it becomes visible.
+// Tabs, the token, and questions for changes. Each view loads its data when it becomes visible.
 
 import { makeChangeovers } from "./changeovers.js";
 import { h, prose, put } from "./dom.js";
@@ -8,6 +8,7 @@ import { makeRun } from "./run.js";
 import { makeSamples } from "./samples.js";
 
 const LEAST_MS = 2000; // between refreshes of a view, unless it has its own leastMs
+const CHANGES_MS = 1000; // between questions for changes
 const RETRY_MS = 2000;
 const TABS = ["node", "memory", "run", "samples", "changeovers"];
 const KEY = "tasuki-token";
@@ -134,32 +135,19 @@ function take(parts) {
   void refresh();
 }
 
-/** Server-sent events by fetch, which unlike EventSource sends the token in a header. */
 async function follow() {
   for (;;) {
     try {
-      const answer = await fetch("/api/events", { headers: token ? { Authorization: `Bearer ${token}` } : {}, cache: "no-store" });
-      if (answer.status === 401 || answer.status === 403) throw new Refused((await answer.json()).error);
-      if (!answer.ok) throw new Error(`the server answered ${answer.status}`);
-      let text = "";
-      const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
-      for (let part = await reader.read(); !part.done; part = await reader.read()) {
-        const events = (text + part.value).split("\n\n");
-        text = events.pop();
-        for (const event of events) {
-          const data = event.split("\n").find((line) => line.startsWith("data: "));
-          if (data) take(JSON.parse(data.slice("data: ".length)));
-        }
-      }
+      take(await api("/api/changes"));
     } catch (error) {
       if (error instanceof Refused) {
         ask(error.message);
         return;
       }
+      known = {};
+      badge("not connected", "is-bad");
     }
-    badge("not connected", "is-bad");
-    await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
-    known = {};
+    await new Promise((resolve) => setTimeout(resolve, CHANGES_MS));
   }
 }
 
