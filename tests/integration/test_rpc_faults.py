@@ -20,7 +20,7 @@ from tasuki.coordinator.audit.history import read_history
 from tasuki.coordinator.audit.replay import audit
 from tasuki.coordinator.journal import Intent, Journal, Outcome
 from tasuki.coordinator.node import Node
-from tasuki.coordinator.peers import GrpcPeers, Observed
+from tasuki.coordinator.peers import Observed, Peers
 from tasuki.rpc.server import RpcServer
 from tasuki.v1.memory_pb2_grpc import MemoryServiceServicer, add_MemoryServiceServicer_to_server
 from tasuki.v1.rollout_pb2_grpc import RolloutServiceServicer, add_RolloutServiceServicer_to_server
@@ -49,7 +49,7 @@ def front_of(service: Any, base: type) -> Any:
     return type("Front", (base, MemoryServiceServicer), methods)()
 
 
-class FaultyPeers(GrpcPeers):
+class FaultyPeers(Peers):
     """The coordinator's peers; each call first draws a fault for its connection."""
 
     def __init__(self, proxies: dict[Service, FaultyProxy], folder: Path) -> None:

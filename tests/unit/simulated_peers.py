@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
-from tasuki.coordinator.peers import GrpcPeers
+from tasuki.coordinator.peers import Peers
 from tasuki.wire.stages import Service
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class _Stub:
         return lambda request, timeout: self._node.call(self._service, method, request, timeout)
 
 
-class SimulatedPeers(GrpcPeers):
+class SimulatedPeers(Peers):
     """The coordinator's peers, with stubs that call the simulation."""
 
     def __init__(self, node: SimulatedNode) -> None:

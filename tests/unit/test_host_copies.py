@@ -65,7 +65,7 @@ def test_what_stays_leaves_only_to_make_room(mesh: DeviceMesh) -> None:
         moment = torch.full((64, 64), 4.0)
 
     def mapped() -> dict[str, tuple[bool, bool]]:
-        return {MemoryTag.of(usage.tag): (usage.stays, bool(usage.mapped_bytes)) for usage in memory.usage()}
+        return {MemoryTag.known(usage.tag): (usage.stays, bool(usage.mapped_bytes)) for usage in memory.usage()}
 
     assert memory.pause(BOTH) == 2 * MIB
     assert mapped()["weights"] == (True, True) and mapped()["optimizer"] == (False, False)

@@ -21,7 +21,7 @@ from tasuki.coordinator.node import Node
 from tasuki.coordinator.observe.memory_record import MemoryRecord
 from tasuki.coordinator.observe.metrics_port import serve_metrics
 from tasuki.coordinator.observe.node_metrics import NodeMetrics
-from tasuki.coordinator.peers import GrpcPeers
+from tasuki.coordinator.peers import Peers
 from tasuki.coordinator.planning import Planning
 from tasuki.coordinator.servicer import CoordinatorServicer
 from tasuki.rpc.failpoints import Failpoints
@@ -70,13 +70,13 @@ async def _serve(config: NodeConfig) -> None:
         heartbeat.close()
 
 
-def _make_node(config: NodeConfig, boot_id: str, tracer: Tracer) -> tuple[Node, Journal, GrpcPeers, Admission]:
+def _make_node(config: NodeConfig, boot_id: str, tracer: Tracer) -> tuple[Node, Journal, Peers, Admission]:
     """Creates the node, with a new epoch in its journal. Raises DiskFull if that cannot be written."""
     targets = node_targets(config)
     journal = Journal(journal_path(config.state_dir), failpoints=Failpoints.of(config, "coordinator"))
     epoch = journal.begin_epoch(boot_id)
     _log.info("event=epoch epoch=%d boot_id=%s", epoch, boot_id)
-    peers = GrpcPeers(targets, config.coordinator, epoch=epoch, tracer=tracer)
+    peers = Peers(targets, config.coordinator, epoch=epoch, tracer=tracer)
     record = MemoryRecord(memory_record_path(config.state_dir))
     admission = Admission(peers, config, published_bytes=journal.published_bytes, record=record)
 
@@ -101,7 +101,7 @@ async def _serve_node(
     config: NodeConfig,
     node: Node,
     journal: Journal,
-    peers: GrpcPeers,
+    peers: Peers,
     admission: Admission,
     *,
     instance: Instance,

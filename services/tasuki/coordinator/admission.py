@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 from tasuki.config.schema import NodeConfig
 from tasuki.coordinator.headroom import (
@@ -23,6 +22,7 @@ from tasuki.coordinator.headroom import (
     woken_by,
 )
 from tasuki.coordinator.observe.memory_record import MemoryRecord
+from tasuki.coordinator.peers import Peers
 from tasuki.memory.host import host_memory
 from tasuki.planner.layout import Part
 from tasuki.planner.node_plan import plan_node
@@ -35,20 +35,12 @@ _log = logging.getLogger("tasuki.coordinator")
 Usages = Mapping[Service, GetUsageResponse]
 
 
-class MemoryReader(Protocol):
-    """Reads the memory usage of both services."""
-
-    async def usage(self, service: Service, *, skip_torch_cache: bool = False) -> GetUsageResponse:
-        """Memory usage of one service. Raises TasukiError if it is busy or does not answer."""
-        ...
-
-
 class Admission:
     """Compares what a stage takes with what is free. One per coordinator."""
 
     def __init__(
         self,
-        memory: MemoryReader,
+        peers: Peers,
         config: NodeConfig,
         *,
         published_bytes: Callable[[str], int | None],
@@ -58,7 +50,7 @@ class Admission:
 
         record: receives the usage that both services report.
         """
-        self._memory, self._config, self._published_bytes, self._record = memory, config, published_bytes, record
+        self._peers, self._config, self._published_bytes, self._record = peers, config, published_bytes, record
         self._sizes: dict[str, int] = {}
 
     async def admit(self, stage: Stage, *, trainer_boot_id: str) -> None:
@@ -87,7 +79,7 @@ class Admission:
     async def gpu_bytes(self) -> int:
         """Memory of the smallest device, read once. Raises TasukiError if it is unknown and rollout does not report it."""
         if not self._sizes:
-            self._note_sizes(await self._memory.usage(Service.ROLLOUT))
+            self._note_sizes(await self._peers.usage(Service.ROLLOUT))
         return min(self._sizes.values())
 
     def _note_sizes(self, usage: GetUsageResponse) -> None:
@@ -118,7 +110,7 @@ class Admission:
 
     async def _read(self, stage: Stage, *, skip_torch_cache: bool = False) -> Usages | None:
         """Usage of both services; None unless both answer."""
-        calls = (self._memory.usage(service, skip_torch_cache=skip_torch_cache) for service in Service)
+        calls = (self._peers.usage(service, skip_torch_cache=skip_torch_cache) for service in Service)
         answers = await asyncio.gather(*calls, return_exceptions=True)
         usages: dict[Service, GetUsageResponse] = {}
         for service, answer in zip(Service, answers, strict=True):

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import grpc
 import grpc.aio
@@ -101,20 +101,8 @@ class Observed:
         return at
 
 
-class Peers(Protocol):
-    """Calls that a changeover makes to trainer and rollout. Each may raise TasukiError."""
-
-    async def observe(self) -> Observed:
-        """States of the services that answer."""
-        ...
-
-    async def carry_out(self, intent: Intent, *, published: bytes) -> Outcome:
-        """Runs the stage, or its undo. `published`: the answer of LOAD_WEIGHTS, which SYNC needs."""
-        ...
-
-
-class GrpcPeers:
-    """The two services of this node."""
+class Peers:
+    """The two services of this node. Each call may raise TasukiError."""
 
     def __init__(
         self, targets: Mapping[str, str], config: CoordinatorConfig, *, epoch: int, tracer: Tracer = NO_TRACER
@@ -132,6 +120,7 @@ class GrpcPeers:
             await channel.close(None)
 
     async def observe(self) -> Observed:
+        """States of the services that answer."""
         trainer, rollout = await asyncio.gather(self._trainer_state(), self._rollout_state())
         return Observed(
             trainer_boot_id=trainer.boot_id,
@@ -176,6 +165,7 @@ class GrpcPeers:
         return (await _answer(service, call)).text
 
     async def carry_out(self, intent: Intent, *, published: bytes) -> Outcome:
+        """Runs the stage, or its undo. `published`: the answer of LOAD_WEIGHTS, which SYNC needs."""
         command = types_pb2.CommandId(epoch=intent.epoch, sequence=intent.sequence, request_id=intent.request_id)
         match RULES[intent.stage].undo if intent.is_undo else intent.stage:
             case Stage() as stage:

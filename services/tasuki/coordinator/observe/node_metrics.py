@@ -17,7 +17,7 @@ from tasuki.config.schema import NodeConfig
 from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.node import Node
 from tasuki.coordinator.observe.run_figures import RunFigures
-from tasuki.coordinator.peers import GrpcPeers
+from tasuki.coordinator.peers import Peers
 from tasuki.coordinator.planned_memory import PlannedMemory
 from tasuki.coordinator.planning import Planning
 from tasuki.rpc.metric_names import (
@@ -57,7 +57,7 @@ class NodeMetrics:
         config: NodeConfig,
         node: Node,
         journal: Journal,
-        peers: GrpcPeers,
+        peers: Peers,
         planning: Planning,
     ) -> None:
         self._registry, self._config, self._node = registry, config, node
