@@ -18,7 +18,7 @@ _ENDS_AT = float("inf") if _MINUTES is None else time.monotonic() + 60 * float(_
 _LONG = {
     "e2e": ("arithmetic engine_metrics flat ppo residency resume secrets starting_points"),
     "integration": (
-        "certified_names compiled_blocks critic_exactness dashboard_live dashboard_page engine_sockets exiting_processes "
+        "certified_names compiled_blocks critic_exactness dashboard_live dashboard_page exiting_processes "
         "expert_load expert_parallel fleet fleet_doctor fleet_membership fleet_rollout_front fleet_trainer fleet_trainer_front "
         "gloo_peers grpcurl journal_kills launch loss_curves loss_cuts model_copy node_replicas node_restarts port_attacks "
         "port_reload port_roles port_server prefix_sharing prometheus quantized_adamw rank_store recorded_ahead "

@@ -40,7 +40,7 @@ _FIRST = {
         "integration/test_rollout_great_calls",
         "integration/test_rollout_memory",
     ],
-    "engines": ["integration/test_rollout_process", "integration/test_engine_sockets"],
+    "engines": ["integration/test_rollout_process"],
     "parts": ["integration/test_engine_parts"],
     "trainers": ["integration/test_trainer_lifetime"],
     "fleet": ["integration/test_fleet_trainer"],

@@ -51,18 +51,6 @@ def messages() -> dict[str, DescriptorProto]:
 RPCS = {name: (method, comment) for name, method, comment in rpcs()}
 
 
-@pytest.mark.parametrize("name", RPCS)
-def test_rpc_comment_names_phase_and_repeat(name: str) -> None:
-    comment = RPCS[name][1].lower()
-    assert "phase" in comment
-    assert "repeat" in comment
-
-
-@pytest.mark.parametrize("name", [name for name in RPCS if not READS.match(name.partition("/")[2])])
-def test_mutating_rpc_comment_names_its_errors(name: str) -> None:
-    assert re.search(r"Errors: .*[A-Z_]+", RPCS[name][1], re.DOTALL)
-
-
 # The store's calls are torch.distributed's, without an identity; a rank makes each once.
 @pytest.mark.parametrize(
     "name", [name for name in RPCS if not READS.match(name.partition("/")[2]) and not name.startswith("RankStoreService/")]

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 
 import grpc
@@ -24,7 +21,7 @@ from tasuki.v1.types_pb2 import (
     STAGE_SYNC,
 )
 from tasuki.wire.errors import TasukiError, from_rpc_error
-from tests.conftest import ENVIRONMENT, RunningNode, called
+from tests.conftest import RunningNode, called
 
 LIMIT_S = 60.0
 
@@ -87,24 +84,3 @@ def test_state_shows_the_node_as_text_and_as_json(node: RunningNode, coordinator
     told = json.loads(called("state", "--state-dir", node.state_dir, "--json").stdout)
     assert (told["node"]["phase"], told["trainer"]["num_ranks"], told["rollout"]["tp_size"]) == ("PHASE_TRAIN", 2, 1)
     assert {tag["tag"] for tag in told["rollout"]["memory"]["tags"]} >= {"MEMORY_TAG_WEIGHTS", "MEMORY_TAG_KV_CACHE"}
-
-
-def test_watch_writes_a_line_for_each_event(node: RunningNode, coordinator: CoordinatorServiceStub) -> None:
-    acquire(coordinator, PHASE_TRAIN)
-    argv = [sys.executable, "-m", "tasuki.cli", "watch", str(node.config)]
-    with subprocess.Popen(argv, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as watching:
-        assert watching.stdout is not None
-        try:
-            assert watching.stdout.readline().startswith("TRAIN, epoch")
-            acquire(coordinator, PHASE_ROLLOUT)
-            lines = [watching.stdout.readline().split() for _ in range(11)]
-        finally:
-            watching.send_signal(signal.SIGINT)
-    assert [line[2] for line in lines if line[3] == "DONE"] == [
-        "LOAD_WEIGHTS",
-        "RESUME_WEIGHTS",
-        "SYNC",
-        "OFFLOAD",
-        "RESUME_KV",
-        "changeover",
-    ]

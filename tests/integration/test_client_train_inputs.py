@@ -190,19 +190,6 @@ def test_a_run_that_has_ended_is_left_as_it_is(config: Path, begun: Path, capsys
     assert not (config.parent / "node").exists()
 
 
-def test_a_run_that_its_score_has_ended_goes_on_with_another_target(
-    config: Path, begun: Path, capsys: pytest.CaptureFixture[str]
-):
-    overrides = [f'train.eval_dataset="{config.parent}/train.jsonl"', "train.stop_at_eval_score=0.5"]
-    write_head(begun, RunHead("id", 0, recipe(load_config(config, overrides=overrides))))
-    MetricsFile(begun, read_steps(begun)).report(Step(4, policy_version=4, eval_score=0.5))
-    for name in ("summary.json", "model"):
-        (begun / name).write_text("")
-    arguments = [argument for override in overrides for argument in ("--set", override)]
-    assert main(["train", str(config), "--resume", *arguments]) == 0
-    assert "has finished; to continue, raise train.stop_at_eval_score" in capsys.readouterr().out
-
-
 def test_a_file_without_a_train_table_cannot_be_trained(config: Path, capsys: pytest.CaptureFixture[str]):
     config.write_text(config.read_text().partition("[train]")[0])
     assert "neither a [train] nor an [sft] table" in _error(config, capsys)

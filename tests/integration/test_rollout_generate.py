@@ -10,7 +10,6 @@ from grpc_health.v1 import health_pb2
 
 from tasuki.v1 import types_pb2
 from tasuki.wire.errors import (
-    Busy,
     Draining,
     InvalidArgument,
 )
@@ -126,14 +125,6 @@ async def test_samples_say_under_which_distribution_their_log_probs_are(rollout:
         assert await facts(temperature=0.7, **shaping) == (0.7, False), shaping
 
 
-async def test_top_k_of_one_is_greedy_whatever_else_is_in_the_batch(rollout: RolloutClient, trainer: TestTrainer) -> None:
-    await rollout.wake(trainer.publish(6))
-    prompts = [[5, 6], [8, 9, 10]]
-    for sample in await rollout.generate(prompts, max_new_tokens=8, temperature=0.5, top_k=1, ignore_eos=True):
-        theirs = log_probs_of(trainer.model, prompts[sample.prompt_index], list(sample.token_ids))
-        assert torch.allclose(torch.tensor(sample.rollout_log_probs), theirs, atol=0.15)
-
-
 async def test_the_tokenizers_end_of_sequence_ends_a_sample_and_is_reported(
     rollout: RolloutClient, trainer: TestTrainer
 ) -> None:
@@ -242,15 +233,3 @@ async def test_drain_lets_short_samples_finish_and_takes_no_new_ones(
     drained = await draining
     assert (drained.num_finished, drained.num_cut) == (2, 0)
     assert {len(sample.token_ids) for sample in samples} == {250}
-
-
-async def test_memory_of_running_requests_is_not_taken(
-    rollout: RolloutClient, rollout_process: RolloutProcess, trainer: TestTrainer
-) -> None:
-    await rollout.wake(trainer.publish(6))
-    with stopped_engine(rollout_process):
-        running = await start_samples(rollout, num_samples=4)
-        assert isinstance(await refused(rollout.pause(types_pb2.STAGE_PAUSE_KV, KV)), Busy)
-        assert (await rollout.state()).stage == types_pb2.STAGE_RESUME_KV
-    await rollout.drain()
-    await running

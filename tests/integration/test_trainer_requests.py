@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 
@@ -53,14 +52,6 @@ async def test_log_probs_that_the_loss_saw_come_with_the_answer_in_the_order_ask
     assert not (await client.forward_backward(samples)).log_probs
 
 
-async def test_log_probs_of_a_sample_that_is_not_there_are_refused(client: TrainerClient) -> None:
-    samples = await samples_of_now(client)
-    error = await refused(client.forward_backward(samples, log_probs_of=[0, len(samples)]))
-    assert (error.reason, error.metadata["field"]) == ("INVALID_ARGUMENT", "header.log_probs_of")
-    assert (await refused(client.forward_backward(samples, log_probs_of=[0] * 131_073))).reason == "INVALID_ARGUMENT"
-    assert not (await client.state()).has_gradients
-
-
 @pytest.mark.parametrize("path", ["/a\0b", "/", "//", "/."])
 async def test_a_path_of_no_folder_is_refused(client: TrainerClient, path: str) -> None:
     for call in (client.save(path), client.load(path), client.export(path)):
@@ -78,37 +69,3 @@ async def test_a_stream_starts_with_its_header(client: TrainerClient) -> None:
 
 async def test_a_step_needs_gradients(client: TrainerClient) -> None:
     assert (await refused(client.optim_step())).reason == "NO_GRADIENTS"
-
-
-async def test_the_ring_of_stages_is_kept(client: TrainerClient) -> None:
-    samples = await samples_of_now(client)
-    await client.forward_backward(samples)
-    assert (await refused(client.publish())).reason == "GRADIENTS_PENDING"
-    assert (await refused(client.pause())).reason == "GRADIENTS_PENDING"
-    await client.discard_gradients()
-    await client.publish()
-    assert (await refused(client.publish())).reason == "STAGE_ORDER"
-    for call in (
-        client.forward_backward(samples),
-        client.optim_step(),
-        client.log_probs(samples),
-        client.save(Path("/nonexistent/checkpoint")),
-    ):
-        assert (await refused(call)).reason == "WRONG_PHASE"
-    error = await refused(client.pause(tags=[types_pb2.MEMORY_TAG_KV_CACHE]))
-    assert error.metadata["field"] == "tags[0]"
-    paused = await client.pause()
-    assert list((await client.state()).resident_tags) == []
-    usages = [usage for usage in (await client.usage()).tags if usage.tag != types_pb2.MEMORY_TAG_EXPORT]
-    assert all(usage.is_paused and usage.mapped_bytes == 0 for usage in usages)
-    assert paused.released_bytes == sum(usage.total_bytes for usage in usages) > 0
-    assert (await refused(client.withdraw())).reason == "STAGE_ORDER"
-    assert (await client.resume()).mapped_bytes == paused.released_bytes
-    state = await client.state()
-    assert (len(state.resident_tags), state.stage, state.HasField("published_version")) == (
-        3,
-        types_pb2.STAGE_LOAD_TRAINER,
-        False,
-    )
-    await client.withdraw()
-    await client.forward_backward(samples)

@@ -83,24 +83,6 @@ async def test_an_exported_folder_loads_with_its_tokenizer(client: TrainerClient
     assert (await refused(client.export(Path("/proc/model")))).metadata["field"] == "path"
 
 
-async def test_a_checkpoint_brings_back_model_and_optimizer(client: TrainerClient, tmp_path: Path) -> None:
-    samples = await samples_of_now(client)
-    await client.forward_backward(samples)
-    await client.optim_step()
-    saved = await client.save(tmp_path / "checkpoint")
-    before = await client.log_probs(samples)
-    assert (await client.load(tmp_path / "checkpoint")).policy_version == saved.policy_version
-    assert await client.log_probs(samples) == before
-    assert (await refused(client.save(tmp_path / "checkpoint"))).reason == "PATH_EXISTS"
-    assert (await refused(client.load(tmp_path / "nothing"))).reason == "PATH_NOT_FOUND"
-    await client.forward_backward(samples)
-    await client.optim_step()
-    after = await client.log_probs(samples)
-    error = await refused(client.load(tmp_path / "checkpoint"))
-    assert (error.reason, error.metadata["want"]) == ("VERSION_ORDER", str(saved.policy_version))
-    assert await client.log_probs(samples) == after
-
-
 def _folder_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.iterdir())
 

@@ -32,17 +32,6 @@ async def test_acquire_runs_the_stages_in_order_and_tells_each(node: Node, servi
     )
 
 
-async def test_many_rounds_count_changeovers_and_versions(node: Node, services: FakeServices) -> None:
-    for version in range(3):
-        services.version = version
-        await acquire(node, Phase.ROLLOUT)
-        assert (services.served, node.state().policy_version) == (version, version)
-        await acquire(node, Phase.TRAIN)
-        assert (services.served, node.state().policy_version) == (None, version)
-    assert node.state().num_changeovers == 6
-    assert services.commands == [(1, sequence) for sequence in range(1, 28)]
-
-
 async def test_acquire_of_the_phase_that_holds_tells_held_and_asks_nothing(node: Node, services: FakeServices) -> None:
     told = await acquire(node, Phase.TRAIN)
     assert [(Stage.of(event.stage), StageStatus.of(event.status)) for event in told] == [(None, StageStatus.HELD)]

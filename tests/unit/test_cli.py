@@ -48,18 +48,6 @@ def refusal(result: subprocess.CompletedProcess[str]) -> str:
     return lines[0]
 
 
-def test_missing_model_is_noticed_before_anything_starts(folder: Path) -> None:
-    assert "is not a folder" in refusal(tasuki("up", "node.toml", "--set", "model.path=nowhere", cwd=folder))
-    for name, problem in (
-        ("tokenizer_config.json", "tokenizer"),
-        ("model.safetensors", "safetensors"),
-        ("config.json", "config.json"),
-    ):
-        (folder / "model" / name).unlink()
-        assert problem in refusal(tasuki("up", "node.toml", cwd=folder))
-    assert not (folder / "state").exists()
-
-
 def test_weights_that_cannot_be_read_are_named_with_the_cause_before_anything_starts(folder: Path) -> None:
     weights = folder / "model" / "model.safetensors"
     weights.unlink()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -22,15 +21,6 @@ from tasuki.v1 import coordinator_pb2, memory_pb2, rollout_pb2, trainer_pb2
 from tests.conftest import ENVIRONMENT
 
 PLAN = [sys.executable, "-m", "tasuki.cli", "plan", "--preset", "balanced"]
-
-
-def test_an_unknown_command_is_answered_with_those_of_the_help(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["bogus"])
-    offered = re.findall(r"'(\w+)'", capsys.readouterr().err.partition("choose from")[2])
-    with pytest.raises(SystemExit, match="0"):
-        main(["--help"])
-    assert offered == re.findall(r"^    (\w+)\b", capsys.readouterr().out, flags=re.MULTILINE)
 
 
 def test_an_error_shows_control_characters_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

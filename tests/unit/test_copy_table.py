@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tasuki.weights.checksum import GROUP, MODULUS, checksum
+from tasuki.weights.checksum import MODULUS, checksum
 from tasuki.weights.copies import (
     HostChecksums,
     HostSummedCopies,
@@ -21,7 +21,7 @@ from tasuki.weights.copies import (
 from tasuki.weights.manifest import Entry
 from tasuki.weights.plan import Piece, Slice, whole
 from tasuki.weights.split import split_by_entries
-from tasuki.weights.table import BLOCK_WORDS, INDEXED_BLOCK_WORDS, TILE_UNITS, Table
+from tasuki.weights.table import BLOCK_WORDS, TILE_UNITS, Table
 from tests.extent import crossed
 from tests.slices import Cut, by_boxes, by_columns, by_rows, by_rows_and_columns, part_of, strided
 
@@ -91,15 +91,6 @@ def test_a_transposed_copy_and_an_expanded_constant_go_element_by_element() -> N
     constant = torch.tensor(3.0)
     assert run([ViewCopy(destinations[60:], constant.expand(4, 64))], sources=constant, destinations=destinations) == [1]
     assert bool((destinations[60:] == 3).all()) and torch.equal(destinations[:60], sources.t()[:60])
-
-
-def test_whole_rows_become_one_block_of_vectors_whatever_the_dimensions() -> None:
-    sources, destinations = torch.randn(6, 16, 32).bfloat16(), torch.zeros(96, 32, dtype=torch.bfloat16)
-    copy = ViewCopy(destinations.view(6, 16, 32), sources)
-    [(dtypes, table)] = copy_tables([copy], device=CPU, first_owner=0)
-    assert (dtypes, table.vector, len(table.blocks)) == ((torch.bfloat16, torch.bfloat16), 8, 1)
-    run([copy], sources=sources, destinations=destinations)
-    assert torch.equal(destinations, sources.view(96, 32))
 
 
 def test_equal_copies_at_other_alignments_are_lowered_otherwise() -> None:
@@ -227,13 +218,3 @@ def test_what_is_read_from_any_slices_sums_to_the_checksums_of_the_whole(cut: Cu
     assert on_host.sums().tolist() == expected
     copies[0].source.view(torch.int16)[0, 0] ^= 1
     assert summed(copies, sources=arena, num_sums=3) != expected
-
-
-def test_rows_need_no_more_words_than_before_and_aligned_columns_go_by_vectors() -> None:
-    tensor = torch.zeros((64, 256), dtype=torch.bfloat16)
-    arena = torch.zeros(tensor.numel(), dtype=torch.bfloat16)
-    views = [tensor[:, :128], tensor[:, 128:], tensor]
-    for cut, words, num_blocks in ((by_rows, BLOCK_WORDS, 12), (by_columns, INDEXED_BLOCK_WORDS, 8)):
-        copies = copies_from(arena, tensor, views, cut=cut)
-        [(_, table)] = summed_copy_tables(copies, device=CPU, first_owner=0)
-        assert (table.vector, tuple(table.blocks.shape)) == (GROUP, (num_blocks, words))

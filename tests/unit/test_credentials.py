@@ -171,17 +171,6 @@ def test_a_changed_file_is_read_again_and_a_broken_one_is_not_taken(tmp_path: Pa
     assert kept.value == closed.value == {"a": CallerRole.VIEWER}
 
 
-def test_a_link_that_is_turned_is_a_change(tmp_path: Path) -> None:
-    for name in ("1", "2"):
-        (tmp_path / name).write_text(name)
-    link = tmp_path / "data"
-    link.symlink_to("1")
-    reloaded = Reloaded([link], link.read_text)
-    (tmp_path / "aside").symlink_to("2")
-    os.rename(tmp_path / "aside", link)
-    assert reloaded.value == "2"
-
-
 @pytest.mark.parametrize(
     "text",
     [

@@ -5,12 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from array import array
 from pathlib import Path
-
-import pytest
-from hypothesis import example, given
-from hypothesis import strategies as some
 
 from tasuki.dashboard.steps import StepColumns, draw
 from tests.limits import limit_s
@@ -75,21 +70,6 @@ def test_a_hundred_thousand_steps_are_a_few_points_that_keep_the_extremes(tmp_pa
     assert loss["mean"][0] == float(f"{sum(values[:250]) / 250:.6g}")
     closer = thinned(columns, points=400, first=54_300, last=54_350)
     assert (closer["bucket"], len(closer["steps"])) == (1, 51)
-
-
-@example([1.000005, 123456.5, -1e-9, math.nan, 0.0])
-@example([1.000005, -7e22, 5e-324, 1.7e308, math.nan, math.inf, 0.0])
-@given(some.lists(some.floats(), min_size=1, max_size=20))
-def test_a_chart_has_six_digits_of_what_is_finite(values: list[float]) -> None:
-    columns = StepColumns(Path("/nonexistent"))
-    columns.steps.extend(range(len(values)))
-    columns.columns["loss"] = array("d", values)
-    for value, shown in zip(values, thinned(columns)["series"]["loss"]["mean"], strict=True):
-        assert (shown is None) is not math.isfinite(value)
-        if shown is not None:
-            assert shown == float(f"{shown:.6g}")
-            assert shown == pytest.approx(value, rel=0.50001e-5, abs=1e-320)
-    assert thinned(columns, first=10**6)["series"] == {"loss": {"mean": []}}
 
 
 def test_charts_of_a_recorded_run_have_each_figure_once() -> None:

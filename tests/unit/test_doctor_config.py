@@ -73,21 +73,6 @@ def test_a_folder_of_something_else_is_found(node_file: Path):
     assert is_bad(found, Verdict.FAIL, found="contains files of something else", advice="change state_dir")
 
 
-@pytest.mark.parametrize(
-    ("file", "override", "advice"),
-    [
-        ("missing.toml", [], "give the path of a node's TOML file"),
-        ("", [], "give the path of a node's TOML file"),
-        ("eval.jsonl", [], "correct the TOML of the file"),
-        ("node.toml", ["state_dir"], "give --set A.B=VALUE"),
-        ("node.toml", ["model=1"], "see docs/config.md for model"),
-    ],
-)
-def test_the_advice_for_a_configuration_names_no_path_as_a_key(node_file: Path, file: str, override: list[str], advice: str):
-    (node_file.parent / "eval.jsonl").write_text("{}\n")
-    assert is_bad(finding_of(node_file.parent / file, "configuration", override), Verdict.FAIL, found="", advice=advice)
-
-
 def test_a_certificate_that_ends_is_found(node_file: Path, capsys: pytest.CaptureFixture[str]):
     folder = node_file.parent / "lab"
     assert certs.run(folder, hosts=["node-a"], days=90) == 0

@@ -25,18 +25,6 @@ def test_what_may_change_a_number_or_where_metrics_go_is_dropped(name: str) -> N
     assert foreign_variables([name, "HOME"]) == [name]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "PATH", "CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH", "NCCL_P2P_DISABLE", "OMP_NUM_THREADS", "TASUKI_SERVICE", "TRITON_CACHE_DIR",
-        "TORCH_HOME", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "PYTORCH_CUDA_ALLOC_CONF",
-        "FLASHINFER_WORKSPACE_BASE", "TORCH_LOGS", "CUDA_HOME",
-    ],
-)  # fmt: skip
-def test_places_logs_memory_and_transports_stay(name: str) -> None:
-    assert foreign_variables([name]) == []
-
-
 @pytest.mark.long  # imports torch's compiler
 def test_compiled_kernels_of_the_engine_are_kept_in_the_nodes_folder_unless_another_is_given(tmp_path: Path) -> None:
     kept = cache_variables(tmp_path, given=("HOME",))

@@ -14,10 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tasuki.models.shape import ModelShape
-from tasuki.planner.advice import climb
 from tasuki.planner.kept_bytes import kept_in_parallel_experts
 from tasuki.planner.layout import GB, Checkpointing, Layout, Part
-from tasuki.planner.plan import plan
 from tasuki.planner.presets import MODELS
 from tasuki.planner.step_bytes import step_moments
 from tasuki.planner.trainer_bytes import trainer_tags
@@ -133,13 +131,3 @@ def test_experts_that_ranks_cannot_share_are_refused(model: ModelShape, settings
     with pytest.raises(InvalidArgument, match=problem) as refused:
         layout_of(model, expert_parallel=True, **settings)
     assert refused.value.metadata["field"] == "expert_parallel"
-
-
-def test_gathered_experts_that_do_not_fit_are_told_to_stay_apart() -> None:
-    model = replace(MOE, expert_size=12 * 768, experts_per_token=1, num_layers=4)
-    layout = layout_of(
-        model, micro_batch_tokens=1024, context_length=1024, lora_rank=8, lora_targets=("q_proj",), gpu_bytes=48 * GB
-    )
-    assert [(rung.setting, rung.new, rung.plan.fits) for rung in climb(plan(layout))] == [
-        ("trainer.expert_parallel", "true", True)
-    ]

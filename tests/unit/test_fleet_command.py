@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 
-from tasuki.cli.__main__ import USER_ERROR, exit_code_of, main
+from tasuki.cli.__main__ import USER_ERROR, exit_code_of
 from tasuki.cli.fleet import fleet_config, up
 from tasuki.config.load import load_beside_node
-from tasuki.config.lock import NODE_LOCK, StateLock
 from tasuki.config.paths import client_target, config_path, fleet_target, node_targets
 from tasuki.config.save import save_config
 from tasuki.config.schema import NodeConfig
-from tasuki.node.exit_report import write_exit_report
 from tasuki.node.services import EXIT_FLEET_ENDED, EXIT_REFUSED, node_services
 from tasuki.wire.errors import DeadlineExceeded, InvalidArgument, NotJoined, PeerUnavailable, TasukiError
 
@@ -109,20 +107,3 @@ def test_a_trainer_that_does_not_reach_the_other_nodes_asks_for_another_attempt(
 
     monkeypatch.setattr("tasuki.cli.fleet.start_node", start)
     assert exit_code_of(lambda: up(read(tmp_path), grace_s=0.0)) == code
-
-
-def test_the_state_of_a_fleet_whose_node_does_not_run_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = read(tmp_path, node_rank=0)
-    for is_left_behind in (False, True):  # left by an earlier node there
-        if is_left_behind:
-            config.state_dir.mkdir()
-            save_config(config, config_path(config.state_dir))
-            write_exit_report(config.state_dir, reason="fleet ended with exit code 75", first="fleet")
-        assert main(["fleet", "state", "--state-dir", str(config.state_dir)]) == USER_ERROR
-        told = capsys.readouterr().err
-        assert told.startswith(f"tasuki: error NODE_DOWN: no node runs on {config.state_dir}")
-        assert told.endswith("start one with: tasuki fleet up CONFIG\n")
-    assert "because fleet ended with exit code 75" in told
-    with StateLock.take(config.state_dir, name=NODE_LOCK):
-        assert main(["fleet", "state", "--state-dir", str(config.state_dir)]) == USER_ERROR
-    assert "PEER_UNAVAILABLE: the node is running, but its fleet service does not answer yet; see" in capsys.readouterr().err

@@ -129,18 +129,6 @@ async def test_what_waits_is_cut_without_the_engine() -> None:
         assert len(ended) == 3 * AT_ONCE
 
 
-async def test_a_call_that_has_left_is_not_handed_over() -> None:
-    engine = Engine()
-    async with intake_of(engine) as intake:
-        left, call = call_of(3 * AT_ONCE), call_of(2, "b-")
-        intake.enter(left)
-        intake.enter(call)
-        intake.leave(left)
-        await turns()
-        assert [engine.num_of(one) for one in (left, call)] == [0, 2]
-        assert intake.num_waiting == 0
-
-
 async def _all(call: Call) -> AsyncIterator[tuple[int, object]]:
     while ended := await call.ended():
         for pair in ended:

@@ -183,32 +183,11 @@ def test_a_step_costs_little_more_than_the_ideal(name: str, num_ranks: int) -> N
             assert padded_cost(padded, flops) > 1.1 * packed_cost(plan, flops)
 
 
-def test_prompts_do_not_count_as_what_the_head_computes() -> None:
-    each, by_length, by_cost = LENGTHS["with prompts"], 0.0, 0.0
-    for seed in range(5):
-        drawn = each.draw(seed)
-        flops, settings = drawn.flops(QWEN), {"num_ranks": 8, "max_tokens": each.max_tokens, "cost": QWEN}
-        by_length += packed_cost(plan_micro_batches(drawn.lengths.tolist(), **settings), flops)
-        by_cost += packed_cost(
-            plan_micro_batches(drawn.lengths.tolist(), completions=drawn.completions.tolist(), **settings), flops
-        )
-    assert by_cost < 0.99 * by_length
-
-
 def test_a_long_sample_s_round_leaves_samples_for_every_other_micro_batch() -> None:
     """21 and 10 tokens fit beside the 40, which would leave one of the other two micro-batches empty."""
     cost = SampleCost(linear=0.01, quadratic=1.0)
     plan = plan_micro_batches([40, 21, 21, 10], num_ranks=2, max_tokens=40, cost=cost)
     assert [[len(part) for part in rank] for rank in plan] == [[1, 1], [1, 1]]
-
-
-def test_short_samples_beside_a_long_one_stay_within_the_cap() -> None:
-    """A hundred samples of one token cost less than one of 40, but do not fit into one micro-batch."""
-    cost = SampleCost(linear=0.01, quadratic=1.0)
-    lengths = [40, *[1] * 100]
-    plan = plan_micro_batches(lengths, num_ranks=2, max_tokens=40, cost=cost)
-    tokens = [[sum(lengths[index] for index in part) for part in rank] for rank in plan]
-    assert tokens == [[40, 30], [40, 30]]
 
 
 def test_short_samples_are_beside_each_other_while_a_long_one_runs() -> None:

@@ -18,8 +18,6 @@ from tasuki.rpc import metrics
 from tasuki.rpc.metrics import GpuSeconds
 from tasuki.wire.stages import Service
 
-NAN = float("nan")
-
 
 def told(figures: RunFigures) -> dict[tuple[str, ...], float]:
     figures.read()
@@ -60,20 +58,6 @@ HUGE = "9" * 400
 )
 def test_a_line_that_is_no_step_is_left_out(tmp_path: Path, line: str):
     assert told(run_of(tmp_path, line)) == {}
-
-
-def test_an_evaluation_hides_neither_the_last_reward_nor_the_last_score(tmp_path: Path):
-    learned = {"step": 3, "mean_reward": 0.5, "metrics": {"reward/exact": 0.25, "loss": NAN}, "seconds": {"generate": 2.0}}
-    steps = [{"step": 2, "eval_score": 0.75, "metrics": {}}, learned, {"step": 4, "metrics": {}}]
-    found = told(run_of(tmp_path, *(json.dumps(step) + "\n" for step in steps)))
-    assert found == {
-        ("tasuki_run_step",): 4,
-        ("tasuki_run_reward", "mean"): 0.5,
-        ("tasuki_run_reward", "exact"): 0.25,
-        ("tasuki_run_eval_score",): 0.75,
-        ("tasuki_run_step_seconds", "generate"): 2.0,
-        ("tasuki_run_metric", "reward/exact"): 0.25,
-    }
 
 
 def test_gpu_time_counts_while_work_goes_on_and_once_for_calls_that_overlap(monkeypatch: pytest.MonkeyPatch):

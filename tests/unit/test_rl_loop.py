@@ -231,26 +231,3 @@ def test_dynamic_sampling_takes_prompts_until_enough_groups_differ(settings: Tra
     again = Dataset(ROWS)
     again.next_rows(num_prompts)
     assert step.position == again.position() == dataset.position()
-
-
-def test_dynamic_sampling_ends_at_its_bound_with_the_groups_it_has(settings: TrainConfig):
-    client = LoopClient()
-    (step,) = steps_of(loop_of(client, dapo(settings, max_batches=2), reward=lambda prompt, number: (prompt == 7) * number))
-    assert len(client.of("generate")) == 2
-    assert len(client.of("forward_backward")) == (step.num_equal_groups < 6)
-    client = LoopClient()
-    (step,) = steps_of(loop_of(client, dapo(settings), reward=equal))
-    assert (len(client.of("generate")), step.num_equal_groups, step.num_policy_steps) == (4, 12, 0)
-    assert "acquire TRAIN" not in client.verbs()
-    assert step.position["next"] == 12
-
-
-def test_remax_takes_the_greedy_completions_reward_off(settings: TrainConfig):
-    client = LoopClient()
-    steps_of(loop_of(client, remax(settings), reward=lambda prompt, number: prompt + number))
-    greedy, sampled = client.of("generate")
-    assert (greedy.sampling.temperature, greedy.sampling.max_new_tokens, greedy.prompts) == (0.0, 8, sampled.prompts)
-    (update,) = client.of("forward_backward")
-    # The greedy completion is alone in its group, so its number is 0.
-    assert [sample.advantages for sample in update.samples] == [float(number % 4) for number in range(12)]
-    assert len(update.samples) == 12
