@@ -17,16 +17,21 @@ from tasuki.algorithms.advantages import soft_overlong_penalty
 from tasuki.algorithms.loss_types import LossConfig, OldPolicy
 from tasuki.client.dataset import Dataset, Row
 from tasuki.client.dynamic_sampling import Group, collect, groups_of
-from tasuki.client.estimation import Estimator, EstimatorState, estimate_advantages, has_advantages
+from tasuki.client.estimation import (
+    Estimator,
+    EstimatorState,
+    estimate_advantages,
+    has_advantages,
+    has_loss_tokens,
+    without_truncated,
+)
 from tasuki.client.evaluation import eval_figures
 from tasuki.client.loop_state import LoopState, checkpoint_path, write_loop_state, write_pending
 from tasuki.client.rewards import Completion, RewardPool, Scores
 from tasuki.client.sample_dump import SampleDump
 from tasuki.client.shown_samples import ShownSamples
-from tasuki.client.step import Step
-from tasuki.client.step_metrics import averaged, measure_samples
+from tasuki.client.step import Step, averaged, measure_samples
 from tasuki.client.sync_client import Client
-from tasuki.client.truncation import has_loss_tokens, without_truncated
 from tasuki.client.types import Phase, Role, Sample, SamplingParams, TrainingSample, role_versions
 from tasuki.config.train_schema import TrainConfig
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from tasuki.client.dataset import Dataset
 from tasuki.client.dynamic_sampling import Group, collect, groups_of
-from tasuki.client.truncation import has_loss_tokens, truncated_fraction, without_truncated
+from tasuki.client.estimation import has_loss_tokens, without_truncated
+from tasuki.client.step import truncated_fraction
 from tasuki.client.types import FinishReason, Sample, TrainingSample
 from tasuki.wire.errors import InvalidArgument
 

@@ -1,4 +1,4 @@
-"""Advantages from the rewards of a batch. Shape suffixes: P prompts, G completions of each, S samples, N tokens."""
+"""Advantages from the rewards of a batch, and its loss masks. Shape suffixes: P prompts, G completions of each, S samples, N tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tasuki.algorithms import advantages
 from tasuki.algorithms.advantages import RunningBaseline
 from tasuki.algorithms.estimator import Estimator
 from tasuki.algorithms.reward_kl import AdaptiveKlCoef, kl_penalties, token_rewards
-from tasuki.client.types import TrainingSample
+from tasuki.client.types import FinishReason, TrainingSample
 from tasuki.config.train_schema import AdvantageConfig
 
 
@@ -87,6 +87,26 @@ def has_advantages(samples: Sequence[TrainingSample]) -> bool:
     tokens = _Tokens(samples)
     spread = [np.broadcast_to(sample.advantages, len(sample.completion_token_ids)) for sample in samples]
     return bool(np.any(np.concatenate(spread)[tokens.mask_N > 0.0]))
+
+
+def without_truncated(samples: Sequence[TrainingSample], finish_reasons: Sequence[FinishReason]) -> list[TrainingSample]:
+    """Sets the loss mask to zeros for each sample that ended by LENGTH; other samples keep their mask.
+
+    finish_reasons: one for each sample. A masked sample still counts in its group's baseline. The trainer refuses a call without
+    counted tokens: see `has_loss_tokens`.
+    Source: the overlong filtering of DAPO (arXiv:2503.14476) sec. 3.4.
+    """
+    return [
+        replace(sample, loss_mask=np.zeros(len(sample.completion_token_ids), dtype=np.float32))
+        if reason is FinishReason.LENGTH
+        else sample
+        for sample, reason in zip(samples, finish_reasons, strict=True)
+    ]
+
+
+def has_loss_tokens(samples: Sequence[TrainingSample]) -> bool:
+    """Whether the loss counts at least one token of the samples."""
+    return any(not len(sample.loss_mask) or bool(np.any(sample.loss_mask)) for sample in samples)
 
 
 def _by_sample(
