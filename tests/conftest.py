@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import shutil
 import signal
@@ -11,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
@@ -38,6 +39,7 @@ _SECRETS = {
 }
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, PYTHON_PATH)), **_SECRETS}
 
+NOTHING_STAYS: Mapping[str, object] = {"trainer": [], "rollout": []}
 _MODELS = threading.Lock()
 """Serializes model creation: all models come from torch's one generator, so parallel starts would change the weights."""
 
@@ -145,11 +147,11 @@ def node() -> Iterator[RunningNode]:
 
 @contextmanager
 def started_node(
-    *, tables: str = "", overrides: Sequence[str] = (), residency: str = "[residency]", **sizes: int
+    *, tables: str = "", overrides: Sequence[str] = (), choices: Mapping[str, object] = NOTHING_STAYS, **sizes: int
 ) -> Iterator[RunningNode]:
     """Starts a node with `tasuki up`. tables: further tables of the configuration. overrides: such as "a.b=c".
 
-    residency: by default everything leaves at each changeover; empty text lets the planner decide. sizes: changes to the model's sizes.
+    choices: replace the planner's; by default everything leaves at each changeover. sizes: changes to the model's sizes.
     """
     from tests.models import make_model, save_checkpoint  # takes seconds, so only if a test needs it
 
@@ -169,17 +171,16 @@ def started_node(
         path = "{model}"
         [trainer]
         num_ranks = 2
-        {residency}
         [rollout]
-        kv_tokens = 4096
+        engine.max_total_tokens = 4096
         {tables}
         """
     )
     settings = [part for override in overrides for part in ("--set", override)]
-    argv = [sys.executable, "-m", "tasuki.cli", "up", str(config), "--foreground", *settings]
+    argv = [sys.executable, "-m", "tests.up", "up", str(config), "--foreground", *settings]
     log = folder / "up.log"
     with log.open("wb") as output:
-        up = subprocess.Popen(argv, env=ENVIRONMENT, stderr=output)
+        up = subprocess.Popen(argv, env={**ENVIRONMENT, "CHOICES": json.dumps(choices)}, stderr=output, cwd=ROOT)
     try:
         while "the node is up" not in log.read_text():
             assert up.poll() is None, f"tasuki up: {log.read_text()}{_log_ends(state_dir)}"

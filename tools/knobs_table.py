@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from tasuki.algorithms.vocabulary_tiles import most_logits
-from tasuki.planner.layout import GB, TAGS, Checkpointing, Layout, Part
+from tasuki.planner.layout import GB, Checkpointing, Layout
 from tasuki.planner.plan import plan
 from tasuki.planner.presets import MODELS
 from tasuki.wire.stages import Phase, Stage
@@ -102,18 +102,9 @@ KNOBS = (
         "copies the reference to the GPU in each micro-batch that it scores; not measured",
     ),
     Knob('`param_dtype = "bfloat16"`', {"param_bytes": 2}, "small updates are lost: [config.md](config.md)"),
-    *(
-        Knob(
-            f"`[residency]` with the trainer's `{name}`",
-            {"sleeping": frozenset(TAGS) - {part}},
-            "they stay during rollout, half on each GPU, and no changeover copies them",
-        )
-        for name, part in (("weights", Part.TRAINER_WEIGHTS), ("optimizer", Part.OPTIMIZER))
-    ),
     Knob("`rollout.kv_ratio = 0.6`", {"kv_ratio": 0.6}, f"{_fewer_kv_tokens(0.6):,} fewer tokens in rollout's KV cache"),
     Knob('`compile = "blocks"`', {"is_compiled": True}, "compiles at the start; 1 to 6 % faster at 1.5B, 5 % slower at 7B"),
     Knob("LM head in tiles: no setting, always on", {}, f"all logits at once would take {_untiled_bytes() / GB:.1f} GB more"),
-    Knob("`export_stays = false`", {"export_stays": False}, "rollout maps the copy at every sync"),
     Knob("`[trainer.lora]`, rank 32", {"lora_rank": 32}, "trains only adapters"),
     Knob("`num_ranks = 4`, on four GPUs", {"num_gpus": 4, "num_ranks": 4}, "two more GPUs"),
 )

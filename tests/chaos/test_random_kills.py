@@ -38,7 +38,7 @@ _KV_TOKENS = (32 * MIB) // (2 * 2 * 2 * 16 * 2)
 _BUDGET = 40 * MIB
 _SETTINGS = (
     f"memory.host_budget_bytes={_BUDGET}",
-    f"rollout.kv_tokens={_KV_TOKENS}",
+    f"rollout.engine.max_total_tokens={_KV_TOKENS}",
     "trainer.compute_dtype=float32",
     "coordinator.stage_timeout_s=120",
 )

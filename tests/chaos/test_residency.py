@@ -25,7 +25,7 @@ STRIKES = (
 
 @pytest.fixture(scope="module")
 def roomy() -> Iterator[RunningNode]:
-    with started_node(residency="") as started:
+    with started_node(choices={}) as started:
         yield started
 
 

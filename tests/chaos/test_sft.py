@@ -64,7 +64,7 @@ def folder() -> Iterator[Path]:
         max_grad_norm = {MAX_GRAD_NORM}
         micro_batch_tokens = 16
         [rollout]
-        kv_tokens = 1024
+        engine.max_total_tokens = 1024
         [coordinator]
         stage_timeout_s = {START_S}
         [sft]

@@ -12,7 +12,7 @@ from tasuki.client import Client, Phase, Stage
 from tasuki.v1 import types_pb2
 from tests.base_copies import shared_by
 from tests.chaos_node import ChaosNode
-from tests.conftest import RunningNode, started_node
+from tests.conftest import NOTHING_STAYS, RunningNode, started_node
 from tests.e2e.test_residency import round_bytes, tags
 
 pytestmark = pytest.mark.timeout(600)
@@ -32,7 +32,9 @@ class Sharing:
 
 @pytest.fixture(scope="module", params=[1, 2])
 def sharing(request: pytest.FixtureRequest) -> Iterator[Sharing]:
-    with started_node(overrides=[*apart(request.param), "trainer.lora.share_base=true"], **_SIZES[request.param]) as started:
+    with started_node(
+        overrides=apart(request.param), choices={**NOTHING_STAYS, "shares_base": True}, **_SIZES[request.param]
+    ) as started:
         yield Sharing(started, request.param)
 
 

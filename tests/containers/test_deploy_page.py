@@ -86,7 +86,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         assert node.count(ours) == 1
         node = node.replace(ours, tests)
     (ports,) = re.findall(r"^```toml\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
-    sized = ports.replace("[rollout]", "[rollout]\ncontext_length = 64\nkv_tokens = 4096")
+    sized = ports.replace("[rollout]", "[rollout]\ncontext_length = 64\nengine.max_total_tokens = 4096")
     pool = '[memory]\npool = true\nhost_budget_bytes = "600MB"\n'
     (config / "node.toml").write_text(node.replace("[train]", f"{sized}\n{pool}\n[train]", 1))
     for path in (folder, *folder.rglob("*")):

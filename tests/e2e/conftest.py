@@ -34,7 +34,7 @@ def roomy(lab: Path) -> Iterator[RunningNode]:
     ports = [f"listen=127.0.0.1:{free_port(num=3)}", f"metrics.listen=127.0.0.1:{free_port()}"]
     with started_node(
         tables=_TABLES,
-        residency="",
+        choices={},
         overrides=[
             *ports,
             *mtls(lab)[:2],

@@ -96,7 +96,7 @@ def test_a_budget_lets_as_much_stay_as_it_holds(roomy: RunningNode) -> None:
         sum(size for parts in stage.gpus for part, size in parts.items() if part in of_tags) for stage in planned.stages
     )
     budget = everything - 1
-    with started_node(residency="", overrides=[f"memory.host_budget_bytes={budget}"]) as tight:
+    with started_node(choices={}, overrides=[f"memory.host_budget_bytes={budget}"]) as tight:
         with Client(state_dir=tight.state_dir) as client:
             round_bytes(client)
             moved = round_bytes(client)

@@ -20,7 +20,7 @@ def write_node(folder: Path, *, tables: str = "") -> Path:
     """Writes the configuration of a node with a tiny model."""
     model = save_checkpoint(make_model("qwen2", seed=0), folder / "model")
     trainer = "\n".join(f"{key} = {value!r}" for key, value in SETTINGS.items())
-    text = f'state_dir = "node"\n[model]\npath = "{model}"\n[rollout]\nkv_tokens = 4096\n{tables}\n'
+    text = f'state_dir = "node"\n[model]\npath = "{model}"\n[rollout]\nengine.max_total_tokens = 4096\n{tables}\n'
     (folder / "node.toml").write_text(f"{text}[trainer]\n{trainer}\n")
     return folder / "node.toml"
 

@@ -39,7 +39,7 @@ learning_rate = 1.5e-3
 [rollout]
 dtype = "float32"
 context_length = 64
-kv_tokens = 16384
+engine.max_total_tokens = 16384
 [fleet]
 [security]
 cert = "certs/node.pem"

@@ -68,7 +68,7 @@ def samples_of(step: int) -> Samples:
 
 
 def test_no_choice_changes_a_bit_of_a_gradient(model: Path, mesh: DeviceMesh) -> None:
-    settings = {"compute_dtype": "bfloat16", "learning_rate": 1e-4, "micro_batch_tokens": MAX_TOKENS, "export_stays": True}
+    settings = {"compute_dtype": "bfloat16", "learning_rate": 1e-4, "micro_batch_tokens": MAX_TOKENS}
     learners = {name: start_learner(model, mesh=mesh, checkpointing=rung, **settings) for name, rung in RUNGS.items()}
     for step in range(NUM_STEPS):
         samples, gradients = samples_of(step), {}

@@ -90,7 +90,7 @@ def run(arguments: dict[str, object]) -> Run:
         "trainer.num_ranks=1",
         *GPU,
         'trainer.compute_dtype="float32"',
-        f"rollout.kv_tokens={KV_TOKENS}",
+        f"rollout.engine.max_total_tokens={KV_TOKENS}",
         "restart.max_restarts=0",  # an engine that crashes ends the test with its reason
         *engine,
     ]

@@ -121,7 +121,7 @@ def test_recomputed_experts_have_the_same_gradients(kind: str, mesh: DeviceMesh,
     gradients: list[dict[str, Tensor]] = []
     for rung in ("none", "attention", "full"):
         learner = start_learner(
-            tmp_path, mesh=mesh, checkpointing=rung, compute_dtype="bfloat16", micro_batch_tokens=MAX_TOKENS, export_stays=True
+            tmp_path, mesh=mesh, checkpointing=rung, compute_dtype="bfloat16", micro_batch_tokens=MAX_TOKENS
         )
         report = learn(learner, Role.POLICY, samples_of(0), config=LossConfig(), max_tokens=MAX_TOKENS)
         assert metric(report, "expert_load_max") >= 1.0
@@ -148,7 +148,7 @@ def _rank(rank: int, folder: str, is_one_sided: bool) -> None:
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
     pair = init_device_mesh("cuda", (2,), mesh_dim_names=("dp",))
-    settings = {"compute_dtype": "bfloat16", "micro_batch_tokens": MAX_TOKENS, "export_stays": True}
+    settings = {"compute_dtype": "bfloat16", "micro_batch_tokens": MAX_TOKENS}
     gathered, *others = (
         start_learner(Path(folder) / "model", mesh=pair, checkpointing=rung, expert_parallel=is_spread, **settings)
         for rung, is_spread in (("none", False), ("none", True), ("full", True))

@@ -53,7 +53,6 @@ def test_tiles_take_less_memory_and_compute_the_same(model: Path, mesh: DeviceMe
             mlp_tile_tokens=tile_tokens,
             compute_dtype="bfloat16",
             micro_batch_tokens=MAX_TOKENS,
-            export_stays=True,
         )
         found.append(step(learner))
         learner.backend.close()

@@ -31,12 +31,7 @@ RUNS = {
     "full": (1, []),
     "merged": (1, LORA),
     "adapter": (1, [*LORA, 'rollout.lora="adapter"']),
-    "adapter on a shared base": (1, [*LORA, 'rollout.lora="adapter"', "trainer.lora.share_base=true"]),
-    "adapter on a shared base at TP 2": (
-        2,
-        [*LORA, 'rollout.lora="adapter"', "trainer.lora.share_base=true", "trainer.num_ranks=2", "rollout.tp_size=2"],
-    ),
-    "TP 2, nothing stays": (2, ["residency.trainer=[]", "trainer.num_ranks=2", "rollout.tp_size=2"]),
+    "TP 2": (2, ["trainer.num_ranks=2", "rollout.tp_size=2"]),
     "two replicas": (2, ["trainer.num_ranks=2"]),
     "adapter at TP 2": (2, [*LORA, 'rollout.lora="adapter"', "trainer.num_ranks=2", "rollout.tp_size=2"]),
     "four ranks, two replicas of TP 2": (4, ["trainer.num_ranks=4", "rollout.tp_size=2"]),

@@ -30,7 +30,7 @@ def share_base(
         {
             "state_dir": state_dir,
             "model": {"path": folder},
-            "trainer": {"num_ranks": num_ranks, "lora": {"share_base": True}},
+            "trainer": {"num_ranks": num_ranks, "lora": {}},
             "rollout": {"lora": "adapter", "tp_size": num_ranks},
         }
     )

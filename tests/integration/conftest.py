@@ -29,7 +29,7 @@ TOKENIZER_EOS = "~"
 LEFT_IN_THE_SHELL = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "1", "NVIDIA_TF32_OVERRIDE": "1"}
 # 2 layers, keys and values, 2 heads of 16, bfloat16: 1 GiB.
 KV_CACHE_TOKENS = (1 << 30) // (2 * 2 * 2 * 16 * 2)
-TRAINER_SETTINGS = 'compute_dtype = "float32"\nexport_stays = true\nlearning_rate = 1e-3\nmicro_batch_tokens = 128'
+TRAINER_SETTINGS = 'compute_dtype = "float32"\nlearning_rate = 1e-3\nmicro_batch_tokens = 128'
 
 
 @pytest.fixture(scope="session")
@@ -49,7 +49,7 @@ def rollout_process(rollout_model: Path, tmp_path_factory: pytest.TempPathFactor
     rollout = start_rollout(
         tmp_path_factory.mktemp("node"),
         rollout_model,
-        f"rollout.kv_tokens={KV_CACHE_TOKENS}",
+        f"rollout.engine.max_total_tokens={KV_CACHE_TOKENS}",
         environment=LEFT_IN_THE_SHELL,
     )
     wait_until_serving(rollout)

@@ -31,6 +31,7 @@ from tasuki.v1.types_pb2 import (
 )
 from tasuki.wire.channel import open_channel
 from tasuki.wire.errors import from_rpc_error
+from tests.choices import write_plan
 from tests.integration.stage_services import StageService, serving
 from tests.limits import limit_s
 
@@ -121,6 +122,7 @@ async def coordinated(config: NodeConfig, trainer: StageService, rollout: StageS
 async def _start(config: NodeConfig) -> asyncio.subprocess.Process:
     log = log_path(config.state_dir, "coordinator")
     log.parent.mkdir(exist_ok=True)
+    write_plan(config)
     with log.open("ab") as output:
         argv = [sys.executable, "-m", "tasuki.coordinator", "--config", str(config.state_dir / "node.toml")]
         tracing = {name: value for name, value in os.environ.items() if name.startswith(("OTEL_", "TASUKI_OTLP_"))}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -25,13 +26,22 @@ from tasuki.trainer.learner import Learner, trained_roles
 from tasuki.trainer.roles import Role
 from tasuki.trainer.service.merge_responses import merge_parts
 from tasuki.v1.ranks_pb2 import RankLossReport
+from tests.choices import choices_for
 
 # In these tests' models the cost of a sample is its number of tokens.
 COST = SampleCost(linear=1.0, quadratic=0.0)
 
 
-def start_learner(model: Path, *, mesh: DeviceMesh, rollout: Mapping[str, Any] | None = None, **trainer: Any) -> Learner:
-    """Starts a learner in float32, unless `trainer`, the settings of that table, says otherwise."""
+def start_learner(
+    model: Path,
+    *,
+    mesh: DeviceMesh,
+    rollout: Mapping[str, Any] | None = None,
+    export_stays: bool = True,
+    choices: Mapping[str, object] = MappingProxyType({}),
+    **trainer: Any,
+) -> Learner:
+    """Starts a learner in float32, unless `trainer`, the settings of that table, says otherwise. choices: replace the planner's."""
     tables = {
         "device": mesh.device_type,
         "trainer": {"num_ranks": mesh.size(), "compute_dtype": "float32", **trainer},
@@ -39,7 +49,7 @@ def start_learner(model: Path, *, mesh: DeviceMesh, rollout: Mapping[str, Any] |
     }
     node = NodeConfig.model_validate({"state_dir": model, "model": {"path": model}, **tables})
     is_skipping = node.trainer.on_non_finite == "skip"
-    backend = FsdpBackend(node, mesh=mesh)
+    backend = FsdpBackend(node, choices_for(node, export_stays=export_stays, **choices), mesh=mesh)
     return Learner(backend, optimizers=trained_roles(node.trainer), skips_non_finite=is_skipping)
 
 

@@ -22,6 +22,7 @@ import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tasuki.config import paths
+from tasuki.config.load import load_config
 from tasuki.v1 import (
     memory_pb2,
     memory_pb2_grpc,
@@ -35,6 +36,7 @@ from tasuki.v1 import (
 from tasuki.weights.export import WeightExport
 from tasuki.wire.address import unix_target
 from tasuki.wire.channel import open_channel
+from tests.choices import write_plan
 from tests.conftest import ENVIRONMENT
 from tests.models import trainer_shards
 from tests.pulses import engine_rank_pids
@@ -200,7 +202,8 @@ def start_rollout(
     """Starts the service and returns at once. environment: added to that of the tests."""
     state_dir.mkdir(parents=True, exist_ok=True)
     config = state_dir / "node.toml"
-    config.write_text(f'state_dir = "{state_dir}"\n[model]\npath = "{model}"\n[rollout]\nkv_tokens = 4096\n')
+    config.write_text(f'state_dir = "{state_dir}"\n[model]\npath = "{model}"\n[rollout]\nengine.max_total_tokens = 4096\n')
+    write_plan(load_config(config, overrides=overrides))
     log = state_dir / "rollout.log"
     command = [sys.executable, "-m", "tasuki.rollout", "--config", str(config)]
     for override in overrides:

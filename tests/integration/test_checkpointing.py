@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from tasuki.algorithms.loss_types import LossConfig
 from tasuki.algorithms.losses.value import ValueLoss
 from tasuki.planner.layout import Checkpointing
-from tasuki.trainer.backends.fsdp import backend
-from tasuki.trainer.backends.fsdp.resident_tags import planned_layout
 from tasuki.trainer.data.micro_batch import token_batch
 from tasuki.trainer.data.samples import Samples
 from tasuki.trainer.learner import Learner
@@ -112,16 +109,10 @@ def test_no_choice_changes_a_bit_of_adapter_or_critic_gradients(model: Path, mes
 
 @pytest.mark.long
 @pytest.mark.parametrize("rung", RUNGS[1:])
-def test_all_layers_may_keep_everything(
-    model: Path, mesh: DeviceMesh, rung: Checkpointing, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_layers_may_keep_everything(model: Path, mesh: DeviceMesh, rung: Checkpointing) -> None:
     expected = gradients_of(start(model, mesh, Checkpointing.NONE), Role.POLICY, samples_of(0))
     for kept_layers in (NUM_LAYERS - 1, NUM_LAYERS):
-        with monkeypatch.context() as patch:
-            patch.setattr(
-                backend, "planned_layout", lambda *given, num=kept_layers: replace(planned_layout(*given), kept_layers=num)
-            )
-            learner = start(model, mesh, rung)
+        learner = start(model, mesh, rung, choices={"kept_layers": kept_layers})
         assert_equal(gradients_of(learner, Role.POLICY, samples_of(0)), expected)
 
 

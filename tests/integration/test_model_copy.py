@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tasuki.config.choices import Choices
 from tasuki.config.lock import NODE_LOCK, StateLock
 from tasuki.config.paths import model_copy_dir, model_source
 from tasuki.config.schema import ModelConfig, NodeConfig
@@ -54,10 +55,11 @@ def test_copy_holds_the_files_that_services_read_and_no_links(config: NodeConfig
 
 def test_the_engine_is_told_the_copy(config: NodeConfig) -> None:
     facts = ModelFacts(path="", architecture="", vocab_size=10, context_length=10, stop_token_ids=(1,), is_seeded=False)
+    choices = Choices(micro_batch_tokens=1, checkpointing="none")
     with preloaded_model(config, tell=lambda _: None):
-        assert engine_arguments(config, facts)["model_path"] == str(model_copy_dir(config.state_dir))
+        assert engine_arguments(config, choices, facts)["model_path"] == str(model_copy_dir(config.state_dir))
     remove_model_copy(config.state_dir)
-    assert engine_arguments(config, facts)["model_path"] == str(config.model.path)
+    assert engine_arguments(config, choices, facts)["model_path"] == str(config.model.path)
 
 
 def test_a_model_larger_than_an_eighth_of_the_host_is_read_where_it_is(config: NodeConfig) -> None:

@@ -153,8 +153,8 @@ async def test_a_trainer_learns_beside_weights_that_are_the_engines(ranks: Engin
     folder = save_checkpoint(make_model(kind, seed=1, vocab_size=WHOLE_VOCABULARY), tmp_path / "model")
     state_dir = tmp_path / "node"
     ranks.share_base(folder, state_dir, tp_size=2)
-    settings = '[trainer.lora]\nrank = 3\nshare_base = true\n[rollout]\nlora = "adapter"\ntp_size = 2'
-    trainer = start_trainer(state_dir, folder, num_ranks=2, settings=settings)
+    settings = '[trainer.lora]\nrank = 3\n[rollout]\nlora = "adapter"\ntp_size = 2'
+    trainer = start_trainer(state_dir, folder, num_ranks=2, settings=settings, choices={"shares_base": True})
     trainer.wait_until_serving()
     try:
         bases = bases_of(state_dir, "trainer", num_ranks=2)
@@ -185,7 +185,7 @@ async def test_a_trainer_learns_beside_weights_that_are_the_engines(ranks: Engin
 
 def test_a_model_that_sglang_computes_with_while_it_loads_is_not_shared(ranks: EngineRanks, tmp_path: Path) -> None:
     folder = save_checkpoint(make_model("gemma2", seed=1), tmp_path / "model")
-    with pytest.raises(AssertionError, match=r"trainer.lora.share_base: the engine computes with model\.layers\.0\.\w+norm"):
+    with pytest.raises(AssertionError, match=r"rollout.lora: the engine computes with model\.layers\.0\.\w+norm"):
         ranks.share_base(folder, tmp_path / "node", tp_size=1)
 
 

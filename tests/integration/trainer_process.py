@@ -8,13 +8,15 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import grpc
 import grpc.aio
 
+from tasuki.config.load import load_config
 from tasuki.v1 import (
     loss_pb2,
     memory_pb2,
@@ -28,6 +30,7 @@ from tasuki.v1 import (
 from tasuki.v1.types_pb2 import ROLE_POLICY, TrainingSample
 from tasuki.wire.address import unix_target
 from tasuki.wire.channel import open_channel
+from tests.choices import write_plan
 from tests.conftest import ENVIRONMENT
 from tests.integration.forked import ForkedModule
 from tests.integration.trainer_samples import make_samples
@@ -75,16 +78,25 @@ class TrainerProcess:
 
 
 def start_trainer(
-    state_dir: Path, model: Path, *, num_ranks: int, settings: str = "", inside: Sequence[str] = (), device: str = "cpu"
+    state_dir: Path,
+    model: Path,
+    *,
+    num_ranks: int,
+    settings: str = "",
+    inside: Sequence[str] = (),
+    device: str = "cpu",
+    choices: Mapping[str, object] = MappingProxyType({}),
 ) -> TrainerProcess:
     """Starts the service, optionally with planted faults, and returns at once. settings: further lines of the table [trainer].
 
+    choices: of the planner, other than those of `write_plan`.
     inside: a command that runs it and becomes it, such as `ip netns exec NAME`; without one it is a fork.
     """
     state_dir.mkdir(parents=True, exist_ok=True)
     config = state_dir / "node.toml"
     head = f'state_dir = "{state_dir}"\ndevice = "{device}"\n[model]\npath = "{model}"\n'
     config.write_text(f"{head}[trainer]\nnum_ranks = {num_ranks}\n{settings}\n")
+    write_plan(load_config(config), **choices)
     preload = ["--preload", "tasuki.trainer.serve"] if device == "cpu" else []
     argv = [
         "tasuki.trainer.launch",

@@ -110,7 +110,6 @@ PUBLISHING = {
     "parameters_stay": {"engine_dtype": "float32", "export_stays": True},
     "parameters_leave": {"engine_dtype": "float32", "export_stays": False},
     "bfloat16_parameters_stay": {"param_dtype": "bfloat16", "export_stays": True},
-    "same_dtype_copied": {"engine_dtype": "float32", "export": "copy", "export_stays": False},
     "planned": {},
 }
 

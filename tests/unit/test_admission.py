@@ -138,7 +138,7 @@ async def test_kv_cache_without_room_leads_back_to_train(journal: Journal, servi
     devices.cache_bytes = 11 * GB
     error = await refused(node, Phase.ROLLOUT)
     assert (error.metadata["stage"], error.metadata["tag"]) == ("RESUME_KV", "kv_cache")
-    assert "lower rollout.kv_ratio or rollout.kv_tokens" in error.message
+    assert "lower rollout.kv_ratio or rollout.engine.max_total_tokens" in error.message
     undone = (Stage.SYNC, Stage.RESUME_WEIGHTS, Stage.OFFLOAD, Stage.LOAD_WEIGHTS)
     assert services.asked[-4:] == [("undo", stage) for stage in undone]
     assert Phase.of(node.state().phase) is Phase.TRAIN
@@ -204,13 +204,14 @@ async def test_what_stays_is_in_the_way_of_a_cache_that_has_grown(
     node = make_node(journal, services, devices)
     error = await refused(node, Phase.ROLLOUT)
     assert error.metadata["stage"] == "RESUME_KV" and "trainer optimizer=4000000000" in error.metadata["held"]
-    assert "or let more leave ([residency])" in error.message
     assert Phase.of(node.state().phase) is Phase.TRAIN
 
 
 async def test_budget_of_a_cpu_is_shared_by_both_services(journal: Journal, services: FakeServices, devices: Devices) -> None:
     devices.device, devices.total_bytes = "cpu", 100 * GB
-    config = NodeConfig(state_dir=Path("/s"), model=ModelConfig(path=Path("/nowhere")), rollout=RolloutConfig(kv_tokens=600))
+    config = NodeConfig(
+        state_dir=Path("/s"), model=ModelConfig(path=Path("/nowhere")), rollout=RolloutConfig(engine={"max_total_tokens": 600})
+    )
 
     def with_budget(num_bytes: int) -> NodeConfig:
         return config.model_copy(update={"memory": MemoryConfig(host_budget_bytes=num_bytes)})
@@ -233,13 +234,13 @@ async def test_kv_cache_that_the_budget_does_not_hold_names_the_tokens_that_fit(
     config = NodeConfig(
         state_dir=Path("/s"),
         model=ModelConfig(path=Path("/nowhere")),
-        rollout=RolloutConfig(kv_tokens=600),
+        rollout=RolloutConfig(engine={"max_total_tokens": 600}),
         memory=MemoryConfig(host_budget_bytes=9 * GB),
     )
     node = make_node(journal, services, devices, config)
     devices.cache_bytes = 10 * GB
     error = await refused(node, Phase.ROLLOUT)
-    assert "lower rollout.kv_tokens to 480 or less" in error.message  # 8 of 10 GB
+    assert "lower rollout.engine.max_total_tokens to 480 or less" in error.message  # 8 of 10 GB
     assert Phase.of(node.state().phase) is Phase.TRAIN
 
 

@@ -17,7 +17,6 @@ from tasuki.wire.errors import InvalidArgument, PathNotFound
 
 RUN = '[train]\ndataset = "a"\noutput_dir = "b"\n[train.reward]\nfunction = "a:b"\n'
 MINIMAL = 'state_dir = "state"\n[model]\npath = "model"\n'
-SHARED, ADAPTER = "trainer.lora.share_base=true", ["rollout.lora=adapter"]
 
 
 def write(folder: Path, text: str) -> Path:
@@ -58,7 +57,7 @@ def test_overrides_are_typed_as_in_toml_and_bare_words_are_strings(tmp_path: Pat
         ("", ["trainer.num_ranks=0"], "trainer.num_ranks"),
         ("", ["trainer.num_ranks=two"], "trainer.num_ranks"),
         ("", ["trainer.learning_rate=-1"], "trainer.learning_rate"),
-        ("", ["rollout.kv_tokens=-5"], "rollout.kv_tokens"),
+        ("", ["rollout.engine.max_total_tokens=-5"], "rollout.engine.max_total_tokens"),
         ("", ["coordinator.stage_timeout_s=0"], "coordinator.stage_timeout_s"),
         ("", ["device=tpu"], "device"),
         ("", ["trainer.learning_rate=inf"], "trainer.learning_rate"),
@@ -95,37 +94,12 @@ def test_wrong_key_or_value_is_named(tmp_path: Path, extra: str, overrides: list
     [
         (["device=cuda", "rollout.dtype=float32"], "rollout.dtype", 'device = "cuda"'),
         (["device=cuda", "memory.host_budget_bytes=1GB"], "memory.host_budget_bytes", 'device = "cpu"'),
-        (["trainer.export=parameters", "trainer.lora.rank=8", "rollout.dtype=float32"], "trainer.export", 'leave it at "auto"'),
         (["trainer.param_dtype=bfloat16", "trainer.lora.rank=8"], "trainer.param_dtype", "[trainer.lora]"),
-        (["trainer.export=parameters"], "trainer.export", "rollout.dtype = bfloat16"),
         (["trainer.devices=['0']"], "trainer.devices", "needs rollout.devices, too, and device ="),
         (["trainer.attention_backend=fa4"], "trainer.attention_backend", '= "fa4" needs device = "cuda"'),
         (["trainer.attention_backend=varlen"], "trainer.attention_backend", '= "varlen" needs device = "cuda"'),
         (["rollout.lora=adapter"], "rollout.lora", "[trainer.lora]"),
         (["rollout.lora=adapter", 'trainer.lora.target_modules=["qkv_proj"]'], "rollout.lora", "adapters of qkv_proj"),
-        ([SHARED], "trainer.lora.share_base", 'needs rollout.lora = "adapter"'),
-        ([SHARED, *ADAPTER, "rollout.dtype=float32"], "trainer.lora.share_base", "to be rollout.dtype = float32"),
-        (
-            [SHARED, *ADAPTER, "trainer.num_ranks=2"],
-            "trainer.lora.share_base",
-            "rollout.tp_size = 2 with trainer.num_ranks = 2, not 1",
-        ),
-        (
-            [SHARED, *ADAPTER, "rollout.tp_size=2"],
-            "trainer.lora.share_base",
-            "rollout.tp_size = 1 with trainer.num_ranks = 1, not 2",
-        ),
-        (
-            [SHARED, *ADAPTER, "rollout.dp_size=2"],
-            "trainer.lora.share_base",
-            "rollout.dp_size = 1 with trainer.num_ranks = 1, not 2",
-        ),
-        ([SHARED, *ADAPTER, "memory.host_budget_bytes=1GB"], "trainer.lora.share_base", "memory.host_budget_bytes"),
-        (
-            [SHARED, *ADAPTER, "device=cuda", "trainer.devices=[0]", "rollout.devices=[1]"],
-            "trainer.lora.share_base",
-            "name the same GPUs in the same order",
-        ),
         (["failpoints=['rollout@SYNC=kill']"], "failpoints", "TASUKI_FAILPOINTS"),
         (['trainer.learning_rate="1e-5"'], "trainer.learning_rate", "give a number, without quotes (got '1e-5')"),
         (["state_dir=1"], "state_dir", "give a path in quotes (got 1)"),
@@ -138,12 +112,6 @@ def test_wrong_key_or_value_is_named(tmp_path: Path, extra: str, overrides: list
             "trainer.prefix_sharing",
             "give true or false, without quotes, or \"auto\" (got 'true')",
         ),
-        (
-            ['rollout.kv_tokens="all"'],
-            "rollout.kv_tokens",
-            'give a number, without quotes, or "needed" or "most" (got \'all\')',
-        ),
-        (["rollout.kv_tokens=true"], "rollout.kv_tokens", 'give a number, or "needed" or "most" (got True)'),
     ],
 )
 def test_settings_that_do_not_go_together_are_both_named(tmp_path: Path, overrides: list[str], field: str, other: str) -> None:

@@ -15,6 +15,7 @@ from tasuki.node.model_folder import check_model_folders
 from tasuki.node.start import start_node
 from tasuki.trainer.backends.fsdp.backend import FsdpBackend
 from tasuki.wire.errors import InvalidArgument
+from tests.choices import choices_for
 
 SIZES = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -57,8 +58,9 @@ def test_a_context_as_long_as_the_sequences_is_accepted(tmp_path: Path, key: str
 
 def test_a_trainer_without_a_node_around_it_refuses_it_before_it_loads(tmp_path: Path) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    config = node(tmp_path, vocab_size=127)
     try:
         with pytest.raises(InvalidArgument, match="vocabulary of 127 tokens"):
-            FsdpBackend(node(tmp_path, vocab_size=127), mesh=init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)))
+            FsdpBackend(config, choices_for(config), mesh=init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)))
     finally:
         dist.destroy_process_group()

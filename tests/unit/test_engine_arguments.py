@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tasuki.cli.__main__ import main
+from tasuki.config.choices import Choices
 from tasuki.config.engine_arguments import ALLOWED, uncounted_arguments
 from tasuki.config.load import load_config
 from tasuki.config.save import save_config
@@ -92,7 +93,7 @@ def arguments_of(config: NodeConfig) -> dict[str, object]:
     from tasuki.rollout.model import ModelFacts
 
     facts = ModelFacts(path="", architecture="", vocab_size=10, context_length=10, stop_token_ids=(1,), is_seeded=False)
-    return engine_arguments(config, facts)
+    return engine_arguments(config, Choices(micro_batch_tokens=1, checkpointing="none"), facts)
 
 
 def engine_of(device: str, **engine: object) -> dict[str, object]:

@@ -11,17 +11,18 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from tasuki.config.choices import Choices
 from tasuki.config.gpus import Gpus, gpus_of, show_gpus
 from tasuki.config.load import load_config
 from tasuki.config.save import save_config
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.arena import totals
-from tasuki.planner.advice import advise, climb
+from tasuki.planner.advice import advise
 from tasuki.planner.layout import GB, Checkpointing, Layout, Part
 from tasuki.planner.node_plan import node_layout
 from tasuki.planner.plan import PLAN_STAGES, PlanStage, needed_bytes, plan
 from tasuki.planner.presets import MODELS
-from tasuki.trainer.backends.fsdp.resident_tags import ExportChoice, with_copy_that_stays
+from tasuki.trainer.backends.fsdp.resident_tags import ExportChoice
 from tasuki.weights import chunk_memory
 from tasuki.weights.chunk_memory import descriptor_problem
 from tasuki.wire.errors import InternalError, InvalidArgument
@@ -37,26 +38,18 @@ def node(*, device: str = "cuda", trainer: dict[str, Any] | None = None, rollout
 
 
 @pytest.mark.parametrize(
-    ("param_dtype", "dtype", "export", "expected"),
-    [
-        ("float32", "bfloat16", "auto", False),
-        ("float32", "float32", "auto", True),
-        ("bfloat16", "bfloat16", "auto", True),
-        ("bfloat16", "bfloat16", "copy", False),
-        ("bfloat16", "bfloat16", "parameters", True),
-    ],
+    ("param_dtype", "dtype", "expected"),
+    [("float32", "bfloat16", False), ("float32", "float32", True), ("bfloat16", "bfloat16", True)],
 )
-def test_parameters_are_published_where_dtypes_are_equal(param_dtype: str, dtype: str, export: str, expected: bool) -> None:
-    trainer = {"param_dtype": param_dtype, "export": export}
+def test_parameters_are_published_where_dtypes_are_equal(param_dtype: str, dtype: str, expected: bool) -> None:
     # SGLang's GPU kernels accept bfloat16 only.
     device = "cuda" if dtype == "bfloat16" else "cpu"
-    assert node(device=device, trainer=trainer, rollout={"dtype": dtype}).exports_parameters is expected
+    assert node(device=device, trainer={"param_dtype": param_dtype}, rollout={"dtype": dtype}).exports_parameters is expected
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"trainer": {"export": "parameters"}}, "needs trainer.param_dtype = float32 to be rollout.dtype = bfloat16"),
         ({"trainer": {"devices": ["0"]}}, "trainer.devices needs rollout.devices, too"),
         ({"rollout": {"devices": ["0"]}}, "rollout.devices needs trainer.devices, too"),
         ({"device": "cpu", "trainer": {"devices": ["0"]}}, "devices needs rollout.devices, too, and device = .cuda"),
@@ -173,16 +166,16 @@ def test_a_gpu_that_the_scheduler_did_not_give_is_refused(
     assert os.environ["CUDA_VISIBLE_DEVICES"] == visible
 
 
-def test_devices_and_choices_survive_the_file(tmp_path: Path) -> None:
+def test_devices_survive_the_file(tmp_path: Path) -> None:
     (tmp_path / "node.toml").write_text(
         'state_dir = "s"\ndevice = "cuda"\n[model]\npath = "m"\n'
-        f'[trainer]\ndevices = ["{UUIDS[0]}"]\nexport_stays = false\nparam_dtype = "bfloat16"\n[rollout]\ndevices = ["{UUIDS[1]}"]\n'
+        f'[trainer]\ndevices = ["{UUIDS[0]}"]\nparam_dtype = "bfloat16"\n[rollout]\ndevices = ["{UUIDS[1]}"]\n'
     )
     config = load_config(tmp_path / "node.toml")
     config.state_dir.mkdir()
     save_config(config, tmp_path / "saved.toml")
     assert load_config(tmp_path / "saved.toml") == config
-    assert (config.trainer.devices, config.trainer.export_stays) == ((UUIDS[0],), False)
+    assert config.trainer.devices == (UUIDS[0],)
 
 
 # --- the planner
@@ -242,13 +235,10 @@ def test_without_descriptors_a_copy_that_stays_is_published(monkeypatch: pytest.
     before = totals()
     assert "not supported" in descriptor_problem(torch.device("cpu"))
     assert totals() == before
-    in_place = node(trainer={"param_dtype": "bfloat16"})
-    config = with_copy_that_stays(in_place)
-    layout = node_layout(config, MODEL, gpu_bytes=141 * GB, host_bytes=2000 * GB)
-    assert in_place.exports_parameters and Part.EXPORT in layout.staying[0]
-    assert ExportChoice.of(config, layout, rank=0, handles="ipc") == ExportChoice(
-        of_parameters=False, stays=True, handles="ipc"
-    )
+    in_place, choices = node(trainer={"param_dtype": "bfloat16"}), Choices(micro_batch_tokens=1, checkpointing="none")
+    assert ExportChoice.of(in_place, choices, rank=0) == ExportChoice(of_parameters=True, stays=False)
+    legacy = ExportChoice(of_parameters=False, stays=True, handles="ipc")
+    assert ExportChoice.of(in_place, choices, rank=0, handles="ipc") == legacy
 
 
 def test_a_dtype_that_the_engine_does_not_have_is_refused() -> None:
@@ -256,26 +246,22 @@ def test_a_dtype_that_the_engine_does_not_have_is_refused() -> None:
         h200s(exports_parameters=True)
 
 
-def test_advice_names_the_setting_that_lets_the_copy_leave() -> None:
+def test_advice_lets_the_copy_leave() -> None:
     crowded = h200s(kv_ratio=0.95)
     planned = plan(crowded)
     assert not planned.fits
     assert planned.gpu_peak.stage in (Stage.RESUME_KV, Phase.ROLLOUT, Stage.DRAIN)
     first = advise(planned).ladder[0]
-    assert (first.setting, first.old, first.new, first.is_available) == ("trainer.export_stays", "true", "false", True)
+    assert (first.setting, first.old, first.new, first.is_available) == (
+        "what stays",
+        "export arena",
+        "nothing published",
+        True,
+    )
     assert first.plan.fits
 
 
-def test_advice_names_publishing_parameters_where_their_dtype_allows_it() -> None:
-    layout = h200s(param_bytes=2, kv_ratio=0.2, micro_batch_tokens=1024, context_length=1024, export_stays=False)
-    layout = replace(layout, empties_cache=True)
-    synced = plan(layout).stage(Stage.SYNC)
-    short = plan(replace(layout, gpu_bytes=synced.gpu_bytes - synced.gpus[0][Part.EXPORT] + GB))
-    assert not short.fits and short.gpu_peak.stage is Stage.RESUME_WEIGHTS
-    assert "trainer.export" in {rung.setting for rung in climb(short)}
-
-
-def test_what_the_configuration_leaves_open_stays_where_it_fits() -> None:
+def test_what_is_published_stays_where_it_fits() -> None:
     def stays(kv_ratio: float, **trainer: Any) -> bool:
         settings = {"checkpointing": "full", "micro_batch_tokens": 2048, "num_ranks": 4, **trainer}
         config = node(
@@ -285,8 +271,6 @@ def test_what_the_configuration_leaves_open_stays_where_it_fits() -> None:
 
     assert stays(0.6)
     assert not stays(0.95)
-    assert stays(0.95, export_stays=True)
-    assert not stays(0.6, export_stays=False)
 
 
 def test_ranks_are_planned_on_the_gpus_that_they_have() -> None:

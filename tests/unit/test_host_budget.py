@@ -45,7 +45,7 @@ def config_of(model: Path, *, budget_bytes: int) -> NodeConfig:
         device="cpu",
         model=ModelConfig(path=model),
         trainer=TrainerConfig(num_ranks=2, compute_dtype="float32"),
-        rollout=RolloutConfig(dtype="float32", context_length=64, kv_tokens=1024),
+        rollout=RolloutConfig(dtype="float32", context_length=64, engine={"max_total_tokens": 1024}),
         memory=MemoryConfig(host_budget_bytes=budget_bytes),
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -30,7 +29,7 @@ def test_drafts_take_room_for_two_steps_of_every_sample() -> None:
 
 def test_drafts_take_logits_in_the_step_and_in_graphs() -> None:
     plain, drafting = (
-        h200s(node(train=TRAIN, rollout={"kv_tokens": 50_000, "engine": engine}))
+        h200s(node(train=TRAIN, rollout={"engine": {"max_total_tokens": 50_000, **engine}}))
         for engine in ({}, {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 5})
     )
     assert engine_step(drafting) - engine_step(plain) == 256 * MODEL.vocab_size * 4 * (4 * 5 - 2)
@@ -54,8 +53,7 @@ def test_without_a_bound_for_prompts_the_context_decides_or_nothing_does() -> No
     assert wanted_tokens(node(train=unbounded), context_length=4096) == 256 * (4096 + 8)
     assert wanted_tokens(node(train=unbounded, rollout={"context_length": None}), context_length=32_768) is None
     assert wanted_tokens(node(), context_length=4096) is None
-    assert wanted_tokens(node(train=TRAIN, rollout={"kv_tokens": "most"}), context_length=4096) is None
-    assert wanted_tokens(node(train=TRAIN, rollout={"kv_tokens": 5000}), context_length=4096) == 5000
+    assert wanted_tokens(node(train=TRAIN, rollout={"engine": {"max_total_tokens": 5000}}), context_length=4096) == 5000
 
 
 def test_on_a_cpu_a_step_takes_no_more_than_the_cache_that_is_made_without_it() -> None:
@@ -65,20 +63,18 @@ def test_on_a_cpu_a_step_takes_no_more_than_the_cache_that_is_made_without_it() 
 
 
 def test_what_is_needed_is_bounded_by_the_ratio() -> None:
-    many = TRAIN | {"prompts_per_step": 4096}
-    needed, most = (plan(h200s(node(train=many, rollout={"kv_tokens": wish}))).kv_pool for wish in ("needed", "most"))
-    assert needed == most
+    assert plan(h200s(node(train=TRAIN | {"prompts_per_step": 4096}))).kv_pool == plan(h200s(node())).kv_pool
 
 
 @pytest.mark.parametrize(("device", "where"), [("cuda", "kv_ratio = 0.85 leaves of a GPU"), ("cpu", "of this machine")])
 def test_tokens_beyond_what_fits_are_refused_with_the_bytes_and_what_fits(device: str, where: str) -> None:
-    config = node(device=device, rollout={"kv_tokens": 50_000_000})
+    config = node(device=device, rollout={"engine": {"max_total_tokens": 50_000_000}})
     with pytest.raises(InvalidArgument, match=where) as refused:
         h200s(config)
     told = refused.value.metadata
-    assert told["field"] == "rollout.kv_tokens" and int(told["needed_bytes"]) > int(told["free_bytes"])
+    assert told["field"] == "rollout.engine.max_total_tokens" and int(told["needed_bytes"]) > int(told["free_bytes"])
     most = int(refused.value.message.split("give at most ")[1].split(",")[0])
-    layout = h200s(node(device=device, rollout={"kv_tokens": most}))
+    layout = h200s(node(device=device, rollout={"engine": {"max_total_tokens": most}}))
     assert layout.kv_tokens == most
     assert device == "cuda" or plan(layout).fits, "on a CPU beside everything else"
 
@@ -86,24 +82,15 @@ def test_tokens_beyond_what_fits_are_refused_with_the_bytes_and_what_fits(device
 def test_tokens_beyond_a_budget_are_refused_with_a_number_that_fits() -> None:
     memory = {"host_budget_bytes": 200 * GB}
     with pytest.raises(InvalidArgument, match=f"that memory.host_budget_bytes = {200 * GB} leaves") as refused:
-        h200s(node(device="cpu", memory=memory, rollout={"kv_tokens": 50_000_000}))
+        h200s(node(device="cpu", memory=memory, rollout={"engine": {"max_total_tokens": 50_000_000}}))
     most = int(refused.value.message.split("give at most ")[1].split(",")[0])
-    layout = h200s(node(device="cpu", memory=memory, rollout={"kv_tokens": most}))
+    layout = h200s(node(device="cpu", memory=memory, rollout={"engine": {"max_total_tokens": most}}))
     bare = replace(layout, staying=(frozenset[Part](),) * layout.num_gpus, kv_tokens=most + 1)
     assert plan(layout).fits and not plan(bare).fits
 
 
-@pytest.mark.parametrize(
-    ("field", "tables"),
-    [("rollout.kv_tokens", {"rollout": {"kv_tokens": 100}}), ("residency.kv_tokens", {"residency": {"kv_tokens": 100}})],
-)
-def test_tokens_for_less_than_a_sequence_are_refused(field: str, tables: dict[str, Any]) -> None:
-    layout = h200s(node(**tables))
+def test_tokens_for_less_than_a_sequence_are_refused() -> None:
+    layout = h200s(node(rollout={"engine": {"max_total_tokens": 100}}))
     assert layout.kv_tokens == 100 and not plan(layout).fits
-    with pytest.raises(InvalidArgument, match=f"{field}: = 100 cannot hold one sequence of {layout.longest_sequence}"):
+    with pytest.raises(InvalidArgument, match=f"max_total_tokens: = 100 cannot hold one sequence of {layout.longest_sequence}"):
         check_sequence(layout)
-
-
-def test_needed_without_a_run_is_a_conflict() -> None:
-    with pytest.raises(ValueError, match=r"rollout.kv_tokens = \"needed\" needs a table \[train\]"):
-        node(rollout={"kv_tokens": "needed"})

@@ -11,9 +11,8 @@ from tasuki.cli.__main__ import USER_ERROR, main
 from tasuki.config.load import load_config
 from tasuki.config.lock import NODE_LOCK, StateLock
 from tasuki.config.paths import config_path
-from tasuki.config.residency_schema import ResidencyConfig
 from tasuki.config.save import save_config
-from tasuki.node.node_settings import adopt_node, check_node_runs_with
+from tasuki.node.node_settings import adopt_node
 from tasuki.node.start import running_node
 from tasuki.runs.recipe import recipe
 from tasuki.wire.errors import InvalidArgument
@@ -91,17 +90,6 @@ def test_a_node_that_came_up_meanwhile_must_have_every_setting(folder: Path) -> 
         running_node(config),
     ):
         pass
-
-
-def test_what_the_planner_decided_for_the_node_is_no_setting_of_a_run(folder: Path) -> None:
-    node = load_config(folder / "node.toml")
-    decided = ResidencyConfig(trainer=(("weights",),), kv_tokens=64)
-    save_config(node.model_copy(update={"residency": decided}), config_path(node.state_dir))
-    check_node_runs_with(node)
-    assert adopt_node(load_config(folder / "train.toml")).residency == decided
-    given = node.model_copy(update={"residency": ResidencyConfig()})
-    with pytest.raises(InvalidArgument, match=r"residency\.trainer: is \(\) here and \(\('weights',\),\) on the node"):
-        check_node_runs_with(given)
 
 
 def test_without_a_node_the_file_counts(tmp_path: Path) -> None:

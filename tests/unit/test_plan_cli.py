@@ -67,10 +67,7 @@ def test_adapters_of_a_nodes_configuration_take_what_their_layers_say(node: Path
     def parts(*overrides: str) -> tuple[dict[str, int], dict[str, int]]:
         """Parts of the first GPU's memory, in TRAIN and after LOAD_WEIGHTS."""
         arguments = [argument for override in overrides for argument in ("--set", override)]
-        assert (
-            main(["plan", str(node), "--gpu-gb", "80", "--json", "--set", "device=cpu", "--set", "residency={}", *arguments])
-            == 0
-        )
+        assert main(["plan", str(node), "--gpu-gb", "80", "--json", "--set", "device=cpu", *arguments]) == 0
         stages = {stage["stage"]: stage["gpus"][0] for stage in json.loads(capsys.readouterr().out)["stages"]}
         return stages["TRAIN"], stages["LOAD_WEIGHTS"]
 
@@ -82,24 +79,11 @@ def test_adapters_of_a_nodes_configuration_take_what_their_layers_say(node: Path
     few, _ = parts("trainer.lora.rank=64", 'trainer.lora.target_modules=["q_proj"]')
     assert few["optimizer"] < every["optimizer"] < whole["optimizer"]
     assert few["gradients"] < every["gradients"] < whole["gradients"]
-    # Published within the weights or separately; the engine's weights then stay.
+    # Published within the weights or separately.
     assert published["export arena"] == published_whole["export arena"]
-    assert "rollout weights" not in every
     beside_engine, alone = parts("trainer.lora.rank=64", "rollout.lora=adapter")
     assert alone["export arena"] < published["export arena"] / 4
     assert beside_engine["rollout weights"] > 0
-    # A base shared by both is counted once, as the engine's.
-    shared, also_alone = parts(
-        "trainer.lora.rank=64", "rollout.lora=adapter", "trainer.lora.share_base=true", "trainer.num_ranks=1"
-    )
-    twice, _ = parts("trainer.lora.rank=64", "rollout.lora=adapter", "trainer.num_ranks=1")
-    assert shared["rollout weights"] == twice["rollout weights"]
-    saved = twice["trainer weights"] - shared["trainer weights"]
-    assert abs(saved - shared["rollout weights"]) < 0.2 * saved and shared["trainer weights"] < saved / 4
-    assert {part: size for part, size in shared.items() if part != "trainer weights"} == {
-        part: size for part, size in twice.items() if part != "trainer weights"
-    }
-    assert also_alone["export arena"] > 0
 
 
 def test_gpus_that_differ_get_a_table_each(node: Path, capsys: pytest.CaptureFixture[str]):
@@ -230,10 +214,6 @@ SEVEN_B = {
         ([], None),
         (["trainer.moments=host"], [("trainer.moments", "host", "gpu")]),
         (
-            ["trainer.moments=host", "residency={}"],
-            [("residency", "as given", "removed"), ("trainer.moments", "host", "gpu")],
-        ),
-        (
             ["trainer.checkpointing=offloaded", "trainer.micro_batch_tokens=65536"],
             [("trainer.checkpointing", "offloaded", "full")],
         ),
@@ -257,8 +237,8 @@ def test_a_host_that_is_short_is_told_which_setting_of_the_node_takes_it(
         assert planned["max_kv_ratio"] > 0.8, "the ratio counts what stays, which needs no copy on the host"
         return
     assert planned["ladder"][-1]["fits"] and "host lacks" in planned["problems"][0]
-    changed = [f"{setting}={new}" for setting, _, new in ladder if setting != "residency"]
-    assert plan(*(each for each in settings if each != "residency={}"), *changed) == 0
+    changed = [f"{setting}={new}" for setting, _, new in ladder]
+    assert plan(*settings, *changed) == 0
 
 
 def test_cuda_graphs_that_the_engine_does_without_are_not_counted(node: Path, capsys: pytest.CaptureFixture[str]):

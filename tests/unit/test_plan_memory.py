@@ -204,7 +204,7 @@ def test_a_host_that_is_too_small_is_told_what_to_keep_on_the_gpu():
     planned = plan(layout)
     assert planned.fits_gpu and not planned.fits_host
     first = advise(planned).ladder[0]
-    assert (first.setting, first.old, first.new, first.is_available) == ("residency", "nothing stays", "optimizer stays", True)
+    assert (first.setting, first.old, first.new, first.is_available) == ("what stays", "nothing", "optimizer", True)
     assert first.plan.fits
 
 
@@ -267,7 +267,11 @@ def test_letting_more_leave_never_takes_more_in_the_trainers_phase(sleeping: fro
 
 
 def test_a_node_on_a_cpu_takes_its_memory_from_the_host(tmp_path: Path):
-    tables = {"trainer": {"num_ranks": 2}, "rollout": {"kv_tokens": 1000}, "model": {"path": write_model(tmp_path)}}
+    tables = {
+        "trainer": {"num_ranks": 2},
+        "rollout": {"engine": {"max_total_tokens": 1000}},
+        "model": {"path": write_model(tmp_path)},
+    }
     node = NodeConfig.model_validate({"state_dir": tmp_path, **tables})
     planned = plan_node(node, gpu_bytes=1, host_bytes=24 * GB)
     assert planned.fits

@@ -32,7 +32,7 @@ from tasuki.models.families import read_model
 from tasuki.models.shape import ModelShape
 from tasuki.planner.kept_bytes import kept_per_token
 from tasuki.planner.layout import GB, MIB, Layout, Part
-from tasuki.planner.node_plan import node_layout
+from tasuki.planner.node_plan import choices_of, node_layout
 from tasuki.planner.presets import MODELS
 from tasuki.planner.rollout_bytes import engine_weights, kv_bytes_per_token, kv_pool
 from tasuki.planner.shards import shards
@@ -202,13 +202,13 @@ def test_an_arena_of_copies_has_the_chunks_of_a_real_one(num_bytes: int):
 @pytest.mark.parametrize("kv_tokens", [None, 5000])
 def test_a_cache_on_a_cpu_has_the_tokens_that_the_engine_is_asked_for(kv_tokens: int | None, tmp_path: Path):
     shape = MODELS["qwen2.5-0.5b"]
-    settings = {"kv_tokens": kv_tokens, "context_length": 4096}
+    settings = {"engine": {} if kv_tokens is None else {"max_total_tokens": kv_tokens}, "context_length": 4096}
     node = NodeConfig.model_validate({"state_dir": tmp_path, "model": {"path": tmp_path}, "rollout": settings})
     facts = ModelFacts(
         path="", architecture="", vocab_size=shape.vocab_size, context_length=4096, stop_token_ids=(1,), is_seeded=True
     )
     layout = node_layout(node, shape, gpu_bytes=GB, host_bytes=24 * GB)
-    given = engine_arguments(node, facts)
+    given = engine_arguments(node, choices_of(layout, node), facts)
     asked = given["max_total_tokens"]
     arena = NativeAllocator(tags=[MemoryTag.KV_CACHE], device="cpu").arena(MemoryTag.KV_CACHE)
     buffers = 2 * shape.num_layers

@@ -20,6 +20,7 @@ from tasuki.v1.memory_pb2 import GetUsageResponse
 from tasuki.v1.types_pb2 import DeviceUsage
 from tasuki.wire.errors import DeadlineExceeded, PathNotFound, TasukiError
 from tasuki.wire.stages import Service
+from tests.choices import choices_for
 
 
 def as_the_command_line_says(answer: pb.PlanResponse) -> dict[str, Any]:
@@ -90,7 +91,7 @@ class Memory:
 
 def planning(memory: Memory, model: Path) -> Planning:
     config = NodeConfig(state_dir=Path("/s"), device="cuda", model=ModelConfig(path=model))
-    return Planning(Admission(memory, config, published_bytes=lambda _: None), config)
+    return Planning(Admission(memory, config, published_bytes=lambda _: None), config, choices_for(config))
 
 
 CONFIG = (
@@ -117,7 +118,7 @@ async def test_a_budget_is_for_tags_and_bounds_no_process_of_the_host(tmp_path: 
     config = NodeConfig(
         state_dir=Path("/s"), device="cpu", model=ModelConfig(path=tmp_path), memory=MemoryConfig(host_budget_bytes=600_000_000)
     )
-    made = Planning(Admission(Memory(1), config, published_bytes=lambda _: None), config)
+    made = Planning(Admission(Memory(1), config, published_bytes=lambda _: None), config, choices_for(config))
     answer = await made.plan(gpu_bytes=None, host_bytes=None)
     assert answer.host_bytes == host_memory().total_bytes
     assert not (await made.plan(gpu_bytes=None, host_bytes=600_000_000)).fits

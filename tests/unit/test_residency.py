@@ -1,8 +1,8 @@
-"""Tags that stay on a GPU over a changeover: the planner's choice, and its form in a configuration."""
+"""Tags that stay on a GPU over a changeover, a shared base, and the file of a node's choices."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import json
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -12,22 +12,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from tasuki.config.load import load_config
-from tasuki.config.residency_schema import ResidencyConfig
-from tasuki.config.save import save_config
+from tasuki.config.choices import Choices, plan_path, read_choices, write_choices
 from tasuki.config.schema import NodeConfig
+from tasuki.models.shape import unshared_base
 from tasuki.planner.layout import GB, RESIDENT, Layout, Part
-from tasuki.planner.node_plan import node_layout
+from tasuki.planner.model_shape import read_model_shape
+from tasuki.planner.node_plan import choices_of, layout_of, may_share_base, node_layout
 from tasuki.planner.plan import PLAN_STAGES, plan, plan_of, sizes_of
 from tasuki.planner.presets import MODELS
-from tasuki.planner.residency import as_config, decide, stay_and_leave
+from tasuki.planner.residency import decide, stay_and_leave
+from tasuki.planner.residency import given as given_staying
 from tasuki.planner.seconds import expected_seconds, release_seconds
 from tasuki.planner.step_bytes import step_moments
 from tasuki.rpc.memory import staying_of_engine_rank, staying_tags
-from tasuki.wire.errors import InvalidArgument
+from tasuki.wire.errors import InvalidArgument, PathNotFound
 from tasuki.wire.stages import MemoryTag, Phase, Service, Stage
 
 MODEL = MODELS["qwen2.5-7b"]
+NOTHING = Choices(micro_batch_tokens=1, checkpointing="none")
+SMALL = {
+    "architectures": ["Qwen2ForCausalLM"], "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8,
+    "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 32_000, "max_position_embeddings": 4096,
+}  # fmt: skip
 TRAIN = {
     "dataset": "d",
     "output_dir": "o",
@@ -50,6 +56,11 @@ def h200s(config: NodeConfig, *, gpu_bytes: int = 141 * GB) -> Layout:
     return node_layout(config, MODEL, gpu_bytes=gpu_bytes, host_bytes=2000 * GB)
 
 
+def leaving(layout: Layout) -> Layout:
+    """The layout of a node whose memory all leaves."""
+    return replace(layout, staying=(frozenset(),) * layout.num_gpus)
+
+
 def staying_on(layout: Layout, gpu: int = 0) -> frozenset[Part]:
     assert layout.staying is not None
     return layout.staying[gpu]
@@ -61,7 +72,7 @@ def staying_on(layout: Layout, gpu: int = 0) -> frozenset[Part]:
 def test_the_base_below_an_engines_adapters_never_moves() -> None:
     lora = {"trainer": {"lora": {"rank": 8}}}
     merged, adapter = (
-        expected_seconds(plan(h200s(node(**lora, rollout={"lora": each}, residency={})))) for each in ("merged", "adapter")
+        expected_seconds(plan(leaving(h200s(node(**lora, rollout={"lora": each}))))) for each in ("merged", "adapter")
     )
     assert merged[Stage.RESUME_WEIGHTS] > adapter[Stage.RESUME_WEIGHTS] == adapter[Stage.DRAIN]
 
@@ -101,7 +112,7 @@ def test_with_most_kv_the_trainer_leaves_and_the_engines_weights_stay() -> None:
 
 @pytest.mark.parametrize("tokens", [400_000, 1_200_000])
 def test_no_choice_that_fits_costs_less(tokens: int) -> None:
-    layout = h200s(node(rollout={"kv_tokens": tokens}))
+    layout = h200s(node(rollout={"engine": {"max_total_tokens": tokens}}))
     sizes = sizes_of(layout)
     known = {**sizes.trainer, **sizes.engine, Part.TORCH_CACHE: sum(sizes.work.values())}
     room = layout.gpu_bytes * 0.96 - layout.overheads.margin
@@ -123,7 +134,7 @@ def test_no_choice_that_fits_costs_less(tokens: int) -> None:
 @given(gb=some.integers(40, 200), tokens=some.integers(4096, 100_000), ranks=some.sampled_from([1, 2, 4]))
 def test_what_stays_never_makes_a_plan_fail_that_fits_without(gb: int, tokens: int, ranks: int) -> None:
     try:
-        layout = h200s(node(trainer={"num_ranks": ranks}, rollout={"kv_tokens": tokens}), gpu_bytes=gb * GB)
+        layout = h200s(node(trainer={"num_ranks": ranks}, rollout={"engine": {"max_total_tokens": tokens}}), gpu_bytes=gb * GB)
     except InvalidArgument:
         return
     released = replace(layout, staying=(frozenset[Part](),) * layout.num_gpus)
@@ -145,27 +156,26 @@ def test_what_stays_is_decided_with_the_cache_that_it_leaves_room_for(gb: int) -
 
 
 def test_apart_from_each_other_both_services_keep_everything() -> None:
-    layout = h200s(node(trainer={"devices": ["0", "1"]}, rollout={"devices": ["2"], "kv_tokens": "most"}))
+    config = node(trainer={"devices": ["0", "1"]}, rollout={"devices": ["2"]})
+    layout = h200s(config)
     assert [bool(stays) and not leaves for _, stays, leaves in stay_and_leave(layout)] == [True, True]
-    residency = as_config(layout, node(trainer={"devices": ["0", "1"]}, rollout={"devices": ["2"]}), kv_tokens=None)
-    assert [set(names) for names in residency.trainer] == [{"weights", "gradients", "optimizer", "export", "cache"}] * 2
-    assert [set(names) for names in residency.rollout] == [{"weights", "kv_cache"}]
+    choices = choices_of(layout, config)
+    assert [set(names) for names in choices.trainer] == [{"weights", "gradients", "optimizer", "export", "cache"}] * 2
+    assert [set(names) for names in choices.rollout] == [{"weights", "kv_cache"}]
 
 
 def test_the_base_below_adapters_stays_in_an_engine_that_serves_them() -> None:
     config = node(trainer={"lora": {"rank": 32}}, rollout={"lora": "adapter", "kv_ratio": 0.9})
     assert Part.ROLLOUT_WEIGHTS in staying_on(h200s(config))
-    assert staying_of_engine_rank(config, 0) == {MemoryTag.WEIGHTS}
-    given = node(trainer={"lora": {"rank": 32}}, rollout={"lora": "adapter"}, residency={})
-    assert stay_and_leave(h200s(given))[0][1] == [Part.ROLLOUT_WEIGHTS], "an empty table cannot make it leave"
+    assert staying_of_engine_rank(config, NOTHING, 0) == {MemoryTag.WEIGHTS}
+    nothing = replace(h200s(config), staying=given_staying(h200s(config), config, NOTHING))
+    assert stay_and_leave(nothing)[0][1] == [Part.ROLLOUT_WEIGHTS], "no choice can make it leave"
 
 
 def test_a_base_that_never_changes_costs_no_copy_to_the_host() -> None:
     def offload_s(**trainer: Any) -> float:
-        residency = {"trainer": [["export"], ["export"]]}
-        config = node(trainer=trainer, rollout={"tp_size": 2, "kv_tokens": 8192}, residency=residency)
-        planned = plan(node_layout(config, MODEL, gpu_bytes=141 * GB, host_bytes=2000 * GB))
-        return expected_seconds(planned)[Stage.OFFLOAD]
+        layout = h200s(node(trainer=trainer, rollout={"tp_size": 2, "engine": {"max_total_tokens": 8192}}))
+        return expected_seconds(plan(replace(layout, staying=(frozenset({Part.EXPORT}),) * 2)))[Stage.OFFLOAD]
 
     adapters = {"lora": {"rank": 32}}
     # Without the base, 0.16 GB of masters and 0.32 GB of moments; with it 7.8 GB, which would take 0.14 s.
@@ -173,11 +183,11 @@ def test_a_base_that_never_changes_costs_no_copy_to_the_host() -> None:
     assert offload_s() > 0.8, "7.6 billion masters and their moments are copied every time"
     critic = {"critic": {"lora_rank": 32}}
     assert offload_s(**adapters, **critic) < 0.08
-    reference = node(train=TRAIN | {"loss": {"kl_coef": 0.01}}, rollout={"kv_tokens": 8192})
+    reference = node(train=TRAIN | {"loss": {"kl_coef": 0.01}}, rollout={"engine": {"max_total_tokens": 8192}})
     frozen = sizes_of(h200s(reference)).frozen
     assert frozen == pytest.approx(2 * MODEL.num_parameters / 2, rel=0.01) and sizes_of(h200s(node())).frozen == 0
-    shared = node(trainer={"lora": {"rank": 32, "share_base": True}}, rollout={"lora": "adapter", "tp_size": 2})
-    assert sizes_of(h200s(shared)).frozen == 0, "the engine's base stays"
+    beside = h200s(node(trainer={"lora": {"rank": 32}}, rollout={"lora": "adapter", "tp_size": 2}))
+    assert sizes_of(replace(beside, shares_base=True)).frozen == 0, "the engine's base stays"
 
 
 def test_a_base_that_is_copied_one_way_leaves_before_tensors_that_are_copied_both_ways() -> None:
@@ -188,66 +198,80 @@ def test_a_base_that_is_copied_one_way_leaves_before_tensors_that_are_copied_bot
 
 
 @pytest.mark.parametrize(("name", "num_ranks"), [("qwen2.5-32b", 1), ("qwen2.5-72b", 2)])
-def test_one_base_for_both_services_fits_where_two_do_not(name: str, num_ranks: int) -> None:
-    model, trained = MODELS[name], {}
-    for shares in (True, False):
-        trainer = {"num_ranks": num_ranks, "micro_batch_tokens": 8192, "lora": {"rank": 32, "share_base": shares}}
-        config = node(trainer=trainer, rollout={"lora": "adapter", "kv_tokens": 100_000, "tp_size": num_ranks})
-        layout = node_layout(config, model, gpu_bytes=141 * GB, host_bytes=2000 * GB)
-        assert plan(layout).fits is shares
-        assert staying_on(layout) == (frozenset(RESIDENT) if shares else {Part.ROLLOUT_WEIGHTS})
-        trained[shares] = [parts.get(Part.TRAINER_WEIGHTS, 0) for parts in plan(layout).stage(Phase.TRAIN).gpus]
+def test_a_base_is_shared_where_two_do_not_fit(name: str, num_ranks: int) -> None:
+    model = MODELS[name]
+    trainer = {"num_ranks": num_ranks, "micro_batch_tokens": 8192, "lora": {"rank": 32}}
+    config = node(trainer=trainer, rollout={"lora": "adapter", "engine": {"max_total_tokens": 100_000}, "tp_size": num_ranks})
+    shared = node_layout(config, model, gpu_bytes=141 * GB, host_bytes=2000 * GB)
+    twice = replace(shared, shares_base=False)
+    assert shared.shares_base and choices_of(shared, config).shares_base
+    assert plan(shared).fits and not plan(twice).fits
+    assert staying_on(shared) == frozenset(RESIDENT)
+    trained = [[parts.get(Part.TRAINER_WEIGHTS, 0) for parts in plan(one).stage(Phase.TRAIN).gpus] for one in (shared, twice)]
     base = 2 * model.num_parameters / num_ranks
-    assert [abs(twice - once - base) < 0.02 * base for once, twice in zip(*trained.values(), strict=True)] == [True] * num_ranks
+    assert [abs(more - less - base) < 0.02 * base for less, more in zip(*trained, strict=True)] == [True] * num_ranks
+
+
+def test_a_base_is_not_shared_where_a_second_copy_costs_nothing() -> None:
+    trainer, rollout = {"lora": {"rank": 32}}, {"lora": "adapter", "tp_size": 2, "engine": {"max_total_tokens": 100_000}}
+    assert not h200s(node(trainer=trainer, rollout=rollout)).shares_base
+
+
+@pytest.mark.parametrize(
+    ("trainer", "rollout", "tables"),
+    [
+        ({}, {"lora": "merged"}, {}),
+        ({}, {"tp_size": 1}, {}),
+        ({"compute_dtype": "float32"}, {}, {}),
+        ({"devices": ["0", "1"]}, {"devices": ["1", "0"]}, {}),
+        ({}, {}, {"device": "cpu"}),
+    ],
+)
+def test_a_trainer_rank_can_read_only_an_engine_rank_of_its_own(
+    trainer: dict[str, Any], rollout: dict[str, Any], tables: dict[str, Any]
+) -> None:
+    lora, adapter = {"lora": {"rank": 32}}, {"lora": "adapter", "tp_size": 2}
+    assert may_share_base(node(trainer=lora, rollout=adapter), MODEL)
+    assert not may_share_base(node(trainer=lora | trainer, rollout=adapter | rollout, **tables), MODEL)
 
 
 def test_columns_that_ranks_join_are_planned_where_a_base_is_shared() -> None:
-    def gathered(*, shares: bool) -> int:
-        trainer = {"num_ranks": 2, "micro_batch_tokens": 4096, "lora": {"rank": 32, "share_base": shares}}
-        config = node(trainer=trainer, rollout={"lora": "adapter", "tp_size": 2})
-        layout = node_layout(config, MODEL, gpu_bytes=141 * GB, host_bytes=2000 * GB)
-        return step_moments(layout)["layer"][Part.LAYERS]
-
-    columns = MODEL.hidden_size * (MODEL.query_size + MODEL.intermediate_size)
-    assert gathered(shares=True) - gathered(shares=False) == 2 * columns
+    config = node(trainer={"micro_batch_tokens": 4096, "lora": {"rank": 32}}, rollout={"lora": "adapter", "tp_size": 2})
+    shared, alone = (step_moments(replace(h200s(config), shares_base=shares))["layer"][Part.LAYERS] for shares in (True, False))
+    assert shared - alone == 2 * MODEL.hidden_size * (MODEL.query_size + MODEL.intermediate_size)
 
 
 @pytest.mark.parametrize(
     ("num_ranks", "changes", "problem"),
     [
         (1, {"num_experts": 8, "experts_per_token": 2, "expert_size": 64}, "has experts"),
+        (1, {"architecture": "Gemma2ForCausalLM"}, "has weights that the engine changes"),
+        (1, {"has_fused_qkv": True}, "has weights that the engine changes"),
         (2, {"has_fused_gate_up": True}, "has fused layers, of which each of 2 engine ranks holds several runs of rows"),
         (2, {"num_heads": 7}, "has 7 attention heads, which 2 ranks cannot share evenly"),
         (4, {"num_heads": 4, "num_kv_heads": 2}, "has 2 key-value heads, which 4 ranks"),
         (2, {"intermediate_size": 127}, "has 127 columns of the MLP"),
         (2, {"vocab_size": 131}, "has 131 rows of the vocabulary, which 2 ranks"),
         (2, {"vocab_size": 130}, "has 130 rows of the vocabulary: the engine pads them to a multiple of 64"),
-        (1, {"vocab_size": 131, "has_fused_gate_up": True}, ""),
-        (2, {"vocab_size": 130, "has_whole_embedding": True}, ""),
+        (1, {"vocab_size": 131, "has_fused_gate_up": True}, None),
+        (2, {"vocab_size": 130, "has_whole_embedding": True}, None),
     ],
 )
-def test_a_base_that_ranks_hold_in_different_parts_is_not_shared(num_ranks: int, changes: dict[str, Any], problem: str) -> None:
-    trainer = {"num_ranks": num_ranks, "lora": {"target_modules": ["q_proj"], "share_base": True}}
-    config = node(trainer=trainer, rollout={"lora": "adapter", "tp_size": num_ranks})
-    refused = pytest.raises(InvalidArgument, match=f"trainer.lora.share_base: Qwen2ForCausalLM {problem}.*; leave it out")
-    with refused if problem else nullcontext():
-        node_layout(config, replace(MODEL, **changes), gpu_bytes=141 * GB, host_bytes=2000 * GB)
-
-
-@pytest.mark.parametrize("stays", [True, False])
-def test_a_setting_for_the_export_is_kept(stays: bool) -> None:
-    layout = h200s(node(train=TRAIN, trainer={"export_stays": stays}))
-    assert (Part.EXPORT in staying_on(layout)) is stays
-    in_place = h200s(node(train=TRAIN, trainer={"export_stays": stays, "param_dtype": "bfloat16"}))
-    assert (Part.TRAINER_WEIGHTS in staying_on(in_place)) is stays
+def test_a_base_that_ranks_hold_in_different_parts_is_not_shared(
+    num_ranks: int, changes: dict[str, Any], problem: str | None
+) -> None:
+    found = unshared_base(replace(MODEL, **changes), num_ranks=num_ranks)
+    assert found is None if problem is None else found is not None and found.startswith(problem)
 
 
 def test_a_budget_of_a_cpu_decides_as_a_gpus_memory_does() -> None:
     def staying(budget: int) -> frozenset[Part]:
-        return staying_on(h200s(node(device="cpu", memory={"host_budget_bytes": budget}, rollout={"kv_tokens": 8192})))
+        return staying_on(
+            h200s(node(device="cpu", memory={"host_budget_bytes": budget}, rollout={"engine": {"max_total_tokens": 8192}}))
+        )
 
     everything = set(RESIDENT) - {Part.TORCH_CACHE}
-    layout = h200s(node(device="cpu", rollout={"kv_tokens": 8192}))
+    layout = h200s(node(device="cpu", rollout={"engine": {"max_total_tokens": 8192}}))
     assert staying_on(layout) == everything
     of_tags = max(
         sum(size for parts in stage.gpus for part, size in parts.items() if part in everything) for stage in plan(layout).stages
@@ -256,47 +280,36 @@ def test_a_budget_of_a_cpu_decides_as_a_gpus_memory_does() -> None:
     assert staying(of_tags - 1) < everything
 
 
-# --- form in a configuration
+# --- the file
 
 
-def test_a_decision_survives_the_file_and_is_not_made_again(tmp_path: Path) -> None:
-    config = node(train=TRAIN)
-    decided = as_config(h200s(config), config, kv_tokens=1000)
-    written = config.model_copy(update={"residency": decided, "state_dir": tmp_path})
-    save_config(written, tmp_path / "node.toml")
-    read = load_config(tmp_path / "node.toml")
-    assert read.residency == decided and decided.kv_tokens == 1000
-    nothing = h200s(config.model_copy(update={"residency": ResidencyConfig()}))
-    assert staying_on(nothing) == frozenset()
-    assert staying_on(h200s(read)) == set(RESIDENT)
+def test_choices_survive_the_file_and_lay_out_the_same_node(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    config = node(train=TRAIN, model={"path": tmp_path})
+    layout = node_layout(config, read_model_shape(tmp_path), gpu_bytes=141 * GB, host_bytes=2000 * GB)
+    choices = choices_of(layout, config)
+    write_choices(choices, tmp_path)
+    assert read_choices(tmp_path) == choices
+    again = layout_of(config, choices, gpu_bytes=141 * GB, host_bytes=2000 * GB)
+    assert plan(again).stages == plan(layout).stages
 
 
-@pytest.mark.parametrize(
-    ("residency", "message"),
-    [
-        ({"trainer": [["weights"]] * 3}, "residency.trainer names 3 ranks, and trainer has 2"),
-        ({"trainer": [["export"]]}, "residency.trainer has export for some ranks only"),
-        ({"rollout": [["kv_cache", "kv_cache"]]}, "names one of them twice"),
-        ({"rollout": [["optimizer"]]}, "Input should be 'weights' or 'kv_cache'"),
-    ],
-)
-def test_residency_that_makes_no_sense_is_refused(residency: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        node(residency=residency)
+def test_a_folder_without_a_node_has_no_choices(tmp_path: Path) -> None:
+    with pytest.raises(PathNotFound, match="start the node with `tasuki up`"):
+        read_choices(tmp_path)
+    plan_path(tmp_path).write_text("{}")
+    with pytest.raises(InvalidArgument, match="no plan of this version"):
+        read_choices(tmp_path)
 
 
 def test_what_only_some_ranks_keep_is_not_told_of_the_service() -> None:
-    config = node(residency={"trainer": [["weights", "optimizer"], ["weights"]], "rollout": [["kv_cache"], ["kv_cache"]]})
-    assert staying_tags(config, Service.TRAINER) == {MemoryTag.WEIGHTS}
-    assert staying_tags(config, Service.ROLLOUT) == {MemoryTag.KV_CACHE, MemoryTag.CUDA_GRAPH}
-    assert staying_tags(node(), Service.TRAINER) == frozenset()
-
-
-def test_a_choice_for_every_gpu_is_needed() -> None:
-    with pytest.raises(InvalidArgument, match="staying"):
-        replace(h200s(node()), staying=(frozenset(),))
+    some = NOTHING.model_copy(
+        update={"trainer": (("weights", "optimizer"), ("weights",)), "rollout": (("kv_cache",), ("kv_cache",))}
+    )
+    assert staying_tags(node(), some, Service.TRAINER) == {MemoryTag.WEIGHTS}
+    assert staying_tags(node(), some, Service.ROLLOUT) == {MemoryTag.KV_CACHE, MemoryTag.CUDA_GRAPH}
+    assert staying_tags(node(), NOTHING, Service.TRAINER) == frozenset()
 
 
 def test_layouts_that_are_not_staged_keep_nothing_by_themselves() -> None:
-    layout = h200s(node())
-    assert decide(replace(layout, staying=None, strategy="v2"), export_stays=None) == (frozenset(),) * 2
+    assert decide(replace(h200s(node()), staying=None, strategy="v2")) == (frozenset(),) * 2

@@ -138,7 +138,7 @@ def test_a_descriptor_that_was_handed_out_maps_for_reading_alone(maker: Any, pat
 
 
 def test_who_waits_for_a_base_that_does_not_come_is_told(path: Path) -> None:
-    with pytest.raises(BadHandle, match="trainer.lora.share_base: the engine has loaded no model within 0.2 s"):
+    with pytest.raises(BadHandle, match="the engine has loaded no model within 0.2 s"):
         await_base(path, device=CPU, timeout_s=0.2)
 
 
@@ -217,6 +217,6 @@ def test_a_shard_is_a_view_of_the_slice_that_contains_it_or_is_refused(
         view = view_of(shard, entry, held)
         assert torch.equal(view, W[offsets[0] : offsets[0] + sizes[0]]) and view.data_ptr() == W[offsets[0]].data_ptr()
         return
-    with pytest.raises(UnsupportedModel, match=r"share_base: w cannot be shared: .* holds \[4, 6\] at \[4, 0\]") as refused:
+    with pytest.raises(UnsupportedModel, match=r"rollout.lora: w cannot be shared: .* holds \[4, 6\] at \[4, 0\]") as refused:
         view_of(shard, entry, held)
     assert f"{list(sizes)} at {list(offsets)}" in refused.value.message

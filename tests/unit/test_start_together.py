@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tasuki.config.schema import NodeConfig
-from tasuki.node.services import node_services
 from tasuki.planner.layout import GB, Layout, Part
-from tasuki.planner.node_plan import node_layout
+from tasuki.planner.node_plan import choices_of, node_layout
 from tasuki.planner.plan import plan
 from tasuki.planner.presets import MODELS
 from tasuki.planner.start import parts_at_start, starts_together
@@ -24,7 +22,7 @@ MODEL = MODELS["qwen2.5-7b"]
 def node(**tables: Any) -> NodeConfig:
     given = {"state_dir": "s", "device": "cuda", "model": {"path": "m"}}
     trainer = {"num_ranks": 2, **tables.pop("trainer", {})}
-    rollout = {"context_length": 4096, "kv_tokens": 400_000, **tables.pop("rollout", {})}
+    rollout = {"context_length": 4096, "engine": {"max_total_tokens": 400_000}, **tables.pop("rollout", {})}
     return NodeConfig.model_validate(given | {"trainer": trainer, "rollout": rollout} | tables)
 
 
@@ -34,19 +32,20 @@ def h200s(config: NodeConfig, *, gpu_bytes: int = 141 * GB) -> Layout:
 
 def test_both_start_at_once_where_the_planned_cache_and_the_trainers_state_fit() -> None:
     assert starts_together(h200s(node()))
-    assert not starts_together(h200s(node(rollout={"kv_tokens": 1_000_000})))
+    assert not starts_together(h200s(node(rollout={"engine": {"max_total_tokens": 1_000_000}})))
     assert not starts_together(h200s(node(), gpu_bytes=80 * GB))
 
 
 def test_the_trainer_waits_where_the_engine_sizes_its_cache_or_loads_for_both() -> None:
-    most = node(rollout={"kv_tokens": "most"})
+    most = node(rollout={"engine": {}})
     assert not starts_together(h200s(most))
     assert not starts_together(replace(h200s(node()), shares_base=True))
-    assert not starts_together(replace(h200s(node()), device="cpu"))
+    on_cpu = replace(h200s(node()), device="cpu")
+    assert starts_together(on_cpu) and not starts_together(replace(on_cpu, shares_base=True))
 
 
 def test_services_on_gpus_of_their_own_start_at_once_however_full_these_are() -> None:
-    apart = {"trainer": {"devices": ["0", "1"]}, "rollout": {"devices": ["2", "3"], "kv_tokens": "most"}}
+    apart = {"trainer": {"devices": ["0", "1"]}, "rollout": {"devices": ["2", "3"], "engine": {}}}
     assert starts_together(h200s(node(**apart), gpu_bytes=90 * GB))
 
 
@@ -71,8 +70,7 @@ def test_a_start_counts_all_of_both_but_the_memory_of_a_step() -> None:
     assert at_start[Part.ACTIVATIONS] < step[Part.ACTIVATIONS] / 10
 
 
-@pytest.mark.parametrize("together", [False, True])
-def test_the_trainer_waits_for_rollout_on_a_gpu_unless_residency_says_otherwise(tmp_path: Path, *, together: bool) -> None:
-    config = node(residency={"kv_tokens": 400_000, "starts_together": together}, state_dir=str(tmp_path))
-    trainer = next(service for service in node_services(config) if service.name == "trainer")
-    assert trainer.after == "rollout" and config.trainer_starts_alone is not together
+def test_a_trainer_that_replays_steps_waits_for_the_engine() -> None:
+    config = node()
+    together = [choices_of(h200s(config), config, resumes=resumes).starts_together for resumes in (False, True)]
+    assert together == [True, False]

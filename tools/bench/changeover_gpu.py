@@ -13,7 +13,7 @@ Beside the seconds of every stage, the result has the bytes that it moved, the d
 tag's mapped bytes, the planner's prediction, and the verdict of `tasuki audit`. Rounds stop once --limit-s is over, counted from the start
 of a node.
 
---kv also takes "nothing" (as "most", but nothing stays). --tiny: a small model on a CPU.
+--kv "needed" bounds the cache by a step's samples, "most" by kv_ratio alone. --tiny: a small model on a CPU.
 Writes changeover_gpu.json after each round, and prints a table.
 """
 
@@ -304,7 +304,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path())
     parser.add_argument("--size", choices=SIZES, default="qwen2.5-7b")
     parser.add_argument("--gpus", type=at_least_one, default=GPU.gpus)
-    parser.add_argument("--kv", nargs="+", choices=("needed", "most", "nothing"), default=("needed", "most"))
+    parser.add_argument("--kv", nargs="+", choices=("needed", "most"), default=("needed", "most"))
     parser.add_argument("--rounds", type=at_least_one, default=10)
     parser.add_argument("--limit-s", type=float, default=600.0)
     parser.add_argument("--settled", action="store_true")

@@ -168,7 +168,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path())
     parser.add_argument("--size", choices=SIZES, default="qwen2.5-3b")
     parser.add_argument("--gpus", type=at_least_one, default=1)
-    parser.add_argument("--kv", nargs="+", choices=("needed", "most", "nothing"), default=("needed",))
+    parser.add_argument("--kv", nargs="+", choices=("needed", "most"), default=("needed",))
     parser.add_argument(
         "--rounds", type=at_least_one, default=5, help="of theirs after the first, and of ours that are settled"
     )

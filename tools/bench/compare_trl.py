@@ -87,7 +87,7 @@ def run_tasuki(task: Path, load: Load, *, num_ranks: int, num_steps: int, warmup
         dtype = "float32"
         engine = {{ disable_radix_cache = true }}
         context_length = 64
-        kv_tokens = 16384
+        engine.max_total_tokens = 16384
         max_running_requests = {load.num_samples}
         [train]
         dataset = "train.jsonl"

@@ -23,7 +23,6 @@ checkpointing = "full"
 [rollout]
 dp_size = {gpus}
 context_length = {context}
-kv_tokens = "{tokens}"
 {rollout}
 [train]
 dataset = "unused.jsonl"
@@ -57,7 +56,6 @@ class Load:
         is_gpu = self.device == "cuda"
         text = CONFIG.format(
             kv=kv,
-            tokens=kv if kv == "needed" else "most",
             device=self.device,
             gpus=self.gpus,
             context=self.context,
@@ -68,7 +66,8 @@ class Load:
             trainer=f"micro_batch_tokens = {16_384 if is_gpu else 512}",
             rollout='engine = { attention_backend = "triton", sampling_backend = "pytorch" }\n' if is_gpu else "",
         )
-        return text + ("[residency]\n" if kv == "nothing" else "")
+        # Without a run nothing bounds the cache but kv_ratio.
+        return text if kv == "needed" else text[: text.index("[train]")]
 
     def questions(self, random: np.random.Generator) -> list[list[int]]:
         return random.integers(3, self.vocab_size, (self.prompts, self.prompt_tokens)).tolist()

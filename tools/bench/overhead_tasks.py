@@ -26,7 +26,7 @@ _ON_GPU = (
     'rollout.engine.sampling_backend="pytorch"',
     "train.max_new_tokens=256",
     "rollout.context_length=320",
-    "rollout.kv_tokens=327680",
+    "rollout.engine.max_total_tokens=327680",
     "rollout.max_running_requests=1024",
 )
 """Overrides for steps of several seconds; steps of 12 tokens vary by a tenth, since a thousand requests start and end within one."""

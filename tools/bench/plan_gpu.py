@@ -104,7 +104,6 @@ def measure(folder: Path, layout: Layout, device: str, num_micro_batches: int) -
         compute_dtype="bfloat16",
         checkpointing="full",
         micro_batch_tokens=layout.micro_batch_tokens,
-        export_stays=True,
     )
     memory = fsdp(learner).memory
     # A sample is one token longer than the model's input: nothing is predicted from its last token.

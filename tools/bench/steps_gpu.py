@@ -2,7 +2,7 @@
 ...]`.
 
 A node with random weights, N trainer ranks and N replicas, started once per way. "full" trains all parameters; the others train adapters of
-rank 32. Rollout gets these "merged", as an "adapter", or as an adapter whose base both services share ("shared"). Each step generates 64 x
+rank 32. Rollout gets these "merged" or as an "adapter". Each step generates 64 x
 8 samples (256 + 512 tokens) right after the changeover, then as many again, and learns from some of them. For each batch: tokens/s, and the
 tokens within 2 s of the first one, found by probes among its samples that end earlier. A changeover that slows generation shows in the
 first batch alone. Also reported per way: seconds of the changeovers, the KV cache, memory by stage. --tiny: a small model on a CPU. Writes
@@ -41,7 +41,6 @@ WAYS = {
     "full": (),
     "merged": _ADAPTERS,
     "adapter": (*_ADAPTERS, 'rollout.lora="adapter"'),
-    "shared": (*_ADAPTERS, 'rollout.lora="adapter"', "trainer.lora.share_base=true"),
 }
 EARLY_S, NUM_PROBES = 2.0, 32
 
@@ -175,7 +174,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path())
     parser.add_argument("--size", choices=[name for name in MODELS if name.startswith("qwen2.5")], default="qwen2.5-7b")
     parser.add_argument("--gpus", type=at_least_one, default=1)
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=("merged", "adapter", "shared"))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=("merged", "adapter"))
     parser.add_argument("--kv", choices=("needed", "most"), default="needed")
     parser.add_argument("--steps", type=at_least_one, default=4)
     parser.add_argument("--new-tokens", type=at_least_one, help=f"of each sample (default: {GPU.new_tokens})")

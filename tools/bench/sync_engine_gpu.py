@@ -53,7 +53,7 @@ def settings(case: Case) -> list[str]:
         'rollout.engine.attention_backend="triton"',
         'rollout.engine.sampling_backend="pytorch"',
         "rollout.kv_ratio=0.4",
-        "rollout.kv_tokens=65536",
+        "rollout.engine.max_total_tokens=65536",
         "rollout.max_running_requests=16",
     ]
 

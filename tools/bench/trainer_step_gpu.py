@@ -127,14 +127,6 @@ def samples_of(lengths: list[int], vocab_size: int) -> Any:
     return decode_samples(samples)
 
 
-def keep_layers(num: int) -> None:
-    """Replaces the planner's choice."""
-    from tasuki.trainer.backends.fsdp import backend
-
-    planned = backend.planned_layout
-    backend.planned_layout = lambda *given: replace(planned(*given), kept_layers=num)
-
-
 def group_of(seed: int, vocab_size: int, *, shrink: int) -> list[TrainingSample]:
     """Makes samples of one prompt. shrink: divisor of both lengths."""
     from tasuki.v1.types_pb2 import TrainingSample
@@ -172,9 +164,8 @@ def measure(case: str, folder: Path, backend: str, compiled: str, arguments: arg
     started = time.perf_counter()
     choice = {"compile": compiled} | ({} if backend == "default" else {"attention_backend": backend})
     settings = {"micro_batch_tokens": arguments.micro_batch_tokens, **settings, **choice}
-    if "kept_layers" in settings:
-        keep_layers(min(settings.pop("kept_layers"), shape.num_layers))
-    learner = start_learner(folder, mesh=mesh, compute_dtype="bfloat16", export_stays=True, **settings)
+    choices = {"kept_layers": min(settings.pop("kept_layers"), shape.num_layers)} if "kept_layers" in settings else {}
+    learner = start_learner(folder, mesh=mesh, compute_dtype="bfloat16", choices=choices, **settings)
     start_s = time.perf_counter() - started
     samples = samples_of(lengths, shape.vocab_size)
     if "group" in case:

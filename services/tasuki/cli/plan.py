@@ -22,7 +22,7 @@ from tasuki.memory.host import host_memory
 from tasuki.planner.advice import advise
 from tasuki.planner.layout import GB, Checkpointing, Layout, Strategy, named_as_given
 from tasuki.planner.model_shape import read_model_shape
-from tasuki.planner.node_plan import check_kv_tokens, node_layout
+from tasuki.planner.node_plan import node_layout
 from tasuki.planner.node_traffic import check_rate, node_traffic
 from tasuki.planner.plan import plan
 from tasuki.planner.presets import MODELS, find_preset
@@ -136,9 +136,7 @@ def _of_node(node: NodeConfig, wishes: Wishes) -> Layout:
     # Unused on a CPU.
     gpu_bytes = _gpu_bytes(wishes, default=1.0 if node.device == "cpu" else None)
     shape = read_model_shape(node.model.path)
-    layout = node_layout(node, shape, gpu_bytes=gpu_bytes, host_bytes=_host_bytes(wishes, node), num_gpus=wishes.num_gpus)
-    check_kv_tokens(layout, node)
-    return layout
+    return node_layout(node, shape, gpu_bytes=gpu_bytes, host_bytes=_host_bytes(wishes, node), num_gpus=wishes.num_gpus)
 
 
 def _node(config: Path, wishes: Wishes) -> NodeConfig:

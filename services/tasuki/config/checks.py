@@ -30,7 +30,9 @@ class SettingsConflict(ValueError):
 
 def check_config(config: NodeConfig) -> None:
     """Raises SettingsConflict naming both settings."""
-    _check_export(config)
+    if config.trainer.param_dtype != "float32" and config.trainer.lora is not None:
+        problem = f'= "{config.trainer.param_dtype}" is not for [trainer.lora]: adapters are trained in float32'
+        raise SettingsConflict("trainer.param_dtype", problem)
     _check_num_ranks(config)
     _check_devices(config)
     _check_kind_of_device(config)
@@ -39,55 +41,10 @@ def check_config(config: NodeConfig) -> None:
     fused = [name for name in FUSED_LINEAR if config.served_adapter and name in config.served_adapter.target_modules]
     if fused:
         raise SettingsConflict("rollout.lora", f'= "adapter" cannot serve adapters of {", ".join(fused)}; leave it at "merged"')
-    _check_shared_base(config)
-    if config.rollout.kv_tokens == "needed" and config.train is None:
-        raise SettingsConflict("rollout.kv_tokens", '= "needed" needs a table [train], which defines the samples of a step')
-    _check_residency(config)
     _check_critic(config)
     problem = port_problem(config)
     if problem is not None:
         raise SettingsConflict(*problem)
-
-
-def _check_shared_base(config: NodeConfig) -> None:
-    trainer, rollout, key = config.trainer, config.rollout, "trainer.lora.share_base"
-    if not config.shares_base:
-        return
-    if rollout.lora != "adapter":
-        raise SettingsConflict(
-            key, f'needs rollout.lora = "adapter": with "{rollout.lora}" the engine\'s weights change at every sync'
-        )
-    if trainer.compute_dtype != rollout.dtype:
-        raise SettingsConflict(
-            key, f"needs trainer.compute_dtype = {trainer.compute_dtype} to be rollout.dtype = {rollout.dtype}"
-        )
-    for field, num_ranks, needed in (
-        ("rollout.tp_size", rollout.tp_size, trainer.num_ranks),
-        ("rollout.dp_size", config.dp_size, 1),
-    ):
-        if num_ranks != needed:
-            ranks = f"with trainer.num_ranks = {trainer.num_ranks}, not {num_ranks}"
-            raise SettingsConflict(key, f"needs {field} = {needed} {ranks}: a trainer rank reads one engine rank's slices")
-    if trainer.devices != rollout.devices:
-        raise SettingsConflict(key, "needs trainer.devices and rollout.devices to name the same GPUs in the same order")
-    if config.memory.host_budget_bytes is not None:
-        raise SettingsConflict(
-            key, "is not for memory.host_budget_bytes, which counts what one process has made; leave one of them out"
-        )
-
-
-def _check_residency(config: NodeConfig) -> None:
-    residency, trainer = config.residency, config.trainer
-    if residency is None:
-        return
-    for name, given, num_ranks in (
-        ("trainer", residency.trainer, trainer.num_ranks),
-        ("rollout", residency.rollout, config.num_engine_ranks),
-    ):
-        if len(given) > num_ranks:
-            raise SettingsConflict(f"residency.{name}", f"names {len(given)} ranks, and {name} has {num_ranks}")
-    if len({"export" in residency.of_trainer(rank) for rank in range(trainer.num_ranks)}) > 1:
-        raise SettingsConflict("residency.trainer", "has export for some ranks only; it stays on all of them or on none")
 
 
 def _check_critic(config: NodeConfig) -> None:
@@ -98,19 +55,6 @@ def _check_critic(config: NodeConfig) -> None:
         raise SettingsConflict("trainer.critic", 'is set, but nothing trains it; set train.algorithm = "ppo", or remove it')
     if config.trainer.critic is not None and config.sft is not None and config.train is None:
         raise SettingsConflict("trainer.critic", "is set, but [sft] trains only the policy; remove it")
-
-
-def _check_export(config: NodeConfig) -> None:
-    trainer, dtype = config.trainer, config.rollout.dtype
-    if trainer.export == "parameters" and trainer.param_dtype != dtype:
-        problem = f'= "parameters" needs trainer.param_dtype = {trainer.param_dtype} to be rollout.dtype = {dtype}'
-        raise SettingsConflict("trainer.export", f'{problem}; "copy" casts')
-    if trainer.export == "parameters" and trainer.lora is not None:
-        raise SettingsConflict("trainer.export", '= "parameters" cannot publish adapters; leave it at "auto"')
-    if trainer.param_dtype != "float32" and trainer.lora is not None:
-        raise SettingsConflict(
-            "trainer.param_dtype", f'= "{trainer.param_dtype}" is not for [trainer.lora]: adapters are trained in float32'
-        )
 
 
 def _check_num_ranks(config: NodeConfig) -> None:

@@ -30,7 +30,6 @@ _OWNED: Mapping[str, str] = {
     "lora_target_modules": "trainer.lora.target_modules",
     "max_lora_rank": "trainer.lora.rank",
     "max_running_requests": "rollout.max_running_requests",
-    "max_total_tokens": "rollout.kv_tokens",
     "mem_fraction_static": "rollout.kv_ratio",
     "model_path": "model.path",
     "random_seed": "seed",
@@ -60,7 +59,10 @@ _WITHOUT_MEMORY: Mapping[str, type] = {
     ),
     **dict.fromkeys(("gc_threshold", "numa_node"), list),
 }  # fmt: skip
+MAX_TOKENS = "max_total_tokens"
+"""Tokens of the KV cache."""
 _COUNTED: Mapping[str, type] = {
+    MAX_TOKENS: int,
     "disable_cuda_graph": bool, "speculative_algorithm": str, "speculative_num_draft_tokens": int,
 }  # fmt: skip
 """Arguments that a plan reads."""
@@ -104,6 +106,8 @@ def check_engine_arguments(arguments: Mapping[str, Argument]) -> None:
             raise SettingError(field, f"is no SGLang argument that tasuki takes; {hint}")
         if not _takes(ALLOWED[name], value):
             raise SettingError(field, f"is {value!r}; give {_WORDS[ALLOWED[name]]}")
+        if name == MAX_TOKENS and isinstance(value, int) and value < 1:
+            raise SettingError(field, f"is {value}; give a number of at least 1")
         if name == "speculative_algorithm" and value != _SPECULATION:
             raise SettingError(field, f"is {value!r}; only {_SPECULATION!r} needs no draft model")
 

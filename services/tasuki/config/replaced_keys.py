@@ -10,6 +10,7 @@ from tasuki.wire.errors import InvalidArgument
 _DERIVED = "follows from coordinator.stage_timeout_s: set that, or remove it"
 _DECIDED = "is gone, since there is one way left: remove it"
 _FIXED = "is gone: remove it"
+_PLANNED = "is gone, since the planner decides: remove it"
 _LISTEN = (
     'is now listen = "HOST:PORT", at the top of the file, for the coordinator; trainer and rollout have the next two ports'
 )
@@ -28,12 +29,15 @@ REPLACED: Mapping[str, str] = {
     "model.preload": "is decided by the file system of model.path (docs/start.md): remove it",
     "memory.pool": _DECIDED,
     "metrics.engine": "is now rollout.engine.enable_metrics",
+    "residency": _PLANNED,
     "restart.progress_s": _DERIVED,
     "restart.stall_s": _DERIVED,
     "restart.window_s": "is always ten minutes: remove it",
     "rollout.attention_backend": "is now rollout.engine.attention_backend",
     "rollout.float32_logits": "is always on: remove it",
+    "rollout.full_read_back": _DECIDED,
     "rollout.kv_growth": _DECIDED,
+    "rollout.kv_tokens": "is gone: the planner decides, or a number is now rollout.engine.max_total_tokens",
     "rollout.num_threads": _THREADS,
     "rollout.radix_cache": "= false is now rollout.engine.disable_radix_cache = true",
     "rollout.sampling_backend": "is now rollout.engine.sampling_backend",
@@ -53,7 +57,11 @@ REPLACED: Mapping[str, str] = {
     **dict.fromkeys((f"trainer.critic.{key}" for key in _OF_POLICY), "is the policy's: remove it"),
     "trainer.critic.lora": "is now trainer.critic.lora_rank",
     "trainer.collective_timeout_s": _DERIVED,
+    "trainer.critic.lora.share_base": _PLANNED,
+    "trainer.export": _PLANNED,
     "trainer.export_handles": _DECIDED,
+    "trainer.export_stays": _PLANNED,
+    "trainer.lora.share_base": _PLANNED,
     "trainer.num_threads": _THREADS,
     "trainer.publish_deltas": _DECIDED,
     "train.reward.functions": 'is now train.reward.function = { NAME = "module:function" }, with weights = { NAME = 0.2 }',

@@ -12,7 +12,6 @@ from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import (
     AfterValidator,
-    BeforeValidator,
     Field,
     PositiveFloat,
     PositiveInt,
@@ -21,20 +20,9 @@ from pydantic import (
 
 from tasuki.config.checks import HEARTBEAT_S, MISSED_BEATS, check_config
 from tasuki.config.engine_arguments import Argument, check_engine_arguments
-from tasuki.config.residency_schema import ResidencyConfig
 from tasuki.config.table import UNIX, Address, Bytes, Devices, Listen, Schema, Seed
 from tasuki.config.train_schema import SftConfig, TrainConfig
 from tasuki.config.trainer_schema import DEFAULT_MICRO_BATCH_TOKENS, LoraConfig, TrainerConfig
-
-
-def _check_kv_tokens(value: object) -> object:
-    if value not in (None, "needed", "most") and (type(value) is not int or value < 1):
-        raise ValueError('give "needed", "most" or a number of at least 1')
-    return value
-
-
-KvTokens = Annotated[Literal["needed", "most"] | PositiveInt, BeforeValidator(_check_kv_tokens)]
-
 
 SERVICES = ("coordinator", "trainer", "rollout")
 
@@ -80,17 +68,13 @@ class RolloutConfig(Schema):
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     context_length: PositiveInt | None = None
     """Maximum tokens of prompt plus completion; by default the model's own limit."""
-    kv_tokens: KvTokens | None = None
-    """Tokens in a replica's KV cache. "most" takes what `kv_ratio` leaves of a GPU. "needed" takes what the samples of one `[train]` step
-    need when all run at once, and at most "most". By default "needed" if `train.max_prompt_tokens` or `context_length` bounds their
-    length. The trainer may keep the memory that the cache does not take."""
     kv_ratio: float = Field(default=0.85, gt=0, lt=1)
-    """Maximum share of a GPU for weights plus KV cache (SGLang's mem_fraction_static)."""
+    """Maximum share of a GPU for weights plus KV cache (SGLang's mem_fraction_static). If `train.max_prompt_tokens` or `context_length`
+    bounds the samples of a `[train]` step, the cache takes only what they need when all run at once, and the trainer may keep the rest.
+    `engine.max_total_tokens` sets its tokens."""
     max_running_requests: PositiveInt | None = None
     """Maximum concurrent requests in one replica; others wait. By default 256 on a CPU. On a GPU a step's samples, at least 256, or without
     [train] as many as SGLang allows."""
-    full_read_back: bool = False
-    """Whether every sync reads all weights back after the copies. Otherwise only the first sync of a copy plan does."""
     lora: Literal["merged", "adapter"] = "merged"
     """With `[trainer.lora]`: whether rollout gets full weights with the adapters merged, or the adapters alone, next to the model that
     SGLang loads at start. With "adapter" the base model stays in memory while the trainer runs."""
@@ -255,7 +239,6 @@ class NodeConfig(Schema):
     restart: RestartConfig = RestartConfig()
     memory: MemoryConfig = MemoryConfig()
     metrics: MetricsConfig = MetricsConfig()
-    residency: ResidencyConfig | None = None
     security: SecurityConfig = SecurityConfig()
     paths: PathsConfig = PathsConfig()
     train: TrainConfig | None = None
@@ -310,9 +293,7 @@ class NodeConfig(Schema):
     @property
     def exports_parameters(self) -> bool:
         """Whether rollout reads the trainer's parameters directly, without a copy."""
-        trainer = self.trainer
-        is_possible = trainer.param_dtype == self.rollout.dtype and trainer.lora is None
-        return trainer.export == "parameters" or (trainer.export == "auto" and is_possible)
+        return self.trainer.param_dtype == self.rollout.dtype and self.trainer.lora is None
 
     @property
     def may_share_prompts(self) -> bool:
@@ -323,19 +304,6 @@ class NodeConfig(Schema):
     def served_adapter(self) -> LoraConfig | None:
         """The adapter that rollout applies to its base model; None if it gets full weights."""
         return self.trainer.lora if self.rollout.lora == "adapter" else None
-
-    @property
-    def shares_base(self) -> bool:
-        """Whether trainer and engine read one copy of the model below the adapters."""
-        return self.trainer.lora is not None and self.trainer.lora.share_base
-
-    @property
-    def trainer_starts_alone(self) -> bool:
-        """Whether the trainer, at the node's start, waits until the engine sleeps: each may need all memory of a GPU, and a base
-        that both read is the engine's to load.
-        """
-        together = self.residency is not None and self.residency.starts_together
-        return not together and (self.shares_base or self.device == "cuda")
 
     @model_validator(mode="after")
     def _settings_fit_together(self) -> NodeConfig:

@@ -26,10 +26,6 @@ class LoraConfig(Schema):
     )
     """Linear layers that get an adapter, in every layer of the model. Experts cannot have any. Phi 3 has "qkv_proj" and "gate_up_proj"
     in the place of their parts, GLM 4 the latter."""
-    share_base: bool = False
-    """Whether trainer and engine read one copy of the frozen model, which the engine loads and neither can write to. Needs
-    `rollout.lora = "adapter"`, one engine with `rollout.tp_size` = `trainer.num_ranks` on the same GPUs, and `trainer.compute_dtype` to be
-    `rollout.dtype`; not for mixtures of experts."""
 
     @model_validator(mode="after")
     def _targets_differ(self) -> LoraConfig:
@@ -102,12 +98,6 @@ class TrainerConfig(OptimizerConfig):
     """Dtype of trained weights, gradients and optimizer state. In bfloat16, updates below about 1/256 of a weight are lost and gradients
     of micro-batches accumulate with that rounding; memory halves. Not with `[trainer.lora]`, where adapters are float32 and the
     frozen model is in `compute_dtype`."""
-    export: Literal["auto", "parameters", "copy"] = "auto"
-    """Source of a sync: the parameters themselves, without extra memory, if `param_dtype` equals `rollout.dtype`; or a copy in that
-    dtype. "auto" is "parameters" where possible."""
-    export_stays: bool | None = None
-    """Whether the memory that rollout reads (copy or parameters) stays on the GPU after OFFLOAD. Otherwise it leaves, and rollout maps it
-    at every sync. By default it stays if, according to the planner, everything then fits."""
     attention_backend: Literal["auto", "fa4", "varlen", "sdpa"] = "auto"
     """Attention over packed sequences: FlashAttention-4, torch's `varlen_attn`, or torch's `scaled_dot_product_attention`, which pads
     and supports every model and dtype. "auto" is the first that is installed and computes correct results at start; the log names it."""
@@ -159,7 +149,7 @@ class TrainerConfig(OptimizerConfig):
         """The critic's adapters, if it has any."""
         if self.critic is None or self.critic.lora_rank is None:
             return None
-        return (self.lora or LoraConfig()).model_copy(update={"rank": self.critic.lora_rank, "share_base": False})
+        return (self.lora or LoraConfig()).model_copy(update={"rank": self.critic.lora_rank})
 
     @model_validator(mode="after")
     def _adapters_need_no_reference(self) -> TrainerConfig:
@@ -169,7 +159,7 @@ class TrainerConfig(OptimizerConfig):
 
 
 PERFORMANCE_TRAINER_KEYS = {
-    "num_ranks", "devices", "export", "export_stays",
+    "num_ranks", "devices",
     "expert_parallel", "reference_on_host",
 }  # fmt: skip
 """Settings that affect speed and memory but not results."""

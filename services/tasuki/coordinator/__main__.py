@@ -11,6 +11,7 @@ from pathlib import Path
 
 import uvloop
 
+from tasuki.config.choices import read_choices
 from tasuki.config.load import load_config
 from tasuki.config.lock import Instance, StateLock, read_instance
 from tasuki.config.paths import journal_path, memory_record_path, node_targets, restart_request_path, socket_dir
@@ -107,7 +108,7 @@ async def _serve_node(
     instance: Instance,
     tracer: Tracer,
 ) -> None:
-    planning = Planning(admission, config)
+    planning = Planning(admission, config, read_choices(config.state_dir))
     servicer = CoordinatorServicer(node, journal, planning, instance=instance, port_targets=config.port_targets)
     server = RpcServer(
         service="coordinator",

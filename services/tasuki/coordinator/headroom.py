@@ -10,7 +10,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from tasuki.config.engine_arguments import MAX_TOKENS
 from tasuki.config.schema import NodeConfig
+from tasuki.planner.kv_tokens import TOKENS_KEY
 from tasuki.planner.layout import GB, Overheads
 from tasuki.v1.memory_pb2 import GetUsageResponse
 from tasuki.v1.types_pb2 import TagUsage
@@ -160,17 +162,15 @@ def _advice(stage: Stage, shortage: Shortage, config: NodeConfig) -> str:
             changes.append("spread the engine over more ranks (rollout.tp_size), or the trainer (trainer.num_ranks)")
         case _:
             changes.append("spread the trainer over more ranks (trainer.num_ranks)")
-    if stage is not Stage.LOAD_WEIGHTS:
-        changes.append("let more leave ([residency])")
     return f"Try again when there is room, or {', or '.join(changes)}; `tasuki plan` says what fits."
 
 
 def _smaller_cache(shortage: Shortage, config: NodeConfig) -> str:
-    tokens = config.rollout.kv_tokens
+    tokens = config.rollout.engine.get(MAX_TOKENS)
     if not isinstance(tokens, int) or shortage.needed_bytes <= shortage.short_bytes:
-        return "rollout.kv_tokens" if shortage.device == "cpu" else "rollout.kv_ratio or rollout.kv_tokens"
+        return TOKENS_KEY if shortage.device == "cpu" else f"rollout.kv_ratio or {TOKENS_KEY}"
     fits = tokens * (shortage.needed_bytes - shortage.short_bytes) // shortage.needed_bytes
-    return f"rollout.kv_tokens to {fits} or less"
+    return f"{TOKENS_KEY} to {fits} or less"
 
 
 def _of(stage: Stage, usage: GetUsageResponse, tags: Mapping[Stage, Sequence[MemoryTag]]) -> list[TagUsage]:

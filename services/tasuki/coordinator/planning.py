@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
+from tasuki.config.choices import Choices
 from tasuki.config.schema import NodeConfig
 from tasuki.coordinator.admission import Admission
 from tasuki.memory.host import host_memory
@@ -23,8 +24,8 @@ _NO_GPU = 1
 class Planning:
     """Plans the node's configuration once for each size of its devices, in a thread, so that changeovers continue."""
 
-    def __init__(self, admission: Admission, config: NodeConfig) -> None:
-        self._admission, self._config = admission, config
+    def __init__(self, admission: Admission, config: NodeConfig, choices: Choices) -> None:
+        self._admission, self._config, self._choices = admission, config, choices
         self._made: dict[tuple[int, int], pb.PlanResponse] = {}
         self._turn = asyncio.Lock()
 
@@ -42,7 +43,7 @@ class Planning:
         return await self._admission.gpu_bytes() if given is None else given
 
     def _plan(self, gpu_bytes: int, host_bytes: int) -> pb.PlanResponse:
-        planned = plan_node(self._config, gpu_bytes=gpu_bytes, host_bytes=host_bytes)
+        planned = plan_node(self._config, gpu_bytes=gpu_bytes, host_bytes=host_bytes, choices=self._choices)
         return plan_to_proto(planned, advise(planned))
 
 

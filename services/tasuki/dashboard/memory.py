@@ -14,6 +14,7 @@ from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
+from tasuki.config.choices import read_choices
 from tasuki.config.load import load_config
 from tasuki.coordinator.headroom import after
 from tasuki.coordinator.observe.memory_record import read_usages
@@ -109,7 +110,10 @@ def read_plan(config_path: Path, device_bytes: Mapping[str, int]) -> dict[str, A
     if config.device != _CPU and not gpus:
         raise TasukiError("the size of the GPUs is known once the node has changed its phase")
     planned = plan_node(
-        config, gpu_bytes=min(gpus, default=_NO_GPU), host_bytes=device_bytes.get(_CPU) or host_memory().total_bytes
+        config,
+        gpu_bytes=min(gpus, default=_NO_GPU),
+        host_bytes=device_bytes.get(_CPU) or host_memory().total_bytes,
+        choices=read_choices(config_path.parent),
     )
     return MessageToDict(plan_to_proto(planned, advise(planned)), preserving_proto_field_name=True)
 

@@ -19,7 +19,7 @@ from tasuki.node.start import check_node_installed, check_state_folder
 from tasuki.planner.advice import problems
 from tasuki.planner.budget import check_host_budget, check_host_ranks
 from tasuki.planner.model_shape import read_model_shape
-from tasuki.planner.node_plan import check_kv_tokens, plan_node
+from tasuki.planner.node_plan import plan_node
 from tasuki.rpc.logs import check_telemetry
 from tasuki.rpc.port import check_ports
 from tasuki.runs.inputs import read_inputs
@@ -140,7 +140,6 @@ def check_plan(config: NodeConfig, gpus: Sequence[Gpu]) -> Finding:
         check_host_ranks(config)
         check_host_budget(config)
         planned = plan_node(config, gpu_bytes=gpu_bytes, host_bytes=host_memory().total_bytes)
-        check_kv_tokens(planned.layout, config)
     except TasukiError as error:
         return fail(name, error.message, f"change {error.metadata.get('field', 'the configuration')}")
     if not planned.fits:

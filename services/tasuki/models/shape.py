@@ -183,19 +183,15 @@ def check_lora_targets(shape: ModelShape, targets: Sequence[str], *, table: str 
             )
 
 
-def check_shared_base(shape: ModelShape, *, num_ranks: int) -> None:
-    """Raises InvalidArgument for a model that engine and trainer, of this many ranks each, hold in different parts."""
-    problem = _unshared(shape, num_ranks)
-    if problem is not None:
-        raise InvalidArgument("trainer.lora.share_base", f"{shape.architecture} {problem}; leave it out")
-
-
-def _unshared(shape: ModelShape, num_ranks: int) -> str | None:
+def unshared_base(shape: ModelShape, *, num_ranks: int) -> str | None:
+    """Why engine and trainer, of this many ranks each, cannot read one copy of the model; None if they can."""
     if shape.num_experts:
         return "has experts, which the engine holds otherwise"
+    if shape.architecture == "Gemma2ForCausalLM" or shape.has_fused_qkv:
+        return "has weights that the engine changes when it loads them"
     if num_ranks == 1:
         return None
-    if shape.has_fused_qkv or shape.has_fused_gate_up:
+    if shape.has_fused_gate_up:
         return f"has fused layers, of which each of {num_ranks} engine ranks holds several runs of rows"
     for number, what in (
         (shape.num_heads, "attention heads"),

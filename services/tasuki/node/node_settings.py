@@ -39,8 +39,6 @@ def check_node_runs_with(config: NodeConfig) -> None:
     given = config.model_dump(exclude=_OF_THE_RUN)
     if config.trainer.critic is None:
         del given["trainer"]["critic"]
-    if config.residency is None:
-        del given["residency"]  # set by the planner when the node started
     _check_same(given, node, config.state_dir)
 
 

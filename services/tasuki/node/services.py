@@ -37,7 +37,7 @@ class ServiceCommand:
 def node_services(config: NodeConfig) -> list[ServiceCommand]:
     """The three services, plus the fleet service on a node of a fleet.
 
-    Where trainer and engine share memory, a trainer is restarted once the engine listens.
+    Where trainer and engine may share memory, a trainer is restarted once the engine listens.
     """
     targets = node_targets(config)
     arguments = ["--config", str(config_path(config.state_dir))]
@@ -65,7 +65,7 @@ def node_services(config: NodeConfig) -> list[ServiceCommand]:
             argv=[*launch, *preload, "--", "-m", "tasuki.trainer", *arguments],
             target=targets["trainer"],
             environment={**shared, "OMP_NUM_THREADS": str(cpu_threads() if is_cpu else 1)},
-            after="rollout" if config.shares_base or not is_cpu else None,
+            after="rollout" if config.served_adapter is not None or not is_cpu else None,
         ),
     ]
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import grpc
 
+from tasuki.config.choices import write_choices
 from tasuki.config.gpus import check_gpu_is_shown
 from tasuki.config.lock import NODE_LOCK, TRAINING_LOCK, StateLock, begin_instance, disk_full_at, holder, lock_path
 from tasuki.config.paths import (
@@ -29,12 +30,12 @@ from tasuki.config.paths import (
 )
 from tasuki.config.save import save_config
 from tasuki.config.schema import NodeConfig
+from tasuki.node.choose import choose
 from tasuki.node.exit_report import node_down, why_it_ended
 from tasuki.node.fleet_place import check_place
 from tasuki.node.model_copy import preloaded_model
 from tasuki.node.model_folder import check_model_folders
 from tasuki.node.node_settings import check_node_runs_with
-from tasuki.node.residency import with_residency
 from tasuki.node.rotation import KEPT_LOGS, rotate
 from tasuki.node.services import listens, node_services, without_secrets
 from tasuki.node.stop import stop_node, to_stderr
@@ -125,9 +126,10 @@ def _begin(config: NodeConfig, *, resumes: bool, tell: Tell) -> StartedNode:
     try:
         check_owner(config.state_dir)  # again: another user may have made it meanwhile
         check_place(config)
-        config = with_residency(config, resumes=resumes, tell=tell)
+        choices = choose(config, resumes=resumes, tell=tell)
         with preloaded_model(config, tell=tell):
             save_config(config, config_path(config.state_dir))
+            write_choices(choices, config.state_dir)
             exit_path(config.state_dir).unlink(missing_ok=True)
             begin_instance(config.state_dir)
             if not resumes:

@@ -100,17 +100,9 @@ def smallest_sleeping(layout: Layout) -> frozenset[Part] | None:
 
 
 def climb(planned: Plan) -> tuple[Rung, ...]:
-    """Applies changes for what is short, one on top of the other; keeps those that help, until everything fits.
-
-    Where the configuration gives what stays, the planner's own decision comes first: a change may be enough only with it.
-    """
+    """Applies changes for what is short, one on top of the other; keeps those that help, until everything fits."""
     rungs: list[Rung] = []
-    decided = plan_again(planned.layout)
-    if decided.layout.staying != planned.layout.staying and not planned.fits:
-        # On a CPU every change is planned without a decision, whether or not the configuration gives one.
-        if planned.layout.device == "cuda":
-            rungs.append(Rung("residency", "as given", "removed", True, decided))
-        planned = decided
+    planned = plan_again(planned.layout)
     while not planned.fits and (rung := _next_rung(planned)) is not None:
         rungs.append(rung)
         planned = rung.plan

@@ -8,12 +8,14 @@ from dataclasses import dataclass, replace
 
 from tasuki.config.trainer_schema import LoraConfig
 from tasuki.planner.kv_ratio import largest_kv_ratio
+from tasuki.planner.kv_tokens import TOKENS_KEY
 from tasuki.planner.layout import TAGS, Checkpointing, Layout, Part, Strategy, unshared_experts, unshared_heads
 from tasuki.planner.plan import SERVING, TRAINER_TAGS, Plan
 from tasuki.planner.step_tokens import MIN_TOKENS
 from tasuki.wire.stages import Phase
 
 _LORA_RANK = 32
+_STAYS = "what stays"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,6 @@ def _for_training(layout: Layout) -> Iterator[Change]:
     yield from _reference_on_host(layout)
     yield from _optimizer_on_host(layout)
     yield from _export_leaves(layout)
-    yield from _export_in_place(layout)
     yield from _fewer_tokens(layout)
     yield from _shared_sequences(layout)
     yield from _parallel_experts(layout)
@@ -85,7 +86,6 @@ def _for_changeover(layout: Layout) -> Iterator[Change]:
     if layout.strategy is Strategy.STAGED and not early <= layout.released_early:
         changed = replace(layout, released_early=layout.released_early | early)
         yield Change("leave before LOAD_WEIGHTS", _names(layout.released_early), _names(changed.released_early), changed, False)
-    yield from _export_in_place(layout)
     yield from _fewer_tokens(layout)
     yield from _reference_on_host(layout)
     yield from _optimizer_on_host(layout)
@@ -114,15 +114,15 @@ def _for_cache(planned: Plan) -> Iterator[Change]:
     yield from _wider_engines(layout)
     if layout.kv_tokens is not None:
         changed = replace(layout, kv_tokens=layout.longest_sequence)
-        yield Change(layout.kv_tokens_key, str(layout.kv_tokens), str(layout.longest_sequence), changed)
+        yield Change(TOKENS_KEY, str(layout.kv_tokens), str(layout.longest_sequence), changed)
 
 
 def _sleeping(layout: Layout, parts: frozenset[Part]) -> Iterator[Change]:
     """Lets exactly these tags leave, unless what stays is decided again anyway."""
     if layout.staying is None and layout.sleeping != parts:
         changed = replace(layout, sleeping=parts, released_early=layout.released_early & parts)
-        old, new = (f"{_names(frozenset(TAGS) - one)} stays" for one in (layout.sleeping, parts))
-        yield Change("residency", old, new, changed)
+        old, new = (_names(frozenset(TAGS) - one) for one in (layout.sleeping, parts))
+        yield Change(_STAYS, old, new, changed)
 
 
 def _more_checkpointing(layout: Layout) -> Iterator[Change]:
@@ -143,15 +143,10 @@ def _optimizer_on_host(layout: Layout) -> Iterator[Change]:
 
 
 def _export_leaves(layout: Layout) -> Iterator[Change]:
-    if layout.export_stays and layout.sync_bucket_bytes is None and layout.strategy is not Strategy.RESIDENT:
-        yield Change("trainer.export_stays", "true", "false", replace(layout, export_stays=False))
-
-
-def _export_in_place(layout: Layout) -> Iterator[Change]:
-    if layout.exports_parameters:
-        return
-    if layout.param_bytes == layout.engine_bytes and layout.sync_bucket_bytes is None:
-        yield Change("trainer.export", "copy", "parameters", replace(layout, exports_parameters=True))
+    """Lets what the engine reads leave, unless what stays is decided again anyway."""
+    is_open = layout.staying is None and layout.sync_bucket_bytes is None and layout.strategy is not Strategy.RESIDENT
+    if layout.export_stays and is_open:
+        yield Change(_STAYS, Part.EXPORT, "nothing published", replace(layout, export_stays=False))
 
 
 def _fewer_tokens(layout: Layout) -> Iterator[Change]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from tasuki.config.engine_arguments import draft_tokens
+from tasuki.config.engine_arguments import MAX_TOKENS, draft_tokens
 from tasuki.config.schema import NodeConfig
 
+TOKENS_KEY = f"rollout.engine.{MAX_TOKENS}"
 CPU_TOKENS = 32_768
 """Default on a CPU, where `kv_ratio` bounds nothing; more for longer sequences."""
 SGLANG_GRAPH_REQUESTS = 256
@@ -18,29 +19,16 @@ _SPECULATING_REQUESTS = 48
 _SLACK = 8
 
 
-def planned_tokens(config: NodeConfig, *, context_length: int) -> int | None:
-    """Tokens of `[residency]` where it has them, else `wanted_tokens`."""
-    if config.residency is not None and config.residency.kv_tokens is not None:
-        return config.residency.kv_tokens
-    return wanted_tokens(config, context_length=context_length)
-
-
-def tokens_key(config: NodeConfig) -> str:
-    """Key from which `planned_tokens` takes them."""
-    is_planned = config.residency is not None and config.residency.kv_tokens is not None
-    return "residency.kv_tokens" if is_planned else "rollout.kv_tokens"
-
-
 def wanted_tokens(config: NodeConfig, *, context_length: int) -> int | None:
     """Tokens of one replica's cache; None means what `kv_ratio` leaves of a GPU.
 
     context_length: maximum sequence length; the cache holds at least one such sequence.
     """
-    wish = config.rollout.kv_tokens
-    if isinstance(wish, int):
-        return wish
+    given = config.rollout.engine.get(MAX_TOKENS)
+    if isinstance(given, int):
+        return given
     most = max(CPU_TOKENS, context_length) if config.device == "cpu" else None
-    if wish == "most" or (wish is None and longest_sample(config) is None):
+    if longest_sample(config) is None:
         return most
     needed = needed_tokens(config, context_length=context_length)
     return most if needed is None else needed if most is None else min(needed, most)

@@ -171,8 +171,6 @@ class Layout:
     kv_ratio: float = 0.85
     kv_tokens: int | None = None
     """Tokens in a replica's KV cache; by default what `kv_ratio` leaves, which on a GPU is also the maximum."""
-    kv_tokens_key: str = "rollout.kv_tokens"
-    """Key of the configuration that sets them."""
     budget_bytes: int | None = None
     """On "cpu": what the tags of all ranks may take together; by default only the host's memory limits them."""
     context_length: int | None = None

@@ -5,17 +5,19 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import replace
 
-from tasuki.config.engine_arguments import draft_tokens
+from tasuki.config.choices import Choices
+from tasuki.config.engine_arguments import MAX_TOKENS, draft_tokens
 from tasuki.config.gpus import gpus_of
 from tasuki.config.schema import NodeConfig
 from tasuki.models.folder_files import bytes_to_copy
-from tasuki.models.shape import ModelShape, check_lora_targets, check_shared_base
-from tasuki.planner.kv_tokens import SGLANG_GRAPH_REQUESTS, graph_requests, planned_tokens, running_requests, tokens_key
+from tasuki.models.shape import ModelShape, check_lora_targets, unshared_base
+from tasuki.planner.kv_tokens import SGLANG_GRAPH_REQUESTS, TOKENS_KEY, graph_requests, running_requests, wanted_tokens
 from tasuki.planner.layout import Checkpointing, Layout, Overheads, Part, named_as_given
 from tasuki.planner.model_shape import read_model_shape
 from tasuki.planner.plan import Plan, largest_pool, plan
-from tasuki.planner.residency import decide, given
+from tasuki.planner.residency import decide, given, stay_and_leave, staying_names
 from tasuki.planner.rollout_bytes import kv_bytes_per_token
+from tasuki.planner.start import starts_together
 from tasuki.planner.step_tokens import most_tokens, with_fastest_checkpointing, with_last_layer_kept
 from tasuki.wire.errors import InvalidArgument
 
@@ -32,12 +34,11 @@ _KEYS = {
 """Configuration keys for errors that Layout may raise."""
 
 
-def plan_node(
-    config: NodeConfig, *, gpu_bytes: int, host_bytes: int, num_gpus: int | None = None, overheads: Overheads | None = None
-) -> Plan:
-    """Plans a node's configuration. Raises the errors of read_model_shape and Layout."""
-    shape = read_model_shape(config.model.path)
-    return plan(node_layout(config, shape, gpu_bytes=gpu_bytes, host_bytes=host_bytes, num_gpus=num_gpus, overheads=overheads))
+def plan_node(config: NodeConfig, *, gpu_bytes: int, host_bytes: int, choices: Choices | None = None) -> Plan:
+    """Plans a node's configuration, with the choices of its start if it has started. Raises as read_model_shape and node_layout."""
+    if choices is not None:
+        return plan(layout_of(config, choices, gpu_bytes=gpu_bytes, host_bytes=host_bytes))
+    return plan(node_layout(config, read_model_shape(config.model.path), gpu_bytes=gpu_bytes, host_bytes=host_bytes))
 
 
 def check_critic(config: NodeConfig) -> None:
@@ -55,10 +56,13 @@ def node_layout(
     host_bytes: int,
     num_gpus: int | None = None,
     overheads: Overheads | None = None,
+    free_host_bytes: int | None = None,
 ) -> Layout:
-    """num_gpus: by default the number of ranks of the larger service. Open settings are chosen: trainer.micro_batch_tokens on a GPU by
-    most_tokens, trainer.checkpointing by with_fastest_checkpointing, and trainer.export_stays so that it stays if everything fits. What
-    else stays is configured, or else decided here with the room that a step leaves.
+    """Layout with everything that the configuration leaves open chosen.
+
+    num_gpus: by default the number of ranks of the larger service. free_host_bytes: for what stays; by default `host_bytes`. Tokens of a
+    micro-batch are those of most_tokens, checkpointing is that of with_fastest_checkpointing, and as much stays as has room. A base is
+    shared where a second copy would cost something.
 
     Raises InvalidArgument naming the configuration's key.
     """
@@ -66,16 +70,65 @@ def node_layout(
     num_gpus = max(*gpus_of(config).trainer, *gpus_of(config).rollout) + 1 if num_gpus is None else num_gpus
     layout = _as_configured(config, model, gpu_bytes=gpu_bytes, host_bytes=host_bytes, num_gpus=num_gpus)
     layout = replace(layout, overheads=overheads or Overheads())
-    return _with_residency(_with_open_settings(layout, config), config)
+    free_host_bytes = host_bytes if free_host_bytes is None else free_host_bytes
+    chosen = _with_choices_made(layout, config, free_host_bytes=free_host_bytes)
+    if not may_share_base(config, model) or (plan(chosen).fits and not any(leaves for _, _, leaves in stay_and_leave(chosen))):
+        return chosen
+    return _with_choices_made(replace(layout, shares_base=True), config, free_host_bytes=free_host_bytes)
+
+
+def may_share_base(config: NodeConfig, model: ModelShape) -> bool:
+    """Whether trainer and engine can read one copy of the model below the adapters: each trainer rank reads one engine rank's slices.
+
+    Not chosen on a CPU, where SGLang may pad and pack weights.
+    """
+    trainer, rollout = config.trainer, config.rollout
+    return (
+        config.device == "cuda"
+        and config.served_adapter is not None
+        and (rollout.tp_size, config.dp_size, rollout.devices) == (trainer.num_ranks, 1, trainer.devices)
+        and trainer.compute_dtype == rollout.dtype
+        and unshared_base(model, num_ranks=trainer.num_ranks) is None
+    )
+
+
+def layout_of(config: NodeConfig, choices: Choices, *, gpu_bytes: int = 1, host_bytes: int = 1) -> Layout:
+    """Layout of a node that has started. The sizes matter only to what is planned beside its own tensors. Raises as read_model_shape."""
+    model, gpus = read_model_shape(config.model.path), gpus_of(config)
+    num_gpus = max(*gpus.trainer, *gpus.rollout) + 1
+    layout = _as_configured(config, model, gpu_bytes=gpu_bytes, host_bytes=host_bytes, num_gpus=num_gpus)
+    layout = replace(
+        layout,
+        micro_batch_tokens=choices.micro_batch_tokens,
+        checkpointing=Checkpointing(choices.checkpointing),
+        kept_layers=choices.kept_layers,
+        shares_base=choices.shares_base,
+        kv_tokens=choices.kv_tokens,
+    )
+    return replace(layout, staying=given(layout, config, choices))
+
+
+def choices_of(layout: Layout, config: NodeConfig, *, resumes: bool = False) -> Choices:
+    """The layout's choices for a node's services. resumes: the trainer replays steps at its start, which needs the memory of a step."""
+    is_counted = config.device == "cpu" or layout.kv_tokens is not None
+    trainer, rollout = staying_names(layout, config)
+    return Choices(
+        micro_batch_tokens=layout.micro_batch_tokens,
+        checkpointing=layout.checkpointing.value,
+        kept_layers=layout.kept_layers,
+        shares_base=layout.shares_base,
+        trainer=trainer,
+        rollout=rollout,
+        kv_tokens=plan(layout).kv_pool.num_tokens or None if is_counted else None,
+        starts_together=starts_together(layout) and not (resumes and config.device == "cuda"),
+    )
 
 
 def _check_adapters(config: NodeConfig, model: ModelShape) -> None:
-    """Raises InvalidArgument for adapters, or a shared base, that the model does not support."""
+    """Raises InvalidArgument for adapters that the model does not support."""
     trainer = config.trainer
     if trainer.lora is not None:
         check_lora_targets(model, trainer.lora.target_modules)
-    if config.shares_base:
-        check_shared_base(model, num_ranks=trainer.num_ranks)
     if trainer.critic_lora is not None:
         check_lora_targets(model, trainer.critic_lora.target_modules)
 
@@ -101,7 +154,6 @@ def _as_configured(config: NodeConfig, model: ModelShape, *, gpu_bytes: int, hos
         engine_bytes=_ELEMENT_BYTES[rollout.dtype],
         param_bytes=_ELEMENT_BYTES[trainer.param_dtype],
         exports_parameters=config.exports_parameters,
-        export_stays=trainer.export_stays is not False,
         micro_batch_tokens=config.most_micro_batch_tokens,
         # If residency is open, tokens are chosen first: none of it costs as much as a step of more and smaller micro-batches.
         checkpointing=Checkpointing.OFFLOADED if trainer.checkpointing == "auto" else Checkpointing(trainer.checkpointing),
@@ -118,11 +170,9 @@ def _as_configured(config: NodeConfig, model: ModelShape, *, gpu_bytes: int, hos
         critic=_critic_shape(config, model),
         critic_lora_rank=None if critic_lora is None else critic_lora.rank,
         critic_lora_targets=None if critic_lora is None else critic_lora.target_modules,
-        shares_base=config.shares_base,
         merges_adapters=config.served_adapter is None,
         kv_ratio=rollout.kv_ratio,
-        kv_tokens=planned_tokens(config, context_length=rollout.context_length or model.context_length),
-        kv_tokens_key=tokens_key(config),
+        kv_tokens=wanted_tokens(config, context_length=rollout.context_length or model.context_length),
         budget_bytes=config.memory.host_budget_bytes,
         context_length=rollout.context_length,
         has_cuda_graphs=rollout.engine.get("disable_cuda_graph") is not True,
@@ -132,36 +182,30 @@ def _as_configured(config: NodeConfig, model: ModelShape, *, gpu_bytes: int, hos
     )
 
 
+def _with_choices_made(layout: Layout, config: NodeConfig, *, free_host_bytes: int) -> Layout:
+    chosen = _with_open_settings(layout, config)
+    _check_tokens(chosen, config)
+    decided = decide(replace(chosen, host_bytes=free_host_bytes))
+    return replace(chosen, staying=decided)
+
+
 def _with_open_settings(layout: Layout, config: NodeConfig) -> Layout:
-    """Chooses micro-batch tokens, checkpointing and whether the export stays, where the configuration leaves them open."""
+    """Chooses micro-batch tokens, checkpointing and whether the export stays."""
     trainer = config.trainer
     # What the engine reads is released first: it is away during a step and costs one copy per changeover.
-    chosen = replace(layout, export_stays=False) if trainer.export_stays is None else layout
+    chosen = replace(layout, export_stays=False)
     if trainer.micro_batch_tokens is None and config.device == "cuda":
         chosen = replace(chosen, micro_batch_tokens=most_tokens(chosen))
     if trainer.checkpointing == "auto":
         chosen = with_fastest_checkpointing(chosen)
-    chosen = replace(with_last_layer_kept(chosen), export_stays=layout.export_stays)
-    if trainer.export_stays is None and not plan(chosen).fits:
-        return replace(chosen, export_stays=False)
-    return chosen
+    chosen = with_last_layer_kept(chosen)
+    stays = replace(chosen, export_stays=True)
+    return stays if plan(stays).fits else chosen
 
 
-def _with_residency(layout: Layout, config: NodeConfig) -> Layout:
-    """Parts that stay on each GPU: as configured, or decided with the room that a step leaves."""
-    if config.residency is not None:
-        return replace(layout, staying=given(layout, config, config.residency))
-    check_kv_tokens(layout, config)
-    return replace(layout, staying=decide(layout, export_stays=config.trainer.export_stays))
-
-
-def check_kv_tokens(layout: Layout, config: NodeConfig) -> None:
-    """Raises InvalidArgument for a number of tokens that does not fit next to the engine's weights.
-
-    A configured residency is not checked by `node_layout`, since services read it too and may see a GPU as a little smaller.
-    """
-    key, budget = layout.kv_tokens_key, layout.budget_bytes
-    tokens = config.rollout.kv_tokens if key == "rollout.kv_tokens" else layout.kv_tokens
+def _check_tokens(layout: Layout, config: NodeConfig) -> None:
+    """Raises InvalidArgument for a given number of tokens that does not fit next to the engine's weights."""
+    budget, tokens = layout.budget_bytes, config.rollout.engine.get(MAX_TOKENS)
     if not isinstance(tokens, int):
         return
     needed = tokens * kv_bytes_per_token(layout)
@@ -169,7 +213,7 @@ def check_kv_tokens(layout: Layout, config: NodeConfig) -> None:
     if tokens <= most.num_tokens:
         return
     if budget is not None and not most.num_tokens:
-        text = f"{budget} bytes leave no room for {key} = {tokens}, which take {needed} next to the engine's weights; raise it"
+        text = f"{budget} bytes leave no room for {TOKENS_KEY} = {tokens}, which take {needed} next to the engine's weights; raise it"
         raise InvalidArgument("memory.host_budget_bytes", text, needed_bytes=needed)
     where, other = f"that kv_ratio = {layout.kv_ratio:g} leaves of a GPU", ["raise rollout.kv_ratio or rollout.tp_size"]
     if layout.device == "cpu":
@@ -179,7 +223,7 @@ def check_kv_tokens(layout: Layout, config: NodeConfig) -> None:
     fitting = _most_tokens(layout, most.num_tokens)
     options = [*([f"give at most {fitting}"] if fitting else []), *other]
     raise InvalidArgument(
-        key,
+        TOKENS_KEY,
         f"{tokens} tokens take {needed} bytes, more than the {most.num_bytes} {where}; "
         f"{', '.join(options)}{', or ' if options else ''}remove it",
         needed_bytes=needed,
@@ -206,7 +250,7 @@ def check_sequence(layout: Layout) -> None:
     """Raises InvalidArgument for a number of tokens that cannot hold one sequence, without which rollout does not start."""
     if layout.kv_tokens is not None and layout.kv_tokens < layout.longest_sequence:
         raise InvalidArgument(
-            layout.kv_tokens_key,
+            TOKENS_KEY,
             f"= {layout.kv_tokens} cannot hold one sequence of {layout.longest_sequence}; raise it, or lower rollout.context_length",
             needed_tokens=layout.longest_sequence,
             total_tokens=layout.kv_tokens,

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import combinations
+from typing import Any
 
+from tasuki.config.choices import Choices
 from tasuki.config.gpus import gpus_of
-from tasuki.config.residency_schema import ResidencyConfig
 from tasuki.config.schema import NodeConfig
 from tasuki.planner.layout import RESIDENT, Layout, Part, Strategy
 from tasuki.planner.plan import PLAN_STAGES, Sizes, parts_on_gpu, plan_of, sizes_of
@@ -28,29 +29,26 @@ Staying = tuple[frozenset[Part], ...]
 """Parts that stay, for each GPU; on a CPU for each rank."""
 
 
-def decide(layout: Layout, *, export_stays: bool | None) -> Staying:
-    """Decides what stays on each GPU of a staged layout: as much as possible, and the most expensive to move first.
-
-    export_stays: whether what rollout reads must stay or must leave; None leaves it open.
-    """
+def decide(layout: Layout) -> Staying:
+    """Decides what stays on each GPU of a staged layout: as much as possible, and the most expensive to move first."""
     sizes = sizes_of(layout)
     if layout.strategy is not Strategy.STAGED:
         return (frozenset(),) * layout.num_gpus
     if layout.device == "cpu":
-        staying = _on_host(layout, sizes, export_stays=export_stays)
+        staying = _on_host(layout, sizes)
         return tuple(_present_on(layout, index) & staying for index in range(layout.num_gpus))
-    staying = _on_gpus(layout, sizes, export_stays=export_stays)
+    staying = _on_gpus(layout, sizes)
     # Parameters that leave although the engine could read them in place leave room for a larger cache.
     grown = sizes_of(replace(layout, staying=staying))
-    return staying if grown.kv_pool.num_bytes <= sizes.kv_pool.num_bytes else _on_gpus(layout, grown, export_stays=export_stays)
+    return staying if grown.kv_pool.num_bytes <= sizes.kv_pool.num_bytes else _on_gpus(layout, grown)
 
 
-def _on_gpus(layout: Layout, sizes: Sizes, *, export_stays: bool | None) -> Staying:
+def _on_gpus(layout: Layout, sizes: Sizes) -> Staying:
     kinds: dict[tuple[bool, bool], frozenset[Part]] = {}
     for index in range(layout.num_gpus):
         kind = layout.has_rank(index), layout.has_engine(index)
         if kind not in kinds:
-            kinds[kind] = _on_gpu(layout, sizes, index, export_stays=export_stays)
+            kinds[kind] = _on_gpu(layout, sizes, index)
     return tuple(kinds[layout.has_rank(index), layout.has_engine(index)] for index in range(layout.num_gpus))
 
 
@@ -58,31 +56,27 @@ def decided_again(layout: Layout) -> Layout:
     """The layout of GPUs with what stays decided again, after a change of other settings; others, which decided nothing, as they are."""
     if layout.staying is None or layout.device == "cpu":
         return replace(layout, staying=None)
-    is_open = replace(layout, staying=None)
-    return replace(layout, staying=decide(is_open, export_stays=True if layout.export_stays else None))
+    return replace(layout, staying=decide(replace(layout, staying=None)))
 
 
-def given(layout: Layout, config: NodeConfig, residency: ResidencyConfig) -> Staying:
-    """Residency that the configuration sets explicitly, and what never leaves."""
+def given(layout: Layout, config: NodeConfig, choices: Choices) -> Staying:
+    """What stays on each GPU by a node's choices, and what never leaves."""
     gpus = gpus_of(config)
-    never_leaves = _must_stay(layout, export_stays=None)
     staying = [set[Part]() for _ in range(layout.num_gpus)]
     for rank, gpu in enumerate(gpus.trainer):
-        staying[gpu] |= {_OF_TRAINER[name] for name in residency.of_trainer(rank)}
+        staying[gpu] |= {_OF_TRAINER[name] for name in choices.of_trainer(rank)}
     for rank, gpu in enumerate(gpus.rollout):
-        staying[gpu] |= {_OF_ENGINE[name] for name in residency.of_rollout(rank)} | never_leaves
+        staying[gpu] |= {_OF_ENGINE[name] for name in choices.of_rollout(rank)} | _must_stay(layout)
     return tuple(map(frozenset, staying))
 
 
-def as_config(layout: Layout, config: NodeConfig, *, kv_tokens: int | None, starts_together: bool = False) -> ResidencyConfig:
-    """Converts a layout's `staying` to the node's configuration, by rank."""
+def staying_names(layout: Layout, config: NodeConfig) -> tuple[Any, Any]:
+    """The same by rank of trainer and engine, as in Choices."""
     assert layout.staying is not None
     gpus = gpus_of(config)
     trainer = tuple(_names(layout.staying[gpu], _OF_TRAINER) for gpu in gpus.trainer)
     rollout = tuple(_names(layout.staying[gpu], _OF_ENGINE) for gpu in gpus.rollout)
-    return ResidencyConfig.model_validate(
-        {"trainer": trainer, "rollout": rollout, "kv_tokens": kv_tokens, "starts_together": starts_together}
-    )
+    return trainer, rollout
 
 
 def stay_and_leave(layout: Layout) -> list[tuple[str, list[Part], list[Part]]]:
@@ -126,7 +120,7 @@ def _names(staying: frozenset[Part], names: dict[str, Part]) -> tuple[str, ...]:
     return tuple(name for name, part in names.items() if part in staying)
 
 
-def _on_gpu(layout: Layout, sizes: Sizes, index: int, *, export_stays: bool | None) -> frozenset[Part]:
+def _on_gpu(layout: Layout, sizes: Sizes, index: int) -> frozenset[Part]:
     room = layout.gpu_bytes * (1 - _RESERVE) - layout.overheads.margin
     present = _present_on(layout, index)
 
@@ -134,10 +128,10 @@ def _on_gpu(layout: Layout, sizes: Sizes, index: int, *, export_stays: bool | No
         one = _keeping(layout, staying)
         return all(sum(parts_on_gpu(one, sizes, stage, index).values()) <= room for stage in PLAN_STAGES)
 
-    return _cheapest(layout, sizes, present, fits, export_stays=export_stays)
+    return _cheapest(layout, sizes, present, fits)
 
 
-def _on_host(layout: Layout, sizes: Sizes, *, export_stays: bool | None) -> frozenset[Part]:
+def _on_host(layout: Layout, sizes: Sizes) -> frozenset[Part]:
     """Decides for all ranks alike, since they share one memory."""
     present = frozenset(RESIDENT) - {Part.TORCH_CACHE}
 
@@ -145,7 +139,7 @@ def _on_host(layout: Layout, sizes: Sizes, *, export_stays: bool | None) -> froz
         planned = plan_of(_keeping(layout, staying), sizes)
         return planned.fits_host if layout.budget_bytes is None else planned.fits_budget
 
-    return _cheapest(layout, sizes, present, fits, export_stays=export_stays)
+    return _cheapest(layout, sizes, present, fits)
 
 
 def _cheapest(
@@ -153,18 +147,16 @@ def _cheapest(
     sizes: Sizes,
     present: frozenset[Part],
     fits: Callable[[frozenset[Part]], bool],
-    *,
-    export_stays: bool | None,
 ) -> frozenset[Part]:
     """The part of `present` that stays; only what must stay if no choice fits."""
-    must_stay = _must_stay(layout, export_stays=export_stays) & present
-    choices = sorted(_choices(layout, present, export_stays=export_stays), key=lambda released: _seconds(released, sizes))
+    must_stay = _must_stay(layout) & present
+    choices = sorted(_choices(layout, present), key=lambda released: _seconds(released, sizes))
     return next((present - released for released in choices if fits(present - released)), must_stay)
 
 
-def _choices(layout: Layout, present: frozenset[Part], *, export_stays: bool | None) -> Iterator[frozenset[Part]]:
+def _choices(layout: Layout, present: frozenset[Part]) -> Iterator[frozenset[Part]]:
     """Sets of parts that may leave."""
-    must_stay = _must_stay(layout, export_stays=export_stays)
+    must_stay = _must_stay(layout)
     published = {Part.TRAINER_WEIGHTS, Part.EXPORT} if layout.exports_parameters else {Part.EXPORT}
     open_parts = sorted(present - must_stay)
     for count in range(len(open_parts) + 1):
@@ -172,17 +164,14 @@ def _choices(layout: Layout, present: frozenset[Part], *, export_stays: bool | N
             released = frozenset(chosen)
             # Parameters read in place leave with everything else that is read.
             is_whole = not released & published or published & present <= released
-            if is_whole and (export_stays is not False or published & present <= released):
+            if is_whole:
                 yield released
 
 
-def _must_stay(layout: Layout, *, export_stays: bool | None) -> frozenset[Part]:
-    staying: set[Part] = set()
-    if export_stays:
-        staying |= {Part.EXPORT, Part.TRAINER_WEIGHTS} if layout.exports_parameters else {Part.EXPORT}
-    if layout.lora_rank is not None and not layout.merges_adapters:
-        staying.add(Part.ROLLOUT_WEIGHTS)  # the engine's base weights are never sent again
-    return frozenset(staying)
+def _must_stay(layout: Layout) -> frozenset[Part]:
+    """The base below an engine's adapters, which is never sent again."""
+    is_base = layout.lora_rank is not None and not layout.merges_adapters
+    return frozenset({Part.ROLLOUT_WEIGHTS} if is_base else ())
 
 
 def _present_on(layout: Layout, index: int) -> frozenset[Part]:

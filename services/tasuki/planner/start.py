@@ -19,10 +19,11 @@ TRIAL_TOKENS = 67
 def starts_together(layout: Layout) -> bool:
     """Whether the services share no GPU, or every GPU holds both at their largest during a start.
 
-    False where the engine sizes its cache by the memory that is free, and for a base that the engine loads for both.
+    False where the engine sizes its cache by the memory that is free, and for a base that the engine loads for both; always true
+    otherwise on a CPU.
     """
     if layout.device == "cpu" or layout.shares_base or layout.strategy is not Strategy.STAGED:
-        return False
+        return layout.device == "cpu" and not layout.shares_base
     shared = [gpu for gpu in range(layout.num_gpus) if layout.has_rank(gpu) and layout.has_engine(gpu)]
     if not shared:
         return True

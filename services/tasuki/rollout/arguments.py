@@ -6,10 +6,12 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from tasuki.config.choices import Choices
+from tasuki.config.engine_arguments import MAX_TOKENS
 from tasuki.config.paths import model_source
 from tasuki.config.schema import NodeConfig, RolloutConfig
 from tasuki.config.trainer_schema import LoraConfig
-from tasuki.planner.kv_tokens import graph_requests, running_requests, wanted_tokens
+from tasuki.planner.kv_tokens import graph_requests, running_requests
 from tasuki.planner.start import MEASURED_FREE
 from tasuki.rollout.model import ModelFacts
 from tasuki.rollout.rank_commands import COMMAND_LOADER
@@ -28,10 +30,12 @@ LORA_BACKEND = "tasuki"
 """Name of our kernels for it, see dense_lora.py."""
 
 
-def engine_arguments(config: NodeConfig, model: ModelFacts) -> dict[str, Any]:
+def engine_arguments(config: NodeConfig, choices: Choices, model: ModelFacts) -> dict[str, Any]:
     """Keyword arguments of SGLang's Engine."""
     rollout = config.rollout
-    num_tokens, fraction = _kv_cache(config, model)
+    # Beside tokens the fraction is no bound: an engine that restarts beside resident trainer state finds less memory, but takes the same.
+    is_planned = choices.kv_tokens is not None and config.device == "cuda"
+    fraction = max(rollout.kv_ratio, _PLANNED_FRACTION) if is_planned else rollout.kv_ratio
     arguments: dict[str, Any] = {
         "model_path": str(model_source(config)),
         "device": config.device,
@@ -56,8 +60,8 @@ def engine_arguments(config: NodeConfig, model: ModelFacts) -> dict[str, Any]:
     }
     if rollout.max_running_requests is not None:
         arguments["max_running_requests"] = rollout.max_running_requests
-    if num_tokens is not None:
-        arguments["max_total_tokens"] = num_tokens + _CONTEXT_SLACK
+    if choices.kv_tokens is not None:
+        arguments["max_total_tokens"] = choices.kv_tokens + _CONTEXT_SLACK
     if config.served_adapter is not None:
         arguments |= _adapter_arguments(config.served_adapter)
     else:
@@ -72,22 +76,11 @@ def engine_arguments(config: NodeConfig, model: ModelFacts) -> dict[str, Any]:
 
 def _further(engine: Mapping[str, Any], *, ours: Mapping[str, Any]) -> Mapping[str, Any]:
     """Arguments configured by SGLang's names. Raises InvalidArgument for one that the device fixes."""
-    for name in engine:
+    further = {name: value for name, value in engine.items() if name != MAX_TOKENS}  # which the planner has counted
+    for name in further:
         if name in ours:
             raise InvalidArgument(f"rollout.engine.{name}", f"is set to {ours[name]!r} on this device; remove it")
-    return engine
-
-
-def _kv_cache(config: NodeConfig, model: ModelFacts) -> tuple[int | None, float]:
-    """Tokens of the KV cache, and SGLang's share of free memory, which bounds them.
-
-    If the planner has set the tokens, the share does not bound them: an engine that restarts beside resident trainer state finds less
-    memory, but takes the same tokens.
-    """
-    planned = None if config.residency is None else config.residency.kv_tokens
-    if planned is not None:
-        return planned, max(config.rollout.kv_ratio, _PLANNED_FRACTION)
-    return wanted_tokens(config, context_length=model.context_length), config.rollout.kv_ratio
+    return further
 
 
 def _adapter_arguments(adapter: LoraConfig) -> dict[str, Any]:

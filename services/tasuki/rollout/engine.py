@@ -22,6 +22,7 @@ from sglang.srt.server_args import PortArgs, ServerArgs
 from sglang.srt.utils import MultiprocessingSerializer
 from sglang.srt.utils.network import get_zmq_socket
 
+from tasuki.config.choices import read_choices
 from tasuki.config.gpus import gpus_of
 from tasuki.config.schema import NodeConfig
 from tasuki.rollout.arguments import ADAPTER_ID, engine_arguments
@@ -295,7 +296,7 @@ def start_engine(
     """
     started = time.monotonic()
     _EmbeddedEngine.ranks, _EmbeddedEngine.gpus = ranks, gpus_of(config).rollout
-    engine = _EmbeddedEngine(**engine_arguments(config, model))
+    engine = _EmbeddedEngine(**engine_arguments(config, read_choices(config.state_dir), model))
     reports = cast(list[RankReport], engine._scheduler_init_result.scheduler_infos)
     num_tokens = min(report["max_total_num_tokens"] for report in reports)
     check_capacity(num_tokens, model)

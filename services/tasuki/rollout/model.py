@@ -11,7 +11,6 @@ from tasuki.config.schema import NodeConfig
 from tasuki.models import families
 from tasuki.models.families import FAMILIES
 from tasuki.models.family import Model
-from tasuki.planner.kv_tokens import planned_tokens, tokens_key
 from tasuki.rollout.stop_tokens import read_stop_token_ids
 from tasuki.wire.denied_path import named_if_denied
 from tasuki.wire.errors import InvalidArgument, PathNotFound, UnsupportedModel
@@ -36,7 +35,7 @@ class ModelFacts:
 
 def read_model(config: NodeConfig) -> ModelFacts:
     """Raises PathNotFound without a model folder; UnsupportedModel if config.json describes no language model, or one that the engine
-    computes differently from the trainer; InvalidArgument if the context exceeds the model's or the KV cache, or the heads cannot be
+    computes differently from the trainer; InvalidArgument if the context exceeds the model's, or the heads cannot be
     split.
     """
     path = config.model.path
@@ -56,7 +55,7 @@ def read_model(config: NodeConfig) -> ModelFacts:
     if heads % tp_size:
         raise InvalidArgument("rollout.tp_size", f"the model's {heads} attention heads cannot be split over {tp_size} ranks")
     vocab_size = _size(text, "vocab_size", path)
-    model = ModelFacts(
+    return ModelFacts(
         path=str(path),
         architecture=str(architectures[0]),
         vocab_size=vocab_size,
@@ -65,8 +64,6 @@ def read_model(config: NodeConfig) -> ModelFacts:
         is_seeded=config.device == "cpu",
         is_speculative="speculative_algorithm" in config.rollout.engine,
     )
-    check_capacity(planned_tokens(config, context_length=model.context_length), model, key=tokens_key(config))
-    return model
 
 
 def _check_engine(model: Model, *, device: str) -> None:
@@ -77,11 +74,11 @@ def _check_engine(model: Model, *, device: str) -> None:
         raise UnsupportedModel(f"model.path: {problem}", architecture=architecture, field="device")
 
 
-def check_capacity(total_tokens: int | None, model: ModelFacts, *, key: str = "rollout.kv_tokens") -> None:
+def check_capacity(total_tokens: int, model: ModelFacts) -> None:
     """Raises InvalidArgument if a KV cache of `total_tokens` cannot hold one sequence of maximum length."""
-    if total_tokens is not None and total_tokens < model.context_length:
+    if total_tokens < model.context_length:
         raise InvalidArgument(
-            key,
+            "rollout.kv_ratio",
             f"a KV cache of {total_tokens} tokens cannot hold one sequence of {model.context_length}; "
             "raise it, or lower rollout.context_length",
             needed_tokens=model.context_length,

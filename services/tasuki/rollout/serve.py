@@ -10,6 +10,8 @@ from pathlib import Path
 import uvloop
 
 from tasuki.config import paths
+from tasuki.config.choices import read_choices
+from tasuki.config.environment import failpoint_specs
 from tasuki.config.gpus import gpus_of
 from tasuki.config.lock import read_instance
 from tasuki.config.schema import NodeConfig
@@ -25,7 +27,7 @@ from tasuki.rollout.servicer import RolloutMemoryServicer, RolloutServicer
 from tasuki.rollout.startup_deadline import StartupDeadline
 from tasuki.rollout.sync import WeightSync
 from tasuki.rpc.commands import CommandGate
-from tasuki.rpc.failpoints import Failpoints
+from tasuki.rpc.failpoints import RECEIVED, Failpoints, parse_failpoint
 from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.rpc.logs import configure_logging, open_service_tracer
 from tasuki.rpc.memory import staying_tags
@@ -62,9 +64,7 @@ async def _serve(
     _log_plans(engine.reports)
     socket_dir = paths.socket_dir(config.state_dir)
     rank_calls = _make_rank_calls(config, engine, socket_dir=socket_dir)
-    sync = WeightSync(
-        rank_calls, socket_dir=socket_dir, num_replicas=config.dp_size, full_read_back=config.rollout.full_read_back
-    )
+    sync = WeightSync(rank_calls, socket_dir=socket_dir, num_replicas=config.dp_size, full_read_back=_is_damaged_on_purpose())
     heartbeat = Heartbeat(config.state_dir, "rollout")
     numbers = CallNumbers(paths.generate_calls_path(config.state_dir), instance_id=read_instance(config.state_dir).id)
     try:
@@ -102,6 +102,11 @@ async def _serve(
     if not shutdown.is_death:
         numbers.remove()
     return 1 if shutdown.is_death else 0
+
+
+def _is_damaged_on_purpose() -> bool:
+    """Whether a failpoint damages received weights, which only a plan's first sync would notice."""
+    return any(parse_failpoint(spec).point == RECEIVED for spec in failpoint_specs() or ())
 
 
 class _Shutdown:
@@ -148,7 +153,7 @@ def _make_rank_calls(config: NodeConfig, engine: RolloutEngine, *, socket_dir: P
     return RankCalls(
         engine,
         socket_dir=socket_dir,
-        staying=staying_tags(config, Service.ROLLOUT),
+        staying=staying_tags(config, read_choices(config.state_dir), Service.ROLLOUT),
     )
 
 

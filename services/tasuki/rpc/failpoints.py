@@ -129,9 +129,7 @@ def _with_ends(commands: tuple[str, ...]) -> tuple[str, ...]:
 
 def _check_damage_is_noticed(one: Failpoint, config: NodeConfig) -> None:
     if one.point == PUBLISHED and config.exports_parameters:
-        raise ValueError('would permanently corrupt the parameters; it needs trainer.export = "copy"')
-    if one.point == RECEIVED and not config.rollout.full_read_back:
-        raise ValueError("is detected only by a plan's first sync; it needs rollout.full_read_back = true")
+        raise ValueError("would permanently corrupt the parameters; it needs trainer.param_dtype to differ from rollout.dtype")
 
 
 _SIGNALS = {Action.KILL: signal.SIGKILL, Action.STOP: signal.SIGSTOP}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
+from tasuki.config.choices import Choices
 from tasuki.config.schema import NodeConfig
 from tasuki.v1 import memory_pb2
 from tasuki.v1.memory_pb2 import PauseRequest, ResumeRequest
@@ -77,22 +78,19 @@ async def watch_usage(
         await asyncio.sleep(max(0.0, started + interval_ms / 1000 - clock.time()))
 
 
-def staying_of_engine_rank(config: NodeConfig, rank: int) -> frozenset[MemoryTag]:
+def staying_of_engine_rank(config: NodeConfig, choices: Choices, rank: int) -> frozenset[MemoryTag]:
     """Tags that one engine rank does not release: the planner's, and the base below adapters, which is never sent again."""
-    names = frozenset[str]() if config.residency is None else config.residency.of_rollout(rank)
+    names = choices.of_rollout(rank)
     base = [] if config.served_adapter is None else [MemoryTag.WEIGHTS]
     graphs = [MemoryTag.CUDA_GRAPH] if MemoryTag.KV_CACHE in names else []
     return frozenset([*(tag for tag in (MemoryTag.WEIGHTS, MemoryTag.KV_CACHE) if tag in names), *base, *graphs])
 
 
-def staying_tags(config: NodeConfig, service: Service) -> frozenset[MemoryTag]:
+def staying_tags(config: NodeConfig, choices: Choices, service: Service) -> frozenset[MemoryTag]:
     """Tags that every rank of the service keeps."""
     if service is Service.ROLLOUT:
-        ranks = [staying_of_engine_rank(config, rank) for rank in range(config.num_engine_ranks)]
+        ranks = [staying_of_engine_rank(config, choices, rank) for rank in range(config.num_engine_ranks)]
     else:
-        residency = config.residency
-        names = [
-            frozenset[str]() if residency is None else residency.of_trainer(rank) for rank in range(config.trainer.num_ranks)
-        ]
+        names = [choices.of_trainer(rank) for rank in range(config.trainer.num_ranks)]
         ranks = [frozenset(tag for tag in MemoryTag if tag in each) for each in names]
     return frozenset.intersection(*ranks)

@@ -10,6 +10,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from tasuki.client.durable import write_durably
+from tasuki.config.choices import plan_path
 from tasuki.config.paths import (
     archived_config_path,
     config_path,
@@ -73,6 +74,7 @@ def copy_archive(state_dir: Path, output_dir: Path) -> None:
     _copy(training_log_path(state_dir), training_log_path(output_dir))
     _copy(memory_record_path(state_dir), memory_record_path(output_dir))
     _copy(config_path(state_dir), archived_config_path(output_dir))
+    _copy(plan_path(state_dir), plan_path(archived_config_path(output_dir).parent))
     if fleet_journal_path(state_dir).is_file():
         _copy_journal(fleet_journal_path(state_dir), fleet_journal_path(output_dir))
     else:

@@ -13,6 +13,7 @@ import os
 import sys
 from pathlib import Path
 
+from tasuki.config.choices import read_choices
 from tasuki.config.gpus import show_gpus
 from tasuki.config.load import load_config
 from tasuki.config.lock import StateLock
@@ -84,9 +85,10 @@ def _serve(config: NodeConfig, launch: Launch, start: StartSeconds) -> int:
 
 def _wait_for_rollout(config: NodeConfig, start: StartSeconds) -> None:
     """Waits until the engine has left the memory that this rank needs. On a CPU a restarted rank has its memory."""
-    must_serve = config.trainer_starts_alone and FIRST_START_VARIABLE in os.environ
+    choices = read_choices(config.state_dir)
+    must_serve = not choices.starts_together and FIRST_START_VARIABLE in os.environ
     if config.device == "cuda" or must_serve:
-        target, staying = node_targets(config)["rollout"], staying_tags(config, Service.ROLLOUT)
+        target, staying = node_targets(config)["rollout"], staying_tags(config, choices, Service.ROLLOUT)
         wait_for_rollout_to_leave(target, staying=staying, must_serve=must_serve)
         start.end("room")
 

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from tasuki.config.choices import read_choices
 from tasuki.config.environment import cpu_threads
 from tasuki.config.gpus import gpus_of
 from tasuki.config.paths import socket_dir
@@ -35,7 +36,9 @@ def run_rank(config: NodeConfig, *, launch: Launch, start: StartSeconds) -> bool
         nodes_rate = None if replicas is None else replicas.measure_rate()
         nodes_transport = "" if replicas is None else replicas.transport()
         start.end("meeting")
-        backend = FsdpBackend(config, mesh=mesh, replicas=replicas, heartbeat=heartbeat, ended=start.end)
+        backend = FsdpBackend(
+            config, read_choices(config.state_dir), mesh=mesh, replicas=replicas, heartbeat=heartbeat, ended=start.end
+        )
         cleanup.callback(backend.close)
         backend.warm_up()
         start.end("kernels")

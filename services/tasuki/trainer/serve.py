@@ -11,12 +11,11 @@ from collections.abc import Awaitable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
+from tasuki.config.choices import read_choices
 from tasuki.config.gpus import gpus_of
 from tasuki.config.paths import node_targets, socket_dir, training_log_path
 from tasuki.config.schema import NodeConfig
-from tasuki.memory.host import host_memory
 from tasuki.planner.model_shape import read_model_file
-from tasuki.planner.node_plan import node_layout
 from tasuki.rpc.commands import CommandGate
 from tasuki.rpc.failpoints import Failpoints
 from tasuki.rpc.heartbeat import Heartbeat
@@ -41,9 +40,8 @@ from tasuki.trainer.service.metrics import TrainerMetrics
 from tasuki.trainer.service.servicer import TrainerServicer
 from tasuki.trainer.service.state import TrainerState, roles_by_name
 from tasuki.trainer.service.training import Training
-from tasuki.v1.memory_pb2 import GetUsageRequest
 from tasuki.v1.memory_pb2_grpc import add_MemoryServiceServicer_to_server
-from tasuki.v1.ranks_pb2 import RankReady, TrainerRankCommand
+from tasuki.v1.ranks_pb2 import RankReady
 from tasuki.v1.trainer_pb2_grpc import add_TrainerServiceServicer_to_server
 from tasuki.wire.stages import Service
 from tasuki.wire.tracing import Tracer
@@ -114,13 +112,13 @@ async def _ready_or_stopped(ranks: TrainerRanks, stop: asyncio.Event) -> RankRea
 
 
 async def _training(ranks: TrainerRanks, *, ready: RankReady, config: NodeConfig, failpoints: Failpoints) -> Training:
-    """The ranks as one trainer, once they are ready. Raises as micro_batch_tokens and sample_costs."""
+    """The ranks as one trainer, once they are ready. Raises as read_choices and sample_costs."""
     boot_id = uuid.uuid4().hex
     state = TrainerState(roles_by_name(ready.roles), gate=CommandGate(failpoints, boot_id=boot_id), boot_id=boot_id)
     limits = BatchLimits(
         vocab_size=ready.vocab_size,
         context_length=ready.context_length,
-        micro_batch_tokens=await micro_batch_tokens(config, ranks),
+        micro_batch_tokens=read_choices(config.state_dir).micro_batch_tokens,
     )
     _log.info("ready ranks=%d micro_batch_tokens=%d", ranks.num_ranks, limits.micro_batch_tokens)
     if ready.HasField("nodes_rate"):
@@ -147,7 +145,9 @@ def _server(training: Training, log: TrainingLog, *, ready: RankReady, config: N
     metrics = TrainerMetrics(server.registry, num_gpus=len(gpus), policy_version=lambda: state.policy_version)
     servicer = TrainerServicer(training, log=log, ready=ready, config=config, metrics=metrics)
     server.add(add_TrainerServiceServicer_to_server, servicer, "tasuki.v1.TrainerService")
-    memory = MemoryServicer(training.ranks, state=training.state, staying=staying_tags(config, Service.TRAINER))
+    memory = MemoryServicer(
+        training.ranks, state=training.state, staying=staying_tags(config, read_choices(config.state_dir), Service.TRAINER)
+    )
     server.add(add_MemoryServiceServicer_to_server, memory, "tasuki.v1.MemoryService")
     return server
 
@@ -165,16 +165,6 @@ async def _run(server: RpcServer, *, ranks: TrainerRanks, ends: Sequence[Awaitab
 async def _stop_after(end: Awaitable[object], stop: asyncio.Event) -> None:
     await end
     stop.set()
-
-
-async def micro_batch_tokens(config: NodeConfig, ranks: TrainerRanks) -> int:
-    """The configured value, or the planner's choice for the smallest GPU of the ranks. Raises as node_layout."""
-    if config.device == "cpu" or config.trainer.micro_batch_tokens is not None:
-        return config.most_micro_batch_tokens
-    answers = await ranks.call(TrainerRankCommand(get_usage=GetUsageRequest()))
-    gpu_bytes = min(device.total_bytes for answer in answers for device in answer.get_usage.devices)
-    shape = read_model_file(config.model.path).shape
-    return node_layout(config, shape, gpu_bytes=gpu_bytes, host_bytes=host_memory().total_bytes).micro_batch_tokens
 
 
 def sample_costs(config: NodeConfig) -> dict[Role, SampleCost]:

@@ -131,7 +131,7 @@ def await_base(path: Path, *, device: torch.device, timeout_s: float) -> SharedB
     deadline = time.monotonic() + timeout_s
     while (base := find_base(path, device=device)) is None:
         if time.monotonic() > deadline:
-            raise BadHandle(f"trainer.lora.share_base: the engine has loaded no model within {timeout_s:g} s", socket=path)
+            raise BadHandle(f"the engine has loaded no model within {timeout_s:g} s", socket=path)
         time.sleep(_POLL_S)
     return base
 

@@ -15,7 +15,9 @@ from sglang.srt.layers.attention import attention_registry
 from sglang.srt.managers import scheduler as sglang_scheduler
 from sglang.srt.model_executor import model_runner
 from sglang.srt.server_args import PortArgs, ServerArgs, get_global_server_args
+from tasuki.memory.tags import MemoryTag
 
+from tasuki.config.choices import read_choices
 from tasuki.config.gpus import gpu_not_shown
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.allocator import NativeAllocator
@@ -162,7 +164,7 @@ class ReportingScheduler(sglang_scheduler.Scheduler):
             scheduler=self,
             lock=lock,
             adapter=adapter,
-            staying=frozenset() if setup.config is None else staying_of_engine_rank(setup.config, setup.rank),
+            staying=frozenset() if setup.config is None else _staying(setup.config, rank=setup.rank),
             base=None if setup.base is None else setup.base.base,
         )
         engine_rank.receiver.warm_up()
@@ -231,13 +233,21 @@ def run_scheduler(
             tp_rank=tp_rank,
             allocator=allocator,
             pipe_writer=pipe_writer,
-            base=EngineBase(config, rank=tp_rank, device=device) if config is not None and config.shares_base else None,
+            base=None if config is None else _shared_base(config, rank=tp_rank, device=device),
             start_seconds=count_seconds(model_runner.ModelRunner),
         )
         _install_scheduler(setup, device=server_args.device)
     sglang_scheduler.run_scheduler_process(
         server_args, port_args, gpu_id, tp_rank, attn_cp_rank, moe_dp_rank, moe_ep_rank, pp_rank, dp_rank, pipe_writer
     )
+
+
+def _staying(config: NodeConfig, *, rank: int) -> frozenset[MemoryTag]:
+    return staying_of_engine_rank(config, read_choices(config.state_dir), rank)
+
+
+def _shared_base(config: NodeConfig, *, rank: int, device: torch.device) -> EngineBase | None:
+    return EngineBase(config, rank=rank, device=device) if read_choices(config.state_dir).shares_base else None
 
 
 def _rank_memory(config: NodeConfig | None, device: torch.device) -> NativeAllocator:

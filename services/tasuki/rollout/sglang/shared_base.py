@@ -17,9 +17,6 @@ from torch.overrides import TorchFunctionMode
 
 from tasuki.config.paths import base_socket_path
 from tasuki.config.schema import NodeConfig
-from tasuki.models.config_json import read_json_object
-from tasuki.models.families import read_model
-from tasuki.models.shape import check_shared_base
 from tasuki.rollout.published_layout import published_layout
 from tasuki.rollout.record import EngineModel, Layout, Parameters, record_plan
 from tasuki.weights.manifest import Entry, place
@@ -35,7 +32,6 @@ class EngineBase:
     """The base that one engine rank shares. `base` is None until its model has been loaded."""
 
     def __init__(self, config: NodeConfig, *, rank: int, device: torch.device) -> None:
-        """Raises as check_shared_base."""
         self.base: SharedBase | None = None
         self._device, self._rank, self._num_ranks = device, rank, config.rollout.tp_size
         self._own_path = base_socket_path(config.state_dir, "rollout", rank)
@@ -83,7 +79,7 @@ class EngineBase:
             parameter, slice_ = next((one for one in held if one[1] is not None), ("", None))
             if slice_ is None:
                 raise UnsupportedModel(
-                    f"trainer.lora.share_base: the engine does not hold {name} as the checkpoint does; leave it out",
+                    f'rollout.lora: the engine does not hold {name} as the checkpoint does, and cannot share it; use "merged"',
                     tensor=name,
                 )
             dtype = parameters.dtype(parameter)
@@ -134,7 +130,8 @@ class _Unmade(TorchFunctionMode):
             for key, value in {**vars(module), **dict(module.named_buffers(recurse=False))}.items():
                 if _is_unmade(value):
                     raise UnsupportedModel(
-                        f"trainer.lora.share_base: the engine keeps {name}.{key} beside its weights; leave it out", tensor=name
+                        f'rollout.lora: the engine keeps {name}.{key} beside its weights, and cannot share it; use "merged"',
+                        tensor=name,
                     )
 
 
@@ -154,13 +151,12 @@ class _Published:
 
     def gathered(self, name: str) -> torch.Tensor:
         raise UnsupportedModel(
-            f"trainer.lora.share_base: the engine computes with {name} when it loads it; leave it out", tensor=name
+            f'rollout.lora: the engine computes with {name} when it loads it, and cannot share it; use "merged"',
+            tensor=name,
         )
 
 
 def _checkpoint_layout(config: NodeConfig) -> Layout:
-    shape = read_model(read_json_object(config.model.path / "config.json", field="model.path")).shape
-    check_shared_base(shape, num_ranks=config.rollout.tp_size)
     return published_layout(config)
 
 
@@ -182,5 +178,6 @@ def _load(model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]], *
     for name in before.keys() | after.keys():
         if before.get(name) != after.get(name):
             raise UnsupportedModel(
-                f"trainer.lora.share_base: the engine packs {name} on this machine; leave it out", tensor=name
+                f'rollout.lora: the engine packs {name} on this machine, and cannot share it; use "merged"',
+                tensor=name,
             )

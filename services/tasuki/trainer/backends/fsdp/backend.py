@@ -15,12 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from tasuki.algorithms.batch import Metric
+from tasuki.config.choices import Choices
 from tasuki.config.paths import model_source, socket_dir
 from tasuki.config.schema import NodeConfig
 from tasuki.config.trainer_schema import CriticConfig, LoraConfig, OptimizerConfig
 from tasuki.memory.arena import set_host_budget
 from tasuki.planner.layout import Checkpointing
-from tasuki.planner.node_plan import check_critic
+from tasuki.planner.node_plan import check_critic, layout_of
 from tasuki.planner.start import TRIAL_TOKENS
 from tasuki.planner.step_bytes import offloaded_per_token
 from tasuki.rpc.heartbeat import Heartbeat
@@ -55,13 +56,7 @@ from tasuki.trainer.backends.fsdp.model import (
 from tasuki.trainer.backends.fsdp.optimizer.adamw import ShardedAdamW
 from tasuki.trainer.backends.fsdp.optimizer.quantized_adamw import QuantizedAdamW
 from tasuki.trainer.backends.fsdp.optimizer.streamed_adamw import StreamedAdamW
-from tasuki.trainer.backends.fsdp.resident_tags import (
-    ExportChoice,
-    ResidentTags,
-    choose_handles,
-    planned_layout,
-    with_copy_that_stays,
-)
+from tasuki.trainer.backends.fsdp.resident_tags import ExportChoice, ResidentTags, choose_handles
 from tasuki.trainer.backends.fsdp.shards import adapter_shards, export_model, local_shards
 from tasuki.trainer.backends.fsdp.shared_base import map_base
 from tasuki.trainer.data.micro_batch import WHOLE, SequencePart, TokenBatch
@@ -72,6 +67,7 @@ from tasuki.trainer.replicas import NodeReplicas
 from tasuki.trainer.roles import Role
 from tasuki.v1.ranks_pb2 import RankPublished
 from tasuki.weights.export import ExportMemory, WeightExport
+from tasuki.weights.shared_base import SharedBase
 from tasuki.wire.errors import OutOfGpuMemory
 from tasuki.wire.stages import MemoryTag
 
@@ -85,6 +81,7 @@ class FsdpBackend:
     def __init__(
         self,
         node: NodeConfig,
+        choices: Choices,
         *,
         mesh: DeviceMesh,
         replicas: NodeReplicas | None = None,
@@ -102,28 +99,27 @@ class FsdpBackend:
         if node.memory.host_budget_bytes is not None:
             set_host_budget(node.memory.host_budget_bytes // mesh.size())
         handles = choose_handles(mesh)
-        if handles == "ipc":
-            node = with_copy_that_stays(node)
-        self._node, self._mesh, self._replicas = node, mesh, replicas
+        self._node, self._choices, self._mesh, self._replicas = node, choices, mesh, replicas
         self._model_path = model_source(node)
         self._model_config = read_model_config(self._model_path)
         check_critic(node)
         torch.manual_seed(node.seed)
-        self._layout, self._to_close = planned_layout(node, mesh), ExitStack()
+        self._layout, self._to_close = layout_of(node, choices), ExitStack()
         self._sharing = SequenceGroup.of(mesh, size=config.sequence_parallel, timeout_s=node.coordinator.stage_timeout_s)
-        _log.info("event=checkpointing choice=%s kept_layers=%d", self._layout.checkpointing, self._layout.kept_layers)
+        _log.info("event=checkpointing choice=%s kept_layers=%d", choices.checkpointing, choices.kept_layers)
         self.memory = TrainerMemory(
             mesh,
-            ExportChoice.of(node, self._layout, rank=mesh.get_local_rank(), handles=handles),
-            resident=ResidentTags.of(node, mesh),
+            ExportChoice.of(node, choices, rank=mesh.get_local_rank(), handles=handles),
+            resident=ResidentTags.of(choices, rank=mesh.get_local_rank()),
             heartbeat=heartbeat,
         )
         self.memory.pin_in_background(self._layout)
         self._export: WeightExport | None = None
         self._merged: MergedWeights | None = None
         self._reference: Policy | None = None
-        self._base = map_base(node, rank=mesh.get_local_rank(), device=self.device)
-        if self._base is not None:
+        self._base: SharedBase | None = None
+        if choices.shares_base:
+            self._base = map_base(node, rank=mesh.get_local_rank(), device=self.device)
             self._to_close.callback(self._base.close)
         ended("planning")
         self._policy = self._load_policy()
@@ -314,8 +310,8 @@ class FsdpBackend:
     def _train(self, network: Policy | Critic, config: OptimizerConfig) -> Trained:
         set_checkpointing(
             network.causal_lm,
-            self._layout.checkpointing,
-            kept_layers=self._layout.kept_layers,
+            Checkpointing(self._choices.checkpointing),
+            kept_layers=self._choices.kept_layers,
             on_host=self._host_activations(network.causal_lm),
         )
         if self._node.trainer.mlp_tile_tokens is not None:
@@ -334,8 +330,8 @@ class FsdpBackend:
 
     def _host_activations(self, causal_lm: PreTrainedModel) -> HostActivations | None:
         """Host memory for what layers keep, if it is offloaded. Raises as HostActivations."""
-        num_layers = causal_lm.config.num_hidden_layers - self._layout.kept_layers
-        if self._layout.checkpointing is not Checkpointing.OFFLOADED or num_layers < 1:
+        num_layers = causal_lm.config.num_hidden_layers - self._choices.kept_layers
+        if self._choices.checkpointing != Checkpointing.OFFLOADED or num_layers < 1:
             return None
         # The passes that compile at the start have this many tokens on each rank, even where a micro-batch has fewer.
         num_tokens = max(self._layout.rank_tokens, TRIAL_TOKENS if self._compiles else 0)

@@ -26,13 +26,11 @@ from tasuki.wire.errors import UnsupportedModel
 _log = logging.getLogger("tasuki.trainer")
 
 
-def map_base(node: NodeConfig, *, rank: int, device: torch.device) -> SharedBase | None:
-    """The engine rank's model, once it has loaded it, handed on to one that starts after it; None where it is not shared.
+def map_base(node: NodeConfig, *, rank: int, device: torch.device) -> SharedBase:
+    """The engine rank's model, once it has loaded it, handed on to one that starts after it.
 
     Raises BadHandle when there is none within `coordinator.stage_timeout_s`.
     """
-    if not node.shares_base:
-        return None
     path = base_socket_path(node.state_dir, "rollout", rank)
     base = await_base(path, device=device, timeout_s=node.coordinator.stage_timeout_s)
     base.hand_out(base_socket_path(node.state_dir, "trainer", rank))
@@ -83,6 +81,4 @@ def view_of(shard: shards.Shard, entry: Entry, tensor: Tensor) -> Tensor:
 
 
 def _not_shared(name: str, problem: str) -> UnsupportedModel:
-    return UnsupportedModel(
-        f"trainer.lora.share_base: {name} cannot be shared: the engine {problem}; leave it out", tensor=name
-    )
+    return UnsupportedModel(f'rollout.lora: {name} cannot be shared: the engine {problem}; leave it at "merged"', tensor=name)

@@ -1,22 +1,23 @@
-"""Residency decided by `tasuki up` before a node starts, and its report by `tasuki plan`."""
+"""Choices made by `tasuki up` before a node starts, and its report by `tasuki plan`."""
 
 from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tasuki.cli.__main__ import main
-from tasuki.config.residency_schema import ResidencyConfig
+from tasuki.config.choices import Choices
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.host import HostMemory
-from tasuki.node import residency as cli
-from tasuki.node.residency import with_residency
+from tasuki.node import choose as cli
+from tasuki.node.choose import choose
 from tasuki.node.start import start_node
-from tasuki.planner.layout import GB
+from tasuki.planner.layout import GB, Part
 from tasuki.planner.model_shape import read_model_shape
 from tasuki.planner.node_plan import node_layout
 from tasuki.planner.plan import plan
@@ -56,62 +57,49 @@ def node(model: Path, **tables: Any) -> NodeConfig:
     return NodeConfig.model_validate({"state_dir": model / "node", "model": {"path": model}, "device": "cuda", **tables})
 
 
-def test_the_decision_and_the_counted_tokens_go_into_the_configuration(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def chosen(config: NodeConfig, told: list[str] | None = None) -> Choices:
+    return choose(config, resumes=False, tell=[].append if told is None else told.append)
+
+
+def test_a_choice_counts_the_tokens_and_is_told(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "smallest_gpu_bytes", lambda: 80 * GB)
     told: list[str] = []
-    decided = with_residency(node(model, rollout={"kv_tokens": 20_000}), resumes=False, tell=told.append).residency
-    assert decided is not None and decided.kv_tokens == 20_000
+    decided = chosen(node(model, rollout={"engine": {"max_total_tokens": 20_000}}), told)
+    assert decided.kv_tokens == 20_000
     assert set(decided.trainer[0]) == {"weights", "gradients", "optimizer", "export", "cache"}
     assert set(decided.rollout[0]) == {"weights", "kv_cache"}
     assert len(told) == 2 and told[0].startswith("GPU 0: keeps trainer weights") and told[0].endswith("releases nothing")
     assert decided.starts_together and told[1].startswith("trainer and rollout start at the same time")
-    most = with_residency(node(model, rollout={"kv_tokens": "most"}), resumes=False, tell=told.append).residency
-    assert most is not None and most.kv_tokens is None, "the engine measures what kv_ratio leaves"
+    assert chosen(node(model)).kv_tokens is None, "the engine measures what kv_ratio leaves"
 
 
-def test_a_trainer_that_replays_steps_waits_for_the_engine(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "smallest_gpu_bytes", lambda: 80 * GB)
-    resumed = with_residency(node(model, rollout={"kv_tokens": 20_000}), resumes=True, tell=lambda line: None).residency
-    assert resumed is not None and not resumed.starts_together
-
-
-def test_what_is_given_is_kept(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "smallest_gpu_bytes", lambda: 80 * GB)
-    told: list[str] = []
-    config = node(model, residency={})
-    assert with_residency(config, resumes=False, tell=told.append) is config
-    assert told[0].startswith("GPU 0: keeps nothing; releases trainer weights")
-
-
-def test_where_nobody_says_how_large_a_gpu_is_nothing_stays(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nobody_says_how_large_a_gpu_is_nothing_starts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "smallest_gpu_bytes", lambda: None)
-    told: list[str] = []
-    config = node(model)
-    assert with_residency(config, resumes=False, tell=told.append) is config
-    assert "NVML does not report" in told[0]
+    monkeypatch.setattr(cli, "_CUDA_SIZES", "raise SystemExit('no driver')")
+    with pytest.raises(InvalidArgument, match="neither NVML nor CUDA reports the memory"):
+        chosen(node(model))
+    monkeypatch.setattr(cli, "_CUDA_SIZES", f"print({80 * GB})")
+    assert chosen(node(model)).trainer[0]
 
 
 def test_on_a_cpu_the_machines_memory_or_its_budget_decides(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "host_memory", lambda: HostMemory(64 * GB, 32 * GB))
-    roomy = with_residency(
-        node(model, device="cpu", rollout={"kv_tokens": 4096}), resumes=False, tell=lambda line: None
-    ).residency
-    tight = node(model, device="cpu", rollout={"kv_tokens": 4096}, memory={"host_budget_bytes": 3 * GB})
-    held = with_residency(tight, resumes=False, tell=lambda line: None).residency
-    assert roomy is not None and held is not None
-    assert roomy.kv_tokens is None and set(held.trainer[0]) < set(roomy.trainer[0]) == {
-        "weights", "gradients", "optimizer", "export",
-    }  # fmt: skip
+    roomy = chosen(node(model, device="cpu", rollout={"engine": {"max_total_tokens": 4096}}))
+    held = chosen(
+        node(model, device="cpu", rollout={"engine": {"max_total_tokens": 4096}}, memory={"host_budget_bytes": 3 * GB})
+    )
+    assert roomy.kv_tokens == 4096
+    assert set(held.trainer[0]) < set(roomy.trainer[0]) == {"weights", "gradients", "optimizer", "export"}
 
 
 def test_a_node_that_does_not_fit_into_free_memory_is_named_at_its_start(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    config = node(model, device="cpu", trainer={"num_ranks": 16}, rollout={"kv_tokens": 4096})
+    config = node(model, device="cpu", trainer={"num_ranks": 16}, rollout={"engine": {"max_total_tokens": 4096}})
     monkeypatch.setattr(cli, "host_memory", lambda: HostMemory(256 * GB, 200 * GB))
-    with_residency(config, resumes=False, tell=told.append)
+    chosen(config, told)
     assert [line.split(":")[0] for line in told] == ["rank 0", "ranks 1-15"]
     monkeypatch.setattr(cli, "host_memory", lambda: HostMemory(256 * GB, 20 * GB))
-    with_residency(config, resumes=False, tell=told.append)
+    chosen(config, told)
     assert told[-1].startswith("the plan does not fit: the host lacks ") and "`tasuki plan CONFIG`" in told[-1]
 
 
@@ -128,45 +116,18 @@ def test_a_plan_of_too_many_ranks_on_a_cpu_advises_fewer(
 
 def test_more_tokens_than_fit_are_refused_before_anything_starts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "smallest_gpu_bytes", lambda: 80 * GB)
-    with pytest.raises(InvalidArgument, match="rollout.kv_tokens: 9000000 tokens take .* give at most"):
-        with_residency(node(model, rollout={"kv_tokens": 9_000_000}), resumes=False, tell=lambda line: None)
-    # Services do not decide again: their GPUs may appear a little smaller.
-    counted = node(model, rollout={"kv_tokens": 9_000_000}, residency=ResidencyConfig(kv_tokens=9_000_000).model_dump())
-    assert with_residency(counted, resumes=False, tell=lambda line: None) is counted
+    with pytest.raises(InvalidArgument, match="rollout.engine.max_total_tokens: 9000000 tokens take .* give at most"):
+        chosen(node(model, rollout={"engine": {"max_total_tokens": 9_000_000}}))
 
 
 def test_a_refused_start_leaves_nothing_open(model: Path) -> None:
     for name in ("model.safetensors", "tokenizer_config.json"):
         (model / name).write_text("{}")
-    config = node(model, device="cpu", rollout={"kv_tokens": 8})
+    config = node(model, device="cpu", rollout={"engine": {"max_total_tokens": 8}})
     before = os.listdir("/proc/self/fd")
-    with pytest.raises(InvalidArgument, match=r"rollout.kv_tokens: = 8 cannot hold one sequence"):
+    with pytest.raises(InvalidArgument, match=r"rollout.engine.max_total_tokens: = 8 cannot hold one sequence"):
         start_node(config)
     assert os.listdir("/proc/self/fd") == before
-
-
-@pytest.mark.parametrize("tables", [{"rollout": {"kv_tokens": 8}}, {"residency": {"kv_tokens": 8}}])
-def test_tokens_for_less_than_a_sequence_are_refused_before_anything_starts(
-    tables: dict[str, Any], model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cli, "smallest_gpu_bytes", lambda: 80 * GB)
-    with pytest.raises(InvalidArgument, match=f"{next(iter(tables))}.kv_tokens: = 8 cannot hold one sequence"):
-        with_residency(node(model, **tables), resumes=False, tell=lambda line: None)
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_more_tokens_than_fit_are_refused_beside_a_given_residency(
-    device: str, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(cli, "smallest_gpu_bytes", lambda: 80 * GB)
-    config = node(model, device=device, residency={}, rollout={"kv_tokens": 900_000_000})
-    with pytest.raises(InvalidArgument, match="rollout.kv_tokens: 900000000 tokens take .* give at most"):
-        with_residency(config, resumes=False, tell=lambda line: None)
-    (model / "node.toml").write_text(
-        f'state_dir = "node"\ndevice = "{device}"\n[model]\npath = "{model}"\n[rollout]\nkv_tokens = 900_000_000\n[residency]\n'
-    )
-    assert main(["plan", str(model / "node.toml"), "--gpu-gb", "80"]) == 2
-    assert "rollout.kv_tokens: 900000000 tokens take" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("missing_bytes", "code"), [(0, 0), (1, 1)])
@@ -174,17 +135,18 @@ def test_a_budget_below_the_tags_of_a_stage_does_not_fit(
     missing_bytes: int, code: int, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(cli, "host_memory", lambda: HostMemory(64 * GB, 32 * GB))
-    tables = {"device": "cpu", "residency": {}, "rollout": {"kv_tokens": 4096}}
+    tables = {"device": "cpu", "rollout": {"engine": {"max_total_tokens": 4096}}}
     layout = node_layout(node(model, **tables), read_model_shape(model), gpu_bytes=1, host_bytes=64 * GB)
-    peak = plan(layout).budget_peak
+    peak = plan(replace(layout, staying=(frozenset[Part](),) * layout.num_gpus)).budget_peak
     assert peak.stage is Stage.RESUME_WEIGHTS
     budget = peak.tag_bytes - missing_bytes
     told: list[str] = []
-    with_residency(node(model, **tables, memory={"host_budget_bytes": budget}), resumes=False, tell=told.append)
+    chosen(node(model, **tables, memory={"host_budget_bytes": budget}), told)
     problem = f"the tags take {peak.tag_bytes} bytes in RESUME_WEIGHTS, and memory.host_budget_bytes is {budget}"
     assert [problem in line for line in told] == [False] + [True] * missing_bytes
     (model / "node.toml").write_text(
-        f'state_dir = "node"\n[model]\npath = "{model}"\n[rollout]\nkv_tokens = 4096\n[memory]\nhost_budget_bytes = {budget}\n'
+        f'state_dir = "node"\n[model]\npath = "{model}"\n[rollout]\nengine.max_total_tokens = 4096\n'
+        f"[memory]\nhost_budget_bytes = {budget}\n"
     )
     assert main(["plan", str(model / "node.toml"), "--host-gb", "64"]) == code
     printed = " ".join(capsys.readouterr().out.split())

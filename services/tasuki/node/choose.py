@@ -1,0 +1,67 @@
+"""Choices of a node, made by the planner before it starts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+
+from tasuki.config.choices import Choices
+from tasuki.config.gpus import smallest_gpu_bytes
+from tasuki.config.schema import NodeConfig
+from tasuki.memory.host import host_memory
+from tasuki.planner.advice import problems
+from tasuki.planner.model_shape import read_model_shape
+from tasuki.planner.node_plan import check_sequence, choices_of, node_layout
+from tasuki.planner.plan import plan
+from tasuki.planner.residency import stay_and_leave
+from tasuki.wire.errors import InvalidArgument
+
+# Unused on a CPU, but the planner requires a GPU size.
+_NO_GPU = 1
+_CUDA_SIZES = "import torch; print(min(torch.cuda.mem_get_info(i)[1] for i in range(torch.cuda.device_count())))"
+_CUDA_TIMEOUT_S = 120.0
+
+
+def choose(config: NodeConfig, *, resumes: bool, tell: Callable[[str], None]) -> Choices:
+    """Plans the node on this machine.
+
+    resumes: the trainer replays the steps of its log at the start, which needs the memory of a step. tell: takes one line for each kind
+    of device, and one if the node does not fit into the memory that is free now.
+
+    Raises InvalidArgument if the KV cache has more tokens than fit, or cannot hold one sequence.
+    """
+    budget, host = config.memory.host_budget_bytes, host_memory()
+    layout = node_layout(
+        config,
+        read_model_shape(config.model.path),
+        gpu_bytes=_NO_GPU if config.device == "cpu" else _gpu_bytes(),
+        host_bytes=host.total_bytes,
+        free_host_bytes=host.available_bytes if budget is None else budget,
+    )
+    check_sequence(layout)
+    for name, stays, leaves in stay_and_leave(layout):
+        tell(f"{name}: keeps {', '.join(stays) or 'nothing'}; releases {', '.join(leaves) or 'nothing'}")
+    planned = plan(replace(layout, host_bytes=host.available_bytes))
+    if not planned.fits:
+        tell(f"the plan does not fit: {'; '.join(problems(planned))}; `tasuki plan CONFIG` shows what to change")
+    choices = choices_of(layout, config, resumes=resumes)
+    if choices.shares_base:
+        tell("trainer and rollout read one copy of the model below the adapters")
+    if choices.starts_together and config.device == "cuda":
+        tell("trainer and rollout start at the same time: every GPU has room for both")
+    return choices
+
+
+def _gpu_bytes() -> int:
+    """Memory of the smallest GPU: NVML's figure, else CUDA's, from a process of its own. Raises InvalidArgument if neither has one."""
+    known = smallest_gpu_bytes()
+    if known is not None:
+        return known
+    told = subprocess.run(
+        [sys.executable, "-P", "-c", _CUDA_SIZES], capture_output=True, text=True, timeout=_CUDA_TIMEOUT_S, check=False
+    )
+    if not told.stdout.strip().isdecimal():
+        raise InvalidArgument("device", 'is "cuda", but neither NVML nor CUDA reports the memory of the GPUs: fix the driver')
+    return int(told.stdout)

@@ -1,0 +1,27 @@
+"""Choices of a node for tests that start its services, or a trainer's ranks, without `tasuki up`."""
+
+from __future__ import annotations
+
+from tasuki.config.choices import Choices, write_choices
+from tasuki.config.schema import NodeConfig
+from tasuki.planner.layout import GB
+from tasuki.planner.model_shape import read_model_shape
+from tasuki.planner.node_plan import choices_of, node_layout
+from tasuki.wire.errors import TasukiError
+
+
+def choices_for(config: NodeConfig, *, export_stays: bool = True, **changes: object) -> Choices:
+    """The planner's for a large machine, except that all memory leaves at each changeover but, perhaps, what the engine reads."""
+    try:
+        layout = node_layout(config, read_model_shape(config.model.path), gpu_bytes=80 * GB, host_bytes=2000 * GB)
+        made = choices_of(layout, config)
+    except TasukiError:  # the service will refuse it, too
+        made = Choices(micro_batch_tokens=8192, checkpointing="none", kv_tokens=4096)
+    stays = {"trainer": [["export"] if export_stays else []] * config.trainer.num_ranks, "rollout": []}
+    return Choices.model_validate({**made.model_dump(), **stays, **changes})
+
+
+def write_plan(config: NodeConfig, *, export_stays: bool = True, **changes: object) -> None:
+    """Writes the file that the node's services read."""
+    config.state_dir.mkdir(parents=True, exist_ok=True)
+    write_choices(choices_for(config, export_stays=export_stays, **changes), config.state_dir)
