@@ -17,8 +17,7 @@ from torchao.optim.subclass_8bit import OptimState8bit
 from tasuki.algorithms.loss_types import LossConfig
 from tasuki.algorithms.losses.value import ValueLoss
 from tasuki.planner.layout import Part
-from tasuki.planner.moments import moment_block
-from tasuki.planner.trainer_bytes import trainer_tags
+from tasuki.planner.trainer_bytes import moment_block, trainer_tags
 from tasuki.trainer.backends.fsdp.optimizer import quantized_adamw
 from tasuki.trainer.backends.fsdp.optimizer.quantized_adamw import QuantizedMoment
 from tasuki.trainer.backends.fsdp.resident_tags import TAGS

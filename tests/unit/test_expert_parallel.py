@@ -130,4 +130,4 @@ def test_rows_are_counted_as_if_all_tokens_chose_one_rank(num_ranks: int, rows: 
 def test_experts_that_ranks_cannot_share_are_refused(model: ModelShape, settings: dict[str, Any], problem: str) -> None:
     with pytest.raises(InvalidArgument, match=problem) as refused:
         layout_of(model, expert_parallel=True, **settings)
-    assert refused.value.metadata["field"] == "expert_parallel"
+    assert refused.value.metadata["field"] == "trainer.expert_parallel"

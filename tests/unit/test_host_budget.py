@@ -16,9 +16,9 @@ from tasuki.coordinator.admission import Admission
 from tasuki.memory import arena as native
 from tasuki.memory.arena import Arena
 from tasuki.memory.host import HostMemory
+from tasuki.node import choose
+from tasuki.node.choose import check_host_budget, check_host_ranks
 from tasuki.node.start import start_node
-from tasuki.planner import budget
-from tasuki.planner.budget import check_host_budget, check_host_ranks
 from tasuki.trainer.backends.fsdp.memory import TrainerMemory
 from tasuki.trainer.backends.fsdp.resident_tags import ExportChoice
 from tasuki.v1.memory_pb2 import GetUsageResponse
@@ -119,7 +119,7 @@ def test_a_first_publication_without_room_names_its_tag(mesh: DeviceMesh) -> Non
 def test_more_ranks_than_a_cpu_has_memory_for_are_refused_before_the_start(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(budget, "host_memory", lambda: HostMemory(24 * 2**30, 20 * 2**30))
+    monkeypatch.setattr(choose, "host_memory", lambda: HostMemory(24 * 2**30, 20 * 2**30))
     config = config_of(model, budget_bytes=2**40)
     check_host_ranks(config)
     crowd = config.model_copy(update={"trainer": TrainerConfig(num_ranks=999)})

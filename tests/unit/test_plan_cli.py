@@ -176,8 +176,8 @@ def test_what_no_node_has_is_refused(flags: list[str], cause: str, capsys: pytes
             "trainer.sequence_parallel: 8 ranks cannot share 4 attention heads evenly",
         ),
         (["{node}", "--gpus", "2000"], "gpus: must be at most 1024 on one node, not 2000"),
-        (["{model}", "--gpus", "4", "--tp", "3"], "tp: 4 attention heads cannot be split over 3 ranks"),
-        (["{model}", "--gpus", "2", "--tp", "4"], "tp: 1 engines of TP 4 need 4 GPUs, not 2"),
+        (["{model}", "--gpus", "4", "--tp", "3"], "rollout.tp_size: 4 attention heads cannot be split over 3 ranks"),
+        (["{model}", "--gpus", "2", "--tp", "4"], "rollout.tp_size: 1 engines of TP 4 need 4 GPUs, not 2"),
         (["{model}", "--tokens", "0"], "tokens: must be at least 1, not 0"),
     ],
 )

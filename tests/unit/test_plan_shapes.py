@@ -35,8 +35,7 @@ from tasuki.planner.layout import GB, MIB, Layout, Part
 from tasuki.planner.node_plan import choices_of, node_layout
 from tasuki.planner.presets import MODELS
 from tasuki.planner.rollout_bytes import engine_weights, kv_bytes_per_token, kv_pool
-from tasuki.planner.shards import shards
-from tasuki.planner.trainer_bytes import trainer_tags
+from tasuki.planner.trainer_bytes import shards, trainer_tags
 from tasuki.rollout.arguments import engine_arguments
 from tasuki.rollout.model import ModelFacts
 from tasuki.weights.chunk_memory import new_arena

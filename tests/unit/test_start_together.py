@@ -12,7 +12,7 @@ from tasuki.planner.layout import GB, Layout, Part
 from tasuki.planner.node_plan import choices_of, node_layout
 from tasuki.planner.plan import plan
 from tasuki.planner.presets import MODELS
-from tasuki.planner.start import parts_at_start, starts_together
+from tasuki.planner.residency import parts_at_start, starts_together
 from tasuki.rollout.arguments import _PLANNED_FRACTION
 from tasuki.wire.stages import Phase
 

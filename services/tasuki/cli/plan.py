@@ -20,7 +20,7 @@ from tasuki.config.load import load_config
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.host import host_memory
 from tasuki.planner.advice import advise
-from tasuki.planner.layout import GB, Checkpointing, Layout, Strategy, named_as_given
+from tasuki.planner.layout import GB, Checkpointing, Layout, Strategy
 from tasuki.planner.model_shape import read_model_shape
 from tasuki.planner.node_plan import node_layout
 from tasuki.planner.node_traffic import check_rate, node_traffic
@@ -35,11 +35,10 @@ _FLAGS = {
     "num_gpus": "gpus",
     "tp_size": "tp",
     "micro_batch_tokens": "tokens",
-    "kv_ratio": "kv-ratio",
     "context_length": "context",
     "lora_rank": "lora-rank",
 }
-"""Flags, by the fields of Layout."""
+"""Flags that are counts."""
 _PLANNED_PLACE = {"TASUKI_FLEET": "plan", "NODE_RANK": "0", "MASTER_ADDR": "node-0"}
 """The place of a node that no scheduler has placed yet."""
 
@@ -62,12 +61,11 @@ class Wishes:
 def run(arguments: argparse.Namespace) -> int:
     """Returns 0 if the plan fits, else 1."""
     wishes = _wishes(arguments)
-    with named_as_given(_FLAGS):
-        path: Path | None = arguments.config
-        node = _node(path, wishes) if path is not None and path.suffix == ".toml" else None
-        layout = layout_of(path, wishes) if node is None else _of_node(node, wishes)
-        if wishes.strategy is not None:
-            layout = replace(layout, strategy=Strategy(wishes.strategy))
+    path: Path | None = arguments.config
+    node = _node(path, wishes) if path is not None and path.suffix == ".toml" else None
+    layout = layout_of(path, wishes) if node is None else _of_node(node, wishes)
+    if wishes.strategy is not None:
+        layout = replace(layout, strategy=Strategy(wishes.strategy))
     fleet = None if node is None else node.fleet
     num_nodes = wishes.num_nodes if wishes.num_nodes is not None else 1 if fleet is None else fleet.num_nodes
     check_rate(arguments.network_gbit, num_nodes=num_nodes)
@@ -116,6 +114,7 @@ def layout_of(model: Path | None, wishes: Wishes) -> Layout:
         # These settings come with emptying torch's cache after each step.
         settings |= {"empties_cache": True, **preset.settings}
     settings |= wishes.settings or {}
+    _check_flags({"num_gpus": num_gpus, **(wishes.settings or {})})
     is_open = "checkpointing" not in settings
     settings.setdefault("checkpointing", Checkpointing.OFFLOADED)
     settings.setdefault("num_engines", max(1, num_gpus // max(1, settings.get("tp_size", 1))))
@@ -170,6 +169,15 @@ def _unplaced_node(config: Path, wishes: Wishes) -> NodeConfig:
         if error.metadata["field"] != "fleet.num_nodes" or "is not set" not in error.message:
             raise
         raise InvalidArgument("nodes", "[fleet] of CONFIG leaves num_nodes to a scheduler: give --nodes N") from error
+
+
+def _check_flags(settings: Mapping[str, Any]) -> None:
+    """Raises InvalidArgument naming a flag whose number makes no sense."""
+    for name, flag in _FLAGS.items():
+        if settings.get(name, 1) < 1:
+            raise InvalidArgument(flag, f"must be at least 1, not {settings[name]}")
+    if not 0 < settings.get("kv_ratio", 0.5) < 1:
+        raise InvalidArgument("kv-ratio", f"must lie between 0 and 1, not {settings['kv_ratio']}")
 
 
 def _gpu_bytes(wishes: Wishes, *, default: float | None) -> int:

@@ -57,7 +57,6 @@ REPLACED: Mapping[str, str] = {
     **dict.fromkeys((f"trainer.critic.{key}" for key in _OF_POLICY), "is the policy's: remove it"),
     "trainer.critic.lora": "is now trainer.critic.lora_rank",
     "trainer.collective_timeout_s": _DERIVED,
-    "trainer.critic.lora.share_base": _PLANNED,
     "trainer.export": _PLANNED,
     "trainer.export_handles": _DECIDED,
     "trainer.export_stays": _PLANNED,

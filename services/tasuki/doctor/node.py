@@ -13,11 +13,11 @@ from tasuki.doctor.finding import Finding, Verdict, checked, fail, is_running, o
 from tasuki.doctor.gpus import Gpu
 from tasuki.doctor.host import check_disk, check_port, check_shared_memory
 from tasuki.memory.host import host_memory
+from tasuki.node.choose import check_host_budget, check_host_ranks
 from tasuki.node.fleet_place import check_place
 from tasuki.node.model_folder import check_model_folders
 from tasuki.node.start import check_node_installed, check_state_folder
 from tasuki.planner.advice import problems
-from tasuki.planner.budget import check_host_budget, check_host_ranks
 from tasuki.planner.model_shape import read_model_shape
 from tasuki.planner.node_plan import plan_node
 from tasuki.rpc.logs import check_telemetry

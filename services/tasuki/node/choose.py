@@ -1,4 +1,4 @@
-"""Choices of a node, made by the planner before it starts."""
+"""Choices of a node, made by the planner before it starts, and checks that a CPU has memory for its ranks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,18 @@ from tasuki.config.gpus import smallest_gpu_bytes
 from tasuki.config.schema import NodeConfig
 from tasuki.memory.host import host_memory
 from tasuki.planner.advice import problems
+from tasuki.planner.layout import gb
 from tasuki.planner.model_shape import read_model_shape
 from tasuki.planner.node_plan import check_sequence, choices_of, node_layout
 from tasuki.planner.plan import plan
 from tasuki.planner.residency import stay_and_leave
+from tasuki.planner.rollout_bytes import engine_weights, kv_pool
+from tasuki.planner.trainer_bytes import trainer_tags
 from tasuki.wire.errors import InvalidArgument
 
+_FIELD = "memory.host_budget_bytes"
+# Of a rank on a CPU, beyond what it shares with the process that forked it; measured 100 MiB.
+_LEAST_RANK_BYTES = 64 << 20
 # Unused on a CPU, but the planner requires a GPU size.
 _NO_GPU = 1
 _CUDA_SIZES = "import torch; print(min(torch.cuda.mem_get_info(i)[1] for i in range(torch.cuda.device_count())))"
@@ -65,3 +71,37 @@ def _gpu_bytes() -> int:
     if not told.stdout.strip().isdecimal():
         raise InvalidArgument("device", 'is "cuda", but neither NVML nor CUDA reports the memory of the GPUs: fix the driver')
     return int(told.stdout)
+
+
+def check_host_budget(config: NodeConfig) -> None:
+    """Raises InvalidArgument if a rank's share of the budget cannot hold the tags that it creates at start."""
+    budget = config.memory.host_budget_bytes
+    if budget is None:
+        return
+    shape = read_model_shape(config.model.path)
+    layout = node_layout(config, shape, gpu_bytes=host_memory().total_bytes, host_bytes=budget)
+    of_trainer = {str(part): size for part, size in trainer_tags(layout).items()}
+    of_engine = {"rollout weights": engine_weights(layout), "KV cache": kv_pool(layout, taken_bytes=0).num_bytes}
+    for name, num_ranks, tags in (
+        ("trainer", config.trainer.num_ranks, of_trainer),
+        ("rollout", config.num_engine_ranks, of_engine),
+    ):
+        needed, share = sum(tags.values()), budget // num_ranks
+        if needed > share:
+            parts = ", ".join(f"{tag} {size}" for tag, size in tags.items())
+            raise InvalidArgument(
+                _FIELD,
+                f"{budget} bytes are {share} for each of the {num_ranks} {name} ranks, and one takes {needed} in whole chunks when it"
+                f" starts ({parts}); give at least {needed * num_ranks}",
+                needed_bytes=needed * num_ranks,
+            )
+
+
+def check_host_ranks(config: NodeConfig) -> None:
+    """Raises InvalidArgument if a CPU's memory cannot even hold the processes of the ranks, which would stop the whole machine."""
+    num_ranks = config.trainer.num_ranks + config.num_engine_ranks
+    needed, total = num_ranks * _LEAST_RANK_BYTES, host_memory().total_bytes
+    if config.device == "cpu" and needed > total:
+        key = "trainer.num_ranks" if config.trainer.num_ranks >= config.num_engine_ranks else "rollout.tp_size"
+        text = f"makes {num_ranks} processes of trainer and rollout, which take at least {gb(needed)} GB; this machine has {gb(total)}"
+        raise InvalidArgument(key, text, needed_bytes=needed)

@@ -30,7 +30,7 @@ from tasuki.config.paths import (
 )
 from tasuki.config.save import save_config
 from tasuki.config.schema import NodeConfig
-from tasuki.node.choose import choose
+from tasuki.node.choose import check_host_budget, check_host_ranks, choose
 from tasuki.node.exit_report import node_down, why_it_ended
 from tasuki.node.fleet_place import check_place
 from tasuki.node.model_copy import preloaded_model
@@ -39,7 +39,6 @@ from tasuki.node.node_settings import check_node_runs_with
 from tasuki.node.rotation import KEPT_LOGS, rotate
 from tasuki.node.services import listens, node_services, without_secrets
 from tasuki.node.stop import stop_node, to_stderr
-from tasuki.planner.budget import check_host_budget, check_host_ranks
 from tasuki.rpc.failpoints import check_failpoints
 from tasuki.rpc.logs import check_telemetry
 from tasuki.rpc.port import check_ports

@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import combinations
 
-from tasuki.planner.changes import changes
-from tasuki.planner.kv_ratio import largest_kv_ratio, plan_again
+from tasuki.planner.changes import changes, largest_kv_ratio, plan_again
 from tasuki.planner.layout import TAGS, Layout, Part, Strategy, gb
 from tasuki.planner.plan import TRAINER_TAGS, Plan, plan
 from tasuki.planner.seconds import expected_seconds, stages_to

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from tasuki.config.trainer_schema import LoraConfig
-from tasuki.planner.kv_ratio import largest_kv_ratio
 from tasuki.planner.kv_tokens import TOKENS_KEY
 from tasuki.planner.layout import TAGS, Checkpointing, Layout, Part, Strategy, unshared_experts, unshared_heads
-from tasuki.planner.plan import SERVING, TRAINER_TAGS, Plan
+from tasuki.planner.plan import SERVING, TRAINER_TAGS, Plan, plan
+from tasuki.planner.residency import decided_again
 from tasuki.planner.step_tokens import MIN_TOKENS
 from tasuki.wire.stages import Phase
 
 _LORA_RANK = 32
+_RATIO_STEPS = 100
 _STAYS = "what stays"
 
 
@@ -27,6 +30,15 @@ class Change:
     new: str
     layout: Layout
     is_available: bool = True
+
+
+def _set(layout: Layout, key: str, field: str, value: Any) -> Change:
+    """Change of a key of the node to the value of one field of the layout."""
+    return Change(key, _text(getattr(layout, field)), _text(value), replace(layout, **{field: value}))
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def changes(planned: Plan) -> Iterator[Change]:
@@ -44,9 +56,7 @@ def changes(planned: Plan) -> Iterator[Change]:
     if not planned.fits_host:
         yield from _for_host(layout)
     if not planned.fits_budget:
-        needed = planned.budget_peak.tag_bytes
-        changed = replace(layout, budget_bytes=needed)
-        yield Change("memory.host_budget_bytes", str(layout.budget_bytes), str(needed), changed)
+        yield _set(layout, "memory.host_budget_bytes", "budget_bytes", planned.budget_peak.tag_bytes)
     if not planned.has_room_for_a_sequence:
         yield from _for_cache(planned)
 
@@ -61,22 +71,19 @@ def _for_training(layout: Layout) -> Iterator[Change]:
     yield from _parallel_experts(layout)
     yield from _sleeping(layout, layout.sleeping | {Part.ROLLOUT_WEIGHTS, Part.KV_CACHE})
     if layout.num_ranks < layout.num_gpus and layout.rank_gpus is None:
-        yield Change(
-            "trainer.num_ranks", str(layout.num_ranks), str(layout.num_gpus), replace(layout, num_ranks=layout.num_gpus)
-        )
+        yield _set(layout, "trainer.num_ranks", "num_ranks", layout.num_gpus)
     yield from _adapters(layout)
 
 
 def _for_rollout(layout: Layout) -> Iterator[Change]:
     yield from _export_leaves(layout)
     if (ratio := largest_kv_ratio(layout)) is not None and ratio < layout.kv_ratio:
-        yield Change("rollout.kv_ratio", f"{layout.kv_ratio:g}", f"{ratio:g}", replace(layout, kv_ratio=ratio))
+        yield _set(layout, "rollout.kv_ratio", "kv_ratio", ratio)
     if layout.has_cuda_graphs and layout.device == "cuda":
         yield Change("rollout.engine.disable_cuda_graph", "false", "true", replace(layout, has_cuda_graphs=False))
     if layout.max_running_requests > 1:
         fewer = max(1, layout.max_running_requests // 4)
-        changed = replace(layout, max_running_requests=fewer)
-        yield Change("rollout.max_running_requests", str(layout.max_running_requests), str(fewer), changed)
+        yield _set(layout, "rollout.max_running_requests", "max_running_requests", fewer)
     yield from _sleeping(layout, layout.sleeping | set(TRAINER_TAGS))
     yield from _wider_engines(layout)
 
@@ -98,8 +105,7 @@ def _for_host(layout: Layout) -> Iterator[Change]:
     for part in (Part.OPTIMIZER, Part.TRAINER_WEIGHTS):
         yield from _sleeping(layout, layout.sleeping - {part})
     if layout.checkpointing is Checkpointing.OFFLOADED:
-        changed = replace(layout, checkpointing=Checkpointing.FULL)
-        yield Change("trainer.checkpointing", layout.checkpointing, changed.checkpointing, changed)
+        yield _set(layout, "trainer.checkpointing", "checkpointing", Checkpointing.FULL)
     if layout.device == "cpu":
         yield from _for_training(layout)
 
@@ -110,11 +116,10 @@ def _for_cache(planned: Plan) -> Iterator[Change]:
         changed = replace(layout, context_length=num_tokens)
         yield Change("rollout.context_length", str(layout.longest_sequence), str(num_tokens), changed)
     if (ratio := largest_kv_ratio(layout)) is not None and ratio > layout.kv_ratio:
-        yield Change("rollout.kv_ratio", f"{layout.kv_ratio:g}", f"{ratio:g}", replace(layout, kv_ratio=ratio))
+        yield _set(layout, "rollout.kv_ratio", "kv_ratio", ratio)
     yield from _wider_engines(layout)
     if layout.kv_tokens is not None:
-        changed = replace(layout, kv_tokens=layout.longest_sequence)
-        yield Change(TOKENS_KEY, str(layout.kv_tokens), str(layout.longest_sequence), changed)
+        yield _set(layout, TOKENS_KEY, "kv_tokens", layout.longest_sequence)
 
 
 def _sleeping(layout: Layout, parts: frozenset[Part]) -> Iterator[Change]:
@@ -134,7 +139,7 @@ def _more_checkpointing(layout: Layout) -> Iterator[Change]:
 def _reference_on_host(layout: Layout) -> Iterator[Change]:
     is_possible = layout.has_reference and layout.lora_rank is None and layout.device == "cuda"
     if is_possible and not layout.reference_on_host:
-        yield Change("trainer.reference_on_host", "false", "true", replace(layout, reference_on_host=True))
+        yield _set(layout, "trainer.reference_on_host", "reference_on_host", True)
 
 
 def _optimizer_on_host(layout: Layout) -> Iterator[Change]:
@@ -153,15 +158,13 @@ def _fewer_tokens(layout: Layout) -> Iterator[Change]:
     """Halves the budget, at most down to the longest sequence if one is set, since longer samples are refused."""
     tokens, least = layout.micro_batch_tokens, layout.context_length or MIN_TOKENS
     while (tokens := tokens // 2) >= least:
-        changed = replace(layout, micro_batch_tokens=tokens)
-        yield Change("trainer.micro_batch_tokens", str(layout.micro_batch_tokens), str(tokens), changed)
+        yield _set(layout, "trainer.micro_batch_tokens", "micro_batch_tokens", tokens)
 
 
 def _shared_sequences(layout: Layout) -> Iterator[Change]:
     twice = layout.sequence_parallel * 2
     if layout.num_ranks % twice == 0 and unshared_heads(layout.model, twice) is None:
-        changed = replace(layout, sequence_parallel=twice)
-        yield Change("trainer.sequence_parallel", str(layout.sequence_parallel), str(twice), changed)
+        yield _set(layout, "trainer.sequence_parallel", "sequence_parallel", twice)
 
 
 def _parallel_experts(layout: Layout) -> Iterator[Change]:
@@ -173,7 +176,7 @@ def _parallel_experts(layout: Layout) -> Iterator[Change]:
         and not layout.expert_parallel
         and not any(unshared_experts(one, layout.num_ranks) for one in sparse)
     ):
-        yield Change("trainer.expert_parallel", "false", "true", replace(layout, expert_parallel=True))
+        yield _set(layout, "trainer.expert_parallel", "expert_parallel", True)
 
 
 def _adapters(layout: Layout) -> Iterator[Change]:
@@ -213,3 +216,19 @@ def _wider_engines(layout: Layout) -> Iterator[Change]:
 
 def _names(parts: frozenset[Part]) -> str:
     return ", ".join(part for part in TAGS if part in parts) or "nothing"
+
+
+def largest_kv_ratio(layout: Layout) -> float | None:
+    """Finds the ratio by bisection: a larger cache never takes less memory or holds shorter sequences."""
+
+    def is_too_large(hundredths: int) -> bool:
+        tried = plan_again(replace(layout, kv_ratio=hundredths / _RATIO_STEPS))
+        return not (tried.fits_gpu and tried.fits_host)
+
+    ratio = bisect_left(range(1, _RATIO_STEPS), True, key=is_too_large) / _RATIO_STEPS
+    return ratio if ratio > 0 and plan_again(replace(layout, kv_ratio=ratio)).fits else None
+
+
+def plan_again(layout: Layout) -> Plan:
+    """Plan of the layout, with what stays decided again where it was decided before."""
+    return plan(decided_again(layout))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Literal
 
@@ -91,7 +89,7 @@ class Overheads:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """One node, as input for the planner. Raises InvalidArgument naming an invalid field."""
+    """One node, as input for the planner. Raises InvalidArgument naming the key of what model and GPUs cannot do."""
 
     model: ModelShape
     num_gpus: int
@@ -184,61 +182,41 @@ class Layout:
     overheads: Overheads = field(default_factory=Overheads)
 
     def __post_init__(self) -> None:
-        for name in _POSITIVE:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InvalidArgument(name, f"must be at least 1, not {value}")
-        if self.num_gpus > MAX_GPUS:
-            raise InvalidArgument("num_gpus", f"must be at most {MAX_GPUS} on one node, not {self.num_gpus}")
-        if not 0 < self.kv_ratio < 1:
-            raise InvalidArgument("kv_ratio", f"must lie between 0 and 1, not {self.kv_ratio}")
         if self.model.num_heads % self.tp_size:
             raise InvalidArgument(
-                "tp_size", f"{self.model.num_heads} attention heads cannot be split over {self.tp_size} ranks"
+                "rollout.tp_size", f"{self.model.num_heads} attention heads cannot be split over {self.tp_size} ranks"
             )
-        self._check_ranks()
-        if self.tp_size * self.num_engines > self.num_gpus:
-            needed = self.tp_size * self.num_engines
-            raise InvalidArgument(
-                "tp_size" if self.tp_size > self.num_gpus else "num_engines",
-                f"{self.num_engines} engines of TP {self.tp_size} need {needed} GPUs, not {self.num_gpus}",
-            )
-        if self.exports_parameters and self.param_bytes != self.engine_bytes:
-            raise InvalidArgument(
-                "exports_parameters",
-                f"parameters of {self.param_bytes} bytes per element cannot be read by an engine that uses {self.engine_bytes}",
-            )
-        for name, on, num_ranks in (
-            ("rank_gpus", self.rank_gpus, self.num_ranks), ("engine_gpus", self.engine_gpus, self.num_engine_ranks)
-        ):  # fmt: skip
-            if on is not None and (len(set(on)) != num_ranks or not set(on) <= set(range(self.num_gpus))):
-                raise InvalidArgument(name, f"must be {num_ranks} of {self.num_gpus} GPUs, not {on}")
-        wrong = (self.sleeping | self.released_early) - frozenset(TAGS)
-        if wrong:
-            raise InvalidArgument("sleeping", f"{', '.join(sorted(wrong))} cannot leave; what can is {', '.join(TAGS)}")
-        if self.staying is not None and len(self.staying) != self.num_gpus:
-            raise InvalidArgument("staying", f"must have an entry for each of {self.num_gpus} GPUs, not {len(self.staying)}")
-
-    def _check_ranks(self) -> None:
-        """Raises InvalidArgument if the FSDP2 ranks lack GPUs, or cannot share micro-batches or experts."""
-        if self.num_ranks > self.num_gpus:
-            raise InvalidArgument("num_ranks", f"{self.num_ranks} ranks need as many GPUs; there are {self.num_gpus}")
-        if self.num_ranks % self.sequence_parallel:
-            raise InvalidArgument("sequence_parallel", f"{self.sequence_parallel} does not divide {self.num_ranks} ranks")
+        self._check_gpus()
         problem = unshared_heads(self.model, self.sequence_parallel)
         if problem is not None:
-            raise InvalidArgument("sequence_parallel", problem)
+            raise InvalidArgument("trainer.sequence_parallel", problem)
         if self.expert_parallel:
             self._check_experts()
+
+    def _check_gpus(self) -> None:
+        if self.num_gpus > MAX_GPUS:
+            raise InvalidArgument("gpus", f"must be at most {MAX_GPUS} on one node, not {self.num_gpus}")
+        needed = max((*(self.rank_gpus or ()), *(self.engine_gpus or ())), default=-1) + 1
+        if needed > self.num_gpus:
+            raise InvalidArgument("trainer.devices", f"and rollout.devices name {needed} GPUs, not {self.num_gpus}")
+        if self.num_ranks > self.num_gpus:
+            raise InvalidArgument("trainer.num_ranks", f"{self.num_ranks} ranks need as many GPUs; there are {self.num_gpus}")
+        if self.num_engine_ranks > self.num_gpus:
+            raise InvalidArgument(
+                "rollout.tp_size" if self.tp_size > self.num_gpus else "rollout.dp_size",
+                f"{self.num_engines} engines of TP {self.tp_size} need {self.num_engine_ranks} GPUs, not {self.num_gpus}",
+            )
 
     def _check_experts(self) -> None:
         sparse = [model for model in (self.model, self.critic) if model is not None and model.num_experts]
         if not sparse:
-            raise InvalidArgument("expert_parallel", f"{self.model.architecture} has no experts to spread; remove it")
+            raise InvalidArgument("trainer.expert_parallel", f"{self.model.architecture} has no experts to spread; remove it")
         for model in sparse:
             problem = unshared_experts(model, self.num_ranks)
             if problem is not None:
-                raise InvalidArgument("expert_parallel", f"{problem}; give a number of ranks that divides them, or remove it")
+                raise InvalidArgument(
+                    "trainer.expert_parallel", f"{problem}; give a number of ranks that divides them, or remove it"
+                )
 
     def has_rank(self, gpu: int) -> bool:
         return gpu < self.num_ranks if self.rank_gpus is None else gpu in self.rank_gpus
@@ -330,27 +308,6 @@ def unshared_experts(model: ModelShape, num_ranks: int) -> str | None:
     if model.num_experts % num_ranks:
         return f"{num_ranks} ranks cannot share {model.num_experts} experts of {model.architecture} evenly"
     return None
-
-
-_POSITIVE = (
-    "num_gpus", "gpu_bytes", "host_bytes", "num_ranks", "sequence_parallel", "tp_size", "num_engines", "compute_bytes", "engine_bytes",
-    "param_bytes", "micro_batch_tokens", "mlp_tile_tokens", "logit_tokens", "lora_rank",
-    "critic_lora_rank", "sync_bucket_bytes", "kv_tokens", "context_length",
-    "max_running_requests",
-)  # fmt: skip
-assert set(_POSITIVE) <= {each.name for each in fields(Layout)}
-
-
-@contextmanager
-def named_as_given(names: Mapping[str, str]) -> Iterator[None]:
-    """Makes errors of Layout name `names[field]`, the setting that the user has given."""
-    try:
-        yield
-    except InvalidArgument as error:
-        wrong = error.metadata["field"]
-        if wrong not in names:
-            raise
-        raise InvalidArgument(names[wrong], error.message.removeprefix(f"{wrong}: ")) from error
 
 
 def gb(num_bytes: int) -> str:

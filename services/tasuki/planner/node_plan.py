@@ -12,26 +12,15 @@ from tasuki.config.schema import NodeConfig
 from tasuki.models.folder_files import bytes_to_copy
 from tasuki.models.shape import ModelShape, check_lora_targets, unshared_base
 from tasuki.planner.kv_tokens import SGLANG_GRAPH_REQUESTS, TOKENS_KEY, graph_requests, running_requests, wanted_tokens
-from tasuki.planner.layout import Checkpointing, Layout, Overheads, Part, named_as_given
+from tasuki.planner.layout import Checkpointing, Layout, Overheads, Part
 from tasuki.planner.model_shape import read_model_shape
 from tasuki.planner.plan import Plan, largest_pool, plan
-from tasuki.planner.residency import decide, given, stay_and_leave, staying_names
+from tasuki.planner.residency import decide, given, starts_together, stay_and_leave, staying_names
 from tasuki.planner.rollout_bytes import kv_bytes_per_token
-from tasuki.planner.start import starts_together
 from tasuki.planner.step_tokens import most_tokens, with_fastest_checkpointing, with_last_layer_kept
 from tasuki.wire.errors import InvalidArgument
 
 _ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
-_KEYS = {
-    "num_ranks": "trainer.num_ranks",
-    "sequence_parallel": "trainer.sequence_parallel",
-    "expert_parallel": "trainer.expert_parallel",
-    "tp_size": "rollout.tp_size",
-    "num_engines": "rollout.dp_size",
-    "rank_gpus": "trainer.devices",
-    "engine_gpus": "rollout.devices",
-}
-"""Configuration keys for errors that Layout may raise."""
 
 
 def plan_node(config: NodeConfig, *, gpu_bytes: int, host_bytes: int, choices: Choices | None = None) -> Plan:
@@ -47,7 +36,6 @@ def check_critic(config: NodeConfig) -> None:
         _critic_shape(config, read_model_shape(config.model.path))
 
 
-@named_as_given(_KEYS)
 def node_layout(
     config: NodeConfig,
     model: ModelShape,

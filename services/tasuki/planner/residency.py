@@ -1,8 +1,8 @@
-"""Decides what stays on each GPU during the other phase: of all choices that fit, the one whose release costs least."""
+"""Decides what stays on each GPU during the other phase, the cheapest choice that fits; and whether both services start at once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import combinations
 from typing import Any
@@ -12,7 +12,10 @@ from tasuki.config.gpus import gpus_of
 from tasuki.config.schema import NodeConfig
 from tasuki.planner.layout import RESIDENT, Layout, Part, Strategy
 from tasuki.planner.plan import PLAN_STAGES, Sizes, parts_on_gpu, plan_of, sizes_of
+from tasuki.planner.rollout_bytes import MEASURED_FREE
 from tasuki.planner.seconds import release_seconds
+from tasuki.planner.step_bytes import TRIAL_TOKENS, training_peak
+from tasuki.wire.stages import Phase
 
 # Share of a GPU reserved for errors in the prediction of a stage (docs/benchmarks.md: 4.3 % of the stage at worst).
 _RESERVE = 0.04
@@ -191,3 +194,29 @@ def _keeping(layout: Layout, staying: frozenset[Part]) -> Layout:
 def _seconds(released: frozenset[Part], sizes: Sizes) -> float:
     known = {**sizes.trainer, **sizes.engine, Part.TORCH_CACHE: sum(sizes.work.values())}
     return sum(release_seconds(part, known[part], frozen=sizes.frozen) for part in released)
+
+
+def starts_together(layout: Layout) -> bool:
+    """Whether the services share no GPU, or every GPU holds both at their largest during a start.
+
+    False where the engine sizes its cache by the memory that is free, and for a base that the engine loads for both; always true
+    otherwise on a CPU.
+    """
+    if layout.device == "cpu" or layout.shares_base or layout.strategy is not Strategy.STAGED:
+        return layout.device == "cpu" and not layout.shares_base
+    shared = [gpu for gpu in range(layout.num_gpus) if layout.has_rank(gpu) and layout.has_engine(gpu)]
+    if not shared:
+        return True
+    if layout.kv_tokens is None:
+        return False
+    room = layout.gpu_bytes * (1 - MEASURED_FREE) - layout.overheads.margin
+    return all(sum(parts_at_start(layout, gpu).values()) <= room for gpu in shared)
+
+
+def parts_at_start(layout: Layout, gpu: int) -> Mapping[Part, int]:
+    """Bytes on one GPU when both services are at the largest of their first start. A trainer that starts again replays steps."""
+    # No step has run: the trainer computes at most the passes that it compiles.
+    trial = replace(layout, micro_batch_tokens=(1 + TRIAL_TOKENS) * layout.sequence_parallel)
+    sizes = replace(sizes_of(layout), work=training_peak(trial))
+    both = replace(layout, strategy=Strategy.RESIDENT, staying=None, export_stays=True)
+    return parts_on_gpu(both, sizes, Phase.TRAIN, gpu)

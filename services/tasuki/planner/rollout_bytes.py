@@ -6,14 +6,16 @@ import math
 from dataclasses import dataclass, replace
 
 from tasuki.config.engine_arguments import DRAFT_BLOCKS
+from tasuki.memory.granularity import arena_bytes
 from tasuki.models.shape import ROUTER, VOCABULARY_STEP, Shapes
-from tasuki.planner.arenas import tag_bytes
 from tasuki.planner.kv_tokens import CPU_TOKENS
 from tasuki.planner.layout import Layout
 
 # SGLang's chunked prefill on a GPU with much memory; rollout/arguments.py sets it on a CPU.
 _PREFILL_TOKENS = 8192
 _CONTEXT_SLACK = 8
+MEASURED_FREE = 0.03
+"""Most of the free memory that SGLang leaves when it checks the cache whose tokens are planned (rollout/arguments.py)."""
 # Of CUDA graphs, whatever their batches.
 _GRAPHS = 100 * 10**6
 
@@ -38,7 +40,7 @@ def engine_weights(layout: Layout) -> int:
         tensors.append(model.vocab_size * model.hidden_size * (layout.tp_size - 1) // layout.tp_size * layout.engine_bytes)
     # The rotary tables, in float32.
     tensors.append(model.context_length * model.head_dim * 4)
-    return tag_bytes(layout, tensors)
+    return arena_bytes(tuple(tensors), device=layout.device)
 
 
 def kv_bytes_per_token(layout: Layout) -> int:
@@ -60,7 +62,7 @@ def kv_pool(layout: Layout, *, taken_bytes: int) -> KvPool:
         buffer = (most + _CONTEXT_SLACK + 1) * each // num_buffers
         # SGLang's table of every request's slots.
         table = (layout.max_running_requests + 1) * (layout.longest_sequence + _CONTEXT_SLACK + 4) * 4
-        return KvPool(most, tag_bytes(layout, (table, *(buffer,) * num_buffers)))
+        return KvPool(most, arena_bytes((table, *(buffer,) * num_buffers), device=layout.device))
     pool = int((layout.gpu_bytes - taken_bytes) * layout.kv_ratio) - engine_weights(layout)
     num_tokens = max(0, pool) // each
     if most is not None:

@@ -18,6 +18,8 @@ from tasuki.planner.trainer_bytes import Bytes
 
 # For what is computed in float32 whatever the parameters' dtype.
 _FLOAT32 = 4
+TRIAL_TOKENS = 67
+"""Completion tokens of each sequence in the passes that a trainer compiles at its start: a prime."""
 
 
 def training_peak(layout: Layout) -> Bytes:

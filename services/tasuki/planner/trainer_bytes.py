@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
+from itertools import chain
 
-from tasuki.memory.granularity import ALIGNMENT, CPU_MIN_TENSOR, rounded_up
-from tasuki.planner.arenas import published_bytes, tag_bytes
+from tasuki.memory.granularity import ALIGNMENT, CPU_MIN_TENSOR, arena_bytes, export_bytes, rounded_up
+from tasuki.models.shape import ROUTER, Shapes
 from tasuki.planner.layout import Layout, Part
-from tasuki.planner.moments import moment_bytes
-from tasuki.planner.shards import shards, trained_shards
 
 Bytes = dict[Part, int]
+_LARGEST_BLOCK = 256
+_SMALLEST_BLOCK = 32
+_SCALE_BYTES = 4
 
 
 def trainer_tags(layout: Layout) -> Bytes:
@@ -23,9 +26,9 @@ def trainer_tags(layout: Layout) -> Bytes:
     if _has_reference_shards(layout) and not layout.reference_on_host:
         weights += _frozen_shards(layout)
     return {
-        Part.TRAINER_WEIGHTS: tag_bytes(layout, weights),
-        Part.GRADIENTS: tag_bytes(layout, trained),
-        Part.OPTIMIZER: 0 if layout.optimizer_on_host else tag_bytes(layout, _moments(layout)),
+        Part.TRAINER_WEIGHTS: arena_bytes(tuple(weights), device=layout.device),
+        Part.GRADIENTS: arena_bytes(tuple(trained), device=layout.device),
+        Part.OPTIMIZER: 0 if layout.optimizer_on_host else arena_bytes(tuple(_moments(layout)), device=layout.device),
     }
 
 
@@ -96,8 +99,57 @@ def export_arena(layout: Layout) -> int:
         # On a CPU, tensors too small for the arena of the weights are copied, in whole chunks.
         small = [size for size in (math.prod(shape) * layout.engine_bytes for shape in shards(layout)) if size < CPU_MIN_TENSOR]
         num_bytes = sum(rounded_up(size, ALIGNMENT) for size in small)
-        return published_bytes(layout, num_bytes) if layout.device == "cpu" and num_bytes else 0
+        return export_bytes(num_bytes, device=layout.device) if layout.device == "cpu" and num_bytes else 0
     published = shards(layout) if layout.merges_adapters else trained_shards(layout)
     tensors = (math.prod(shape) * layout.engine_bytes for shape in published)
     num_bytes = sum(rounded_up(size, ALIGNMENT) for size in tensors)
-    return published_bytes(layout, num_bytes)
+    return export_bytes(num_bytes, device=layout.device)
+
+
+def shards(layout: Layout) -> Iterator[tuple[int, ...]]:
+    """Rank 0's part of every parameter, in order of creation. FSDP2 splits dim 0 and pads all ranks alike."""
+    root, *layers = layout.model.units()
+    embedding, *others = root.values()
+    for shape in chain([embedding], *(layer.values() for layer in layers), others):
+        yield (-(-shape[0] // layout.num_ranks), *shape[1:])
+
+
+def trained_shards(layout: Layout) -> Iterator[tuple[int, ...]]:
+    """Shards with gradients: all of them, or those of adapters."""
+    if layout.lora_rank is None:
+        yield from shards(layout)
+        return
+    for layer in map(layout.model.layer, range(layout.model.num_layers)):
+        for rows, columns in _linear_layers(layer, layout.lora_targets):
+            yield (-(-layout.lora_rank // layout.num_ranks), columns)
+            yield (-(-rows // layout.num_ranks), layout.lora_rank)
+
+
+def _linear_layers(layer: Shapes, targets: tuple[str, ...] | None) -> Iterator[tuple[int, int]]:
+    """Rows and columns of layers with an adapter."""
+    for name, shape in layer.items():
+        if targets is not None and not name.endswith(tuple(f".{target}.weight" for target in targets)):
+            continue
+        if len(shape) == 3:
+            yield from [(shape[1], shape[2])] * shape[0]
+        elif len(shape) == 2 and name != ROUTER:
+            yield (shape[0], shape[1])
+
+
+def moment_block(shape: Sequence[int]) -> int | None:
+    """Elements of a row that share one scale in 8 bits, for a parameter of this shape; None if its moments are not quantized.
+
+    That is the case for vectors and for matrices whose rows are not divisible by a block of 32.
+    """
+    if len(shape) < 2 or shape[0] == 1:
+        return None
+    block = math.gcd(shape[-1], _LARGEST_BLOCK)
+    return block if block >= _SMALLEST_BLOCK else None
+
+
+def moment_bytes(shape: Sequence[int], *, element_bytes: int, is_8bit: bool) -> list[int]:
+    """Sizes of the tensors that hold both moments of a shard. element_bytes: of an unquantized element."""
+    block, num_elements = moment_block(shape) if is_8bit else None, math.prod(shape)
+    if block is None:
+        return [num_elements * element_bytes] * 2
+    return [num_elements, num_elements // block * _SCALE_BYTES] * 2

@@ -12,7 +12,7 @@ from tasuki.config.paths import model_source
 from tasuki.config.schema import NodeConfig, RolloutConfig
 from tasuki.config.trainer_schema import LoraConfig
 from tasuki.planner.kv_tokens import graph_requests, running_requests
-from tasuki.planner.start import MEASURED_FREE
+from tasuki.planner.rollout_bytes import MEASURED_FREE
 from tasuki.rollout.model import ModelFacts
 from tasuki.rollout.rank_commands import COMMAND_LOADER
 from tasuki.wire.errors import InvalidArgument

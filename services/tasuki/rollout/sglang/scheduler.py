@@ -15,7 +15,6 @@ from sglang.srt.layers.attention import attention_registry
 from sglang.srt.managers import scheduler as sglang_scheduler
 from sglang.srt.model_executor import model_runner
 from sglang.srt.server_args import PortArgs, ServerArgs, get_global_server_args
-from tasuki.memory.tags import MemoryTag
 
 from tasuki.config.choices import read_choices
 from tasuki.config.gpus import gpu_not_shown
@@ -40,6 +39,7 @@ from tasuki.rollout.sglang.speculative import compile_verification, keep_drafts,
 from tasuki.rpc.memory import staying_of_engine_rank
 from tasuki.rpc.process_start import freeze_started
 from tasuki.weights.gloo_peers import check_gloo_peers
+from tasuki.wire.stages import MemoryTag
 
 _PARTS = {"load_model": "weights", "alloc_memory_pool": "KV cache", "init_cuda_graphs": "graphs"}
 """Methods of SGLang's model runner, none of which calls another."""

@@ -21,7 +21,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.utils import counters
 from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 
-from tasuki.planner.start import TRIAL_TOKENS
+from tasuki.planner.step_bytes import TRIAL_TOKENS
 from tasuki.trainer.data.micro_batch import SequencePart, TokenBatch, token_batch
 from tasuki.trainer.data.samples import Samples
 from tasuki.trainer.modules.routing import Router

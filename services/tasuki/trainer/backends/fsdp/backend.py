@@ -22,8 +22,7 @@ from tasuki.config.trainer_schema import CriticConfig, LoraConfig, OptimizerConf
 from tasuki.memory.arena import set_host_budget
 from tasuki.planner.layout import Checkpointing
 from tasuki.planner.node_plan import check_critic, layout_of
-from tasuki.planner.start import TRIAL_TOKENS
-from tasuki.planner.step_bytes import offloaded_per_token
+from tasuki.planner.step_bytes import TRIAL_TOKENS, offloaded_per_token
 from tasuki.rpc.heartbeat import Heartbeat
 from tasuki.trainer.attention.sequence_parallel import SequenceGroup
 from tasuki.trainer.backend import LearnerFacts

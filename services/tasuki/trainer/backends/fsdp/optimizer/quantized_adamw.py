@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
-from tasuki.planner.moments import moment_block
+from tasuki.planner.trainer_bytes import moment_block
 from tasuki.trainer.backends.fsdp.optimizer.adamw import MOMENTS, ShardedAdamW, full_moments
 
 CHUNK_ELEMENTS = 1 << 23
