@@ -2,7 +2,8 @@
 
 Changeover and weight are traced on a small CPU node: the functions open in each process when a call is handed to a task, a peer, a rank or
 the native library, from Acquire to the unmap of PAUSE_KV and OFFLOAD, and from PublishWeights to the copy into the engine's parameter.
-Left out: gRPC, asyncio, SGLang, generated code, channels of the wire, and functions that run since their process started.
+Left out: gRPC, the interceptors around every call, asyncio, SGLang, generated code, channels of the wire, and functions that run since
+their process started.
 The other walks are the files that name a setting.
 """
 
@@ -21,6 +22,7 @@ from unittest import mock
 ROOT = Path(__file__).parents[1]
 _STARTS = (
     "/__main__.py:",
+    "rpc/interceptors.py:",
     "/serve.py:",
     "/launch.py:",
     "/forked_rank.py:",

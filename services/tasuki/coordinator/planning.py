@@ -1,13 +1,16 @@
-"""Plan of this node on the wire, as `tasuki plan --json` prints it."""
+"""Plan of this node on the wire, as `tasuki plan --json` prints it, and its memory as a metric."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
 
+from prometheus_client.core import GaugeMetricFamily
+
 from tasuki.config.choices import Choices
 from tasuki.config.schema import NodeConfig
 from tasuki.coordinator.admission import Admission
+from tasuki.coordinator.phases import phase_of
 from tasuki.memory.host import host_memory
 from tasuki.planner.advice import Advice, Rung, advise, problems
 from tasuki.planner.layout import TAGS, Part
@@ -15,8 +18,20 @@ from tasuki.planner.node_plan import plan_node
 from tasuki.planner.plan import Plan, StagePlan
 from tasuki.planner.residency import stay_and_leave
 from tasuki.planner.seconds import expected_seconds
+from tasuki.rpc.metric_names import MEMORY_PLANNED
 from tasuki.v1 import coordinator_pb2 as pb
+from tasuki.wire.stages import MemoryTag, Service, Stage
 
+PART_TAGS: Mapping[str, tuple[Service, MemoryTag]] = {
+    Part.TRAINER_WEIGHTS: (Service.TRAINER, MemoryTag.WEIGHTS),
+    Part.GRADIENTS: (Service.TRAINER, MemoryTag.GRADIENTS),
+    Part.OPTIMIZER: (Service.TRAINER, MemoryTag.OPTIMIZER),
+    Part.EXPORT: (Service.TRAINER, MemoryTag.EXPORT),
+    Part.ROLLOUT_WEIGHTS: (Service.ROLLOUT, MemoryTag.WEIGHTS),
+    Part.KV_CACHE: (Service.ROLLOUT, MemoryTag.KV_CACHE),
+    Part.CUDA_GRAPH: (Service.ROLLOUT, MemoryTag.CUDA_GRAPH),
+}
+"""The tag that each part of a plan is measured as."""
 # The planner needs a GPU size, but ignores it on a CPU.
 _NO_GPU = 1
 
@@ -45,6 +60,38 @@ class Planning:
     def _plan(self, gpu_bytes: int, host_bytes: int) -> pb.PlanResponse:
         planned = plan_node(self._config, gpu_bytes=gpu_bytes, host_bytes=host_bytes, choices=self._choices)
         return plan_to_proto(planned, advise(planned))
+
+
+class PlannedMemory:
+    """The node's plan, made once."""
+
+    def __init__(self, planning: Planning, *, device: str) -> None:
+        self._planning, self._device = planning, device
+        self._plan: pb.PlanResponse | None = None
+
+    async def read(self) -> None:
+        """Makes the plan. Raises TasukiError if none can be made now."""
+        if self._plan is None:
+            self._plan = await self._planning.plan(gpu_bytes=None, host_bytes=None)
+
+    def family(self, at: Stage | None) -> GaugeMetricFamily:
+        """Planned bytes at `at`, or the peak of the phase that it completes; empty while stage or plan is unknown."""
+        family = MEMORY_PLANNED.gauges()
+        if self._plan is None or at is None:
+            return family
+        name = phase_of(at) or at
+        for stage in self._plan.stages:
+            if stage.stage == name:
+                for device in stage.devices:
+                    self._add(family, device)
+        return family
+
+    def _add(self, family: GaugeMetricFamily, device: pb.PlannedDevice) -> None:
+        # On a CPU the measured memory is the host's, under the name of torch's device.
+        name = "cpu" if device.device == "host" and self._device == "cpu" else device.device
+        for part in device.parts:
+            service, tag = PART_TAGS.get(part.part, ("", part.part))
+            family.add_metric([service, tag, name], part.bytes)
 
 
 def plan_to_proto(planned: Plan, advice: Advice) -> pb.PlanResponse:

@@ -19,8 +19,7 @@ from tasuki.config.load import load_config
 from tasuki.coordinator.headroom import after
 from tasuki.coordinator.observe.memory_record import read_usages
 from tasuki.coordinator.phases import phase_of
-from tasuki.coordinator.planned_memory import TAGS
-from tasuki.coordinator.planning import plan_to_proto
+from tasuki.coordinator.planning import PART_TAGS, plan_to_proto
 from tasuki.dashboard.journal import STAGES, StageColumns, stage_number
 from tasuki.memory.host import host_memory
 from tasuki.planner.advice import advise
@@ -212,5 +211,5 @@ def _name(device: str, *, is_cpu: bool) -> str:
 
 def _of_device(device: Mapping[str, Any]) -> tuple[int, int]:
     """MessageToDict returns 64-bit numbers as strings."""
-    tags = sum(int(part["bytes"]) for part in device.get("parts", ()) if part["part"] in TAGS)
+    tags = sum(int(part["bytes"]) for part in device.get("parts", ()) if part["part"] in PART_TAGS)
     return tags, int(device.get("needed_bytes", 0))

@@ -18,8 +18,7 @@ from tasuki.coordinator.journal import Journal
 from tasuki.coordinator.node import Node
 from tasuki.coordinator.observe.run_figures import RunFigures
 from tasuki.coordinator.peers import Peers
-from tasuki.coordinator.planned_memory import PlannedMemory
-from tasuki.coordinator.planning import Planning
+from tasuki.coordinator.planning import PlannedMemory, Planning
 from tasuki.rpc.metric_names import (
     CHANGEOVERS,
     DEVICE_FREE,
