@@ -64,7 +64,7 @@ def test_its_bytes_are_on_the_gpu_or_on_the_host() -> None:
 
 def test_a_reference_that_is_in_the_way_is_told_to_stay_on_the_host() -> None:
     roomy = replace(
-        layout(reference_on_host=False, checkpointing="offloaded", optimizer_on_host=True), staying=None, empties_cache=True
+        layout(reference_on_host=False, checkpointing="offloaded", moments="host"), staying=None, empties_cache=True
     )
     assert plan(roomy).fits
     short = plan(replace(roomy, gpu_bytes=plan(roomy).gpu_peak.gpu_bytes))
