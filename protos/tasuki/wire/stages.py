@@ -25,6 +25,18 @@ _ENUMS: dict[str, EnumDescriptor] = {
 class WireEnum(StrEnum):
     """An enum of the protos under its own name; members are named without the prefix."""
 
+    def __eq__(self, other: object) -> bool:
+        """Raises TypeError for a number of messages, which no member equals: `of` and `number` convert."""
+        if isinstance(other, int):
+            name = type(self).__name__
+            raise TypeError(f"{other} is a number of messages: compare {name}.of({other}) with {name}.{self.name}")
+        return super().__eq__(other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = StrEnum.__hash__
+
     @property
     def number(self) -> Any:
         """Value in messages."""
