@@ -73,13 +73,13 @@ def sample_from_proto(sample: types_pb2.Sample, *, prompt_index: int) -> Sample:
 
 
 def phase_to_proto(phase: Phase) -> types_pb2.Phase.ValueType:
-    if phase not in list(Phase):  # callers may have no types
+    if phase not in list(map(str, Phase)):  # callers may have no types
         raise InvalidArgument("phase", f"is {phase!r}; give Phase.TRAIN or Phase.ROLLOUT")
     return Phase(phase).number
 
 
 def role_to_proto(role: Role) -> types_pb2.Role.ValueType:
-    if role not in list(Role):  # callers may have no types
+    if role not in list(map(str, Role)):  # callers may have no types
         raise InvalidArgument("role", f"is {role!r}; give Role.POLICY, Role.REFERENCE or Role.CRITIC")
     return Role(role).number
 
