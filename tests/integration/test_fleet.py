@@ -85,9 +85,7 @@ async def serving_node(config: NodeConfig, *, tracer: Tracer = NO_TRACER) -> Asy
     node = MemberNode(config.state_dir, config.fleet.node_rank, config.fleet, on_served=lambda: None)
     member = this_member(config, boot_id="b")
     Path(member.coordinator_target.removeprefix("unix:")).parent.mkdir(exist_ok=True)
-    servicer = CoordinatorServicer(
-        node.node, node._journal, SimpleNamespace(), instance=Instance(), port_targets={}, hold=node.hold
-    )
+    servicer = CoordinatorServicer(node.node, node._journal, SimpleNamespace(), instance=Instance(), port_targets={})
     servers = [RpcServer(service="coordinator", target=member.coordinator_target, fleet=config.fleet, tracer=tracer)]
     servers[0].add(add_CoordinatorServiceServicer_to_server, servicer, "tasuki.v1.CoordinatorService")
     servers.append(RpcServer(service="rollout", target=member.rollout_target, fleet=config.fleet))
