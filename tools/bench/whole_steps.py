@@ -2,9 +2,8 @@
 
 A node with random weights, N trainer ranks and N replicas. A step takes the GPUs for rollout, generates 64 x 8 samples (256 + 512 tokens),
 takes the GPUs for training, and trains on all of them, as `tasuki train` does. Each step's parts add up to its seconds; "first_token_ms"
-is a request of one token right after the changeover. The first step, which warms caches, is left out of the medians. Only the command line
-and the client of tasuki are used, so that PYTHONPATH can name another version, with --model FOLDER, a model made before. --tiny: a small
-model on a CPU. Writes whole_steps.json after each step, and prints medians with their spread.
+is a request of one token right after the changeover. The first step, which warms caches, is left out of the medians. --model takes a
+folder instead of a size. --tiny: a small model on a CPU. Writes whole_steps.json after each step, and prints medians with their spread.
 """
 
 from __future__ import annotations

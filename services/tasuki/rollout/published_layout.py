@@ -12,7 +12,7 @@ from tasuki.rollout.record import Layout
 
 
 def published_layout(config: NodeConfig) -> Layout:
-    """The checkpoint's tensors in the engine's dtype, named and cut as by `transport.shards.checkpoint_shards`.
+    """The checkpoint's tensors in the engine's dtype, named and cut as by `weights.shards.checkpoint_shards`.
 
     Raises UnsupportedModel for an unknown model, InvalidArgument for a damaged config.json.
     """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 
 import uvloop
 
@@ -35,8 +34,8 @@ from tasuki.rpc.port import port_of
 from tasuki.rpc.process_start import StartSeconds
 from tasuki.rpc.server import RpcServer
 from tasuki.v1 import memory_pb2_grpc, rollout_pb2_grpc
+from tasuki.wire.errors import DeadlineExceeded, InternalError
 from tasuki.wire.stages import Service
-from tasuki.wire.tracing import Tracer
 
 _SERVICE = "tasuki.v1.RolloutService"
 _POISON_GRACE_S = 0.2
@@ -54,16 +53,18 @@ def serve(config: NodeConfig, model: ModelFacts, ranks: RankProcesses, deadline:
 async def _serve(
     config: NodeConfig, model: ModelFacts, ranks: RankProcesses, deadline: StartupDeadline, start: StartSeconds
 ) -> int:
-    shutdown = _Shutdown(ranks)
+    shutdown = Shutdown(ranks)
     tracer = open_service_tracer(config, service="rollout")
-    server = _make_server(config, tracer)
+    target, port = paths.node_targets(config)["rollout"], port_of(config, "rollout")
+    server = RpcServer(service="rollout", target=target, port=port, fleet=config.fleet, tracer=tracer)
     engine = start_engine(config, model, ranks, on_death=shutdown.on_death, on_stop=shutdown.stop.set)
     deadline.finish()
     start.end("engine", within=engine.reports[0].get("start_seconds", {}))
     configure_logging("rollout")  # SGLang has replaced ours
     _log_plans(engine.reports)
     socket_dir = paths.socket_dir(config.state_dir)
-    rank_calls = _make_rank_calls(config, engine, socket_dir=socket_dir)
+    staying = staying_tags(config, read_choices(config.state_dir), Service.ROLLOUT)
+    rank_calls = RankCalls(engine, socket_dir=socket_dir, staying=staying)
     sync = WeightSync(rank_calls, socket_dir=socket_dir, num_replicas=config.dp_size, full_read_back=_is_damaged_on_purpose())
     heartbeat = Heartbeat(config.state_dir, "rollout")
     numbers = CallNumbers(paths.generate_calls_path(config.state_dir), instance_id=read_instance(config.state_dir).id)
@@ -80,12 +81,11 @@ async def _serve(
         gate = CommandGate(Failpoints.of(config, "rollout"), boot_id=rollout.boot_id)
         _add_servicers(server, rollout, gate, num_gpus=len(set(gpus_of(config).rollout)))
         _add_engine_metrics(server, config, engine=engine, rank_calls=rank_calls, rollout=rollout)
-        async with asyncio.timeout(config.coordinator.stage_timeout_s):
-            await engine.warm_up()
+        ranks.watch(shutdown.on_death)
+        await warm_up(engine, shutdown, timeout_s=config.coordinator.stage_timeout_s)
         start.end("first batches")
         await rollout.fall_asleep(timeout_s=config.coordinator.stage_timeout_s)
         start.end("falling asleep")
-        ranks.watch(shutdown.on_death)
         start.tell(config.state_dir, "rollout")
         await server.start()
         heartbeat.beat_in_loop()
@@ -109,7 +109,7 @@ def _is_damaged_on_purpose() -> bool:
     return any(parse_failpoint(spec).point == RECEIVED for spec in failpoint_specs() or ())
 
 
-class _Shutdown:
+class Shutdown:
     """When the service stops serving, and whether because an engine rank died."""
 
     def __init__(self, ranks: RankProcesses) -> None:
@@ -129,14 +129,23 @@ class _Shutdown:
         asyncio.get_running_loop().call_later(_POISON_GRACE_S, self.on_death)
 
 
-def _make_server(config: NodeConfig, tracer: Tracer) -> RpcServer:
-    return RpcServer(
-        service="rollout",
-        target=paths.node_targets(config)["rollout"],
-        port=port_of(config, "rollout"),
-        fleet=config.fleet,
-        tracer=tracer,
-    )
+async def warm_up(engine: RolloutEngine, shutdown: Shutdown, *, timeout_s: float) -> None:
+    """Runs the engine's first batches; a requested stop cuts them.
+
+    Raises InternalError if a rank dies meanwhile, DeadlineExceeded after `timeout_s`, and what SGLang raises.
+    """
+    warming, stopping = asyncio.ensure_future(engine.warm_up()), asyncio.ensure_future(shutdown.stop.wait())
+    done, _ = await asyncio.wait([warming, stopping], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if warming in done:
+        warming.result()
+        return
+    warming.cancel()
+    await asyncio.wait([warming])
+    if shutdown.is_death:
+        raise InternalError("an engine rank ended in its first batches")
+    if not done:
+        raise DeadlineExceeded(f"the first batches took longer than coordinator.stage_timeout_s = {timeout_s:g} s", rpc="start")
 
 
 def _log_plans(reports: Sequence[RankReport]) -> None:
@@ -147,14 +156,6 @@ def _log_plans(reports: Sequence[RankReport]) -> None:
     seconds = [parts["plan"] for report in reports if "plan" in (parts := report.get("start_seconds", {}))]
     if seconds:
         _log.info("event=plan_recorded ranks=%d seconds=%.3f", len(seconds), max(seconds))
-
-
-def _make_rank_calls(config: NodeConfig, engine: RolloutEngine, *, socket_dir: Path) -> RankCalls:
-    return RankCalls(
-        engine,
-        socket_dir=socket_dir,
-        staying=staying_tags(config, read_choices(config.state_dir), Service.ROLLOUT),
-    )
 
 
 def _add_servicers(server: RpcServer, rollout: Rollout, gate: CommandGate, *, num_gpus: int) -> None:
