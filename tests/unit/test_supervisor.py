@@ -12,7 +12,7 @@ import pytest
 
 from tasuki.config.paths import exit_path, log_path
 from tasuki.config.schema import ModelConfig, NodeConfig
-from tasuki.node.exit_report import explained, find_error, node_down, why_it_ended, write_exit_report
+from tasuki.node.exit_report import KILLED_FOR_MEMORY, explained, find_error, node_down, why_it_ended, write_exit_report
 from tasuki.node.processes import continue_children, parent_and_state
 from tasuki.node.rotation import rotate, rotated_paths
 from tasuki.wire.errors import Draining, NodeDown, PeerUnavailable, ServiceFailed, TasukiError, UnsupportedModel
@@ -112,6 +112,13 @@ def test_a_service_that_ended_too_often_is_named_in_words_with_what_it_said(conf
     assert error.message.endswith("coordinator.log says:\nevent=epoch epoch=6")
     log_path(config.state_dir, "coordinator").write_text("tasuki: error UNSUPPORTED_MODEL: none of ours\n")
     assert isinstance(why_it_ended(config), UnsupportedModel)
+
+
+def test_a_service_that_the_kernel_killed_for_memory_is_not_judged_by_its_log(config: NodeConfig) -> None:
+    reason = f"rollout ended by itself before it served; {KILLED_FOR_MEMORY}: /sys/fs/cgroup/memory.max allows 1.1 GB of memory"
+    write_exit_report(config.state_dir, reason=reason, first="rollout", exit_codes={"rollout": -9})
+    log_path(config.state_dir, "rollout").write_text("tasuki: error PEER_UNAVAILABLE: a rank is gone\n")
+    assert why_it_ended(config).message.startswith(f"{reason} (signal SIGKILL); see ")
 
 
 def test_a_node_whose_supervisor_and_guard_were_killed_left_no_word(config: NodeConfig) -> None:

@@ -15,7 +15,7 @@ OTLP_ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 OTLP_HEADERS = "TASUKI_OTLP_HEADERS_FILE"
 VARIABLES: Mapping[str, str] = {
     "CUDA_VISIBLE_DEVICES": "GPUs that the node may use, numbered as listed.",
-    "OMP_NUM_THREADS": "Torch threads of each rank on a CPU; default 1.",
+    "OMP_NUM_THREADS": "Torch threads of each rank on a CPU, at most as many as cores; default 1.",
     "NCCL_SOCKET_IFNAME": "NCCL's interface for gradients between nodes; by default its own choice.",
     "CXX": 'Compiler for `trainer.compile = "blocks"` on a CPU; default g++.',
     "GRPC_VERBOSITY": "`INFO` makes services log each failed handshake; default `NONE`.",

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tasuki.doctor.finding import Finding, fail, ok, warn
 from tasuki.memory.arena import totals
+from tasuki.memory.host import host_cores, host_memory
 from tasuki.memory.library import LIBRARY_PATH
 from tasuki.wire.address import bind_once
 from tasuki.wire.errors import TasukiError
@@ -29,6 +30,7 @@ def host_findings() -> Iterable[Finding]:
     yield check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     yield check_locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], has_gpus=Path("/dev/nvidiactl").exists())
     yield check_processes(Path("/proc"))
+    yield ok("memory and cores", f"{host_cores()} cores; {host_memory().describe()}")
 
 
 def check_user(name_of: Callable[[], str]) -> Finding:

@@ -1,12 +1,26 @@
-"""The machine's memory."""
+"""Memory and cores that this process may use: the machine's, within the control groups of a container, a Slurm job or a systemd unit."""
 
 from __future__ import annotations
 
+import os
+import re
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+from tasuki.config.environment import cpu_threads
+
 _KIB = 1024
+_ROOT = Path("/")
+_MEMORY_LIMITS = ("memory.max", "memory.high", "memory.limit_in_bytes")
+"""Of cgroups v2 and v1. Above `memory.high` the kernel kills nothing, but lets processes crawl."""
+_RECLAIMABLE = {"active_file", "inactive_file", "slab_reclaimable", "total_active_file", "total_inactive_file"}
+"""Lines of memory.stat that the kernel frees before it kills; those of v1 that count the groups below begin with "total_"."""
+_ALLOW_MORE = (
+    "raise it (docker --memory, compose mem_limit, Kubernetes resources.limits.memory, Slurm --mem, systemd MemoryMax)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,12 +29,110 @@ class HostMemory:
 
     total_bytes: int
     available_bytes: int
+    limited_by: Path | None = None
+    """File of the control group whose limit is `total_bytes`; None if the machine has no more."""
+
+    def describe(self) -> str:
+        has = f"{self.total_bytes / 1e9:.1f} GB of memory"
+        return f"this machine has {has}" if self.limited_by is None else f"{self.limited_by} allows {has}; {_ALLOW_MORE}"
 
 
-def host_memory() -> HostMemory:
+def host_memory(root: Path = _ROOT) -> HostMemory:
+    """The smallest of the machine's memory and the limits of all control groups around this process. root: holds /proc and /sys."""
     sizes: dict[str, int] = {}
-    with Path("/proc/meminfo").open() as lines:
+    with (root / "proc/meminfo").open() as lines:
         for line in islice(lines, 3):  # MemTotal, MemFree, MemAvailable
             name, value = line.split(":")
             sizes[name] = int(value.split()[0]) * _KIB
-    return HostMemory(sizes["MemTotal"], sizes["MemAvailable"])
+    total, available, limited_by = sizes["MemTotal"], sizes["MemAvailable"], None
+    for depth, group in enumerate(_groups("memory", root)):
+        limits = {group / name: limit for name in _MEMORY_LIMITS if (limit := _number(group / name)) is not None}
+        if depth and all(limit >= sizes["MemTotal"] for limit in limits.values()):
+            continue
+        stat = _counts(group / "memory.stat")
+        if "hierarchical_memory_limit" in stat:  # v1 tells limits of groups outside the container only here
+            limits[group / "memory.stat"] = stat["hierarchical_memory_limit"]
+        used = _number(group / "memory.current") or _number(group / "memory.usage_in_bytes") or 0
+        # Without "total_" v1 counts the group alone.
+        names = {name for name in _RECLAIMABLE if ("total_inactive_file" in stat) <= name.startswith("total_")}
+        used -= sum(stat.get(name, 0) for name in names)
+        for file, limit in limits.items():
+            if limit < total:
+                total, limited_by = limit, file
+            available = min(available, max(0, limit - max(0, used)))
+    return HostMemory(total, min(available, total), limited_by)
+
+
+def host_cores(root: Path = _ROOT) -> int:
+    """Cores that this process may keep busy: those it may run on, and its control groups' share of time. At least 1."""
+    cores = float(len(os.sched_getaffinity(0)))  # within the cpusets
+    for group in _groups("cpu", root):
+        quota, period = _share(group)
+        if quota > 0 < period:
+            cores = min(cores, quota / period)
+    return max(1, int(cores))
+
+
+def rank_threads() -> int:
+    """Torch threads of a rank on a CPU, at most as many as cores."""
+    return min(cpu_threads(), host_cores())
+
+
+def num_memory_kills(root: Path = _ROOT) -> int:
+    """Processes that the kernel has killed for memory: of this process's control group, or of the machine where no group counts them."""
+    for group in islice(_groups("memory", root), 1):
+        for name in ("memory.events", "memory.oom_control"):
+            if "oom_kill" in (counts := _counts(group / name)):
+                return counts["oom_kill"]
+    return _counts(root / "proc/vmstat").get("oom_kill", 0)
+
+
+def _groups(controller: str, root: Path) -> Iterator[Path]:
+    """Folders of the control groups around this process, v1 and v2, innermost first."""
+    paths: dict[str, str] = {}
+    mounts: list[str] = []
+    with suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            paths |= dict.fromkeys(controllers.split(","), path)  # v2 has none
+        mounts = (root / "proc/self/mountinfo").read_text().splitlines()
+    for line in mounts:
+        mount, _, system = line.partition(" - ")
+        kind, _, options = system.split(" ", 2)
+        path = paths.get("" if kind == "cgroup2" else controller)
+        if path is None or not (kind == "cgroup2" or (kind == "cgroup" and controller in options.split(","))):
+            continue
+        top, place = (Path(_unescaped(field)) for field in mount.split(" ")[3:5])
+        # A container may see a part of the tree, and itself outside of it.
+        is_seen = Path(path).is_relative_to(top) and ".." not in path
+        group = place / Path(path).relative_to(top) if is_seen else place
+        for folder in (group, *group.parents):
+            yield root / folder.relative_to("/")
+            if folder == place:
+                break
+
+
+def _unescaped(field: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), field)
+
+
+def _share(group: Path) -> tuple[int, int]:
+    """Microseconds of all cores, and in how many; not positive where nothing limits them."""
+    with suppress(OSError, ValueError):
+        quota, period = (group / "cpu.max").read_text().split()
+        return int(quota), int(period)
+    return _number(group / "cpu.cfs_quota_us") or 0, _number(group / "cpu.cfs_period_us") or 0
+
+
+def _number(file: Path) -> int | None:
+    """None without the file, or if it says "max"."""
+    with suppress(OSError, ValueError):
+        return int(file.read_text())
+    return None
+
+
+def _counts(file: Path) -> dict[str, int]:
+    """Lines of a name and a number; empty without the file."""
+    with suppress(OSError, ValueError):
+        return {name: int(number) for name, number in (line.split() for line in file.read_text().splitlines() if line)}
+    return {}

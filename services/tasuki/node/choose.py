@@ -100,8 +100,8 @@ def check_host_budget(config: NodeConfig) -> None:
 def check_host_ranks(config: NodeConfig) -> None:
     """Raises InvalidArgument if a CPU's memory cannot even hold the processes of the ranks, which would stop the whole machine."""
     num_ranks = config.trainer.num_ranks + config.num_engine_ranks
-    needed, total = num_ranks * _LEAST_RANK_BYTES, host_memory().total_bytes
-    if config.device == "cpu" and needed > total:
+    needed, host = num_ranks * _LEAST_RANK_BYTES, host_memory()
+    if config.device == "cpu" and needed > host.total_bytes:
         key = "trainer.num_ranks" if config.trainer.num_ranks >= config.num_engine_ranks else "rollout.tp_size"
-        text = f"makes {num_ranks} processes of trainer and rollout, which take at least {gb(needed)} GB; this machine has {gb(total)}"
+        text = f"makes {num_ranks} processes of trainer and rollout, which take at least {gb(needed)} GB; {host.describe()}"
         raise InvalidArgument(key, text, needed_bytes=needed)

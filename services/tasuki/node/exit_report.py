@@ -26,6 +26,8 @@ from tasuki.wire.regular_file import open_regular, read_regular
 
 _MAX_BYTES = 1 << 20
 _KEYS = {"reason": str, "time": str, "first": str | None, "restarts": dict, "services": dict}
+KILLED_FOR_MEMORY = "the kernel has killed a process for lack of memory"
+"""Part of the reason of a node that ended so: its services' logs cannot know."""
 _log = logging.getLogger("tasuki.node")
 
 
@@ -152,6 +154,9 @@ def why_it_ended(config: NodeConfig) -> TasukiError:
     state_dir = config.state_dir
     ending = read_exit_report(state_dir)
     first = ending.get("first")
+    if first and KILLED_FOR_MEMORY in ending["reason"]:
+        log = log_path(state_dir, first)
+        return ServiceFailed(f"{ending['reason']} ({describe_exit(ending, first)}); see {log}", service=first, log=log)
     if first:
         return _words_of(first, f"{ending['reason']} ({describe_exit(ending, first)})", log_path(state_dir, first))
     log = log_path(state_dir, "supervisor")

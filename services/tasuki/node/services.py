@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 
-from tasuki.config.environment import OTLP_HEADERS, cpu_threads
+from tasuki.config.environment import OTLP_HEADERS
 from tasuki.config.paths import config_path, fleet_target, node_targets, socket_dir
 from tasuki.config.schema import NodeConfig
+from tasuki.memory.host import rank_threads
 
 EXIT_REFUSED = 2
 """Exit code of a service that was permanently refused something, such as a port or a place in the fleet."""
@@ -58,13 +59,13 @@ def node_services(config: NodeConfig) -> list[ServiceCommand]:
             name="rollout",
             argv=[sys.executable, "-P", "-m", "tasuki.rollout", *arguments],
             target=targets["rollout"],
-            environment={**shared, **({"OMP_NUM_THREADS": str(cpu_threads())} if is_cpu else {})},
+            environment={**shared, **({"OMP_NUM_THREADS": str(rank_threads())} if is_cpu else {})},
         ),
         ServiceCommand(
             name="trainer",
             argv=[*launch, *preload, "--", "-m", "tasuki.trainer", *arguments],
             target=targets["trainer"],
-            environment={**shared, "OMP_NUM_THREADS": str(cpu_threads() if is_cpu else 1)},
+            environment={**shared, "OMP_NUM_THREADS": str(rank_threads() if is_cpu else 1)},
             after="rollout" if config.served_adapter is not None or not is_cpu else None,
         ),
     ]

@@ -26,7 +26,8 @@ from tasuki.config.paths import (
     log_path,
     restart_request_path,
 )
-from tasuki.node.exit_report import write_exit_report
+from tasuki.memory.host import host_memory, num_memory_kills
+from tasuki.node.exit_report import KILLED_FOR_MEMORY, write_exit_report
 from tasuki.node.processes import (
     SERVICE_VARIABLE,
     ResourceTracker,
@@ -86,6 +87,7 @@ class Supervisor:
         self._hindered: dict[str, str] = {}
         """Services that could not start again -> why."""
         self._restarts = RestartPolicy(max_restarts=max_restarts)
+        self._num_memory_kills = num_memory_kills()
         self._watchdog = Watchdog(state_dir, stall_s=stall_s, progress_s=progress_s)
 
     def run(self) -> int:
@@ -192,10 +194,12 @@ class Supervisor:
         if self._starter_is_gone():
             return "the process that started the node ended", None
         self._see_who_serves()
-        for name, how in self._ended().items():
+        ended = self._ended()
+        lack = self._lack_of_memory() if ended else ""
+        for name, how in ended.items():
             why = self._start_again(name, how)
             if why:
-                return why, name
+                return why + lack, name
         return "", None
 
     def _see_who_serves(self) -> None:
@@ -220,6 +224,15 @@ class Supervisor:
                 ended[name] = f"had to be restarted ({cause})"
             request.unlink(missing_ok=True)
         return ended
+
+    def _lack_of_memory(self) -> str:
+        """Words for the exit report if the kernel has killed processes for memory since the last look; else empty."""
+        before, self._num_memory_kills = self._num_memory_kills, num_memory_kills()
+        if self._num_memory_kills <= before:
+            return ""
+        words = f"{KILLED_FOR_MEMORY}: {host_memory().describe()}, or lower what the node needs (`tasuki plan CONFIG`)"
+        _log.error("event=killed_for_memory message=%s", words)
+        return f"; {words}"
 
     def _start_again(self, name: str, how: str) -> str:
         """Kills what is left of the service and schedules its restart. Returns why it must not restart, or an empty string.

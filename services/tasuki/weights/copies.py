@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tasuki.memory.host import host_cores
 from tasuki.memory.library import call
 from tasuki.weights.checksum import GROUP, MODULUS, checksum
 from tasuki.weights.plan import Slice, whole
@@ -168,8 +168,7 @@ def _copy_and_sum(blocks: np.ndarray, *, num_sums: int) -> np.ndarray:
     """Runs the copies. Returns checksums of the destinations by slot, uint64."""
     sums = np.zeros(num_sums, dtype=np.uint64)
     if len(blocks):
-        num_threads = len(os.sched_getaffinity(0))
-        call("copy_and_sum", blocks.ctypes.data, len(blocks), sums.ctypes.data, num_sums, num_threads, device="cpu")
+        call("copy_and_sum", blocks.ctypes.data, len(blocks), sums.ctypes.data, num_sums, host_cores(), device="cpu")
     return sums
 
 
