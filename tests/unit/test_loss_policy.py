@@ -133,6 +133,18 @@ def test_kl_estimators_and_their_gradients(estimator: KlEstimator) -> None:
         assert (kl, grad) == (pytest.approx(value, rel=1e-9), pytest.approx(slope, rel=1e-9))
 
 
+@pytest.mark.parametrize("estimator", [KlEstimator.K3, KlEstimator.K3_STRAIGHT_THROUGH])
+def test_k3_of_close_policies_does_not_cancel(estimator: KlEstimator) -> None:
+    exact_N = torch.logspace(-6, 0, 60, dtype=torch.float64).requires_grad_()
+    d_N = exact_N.detach().float().requires_grad_()
+    for sign in (1.0, -1.0):
+        kl_N = kl_divergence(torch.zeros_like(d_N), ref_log_probs_N=sign * d_N, estimator=estimator)
+        expected_N = torch.special.expm1(sign * exact_N) - sign * exact_N
+        is_far_N = exact_N > 1e-3
+        torch.testing.assert_close(kl_N[is_far_N].double(), expected_N[is_far_N], rtol=1e-4, atol=0)
+        torch.testing.assert_close(kl_N.double(), exact_N.square() / 2, rtol=0.5, atol=0)
+
+
 def test_straight_through_has_the_gradient_of_the_kl_divergence_in_expectation() -> None:
     generator = torch.Generator().manual_seed(0)
     logits_V = torch.randn(7, dtype=torch.float64, generator=generator).requires_grad_()

@@ -7,9 +7,9 @@ from typing import Literal
 
 Std = Literal["none", "sample", "population"]
 MAX_KL_ERROR = 0.2
+"""Bound on a step's relative error for adapting kl_coef, which changes by at most this times samples / horizon."""
 KL_HORIZON = 10_000.0
 """Samples over which an error of 20 % changes the coefficient of an adaptive KL penalty by 20 %."""
-"""Bound on a step's relative error for adapting kl_coef, which changes by at most this times samples / horizon."""
 
 
 class Estimator(StrEnum):

@@ -124,10 +124,16 @@ def kl_divergence(log_probs_N: Tensor, *, ref_log_probs_N: Tensor, estimator: Kl
         case KlEstimator.K2:
             return 0.5 * log_r_N.square()
         case KlEstimator.K3:
-            return log_r_N.exp() - log_r_N - 1.0
+            return _k3(log_r_N)
         case KlEstimator.K3_STRAIGHT_THROUGH:
             k2_N = 0.5 * log_r_N.square()
-            return (log_r_N.exp() - log_r_N - 1.0).detach() + (k2_N - k2_N.detach())
+            return _k3(log_r_N).detach() + (k2_N - k2_N.detach())
+
+
+def _k3(log_r_N: Tensor) -> Tensor:
+    """r - 1 - log r, whose terms cancel near 0: three terms of its series are exact there to float32."""
+    series_N = 0.5 * log_r_N.square() * (1.0 + log_r_N / 3.0 + log_r_N.square() / 12.0)
+    return torch.where(log_r_N.abs() < 1e-2, series_N, log_r_N.expm1() - log_r_N)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
