@@ -156,12 +156,15 @@ class RlLoop:
         if settings.max_batches == 1:
             groups = generate(settings.prompts_per_step)
             step.num_equal_groups = sum(not group.differs() for group in groups if len(group.samples) > 1)
+            num_generated = len(groups)
         else:
             num_groups = settings.prompts_per_step
             found = collect(generate, num_groups=num_groups, max_batches=settings.max_batches, is_kept=Group.differs)
             groups, step.num_equal_groups = found.groups, found.num_equal
-            step.metrics["num_generated_groups"] = found.num_generated
+            step.metrics["num_generated_groups"] = num_generated = found.num_generated
         measure_samples(step, generated)
+        if settings.group_size > 1:
+            step.metrics["signal_fraction"] = 1.0 - step.num_equal_groups / num_generated
         return groups
 
     def complete(

@@ -103,6 +103,7 @@ def test_groups_that_all_agree_teach_nothing(settings: TrainConfig):
     (step,) = steps_of(loop_of(client, settings, reward=equal))
     assert client.verbs() == ["acquire ROLLOUT", "generate", "begin_acquire TRAIN", "export_model"]
     assert (step.num_equal_groups, step.num_policy_steps, step.mean_reward) == (3, 0, 1.0)
+    assert (step.metrics["signal_fraction"], step.why_no_update) == (0.0, "3 of 3 groups have equal rewards")
 
 
 @pytest.mark.parametrize(
@@ -227,6 +228,7 @@ def test_dynamic_sampling_takes_prompts_until_enough_groups_differ(settings: Tra
     num_prompts = sum(len(call.prompts) for call in client.of("generate"))
     assert step.metrics["num_generated_groups"] == num_prompts > 3
     assert step.num_equal_groups == num_prompts - 3
+    assert (step.metrics["signal_fraction"], step.why_no_update) == (pytest.approx(3 / num_prompts), "")
     # Only rows that no step has seen follow.
     again = Dataset(ROWS)
     again.next_rows(num_prompts)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tasuki.cli.train import step_line
+from tasuki.cli.train import TrainProgress, step_line
 from tasuki.client import sft_loop
 from tasuki.client.dataset import Dataset
 from tasuki.client.loop_state import newest_checkpoint
@@ -174,3 +174,14 @@ def test_changeovers_are_counted_by_the_stages_that_end_them() -> None:
     stages = {"LOAD_WEIGHTS": 0.1, "RESUME_KV": 0.1, "DRAIN": 0.1, "LOAD_TRAINER": 0.1}
     silent = {"LOAD_WEIGHTS": 0.1, "RESUME_KV": 0.1}
     assert changeovers_of([Step(0, stage_seconds=stages), Step(1, stage_seconds=silent), Step(2)]) == 3
+
+
+def test_a_run_that_does_not_learn_says_so_once(capsys: pytest.CaptureFixture[str]):
+    progress = TrainProgress()
+    stalled = [Step(number, policy_version=0, mean_reward=0.0, num_equal_groups=6, metrics={"signal_fraction": 0.0}) for number in range(6)]
+    for step in [stalled[0], Step(1, policy_version=0, mean_reward=0.5, num_policy_steps=1), *stalled[1:]]:
+        progress.report(step)
+    out, err = capsys.readouterr()
+    assert out.count("signal 0.00  no update: 6 of 6 groups have equal rewards") == 6
+    assert err.count("WARNING: 3 steps without an update: 6 of 6 groups have equal rewards") == 1
+    assert summarize(stalled, seed=0, seconds=1.0, changeovers=0, policy_version=0)["steps_without_update"] == 6

@@ -85,6 +85,15 @@ class Step:
         num_updates = self.num_policy_steps + self.num_critic_steps + self.num_skipped_updates
         return self.mean_reward is None and not num_updates
 
+    @property
+    def why_no_update(self) -> str:
+        """Why a step that generated changed no weights; empty for other steps."""
+        if self.mean_reward is None or self.num_policy_steps + self.num_critic_steps + self.num_skipped_updates:
+            return ""
+        if self.num_equal_groups and not self.metrics.get("signal_fraction"):
+            return f"{self.num_equal_groups} of {self.num_equal_groups} groups have equal rewards"
+        return "no counted token has an advantage"
+
     def next_version(self) -> int:
         """The policy version after the step."""
         return (self.policy_version or 0) + self.num_policy_steps

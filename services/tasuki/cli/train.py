@@ -208,6 +208,7 @@ def _train(
 
 _SHOWN = (
     ("eval/loss", "held-out loss", ".4f"),
+    ("signal_fraction", "signal", ".2f"),
     ("log_prob_gap_max", "gap", ".1e"),
     ("explained_variance", "explained", ".2f"),
 )
@@ -217,6 +218,14 @@ INEXACT = (
     "remove both keys to avoid this"
 )
 """Printed once per run; the metric inexact_fraction has the amount."""
+_STALLED_STEPS = 3
+"""Consecutive steps without an update after which a run is warned of, once."""
+
+
+STALLED = (
+    "the model does not learn from prompts whose completions all get the same reward: read some samples (tasuki dashboard), "
+    "give partial credit in the reward, use easier or harder prompts, a larger group_size or temperature, or fine-tune first ([sft])"
+)
 
 
 class TrainProgress:
@@ -224,6 +233,7 @@ class TrainProgress:
 
     def __init__(self) -> None:
         self._has_warned = False
+        self._num_stalled = 0
 
     def report(self, step: Step) -> None:
         if step.metrics.get("inexact_fraction") and not self._has_warned:
@@ -232,6 +242,10 @@ class TrainProgress:
         if line := step_line(step):
             sys.stdout.write(f"{line}\n")
             sys.stdout.flush()
+        if not step.is_evaluation:
+            self._num_stalled = self._num_stalled + 1 if step.why_no_update else 0
+        if self._num_stalled == _STALLED_STEPS:
+            sys.stderr.write(f"WARNING: {_STALLED_STEPS} steps without an update: {step.why_no_update}\n{STALLED}\n")
 
 
 def step_line(step: Step) -> str:
@@ -250,6 +264,8 @@ def step_line(step: Step) -> str:
         parts.append(f"{step.num_failed_rewards} rewards failed")
     if step.num_skipped_updates:
         parts.append(f"{step.num_skipped_updates} updates skipped, gradients not finite")
+    if step.why_no_update:
+        parts.append(f"no update: {step.why_no_update}")
     if not parts:
         return ""
     return "  ".join([f"step {step.step:>3}", f"version {step.policy_version}", *parts, f"{step.total_seconds():.1f} s"])

@@ -153,6 +153,7 @@ def _named(*names: str) -> Callable[[str], bool]:
 
 CHARTS: Sequence[Chart] = (
     Chart("Reward", "reward", lambda name: name == "mean_reward" or name.startswith("reward/")),
+    Chart("Groups whose rewards differ", "share", _named("signal_fraction")),
     Chart("Held-out score", "score", lambda name: name == "eval_score" or name.startswith(("eval/", "eval_pass"))),
     Chart("Log-prob gap, trainer - rollout", "nat", _named("log_prob_gap", "log_prob_gap_max"), is_log=True),
     Chart("Entropy", "nat", lambda name: "entropy" in name),

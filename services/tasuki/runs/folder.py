@@ -97,6 +97,7 @@ def summarize(steps: Sequence[Step], *, seed: int, seconds: float, changeovers: 
         "mean_reward_last": rewards[-1] if rewards else None,
         "seconds": round(seconds, 1),
         "steps": len(rewards),
+        "steps_without_update": sum(bool(step.why_no_update) for step in steps),
         "changeovers": changeovers,
         "log_prob_gap_max": max(gaps, default=0.0),
         "num_failed_rewards": sum(step.num_failed_rewards for step in steps),
