@@ -178,7 +178,10 @@ def test_changeovers_are_counted_by_the_stages_that_end_them() -> None:
 
 def test_a_run_that_does_not_learn_says_so_once(capsys: pytest.CaptureFixture[str]):
     progress = TrainProgress()
-    stalled = [Step(number, policy_version=0, mean_reward=0.0, num_equal_groups=6, metrics={"signal_fraction": 0.0}) for number in range(6)]
+    stalled = [
+        Step(number, policy_version=0, mean_reward=0.0, num_equal_groups=6, metrics={"signal_fraction": 0.0})
+        for number in range(6)
+    ]
     for step in [stalled[0], Step(1, policy_version=0, mean_reward=0.5, num_policy_steps=1), *stalled[1:]]:
         progress.report(step)
     out, err = capsys.readouterr()
