@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from tasuki.algorithms.advantages import soft_overlong_penalty
 from tasuki.algorithms.loss_types import LossConfig, OldPolicy
 from tasuki.client.dataset import Dataset, Row
-from tasuki.client.dynamic_sampling import Group, collect, groups_of
 from tasuki.client.estimation import (
     Estimator,
     EstimatorState,
+    Group,
     estimate_advantages,
     has_advantages,
     has_loss_tokens,
@@ -149,19 +149,19 @@ class RlLoop:
             generated.append((samples, scores))
             rewards_S = self.shaped(samples, scores.rewards)
             shown.add(rows, completions, samples, scores, rewards_S)
-            rewards_PG = rewards_S.reshape(len(rows), settings.group_size)
-            made = zip(groups_of(prompts, samples, rewards_PG), greedy_rewards, strict=True)
-            return [replace(group, greedy_reward=reward) for group, reward in made]
+            size = settings.group_size
+            groups = zip(range(0, len(samples), size), prompts, rewards_S.reshape(-1, size), greedy_rewards, strict=True)
+            return [Group(prompt, samples[place : place + size], rewards, greedy) for place, prompt, rewards, greedy in groups]
 
-        if settings.max_batches == 1:
-            groups = generate(settings.prompts_per_step)
-            step.num_equal_groups = sum(not group.differs() for group in groups if len(group.samples) > 1)
-            num_generated = len(groups)
-        else:
-            num_groups = settings.prompts_per_step
-            found = collect(generate, num_groups=num_groups, max_batches=settings.max_batches, is_kept=Group.differs)
-            groups, step.num_equal_groups = found.groups, found.num_equal
-            step.metrics["num_generated_groups"] = num_generated = found.num_generated
+        groups: list[Group] = []
+        num_generated = 0
+        while len(groups) < settings.prompts_per_step and len(generated) < settings.max_batches:
+            batch = generate(settings.prompts_per_step - len(groups))
+            num_generated += len(batch)
+            step.num_equal_groups += sum(not group.differs() for group in batch if len(group.samples) > 1)
+            groups += batch if settings.max_batches == 1 else [group for group in batch if group.differs()]
+        if settings.max_batches > 1:
+            step.metrics["num_generated_groups"] = num_generated
         measure_samples(step, generated)
         if settings.group_size > 1:
             step.metrics["signal_fraction"] = 1.0 - step.num_equal_groups / num_generated
@@ -196,9 +196,7 @@ class RlLoop:
         """Generates each prompt's greedy completion for ReMax's baseline; None for other estimators."""
         if self.settings.advantages.estimator is not Estimator.GREEDY_BASELINE:
             return None
-        greedy = self.sampling
-        greedy.temperature = 0.0
-        return self.complete(rows, greedy, num_samples=1)[1]
+        return self.complete(rows, replace(self.sampling, temperature=0.0), num_samples=1)[1]
 
     def greedy_rewards(
         self, rows: Sequence[Row], prompts: Sequence[list[int]], samples: Sequence[Sample] | None

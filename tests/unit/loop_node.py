@@ -101,7 +101,7 @@ class LoopClient:
     def _sample(self, prompt_index: int, number: int, token_ids: list[int], sampling: SamplingParams) -> Sample:
         length = self.num_tokens(token_ids[0], number)
         tokens = np.resize(np.array(token_ids, dtype=np.int32), length)
-        is_cut = sampling.HasField("max_new_tokens") and length >= sampling.max_new_tokens
+        is_cut = sampling.max_new_tokens is not None and length >= sampling.max_new_tokens
         return Sample(
             prompt_index,
             number,

@@ -18,6 +18,7 @@ from tasuki.algorithms.loss_types import LossConfig
 from tasuki.client import encode, generation
 from tasuki.client.connection import READ_TIMEOUT_S, Connection, resolve_target
 from tasuki.client.encode import TokenIds
+from tasuki.client.messages import message_of
 from tasuki.client.phases import Phases
 from tasuki.client.types import (
     Changeover,
@@ -174,7 +175,7 @@ class AsyncClient:
 
         Returns the policy version. Raises GradientsPending if accumulated gradients await a step.
         """
-        request = trainer_pb2.BeginRunRequest(keep_optimizer=keep_optimizer)
+        request = message_of(trainer_pb2.BeginRunRequest, {"keep_optimizer": keep_optimizer})
         return (await self._train(request, lambda trainer: trainer.BeginRun)).policy_version
 
     async def forward_backward(
@@ -221,9 +222,8 @@ class AsyncClient:
         schedule_steps: length of a linear or cosine schedule. Raises NoGradients without a preceding forward_backward,
         GradientsNotFinite unless the node skips such steps, and InvalidArgument for a number out of range or missing.
         """
-        request = encode.optim_step_to_proto(
-            role, learning_rate=learning_rate, schedule_step=schedule_step, schedule_steps=schedule_steps
-        )
+        settings = {"learning_rate": learning_rate, "schedule_step": schedule_step, "schedule_steps": schedule_steps}
+        request = message_of(trainer_pb2.OptimStepRequest, {"role": encode.role_to_proto(role), **settings})
         return await self._train(request, lambda trainer: trainer.OptimStep)
 
     async def discard_gradients(self, *, role: Role = Role.POLICY) -> None:
@@ -332,6 +332,8 @@ class AsyncClient:
 
     async def changeovers(self, *, limit: int = 50) -> list[Changeover]:
         """Returns the latest changeovers in the journal, newest first."""
+        if not isinstance(limit, int) or limit < 0:  # callers may have no types
+            raise InvalidArgument("limit", f"is {limit!r}; give a whole number of changeovers, at least 0")
         found: list[Changeover] = []
         page_token = ""
         while len(found) < limit:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from numbers import Real
 from pathlib import Path
 from typing import TypeVar
 
@@ -11,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasuki.algorithms.loss_types import LossConfig
+from tasuki.client.messages import message_of
 from tasuki.client.types import FinishReason, Phase, Role, Sample, TrainingSample
 from tasuki.v1 import loss_pb2, rollout_pb2, trainer_pb2, types_pb2
 from tasuki.wire.channel import MAX_CHUNK_BYTES
@@ -32,31 +34,16 @@ def loss_to_proto(loss: LossConfig) -> loss_pb2.LossConfig:
 
 
 def prompt_to_proto(token_ids: TokenIds, *, index: int) -> rollout_pb2.Prompt:
-    try:
-        return rollout_pb2.Prompt(token_ids=token_ids)
-    except (TypeError, ValueError) as error:
-        raise InvalidArgument(f"prompts[{index}]", f"is not a list of token ids: {error}") from error
+    return message_of(rollout_pb2.Prompt, {"token_ids": token_ids}, below=f"prompts[{index}].")
 
 
 def training_sample_to_proto(sample: TrainingSample, *, index: int) -> types_pb2.TrainingSample:
     if not isinstance(sample, TrainingSample):  # callers may have no types
         raise InvalidArgument(f"samples[{index}]", f"is of type {type(sample).__name__}; give a TrainingSample")
-    try:
-        return types_pb2.TrainingSample(
-            prompt_token_ids=sample.prompt_token_ids,
-            completion_token_ids=sample.completion_token_ids,
-            rollout_log_probs=sample.rollout_log_probs,
-            advantages=np.atleast_1d(np.asarray(sample.advantages, dtype=np.float32)),
-            ref_log_probs=sample.ref_log_probs,
-            loss_mask=sample.loss_mask,
-            policy_version=sample.policy_version,
-            temperature=sample.temperature,
-            old_log_probs=sample.old_log_probs,
-            values=sample.values,
-            returns=sample.returns,
-        )
-    except (TypeError, ValueError) as error:
-        raise InvalidArgument(f"samples[{index}]", f"cannot be sent: {error}") from error
+    values = {name: getattr(sample, name) for name in sample.__slots__}
+    if isinstance(sample.advantages, Real) or getattr(sample.advantages, "ndim", 1) == 0:
+        values["advantages"] = [sample.advantages]
+    return message_of(types_pb2.TrainingSample, values, below=f"samples[{index}].")
 
 
 def sample_from_proto(sample: types_pb2.Sample, *, prompt_index: int) -> Sample:
@@ -109,18 +96,6 @@ def path_to_send(path: Path | str) -> str:
     except UnicodeEncodeError as error:
         raise InvalidArgument("path", f"{absolute!r} is not UTF-8, and cannot be sent") from error
     return absolute
-
-
-def optim_step_to_proto(role: Role, **settings: float | None) -> trainer_pb2.OptimStepRequest:
-    """Converts to a request without its command id. Raises InvalidArgument naming a number out of range."""
-    request = trainer_pb2.OptimStepRequest(role=role_to_proto(role))
-    for name, value in settings.items():
-        try:
-            if value is not None:
-                setattr(request, name, value)
-        except (TypeError, ValueError) as error:
-            raise InvalidArgument(name, f"is {value!r}, which cannot be sent: {error}") from error
-    return request
 
 
 def cut(parts: Sequence[_Part], *, field: str, max_parts: int = sys.maxsize) -> Iterator[tuple[int, Sequence[_Part]]]:

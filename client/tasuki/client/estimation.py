@@ -12,8 +12,25 @@ from tasuki.algorithms import advantages
 from tasuki.algorithms.advantages import RunningBaseline
 from tasuki.algorithms.estimator import Estimator
 from tasuki.algorithms.reward_kl import AdaptiveKlCoef, kl_penalties, token_rewards
-from tasuki.client.types import FinishReason, TrainingSample
+from tasuki.client.types import FinishReason, Sample, TrainingSample
 from tasuki.config.train_schema import AdvantageConfig
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """The completions of one prompt and their rewards."""
+
+    prompt_token_ids: Sequence[int]
+    samples: Sequence[Sample]
+    """[G]"""
+    rewards: NDArray[np.float32]
+    """[G]; NaN for excluded samples."""
+    greedy_reward: float | None = None
+    """Reward of the prompt's greedy completion, for Estimator.GREEDY_BASELINE."""
+
+    def differs(self) -> bool:
+        """Whether the rewards differ. Equal rewards give no gradient."""
+        return bool(advantages.has_signal(self.rewards[np.newaxis])[0])
 
 
 @dataclass(frozen=True, slots=True)

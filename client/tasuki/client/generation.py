@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncIterator, Sequence, Sized
-from typing import TYPE_CHECKING, SupportsIndex
+from typing import TYPE_CHECKING
 
 import grpc.aio
 
 from tasuki.client import encode
 from tasuki.client.encode import TokenIds
+from tasuki.client.messages import message_of
 from tasuki.client.types import Sample, SamplingParams
 from tasuki.v1 import rollout_pb2
 from tasuki.wire.errors import InvalidArgument, TasukiError, from_rpc_error
@@ -33,12 +34,10 @@ def requests(prompts: Sequence[TokenIds], sampling_params: SamplingParams, *, nu
         raise InvalidArgument("prompts", f"is of type {type(prompts).__name__}; give a list of lists of token ids")
     if not len(prompts):
         raise InvalidArgument("prompts", "empty; give at least one")
-    if not isinstance(num_samples, SupportsIndex):
-        raise InvalidArgument("num_samples", f"is {num_samples!r}; give a whole number")
-    if num_samples < 1:
-        raise InvalidArgument("num_samples", f"must be at least 1, is {num_samples}")
+    if not message_of(rollout_pb2.GenerateRequest, {"num_samples": num_samples}).num_samples:
+        raise InvalidArgument("num_samples", f"is {num_samples}; give a whole number of at least 1")
     if not isinstance(sampling_params, SamplingParams):
-        raise InvalidArgument("sampling_params", f"is of type {type(sampling_params).__name__}; give SamplingParams")
+        raise InvalidArgument("sampling_params", f"is of type {type(sampling_params).__name__}; give SamplingParams(...)")
     parts = [encode.prompt_to_proto(token_ids, index=index) for index, token_ids in enumerate(prompts)]
     return [
         (
@@ -47,7 +46,7 @@ def requests(prompts: Sequence[TokenIds], sampling_params: SamplingParams, *, nu
                 request_id=uuid.uuid4().hex,
                 prompts=chunk,
                 num_samples=num_samples,
-                sampling_params=sampling_params,
+                sampling_params=sampling_params.message(),
                 first_prompt=start,
             ),
         )

@@ -8,35 +8,23 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tasuki.v1.coordinator_pb2 import Changeover, NodeState, StageEvent
-from tasuki.v1.coordinator_pb2 import WatchStateResponse as Watched
-from tasuki.v1.rollout_pb2 import GetRolloutStateResponse as RolloutState
-from tasuki.v1.trainer_pb2 import ForwardBackwardResponse as ForwardBackwardResult
-from tasuki.v1.trainer_pb2 import GetTrainerStateResponse as TrainerState
-from tasuki.v1.trainer_pb2 import OptimStepResponse as OptimStepResult
-from tasuki.v1.types_pb2 import SamplingParams
-from tasuki.wire.stages import Phase, Stage, StageStatus, WireEnum
+from tasuki.algorithms.sampling import RANGES
+from tasuki.client.messages import message_of
+from tasuki.v1 import coordinator_pb2, rollout_pb2, trainer_pb2, types_pb2
+from tasuki.wire.errors import InvalidArgument
+from tasuki.wire.stages import Phase as Phase
+from tasuki.wire.stages import Stage as Stage
+from tasuki.wire.stages import StageStatus as StageStatus
+from tasuki.wire.stages import WireEnum
 
-__all__ = [
-    "Changeover",
-    "FinishReason",
-    "ForwardBackwardResult",
-    "NodeState",
-    "OptimStepResult",
-    "Phase",
-    "Role",
-    "RolloutState",
-    "Sample",
-    "SamplingParams",
-    "SaveResult",
-    "Stage",
-    "StageEvent",
-    "StageStatus",
-    "TrainerState",
-    "TrainingSample",
-    "Watched",
-    "role_versions",
-]
+Changeover = coordinator_pb2.Changeover
+ForwardBackwardResult = trainer_pb2.ForwardBackwardResponse
+NodeState = coordinator_pb2.NodeState
+OptimStepResult = trainer_pb2.OptimStepResponse
+RolloutState = rollout_pb2.GetRolloutStateResponse
+StageEvent = coordinator_pb2.StageEvent
+TrainerState = trainer_pb2.GetTrainerStateResponse
+Watched = coordinator_pb2.WatchStateResponse
 
 
 class FinishReason(WireEnum):
@@ -57,6 +45,44 @@ class Role(WireEnum):
     """The frozen weights that training started from."""
     CRITIC = "CRITIC"
     """Estimates the value of each token. Only on nodes with a table [trainer.critic]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Sampling parameters, with SGLang's names and meanings. None takes SGLang's default.
+
+    Raises InvalidArgument naming a parameter with a value of the wrong type or out of range.
+    """
+
+    max_new_tokens: int | None = None
+    temperature: float | None = None
+    """0 is greedy."""
+    top_p: float | None = None
+    top_k: int | None = None
+    """-1 disables it."""
+    min_p: float | None = None
+    """Refused on a CPU, where SGLang cannot combine it with a seed per sample, and with speculative decoding, where SGLang ignores it."""
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    min_new_tokens: int | None = None
+    stop_token_ids: Sequence[int] = ()
+    """In addition to the model's own, which GetRolloutState reports."""
+    ignore_eos: bool | None = None
+    """Ignores every stop token, including those in stop_token_ids."""
+    sampling_seed: int | None = None
+    """Base seed, from which each sample's follows. Not supported on a GPU, where SGLang samples a batch from one generator."""
+
+    def __post_init__(self) -> None:
+        message = self.message()
+        for name, (is_allowed, text) in RANGES.items():
+            if message.HasField(name) and not is_allowed(getattr(message, name)):  # pyright: ignore[reportArgumentType]
+                raise InvalidArgument(name, f"is {getattr(self, name)!r}; give {text}")
+
+    def message(self) -> types_pb2.SamplingParams:
+        """The message that asks rollout for these parameters."""
+        wanted = {name: text for name, (_, text) in RANGES.items()}
+        return message_of(types_pb2.SamplingParams, {name: getattr(self, name) for name in self.__slots__}, wanted=wanted)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,0 +1,56 @@
+"""Messages of the wire from values that callers give, who may have no types."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+
+from tasuki.wire.errors import InvalidArgument
+
+_Message = TypeVar("_Message", bound=Message)
+_KINDS = {
+    FieldDescriptor.CPPTYPE_INT32: f"a whole number from {-(2**31)} to {2**31 - 1}",
+    FieldDescriptor.CPPTYPE_INT64: f"a whole number from {-(2**63)} to {2**63 - 1}",
+    FieldDescriptor.CPPTYPE_UINT32: f"a whole number from 0 to {2**32 - 1}",
+    FieldDescriptor.CPPTYPE_UINT64: f"a whole number from 0 to {2**64 - 1}",
+    FieldDescriptor.CPPTYPE_BOOL: "True or False",
+}
+
+
+def message_of(
+    kind: type[_Message], values: Mapping[str, object], *, below: str = "", wanted: Mapping[str, str] | None = None
+) -> _Message:
+    """The message with these values; None leaves a field out.
+
+    below: put before the names of fields in errors. wanted: the allowed values by field, where more is known than the type.
+    Raises InvalidArgument naming a field whose value has the wrong type, is not finite or does not fit, and what to give.
+    """
+    message = kind()
+    for name, value in values.items():
+        if value is not None and not _takes(message, name, value):
+            field: Any = kind.DESCRIPTOR.fields_by_name[name]
+            known = _KINDS.get(field.cpp_type, "a finite number")
+            allowed = (wanted or {}).get(name, f"a list, each entry {known}" if field.is_repeated else known)
+            raise InvalidArgument(f"{below}{name}", f"is {value!r:.80}; give {allowed}")
+    return message
+
+
+def _takes(message: Message, name: str, value: Any) -> bool:
+    """Sets a field. Returns False if the value cannot be sent; protobuf itself takes True for 1, and 1e39 for an infinite float."""
+    field: Any = message.DESCRIPTOR.fields_by_name[name]
+    is_flag = field.cpp_type == FieldDescriptor.CPPTYPE_BOOL
+    try:
+        if field.is_repeated:
+            getattr(message, name).extend(value)
+            return True
+        if isinstance(value, bool | np.bool_) is not is_flag:
+            return False
+        setattr(message, name, bool(value) if is_flag else value)
+        return math.isfinite(getattr(message, name))
+    except (TypeError, ValueError, OverflowError):
+        return False
