@@ -25,7 +25,7 @@ from tasuki.v1 import (
     types_pb2,
 )
 from tasuki.wire.address import socket_folder, unix_target
-from tasuki.wire.errors import DeadlineExceeded
+from tasuki.wire.errors import DeadlineExceeded, StaleEpoch, TasukiError, to_status
 
 
 class WaitingNode(
@@ -136,3 +136,23 @@ async def test_a_call_that_grpc_gives_up_is_given_again_and_at_its_deadline_is_a
         else:
             assert await connection.command(give, timeout_s=60) == "answer"
             assert given == [given[0]] * 2
+
+
+async def test_a_service_that_is_restarted_for_an_epoch_of_no_coordinator_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusals: list[TasukiError] = [StaleEpoch("epoch 1 is over: this service has seen 20", epoch=1, current_epoch=20)] * 2
+    given: list[str] = []
+
+    async def give(command: types_pb2.CommandId, timeout_s: float) -> str:
+        given.append(command.request_id)
+        if refusals:
+            status = to_status(refusals.pop())
+            raise AioRpcError(status.code, Metadata(), Metadata(*status.trailing_metadata), details=status.details)
+        return "done"
+
+    async with serving(WaitingNode(tmp_path), "coordinator") as node:
+        connection = Connection(node.targets["coordinator"], recovery_timeout_s=60)
+        assert await connection.command(give, timeout_s=60) == "done"
+        await connection.close()
+    assert len(given) == 3 and len(set(given)) == 1

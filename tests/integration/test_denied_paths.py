@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import redirect_stderr
@@ -14,6 +15,9 @@ from pathlib import Path
 import pytest
 
 from tasuki.cli.__main__ import main
+from tasuki.doctor.host import check_disk
+from tasuki.wire.denied_path import named_if_denied
+from tasuki.wire.errors import PathPermissionDenied
 from tests.models import make_model, save_checkpoint
 from tests.sockets import NOBODY
 
@@ -106,3 +110,18 @@ def test_a_command_names_the_path_the_user_and_what_to_change(
     assert "permission denied for user " in line and f"uid {uid}" in line
     assert line.endswith(f"; change the mode or owner of {closed}, or run as another user")
     assert not (folder / "state").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes a folder immutable")
+def test_root_is_told_what_stops_it(tmp_path: Path) -> None:
+    done = subprocess.run(["chattr", "+i", tmp_path], capture_output=True, check=False)
+    if done.returncode:
+        pytest.skip("this file system has no attributes")
+    try:
+        with pytest.raises(PathPermissionDenied) as caught, named_if_denied(tmp_path):
+            (tmp_path / "file").write_text("")
+        finding = check_disk("state_dir", tmp_path / "state", needed_bytes=1)
+    finally:
+        subprocess.run(["chattr", "-i", tmp_path], check=True)
+    for text in (caught.value.message, finding.advice):
+        assert f"{tmp_path} has been made immutable" in text and "another user" not in text

@@ -77,6 +77,26 @@ async def test_error_in_a_stream_arrives_after_its_answers(served: Served) -> No
     assert len(answers) == 1 and isinstance(error, InvalidArgument) and error.metadata["field"] == "samples"
 
 
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/grpc.health.v1.Health/Check",
+        "/grpc.health.v1.Health/Watch",
+        "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+        *(f"/{NAME}/{method}" for method in ("OptimStep", "ComputeLogProbs")),
+    ],
+)
+async def test_bytes_that_are_no_message_are_refused_without_a_traceback(
+    served: Served, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, channel, _ = served
+    for noise in (b"\xff\xff\xff", b"\x0a\x05\xff\xfe\xfd\xfc\xfb", b"\x0a\xff\xff\xff\xff\x0f", b"\x0b" * 200):
+        with pytest.raises(grpc.RpcError) as caught:
+            _ = [answer async for answer in channel.stream_stream(path)(iter([noise]), timeout=60)]
+        assert isinstance(from_rpc_error(caught.value), InvalidArgument)
+    assert not [record for record in caplog.records if record.exc_info]
+
+
 async def test_health_shows_asleep_and_awake_and_list_answers(served: Served) -> None:
     _, channel, server = served
     stub = health_pb2_grpc.HealthStub(channel)

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from tasuki.coordinator.journal import Journal
-from tasuki.wire.errors import PeerUnavailable
+from tasuki.wire.errors import PeerUnavailable, StaleEpoch
 from tasuki.wire.stages import RULES, Phase, Service, Stage, StageStatus
 from tests.unit.fake_node import TO_ROLLOUT, TO_TRAIN, Hold, acquire, events, make_node
 from tests.unit.fake_services import FakeServices
@@ -113,3 +113,18 @@ async def test_coordinator_that_died_in_a_stage_finds_the_node_and_brings_it_to_
     assert all(epoch == 2 for epoch, _ in services.commands[services.asked.index(("run", stage)) + 1 + was_done :])
     await events(second.acquire(target, "cut off"))
     assert Phase.of(second.state().phase) is target
+
+
+async def test_a_service_that_took_the_epoch_of_no_coordinator_is_restarted_within_the_changeover(
+    journal: Journal, services: FakeServices
+) -> None:
+    services.fail_once[Stage.LOAD_WEIGHTS] = StaleEpoch("epoch 1 is over: this service has seen 20", epoch=1, current_epoch=20)
+    delayed = services.restart
+
+    def later(service: Service, cause: str) -> None:
+        asyncio.get_running_loop().call_later(0.1, delayed, service, cause)
+
+    services.restart = later  # type: ignore[method-assign]
+    told = await acquire(make_node(journal, services, recovery_timeout_s=60.0), Phase.ROLLOUT)
+    assert services.restarts == [Service.TRAINER]
+    assert told[-1].status == StageStatus.DONE.number

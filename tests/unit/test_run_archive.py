@@ -53,6 +53,8 @@ def test_a_failed_run_leaves_journal_and_logs_that_can_be_audited(
         "trainer.log.old",
     ]
     assert training_log_path(output).exists()
+    created = [path for path in output.rglob("*") if path.name != "logs"]
+    assert created and not any(path.stat().st_mode & 0o077 for path in created), "files that others may read"
     assert main(["audit", "--json", str(output)]) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["num_failed"], report["journal"]) == (1, str(journal_path(output)))

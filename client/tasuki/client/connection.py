@@ -44,6 +44,7 @@ READ_TIMEOUT_S = 10.0
 _MAX_REPEATS = 2
 _REPEAT_AFTER_S = 0.2
 _LONGEST_PAUSE_S = 2.0
+_STALE_TIMEOUT_S = 30.0
 _Answer = TypeVar("_Answer")
 
 
@@ -144,6 +145,7 @@ class Connection:
         """
         request_id, ends = uuid.uuid4().hex, time.monotonic() + timeout_s
         num_repeats, loss = 0, _Loss(self._recovery_timeout_s)
+        stale = _Loss(min(self._recovery_timeout_s, _STALE_TIMEOUT_S))
         if not self.epoch:
             await self.refresh()
         while True:
@@ -161,8 +163,10 @@ class Connection:
                 elif isinstance(failure, DeadlineExceeded) and await self._lacks_service() and await loss.wait():
                     # The restart does not count against the command's deadline.
                     ends, num_repeats = time.monotonic() + timeout_s, 0
-                elif isinstance(failure, StaleEpoch) and (await self.refresh()).epoch > epoch:
-                    continue
+                elif isinstance(failure, StaleEpoch):
+                    # A service that took the epoch of no coordinator is restarted.
+                    if (await self.refresh()).epoch <= epoch and not await stale.wait():
+                        raise failure from error
                 elif not await self._outlasts(failure, loss):
                     raise failure from error
 

@@ -20,6 +20,7 @@ from tasuki.doctor.fleet import fleet_findings, running_config
 from tasuki.doctor.gpus import gpu_findings, read_gpu_facts, torch_cuda_version
 from tasuki.doctor.host import check_shared_memory, host_findings
 from tasuki.doctor.node import check_passing, node_findings
+from tasuki.wire.denied_path import what_to_change
 from tasuki.wire.errors import InvalidArgument, PathPermissionDenied, TasukiError
 
 FAILED = 1
@@ -65,7 +66,7 @@ def examine(path: Path | None, *, overrides: Sequence[str] = (), min_gbit: float
 def _advice(error: TasukiError) -> str:
     """Advice on a configuration that cannot be loaded."""
     if isinstance(error, PathPermissionDenied):
-        return "change the permissions, or run as another user"
+        return what_to_change(Path(error.metadata["path"]))
     field = error.metadata.get("field")
     if field is None:
         return "give the path of a node's TOML file"

@@ -116,7 +116,7 @@ def _sole_training(config: NodeConfig, output_dir: Path) -> Iterator[None]:
     key = f"{'train' if config.sft is None else 'sft'}.output_dir"
     try:
         with named_if_denied(output_dir, key=key):
-            output_dir.mkdir(parents=True, exist_ok=True)
+            output_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise InvalidArgument(
             key, f"{output_dir} cannot be created: {error.strerror}; name a folder that you can write to"

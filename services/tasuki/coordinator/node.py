@@ -22,6 +22,7 @@ from tasuki.wire.errors import (
     Interrupted,
     PeerUnavailable,
     StageOrder,
+    StaleEpoch,
     TasukiError,
 )
 from tasuki.wire.stages import HOLDS, Phase, Stage, StageStatus
@@ -33,6 +34,8 @@ _HOLDS_WEIGHTS = (Stage.SYNC, Stage.OFFLOAD, Stage.RESUME_KV, Stage.DRAIN, Stage
 _WITH_WEIGHTS = (Stage.RESUME_KV, Stage.DRAIN, Stage.PAUSE_KV)
 """Stages at which rollout still holds weights from RESUME_WEIGHTS, although a phase has held since then."""
 _MAX_TRIES = 5
+_RESTART_S = 10.0
+"""Longest wait for the supervisor to end a service that must be restarted."""
 
 
 class ReadinessProbe:
@@ -205,6 +208,11 @@ class Node:
         """Observes the node after a failed changeover. A service gone or restarted since `seen` is its cause."""
         self._at = None
         now = await self._peers.observe()
+        if isinstance(error, StaleEpoch) and not self._journal.has_epoch(int(error.metadata["current_epoch"])):
+            ends = time.monotonic() + _RESTART_S  # the changeover has asked for it
+            while now.restarted_since(seen) is None and time.monotonic() < ends:
+                await asyncio.sleep(_POLL_S)
+                now = await self._peers.observe()
         if not now.absent and not now.in_stage:
             with suppress(StageOrder):  # then nobody knows where the node is, and the state says so
                 self._take(now)

@@ -16,6 +16,7 @@ from tasuki.memory.arena import totals
 from tasuki.memory.host import host_cores, host_memory
 from tasuki.memory.library import LIBRARY_PATH
 from tasuki.wire.address import bind_once
+from tasuki.wire.denied_path import what_to_change
 from tasuki.wire.errors import TasukiError
 
 _MIB, _GIB = 1 << 20, 1 << 30
@@ -112,7 +113,7 @@ def check_disk(key: str, folder: Path, *, needed_bytes: int) -> Finding:
     if not place.is_dir():
         return fail(name, f"{place} is not a folder", f"choose another {key}")
     if not os.access(place, os.W_OK | os.X_OK):
-        return fail(name, f"{place} cannot be written", f"choose another {key}, or give user {os.getuid()} write permission")
+        return fail(name, f"{place} cannot be written", f"choose another {key}, or: {what_to_change(place)}")
     free = shutil.disk_usage(place).free
     text = f"{free / 1e9:.1f} GB free at {place}"
     if free < 200 * _MIB:

@@ -64,7 +64,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         self._observers, self._fence = observers, fence
         self._access = LOCAL_ACCESS if access is None else access
         self._strangers = RateLimitedLog()
-        self._methods: Mapping[str, Method] = METHODS if access is None else {**METHODS, **standard_methods()}
+        self._methods: Mapping[str, Method] = {**METHODS, **standard_methods()}
         self._refuses_unknown = access is not None
 
     async def intercept_service(

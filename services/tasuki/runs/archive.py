@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sqlite3
 import sys
@@ -36,7 +37,7 @@ def archived(state_dir: Path, output_dir: Path) -> Iterator[None]:
     """
     node_file = output_dir / NODE_FILE
     if output_dir.resolve() != state_dir.resolve():
-        output_dir.mkdir(parents=True, exist_ok=True)
+        output_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_durably(node_file, f"{state_dir.resolve()}\n")
     try:
         yield
@@ -66,7 +67,7 @@ def copy_archive(state_dir: Path, output_dir: Path) -> None:
         return
     for process in _PROCESSES:
         target = log_path(output_dir, process)
-        target.parent.mkdir(parents=True, exist_ok=True)
+        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         source = log_path(state_dir, process)
         pairs = zip(rotated_paths(source, keep=KEPT_LOGS), rotated_paths(target, keep=KEPT_LOGS), strict=True)
         for there, here in ((source, target), *pairs):
@@ -84,13 +85,20 @@ def copy_archive(state_dir: Path, output_dir: Path) -> None:
 
 def _copy(source: Path, target: Path) -> None:
     """Copies a file. If there is none, removes the target, which belongs to an earlier run."""
+    target.unlink(missing_ok=True)
     if source.exists():
+        _touch(target)
         shutil.copyfile(source, target)
-    else:
-        target.unlink(missing_ok=True)
+
+
+def _touch(path: Path) -> None:
+    """Creates a file for this user alone, as in the node's folder, whatever the umask: logs may hold prompts and completions."""
+    os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600))
 
 
 def _copy_journal(source: Path, target: Path) -> None:
     """Copies the journal consistently, even while it is written."""
+    target.unlink(missing_ok=True)
+    _touch(target)
     with open_journal(source) as journal, closing(sqlite3.connect(target)) as copy:
         journal.backup(copy)

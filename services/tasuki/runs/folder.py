@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tasuki.client.durable import named_if_full, write_durably
+from tasuki.client.durable import named_if_full, open_private, write_durably
 from tasuki.client.step import Step
 from tasuki.config.paths import training_output_path
 from tasuki.wire.denied_path import named_if_denied
@@ -45,7 +45,7 @@ class MetricsFile:
 
     def report(self, step: Step) -> None:
         self.steps.append(step)
-        with named_if_full(self._path), self._path.open("a") as lines:
+        with named_if_full(self._path), open_private(self._path, "a") as lines:
             lines.write(_line(step))
             lines.flush()
             os.fsync(lines.fileno())
@@ -131,7 +131,8 @@ def draw_curve(output_dir: Path, steps: Sequence[Step]) -> None:
             axes.legend(loc=place)
     aside = output_dir / ".curve.partial"
     aside.unlink(missing_ok=True)
-    figure.savefig(aside, dpi=120, format="png")
+    with open_private(aside, "wb") as file:
+        figure.savefig(file, dpi=120, format="png")
     aside.replace(output_dir / "curve.png")
 
 

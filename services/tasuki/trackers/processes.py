@@ -44,7 +44,7 @@ def _start(output_dir: Path, name: TrackerName, track: TrackConfig, *, read_fd: 
     argv += ["--name", track.name] if track.name is not None else []
     log = log_path(output_dir, f"track-{name}")
     try:
-        log.parent.mkdir(parents=True, exist_ok=True)
+        log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with log.open("ab") as output:
             return subprocess.Popen(
                 [*argv, "--pipe-fd", str(read_fd)],

@@ -75,7 +75,7 @@ def run(output_dir: Path, *, to: TrackerName, track: TrackConfig, follows: bool 
     if pipe_fd is None and not (output_dir / METRICS).is_file():
         raise PathNotFound(f"{output_dir} has no {METRICS}: give the output folder of a run", path=output_dir)
     progress = _Progress.of(output_dir, to)
-    (output_dir / TRACK).mkdir(parents=True, exist_ok=True)
+    (output_dir / TRACK).mkdir(mode=0o700, parents=True, exist_ok=True)
     if pipe_fd is not None and not _await_run(output_dir, to, pipe_fd=pipe_fd):
         return 0
     tail, num_sent = MetricsTail(output_dir), 0

@@ -18,8 +18,8 @@ from tasuki.wire.errors import NO_ROOM, DiskFull, InternalError, InvalidArgument
 _log = logging.getLogger("tasuki.trainer")
 
 
-def start_aside(path: Path) -> Path:
-    """Creates an empty folder beside `path`, to be renamed to it later. Removes what a failed attempt left there.
+def start_aside(path: Path, *, mode: int = 0o700) -> Path:
+    """Creates an empty folder beside `path`, to be renamed to it later, and those above. Removes what a failed attempt left there.
 
     Raises PathExists if `path` exists, InvalidArgument if the folder cannot be created.
     """
@@ -30,7 +30,8 @@ def start_aside(path: Path) -> Path:
             raise PathExists(f"{path} already exists; name a new folder", path=path)
         if aside.exists():
             shutil.rmtree(aside)
-        aside.mkdir(parents=True)
+        path.parent.mkdir(mode=mode, parents=True, exist_ok=True)
+        aside.mkdir(mode=mode)
 
     on_first_rank(make, path=path)
     return aside
@@ -45,10 +46,10 @@ def claim_aside(path: Path, save_id: str) -> Path | None:
         nonlocal is_mine
         if path.exists():
             raise PathExists(f"{path} already exists; name a new folder", path=path)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         clear_other_saves(path, save_id)
         try:
-            aside.mkdir()
+            aside.mkdir(mode=0o700)
         except FileExistsError:
             is_mine = False
         else:

@@ -122,7 +122,7 @@ class SafetensorsWriter:
             file = self._file(len(self._files))
             _save(self._pending, file)
             # safetensors creates files readable by their owner only; the rest of the folder follows the umask.
-            file.chmod(0o644)
+            file.chmod(self._folder.stat().st_mode & 0o666)
             self._total_bytes += sum(tensor.nbytes for tensor in self._pending.values())
             self._files.append(list(self._pending))
             self._pending = {}

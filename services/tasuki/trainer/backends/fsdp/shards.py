@@ -70,7 +70,7 @@ def export_model(path: Path, *, causal_lm: nn.Module, source: Path) -> int:
     rollout serves, bit for bit. Adapters are merged, and also saved in adapter/ for PEFT.
     Raises PathExists, DiskFull, and InvalidArgument for a folder that cannot be written.
     """
-    aside = start_aside(path)
+    aside = start_aside(path, mode=0o777)  # less the umask: a model may be shared
     writer = SafetensorsWriter(aside, source=source)
     adapted = MergedWeights(causal_lm).by_name
     try:
