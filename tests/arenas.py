@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tasuki.memory.allocator import NativeAllocator, Transfer
-from tasuki.memory.arena import Arena
+from tasuki.memory.arena import Arena, NativeAllocator, Transfer
 from tasuki.wire.stages import MemoryTag
 
 

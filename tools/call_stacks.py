@@ -49,7 +49,7 @@ def follow(folder: str) -> None:
             note(f"rpc {frame.f_locals['self']._method.decode().rpartition('/')[2]}", frame.f_back)
         elif name == "send_multipart" or (name == "update_weights_from_tensor" and "sglang" in file):
             note("ranks", frame.f_back)
-        elif name == "call" and file.endswith("memory/library.py"):
+        elif name == "call" and file.endswith("memory/arena.py"):
             note(f"pages {frame.f_locals['name']}", frame)
         elif name == "write_published" and file.endswith("weights/header.py"):
             note("published", frame)

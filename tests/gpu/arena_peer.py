@@ -1,10 +1,10 @@
-"""A process that maps the chunks of an arena and answers on a pipe: `python arena_peer.py <device> <access> offset:bytes:fd...`."""
+"""A process that maps the chunks of an arena and answers on a pipe: `python arena_peer.py <device> offset:bytes:fd...`."""
 
 import sys
 
 import torch
 
-from tasuki.memory.arena import Access, Import, SharedChunk
+from tasuki.memory.shared_chunks import Import, SharedChunk
 from tasuki.wire.errors import TasukiError
 
 
@@ -17,11 +17,11 @@ class At:
         }  # fmt: skip
 
 
-def peer(device, access, *described):
+def peer(device, *described):
     chunks = [SharedChunk(*map(int, one.split(":"))) for one in described]
     torch.cuda.set_device(device)
     torch.zeros(1, device="cuda")
-    imported = Import(chunks, device=device, access=Access[access])
+    imported = Import(chunks, device=device)
     span = chunks[-1].offset + chunks[-1].num_bytes
     for line in sys.stdin:
         verb, *numbers = line.split()

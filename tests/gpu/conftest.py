@@ -5,8 +5,7 @@ import gc
 import pytest
 import torch
 
-from tasuki.memory.allocator import NativeAllocator
-from tasuki.memory.arena import Keep
+from tasuki.memory.arena import Keep, NativeAllocator
 from tasuki.wire.stages import MemoryTag
 
 WEIGHTS, OPTIMIZER, KV_CACHE, CUDA_GRAPH = MemoryTag.WEIGHTS, MemoryTag.OPTIMIZER, MemoryTag.KV_CACHE, MemoryTag.CUDA_GRAPH

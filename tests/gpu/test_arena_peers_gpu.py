@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tasuki.memory.arena import Access
+from tasuki.memory.shared_chunks import Export
 from tasuki.wire.stages import MemoryTag
 from tests.gpu.conftest import free_bytes
 
@@ -25,10 +25,10 @@ WEIGHTS, KV_CACHE = MemoryTag.WEIGHTS, MemoryTag.KV_CACHE
 def peers():
     started = []
 
-    def start(export, access, device="cuda:0"):
+    def start(export, device="cuda:0"):
         described = [f"{chunk.offset}:{chunk.num_bytes}:{chunk.fd}" for chunk in export.chunks]
         process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("arena_peer.py")), device, access.name, *described],
+            [sys.executable, str(Path(__file__).with_name("arena_peer.py")), device, *described],
             pass_fds=[chunk.fd for chunk in export.chunks], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         started.append(process)
@@ -50,9 +50,9 @@ def test_a_peer_maps_read_only_sees_live_bytes_and_cannot_write(allocator, peers
     with allocator.region(WEIGHTS):
         weights = torch.full((3 * GIB,), 4, dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()
-    export = allocator.arena(WEIGHTS).export(Access.READ_ONLY)
+    export = Export(allocator.arena(WEIGHTS))
     at = weights.data_ptr() - export.base + 2 * GIB
-    _, ask = peers(export, Access.READ_ONLY)
+    _, ask = peers(export)
     export.close_fds()
     assert ask(f"read {at}") == "4"
     weights[2 * GIB] = 9
@@ -67,8 +67,8 @@ def test_a_peer_maps_read_only_sees_live_bytes_and_cannot_write(allocator, peers
 def test_memory_held_by_a_peer_is_accounted_and_comes_back_when_it_is_killed(allocator, peers):
     with allocator.region(KV_CACHE):
         pool = torch.full((4 * GIB,), 4, dtype=torch.uint8, device="cuda")
-    export = allocator.arena(KV_CACHE).export(Access.READ_ONLY)
-    process, ask = peers(export, Access.READ_ONLY)
+    export = Export(allocator.arena(KV_CACHE))
+    process, ask = peers(export)
     assert ask("read 0") == "4"
     export.close_fds()
     awake = free_bytes()
@@ -92,7 +92,7 @@ def test_a_peer_on_another_gpu_reads_the_bytes(allocator, peers):
     with allocator.region(WEIGHTS):
         weights = torch.full((GIB,), 4, dtype=torch.uint8, device="cuda:0")
     torch.cuda.synchronize()
-    export = allocator.arena(WEIGHTS).export(Access.READ_ONLY)
-    _, ask = peers(export, Access.READ_ONLY, device="cuda:1")
+    export = Export(allocator.arena(WEIGHTS))
+    _, ask = peers(export, device="cuda:1")
     assert ask(f"read {weights.data_ptr() - export.base}") == "4"
     export.close()

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from tasuki.memory import arena as native
-from tasuki.memory.allocator import NativeAllocator
-from tasuki.memory.arena import Keep
+from tasuki.memory.arena import Keep, NativeAllocator
 from tasuki.wire.stages import MemoryTag
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]

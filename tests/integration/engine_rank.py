@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tasuki.memory.allocator import NativeAllocator
+from tasuki.memory.arena import NativeAllocator
 from tasuki.v1 import weights_pb2
 from tasuki.v1.memory_pb2 import PauseRequest, ResumeRequest
 from tasuki.v1.types_pb2 import MEMORY_TAG_WEIGHTS

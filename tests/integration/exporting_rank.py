@@ -8,8 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from tasuki.memory.allocator import NativeAllocator
-from tasuki.memory.arena import Keep
+from tasuki.memory.arena import Keep, NativeAllocator
 from tasuki.v1 import weights_pb2
 from tasuki.weights.checksum import checksum
 from tasuki.weights.export import ExportMemory, Place, WeightExport

@@ -11,7 +11,7 @@ from typing import Any
 
 from tasuki.config.paths import node_targets, socket_dir
 from tasuki.config.schema import NodeConfig
-from tasuki.memory.allocator import NativeAllocator
+from tasuki.memory.arena import NativeAllocator
 from tasuki.memory.device_usage import device_usage
 from tasuki.rpc.commands import CommandGate
 from tasuki.rpc.logs import open_service_tracer

@@ -10,8 +10,7 @@ import psutil
 import pytest
 import torch
 
-from tasuki.memory.allocator import NativeAllocator
-from tasuki.memory.arena import Keep
+from tasuki.memory.arena import Keep, NativeAllocator
 from tasuki.v1.types_pb2 import PHASE_ROLLOUT, PHASE_TRAIN
 from tasuki.wire.stages import MemoryTag
 from tests.extent import IS_WHOLE

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tasuki.memory import arena as native
-from tasuki.memory.arena import Access, Arena, ArenaState, Import, Keep
+from tasuki.memory.arena import Arena, ArenaState, Keep
+from tasuki.memory.shared_chunks import Import, SharedChunk
 from tasuki.wire.errors import BadHandle, Busy, InternalError, OutOfGpuMemory
 from tests.arenas import pause, resume, resume_async
 
@@ -191,8 +192,8 @@ def test_threads_may_allocate_while_others_pause(weights):
 
 def test_an_import_of_what_is_no_chunk_is_a_bad_handle():
     with Path("/proc/self/exe").open("rb") as file:
-        chunk = native.SharedChunk(offset=0, num_bytes=PAGE, fd=file.fileno())
+        chunk = SharedChunk(offset=0, num_bytes=PAGE, fd=file.fileno())
         with pytest.raises(BadHandle, match="not a sealed memfd"):
-            Import([chunk], device="cpu", access=Access.READ_ONLY)
+            Import([chunk], device="cpu")
     with pytest.raises(BadHandle, match="no chunks"):
-        Import([], device="cpu", access=Access.READ_ONLY)
+        Import([], device="cpu")

@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 
 from tasuki.memory import arena as native
-from tasuki.memory.arena import Access, Arena, Keep
+from tasuki.memory.arena import Arena, Keep
+from tasuki.memory.shared_chunks import Export
 from tests.arenas import pause, resume
 
 MIB = 1 << 20
 
 PEER = """
 import sys
-from tasuki.memory.arena import Access, Import, SharedChunk
-access = Access[sys.argv[1]]
-chunks = [SharedChunk(*map(int, one.split(":"))) for one in sys.argv[2:]]
-peer = Import(chunks, device="cpu", access=access)
+from tasuki.memory.shared_chunks import Import, SharedChunk
+chunks = [SharedChunk(*map(int, one.split(":"))) for one in sys.argv[1:]]
+peer = Import(chunks, device="cpu")
 for line in sys.stdin:
     verb, *numbers = line.split()
     if verb == "read":
@@ -31,10 +31,10 @@ for line in sys.stdin:
 
 
 class Peer:
-    def __init__(self, export, access):
+    def __init__(self, export):
         fds = [chunk.fd for chunk in export.chunks]
         chunks = [f"{chunk.offset}:{chunk.num_bytes}:{chunk.fd}" for chunk in export.chunks]
-        command = [sys.executable, "-c", PEER, access.name, *chunks]
+        command = [sys.executable, "-c", PEER, *chunks]
         roots = Path(native.__file__).parents[2]
         path = f"{roots}:{roots.parent / 'protos'}"
         self.process = subprocess.Popen(
@@ -63,8 +63,8 @@ def weights():
 def peers():
     started = []
 
-    def start(export, access):
-        started.append(Peer(export, access))
+    def start(export):
+        started.append(Peer(export))
         return started[-1]
 
     yield start
@@ -96,8 +96,8 @@ def await_shared_bytes_below(limit):
 
 def test_a_peer_reads_live_bytes_at_the_same_offsets(weights, peers):
     block = filled(weights, 9 * MIB, 4)
-    export = weights.export(Access.READ_ONLY)
-    peer = peers(export, Access.READ_ONLY)
+    export = Export(weights)
+    peer = peers(export)
     export.close_fds()
     assert peer.ask(f"read {8 * MIB}") == "4"
     block[8 * MIB] = b"\x05"
@@ -108,8 +108,8 @@ def test_a_peer_reads_live_bytes_at_the_same_offsets(weights, peers):
 
 def test_a_read_only_peer_dies_of_a_write_and_the_bytes_stay(weights, peers):
     block = filled(weights, MIB, 4)
-    export = weights.export(Access.READ_ONLY)
-    peer = peers(export, Access.READ_ONLY)
+    export = Export(weights)
+    peer = peers(export)
     assert peer.ask("write 0 9") == ""
     assert peer.process.wait(timeout=10) < 0
     assert block[0] == b"\x04"
@@ -118,8 +118,8 @@ def test_a_read_only_peer_dies_of_a_write_and_the_bytes_stay(weights, peers):
 
 def test_what_a_peer_holds_is_not_counted_as_given_back(weights, peers):
     block = filled(weights, HELD, 4)
-    export = weights.export(Access.READ_ONLY)
-    peer = peers(export, Access.READ_ONLY)
+    export = Export(weights)
+    peer = peers(export)
     assert peer.ask("read 5") == "4"
     export.close_fds()
     assert weights.usage().exported_bytes == HELD
@@ -137,8 +137,8 @@ def test_what_a_peer_holds_is_not_counted_as_given_back(weights, peers):
 
 def test_a_peer_killed_while_holding_leaves_nothing_behind(weights, peers):
     block = filled(weights, HELD, 4)
-    export = weights.export(Access.READ_ONLY)
-    peer = peers(export, Access.READ_ONLY)
+    export = Export(weights)
+    peer = peers(export)
     assert peer.ask("read 5") == "4"
     awake = host_shared_bytes()
     peer.kill()
@@ -152,8 +152,8 @@ def test_a_peer_killed_while_holding_leaves_nothing_behind(weights, peers):
 def test_kept_chunks_stay_valid_for_a_peer_over_a_pause(weights, peers):
     weights.set_policy(Keep.CHUNKS)
     block = filled(weights, MIB, 4)
-    export = weights.export(Access.READ_ONLY)
-    peer = peers(export, Access.READ_ONLY)
+    export = Export(weights)
+    peer = peers(export)
     pause([weights])
     resume([weights])
     block[0] = b"\x06"

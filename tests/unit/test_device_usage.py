@@ -5,7 +5,7 @@ import os
 import psutil
 import torch
 
-from tasuki.memory.allocator import NativeAllocator
+from tasuki.memory.arena import NativeAllocator
 from tasuki.memory.device_usage import device_usage
 from tasuki.wire.stages import MemoryTag
 

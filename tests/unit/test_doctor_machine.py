@@ -114,13 +114,12 @@ def test_facts_of_gpus_are_nvmls(monkeypatch: pytest.MonkeyPatch):
 
 
 NO_CHUNK = """
-export = Arena.export
-def of_no_chunk(arena, access):
-    made = export(arena, access)
-    nowhere = os.open("/dev/null", os.O_RDWR)
-    made.chunks = [replace(chunk, fd=nowhere) for chunk in made.chunks]
-    return made
-Arena.export = of_no_chunk
+class OfNoChunk(probe.Export):
+    def __init__(self, arena):
+        super().__init__(arena)
+        nowhere = os.open("/dev/null", os.O_RDWR)
+        self.chunks = [chunk._replace(fd=nowhere) for chunk in self.chunks]
+probe.Export = OfNoChunk
 """
 OTHER_BYTES = "probe._as_bytes = lambda device: bytes(len(probe._PATTERN))"
 READER_KILLED = """
@@ -136,8 +135,7 @@ probe.subprocess.run = lambda argv, **options: run(["sh", "-c", "kill -9 $$"], *
 def test_memory_that_does_not_pass_between_processes_is_found(fault: str, found: str, monkeypatch: pytest.MonkeyPatch):
     """fault: Python code for the writing process."""
     monkeypatch.setenv("PYTHONPATH", ENVIRONMENT["PYTHONPATH"])
-    imports = "import os, subprocess, sys\nfrom dataclasses import replace\nfrom tasuki.memory import probe\n"
-    imports += "from tasuki.memory.arena import Arena\n"
+    imports = "import os, subprocess, sys\nfrom tasuki.memory import probe\n"
     program = [sys.executable, "-c", f"{imports}{fault}\nsys.exit(probe.main(sys.argv[1:]))"]
     assert is_bad(check_passing("cpu", probe=program), Verdict.FAIL, found=found, advice="allow memfd_create")
 

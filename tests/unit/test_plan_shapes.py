@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from tasuki.config.schema import NodeConfig
-from tasuki.memory.allocator import NativeAllocator
+from tasuki.memory.arena import NativeAllocator
 from tasuki.memory.granularity import arena_bytes, export_bytes
 from tasuki.models.families import read_model
 from tasuki.models.shape import ModelShape

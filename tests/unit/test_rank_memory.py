@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasuki.memory.allocator import NativeAllocator
+from tasuki.memory.arena import NativeAllocator
 from tasuki.rollout.rank_commands import RankMemory, rank_allocator
 from tasuki.rollout.saved_buffers import Span, without
 from tasuki.v1.memory_pb2 import PauseRequest, ResumeRequest

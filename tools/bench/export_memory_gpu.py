@@ -21,8 +21,7 @@ from pathlib import Path
 
 import torch
 
-from tasuki.memory.allocator import NativeAllocator
-from tasuki.memory.arena import Keep
+from tasuki.memory.arena import Keep, NativeAllocator
 from tasuki.rollout.receive import WeightReceiver
 from tasuki.v1 import weights_pb2
 from tasuki.weights.export import ExportMemory, WeightExport

@@ -19,8 +19,7 @@ from typing import Any
 import psutil
 import torch
 
-from tasuki.memory.allocator import NativeAllocator
-from tasuki.memory.arena import Keep
+from tasuki.memory.arena import Keep, NativeAllocator
 from tasuki.wire.stages import MemoryTag
 
 MIB = 1 << 20

@@ -77,7 +77,7 @@ def cycles(
 
 
 def our_allocator() -> Any:
-    from tasuki.memory.allocator import NativeAllocator
+    from tasuki.memory.arena import NativeAllocator
     from tasuki.wire.stages import MemoryTag
 
     return NativeAllocator(tags=[MemoryTag.WEIGHTS, MemoryTag.KV_CACHE, MemoryTag.OPTIMIZER], device="cuda:0")
@@ -154,8 +154,7 @@ def pinned_rate() -> dict[str, float]:
 
 def chunk_sizes() -> dict[str, Any]:
     """100 GiB in one arena by size of chunk, without torch."""
-    from tasuki.memory.allocator import NativeAllocator
-    from tasuki.memory.arena import Keep
+    from tasuki.memory.arena import Keep, NativeAllocator
     from tasuki.wire.stages import MemoryTag
 
     torch.zeros(1, device="cuda")

@@ -12,9 +12,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from tasuki.doctor.finding import Finding, fail, ok, warn
-from tasuki.memory.arena import totals
+from tasuki.memory.arena import LIBRARY_PATH, totals
 from tasuki.memory.host import host_cores, host_memory
-from tasuki.memory.library import LIBRARY_PATH
 from tasuki.wire.address import bind_once
 from tasuki.wire.denied_path import what_to_change
 from tasuki.wire.errors import TasukiError

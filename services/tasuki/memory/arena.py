@@ -1,16 +1,139 @@
-"""Arenas: memory at fixed addresses, over csrc. tasuki_memory.h documents each call."""
+"""Arenas over csrc: memory at fixed addresses by tag, paused and resumed, and an allocator with one arena for each tag.
+
+The only door to the native library; csrc/tasuki_memory.h documents each of its calls.
+"""
 
 from __future__ import annotations
 
-import os
+import ctypes  # noqa: TID251  the one door
+import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from enum import IntEnum, IntFlag
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from tasuki.memory.library import buffer_at, call, chunk_rows, chunk_table, driver_and_index, numbers
+from tasuki.v1.types_pb2 import TagUsage
+from tasuki.wire.errors import (
+    BadHandle,
+    Busy,
+    EnginePoisoned,
+    InternalError,
+    InvalidArgument,
+    OutOfGpuMemory,
+    TasukiError,
+    WrongPhase,
+)
+from tasuki.wire.stages import MemoryTag
+
+if TYPE_CHECKING:
+    from tasuki.memory.region_cuda import CudaRegions
+
+ABI_VERSION = 13
+LIBRARY_PATH = Path(__file__).with_name("libtasuki_memory.so")
+NUM_SLOTS = 8
+
+
+_U64, _I32, _POINTER = ctypes.c_uint64, ctypes.c_int, ctypes.c_void_p
+_SIGNATURES: dict[str, list[Any]] = {
+    "tasuki_set_host_budget": [_U64],
+    "tasuki_create_arena": [_I32, ctypes.c_char_p, _I32, _POINTER, _POINTER],
+    "tasuki_destroy_arena": [_U64],
+    "tasuki_allocate": [_U64, _U64, _POINTER],
+    "tasuki_free": [_POINTER],
+    "tasuki_freeze": [_POINTER, _U64, _POINTER],
+    "tasuki_reserve_host": [_U64, _U64, _U64, _POINTER],
+    "tasuki_set_policy": [_U64, ctypes.c_uint32],
+    "tasuki_pause": [_POINTER, ctypes.c_size_t, _POINTER],
+    "tasuki_resume": [_POINTER, ctypes.c_size_t, _POINTER],
+    "tasuki_resume_async": [_POINTER, ctypes.c_size_t, _POINTER],
+    "tasuki_wait": [_U64, _POINTER],
+    "tasuki_stream_after": [_U64, _POINTER, _POINTER, ctypes.c_size_t],
+    "tasuki_get_usage": [_U64, _POINTER],
+    "tasuki_get_totals": [_POINTER],
+    "tasuki_export": [_U64, _I32, _POINTER, ctypes.c_size_t, _POINTER, _POINTER, _POINTER],
+    "tasuki_close_export": [_U64],
+    "tasuki_import": [_I32, _I32, _I32, _POINTER, ctypes.c_size_t, _POINTER, _POINTER],
+    "tasuki_release_import": [_U64],
+    "tasuki_renew_import": [_U64, _POINTER, ctypes.c_size_t],
+    "tasuki_close_import": [_U64],
+    "tasuki_bind_slot": [_I32, _I32, _U64],
+    "tasuki_copy_and_sum": [_POINTER, ctypes.c_size_t, _POINTER, ctypes.c_size_t, ctypes.c_uint32],
+}
+"""Arguments of the library's functions; each returns a code."""
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    if not LIBRARY_PATH.exists():
+        raise InternalError(f"{LIBRARY_PATH} is not built: run `make native`")
+    library = ctypes.CDLL(str(LIBRARY_PATH))
+    if library.tasuki_abi_version() != ABI_VERSION:
+        raise InternalError(f"{LIBRARY_PATH} is of another version: run `make native`")
+    library.tasuki_last_error.restype = ctypes.c_char_p
+    for name, argtypes in _SIGNATURES.items():
+        getattr(library, name).argtypes = argtypes
+    return library
+
+
+def call(name: str, *arguments: Any, num_outs: int = 0, device: str = "", tags: Sequence[str] = ()) -> list[int]:
+    """Calls tasuki_<name>. Returns the numbers and addresses that it writes through its last `num_outs` arguments.
+
+    device, tags: what an error is about. Raises the error of the library's code, with the library's message.
+    """
+    # Wide enough for any of them; the machine is little-endian, so a narrower one fills the low bytes.
+    outs = [ctypes.c_uint64() for _ in range(num_outs)]
+    code = getattr(_library(), f"tasuki_{name}")(*arguments, *(ctypes.byref(out) for out in outs))
+    if code != 0:
+        raise _error(code, device=device, tags=tags)
+    return [out.value for out in outs]
+
+
+def driver_and_index(device: str) -> tuple[int, int]:
+    """The library's number of the driver, and the device's. Raises InvalidArgument for another device, or without CUDA."""
+    kind, _, index = device.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdecimal()):
+        raise InvalidArgument("device", f"{device!r} is neither cpu nor cuda:<number>")
+    if kind == "cuda":
+        call("open_cuda", None, device=device)
+    return int(kind == "cuda"), int(index or 0)
+
+
+def numbers(values: Sequence[int]) -> Any:
+    """uint64s in a row: also the library's structs of such numbers, to be given or to be filled."""
+    return (ctypes.c_uint64 * len(values))(*values)
+
+
+def buffer_at(address: int, num_bytes: int) -> Any:
+    """Host memory as a buffer that does not own it."""
+    return (ctypes.c_char * num_bytes).from_address(address)
+
+
+def _error(code: int, *, device: str, tags: Sequence[str]) -> TasukiError:
+    message = (_library().tasuki_last_error() or b"").decode()
+    names = ",".join(tags)
+    match code:
+        case 1:
+            needed, free = ctypes.c_uint64(), ctypes.c_uint64()
+            _library().tasuki_last_room(ctypes.byref(needed), ctypes.byref(free))
+            return OutOfGpuMemory(
+                f"{device} {message}", tag=names, needed_bytes=needed.value, free_bytes=free.value, device=device
+            )
+        case 2 | 9:
+            return InvalidArgument("device" if code == 9 else "memory", message)
+        case 4:
+            return WrongPhase(message, needed=f"resume {names}")
+        case 5:
+            return Busy(message, tag=names)
+        case 6:
+            return BadHandle(message)
+        case 10:
+            return EnginePoisoned(message, tag=names)
+        case _:
+            return InternalError(message, tag=names, device=device)
 
 
 class Keep(IntFlag):
@@ -19,11 +142,6 @@ class Keep(IntFlag):
     NOTHING = 0
     CONTENT = 1  # copied to pinned host memory and back
     CHUNKS = 2  # the physical memory stays ours; only its addresses go, and a resume is a map
-
-
-class Access(IntEnum):
-    READ_ONLY = 0
-    READ_WRITE = 1
 
 
 class ArenaState(IntEnum):
@@ -61,15 +179,6 @@ class Totals:
     num_exports: int
     num_transfers: int
     num_refused_frees: int  # torch freed an address that is not ours
-
-
-@dataclass(frozen=True, slots=True)
-class SharedChunk:
-    """Part of an arena that another process can map: `fd` holds bytes [offset, offset + num_bytes) from the arena's base."""
-
-    offset: int
-    num_bytes: int
-    fd: int
 
 
 def set_host_budget(num_bytes: int) -> None:
@@ -161,12 +270,6 @@ class Arena:
         *counts, state = counted
         return ArenaUsage(*counts, state=ArenaState(state))
 
-    def export(self, access: Access) -> Export:
-        """New descriptors of every chunk with memory; stale after the next pause that does not keep chunks."""
-        table = chunk_table([(0, 0, 0)] * self.usage().num_chunks)
-        num_chunks, base, export = self._call("export", self.id, access, table, len(table), num_outs=3)
-        return Export(export, base=base, chunks=[SharedChunk(*row) for row in chunk_rows(table[:num_chunks])])
-
     def bind_slot(self, slot: int) -> None:
         """Makes torch's allocation function number `slot` allocate here."""
         self._call("bind_slot", slot, driver_and_index(self.device)[1], self.id)
@@ -176,48 +279,159 @@ class Arena:
         self._call("destroy_arena", self.id)
 
 
-class Export:
-    """Chunks handed to a peer. Open, and accounted as possibly held, until the peer is gone and `close` is called."""
+_CPU_MIN_CHUNK_BYTES, _CPU_MAX_CHUNK_BYTES = 2 * 2**20, 64 * 2**20
 
-    def __init__(self, export_id: int, *, base: int, chunks: list[SharedChunk]) -> None:
-        self._id, self.base, self.chunks = export_id, base, chunks
 
-    def close_fds(self) -> None:
-        """Closes our copies of the descriptors, once sent."""
-        for chunk in self.chunks:
-            os.close(chunk.fd)
-        self.chunks = []
+class NativeAllocator:
+    """Memory of this process on one device, by tag, over csrc. Pause and resume are idempotent and all-or-nothing.
+
+    Addresses never change, so exports and CUDA graphs stay valid.
+    """
+
+    def __init__(
+        self,
+        *,
+        tags: Sequence[MemoryTag],
+        device: str,
+        keep: Mapping[MemoryTag, Keep] | None = None,
+        min_chunk_bytes: int = 0,
+        max_chunk_bytes: int = 0,
+    ) -> None:
+        """`keep`: parts that a pause of each tag keeps; none by default.
+
+        Chunk sizes: 0 is the default, on a GPU the measured 64 MiB to 1 GiB, on a CPU 2 to 64 MiB.
+        """
+        self._device = device
+        if device == "cpu":
+            # On a CPU a mapping costs the same at any size, and models are small.
+            min_chunk_bytes, max_chunk_bytes = min_chunk_bytes or _CPU_MIN_CHUNK_BYTES, max_chunk_bytes or _CPU_MAX_CHUNK_BYTES
+        self._arenas = {
+            tag: Arena(tag, device=device, min_chunk_bytes=min_chunk_bytes, max_chunk_bytes=max_chunk_bytes) for tag in tags
+        }
+        self._adopted: dict[MemoryTag, Arena] = {}
+        for tag, policy in (keep or {}).items():
+            self.arena(tag).set_policy(policy)
+        self._cuda: CudaRegions | None = None
+        if device != "cpu":
+            from tasuki.memory.region_cuda import CudaRegions
+
+            self._cuda = CudaRegions(list(self._arenas.values()), device=device)
+
+    @property
+    def device(self) -> str:
+        return self._device
+
+    @property
+    def tags(self) -> tuple[MemoryTag, ...]:
+        return (*self._arenas, *self._adopted)
+
+    def arena(self, tag: MemoryTag) -> Arena:
+        if tag not in self.tags:
+            raise InvalidArgument("tags", f"{tag} is no tag of this process; it has {', '.join(self.tags)}")
+        return self._arenas[tag] if tag in self._arenas else self._adopted[tag]
+
+    def adopt(self, tag: MemoryTag, arena: Arena) -> None:
+        """Pauses, resumes and counts this arena as `tag`. The caller still fills and closes it."""
+        assert tag not in self.tags
+        self._adopted[tag] = arena
+
+    @contextmanager
+    def region(self, tag: MemoryTag) -> Iterator[None]:
+        """Allocates tensors that this thread makes in the block in `tag`. Raises WrongPhase while the tag sleeps."""
+        arena = self.arena(tag)
+        if arena.usage().state is ArenaState.PAUSED:
+            raise WrongPhase(f"{tag} is asleep: resume it before making tensors in it", needed=f"resume {tag}")
+        if self._cuda is not None:
+            region = self._cuda.region(tag)
+        else:
+            from tasuki.memory.region_cpu import Placing  # torch, which an arena does not need
+
+            region = Placing(arena)
+        with region:
+            yield
+
+    def pause(self, tags: Sequence[MemoryTag]) -> int:
+        """Returns the bytes given back to the system; 0 for tags already asleep."""
+        arenas = [self.arena(tag) for tag in tags]
+        (num_bytes,) = _call_for(arenas)("pause", _ids(arenas), len(arenas), num_outs=1)
+        return num_bytes
+
+    def resume(self, tags: Sequence[MemoryTag]) -> int:
+        """Returns the bytes mapped. Raises OutOfGpuMemory with every tag still asleep."""
+        return self._resume("resume", [self.arena(tag) for tag in tags])
+
+    def resume_async(self, tags: Sequence[MemoryTag]) -> Transfer:
+        """Maps at once; kept content is back after the transfer's `wait`, or on a stream after its `wait_on_stream`."""
+        arenas = [self.arena(tag) for tag in tags]
+        return Transfer(self._resume("resume_async", arenas), arenas)
+
+    def blocks(self, tag: MemoryTag) -> list[tuple[int, int]]:
+        """Address and bytes of each block in the tag's region: the content that a pause discards or keeps."""
+        return self.arena(tag).buffers() if self._cuda is None else self._cuda.blocks(tag)
+
+    def usage(self) -> list[TagUsage]:
+        return [_tag_usage(tag, self._device, arena.usage()) for tag, arena in (self._arenas | self._adopted).items()]
 
     def close(self) -> None:
-        self.close_fds()
-        call("close_export", self._id)
+        """Releases all addresses. Raises Busy while a tensor in a region lives."""
+        if self._cuda is not None:
+            self._cuda.close()
+        for arena in self._arenas.values():
+            arena.close()
+
+    def _resume(self, name: str, arenas: Sequence[Arena]) -> int:
+        """Resumes, and empties torch's cache if memory is short: the driver does not count cached blocks as free, and emptying is slow."""
+        resume = partial(_call_for(arenas), name, _ids(arenas), len(arenas), num_outs=1)
+        try:
+            (number,) = resume()
+        except OutOfGpuMemory:
+            if self._cuda is None:
+                raise
+            self._cuda.empty_cache()
+            (number,) = resume()
+        return number
+
+    def cuda_regions(self) -> CudaRegions:
+        if self._cuda is None:
+            raise InvalidArgument("device", f"{self._device} has no CUDA memory pools")
+        return self._cuda
 
 
-class Import:
-    """Chunks of a peer mapped at our addresses. The peer's memory stays alive until this is closed."""
+class Transfer:
+    """A resume whose copies are in progress. `wait` is called once."""
 
-    def __init__(self, chunks: Sequence[SharedChunk], *, device: str, access: Access) -> None:
-        """Maps the chunks; the caller keeps the descriptors. Raises BadHandle if one does not match its description."""
-        self.device = device
-        self._call = partial(call, device=device)
-        driver, index = driver_and_index(device)
-        self._id, self.base = self._call("import", driver, index, access, _described(chunks), len(chunks), num_outs=2)
+    def __init__(self, ticket: int, arenas: Sequence[Arena]) -> None:
+        self._ticket = ticket
+        self._call = _call_for(arenas)
 
-    def view(self, offset: int, num_bytes: int) -> Any:
-        """Host memory of the peer as a buffer; must not be read after `release` or `close`."""
-        return buffer_at(self.base + offset, num_bytes)
+    def wait(self) -> int:
+        """Ends the transfer. Returns the bytes mapped; a failure leaves every arena as it was."""
+        (num_bytes,) = self._call("wait", self._ticket, num_outs=1)
+        return num_bytes
 
-    def release(self) -> None:
-        """Unmaps the peer's memory; keeps the addresses. Idempotent."""
-        self._call("release_import", self._id)
+    def wait_on_stream(self, stream: int, *, address: int = 0, num_bytes: int = 0) -> None:
+        """Makes later work on the CUDA stream wait until the content is back.
 
-    def renew(self, chunks: Sequence[SharedChunk]) -> None:
-        """Maps the peer's present chunks at the same addresses, after `release`. Raises BadHandle, and then maps nothing."""
-        self._call("renew_import", self._id, _described(chunks), len(chunks))
-
-    def close(self) -> None:
-        self._call("close_import", self._id)
+        With `num_bytes`, only until those at `address` are back: content returns by rising addresses.
+        """
+        self._call("stream_after", self._ticket, stream, address, num_bytes)
 
 
-def _described(chunks: Sequence[SharedChunk]) -> Any:
-    return chunk_table([(chunk.offset, chunk.num_bytes, chunk.fd) for chunk in chunks])
+def _call_for(arenas: Sequence[Arena]) -> partial[list[int]]:
+    return partial(call, device=arenas[0].device if arenas else "", tags=[arena.tag for arena in arenas])
+
+
+def _ids(arenas: Sequence[Arena]) -> Any:
+    return numbers([arena.id for arena in arenas])
+
+
+def _tag_usage(tag: MemoryTag, device: str, usage: ArenaUsage) -> TagUsage:
+    return TagUsage(
+        tag=tag.number,
+        device=device,
+        mapped_bytes=usage.mapped_bytes,
+        total_bytes=usage.total_bytes,
+        is_paused=usage.state is ArenaState.PAUSED,
+        kept_bytes=usage.kept_bytes,
+        host_copy_bytes=usage.host_copy_bytes,
+    )

@@ -7,7 +7,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from tasuki.memory.arena import Access, Arena, Import, SharedChunk
+from tasuki.memory.arena import Arena
+from tasuki.memory.shared_chunks import Export, Import, SharedChunk
 from tasuki.wire.errors import TasukiError
 
 _NUM_BYTES = 2 << 20
@@ -35,7 +36,7 @@ def give(device: str) -> None:
     arena = Arena("probe", device=device, capacity_bytes=64 << 20)
     address = arena.allocate(_NUM_BYTES)
     _bytes_at(device, address, arena)[:] = _as_bytes(device)
-    export = arena.export(Access.READ_ONLY)
+    export = Export(arena)
     try:
         chunks = [f"{chunk.offset}:{chunk.num_bytes}:{chunk.fd}" for chunk in export.chunks]
         fds = [chunk.fd for chunk in export.chunks]
@@ -52,7 +53,7 @@ def take(device: str, offset: int, described: Sequence[str]) -> None:
     """Reads the pattern in the other process, at `offset` of the chunks. Raises RuntimeError if it differs."""
     _begin(device)
     chunks = [SharedChunk(*map(int, one.split(":"))) for one in described]
-    imported = Import(chunks, device=device, access=Access.READ_ONLY)
+    imported = Import(chunks, device=device)
     if device == "cpu":
         content = bytes(imported.view(offset, _NUM_BYTES))
     else:

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from tasuki.memory.arena import Arena
-from tasuki.memory.library import LIBRARY_PATH, NUM_SLOTS
+from tasuki.memory.arena import LIBRARY_PATH, NUM_SLOTS, Arena
 from tasuki.wire.errors import InvalidArgument
 
 

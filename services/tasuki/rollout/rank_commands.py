@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 from tasuki.config.schema import NodeConfig
-from tasuki.memory.allocator import NativeAllocator
-from tasuki.memory.arena import ArenaState
+from tasuki.memory.arena import ArenaState, NativeAllocator
 from tasuki.memory.device_usage import device_usage
 from tasuki.rollout.engine_lock import EngineLock
 from tasuki.rollout.receive import Received, WeightReceiver

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from tasuki.memory.arena import Access, Arena, Export, Import, SharedChunk
+from tasuki.memory.arena import Arena
 from tasuki.memory.granularity import equal_chunks
+from tasuki.memory.shared_chunks import Export, Import, SharedChunk
 from tasuki.v1 import weights_pb2
 from tasuki.weights.manifest import ALIGNMENT, Entry, Manifest, place
 from tasuki.weights.weight_arena import PeerMemory, device_uuid
@@ -33,9 +34,9 @@ def descriptor_problem(device: torch.device) -> str:
     arena = new_arena(1, device=device)
     address = arena.allocate(1)
     try:
-        export = arena.export(Access.READ_ONLY)
+        export = Export(arena)
         try:
-            Import(export.chunks, device=name, access=Access.READ_ONLY).close()
+            Import(export.chunks, device=name).close()
         finally:
             export.close()
     except (BadHandle, InternalError) as error:
@@ -57,7 +58,7 @@ class ExportedChunks:
 
     def add(self, arena: Arena, spans: Sequence[tuple[int, int]]) -> None:
         """Adds the chunks of `arena` that contain bytes of `spans` (address, bytes); peers get no others."""
-        export = arena.export(Access.READ_ONLY)
+        export = Export(arena)
         self._exports.append(export)
         for chunk in export.chunks:
             start, end = export.base + chunk.offset, export.base + chunk.offset + chunk.num_bytes
@@ -238,7 +239,7 @@ class ImportedChunks(PeerMemory):
     def __init__(self, manifest: Manifest, fds: Sequence[int], *, device: torch.device) -> None:
         self._manifest, self._device = manifest, device
         name = "cpu" if device.type == "cpu" else f"cuda:{device.index}"
-        self._import = self._checked(lambda: Import(self._chunks(fds), device=name, access=Access.READ_ONLY))
+        self._import = self._checked(lambda: Import(self._chunks(fds), device=name))
 
     def tensors(self, entries: Sequence[Entry] | None = None) -> list[torch.Tensor]:
         """Tensors of the manifest's entries, or of others in the same bytes."""

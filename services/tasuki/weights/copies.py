@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from tasuki.memory.arena import call
 from tasuki.memory.host import host_cores
-from tasuki.memory.library import call
 from tasuki.weights.checksum import GROUP, MODULUS, checksum
 from tasuki.weights.plan import Slice, whole
 from tasuki.weights.table import TILE_UNITS, VECTOR_BYTES, Side, Table, Transfer, blocks_of, build_tables, memory_side

@@ -10,7 +10,7 @@ import torch
 from sglang.srt.model_executor.runner_utils import pool as graph_pool
 from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
 
-from tasuki.memory.allocator import NativeAllocator
+from tasuki.memory.arena import NativeAllocator
 from tasuki.wire.errors import InternalError
 from tasuki.wire.stages import MemoryTag
 

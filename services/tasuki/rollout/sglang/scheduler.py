@@ -19,8 +19,7 @@ from sglang.srt.server_args import PortArgs, ServerArgs, get_global_server_args
 from tasuki.config.choices import read_choices
 from tasuki.config.gpus import gpu_not_shown
 from tasuki.config.schema import NodeConfig
-from tasuki.memory.allocator import NativeAllocator
-from tasuki.memory.arena import set_host_budget
+from tasuki.memory.arena import NativeAllocator, set_host_budget
 from tasuki.rollout.engine_lock import EngineLock
 from tasuki.rollout.published_layout import published_layout
 from tasuki.rollout.rank_commands import EngineRank, rank_allocator, register_rank

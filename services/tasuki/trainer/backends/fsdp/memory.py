@@ -19,8 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from tasuki.memory import arena as native
-from tasuki.memory.allocator import NativeAllocator
-from tasuki.memory.arena import Arena, Keep
+from tasuki.memory.arena import Arena, Keep, NativeAllocator
 from tasuki.memory.device_usage import device_usage, torch_pool
 from tasuki.planner.layout import Layout, Part
 from tasuki.planner.plan import TRAINER_TAGS

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from tasuki.memory.allocator import NativeAllocator, Transfer
+from tasuki.memory.arena import NativeAllocator, Transfer
 from tasuki.wire.errors import TasukiError
 from tasuki.wire.stages import MemoryTag
 
